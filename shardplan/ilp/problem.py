@@ -1,0 +1,104 @@
+"""What every planning question becomes: a pairwise cost network with interval memory.
+
+    minimise    sum_i c_i[s_i]  +  sum_(i,j) e_ij[s_i, s_j]                      (1)
+    subject to  sum_(i alive at t) u_i[s_i]  <=  limit       for every time t     (2)
+                s_i in {0 .. k_i - 1}                        for every node i     (3)
+
+Costs are float64 arrays of **integral** values (the planner counts picoseconds), so sums below 2**53 are exact and the
+same on every machine; `inf` forbids a state or a pair. A node may have several usages (a buffer kept over two intervals).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+Status = Literal["optimal", "feasible", "infeasible", "fallback"]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Cost of a pair of states: `cost[s_i, s_j]`, shape [k_i, k_j]. Parallel edges each count; i != j."""
+
+    i: int
+    j: int
+    cost: np.ndarray
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes a node's state holds at every time t with lo <= t < hi: `bytes[s_node]`, shape [k_node]."""
+
+    node: int
+    lo: int
+    hi: int
+    bytes: np.ndarray
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The network of (1)-(3).
+
+    Attributes:
+        costs: c_i, one float64 array [k_i] per node.
+        edges: e_ij; arrays may be shared between edges (repeated layers), which the reductions exploit by identity.
+        usages: u_i with their intervals.
+        limit: bytes; None leaves out (2).
+        names: one label per node for messages, or ().
+        ties: one class number per node, or (): nodes of one class (repeated layers) have equally many states and are meant
+            to take the same one. Tying is a restriction, not a reduction: the answer says so.
+    """
+
+    costs: tuple[np.ndarray, ...]
+    edges: tuple[Edge, ...] = ()
+    usages: tuple[Usage, ...] = ()
+    limit: float | None = None
+    names: tuple[str, ...] = ()
+    ties: tuple[int, ...] = ()
+
+    def objective(self, states) -> float:
+        """(1) of a full choice of states; inf when it takes a forbidden entry."""
+        total = sum(float(c[s]) for c, s in zip(self.costs, states, strict=True))
+        return total + sum(float(e.cost[states[e.i], states[e.j]]) for e in self.edges)
+
+    def memory(self, states) -> np.ndarray:
+        """Left side of (2) for every time step, shape [T]."""
+        horizon = max((u.hi for u in self.usages), default=0)
+        change = np.zeros(horizon + 1)
+        for u in self.usages:
+            if u.hi > u.lo:
+                change[u.lo] += u.bytes[states[u.node]]
+                change[u.hi] -= u.bytes[states[u.node]]
+        return np.cumsum(change)[:horizon]
+
+    def peak(self, states) -> float:
+        return float(self.memory(states).max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class Solution:
+    """An answer with its proof.
+
+    Attributes:
+        status: "optimal" (bound reached), "feasible" (an incumbent and a gap), "infeasible" (proven: nothing fits),
+            "fallback" (the hint or propagation's answer, nothing better in time).
+        states: s_i, one per node; () when infeasible.
+        objective: (1) of `states`.
+        bound: a valid lower bound of (1) over all choices that satisfy (2)-(3) (and the ties, when `tied`).
+        tied: whether states were restricted by `Problem.ties`.
+        stats: what each link of the chain did (counts, seconds), for people.
+    """
+
+    status: Status
+    states: tuple[int, ...]
+    objective: float
+    bound: float
+    tied: bool = False
+    stats: dict = field(default_factory=dict, compare=False)
+
+    @property
+    def gap(self) -> float:
+        """(objective - bound) / objective, 0 when both are 0."""
+        return 0.0 if self.objective == self.bound else (self.objective - self.bound) / max(abs(self.objective), 1e-30)

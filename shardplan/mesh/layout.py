@@ -1,0 +1,178 @@
+"""Where one tensor lives on a mesh: for each dim the mesh axes that split it, plus the axes over which it is still partial.
+
+One value, three faces, convertible without loss (the mesh gives the sizes):
+
+    JAX        PartitionSpec        P('data', None)             unreduced sums beside it
+    MindSpore  device matrix        (2, 4), tensor map (1, -1)   dims of the device matrix counted from the right
+    OneFlow    SBP per mesh axis    (S(0), P(sum))              one entry per mesh axis
+
+    >>> mesh = MeshShape(("data", "model"), (2, 4))
+    >>> x = Layout((("data",), ()), (("model", "sum"),))
+    >>> x.sbp(mesh), x.tensor_map(mesh), x.local_shape((8, 6), mesh)
+    (('S(0)', 'P(sum)'), (1, -1), (4, 6))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Names and sizes of the mesh axes, major to minor; devices are numbered row-major.
+
+    Attributes:
+        axes: axis names, unique.
+        sizes: axis sizes, same length, each >= 1.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self):
+        if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
+            raise ValueError(f"mesh axes {self.axes} and sizes {self.sizes} must have equal length and unique names")
+
+    @cached_property
+    def _size(self) -> dict[str, int]:
+        return dict(zip(self.axes, self.sizes, strict=True))
+
+    def size(self, *axes: str) -> int:
+        """Number of shards made by splitting over `axes`; KeyError names an unknown axis."""
+        return math.prod(self._size[a] for a in axes)
+
+    @property
+    def n_devices(self) -> int:
+        return math.prod(self.sizes)
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Position of a device (row-major number) along each axis."""
+        where = {}
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            device, where[axis] = divmod(device, size)
+        return where
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(zip(self.axes, self.sizes, strict=True))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{a}={n}" for a, n in self)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Placement of one tensor.
+
+    Attributes:
+        dims: for each tensor dim, the mesh axes that split it, major to minor; () is unsplit.
+        partial: (axis, kind) pairs, sorted by axis name: the tensor is the `kind`-reduction ("sum", "max", "min", "prod",
+            "and", "or") over `axis` of what the devices hold.
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def replicated(rank: int) -> Layout:
+        return Layout(((),) * rank)
+
+    @property
+    def rank(self) -> int:
+        return len(self.dims)
+
+    @cached_property
+    def split_axes(self) -> tuple[str, ...]:
+        return tuple(a for axes in self.dims for a in axes)
+
+    @cached_property
+    def partial_axes(self) -> tuple[str, ...]:
+        return tuple(a for a, _ in self.partial)
+
+    def reduced(self) -> Layout:
+        """The same split with nothing partial any more."""
+        return Layout(self.dims) if self.partial else self
+
+    def shards(self, mesh: MeshShape) -> int:
+        return mesh.size(*self.split_axes)
+
+    def divides(self, shape: tuple[int, ...], mesh: MeshShape) -> bool:
+        """Whether every split dim divides evenly."""
+        return all(n % mesh.size(*axes) == 0 for n, axes in zip(shape, self.dims, strict=True))
+
+    def local_shape(self, shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
+        """Shape of one device's shard; uneven dims round up, as XLA pads them."""
+        return tuple(-(-n // mesh.size(*axes)) for n, axes in zip(shape, self.dims, strict=True))
+
+    def slices(self, shape: tuple[int, ...], mesh: MeshShape, device: int) -> tuple[slice, ...]:
+        """The slice of the whole tensor that `device` (row-major number) holds."""
+        where, out = mesh.coordinates(device), []
+        for n, axes in zip(shape, self.dims, strict=True):
+            index = 0
+            for axis in axes:
+                index = index * mesh.size(axis) + where[axis]
+            width = -(-n // mesh.size(*axes))
+            out.append(slice(min(index * width, n), min((index + 1) * width, n)))
+        return tuple(out)
+
+    # ---- MindSpore's face
+
+    def tensor_map(self, mesh: MeshShape) -> tuple[int | tuple[int, ...], ...]:
+        """Per dim, the device-matrix dim that splits it counted from the right (last axis is 0), -1 for none;
+        a tuple where several axes split one dim."""
+        number = {a: len(mesh.axes) - 1 - i for i, a in enumerate(mesh.axes)}
+        return tuple(
+            -1 if not axes else number[axes[0]] if len(axes) == 1 else tuple(number[a] for a in axes) for axes in self.dims
+        )
+
+    @staticmethod
+    def from_tensor_map(mesh: MeshShape, tensor_map, partial: tuple[tuple[str, str], ...] = ()) -> Layout:
+        def axes(entry):
+            entries = (entry,) if isinstance(entry, int) else entry
+            return tuple(mesh.axes[len(mesh.axes) - 1 - e] for e in entries if e != -1)
+
+        return Layout(tuple(axes(e) for e in tensor_map), partial)
+
+    # ---- OneFlow's face
+
+    def sbp(self, mesh: MeshShape) -> tuple[str, ...]:
+        """One of 'S(dim)', 'B', 'P(kind)' per mesh axis, in mesh order.
+
+        The order of several axes on one dim is not part of SBP: `from_sbp` takes mesh order.
+        """
+        split = {a: f"S({d})" for d, axes in enumerate(self.dims) for a in axes}
+        partial = {a: f"P({kind})" for a, kind in self.partial}
+        return tuple(split.get(a) or partial.get(a) or "B" for a in mesh.axes)
+
+    @staticmethod
+    def from_sbp(mesh: MeshShape, sbp: tuple[str, ...], rank: int) -> Layout:
+        dims: list[tuple[str, ...]] = [()] * rank
+        partial = []
+        for axis, entry in zip(mesh.axes, sbp, strict=True):
+            if entry.startswith("S("):
+                dims[int(entry[2:-1])] += (axis,)
+            elif entry.startswith("P"):
+                partial.append((axis, entry[2:-1] or "sum"))
+            elif entry != "B":
+                raise ValueError(f"SBP entry {entry!r} for mesh axis {axis!r} is none of S(dim), B, P(kind)")
+        return Layout(tuple(dims), tuple(sorted(partial)))
+
+    # ---- JAX's face (plain tuples: this room does not import jax)
+
+    def spec(self) -> tuple[None | str | tuple[str, ...], ...]:
+        """Entries of the PartitionSpec: None, an axis name, or a tuple of them, per dim."""
+        return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.dims)
+
+    @staticmethod
+    def from_spec(spec, rank: int) -> Layout:
+        entries = tuple(spec) + (None,) * (rank - len(spec))
+        return Layout(tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries))
+
+    def __str__(self) -> str:
+        entries = ", ".join(
+            "None" if not axes else repr(axes[0]) if len(axes) == 1 else repr(tuple(axes)) for axes in self.dims
+        )
+        partial = "".join(f" + {kind} over {axis}" for axis, kind in self.partial)
+        return f"P({entries}){partial}"

@@ -1,0 +1,156 @@
+"""Which dims of an op may be split together: one factor map per primitive, in einops' notation.
+
+    dot_general   "a b, b c -> a c"   reduce b        a letter is a loop dim of the op; dims sharing a letter split together
+    reshape       "(a b) c -> a (b c)"                a dim may be a product of letters, major to minor
+    reduce_max    "a b -> a"          reduce b=max    a reduced letter leaves a partial result on the axes put on it
+    slice         "a b -> a c"        whole b c       a whole letter may not be split
+
+`@rule("name", ...)` registers a function from an equation to its `Rule`; its parameters are the operands' avals (anything with
+`.shape` and `.dtype`), keyword `out` (the tuple of result avals) and the equation's params as keywords:
+
+    @rule("transpose")
+    def transpose(x, *, permutation, **_):
+        a = letters(x)
+        return Rule((a,), (tuple(a[p] for p in permutation),))
+
+A rule never mentions a mesh, a cost or a sharding.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Dims = tuple[tuple[str, ...], ...]
+"""One tensor: per dim, its letters, major to minor; () for a dim of size one that belongs to no loop."""
+
+Fusion = Literal["loop", "view", "reduce", "none"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The factor map of one op.
+
+    Attributes:
+        operands: letters of every operand (rank-0 operands are ()).
+        results: letters of every result.
+        reduce: letter -> kind ("sum", "max", "min", "prod", "and", "or") for letters that appear in operands only; putting a
+            mesh axis on such a letter leaves every result that depends on it partial.
+        whole: letters that may not be split.
+        sizes: letter -> size; needed for letters inside compound dims, others are read from the shapes.
+        linear: partial sums of the operands pass through: every operand partial over an axis gives results partial over it.
+        fusion: how XLA's GPU back end treats the op: "loop" (elementwise-like, fuses with its neighbours), "view" (a bitcast:
+            no bytes move), "reduce" (fuses its producers, writes its result), "none" (a kernel of its own).
+        flops: floating point operations of the whole op; None means one per element of the largest result.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    reduce: dict[str, str] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    sizes: dict[str, int] = field(default_factory=dict)
+    linear: bool = False
+    fusion: Fusion = "none"
+    flops: float | None = None
+
+    def __str__(self) -> str:
+        def tensor(dims: Dims) -> str:
+            return " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" if d else "1" for d in dims)
+
+        text = ", ".join(map(tensor, self.operands)) + " -> " + ", ".join(map(tensor, self.results))
+        if self.reduce:
+            text += "  reduce " + " ".join(a if k == "sum" else f"{a}={k}" for a, k in self.reduce.items())
+        if self.whole:
+            text += "  whole " + " ".join(sorted(self.whole))
+        return text + ("  linear" if self.linear else "")
+
+
+class RuleError(ValueError):
+    """A rule that does not fit its op: the pattern, the shapes, what is wrong."""
+
+
+RULES: dict[str, Callable[..., Rule]] = {}
+
+
+def rule(*primitives: str):
+    """Register one rule function for the named primitives."""
+
+    def register(fn):
+        for name in primitives:
+            RULES[name] = fn
+        return fn
+
+    return register
+
+
+def letters(x, prefix: str = "") -> Dims:
+    """Fresh letters, one per dim of `x`: a, b, c, ... (a1, b1, ... past 26), with a prefix to keep tensors apart."""
+    return tuple((f"{prefix}{chr(97 + i % 26)}{i // 26 or ''}",) for i in range(len(x.shape)))
+
+
+def parse(pattern: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+    """Operands and results of a pattern like "(a b) c, c d -> a (b d)".
+
+    Raises:
+        RuleError: when the pattern has no single "->", unbalanced or nested parentheses.
+    """
+
+    def tensor(text: str) -> Dims:
+        dims, group = [], None
+        for token in re.findall(r"[()]|[^\s()]+", text):
+            if token == "(" and group is None:
+                group = []
+            elif token == ")" and group is not None:
+                dims.append(tuple(group))
+                group = None
+            elif token in "()":
+                raise RuleError(f"rule {pattern!r}: parentheses in {text.strip()!r} are nested or unbalanced")
+            elif group is not None:
+                group.append(token)
+            else:
+                dims.append(() if token == "1" else (token,))
+        if group is not None:
+            raise RuleError(f"rule {pattern!r}: parentheses in {text.strip()!r} are nested or unbalanced")
+        return tuple(dims)
+
+    sides = pattern.split("->")
+    if len(sides) != 2:
+        raise RuleError(f"rule {pattern!r}: needs operands and results separated by one '->', like 'a b, b c -> a c'")
+    left, right = (tuple(tensor(t) for t in side.split(",")) if side.strip() else () for side in sides)
+    return left, right
+
+
+def letter_sizes(rule: Rule, shapes: tuple[tuple[int, ...], ...], out_shapes: tuple[tuple[int, ...], ...]) -> dict[str, int]:
+    """Size of every letter, checked against all shapes it appears in.
+
+    Raises:
+        RuleError: on a wrong rank or contradicting sizes, naming the rule, the shapes and the letter.
+    """
+    sizes = dict(rule.sizes)
+
+    def fail(why: str):
+        raise RuleError(f"rule '{rule}' does not fit shapes {shapes} -> {out_shapes}: {why}")
+
+    tensors = list(zip(rule.operands + rule.results, shapes + out_shapes, strict=False))
+    if len(rule.operands) != len(shapes) or len(rule.results) != len(out_shapes):
+        fail(f"it names {len(rule.operands)} operands and {len(rule.results)} results")
+    for dims, shape in tensors:
+        if len(dims) != len(shape):
+            fail(f"{dims} has {len(dims)} dims, the tensor {len(shape)}")
+        for dim, n in zip(dims, shape, strict=True):
+            if len(dim) == 1 and sizes.setdefault(dim[0], n) != n:
+                fail(f"letter {dim[0]!r} is both {sizes[dim[0]]} and {n}")
+    for dims, shape in tensors:
+        for dim, n in zip(dims, shape, strict=True):
+            unknown = [a for a in dim if a not in sizes]
+            if len(unknown) == 1:
+                known = math.prod(sizes[a] for a in dim if a in sizes)
+                sizes[unknown[0]] = n // known if known else 0
+            elif unknown:
+                fail(f"sizes of {unknown} in dim {' '.join(dim)!r} are not given")
+            if dim and math.prod(sizes[a] for a in dim) != n:
+                fail(f"dim '({' '.join(dim)})' is {math.prod(sizes[a] for a in dim)}, the tensor's is {n}")
+    return sizes
