@@ -1,0 +1,52 @@
+"""Elementwise ops: every dim passes through; an operand of rank 0, or a dim of one that the result stretches, is shared.
+
+mul       a b, a b -> a b
+select_n  1, a b, a b -> a b       with a scalar predicate the first operand is rank 0
+"""
+
+from __future__ import annotations
+
+from ..rule import Rule, letters, rule
+
+
+def elementwise(*ins, out, linear: bool = False) -> Rule:
+    """Every dim passes through."""
+    result = letters(out[0])
+
+    def dims(x):
+        return tuple(a if n == m else () for a, n, m in zip(result, x.shape, out[0].shape, strict=True)) if x.shape else ()
+
+    return Rule(tuple(map(dims, ins)), (result,) * len(out), linear=linear, fusion="loop")
+
+
+PLAIN = """
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz convert_element_type cos cosh digamma
+    div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to lgamma
+    log log1p logistic lt lt_to max min mul mulhi ne nextafter not or polygamma population_count pow reciprocal reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square tan tanh xor zeta  threefry2x32 threefry4x32 philox2x32 philox4x32
+"""
+LINEAR = "add add_any sub neg real imag complex conj copy copy_p name stop_gradient zeros_like"
+
+
+@rule(*PLAIN.split())
+def _(*ins, out, **_):
+    return elementwise(*ins, out=out)
+
+
+# f(x + y) = f(x) + f(y): partial sums pass through.
+@rule(*LINEAR.split())
+def _(*ins, out, **_):
+    return elementwise(*ins, out=out, linear=True)
+
+
+@rule("sharding_constraint", "reshard", "layout_constraint", "with_memory_space_constraint")
+def _(x, *, out, **_):
+    a = letters(x)
+    return Rule((a,), (a,), linear=True, fusion="view", flops=0)
+
+
+@rule("optimization_barrier", "device_put")
+def _(*ins, out, **_):
+    dims = tuple(letters(x, f"x{i}_") for i, x in enumerate(ins))
+    return Rule(dims, dims, fusion="view", flops=0)

@@ -1,0 +1,97 @@
+"""Gather and scatter in every mode.
+
+    gather       v d, n 1 -> n d            reduce v    each device looks up what it holds, the parts are summed
+    gather       b v d, b n 1 -> b n d      reduce v    b is a batching dim
+    scatter-add  v d, n 1, n d -> v d       reduce n    v: each device keeps the updates that fall in its part
+    scatter      v d, n 1, n d -> v d       whole n     the order of overwriting updates is not split
+
+A dim of the operand that is sliced, neither whole nor one element at a time, is whole; so are the components of one index.
+Partial results of a scatter over n start from the operand on one device and from the identity of the reduction on the others.
+"""
+
+from __future__ import annotations
+
+from ..rule import Rule, letters, rule
+
+
+def index_letters(indices, batching: dict[int, tuple[str, ...]]):
+    """Letters of the indices' dims; `batching` gives those shared with the operand. The last dim holds one index."""
+    own = [batching.get(d, n) for d, n in enumerate(letters(indices, "i"))]
+    own[-1] = () if indices.shape[-1] == 1 else own[-1]
+    return tuple(own)
+
+
+@rule("gather")
+def _(x, indices, *rest, out, dimension_numbers, slice_sizes, **_):
+    n, a, b = dimension_numbers, letters(x), letters(x, "s")
+    kind = "or" if str(x.dtype) == "bool" else "sum"
+    i = index_letters(indices, {j: a[d] for d, j in zip(n.operand_batching_dims, n.start_indices_batching_dims, strict=True)})
+    reduce, whole, window = {}, set(i[-1]), []
+    for d, (size, taken) in enumerate(zip(x.shape, slice_sizes, strict=True)):
+        indexed = d in n.start_index_map
+        if d in n.operand_batching_dims:
+            continue
+        if taken == size and not indexed:
+            kept = a[d]
+        elif taken == 1 and indexed and "key<" not in str(x.dtype):
+            kept, reduce[a[d][0]] = (), kind
+        else:
+            kept = b[d]
+            whole |= {*a[d], *(() if d in n.collapsed_slice_dims else b[d])}
+        if d not in n.collapsed_slice_dims:
+            window.append(kept)
+    window, batch = iter(window), iter(i[:-1])
+    result = tuple(next(window) if d in n.offset_dims else next(batch) for d in range(len(out[0].shape)))
+    return Rule((a, i, *((),) * len(rest)), (result,), reduce=reduce, whole=frozenset(whole), fusion="loop")
+
+
+def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
+    """`kind` joins updates at one place; None when the last one wins."""
+    n, a, b = dimension_numbers, letters(x), letters(updates, "u")
+    i = index_letters(indices, {j: a[d] for d, j in zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True)})
+    whole, window, batch = set(i[-1]), iter(n.update_window_dims), iter(i[:-1])
+    u = [b[d] if d in n.update_window_dims else next(batch) for d in range(len(updates.shape))]
+    for d, size in enumerate(x.shape):
+        indexed = d in n.scatter_dims_to_operand_dims
+        if d in n.operand_batching_dims or (d in n.inserted_window_dims and indexed):
+            continue
+        if d in n.inserted_window_dims:
+            whole |= {*a[d]}
+            continue
+        w = next(window)
+        if updates.shape[w] == size and not indexed:
+            u[w] = a[d]
+        elif updates.shape[w] == 1 and indexed:
+            u[w] = ()
+        else:
+            whole |= {*a[d], *b[w]}
+    free = {j for dim in i[:-1] for j in dim} - {c for d in a for c in d}
+    how = (
+        {"reduce": dict.fromkeys(sorted(free), kind), "whole": frozenset(whole)} if kind else {"whole": frozenset(whole | free)}
+    )
+    return Rule((a, i, tuple(u)), (a,), **how)
+
+
+@rule("scatter")
+def _(x, indices, updates, *, out, dimension_numbers, **_):
+    return scattered(x, indices, updates, dimension_numbers, None)
+
+
+@rule("scatter-add", "scatter_add", "scatter-sub", "scatter_sub")
+def _(x, indices, updates, *, out, dimension_numbers, **_):
+    return scattered(x, indices, updates, dimension_numbers, "sum")
+
+
+@rule("scatter-mul", "scatter_mul")
+def _(x, indices, updates, *, out, dimension_numbers, **_):
+    return scattered(x, indices, updates, dimension_numbers, "prod")
+
+
+@rule("scatter-max", "scatter_max")
+def _(x, indices, updates, *, out, dimension_numbers, **_):
+    return scattered(x, indices, updates, dimension_numbers, "max")
+
+
+@rule("scatter-min", "scatter_min")
+def _(x, indices, updates, *, out, dimension_numbers, **_):
+    return scattered(x, indices, updates, dimension_numbers, "min")

@@ -1,0 +1,53 @@
+"""Linear algebra and transforms: batch dims pass through, matrices stay whole.
+
+cholesky          a m n -> a m n             whole m n
+triangular_solve  a m m, a m k -> a m k      whole m: columns of the right-hand side pass through
+fft               a b -> a c                 whole b c
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..rule import Rule, letters, rule
+
+
+def batched(ins, out, core: int, flops=None) -> Rule:
+    """All tensors share the leading dims of the first operand, but its last `core` ones; the other dims are whole."""
+    n = len(ins[0].shape) - core
+    batch = letters(ins[0])[:n]
+    own = [letters(x, f"x{i}_")[n:] for i, x in enumerate((*ins, *out))]
+    dims = tuple(batch + o for o in own)
+    return Rule(dims[: len(ins)], dims[len(ins) :], whole=frozenset(a for o in own for d in o for a in d), flops=flops)
+
+
+MATRIX = "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product tridiagonal"
+
+
+@rule(*MATRIX.split())
+def _(*ins, out, **_):
+    return batched(ins, out, 2, flops=prod(ins[0].shape) * min(ins[0].shape[-2:]))
+
+
+@rule("lu_pivots_to_permutation", "cholesky_update")
+def _(*ins, out, **_):
+    return batched(ins, out, 1 if len(ins) == 1 else 2)
+
+
+@rule("fft")
+def _(x, *, out, fft_lengths, **_):
+    return batched((x,), out, len(fft_lengths), flops=5 * prod(x.shape) * max(1, prod(fft_lengths).bit_length()))
+
+
+# op(a) x = b or x op(a) = b: columns of b, or its rows, are independent.
+@rule("triangular_solve")
+def _(a, b, *, out, left_side, **_):
+    *batch, m, k = letters(b) if left_side else (*letters(b)[:-2], letters(b)[-1], letters(b)[-2])
+    x = (*batch, m, k) if left_side else (*batch, k, m)
+    return Rule(((*batch, ("p",), ("q",)), x), (x,), whole=frozenset({"p", "q", *m}), flops=prod(b.shape) * a.shape[-1])
+
+
+@rule("tridiagonal_solve")
+def _(lower, diagonal, upper, b, *, out, **_):
+    *batch, m, _ = letters(b)
+    return Rule(((*batch, m),) * 3 + (letters(b),), (letters(b),), whole=frozenset(m), flops=8 * prod(b.shape))

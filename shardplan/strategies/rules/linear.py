@@ -1,0 +1,100 @@
+"""Products: dot_general, ragged dots and convolutions; the contracted letters leave partial sums.
+
+dot_general  a b c, a c d -> a b d   reduce c
+conv         n c h w, o c i j -> n o y x   reduce c   whole h w i j y x
+grouped      n (g c) w, (g o) c i -> n (g o) x
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..rule import Rule, letters, rule
+
+
+def contract(x, y, dimension_numbers):
+    """Letters of both operands and of the result: batch dims, then free dims of the left, then of the right."""
+    (left, right), (left_batch, right_batch) = dimension_numbers
+    a, b = list(letters(x)), list(letters(y, "y"))
+    for i, j in zip((*left, *left_batch), (*right, *right_batch), strict=True):
+        b[j] = a[i]
+    free = [d for i, d in enumerate(a) if i not in (*left, *left_batch)] + [
+        d for i, d in enumerate(b) if i not in (*right, *right_batch)
+    ]
+    return tuple(a), tuple(b), (*(a[i] for i in left_batch), *free)
+
+
+def multiply_adds(x, sizes) -> float:
+    return (8 if "complex" in str(x.dtype) else 2) * prod(sizes)
+
+
+@rule("dot_general")
+def _(x, y, *, out, dimension_numbers, **_):
+    a, b, c = contract(x, y, dimension_numbers)
+    contracted = dimension_numbers[0][0]
+    flops = multiply_adds(x, (*out[0].shape, *(x.shape[i] for i in contracted)))
+    return Rule((a, b), (c,), reduce={a[i][0]: "sum" for i in contracted}, flops=flops)
+
+
+# Rows of the left operand are cut into groups of given sizes, each with its own right operand: ragged dims and groups are whole.
+@rule("ragged_dot_general")
+def _(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, **_):
+    n = ragged_dot_dimension_numbers
+    (left, right), batch = n.dot_dimension_numbers
+    group = {d: ("g",) for d in n.rhs_group_dimensions}
+    ragged, (ragged_dim,) = letters(x)[n.lhs_ragged_dimensions[0]], n.lhs_ragged_dimensions
+    a, b, c = contract(x, y, ((left, right), batch))
+    c = tuple(d for d in c if d not in [b[i] for i in group])
+    b = tuple(group.get(i, d) for i, d in enumerate(b))
+    if ragged_dim in left or ragged_dim in batch[0]:
+        c = (("g",), *c) if ragged_dim in left else c
+    sizes = tuple(("s" + d[0],) for d in letters(group_sizes))
+    whole = {"g", *ragged, *(s[0] for s in sizes)}
+    reduce = {a[i][0]: "sum" for i in left if i != ragged_dim}
+    flops = multiply_adds(x, (*x.shape, out[0].shape[-1]))
+    return Rule((a, b, sizes), (c,), reduce=reduce, whole=frozenset(whole), flops=flops)
+
+
+# Batch and features only: a spatial dim passes through where the window is a single point, and is whole elsewhere.
+@rule("conv_general_dilated")
+def _(
+    x,
+    w,
+    *,
+    out,
+    window_strides,
+    padding,
+    lhs_dilation,
+    rhs_dilation,
+    dimension_numbers,
+    feature_group_count,
+    batch_group_count,
+    **_,
+):
+    lhs, rhs, res = dimension_numbers
+    points = [
+        w.shape[r] == 1 and tuple(edges) == (0, 0) and stride == 1 == dilation
+        for r, edges, stride, dilation in zip(rhs[2:], padding, window_strides, lhs_dilation, strict=True)
+    ]
+    names = [(f"x{i}", "", f"x{i}") if point else (f"x{i}", f"w{i}", f"y{i}") for i, point in enumerate(points)]
+    batch, feature = ("n",), ("c",)
+    made = ("o",)
+    sizes = {"n": x.shape[lhs[0]] // batch_group_count, "c": w.shape[rhs[1]], "o": w.shape[rhs[0]]}
+    if feature_group_count > 1:
+        feature, made = ("g", "c"), ("g", "o")
+    if batch_group_count > 1:
+        batch, made = ("g", "n"), ("g", "o")
+    if (groups := max(feature_group_count, batch_group_count)) > 1:
+        sizes |= {"g": groups, "o": sizes["o"] // groups}
+
+    def place(spec, first, second, spatial):
+        dims = [()] * len(spec)
+        for at, dim in zip(spec, (first, second, *((s,) if s else () for s in spatial)), strict=True):
+            dims[at] = dim
+        return tuple(dims)
+
+    operands = (place(lhs, batch, feature, [n[0] for n in names]), place(rhs, made, ("c",), [n[1] for n in names]))
+    results = (place(res, ("n",), made, [n[2] for n in names]),)
+    whole = frozenset(s for n, point in zip(names, points, strict=True) if not point for s in n)
+    flops = multiply_adds(x, (*out[0].shape, *(w.shape[r] for r in rhs[1:])))
+    return Rule(operands, results, reduce={"c": "sum"}, whole=whole, sizes=sizes, flops=flops)

@@ -1,0 +1,88 @@
+"""Reductions, cumulative ops and orderings along a dim.
+
+reduce_max  a b -> a      reduce b=max
+argmax      a b -> a      whole b
+cumsum      a b -> a b    whole b
+sort        a b -> a b    whole b
+top_k       a b -> a c, a c    whole b c
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..rule import Rule, letters, rule
+from .shape import resized
+
+
+def reduction(x, axes, n_results: int = 1, kind: str | None = None, **kw) -> Rule:
+    """One operand; `axes` are reduced with `kind`, or whole without one."""
+    a = letters(x)
+    gone = [a[d][0] for d in axes]
+    kept = tuple(b for d, b in enumerate(a) if d not in axes)
+    how = {"reduce": dict.fromkeys(gone, kind)} if kind else {"whole": frozenset(gone)}
+    return Rule((a,), (kept,) * n_results, **how, fusion="reduce", flops=prod(x.shape), **kw)
+
+
+@rule("reduce_sum")
+def _(x, *, out, axes, **_):
+    return reduction(x, axes, kind="sum", linear=True)
+
+
+@rule("reduce_max")
+def _(x, *, out, axes, **_):
+    return reduction(x, axes, kind="max")
+
+
+@rule("reduce_min")
+def _(x, *, out, axes, **_):
+    return reduction(x, axes, kind="min")
+
+
+@rule("reduce_prod")
+def _(x, *, out, axes, **_):
+    return reduction(x, axes, kind="prod")
+
+
+@rule("reduce_and")
+def _(x, *, out, axes, **_):
+    return reduction(x, axes, kind="and")
+
+
+@rule("reduce_or")
+def _(x, *, out, axes, **_):
+    return reduction(x, axes, kind="or")
+
+
+@rule("reduce_xor", "argmax", "argmin")
+def _(x, *, out, axes, **_):
+    return reduction(x, axes)
+
+
+# Operands, then their initial values; the function that joins two elements is the user's.
+@rule("reduce")
+def _(*ins, out, dimensions, **_):
+    r, n = reduction(ins[0], dimensions, len(out)), len(out)
+    return Rule(r.operands * n + ((),) * n, r.results, whole=r.whole, fusion="reduce", flops=n * r.flops)
+
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def _(x, *, out, axis, **_):
+    a = letters(x)
+    return Rule((a,), (a,), whole=frozenset(a[axis]))
+
+
+@rule("sort")
+def _(*ins, out, dimension, **_):
+    a = letters(ins[0])
+    return Rule((a,) * len(ins), (a,) * len(out), whole=frozenset(a[dimension]))
+
+
+@rule("top_k")
+def _(x, *, out, axis=-1, **_):
+    return resized((x,), out, (axis % len(x.shape),), fusion="none", flops=prod(x.shape))
+
+
+@rule("approx_top_k")
+def _(x, *, out, reduction_dimension, **_):
+    return resized((x,), out, (reduction_dimension % len(x.shape),), fusion="none", flops=prod(x.shape))

@@ -1,0 +1,200 @@
+"""Ops that move data and compute nothing: which dims of the result are which dims of the operands.
+
+reshape           a (b c) -> (a b) c        a dim of the one side may be a product of letters of the other
+broadcast_in_dim  1 b -> a b                a letter only in the result is split for free: each device makes its part
+slice             a b -> a c   whole b c    a dim that is cut
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from math import gcd
+
+from ..rule import Rule, letters, rule
+
+
+def move(operands, results, whole=(), **kw) -> Rule:
+    """A rule that computes nothing; `whole` is a list of dims."""
+    return Rule(
+        tuple(operands), tuple(results), **{"whole": frozenset(a for d in whole for a in d), "fusion": "loop", "flops": 0, **kw}
+    )
+
+
+def resized(ins, outs, changed=(), **kw) -> Rule:
+    """Tensors of one rank: equal dims pass through, dims that are `changed` or differ in size are whole on every side."""
+    a, whole = letters(outs[0]), []
+
+    def dims(i, x):
+        own = letters(x, f"x{i}_")
+        cut = [d in changed or x.shape[d] != outs[0].shape[d] for d in range(len(x.shape))]
+        whole.extend(o for o, c in zip(own, cut, strict=True) if c)
+        return tuple(o if c else b for o, b, c in zip(own, a, cut, strict=True))
+
+    every = [dims(i, x) for i, x in enumerate((*ins, *outs))]
+    return move(every[: len(ins)], every[len(ins) :], whole, **kw)
+
+
+def factors(left: tuple[int, ...], right: tuple[int, ...]):
+    """Letters of a reshape: the common factors of both shapes, walked major to minor; what has none stays whole.
+
+    Returns:
+        Dims of the left shape, dims of the right shape, letter sizes, whole letters.
+
+    >>> factors((8, 6), (2, 4, 6))
+    (((('a', 'b'), ('c',)), (('a',), ('b',), ('c',)), {'a': 2, 'b': 4, 'c': 6}, frozenset())
+    """
+    names = (f"{chr(97 + i % 26)}{i // 26 or ''}" for i in count())
+    shapes, dims, at, rest = (left, right), ([], []), [0, 0], [1, 1]
+    sizes, whole = {}, set()
+    if 0 in left:
+        dims = [[(next(names),) for _ in shape] for shape in shapes]
+        return *map(tuple, dims), {}, frozenset(a for side in dims for d in side for a in d)
+
+    def advance(side):
+        """To the next dim, once the last one is used up."""
+        while rest[side] == 1 and at[side] < len(shapes[side]):
+            rest[side] = shapes[side][at[side]]
+            at[side] += 1
+            dims[side].append(())
+
+    def give(side, letter, size):
+        sizes[letter] = size
+        dims[side][-1] += (letter,)
+        rest[side] //= size
+
+    while True:
+        advance(0), advance(1)
+        if rest == [1, 1]:
+            return tuple(dims[0]), tuple(dims[1]), sizes, frozenset(whole)
+        if (common := gcd(*rest)) > 1:
+            letter = next(names)
+            give(0, letter, common), give(1, letter, common)
+            continue
+        # Coprime, like (2, 3) -> (3, 2): whole letters on both sides until the products meet.
+        done = [1, 1]
+        while done[0] != done[1] or done == [1, 1]:
+            side = 0 if done[0] < done[1] or done == [1, 1] else 1
+            advance(side)
+            done[side] *= rest[side]
+            whole.add(letter := next(names))
+            give(side, letter, rest[side])
+
+
+@rule("reshape")
+def _(x, *rest, out, dimensions=None, **_):
+    left, right, sizes, whole = factors(x.shape, out[0].shape)
+    return Rule((left, *((),) * len(rest)), (right,), sizes=sizes, whole=whole, linear=True, fusion="view", flops=0)
+
+
+@rule("transpose")
+def _(x, *, out, permutation, **_):
+    a = letters(x)
+    return move((a,), (tuple(a[p] for p in permutation),), linear=True)
+
+
+@rule("squeeze")
+def _(x, *, out, dimensions, **_):
+    a = tuple(() if d in dimensions else b for d, b in enumerate(letters(x)))
+    return move((a,), (tuple(b for d, b in enumerate(a) if d not in dimensions),), linear=True, fusion="view")
+
+
+@rule("expand_dims")
+def _(x, *, out, dimensions, **_):
+    a = iter(letters(x))
+    return move(
+        (letters(x),),
+        (tuple(() if d in dimensions else next(a) for d in range(len(out[0].shape))),),
+        linear=True,
+        fusion="view",
+    )
+
+
+@rule("broadcast_in_dim")
+def _(x, *rest, out, broadcast_dimensions, **_):
+    a = letters(out[0])
+    return move(
+        (tuple(() if n == 1 else a[d] for d, n in zip(broadcast_dimensions, x.shape, strict=True)), *((),) * len(rest)), (a,)
+    )
+
+
+@rule("broadcast_to")
+def _(x, *, out, **_):
+    a = letters(out[0])
+    return move((tuple(() if n == 1 else b for n, b in zip(x.shape, a[len(a) - len(x.shape) :], strict=True)),), (a,))
+
+
+@rule("tile")
+def _(x, *, out, reps, **_):
+    a, r = letters(x), letters(x, "r")
+    sizes = {b[0]: n for b, n in zip(a, x.shape, strict=True)} | {b[0]: n for b, n in zip(r, reps, strict=True)}
+    return move((a,), (tuple(b if n == 1 else (*c, *b) for b, c, n in zip(a, r, reps, strict=True)),), sizes=sizes)
+
+
+@rule("iota", "empty", "empty2")
+def _(*ins, out, **_):
+    return move(((),) * len(ins), (letters(out[0]),))
+
+
+@rule("concatenate")
+def _(*ins, out, dimension, **_):
+    return resized(ins, out, (dimension,))
+
+
+@rule("split")
+def _(x, *, out, axis, **_):
+    return resized((x,), out, (axis,))
+
+
+@rule("rev")
+def _(x, *, out, dimensions, **_):
+    return resized((x,), out, dimensions)
+
+
+@rule("stack")
+def _(*ins, out, axis, **_):
+    a = letters(out[0])
+    return move((a[:axis] + a[axis + 1 :],) * len(ins), (a,), (a[axis],))
+
+
+@rule("unstack")
+def _(x, *, out, axis, **_):
+    a = letters(x)
+    return move((a,), (a[:axis] + a[axis + 1 :],) * len(out), (a[axis],))
+
+
+@rule("pad")
+def _(x, value, *, out, padding_config, **_):
+    r = resized((x,), out, [d for d, edges in enumerate(padding_config) if any(edges)])
+    return move((*r.operands, ()), r.results, [tuple(r.whole)])
+
+
+@rule("slice")
+def _(x, *, out, start_indices, limit_indices, strides, **_):
+    return resized((x,), out)
+
+
+@rule("dynamic_slice")
+def _(x, *starts, out, **_):
+    r = resized((x,), out)
+    return move((*r.operands, *((),) * len(starts)), r.results, [tuple(r.whole)])
+
+
+# An update of one element along a dim lands on one device's shard, so that dim of the operand passes through.
+@rule("dynamic_update_slice")
+def _(x, update, *starts, out, **_):
+    a, b, pairs = letters(x), letters(update, "u"), list(zip(x.shape, update.shape, strict=True))
+    small = tuple(c if n == m else () if m == 1 else d for c, d, (n, m) in zip(a, b, pairs, strict=True))
+    whole = [c + d for c, d, (n, m) in zip(a, b, pairs, strict=True) if m not in (n, 1)]
+    return move((a, small, *((),) * len(starts)), (a,), whole)
+
+
+def leading(x, y, **kw) -> Rule:
+    """Two tensors that share leading dims; the further ones of either are whole."""
+    n = min(len(x.shape), len(y.shape))
+    a, b = letters(x), letters(x)[:n] + letters(y, "y")[n:]
+    return move((a,), (b,), a[n:] + b[n:], fusion="view", **kw)
+
+
+@rule("bitcast_convert_type", "to_edtype", "from_edtype")
+def _(x, *, out, **_):
+    return leading(x, out[0])
