@@ -36,7 +36,7 @@ def _(x, y, *, out, dimension_numbers, **_):
     return Rule((a, b), (c,), reduce={a[i][0]: "sum" for i in contracted}, flops=flops)
 
 
-# Rows of the left operand are cut into groups of given sizes, each with its own right operand: ragged dims and groups are whole.
+# Rows of the left operand come in groups, each with its own right operand: the ragged dim and the groups are whole.
 @rule("ragged_dot_general")
 def _(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, **_):
     n = ragged_dot_dimension_numbers
