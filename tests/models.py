@@ -1,0 +1,26 @@
+"""The examples at their tiny sizes, by name: `MODELS[name]()` gives `create_state, train_step, batches`, plain functions."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+NAMES = ("digits_cnn", "dlrm", "face_softmax", "gpt", "hybrid_mlp", "llama", "moe")
+
+
+def _builder(name: str) -> Callable:
+    def build(config: str = "TINY"):
+        module = importlib.import_module(name)
+        return module.build(getattr(module, config))
+
+    return build
+
+
+MODELS: dict[str, Callable] = {name: _builder(name) for name in NAMES}
+
+
+def loss_of(out):
+    """The loss in what a train step returned beside its state: itself, or the entry called `loss`."""
+    return out["loss"] if isinstance(out, dict) else out
