@@ -1,0 +1,46 @@
+# make demo: train a GPT by plan.   make test: everything CI checks.   make lint: style and types.
+# The first call makes .venv with $(PYTHON), which must be 3.11 or newer; PYTHON=/path/to/python chooses another.
+
+PYTHON ?= python3
+# Python 3.12 or newer, for the newest jax: whichever of these runs first; NEWER= (empty) leaves that part out.
+NEWER ?= $(shell for p in python3.12 python3.13 python3.14 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
+	"$$p" -c "" 2>/dev/null && { command -v "$$p"; break; }; done)
+PIP = -m pip install --quiet --disable-pip-version-check
+PYTEST_ARGS ?= -n 2 --dist worksteal
+
+.PHONY: demo test lint smoke-newest clean
+
+demo: .venv/demo
+	.venv/bin/python examples/gpt.py
+
+test: lint
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	$(if $(NEWER),$(MAKE) smoke-newest,@echo "no Python 3.12 found: the newest jax was not tried")
+
+lint: .venv/test
+	.venv/bin/ruff check .
+	.venv/bin/pyright
+
+smoke-newest: .venv312/smoke
+	.venv312/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
+	.venv312/bin/python -m pytest tests/test_smoke.py
+
+# Each stamp is made after its installation, and again when pyproject.toml changes.
+.venv/demo: pyproject.toml
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python $(PIP) --upgrade "pip>=25.1"
+	.venv/bin/python $(PIP) --editable ".[examples,view]"
+	touch $@
+
+.venv/test: .venv/demo
+	.venv/bin/python $(PIP) --group test --editable ".[examples,view,gpu-check]"
+	touch $@
+
+.venv312/smoke: pyproject.toml
+	test -x .venv312/bin/python || $(NEWER) -m venv .venv312
+	.venv312/bin/python $(PIP) --upgrade "pip>=25.1"
+	.venv312/bin/python $(PIP) --group test --editable ".[examples,view]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv312 out
