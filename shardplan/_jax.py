@@ -1,0 +1,118 @@
+"""The only module that touches `jax.extend`, `jax._src` or differences between JAX versions."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import numpy as np
+from jax._src import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var  # noqa: F401  (re-exported)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "core_closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "call_jaxpr",
+    "custom_lin": None,
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+"""Primitives that only wrap a jaxpr, and the parameter that holds it."""
+
+REMAT = ("remat", "remat2", "checkpoint")
+
+
+def inner_jaxpr(eqn) -> ClosedJaxpr | None:
+    """The jaxpr a wrapping equation calls, closed; None for an equation that is an op of its own."""
+    param = INLINED.get(eqn.primitive.name)
+    inner = eqn.params.get(param) if param else None
+    if inner is None:
+        return None
+    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+
+
+def is_recompute(eqn) -> bool:
+    """Whether lowering puts an optimization barrier before this rematerialised body, so that XLA computes it again."""
+    return eqn.primitive.name in REMAT and bool(eqn.params.get("prevent_cse")) and bool(eqn.params.get("differentiated"))
+
+
+def source(eqn) -> tuple[str, int, str]:
+    """File, line and function of the user's own frame that made this equation; ("", 0, "") when there is none."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return (frame.file_name, frame.start_line, frame.function_name) if frame else ("", 0, "")
+
+
+def is_backward(eqn) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def is_differentiated(eqn) -> bool:
+    return "jvp(" in str(eqn.source_info.name_stack)
+
+
+def bind(eqn, operands, params=None):
+    """Run one equation on `operands` under its own source line, name scopes and context; returns a list of results."""
+    subfuns, bind_params = eqn.primitive.get_bind_params({**eqn.params, **(params or {})})
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        out = eqn.primitive.bind(*subfuns, *operands, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def at_source(eqn):
+    """Whatever is traced inside carries the equation's source line and name scopes."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
+        yield
+
+
+def itemsize(dtype) -> float:
+    """Bytes per element, also of typed keys and of types narrower than a byte."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return float(getattr(dtype, "itemsize", 8))
+    try:
+        return jax.dtypes.itemsize_bits(dtype) / 8
+    except (AttributeError, TypeError, ValueError):
+        return float(np.dtype(dtype).itemsize)
+
+
+def auto_twin(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The same mesh with every axis of type Auto, on which sharding constraints are requests to XLA."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def is_auto(mesh) -> bool:
+    return all(t == AxisType.Auto for t in mesh.axis_types)
+
+
+def within(mesh: Mesh | AbstractMesh):
+    """Context in which tracing sees `mesh` as the current one."""
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh)
+
+
+def sharding(mesh, spec: tuple, memory_kind: str | None = None) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory_kind)
+
+
+def abstract(x) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of an argument leaf, without its placement."""
+    aval = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+
+def jaxpr_text(closed: ClosedJaxpr) -> str:
+    """The jaxpr as text, the same for the same program in every process."""
+    return closed.jaxpr.pretty_print(source_info=False, print_shapes=True, custom_pp_eqn_rules=False)
+
+

@@ -1,0 +1,179 @@
+"""The cost network of a graph: one node per op, one state per strategy, one edge per array handed from op to op.
+
+    c_i[s]      = runs_i x compute seconds of op i under strategy s                                     (node)
+    e_ij[s, t]  = reads_j x seconds of the cheapest way from the layout in which strategy s of i makes
+                  the array to the layout in which strategy t of j takes it                             (edge)
+                = 0 if equal else inf, for tied ops (loop carries, state that comes out as it went in)
+    u_i[s]      = bytes of the arrays op i makes, one device's share under strategy s, while they live   (usage)
+
+A large array that is read through a copy beside other readers (`live.py`) gets two states per layout: "the same array", free of
+memory but only where the layouts agree, and "a copy".  Costs are rounded to whole picoseconds, so that sums are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.ilp.problem import Edge, Problem, Usage
+from shardplan.ir.live import ALIASES, intervals, takes_over
+from shardplan.ir.repeat import repeated_layers
+from shardplan.mesh.layout import Layout
+from shardplan.mesh.reshard import Resharder
+from shardplan.strategies.space import Space
+
+PS = 1e12
+"""Picoseconds per second: costs of a planner's problem are whole picoseconds."""
+
+SMALL = 1e-3
+"""Copies smaller than this share of the memory limit are not told apart from their originals."""
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A problem and how to read its answer.
+
+    Attributes:
+        problem: nodes are the graph's ops, in order.
+        doubled: ops whose states s and s + k are strategy s without and with a buffer of its own.
+    """
+
+    space: Space
+    problem: Problem
+    doubled: frozenset[int]
+
+    def strategies(self, states) -> tuple[int, ...]:
+        """The strategy number of every op."""
+        return tuple(s % len(c) for s, c in zip(states, self.space.choices, strict=True))
+
+
+def build(
+    space: Space, resharder: Resharder, limit: float | None, allowed: Mapping[int, np.ndarray] | None = None, tie: bool = True
+) -> Network:
+    """The network of a space.
+
+    Args:
+        space: graph, strategies and compute seconds.
+        resharder: prices redistribution on the space's mesh.
+        limit: bytes per device, or None.
+        allowed: for pinned ops, which strategies remain: bool [s].
+        tie: tie repeated layers.
+    """
+    graph, choices = space.graph, space.choices
+    live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules])
+    doubled = _doubled(space, limit)
+
+    costs = []
+    cache: dict = {}
+    for i, op in enumerate(graph.ops):
+        key = (id(space.seconds[i]), op.runs, i in doubled)
+        if allowed is not None and i in allowed:
+            key = (*key, i)
+        if key not in cache:
+            cost = np.rint(space.seconds[i] * op.runs * PS)
+            if allowed is not None and i in allowed:
+                cost = np.where(allowed[i], cost, np.inf)
+            cache[key] = np.tile(cost, 2) if i in doubled else cost
+        costs.append(cache[key])
+
+    edges = []
+    tables = _Tables(space, resharder, doubled)
+    for j, op in enumerate(graph.ops):
+        for k, v in enumerate(op.inputs):
+            if v is not None:
+                i, r = graph.values[v].producer
+                edges.append(Edge(i, j, tables.handed(i, r, j, k, v)))
+    edges += [Edge(i, j, tables.tied(i, j)) for i, j in graph.tied]
+
+    usages = []
+    for v, interval in enumerate(live):
+        if interval is None or interval[0] >= interval[1]:
+            continue
+        i, r = graph.values[v].producer
+        alias = graph.ops[i].primitive in ALIASES and not takes_over(graph, i)
+        if alias and i not in doubled:
+            continue
+        held = tables.held(i, r, v)
+        usages.append(Usage(i, *interval, np.concatenate([0 * held, held]) if i in doubled else held))
+    ties = repeated_layers(graph, space.signature) if tie else ()
+    if ties:
+        ties = _split_unequal(ties, costs, doubled)
+    names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
+    assert all(len(c) == len(choices[i]) * (2 if i in doubled else 1) for i, c in enumerate(costs))
+    return Network(space, Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties), doubled)
+
+
+def _doubled(space: Space, limit: float | None) -> frozenset[int]:
+    graph = space.graph
+    return frozenset(
+        i
+        for i, op in enumerate(graph.ops)
+        if limit is not None
+        and op.primitive in ALIASES
+        and op.inputs[0] is not None
+        and not takes_over(graph, i)
+        and graph.values[op.outputs[0]].bytes > SMALL * limit
+    )
+
+
+def _split_unequal(ties, costs, doubled) -> tuple[int, ...]:
+    """Members of a class must have the same states: pins and boundary effects set some apart."""
+    first: dict = {}
+    out = []
+    for i, c in enumerate(ties):
+        forbidden = np.isinf(costs[i])
+        key = (c, len(costs[i]), i in doubled, forbidden.tobytes() if forbidden.any() else b"")
+        out.append(first.setdefault(key, i))
+    return tuple(out)
+
+
+class _Tables:
+    """Edge and usage tables, one array object per distinct content."""
+
+    def __init__(self, space: Space, resharder: Resharder, doubled: frozenset[int]):
+        self.space, self.resharder, self.doubled = space, resharder, doubled
+        self.cache: dict = {}
+        self.unique: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
+
+    def _distinct(self, layouts: tuple[Layout, ...]) -> tuple[tuple[Layout, ...], np.ndarray]:
+        """Distinct layouts of a list and the position of each of its entries among them."""
+        if id(layouts) not in self.unique:
+            number: dict[Layout, int] = {}
+            at = np.array([number.setdefault(x, len(number)) for x in layouts], dtype=np.int64)
+            self.unique[id(layouts)] = tuple(number), at
+        return self.unique[id(layouts)]
+
+    def handed(self, i: int, r: int, j: int, k: int, v: int) -> np.ndarray:
+        """Edge of the array that op i makes as result r and op j takes as operand k."""
+        graph, space = self.space.graph, self.space
+        value, reads = graph.values[v], graph.ops[j].reads
+        made, taken = space.choices[i].results[r], space.choices[j].operands[k]
+        key = (id(made), id(taken), value.shape, value.itemsize, reads, i in self.doubled, j in self.doubled)
+        if key not in self.cache:
+            (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
+            table = self.resharder.table(value.shape, value.itemsize, sources, targets)
+            table = np.rint(table * (reads * PS))[np.ix_(a, b)]
+            if j in self.doubled:
+                equal = np.array([[s == t for t in targets] for s in sources])[np.ix_(a, b)]
+                table = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, table)], axis=1)
+            self.cache[key] = np.tile(table, (2, 1)) if i in self.doubled else table
+        return self.cache[key]
+
+    def tied(self, i: int, j: int) -> np.ndarray:
+        """Edge of two ops that must have one layout: what i makes is what j makes."""
+        a, b = self.space.choices[i].results[0], self.space.choices[j].results[0]
+        key = ("tied", id(a), id(b), i in self.doubled, j in self.doubled)
+        if key not in self.cache:
+            table = np.array([[0.0 if s == t else np.inf for t in b] for s in a])
+            self.cache[key] = np.tile(table, (1 + (i in self.doubled), 1 + (j in self.doubled)))
+        return self.cache[key]
+
+    def held(self, i: int, r: int, v: int) -> np.ndarray:
+        """Bytes per device of result r of op i under each strategy."""
+        value, layouts = self.space.graph.values[v], self.space.choices[i].results[r]
+        key = ("held", id(layouts), value.bytes)
+        if key not in self.cache:
+            self.cache[key] = np.array([np.ceil(value.bytes / x.shards(self.space.mesh)) for x in layouts])
+        return self.cache[key]

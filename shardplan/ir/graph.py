@@ -1,0 +1,125 @@
+"""What the program is: values, ops and loops, in the order they run.
+
+A step's jaxpr is read as one flat list of ops. Nested calls are inlined; the bodies of `scan`, `while` and `cond` stand in the
+same list between ops of our own that carry values over the border, so that one planner sees inside and outside at once:
+
+    arg                     -> v        an input of the step                        out          v ->      an output of the step
+    const                   -> v        a constant
+    loop_const   v -> v'                loop-invariant operand                      loop_stack   v -> v'   one iteration's row of ys
+    loop_carry   init -> v              the carry as the body sees it               loop_next    v -> v'   what the body makes of it
+    loop_slice   xs -> x                one iteration's row of xs
+    branch_in    v -> v'                operand of one branch                       branch_out   v, w -> u results of the branches
+    barrier      v -> v'                operand of a body that XLA must recompute
+    share        v -> v'                one copy of a value for several readers (see `share.py`)
+
+`loop_carry` and `loop_next` of one carry are *tied*: they have one layout. So have an input and the output that replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Phase = Literal["forward", "backward", "update"]
+
+BORDER = frozenset(
+    "arg out const loop_const loop_carry loop_slice loop_next loop_stack branch_in branch_out barrier share".split()
+)
+"""Ops of our own; all but loop_slice and loop_stack hand on every dim of their operand."""
+
+Path = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The user's own line that made an op."""
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file.rsplit('/', 1)[-1]}:{self.line}" if self.file else "?"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One array. `producer` is (op, result number), `consumers` are (op, operand number) in program order."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    itemsize: float
+    producer: tuple[int, int]
+    consumers: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def bytes(self) -> float:
+        n = self.itemsize
+        for d in self.shape:
+            n *= d
+        return n
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A `scan` or `while` body (or its condition): ops start <= t < stop, run `trips` times per run of what is around it."""
+
+    start: int
+    stop: int
+    trips: float
+    parent: int = -1
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op.
+
+    Attributes:
+        primitive: name of the JAX primitive, or one of `BORDER`.
+        inputs: value numbers; None for a literal.
+        outputs: value numbers.
+        ins, outs: avals of all operands and results (anything with shape and dtype).
+        params: the equation's parameters.
+        path: where the op stands in the nested jaxprs; unique.
+        runs: how often per step it runs (trip counts multiplied; an unknown count is taken as 1).
+        reads: how often per step each operand is fetched: `runs`, or that of the outside for a border op.
+        loop: number of the innermost loop it stands in, or -1; a loop's entering border ops stand outside, its leaving ones inside.
+        holds: number of the loop during which the operand stays alive (loop_const, loop_slice) or the result does (loop_stack), or -1.
+        label: for `arg` and `out` the pytree path, else "".
+    """
+
+    primitive: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    ins: tuple[Any, ...]
+    outs: tuple[Any, ...]
+    params: Mapping[str, Any]
+    path: Path
+    source: Source = Source()
+    phase: Phase = "forward"
+    runs: float = 1.0
+    reads: float = 1.0
+    loop: int = -1
+    holds: int = -1
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A step.
+
+    Attributes:
+        tied: pairs of ops that must choose one layout: (loop_carry, loop_next) and (arg, out) of state.
+        args, outs: op numbers of inputs and outputs in flat pytree order (outs may be -1 for an output that is no array).
+        donated: op numbers of donated inputs.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    loops: tuple[Loop, ...] = ()
+    tied: tuple[tuple[int, int], ...] = ()
+    args: tuple[int, ...] = ()
+    outs: tuple[int, ...] = ()
+    donated: frozenset[int] = frozenset()
+    unknown: tuple[tuple[str, Source], ...] = field(default=(), compare=False)

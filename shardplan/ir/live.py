@@ -1,0 +1,75 @@
+"""When each value is in memory: half-open intervals of op numbers, so that two arrays are together in memory iff they overlap.
+
+A value is born when its op runs and dies when its last reader runs; an elementwise reader may reuse its buffer, any other needs
+it beside its own result. Views and values inside fusions hold nothing themselves but keep their sources alive. What a loop
+reads stays until the loop ends; the rows it stacks are there from its start.
+
+A `share` takes over the buffer of a value that nobody else reads; beside other readers it is an *alias*: memory of its own only
+where its layout differs from the original's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardplan.ir.graph import Graph
+
+KEPT = frozenset({"arg", "const"})
+ALIASES = frozenset({"share", "loop_const", "barrier", "branch_in"})
+Interval = tuple[int, int]
+
+
+def takes_over(graph: Graph, at: int) -> bool:
+    """Whether a share is the only reader of a value that dies with it."""
+    if graph.ops[at].primitive != "share":
+        return False
+    (v,) = graph.ops[at].inputs
+    assert v is not None
+    return len(graph.values[v].consumers) == 1 and graph.ops[graph.values[v].producer[0]].primitive not in KEPT
+
+
+def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[bool]) -> list[Interval | None]:
+    """Per value its (birth, death) in op numbers, or None for one that holds no memory of its own.
+
+    For an alias the interval is that of the copy it makes when its layout differs.
+
+    Args:
+        graph: the step.
+        materialised: per value, whether it is written to memory.
+        in_place: per op, whether a result may take the place of an operand that dies there.
+    """
+    end = len(graph.ops)
+    replaced = {o for a, o in graph.tied if a in graph.donated}
+    state = {a for a, _ in graph.tied}
+    death = [0] * len(graph.values)
+    for v in reversed(range(len(graph.values))):
+        value = graph.values[v]
+        last = value.producer[0] + 1
+        for at, _ in value.consumers:
+            op = graph.ops[at]
+            if op.primitive == "out":
+                last = max(last, at if at in replaced else end)
+            elif op.holds >= 0 and op.primitive != "loop_stack":
+                last = max(last, graph.loops[op.holds].stop)
+            elif takes_over(graph, at):
+                last = max(last, at)
+            else:
+                last = max(last, at + (0 if in_place[at] else 1))
+                for w in op.outputs:
+                    if not materialised[w] or op.primitive in ALIASES:
+                        last = max(last, death[w])
+        death[v] = last
+    out: list[Interval | None] = []
+    for v, value in enumerate(graph.values):
+        at = value.producer[0]
+        op = graph.ops[at]
+        if op.primitive in KEPT:
+            free = op.primitive == "arg" and at in graph.donated and at not in state
+            out.append((0, death[v] if free else end))
+        elif op.primitive == "out" or not (materialised[v] or op.primitive in ALIASES):
+            out.append(None)
+        else:
+            birth = graph.loops[op.holds].start if op.primitive == "loop_stack" else at
+            birth = graph.loops[op.loop].stop if op.primitive == "loop_next" else birth
+            out.append((birth, max(birth, death[v])))
+    return out

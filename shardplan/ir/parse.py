@@ -1,0 +1,250 @@
+"""A jaxpr read as a `Graph`: the interpreter's skeleton (env, read, write, for eqn in eqns), recording instead of computing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardplan import _jax
+from shardplan.ir.graph import Graph, Loop, Op, Path, Phase, Source, Value
+
+MAX_TRIPS = 1e9
+
+
+class _Recorder:
+    """Grows ops and values; lives for one call of `parse`."""
+
+    def __init__(self):
+        self.ops: list[Op] = []
+        self.values: list[Value] = []
+        self.consumers: list[list[tuple[int, int]]] = []
+        self.loops: list[Loop] = []
+        self.tied: list[tuple[int, int]] = []
+        self.source = Source()
+        self.phase: Phase = "forward"
+        self.runs, self.loop = 1.0, -1
+        self.seen_backward = False
+
+    def record(self, primitive, inputs, ins, outs, path, params=None, **more) -> list[int]:
+        at = len(self.ops)
+        outputs = tuple(range(len(self.values), len(self.values) + len(outs)))
+        for k, aval in enumerate(outs):
+            shape = tuple(getattr(aval, "shape", ()))
+            dtype = getattr(aval, "dtype", None)
+            self.values.append(Value(shape, dtype, _jax.itemsize(dtype) if dtype is not None else 0.0, (at, k)))
+            self.consumers.append([])
+        for k, v in enumerate(inputs):
+            if v is not None:
+                self.consumers[v].append((at, k))
+        more = {"source": self.source, "phase": self.phase, "runs": self.runs, "reads": self.runs, "loop": self.loop} | more
+        self.ops.append(Op(primitive, tuple(inputs), outputs, tuple(ins), tuple(outs), params or {}, path, **more))
+        return list(outputs)
+
+    def border(self, primitive, v, aval, path, **more) -> int:
+        return self.record(primitive, [v], [aval], [more.pop("result", aval)], path, **more)[0]
+
+
+def parse(
+    closed,
+    arg_labels: Sequence[str] = (),
+    out_labels: Sequence[str] = (),
+    tied: Sequence[tuple[int, int]] = (),
+    donated: Sequence[int] = (),
+) -> Graph:
+    """The graph of a closed jaxpr.
+
+    Args:
+        closed: what `jax.make_jaxpr` or `jax.jit(f).trace(...).jaxpr` gives.
+        arg_labels, out_labels: pytree paths of the flat inputs and outputs.
+        tied: (input, output) numbers of state: the output keeps the input's layout.
+        donated: numbers of donated inputs.
+    """
+    g, jaxpr = _Recorder(), closed.jaxpr
+    env: dict = {}
+    for k, var in enumerate(jaxpr.constvars):
+        env[var] = g.record("const", [], [], [var.aval], ("const", k))[0]
+    args = []
+    for k, var in enumerate(jaxpr.invars):
+        label = arg_labels[k] if arg_labels else f"[{k}]"
+        args.append(len(g.ops))
+        env[var] = g.record("arg", [], [], [var.aval], ("arg", k), label=label)[0]
+    results = _read(g, jaxpr, env, ())
+    outs, g.source, g.phase = [], Source(), "update"
+    for k, (v, var) in enumerate(zip(results, jaxpr.outvars, strict=True)):
+        label = out_labels[k] if out_labels else f"[{k}]"
+        outs.append(len(g.ops))
+        g.record("out", [v], [var.aval], [var.aval], ("out", k), label=label)
+    values = tuple(replace(v, consumers=tuple(c)) for v, c in zip(g.values, g.consumers, strict=True))
+    pairs = [*g.tied, *((args[a], outs[o]) for a, o in tied)]
+    return Graph(
+        tuple(g.ops), values, tuple(g.loops), tuple(pairs), tuple(args), tuple(outs), frozenset(args[d] for d in donated)
+    )
+
+
+def _read(g: _Recorder, jaxpr, env: dict, path: Path) -> list[int | None]:
+    """Record the equations of `jaxpr`; returns the values of its outvars."""
+
+    def read(atom):
+        return None if isinstance(atom, _jax.Literal) else env[atom]
+
+    for n, eqn in enumerate(jaxpr.eqns):
+        where = (*path, n)
+        outer = g.source, g.phase
+        file, line, function = _jax.source(eqn)
+        if file:
+            g.source = Source(file, line, function)
+        g.phase = _phase(g, eqn, path)
+        inputs = [read(a) for a in eqn.invars]
+        name = eqn.primitive.name
+        if (inner := _jax.inner_jaxpr(eqn)) is not None:
+            if _jax.is_recompute(eqn):
+                inputs = [
+                    v if v is None else g.border("barrier", v, a.aval, (*where, "barrier", k))
+                    for k, (v, a) in enumerate(zip(inputs, eqn.invars, strict=True))
+                ]
+            outputs = _call(g, inner, inputs, where)
+        elif name == "scan":
+            outputs = _scan(g, eqn, inputs, where)
+        elif name == "while":
+            outputs = _while(g, eqn, inputs, where)
+        elif name == "cond":
+            outputs = _cond(g, eqn, inputs, where)
+        else:
+            outputs = g.record(name, inputs, [a.aval for a in eqn.invars], [v.aval for v in eqn.outvars], where, eqn.params)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+        g.source, g.phase = outer
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _phase(g: _Recorder, eqn, path: Path) -> Phase:
+    """Backward ops carry `transpose(` in their name scope, also around them; what follows the first of them and is not
+    differentiated updates state."""
+    if _jax.is_backward(eqn) or (g.phase == "backward" and path):
+        g.seen_backward = True
+        return "backward"
+    return "update" if g.seen_backward and not _jax.is_differentiated(eqn) else "forward"
+
+
+def _call(g: _Recorder, closed, inputs, path: Path) -> list[int | None]:
+    env = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+    for k, var in enumerate(closed.jaxpr.constvars):
+        env[var] = g.record("const", [], [], [var.aval], (*path, "const", k))[0]
+    # A None operand is a literal: the body reads it as one.
+    return _read(g, closed.jaxpr, env, path)
+
+
+class _In:
+    """Enter and leave a loop: its ops run `trips` times for each run of the outside."""
+
+    def __init__(self, g: _Recorder, trips: float):
+        self.g, self.trips = g, trips
+
+    def __enter__(self):
+        g = self.g
+        self.outside = g.runs, g.loop
+        g.loops.append(Loop(len(g.ops), len(g.ops), self.trips, g.loop))
+        g.loop, g.runs = len(g.loops) - 1, min(g.runs * self.trips, MAX_TRIPS)
+        return g.loop
+
+    def __exit__(self, *_):
+        g = self.g
+        g.loops[g.loop] = replace(g.loops[g.loop], stop=len(g.ops))
+        g.runs, g.loop = self.outside
+
+
+def _carry_in(g, values, avals, path, inside: float) -> list[int]:
+    return [
+        g.record("loop_carry", [v], [a], [a], (*path, "carry", k), runs=inside)[0]
+        for k, (v, a) in enumerate(zip(values, avals, strict=True))
+    ]
+
+
+def _carry_out(g, values, avals, carries, path, outside: float) -> list[int]:
+    out = []
+    for k, (v, a, carry) in enumerate(zip(values, avals, carries, strict=True)):
+        g.tied.append((g.values[carry].producer[0], len(g.ops)))
+        out.append(g.record("loop_next", [v], [a], [a], (*path, "next", k), runs=outside)[0])
+    return out
+
+
+def _scan(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
+    p = eqn.params
+    n_consts, n_carry, trips = p["num_consts"], p["num_carry"], float(p["length"])
+    avals = [a.aval for a in eqn.invars]
+    body = p["jaxpr"]
+    inside, outside, loop = min(g.runs * trips, MAX_TRIPS), g.runs, len(g.loops)
+    consts = [
+        g.border("loop_const", v, a, (*path, "const_in", k), runs=inside, holds=loop)
+        for k, (v, a) in enumerate(zip(inputs[:n_consts], avals[:n_consts], strict=True))
+    ]
+    split = n_consts + n_carry
+    carries = _carry_in(g, inputs[n_consts:split], avals[n_consts:split], path, inside)
+    rows = [
+        g.border("loop_slice", v, a, (*path, "xs", k), result=x.aval, runs=inside, holds=loop)
+        for k, (v, a, x) in enumerate(zip(inputs[split:], avals[split:], body.jaxpr.invars[split:], strict=True))
+    ]
+    with _In(g, trips):
+        results = _call(g, body, [*consts, *carries, *rows], (*path, "body"))
+        out = _carry_out(g, results[:n_carry], avals[n_consts:split], carries, path, outside)
+        out += [
+            g.border("loop_stack", v, row.aval, (*path, "ys", k), result=var.aval, runs=outside, holds=loop)
+            for k, (v, row, var) in enumerate(
+                zip(results[n_carry:], body.jaxpr.outvars[n_carry:], eqn.outvars[n_carry:], strict=True)
+            )
+        ]
+    return out
+
+
+def _while(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
+    p = eqn.params
+    n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
+    avals = [a.aval for a in eqn.invars]
+    trips = _trip_count(eqn)
+    inside, outside, loop = min(g.runs * trips, MAX_TRIPS), g.runs, len(g.loops)
+    consts = [
+        g.border("loop_const", v, a, (*path, "const_in", k), runs=inside, holds=loop)
+        for k, (v, a) in enumerate(zip(inputs[: n_cond + n_body], avals, strict=False))
+    ]
+    start = n_cond + n_body
+    carries = _carry_in(g, inputs[start:], avals[start:], path, inside)
+    with _In(g, trips):
+        _call(g, p["cond_jaxpr"], [*consts[:n_cond], *carries], (*path, "cond"))
+        results = _call(g, p["body_jaxpr"], [*consts[n_cond:], *carries], (*path, "body"))
+        return _carry_out(g, results, avals[start:], carries, path, outside)
+
+
+def _trip_count(eqn) -> float:
+    """Trips of a counting `while` whose bounds are literals (`fori_loop`); 1 when they are only known at run time."""
+    p = eqn.params
+    cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
+    carries = eqn.invars[p["cond_nconsts"] + p["body_nconsts"] :]
+    try:
+        (test,) = [e for e in cond.eqns if e.outvars[0] is cond.outvars[0]]
+        index = cond.invars.index(test.invars[0]) - p["cond_nconsts"]
+        stop, start = test.invars[1], carries[index]
+        if not isinstance(stop, _jax.Literal):
+            stop = carries[cond.invars.index(stop) - p["cond_nconsts"]]
+        (step,) = [e for e in body.eqns if e.outvars and e.outvars[0] is body.outvars[index]]
+        if test.primitive.name == "lt" and step.primitive.name == "add" and np.ndim(step.invars[1].val) == 0:
+            return max(1.0, float(np.ceil((stop.val - start.val) / step.invars[1].val)))
+    except (AttributeError, ValueError, IndexError, TypeError):
+        pass
+    return 1.0
+
+
+def _cond(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
+    avals = [a.aval for a in eqn.invars[1:]]
+    g.record("branch_index", inputs[:1], [eqn.invars[0].aval], [], (*path, "index"))
+    ends = []
+    for b, branch in enumerate(eqn.params["branches"]):
+        entered = [
+            g.border("branch_in", v, a, (*path, b, "in", k))
+            for k, (v, a) in enumerate(zip(inputs[1:], avals, strict=True))
+        ]
+        ends.append(_call(g, branch, entered, (*path, b)))
+    return [
+        g.record("branch_out", [e[k] for e in ends], [var.aval] * len(ends), [var.aval], (*path, "out", k))[0]
+        for k, var in enumerate(eqn.outvars)
+    ]

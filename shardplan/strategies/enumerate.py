@@ -1,0 +1,99 @@
+"""Which strategies an op has on a mesh: rule x mesh, one letter (or none) per mesh axis.
+
+For one mesh axis a rule offers: replicate; put the axis on one letter, which splits every dim the letter appears in and leaves
+results partial when the letter is reduced; and, when the rule is linear, hand partial sums on (`PARTIAL`). A mesh of several
+axes takes the product, as long as every dim still divides evenly:
+
+    a b, b c -> a c  reduce b     on data=2, model=4:   (data on a, model on c)    R S1 . on model, S0 R . on data, ...
+
+Several axes on one letter stack in mesh order, major to minor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.strategies.rule import Dims, Rule
+
+PARTIAL = "+"
+"""The letter of an axis on which a linear op hands partial sums on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """Every strategy of one op on one mesh; index s runs over strategies.
+
+    Attributes:
+        letters: [s] -> per mesh axis the letter it is put on, None, or PARTIAL.
+        operands: per operand, [s] -> its layout.
+        results: per result, [s] -> its layout.
+        work: [s], share of the op's flops that one device does (1 when replicated).
+    """
+
+    letters: tuple[tuple[str | None, ...], ...]
+    operands: tuple[tuple[Layout, ...], ...]
+    results: tuple[tuple[Layout, ...], ...]
+    work: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.letters)
+
+
+def enumerate_choices(rule: Rule, sizes: dict[str, int], mesh: MeshShape, linear: bool | None = None) -> Choices:
+    """All strategies of a rule on a mesh.
+
+    Args:
+        rule: the op's rule.
+        sizes: size of every letter (`letter_sizes`).
+        mesh: axis names and sizes; axes of size 1 are never used.
+        linear: whether partial operands pass; default `rule.linear`.
+    """
+    linear = rule.linear if linear is None else linear
+    dims = [d for tensor in rule.operands + rule.results for d in tensor]
+    compound = [d for d in dims if len(d) > 1]
+    usable = [a for a in dict.fromkeys(a for d in dims for a in d) if a not in rule.whole and sizes[a] > 1]
+    per_axis: list[list[str | None]] = []
+    for _, n in mesh:
+        fits = [a for a in usable if sizes[a] % n == 0] if n > 1 else []
+        per_axis.append([None, *fits, *([PARTIAL] if linear and n > 1 else [])])
+    kept = [c for c in itertools.product(*per_axis) if _divides(c, sizes, mesh, compound)]
+    work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in kept])
+    operands = tuple(tuple(_layout(d, c, mesh, rule, result=False) for c in kept) for d in rule.operands)
+    results = tuple(tuple(_layout(d, c, mesh, rule, result=True) for c in kept) for d in rule.results)
+    return Choices(tuple(kept), operands, results, work)
+
+
+def _divides(choice: Sequence[str | None], sizes: dict[str, int], mesh: MeshShape, compound: list[tuple[str, ...]]) -> bool:
+    """Whether every letter divides by the axes on it, and in a compound dim only fully split letters stand before a split one."""
+    over: dict[str, int] = {}
+    for x, (_, n) in zip(choice, mesh, strict=True):
+        if x is not None and x != PARTIAL:
+            over[x] = over.get(x, 1) * n
+    if any(sizes[a] % n for a, n in over.items()):
+        return False
+    for dim in compound:
+        open_ = False
+        for a in dim:
+            if open_ and a in over:
+                return False
+            open_ = open_ or over.get(a, 1) != sizes[a]
+    return True
+
+
+def _layout(dims: Dims, choice: Sequence[str | None], mesh: MeshShape, rule: Rule, result: bool) -> Layout:
+    on: dict[str, tuple[str, ...]] = {}
+    partial = []
+    for axis, x in zip(mesh.axes, choice, strict=True):
+        if x == PARTIAL:
+            partial.append((axis, "sum"))
+        elif x is not None:
+            on[x] = (*on.get(x, ()), axis)
+            if result and x in rule.reduce:
+                partial.append((axis, rule.reduce[x]))
+    placed = tuple(tuple(axis for a in dim for axis in on.get(a, ())) for dim in dims)
+    return Layout(placed, tuple(sorted(partial)))

@@ -1,0 +1,213 @@
+"""What every op of a graph may do on a mesh, and the compute seconds of each way: the graph x the rules x the mesh.
+
+Compute is a roofline over XLA's fusions: chains of elementwise ops form one *group*, which reads every array from outside once and
+writes only what somebody outside the group reads. A value nobody outside reads never materialises: no bytes, no memory.
+
+    seconds(s) = max(flops / n_shards / peak(dtype), bytes moved locally / bandwidth)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan._jax import itemsize
+from shardplan.ir.graph import Graph, Op
+from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.layout import MeshShape
+from shardplan.strategies.enumerate import Choices, enumerate_choices
+from shardplan.strategies.rule import Rule, letter_sizes, letters
+from shardplan.strategies.rules import rule_for
+
+FUSIBLE = ("loop", "view", "reduce")
+CHEAP = frozenset("broadcast_in_dim iota convert_element_type reshape squeeze expand_dims transpose neg eq ne lt le gt ge".split())
+"""Ops that XLA rather computes again than stores between the forward and the backward pass."""
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The strategies of every op.
+
+    Attributes:
+        rules, choices: per op.
+        signature: per op, equal numbers for ops that differ in nothing the planner looks at.
+        materialised: per value, whether it is ever written to memory.
+        seconds: per op, [s] -> seconds of one run on one device.
+        unknown: (primitive, source) of ops without a rule, kept whole.
+    """
+
+    graph: Graph
+    mesh: MeshShape
+    cluster: Cluster
+    rules: tuple[Rule, ...]
+    choices: tuple[Choices, ...]
+    signature: tuple[int, ...]
+    materialised: tuple[bool, ...]
+    seconds: tuple[np.ndarray, ...]
+    unknown: tuple[tuple[str, str], ...]
+
+
+def make_space(graph: Graph, mesh: MeshShape, cluster: Cluster) -> Space:
+    """Rules, strategies and compute seconds of every op; ops of one signature share them."""
+    numbers: dict = {}
+    found: list[tuple[Rule, bool, Choices]] = []
+    signature = []
+    for op in graph.ops:
+        key = _key(op)
+        number = numbers.setdefault(key, len(found))
+        if number == len(found):
+            rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
+            shapes = [tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs)]
+            linear = rule.linear and bool(op.inputs) and None not in op.inputs
+            found.append((rule, known, enumerate_choices(rule, letter_sizes(rule, *shapes), mesh, linear)))
+        signature.append(number)
+    rules = tuple(found[n][0] for n in signature)
+    choices = tuple(found[n][2] for n in signature)
+    materialised = _materialised(graph, rules)
+    unknown = dict.fromkeys((op.primitive, str(op.source)) for op, n in zip(graph.ops, signature, strict=True) if not found[n][1])
+    seconds = _seconds(graph, mesh, cluster, rules, choices, signature, materialised)
+    return Space(graph, mesh, cluster, rules, choices, tuple(signature), materialised, seconds, tuple(unknown))
+
+
+def border_rule(op: Op) -> tuple[Rule, bool] | None:
+    """The rule of an op that carries values over a border of the program; None for a JAX primitive."""
+    match op.primitive:
+        case "arg":
+            return Rule((), (letters(op.outs[0]),)), True
+        case "const":
+            a = letters(op.outs[0])
+            return Rule((), (a,), whole=frozenset(x for d in a for x in d)), True
+        case "out" | "share" | "loop_const" | "loop_carry" | "loop_next" | "barrier" | "branch_in" | "branch_out":
+            a = letters(op.outs[0])
+            return Rule((a,) * len(op.ins), (a,), fusion="view"), True
+        case "branch_index":
+            return Rule(((),), ()), True
+        case "loop_slice":
+            a = letters(op.outs[0])
+            return Rule(((("trip",), *a),), (a,), whole=frozenset({"trip"}), fusion="loop"), True
+        case "loop_stack":
+            a = letters(op.ins[0])
+            return Rule((a,), ((("trip",), *a),), whole=frozenset({"trip"}), fusion="none"), True
+    return None
+
+
+def _key(op: Op):
+    def aval(x):
+        return tuple(getattr(x, "shape", ())), str(getattr(x, "dtype", None))
+
+    literal = tuple(v is None for v in op.inputs)
+    return op.primitive, _freeze(op.params), tuple(map(aval, op.ins)), tuple(map(aval, op.outs)), literal
+
+
+def _freeze(params: Mapping):
+    out = []
+    for name, value in sorted(params.items()):
+        try:
+            hash(value)
+            out.append((name, value))
+        except TypeError:
+            out.append((name, repr(value)))
+    return tuple(out)
+
+
+def _materialised(graph: Graph, rules: tuple[Rule, ...]) -> tuple[bool, ...]:
+    """Per value: written to memory, or only ever seen inside fusions (and views of what is written elsewhere)."""
+    out = [True] * len(graph.values)
+    for v in reversed(range(len(graph.values))):
+        at, _ = graph.values[v].producer
+        op, fusion = graph.ops[at], rules[at].fusion
+        if op.primitive in ("arg", "const", "loop_carry", "loop_next", "branch_out"):
+            continue
+        if fusion == "view":
+            out[v] = op.primitive == "out"
+        elif fusion == "loop":
+            out[v] = not all(_absorbs(graph, rules, op, reader) for reader in _readers(graph, v))
+    return tuple(out)
+
+
+def _readers(graph: Graph, v: int):
+    """The ops that read a value, looking through its shares."""
+    for at, _ in graph.values[v].consumers:
+        op = graph.ops[at]
+        if op.primitive == "share":
+            yield from _readers(graph, op.outputs[0])
+        else:
+            yield at
+
+
+def _absorbs(graph: Graph, rules: tuple[Rule, ...], producer: Op, at: int) -> bool:
+    reader = graph.ops[at]
+    if reader.primitive in ("out", "loop_const", "loop_carry", "loop_next", "loop_stack", "branch_in", "branch_out", "barrier"):
+        return False
+    same_place = producer.loop == reader.loop and (producer.phase == reader.phase or producer.primitive in CHEAP)
+    return same_place and rules[at].fusion in FUSIBLE
+
+
+def _seconds(graph, mesh, cluster, rules, choices, signature, materialised) -> tuple[np.ndarray, ...]:
+    group = _groups(graph, materialised)
+    charged: set[tuple[int, int]] = set()
+    cache: dict = {}
+    out = []
+    for at, op in enumerate(graph.ops):
+        reads = []
+        for v in op.inputs:
+            root = None if v is None else _root(graph, v)
+            fresh = root is not None and materialised[root] and (root, group[at]) not in charged
+            if fresh:
+                charged.add((root, group[at]))
+            reads.append(fresh)
+        writes = tuple(materialised[v] for v in op.outputs)
+        key = signature[at], tuple(reads), writes
+        if key not in cache:
+            cache[key] = _op_seconds(op, rules[at], choices[at], mesh, cluster, reads, writes)
+        out.append(cache[key])
+    return tuple(out)
+
+
+def _root(graph: Graph, v: int) -> int:
+    """The value whose bytes are read when `v` is: copies are priced as reshards, not as reads."""
+    op = graph.ops[graph.values[v].producer[0]]
+    while op.primitive == "share":
+        v = op.inputs[0]
+        op = graph.ops[graph.values[v].producer[0]]
+    return v
+
+
+def _groups(graph: Graph, materialised) -> list[int]:
+    """Fusion group of every op: producers and readers of values that never materialise."""
+    parent = list(range(len(graph.ops)))
+
+    def find(a: int) -> int:
+        while parent[a] != a:
+            parent[a] = parent[parent[a]]
+            a = parent[a]
+        return a
+
+    for v, value in enumerate(graph.values):
+        if not materialised[v]:
+            for at, _ in value.consumers:
+                parent[find(at)] = find(value.producer[0])
+    return [find(a) for a in range(len(graph.ops))]
+
+
+def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh, cluster: Cluster, reads, writes) -> np.ndarray:
+    moved = np.zeros(len(choices))
+    tensors = [(x, ls) for x, ls, read in zip(op.ins, choices.operands, reads, strict=True) if read]
+    tensors += [(x, ls) for x, ls, write in zip(op.outs, choices.results, writes, strict=True) if write]
+    if op.primitive not in ("arg", "const", "out", "branch_index", "loop_carry", "loop_next", "branch_out", "loop_const"):
+        if op.primitive == "loop_stack":  # one row per run
+            tensors = [(op.ins[0], choices.operands[0])] * 2
+        elif op.primitive == "loop_slice":
+            tensors = [(op.outs[0], choices.results[0])] * (2 if writes[0] else 1)
+        for x, layouts in tensors:
+            if hasattr(x, "dtype"):
+                size = float(np.prod(x.shape)) * itemsize(x.dtype)
+                moved += [size / layout.shards(mesh) for layout in layouts]
+    device = cluster.device
+    seconds = moved / device.memory_rate
+    if rule.flops and op.ins:
+        dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
+        seconds = np.maximum(rule.flops * choices.work / device.flops_per_s(dtype), seconds)
+    return seconds + (device.kernel_latency_s if rule.fusion == "none" and moved.any() else 0.0)
