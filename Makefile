@@ -4,7 +4,7 @@
 PYTHON ?= python3
 # Python 3.12 or newer, for the newest jax: whichever of these runs first; NEWER= (empty) leaves that part out.
 NEWER ?= $(shell for p in python3.12 python3.13 python3.14 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
-	"$$p" -c "" 2>/dev/null && { command -v "$$p"; break; }; done)
+	"$$p" -c "import ensurepip, venv" 2>/dev/null && { command -v "$$p"; break; }; done)
 PIP = -m pip install --quiet --disable-pip-version-check
 PYTEST_ARGS ?= -n 2 --dist worksteal
 

@@ -1,0 +1,29 @@
+"""The benchmarks' models have the sizes they claim, and are shapes only."""
+
+import math
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import zoo
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt2", 0.1245), ("gpt2-scan", 0.1245), ("gpt3-96-scan", 174.6), ("llama-8b", 8.030), ("llama-70b", 70.55)],
+)
+def test_has_as_many_parameters_as_published(name, billions):
+    _, state, batch = zoo.ZOO[name]()
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state["params"])) == pytest.approx(billions * 1e9, rel=1e-3)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((state, batch)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-scan", "llama-1b"])
+def test_state_comes_out_as_it_went_in(name):
+    train_step, state, batch = zoo.ZOO[name]()
+    after, loss = jax.eval_shape(train_step, state, batch)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+    assert loss.shape == ()
