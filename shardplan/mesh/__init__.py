@@ -1,0 +1,22 @@
+"""What the machine is: mesh axes, layouts, clusters, seconds of a collective, and the cheapest way between two layouts."""
+
+from shardplan.mesh.cluster import AxisLink, Cluster, ClusterError, Device, Link, Measured, physical_memory_bytes, resolve
+from shardplan.mesh.collective import seconds
+from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.mesh.reshard import Resharder, Step
+
+__all__ = [
+    "AxisLink",
+    "Cluster",
+    "ClusterError",
+    "Device",
+    "Layout",
+    "Link",
+    "Measured",
+    "MeshShape",
+    "Resharder",
+    "Step",
+    "physical_memory_bytes",
+    "resolve",
+    "seconds",
+]

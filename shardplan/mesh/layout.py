@@ -161,7 +161,7 @@ class Layout:
 
     # ---- JAX's face (plain tuples: this room does not import jax)
 
-    def spec(self) -> tuple[None | str | tuple[str, ...], ...]:
+    def spec(self) -> tuple[str | tuple[str, ...] | None, ...]:
         """Entries of the PartitionSpec: None, an axis name, or a tuple of them, per dim."""
         return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.dims)
 

@@ -1,0 +1,265 @@
+"""The mesh room: layouts, clusters, and collectives' seconds."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+
+from shardplan.mesh import Cluster, ClusterError, Layout, Measured, MeshShape, Resharder, resolve, seconds
+from shardplan.mesh import cluster as cluster_module
+from shardplan.mesh.mindspore import operator
+
+H100 = Cluster.preset("h100")
+MESH = MeshShape(("data", "model"), (2, 4))
+MB = 1 << 20
+
+
+def kinds(path):
+    return [s.kind for s in path]
+
+
+# ---- MindSpore's worked example: MatMul, strategy ((2, 1), (1, 4)), 8 devices
+
+
+def test_mindspore_strategy_gives_device_matrix_and_tensor_maps():
+    op = operator("mk,kn->mn", ((2, 1), (1, 4)), 8)
+    x, w = op.inputs
+    assert op.mesh.sizes == (2, 1, 4)
+    assert x.tensor_map(op.mesh) == (2, 1)
+    assert w.tensor_map(op.mesh) == (1, 0)
+    assert op.output.tensor_map(op.mesh) == (2, 0)
+    assert op.output.partial == ()
+
+
+def test_mindspore_slices_lie_where_its_documentation_puts_them():
+    op = operator("mk,kn->mn", ((2, 1), (1, 4)), 8)
+    x, w = op.inputs
+    x0, x1 = (slice(0, 8), slice(0, 6)), (slice(8, 16), slice(0, 6))
+    assert [x.slices((16, 6), op.mesh, d) for d in range(8)] == [x0] * 4 + [x1] * 4
+    w0, w1, w2, w3 = ((slice(0, 6), slice(5 * i, 5 * i + 5)) for i in range(4))
+    assert [w.slices((6, 20), op.mesh, d) for d in range(8)] == [w0, w1, w2, w3] * 2
+
+
+def test_mindspore_cut_sum_is_partial_and_spare_devices_repeat():
+    op = operator("mk,kn->mn", ((1, 4), (4, 1)), 8)
+    assert op.mesh == MeshShape(("repeated", "m", "k", "n"), (2, 1, 4, 1))
+    assert op.output.partial == (("k", "sum"),)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (((2, 1), (2, 4)), "cuts dim k of mk,kn->mn into 1 and into 2"),
+        (((2,), (1, 4)), "one number per dim"),
+        (((3, 1), (1, 1)), "3 pieces, which do not divide 8"),
+    ],
+)
+def test_bad_mindspore_strategy_says_why(strategy, text):
+    with pytest.raises(ValueError, match=text):
+        operator("mk,kn->mn", strategy, 8)
+
+
+def test_rows_needed_whole_are_gathered_and_rows_needed_as_columns_are_exchanged():
+    mesh = MeshShape(("d",), (4,))
+    rows, columns, whole = Layout((("d",), ())), Layout(((), ("d",))), Layout.replicated(2)
+    resharder = Resharder(mesh, H100)
+    assert kinds(resharder.path((1024, 1024), 4, rows, whole)) == ["all-gather"]
+    assert kinds(resharder.path((1024, 1024), 4, rows, columns)) == ["all-to-all"]
+    assert kinds(resharder.path((1024, 1024), 4, whole, columns)) == ["slice"]
+
+
+# ---- clusters
+
+
+@pytest.mark.parametrize("name", Cluster.presets())
+def test_preset_is_sourced_and_survives_a_file(name, tmp_path):
+    preset = Cluster.preset(name)
+    assert preset.name == name
+    assert len(preset.source) > 100
+    assert preset.device.flops_efficiency <= 1 and preset.device.bytes_efficiency <= 1 and preset.intra.efficiency <= 1
+    preset.save(tmp_path / "c.json")
+    assert Cluster.load(tmp_path / "c.json") == preset
+    assert hash(Cluster.load(tmp_path / "c.json")) == hash(preset)
+
+
+@pytest.mark.parametrize("name", Cluster.presets())
+def test_preset_prices_every_dtype(name):
+    device = Cluster.preset(name).device
+    for dtype in ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int8", "int32", "uint8", "bool", "complex64"):
+        assert 0 < device.flops_per_s(dtype) <= device.peak(dtype)
+
+
+def test_measured_cluster_survives_a_file_and_wins_over_the_formulas(tmp_path):
+    measured = dataclasses.replace(H100, measured=(Measured("all-reduce", 4, 1, 1e-3, 1e-9),))
+    measured.save(tmp_path / "c.json")
+    back = Cluster.load(tmp_path / "c.json")
+    assert back == measured
+    assert seconds("all-reduce", 1e6, ("model",), MESH, back) == pytest.approx(2e-3)
+    assert seconds("all-gather", 1e6, ("model",), MESH, back) == seconds("all-gather", 1e6, ("model",), MESH, H100)
+
+
+def body(**changes):
+    value = json.loads(json.dumps(H100.to_json()))
+    for path, new in changes.items():
+        *outer, last = path.split("__")
+        inner = value
+        for name in outer:
+            inner = inner[name]
+        if new is None:
+            del inner[last]
+        else:
+            inner[last] = new
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", 'field "format"'),
+        (json.dumps({"format": "shardplan-plan"}), "no cluster file"),
+        (body(version=99), 'field "version" is 99'),
+        (body(device__bytes_per_s=None), 'field "device.bytes_per_s" is missing'),
+        (body(device__memory_bytes="80GB"), "field \"device.memory_bytes\" must be a positive number, not '80GB'"),
+        (body(device__flops={"bfloat16": 1e15}), 'field "device.flops" must be'),
+        (body(device=7), 'field "device" must be an object'),
+        (body(intra__latency_s=-1), 'field "intra.latency_s" must be a number from 0'),
+        (body(intra__bytes_per_s=float("inf")), 'field "intra.bytes_per_s" must be a positive number'),
+        (body(inter=[]), 'field "inter" must be an object'),
+        (body(node_size=0), 'field "node_size" must be a whole number from 1'),
+        (body(node_size=True), 'field "node_size"'),
+        (body(reduce_scatter="no"), 'field "reduce_scatter" must be true or false'),
+        (body(colour="red"), 'field "colour" is not known'),
+        (body(measured=[{"kind": "gossip"}]), 'field "measured\\[0\\]'),
+        (" " * 1_000_001, "larger than 1000000 bytes"),
+    ],
+)
+def test_bad_cluster_file_names_the_field(tmp_path, text, message):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=message):
+        Cluster.load(path)
+
+
+def test_missing_cluster_file_says_so(tmp_path):
+    with pytest.raises(ClusterError, match=r"nowhere\.json: cannot be read"):
+        Cluster.load(tmp_path / "nowhere.json")
+
+
+def test_a_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "c.json"
+    H100.save(path)
+
+    def crash(*_):
+        raise OSError("power cut")
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(OSError, match="power cut"):
+        Cluster.preset("a100").save(path)
+    assert Cluster.load(path) == H100
+    assert os.listdir(tmp_path) == ["c.json"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "name"),
+    [
+        ("cuda", "NVIDIA H100 80GB HBM3", "h100"),
+        ("gpu", "NVIDIA H200", "h200"),
+        ("cuda", "NVIDIA B200", "b200"),
+        ("cuda", "NVIDIA A100-SXM4-80GB", "a100"),
+        ("cuda", "NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("cpu", "cpu", "cpu"),
+    ],
+)
+def test_machine_at_hand_is_known_by_its_device_kind(platform, kind, name):
+    assert resolve(None, platform, kind).name == name
+
+
+def test_resolve_takes_presets_files_and_clusters(tmp_path):
+    H100.save(tmp_path / "mine.json")
+    assert resolve("h100") == resolve(str(tmp_path / "mine.json")) == resolve(tmp_path / "mine.json") == resolve(H100) == H100
+
+
+def test_unknown_cluster_lists_presets():
+    with pytest.raises(ClusterError, match=r"'h1000' is not known(.|\n)*a100, a100-40gb, b200, cpu, h100, h200"):
+        resolve("h1000")
+    with pytest.raises(ClusterError, match=r"no preset describes 'Radeon'(.|\n)*h200(.|\n)*calibrate"):
+        resolve(None, "rocm", "Radeon")
+
+
+def test_emulated_devices_share_the_machine(monkeypatch):
+    monkeypatch.setattr(cluster_module, "physical_memory_bytes", lambda: 16e9)
+    eight, four = resolve("cpu", n_devices=8), resolve("cpu", n_devices=4)
+    assert (eight.device.memory_bytes, four.device.memory_bytes) == (2e9, 4e9)
+    assert four.device.peak("float32") == 2 * eight.device.peak("float32")
+    assert four.axis(MeshShape(("x",), (4,)), "x").nodes == 1
+    assert resolve("cpu", memory_bytes=5e9).device.memory_bytes == 5e9
+
+
+# ---- axes and seconds
+
+
+def test_an_axis_knows_how_many_of_its_members_share_a_node():
+    mesh = MeshShape(("pod", "data", "model"), (2, 4, 4))  # 32 devices, 4 nodes of 8
+    found = {axes: dataclasses.astuple(H100.axis(mesh, axes)) for axes in ("model", "data", "pod")}
+    assert found == {"model": (4, 4, 1), "data": (4, 2, 2), "pod": (2, 1, 2)}
+    assert dataclasses.astuple(H100.axis(mesh, ("data", "model"))) == (16, 8, 2)
+    assert dataclasses.astuple(H100.axis(mesh, ("pod", "data"))) == (8, 2, 4)
+    assert H100.axis(mesh, ("data", "pod")) == H100.axis(mesh, ("pod", "data"))
+    assert dataclasses.astuple(H100.axis(MeshShape(("x",), (12,)), "x")) == (12, 4, 2)
+    with pytest.raises(KeyError, match="nowhere"):
+        H100.axis(mesh, "nowhere")
+
+
+ALL = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_crossing_nodes_is_slower(kind):
+    inside = seconds(kind, 64 * MB, ("x",), MeshShape(("x", "y"), (8, 8)), dataclasses.replace(H100, node_size=64))
+    across = seconds(kind, 64 * MB, ("x",), MeshShape(("x", "y"), (8, 8)), H100)
+    assert across > inside
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_seconds_grow_with_bytes_and_vanish_on_one_device(kind):
+    times = [seconds(kind, n, ("model",), MESH, H100) for n in (0, 1, MB, 64 * MB, 1024 * MB)]
+    assert times == sorted(times) and times[0] > 0
+    assert seconds(kind, MB, ("x",), MeshShape(("x",), (1,)), H100) == 0
+
+
+def test_published_bus_bandwidths_come_out():
+    mesh, size = MeshShape(("x",), (8,)), 8e9
+
+    def bus(kind, factor, cluster):
+        return size / seconds(kind, size, ("x",), mesh, cluster) * factor / 1e9
+
+    assert bus("all-reduce", 2 * 7 / 8, H100) == pytest.approx(480, rel=0.02)
+    assert bus("all-gather", 7 / 8, H100) == pytest.approx(370, rel=0.02)
+    assert bus("all-reduce", 2 * 7 / 8, Cluster.preset("h200")) == pytest.approx(475, rel=0.03)
+    assert bus("all-reduce", 2 * 7 / 8, Cluster.preset("a100")) == pytest.approx(230, rel=0.02)
+
+
+def test_a_lone_member_per_node_drives_one_adapter_and_a_full_node_all_of_them():
+    mesh = MeshShape(("x", "y"), (8, 8))
+    alone = seconds("all-gather", 1e9, ("x",), mesh, H100)
+    assert alone == pytest.approx(7 / 8 * 1e9 / H100.inter.rate, rel=0.01)
+    together = seconds("all-gather", 1e9, ("x", "y"), mesh, H100)
+    assert together == pytest.approx(63 / 64 * 1e9 / min(H100.intra.rate, 8 * H100.inter.rate), rel=0.2)
+
+
+def test_all_reduce_is_no_dearer_than_scatter_and_gather():
+    for axes in (("data",), ("model",), ("data", "model")):
+        for cluster in map(Cluster.preset, Cluster.presets()):
+            for n in (1e3, 1e6, 1e9):
+                whole = seconds("all-reduce", n, axes, MESH, cluster)
+                assert whole <= seconds("reduce-scatter", n, axes, MESH, cluster) + seconds(
+                    "all-gather", n, axes, MESH, cluster
+                )
+
+
+def test_unknown_collective_lists_those_there_are():
+    with pytest.raises(ValueError, match="'gossip' is none of all-gather"):
+        seconds("gossip", 1.0, ("model",), MESH, H100)
