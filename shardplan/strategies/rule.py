@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Dims = tuple[tuple[str, ...], ...]
@@ -154,3 +154,92 @@ def letter_sizes(rule: Rule, shapes: tuple[tuple[int, ...], ...], out_shapes: tu
             if dim and math.prod(sizes[a] for a in dim) != n:
                 fail(f"dim '({' '.join(dim)})' is {math.prod(sizes[a] for a in dim)}, the tensor's is {n}")
     return sizes
+
+
+KINDS = ("sum", "max", "min", "prod", "and", "or")
+
+
+def register_rule(
+    primitive,
+    pattern: str,
+    *,
+    reduce: str | dict[str, str] = (),
+    whole: str = "",
+    sizes: dict[str, int] | None = None,
+    linear: bool = False,
+    fusion: Fusion = "none",
+    flops: Callable[[dict[str, int]], float] | None = None,
+) -> None:
+    """Say how an op may be split; it takes the place of the rule the primitive had.
+
+        register_rule("my_matmul", "... d, d f -> ... f", reduce="d", flops=lambda n: 2 * math.prod(n.values()))
+        register_rule("my_softmax", "... d -> ... d", whole="d")
+        register_rule("my_max", "a b -> a", reduce="b=max")
+
+    Args:
+        primitive: a primitive or its name.
+        pattern: operands and results, like "a b, b c -> a c". "..." stands for the same leading dims in every tensor that has
+            it; "1" for a dim of size one that belongs to no loop; an empty text for a scalar.
+        reduce: letters that are reduced, "b" for a sum, "b=max" for another kind (max, min, prod, and, or), or a dict.
+        whole: letters that may not be split.
+        sizes: sizes of letters that appear in compound dims only.
+        linear: partial sums of all operands give partial sums of the results.
+        fusion: "loop" if XLA fuses it with its neighbours; "none" for a kernel of its own.
+        flops: floating point operations from the size of every letter ("..." letters are "...0", "...1", ...).
+
+    Raises:
+        RuleError: when the pattern contradicts itself; when planning, if it does not fit the shapes it meets.
+
+    `shardplan.testing.check_rule` proves it in numbers.
+    """
+    name = getattr(primitive, "name", primitive)
+    left, right = parse(pattern)
+    if not isinstance(reduce, dict):
+        reduce = dict([*item.split("="), "sum"][:2] for item in (reduce or "").split())
+    whole_letters = frozenset(whole.split())
+
+    def fail(why: str, way_out: str):
+        raise RuleError(f"rule {pattern!r} for {name}: {why}\n  way out: {way_out}")
+
+    def found(side):
+        return [a for dims in side for d in dims for a in d]
+
+    for text, dims in zip(pattern.replace("->", ",").split(","), (*left, *right), strict=False):
+        for a in found([dims]):
+            if found([dims]).count(a) > 1:
+                fail(f"{a!r} stands twice in {text.strip()!r}", "a second letter for one of the two dims, both in whole=")
+    for a, kind in reduce.items():
+        if a not in found(left):
+            fail(f"reduce= names {a!r}, which is in no operand", f"one of {sorted(set(found(left)) - set(found(right)))}")
+        if a in found(right):
+            fail(f"{a!r} is reduced but stands in a result", "take it out of the results, or out of reduce=")
+        if kind not in KINDS:
+            fail(f"{a!r} is reduced by {kind!r}", f"one of {', '.join(KINDS)}; any other reduction keeps its letter in whole=")
+    if unknown := whole_letters - set(found(left + right)):
+        fail(f"whole= names {sorted(unknown)}, which are in no tensor", "letters of the pattern")
+    dangling = [a for a in dict.fromkeys(found(left)) if a not in {*found(right), *reduce, *whole_letters}]
+    if dangling:
+        fail(
+            f"{dangling} are in operands only, so a split leaves a partial result of unknown kind",
+            "name them in reduce= or whole=",
+        )
+
+    def user(*ins, out, **_):
+        def expand(dims: Dims, x) -> Dims:
+            extra = len(x.shape) - len(dims) + 1
+            dots = tuple((f"...{i}",) for i in range(extra))
+            return tuple(e for d in dims for e in (dots if d == ("...",) else (d,)))
+
+        if (len(ins), len(out)) != (len(left), len(right)):
+            fail(
+                f"it names {len(left)} operands and {len(right)} results, the op has {len(ins)} and {len(out)}", "a tensor each"
+            )
+        operands = tuple(expand(d, x) for d, x in zip(left, ins, strict=True))
+        results = tuple(expand(d, x) for d, x in zip(right, out, strict=True))
+        dots = frozenset(a for a in found(operands + results) if a.startswith("...")) if "..." in whole_letters else frozenset()
+        made = Rule(operands, results, dict(reduce), whole_letters - {"..."} | dots, dict(sizes or {}), linear, fusion)
+        shapes = tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in out)
+        return replace(made, flops=flops(letter_sizes(made, *shapes))) if flops else made
+
+    user.registered = True  # a rule of the user's that does not fit is an error, not an op kept whole
+    RULES[name] = user

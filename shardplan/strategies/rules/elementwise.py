@@ -23,11 +23,11 @@ PLAIN = """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz convert_element_type cos
     cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow
     is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi ne nextafter not or polygamma
-    population_count pow reciprocal reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    population_count pow reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta threefry2x32 threefry4x32
     philox2x32 philox4x32
 """
-LINEAR = "add add_any sub neg real imag complex conj copy copy_p name stop_gradient zeros_like"
+LINEAR = "add add_any sub neg real imag complex conj copy name stop_gradient zeros_like"
 
 
 @rule(*PLAIN.split())

@@ -21,17 +21,12 @@ def move(operands, results, whole=(), **kw) -> Rule:
 
 
 def resized(ins, outs, changed=(), **kw) -> Rule:
-    """Tensors of one rank: equal dims pass through, dims that are `changed` or differ in size are whole on every side."""
-    a, whole = letters(outs[0]), []
-
-    def dims(i, x):
-        own = letters(x, f"x{i}_")
-        cut = [d in changed or x.shape[d] != outs[0].shape[d] for d in range(len(x.shape))]
-        whole.extend(o for o, c in zip(own, cut, strict=True) if c)
-        return tuple(o if c else b for o, b, c in zip(own, a, cut, strict=True))
-
-    every = [dims(i, x) for i, x in enumerate((*ins, *outs))]
-    return move(every[: len(ins)], every[len(ins) :], whole, **kw)
+    """Tensors of one rank: dims that are `changed` or differ in size are whole on every side, the others pass through."""
+    tensors, shared = (*ins, *outs), letters(outs[0])
+    cut = {d for d, sizes in enumerate(zip(*(x.shape for x in tensors), strict=True)) if d in changed or len(set(sizes)) > 1}
+    own = [letters(x, f"x{i}_") for i, x in enumerate(tensors)]
+    dims = [tuple(o[d] if d in cut else a for d, a in enumerate(shared)) for o in own]
+    return move(dims[: len(ins)], dims[len(ins) :], [o[d] for o in own for d in cut], **kw)
 
 
 def factors(left: tuple[int, ...], right: tuple[int, ...]):
@@ -96,17 +91,6 @@ def _(x, *, out, permutation, **_):
 def _(x, *, out, dimensions, **_):
     a = tuple(() if d in dimensions else b for d, b in enumerate(letters(x)))
     return move((a,), (tuple(b for d, b in enumerate(a) if d not in dimensions),), linear=True, fusion="view")
-
-
-@rule("expand_dims")
-def _(x, *, out, dimensions, **_):
-    a = iter(letters(x))
-    return move(
-        (letters(x),),
-        (tuple(() if d in dimensions else next(a) for d in range(len(out[0].shape))),),
-        linear=True,
-        fusion="view",
-    )
 
 
 @rule("broadcast_in_dim")
