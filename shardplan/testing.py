@@ -1,0 +1,454 @@
+"""Proof in numbers that a rule is right: the split op, its partial results finished, equals the whole one.
+
+    >>> check_rule(jnp.dot, x, w)                  # every op the function traces to, by every letter of its rule
+    [Proof(primitive='dot_general', rule='a b, b yb -> a yb  reduce b', splits=('a:8', 'b:4', 'yb:2', ...), how='local')]
+
+For a letter put on a mesh axis, every device gets its shard of the operands and runs the same primitive on it (`LOCAL` holds
+the few whose params name a size or a position); shards of the result are put together, partial ones with their collective.
+An op with no local form (random bits of one position in the stream) is proven by dependence: what the other devices hold is
+replaced, and the device's own shard of the result must stay the same.
+
+The devices are real ones; on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count=8 before importing jax.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from . import _jax
+from .strategies.rule import Dims, Rule, RuleError, letter_sizes
+from .strategies.rules import rule_for
+
+AXES = ("s", "t", "u")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One op whose rule held.
+
+    Attributes:
+        primitive: its name.
+        rule: the rule as text.
+        splits: the letters split, each "letter:shards"; several letters at once are separated by a space.
+        how: "local" when shards ran on their own, "dependence" when only what a shard depends on was proven.
+    """
+
+    primitive: str
+    rule: str
+    splits: tuple[str, ...]
+    how: str
+
+
+def check_rule(fn: Callable, *args, primitive: str | None = None, seen: set | None = None, pairs: int = 2) -> list[Proof]:
+    """Prove the rule of every op that `fn(*args)` runs, on the values it meets there.
+
+    Args:
+        fn: any traceable function; for one primitive, a function that binds it. Loop bodies are proven on their first turn,
+            branches of a conditional on the operands of the one taken.
+        *args: concrete arguments.
+        primitive: prove only this one.
+        seen: signatures already proven, to skip and to add to.
+        pairs: how many pairs of letters to split together, beside every single letter.
+
+    Returns:
+        One proof per distinct op with a letter to split.
+
+    Raises:
+        RuleError: when the split op differs from the whole one, with the rule, the shapes, the split and the largest error.
+    """
+    seen = set() if seen is None else seen
+    closed, leaves = jax.make_jaxpr(fn)(*args), jax.tree.leaves(args)
+    return [
+        proof
+        for eqn, operands in _equations(closed, leaves)
+        if primitive in (None, eqn.primitive.name)
+        for proof in _prove(eqn, operands, seen, pairs)
+    ]
+
+
+def _equations(closed, args) -> Iterator[tuple]:
+    """Every equation with its operands, in order, through calls and into the first turn of loops; returns the results."""
+    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | dict(zip(closed.jaxpr.invars, args, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        operands = [v.val if isinstance(v, _jax.Literal) else env[v] for v in eqn.invars]
+        name, params = eqn.primitive.name, eqn.params
+        if (inner := _jax.inner_jaxpr(eqn)) is not None:
+            results = yield from _equations(inner, operands)
+        else:
+            if name == "scan":
+                n = params["num_consts"] + params["num_carry"]
+                yield from _equations(
+                    params["jaxpr"], [*operands[:n], *(x[0] for x in operands[n:])] if params["length"] else []
+                )
+            elif name == "while":
+                n = params["cond_nconsts"]
+                yield from _equations(params["body_jaxpr"], operands[n:])
+            elif name == "cond":
+                yield from _equations(params["branches"][int(operands[0])], operands[1:])
+            else:
+                yield eqn, operands
+            results = _jax.bind(eqn, operands)
+        env |= dict(zip(eqn.outvars, results, strict=True))
+    return [v.val if isinstance(v, _jax.Literal) else env[v] for v in closed.jaxpr.outvars]
+
+
+@dataclass(frozen=True)
+class _Op:
+    """One equation with the values it ran on and one way to split it."""
+
+    eqn: object
+    rule: Rule
+    sizes: dict[str, int]
+    operands: tuple
+    results: tuple
+    shards: dict[str, int]
+
+    @property
+    def text(self) -> str:
+        return " ".join(f"{a}:{k}" for a, k in self.shards.items())
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(self.shards.values())
+
+    def loops(self, dims: Dims) -> list[str]:
+        return [a for d in dims for a in d]
+
+    def part(self, dims: Dims) -> tuple[int, ...]:
+        """Shape of one device's shard."""
+        return tuple(math.prod(self.sizes[a] // self.shards.get(a, 1) for a in d) for d in dims)
+
+    def spec(self, dims: Dims) -> PartitionSpec:
+        axes = dict(zip(self.shards, AXES, strict=False))
+        return PartitionSpec(*(axes.get(a) for a in self.loops(dims)))
+
+    def where(self, letter: str):
+        """This device's number along a letter."""
+        return lax.axis_index(AXES[list(self.shards).index(letter)]) if letter in self.shards else 0
+
+    def first(self, dim: tuple[str, ...]):
+        """Position along a dim of one letter at which this device's shard begins."""
+        return self.where(dim[0]) * (self.sizes[dim[0]] // self.shards.get(dim[0], 1)) if dim else 0
+
+    def fail(self, why: str):
+        shapes = (
+            ", ".join(str(jax.typeof(x)) for x in self.operands) + " -> " + ", ".join(str(jax.typeof(x)) for x in self.results)
+        )
+        raise RuleError(
+            f"rule '{self.rule}' of {self.eqn.primitive.name} on {shapes} is wrong when split as {self.text}: {why}\n"
+            f"  ways out: make a letter whole that needs its neighbours, or name its kind in reduce="
+        )
+
+
+def _prove(eqn, operands, seen: set, pairs: int) -> list[Proof]:
+    ins, outs = [jax.typeof(x) for x in operands], [v.aval for v in eqn.outvars]
+    rule, known = rule_for(eqn.primitive.name, ins, outs, eqn.params, strict=True)
+    signature = (eqn.primitive.name, *map(str, ins), str({k: v for k, v in eqn.params.items() if k != "jaxpr"}))
+    if not known or eqn.effects or signature in seen:
+        return []
+    seen.add(signature)
+    sizes = letter_sizes(rule, tuple(x.shape for x in ins), tuple(x.shape for x in outs))
+    op = _Op(eqn, rule, sizes, tuple(operands), tuple(_jax.bind(eqn, operands)), {})
+    for dims in rule.operands + rule.results:
+        if len(op.loops(dims)) != len(set(op.loops(dims))):
+            op.fail("a letter stands twice in one tensor")
+    if missing := set(rule.reduce) & {a for dims in rule.results for a in op.loops(dims)}:
+        op.fail(f"reduced letters {sorted(missing)} stand in a result")
+    if rule.linear:
+        _prove_linear(op)
+    splits = list(_splits(rule, sizes, pairs))
+    if not splits:
+        return []
+    how = "local"
+    for n in sorted({_n_devices(s) for s in splits}):
+        group = [replace(op, shards=s) for s in splits if _n_devices(s) == n]
+        if not _prove_local(group, n):
+            how = "dependence"
+            for split in group:
+                _prove_dependence(split)
+    return [Proof(eqn.primitive.name, str(rule), tuple(replace(op, shards=s).text for s in splits), how)]
+
+
+def _n_devices(shards: dict[str, int]) -> int:
+    k = math.prod(shards.values())
+    return 8 if 8 % k == 0 else k
+
+
+def _splits(rule: Rule, sizes: dict[str, int], pairs: int) -> Iterator[dict[str, int]]:
+    """Every letter alone, then `pairs` of them together."""
+    found = [a for dims in rule.operands + rule.results for d in dims for a in d]
+    free = [a for a in dict.fromkeys(found) if a not in rule.whole and sizes[a] > 1]
+    for a in free:
+        counts = [k for k in (8, 4, 2, 3, 5, 7) if sizes[a] % k == 0 and k <= jax.device_count()]
+        if counts:
+            yield {a: next((k for k in counts if k < sizes[a]), counts[0])}
+    even = [a for a in free if sizes[a] % 2 == 0]
+    if jax.device_count() >= 4:
+        yield from ({a: 2, b: 2} for a, b in list(itertools.pairwise(even))[:pairs])
+
+
+# ---- the local op on local shards
+
+
+def _prove_local(group: list[_Op], n_devices: int) -> bool:
+    """Whether the op has a local form; raises RuleError when it has one and differs from the whole."""
+    op = group[0]
+
+    def split_and_join(operands):
+        return [one(split, operands) for split in group]
+
+    def one(split: _Op, operands):
+        k = split.devices + ((n_devices // math.prod(split.devices),) if n_devices % math.prod(split.devices) == 0 else ())
+        mesh = Mesh(np.asarray(jax.devices()[:n_devices]).reshape(k), AXES[: len(k)])
+
+        def local(*shards):
+            shards = [x.reshape(split.part(dims)) for x, dims in zip(shards, split.rule.operands, strict=True)]
+            form = LOCAL.get(op.eqn.primitive.name, as_is)
+            results = form(split, shards) if form else []
+            if [x.shape for x in results] != [split.part(dims) for dims in split.rule.results]:
+                raise _NoLocalFormError
+            parts = [_finish(split, x) for x in results]
+            return [
+                x.reshape(split.part(tuple((a,) for a in split.loops(d))))
+                for x, d in zip(parts, split.rule.results, strict=True)
+            ]
+
+        specs = [split.spec(d) for d in split.rule.operands]
+        loops = [
+            x.reshape([split.sizes[a] for a in split.loops(d)]) for x, d in zip(operands, split.rule.operands, strict=True)
+        ]
+        results = jax.shard_map(
+            local, mesh=mesh, in_specs=tuple(specs), out_specs=[split.spec(d) for d in split.rule.results], check_vma=False
+        )(*loops)
+        return [x.reshape(y.shape) for x, y in zip(results, split.results, strict=True)]
+
+    try:
+        everywhere = NamedSharding(Mesh(np.asarray(jax.devices()[:n_devices]), AXES[:1]), PartitionSpec())
+        joined = jax.jit(split_and_join, out_shardings=everywhere)(
+            jax.device_put([jnp.asarray(x) for x in op.operands], everywhere)
+        )
+    except _NoLocalFormError:
+        return False
+    for split, results in zip(group, joined, strict=True):
+        for got, want in zip(results, split.results, strict=True):
+            if (error := difference(got, want)) is not None:
+                split.fail(error)
+    return True
+
+
+class _NoLocalFormError(Exception):
+    """The primitive on local shards does not give a local shard of the result."""
+
+
+def _finish(op: _Op, x):
+    """A partial result, finished with the collective of its kind."""
+    for letter, axis in zip(op.shards, AXES, strict=False):
+        match op.rule.reduce.get(letter):
+            case "sum":
+                x = lax.psum(x, axis)
+            case "max":
+                x = lax.pmax(x, axis)
+            case "min":
+                x = lax.pmin(x, axis)
+            case "prod":
+                x = lax.all_gather(x, axis).prod(0)
+            case "and":
+                x = lax.all_gather(x, axis).all(0) if x.dtype == bool else _bitwise(lax.bitwise_and, x, axis, op.shards[letter])
+            case "or":
+                x = lax.all_gather(x, axis).any(0) if x.dtype == bool else _bitwise(lax.bitwise_or, x, axis, op.shards[letter])
+    return x
+
+
+def _bitwise(join, x, axis, n):
+    every = lax.all_gather(x, axis)
+    out = every[0]
+    for i in range(1, n):
+        out = join(out, every[i])
+    return out
+
+
+def as_is(op: _Op, shards, **params):
+    """The primitive itself on local shards."""
+    return _jax.bind(op.eqn, shards, params)
+
+
+def sized(param: str):
+    """A param that names the shape of the result names the local one."""
+    return lambda op, shards: as_is(op, shards, **{param: op.part(op.rule.results[0])})
+
+
+def _iota(op: _Op, shards):
+    shape, dimension = op.part(op.rule.results[0]), op.eqn.params["dimension"]
+    (x,) = as_is(op, shards, shape=shape)
+    return [x + jnp.asarray(op.first(op.rule.results[0][dimension]), x.dtype)]
+
+
+def _slice(op: _Op, shards):
+    split = [any(a in op.shards for a in d) for d in op.rule.operands[0]]
+    limits = op.eqn.params["limit_indices"]
+    return as_is(op, shards, limit_indices=tuple(n if s else m for s, n, m in zip(split, shards[0].shape, limits, strict=True)))
+
+
+def _dynamic_update_slice(op: _Op, shards):
+    x, update, *starts = shards
+    hit, local = True, []
+    for d, (start, dim) in enumerate(zip(starts, op.rule.operands[0], strict=True)):
+        begin = 0 if op.rule.operands[1][d] == dim else op.first(dim)
+        at = jnp.clip(start, 0, op.operands[0].shape[d] - op.operands[1].shape[d]) - begin
+        last = x.shape[d] - update.shape[d]
+        hit &= (at >= 0) & (at <= last)
+        local.append(jnp.clip(at, 0, last).astype(start.dtype))
+    return [jnp.where(hit, *as_is(op, [x, update, *local]), x)]
+
+
+def _gather(op: _Op, shards):
+    x, indices, *rest = shards
+    p, dims = op.eqn.params, op.rule.operands[0]
+    n, clips = p["dimension_numbers"], p["mode"] == lax.GatherScatterMode.CLIP
+    taken = tuple(s if t == w else t for s, t, w in zip(x.shape, p["slice_sizes"], op.operands[0].shape, strict=True))
+    hit, local = True, []
+    for c, d in enumerate(n.start_index_map):
+        at, size = indices[..., c].astype(jnp.int32), op.operands[0].shape[d] - p["slice_sizes"][d] + 1
+        at = jnp.clip(at, 0, size - 1) if clips else at
+        if dims[d][0] in op.shards:
+            outside, begin = (at < 0) | (at >= size), op.first(dims[d])
+            hit &= jnp.where(outside, begin == 0, (at >= begin) & (at < begin + x.shape[d]))
+            at = jnp.where(outside, -1, at - begin)
+        local.append(at)
+    (out,) = as_is(op, [x, jnp.stack(local, -1) if local else indices, *rest], slice_sizes=taken)
+    if hit is True:
+        return [out]
+    batch = [d for d in range(out.ndim) if d not in n.offset_dims]
+    return [jnp.where(lax.broadcast_in_dim(hit, out.shape, batch), out, jnp.zeros((), out.dtype))]
+
+
+IDENTITY = {"sum": lambda t: 0, "prod": lambda t: 1, "max": lambda t: _limit(t, -1), "min": lambda t: _limit(t, 1)}
+
+
+def _limit(dtype, sign: int):
+    if jnp.issubdtype(dtype, jnp.floating):
+        return sign * jnp.inf
+    return jnp.iinfo(dtype).max if sign > 0 else jnp.iinfo(dtype).min
+
+
+def _scatter(op: _Op, shards):
+    x, indices, updates = shards
+    p, dims = op.eqn.params, op.rule.operands[0]
+    n, local = p["dimension_numbers"], []
+    window = [d for d in range(x.ndim) if d not in (*n.inserted_window_dims, *n.operand_batching_dims)]
+    for c, d in enumerate(n.scatter_dims_to_operand_dims):
+        at, size = indices[..., c].astype(jnp.int32), op.operands[0].shape[d]
+        width = op.operands[2].shape[n.update_window_dims[window.index(d)]] if d in window else 1
+        at = jnp.clip(at, 0, size - width) if p["mode"] == lax.GatherScatterMode.CLIP else at
+        begin = op.first(dims[d])
+        inside = (at >= begin) & (at - begin <= x.shape[d] - width)
+        local.append(jnp.where(inside, at - begin, -1))
+    for letter, kind in op.rule.reduce.items():
+        if letter in op.shards:
+            x = jnp.where(op.where(letter) == 0, x, jnp.asarray(IDENTITY[kind](x.dtype), x.dtype))
+    indices = jnp.stack(local, -1) if local else indices
+    return as_is(op, [x, indices, updates], mode=lax.GatherScatterMode.FILL_OR_DROP)
+
+
+def _conv(op: _Op, shards):
+    k = op.shards.get("g", 1)
+    groups = {name: max(1, op.eqn.params[name] // k) for name in ("feature_group_count", "batch_group_count")}
+    return as_is(op, shards, **groups)
+
+
+def _tile(op: _Op, shards):
+    return as_is(op, shards, reps=tuple(n // m for n, m in zip(op.part(op.rule.results[0]), shards[0].shape, strict=True)))
+
+
+LOCAL: dict[str, Callable | None] = {
+    "reshape": sized("new_sizes"),
+    "broadcast_in_dim": sized("shape"),
+    "broadcast_to": sized("shape"),
+    "empty": sized("shape"),
+    "dynamic_slice": sized("slice_sizes"),
+    "iota": _iota,
+    "slice": _slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "gather": _gather,
+    "conv_general_dilated": _conv,
+    "tile": _tile,
+    **dict.fromkeys(("random_bits", "random_split", "random_gamma")),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"), _scatter),
+}
+"""Primitives whose params name a size or a position: how they run on local shards; None where an element's position matters."""
+
+
+# ---- what a shard of the result depends on
+
+
+def _prove_dependence(op: _Op) -> None:
+    """Other devices' elements are exchanged for others; a device's own shard of the result must not notice."""
+    if set(op.shards) & set(op.rule.reduce):
+        op.fail("the op on local shards does not give a result of the local shape, so a partial result cannot be formed")
+    for device in np.ndindex(*op.devices):
+        mine = dict(zip(op.shards, device, strict=True))
+        operands = [_disturbed(op, x, d, mine) for x, d in zip(op.operands, op.rule.operands, strict=True)]
+        for got, want, dims in zip(_jax.bind(op.eqn, operands), op.results, op.rule.results, strict=True):
+            own = np.flatnonzero(_own(op, dims, want.shape, mine))
+            if (error := difference(got.reshape(-1)[own], want.reshape(-1)[own])) is not None:
+                op.fail(f"a shard depends on what other devices hold; {error}")
+
+
+def _own(op: _Op, dims: Dims, shape, mine: dict[str, int]) -> np.ndarray:
+    """Which elements of a tensor the device at `mine` holds."""
+    own = np.ones([op.sizes[a] for a in op.loops(dims)], bool)
+    for axis, a in enumerate(op.loops(dims)):
+        if a in mine:
+            block = np.arange(op.sizes[a]) // (op.sizes[a] // op.shards[a]) == mine[a]
+            own &= block.reshape([-1 if i == axis else 1 for i in range(own.ndim)])
+    return own.reshape(shape)
+
+
+def _disturbed(op: _Op, x, dims: Dims, mine: dict[str, int]):
+    x = jnp.asarray(x)
+    own = _own(op, dims, x.shape, mine).reshape(-1)
+    index = np.where(own, np.arange(own.size), np.roll(np.arange(own.size), own.size // 2 + 1))
+    return x.reshape(-1)[index].reshape(x.shape)
+
+
+def _prove_linear(op: _Op) -> None:
+    """f(x) = f(x - y) + f(y): numbers only, each operand in two parts."""
+    if not all(jnp.issubdtype(jax.typeof(x).dtype, jnp.number) for x in op.operands + op.results):
+        return
+    half = [jnp.roll(jnp.asarray(x).reshape(-1), 1).reshape(jnp.shape(x)) for x in op.operands]
+    rest = [jnp.asarray(x) - h for x, h in zip(op.operands, half, strict=True)]
+    for a, b, want in zip(_jax.bind(op.eqn, half), _jax.bind(op.eqn, rest), op.results, strict=True):
+        if (error := difference(a + b, want)) is not None:
+            replace(op, shards={}).fail(f"it is marked linear, but f(x) + f(y) is not f(x + y); {error}")
+
+
+def difference(got, want) -> str | None:
+    """None when equal up to rounding of the dtype (NaN equals NaN), else where and by how much they differ."""
+    if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+        got, want = jax.random.key_data(got), jax.random.key_data(want)
+    got, want = jax.device_get((got, want))
+    if not jnp.issubdtype(want.dtype, jnp.inexact):
+        wrong = got != want
+        bound = 0.0
+        gap = np.abs(got.astype(np.float64) - want.astype(np.float64))
+    else:
+        wide = np.complex128 if jnp.issubdtype(want.dtype, jnp.complexfloating) else np.float64
+        digits = {8: 1e-11, 4: 3e-5, 2: 4e-2}.get(want.dtype.itemsize // (2 if wide is np.complex128 else 1), 0.6)
+        got, want = got.astype(wide), want.astype(wide)
+        finite = np.isfinite(want)
+        bound = digits * max(1.0, np.abs(want[finite]).max(initial=0.0))
+        with np.errstate(invalid="ignore"):
+            gap = np.where(finite, np.abs(got - want), np.where((got == want) | (np.isnan(got) & np.isnan(want)), 0.0, np.inf))
+        wrong = ~(gap <= bound)
+    if not wrong.any():
+        return None
+    return f"{wrong.sum()} of {wrong.size} elements differ by up to {np.where(wrong, gap, 0).max():.3g} (allowed {bound:.3g})"
