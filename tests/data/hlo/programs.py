@@ -1,4 +1,4 @@
-"""Small programs whose compiled text is kept beside this file; `python programs.py` compiles them again."""
+"""Small programs whose compiled text is kept beside this file; run it to compile them again, once per supported jax."""
 
 from functools import partial
 
@@ -103,3 +103,23 @@ def rare(mesh):
 
 def _sharding(mesh, *entries):
     return NamedSharding(mesh, P(*entries))
+
+
+if __name__ == "__main__":
+    import gzip
+    import pathlib
+
+    from jax.sharding import AbstractMesh, AxisType
+
+    from shardplan.xla.compile import compile
+
+    here, version = pathlib.Path(__file__).parent, ".".join(jax.__version__.split(".")[:2])
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    for program in (fsdp, nested, conv, rare):
+        for place, target in (("cpu", None), ("gpu", "h200:8")):
+            if (program, place) == (rare, "cpu"):
+                continue  # XLA for CPU has no broadcast from one device
+            fn, args = program(mesh)
+            done = compile(fn, *args, target=target)
+            text = done.module and done.text.replace(f"{here}/", "")
+            (here / f"{program.__name__}_{place}_{version}.hlo.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
