@@ -1,5 +1,6 @@
 """What the machine is: mesh axes, layouts, clusters, seconds of a collective, and the cheapest way between two layouts."""
 
+from shardplan.mesh.calibrate import calibrate
 from shardplan.mesh.cluster import AxisLink, Cluster, ClusterError, Device, Link, Measured, physical_memory_bytes, resolve
 from shardplan.mesh.collective import seconds
 from shardplan.mesh.layout import Layout, MeshShape
@@ -16,6 +17,7 @@ __all__ = [
     "MeshShape",
     "Resharder",
     "Step",
+    "calibrate",
     "physical_memory_bytes",
     "resolve",
     "seconds",

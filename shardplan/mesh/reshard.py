@@ -206,7 +206,7 @@ class Resharder:
         full = _count(rank, len(self._axes)) <= MAX_STATES
         key = (rank, kinds) if full else (rank, kinds, frozenset(wanted))
         if key not in self._graphs:
-            states = _all_states(rank, len(self._axes)) if full else _below(wanted)
+            states = _all_states(rank, len(self._axes)) if full else _some_states(rank, len(self._axes), wanted)
             groups = {self._number[a]: i for i, axes in enumerate(kinds) for a in axes if a in self._number}
 
             def lines(kind: str, axes: tuple[int, ...]) -> tuple[collective.Line, ...]:
@@ -216,8 +216,8 @@ class Resharder:
         return self._graphs[key]
 
 
-MAX_STATES = 3000
-"""Above this many layouts of one rank, paths only pass through layouts got from those asked for by dropping axes."""
+MAX_STATES = 8000
+"""With more layouts of one rank than this (five axes, three dims), paths mostly pass through layouts in mesh order."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +264,16 @@ def _all_states(rank: int, n_axes: int) -> list[State]:
                 for at in range(len(axes) + 1):
                     more.append(((*dims[:d], (*axes[:at], axis, *axes[at:]), *dims[d + 1 :]), partial))
         found = more
+    return sorted(found)
+
+
+def _some_states(rank: int, n_axes: int, wanted: Sequence[State]) -> list[State]:
+    """The layouts with axes in mesh order, if these are few enough, and everything below `wanted`."""
+    found = set(_below(wanted))
+    if (rank + 2) ** n_axes <= MAX_STATES:
+        for where in itertools.product(range(-2, rank), repeat=n_axes):
+            dims = tuple(tuple(a for a, d in enumerate(where) if d == e) for e in range(rank))
+            found.add((dims, tuple(a for a, d in enumerate(where) if d == -2)))
     return sorted(found)
 
 

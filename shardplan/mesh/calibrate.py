@@ -1,0 +1,307 @@
+"""What the machine at hand really does: matrix products, memory, and every collective over every group of mesh axes, timed.
+
+    >>> cluster = shardplan.calibrate(mesh, "here.json")       # once
+    >>> @shardplan.auto(mesh, cluster="here.json")
+
+All devices work at once while anything is timed, as they do in a step; so devices that share cores or a memory bus are seen
+as slow as they then are. Each op runs in a loop on the devices, so that starting a program is not part of the figure; the
+seconds are those of the fastest of several runs. For every collective, seconds t at sizes S are fitted by
+
+    t = latency_s + S · s_per_byte        least squares of relative errors, both from 0
+
+and stored per (kind, members, nodes). The formulas of `shardplan.mesh.collective`, over links fitted to the same
+measurements, price the groups that this mesh does not have.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardplan.mesh.cluster import (
+    KINDS,
+    AxisLink,
+    Cluster,
+    ClusterError,
+    Device,
+    Link,
+    Measured,
+    physical_memory_bytes,
+    resolve,
+)
+from shardplan.mesh.layout import MeshShape
+
+if TYPE_CHECKING:
+    import jax
+
+DTYPES = ("float32", "bfloat16", "float16")
+SIZES_BYTES = {"cpu": (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23), "other": (1 << 14, 1 << 18, 1 << 21, 1 << 24, 1 << 27)}
+RUNS = 5
+Key = tuple[Any, ...]
+
+
+def calibrate(
+    mesh: jax.sharding.Mesh, path: str | os.PathLike[str] | None = None, progress: bool = True, effort_s: float = 0.02
+) -> Cluster:
+    """Measures the machine under a mesh.
+
+    Args:
+        mesh: a mesh of real devices; emulated CPU devices count.
+        path: where to store the cluster as JSON for `cluster=`; None keeps it in memory only.
+        progress: show a bar in the terminal, where rich is installed.
+        effort_s: seconds of each of the runs behind one figure; more is steadier.
+
+    Returns:
+        The cluster: rates as measured (their efficiencies are 1), links fitted to the collectives, and `measured`.
+
+    Raises:
+        ClusterError: the mesh has no devices to measure.
+    """
+    import jax
+
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ClusterError(f"calibrate needs a mesh of real devices, not {type(mesh).__name__}: nothing can be timed on it")
+    bench = _Bench(mesh, effort_s)
+    jobs: dict[Key, Callable[[], float]] = {("matmul", d): partial(bench.matmul, d) for d in DTYPES}
+    jobs[("memory",)], jobs[("kernel",)] = bench.memory, bench.kernel
+    for link, axes in bench.groups.items():
+        for kind, size in itertools.product(KINDS, bench.sizes):
+            jobs[kind, link, size] = partial(bench.collective, kind, axes, size)
+    with jax.set_mesh(bench.mesh):
+        found = {key: jobs[key]() for key in _shown(jobs, progress)}
+    cluster = _cluster(bench, found)
+    if path is not None and jax.process_index() == 0:
+        cluster.save(path)
+    return cluster
+
+
+def fit(sizes: Iterable[float], times: Iterable[float]) -> tuple[float, float]:
+    """(constant, slope), neither below 0, of the line with the least squared relative errors.
+
+    Args:
+        sizes: bytes, [n].
+        times: seconds, [n].
+    """
+    s, t = np.array(list(sizes), float), np.array(list(times), float)
+    (constant, slope), *_ = np.linalg.lstsq(np.stack([1 / t, s / t], axis=1), np.ones(len(t)), rcond=None)
+    if slope < 0:
+        return float((1 / t).sum() / (1 / t**2).sum()), 0.0
+    if constant < 0:
+        return 0.0, float((s / t).sum() / ((s / t) ** 2).sum())
+    return float(constant), float(slope)
+
+
+class _Bench:
+    """Times ops on all devices of a mesh at once."""
+
+    def __init__(self, mesh: jax.sharding.Mesh, effort_s: float):
+        import jax
+
+        names = tuple(map(str, mesh.axis_names))
+        auto = (jax.sharding.AxisType.Auto,) * len(names)
+        self.mesh = jax.sharding.Mesh(mesh.devices, names, axis_types=auto)
+        self.shape = MeshShape(names, tuple(mesh.devices.shape))
+        self.effort_s = effort_s
+        devices = list(mesh.devices.flat)
+        self.device, self.n = devices[0], len(devices)
+        self.on_cpu = self.device.platform == "cpu"
+        self.sizes = SIZES_BYTES["cpu" if self.on_cpu else "other"]
+        first = [d.process_index == self.device.process_index for d in devices]
+        self.node_size = first.index(False) if False in first else max(self.n, 1 << 20 if self.on_cpu else 8)
+        # Elsewhere than on the CPU a loop asks the host every round, which must not be counted.
+        self.unroll = 1 if self.on_cpu else 8
+        self.groups = self._groups()
+
+    def _groups(self) -> dict[AxisLink, tuple[str, ...]]:
+        """One set of axes for every sort of group there is on this mesh."""
+        axes = [a for a, n in self.shape if n > 1]
+        found: dict[AxisLink, tuple[str, ...]] = {}
+        machine = Cluster("", Device("", {"float32": 1}, 1, 1, 0), self.node_size, Link(1, 0), Link(1, 0))
+        for k in range(1, len(axes) + 1):
+            for some in itertools.combinations(axes, k):
+                found.setdefault(machine.axis(self.shape, some), some)
+        return found
+
+    def matmul(self, dtype: str) -> float:
+        """FLOP/s of one device on the best of several squares."""
+        best, m = 0.0, 128
+        while True:
+            x = np.zeros((self.n * m, m), dtype="float32")
+            t = self._loop(lambda i, x, w: (x @ w, w), (x, x), dtype)
+            best = max(best, 2 * m**3 / t)
+            if t > self.effort_s / 10 or m >= 8192:
+                return best
+            m *= 2
+
+    def memory(self) -> float:
+        """Bytes per second that one device reads and writes."""
+        bytes_ = 1 << (24 if self.on_cpu else 29)
+        x = np.zeros((self.n * bytes_ // 4,), np.float32)
+        return 2 * bytes_ / self._loop(lambda i, x: (x * 0.5 + 1.0,), (x,))
+
+    def kernel(self) -> float:
+        """Seconds of an op on next to nothing."""
+        x = np.zeros((self.n * 16, 16), np.float32)
+        return self._loop(lambda i, x, w: (x @ w, w), (x, x))
+
+    def collective(self, kind: str, axes: tuple[str, ...], bytes_: int) -> float:
+        """Seconds of one collective whose larger buffer has `bytes_` per device."""
+        from jax import lax
+
+        n = self.shape.size(*axes)
+        part = max(1, bytes_ // 4 // n)
+
+        def gather(i, x):
+            return (lax.dynamic_slice_in_dim(lax.all_gather(x, axes, tiled=True), i % n * part, part),)
+
+        def reduce(i, x):
+            return (lax.psum(x, axes),)
+
+        def scatter(i, x):
+            return (lax.dynamic_update_slice_in_dim(x, lax.psum_scatter(x, axes, tiled=True), i % n * part, 0),)
+
+        def exchange(i, x):
+            return (lax.all_to_all(x, axes, 0, 0, tiled=True),)
+
+        def permute(i, x):
+            return (lax.ppermute(x, axes, [(d, (d + (n + 1) // 2) % n) for d in range(n)]),)
+
+        body = {
+            "all-gather": gather,
+            "all-reduce": reduce,
+            "reduce-scatter": scatter,
+            "all-to-all": exchange,
+            "collective-permute": permute,
+        }[kind]
+        local = part if kind == "all-gather" else part * n
+        return self._loop(body, (np.zeros((self.n * local,), np.float32),))
+
+    def _loop(self, body: Callable, arrays: tuple[np.ndarray, ...], dtype: str = "float32") -> float:
+        """Seconds of one round of `body(i, *carry) -> carry`, on arrays whose first dim is split over all devices."""
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        split = PartitionSpec(self.shape.axes)
+
+        def rounds(i, carry):
+            for _ in range(self.unroll):
+                carry = jax.lax.optimization_barrier(body(i, *carry))
+            return carry
+
+        def looped(n, *carry):
+            return jax.lax.fori_loop(0, n, rounds, carry)
+
+        specs = (split,) * len(arrays)
+        run = jax.jit(
+            jax.shard_map(looped, mesh=self.mesh, in_specs=(PartitionSpec(), *specs), out_specs=specs, check_vma=False),
+            donate_argnums=tuple(range(1, len(arrays) + 1)),  # so that no round pays for fresh memory
+        )
+        carry = tuple(jax.device_put(x.astype(dtype), NamedSharding(self.mesh, split)) for x in arrays)
+
+        def timed(n: int) -> float:
+            nonlocal carry
+            start = time.perf_counter()
+            carry = jax.block_until_ready(run(np.int32(n), *carry))
+            return _agreed(time.perf_counter() - start)
+
+        timed(1)  # compiles
+        idle = min(timed(0) for _ in range(RUNS))
+        n = 1
+        while (t := timed(n) - idle) < self.effort_s / 4 and n < 1 << 20:
+            n *= 4
+        n = max(1, round(n * self.effort_s / max(t, 1e-9)))
+        return max(min(timed(n) for _ in range(RUNS)) - idle, 1e-9) / n / self.unroll
+
+
+def _agreed(value: float) -> float:
+    """The first process's value, so that all processes run as many rounds."""
+    import jax
+
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return float(multihost_utils.broadcast_one_to_all(np.float32(value)))
+
+
+def _cluster(bench: _Bench, found: dict[Key, float]) -> Cluster:
+    """The measurements as a cluster."""
+    lines: dict[tuple[str, AxisLink], tuple[float, float]] = {}
+    for kind, link in itertools.product(KINDS, bench.groups):
+        lines[kind, link] = fit(bench.sizes, [found[kind, link, size] for size in bench.sizes])
+    kind, platform = bench.device.device_kind, bench.device.platform
+    try:
+        base = resolve(None, platform, kind, n_devices=bench.n)
+    except ClusterError:
+        base = None
+
+    flops = {d: base.device.flops_per_s(d) for d in base.device.flops} if base else {}
+    flops |= {d: found["matmul", d] for d in DTYPES}
+    launch = min((constant for (kind, _), (constant, _) in lines.items() if kind == "collective-permute"), default=0.0)
+    guess = base.intra if base else Link(found[("memory",)], 0.0)
+    intra = guess
+    for link in (x for x in bench.groups if x.nodes == 1):  # the largest last
+        intra = _link(link.members, 1, lines["all-gather", link], launch, 0.0)
+    inter = base.inter if base else intra
+    for link in (x for x in bench.groups if x.nodes > 1):
+        inter = _link(link.members, link.nodes, lines["all-gather", link], launch, intra.latency_s, link.local)
+    return Cluster(
+        name=f"measured {kind} x{bench.n}",
+        device=Device(kind, flops, found[("memory",)], _memory_bytes(bench), found[("kernel",)]),
+        node_size=bench.node_size,
+        intra=intra,
+        inter=inter,
+        reduce_scatter=not bench.on_cpu,
+        source=f"measured by shardplan.calibrate on {bench.n} devices ({kind}), mesh {bench.shape}, "
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        launch_s=launch,
+        platforms=(platform,),
+        measured=tuple(Measured(kind, link.members, link.nodes, *line) for (kind, link), line in lines.items()),
+    )
+
+
+def _link(n: int, k: int, line: tuple[float, float], launch_s: float, intra_latency_s: float, local: int = 1) -> Link:
+    """The link whose ring all-gather over n members in k nodes takes `line` (see `shardplan.mesh.collective`)."""
+    constant, slope = line
+    rate = (n - 1) / n / max(slope, 1e-15) / (local if k > 1 else 1)
+    hops = k - 1 if k > 1 else n - 1
+    rest = constant - launch_s - (n - k if k > 1 else 0) * intra_latency_s
+    return Link(rate, max(0.0, rest / hops))
+
+
+def _memory_bytes(bench: _Bench) -> float:
+    if bench.on_cpu:
+        return (physical_memory_bytes() or 8e9) // bench.n
+    stats = bench.device.memory_stats() or {}
+    return float(stats.get("bytes_limit", 16e9))
+
+
+def _shown(jobs: Iterable[Key], progress: bool) -> Iterator[Key]:
+    """The jobs' keys one by one, with a bar that says which runs."""
+    keys = list(jobs)
+    if not progress or importlib.util.find_spec("rich") is None:
+        yield from keys
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("", total=len(keys))
+        for key in keys:
+            bar.update(task, description=_name(key))
+            yield key
+            bar.advance(task)
+
+
+def _name(key: Key) -> str:
+    if len(key) == 3:
+        kind, link, size = key
+        return f"{kind}, {link.members} devices, {size} bytes"
+    return " ".join(key)
