@@ -59,7 +59,8 @@ def is_differentiated(eqn) -> bool:
 
 def bind(eqn, operands, params=None):
     """Run one equation on `operands` under its own source line, name scopes and context; returns a list of results."""
-    subfuns, bind_params = eqn.primitive.get_bind_params({**eqn.params, **(params or {})})
+    found = eqn.primitive.get_bind_params({**eqn.params, **(params or {})})
+    subfuns, bind_params = found if isinstance(found, tuple) else ((), found)  # jax < 0.10.2 gives the functions apart
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         out = eqn.primitive.bind(*subfuns, *operands, **bind_params)
@@ -116,3 +117,15 @@ def jaxpr_text(closed: ClosedJaxpr) -> str:
     return closed.jaxpr.pretty_print(source_info=False, print_shapes=True, custom_pp_eqn_rules=False)
 
 
+
+
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+
+
+def constraint_spec(params) -> tuple | None:
+    """Entries of the PartitionSpec of a `sharding_constraint` equation, free dims as UNCONSTRAINED; None if it has none."""
+    spec = getattr(params.get("sharding"), "spec", None)
+    if spec is None:
+        return None
+    free = params.get("unconstrained_dims") or ()
+    return tuple(UNCONSTRAINED if d in free else e for d, e in enumerate(spec))

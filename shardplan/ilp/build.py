@@ -3,8 +3,12 @@
     c_i[s]      = runs_i x compute seconds of op i under strategy s                                     (node)
     e_ij[s, t]  = reads_j x seconds of the cheapest way from the layout in which strategy s of i makes
                   the array to the layout in which strategy t of j takes it                             (edge)
-                = 0 if equal else inf, for tied ops (loop carries, state that comes out as it went in)
+                = 0 if equal else inf, where j *follows* i (one layout through a fusion), and for tied ops
+                  (loop carries, state that comes out as it went in)
     u_i[s]      = bytes of the arrays op i makes, one device's share under strategy s, while they live   (usage)
+
+An elementwise op, view or reduction follows its operand's producer when it can take every layout the producer can make: a
+reshard there would break a fusion, and one before or after it does as well. Partial results may be resolved anywhere.
 
 A large array that is read through a copy beside other readers (`live.py`) gets two states per layout: "the same array", free of
 memory but only where the layouts agree, and "a copy".  Costs are rounded to whole picoseconds, so that sums are exact.
@@ -18,14 +22,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.ilp.problem import Edge, Problem, Usage
+from shardplan.ir.graph import BORDER
 from shardplan.ir.live import ALIASES, intervals, takes_over
 from shardplan.ir.repeat import repeated_layers
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder
-from shardplan.strategies.space import Space
+from shardplan.strategies.space import FUSIBLE, Space
 
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
+
+COMBINED = 0.1
+"""Share of an all-reduce's seconds that a single number costs: XLA combines those that wait for nothing into one."""
 
 SMALL = 1e-3
 """Copies smaller than this share of the memory limit are not told apart from their originals."""
@@ -150,15 +158,35 @@ class _Tables:
         graph, space = self.space.graph, self.space
         value, reads = graph.values[v], graph.ops[j].reads
         made, taken = space.choices[i].results[r], space.choices[j].operands[k]
-        key = (id(made), id(taken), value.shape, value.itemsize, reads, i in self.doubled, j in self.doubled)
+        follows = self.follows(i, j) and self.carries(made, taken)
+        key = (id(made), id(taken), value.shape, value.itemsize, reads, i in self.doubled, j in self.doubled, follows)
         if key not in self.cache:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
-            table = self.resharder.table(value.shape, value.itemsize, sources, targets)
-            table = np.rint(table * (reads * PS))[np.ix_(a, b)]
+            table = np.rint(self.resharder.table(value.shape, value.itemsize, sources, targets) * (reads * PS if value.shape else reads * PS * COMBINED))
+            if follows:
+                whole = np.array([not s.partial for s in sources])[:, None]
+                equal = np.array([[s == t for t in targets] for s in sources])
+                table = np.where(whole & ~equal, np.inf, table)
+            table = table[np.ix_(a, b)]
             if j in self.doubled:
                 equal = np.array([[s == t for t in targets] for s in sources])[np.ix_(a, b)]
                 table = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, table)], axis=1)
             self.cache[key] = np.tile(table, (2, 1)) if i in self.doubled else table
+        return self.cache[key]
+
+    def follows(self, i: int, j: int) -> bool:
+        """Whether op j, where it can, takes the result of op i in the layout it has."""
+        ops, rules = self.space.graph.ops, self.space.rules
+        if rules[j].fusion not in FUSIBLE or ops[j].primitive in BORDER:
+            return False
+        alone = ops[i].primitive == "arg" and len(self.space.graph.values[ops[i].outputs[0]].consumers) == 1
+        return alone or ops[i].primitive == "share" or (rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER)
+
+    def carries(self, made: tuple[Layout, ...], taken: tuple[Layout, ...]) -> bool:
+        """Whether whatever is made can be taken as it is."""
+        key = ("carries", id(made), id(taken))
+        if key not in self.cache:
+            self.cache[key] = {x for x in self._distinct(made)[0] if not x.partial} <= set(self._distinct(taken)[0])
         return self.cache[key]
 
     def tied(self, i: int, j: int) -> np.ndarray:

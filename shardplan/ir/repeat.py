@@ -1,78 +1,116 @@
-"""Which ops are the same op of another layer: tandem repeats in the sequence of op signatures.
+"""Which ops are the same op of another layer: colour refinement on the graph.
 
-An unrolled model runs the same ops with the same shapes layer after layer, forward, backward and in the optimizer. A stretch in
-which signature i equals signature i - period is one such repeat; ops at equal places of its periods form one class. Planning
-ties a class to one strategy, which shrinks a model of any depth to the size of one of its layers.
+An unrolled model runs the same ops with the same shapes layer after layer, forward, backward and in the optimizer. Ops begin
+with one colour per (signature, phase, source line); inputs with their path, numbers left out, so that `blocks/3/w` and
+`blocks/7/w` are alike; the ops that update one leaf of the state with the paths of that leaf, its moments and its result. Then
+a few rounds mix in the colours of neighbours. Ops of one final colour form a class. Planning ties a class to one strategy,
+which shrinks a model of any depth to the size of one of its layers.
+
+    blocks/0/w, blocks/1/w, ...   -> dot_general ... -> add ... -> one class each for w, dot_general, add, ...
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-
-import numpy as np
 
 from shardplan.ir.graph import Graph
 
-WINDOW = 12
-CANDIDATES = 64
+ROUNDS = 3
+COPIES = 3
+ENDS = ("arg", "out", "const")
 
 
-def repeated_layers(graph: Graph, signature: Sequence[int], copies: int = 3) -> tuple[int, ...]:
-    """Per op a class number; ops in no repeat are alone in their class.
+def repeated_layers(graph: Graph, signature: Sequence[int]) -> tuple[int, ...]:
+    """Per op a class: the number of the first op that is like it (its own, if it stands alone).
 
     Args:
         graph: the step.
         signature: per op, equal numbers for equal ops.
-        copies: least number of periods that make a repeat.
     """
-    border = {"arg", "const", "out"}
-    body = np.array([i for i, op in enumerate(graph.ops) if op.primitive not in border], dtype=np.int64)
-    classes = np.arange(len(graph.ops))
-    if len(body):
-        marks = np.array([(signature[i] * 3 + ("forward", "backward", "update").index(graph.ops[i].phase)) for i in body])
-        for start, stop, period in _runs(marks, copies):
-            places = body[start:stop]
-            classes[places] = places[np.arange(stop - start) % period]
-    _tie_ends(graph, signature, classes)
-    return tuple(int(c) for c in classes)
-
-
-def _runs(marks: np.ndarray, copies: int) -> list[tuple[int, int, int]]:
-    """Disjoint (start, stop, period), longest first come first served."""
-    last: dict[bytes, int] = {}
-    votes: dict[int, int] = {}
-    for i in range(len(marks) - WINDOW + 1):
-        key = marks[i : i + WINDOW].tobytes()
-        if key in last:
-            votes[i - last[key]] = votes.get(i - last[key], 0) + 1
-        last[key] = i
-    found = []
-    for period in sorted(votes, key=lambda p: (-votes[p], p))[:CANDIDATES]:
-        same = np.concatenate([[False], marks[period:] == marks[:-period], [False]])
-        edges = np.flatnonzero(same[1:] != same[:-1])
-        found += [
-            (int(a), int(b) + period, period)
-            for a, b in zip(edges[::2], edges[1::2], strict=True)
-            if b - a >= (copies - 1) * period
+    numbers: dict = {}
+    colour: list[int] = []
+    pattern = _patterns(graph)
+    leaf = _leaves(graph, pattern)
+    for i, op in enumerate(graph.ops):
+        made_from = [graph.values[v].producer[0] for v in op.inputs if v is not None]
+        if op.primitive in ENDS:
+            key = (op.primitive, signature[i], pattern[i])
+        elif op.phase == "update":
+            key = (signature[i], leaf.get(i), *(colour[p] for p in made_from))
+        else:
+            read = tuple(colour[p] for p in made_from if graph.ops[p].primitive == "arg")
+            key = (signature[i], op.phase, op.source, op.runs, read)
+        colour.append(numbers.setdefault(key, len(numbers)))
+    neighbours = _neighbours(graph)
+    for _ in range(ROUNDS):
+        numbers = {}
+        colour = [
+            numbers.setdefault((c, *(tuple(colour[j] for j in side) for side in near)), len(numbers))
+            for c, near in zip(colour, neighbours, strict=True)
         ]
-    taken = np.zeros(len(marks), dtype=bool)
-    out = []
-    for start, stop, period in sorted(found, key=lambda r: (r[0] - r[1], r[2], r[0])):
-        free = np.flatnonzero(taken[start:stop])
-        stop = start + int(free[0]) if len(free) else stop
-        if stop - start >= copies * period:
-            taken[start:stop] = True
-            out.append((start, stop, period))
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(c, i) for i, c in enumerate(colour))
+
+
+def _patterns(graph: Graph) -> dict[int, str]:
+    """Paths of inputs and outputs with the numbers of layers left out: a number that takes at least `COPIES` values in its place."""
+    labels = {i: op.label for i, op in enumerate(graph.ops) if op.primitive in ENDS}
+    values: dict[str, set[str]] = {}
+
+    for label in labels.values():
+        before = ""
+        for part in re.split(r"(\d+)", label):
+            if part.isdigit():
+                values.setdefault(before, set()).add(part)
+            before += "#" if part.isdigit() else part
+    places = {place for place, seen in values.items() if len(seen) >= COPIES}
+
+    def blank(label: str) -> str:
+        before = out = ""
+        for part in re.split(r"(\d+)", label):
+            out += "#" if part.isdigit() and before in places else part
+            before += "#" if part.isdigit() else part
+        return out
+
+    return {i: blank(label) for i, label in labels.items()}
+
+
+def _leaves(graph: Graph, pattern: dict[int, str]) -> dict[int, tuple[str, ...]]:
+    """Per op of the optimizer, the paths of the inputs and outputs it is joined to by arrays (not by single numbers)."""
+    parent = list(range(len(graph.ops)))
+
+    def find(a: int) -> int:
+        while parent[a] != a:
+            parent[a] = parent[parent[a]]
+            a = parent[a]
+        return a
+
+    def joins(i: int) -> bool:
+        return graph.ops[i].phase == "update" or graph.ops[i].primitive in ENDS
+
+    for value in graph.values:
+        if value.shape:
+            members = [at for at in (value.producer[0], *(at for at, _ in value.consumers)) if joins(at)]
+            for a, b in zip(members, members[1:], strict=False):
+                parent[find(a)] = find(b)
+    labels: dict[int, set[str]] = {}
+    for i, op in enumerate(graph.ops):
+        if op.primitive in ENDS:
+            labels.setdefault(find(i), set()).add(pattern[i])
+    return {
+        i: tuple(sorted(labels.get(find(i), ()))) for i, op in enumerate(graph.ops) if op.phase == "update" and op.primitive not in ENDS
+    }
+
+
+def _neighbours(graph: Graph) -> list[tuple[list[int], ...]]:
+    """(producers, readers) per op over arrays; inputs and outputs have their paths, and numbers tell nothing of a layer."""
+    out: list[tuple[list[int], ...]] = []
+    for op in graph.ops:
+        if op.primitive in ENDS:
+            out.append(())
+            continue
+        producers = [graph.values[v].producer[0] for v in op.inputs if v is not None and graph.values[v].shape]
+        readers = [at for w in op.outputs if graph.values[w].shape for at, _ in graph.values[w].consumers]
+        out.append((producers, readers))
     return out
-
-
-def _tie_ends(graph: Graph, signature: Sequence[int], classes: np.ndarray) -> None:
-    """Inputs are of one class when their readers are, outputs when their producers are."""
-    for prims, neighbours in (
-        (("arg", "const"), lambda op: tuple((int(classes[at]), k) for at, k in graph.values[op.outputs[0]].consumers)),
-        (("out",), lambda op: tuple((int(classes[p]), k) for v in op.inputs if v is not None for p, k in [graph.values[v].producer])),
-    ):
-        first: dict = {}
-        for i, op in enumerate(graph.ops):
-            if op.primitive in prims and (near := neighbours(op)):
-                classes[i] = first.setdefault((signature[i], near), i)

@@ -1,12 +1,15 @@
 """Which readers of a value share one copy of it.
 
-A value with several readers is read through *copies*: one `share` op for the readers of one phase (forward, backward, update)
-of one loop. The planner gives each copy a layout of its own; the way to it is paid once, however many readers it has. Readers
-in different phases have different copies, so that a parameter gathered for the forward pass may be let go and gathered again.
+Elementwise ops, views and reductions *follow*: they take an array in the layout it has. Big ops (products, gathers, ...) may
+want it otherwise, and the way there is paid once for all that want the same. So a value is read through *copies*: one `share`
+op for the big readers of one phase (forward, backward, update) of one loop; and one for the followers, when the value is no
+follower's own result and so may be partial or placed otherwise. Readers in different phases have different copies: a
+parameter gathered for the forward pass may be let go and gathered again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardplan.ir.graph import Graph, Op, Value
@@ -14,19 +17,31 @@ from shardplan.ir.graph import Graph, Op, Value
 PASSIVE = frozenset({"out", "loop_const", "loop_slice", "barrier", "branch_in"})
 """Readers that fetch for themselves: each already is a copy."""
 
+Readers = list[tuple[int, int]]
 
-def with_shares(graph: Graph) -> Graph:
-    """The same graph with a `share` op before every group of at least two readers; numbers of ops and values change."""
-    groups: dict[int, list[tuple[tuple, list[tuple[int, int]]]]] = {}
+
+def _groups(graph: Graph, follows: Sequence[bool], v: int) -> list[tuple[bool, Readers]]:
+    """(whether followers, readers) of every copy to be made of a value."""
+    value, found = graph.values[v], {}
+    own = follows[value.producer[0]]
+    for at, k in value.consumers:
+        op = graph.ops[at]
+        if op.primitive not in PASSIVE and not (own and follows[at]):
+            found.setdefault((op.phase, op.loop, follows[at]), []).append((at, k))
+    return [(key[2], readers) for key, readers in found.items() if len({at for at, _ in readers}) > 1]
+
+
+def with_shares(graph: Graph, follows: Sequence[bool]) -> Graph:
+    """The same graph with a `share` op before every group of at least two readers; numbers of ops and values change.
+
+    Args:
+        graph: the step.
+        follows: per op, whether it takes arrays in the layout they have.
+    """
+    groups: dict[int, list[tuple[bool, Readers]]] = {}
     before: dict[int, list[tuple[int, int]]] = {}
-    for v, value in enumerate(graph.values):
-        found: dict[tuple, list[tuple[int, int]]] = {}
-        for at, k in value.consumers:
-            op = graph.ops[at]
-            if op.primitive not in PASSIVE:
-                found.setdefault((op.phase, op.loop), []).append((at, k))
-        many = [(key, readers) for key, readers in found.items() if len({at for at, _ in readers}) > 1]
-        if many:
+    for v in range(len(graph.values)):
+        if many := _groups(graph, follows, v):
             groups[v] = many
             for g, (_, readers) in enumerate(many):
                 before.setdefault(min(at for at, _ in readers), []).append((v, g))
@@ -38,7 +53,7 @@ def with_shares(graph: Graph) -> Graph:
     through: dict[tuple[int, int], int] = {}  # (reader, operand) -> new value of its copy
     for at, op in enumerate(graph.ops):
         for v, g in before.get(at, ()):
-            value, (_, readers) = graph.values[v], groups[v][g]
+            value, readers = graph.values[v], groups[v][g][1]
             copy = Op(
                 "share", (renamed[v],), (len(values),), (aval := graph.ops[value.producer[0]].outs[value.producer[1]],), (aval,),
                 {}, (*graph.ops[value.producer[0]].path, "share", value.producer[1], g), source=op.source, phase=op.phase,

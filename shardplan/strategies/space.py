@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan._jax import itemsize
-from shardplan.ir.graph import Graph, Op
+from shardplan.ir.graph import BORDER, Graph, Op
+from shardplan.ir.share import with_shares
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import Choices, enumerate_choices
@@ -50,25 +51,47 @@ class Space:
 
 
 def make_space(graph: Graph, mesh: MeshShape, cluster: Cluster) -> Space:
-    """Rules, strategies and compute seconds of every op; ops of one signature share them."""
-    numbers: dict = {}
-    found: list[tuple[Rule, bool, Choices]] = []
-    signature = []
-    for op in graph.ops:
+    """Rules, strategies and compute seconds of every op of a step, copies for shared readers put in between.
+
+    Ops of one signature share rule and strategies.
+    """
+    table = _Table(mesh)
+    graph = with_shares(graph, [table[op].rule.fusion in FUSIBLE for op in graph.ops])
+    entries = [table[op] for op in graph.ops]
+    rules = tuple(e.rule for e in entries)
+    choices = tuple(e.choices for e in entries)
+    signature = tuple(e.number for e in entries)
+    materialised = _materialised(graph, rules)
+    unknown = dict.fromkeys((op.primitive, str(op.source)) for op, e in zip(graph.ops, entries, strict=True) if not e.known)
+    seconds = _seconds(graph, mesh, cluster, rules, choices, signature, materialised)
+    return Space(graph, mesh, cluster, rules, choices, signature, materialised, seconds, tuple(unknown))
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    number: int
+    rule: Rule
+    known: bool
+    choices: Choices
+
+
+class _Table:
+    """One entry per op signature."""
+
+    def __init__(self, mesh: MeshShape):
+        self.mesh = mesh
+        self.entries: dict = {}
+
+    def __getitem__(self, op: Op) -> _Entry:
         key = _key(op)
-        number = numbers.setdefault(key, len(found))
-        if number == len(found):
+        if key not in self.entries:
             rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
             shapes = [tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs)]
-            linear = rule.linear and bool(op.inputs) and None not in op.inputs
-            found.append((rule, known, enumerate_choices(rule, letter_sizes(rule, *shapes), mesh, linear)))
-        signature.append(number)
-    rules = tuple(found[n][0] for n in signature)
-    choices = tuple(found[n][2] for n in signature)
-    materialised = _materialised(graph, rules)
-    unknown = dict.fromkeys((op.primitive, str(op.source)) for op, n in zip(graph.ops, signature, strict=True) if not found[n][1])
-    seconds = _seconds(graph, mesh, cluster, rules, choices, signature, materialised)
-    return Space(graph, mesh, cluster, rules, choices, tuple(signature), materialised, seconds, tuple(unknown))
+            # Partial sums of arrays pass through; a single number is summed up at once, which costs next to nothing.
+            linear = rule.linear and bool(op.inputs) and None not in op.inputs and bool(op.outs[0].shape)
+            choices = enumerate_choices(rule, letter_sizes(rule, *shapes), self.mesh, linear)
+            self.entries[key] = _Entry(len(self.entries), rule, known, choices)
+        return self.entries[key]
 
 
 def border_rule(op: Op) -> tuple[Rule, bool] | None:

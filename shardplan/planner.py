@@ -1,0 +1,383 @@
+"""From a traced step to a plan: the arrows between the rooms, one after the other, and nothing else.
+
+    jaxpr -> Graph -> Space -> Network -> Solution -> Decisions -> Plan
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from shardplan import _jax
+from shardplan.errors import ShardingError
+from shardplan.ilp import least_memory, solve
+from shardplan.ilp.build import PS, Network, build
+from shardplan.ilp.problem import Solution
+from shardplan.ir.emit import Decision
+from shardplan.ir.graph import BORDER, Graph, Path
+from shardplan.ir.parse import parse
+from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.mesh.reshard import Resharder, Step
+from shardplan.propagation import propagate
+from shardplan.strategies.space import Space, make_space
+
+FREE = "*"
+"""A dim of a pin that the planner may split as it likes."""
+
+PinDims = tuple[tuple[str, ...] | str, ...]
+"""A pin: per dim its mesh axes, or FREE; dims left out at the end are unsplit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A step as the planner sees it.
+
+    Attributes:
+        jaxpr: the closed jaxpr of the flat step.
+        in_labels, out_labels: pytree paths of flat inputs and outputs.
+        tied: (input, output) numbers of state.
+        donated: numbers of donated inputs.
+    """
+
+    jaxpr: object
+    in_labels: tuple[str, ...]
+    out_labels: tuple[str, ...]
+    tied: tuple[tuple[int, int], ...]
+    donated: tuple[int, ...]
+
+    def fingerprint(self) -> str:
+        """The same for the same program with the same shapes in every process."""
+        text = _jax.jaxpr_text(self.jaxpr) + repr((self.in_labels, self.out_labels, self.tied, self.donated))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person asked for.
+
+    Attributes:
+        memory: bytes per device, or None for no limit.
+        search: "ilp" or "propagation".
+        time_limit: seconds for the search, or None for its own deterministic limit.
+        in_pins, out_pins: by flat number.
+        pins: by path pattern.
+    """
+
+    memory: float | None = None
+    search: str = "ilp"
+    time_limit: float | None = None
+    in_pins: Mapping[int, PinDims] = None  # type: ignore[assignment]
+    out_pins: Mapping[int, PinDims] = None  # type: ignore[assignment]
+    pins: Mapping[str, PinDims] = None  # type: ignore[assignment]
+    progress: Callable | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """What planning found, with everything it was found from.
+
+    Attributes:
+        strategies: per op of the graph, the number of its strategy.
+        decisions: by path, what emission applies.
+        seconds: planning time by stage.
+    """
+
+    traced: Traced
+    network: Network
+    resharder: Resharder
+    solution: Solution
+    strategies: tuple[int, ...]
+    decisions: Mapping[Path, Decision]
+    options: Options
+    seconds: Mapping[str, float]
+
+    @property
+    def space(self) -> Space:
+        return self.network.space
+
+    @property
+    def graph(self) -> Graph:
+        return self.space.graph
+
+    def made(self, i: int, r: int = 0) -> Layout:
+        """Layout in which op i makes its result r."""
+        return self.space.choices[i].results[r][self.strategies[i]]
+
+    def taken(self, i: int, k: int) -> Layout:
+        """Layout in which op i takes its operand k."""
+        return self.space.choices[i].operands[k][self.strategies[i]]
+
+    def reshards(self, i: int) -> list[tuple[int, tuple[Step, ...]]]:
+        """(operand, collectives) that bring an op its operands, in one run."""
+        found = []
+        for k, v in enumerate(self.graph.ops[i].inputs):
+            if v is not None:
+                value = self.graph.values[v]
+                steps = self.resharder.path(value.shape, value.itemsize, self.made(*value.producer), self.taken(i, k))
+                if steps:
+                    found.append((k, steps))
+        return found
+
+    def in_layouts(self) -> tuple[Layout, ...]:
+        return tuple(self.made(i) for i in self.graph.args)
+
+    def out_layouts(self) -> tuple[Layout, ...]:
+        return tuple(self.made(i) for i in self.graph.outs)
+
+
+def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Options) -> Planned:
+    """Plan a step.
+
+    Raises:
+        ShardingError: when a pin cannot hold, or no plan fits the memory.
+    """
+    clock = _Clock()
+    graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
+    clock.lap("graph")
+    space = make_space(graph, mesh, cluster)
+    graph = space.graph
+    clock.lap("strategies")
+    allowed = allowed_strategies(space, options)
+    resharder = Resharder(mesh, cluster)
+    network = build(space, resharder, options.memory, allowed)
+    clock.lap("network")
+    seeds = sorted(allowed) or batch_ops(graph)
+    hint = propagate(network.problem, seeds)
+    clock.lap("propagation")
+    if options.search == "propagation":
+        solution = hint
+        if options.memory is not None and network.problem.peak(hint.states) > options.memory:
+            solution = solve(network.problem, hint=hint.states, time_limit=options.time_limit)
+    else:
+        solution = solve(network.problem, hint=hint.states, time_limit=options.time_limit, progress=options.progress)
+    if not solution.states or not np.isfinite(solution.objective):
+        raise ShardingError(does_not_fit(network, options))
+    clock.lap("solve")
+    strategies = network.strategies(solution.states)
+    decided = decisions(space, strategies)
+    clock.lap("decisions")
+    return Planned(traced, network, resharder, solution, strategies, decided, options, clock.seconds)
+
+
+class _Clock:
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.start = time.perf_counter()
+
+    def lap(self, name: str):
+        now = time.perf_counter()
+        self.seconds[name] = now - self.start
+        self.start = now
+
+
+def batch_ops(graph: Graph) -> list[int]:
+    """Inputs that are no state: where propagation starts when nobody pinned anything."""
+    state = {a for a, _ in graph.tied}
+    return [a for a in graph.args if a not in state and graph.ops[a].outs[0].shape]
+
+
+# ---- pins
+
+
+def allowed_strategies(space: Space, options: Options) -> dict[int, np.ndarray]:
+    """Per pinned op, which of its strategies remain.
+
+    Raises:
+        ShardingError: on a pin that no strategy meets, saying why.
+    """
+    graph = space.graph
+    pins: dict[int, list[tuple[str, PinDims]]] = {}
+    for ops, by_number in ((graph.args, options.in_pins), (graph.outs, options.out_pins)):
+        for n, dims in (by_number or {}).items():
+            pins.setdefault(ops[n], []).append((f"{'in' if ops is graph.args else 'out'}_shardings", dims))
+    for pattern, dims in (options.pins or {}).items():
+        hits = [i for i in graph.args if matches(graph.ops[i].label, pattern)]
+        if not hits:
+            some = ", ".join(graph.ops[i].label for i in graph.args[:5])
+            raise ShardingError(
+                f"pin {pattern!r} matches no input of the step.\n  inputs: {some}{', ...' if len(graph.args) > 5 else ''}\n"
+                "  ways out: '**' matches any number of path segments, '*' any part of one"
+            )
+        for i in hits:
+            pins.setdefault(i, []).append((f"pin {pattern!r}", dims))
+    for i, op in enumerate(graph.ops):
+        if op.primitive == "sharding_constraint" and (spec := _jax.constraint_spec(op.params)) is not None:
+            dims = tuple(FREE if e is FREE else e for e in pin_dims(spec, len(op.outs[0].shape)))
+            pins.setdefault(i, []).append((f"with_sharding_constraint at {op.source}", dims))
+    return {i: _allowed(space, i, wanted) for i, wanted in sorted(pins.items())}
+
+
+def _allowed(space: Space, i: int, wanted: list[tuple[str, PinDims]]) -> np.ndarray:
+    op, layouts = space.graph.ops[i], space.choices[i].results[0]
+    shape = tuple(op.outs[0].shape)
+    what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"
+    mask = np.ones(len(layouts), dtype=bool)
+    for n, (who, dims) in enumerate(wanted):
+        check_pin(f"{who} on {what}", dims, shape, space.mesh)
+        before = mask
+        mask = mask & np.array([all(d == FREE or d == x for d, x in zip(dims, layout.dims, strict=True)) for layout in layouts])
+        if not mask.any():
+            if n and before.any():
+                others = " and ".join(f"{w} = {pin_text(d)}" for w, d in wanted[: n + 1])
+                raise ShardingError(f"conflicting pins on {what}: {others}.\n  way out: keep one of them")
+            raise ShardingError(
+                f"{who} on {what}: {pin_text(dims)} is no layout the planner can give it on mesh {space.mesh}.\n"
+                f"  way out: axes of one dim in mesh order, each axis once"
+            )
+    return mask
+
+
+def check_pin(who: str, dims: PinDims, shape: tuple[int, ...], mesh: MeshShape) -> None:
+    """Raises ShardingError for a pin of the wrong rank, an axis the mesh lacks, or a dim that does not divide."""
+    text = pin_text(dims)
+    if len(dims) != len(shape):
+        raise ShardingError(f"{who}: {text} has {len(dims)} entries, the array {len(shape)} dims.\n  way out: one entry per dim")
+    seen: set[str] = set()
+    for d, axes in enumerate(dims):
+        if axes == FREE:
+            continue
+        for axis in axes:
+            if axis not in mesh.axes:
+                raise ShardingError(f"{who}: {text} names mesh axis {axis!r}, the mesh has {mesh}.\n  way out: one of {mesh.axes}")
+            if axis in seen:
+                raise ShardingError(f"{who}: {text} uses mesh axis {axis!r} twice.\n  way out: each axis on one dim")
+            seen.add(axis)
+        if shape[d] % mesh.size(*axes):
+            raise ShardingError(
+                f"{who}: {text} splits dim {d} of size {shape[d]} over {mesh.size(*axes)} devices, which does not divide.\n"
+                f"  way out: pad dim {d} to {-(-shape[d] // mesh.size(*axes)) * mesh.size(*axes)}, or leave it unsplit"
+            )
+
+
+def pin_dims(spec, rank: int) -> PinDims:
+    """Entries of a PartitionSpec as a pin; a spec shorter than the rank leaves the last dims unsplit, as in JAX."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return tuple(
+        FREE if e is _jax.UNCONSTRAINED else () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
+    )
+
+
+def pin_text(dims: PinDims) -> str:
+    def one(d):
+        return "*" if d == FREE else "None" if not d else repr(d[0]) if len(d) == 1 else repr(tuple(d))
+
+    return f"P({', '.join(map(one, dims))})"
+
+
+def matches(label: str, pattern: str) -> bool:
+    """Whether a path ends in what `pattern` describes: '**' any segments, '*' and '?' inside one segment."""
+
+    def match(path: list[str], want: list[str]) -> bool:
+        if not want:
+            return not path
+        if want[0] == "**":
+            return any(match(path[n:], want[1:]) for n in range(len(path) + 1))
+        return bool(path) and fnmatchcase(path[0], want[0]) and match(path[1:], want[1:])
+
+    return match(label.split("/"), ["**", *pattern.strip("/").split("/")])
+
+
+# ---- from strategies to constraints
+
+
+def decisions(space: Space, strategies: Sequence[int]) -> dict[Path, Decision]:
+    """What emission applies: every reshard, and the layout of every array that is written to memory or leaves a big op."""
+    graph, choices = space.graph, space.choices
+
+    def made(v: int) -> Layout:
+        i, r = graph.values[v].producer
+        return choices[i].results[r][strategies[i]]
+
+    def chain(v: int) -> tuple[Layout, ...]:
+        """Layouts a value goes through in its copies."""
+        op = graph.ops[graph.values[v].producer[0]]
+        if op.primitive != "share":
+            return ()
+        source = op.inputs[0]
+        assert source is not None
+        return chain(source) if made(source) == made(v) else (*chain(source), made(v))
+
+    out: dict[Path, Decision] = {}
+    for i, op in enumerate(graph.ops):
+        if op.primitive == "share":
+            continue
+        s = strategies[i]
+        reads = []
+        for k, v in enumerate(op.inputs):
+            steps: tuple[Layout, ...] = () if v is None else chain(v)
+            if v is not None and (wanted := choices[i].operands[k][s]) != made(v) and not wanted.partial:
+                steps = (*steps, wanted)
+            reads.append(steps)
+        results = []
+        for r, v in enumerate(op.outputs):
+            layout = choices[i].results[r][s]
+            kept = space.materialised[v] or op.primitive in BORDER or space.rules[i].fusion in ("none", "reduce")
+            results.append(layout if kept and layout.rank and not layout.partial and op.primitive != "out" else None)
+        decision = Decision(tuple(reads), tuple(results))
+        if decision:
+            out[op.path] = decision
+    return out
+
+
+# ---- when nothing fits
+
+
+def does_not_fit(network: Network, options: Options) -> str:
+    """The least memory possible, where its peak is, what is in it, and ways out."""
+    problem, graph = network.problem, network.space.graph
+    if problem.limit is None:
+        return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
+    least = least_memory(replace(problem, limit=None))
+    if not least.states:
+        return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
+    op = graph.ops[min(least.step, len(graph.ops) - 1)]
+    by_kind = memory_by_category(network, least.states, least.step)
+    parts = ", ".join(f"{k} {gib(b)}" for k, b in by_kind.items() if b > 0.005 * least.bytes)
+    return (
+        f"no plan fits {gib(problem.limit)} GiB per device on mesh {network.space.mesh}.\n"
+        f"  least possible: {gib(least.bytes)} GiB, at {op.source} in {op.source.function or op.primitive}   [{parts}]\n"
+        f"  ways out: a larger mesh, donate_argnums for the state, jax.checkpoint around {op.source}, "
+        f"or memory={least.bytes * 1.02:.3g}"
+    )
+
+
+def gib(n: float) -> str:
+    return f"{n / 2**30:.3g}"
+
+
+def categories(graph: Graph) -> dict[int, str]:
+    """Per op that makes arrays, what they are to a person."""
+    state = {a for a, _ in graph.tied}
+    out = {}
+    for i, op in enumerate(graph.ops):
+        if op.primitive == "arg":
+            used = {graph.ops[at].phase for at, _ in graph.values[op.outputs[0]].consumers if graph.ops[at].primitive != "out"}
+            kind = "parameters" if used & {"forward", "backward"} or not used else "optimizer"
+            out[i] = kind if i in state else "batch"
+        elif op.primitive == "const":
+            out[i] = "constants"
+        else:
+            out[i] = {"forward": "activations", "backward": "gradients", "update": "update"}[op.phase]
+    return out
+
+
+def memory_by_category(network: Network, states, time: int) -> dict[str, float]:
+    """Bytes per device alive at one time step, by category."""
+    kinds, out = categories(network.space.graph), {}
+    for u in network.problem.usages:
+        if u.lo <= time < u.hi:
+            out[kinds[u.node]] = out.get(kinds[u.node], 0.0) + float(u.bytes[states[u.node]])
+    return dict(sorted(out.items(), key=lambda item: -item[1]))
+
+
+def objective_seconds(planned: Planned) -> tuple[float, float]:
+    """Seconds of compute and of communication per step."""
+    problem, states = planned.network.problem, planned.solution.states
+    compute = sum(float(c[s]) for c, s in zip(problem.costs, states, strict=True)) / PS
+    return compute, problem.objective(states) / PS - compute
