@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shardplan.mesh import Cluster, ClusterError, Layout, Measured, MeshShape, Resharder, resolve, seconds
+from shardplan.mesh import Cluster, ClusterError, Device, Layout, Link, Measured, MeshShape, Resharder, resolve, seconds
 from shardplan.mesh import cluster as cluster_module
 from shardplan.mesh.mindspore import operator
 
@@ -146,6 +148,28 @@ def test_bad_cluster_file_names_the_field(tmp_path, text, message):
         Cluster.load(path)
 
 
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=5),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(("flops", "name", "kind", "float32")), x, max_size=3),
+)
+FIELDS = [f.name for f in dataclasses.fields(Cluster)]
+INNER = [f"{top}.{f.name}" for top, cls in (("device", Device), ("intra", Link)) for f in dataclasses.fields(cls)]
+
+
+@given(st.sampled_from(FIELDS + INNER), JUNK)
+def test_junk_in_any_field_is_refused_by_name_or_is_no_harm(field, junk):
+    value = json.loads(body())
+    *outer, last = field.split(".")
+    inner = value[outer[0]] if outer else value
+    inner[last] = junk
+    try:
+        cluster = Cluster.from_json(value)
+    except ClusterError as e:
+        assert last in str(e)
+    else:
+        assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
+
+
 def test_missing_cluster_file_says_so(tmp_path):
     with pytest.raises(ClusterError, match=r"nowhere\.json: cannot be read"):
         Cluster.load(tmp_path / "nowhere.json")
@@ -277,3 +301,33 @@ def test_all_reduce_is_no_dearer_than_scatter_and_gather():
 def test_unknown_collective_lists_those_there_are():
     with pytest.raises(ValueError, match="'gossip' is none of all-gather"):
         seconds("gossip", 1.0, ("model",), MESH, H100)
+
+
+def test_documentation_states_the_presets_as_they_are():
+    text = (Path(__file__).parent.parent / "docs" / "clusters.md").read_text()
+    for name in Cluster.presets():
+        c = Cluster.preset(name)
+        d, switch = c.device, c.intra.reduce_bytes_per_s
+        cells = (
+            name,
+            f"{d.peak('bfloat16') / 1e12:g}",
+            d.flops_efficiency,
+            f"{d.bytes_per_s / 1e9:.0f}",
+            d.bytes_efficiency,
+            f"{d.memory_bytes / 2**30:.1f}",
+            f"{c.intra.bytes_per_s / 1e9:g}",
+            c.intra.efficiency,
+            f"{switch / 1e9:g}" if switch else "–",
+            f"{c.inter.bytes_per_s / 1e9:g}",
+            c.inter.efficiency,
+        )
+        assert f"| {' | '.join(map(str, cells))} |" in text
+
+
+def test_the_documented_file_is_a_cluster():
+    text = (Path(__file__).parent.parent / "docs" / "clusters.md").read_text()
+    example = json.loads(text.split("```json")[1].split("```")[0])
+    assert Cluster.from_json(example).name == "mine"
+    for optional in ("reduce_scatter", "source", "launch_s", "platforms", "device_kinds", "measured"):
+        del example[optional]
+    assert Cluster.from_json(example).reduce_scatter

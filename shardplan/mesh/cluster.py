@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -290,7 +289,7 @@ def _parse(raw: bytes, where: str) -> Cluster:
 
 
 def _positive(v) -> bool:
-    return isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) and v > 0
+    return isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1e300
 
 
 def _not_negative(v) -> bool:
