@@ -1,0 +1,198 @@
+"""What the cheapest states are when nothing but (1) counts: bucket elimination, min-plus dynamic programming over numpy tables.
+
+Nodes leave one by one, cheapest joint table first. When i leaves, every table that mentions i is summed over the joint states
+of i and its neighbours, and i is minimised out:
+
+    m_i[x_N] = min_s ( c_i[s] + sum_j e_ij[s, x_j] + messages that mention i )
+
+What is left over in the end is the least cost, exact on a network of small treewidth. Where a joint table would have more
+than `cap` entries the tables of i are dealt out to several smaller joints, each minimised on its own (mini-buckets): the end
+value is then a lower bound, and the states found going backwards are a good guess.
+
+Node costs may differ from run to run (prices on memory), so the order and the tables are prepared once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .problem import Problem
+
+
+@dataclass
+class Bucket:
+    """One joint table: node `node` minimised out of the sum of `parts` over `scope` (which ends with the node)."""
+
+    node: int
+    scope: tuple[int, ...]
+    shape: tuple[int, ...]
+    owns_cost: bool  # the node's cost is in this one of its buckets
+    tables: list[np.ndarray] = field(default_factory=list)  # edges, shaped to broadcast over `scope`
+    senders: list[tuple[int, tuple, tuple]] = field(default_factory=list)  # (bucket, its message's axes in order, their shape here)
+    receiver: int = -1  # bucket that takes the message; -1 when the message is a number
+
+
+class Elimination:
+    """The order, prepared for any node costs.
+
+    Attributes:
+        exact: no joint was split, so `run` gives the optimum.
+        size: entries of all joint tables: the work of one run.
+    """
+
+    def __init__(self, problem: Problem, cap: int = 1 << 20):
+        self.problem = problem
+        self.buckets: list[Bucket] = []
+        self.of_node: list[list[int]] = [[] for _ in problem.costs]
+        self.exact = True
+        k = [len(c) for c in problem.costs]
+        # an item is a table still in play: (scope, edge table or None, sending bucket or -1)
+        items: list[tuple[tuple[int, ...], np.ndarray | None, int]] = [((e.i, e.j), e.cost, -1) for e in problem.edges]
+        at: list[dict[int, None]] = [{} for _ in k]
+        for number, (scope, _, _) in enumerate(items):
+            for i in scope:
+                at[i][number] = None
+
+        def neighbours(i: int) -> set[int]:
+            return {j for number in at[i] for j in items[number][0]}
+
+        def size(i: int) -> float:
+            return math.prod(k[j] for j in neighbours(i) | {i})
+
+        heap = [(size(i), i) for i in range(len(k))]
+        heapq.heapify(heap)
+        done = [False] * len(k)
+        self.order: list[int] = []
+        while heap:
+            weight, i = heapq.heappop(heap)
+            if done[i]:
+                continue
+            if weight != (now := size(i)):
+                heapq.heappush(heap, (now, i))
+                continue
+            done[i] = True
+            self.order.append(i)
+            touched = neighbours(i) - {i}
+            for group in self._deal(i, [items[number] for number in at[i]], k, cap):
+                number = self._add(i, group, k)
+                scope = self.buckets[number].scope[:-1]
+                if scope:
+                    items.append((scope, None, number))
+                    for j in scope:
+                        at[j][len(items) - 1] = None
+            for number in list(at[i]):
+                for j in items[number][0]:
+                    at[j].pop(number, None)
+            for j in sorted(touched):
+                heapq.heappush(heap, (size(j), j))
+        self.size = sum(math.prod(b.shape) for b in self.buckets)
+
+    def _deal(self, i: int, items: list, k: list[int], cap: int) -> list[list]:
+        """The items of i in groups whose joint tables have at most `cap` entries, large items first."""
+        groups: list[tuple[set[int], list]] = []
+        for item in sorted(items, key=lambda item: (-len(item[0]), item[0])):
+            for scope, group in groups:
+                if math.prod(k[j] for j in scope | set(item[0])) <= cap:
+                    scope.update(item[0])
+                    group.append(item)
+                    break
+            else:
+                groups.append(({i, *item[0]}, [item]))
+        self.exact &= len(groups) <= 1
+        return [group for _, group in groups] or [[]]
+
+    def _add(self, i: int, group: list, k: list[int]) -> int:
+        number = len(self.buckets)
+        scope = (*sorted({j for item in group for j in item[0]} - {i}), i)
+        shape = tuple(k[j] for j in scope)
+        bucket = Bucket(i, scope, shape, owns_cost=not self.of_node[i])
+        axis = {j: n for n, j in enumerate(scope)}
+        for item_scope, table, sender in group:
+            spread = [1] * len(scope)
+            for j in item_scope:
+                spread[axis[j]] = k[j]
+            if table is None:
+                turned = tuple(np.argsort([axis[j] for j in item_scope]).tolist())
+                bucket.senders.append((sender, turned, tuple(spread)))
+                self.buckets[sender].receiver = number
+            else:
+                a, b = item_scope
+                bucket.tables.append((table if axis[a] < axis[b] else table.T).reshape(spread))
+        self.buckets.append(bucket)
+        self.of_node[i].append(number)
+        return number
+
+    def run(self, costs=None) -> Pass:
+        """One sweep with these node costs (the problem's own by default)."""
+        return Pass(self, self.problem.costs if costs is None else costs)
+
+
+class Pass:
+    """One sweep of elimination.
+
+    Attributes:
+        value: the least cost; a lower bound of it when the elimination is not exact; inf when no states are allowed.
+    """
+
+    def __init__(self, elimination: Elimination, costs):
+        self.elimination, self.costs = elimination, costs
+        self.messages: list[np.ndarray] = []
+        self.value = 0.0
+        for bucket in elimination.buckets:
+            message = self._joint(bucket).min(axis=-1)
+            self.messages.append(message)
+            if bucket.receiver < 0:
+                self.value += float(message)
+
+    def _parts(self, bucket: Bucket) -> list[np.ndarray]:
+        parts = [np.asarray(self.costs[bucket.node])] if bucket.owns_cost else []
+        sent = [self.messages[sender].transpose(turned).reshape(spread) for sender, turned, spread in bucket.senders]
+        return parts + bucket.tables + sent
+
+    def _joint(self, bucket: Bucket) -> np.ndarray:
+        parts = sorted(self._parts(bucket), key=np.size)
+        total = parts[0] if parts else np.zeros(bucket.shape)
+        for part in parts[1:]:
+            total = total + part
+        return total if total.shape == bucket.shape else np.broadcast_to(total, bucket.shape)
+
+    def states(self) -> tuple[int, ...]:
+        """Cheapest states, read backwards; ties go to the lowest number."""
+        chosen = np.zeros(len(self.elimination.problem.costs), dtype=np.int64)
+        for i in reversed(self.elimination.order):
+            total = np.zeros(len(self.costs[i]))
+            for number in self.elimination.of_node[i]:
+                bucket = self.elimination.buckets[number]
+                where = chosen[list(bucket.scope[:-1])]
+                for part in self._parts(bucket):
+                    index = tuple(x if n > 1 else 0 for x, n in zip(where, part.shape[-len(bucket.scope) : -1], strict=False))
+                    total = total + (part[index] if part.ndim > 1 else part)
+            chosen[i] = total.argmin()
+        return tuple(chosen.tolist())
+
+    def marginals(self) -> list[np.ndarray]:
+        """For every node and state the least cost (or a lower bound of it) of a choice that takes this state, [k_i] each."""
+        buckets = self.elimination.buckets
+        result = [np.full(len(c), -np.inf) for c in self.costs]
+        beyond: list[np.ndarray | float] = [0.0] * len(buckets)  # what the rest of the network adds to a bucket's message
+        for number in range(len(buckets) - 1, -1, -1):
+            bucket = buckets[number]
+            if bucket.receiver < 0:
+                outside: np.ndarray | float = self.value - float(self.messages[number]) if np.isfinite(self.value) else np.inf
+            else:
+                outside = np.asarray(beyond[number])[..., None]
+            joint = self._joint(bucket) + outside
+            beyond[number] = 0.0
+            axes = tuple(range(len(bucket.scope) - 1))
+            result[bucket.node] = np.maximum(result[bucket.node], joint.min(axis=axes))
+            for sender, turned, spread in bucket.senders:
+                gone = tuple(n for n, size in enumerate(spread) if size == 1 and joint.shape[n] != 1)
+                message = self.messages[sender]
+                there = joint.min(axis=gone).reshape([message.shape[n] for n in turned]).transpose(np.argsort(turned))
+                with np.errstate(invalid="ignore"):
+                    beyond[sender] = np.where(np.isinf(message), np.inf, there - message)
+        return result

@@ -1,0 +1,89 @@
+"""How a problem is read from, and an answer written to, the files of the public IOPDDL benchmark.
+
+    {"problem": {"name": ..., "usage_limit": M,
+                 "nodes": {"intervals": [[lo, hi), ...], "costs": [[c_i ...] ...], "usages": [[u_i ...] ...]},
+                 "edges": {"nodes": [[i, j] ...], "costs": [[e_ij, row-major ...] ...]}}}
+
+The benchmark marks what is forbidden by 10**18, which is still only a cost; here it becomes `inf`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .problem import Edge, Problem, Usage
+
+FORBIDDEN = 10**18
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A benchmark file: the problem solved here, and what is needed to count an answer exactly.
+
+    Attributes:
+        name: the file's name for it.
+        problem: forbidden entries are inf; equal tables are one array.
+        exact: the problem's costs as Python integers, (nodes, edges), forbidden entries as 10**18.
+    """
+
+    name: str
+    problem: Problem
+    exact: tuple[list, list]
+
+    def cost(self, states) -> int:
+        """The benchmark's objective, in integers of any size."""
+        nodes, edges = self.exact
+        total = sum(c[s] for c, s in zip(nodes, states, strict=True))
+        return total + sum(cost[states[i] * len(nodes[j]) + states[j]] for i, j, cost in edges)
+
+    def forbidden(self, states) -> int:
+        """How many forbidden entries the states take."""
+        nodes, edges = self.exact
+        count = sum(c[s] >= FORBIDDEN for c, s in zip(nodes, states, strict=True))
+        return count + sum(cost[states[i] * len(nodes[j]) + states[j]] >= FORBIDDEN for i, j, cost in edges)
+
+
+def read(path) -> Instance:
+    """An instance from `.json` or `.json.gz`."""
+    path = Path(path)
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as file:
+        data = json.loads(file.read())["problem"]
+    nodes, edges = data["nodes"], data["edges"]
+    sizes = [len(c) for c in nodes["costs"]]
+
+    pool: dict[tuple, tuple[list, np.ndarray]] = {}
+
+    def shared(values: list, shape: tuple[int, ...]) -> tuple[list, np.ndarray]:
+        key = (shape, tuple(values))
+        if key not in pool:
+            array = np.array(values, dtype=float).reshape(shape)
+            array[array >= FORBIDDEN] = np.inf
+            pool[key] = values, array
+        return pool[key]
+
+    costs = [shared(c, (k,)) for c, k in zip(nodes["costs"], sizes, strict=True)]
+    pairs = [
+        (i, j, *shared(c, (sizes[i], sizes[j]))) for (i, j), c in zip(edges["nodes"], edges["costs"], strict=True)
+    ]
+    exact = [values for values, _ in costs]
+    arrays = [array for _, array in costs]
+    for i, j, _, array in pairs:  # the format allows a loop; the network does not
+        if i == j:
+            arrays[i] = arrays[i] + np.diag(array)
+    problem = Problem(
+        costs=tuple(arrays),
+        edges=tuple(Edge(i, j, array) for i, j, _, array in pairs if i != j),
+        usages=tuple(
+            Usage(i, lo, hi, np.array(u, dtype=float))
+            for i, ((lo, hi), u) in enumerate(zip(nodes["intervals"], nodes["usages"], strict=True))
+            if hi > lo and any(u)
+        ),
+        limit=data.get("usage_limit"),
+    )
+    return Instance(data["name"], problem, (exact, [(i, j, values) for i, j, values, _ in pairs]))

@@ -1,0 +1,245 @@
+"""Laws of the solver: it equals brute force on small networks, and its bounds and reductions tell the truth."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardplan.ilp import Edge, Problem, Usage, least_memory, solve
+from shardplan.ilp.eliminate import Elimination
+from shardplan.ilp.shrink import shrink
+
+laws = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def networks(draw, limit=True, ties=False, largest=20, forbidden=0.15):
+    """Random networks of up to 6 nodes with up to 4 states."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    n = draw(st.integers(1, 6))
+    sizes = [draw(st.integers(1, 4))] * n if ties else [draw(st.integers(1, 4)) for _ in range(n)]
+
+    def table(*shape):
+        values = rng.integers(0, largest, shape).astype(float)
+        return np.where(rng.random(shape) < forbidden, np.inf, values)
+
+    shared = {}
+    pairs = list(itertools.combinations(range(n), 2)) or [(0, 0)]
+    edges = []
+    for _ in range(draw(st.integers(0, 2 * n))):
+        i, j = pairs[rng.integers(len(pairs))]
+        if i != j:
+            i, j = (i, j) if rng.random() < 0.5 else (j, i)
+            cost = table(sizes[i], sizes[j])
+            if rng.random() < 0.3:
+                cost = shared.setdefault(cost.shape, cost)
+            edges.append(Edge(i, j, cost))
+    usages = []
+    for _ in range(draw(st.integers(0, 8)) if limit else 0):
+        i, lo = int(rng.integers(n)), int(rng.integers(6))
+        usages.append(Usage(i, lo, lo + int(rng.integers(4)), rng.integers(0, 10, sizes[i]).astype(float)))
+    return Problem(
+        costs=tuple(table(k) if rng.random() < 0.5 else rng.integers(0, largest, k).astype(float) for k in sizes),
+        edges=tuple(edges),
+        usages=tuple(usages),
+        limit=float(draw(st.integers(0, 25))) if limit else None,
+        ties=tuple(int(c) for c in rng.integers(0, 3, n)) if ties else (),
+    )
+
+
+def choices(problem):
+    for states in itertools.product(*(range(len(c)) for c in problem.costs)):
+        first = {}
+        if not problem.ties or all(first.setdefault(c, s) == s for c, s in zip(problem.ties, states, strict=True)):
+            yield states
+
+
+def brute_force(problem):
+    """The least cost of a choice that fits, inf when none does."""
+    return min(
+        (problem.objective(s) for s in choices(problem) if problem.limit is None or problem.peak(s) <= problem.limit),
+        default=np.inf,
+    )
+
+
+def check(problem, solution):
+    best = brute_force(problem)
+    if np.isinf(best):
+        assert solution.status == "infeasible" and solution.states == ()
+        return
+    assert solution.status == "optimal"
+    assert solution.objective == solution.bound == best == problem.objective(solution.states)
+    assert problem.limit is None or problem.peak(solution.states) <= problem.limit
+
+
+@laws
+@given(networks(limit=False))
+def test_equals_brute_force_without_a_limit(problem):
+    check(problem, solve(problem))
+
+
+@laws
+@given(networks())
+def test_equals_brute_force_under_a_limit(problem):
+    check(problem, solve(problem))
+
+
+@laws
+@given(networks(ties=True))
+def test_nodes_of_one_class_take_the_same_state(problem):
+    solution = solve(problem)
+    assert solution.tied
+    check(problem, solution)
+
+
+@laws
+@given(networks(), st.booleans())
+def test_shrink_solve_invert_is_solve(problem, tie):
+    small = shrink(problem, tie=tie)
+    if not small.feasible:
+        assert np.isinf(brute_force(problem))
+        return
+    inner = min(
+        (s for s in choices(small.problem) if small.problem.limit is None or small.problem.peak(s) <= small.problem.limit),
+        key=small.problem.objective,
+        default=None,
+    )
+    if inner is None:
+        assert np.isinf(brute_force(problem))
+        return
+    states = small.invert(inner)
+    value = small.problem.objective(inner) + small.offset
+    assert value == brute_force(problem)
+    if np.isfinite(value):
+        assert problem.objective(states) == value
+        assert problem.limit is None or problem.peak(states) <= problem.limit
+
+
+@laws
+@given(networks(limit=False), st.sampled_from([2, 8, 1 << 20]))
+def test_elimination_is_exact_or_a_lower_bound(problem, cap):
+    elimination = Elimination(problem, cap)
+    sweep = elimination.run()
+    best = brute_force(problem)
+    assert sweep.value == best if elimination.exact else sweep.value <= best
+    for i, marginal in enumerate(sweep.marginals()):
+        for s, value in enumerate(marginal):
+            through = min((problem.objective(c) for c in choices(problem) if c[i] == s), default=np.inf)
+            assert value == through if elimination.exact else value <= through
+
+
+@laws
+@given(networks(forbidden=0.05))
+def test_bound_never_exceeds_the_optimum(problem):
+    seen = []
+    solve(problem, progress=lambda states, bound, gap: seen.append((problem.objective(states), bound, gap)))
+    best = brute_force(problem)
+    for objective, bound, gap in seen:
+        assert bound <= best <= objective
+        assert gap >= 0
+
+
+@laws
+@given(networks(forbidden=0.1))
+def test_least_memory_is_the_least_peak_or_a_bound_of_it(problem):
+    least = least_memory(problem)
+    peak = min((problem.peak(s) for s in choices(problem) if np.isfinite(problem.objective(s))), default=np.inf)
+    assert least.bound_bytes <= peak + 1e-6
+    assert least.bytes >= peak
+    if np.isfinite(peak) and least.states:
+        assert problem.peak(least.states) == least.bytes
+        assert least.bytes == 0 or problem.memory(least.states)[least.step] == least.bytes
+
+
+def chain(n, k, seed=0, limit=None):
+    """A chain with links back, as a training step has, where memory can bind in the middle."""
+    rng = np.random.default_rng(seed)
+    costs = tuple(rng.integers(0, 1000, k).astype(float) for _ in range(n))
+    pairs = [(i, i + 1) for i in range(n - 1)] + [(i, n - 1 - i) for i in range(n // 2 - 1)]
+    edges = tuple(Edge(i, j, rng.integers(0, 1000, (k, k)).astype(float)) for i, j in pairs)
+    usages = tuple(Usage(i, i, max(i + 1, n - i), rng.integers(1, 100, k).astype(float)) for i in range(n))
+    return Problem(costs, edges, usages, limit)
+
+
+def test_large_chain_without_pressure_is_solved_by_elimination():
+    solution = solve(chain(400, 12))
+    assert solution.status == "optimal"
+
+
+def test_tight_limit_gives_a_proof_or_an_honest_gap():
+    free = solve(chain(60, 5))
+    least = least_memory(chain(60, 5))
+    loose = chain(60, 5).peak(free.states)
+    tight = chain(60, 5, limit=float(np.ceil((least.bytes + loose) / 2)))
+    solution = solve(tight)
+    assert solution.status in ("optimal", "feasible")
+    assert tight.peak(solution.states) <= tight.limit
+    assert free.objective <= solution.bound <= solution.objective
+    assert solution.gap < 0.02
+
+
+def test_a_limit_below_the_least_peak_is_infeasible():
+    least = least_memory(chain(60, 5))
+    assert solve(chain(60, 5, limit=least.bound_bytes * 0.99)).status == "infeasible"
+
+
+def test_time_limit_returns_the_best_answer_so_far():
+    problem = chain(120, 6)
+    least = least_memory(problem)
+    problem = chain(120, 6, limit=float(np.ceil(least.bytes * 1.05)))
+    solution = solve(problem, time_limit=0.5, hint=least.states)
+    assert solution.states and problem.peak(solution.states) <= problem.limit
+    assert solution.objective <= problem.objective(least.states)
+
+
+def test_hint_is_returned_when_nothing_better_is_found_in_the_work_limit():
+    problem = chain(60, 5)
+    hint = least_memory(problem).states
+    problem = chain(60, 5, limit=float(problem.peak(hint)))
+    solution = solve(problem, work_limit=0.0, hint=hint)
+    assert solution.objective <= problem.objective(hint)
+    assert solution.status in ("fallback", "feasible", "optimal")
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, "tests")
+from test_ilp import chain
+from shardplan.ilp import solve, least_memory
+least = least_memory(chain(60, 5))
+print(solve(chain(60, 5, limit=float(int(least.bytes * 1.1)))).states, least.states)
+"""
+
+
+def test_same_answer_in_processes_with_different_hashing():
+    def answer(seed):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        return subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True).stdout
+
+    assert answer("1") == answer("2") != ""
+
+
+def test_tying_an_unrolled_model_shares_its_tables():
+    layers, k = 500, 6
+    rng = np.random.default_rng(0)
+    inner, between = rng.integers(0, 99, (k, k)).astype(float), rng.integers(0, 99, (k, k)).astype(float)
+    cost = rng.integers(0, 99, k).astype(float)
+    edges = [Edge(2 * n, 2 * n + 1, inner) for n in range(layers)]
+    edges += [Edge(2 * n + 1, 2 * n + 2, between) for n in range(layers - 1)]
+    problem = Problem((cost,) * (2 * layers), tuple(edges), ties=(0, 1) * layers)
+    a, b = min(
+        itertools.product(range(k), repeat=2),
+        key=lambda s: layers * (cost[s[0]] + cost[s[1]] + inner[s]) + (layers - 1) * between[s[1], s[0]],
+    )
+    assert solve(problem).states == (a, b) * layers
+
+
+@pytest.mark.parametrize("limit", [None, 10.0])
+def test_no_nodes_is_an_answer(limit):
+    solution = solve(Problem((), limit=limit))
+    assert solution.status == "optimal" and solution.states == () and solution.objective == 0
