@@ -141,21 +141,19 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
     clock.lap("graph")
     space = make_space(graph, mesh, cluster)
-    graph = space.graph
     clock.lap("strategies")
     allowed = allowed_strategies(space, options)
     resharder = Resharder(mesh, cluster)
     network = build(space, resharder, options.memory, allowed)
     clock.lap("network")
-    seeds = sorted(allowed) or batch_ops(graph)
-    hint = propagate(network.problem, seeds)
+    hint = propagate(network.problem)
     clock.lap("propagation")
     if options.search == "propagation":
         solution = hint
-        if options.memory is not None and network.problem.peak(hint.states) > options.memory:
+        if hint.states and options.memory is not None and network.problem.peak(hint.states) > options.memory:
             solution = solve(network.problem, hint=hint.states, time_limit=options.time_limit)
     else:
-        solution = solve(network.problem, hint=hint.states, time_limit=options.time_limit, progress=options.progress)
+        solution = solve(network.problem, hint=hint.states or None, time_limit=options.time_limit, progress=options.progress)
     if not solution.states or not np.isfinite(solution.objective):
         raise ShardingError(does_not_fit(network, options))
     clock.lap("solve")
@@ -174,12 +172,6 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[name] = now - self.start
         self.start = now
-
-
-def batch_ops(graph: Graph) -> list[int]:
-    """Inputs that are no state: where propagation starts when nobody pinned anything."""
-    state = {a for a, _ in graph.tied}
-    return [a for a in graph.args if a not in state and graph.ops[a].outs[0].shape]
 
 
 # ---- pins

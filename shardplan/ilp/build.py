@@ -33,7 +33,8 @@ PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
 
 COMBINED = 0.1
-"""Share of an all-reduce's seconds that a single number costs: XLA combines those that wait for nothing into one."""
+COMBINED_BELOW_BYTES = 1 << 16
+"""Share of its seconds that the reshard of a small array costs: XLA combines those that wait for nothing into one collective."""
 
 SMALL = 1e-3
 """Copies smaller than this share of the memory limit are not told apart from their originals."""
@@ -162,7 +163,7 @@ class _Tables:
         key = (id(made), id(taken), value.shape, value.itemsize, reads, i in self.doubled, j in self.doubled, follows)
         if key not in self.cache:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
-            table = np.rint(self.resharder.table(value.shape, value.itemsize, sources, targets) * (reads * PS if value.shape else reads * PS * COMBINED))
+            table = np.rint(self.resharder.table(value.shape, value.itemsize, sources, targets) * (reads * PS * (COMBINED if value.bytes < COMBINED_BELOW_BYTES else 1)))
             if follows:
                 whole = np.array([not s.partial for s in sources])[:, None]
                 equal = np.array([[s == t for t in targets] for s in sources])
