@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.xla import compile as compiling
-from shardplan.xla import targets
+from shardplan.xla import _backend, targets
 from shardplan.xla.compile import CompilerMissing, available, compile
+from shardplan.xla.hlo import collectives
 from shardplan.xla.remat import layout_of, rematerializations
 
 MESH = MeshShape(("data", "model"), (4, 2))
@@ -50,7 +50,7 @@ def test_cpu_devices_give_the_collectives_of_megatron():
 def test_same_program_as_jit_compiles_itself():
     fn, *args = mlp(jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2))
     ours, theirs = compile(fn, *args), fn.lower(*args).compile()
-    assert ours.collectives == compiling.collectives(theirs.as_text(), MESH)
+    assert ours.collectives == collectives(theirs.as_text(), MESH)
     assert ours.memory.temp_bytes == theirs.memory_analysis().temp_size_in_bytes
 
 
@@ -114,7 +114,7 @@ def test_a_crash_is_a_result(monkeypatch, tmp_path):
     fatal = "F1121 04:00:34.698932   12502 kernel.cc:12] Check failed: there is a GPU"
     child = tmp_path / "child.py"
     child.write_text(f"import os, sys\nprint('before')\nprint({fatal!r}, file=sys.stderr, flush=True)\nos.abort()\n")
-    monkeypatch.setattr(compiling._backend, "__file__", str(child))
+    monkeypatch.setattr(_backend, "__file__", str(child))
     done = compile(*mlp(abstract(), batch=256))
     assert not done.ok and done.memory is None
     assert done.error == f"the compiler crashed (SIGABRT): {fatal}"

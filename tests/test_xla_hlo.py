@@ -109,6 +109,7 @@ def test_convolution_flops_leave_out_the_padding_where_xla_pads_inside():
         ("mesh[x=8] {x:(4)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
         ("mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}", ((3, 2), (1, 0))),
         ("mesh['a'=2,'b'=2], device_ids=([2,2]<=[2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
+        ("mesh['axis_0'=2,'axis_1'=1,'axis_2'=4], device_ids=([4,2]T(1,0)) {'axis_2'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
     ],
 )
 def test_every_spelling_of_replica_groups(text, expected):

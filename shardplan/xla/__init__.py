@@ -1,0 +1,37 @@
+"""What XLA made of it: compile for devices present or absent, read the result, check it."""
+
+from shardplan.xla.check import Line, Replica, Report, check
+from shardplan.xla.compile import Compiled, CompilerMissing, Memory, available, compile, lower
+from shardplan.xla.hlo import Collective, Part, Product, collectives, flops, products
+from shardplan.xla.remat import Rematerialization, rematerializations
+from shardplan.xla.schedule import Overlap, Timeline, Work, overlaps, simulate
+from shardplan.xla.targets import Gpu, Target, gpus
+
+__all__ = [
+    "Collective",
+    "Compiled",
+    "CompilerMissing",
+    "Gpu",
+    "Line",
+    "Memory",
+    "Overlap",
+    "Part",
+    "Product",
+    "Rematerialization",
+    "Replica",
+    "Report",
+    "Target",
+    "Timeline",
+    "Work",
+    "available",
+    "check",
+    "collectives",
+    "compile",
+    "flops",
+    "gpus",
+    "lower",
+    "overlaps",
+    "products",
+    "rematerializations",
+    "simulate",
+]

@@ -32,7 +32,7 @@ def payload(lowered) -> tuple[bytes, dict]:
 
     from jax._src import config
     from jax._src.interpreters import pxla
-    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
     args = lowered._lowering.compile_args
     module = lowered.compiler_ir("stablehlo")
@@ -58,6 +58,18 @@ def payload(lowered) -> tuple[bytes, dict]:
     return bytecode.getvalue(), request
 
 
+def arguments(lowered) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(path, dtype, whole shape) of every argument the compiled program takes, in its order."""
+    import jax
+
+    args, named = lowered.args_info
+    names = lowered._lowering.compile_args["all_args_info"].debug_info.arg_names
+    paths = jax.tree_util.tree_flatten_with_path((args, named))[0]
+    kept = sorted(lowered._lowering.compile_args["kept_var_idx"])
+    shown = names if names and len(names) == len(paths) else [jax.tree_util.keystr(path) for path, _ in paths]
+    return [(shown[i], str(paths[i][1].dtype), tuple(paths[i][1].shape)) for i in kept if i < len(paths)]
+
+
 def _meshes(lowered) -> list[tuple[list[str], list[int]]]:
     """(axis names, sizes) of the meshes the program is sharded on, the most used first."""
     args = lowered._lowering.compile_args
@@ -76,8 +88,8 @@ def _compile(module: bytes, request: dict):
     import numpy as np
     from jax._src import compiler
     from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
     jax.config.update("jax_use_shardy_partitioner", request["shardy"])
     if request["platform"] == "cuda":
@@ -117,10 +129,11 @@ def _compile(module: bytes, request: dict):
 
 def _before(module: bytes) -> str:
     """The program as HLO text before any pass, with the user's lines; '' when it cannot be had."""
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     try:
-        computation = xla_client._xla.mlir.mlir_module_to_xla_computation(module, use_tuple_args=False, return_tuple=False)
+        to_hlo = xla_client._xla.mlir.mlir_module_to_xla_computation  # pyright: ignore[reportPrivateImportUsage]
+        computation = to_hlo(module, use_tuple_args=False, return_tuple=False)
         return computation.get_hlo_module().to_string()
     except Exception:
         return ""
@@ -137,8 +150,7 @@ def main(folder: Path) -> None:
         (folder / "result.json").write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
         return
     (folder / "module.hlo").write_text(text)
-    if "Involuntary full" in (folder / "stderr").read_text(errors="replace"):
-        (folder / "before.hlo").write_text(_before((folder / "module.mlirbc").read_bytes()))
+    (folder / "before.hlo").write_text(_before((folder / "module.mlirbc").read_bytes()))
     memory = {
         name.removesuffix("_in_bytes").removesuffix("_size"): int(value)
         for name in dir(stats)

@@ -76,7 +76,7 @@ class Compiled:
         target: the cluster compiled for; None for emulated CPU devices.
         mesh: names the axes of collectives and warnings; None when the program has no mesh.
         n_devices: number of devices the program runs on.
-        before: HLO before any pass, kept only when the compiler warned.
+        before: HLO before any pass, of all devices together.
         seconds: time of the compiler itself.
         dropped_flags: flags this XLA does not know.
     """
@@ -119,6 +119,12 @@ class Compiled:
         return flops(self.module)
 
     @cached_property
+    def balance(self) -> float | None:
+        """Flops of all devices over those of the program: 1 when no product is done twice; None when there are none."""
+        whole = flops(self.before) if self.before else 0.0
+        return self.flops * self.n_devices / whole if whole else None
+
+    @cached_property
     def rematerializations(self) -> tuple[Rematerialization, ...]:
         """XLA's "Involuntary full rematerialization" warnings."""
         return rematerializations(self.stderr, self.mesh, read(self.before) if self.before else None)
@@ -153,22 +159,41 @@ def compile(
         ValueError: the target is unknown or has another number of devices than the program.
         CompilerMissing: the target needs packages that are not installed.
     """
+    if not args and not kwargs and hasattr(function, "compiler_ir"):
+        lowered = function
+    else:
+        lowered = lower_for(target, function, *args, **kwargs)
+    return compile_lowered(lowered, target, mesh=mesh, options=options, timeout_s=timeout_s)
+
+
+def lower_for(target: str | Target | None, function, *args: Any, **kwargs: Any):
+    """Traces and lowers `function` for the target's platform; raises what `compile` raises about targets."""
     target = _target_at_hand() if target is None else target
-    lowered = function if not args and not kwargs and hasattr(function, "compiler_ir") else None
-    if target is not None and not isinstance(target, Target):
+    if isinstance(target, str):
         targets.parse(target)  # a misspelt target is told before a long trace
     if target is not None and not available():
         raise CompilerMissing(
             f'compiling for target {str(target)!r} needs XLA\'s GPU compiler: pip install "shardplan[gpu-check]" '
             "(no GPU, driver or CUDA toolkit is needed)"
         )
-    if lowered is None:
-        lowered = lower(function, *args, platform="cuda" if target is not None else "cpu", **kwargs)
+    return lower(function, *args, platform="cuda" if target is not None else "cpu", **kwargs)
+
+
+def compile_lowered(
+    lowered,
+    target: str | Target | None = None,
+    *,
+    mesh: MeshShape | None = None,
+    options: Mapping[str, bool | int | float | str] | None = None,
+    timeout_s: float = 900,
+) -> Compiled:
+    """As `compile`, of what `lower_for` returned for the same target."""
+    target = _target_at_hand() if target is None else target
     module, request = _backend.payload(lowered)
     cluster = targets.parse(target, request["n_devices"]) if target is not None else None
     meshes = [MeshShape(tuple(names), tuple(sizes)) for names, sizes in request["meshes"]]
-    mesh = mesh or next(iter(meshes), None)
-    return replace(compile_module(module, request, cluster, options=options, timeout_s=timeout_s), mesh=mesh)
+    done = compile_module(module, request, cluster, options=options, timeout_s=timeout_s)
+    return replace(done, mesh=mesh or next(iter(meshes), None))
 
 
 def lower(function, *args: Any, platform: str = "cpu", **kwargs: Any):

@@ -24,6 +24,7 @@ from shardplan.mesh.layout import MeshShape
 Groups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_IDS = re.compile(r"(?:<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _NAMED = re.compile(r"mesh\[(.*?)\](?:,\s*device_ids=\((.*?)\))?\s*\{(.*?)\}$")
 _AXIS = re.compile(r"'?([^',=:]+?)'?:\((\d+)\)(\d+)|'?([^',=:]+)'?")
 
@@ -92,16 +93,16 @@ def _ints(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", text)]
 
 
-def _iota(shape: str, dims: str, order: str | None) -> np.ndarray:
+def _iota(shape: str | None, dims: str, order: str | None) -> np.ndarray:
     ids = np.arange(np.prod(_ints(dims))).reshape(_ints(dims))
-    return (ids.transpose(_ints(order)) if order else ids).reshape(_ints(shape))
+    return (ids.transpose(_ints(order)) if order else ids).reshape(_ints(shape) if shape else -1)
 
 
 def _named(mesh: str, device_ids: str | None, axes: str) -> Groups:
     sizes = {name.strip(" '\""): int(size) for name, size in (entry.rsplit("=", 1) for entry in mesh.split(",") if entry)}
-    iota = _IOTA.search(device_ids or "")
+    iota = _IDS.search(device_ids or "")
     if iota:
-        ids = _iota(*iota.groups()).ravel()
+        ids = _iota(None, iota[1], iota[2])
     else:
         ids = np.array(_ints(device_ids)) if device_ids else np.arange(np.prod(list(sizes.values())))
     parts = {name: [(1, size)] for name, size in sizes.items()}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import groups as _groups
-from shardplan.xla.text import Array, Frame, Instruction, Module, arrays, elements, read
+from shardplan.xla.text import Array, Frame, Instruction, Module, arrays, elements, read, users_line
 
 KINDS = (
     "all-gather",
@@ -41,18 +41,18 @@ class Part:
     Attributes:
         array: its larger side, as one device sees it.
         op_name: JAX's name of the op it comes from, '' when unknown.
-        stack: the user's places, innermost first.
-        consumer: places of the op that reads the result, as far as XLA kept them.
+        stack: the user's places, innermost first: of the op that needs a tensor gathered, of the op that makes any other.
     """
 
     array: Array
     op_name: str = ""
     stack: tuple[Frame, ...] = ()
-    consumer: tuple[Frame, ...] = ()
 
     @property
     def source(self) -> str | None:
-        return str(self.stack[0]) if self.stack else None
+        """'file:line' in the user's own code, innermost; None when XLA kept none."""
+        frame = users_line(self.stack)
+        return str(frame) if frame else None
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,9 @@ class Collective:
 
     @property
     def source(self) -> str | None:
-        """'file:line' of the innermost user frame; None when XLA kept none."""
-        return str(self.stack[0]) if self.stack else None
+        """'file:line' in the user's own code, innermost; None when XLA kept none."""
+        frame = users_line(self.stack)
+        return str(frame) if frame else None
 
     def __str__(self) -> str:
         reduction = f" ({self.reduction})" if self.reduction else ""
@@ -144,7 +145,8 @@ class Product:
 
     @property
     def source(self) -> str | None:
-        return str(self.stack[0]) if self.stack else None
+        frame = users_line(self.stack)
+        return str(frame) if frame else None
 
 
 def collectives(text: str | Module, mesh: MeshShape | None = None) -> tuple[Collective, ...]:
@@ -232,9 +234,9 @@ def _collective(module: Module, i: Instruction, kind: str, mesh: MeshShape | Non
         axes = _groups.axes_of(members, mesh) if mesh else ()
     parts = _parts(module, i, operands, larger)
     op_name, stack = i.op_name, module.stack(i)
-    if not stack:
-        known = next((p for p in parts if p.stack), None) or next((p for p in parts if p.consumer), None)
-        op_name, stack = (known.op_name, known.stack or known.consumer) if known else (op_name, stack)
+    if parts and (len(parts) == 1 or not stack):
+        known = next((p for p in parts if p.stack), parts[0])
+        op_name, stack = known.op_name or op_name, known.stack
     return Collective(
         kind=kind,
         name=i.name,
@@ -288,19 +290,24 @@ def _parts(module: Module, i: Instruction, operands: tuple[Instruction, ...], la
     if len(operands) == 1 and len(larger) == 1:
         pieces = _pieces(module, operands[0])
         if len(pieces) == 1:
-            own = module.stack(i)
-            part = _part(module, i, larger[0], operands[0], None)
-            return (Part(part.array, i.op_name, own, part.consumer) if own else part,)
+            return (_part(module, i, larger[0], operands[0], None),)
         scale = larger[0].size / max(1, operands[0].arrays[0].size)
-        return tuple(_part(module, i, _scaled(p.arrays[0], scale), p, ()) for p in pieces)
+        return tuple(_part(module, i, _scaled(p.arrays[0], scale), p, -1) for p in pieces)
     if len(operands) != len(larger):
         return tuple(Part(a) for a in larger)
     return tuple(_part(module, i, a, o, n) for n, (a, o) in enumerate(zip(larger, operands, strict=True)))
 
 
-def _part(module: Module, i: Instruction, array: Array, operand: Instruction, element) -> Part:
-    op_name, stack = _origin(module, operand)
-    return Part(array, op_name, stack, () if element == () else _consumer(module, i, element))
+def _part(module: Module, i: Instruction, array: Array, operand: Instruction, element: int | None) -> Part:
+    """The part that is element `element` of the result; None: the whole of it, -1: a piece of a flat buffer."""
+    consumer = _consumer(module, i, element) if element != -1 else ()
+    op_name, stack = _origin(module, operand) if element is not None else (i.op_name, module.stack(i))
+    if not stack:
+        op_name, stack = _origin(module, operand)
+    by_hand = "all_gather" in i.op_name.rsplit("/", 1)[-1]
+    if consumer and (not stack or (kind_of(i) == "all-gather" and not by_hand)):
+        stack = consumer
+    return Part(array, op_name or i.op_name, stack)
 
 
 def _consumer(module: Module, i: Instruction, element: int | None) -> tuple[Frame, ...]:

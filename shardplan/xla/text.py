@@ -108,6 +108,12 @@ class Frame:
         return f"{self.file}:{self.line}"
 
 
+def users_line(stack: tuple[Frame, ...]) -> Frame | None:
+    """The innermost frame outside installed packages, else the innermost one."""
+    own = (f for f in stack if "site-packages" not in f.file and "dist-packages" not in f.file)
+    return next(own, stack[0] if stack else None)
+
+
 @dataclass(frozen=True)
 class Module:
     """A whole HLO module; computations in text order, callees before callers, the entry last."""
