@@ -129,3 +129,35 @@ def constraint_spec(params) -> tuple | None:
         return None
     free = params.get("unconstrained_dims") or ()
     return tuple(UNCONSTRAINED if d in free else e for d, e in enumerate(spec))
+
+
+def broadcast_prefix(prefix, full, is_leaf) -> list:
+    """Leaves of `prefix`, each repeated for every leaf of `full` below it; ValueError when it is no prefix."""
+    out: list = []
+
+    def spread(x, subtree):
+        out.extend([x] * len(jax.tree.leaves(subtree)))
+
+    jax.tree.map(spread, prefix, full, is_leaf=is_leaf)
+    return out
+
+
+def differentiable_as(run, plain, in_tree, closed):
+    """`run` on flat leaves; its derivatives are those of `plain`, the function as the user wrote it.
+
+    A step with effects stays as it is: custom derivatives do not carry them.
+    """
+    if closed.effects:
+        return run
+
+    def flat_plain(*leaves):
+        args, keywords = jax.tree.unflatten(in_tree, leaves)
+        return tuple(jax.tree.leaves(plain(*args, **keywords)))
+
+    wrapped = jax.custom_jvp(lambda *leaves: tuple(run(*leaves)))
+
+    @wrapped.defjvp
+    def _(primals, tangents):
+        return jax.jvp(flat_plain, primals, tangents)
+
+    return wrapped

@@ -66,7 +66,7 @@ class Options:
         search: "ilp" or "propagation".
         time_limit: seconds for the search, or None for its own deterministic limit.
         in_pins, out_pins: by flat number.
-        pins: by path pattern.
+        pins: entries of a PartitionSpec by path pattern.
     """
 
     memory: float | None = None
@@ -74,7 +74,7 @@ class Options:
     time_limit: float | None = None
     in_pins: Mapping[int, PinDims] = None  # type: ignore[assignment]
     out_pins: Mapping[int, PinDims] = None  # type: ignore[assignment]
-    pins: Mapping[str, PinDims] = None  # type: ignore[assignment]
+    pins: Mapping[str, Sequence] = None  # type: ignore[assignment]
     progress: Callable | None = None
 
 
@@ -197,7 +197,8 @@ def allowed_strategies(space: Space, options: Options) -> dict[int, np.ndarray]:
                 "  ways out: '**' matches any number of path segments, '*' any part of one"
             )
         for i in hits:
-            pins.setdefault(i, []).append((f"pin {pattern!r}", dims))
+            rank = len(graph.ops[i].outs[0].shape)
+            pins.setdefault(i, []).append((f"pin {pattern!r}", pin_dims(dims, max(rank, len(dims)))))
     for i, op in enumerate(graph.ops):
         if op.primitive == "sharding_constraint" and (spec := _jax.constraint_spec(op.params)) is not None:
             dims = tuple(FREE if e is FREE else e for e in pin_dims(spec, len(op.outs[0].shape)))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.ilp.problem import Edge, Problem, Usage
-from shardplan.ir.graph import BORDER
+from shardplan.ir.graph import BORDER, Value
 from shardplan.ir.live import ALIASES, intervals, takes_over
 from shardplan.ir.repeat import repeated_layers
 from shardplan.mesh.layout import Layout
@@ -38,6 +38,11 @@ COMBINED_BELOW_BYTES = 1 << 16
 
 SMALL = 1e-3
 """Copies smaller than this share of the memory limit are not told apart from their originals."""
+
+
+def combined_share(value: Value) -> float:
+    """What part of its own seconds the reshard of an array costs."""
+    return COMBINED if value.bytes < COMBINED_BELOW_BYTES else 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +168,7 @@ class _Tables:
         key = (id(made), id(taken), value.shape, value.itemsize, reads, i in self.doubled, j in self.doubled, follows)
         if key not in self.cache:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
-            table = np.rint(self.resharder.table(value.shape, value.itemsize, sources, targets) * (reads * PS * (COMBINED if value.bytes < COMBINED_BELOW_BYTES else 1)))
+            table = np.rint(self.resharder.table(value.shape, value.itemsize, sources, targets) * (reads * PS * combined_share(value)))
             if follows:
                 whole = np.array([not s.partial for s in sources])[:, None]
                 equal = np.array([[s == t for t in targets] for s in sources])

@@ -1,0 +1,157 @@
+"""What planning found, told as a `Plan`: paths, source lines, seconds and bytes instead of numbers of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from shardplan.ilp.build import Network, combined_share
+from shardplan.ir.graph import BORDER, Op, Path
+from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan
+from shardplan.planner import Planned, categories, memory_by_category, objective_seconds
+from shardplan.strategies.enumerate import PARTIAL
+
+PROFILE_POINTS = 160
+
+
+def describe(planned: Planned, context=None) -> Plan:
+    """The plan of what was planned; `context` is what `Plan.fix` and the pytree views need."""
+    space, graph = planned.space, planned.graph
+    kinds = categories(graph)
+    compute, communication = objective_seconds(planned)
+    total = compute + communication
+    return Plan(
+        mesh=space.mesh,
+        cluster=space.cluster.name,
+        inputs=tuple(_leaf(planned, i, kinds[i]) for i in graph.args),
+        outputs=tuple(_leaf(planned, i, "output") for i in graph.outs),
+        decisions=tuple(_decisions(planned)),
+        seconds={
+            "compute": compute,
+            "communication": communication,
+            "total": total,
+            "bound": total * (1 - planned.solution.gap),
+        },
+        status=planned.solution.status,
+        gap=float(planned.solution.gap),
+        tied=planned.solution.tied,
+        memory_=_memory(planned.network, planned.solution.states),
+        search=planned.options.search,
+        fingerprint=planned.traced.fingerprint(),
+        unknown=space.unknown,
+        planning_seconds=dict(planned.seconds),
+        context=context,
+    )
+
+
+def keys(graph) -> dict[Path, tuple]:
+    """Per op: (file, line, primitive, phase, occurrence), the name under which a plan file knows it."""
+    seen: dict[tuple, int] = {}
+    out = {}
+    for op in graph.ops:
+        if op.primitive == "share":
+            continue
+        key = (op.source.file.rsplit("/", 1)[-1], op.source.line, op.primitive, op.phase)
+        out[op.path] = (*key, seen.get(key, 0))
+        seen[key] = seen.get(key, 0) + 1
+    return out
+
+
+def _leaf(planned: Planned, i: int, kind: str) -> Leaf:
+    op = planned.graph.ops[i]
+    aval = op.outs[0]
+    return Leaf(op.label, tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", "token")), planned.made(i), kind)
+
+
+def _decisions(planned: Planned):
+    graph, space = planned.graph, planned.space
+    names = keys(graph)
+    for i, op in enumerate(graph.ops):
+        if op.primitive == "share":
+            continue
+        decided = planned.decisions.get(op.path)
+        moves = tuple(_moves(planned, i))
+        if decided is None and not moves:
+            continue
+        *_, occurrence = names[op.path]
+        yield Decision(
+            file=op.source.file,
+            line=op.source.line,
+            function=op.source.function,
+            primitive=op.primitive,
+            occurrence=occurrence,
+            phase=op.phase,
+            strategy=_strategy(planned, i),
+            reads=decided.reads if decided else (),
+            results=decided.results if decided else (),
+            moves=moves,
+            seconds=float(space.seconds[i][planned.strategies[i]]),
+            runs=op.runs if op.primitive not in BORDER else op.reads,
+            result=_type(op),
+        )
+
+
+def _moves(planned: Planned, i: int):
+    """Reshards at an op; that of a shared copy stands at its first reader."""
+    for k, v in enumerate(planned.graph.ops[i].inputs):
+        if v is not None:
+            yield from _fetch(planned, v, i, k, k)
+
+
+def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int):
+    graph = planned.graph
+    value = graph.values[v]
+    copy = graph.ops[value.producer[0]]
+    if copy.primitive == "share" and value.consumers[0] == (reader, operand):
+        source = copy.inputs[0]
+        assert source is not None
+        yield from _fetch(planned, source, value.producer[0], 0, shown)
+    before, after = planned.made(*value.producer), planned.taken(reader, operand)
+    steps = planned.resharder.path(value.shape, value.itemsize, before, after)
+    if steps:
+        scale = combined_share(value)
+        collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds * scale)) for s in steps)
+        yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives)
+
+
+def _strategy(planned: Planned, i: int) -> Mapping[str, str]:
+    chosen = planned.space.choices[i].letters[planned.strategies[i]]
+    mesh = planned.space.mesh
+    return {
+        axis: "partial sums" if x == PARTIAL else x for axis, x in zip(mesh.axes, chosen, strict=True) if x is not None
+    }
+
+
+def _type(op: Op) -> str:
+    if not op.outs or not hasattr(op.outs[0], "shape"):
+        return ""
+    return f"{op.outs[0].dtype}[{','.join(map(str, op.outs[0].shape))}]"
+
+
+def _memory(network: Network, states) -> Memory:
+    problem, graph = network.problem, network.space.graph
+    profile = problem.memory(states)
+    if not len(profile):
+        return Memory(0.0, problem.limit, "", {})
+    peak = int(profile.argmax())
+    op = graph.ops[min(peak, len(graph.ops) - 1)]
+    kinds = categories(graph)
+    names = sorted(set(kinds.values()))
+    number = {name: n for n, name in enumerate(names)}
+    change = np.zeros((len(names), len(profile) + 1))
+    for u in problem.usages:
+        held = float(u.bytes[states[u.node]])
+        change[number[kinds[u.node]], u.lo] += held
+        change[number[kinds[u.node]], min(u.hi, len(profile))] -= held
+    over_time = np.cumsum(change, axis=1)[:, :-1]
+    points = np.unique(np.append(np.linspace(0, len(profile) - 1, PROFILE_POINTS).astype(int), peak))
+    return Memory(
+        peak=float(profile[peak]),
+        limit=None if problem.limit is None else float(problem.limit),
+        where=f"{op.source}" + (f" in {op.source.function}" if op.source.function else ""),
+        at_peak=memory_by_category(network, states, peak),
+        profile=tuple({n: float(over_time[number[n], t]) for n in names if over_time[number[n], t] > 0} for t in points),
+    )
+
+

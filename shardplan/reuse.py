@@ -1,0 +1,67 @@
+"""A saved plan applied to a step: exactly when the program is the same, as far as it still matches when it was edited."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardplan.describe import keys
+from shardplan.errors import PlanFileError, ShardingWarning
+from shardplan.ir.emit import Decision
+from shardplan.ir.graph import Path
+from shardplan.ir.parse import parse
+from shardplan.mesh.layout import MeshShape
+from shardplan.plan import Plan
+from shardplan.planner import Options, Traced
+
+SHOWN = 5
+
+
+def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path, Decision] | None:
+    """What a saved plan decides for the very program it was made for; None when the program is another.
+
+    Raises:
+        PlanFileError: when the plan is for another mesh.
+    """
+    if plan.mesh != mesh:
+        raise PlanFileError(
+            f"the plan is for mesh {plan.mesh}, the step runs on mesh {mesh}.\n  ways out: that mesh, or plan anew without plan="
+        )
+    if plan.fingerprint != traced.fingerprint():
+        return None
+    graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
+    saved = {d.key: Decision(d.reads, d.results) for d in plan.decisions}
+    return {path: saved[key] for path, key in keys(graph).items() if key in saved}
+
+
+def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
+    """The options with every input that still matches pinned to the saved plan's layout; warns of what does not match.
+
+    Raises:
+        PlanFileError: when the plan has nothing in common with the step.
+    """
+    leaves = {x.path: x for x in plan.inputs}
+    pins, lost = {}, []
+    avals = [v.aval for v in traced.jaxpr.jaxpr.invars]
+    for n, (label, aval) in enumerate(zip(traced.in_labels, avals, strict=True)):
+        leaf = leaves.pop(label, None)
+        if leaf is not None and leaf.shape == tuple(aval.shape):
+            pins[n] = leaf.layout.dims
+        else:
+            lost.append(f"{label} {aval.dtype}[{','.join(map(str, aval.shape))}]")
+    if not pins:
+        raise PlanFileError(
+            "the plan is for another model: none of its inputs is one of this step.\n"
+            f"  plan: {', '.join([x.path for x in plan.inputs][:SHOWN])}, ...\n  step: {', '.join(traced.in_labels[:SHOWN])}, ...\n"
+            "  way out: plan anew without plan="
+        )
+    gone = [f"{path} (no longer there)" for path in leaves]
+    listed = [*lost, *gone]
+    warnings.warn(
+        f"the plan was made for another version of this step: {len(pins)} of {len(avals)} inputs keep its layouts, the rest is planned "
+        "again." + (f"\n  not matched: {', '.join(listed[:SHOWN])}{', ...' if len(listed) > SHOWN else ''}" if listed else ""),
+        ShardingWarning,
+        stacklevel=6,
+    )
+    return replace(options, in_pins={**pins, **(options.in_pins or {})})
