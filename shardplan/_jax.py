@@ -97,6 +97,13 @@ def is_auto(mesh) -> bool:
     return all(t == AxisType.Auto for t in mesh.axis_types)
 
 
+def on_auto_axes(flat, mesh: Mesh, out_shardings: tuple):
+    """`flat`, written for axes of type Auto, on a mesh of any kind: arrays in and out are typed as the user's mesh is."""
+    if is_auto(mesh):
+        return flat
+    return jax.sharding.auto_axes(flat, axes=tuple(mesh.axis_names), out_sharding=out_shardings)
+
+
 def within(mesh: Mesh | AbstractMesh):
     """Context in which tracing sees `mesh` as the current one."""
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh)

@@ -279,13 +279,22 @@ class Auto:
         result is laid out as that plan wants it. Otherwise every array is split as far as it divides, and the first call of
         the step brings it to the layout it plans.
         """
+        arguments, in_tree = jax.tree.flatten((args, kwargs))
+
+        def flat(*arguments):
+            args, kwargs = jax.tree.unflatten(in_tree, arguments)
+            with _jax.within(self._twin):
+                return tuple(jax.tree.leaves(create(*args, **kwargs)))
+
         with _jax.within(self._twin):
-            shapes = jax.eval_shape(create, *args, **kwargs)
+            abstract = jax.tree.unflatten(in_tree, map(_jax.abstract, arguments))
+            shapes = jax.eval_shape(create, *abstract[0], **abstract[1])
         leaves, tree = jax.tree.flatten(shapes)
         layouts = self._known_layouts(tree, leaves) or [even_layout(x.shape, self._settings.shape) for x in leaves]
         mesh = self._concrete_mesh("init")
-        shardings = jax.tree.unflatten(tree, [_jax.sharding(mesh, x.spec()) for x in layouts])
-        return jax.jit(create, out_shardings=shardings)(*args, **kwargs)
+        shardings = tuple(_jax.sharding(mesh, x.spec()) for x in layouts)
+        born = jax.jit(_jax.on_auto_axes(flat, mesh, shardings), out_shardings=shardings)(*arguments)
+        return jax.tree.unflatten(tree, born)
 
     def _known_layouts(self, tree, leaves) -> list[Layout] | None:
         want = [(tuple(x.shape), str(x.dtype)) for x in leaves]
@@ -432,7 +441,7 @@ class _Step:
         if not isinstance(self.settings.mesh, jax.sharding.Mesh):
             return _Entry(plan, _no_devices, [], self.static)
         run = emit(self.traced.jaxpr, decisions, self.twin)
-        mesh, explicit = self.settings.mesh, not _jax.is_auto(self.settings.mesh)
+        mesh = self.settings.mesh
         in_flat = [_jax.sharding(mesh, leaf.layout.spec()) for leaf in plan.inputs]
         out_flat = [_jax.sharding(mesh, leaf.layout.spec()) for leaf in plan.outputs]
         expected = (self.in_tree, [(x.shape, x.dtype, x.weak_type) for x in self.in_leaves])
@@ -442,16 +451,14 @@ class _Step:
             with _jax.within(self.twin):
                 return tuple(differentiable(*leaves))
 
+        on_auto_axes = _jax.on_auto_axes(flat_step, mesh, tuple(out_flat))
+
         def step(*given):
             args, keywords = (given[:-1], given[-1]) if self.has_keywords else (given, {})
             leaves, tree = jax.tree.flatten((args, keywords))
             if (tree, [(x.shape, x.dtype, x.weak_type) for x in map(_jax.abstract, leaves)]) != expected:
                 raise _OtherSignature
-            if explicit:
-                out = jax.sharding.auto_axes(flat_step, axes=tuple(mesh.axis_names), out_sharding=tuple(out_flat))(*leaves)
-            else:
-                out = flat_step(*leaves)
-            return jax.tree.unflatten(self.out_tree, out)
+            return jax.tree.unflatten(self.out_tree, on_auto_axes(*leaves))
 
         shardings = jax.tree.unflatten(self.in_tree, in_flat)
         in_shardings = (*shardings[0], shardings[1]) if self.has_keywords else shardings[0]

@@ -158,7 +158,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         raise ShardingError(does_not_fit(network, options))
     clock.lap("solve")
     strategies = network.strategies(solution.states)
-    decided = decisions(space, strategies)
+    decided = decisions(space, resharder, strategies)
     clock.lap("decisions")
     return Planned(traced, network, resharder, solution, strategies, decided, options, clock.seconds)
 
@@ -279,8 +279,12 @@ def matches(label: str, pattern: str) -> bool:
 # ---- from strategies to constraints
 
 
-def decisions(space: Space, strategies: Sequence[int]) -> dict[Path, Decision]:
-    """What emission applies: every reshard, and the layout of every array that is written to memory or leaves a big op."""
+def decisions(space: Space, resharder: Resharder, strategies: Sequence[int]) -> dict[Path, Decision]:
+    """What emission applies: every reshard, and the layout of every array that is written to memory or leaves a big op.
+
+    A reshard of several collectives is spelled out one by one: XLA, asked for the whole way at once, may know no better than to
+    gather the array on every device first.
+    """
     graph, choices = space.graph, space.choices
 
     def made(v: int) -> Layout:
@@ -294,7 +298,15 @@ def decisions(space: Space, strategies: Sequence[int]) -> dict[Path, Decision]:
             return ()
         source = op.inputs[0]
         assert source is not None
-        return chain(source) if made(source) == made(v) else (*chain(source), made(v))
+        return (*chain(source), *way(source, made(v)))
+
+    def way(v: int, wanted: Layout) -> tuple[Layout, ...]:
+        """Layouts from the one a value is made in to the one it is wanted in."""
+        if wanted == made(v) or wanted.partial:
+            return ()
+        value = graph.values[v]
+        steps = resharder.path(value.shape, value.itemsize, made(v), wanted)
+        return (*(s.after for s in steps[:-1] if not s.after.partial and s.after.divides(value.shape, space.mesh)), wanted)
 
     out: dict[Path, Decision] = {}
     for i, op in enumerate(graph.ops):
@@ -303,10 +315,7 @@ def decisions(space: Space, strategies: Sequence[int]) -> dict[Path, Decision]:
         s = strategies[i]
         reads = []
         for k, v in enumerate(op.inputs):
-            steps: tuple[Layout, ...] = () if v is None else chain(v)
-            if v is not None and (wanted := choices[i].operands[k][s]) != made(v) and not wanted.partial:
-                steps = (*steps, wanted)
-            reads.append(steps)
+            reads.append(() if v is None else (*chain(v), *way(v, choices[i].operands[k][s])))
         results = []
         for r, v in enumerate(op.outputs):
             layout = choices[i].results[r][s]

@@ -1,0 +1,80 @@
+"""The planned step gives the numbers of the plain one: every example, every mesh, every way of running.
+
+The full product of options is `benchmarks/same_numbers.py`; here every model meets every mesh, and along the way every kind of
+axis, every search, and inside as well as outside `jax.set_mesh`.
+"""
+
+import contextlib
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from models import MODELS, loss_of
+
+import shardplan
+
+STEPS = 20
+MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2))
+# After 20 optimizer steps, relative to the largest entry of the array: sums over shards round in another order.
+TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}
+WAYS = tuple(itertools.product(("auto", "explicit"), (False, True), ("ilp", "propagation", "reloaded")))
+
+
+def make_mesh(shape, kind):
+    types = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}[kind]
+    return jax.make_mesh(shape, ("data", "model", "expert")[: len(shape)], axis_types=(types,) * len(shape))
+
+
+def assert_same(got, want):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        scale = max(1e-3, float(np.abs(np.asarray(b, np.float64)).max(initial=0.0)))
+        atol = TOLERANCE.get(str(a.dtype), 0.0) * scale
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+def run(step, state, batches):
+    losses = []
+    for batch in batches:
+        state, out = step(state, batch)
+        losses.append(float(loss_of(out)))
+    return state, losses
+
+
+def plain_run(name):
+    create, step, batches = MODELS[name]()
+    data = list(batches(STEPS))
+    state = jax.jit(create)(jax.random.key(0))
+    return create, step, data, run(jax.jit(step), state, data)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    cache = {}
+    return lambda name: cache.setdefault(name, plain_run(name)) if name not in cache else cache[name]
+
+
+def cases():
+    for k, (name, shape) in enumerate(itertools.product(MODELS, MESHES)):
+        kind, inside, how = WAYS[(5 * k) % len(WAYS)]
+        yield pytest.param(name, shape, kind, inside, how, id=f"{name}-{'x'.join(map(str, shape))}-{kind}-{inside}-{how}")
+
+
+@pytest.mark.parametrize("name, shape, kind, inside, how", list(cases()))
+def test_same_numbers(name, shape, kind, inside, how, plain, tmp_path):
+    create, step, data, (want, want_losses) = plain(name)
+    mesh = make_mesh(shape, kind)
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        planned = shardplan.auto(mesh, donate_argnums=0, search="propagation" if how == "propagation" else "ilp")(step)
+        if how == "reloaded":
+            shapes = jax.eval_shape(create, jax.random.key(0))
+            planned.plan(shapes, data[0]).save(tmp_path / "plan.json")
+            planned = shardplan.auto(mesh, donate_argnums=0, plan=tmp_path / "plan.json")(step)
+        state = planned.init(create, jax.random.key(0))
+        got, losses = run(planned, state, data)
+    np.testing.assert_allclose(losses, want_losses, rtol=2e-3, atol=1e-4)
+    assert_same(got, want)
