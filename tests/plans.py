@@ -1,0 +1,108 @@
+"""Plans made by hand for tests of what reads and shows them."""
+
+from dataclasses import replace
+
+from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan
+
+MESH = MeshShape(("data", "model"), (2, 4))
+
+SOURCE = """\
+import jax, jax.numpy as jnp
+
+
+def block(x, w):
+    h = jax.nn.gelu(x @ w["up"])
+    return x + h @ w["down"]
+
+
+def loss_fn(params, batch):
+    x = params["embed"][batch["tokens"]]
+    for w in params["blocks"]:
+        x = block(x, w)
+    return jnp.mean(x**2)
+"""
+
+
+def layout(*dims: str, partial: tuple[tuple[str, str], ...] = ()) -> Layout:
+    """layout("data", "", "x y") splits dim 0 over data and dim 2 over x and y."""
+    return Layout(tuple(tuple(d.split()) for d in dims), partial)
+
+
+def leaf(path: str, shape: tuple[int, ...], *dims: str, kind: str = "parameters", dtype: str = "float32") -> Leaf:
+    return Leaf(path, shape, dtype, layout(*dims), kind)
+
+
+def decision(file: str, line: int, function: str, primitive: str, occurrence: int = 0, **more) -> Decision:
+    return replace(
+        Decision(file, line, function, primitive, occurrence, "forward", {}, (), (), (), 0.0, 1.0, ""),
+        **more,
+    )
+
+
+def transformer(file: str = "/home/ada/train.py", layers: int = 3) -> Plan:
+    """Column-then-row split blocks on a 2 x 4 mesh: one all-reduce each way per layer, gradients summed over data."""
+    states, moved = [], []
+    for n in range(layers):
+        for role in ("params", "opt/mu", "opt/nu"):
+            kind = "parameters" if role == "params" else "optimizer"
+            states += [
+                leaf(f"state/{role}/blocks/{n}/down", (3072, 768), "model", "", kind=kind),
+                leaf(f"state/{role}/blocks/{n}/up", (768, 3072), "", "model", kind=kind),
+            ]
+    states += [leaf(f"state/{role}/embed", (50304, 768), "", "", kind="parameters") for role in ("params",)]
+    batch = leaf("batch/tokens", (16, 512), "data", "", kind="batch", dtype="int32")
+
+    over_model = layout("data", "", "", partial=(("model", "sum"),))
+    row = Collective("all-reduce", ("model",), 12_582_912.0, 41e-6)
+    whole = Collective("all-reduce", ("data",), 2_359_296.0, 18e-6)
+    moved.append(
+        decision(
+            file, 10, "loss_fn", "gather", strategy={"data": "a"}, seconds=11e-6, result="float32[16,512,768]",
+            results=(layout("data", "", ""),),
+        )
+    )  # fmt: skip
+    for n in range(layers):
+        moved += [
+            decision(
+                file, 5, "block", "dot_general", n, strategy={"data": "a", "model": "c"}, seconds=110e-6,
+                result="float32[16,512,3072]", results=(layout("data", "", "model"),),
+            ),
+            decision(
+                file, 6, "block", "add", n, seconds=5e-6, result="float32[16,512,768]", results=(layout("data", "", ""),),
+                reads=((), (layout("data", "", ""),)),
+                moves=(Move(1, "float32[16,512,768]", over_model, layout("data", "", ""), (row,)),),
+            ),
+        ]  # fmt: skip
+    for n in range(layers):
+        moved.append(
+            decision(
+                file, 5, "block", "transpose", n, phase="backward", seconds=3e-6, result="float32[768,3072]",
+                results=(layout("", "model"),),
+                moves=(
+                    Move(0, "float32[768,3072]", layout("", "model", partial=(("data", "sum"),)), layout("", "model"), (whole,)),
+                ),
+            )
+        )  # fmt: skip
+    profile = tuple({"activations": 1e8 * min(n, 40 - n), "optimizer": 6e8, "parameters": 3.1e8} for n in range(41))
+    compute, communication = 4.2e-3, layers * 59e-6
+    return Plan(
+        mesh=MESH,
+        cluster="h100",
+        inputs=(*states, batch),
+        outputs=tuple(replace(x, path=x.path.removeprefix("state/"), kind="output") for x in states),
+        decisions=tuple(moved),
+        seconds={
+            "compute": compute,
+            "communication": communication,
+            "total": compute + communication,
+            "bound": (compute + communication) * 0.996,
+        },
+        status="feasible",
+        gap=0.004,
+        tied=True,
+        memory_=Memory(2.91e9, 80e9, "train.py:6 in block", {"activations": 2e9, "optimizer": 6e8, "parameters": 3.1e8}, profile),
+        search="ilp",
+        fingerprint="0123456789abcdef" * 4,
+        unknown=(("my_kernel", "train.py:13"),),
+    )

@@ -1,0 +1,210 @@
+"""Plan files: what is written is read again, and what is no plan is refused by field."""
+
+import copy
+import json
+import math
+import os
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plans import transformer
+
+from shardplan import PlanFileError, planfile
+from shardplan.plan import Plan
+
+PLAN = transformer()
+VALUE = PLAN.to_json()
+SCHEMA = jsonschema.Draft202012Validator(json.loads(planfile.SCHEMA.read_text()))
+W = "inputs['state/params/blocks/0/up']"
+
+
+def changed(*path, to):
+    """The plan's JSON with one place set; `to` may be a function of what stands there. Ellipsis removes the place."""
+    value = copy.deepcopy(VALUE)
+    at = value
+    for step in path[:-1]:
+        at = at[step]
+    if to is ...:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = to(at[path[-1]]) if callable(to) else to
+    return value
+
+
+def refused(value) -> str:
+    with pytest.raises(PlanFileError) as error:
+        planfile.validate(value)
+    return str(error.value)
+
+
+def test_a_plan_is_read_as_it_was_saved(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+    assert planfile.read(tmp_path / "plan.json").dumps() == PLAN.dumps()
+
+
+def test_saved_plans_meet_the_schema():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA.schema)
+    SCHEMA.validate(json.loads(PLAN.dumps()))
+    planfile.validate(json.loads(PLAN.dumps()))
+
+
+LEAF = ("inputs", "state/params/blocks/0/up")
+
+WRONG = [  # where, what stands there, what the error says, whether the schema says so too
+    (("version",), 2, "version: 2 is newer than this shardplan reads (1).\n  ways out: a newer shardplan", True),
+    (("version",), "1", "version: '1' is not a whole number of at least 1", True),
+    (("cluster",), 7, "cluster: 7 is not text", True),
+    (("status",), "infeasible", "status: 'infeasible' is not one of optimal, feasible, fallback", True),
+    (("gap",), -0.1, "gap: -0.1 is not a finite number of at least 0", True),
+    (("gap",), True, "gap: true is not a number", True),
+    (("gap",), 10**400, "is not a finite number", True),
+    (("tied",), 1, "tied: 1 is not true or false", True),
+    (("fingerprint",), ..., "fingerprint: is missing", True),
+    (("colour",), "red", "the file: has a field 'colour' that plan files do not have", True),
+    (("mesh", "sizes"), [2], "mesh.sizes: has 1 entries, not 2", False),
+    (("mesh", "sizes"), [2, 0], "mesh.sizes[1]: 0 is not a whole number of at least 1", True),
+    (("mesh", "axes"), ["data", "data"], "mesh.axes[1]: axis 'data' stands twice", True),
+    (("seconds", "total"), ..., "seconds.total: is missing", True),
+    (("seconds", "compute"), None, "seconds.compute: null is not a number", True),
+    (("memory", "at_peak", "optimizer"), "much", "memory.at_peak['optimizer']: 'much' is not a number", True),
+    (("memory", "profile"), lambda p: p * 40, "memory.profile: has 1640 entries, more than 1000", True),
+    (("inputs",), [], "inputs: a list is not an object", True),
+    ((*LEAF, "layout"), [[], ["modle"]], f"{W}.layout[1]: axis 'modle' is not in mesh data=2, model=4", False),
+    ((*LEAF, "layout"), [["model"], ["model"]], f"{W}.layout[1]: axis 'model' is used twice, also at {W}.layout[0]", False),
+    ((*LEAF, "layout"), [["model"]], f"{W}.layout: has 1 dims, the array 2", False),
+    ((*LEAF, "layout"), [[], "model"], f"{W}.layout[1]: 'model' is not a list", True),
+    ((*LEAF, "layout"), {"dims": [[], []], "partial": [["data", "sum"]]}, f"{W}.layout: is partial, which what goes in", True),
+    ((*LEAF, "shape"), [768, 3070], f"{W}.layout[1]: 4 shards over model do not divide 3070", False),
+    ((*LEAF, "shape"), [-1, 3072], f"{W}.shape[0]: -1 is not a whole number of at least 0", True),
+    ((*LEAF, "shape"), [768.0, 3072], f"{W}.shape[0]: 768.0 is not a whole number", False),
+    ((*LEAF, "dtype"), "", f"{W}.dtype: '' is not a name", True),
+    (("unknown",), [["f"]], "unknown[0]: has 1 entries, not 2", True),
+    (("decisions", 0, "line"), -1, "decisions[0].line: -1 is not a whole number", True),
+    (("decisions", 2, "occurrence"), 7, None, True),
+    (("decisions", 3, "occurrence"), 0, "decisions[3]: decides the same op as decisions[1]", False),
+    (("decisions", 1, "strategy"), {"modle": "a"}, "decisions[1].strategy: axis 'modle' is not in mesh", False),
+    (("decisions", 1, "results", 0, 2), ["x"], "decisions[1].results[0][2]: axis 'x' is not in mesh data=2, model=4", False),
+    (("decisions", 2, "moves", 0, "after"), [], "decisions[2].moves[0].after: has 0 dims, before has 3", False),
+    (("decisions", 2, "moves", 0, "before", "partial", 0, 1), "mean", "before.partial[0][1]: 'mean' is not one of sum,", True),
+    (("decisions", 2, "moves", 0, "before", "partial", 0, 0), "data", "before.partial[0]: axis 'data' is used twice", False),
+    (("decisions", 2, "moves", 0, "collectives", 0, "kind"), "broadcast", "collectives[0].kind: 'broadcast' is not one of", True),
+    (("decisions", 2, "moves", 0, "collectives", 0, "axes"), ["y"], "collectives[0].axes[0]: axis 'y' is not in", False),
+]
+
+
+@pytest.mark.parametrize(("path", "to", "text", "schema"), WRONG, ids=lambda v: str(v)[:40])
+def test_a_wrong_field_is_named(path, to, text, schema):
+    value = changed(*path, to=to)
+    if text is None:  # nothing wrong with it
+        planfile.validate(value)
+        SCHEMA.validate(value)
+        return
+    assert text in refused(value)
+    assert SCHEMA.is_valid(value) != schema
+
+
+def places(value, path=()):
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, x in inner:
+        yield from places(x, (*path, key))
+
+
+SMALL = transformer(layers=1).to_json()
+SMALL["memory"]["profile"] = SMALL["memory"]["profile"][:1]
+PLACES = [p for p in places(SMALL) if p]
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.sampled_from(["", "data", "model", "x", "sum", "\ud800"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["dims", "partial", "data"]), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(PLACES), JUNK)
+def test_junk_anywhere_is_refused_in_words_and_never_against_the_schema(path, junk):
+    value = copy.deepcopy(SMALL)
+    at = value
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = junk
+    try:
+        planfile.validate(value)
+    except PlanFileError:
+        return
+    assert SCHEMA.is_valid(value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"", "the file is empty"),
+        (b"\x80\x04\x95pickle", "this is no plan file: it is not text in UTF-8"),
+        (b"hello: world\n", "this is no plan file: it is not JSON"),
+        (b"[1, 2]", "this is no plan file: it has no format, a plan's is 'shardplan-plan'"),
+        (b'{"format": "shardplan-cluster", "version": 1}', "this is no plan file: its format is 'shardplan-cluster'"),
+        (PLAN.dumps().encode()[:3000], "the file ends in the middle.\n  way out: save the plan again"),
+        (PLAN.dumps().replace('"gap": 0.004', '"gap": NaN').encode(), "damaged: NaN is no number that a plan may hold"),
+        (PLAN.dumps().replace('"gap": 0.004', '"gap": 1e999').encode(), "gap: Infinity is not a finite number"),
+        (PLAN.dumps().replace('"gap": 0.004', '"gap": ' + "9" * 9999).encode(), "a number of thousands of digits"),
+        (PLAN.dumps().replace('"gap": 0.004', '"gap": 0, "gap": 1').encode(), "damaged: 'gap' stands twice in one object"),
+        (PLAN.dumps().replace('"gap": 0.004', '"gap" 0.004').encode(), "damaged at line 8, column 9: Expecting ':' delimiter"),
+        (b'{"format": "shardplan-plan", "version": 1, "mesh": ' + b"[" * 200_000, "no plan file: it nests too deeply"),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_files_that_are_no_plans(tmp_path, raw, text):
+    path = tmp_path / "plan.json"
+    path.write_bytes(raw)
+    with pytest.raises(PlanFileError) as error:
+        Plan.load(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert text in str(error.value)
+
+
+def test_a_plan_cut_anywhere_is_refused(tmp_path):
+    text, path = PLAN.dumps(), tmp_path / "plan.json"
+    for n in range(1, len(text) - 2, len(text) // 60):
+        path.write_text(text[:n])
+        with pytest.raises(PlanFileError):
+            Plan.load(path)
+
+
+def test_a_path_that_is_no_file_is_told(tmp_path):
+    with pytest.raises(PlanFileError, match=r"missing.json: cannot be read: No such file"):
+        Plan.load(tmp_path / "missing.json")
+    with pytest.raises(PlanFileError, match="cannot be read: Is a directory"):
+        Plan.load(tmp_path)
+
+
+def test_a_giant_file_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(planfile, "MAX_FILE_BYTES", 1000)
+    PLAN.save(tmp_path / "plan.json")
+    with pytest.raises(PlanFileError, match="the most a plan file may have"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    before = path.read_bytes()
+
+    def crash(*_):
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(OSError, match="disk gone"):
+        transformer(layers=2).save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in Path(tmp_path).iterdir()] == ["plan.json"]
+
+
+def test_a_plan_file_is_stable_text():
+    assert transformer().dumps() == PLAN.dumps()
+    assert not any(math.isinf(x) for x in VALUE["seconds"].values())
+    lines = PLAN.dumps().splitlines()
+    assert sum('"layout"' in line for line in lines) == len(PLAN.inputs) + len(PLAN.outputs)  # one line each
