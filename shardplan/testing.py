@@ -85,10 +85,10 @@ def _equations(closed, args) -> Iterator[tuple]:
             results = yield from _equations(inner, operands)
         else:
             if name == "scan":
-                n = params["num_consts"] + params["num_carry"]
-                yield from _equations(
-                    params["jaxpr"], [*operands[:n], *(x[0] for x in operands[n:])] if params["length"] else []
-                )
+                body = params["jaxpr"]
+                if params["length"]:  # an operand of one rank more than the body's is scanned over
+                    rows = [x[0] if jnp.ndim(x) > v.aval.ndim else x for x, v in zip(operands, body.jaxpr.invars, strict=True)]
+                    yield from _equations(body, rows)
             elif name == "while":
                 n = params["cond_nconsts"]
                 yield from _equations(params["body_jaxpr"], operands[n:])

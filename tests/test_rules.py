@@ -26,7 +26,7 @@ WITHOUT_EXAMPLE = """
     eq_to le_to lt_to threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape geqp3 from_edtype
     to_edtype  (inside others)
     empty empty2 broadcast_to zeros_like scatter_add scatter_sub scatter_mul scatter_max scatter_min  (other versions of jax)
-    device_put sharding_constraint reshard layout_constraint with_memory_space_constraint  (placements)
+    platform_index dce_sink device_put sharding_constraint reshard layout_constraint with_memory_space_constraint  (placements)
     mulhi select_and_scatter  (not lowered for CPU, not reachable)
 """
 

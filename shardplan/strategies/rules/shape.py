@@ -114,7 +114,7 @@ def _(x, *, out, reps, **_):
     return move((a,), (tuple(b if n == 1 else (*c, *b) for b, c, n in zip(a, r, reps, strict=True)),), sizes=sizes)
 
 
-@rule("iota", "empty", "empty2")
+@rule("iota", "empty", "empty2", "platform_index")
 def _(*ins, out, **_):
     return move(((),) * len(ins), (letters(out[0]),))
 

@@ -74,6 +74,7 @@ BINARY_INT = "and or shift_left shift_right_arithmetic shift_right_logical xor"
 BINARY = "atan2 div eq ge gt igamma igamma_grad_a igammac le lt max min mul ne nextafter polygamma pow rem zeta add sub"
 OTHER = "mulhi clamp regularized_incomplete_beta select_n convert_element_type integer_pow reduce_precision"
 
+SLOW = "igamma igamma_grad_a igammac polygamma zeta"  # to compile
 for _name in [*PLAIN.split(), "neg", "real", "imag", "conj", "complex", "stop_gradient"]:
     _fn = NAMED.get(_name, getattr(lax, _name, None))
     if _name in UNARY_INT.split():
@@ -83,7 +84,7 @@ for _name in [*PLAIN.split(), "neg", "real", "imag", "conj", "complex", "stop_gr
     elif _name in ("real", "imag", "conj"):
         add(_name, _fn, "c64[8,4]")
     elif _name == "complex" or _name in BINARY.split():
-        add(_name, _fn, "f32[8,4]", "f32[8,4]")
+        add(_name, _fn, *["f32[8]" if _name in SLOW.split() else "f32[8,4]"] * 2)
     elif _fn is not None and _name not in OTHER.split():
         add(_name, _fn, "f32[8,4]")
 
@@ -101,7 +102,7 @@ add("mul", lambda x: x * 2, "f32[]")
 add("name", lambda x: checkpoint_name(x, "kept"), "f32[8,4]")
 add("optimization_barrier", lambda x, y: lax.optimization_barrier((x, y)), "f32[8,4]", "i32[8]")
 add("reduce_precision", lambda x: lax.reduce_precision(x, 5, 10), "f32[8,4]")
-add("regularized_incomplete_beta", lax.betainc, "f32[8,4]", "f32[8,4]", "f32[8,4]")
+add("regularized_incomplete_beta", lax.betainc, "f32[8]", "f32[8]", "f32[8]")
 add("select_n", lax.select_n, "bool[8,4]", "f32[8,4]", "f32[8,4]")
 add("select_n", lax.select_n, "bool[]", "f32[8,4]", "f32[8,4]")
 add("sub", lax.sub, "f32[8,4]", "f32[8,4]")
