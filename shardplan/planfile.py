@@ -77,8 +77,12 @@ def _json(raw: bytes) -> Any:
     except json.JSONDecodeError as error:
         if raw.lstrip()[:1] != b"{":
             raise _Wrong("", "this is no plan file: it is not JSON") from None
-        cut = "the file ends in the middle" if error.pos >= len(error.doc.rstrip()) or "Unterminated" in error.msg else error.msg
-        raise _Wrong("", f"damaged at line {error.lineno}, column {error.colno}: {cut}.\n  way out: save the plan again") from None
+        cut = (
+            "the file ends in the middle" if error.pos >= len(error.doc.rstrip()) or "Unterminated" in error.msg else error.msg
+        )
+        raise _Wrong(
+            "", f"damaged at line {error.lineno}, column {error.colno}: {cut}.\n  way out: save the plan again"
+        ) from None
     except RecursionError:
         raise _Wrong("", "this is no plan file: it nests too deeply") from None
     except ValueError:
@@ -107,7 +111,9 @@ def _short(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}.get(type(value), "a number")
+    return {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}.get(
+        type(value), "a number"
+    )
 
 
 def _fail(at: str, value: Any, wanted: str):
@@ -203,7 +209,9 @@ FIELDS = (
 
 def _plan(value: Any) -> Plan:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        said = f"its format is {_short(value['format'])}" if isinstance(value, dict) and "format" in value else "it has no format"
+        said = (
+            f"its format is {_short(value['format'])}" if isinstance(value, dict) and "format" in value else "it has no format"
+        )
         raise _Wrong("", f"this is no plan file: {said}, a plan's is {FORMAT!r}")
     version = _int(1)(value.get("version"), "version")
     if version > VERSION:

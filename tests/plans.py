@@ -54,6 +54,7 @@ def transformer(file: str = "/home/ada/train.py", layers: int = 3) -> Plan:
     batch = leaf("batch/tokens", (16, 512), "data", "", kind="batch", dtype="int32")
 
     over_model = layout("data", "", "", partial=(("model", "sum"),))
+    over_data = layout("", "model", partial=(("data", "sum"),))
     row = Collective("all-reduce", ("model",), 12_582_912.0, 41e-6)
     whole = Collective("all-reduce", ("data",), 2_359_296.0, 18e-6)
     moved.append(
@@ -79,9 +80,7 @@ def transformer(file: str = "/home/ada/train.py", layers: int = 3) -> Plan:
             decision(
                 file, 5, "block", "transpose", n, phase="backward", seconds=3e-6, result="float32[768,3072]",
                 results=(layout("", "model"),),
-                moves=(
-                    Move(0, "float32[768,3072]", layout("", "model", partial=(("data", "sum"),)), layout("", "model"), (whole,)),
-                ),
+                moves=(Move(0, "float32[768,3072]", over_data, layout("", "model"), (whole,)),),
             )
         )  # fmt: skip
     profile = tuple({"activations": 1e8 * min(n, 40 - n), "optimizer": 6e8, "parameters": 3.1e8} for n in range(41))
@@ -101,7 +100,9 @@ def transformer(file: str = "/home/ada/train.py", layers: int = 3) -> Plan:
         status="feasible",
         gap=0.004,
         tied=True,
-        memory_=Memory(2.91e9, 80e9, "train.py:6 in block", {"activations": 2e9, "optimizer": 6e8, "parameters": 3.1e8}, profile),
+        memory_=Memory(
+            2.91e9, 80e9, "train.py:6 in block", {"activations": 2e9, "optimizer": 6e8, "parameters": 3.1e8}, profile
+        ),
         search="ilp",
         fingerprint="0123456789abcdef" * 4,
         unknown=(("my_kernel", "train.py:13"),),

@@ -91,7 +91,12 @@ WRONG = [  # where, what stands there, what the error says, whether the schema s
     (("decisions", 2, "moves", 0, "after"), [], "decisions[2].moves[0].after: has 0 dims, before has 3", False),
     (("decisions", 2, "moves", 0, "before", "partial", 0, 1), "mean", "before.partial[0][1]: 'mean' is not one of sum,", True),
     (("decisions", 2, "moves", 0, "before", "partial", 0, 0), "data", "before.partial[0]: axis 'data' is used twice", False),
-    (("decisions", 2, "moves", 0, "collectives", 0, "kind"), "broadcast", "collectives[0].kind: 'broadcast' is not one of", True),
+    (
+        ("decisions", 2, "moves", 0, "collectives", 0, "kind"),
+        "broadcast",
+        "collectives[0].kind: 'broadcast' is not one of",
+        True,
+    ),
     (("decisions", 2, "moves", 0, "collectives", 0, "axes"), ["y"], "collectives[0].axes[0]: axis 'y' is not in", False),
 ]
 
@@ -119,7 +124,9 @@ SMALL["memory"]["profile"] = SMALL["memory"]["profile"][:1]
 PLACES = [p for p in places(SMALL) if p]
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.sampled_from(["", "data", "model", "x", "sum", "\ud800"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["dims", "partial", "data"]), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["dims", "partial", "data"]), inner, max_size=2)
+    ),
     max_leaves=6,
 )
 

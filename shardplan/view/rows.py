@@ -1,0 +1,321 @@
+"""What of a plan is worth a row: inputs that are alike folded into one, and the step's ops gathered under the user's lines.
+
+Text and HTML show the same rows; neither counts anything itself.
+
+    state/blocks/{0..11}/attn/{key,query,value}/kernel  ->  state/blocks/*/attn/{key,query,value}/kernel   ×36
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.plan import Decision, Leaf, Move, Plan
+from shardplan.view.units import axes_text, clean, itemsize, placed, split_type, type_text
+
+KINDS = ("parameters", "optimizer", "batch", "constants", "output")
+PHASES = ("forward", "backward", "update")
+MAX_SOURCE_BYTES = 4_000_000
+WORTH = 0.01  # share of the step from which a line that splits nothing is shown all the same
+
+
+# ---- inputs and outputs
+
+
+@dataclass(frozen=True)
+class LeafRow:
+    """Leaves of one type, layout and kind whose paths differ in some segments.
+
+    Attributes:
+        path: what the paths have in common, "*" for all numbers there are, "{a,b}" for a choice.
+        leaves: them, in flat order.
+        device_bytes: what one device holds of all of them.
+    """
+
+    path: str
+    leaves: tuple[Leaf, ...]
+    device_bytes: float
+
+    @property
+    def first(self) -> Leaf:
+        return self.leaves[0]
+
+    @property
+    def count(self) -> int:
+        return len(self.leaves)
+
+    @cached_property
+    def type(self) -> str:
+        return type_text(self.first.dtype, self.first.shape, self.first.layout)
+
+
+def leaf_rows(leaves: Sequence[Leaf], mesh: MeshShape) -> tuple[LeafRow, ...]:
+    """Rows in the order of kinds, then of the first leaf."""
+    alike: dict[tuple, list[int]] = {}
+    for n, x in enumerate(leaves):
+        alike.setdefault((x.kind, x.dtype, x.shape, x.layout), []).append(n)
+    rows = []
+    for numbers in alike.values():
+        for path, members in fold([(leaves[n].path, n) for n in numbers], [x.path for x in leaves]):
+            chosen = tuple(leaves[n] for n in members)
+            first = chosen[0]
+            local = math.prod(first.layout.local_shape(first.shape, mesh)) * itemsize(first.dtype)
+            rows.append((_kind_order(first.kind), members[0], LeafRow(path, chosen, local * len(chosen))))
+    return tuple(row for *_, row in sorted(rows, key=lambda r: r[:2]))
+
+
+def _kind_order(kind: str) -> tuple[int, str]:
+    return (KINDS.index(kind), "") if kind in KINDS else (len(KINDS), kind)
+
+
+def fold(named: Sequence[tuple[str, int]], everything: Iterable[str]) -> list[tuple[str, list[int]]]:
+    """Paths that differ in one segment at a time, merged: (path with "*" or "{a,b}", numbers), in order of the first number."""
+    groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for path, n in named:
+        groups.setdefault(tuple((segment,) for segment in path.split("/")), []).append(n)
+    for at in range(max((len(k) for k in groups), default=0)):
+        merged: dict[tuple, tuple[list[str], list[int]]] = {}
+        for key, numbers in groups.items():
+            rest = (key[:at], key[at + 1 :], _stem(key[at][0])) if at < len(key) else (key, "short")
+            words, members = merged.setdefault(rest, ([], []))
+            words += [w for w in key[at] if w not in words] if at < len(key) else []
+            members += numbers
+        groups = {
+            (*rest[0], tuple(words), *rest[1]) if len(rest) == 3 else rest[0]: members
+            for rest, (words, members) in merged.items()
+        }
+    known = _numbers(everything)
+    out = [(clean("/".join(_segment(key, at, known) for at in range(len(key)))), sorted(n)) for key, n in groups.items()]
+    return sorted(out, key=lambda row: row[1][0])
+
+
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
+
+
+def _stem(segment: str) -> tuple[str, str] | None:
+    """What is around the number of a segment; segments without one merge with each other only."""
+    found = _NUMBERED.fullmatch(segment)
+    return (found[1], found[3]) if found else None
+
+
+def _wild(path: Sequence[str]) -> tuple[str, ...]:
+    return tuple("{}*{}".format(*stem) if (stem := _stem(s)) else s for s in path)
+
+
+def _numbers(paths: Iterable[str]) -> Mapping[tuple, set[int]]:
+    """The numbers that stand at a place of a path, whatever the other numbers are."""
+    out: dict[tuple, set[int]] = {}
+    for path in paths:
+        segments = path.split("/")
+        wild = _wild(segments)
+        for at, segment in enumerate(segments):
+            if found := _NUMBERED.fullmatch(segment):
+                out.setdefault((wild[: at + 1], at), set()).add(int(found[2]))
+    return out
+
+
+def _segment(key: tuple[tuple[str, ...], ...], at: int, known: Mapping[tuple, set[int]]) -> str:
+    words = key[at]
+    if len(words) == 1:
+        return words[0]
+    stem = _stem(words[0])
+    if stem is None:
+        return "{" + ",".join(words) + "}"
+    here = sorted(int(found[2]) for w in words if (found := _NUMBERED.fullmatch(w)))
+    there = known.get((_wild([k[0] for k in key[: at + 1]]), at), set())
+    return f"{stem[0]}*{stem[1]}" if set(here) == there else f"{stem[0]}{{{_ranges(here)}}}{stem[1]}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """ "0-3,6" of 0 1 2 3 6."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+# ---- the user's lines
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind, over the same axes, in one phase of one line; all runs of a step together."""
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    runs: float
+    bytes: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {axes_text(self.axes)}"
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to say beside a line: a layout of its results ("layout") or a reshard of an operand ("reshard")."""
+
+    what: str
+    phase: str
+    text: str
+    runs: float
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the user's program, or what stands on none (`number` 0).
+
+    Attributes:
+        file: as the program named it; `place` is for people, e.g. "train.py:41".
+        code: the line itself, "" where it cannot be read.
+        compute_s, communication_s: of all its ops that the plan speaks of, per step.
+    """
+
+    file: str
+    number: int
+    function: str
+    place: str
+    code: str
+    compute_s: float
+    communication_s: float
+    traffic: tuple[Traffic, ...]
+    notes: tuple[Note, ...]
+    splits: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.communication_s
+
+
+def lines(plan: Plan, source: bool = True) -> tuple[Line, ...]:
+    """The user's lines in the order in which they first run; `source` reads the code from disk."""
+    found: dict[tuple[str, int, str], list[Decision]] = {}
+    for d in plan.decisions:
+        if d.primitive == "arg" and not d.moves:
+            continue
+        border = "" if d.file else d.primitive if d.primitive in ("arg", "out") else "?"
+        found.setdefault((d.file, d.line, border), []).append(d)
+    names = file_names(file for file, *_ in found)
+    return tuple(
+        Line(
+            file,
+            number,
+            here[0].function,
+            f"{names[file]}:{number}" if file else {"arg": "inputs", "out": "outputs"}.get(border, "no line known"),
+            source_line(file, number) if source and file else "",
+            sum(d.runs * d.seconds for d in here),
+            sum(d.comm_seconds for d in here),
+            _traffic(here),
+            _notes(here),
+            any(x is not None and x.split_axes for d in here for x in d.results),
+        )
+        for (file, number, border), here in found.items()
+    )
+
+
+def _traffic(decisions: Sequence[Decision]) -> tuple[Traffic, ...]:
+    sums: dict[tuple, list[float]] = {}
+    for d in decisions:
+        for move in d.moves:
+            for c in move.collectives:
+                total = sums.setdefault((d.phase, c.kind, c.axes), [0.0, 0.0, 0.0])
+                for k, x in enumerate((1.0, c.bytes, c.seconds)):
+                    total[k] += d.runs * x
+    rows = [Traffic(*key, *total) for key, total in sums.items()]
+    return tuple(sorted(rows, key=lambda t: (_phase_order(t.phase), -t.seconds, t.kind, t.axes)))
+
+
+def _notes(decisions: Sequence[Decision]) -> tuple[Note, ...]:
+    sums: dict[tuple, list[float]] = {}
+    for d in decisions:
+        if d.primitive not in ("arg", "out") and d.results and (layout := d.results[0]) is not None:
+            total = sums.setdefault(("layout", d.phase, placed(d.result, layout)), [0.0] * 3)
+            total[0] += d.runs
+            total[2] += d.runs * d.seconds
+        for move in d.moves:
+            total = sums.setdefault(("reshard", d.phase, _reshard(move)), [0.0] * 3)
+            total[0] += d.runs
+            total[1] += d.runs * sum(c.bytes for c in move.collectives if c.kind != "slice")
+            total[2] += d.runs * sum(c.seconds for c in move.collectives)
+    rows = [Note(*key, *total) for key, total in sums.items()]
+    return tuple(sorted(rows, key=lambda n: (_phase_order(n.phase), n.what == "reshard", -n.seconds, n.text)))
+
+
+def _reshard(move: Move) -> str:
+    steps = ", ".join(f"{c.kind} over {axes_text(c.axes)}" for c in move.collectives)
+    return f"{steps} -> {placed(move.value, move.after)}"
+
+
+def _phase_order(phase: str) -> tuple[int, str]:
+    return (PHASES.index(phase), "") if phase in PHASES else (len(PHASES), phase)
+
+
+def is_library(file: str) -> bool:
+    return "/site-packages/" in file or "/dist-packages/" in file
+
+
+def file_names(files: Iterable[str]) -> dict[str, str]:
+    """Short names of files that tell them apart: the part inside site-packages, or as much of the end as is needed."""
+    distinct = list(dict.fromkeys(files))
+    out = {}
+    for file in distinct:
+        parts = re.split(r"[/\\]", file)
+        inside = max((n + 1 for n, p in enumerate(parts) if p in ("site-packages", "dist-packages")), default=0)
+        keep = len(parts) - inside if inside else 1
+        while keep < len(parts) and any(_tail(other, keep) == parts[-keep:] for other in distinct if other != file):
+            keep += 1
+        out[file] = clean("/".join(parts[-keep:]))
+    return out
+
+
+def _tail(file: str, n: int) -> list[str]:
+    return re.split(r"[/\\]", file)[-n:]
+
+
+def source_line(file: str, number: int) -> str:
+    """A line of Python source, or "" where there is none.
+
+    A plan may come from elsewhere, so only notebook cells of this process and plain `.py` files of sensible size are read.
+    """
+    if file not in linecache.cache:
+        path = Path(file)
+        try:
+            if path.suffix != ".py" or not path.is_absolute() or not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
+                return ""
+        except (OSError, ValueError):
+            return ""
+    else:
+        linecache.checkcache(file)
+    return clean(linecache.getline(file, number).rstrip().expandtabs(4))
+
+
+# ---- the step as a whole
+
+
+def unlisted_compute(plan: Plan) -> float:
+    """Seconds of compute in ops of which the plan says nothing, so that they stand on no line."""
+    return max(0.0, plan.seconds["compute"] - sum(d.runs * d.seconds for d in plan.decisions))
+
+
+def categories(plan: Plan) -> tuple[str, ...]:
+    """What memory is made of over the step, what stays longest first."""
+    order = ("parameters", "optimizer", "constants", "batch", "activations", "gradients", "update")
+    found = dict.fromkeys(k for p in (plan.memory_.at_peak, *plan.memory_.profile) for k in p)
+    return tuple(sorted(found, key=lambda k: (order.index(k) if k in order else len(order), k)))
+
+
+def same_type(a: Layout, b: Layout, text: str) -> tuple[str, str]:
+    """One type in two layouts."""
+    return (placed(text, a), placed(text, b)) if split_type(text) else (str(a), str(b))

@@ -1,0 +1,306 @@
+"""A plan as text: what it costs, where inputs live, what is sent and why, and the user's own lines with the choice beside them.
+
+Every line has at most 120 columns, no colours, and is the same for the same plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from shardplan.plan import Decision, Memory, Plan, PlanDiff
+from shardplan.view import rows
+from shardplan.view.units import bytes_text, clean, fit, fit_middle, memory_size, percent, time_text, times
+
+WIDTH = 120
+MOST_ROWS = 48
+MOST_NOTES = 3
+
+
+def summary(plan: Plan) -> str:
+    """Four lines: the mesh, how good the plan is, seconds per step, peak memory."""
+    s, sent = plan.seconds, plan.comm_bytes
+    devices = f"{plan.mesh.n_devices} device{'s' * (plan.mesh.n_devices != 1)}"
+    return "\n".join(
+        [
+            fit(clean(f"mesh    {plan.mesh} ({devices}), priced as {plan.cluster}"), WIDTH),
+            f"plan    {quality(plan)}",
+            f"step    {time_text(s['total'])} predicted = {time_text(s['compute'])} compute + "
+            f"{time_text(s['communication'])} communication"
+            + (f"; {bytes_text(sent)} through collectives per device" if sent else "; nothing is sent"),
+            f"memory  {_peak(plan.memory_)}",
+        ]
+    )
+
+
+def quality(plan: Plan) -> str:
+    """How the plan was found and what is proven of it."""
+    by = {"ilp": "integer program", "propagation": "propagation"}.get(plan.search, clean(plan.search))
+    alike = ", repeated layers alike" if plan.tied else ""
+    if plan.status == "optimal" or plan.gap <= 1e-6:
+        return f"optimal ({by}{alike})"
+    proof = f"at most {percent(plan.gap)} from the optimum" if plan.gap < 1 else "nothing proven"
+    found = "what propagation found" if plan.status == "fallback" else "feasible"
+    return f"{found}, {proof} ({by}{alike})"
+
+
+def explain(plan: Plan, source: bool = True) -> str:
+    """All there is to say; `source=False` leaves the annotated source lines out."""
+    lines = rows.lines(plan, source=source)
+    parts = [
+        summary(plan),
+        _leaf_table(plan),
+        _traffic_table(plan, lines),
+        _annotated(plan, lines) if source else "",
+        _unknown(plan),
+        memory_text(plan.memory_),
+    ]
+    return "\n\n".join(p for p in parts if p) + "\n"
+
+
+# ---- tables
+
+
+def _table(cells: Sequence[Sequence[str]], right: Iterable[int], widths: Mapping[int, int], indent: str = "  ") -> list[str]:
+    """Aligned rows, two spaces apart; columns of `right` stand right, those of `widths` are cut in the middle to fit."""
+    right = frozenset(right)
+    shown = [[fit_middle(c, widths.get(k, WIDTH)) for k, c in enumerate(row)] for row in cells]
+    size = [max(len(row[k]) for row in shown) for k in range(len(shown[0]))]
+    return [
+        indent
+        + "  ".join(c.rjust(n) if k in right else c.ljust(n) for k, (c, n) in enumerate(zip(row, size, strict=True))).rstrip()
+        for row in shown
+    ]
+
+
+def short_path(path: str) -> str:
+    """Long choices abbreviated: "{key,out,query,value}" as "{key,…}"."""
+    return re.sub(r"\{([^{},]+),[^{}]{12,}\}", r"{\1,…}", path)
+
+
+def _more(n: int, what: str) -> list[str]:
+    return [f"  ... and {n} more {what}"] if n > 0 else []
+
+
+def _leaf_table(plan: Plan) -> str:
+    found = rows.leaf_rows(plan.inputs, plan.mesh)
+    if not found:
+        return "inputs: none"
+    shown = found[:MOST_ROWS]
+    types = [row.type for row in shown]
+    specs = [clean(str(row.first.layout)) if row.first.layout.split_axes else "whole" for row in shown]
+    room = WIDTH - 26 - min(max(map(len, types)), 40) - min(max(map(len, specs)), 30)
+    cells, kind = [["inputs", "", "", "", "per device"]], None
+    for n, title, path in _paths(shown, room):
+        if shown[n].first.kind != kind:
+            kind = shown[n].first.kind
+            cells.append([f"{clean(kind)}:", "", "", "", ""])
+        if title:
+            cells.append([f"  {title}", "", "", "", ""])
+        cells.append([f"  {path}", types[n], specs[n], times(shown[n].count), memory_size(shown[n].device_bytes)])
+    table = _table(cells, right=(3, 4), widths={0: room, 1: 40, 2: 30}, indent="")
+    return "\n".join(table + _more(len(found) - MOST_ROWS, "rows"))
+
+
+def _paths(shown: Sequence[rows.LeafRow], room: int):
+    """(row number, title, path): paths that are too long stand under a title with the start that they share."""
+    for kind in dict.fromkeys(row.first.kind for row in shown):
+        here = [(n, short_path(row.path)) for n, row in enumerate(shown) if row.first.kind == kind]
+        long = [(n, path) for n, path in here if len(path) > room - 2]
+        start = _common_start([path for _, path in long])
+        yield from ((n, "", path) for n, path in here if len(path) <= room - 2)
+        for k, (n, path) in enumerate(long):
+            yield n, start if k == 0 else "", "  " * bool(start) + path[len(start) :]
+
+
+def _common_start(paths: Sequence[str]) -> str:
+    """ "a/b/" of "a/b/c" and "a/b/d"."""
+    shared = itertools.takewhile(lambda at: len(set(at)) == 1, zip(*(p.split("/")[:-1] for p in paths), strict=False))
+    return "".join(f"{at[0]}/" for at in shared)
+
+
+def _traffic_table(plan: Plan, lines: Sequence[rows.Line]) -> str:
+    moved = [line for line in lines if line.traffic]
+    if not moved:
+        return "collectives: none"
+    total = plan.seconds["total"] or 1.0
+    moved.sort(key=lambda line: (-line.communication_s, line.place))
+    head = ["collectives", "per step", "bytes", "time", "of step"]
+    body, titles = [], {}
+    for line in moved[:MOST_ROWS]:
+        titles[len(body)] = fit(f"  {line.place}  {line.code.strip()}".rstrip(), WIDTH)
+        body += [
+            [
+                f"    {t.phase:<8}  {t}",
+                f"{t.runs:.10g}",
+                bytes_text(t.bytes) if t.kind != "slice" else "",
+                time_text(t.seconds),
+                percent(t.seconds / total),
+            ]
+            for t in line.traffic
+        ]
+    table = _table([head, *body], right=(1, 2, 3, 4), widths={0: 72}, indent="")
+    out = [table[0]]
+    for n, row in enumerate(table[1:]):
+        out += [titles[n], row] if n in titles else [row]
+    return "\n".join(out + _more(len(moved) - MOST_ROWS, "lines"))
+
+
+# ---- the user's lines
+
+
+def _annotated(plan: Plan, lines: Sequence[rows.Line]) -> str:
+    total = plan.seconds["total"] or 1.0
+    shown = [line for line in lines if line.code and _worth_showing(line, total)]
+    files: dict[str, list[rows.Line]] = {}
+    for line in sorted(shown, key=lambda line: rows.is_library(line.file)):
+        files.setdefault(line.file, []).append(line)
+    texts = ["\n".join(_file(sorted(here, key=lambda line: line.number))) for here in files.values()]
+    return (
+        "\n\n".join([_columns("source lines, each with its results and reshards", "per step", "bytes", "time"), *texts])
+        if texts
+        else ""
+    )
+
+
+def _worth_showing(line: rows.Line, total: float) -> bool:
+    heavy = line.seconds >= rows.WORTH * total
+    return bool(line.traffic) or heavy or (line.splits and not rows.is_library(line.file))
+
+
+def _columns(left: str, runs: str, sent: str, seconds: str) -> str:
+    return f"{fit(left, WIDTH - 28).ljust(WIDTH - 27)}{runs:>8}{sent:>10}{seconds:>9}".rstrip()
+
+
+def _file(here: Sequence[rows.Line]):
+    yield here[0].place.rsplit(":", 1)[0]
+    before = None
+    for line in here:
+        if before is not None and line.number > before + 1:
+            yield "    ⋮"
+        before = line.number
+        indent = len(line.code) - len(line.code.lstrip())
+        yield f"{line.number:5d}  {fit(line.code, WIDTH - 7)}"
+        for note in _pick(line):
+            text, *amounts = note
+            yield _columns(f"{' ' * 7}{' ' * min(indent, 24)}# {text}", *amounts)
+
+
+def _pick(line: rows.Line):
+    """(text, times, bytes, time) of what is said under a line: every reshard, and the layouts that cost most."""
+    seen: dict[tuple[str, str], int] = {}
+    for note in line.notes:
+        seen[note.phase, note.what] = seen.get((note.phase, note.what), 0) + 1
+    told: dict[tuple[str, str], int] = {}
+    for note in line.notes:
+        key = note.phase, note.what
+        told[key] = told.get(key, 0) + 1
+        most = 2 * MOST_NOTES if note.what == "reshard" else MOST_NOTES
+        if told[key] == most + 1:
+            yield f"{note.phase:<8}  ... and {seen[key] - most} more {note.what}s", "", "", ""
+        elif told[key] <= most:
+            sent = bytes_text(note.bytes) if note.bytes else ""
+            yield f"{note.phase:<8}  {note.text}", times(note.runs), sent, time_text(note.seconds) if note.seconds else ""
+
+
+def _unknown(plan: Plan) -> str:
+    if not plan.unknown:
+        return ""
+    found = dict.fromkeys(plan.unknown)
+    return "\n".join(
+        ["kept whole on every device, for want of a rule (shardplan.register_rule adds one)"]
+        + [fit(f"  {clean(primitive)} at {clean(source)}", WIDTH) for primitive, source in list(found)[:MOST_ROWS]]
+        + _more(len(found) - MOST_ROWS, "ops")
+    )
+
+
+# ---- memory
+
+
+def _peak(memory: Memory) -> str:
+    of = f" of {memory_size(memory.limit)}" if memory.limit else ", no limit"
+    where = f", at {clean(memory.where)}" if memory.where else ""
+    return fit(f"{memory_size(memory.peak)} per device{of} at its peak{where}", WIDTH - 8)
+
+
+def memory_text(memory: Memory) -> str:
+    """Bytes per device at the peak, by category."""
+    cells = [
+        [clean(k), memory_size(v), percent(v / memory.peak if memory.peak else 0.0)] for k, v in memory.at_peak.items() if v
+    ]
+    cells.append(["together", memory_size(memory.peak), "100 %" if memory.peak else ""])
+    if memory.limit:
+        cells.append(["budget", memory_size(memory.limit), f"{percent(memory.peak / memory.limit)}", "used"])
+    cells = [[*row, ""][:4] for row in cells]
+    head = fit(f"memory per device at the peak{f', {clean(memory.where)}' if memory.where else ''}", WIDTH)
+    return "\n".join([head, *_table(cells, right=(1, 2), widths={0: 40})])
+
+
+# ---- two plans
+
+
+def diff_text(diff: PlanDiff) -> str:
+    """What the second plan does differently, and what that costs or saves."""
+    a, b = diff.a, diff.b
+    out = []
+    if a.mesh != b.mesh:
+        out.append(fit(clean(f"mesh      {a.mesh} -> {b.mesh}"), WIDTH))
+    if a.cluster != b.cluster:
+        out.append(fit(clean(f"cluster   {a.cluster} -> {b.cluster}"), WIDTH))
+    if a.fingerprint != b.fingerprint:
+        out.append("program   the plans are for different programs")
+    for name, x, y, text in (
+        ("step", a.seconds["total"], b.seconds["total"], time_text),
+        ("compute", a.seconds["compute"], b.seconds["compute"], time_text),
+        ("sent", a.comm_bytes, b.comm_bytes, bytes_text),
+        ("memory", a.memory_.peak, b.memory_.peak, memory_size),
+    ):
+        change = "same" if x == y else f"{'+' if y > x else '-'}{percent(abs(y - x) / x)}" if x else "new"
+        out.append(f"{name:<8}  {text(x):>9} -> {text(y):>9}   {change}")
+    out += _diff_leaves(diff) + _diff_decisions(diff)
+    if not diff:
+        out.append("the plans split everything alike")
+    return "\n".join(out) + "\n"
+
+
+def _diff_leaves(diff: PlanDiff) -> list[str]:
+    if not diff.leaves:
+        return []
+    known = {x.path: x for p in (diff.b, diff.a) for x in p.inputs}
+    alike: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for n, (path, before, after) in enumerate(diff.leaves):
+        leaf = known[path]
+        texts = tuple("not there" if x is None else rows.type_text(leaf.dtype, leaf.shape, x) for x in (before, after))
+        alike.setdefault((texts[0], texts[1]), []).append((path, n))
+    cells = []
+    for (x, y), paths in alike.items():
+        cells += [(n[0], [path, x, "->", y, times(len(n))]) for path, n in rows.fold(paths, list(known))]
+    cells.sort(key=lambda row: row[0])
+    table = _table([c for _, c in cells[:MOST_ROWS]], right=(4,), widths={0: 42, 1: 30, 3: 30})
+    return ["", "inputs", *table, *_more(len(cells) - MOST_ROWS, "rows")]
+
+
+def _diff_decisions(diff: PlanDiff) -> list[str]:
+    alike: dict[tuple, int] = {}
+    for (file, line, primitive, phase, _), x, y in diff.decisions:
+        if primitive in ("arg", "out"):
+            continue
+        place = f"{clean(file)}:{line}" if file else "no line known"
+        key = (place, phase, clean(primitive), _strategy(x), _strategy(y))
+        alike[key] = alike.get(key, 0) + 1
+    if not alike:
+        return []
+    cells = [
+        [place, phase, primitive, x, "->", y if x != y else "other reshards", times(n)]
+        for (place, phase, primitive, x, y), n in alike.items()
+    ]
+    table = _table(cells[:MOST_ROWS], right=(6,), widths={0: 30, 2: 16, 3: 22, 5: 22})
+    title = "inside the step: what each mesh axis splits, in the letters of the op's rule"
+    return ["", title, *table, *_more(len(cells) - MOST_ROWS, "rows")]
+
+
+def _strategy(decision: Decision | None) -> str:
+    if decision is None:
+        return "left open"
+    return clean(", ".join(f"{axis}: {letter}" for axis, letter in decision.strategy.items())) or "whole"
