@@ -3,11 +3,13 @@
 from shardplan.xla.check import Line, Replica, Report, check
 from shardplan.xla.compile import Compiled, CompilerMissing, Memory, available, compile, lower
 from shardplan.xla.hlo import Collective, Part, Product, collectives, flops, products
+from shardplan.xla.peak import Buffer
 from shardplan.xla.remat import Rematerialization, rematerializations
 from shardplan.xla.schedule import Overlap, Timeline, Work, overlaps, simulate
 from shardplan.xla.targets import Gpu, Target, gpus
 
 __all__ = [
+    "Buffer",
     "Collective",
     "Compiled",
     "CompilerMissing",

@@ -1,7 +1,8 @@
 """Compiles one lowered module for devices that need not exist: what the parent hands over, and the child that compiles it.
 
 The parent writes `module.mlirbc` (StableHLO with its shardings, no user code) and `request.json` into a folder; the child,
-started as `python -P _backend.py FOLDER`, writes `module.hlo` and `result.json`. It imports jax and nothing of this package.
+started as `python -P _backend.py FOLDER`, writes `module.hlo`, `before.hlo`, `dump/` and `result.json`. It imports jax and
+nothing of this package.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _meshes(lowered) -> list[tuple[list[str], list[int]]]:
     return [(list(names), list(sizes)) for (names, sizes), _ in found.most_common() if math.prod(sizes) > 1]
 
 
-def _compile(module: bytes, request: dict):
+def _compile(module: bytes, request: dict, folder: Path):
     import jax
     import numpy as np
     from jax._src import compiler
@@ -106,6 +107,8 @@ def _compile(module: bytes, request: dict):
     devices = np.array(devices[: request["n_devices"]]).reshape(1, -1)
     client = devices.flat[0].client
     flags, dropped = dict(request["flags"]), []
+    if request["platform"] == "cuda":
+        flags["xla_dump_to"] = str(folder / "dump")
     while True:
         options = compiler.get_compile_options(
             1, devices.size, devices, env_options_overrides={**flags, **request["options"]}, backend=client
@@ -143,7 +146,7 @@ def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     started = time.perf_counter()
     try:
-        executable, dropped = _compile((folder / "module.mlirbc").read_bytes(), request)
+        executable, dropped = _compile((folder / "module.mlirbc").read_bytes(), request, folder)
         text = executable.hlo_modules()[0].to_string()
         stats = executable.get_compiled_memory_stats()
     except Exception as error:

@@ -28,6 +28,7 @@ from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.xla import _backend
 from shardplan.xla.compile import Compiled, compile_lowered, lower_for
 from shardplan.xla.hlo import Collective, Part, human_bytes
+from shardplan.xla.peak import Buffer
 from shardplan.xla.remat import Rematerialization
 from shardplan.xla.schedule import Overlap, overlaps
 from shardplan.xla.targets import Target
@@ -273,6 +274,7 @@ def _describe(report: Report) -> str:
         f"{human_bytes(hidden)} of it while other work may run",
     ]
     lines += _describe_lines(report.lines)
+    lines += _section("largest at the memory's peak", [_describe_buffer(b, compiled.n_devices) for b in compiled.peak[:6]])
     lines += _section("held by several devices, the most wasteful first", [str(r) for r in report.replicas[:5]])
     lines += _section("XLA warns", [_describe_remat(r) for r in report.rematerializations])
     lines += _section("failed", list(report.failures))
@@ -293,6 +295,14 @@ def _describe_lines(found: tuple[Line, ...]) -> list[str]:
             times = f"up to {human_bytes(biggest)} x {line.count:g}" if line.count != 1 else human_bytes(biggest)
             out.append(f"     {what:<38} {times:>20}  {human_bytes(line.bytes):>8}  {line.phase}".rstrip())
     return out
+
+
+def _describe_buffer(b: Buffer, n_devices: int) -> str:
+    frame = users_line(b.stack)
+    where = f"{Path(frame.file).name}:{frame.line}  {linecache.getline(frame.file, frame.line).strip()}" if frame else b.op_name
+    what = str(b.array or b.name)
+    whole = "  whole on every device" if b.copies == n_devices else ""
+    return f"{human_bytes(b.bytes):>8}  {what:<24} {where}{whole}".rstrip()
 
 
 def _describe_remat(r: Rematerialization) -> str:

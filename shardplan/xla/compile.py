@@ -29,6 +29,7 @@ from typing import Any
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import _backend, targets
 from shardplan.xla.hlo import Collective, collectives, flops, human_bytes
+from shardplan.xla.peak import Buffer, buffers
 from shardplan.xla.remat import Rematerialization, rematerializations
 from shardplan.xla.targets import Target
 from shardplan.xla.text import Module, read
@@ -77,6 +78,7 @@ class Compiled:
         mesh: names the axes of collectives and warnings; None when the program has no mesh.
         n_devices: number of devices the program runs on.
         before: HLO before any pass, of all devices together.
+        live_range: XLA's own list of what is alive when; '' for CPUs.
         seconds: time of the compiler itself.
         dropped_flags: flags this XLA does not know.
     """
@@ -91,6 +93,7 @@ class Compiled:
     n_devices: int
     seconds: float
     before: str = ""
+    live_range: str = ""
     dropped_flags: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -123,6 +126,16 @@ class Compiled:
         """Flops of all devices over those of the program: 1 when no product is done twice; None when there are none."""
         whole = flops(self.before) if self.before else 0.0
         return self.flops * self.n_devices / whole if whole else None
+
+    @property
+    def live_bytes(self) -> int:
+        """Sum of what is alive at the peak; `memory.peak_bytes` is more where XLA's placement leaves gaps."""
+        return sum(b.bytes for b in self.peak)
+
+    @cached_property
+    def peak(self) -> tuple[Buffer, ...]:
+        """What is alive when memory is fullest, the largest first; () where XLA does not tell (CPUs)."""
+        return buffers(self.live_range, self.module, read(self.before) if self.before else None)
 
     @cached_property
     def rematerializations(self) -> tuple[Rematerialization, ...]:
@@ -277,7 +290,8 @@ def _in_child(module: bytes, request: dict, environment: dict, target: Target | 
             mesh=None,
             n_devices=request["n_devices"],
             seconds=result.get("seconds", seconds),
-            before=(folder / "before.hlo").read_text() if (folder / "before.hlo").exists() else "",
+            before=_text(folder, "before.hlo"),
+            live_range=_text(folder / "dump", "*live-range.txt"),
             dropped_flags=tuple(result.get("dropped", ())),
         )
 
@@ -296,6 +310,10 @@ def _environment(request: dict) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+
+
+def _text(folder: Path, pattern: str) -> str:
+    return next((p.read_text(errors="replace") for p in sorted(folder.glob(pattern))), "")
 
 
 def _memory(sizes: Mapping[str, int], target: Target | None) -> Memory:

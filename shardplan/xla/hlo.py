@@ -193,7 +193,7 @@ def products(text: str | Module) -> tuple[Product, ...]:
                 found = _flops(module, i)
                 if found:
                     kind, n, dtype = found
-                    op_name, stack = _origin(module, i)
+                    op_name, stack = origin(module, i)
                     out.append(
                         Product(kind, i.name, i.arrays[0], dtype, n, module.runs[computation], computation, op_name, stack)
                     )
@@ -301,9 +301,9 @@ def _parts(module: Module, i: Instruction, operands: tuple[Instruction, ...], la
 def _part(module: Module, i: Instruction, array: Array, operand: Instruction, element: int | None) -> Part:
     """The part that is element `element` of the result; None: the whole of it, -1: a piece of a flat buffer."""
     consumer = _consumer(module, i, element) if element != -1 else ()
-    op_name, stack = _origin(module, operand) if element is not None else (i.op_name, module.stack(i))
+    op_name, stack = origin(module, operand) if element is not None else (i.op_name, module.stack(i))
     if not stack:
-        op_name, stack = _origin(module, operand)
+        op_name, stack = origin(module, operand)
     by_hand = "all_gather" in i.op_name.rsplit("/", 1)[-1]
     if consumer and (not stack or (kind_of(i) == "all-gather" and not by_hand)):
         stack = consumer
@@ -353,7 +353,7 @@ def _scaled(a: Array, scale: float) -> Array:
     return a if scale == 1 else Array(a.dtype, (int(a.size * scale),))
 
 
-def _origin(module: Module, i: Instruction) -> tuple[str, tuple[Frame, ...]]:
+def origin(module: Module, i: Instruction) -> tuple[str, tuple[Frame, ...]]:
     """Name and place of an instruction, or of the nearest one it is only a copy of that has them."""
     seen = i
     for _ in range(12):

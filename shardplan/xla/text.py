@@ -93,7 +93,7 @@ class Instruction:
     @property
     def op_name(self) -> str:
         found = _OP_NAME.search(self.attributes)
-        return found[1] if found else ""
+        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
 
 @dataclass(frozen=True)

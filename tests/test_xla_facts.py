@@ -1,0 +1,204 @@
+"""What XLA for GPU does with the patterns the planner builds on; a JAX release that changes one of these changes a price.
+
+Each line is measured by compiling for 8 absent GPUs: mesh data=4, model=2 unless `data` alone.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.lax import with_sharding_constraint as constrain
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardplan.xla import available, compile
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"'),
+]
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+B, D = 512, 1024
+
+
+def s(*entries):
+    return NamedSharding(MESH, P(*entries))
+
+
+def a(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def emitted(fn, *args, ins, outs=None) -> list[str]:
+    """'kind over axes: arrays x runs' of every collective, sorted."""
+    extra = {} if outs is None else {"out_shardings": outs}
+    done = compile(jax.jit(fn, in_shardings=ins, **extra), *args, target="h200:8")
+    assert done.ok, done.error
+
+    def shape(part):
+        flat = len(part.array.shape) == 1 and part.array.size > D
+        return f"{part.array.dtype}:{part.array.size}" if flat else str(part.array)
+
+    return sorted(
+        f"{c.kind} over {','.join(c.axes)}: {' + '.join(map(shape, c.parts))}{f' x{c.runs:g}' if c.runs != 1 else ''}"
+        for c in done.collectives
+    )
+
+
+PARTIAL = {"ins": (s(None, ("data", "model")), s(("data", "model"))), "args": (a(B, D), a(D, D))}
+
+
+def partial_to(*steps):
+    def fn(x, w):
+        y = x @ w
+        for entries in steps:
+            y = constrain(y, s(*entries))
+        return y * 2
+
+    return emitted(fn, *PARTIAL["args"], ins=PARTIAL["ins"])
+
+
+@pytest.mark.parametrize("entries", [(("data", "model"), None), (("model", "data"), None), (None, ("data", "model"))])
+def test_a_partial_result_is_scattered_over_all_its_axes_on_one_dim(entries):
+    assert partial_to(entries) == ["reduce-scatter over data,model: f32[512,1024]"]
+
+
+def test_a_partial_result_over_two_axes_to_two_dims_is_reduced_whole():
+    assert partial_to(("data", "model")) == ["all-reduce over data,model: f32[512,1024]"]
+
+
+def test_but_scattered_twice_when_the_step_between_is_constrained():
+    assert partial_to(("data", None), ("data", "model")) == [
+        "reduce-scatter over data: f32[512,1024]",
+        "reduce-scatter over model: f32[128,1024]",
+    ]
+
+
+def test_a_partial_result_scattered_over_one_axis_is_then_reduced_over_the_other():
+    assert partial_to(("data", None)) == [
+        "all-reduce over model: f32[128,1024]",
+        "reduce-scatter over data: f32[512,1024]",
+    ]
+
+
+SUMS = {"ins": (s(None, "model"), s(None, "model"), s("model"), s("model"))}
+SUM_ARGS = (a(B, D), a(B, D), a(D, D), a(D, D))
+
+
+def test_a_sum_of_two_partial_results_is_reduced_once():
+    found = emitted(lambda x, y, v, w: x @ v + y @ w, *SUM_ARGS, outs=s(), **SUMS)
+    assert found == ["all-reduce over model: f32[512,1024]"]
+
+
+def test_but_twice_when_anything_stands_between_them():
+    found = emitted(lambda x, y, v, w: x @ v - y @ w, *SUM_ARGS, outs=s(), **SUMS)
+    assert found == ["all-reduce over model: f32:524288 + f32:524288"]
+
+
+def layer(gather):
+    def fn(x, w):
+        w = constrain(w, s()) if gather else w
+        return jnp.tanh(x @ w) @ w.T
+
+    return fn
+
+
+@pytest.mark.parametrize(("gather", "times"), [(False, 2), (True, 1)])
+def test_a_split_weight_used_straight_and_transposed_is_gathered_twice_unless_constrained(gather, times):
+    found = emitted(layer(gather), a(4 * B, D), a(D, D), ins=(s("data"), s("data")))
+    assert found == ["all-gather over data: " + " + ".join(["f32[1024,1024]"] * times)]
+
+
+def test_xla_gathers_the_activation_instead_when_it_is_the_smaller_one():
+    found = emitted(layer(False), a(B, D), a(D, D), ins=(s("data"), s("data")))
+    assert found == ["all-gather over data: f32[1024,1024]", "all-gather over data: f32[512,1024]"]
+
+
+def test_two_gathers_of_one_weight_are_one():
+    def fn(x, w):
+        return jnp.tanh(x @ constrain(w, s())) @ constrain(w, s())
+
+    assert emitted(fn, a(B, D), a(D, D), ins=(s("data"), s("data"))) == ["all-gather over data: f32[1024,1024]"]
+
+
+def test_and_stay_two_behind_a_barrier_that_ties_the_weight_to_the_activation():
+    def fn(x, w):
+        y = x @ constrain(w, s())
+        w, y = jax.lax.optimization_barrier((w, y))
+        return jnp.tanh(y) @ constrain(w, s())
+
+    assert emitted(fn, a(B, D), a(D, D), ins=(s("data"), s("data"))) == ["all-gather over data: f32[1024,1024]"] * 2
+
+
+@pytest.mark.parametrize(("gather", "backward"), [(False, 2), (True, 1)])
+def test_recomputed_fsdp_layers_gather_once_more_unless_constrained(gather, backward):
+    def loss(w, x):
+        x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (layer(gather)(x, w), None)), x, w)
+        return jnp.sum(x * x)
+
+    split = s(None, "data")
+    found = emitted(jax.value_and_grad(loss), a(6, D, D), a(4 * B, D), ins=(split, s("data")), outs=(s(), split))
+    parts = sum(line.count("f32[1024,1024]") for line in found if line.startswith("all-gather"))
+    assert parts == (2 if not gather else 1) + backward
+
+
+def test_a_weight_is_cast_before_it_is_gathered():
+    found = emitted(lambda x, w: x @ w.astype(BF16), a(B, D, dtype=BF16), a(D, D), ins=(s("data"), s("data")))
+    assert found == ["all-gather over data: bf16[1024,1024]"]
+
+
+def gradient(w, x):
+    return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+
+
+def accumulated(w, x):
+    return w - jax.lax.scan(lambda g, x: (g + gradient(w, x), None), jnp.zeros_like(w), x)[0]
+
+
+def test_accumulated_gradients_are_reduced_once_after_the_loop():
+    found = emitted(accumulated, a(D, D), a(8, B, D), ins=(s(), s(None, "data")), outs=s())
+    assert found == ["all-reduce over data: f32[1024,1024]"]
+
+
+def test_but_scattered_and_gathered_in_every_round_when_split():
+    found = emitted(accumulated, a(D, D), a(8, B, D), ins=(s("data"), s(None, "data")), outs=s("data"))
+    assert found == ["all-gather over data: f32[1024,1024] x8", "reduce-scatter over data: f32[1024,1024] x8"]
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (("model", None), ["all-reduce over model: f32[16,128,1024]"]),
+        ((None, "model"), ["all-gather over model: f32[16,128,1024]"]),
+    ],
+)
+def test_embedding_lookup_moves_activations(table, expected):
+    def fn(table, tokens):
+        return constrain(table[tokens], s("data", None, None)) * 2
+
+    assert emitted(fn, a(32000, D), a(64, 128, dtype=jnp.int32), ins=(s(*table), s("data"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (("data", None), (None, "data"), ["all-to-all over data: f32[128,4,128]"]),
+        (("data", None), (("data", "model"), None), []),
+        ((("data", "model"), None), ("data", "model"), ["all-to-all over model: f32[1,64,2,256]"]),
+        ((("data", "model"), None), (("model", "data"), None), ["collective-permute over data,model: f32[64,512]"]),
+        (
+            ("data", "model"),
+            ("model", "data"),
+            ["all-to-all over data: f32[128,2,128]", "collective-permute over data,model: f32[256,128]"],
+        ),
+        (
+            ("data", "model"),
+            (None, None),
+            ["all-gather over data: f32[512,512]", "all-gather over model: f32[256,256]"],
+        ),
+    ],
+)
+def test_reshards(before, after, expected):
+    found = emitted(lambda x: constrain(jnp.sin(x), s(*after)) * 2, a(512, 512), ins=(s(*before),))
+    assert found == expected
