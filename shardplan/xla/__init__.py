@@ -1,6 +1,7 @@
-"""What XLA made of it: compile for devices present or absent, read the result, check it."""
+"""What XLA made of it: compile for devices present or absent, read the result, check it, compare it with what was planned."""
 
 from shardplan.xla.check import Line, Replica, Report, check
+from shardplan.xla.compare import Comparison, Emitted, Expected, Finding, compare
 from shardplan.xla.compile import Compiled, CompilerMissing, Memory, available, compile, lower
 from shardplan.xla.hlo import Collective, Part, Product, collectives, flops, products
 from shardplan.xla.peak import Buffer
@@ -11,8 +12,12 @@ from shardplan.xla.targets import Gpu, Target, gpus
 __all__ = [
     "Buffer",
     "Collective",
+    "Comparison",
     "Compiled",
     "CompilerMissing",
+    "Emitted",
+    "Expected",
+    "Finding",
     "Gpu",
     "Line",
     "Memory",
@@ -28,6 +33,7 @@ __all__ = [
     "available",
     "check",
     "collectives",
+    "compare",
     "compile",
     "flops",
     "gpus",

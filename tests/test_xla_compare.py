@@ -1,0 +1,78 @@
+"""Planned against emitted: each verdict by name."""
+
+import gzip
+import pathlib
+from dataclasses import replace
+
+from shardplan.mesh.layout import MeshShape
+from shardplan.xla import Expected, collectives, compare
+from shardplan.xla.compare import wire_bytes
+
+MESH = MeshShape(("data", "model"), (4, 2))
+TEXT = gzip.decompress((pathlib.Path(__file__).parent / "data" / "hlo" / "fsdp_gpu_0.12.hlo.gz").read_bytes()).decode()
+EMITTED = collectives(TEXT, MESH)
+W = 256 * 512 * 4
+
+# Gathered forward, recomputed and backward for the first product, forward and backward for the second; gradients scattered.
+PLAN = [
+    Expected("all-gather", ("data",), W, 4, 18, "src/programs.py:19"),
+    Expected("all-gather", ("data",), W, 4, 12, "src/programs.py:20"),
+    Expected("reduce-scatter", ("data",), W, 4, 6, "src/programs.py:19"),
+    Expected("reduce-scatter", ("data",), W, 4, 6, "src/programs.py:20"),
+    Expected("all-reduce", ("model",), 16 * 256 * 4, 2, 6, "src/programs.py:19"),
+    Expected("all-reduce", ("model",), 16 * 256 * 4, 2, 6, "src/programs.py:20"),
+    Expected("all-reduce", ("data",), 4, 4, 1, "src/programs.py:23"),
+]
+
+
+def verdicts(plan):
+    return {(f.verdict, f.source.rpartition("/")[2], f.axes) for f in compare(plan, EMITTED).findings if f.verdict != "same"}
+
+
+def test_a_right_plan_is_the_same_everywhere():
+    found = compare(PLAN, EMITTED)
+    assert {f.verdict for f in found.findings} == {"same"}
+    assert found.ratio == 1
+    assert str(found).endswith("5 of 5 as planned")
+
+
+def test_unplanned_and_missing():
+    assert verdicts(PLAN[:-1]) == {("unplanned", "programs.py:23", ("data",))}
+    extra = Expected("all-to-all", ("model",), 4096, 2, 1, "src/programs.py:30")
+    assert verdicts([*PLAN, extra]) == {("missing", "programs.py:30", ("model",))}
+
+
+def test_a_gather_planned_once_too_often_is_cheaper_and_once_too_seldom_dearer():
+    assert verdicts([replace(PLAN[0], runs=30), *PLAN[1:]]) == {("cheaper", "programs.py:19", ("data",))}
+    assert verdicts([replace(PLAN[0], runs=6), *PLAN[1:]]) == {("dearer", "programs.py:19", ("data",))}
+
+
+def test_an_all_reduce_where_a_scatter_was_planned_is_dearer():
+    planned = [Expected("reduce-scatter", ("model",), 16 * 256 * 4, 2, 6, "programs.py:19"), *PLAN[:4], *PLAN[5:]]
+    assert verdicts(planned) == {("dearer", "programs.py:19", ("model",))}
+
+
+def test_the_same_transfer_on_another_line_is_found():
+    assert verdicts([*PLAN[:-1], replace(PLAN[-1], source="elsewhere.py:1")]) == set()
+
+
+def test_axes_may_be_written_in_any_order():
+    both = next(c for c in EMITTED if c.axes == ("model",))
+    both = replace(both, axes=("data", "model"))
+    expected = Expected("all-reduce", ("model", "data"), both.bytes, 2, both.runs, both.source)
+    assert compare([expected], [both]).findings[0].verdict == "same"
+
+
+def test_printed_differences():
+    text = str(compare([replace(PLAN[0], runs=6), *PLAN[1:]], EMITTED))
+    assert "dearer  programs.py:19\n   planned  all-gather over data, 524 kB x 6\n" in text
+    assert "   emitted  all-gather over data, 524 kB x 6, f32[256,512]   (3 times)\n" in text
+
+
+def test_bytes_on_the_wire():
+    assert [wire_bytes(k, 800, 4) for k in ("all-reduce", "all-gather", "all-to-all", "collective-permute")] == [
+        1200,
+        600,
+        600,
+        800,
+    ]
