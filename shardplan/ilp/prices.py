@@ -6,6 +6,9 @@ L(p) is concave and piecewise linear; every choice s met on the way is one of it
 
 The next prices maximise the least of the planes within a box around the best prices so far (the box grows while it pays, and
 shrinks when it does not). Only steps that some choice has broken are priced: the others have price 0.
+
+Prices are rounded to multiples of a power of two so small that nothing is lost, and so large that sums of whole costs and
+bytes times prices stay exact in float64: the bound is not off by a rounding error.
 """
 
 from __future__ import annotations
@@ -39,11 +42,14 @@ class Quote:
     improved: bool
 
 
-def quote(elimination: Elimination, memory: Memory, prices: np.ndarray, costs=None) -> Quote:
-    """L at the given prices; `costs` replaces the problem's node costs."""
-    costs = elimination.problem.costs if costs is None else costs
+def quote(elimination: Elimination, memory: Memory, prices: np.ndarray, scale: float = 0.0) -> Quote:
+    """L at the given prices, rounded so that sums up to about `scale` plus what the limit is worth are exact."""
+    if scale and prices.any():
+        unit = 2.0 ** (np.ceil(np.log2(4 * (abs(scale) + prices.sum() * memory.limit))) - 52)
+        prices = np.round(prices / unit) * unit
+    costs = elimination.problem.costs
     sweep = elimination.run([c + toll for c, toll in zip(costs, memory.toll(prices), strict=True)])
-    constant = float(prices @ np.full(len(prices), memory.limit)) if prices.any() else 0.0
+    constant = float(prices.sum() * memory.limit) if prices.any() else 0.0
     return Quote(prices, sweep.value - constant, sweep, sweep.states(), True)
 
 
@@ -54,31 +60,35 @@ def bargain(
     reach: float,
     *,
     rounds: int = 60,
+    start: np.ndarray | None = None,
     tolerance: float = 1e-9,
 ) -> Iterator[Quote]:
-    """Quotes at better and better prices, first without any; ends when no price can raise L any more.
+    """Quotes at better and better prices, first at `start`; ends when no price can raise L any more.
 
     Args:
         cost: (1).
         reach: a first guess of how much cost the limit is worth, which sizes the box.
+        start: prices to begin with, none by default.
     """
-    prices = np.zeros(memory.n_steps)
-    best = quote(elimination, memory, prices)
+    prices = np.zeros(memory.n_steps) if start is None else start
+    best = quote(elimination, memory, prices, reach)
     yield best
     steps: list[int] = []
     planes: list[tuple[float, np.ndarray]] = []
     box = reach / memory.limit
-    point = best
+    point, scale = best, cost(best.states)
+    scale = scale if np.isfinite(scale) else abs(best.value)
     for _ in range(rounds):
         profile = memory.profile(point.states)
         planes.append((cost(point.states), profile - memory.limit))
         steps += [t for t in memory.peaks(profile, memory.limit).tolist() if t not in steps]
-        if not steps or not np.isfinite(point.value):
+        if not np.isfinite(point.value) or not (steps or best.prices.any()):
             return
+        steps += [t for t in np.flatnonzero(point.prices).tolist() if t not in steps]
         promise, prices = _highest(planes, steps, best.prices, box)
         if promise - best.value <= tolerance * max(1.0, abs(best.value)):
             return
-        point = quote(elimination, memory, prices)
+        point = quote(elimination, memory, prices, scale)
         improved = point.value > best.value
         hit = (np.abs(prices - best.prices) >= box * (1 - 1e-9)).any()
         if improved and hit:

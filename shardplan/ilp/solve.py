@@ -1,13 +1,13 @@
 """How a problem gets its answer: the chain of links on one page.
 
-    shrink      exact reductions                                                           shrink.py
-    eliminate   without a limit, or when the cheapest choice fits: done                    eliminate.py
-    price       prices on bytes raise the bound; every priced choice, repaired and
-                improved by moves under the hard limit, is a candidate                     prices.py, local.py
-    fix         states whose priced cost exceeds the best answer go; shrink again          shrink.py
-    CP-SAT      closes the gap on the core that is left                                    cpsat.py
+    shrink      exact reductions                                                                 shrink.py
+    bound       elimination under prices on bytes: a bound, first answers, and states that no
+                better answer takes; shrink again, with larger joint tables each time            bound.py, prices.py
+    explore     annealed sweeps under prices find better answers, which delete more states       explore.py, plans.py
+    CP-SAT      closes the gap on a small core                                                   cpsat.py
 
-Without a time limit no clock is read: every link stops by counting its work, so the answer is the same everywhere.
+On a planner's problem the first two links end with a proof. Without a time limit no clock is read: every link counts its
+work, so the answer is the same everywhere.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from . import cpsat, prices
+from .bound import Bound, bound
 from .eliminate import Elimination
 from .local import Neighbourhood, descend, repair
 from .memory import Memory
@@ -28,9 +29,13 @@ from .shrink import Shrunk, shrink
 Progress = Callable[[tuple[int, ...], float, float], None]
 Back = Callable[[tuple[int, ...]], tuple[int, ...]]  # states of a smaller problem -> states of the given one
 
-TABLE_CAP = 1 << 20  # entries of a joint table in an elimination
-CORE_CAP = 400_000  # variables of the 0-1 program beyond which CP-SAT is not tried
-WORK = 20.0  # default work limit
+JOINTS = (1 << 14, 1 << 17, 1 << 20, 1 << 22)  # entries of a joint table, as far as the work allows
+SWEEP_JOINT = (20_000, 4_000)  # the same for sweeps, on small and on large problems
+LARGE = 20_000  # states from which a problem counts as large
+CORE = 30_000  # variables of the 0-1 program beyond which CP-SAT is not tried
+WORK = 10.0  # default work limit
+ROUNDING = 1e-9  # relative, where costs or bytes are not whole numbers
+UNIT = 1e8  # table entries per unit of work: about a second
 
 
 class Clock:
@@ -41,52 +46,55 @@ class Clock:
         self.seconds = seconds
         self.work = (WORK if seconds is None else np.inf) if work is None else work
 
-    def spend(self, work: float) -> None:
-        self.work -= work
-
-    def seconds_left(self) -> float | None:
-        return None if self.seconds is None else self.seconds - (time.monotonic() - self.start)
+    def spend(self, entries: float) -> None:
+        self.work -= entries / UNIT
 
     @property
+    def seconds_left(self) -> float:
+        return np.inf if self.seconds is None else 0.985 * self.seconds - 0.05 - (time.monotonic() - self.start)
+
     def over(self) -> bool:
-        left = self.seconds_left()
-        return self.work <= 0 or (left is not None and left <= 0)
+        return self.work <= 0 or self.seconds_left <= 0
+
+    def allows(self, entries: float) -> bool:
+        """Whether so much work may be begun."""
+        return entries / UNIT <= min(self.work, self.seconds_left / 3)
 
 
 class Search:
-    """The best answer and bound so far, in terms of the problem as it was given."""
+    """The best answer and bound so far; answers are kept as states of the problem they were found in, with the way back."""
 
     def __init__(self, problem: Problem, progress: Progress | None):
         self.problem, self.progress = problem, progress
-        self.states: tuple[int, ...] = ()
         self.objective, self.bound = np.inf, -np.inf
-        self.whole = all((a == np.floor(a)).all() for a in _distinct([*problem.costs, *(e.cost for e in problem.edges)]))
-        self.stats: dict = {}
+        self.answer: tuple[tuple[int, ...], Back] = (), tuple
+        arrays = (*problem.costs, *(e.cost for e in problem.edges), *(u.bytes for u in problem.usages))
+        self.whole = all((a == np.floor(a)).all() for a in {id(a): a for a in arrays}.values())
 
-    def offer(self, states: tuple[int, ...]) -> bool:
-        """Takes states of the given problem if they fit and are better."""
-        objective = self.problem.objective(states)
+    def offer(self, states: tuple[int, ...], objective: float, back: Back = tuple) -> bool:
+        """Takes states that fit, if they are better."""
         if not objective < self.objective:
             return False
-        if self.problem.limit is not None and self.problem.peak(states) > self.problem.limit:
-            return False
-        self.states, self.objective = states, objective
-        self.report()
+        self.answer, self.objective = (states, back), objective
+        self._report()
         return True
 
-    def prove(self, bound: float) -> None:
+    def prove(self, value: float) -> None:
         """Takes a lower bound if it is better; sums of whole numbers are whole, so it may be rounded up."""
-        bound = float(bound)
-        if self.whole and np.isfinite(bound):
-            bound = float(np.ceil(bound - 1e-9 * max(1.0, abs(bound))))
-        if min(bound, self.objective) > self.bound:
-            self.bound = min(bound, self.objective)
-            self.report()
+        if np.isfinite(value):
+            value = float(np.ceil(value)) if self.whole else value - ROUNDING * abs(value)
+        if min(value, self.objective) > self.bound:
+            self.bound = min(value, self.objective)
+            self._report()
 
-    def report(self) -> None:
+    def _report(self) -> None:
         if self.progress and self.found:
-            gap = 0.0 if self.objective == self.bound else (self.objective - self.bound) / max(abs(self.objective), 1e-30)
-            self.progress(self.states, self.bound, gap)
+            self.progress(self.states, self.bound, Solution("feasible", (), self.objective, self.bound).gap)
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        states, back = self.answer
+        return back(states)
 
     @property
     def found(self) -> bool:
@@ -98,9 +106,8 @@ class Search:
 
     @property
     def worth(self) -> float:
-        """Only choices below this cost are an improvement."""
-        slack = 1e-9 * max(1.0, abs(self.objective))
-        return self.objective - 1.0 + slack if self.whole and slack < 0.5 else self.objective + slack
+        """What a better answer may cost at most; where costs are not whole, an answer must be better by more than rounding."""
+        return self.objective - (1.0 if self.whole else ROUNDING * abs(self.objective))
 
 
 def solve(
@@ -116,7 +123,7 @@ def solve(
     Args:
         problem: the network; nodes of one class in `problem.ties` take the same state.
         time_limit: seconds; at the limit the best answer so far is returned. None: no clock is read.
-        work_limit: counted work, about seconds; by default 20 without a time limit, none with one.
+        work_limit: counted work, about seconds; by default 10 without a time limit, none with one.
         hint: states to start from, and to return when nothing better is found (status "fallback").
         progress: called with (states, bound, gap) whenever one of them gets better.
 
@@ -124,90 +131,127 @@ def solve(
         "optimal", "feasible" (with a gap), "infeasible" (proven) or "fallback".
     """
     clock, search = Clock(time_limit, work_limit), Search(problem, progress)
-    if hint is not None:
-        search.offer(tuple(hint))
-    hinted = search.states
+    if hint is not None and (problem.limit is None or problem.peak(hint) <= problem.limit):
+        search.offer(tuple(hint), problem.objective(hint))
+    hinted = search.answer if search.found else None
     small = shrink(problem, tie=True)
-    search.stats["nodes"], search.stats["nodes after shrinking"] = len(problem.costs), len(small.problem.costs)
-    proven = not small.feasible or _solve_small(small, search, clock)
-    if proven and not search.found:
-        return Solution("infeasible", (), np.inf, np.inf, small.tied, search.stats)
-    if proven:
+    chain = Chain(small, search, clock)
+    proven = not small.feasible or chain.run()
+    stats = {"nodes": len(problem.costs), "nodes after shrinking": len(small.problem.costs), **chain.stats}
+    if proven and search.found:
         search.prove(np.inf)
-    if not search.found:
+    elif not proven and not search.found:
         least = least_memory(problem)
-        search.offer(least.states)
-        if not search.found:
-            status = "infeasible" if least.bound_bytes > problem.limit else "fallback"
-            return Solution(status, (), np.inf, np.inf if status == "infeasible" else search.bound, small.tied, search.stats)
-    status = "optimal" if search.done else "fallback" if hint is not None and search.states == hinted else "feasible"
-    return Solution(status, search.states, search.objective, search.bound, small.tied, search.stats)
+        if least.states and least.bytes <= problem.limit:
+            search.offer(least.states, problem.objective(least.states))
+        proven = least.bound_bytes > problem.limit
+    if not search.found:
+        status = "infeasible" if proven else "fallback"
+        return Solution(status, (), np.inf, np.inf if proven else search.bound, small.tied, stats)
+    status = "optimal" if search.done else "fallback" if search.answer is hinted else "feasible"
+    return Solution(status, search.states, search.objective, search.bound, small.tied, stats)
 
 
-def _solve_small(small: Shrunk, search: Search, clock: Clock) -> bool:
-    """Runs the links on the shrunk problem; True when nothing better than the search's answer is left."""
-    back, offset = small.invert, small.offset
-    for _ in range(20):
-        problem = small.problem
-        memory, elimination = Memory(problem), Elimination(problem, TABLE_CAP)
-        best = _price(problem, memory, elimination, search, clock, back, offset)
-        if search.done or np.isinf(best.value):
+class Chain:
+    """The links after the first shrink, on a problem that gets smaller as answers and bounds get better."""
+
+    def __init__(self, small: Shrunk, search: Search, clock: Clock):
+        self.search, self.clock = search, clock
+        self.problem, self.back, self.offset = small.problem, small.invert, small.offset
+        self.stats: dict = {"bounds": 0, "runs": 0, "sweeps": 0}
+        self.prices: np.ndarray | None = None  # of the last run, for the problem as it is now
+
+    def run(self) -> bool:
+        """True when it is proven that nothing better than the search's answer is left."""
+        if self._bound(JOINTS[:2], rounds=10):
             return True
-        masks = [m + offset - _toll_constant(best, memory) <= search.worth for m in best.sweep.marginals()]
-        clock.spend(3 * elimination.size / 1e8)
-        kept, total = sum(int(m.sum()) for m in masks), sum(map(len, masks))
-        if kept > 0.9 * total or clock.over:
-            break
-        costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(masks, problem.costs, strict=True))
-        small = shrink(replace(problem, costs=costs))
-        if not small.feasible:
-            return True
-        back, offset = _after(back, small.invert), offset + small.offset
-    if clock.over or cpsat.entries(problem) > CORE_CAP:
+        number, sweeps, best = 0, 20, np.inf
+        while not self.clock.over():
+            self._explore(number, sweeps)
+            if self.search.objective < best and self._bound(JOINTS, rounds=2 if self._large else 20):
+                return True
+            best = self.search.objective
+            if number == 2 and self._core():
+                return True
+            number, sweeps = number + 1, sweeps * 2
         return False
-    answer = cpsat.solve_core(
-        problem,
-        work=min(clock.work, 1e9),
-        seconds=clock.seconds_left(),
-        progress=lambda states, bound: search.offer(back(states)),
-    )
-    if answer.states:
-        search.offer(back(answer.states))
-    search.prove(answer.bound + offset)
-    return search.done or answer.status == "infeasible"
 
+    @property
+    def _large(self) -> bool:
+        return sum(map(len, self.problem.costs)) > LARGE
 
-def _price(
-    problem: Problem, memory: Memory, elimination: Elimination, search: Search, clock: Clock, back: Back, offset: float
-) -> prices.Quote:
-    """Bound and candidates from prices on bytes; returns the quote with the best bound."""
-    around = Neighbourhood(problem, memory)
-    best: prices.Quote | None = None
-    reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
-    for quote in prices.bargain(elimination, memory, problem.objective, reach):
-        clock.spend(elimination.size / 1e8)
-        if best is None or quote.value > best.value:
-            best = quote
-        search.prove(quote.value + offset)
-        fitting = quote.states if memory.fits(quote.states) else repair(around, quote.states, memory.limit)
-        if fitting is not None:
-            search.offer(back(descend(around, fitting)))
-        if search.done or clock.over:
-            break
-    assert best is not None
-    return best
+    def _offer(self, states: tuple[int, ...]) -> None:
+        objective = self.problem.objective(states) + self.offset
+        self.search.offer(states, objective, self.back)
 
+    def _bound(self, joints: tuple[int, ...], rounds: int) -> bool:
+        """Bounds with larger and larger joints while states go; True when that ends in a proof."""
+        for joint in joints:
+            while self.clock.allows(self._table_work(joint)):
+                result = bound(self.problem, self.search.worth - self.offset, joint, rounds, self.prices, self.clock.over)
+                self.clock.spend(result.work)
+                self.stats["bounds"] += 1
+                self._try(result)
+                self.search.prove(result.value + self.offset)
+                nothing_left = not result.reduced.feasible or not self.problem.costs
+                if self.search.done or np.isinf(result.value) or nothing_left:
+                    return True
+                if result.kept < 1:
+                    self._reduce(result.reduced)
+                if result.kept > 0.97:
+                    break
+        return False
 
-def _toll_constant(quote: prices.Quote, memory: Memory) -> float:
-    return float(quote.prices.sum() * memory.limit) if quote.prices.any() else 0.0
+    def _table_work(self, joint: int) -> float:
+        """About the table entries that bounding with such joints visits."""
+        return 5.0 * joint * min(len(self.problem.costs), 40) + 2e3 * len(self.problem.costs)
 
+    def _try(self, result: Bound) -> None:
+        """Answers from the priced choices of a bound: repaired, then improved by one-node moves."""
+        if self._large:
+            return
+        memory = Memory(self.problem)
+        around = Neighbourhood(self.problem, memory)
+        for quote in result.quotes[-3:]:
+            fits = quote.states if memory.fits(quote.states) else repair(around, quote.states, memory.limit)
+            if fits is not None:
+                self._offer(descend(around, fits))
 
-def _after(outer, inner):
-    return lambda states: outer(inner(states))
+    def _reduce(self, reduced: Shrunk) -> None:
+        outer, inner = self.back, reduced.invert
+        self.problem, self.offset, self.prices = reduced.problem, self.offset + reduced.offset, None
+        self.back = lambda states: outer(inner(states))
 
+    def _explore(self, number: int, sweeps: int) -> None:
+        from .explore import Explorer  # compiled code is loaded only by problems that need it
 
-def _distinct(arrays) -> list:
-    return list({id(a): a for a in arrays}.values())
+        explorer = Explorer(self.problem, SWEEP_JOINT[self._large])
+        sweeps = self._fitting(sweeps, explorer.work)
+        for states in explorer.run(number, sweeps, self.clock.over):
+            self._offer(states)
+        self.prices = explorer.prices
+        self.clock.spend(explorer.work * sweeps)
+        self.stats["runs"] += 1
+        self.stats["sweeps"] += sweeps
+
+    def _fitting(self, sweeps: int, work: float) -> int:
+        return max(1, min(sweeps, int(self.clock.work * UNIT / work) if np.isfinite(self.clock.work) else sweeps))
+
+    def _core(self) -> bool:
+        """CP-SAT on what is left, if that is little."""
+        if cpsat.entries(self.problem) > CORE or self.clock.over():
+            return False
+        answer = cpsat.solve_core(
+            self.problem,
+            work=min(self.clock.work / 2, 30.0),
+            seconds=None if self.clock.seconds is None else self.clock.seconds_left / 2,
+        )
+        memory = Memory(self.problem)
+        if answer.states and memory.fits(answer.states):
+            self._offer(answer.states)
+        self.clock.spend(UNIT * self.clock.work / 2 if np.isfinite(self.clock.work) else 0.0)
+        self.search.prove(answer.bound + self.offset)
+        return self.search.done or answer.status == "infeasible"
 
 
 @dataclass(frozen=True)
@@ -243,7 +287,7 @@ def least_memory(problem: Problem) -> LeastMemory:
     small = shrink(bare, tie=True)
     if not small.feasible:
         return LeastMemory(np.inf, np.inf, 0, ())
-    memory, elimination = Memory(small.problem), Elimination(small.problem, TABLE_CAP)
+    memory, elimination = Memory(small.problem), Elimination(small.problem, JOINTS[2])
     around = Neighbourhood(small.problem, memory)
     best, bound = None, 0.0
     quotes = prices.least_peak(elimination, memory) if memory.n_steps else [elimination.run()]

@@ -1,0 +1,306 @@
+"""The loops that numpy cannot vectorise, compiled by numba: flat arrays in, flat arrays out, no Python objects.
+
+A network is one tuple of arrays (`Net`), made by `flatten`. `field[x]`, for x a state of node i, is what (1) would pay at i if i
+took that state while all others stay: the change of cost of any one-node move is a difference of two fields.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from .problem import Problem
+
+jit = numba.njit(cache=True, nogil=True, fastmath=False)
+
+
+class Net(NamedTuple):
+    """States of all nodes in one row, node i's at start[i] .. start[i + 1]; tables and bytes likewise."""
+
+    start: np.ndarray
+    node_of: np.ndarray
+    unary: np.ndarray
+    near_start: np.ndarray  # [n + 1], directed edges by their first node
+    near: np.ndarray  # second node
+    table: np.ndarray  # where e[s_first, :] starts: table + s_first * k_second
+    pool: np.ndarray
+    use_start: np.ndarray  # [n + 1], usages by node
+    lo: np.ndarray
+    hi: np.ndarray
+    row: np.ndarray
+    bytes: np.ndarray  # above the least of the usage's states
+    base: np.ndarray  # [steps], bytes held whatever the states
+    steps: int
+    limit: float
+
+
+def flatten(problem: Problem) -> Net:
+    """The arrays; inf becomes a number above every possible cost."""
+    n = len(problem.costs)
+    finite = [c[np.isfinite(c)] for c in (*problem.costs, *(e.cost for e in problem.edges))]
+    spread = sum(float(np.ptp(c)) for c in finite if len(c))
+    forbidden = 2.0 ** np.ceil(np.log2(4 * max(spread, 1.0)))
+
+    def bounded(a):
+        return np.where(np.isinf(a), forbidden, a)
+
+    sizes = [len(c) for c in problem.costs]
+    start = np.cumsum([0, *sizes])
+    pool, place, total = [], {}, 0
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(n)]
+    for e in problem.edges:
+        for i, j, cost in ((e.i, e.j, e.cost), (e.j, e.i, e.cost.T)):
+            key = (id(e.cost), i == e.i)
+            if key not in place:
+                place[key] = total
+                pool.append(bounded(cost).ravel())
+                total += cost.size
+            rows[i].append((j, place[key]))
+    flat = [entry for row in rows for entry in row]
+    steps = max((u.hi for u in problem.usages), default=0)
+    base = np.zeros(steps + 1)
+    for u in problem.usages:
+        base[u.lo] += u.bytes.min()
+        base[u.hi] -= u.bytes.min()
+    usages = sorted((u for u in problem.usages if np.ptp(u.bytes) > 0), key=lambda u: u.node)
+    widths = np.array([len(u.bytes) for u in usages], dtype=np.int64)
+    return Net(
+        start=start,
+        node_of=np.repeat(np.arange(n), sizes),
+        unary=bounded(np.concatenate(problem.costs)) if n else np.zeros(0),
+        near_start=np.cumsum([0, *map(len, rows)]),
+        near=np.array([j for j, _ in flat], dtype=np.int64),
+        table=np.array([t for _, t in flat], dtype=np.int64),
+        pool=np.concatenate(pool) if pool else np.zeros(0),
+        use_start=np.searchsorted([u.node for u in usages], np.arange(n + 1)).astype(np.int64),
+        lo=np.array([u.lo for u in usages], dtype=np.int64),
+        hi=np.array([u.hi for u in usages], dtype=np.int64),
+        row=np.cumsum(widths) - widths,
+        bytes=np.concatenate([u.bytes - u.bytes.min() for u in usages]) if usages else np.zeros(0),
+        base=np.cumsum(base)[:steps],
+        steps=steps,
+        limit=np.inf if problem.limit is None else float(problem.limit),
+    )
+
+
+# ---------------------------------------------------------------- highest step of a range, under range additions
+
+
+@jit
+def tree_new(steps):
+    """A segment tree over the steps: [0] highest value below a vertex, [1] what was added at the vertex."""
+    leaves = 1
+    while leaves < steps + 2:
+        leaves *= 2
+    return np.zeros((2, 2 * leaves))
+
+
+@jit
+def tree_add(tree, lo, hi, value):
+    top, added = tree[0], tree[1]
+    leaves = len(top) // 2
+    l, r = lo + leaves, hi + 1 + leaves  # open ends
+    while l ^ r ^ 1:
+        if not l & 1:
+            top[l ^ 1] += value
+            added[l ^ 1] += value
+        if r & 1:
+            top[r ^ 1] += value
+            added[r ^ 1] += value
+        l >>= 1
+        r >>= 1
+        top[l] = max(top[2 * l], top[2 * l + 1]) + added[l]
+        top[r] = max(top[2 * r], top[2 * r + 1]) + added[r]
+    l >>= 1
+    while l:
+        top[l] = max(top[2 * l], top[2 * l + 1]) + added[l]
+        l >>= 1
+
+
+@jit
+def tree_max(tree, lo, hi):
+    top, added = tree[0], tree[1]
+    leaves = len(top) // 2
+    l, r = lo + leaves, hi + 1 + leaves
+    left = right = -np.inf
+    while l ^ r ^ 1:
+        if not l & 1:
+            left = max(left, top[l ^ 1])
+        if r & 1:
+            right = max(right, top[r ^ 1])
+        l >>= 1
+        r >>= 1
+        left += added[l]
+        right += added[r]
+    left = max(left, right)
+    l >>= 1
+    while l:
+        left += added[l]
+        l >>= 1
+    return left
+
+
+# ---------------------------------------------------------------- fields, profiles, tolls
+
+
+@jit
+def fields(net, states, extra):
+    """`field` of every state; `extra` is added to the node costs."""
+    field = net.unary + extra
+    for i in range(len(states)):
+        for e in range(net.near_start[i], net.near_start[i + 1]):
+            j = net.near[e]
+            first, k = net.start[j], net.start[j + 1] - net.start[j]
+            row = net.table[e] + states[i] * k
+            for x in range(k):
+                field[first + x] += net.pool[row + x]
+    return field
+
+
+@jit
+def profile_tree(net, states):
+    tree = tree_new(net.steps)
+    leaves = tree.shape[1] // 2
+    for t in range(net.steps):
+        tree[0, leaves + 1 + t] = net.base[t]
+    for v in range(leaves - 1, 0, -1):
+        tree[0, v] = max(tree[0, 2 * v], tree[0, 2 * v + 1])
+    for i in range(len(states)):
+        for u in range(net.use_start[i], net.use_start[i + 1]):
+            tree_add(tree, net.lo[u], net.hi[u], net.bytes[net.row[u] + states[i]])
+    return tree
+
+
+@jit
+def profile(net, states):
+    change = np.zeros(net.steps + 1)
+    for i in range(len(states)):
+        for u in range(net.use_start[i], net.use_start[i + 1]):
+            b = net.bytes[net.row[u] + states[i]]
+            change[net.lo[u]] += b
+            change[net.hi[u]] -= b
+    return np.cumsum(change)[: net.steps] + net.base
+
+
+@jit
+def toll(net, prices):
+    """What prices on bytes add to every state."""
+    paid = np.zeros(net.steps + 1)
+    for t in range(net.steps):
+        paid[t + 1] = paid[t] + prices[t]
+    extra = np.zeros(len(net.unary))
+    for i in range(len(net.start) - 1):
+        for u in range(net.use_start[i], net.use_start[i + 1]):
+            per_byte = paid[net.hi[u]] - paid[net.lo[u]]
+            if per_byte != 0.0:
+                for x in range(net.start[i + 1] - net.start[i]):
+                    extra[net.start[i] + x] += per_byte * net.bytes[net.row[u] + x]
+    return extra
+
+
+@jit
+def cost_of(net, states):
+    """(1), forbidden entries at their number."""
+    total = 0.0
+    for i in range(len(states)):
+        total += net.unary[net.start[i] + states[i]]
+        for e in range(net.near_start[i], net.near_start[i + 1]):
+            j = net.near[e]
+            if j > i:
+                total += net.pool[net.table[e] + states[i] * (net.start[j + 1] - net.start[j]) + states[j]]
+    return total
+
+
+# ---------------------------------------------------------------- moves
+
+
+@jit
+def move(net, states, field, i, s):
+    """Node i takes state s: its neighbours' fields follow."""
+    old = states[i]
+    states[i] = s
+    for e in range(net.near_start[i], net.near_start[i + 1]):
+        j = net.near[e]
+        first, k = net.start[j], net.start[j + 1] - net.start[j]
+        new_row, old_row = net.table[e] + s * k, net.table[e] + old * k
+        for x in range(k):
+            field[first + x] += net.pool[new_row + x] - net.pool[old_row + x]
+
+
+@jit
+def hold(net, tree, i, old, new):
+    """Tries to hold the bytes of state `new` instead of `old`: the tree changes and True, or it stays and False.
+
+    Steps that are above the limit already may not rise."""
+    first, last = net.use_start[i], net.use_start[i + 1]
+    if last - first == 1:
+        delta = net.bytes[net.row[first] + new] - net.bytes[net.row[first] + old]
+        if delta > 0 and tree_max(tree, net.lo[first], net.hi[first]) + delta > net.limit:
+            return False
+        if delta != 0:
+            tree_add(tree, net.lo[first], net.hi[first], delta)
+        return True
+    for u in range(first, last):
+        delta = net.bytes[net.row[u] + new] - net.bytes[net.row[u] + old]
+        if delta != 0:
+            tree_add(tree, net.lo[u], net.hi[u], delta)
+    for u in range(first, last):
+        delta = net.bytes[net.row[u] + new] - net.bytes[net.row[u] + old]
+        if delta > 0 and tree_max(tree, net.lo[u], net.hi[u]) > net.limit:
+            for v in range(first, last):
+                back = net.bytes[net.row[v] + old] - net.bytes[net.row[v] + new]
+                if back != 0:
+                    tree_add(tree, net.lo[v], net.hi[v], back)
+            return False
+    return True
+
+
+@jit
+def random_unit(seed):
+    """xorshift64*: the next number in (0, 1]; `seed` is an array of one uint64."""
+    x = seed[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    seed[0] = x
+    return ((x * np.uint64(2685821657736338717)) >> np.uint64(11)) * (1.0 / 9007199254740992.0) + 1e-300
+
+
+@jit
+def anneal(net, states, field, tree, hard, hot, cold, proposals, seed, best, gained):
+    """Metropolis moves at temperatures falling from `hot` to `cold`.
+
+    `hard`: the limit holds for every move. `best` gets the best states met; `gained[0]` the cost relative to the start
+    (now), `gained[1]` at `best`.
+    """
+    n_states = len(net.unary)
+    ratio = (cold / hot) ** (1.0 / max(1, proposals // 1024))
+    temperature = hot
+    accepted = 0
+    for p in range(proposals):
+        if p & 1023 == 1023:
+            temperature *= ratio
+            if gained[0] < gained[1]:
+                gained[1] = gained[0]
+                best[:] = states
+        x = int(random_unit(seed) * n_states)
+        if x >= n_states:
+            x = n_states - 1
+        i = net.node_of[x]
+        s = x - net.start[i]
+        if s == states[i]:
+            continue
+        delta = field[x] - field[net.start[i] + states[i]]
+        if delta > 0 and delta > -temperature * np.log(random_unit(seed)):
+            continue
+        if hard and not hold(net, tree, i, states[i], s):
+            continue
+        move(net, states, field, i, s)
+        gained[0] += delta
+        accepted += 1
+    if gained[0] < gained[1]:
+        gained[1] = gained[0]
+        best[:] = states
+    return accepted
