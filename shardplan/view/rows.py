@@ -7,21 +7,23 @@ Text and HTML show the same rows; neither counts anything itself.
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Decision, Leaf, Move, Plan
-from shardplan.view.units import axes_text, clean, itemsize, placed, split_type, type_text
+from shardplan.view.units import axes_text, clean, itemsize, placed, type_text
 
 KINDS = ("parameters", "optimizer", "batch", "constants", "output")
 PHASES = ("forward", "backward", "update")
 MAX_SOURCE_BYTES = 4_000_000
+MOST_NOTES = 3  # layouts told under one line, per phase; twice as many reshards
 WORTH = 0.01  # share of the step from which a line that splits nothing is shown all the same
 
 
@@ -301,6 +303,27 @@ def source_line(file: str, number: int) -> str:
     return clean(linecache.getline(file, number).rstrip().expandtabs(4))
 
 
+def annotated(plan: Plan, lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:
+    """(file, its lines that have something to say), the user's own files first, then libraries."""
+    total = plan.seconds["total"] or 1.0
+    files: dict[str, list[Line]] = {}
+    for line in sorted(lines, key=lambda line: is_library(line.file)):
+        heavy = line.seconds >= WORTH * total
+        if line.code and (line.traffic or heavy or (line.splits and not is_library(line.file))):
+            files.setdefault(line.file, []).append(line)
+    return [(here[0].place.rsplit(":", 1)[0], sorted(here, key=lambda line: line.number)) for here in files.values()]
+
+
+def told(line: Line) -> Iterator[tuple[Note | None, str, str]]:
+    """(note, phase, text) of what is said under a line: the layouts and reshards that cost most, then how many are left out."""
+    for (phase, what), notes in itertools.groupby(line.notes, key=lambda note: (note.phase, note.what)):
+        every = list(notes)
+        most = 2 * MOST_NOTES if what == "reshard" else MOST_NOTES
+        yield from ((note, phase, note.text) for note in every[:most])
+        if len(every) > most:
+            yield None, phase, f"... and {len(every) - most} more {what}s"
+
+
 # ---- the step as a whole
 
 
@@ -314,8 +337,3 @@ def categories(plan: Plan) -> tuple[str, ...]:
     order = ("parameters", "optimizer", "constants", "batch", "activations", "gradients", "update")
     found = dict.fromkeys(k for p in (plan.memory_.at_peak, *plan.memory_.profile) for k in p)
     return tuple(sorted(found, key=lambda k: (order.index(k) if k in order else len(order), k)))
-
-
-def same_type(a: Layout, b: Layout, text: str) -> tuple[str, str]:
-    """One type in two layouts."""
-    return (placed(text, a), placed(text, b)) if split_type(text) else (str(a), str(b))

@@ -15,7 +15,6 @@ from shardplan.view.units import bytes_text, clean, fit, fit_middle, memory_size
 
 WIDTH = 120
 MOST_ROWS = 48
-MOST_NOTES = 3
 
 
 def summary(plan: Plan) -> str:
@@ -151,57 +150,28 @@ def _traffic_table(plan: Plan, lines: Sequence[rows.Line]) -> str:
 
 
 def _annotated(plan: Plan, lines: Sequence[rows.Line]) -> str:
-    total = plan.seconds["total"] or 1.0
-    shown = [line for line in lines if line.code and _worth_showing(line, total)]
-    files: dict[str, list[rows.Line]] = {}
-    for line in sorted(shown, key=lambda line: rows.is_library(line.file)):
-        files.setdefault(line.file, []).append(line)
-    texts = ["\n".join(_file(sorted(here, key=lambda line: line.number))) for here in files.values()]
-    return (
-        "\n\n".join([_columns("source lines, each with its results and reshards", "per step", "bytes", "time"), *texts])
-        if texts
-        else ""
-    )
-
-
-def _worth_showing(line: rows.Line, total: float) -> bool:
-    heavy = line.seconds >= rows.WORTH * total
-    return bool(line.traffic) or heavy or (line.splits and not rows.is_library(line.file))
+    texts = ["\n".join(_file(name, here)) for name, here in rows.annotated(plan, lines)]
+    head = _columns("source lines, each with its results and reshards", "per step", "bytes", "time")
+    return "\n\n".join([head, *texts]) if texts else ""
 
 
 def _columns(left: str, runs: str, sent: str, seconds: str) -> str:
     return f"{fit(left, WIDTH - 28).ljust(WIDTH - 27)}{runs:>8}{sent:>10}{seconds:>9}".rstrip()
 
 
-def _file(here: Sequence[rows.Line]):
-    yield here[0].place.rsplit(":", 1)[0]
+def _file(name: str, here: Sequence[rows.Line]):
+    yield fit_middle(name, WIDTH)
     before = None
     for line in here:
         if before is not None and line.number > before + 1:
             yield "    ⋮"
         before = line.number
-        indent = len(line.code) - len(line.code.lstrip())
+        indent = " " * min(len(line.code) - len(line.code.lstrip()), 24)
         yield f"{line.number:5d}  {fit(line.code, WIDTH - 7)}"
-        for note in _pick(line):
-            text, *amounts = note
-            yield _columns(f"{' ' * 7}{' ' * min(indent, 24)}# {text}", *amounts)
-
-
-def _pick(line: rows.Line):
-    """(text, times, bytes, time) of what is said under a line: every reshard, and the layouts that cost most."""
-    seen: dict[tuple[str, str], int] = {}
-    for note in line.notes:
-        seen[note.phase, note.what] = seen.get((note.phase, note.what), 0) + 1
-    told: dict[tuple[str, str], int] = {}
-    for note in line.notes:
-        key = note.phase, note.what
-        told[key] = told.get(key, 0) + 1
-        most = 2 * MOST_NOTES if note.what == "reshard" else MOST_NOTES
-        if told[key] == most + 1:
-            yield f"{note.phase:<8}  ... and {seen[key] - most} more {note.what}s", "", "", ""
-        elif told[key] <= most:
-            sent = bytes_text(note.bytes) if note.bytes else ""
-            yield f"{note.phase:<8}  {note.text}", times(note.runs), sent, time_text(note.seconds) if note.seconds else ""
+        for note, phase, text in rows.told(line):
+            sent = bytes_text(note.bytes) if note and note.bytes else ""
+            took = time_text(note.seconds) if note and note.seconds else ""
+            yield _columns(f"{' ' * 7}{indent}# {phase:<8}  {text}", times(note.runs) if note else "", sent, took)
 
 
 def _unknown(plan: Plan) -> str:
