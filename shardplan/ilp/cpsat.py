@@ -92,6 +92,8 @@ def solve_core(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
+    solver.parameters.linearization_level = 2  # the linear relaxation is what proves here; and the shrinking is done
+    solver.parameters.cp_model_presolve = False
     solver.parameters.max_deterministic_time = max(work, 1e-3)
     if seconds is not None:
         solver.parameters.max_time_in_seconds = max(seconds, 1e-2)

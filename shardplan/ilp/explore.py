@@ -47,8 +47,8 @@ class Explorer:
 
     @property
     def work(self) -> float:
-        """Table entries of a sweep."""
-        return self.plan(0).work
+        """Table entries of a sweep; noise, prices and the call count as some."""
+        return self.plan(0).work + 10.0 * len(self.net.unary) + 20_000.0
 
     def settle(self, states: np.ndarray, sweeps: int, extra: np.ndarray) -> None:
         """Sweeps without noise, in place, until nothing changes."""

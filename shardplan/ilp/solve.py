@@ -32,7 +32,7 @@ Back = Callable[[tuple[int, ...]], tuple[int, ...]]  # states of a smaller probl
 JOINTS = (1 << 14, 1 << 17, 1 << 20, 1 << 22)  # entries of a joint table, as far as the work allows
 SWEEP_JOINT = (20_000, 4_000)  # the same for sweeps, on small and on large problems
 LARGE = 20_000  # states from which a problem counts as large
-CORE = 30_000  # variables of the 0-1 program beyond which CP-SAT is not tried
+CORE = (4_000, 40_000)  # variables of the 0-1 program up to which CP-SAT comes before and after exploring
 WORK = 10.0  # default work limit
 ROUNDING = 1e-9  # relative, where costs or bytes are not whole numbers
 UNIT = 1e8  # table entries per unit of work: about a second
@@ -166,12 +166,14 @@ class Chain:
         if self._bound(JOINTS[:2], rounds=10):
             return True
         number, sweeps, best = 0, 20, np.inf
+        if self._core(CORE[0], work=2.0):
+            return True
         while not self.clock.over():
             self._explore(number, sweeps)
             if self.search.objective < best and self._bound(JOINTS, rounds=2 if self._large else 20):
                 return True
             best = self.search.objective
-            if number == 2 and self._core():
+            if number >= 2 and self._core(CORE[1], work=sweeps / 20.0):
                 return True
             number, sweeps = number + 1, sweeps * 2
         return False
@@ -237,19 +239,17 @@ class Chain:
     def _fitting(self, sweeps: int, work: float) -> int:
         return max(1, min(sweeps, int(self.clock.work * UNIT / work) if np.isfinite(self.clock.work) else sweeps))
 
-    def _core(self) -> bool:
+    def _core(self, most: int, work: float) -> bool:
         """CP-SAT on what is left, if that is little."""
-        if cpsat.entries(self.problem) > CORE or self.clock.over():
+        if cpsat.entries(self.problem) > most or self.clock.over():
             return False
-        answer = cpsat.solve_core(
-            self.problem,
-            work=min(self.clock.work / 2, 30.0),
-            seconds=None if self.clock.seconds is None else self.clock.seconds_left / 2,
-        )
+        work = min(work, self.clock.work)
+        seconds = None if self.clock.seconds is None else self.clock.seconds_left / 2
+        answer = cpsat.solve_core(self.problem, work=work, seconds=seconds)
         memory = Memory(self.problem)
         if answer.states and memory.fits(answer.states):
             self._offer(answer.states)
-        self.clock.spend(UNIT * self.clock.work / 2 if np.isfinite(self.clock.work) else 0.0)
+        self.clock.spend(UNIT * work)
         self.search.prove(answer.bound + self.offset)
         return self.search.done or answer.status == "infeasible"
 
