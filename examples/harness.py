@@ -9,6 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+import shardplan
+
 DATA = Path(__file__).parent / "data" / "persuasion.txt"
 OUT = Path(__file__).parent.parent / "out"
 
@@ -68,19 +70,31 @@ def curve(losses: list[float], width: int = 72, height: int = 10) -> str:
     return "\n".join([*rows, " " * 8 + f"step 1 … {len(losses)}"])
 
 
+def layouts(plan, rows: int = 6) -> str:
+    """Where the plan puts the largest parameters: one line per shape and layout, with an example of who has it."""
+    groups: dict[tuple, list[str]] = {}
+    for leaf in plan.inputs:
+        if leaf.kind == "parameters":
+            array = f"{leaf.dtype}{list(leaf.shape)}"
+            groups.setdefault((-math.prod(leaf.shape), array, str(leaf.layout)), []).append(leaf.path)
+    lines = (f"  {array:24} {layout:32} {len(who)} x, e.g. {who[0]}" for (_, array, layout), who in sorted(groups.items()))
+    return "\n".join([*lines][:rows])
+
+
 def run(name: str, build, config, steps: int = 30, axes: tuple[str, ...] = ("data", "model")) -> None:
     """Plans the train step of one example for this machine, trains it so, and prints what was found."""
     emulate_devices()
     mesh = local_mesh(axes)
     create_state, train_step, batches = build(config)
 
-    step = planned(train_step, mesh)
-    state = jax.jit(create_state)(jax.random.key(0))
+    step = shardplan.auto(mesh, donate_argnums=0)(train_step)
+    key = jax.random.key(0)
+    plan = step.plan(jax.eval_shape(create_state, key), next(batches(1)))  # shapes are enough
+    print(f"{name} on mesh {', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}; its largest parameters:")
+    print(layouts(plan))
+    peak, proof = plan.memory().peak / 1e6, "optimal" if plan.status == "optimal" else f"{plan.status}, gap {plan.gap:.2%}"
+    moved = sorted({c.kind for d in plan.decisions for m in d.moves for c in m.collectives} - {"slice"})
+    print(f"collectives: {', '.join(moved) or 'none'}; peak {peak:.1f} MB per device; {proof}")
+    state = step.init(create_state, key)  # born split, as the plan wants it
     losses, seconds = train(step, state, batches(steps))
-
-    print(f"{name} on mesh {', '.join(f'{a}={s}' for a, s in mesh.shape.items())}")
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {steps} steps of {seconds * 1e3:.0f} ms")
-
-
-def planned(train_step, mesh):
-    return jax.jit(train_step, donate_argnums=0)
