@@ -211,6 +211,8 @@ def _prove_local(group: list[_Op], n_devices: int) -> bool:
         mesh = Mesh(np.asarray(jax.devices()[:n_devices]).reshape(k), AXES[: len(k)])
 
         def local(*shards):
+            # The barrier keeps XLA from reading past a shard's end into the whole operand it was cut from.
+            shards = lax.optimization_barrier(shards)
             shards = [x.reshape(split.part(dims)) for x, dims in zip(shards, split.rule.operands, strict=True)]
             form = LOCAL.get(op.eqn.primitive.name, as_is)
             results = form(split, shards) if form else []

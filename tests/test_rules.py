@@ -22,12 +22,15 @@ from shardplan.testing import check_rule
 GOLDEN = Path(__file__).parent / "test_rules.txt"
 BY_DEPENDENCE = {"random_bits", "random_split", "random_gamma"}
 """Primitives whose elements depend on their position: proven by what a shard depends on."""
+NEWER = {"log2", "one_minus_square"}
+"""Not made by every supported jax, so not in the frozen text."""
 WITHOUT_EXAMPLE = """
     eq_to le_to lt_to threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape geqp3 from_edtype
     to_edtype  (inside others)
-    empty empty2 broadcast_to zeros_like scatter_add scatter_sub scatter_mul scatter_max scatter_min  (other versions of jax)
-    platform_index dce_sink device_put sharding_constraint reshard layout_constraint with_memory_space_constraint  (placements)
-    mulhi select_and_scatter  (not lowered for CPU, not reachable)
+    polynomial empty empty2 broadcast_to zeros_like  (other versions of jax)
+    scatter_add scatter_sub scatter_mul scatter_max scatter_min  (other spellings)
+    device_put relayout sharding_constraint reshard layout_constraint with_memory_space_constraint  (placements)
+    mulhi select_and_scatter platform_index dce_sink  (not lowered for CPU, not reachable, nothing to split)
 """
 
 
@@ -46,13 +49,13 @@ def ruled(primitive: str, function):
 
 
 def test_the_table_is_as_frozen():
-    assert rules_table() == GOLDEN.read_text(), (
+    assert rules_table([e for e in EXAMPLES if e.primitive not in NEWER]) == GOLDEN.read_text(), (
         "the rules changed; if they are better now, write rules_table() to tests/test_rules.txt"
     )
 
 
 def test_every_rule_has_an_example():
-    assert set(RULES) - {e.primitive for e in EXAMPLES} <= set(WITHOUT_EXAMPLE.split())
+    assert set(RULES) - {e.primitive for e in EXAMPLES} <= NEWER | set(WITHOUT_EXAMPLE.split())
 
 
 @pytest.mark.parametrize(

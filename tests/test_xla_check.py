@@ -191,10 +191,15 @@ ENTRY %main (p: f32[8,16], x: f32[16], n: s32[]) -> f32[8,16] {
         "HloLiveRange (max 9):\n  Live ranges at 3 (peak):\n    p{}: 512 bytes (cumulative: 512 bytes)\n"
         "    loop_dynamic_update_slice_fusion.8{}: 512 bytes (cumulative: 1024 bytes)\n  Stack trace\n"
     )
-    update, argument = buffers(listed, read(text))
+    update, argument = buffers(listed, "", read(text))
     assert (str(update.array), update.source, update.op_name) == ("f32[8,16]", "m.py:7", "jit(f)/tanh")
     assert (argument.kind, argument.op_name) == ("argument", "p['w']")
-    assert buffers("", read(text)) == ()
+    over = (
+        "allocation 0: size 512, parameter 0:\n value: <1 p @0> (size=512,offset=0): f32[8,16]{1,0}\n"
+        " value: <7 loop_dynamic_update_slice_fusion.8 @0> (size=512,offset=0): f32[8,16]{1,0}\n"
+    )
+    assert len(buffers(listed, over, read(text))) == 1
+    assert buffers("", "", read(text)) == ()
 
 
 # ---- the schedule

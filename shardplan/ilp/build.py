@@ -183,6 +183,8 @@ class _Tables:
     def follows(self, i: int, j: int) -> bool:
         """Whether op j, where it can, takes the result of op i in the layout it has."""
         ops, rules = self.space.graph.ops, self.space.rules
+        if ops[j].primitive == "share":
+            return ops[j].params["follows"] and rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER
         if rules[j].fusion not in FUSIBLE or ops[j].primitive in BORDER:
             return False
         alone = ops[i].primitive == "arg" and len(self.space.graph.values[ops[i].outputs[0]].consumers) == 1

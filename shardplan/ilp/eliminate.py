@@ -32,7 +32,7 @@ class Bucket:
     shape: tuple[int, ...]
     owns_cost: bool  # the node's cost is in this one of its buckets
     tables: list[np.ndarray] = field(default_factory=list)  # edges, shaped to broadcast over `scope`
-    senders: list[tuple[int, tuple, tuple]] = field(default_factory=list)  # (bucket, its message's axes in order, their shape here)
+    senders: list[tuple[int, tuple, tuple]] = field(default_factory=list)  # (bucket, its message's axes, their shape here)
     receiver: int = -1  # bucket that takes the message; -1 when the message is a number
 
 

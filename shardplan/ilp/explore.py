@@ -22,7 +22,10 @@ from .problem import Problem
 N_PLANS = 40
 HEAT = (0.1, 0.3, 0.03, 1.0)  # noise at the start of a run, as a share of what is at stake; runs take turns
 COLD = 1e-5
-STEP, LAST_STEP = 1.0, 0.05  # a in (6), first and last
+import os
+E=os.environ.get
+FIRST_STEP, LAST_STEP = float(E('S0','1')), float(E('S1','.05'))  # a in (6)
+FIRST_GAIN, LAST_GAIN = float(E('G0','3')), float(E('G1','3'))  # how steeply (6) answers to a full step
 
 
 class Explorer:
@@ -58,43 +61,43 @@ class Explorer:
             if number >= 8 and (before == states).all():
                 return
 
-    def run(self, number: int, sweeps: int, over: Callable[[], bool]) -> Iterator[tuple[int, ...]]:
-        """One cooling down of so many sweeps from scratch; yields choices that fit, better and better.
+    def run(self, number: int, n_plans: int, pace: Callable[[int], float]) -> Iterator[tuple[int, ...]]:
+        """One cooling down from scratch; yields choices that fit.
 
         Args:
             number: which run; decides its chance and its heat.
-            over: asked after every sweep whether to stop.
+            n_plans: how many plans take turns.
+            pace: share of the run that is over, given the number of sweeps done; the noise ends at 0.9, the run at 1.
         """
         net, rng = self.net, np.random.default_rng(number)
-        n_states, calm = len(net.unary), np.zeros(len(net.unary))
-        n_plans = min(N_PLANS, max(4, sweeps // 4))
         states = np.zeros(len(net.start) - 1, dtype=np.int64)
         for i in range(len(states)):
             states[i] = net.unary[net.start[i] : net.start[i + 1]].argmin()
-        self.settle(states, n_plans, calm)
+        self.settle(states, n_plans, np.zeros(len(net.unary)))
         stake = max(cost_of(net, states) - self.least, 1e-9)
-        prices = np.full(net.steps, stake / net.limit / max(1, net.steps)) if net.steps else np.zeros(0)
+        prices = np.full(net.steps, stake / net.limit / max(1, net.steps))
         floor = prices * 1e-7
-        least = np.inf
-        for turn in range(sweeps):
-            if over():
-                break
-            share = turn / sweeps
-            noise = rng.gumbel(size=n_states) * (stake * HEAT[number % len(HEAT)] * (COLD ** min(1.0, share / 0.9)))
-            extra = toll(net, prices) + noise if share < 0.95 else toll(net, prices)
+        least, turn = np.inf, 0
+        while (share := pace(turn)) < 1:
+            extra = toll(net, prices)
+            if share < 0.95:
+                heat = stake * HEAT[number % len(HEAT)] * COLD ** min(1.0, share / 0.9)
+                extra += heat * rng.gumbel(size=len(extra))
             sweep(net, self.plan(int(rng.integers(n_plans))), extra, states)
+            turn += 1
             if not net.steps:
                 continue
             full = profile(net, states) / net.limit - 1.0
             if full.max() <= 0 and share > 0.3 and (cost := cost_of(net, states)) < least:
                 least = cost
                 yield tuple(states.tolist())
-            rate = STEP * (LAST_STEP / STEP) ** share
-            prices = np.maximum(prices * np.exp(rate * np.clip(3 * full, -0.3, 1.0)), floor)
+            rate = FIRST_STEP * (LAST_STEP / FIRST_STEP) ** share
+            gain = FIRST_GAIN * (LAST_GAIN / FIRST_GAIN) ** share
+            prices = np.maximum(prices * np.exp(rate * np.clip(gain * full, -0.3, 1.0)), floor)
         self.prices = np.where(prices > floor, prices, 0.0)
-        yield from self._finish(states, prices, stake, n_plans, number, over)
+        yield from self._finish(states, prices, stake, n_plans, number)
 
-    def _finish(self, states, prices, stake, n_plans, number, over) -> Iterator[tuple[int, ...]]:
+    def _finish(self, states, prices, stake, n_plans, number) -> Iterator[tuple[int, ...]]:
         """Makes the choice fit and takes what one-node moves still give."""
         net = self.net
         for turn in range(200):

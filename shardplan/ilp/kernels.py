@@ -1,7 +1,7 @@
 """The loops that numpy cannot vectorise, compiled by numba: flat arrays in, flat arrays out, no Python objects.
 
-A network is one tuple of arrays (`Net`), made by `flatten`. `field[x]`, for x a state of node i, is what (1) would pay at i if i
-took that state while all others stay: the change of cost of any one-node move is a difference of two fields.
+A network is one tuple of arrays (`Net`), made by `flatten`. `field[x]`, for x a state of node i, is what (1) would pay at i if
+i took that state while all others stay: the change of cost of any one-node move is a difference of two fields.
 """
 
 from __future__ import annotations
@@ -101,45 +101,45 @@ def tree_new(steps):
 def tree_add(tree, lo, hi, value):
     top, added = tree[0], tree[1]
     leaves = len(top) // 2
-    l, r = lo + leaves, hi + 1 + leaves  # open ends
-    while l ^ r ^ 1:
-        if not l & 1:
-            top[l ^ 1] += value
-            added[l ^ 1] += value
-        if r & 1:
-            top[r ^ 1] += value
-            added[r ^ 1] += value
-        l >>= 1
-        r >>= 1
-        top[l] = max(top[2 * l], top[2 * l + 1]) + added[l]
-        top[r] = max(top[2 * r], top[2 * r + 1]) + added[r]
-    l >>= 1
-    while l:
-        top[l] = max(top[2 * l], top[2 * l + 1]) + added[l]
-        l >>= 1
+    left, right = lo + leaves, hi + 1 + leaves  # open ends
+    while left ^ right ^ 1:
+        if not left & 1:
+            top[left ^ 1] += value
+            added[left ^ 1] += value
+        if right & 1:
+            top[right ^ 1] += value
+            added[right ^ 1] += value
+        left >>= 1
+        right >>= 1
+        top[left] = max(top[2 * left], top[2 * left + 1]) + added[left]
+        top[right] = max(top[2 * right], top[2 * right + 1]) + added[right]
+    left >>= 1
+    while left:
+        top[left] = max(top[2 * left], top[2 * left + 1]) + added[left]
+        left >>= 1
 
 
 @jit
 def tree_max(tree, lo, hi):
     top, added = tree[0], tree[1]
     leaves = len(top) // 2
-    l, r = lo + leaves, hi + 1 + leaves
-    left = right = -np.inf
-    while l ^ r ^ 1:
-        if not l & 1:
-            left = max(left, top[l ^ 1])
-        if r & 1:
-            right = max(right, top[r ^ 1])
-        l >>= 1
-        r >>= 1
-        left += added[l]
-        right += added[r]
-    left = max(left, right)
-    l >>= 1
-    while l:
-        left += added[l]
-        l >>= 1
-    return left
+    left, right = lo + leaves, hi + 1 + leaves
+    best_left = best_right = -np.inf
+    while left ^ right ^ 1:
+        if not left & 1:
+            best_left = max(best_left, top[left ^ 1])
+        if right & 1:
+            best_right = max(best_right, top[right ^ 1])
+        left >>= 1
+        right >>= 1
+        best_left += added[left]
+        best_right += added[right]
+    best = max(best_left, best_right)
+    left >>= 1
+    while left:
+        best += added[left]
+        left >>= 1
+    return best
 
 
 # ---------------------------------------------------------------- fields, profiles, tolls

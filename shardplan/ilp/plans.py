@@ -47,8 +47,9 @@ def make_plan(net: Net, cap: int, weight: np.ndarray, movable: np.ndarray | None
     n = len(net.start) - 1
     k = np.diff(net.start).tolist()
     held = np.zeros(n, dtype=bool) if movable is None else ~movable
-    near = [set() if held[i] else {j for j in net.near[net.near_start[i] : net.near_start[i + 1]].tolist() if not held[j]} for i in range(n)]
-    graph = [set(s) for s in near]
+    graph: list[set[int]] = [set() for _ in range(n)]
+    for i in np.flatnonzero(~held).tolist():
+        graph[i] = {j for j in net.near[net.near_start[i] : net.near_start[i + 1]].tolist() if not held[j]}
     order = []
     heap = [(math.prod([k[j] for j in graph[i]]) * k[i], i) for i in range(n) if not held[i]]
     heapq.heapify(heap)

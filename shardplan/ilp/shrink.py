@@ -82,6 +82,7 @@ class Network:
         self.alive = [True] * len(self.costs)
         self.limit = problem.limit
         self.offset = 0.0
+        self.ground: int | None = None  # a node with one state and no edges
         self.feasible = all(len(c) for c in self.costs)
         self.dirty: dict[int, None] = {}  # worklist in order of arrival
         self._finite: dict[int, tuple] = {}
@@ -280,19 +281,22 @@ class Follow:
 
     @classmethod
     def apply(cls, net: Network, i: int) -> Follow | None:
+        if not net.adj[i] and len(net.costs[i]) == 1:  # decided and alone: all of these are one node
+            ground, net.ground = net.ground, i
+            return None if ground is None else cls._merge(net, ground, i, np.zeros(1, dtype=np.int64))
         found = ((j, f) for j, table in net.adj[i].items() if (f := net.finite(table)[1]) is not None)
         j, f = next(found, (i, None))
         if f is None:
             return None
-        table = net.adj[i][j]
         if len(f) == len(net.costs[i]) and len(net.adj[i]) > len(net.adj[j]) and net.finite(table.T)[1] is not None:
             return cls._merge(net, j, i, net.finite(table.T)[1])  # one-to-one: the smaller joins the larger
         return cls._merge(net, i, j, f)
 
     @classmethod
     def _merge(cls, net: Network, i: int, j: int, f: np.ndarray) -> Follow:
-        table = net.adj[i][j]
-        net.costs[j] = net.costs[j] + net.costs[i][f] + table[f, np.arange(len(f))]
+        net.costs[j] = net.costs[j] + net.costs[i][f]
+        if j in net.adj[i]:
+            net.costs[j] = net.costs[j] + net.adj[i][j][f, np.arange(len(f))]
         net.uses[j] += [(intervals, amounts[:, f]) for intervals, amounts in net.uses[i]]
         for other, other_table in list(net.adj[i].items()):
             if other == j:

@@ -2,9 +2,12 @@
 
 Elementwise ops, views and reductions *follow*: they take an array in the layout it has. Big ops (products, gathers, ...) may
 want it otherwise, and the way there is paid once for all that want the same. So a value is read through *copies*: one `share`
-op for the big readers of one phase (forward, backward, update) of one loop; and one for the followers, when the value is no
-follower's own result and so may be partial or placed otherwise. Readers in different phases have different copies: a
+op for the big readers of one phase (forward, backward, update) of one loop; and one for the followers, when the value may
+be partial (a big op's result, or a sum of such) or placed otherwise. Readers in different phases have different copies: a
 parameter gathered for the forward pass may be let go and gathered again.
+
+The first copy of a big op's result stands right behind it, so that a partial sum is reduced at once and not kept whole until
+somebody reads it, a gradient until the optimizer runs. All other copies are made just before they are read.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardplan.ir.graph import Graph, Op, Value
+from shardplan.ir.graph import BORDER, Graph, Op, Value
 
 PASSIVE = frozenset({"out", "loop_const", "loop_slice", "barrier", "branch_in"})
 """Readers that fetch for themselves: each already is a copy."""
@@ -20,31 +23,37 @@ PASSIVE = frozenset({"out", "loop_const", "loop_slice", "barrier", "branch_in"})
 Readers = list[tuple[int, int]]
 
 
-def _groups(graph: Graph, follows: Sequence[bool], v: int) -> list[tuple[bool, Readers]]:
+def _groups(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], v: int) -> list[tuple[bool, Readers]]:
     """(whether followers, readers) of every copy to be made of a value."""
     value, found = graph.values[v], {}
-    own = follows[value.producer[0]]
+    made = value.producer[0]
+    settled = follows[made] and not sums[made]
     for at, k in value.consumers:
         op = graph.ops[at]
-        if op.primitive not in PASSIVE and not (own and follows[at]):
+        if op.primitive not in PASSIVE and not (follows[at] and (settled or (sums[at] and len(value.consumers) == 1))):
             found.setdefault((op.phase, op.loop, follows[at]), []).append((at, k))
-    return [(key[2], readers) for key, readers in found.items() if len({at for at, _ in readers}) > 1]
+    late = {key for key in found if not settled and (key[0] != graph.ops[made].phase or sums[made])}
+    return [(key[2], readers) for key, readers in found.items() if key in late or len({at for at, _ in readers}) > 1]
 
 
-def with_shares(graph: Graph, follows: Sequence[bool]) -> Graph:
+def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> Graph:
     """The same graph with a `share` op before every group of at least two readers; numbers of ops and values change.
 
     Args:
         graph: the step.
         follows: per op, whether it takes arrays in the layout they have.
+        sums: per op, whether its result may be partial.
     """
     groups: dict[int, list[tuple[bool, Readers]]] = {}
     before: dict[int, list[tuple[int, int]]] = {}
     for v in range(len(graph.values)):
-        if many := _groups(graph, follows, v):
+        if many := _groups(graph, follows, sums, v):
             groups[v] = many
+            made = graph.values[v].producer[0]
+            at_once = (sums[made] or not follows[made]) and graph.ops[made].primitive not in BORDER
             for g, (_, readers) in enumerate(many):
-                before.setdefault(min(at for at, _ in readers), []).append((v, g))
+                place = made + 1 if at_once and g == 0 else min(at for at, _ in readers)
+                before.setdefault(place, []).append((v, g))
 
     ops: list[Op] = []
     moved: list[int] = []  # old op number -> new
@@ -53,10 +62,10 @@ def with_shares(graph: Graph, follows: Sequence[bool]) -> Graph:
     through: dict[tuple[int, int], int] = {}  # (reader, operand) -> new value of its copy
     for at, op in enumerate(graph.ops):
         for v, g in before.get(at, ()):
-            value, readers = graph.values[v], groups[v][g][1]
+            value, (following, readers) = graph.values[v], groups[v][g]
             copy = Op(
                 "share", (renamed[v],), (len(values),), (aval := graph.ops[value.producer[0]].outs[value.producer[1]],), (aval,),
-                {}, (*graph.ops[value.producer[0]].path, "share", value.producer[1], g), source=op.source, phase=op.phase,
+                {"follows": following}, (*graph.ops[value.producer[0]].path, "share", value.producer[1], g), source=op.source, phase=op.phase,
                 runs=op.runs, reads=op.runs, loop=op.loop,
             )  # fmt: skip
             values.append(replace(value, producer=(len(ops), 0), consumers=()))

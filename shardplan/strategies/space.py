@@ -8,7 +8,7 @@ writes only what somebody outside the group reads. A value nobody outside reads 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,12 +56,13 @@ def make_space(graph: Graph, mesh: MeshShape, cluster: Cluster) -> Space:
     Ops of one signature share rule and strategies.
     """
     table = _Table(mesh)
-    graph = with_shares(graph, [table[op].rule.fusion in FUSIBLE for op in graph.ops])
-    entries = [table[op] for op in graph.ops]
+    first = table.read(graph)
+    graph = with_shares(graph, [e.rule.fusion in FUSIBLE for e in first], [e.sums for e in first])
+    entries = table.read(graph)
     rules = tuple(e.rule for e in entries)
     choices = tuple(e.choices for e in entries)
     signature = tuple(e.number for e in entries)
-    materialised = _materialised(graph, rules)
+    materialised = _materialised(graph, rules, [e.sums for e in entries])
     unknown = dict.fromkeys((op.primitive, str(op.source)) for op, e in zip(graph.ops, entries, strict=True) if not e.known)
     seconds = _seconds(graph, mesh, cluster, rules, choices, signature, materialised)
     return Space(graph, mesh, cluster, rules, choices, signature, materialised, seconds, tuple(unknown))
@@ -69,9 +70,12 @@ def make_space(graph: Graph, mesh: MeshShape, cluster: Cluster) -> Space:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
+    """What ops of one signature share; `sums` tells whether the result may be partial."""
+
     number: int
     rule: Rule
     known: bool
+    sums: bool
     choices: Choices
 
 
@@ -80,18 +84,32 @@ class _Table:
 
     def __init__(self, mesh: MeshShape):
         self.mesh = mesh
+        self.rules: dict = {}
         self.entries: dict = {}
 
-    def __getitem__(self, op: Op) -> _Entry:
+    def read(self, graph: Graph) -> list[_Entry]:
+        """The entries of all ops, in order."""
+        out: list[_Entry] = []
+        for op in graph.ops:
+            handed = bool(op.inputs) and all(v is not None and out[graph.values[v].producer[0]].sums for v in op.inputs)
+            out.append(self._entry(op, handed))
+        return out
+
+    def _entry(self, op: Op, handed: bool) -> _Entry:
+        """`handed`: every operand may be a partial sum."""
         key = _key(op)
-        if key not in self.entries:
+        if key not in self.rules:
             rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
             shapes = [tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs)]
-            # Partial sums of arrays pass through; a single number is summed up at once, which costs next to nothing.
-            linear = rule.linear and bool(op.inputs) and None not in op.inputs and bool(op.outs[0].shape)
-            choices = enumerate_choices(rule, letter_sizes(rule, *shapes), self.mesh, linear)
-            self.entries[key] = _Entry(len(self.entries), rule, known, choices)
-        return self.entries[key]
+            self.rules[key] = rule, known, letter_sizes(rule, *shapes)
+        rule, known, sizes = self.rules[key]
+        # Partial sums of arrays pass through; a single number is summed up at once, which costs next to nothing.
+        linear = rule.linear and handed and bool(op.outs[0].shape)
+        if (key, linear) not in self.entries:
+            choices = enumerate_choices(rule, sizes, self.mesh, linear)
+            sums = linear or (op.primitive not in BORDER and bool(rule.reduce))
+            self.entries[key, linear] = _Entry(len(self.entries), rule, known, sums, choices)
+        return self.entries[key, linear]
 
 
 def border_rule(op: Op) -> tuple[Rule, bool] | None:
@@ -135,7 +153,7 @@ def _freeze(params: Mapping):
     return tuple(out)
 
 
-def _materialised(graph: Graph, rules: tuple[Rule, ...]) -> tuple[bool, ...]:
+def _materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) -> tuple[bool, ...]:
     """Per value: written to memory, or only ever seen inside fusions (and views of what is written elsewhere)."""
     out = [True] * len(graph.values)
     for v in reversed(range(len(graph.values))):
@@ -143,6 +161,8 @@ def _materialised(graph: Graph, rules: tuple[Rule, ...]) -> tuple[bool, ...]:
         op, fusion = graph.ops[at], rules[at].fusion
         if op.primitive in ("arg", "const", "loop_carry", "loop_next", "branch_out"):
             continue
+        if sums[at] and any(graph.ops[c].primitive == "share" for c, _ in graph.values[v].consumers):
+            continue  # partial sums are written, reduced and read again
         if fusion == "view":
             out[v] = op.primitive == "out"
         elif fusion == "loop":

@@ -78,7 +78,7 @@ class Compiled:
         mesh: names the axes of collectives and warnings; None when the program has no mesh.
         n_devices: number of devices the program runs on.
         before: HLO before any pass, of all devices together.
-        live_range: XLA's own list of what is alive when; '' for CPUs.
+        live_range, assignment: XLA's own lists of what is alive when, and where; '' for CPUs.
         seconds: time of the compiler itself.
         dropped_flags: flags this XLA does not know.
     """
@@ -94,6 +94,7 @@ class Compiled:
     seconds: float
     before: str = ""
     live_range: str = ""
+    assignment: str = ""
     dropped_flags: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -135,7 +136,7 @@ class Compiled:
     @cached_property
     def peak(self) -> tuple[Buffer, ...]:
         """What is alive when memory is fullest, the largest first; () where XLA does not tell (CPUs)."""
-        return buffers(self.live_range, self.module, read(self.before) if self.before else None)
+        return buffers(self.live_range, self.assignment, self.module, read(self.before) if self.before else None)
 
     @cached_property
     def rematerializations(self) -> tuple[Rematerialization, ...]:
@@ -292,6 +293,7 @@ def _in_child(module: bytes, request: dict, environment: dict, target: Target | 
             seconds=result.get("seconds", seconds),
             before=_text(folder, "before.hlo"),
             live_range=_text(folder / "dump", "*live-range.txt"),
+            assignment=_text(folder / "dump", "*buffer-assignment.txt"),
             dropped_flags=tuple(result.get("dropped", ())),
         )
 

@@ -9,6 +9,7 @@ XLA writes the list itself when asked to dump (`...-live-range.txt`):
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from shardplan.xla.hlo import origin
 from shardplan.xla.text import Array, Frame, Instruction, Module, arrays, elements, users_line
 
 _ENTRY = re.compile(r"\s+(\S+)\{([\d,]*)\}: (\d+) bytes \(cumulative")
+_PLACE = re.compile(r" value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?.*?@\d+> \(size=(\d+),offset=(\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -48,40 +50,57 @@ class Buffer:
         return str(frame) if frame else None
 
 
-def buffers(live_range: str, module: Module, before: Module | None = None) -> tuple[Buffer, ...]:
+def buffers(live_range: str, assignment: str, module: Module, before: Module | None = None) -> tuple[Buffer, ...]:
     """The values alive at the peak, the largest first; () when the dump has no peak.
 
     Args:
         live_range: XLA's live-range dump of `module`.
+        assignment: its buffer-assignment dump; a value that is written over another one is then counted once.
         before: the program before any pass, to tell copies from parts.
     """
     _, found, peak = live_range.partition("(peak):\n")
     if not found:
         return ()
     by_name = {i.name: i for body in module.computations.values() for i in body}
-    loops = _loops(module)
+    loops, unnamed = _loops(module), _asynchronous(module)
     wholes = _wholes(before) if before else {}
-    unnamed = _asynchronous(module)
     out = []
     for line in peak.splitlines():
         entry = _ENTRY.match(line)
         if not entry:
             break
         name, index, size = entry[1], tuple(int(n) for n in entry[2].split(",") if n), int(entry[3])
-        i = by_name.get(name) or (unnamed.get((_stem(name), size)) or [None]).pop(0)
-        made = elements(i.type)[1] if i and i.opcode.endswith("-start") else i.type if i else ""
-        array = _element(made, index) if made else None
+        i, array = by_name.get(name), None
+        if i is not None:
+            array = _element(i.type, index)
+        elif hidden := unnamed.get((_stem(name), size, index)):
+            i = hidden.pop(0)
+            array = _element(elements(i.type)[1], index)
         kind, maker = _maker(module, i, index, loops) if i else ("temporary", None)
         op_name, stack = origin(module, _source(module, maker, loops)) if maker else ("", ())
         whole = _whole(array, wholes.get(op_name, ())) if array else None
-        copies = None
-        if whole and array and array.size:
-            total = 1
-            for n in whole:
-                total *= n
-            copies = round(module.n_devices * array.size / total)
+        copies = round(module.n_devices * array.size / math.prod(whole)) if whole and array and array.size else None
         out.append(Buffer(f"{name}{{{entry[2]}}}", array, size, kind, whole, copies, op_name, stack))
-    return tuple(sorted(out, key=lambda b: (-b.bytes, b.name)))
+    return _once(sorted(out, key=lambda b: (-b.bytes, b.name)), assignment)
+
+
+def _once(found: list[Buffer], assignment: str) -> tuple[Buffer, ...]:
+    """Without the values that lie inside the memory of another one."""
+    places: dict[str, tuple[str, int, int]] = {}
+    allocation = ""
+    for line in assignment.splitlines():
+        if line.startswith("allocation "):
+            allocation = line.split(":", 1)[0]
+        elif value := _PLACE.match(line):
+            places[f"{value[1]}{{{value[2] or ''}}}"] = (allocation, int(value[4]), int(value[4]) + int(value[3]))
+    kept, taken = [], []
+    for b in found:
+        place = places.get(b.name)
+        if place and any(place[0] == at and start <= place[1] and place[2] <= end for at, start, end in taken):
+            continue
+        taken += [place] if place else []
+        kept.append(b)
+    return tuple(kept)
 
 
 def _stem(name: str) -> str:
@@ -89,14 +108,18 @@ def _stem(name: str) -> str:
     return re.sub(r"^(loop|input|fused)_|_fusion$", "", re.sub(r"[.\d]+(\.clone)*$", "", name)).removeprefix("fused_")
 
 
-def _asynchronous(module: Module) -> dict[tuple[str, int], list[Instruction]]:
-    """Fusions that run asynchronously: the text shows their start only, not their own name, so by kind and bytes."""
-    out: dict[tuple[str, int], list[Instruction]] = {}
+def _asynchronous(module: Module) -> dict[tuple[str, int, tuple[int, ...]], list[Instruction]]:
+    """What runs asynchronously: the text shows the start and not its own name, so by kind, bytes and element."""
+    out: dict[tuple[str, int, tuple[int, ...]], list[Instruction]] = {}
     for body in module.computations.values():
         for i in body:
-            if i.opcode == "fusion-start" and "calls" in i.callees:
-                size = sum(a.bytes for a in arrays(elements(i.type)[1]))
-                out.setdefault((_stem(i.callees["calls"][0]), size), []).append(i)
+            carried = elements(i.type)
+            if not i.opcode.endswith("-start") or len(carried) < 2:
+                continue
+            stem = _stem(i.callees["calls"][0]) if "calls" in i.callees else i.opcode.removesuffix("-start")
+            parts = elements(carried[1]) if carried[1].startswith("(") else ()
+            for index, type_ in [((n,), t) for n, t in enumerate(parts)] or [((), carried[1])]:
+                out.setdefault((stem, sum(a.bytes for a in arrays(type_)), index), []).append(i)
     return out
 
 

@@ -22,10 +22,10 @@ def elementwise(*ins, out, linear: bool = False) -> Rule:
 PLAIN = """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz convert_element_type cos
     cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow
-    is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi ne nextafter not or polygamma
-    population_count pow reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta threefry2x32 threefry4x32
-    philox2x32 philox4x32
+    is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi ne nextafter not one_minus_square or
+    philox2x32 philox4x32 polygamma polynomial population_count pow reduce_precision regularized_incomplete_beta rem
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh
+    threefry2x32 threefry4x32 xor zeta
 """
 LINEAR = "add add_any sub neg real imag complex conj copy name stop_gradient zeros_like"
 
@@ -41,7 +41,7 @@ def _(*ins, out, **_):
     return elementwise(*ins, out=out, linear=True)
 
 
-@rule("sharding_constraint", "reshard", "layout_constraint", "with_memory_space_constraint")
+@rule("sharding_constraint", "reshard", "layout_constraint", "relayout", "with_memory_space_constraint")
 def _(x, *, out, **_):
     a = letters(x)
     return Rule((a,), (a,), linear=True, fusion="view", flops=0)

@@ -47,6 +47,7 @@ def _(x, indices, *rest, out, dimension_numbers, slice_sizes, **_):
 
 def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
     """`kind` joins updates at one place; None when the last one wins."""
+    kind = None if kind in ("max", "min") and "complex" in str(x.dtype) else kind  # no collective orders complex numbers
     n, a, b = dimension_numbers, letters(x), letters(updates, "u")
     i = index_letters(indices, {j: a[d] for d, j in zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True)})
     whole, window, batch = set(i[-1]), iter(n.update_window_dims), iter(i[:-1])

@@ -77,8 +77,11 @@ def factors(left: tuple[int, ...], right: tuple[int, ...]):
 
 @rule("reshape")
 def _(x, *rest, out, dimensions=None, **_):
-    left, right, sizes, whole = factors(x.shape, out[0].shape)
-    return Rule((left, *((),) * len(rest)), (right,), sizes=sizes, whole=whole, linear=True, fusion="view", flops=0)
+    order = dimensions or range(len(x.shape))  # the dims are transposed into this order first
+    left, right, sizes, whole = factors(tuple(x.shape[d] for d in order), out[0].shape)
+    left = tuple(dim for _, dim in sorted(zip(order, left, strict=True)))
+    fusion = "loop" if dimensions else "view"
+    return Rule((left, *((),) * len(rest)), (right,), sizes=sizes, whole=whole, linear=True, fusion=fusion, flops=0)
 
 
 @rule("transpose")

@@ -72,7 +72,7 @@ NAMED = {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor, "
 UNARY_INT = "clz not population_count"
 BINARY_INT = "and or shift_left shift_right_arithmetic shift_right_logical xor"
 BINARY = "atan2 div eq ge gt igamma igamma_grad_a igammac le lt max min mul ne nextafter polygamma pow rem zeta add sub"
-OTHER = "mulhi clamp regularized_incomplete_beta select_n convert_element_type integer_pow reduce_precision"
+OTHER = "mulhi polynomial clamp regularized_incomplete_beta select_n convert_element_type integer_pow reduce_precision"
 
 SLOW = "igamma igamma_grad_a igammac polygamma zeta"  # to compile
 for _name in [*PLAIN.split(), "neg", "real", "imag", "conj", "complex", "stop_gradient"]:
@@ -132,6 +132,7 @@ add("reshape", lambda x: x.reshape(1, 8, 1, 4), "f32[8,4]")
 add("reshape", lambda x: x.reshape(8, 10), "f32[16,5]")
 add("reshape", lambda x: x.reshape(6, 4, 8), "f32[4,6,8]")
 add("reshape", lambda x: x.reshape(1), "f32[]")
+add("reshape", lambda x: lax.reshape(x, (8, 8), (2, 0, 1)), "f32[4,2,8]")
 add("rev", lambda x: lax.rev(x, (1,)), "f32[8,4]")
 add("slice", lambda x: lax.slice(x, (0, 1), (8, 3)), "f32[8,4]")
 add("slice", lambda x: lax.slice(x, (0, 0), (8, 4), (1, 2)), "f32[8,4]")
