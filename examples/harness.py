@@ -76,8 +76,9 @@ def layouts(plan, rows: int = 6) -> str:
     for leaf in plan.inputs:
         if leaf.kind == "parameters":
             array = f"{leaf.dtype}{list(leaf.shape)}"
-            groups.setdefault((-math.prod(leaf.shape), array, str(leaf.layout)), []).append(leaf.path)
-    lines = (f"  {array:24} {layout:32} {len(who)} x, e.g. {who[0]}" for (_, array, layout), who in sorted(groups.items()))
+            layout = str(leaf.layout) if any(leaf.layout.dims) else "whole"
+            groups.setdefault((-math.prod(leaf.shape), array, layout), []).append(leaf.path)
+    lines = (f"  {array:27} {layout:40} {len(who)} x, e.g. {who[0]}" for (_, array, layout), who in sorted(groups.items()))
     return "\n".join([*lines][:rows])
 
 
