@@ -262,7 +262,7 @@ def _diff_decisions(diff: PlanDiff) -> list[str]:
     if not alike:
         return []
     cells = [
-        [place, phase, primitive, x, "->", y if x != y else "other reshards", times(n)]
+        [place, phase, primitive, x, "->", y if x != y else "other layouts", times(n)]
         for (place, phase, primitive, x, y), n in alike.items()
     ]
     table = _table(cells[:MOST_ROWS], right=(6,), widths={0: 30, 2: 16, 3: 22, 5: 22})

@@ -1,0 +1,381 @@
+"""The command line: plan a step without devices, show and compare plan files.
+
+    shardplan plan train.py:example --mesh data=2,model=4 --cluster h100 -o plan.json --html plan.html
+    shardplan show plan.json
+    shardplan diff plan.json other.json
+
+What `plan` and `check` are given is a function without parameters that returns the step and what it is called with, arrays or
+`jax.ShapeDtypeStruct`s: `return train_step, (state, batch)` or `return train_step, state, batch`.
+
+Exit status: 0 all is well; 1 `diff` found differences or `check` found faults; 2 an error, told in one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
+from shardplan.mesh.cluster import ClusterError
+from shardplan.plan import Plan, write_atomically
+
+SAME, DIFFERENT, ERROR = 0, 1, 2
+
+
+class _Told(Exception):
+    """An error whose text is all there is to say."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _Told(f"{message}\n  see: {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without "µ" shows "?"
+    _stay_on_cpu()
+    try:
+        if argv[:1] == ["solve"]:
+            return _solve(argv[1:])
+        options = _parser().parse_args(argv)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            warnings.simplefilter("always", ShardingWarning)
+            return options.run(options)
+    except (_Told, ShardingError, PlanFileError, ClusterError) as error:
+        print(f"shardplan: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough
+        return SAME
+    except KeyboardInterrupt:
+        print("shardplan: interrupted", file=sys.stderr)
+        return 130
+    return ERROR
+
+
+def _warn(message, category, filename, lineno, file=None, line=None) -> None:
+    name = "" if issubclass(category, ShardingWarning) else f"{category.__name__}: "
+    print(f"shardplan: warning: {name}{message}", file=sys.stderr)
+
+
+# ---- what may be said
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="shardplan", description="Plans how a JAX step is split over a device mesh.")
+    commands = parser.add_subparsers(metavar="command", required=True, parser_class=_Parser)
+
+    plan = _command(commands, "plan", _plan, "plan a step; needs no devices")
+    _add_target(plan)
+    plan.add_argument("--mesh", required=True, metavar="AXIS=N,...", help="mesh axes, major to minor, e.g. data=2,model=4")
+    plan.add_argument(
+        "--cluster", metavar="NAME", help="prices: a preset (h100, a100, ...) or a cluster file; default: this machine"
+    )
+    plan.add_argument("--memory", metavar="BYTES", help="budget per device, e.g. 80GB or inf; default: what the device has")
+    plan.add_argument("--search", choices=("ilp", "propagation"), help="default: ilp")
+    plan.add_argument("--time-limit", type=_positive, metavar="S", help="seconds for the search; default: by counted work")
+    plan.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="PATH=SPEC",
+        help="e.g. 'params/**/kernel=None,model'; * leaves a dim free, data+model splits one dim over both",
+    )
+    plan.add_argument("--donate", type=_numbers, metavar="N,...", help="numbers of donated arguments, as donate_argnums")
+    plan.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
+    _add_views(plan)
+
+    show = _command(commands, "show", _show, "print a plan file")
+    show.add_argument("file")
+    _add_views(show)
+
+    diff = _command(commands, "diff", _diff, "what the second plan splits differently; exit status 1 if anything")
+    diff.add_argument("a")
+    diff.add_argument("b")
+
+    check = _command(commands, "check", _check, "what XLA makes of a step as it is sharded; exit status 1 on a fault")
+    _add_target(check)
+    check.add_argument(
+        "--target", metavar="GPU:N", help="GPUs that need not be here, e.g. h100:8 or h100:8x8; default: devices at hand"
+    )
+    check.add_argument("--max-bytes", metavar="BYTES", help="most that collectives may move per device and step")
+    check.add_argument("--max-memory", metavar="BYTES", help="most memory that a device may need")
+    check.add_argument("--fail-on", default="", metavar="WORD,...", help="remat, memory, replicated, twice, guess")
+
+    _command(commands, "rules", _rules, "print the rule of every primitive")
+    commands.add_parser("solve", help="solve an instance of the public IOPDDL benchmark", add_help=False)
+    return parser
+
+
+def _command(commands, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "step",
+        metavar="module:function",
+        help="or file.py:function; it takes nothing and returns (step, args) or (step, arg, ...)",
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error in the step comes from")
+
+
+def _add_views(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
+    parser.add_argument("--brief", action="store_true", help="print the summary only")
+
+
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in text.split(",") if n.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of argument numbers, such as 0,1") from None
+
+
+# ---- the commands
+
+
+def _plan(options: argparse.Namespace) -> int:
+    import jax
+
+    axes = parse_mesh(options.mesh)
+    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    asked = {
+        "cluster": options.cluster,
+        "memory": options.memory,
+        "search": options.search,
+        "time_limit": options.time_limit,
+        "donate_argnums": options.donate,
+        "pins": dict(map(parse_pin, options.pin)) or None,
+    }
+    step, args = _step(options)
+    planned = _on(step, mesh, {k: v for k, v in asked.items() if v is not None})
+    with _blamed(options, "planning"):
+        plan = planned.plan(*args)
+    if options.output:
+        _write(options.output, plan.dumps())
+    return _print(plan, options)
+
+
+def _show(options: argparse.Namespace) -> int:
+    return _print(Plan.load(options.file), options)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    a, b = Plan.load(options.a), Plan.load(options.b)
+    diff = a.diff(b)
+    print(str(diff).rstrip("\n"))
+    return DIFFERENT if diff or a.mesh != b.mesh else SAME
+
+
+def _check(options: argparse.Namespace) -> int:
+    from shardplan.auto import parse_bytes
+    from shardplan.xla.check import check
+
+    amounts: dict[str, Any] = {
+        k: parse_bytes(v) for k, v in (("max_bytes", options.max_bytes), ("max_memory", options.max_memory)) if v
+    }
+    words = tuple(w.strip() for w in options.fail_on.split(",") if w.strip())
+    step, args = _step(options)
+    with _blamed(options, "checking"):
+        report = check(step, *args, target=options.target, fail_on=words, **amounts)
+    print(report)
+    return SAME if report.ok else DIFFERENT
+
+
+def _rules(options: argparse.Namespace) -> int:
+    from shardplan.strategies.rules.table import rules_table
+
+    print(rules_table(), end="")
+    return SAME
+
+
+def _solve(argv: list[str]) -> int:
+    from shardplan.ilp import iopddl
+
+    try:
+        return iopddl.main(argv) or SAME
+    except OSError as error:
+        raise _Told(f"{error.filename}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise _Told(f"this is no instance of the IOPDDL benchmark ({type(error).__name__}: {error})") from None
+
+
+def _print(plan: Plan, options: argparse.Namespace) -> int:
+    if options.html:
+        _write(options.html, plan.html())
+    print(plan if options.brief else plan.explain().rstrip("\n"))
+    return SAME
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise _Told(f"{path}: cannot be written: {error.strerror}") from None
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _stay_on_cpu() -> None:
+    """Nothing here needs a device; without a word from the user, JAX need not look for any."""
+    import jax
+
+    if not os.environ.get("JAX_PLATFORMS") and not getattr(jax.config, "jax_platforms", None):
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes
+        jax.config.update("jax_platforms", "cpu")
+
+
+# ---- what people write
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """{"data": 2, "model": 4} of "data=2,model=4"."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (x.strip() for x in part.partition("="))
+        if not name or not size.isdecimal() or int(size) < 1:
+            raise _Told(f"--mesh {text}: {part!r} is no axis with a size.\n  way out: --mesh data=2,model=4")
+        if name in axes:
+            raise _Told(f"--mesh {text}: axis {name!r} stands twice")
+        axes[name] = int(size)
+    return axes
+
+
+def parse_pin(text: str) -> tuple[str, Any]:
+    """("params/**/kernel", P(None, "model")) of "params/**/kernel=None,model"."""
+    from jax.sharding import PartitionSpec
+
+    path, equals, spec = text.rpartition("=")
+    if not equals or not path.strip():
+        raise _Told(f"--pin {text}: has no path and spec.\n  way out: --pin 'params/**/kernel=None,model'")
+
+    def entry(word: str):
+        if word in ("None", "-", ""):
+            return None
+        return PartitionSpec.UNCONSTRAINED if word == "*" else tuple(word.split("+")) if "+" in word else word
+
+    words = [w.strip() for w in spec.split(",")] if spec.strip() else []
+    return path.strip(), PartitionSpec(*map(entry, words))
+
+
+def _step(options: argparse.Namespace) -> tuple[Callable, tuple]:
+    """The step and its arguments, from the function that the user named."""
+    make = _function(options)
+    with contextlib.suppress(TypeError, ValueError):
+        needed = [p.name for p in inspect.signature(make).parameters.values() if _needed(p)]
+        if needed:
+            raise _Told(
+                f"{options.step} takes {', '.join(needed)}.\n"
+                "  way out: name a function that takes nothing and returns (step, args), args being arrays or ShapeDtypeStructs"
+            )
+    with _blamed(options, options.step):
+        made = make()
+    if not isinstance(made, (tuple, list)) or len(made) < 2 or not callable(made[0]):
+        raise _Told(
+            f"{options.step} returned {type(made).__name__}, not a step with its arguments.\n"
+            "  way out: return train_step, (state, batch)"
+        )
+    step, *rest = made
+    return step, tuple(rest[0]) if len(rest) == 1 and type(rest[0]) in (tuple, list) else tuple(rest)
+
+
+def _needed(p: inspect.Parameter) -> bool:
+    return p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+
+
+def _on(step: Callable, mesh, asked: dict[str, Any]):
+    """The step, to be planned on `mesh`; one that was made by `auto` keeps what it says itself and is not asked for."""
+    from shardplan.auto import Auto, auto
+
+    if not isinstance(step, Auto):
+        return auto(mesh, **asked)(step)
+    if asked.pop("donate_argnums", None) is not None:
+        raise _Told("--donate: the step was made by shardplan.auto, which says what is donated")
+    pins = {**step._settings.pins, **asked.pop("pins", {})}
+    return Auto(step._fun, dataclasses.replace(step._settings, mesh=mesh, plan=None, pins=pins, **asked), step._arguments)
+
+
+def _function(options: argparse.Namespace) -> Callable:
+    where, colon, name = options.step.rpartition(":")
+    if not colon or not where or not name:
+        raise _Told(f"{options.step!r} names no function.\n  way out: module:function or path/to/file.py:function")
+    with _blamed(options, where):
+        module = _file(where) if where.endswith(".py") else _module(where)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        some = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
+        raise _Told(f"{where} has no function {name!r}" + (f".\n  it has: {', '.join(some[:8])}" if some else ""))
+    return found
+
+
+def _file(where: str):
+    path = Path(where)
+    if not path.is_file():
+        raise _Told(f"{where}: no such file")
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(where: str):
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name and (where == error.name or where.startswith(f"{error.name}.")):
+            raise _Told(f"no module {error.name!r} here or among the installed ones") from None
+        raise
+
+
+@contextlib.contextmanager
+def _blamed(options: argparse.Namespace, what: str):
+    """Errors of the user's own code, told in one message with the line they come from."""
+    try:
+        yield
+    except (_Told, ShardingError, PlanFileError, ClusterError):
+        raise
+    except (Exception, SystemExit) as error:
+        if options.traceback:
+            traceback.print_exc()
+        text = (str(error).strip().splitlines() or [""])[0]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
+        at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        hint = "" if options.traceback else "\n  --traceback shows more"
+        raise _Told(f"{what} failed{at}: {type(error).__name__}{f': {text}' if text else ''}{hint}") from None
+
+
+def _users(file: str) -> bool:
+    ours = str(Path(__file__).parent) + os.sep
+    return (
+        not file.startswith((ours, "<")) and "site-packages" not in file and not file.startswith(os.path.dirname(os.__file__))
+    )
