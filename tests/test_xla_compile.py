@@ -122,6 +122,18 @@ def test_a_crash_is_a_result(monkeypatch, tmp_path):
         _ = done.collectives
 
 
+def test_a_stack_trace_does_not_hide_the_error(monkeypatch, tmp_path):
+    said = (
+        "E1121 05:03:32.650470    2387 xtile.cc:576] LLVM Fatal Error: size mismatch\n"
+        "F1121 05:03:32.650492    2387 error_handler.cc:44] *** Begin stack trace ***\n\t\n*** End stack trace ***\n"
+    )
+    child = tmp_path / "child.py"
+    child.write_text(f"import sys\nsys.stderr.write({said!r})\nsys.exit(1)\n")
+    monkeypatch.setattr(_backend, "__file__", str(child))
+    error = compile(*mlp(abstract(), batch=512)).error
+    assert error == f"the compiler crashed (exit status 1): {said.splitlines()[0]}"
+
+
 def test_a_flag_of_the_user_that_xla_refuses_is_told(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in compile(*mlp(abstract())).error

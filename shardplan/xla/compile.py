@@ -340,10 +340,14 @@ def _signal(code: int) -> str:
 
 
 def _tail(said: str) -> str:
-    """The compiler's last words: the fatal line when there is one, else the last lines."""
+    """The compiler's last words: its fatal line, else its last error and what follows, else its last lines."""
+    said = re.sub(
+        r"(F\d{4} [^\n]*)?\*\*\* Begin stack trace \*\*\*.*?(\*\*\* End stack trace \*\*\*|$)", "", said, flags=re.DOTALL
+    )
     lines = [line for line in said.splitlines() if line.strip()]
     fatal = [line for line in lines if re.match(r"F\d{4} ", line)]
-    return "\n".join(fatal[-1:] or lines[-8:]) or "it said nothing"
+    errors = [n for n, line in enumerate(lines) if re.match(r"E\d{4} ", line)]
+    return "\n".join(fatal[-1:] or lines[errors[-1] if errors else -8 :][:8]) or "it said nothing"
 
 
 def _target_at_hand() -> str | None:
