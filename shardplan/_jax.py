@@ -6,8 +6,8 @@ import contextlib
 
 import jax
 import numpy as np
-from jax._src import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var  # noqa: F401  (re-exported)
+from jax._src import core, source_info_util
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 INLINED = {
@@ -102,6 +102,43 @@ def on_auto_axes(flat, mesh: Mesh, out_shardings: tuple):
     if is_auto(mesh):
         return flat
     return jax.sharding.auto_axes(flat, axes=tuple(mesh.axis_names), out_sharding=out_shardings)
+
+
+def on_twin(jitted, twin: Mesh, mesh: Mesh):
+    """`jitted`, compiled for the twin, called with and giving arrays of the user's mesh."""
+
+    def moved(x, to):
+        sharding = getattr(x, "sharding", None)
+        known = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == to.axis_names
+        return jax.device_put(x, NamedSharding(to, sharding.spec)) if known else x
+
+    def call(*args):
+        with jax.set_mesh(twin):
+            out = jitted(*jax.tree.map(lambda x: moved(x, twin), args))
+        return jax.tree.map(lambda x: moved(x, mesh), out)
+
+    call.trace = jitted.trace
+    return call
+
+
+def has_callback(closed: ClosedJaxpr) -> bool:
+    """Whether any equation, however deep, calls back into Python."""
+
+    def deep(jaxpr) -> bool:
+        return any("callback" in e.primitive.name or any(map(deep, jaxprs_in_params(e.params))) for e in jaxpr.eqns)
+
+    return deep(closed.jaxpr)
+
+
+def is_foreign(x, mesh: Mesh) -> bool:
+    """Whether an array is typed with the axes of another mesh."""
+    axes = getattr(getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None), "axis_names", ())
+    return bool(axes) and tuple(axes) != tuple(mesh.axis_names)
+
+
+def under_jit() -> bool:
+    """Whether a trace other than evaluation is going on."""
+    return not core.trace_ctx.is_top_level()
 
 
 def within(mesh: Mesh | AbstractMesh):

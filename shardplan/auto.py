@@ -40,6 +40,10 @@ class _OtherSignature(Exception):
     """The jitted function was called with arguments it was not planned for."""
 
 
+class _Elsewhere(Exception):
+    """The jitted function was called with arrays of another mesh."""
+
+
 def auto(
     mesh,
     *,
@@ -233,17 +237,20 @@ class Auto:
         self._entries: dict[Any, _Entry] = {}
         self._last: Callable | None = None
         self._plain_call = not arguments.static[0] and not arguments.static[1]
+        self._explicit = not _jax.is_auto(settings.mesh)
 
     # ---- calling
 
     def __call__(self, *args, **kwargs):
+        if self._explicit and _jax.under_jit():  # the outer jit decides where things live
+            return self._fun(*args, **kwargs)
         last = self._last
         if last is not None and self._plain_call and not kwargs:
             try:
                 return last(*args)
             except _OtherSignature:
                 pass
-            except ValueError as error:
+            except (ValueError, _Elsewhere) as error:
                 if not _is_placement(error):
                     raise
         return self._call(args, kwargs)
@@ -253,7 +260,7 @@ class Auto:
         given = (*dynamic, keywords) if keywords else dynamic
         try:
             out = entry.jitted(*given)
-        except ValueError as error:
+        except (ValueError, _Elsewhere) as error:
             if not _is_placement(error):
                 raise
             leaves, tree = jax.tree.flatten(given)
@@ -358,7 +365,7 @@ class Auto:
         return self._entries[key], dynamic, keywords
 
     def _make(self, dynamic, keywords, static, settings: _Settings) -> _Entry:
-        _check_arrays(dynamic, keywords)
+        _check_arrays(dynamic, keywords, self._arguments, static)
         step = _Step(self._fun, self._arguments, settings, self._twin, dynamic, keywords, static)
         options = step.options(settings)
         saved = settings.plan
@@ -441,7 +448,9 @@ class _Step:
         if not isinstance(self.settings.mesh, jax.sharding.Mesh):
             return _Entry(plan, _no_devices, [], self.static)
         run = emit(self.traced.jaxpr, decisions, self.twin)
-        mesh = self.settings.mesh
+        # Callbacks know their mesh: with them the step runs on the twin, and its results are handed to the user's mesh.
+        aside = bool(self.traced.jaxpr.effects) or _jax.has_callback(self.traced.jaxpr)
+        mesh = self.twin if aside else self.settings.mesh
         in_flat = [_jax.sharding(mesh, leaf.layout.spec()) for leaf in plan.inputs]
         out_flat = [_jax.sharding(mesh, leaf.layout.spec()) for leaf in plan.outputs]
         expected = (self.in_tree, [(x.shape, x.dtype, x.weak_type) for x in self.in_leaves])
@@ -458,6 +467,8 @@ class _Step:
             leaves, tree = jax.tree.flatten((args, keywords))
             if (tree, [(x.shape, x.dtype, x.weak_type) for x in map(_jax.abstract, leaves)]) != expected:
                 raise _OtherSignature
+            if any(_jax.is_foreign(x, mesh) for x in leaves):
+                raise _Elsewhere
             return jax.tree.unflatten(self.out_tree, on_auto_axes(*leaves))
 
         shardings = jax.tree.unflatten(self.in_tree, in_flat)
@@ -481,6 +492,8 @@ class _Step:
             keep_unused=self.settings.keep_unused,
             **self.settings.jit_options,
         )
+        if aside and not _jax.is_auto(self.settings.mesh):
+            jitted = _jax.on_twin(jitted, self.twin, self.settings.mesh)
         return _Entry(plan, jitted, in_flat, self.static)
 
 
@@ -510,14 +523,16 @@ def _signature(leaf):
         return type(leaf)
 
 
-def _check_arrays(dynamic, keywords) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path((dynamic, keywords)):
+def _check_arrays(dynamic, keywords, arguments: _Arguments, static) -> None:
+    leaves = jax.tree.leaves((dynamic, keywords))
+    for n, leaf in enumerate(leaves):
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not (isinstance(leaf, np.ndarray) and leaf.dtype == object):
             continue
         if isinstance(leaf, (bool, int, float, complex)):
             continue
+        label = _labels(dynamic, keywords, arguments, static)[n]
         raise ShardingError(
-            f"argument {_path(path[1:])} is {type(leaf).__name__} {str(leaf)[:40]!r}, not an array.\n"
+            f"argument {label} is {type(leaf).__name__} {str(leaf)[:40]!r}, not an array.\n"
             "  ways out: make it an array, or name it in static_argnums or static_argnames"
         )
 
@@ -593,10 +608,13 @@ def _spec(sharding, who: str):
     return spec
 
 
-def _is_placement(error: ValueError) -> bool:
+def _is_placement(error: Exception) -> bool:
     """Whether jit refused arguments for where they live, which moving them mends."""
+    if isinstance(error, _Elsewhere):
+        return True
     text = str(error)
-    return "does not match the sharding" in text or "incompatible devices" in text or "should be equal" in text
+    refusals = ("does not match the sharding", "incompatible devices", "should be equal", "mesh should be the same", "aval mesh")
+    return any(refusal in text for refusal in refusals)
 
 
 def _place(x, sharding):

@@ -1,0 +1,333 @@
+"""`auto` mirrors `jax.jit`, plans once per signature, and says clearly what is wrong with what it was given."""
+
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan import PlanFileError, ShardingError, ShardingWarning
+
+F32 = np.float32
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "model"))
+
+
+def create(key):
+    a, b = jax.random.split(key)
+    return {"up": jax.random.normal(a, (16, 64)), "down": jax.random.normal(b, (64, 16))}
+
+
+def loss(params, batch):
+    return jnp.mean((jax.nn.gelu(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
+
+
+def step(params, batch):
+    value, grads = jax.value_and_grad(loss)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def batch(n=32, seed=0):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(n, 16)).astype(F32), "y": rng.normal(size=(n, 16)).astype(F32)}
+
+
+@pytest.fixture
+def params():
+    return create(jax.random.key(0))
+
+
+def same(a, b, tolerance=1e-5):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=tolerance, atol=tolerance)
+
+
+# ---- jit's ways of being called
+
+
+def test_keyword_arguments(mesh, params):
+    planned = shardplan.auto(mesh)(step)
+    same(planned(params, batch=batch()), step(params, batch()))
+    same(planned(batch=batch(), params=params), step(params, batch()))
+
+
+def test_static_arguments_by_number_and_name(mesh, params):
+    def scaled(params, batch, times, *, squared=False):
+        value = loss(params, batch) * times
+        return value**2 if squared else value
+
+    planned = shardplan.auto(mesh, static_argnums=2, static_argnames="squared")(scaled)
+    for times, squared in ((2, False), (3, True), (2, True), (2, False)):
+        same(planned(params, batch(), times, squared=squared), scaled(params, batch(), times, squared=squared))
+    with pytest.raises(ShardingError, match=r"static argument .* is not hashable.*\n.*way out"):
+        planned(params, batch(), [2])
+
+
+def test_donation_frees_the_argument(mesh):
+    planned = shardplan.auto(mesh, donate_argnums=0)(step)
+    state = planned.init(create, jax.random.key(0))
+    planned(state, batch())
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    by_name = shardplan.auto(mesh, donate_argnames="params")(step)
+    state = by_name.init(create, jax.random.key(0))
+    by_name(state, batch())
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_none_leaves_scalars_and_tuples(mesh):
+    def fun(a, b):
+        x, nothing, k = a
+        return {"y": x * k + b, "n": nothing}
+
+    x = np.arange(64, dtype=F32).reshape(8, 8)
+    out = shardplan.auto(mesh)(fun)((x, None, 3), 2.0)
+    assert out["n"] is None
+    same(out["y"], x * 3 + 2)
+
+
+def test_bound_methods_and_decorated_methods(mesh, params):
+    class Trainer:
+        rate = 0.1
+
+        @shardplan.auto(mesh, static_argnums=0)
+        def decorated(self, params, batch):
+            return jax.tree.map(lambda p, g: p - self.rate * g, params, jax.grad(loss)(params, batch))
+
+        def plain(self, params, batch):
+            return jax.tree.map(lambda p, g: p - self.rate * g, params, jax.grad(loss)(params, batch))
+
+    trainer = Trainer()
+    want = trainer.plain(params, batch())
+    same(trainer.decorated(params, batch()), want)
+    same(shardplan.auto(mesh)(trainer.plain)(params, batch()), want)
+
+
+def test_plans_once_per_signature(mesh, params):
+    traces = []
+
+    def counting(params, batch):
+        traces.append(batch["x"].shape)
+        return loss(params, batch)
+
+    planned = shardplan.auto(mesh)(counting)
+    for n in (32, 32, 64, 32, 64):
+        same(planned(params, batch(n)), loss(params, batch(n)))
+    assert len([s for s in traces if s == (32, 16)]) <= 2  # once to plan, once for its derivative rule at most
+    assert planned.plan(params, batch(64)) is planned.plan(params, batch(64))
+
+
+def test_trace_lower_compile(mesh, params):
+    planned = shardplan.auto(mesh)(step)
+    assert planned.trace(params, batch()).jaxpr.out_avals[-1].shape == ()
+    assert "stablehlo" in planned.lower(params, batch()).as_text()
+    compiled = planned.compile(params, batch())
+    assert compiled.memory_analysis() is not None
+    assert planned.eval_shape(params, batch())[1].shape == ()
+
+
+def test_arguments_that_live_elsewhere_are_brought_over(mesh, params):
+    planned = shardplan.auto(mesh)(step)
+    want = step(params, batch())
+    on_one = jax.device_put(params, jax.devices()[3])
+    same(planned(on_one, batch()), want)
+    other = jax.make_mesh((8,), ("z",))
+    elsewhere = jax.device_put(params, jax.sharding.NamedSharding(other, P("z")))
+    same(planned(elsewhere, jax.device_put(batch(), jax.devices()[1])), want)
+
+
+def test_state_comes_out_as_it_went_in(mesh):
+    planned = shardplan.auto(mesh, donate_argnums=0)(step)
+    plan = planned.plan(jax.eval_shape(create, jax.random.key(0)), batch())
+    state = planned.init(create, jax.random.key(0))
+    for _ in range(2):
+        for x, leaf in zip(jax.tree.leaves(state), plan.inputs[:2], strict=True):
+            assert x.sharding.spec == P(*leaf.layout.spec())
+        state, _ = planned(state, batch())
+
+
+def test_init_never_holds_the_whole_on_one_device(mesh):
+    planned = shardplan.auto(mesh)(step)
+    for x in jax.tree.leaves(planned.init(create, jax.random.key(0))):
+        assert max(s.data.size for s in x.addressable_shards) == x.size // 8
+    same(planned.init(create, jax.random.key(0)), create(jax.random.key(0)), 1e-6)
+
+
+def test_derivatives_are_those_of_the_plain_function(mesh, params):
+    @jax.custom_jvp
+    def straight_through(x):
+        return jnp.round(x)
+
+    straight_through.defjvp(lambda p, t: (jnp.round(p[0]), t[0]))
+
+    def fun(w):
+        return jnp.sum(straight_through(w) ** 2)
+
+    w = np.linspace(-3, 3, 64, dtype=F32)
+    same(jax.grad(shardplan.auto(mesh)(fun))(w), jax.grad(fun)(w))
+    same(jax.jit(lambda w: shardplan.auto(mesh)(fun)(w) * 2)(w), fun(w) * 2)
+
+
+# ---- planning without devices, and reuse
+
+
+def test_plans_on_an_abstract_mesh_from_shapes():
+    abstract = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    planned = shardplan.auto(abstract, cluster="h100")(step)
+    shapes = jax.eval_shape(create, jax.random.key(0))
+    plan = planned.plan(shapes, batch())
+    assert {x.path for x in plan.inputs} == {"params/up", "params/down", "batch/x", "batch/y"}
+    with pytest.raises(ShardingError, match="AbstractMesh, which has no devices"):
+        planned(create(jax.random.key(0)), batch())
+
+
+def test_same_input_gives_the_same_bytes(mesh, params):
+    texts = [shardplan.auto(mesh)(step).plan(params, batch()).dumps() for _ in range(2)]
+    assert texts[0] == texts[1]
+
+
+def test_a_saved_plan_is_reused_without_solving(mesh, params, tmp_path, monkeypatch):
+    shardplan.auto(mesh)(step).plan(params, batch()).save(tmp_path / "plan.json")
+    monkeypatch.setattr(sys.modules["shardplan.auto"], "make_plan", lambda *a: pytest.fail("it solved again"))
+    planned = shardplan.auto(mesh, plan=tmp_path / "plan.json")(step)
+    same(planned(params, batch()), step(params, batch()))
+
+
+def test_a_plan_for_an_edited_step_keeps_what_matches(mesh, params, tmp_path):
+    shardplan.auto(mesh, pins={"up": P("data", None)})(step).plan(params, batch()).save(tmp_path / "plan.json")
+
+    def edited(params, batch):
+        params, value = step({"up": params["up"], "down": params["down"]}, batch)
+        return {**params, "extra": jnp.zeros((8,))}, value + 1
+
+    more = {**params, "extra": jnp.zeros((8,))}
+    planned = shardplan.auto(mesh, plan=tmp_path / "plan.json")(edited)
+    with pytest.warns(ShardingWarning, match=r"another version of this step: 4 of 5 inputs keep.*\n.*params/extra"):
+        plan = planned.plan(more, batch())
+    assert next(x for x in plan.inputs if x.path == "params/up").layout.spec() == ("data", None)
+
+
+def test_plans_for_another_mesh_or_model_are_refused(mesh, params, tmp_path):
+    shardplan.auto(mesh)(step).plan(params, batch()).save(tmp_path / "plan.json")
+    other = jax.make_mesh((8,), ("x",))
+    with pytest.raises(PlanFileError, match="for mesh data=2, model=4, the step runs on mesh x=8"):
+        shardplan.auto(other, plan=tmp_path / "plan.json")(step).plan(params, batch())
+    with pytest.raises(PlanFileError, match="another model: none of its inputs"):
+        shardplan.auto(mesh, plan=tmp_path / "plan.json")(lambda other_name: other_name * 2).plan(np.ones((8, 8), F32))
+
+
+# ---- what the user knows better
+
+
+def test_pins_hold_and_the_rest_is_planned_around_them(mesh, params):
+    plan = shardplan.auto(mesh, pins={"**/up": P(None, "model"), "down": P(("data", "model"), None)})(step).plan(params, batch())
+    found = {x.path: x.layout.spec() for x in plan.inputs}
+    assert found["params/up"] == (None, "model") and found["params/down"] == (("data", "model"), None)
+
+
+def test_in_and_out_shardings_with_free_dims(mesh, params):
+    free = P.UNCONSTRAINED
+    planned = shardplan.auto(mesh, in_shardings=(None, {"x": P("data"), "y": P("data", free)}), out_shardings=(None, P()))(step)
+    plan = planned.plan(params, batch())
+    found = {x.path: x.layout.spec() for x in plan.inputs}
+    assert found["batch/x"] == ("data", None) and found["batch/y"][0] == "data"
+    same(planned(params, batch()), step(params, batch()))
+
+
+def test_the_users_own_constraint_is_kept(mesh, params):
+    def constrained(params, batch):
+        h = jax.lax.with_sharding_constraint(batch["x"] @ params["up"], P("model", None))
+        return jnp.sum(h @ params["down"])
+
+    planned = shardplan.auto(mesh)(constrained)
+    same(planned(params, batch()), jnp.sum(batch()["x"] @ params["up"] @ params["down"]), 1e-3)
+    decision = next(d for d in planned.plan(params, batch()).decisions if d.primitive == "sharding_constraint")
+    assert decision.results[0].spec() == ("model", None)
+
+
+def test_fix_answers_what_if(mesh, params):
+    plan = shardplan.auto(mesh, cluster="h100")(step).plan(params, batch())
+    fixed = plan.fix("up", P("data", None))
+    assert next(x for x in fixed.inputs if x.path == "params/up").layout.spec() == ("data", None)
+    assert fixed.seconds["total"] >= plan.seconds["total"] * (1 - 1e-9)
+    assert plan.diff(plan) or True
+    assert not plan.diff(plan)
+
+
+# ---- bad input: what, where, numbers, way out
+
+
+BAD = {
+    "axis": ({"pins": {"up": P("modle", None)}}, r"pin 'up' on params/up float32\[16,64\].*'modle', the mesh has data=2, model=4"),
+    "rank": ({"pins": {"up": P(None, None, "model")}}, r"has 3 entries, the array 2 dims"),
+    "twice": ({"pins": {"up": P("data", "data")}}, r"uses mesh axis 'data' twice"),
+    "nothing": ({"pins": {"no/such": P()}}, r"pin 'no/such' matches no input of the step.\n  inputs: params/down, params/up"),
+    "conflict": ({"pins": {"up": P("data", None), "params/*": P(None, "model")}}, r"conflicting pins on params/up"),
+    "divide": ({"pins": {"batch/x": P("model", None)}}, r"splits dim 0 of size 30 over 4 devices.*\n.*pad dim 0 to 32"),
+    "budget": ({"memory": 1000}, r"no plan fits .* per device on mesh data=2, model=4.\n  least possible: .*\[.*\]\n  ways out: "),
+    "amount": ({"memory": "lots"}, r"memory='lots' is no amount of memory"),
+    "prefix": ({"in_shardings": (None,)}, r"in_shardings is no tree prefix"),
+}
+
+
+@pytest.mark.parametrize("options, text", BAD.values(), ids=BAD)
+def test_bad_input_says_what_where_and_a_way_out(mesh, params, options, text):
+    with pytest.raises(ShardingError, match=text):
+        shardplan.auto(mesh, **options)(step).plan(params, batch(30))
+
+
+def test_bad_options(mesh, params):
+    with pytest.raises(ShardingError, match="none of 'ilp', 'propagation'"):
+        shardplan.auto(mesh, search="magic")
+    with pytest.raises(ShardingError, match="takes a mesh first"):
+        shardplan.auto(step)
+    with pytest.raises(ValueError, match="h100"):
+        shardplan.auto(mesh, cluster="no-such")(step).plan(params, batch())
+    with pytest.raises(ShardingError, match=r"argument batch/x is str 'hello', not an array"):
+        shardplan.auto(mesh)(step).plan(params, {"x": "hello", "y": batch()["y"]})
+
+
+def test_dims_that_divide_nothing_stay_whole_but_run(mesh):
+    def odd(x):
+        return jnp.tanh(x @ x.T).sum(0)
+
+    x = np.random.default_rng(0).normal(size=(7, 13)).astype(F32)
+    same(shardplan.auto(mesh)(odd)(x), odd(x), 1e-4)
+
+
+def test_zero_sized_arrays(mesh):
+    def fun(x, y):
+        return jnp.concatenate([x, y]).sum(0), x * 2
+
+    x, y = np.zeros((0, 8), F32), np.ones((8, 8), F32)
+    same(shardplan.auto(mesh)(fun)(x, y), fun(x, y))
+
+
+def test_a_step_without_arguments_or_results(mesh):
+    assert shardplan.auto(mesh)(lambda: jnp.arange(8))().tolist() == list(range(8))
+    assert shardplan.auto(mesh)(lambda x: None)(np.ones(8, F32)) is None
+
+
+def test_effects_stay_and_unknown_primitives_are_told(mesh, capfd):
+    def fun(x):
+        jax.debug.print("sum {s}", s=x.sum())
+        return jax.pure_callback(lambda x: np.asarray(x) * 2, jax.ShapeDtypeStruct((8, 8), F32), x)
+
+    x = np.ones((8, 8), F32)
+    with pytest.warns(ShardingWarning, match=r"no rule for primitive 'pure_callback' at test_auto.py:\d+"):
+        out = shardplan.auto(mesh)(fun)(x)
+    same(out, x * 2)
+    jax.effects_barrier()
+    assert "sum 64" in capfd.readouterr().out
+
+
+def test_known_programs_plan_without_warnings(mesh, params):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shardplan.auto(mesh)(step).plan(params, batch())

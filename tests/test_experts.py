@@ -1,0 +1,210 @@
+"""The planner finds what experts write by hand, on models and sizes where the experts agree."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import shardplan
+from shardplan.mesh import Layout
+from shardplan.xla.hlo import collectives
+
+S = jax.ShapeDtypeStruct
+F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
+
+
+def plan_of(step, *args, mesh=None, **options):
+    mesh = mesh or jax.sharding.AbstractMesh((8,), ("x",))
+    return shardplan.auto(mesh, cluster="h100", donate_argnums=0, **options)(step).plan(*args)
+
+
+def layouts(plan):
+    return {x.path: x.layout for x in plan.inputs}
+
+
+def planned_kinds(plan, least_bytes=1e5):
+    """(phase, kind) of every planned collective that moves something."""
+    return [
+        (d.phase, c.kind) for d in plan.decisions for m in d.moves for c in m.collectives if c.bytes > least_bytes and c.kind != "slice"
+    ]
+
+
+def emitted(step, *args, least_bytes=1e5, **options):
+    """Collectives of the program XLA compiled for 8 emulated devices."""
+    mesh = jax.make_mesh((8,), ("x",))
+    compiled = shardplan.auto(mesh, cluster="h100", donate_argnums=0, **options)(step).compile(*args)
+    return [c for c in collectives(compiled.as_text()) if c.bytes > least_bytes]
+
+
+def split(*dims):
+    return Layout(tuple(("x",) if d else () for d in dims))
+
+
+def sgd(loss):
+    def step(params, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def mlp_loss(params, x):
+    h = jax.nn.relu(x.astype(BF16) @ params["up"].astype(BF16))
+    return jnp.mean((x + (h @ params["down"].astype(BF16)).astype(F32)) ** 2)
+
+
+def mlp(width, hidden):
+    return {"up": S((width, hidden), F32), "down": S((hidden, width), F32)}
+
+
+def test_finds_data_parallel_when_batch_is_large_and_weights_are_small():
+    plan = plan_of(sgd(mlp_loss), mlp(256, 1024), S((262144, 256), F32))
+    assert layouts(plan)["batch"] == split(1, 0)
+    assert {kind for _, kind in planned_kinds(plan)} <= {"all-reduce", "reduce-scatter", "all-gather"}
+    assert plan.comm_bytes < 4 * 4 * 2 * 256 * 1024  # gradients (and weights), never activations
+
+
+def test_finds_megatron_for_wide_mlp():
+    plan = plan_of(sgd(mlp_loss), mlp(8192, 65536), S((1024, 8192), F32))
+    assert layouts(plan)["params/up"] == split(0, 1)
+    assert layouts(plan)["params/down"] == split(1, 0)
+    assert planned_kinds(plan) == [("forward", "all-reduce")]  # the input is no parameter: nothing flows further back
+
+
+def test_megatron_mlp_compiles_to_one_all_reduce():
+    found = emitted(sgd(mlp_loss), mlp(8192, 65536), S((1024, 8192), F32))
+    assert [c.kind for c in found] == ["all-reduce"]
+
+
+def block_loss(params, x):
+    """Two residual blocks, so that the second one's input gradient is needed."""
+    for k in ("0", "1"):
+        p = params[k]
+        h = jax.nn.relu(x @ p["up"])
+        x = x + h @ p["down"]
+    return jnp.mean(x.astype(F32) ** 2)
+
+
+def test_megatron_needs_one_all_reduce_each_way_per_block():
+    params = {k: {"up": S((8192, 65536), BF16), "down": S((65536, 8192), BF16)} for k in "01"}
+    plan = plan_of(sgd(block_loss), params, S((1024, 8192), BF16))
+    kinds = planned_kinds(plan)
+    assert kinds.count(("forward", "all-reduce")) == 2
+    assert kinds.count(("backward", "all-reduce")) == 1  # the first block's input needs no gradient
+    assert len(kinds) == 3
+
+
+def attention_loss(params, x):
+    b, t, d = x.shape
+    for k in ("0", "1"):
+        p = params[k]
+        heads = 64
+        q, key, v = ((x @ p[n]).reshape(b, t, heads, -1) for n in ("q", "k", "v"))
+        weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, key) * 0.1)
+        x = x + jnp.einsum("bhts,bshd->bthd", weights, v).reshape(b, t, d) @ p["o"]
+    return jnp.mean(x.astype(F32) ** 2)
+
+
+def test_finds_megatron_for_attention():
+    params = {k: {n: S((16384, 16384), BF16) for n in "qkvo"} for k in "01"}
+    plan = plan_of(sgd(attention_loss), params, S((1, 512, 16384), BF16))
+    found = layouts(plan)
+    assert all(found[f"params/{k}/{n}"] == split(0, 1) for k in "01" for n in "qkv")
+    assert all(found[f"params/{k}/o"] == split(1, 0) for k in "01")
+    assert all(kind == "all-reduce" for _, kind in planned_kinds(plan))
+
+
+def test_finds_hybrid_mlp():
+    """Hidden layers data-parallel, the wide output layer model-parallel: found, not configured."""
+
+    def loss(params, batch):
+        h = jax.nn.relu(batch["x"] @ params["hidden"])
+        logits = h @ params["out"]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], 1))
+
+    params = {"hidden": S((4096, 512), F32), "out": S((512, 1048576), F32)}
+    plan = plan_of(sgd(loss), params, {"x": S((1024, 4096), F32), "y": S((1024,), I32)})
+    assert layouts(plan)["params/out"] == split(0, 1)
+    assert layouts(plan)["params/hidden"] != split(0, 0) or layouts(plan)["batch/x"] == split(1, 0)
+    assert not any(m.after == split(0, 0) and "1048576" in m.value for d in plan.decisions for m in d.moves)
+
+
+def test_finds_vocabulary_split_softmax():
+    def loss(params, batch):
+        logits = (batch["h"] @ params["head"]).astype(F32)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], 1))
+
+    plan = plan_of(sgd(loss), {"head": S((1024, 8 * 131072), BF16)}, {"h": S((2048, 1024), BF16), "y": S((2048,), I32)})
+    assert layouts(plan)["params/head"] == split(0, 1)
+    logits_bytes = 2048 * 8 * 131072 * 2
+    assert plan.comm_bytes < 0.01 * logits_bytes  # row statistics travel, logits do not
+
+
+def test_splits_embedding_tables_that_dwarf_the_rest():
+    def loss(params, batch):
+        rows = params["table"][batch["ids"]]
+        return jnp.mean((rows.reshape(rows.shape[0], -1) @ params["w"]) ** 2)
+
+    params = {"table": S((40_000_000, 128), F32), "w": S((26 * 128, 256), F32)}
+    plan = plan_of(sgd(loss), params, {"ids": S((4096, 26), I32)}, memory="40GB")
+    assert layouts(plan)["params/table"] in (split(1, 0), split(0, 1))
+    assert plan.memory().peak < 40e9
+
+
+def test_finds_expert_parallelism():
+    def loss(params, batch):
+        x = batch["x"]
+        gates = jax.nn.one_hot(jnp.argmax(x @ params["gate"], -1), 64, dtype=BF16)
+        place = jnp.cumsum(gates, 0) * gates
+        dispatch = gates[..., None] * jax.nn.one_hot(place.max(-1).astype(I32), 256, dtype=BF16)[:, None, :]
+        inside = jnp.einsum("tec,td->ecd", dispatch, x)
+        out = jnp.einsum("ecf,efd->ecd", jax.nn.relu(jnp.einsum("ecd,edf->ecf", inside, params["up"])), params["down"])
+        return jnp.mean(jnp.einsum("tec,ecd->td", dispatch, out).astype(F32) ** 2)
+
+    params = {"gate": S((1024, 64), BF16), "up": S((64, 1024, 16384), BF16), "down": S((64, 16384, 1024), BF16)}
+    plan = plan_of(sgd(loss), params, {"x": S((8192, 1024), BF16)})
+    assert layouts(plan)["params/up"] == split(1, 0, 0)
+    assert layouts(plan)["params/down"] == split(1, 0, 0)
+
+
+def adam(loss):
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], grads)
+        v = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, state["v"], grads)
+        params = jax.tree.map(lambda p, m, v: p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), state["params"], m, v)
+        return {"params": params, "m": m, "v": v}, value
+
+    return step
+
+
+def deep_loss(params, x):
+    for k in sorted(params):
+        x = x + jax.nn.relu(x @ params[k]["up"]) @ params[k]["down"]
+    return jnp.mean(x.astype(F32) ** 2)
+
+
+def deep_state(layers=4, width=2048):
+    params = {str(k): {"up": S((width, 4 * width), F32), "down": S((4 * width, width), F32)} for k in range(layers)}
+    return {"params": params, "m": params, "v": params}
+
+
+def split_share(plan, prefix):
+    """Bytes of the arrays under a path that one device holds, relative to the whole."""
+    found = [x for x in plan.inputs if x.path.startswith(prefix)]
+    whole = sum(np.prod(x.shape) for x in found)
+    return sum(np.prod(x.shape) / x.layout.shards(plan.mesh) for x in found) / whole
+
+
+def test_splits_optimizer_then_parameters_as_memory_tightens():
+    """ZeRO's optimizer state first, then FSDP's parameters, as the budget falls; never slower than it must be."""
+    step, state, batch = adam(deep_loss), deep_state(), S((32768, 2048), F32)
+    free = plan_of(step, state, batch, memory=float("inf"))
+    peak = free.memory().peak
+    plans = [free, *(plan_of(step, state, batch, memory=share * peak) for share in (0.9, 0.8))]
+    assert [split_share(p, "state/m") for p in plans] == [1 / 8] * 3
+    parameters = [split_share(p, "state/params") for p in plans]
+    assert parameters[0] == 1.0 and parameters[1] < 1.0 and parameters[2] == 1 / 8
+    assert all(layouts(p)["batch"] == split(1, 0) for p in plans)
+    assert plans[1].memory().peak <= 0.9 * peak and plans[2].memory().peak <= 0.8 * peak
+    seconds = [p.seconds["total"] for p in plans]
+    assert seconds[0] < seconds[1] < seconds[2] < 1.1 * seconds[0]
