@@ -44,7 +44,7 @@ def test_summary(plan):
         "mesh    data=2, model=4 (8 devices), priced as h100",
         "plan    feasible, at most 0.4 % from the optimum (integer program, repeated layers alike)",
         "step    4.38 ms predicted = 4.2 ms compute + 177 µs communication; 44.8 MB through collectives per device",
-        "memory  2.71 GiB per device of 74.5 GiB at its peak, at train.py:6 in block",
+        "memory  2.71 GiB of 74.5 GiB per device at the peak, train.py:6 in block",
     ]
 
 

@@ -15,6 +15,7 @@ from shardplan.view.units import bytes_text, clean, fit, fit_middle, memory_size
 
 WIDTH = 120
 MOST_ROWS = 48
+MOST_CHANGES = 16  # ops of a diff, the dearest ones
 
 
 def summary(plan: Plan) -> str:
@@ -189,9 +190,13 @@ def _unknown(plan: Plan) -> str:
 
 
 def _peak(memory: Memory) -> str:
-    of = f" of {memory_size(memory.limit)}" if memory.limit else ", no limit"
-    where = f", at {clean(memory.where)}" if memory.where else ""
-    return fit(f"{memory_size(memory.peak)} per device{of} at its peak{where}", WIDTH - 8)
+    of = (
+        f" of {memory_size(memory.limit)} per device at the peak"
+        if memory.limit
+        else " per device at the peak, without a limit"
+    )
+    where = f", {clean(memory.where)}" if memory.where else ""
+    return fit(f"{memory_size(memory.peak)}{of}{where}", WIDTH - 8)
 
 
 def memory_text(memory: Memory) -> str:
@@ -245,29 +250,32 @@ def _diff_leaves(diff: PlanDiff) -> list[str]:
         alike.setdefault((texts[0], texts[1]), []).append((path, n))
     cells = []
     for (x, y), paths in alike.items():
-        cells += [(n[0], [path, x, "->", y, times(len(n))]) for path, n in rows.fold(paths, list(known))]
+        cells += [(n[0], [short_path(path), x, "->", y, times(len(n))]) for path, n in rows.fold(paths, list(known))]
     cells.sort(key=lambda row: row[0])
-    table = _table([c for _, c in cells[:MOST_ROWS]], right=(4,), widths={0: 42, 1: 30, 3: 30})
+    table = _table([c for _, c in cells[:MOST_ROWS]], right=(4,), widths={0: 48, 1: 27, 3: 27})
     return ["", "inputs", *table, *_more(len(cells) - MOST_ROWS, "rows")]
 
 
 def _diff_decisions(diff: PlanDiff) -> list[str]:
-    alike: dict[tuple, int] = {}
+    alike: dict[tuple, list[float]] = {}
     for (file, line, primitive, phase, _), x, y in diff.decisions:
         if primitive in ("arg", "out"):
             continue
         place = f"{clean(file)}:{line}" if file else "no line known"
-        key = (place, phase, clean(primitive), _strategy(x), _strategy(y))
-        alike[key] = alike.get(key, 0) + 1
+        total = alike.setdefault((place, phase, clean(primitive), _strategy(x), _strategy(y)), [0, 0.0])
+        total[0] += 1
+        total[1] += max(d.runs * d.seconds + d.comm_seconds for d in (x, y) if d is not None)
     if not alike:
         return []
+    dearest = set(sorted(alike, key=lambda key: -alike[key][1])[:MOST_CHANGES])
     cells = [
         [place, phase, primitive, x, "->", y if x != y else "other layouts", times(n)]
-        for (place, phase, primitive, x, y), n in alike.items()
+        for (place, phase, primitive, x, y), (n, _) in alike.items()
+        if (place, phase, primitive, x, y) in dearest
     ]
-    table = _table(cells[:MOST_ROWS], right=(6,), widths={0: 30, 2: 16, 3: 22, 5: 22})
+    table = _table(cells, right=(6,), widths={0: 30, 2: 16, 3: 22, 5: 22})
     title = "inside the step: what each mesh axis splits, in the letters of the op's rule"
-    return ["", title, *table, *_more(len(cells) - MOST_ROWS, "rows")]
+    return ["", title, *table, *_more(len(alike) - len(cells), "rows, of cheaper ops")]
 
 
 def _strategy(decision: Decision | None) -> str:
