@@ -33,7 +33,8 @@ def _(x, y, *, out, dimension_numbers, **_):
     a, b, c = contract(x, y, dimension_numbers)
     contracted = dimension_numbers[0][0]
     flops = multiply_adds(x, (*out[0].shape, *(x.shape[i] for i in contracted)))
-    return Rule((a, b), (c,), reduce={a[i][0]: "sum" for i in contracted}, flops=flops)
+    kind = "or" if str(out[0].dtype) == "bool" else "sum"
+    return Rule((a, b), (c,), reduce={a[i][0]: kind for i in contracted}, flops=flops)
 
 
 # Rows of the left operand come in groups, each with its own right operand: the ragged dim and the groups are whole.

@@ -170,6 +170,7 @@ add("dot_general", lambda x, y: jnp.einsum("bshd,bthd->bhst", x, y), "f32[4,8,2,
 add("dot_general", lambda x, y: jnp.dot(x, y, preferred_element_type="float32"), "bf16[8,4]", "bf16[4,6]")
 add("dot_general", lambda x, y: jnp.dot(x, y, preferred_element_type="int32"), "i8[8,4]", "i8[4,6]")
 add("dot_general", lambda x, y: jnp.tensordot(x, y, 2), "c64[8,4,2]", "c64[4,2,6]")
+add("dot_general", lambda x, y: lax.dot(x, y), "bool[8,4]", "bool[4,2]")
 add("ragged_dot_general", lambda x, y: lax.ragged_dot(x, y, jnp.array([3, 5], "int32")), "f32[8,4]", "f32[2,4,6]")
 
 
