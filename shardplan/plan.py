@@ -344,7 +344,7 @@ class PlanDiff:
         )
 
     def __bool__(self) -> bool:
-        return bool(self.leaves or self.decisions)
+        return bool(self.a.mesh != self.b.mesh or self.leaves or self.decisions)
 
     def __str__(self) -> str:
         from shardplan.view.text import diff_text

@@ -153,7 +153,7 @@ def test_an_array_is_cut_into_its_shards_in_the_colours_of_the_axes():
     both = blocks("data", "model")
     assert (both.count("rect", class_="a1"), both.count("path", class_="a0")) == (8, 8)
     deep = blocks("data", "", "model", shape=(8, 16, 64))
-    assert (deep.count("rect", class_="a1"), deep.count("rect", class_="plate")) == (8, 0)
+    assert (deep.count("rect", class_="a1"), deep.count("rect", class_="plate a1")) == (8, 0)
     assert "each device holds 32×16, 1/8 of 64×64" in "".join(both.texts)
 
 
@@ -169,7 +169,7 @@ def test_every_shape_has_a_picture(shape):
 def test_a_split_over_a_third_dim_is_seen_as_depth():
     mesh = MeshShape(("x", "y", "z"), (2, 2, 2))
     found = Page(picture(leaf("w", (8, 8, 8), "x", "y", "z"), mesh, _axes(mesh)))
-    assert found.count("rect", class_="plate") == 1
+    assert found.count("rect", class_="plate a0") == 1
 
 
 def test_layout_of_one_dim_over_two_axes_has_both_colours():

@@ -254,9 +254,10 @@ def picture(leaf: Leaf, mesh: MeshShape, axes: dict[str, int]) -> Markup:
     chosen = _drawn(leaf.shape, layout)
     shape = tuple(leaf.shape[d] for d in chosen)
     width, height = _box(shape)
-    depth = sum(1 for d in range(layout.rank) if layout.dims[d] and d not in chosen)
-    x0, y0 = 1 + 3 * depth, 1 + 3 * depth
-    plates = [_piece("plate", x=_px(x0 - 3 * k), y=_px(y0 - 3 * k), w=width, h=height) for k in range(depth, 0, -1)]
+    behind = [axes[layout.dims[d][0]] for d in range(layout.rank) if layout.dims[d] and d not in chosen]
+    x0 = y0 = 1 + 3 * len(behind)
+    places = [1 + 3 * k for k in range(len(behind))]
+    plates = [_piece("plate", n=n, x=at, y=at, w=width, h=height) for n, at in zip(behind, places, strict=True)]
     if not layout.split_axes:
         blocks = [_piece("whole", x=x0, y=y0, w=width, h=height)]
     else:
