@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def _equations(closed, args) -> Iterator[tuple]:
 class _Op:
     """One equation with the values it ran on and one way to split it."""
 
-    eqn: object
+    eqn: Any
     rule: Rule
     sizes: dict[str, int]
     operands: tuple
@@ -309,7 +310,8 @@ def _dynamic_update_slice(op: _Op, shards):
         last = x.shape[d] - update.shape[d]
         hit &= (at >= 0) & (at <= last)
         local.append(jnp.clip(at, 0, last).astype(start.dtype))
-    return [jnp.where(hit, *as_is(op, [x, update, *local]), x)]
+    (updated,) = as_is(op, [x, update, *local])
+    return [jnp.where(hit, updated, x)]
 
 
 def _gather(op: _Op, shards):

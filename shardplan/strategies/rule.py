@@ -163,7 +163,7 @@ def register_rule(
     primitive,
     pattern: str,
     *,
-    reduce: str | dict[str, str] = (),
+    reduce: str | dict[str, str] = "",
     whole: str = "",
     sizes: dict[str, int] | None = None,
     linear: bool = False,
@@ -195,7 +195,7 @@ def register_rule(
     name = getattr(primitive, "name", primitive)
     left, right = parse(pattern)
     if not isinstance(reduce, dict):
-        reduce = dict([*item.split("="), "sum"][:2] for item in (reduce or "").split())
+        reduce = dict([*item.split("="), "sum"][:2] for item in reduce.split())
     whole_letters = frozenset(whole.split())
 
     def fail(why: str, way_out: str):

@@ -11,8 +11,8 @@ from . import elementwise, index, linalg, linear, random, reduce, shape, window 
 
 def whole_rule(ins, outs) -> Rule:
     """Nothing may be split."""
-    dims = [tuple(letters(x, f"{side}{i}_") for i, x in enumerate(xs)) for side, xs in (("x", ins), ("y", outs))]
-    return Rule(*dims, whole=frozenset(a for side in dims for x in side for d in x for a in d))
+    left, right = (tuple(letters(x, f"{side}{i}_") for i, x in enumerate(xs)) for side, xs in (("x", ins), ("y", outs)))
+    return Rule(left, right, whole=frozenset(a for x in left + right for d in x for a in d))
 
 
 def rule_for(primitive: str, ins, outs, params, strict: bool = False) -> tuple[Rule, bool]:

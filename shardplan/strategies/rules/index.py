@@ -67,10 +67,8 @@ def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
         else:
             whole |= {*a[d], *b[w]}
     free = {j for dim in i[:-1] for j in dim} - {c for d in a for c in d}
-    how = (
-        {"reduce": dict.fromkeys(sorted(free), kind), "whole": frozenset(whole)} if kind else {"whole": frozenset(whole | free)}
-    )
-    return Rule((a, i, tuple(u)), (a,), **how)
+    reduce = dict.fromkeys(sorted(free), kind) if kind else {}
+    return Rule((a, i, tuple(u)), (a,), reduce=reduce, whole=frozenset(whole if kind else whole | free))
 
 
 @rule("scatter")

@@ -63,7 +63,7 @@ def _(x, *, out, axes, **_):
 @rule("reduce")
 def _(*ins, out, dimensions, **_):
     r, n = reduction(ins[0], dimensions, len(out)), len(out)
-    return Rule(r.operands * n + ((),) * n, r.results, whole=r.whole, fusion="reduce", flops=n * r.flops)
+    return Rule(r.operands * n + ((),) * n, r.results, whole=r.whole, fusion="reduce", flops=n * prod(ins[0].shape))
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")

@@ -58,12 +58,14 @@ def factors(left: tuple[int, ...], right: tuple[int, ...]):
         rest[side] //= size
 
     while True:
-        advance(0), advance(1)
+        advance(0)
+        advance(1)
         if rest == [1, 1]:
             return tuple(dims[0]), tuple(dims[1]), sizes, frozenset(whole)
         if (common := gcd(*rest)) > 1:
             letter = next(names)
-            give(0, letter, common), give(1, letter, common)
+            give(0, letter, common)
+            give(1, letter, common)
             continue
         # Coprime, like (2, 3) -> (3, 2): whole letters on both sides until the products meet.
         done = [1, 1]
