@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import jax
 import numpy as np
@@ -26,6 +27,8 @@ INLINED = {
 }
 """Primitives that only wrap a jaxpr, and the parameter that holds it."""
 
+INSTALLED = ("/site-packages/", "/dist-packages/")
+
 REMAT = ("remat", "remat2", "checkpoint")
 
 
@@ -33,9 +36,32 @@ def inner_jaxpr(eqn) -> ClosedJaxpr | None:
     """The jaxpr a wrapping equation calls, closed; None for an equation that is an op of its own."""
     param = INLINED.get(eqn.primitive.name)
     inner = eqn.params.get(param) if param else None
-    if inner is None:
-        return None
-    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+    return None if inner is None else closed(inner)
+
+
+def closed(inner) -> ClosedJaxpr:
+    """A jaxpr with its constants, whichever form the parameter has."""
+    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, tuple(getattr(inner, "consts", ())))
+
+
+def scan_parts(eqn) -> tuple[ClosedJaxpr, int, int]:
+    """(body, number of constants, number of carries) of a `scan` equation."""
+    p = eqn.params
+    if "num_consts" in p:
+        return closed(p["jaxpr"]), p["num_consts"], p["num_carry"]
+    consts, carry, _ = p["ft_in"].update(list(range(len(eqn.invars)))).unpack()  # jax 0.12
+    return closed(p["jaxpr"]), len(list(consts)), len(list(carry))
+
+
+def while_parts(eqn) -> tuple[ClosedJaxpr, int, ClosedJaxpr, int]:
+    """(condition, number of its constants, body, number of its constants) of a `while` equation."""
+    p = eqn.params
+    return closed(p["cond_jaxpr"]), p["cond_nconsts"], closed(p["body_jaxpr"]), p["body_nconsts"]
+
+
+def branches(eqn) -> list[ClosedJaxpr]:
+    """The branches of a `cond` equation."""
+    return [closed(b) for b in eqn.params["branches"]]
 
 
 def is_recompute(eqn) -> bool:
@@ -44,9 +70,19 @@ def is_recompute(eqn) -> bool:
 
 
 def source(eqn) -> tuple[str, int, str]:
-    """File, line and function of the user's own frame that made this equation; ("", 0, "") when there is none."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    return (frame.file_name, frame.start_line, frame.function_name) if frame else ("", 0, "")
+    """File, line and function of the user's own frame that made this equation: the innermost outside installed packages,
+    else the innermost outside jax; ("", 0, "") when there is none."""
+    return _source(eqn.source_info.traceback)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _source(traceback) -> tuple[str, int, str]:
+    first = None
+    for frame in source_info_util.user_frames(traceback):
+        first = first or frame
+        if not any(place in frame.file_name for place in INSTALLED):
+            return frame.file_name, frame.start_line, frame.function_name
+    return (first.file_name, first.start_line, first.function_name) if first else ("", 0, "")
 
 
 def is_backward(eqn) -> bool:

@@ -225,7 +225,7 @@ class _Entry:
     plan: Plan
     jitted: Callable
     in_shardings: list
-    static: tuple
+    donated: tuple[int, ...]
 
 
 class Auto:
@@ -266,6 +266,9 @@ class Auto:
             leaves, tree = jax.tree.flatten(given)
             placed = [_place(x, s) for x, s in zip(leaves, entry.in_shardings, strict=True)]
             out = entry.jitted(*jax.tree.unflatten(tree, placed))
+            for n in entry.donated:  # what was donated is gone, also where a copy of it was moved first
+                if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
+                    leaves[n].delete()
         if self._plain_call and not keywords:
             self._last = entry.jitted
         return out
@@ -446,7 +449,7 @@ class _Step:
     def jit(self, decisions, plan: Plan) -> _Entry:
         """The jitted step of a plan; raises _OtherSignature when traced for other arguments."""
         if not isinstance(self.settings.mesh, jax.sharding.Mesh):
-            return _Entry(plan, _no_devices, [], self.static)
+            return _Entry(plan, _no_devices, [], ())
         run = emit(self.traced.jaxpr, decisions, self.twin)
         # Callbacks know their mesh: with them the step runs on the twin, and its results are handed to the user's mesh.
         aside = bool(self.traced.jaxpr.effects) or _jax.has_callback(self.traced.jaxpr)
@@ -494,7 +497,7 @@ class _Step:
         )
         if aside and not _jax.is_auto(self.settings.mesh):
             jitted = _jax.on_twin(jitted, self.twin, self.settings.mesh)
-        return _Entry(plan, jitted, in_flat, self.static)
+        return _Entry(plan, jitted, in_flat, self.traced.donated if donate else ())
 
 
 def _no_devices(*_):

@@ -394,6 +394,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes it private
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -283,13 +283,16 @@ class Follow:
     def apply(cls, net: Network, i: int) -> Follow | None:
         if not net.adj[i] and len(net.costs[i]) == 1:  # decided and alone: all of these are one node
             ground, net.ground = net.ground, i
-            return None if ground is None else cls._merge(net, ground, i, np.zeros(1, dtype=np.int64))
+            if ground is None or ground == i or not net.alive[ground] or net.adj[ground]:
+                return None
+            return cls._merge(net, ground, i, np.zeros(1, dtype=np.int64))
         found = ((j, f) for j, table in net.adj[i].items() if (f := net.finite(table)[1]) is not None)
         j, f = next(found, (i, None))
         if f is None:
             return None
-        if len(f) == len(net.costs[i]) and len(net.adj[i]) > len(net.adj[j]) and net.finite(table.T)[1] is not None:
-            return cls._merge(net, j, i, net.finite(table.T)[1])  # one-to-one: the smaller joins the larger
+        back = net.finite(net.adj[i][j].T)[1] if len(f) == len(net.costs[i]) and len(net.adj[i]) > len(net.adj[j]) else None
+        if back is not None:
+            return cls._merge(net, j, i, back)  # one-to-one: the smaller joins the larger
         return cls._merge(net, i, j, f)
 
     @classmethod

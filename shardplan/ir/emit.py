@@ -105,7 +105,7 @@ class _Scope:
                     results = self.call(eqn, inner, operands, where)
                 case "scan":
                     results = self.scan(eqn, operands, where)
-                case "while" if not eqn.params["cond_jaxpr"].out_avals[0].shape:  # a batched condition stays as it is
+                case "while" if not _jax.while_parts(eqn)[0].out_avals[0].shape:  # a batched condition stays as it is
                     results = self.while_(eqn, operands, where)
                 case "cond":
                     results = self.cond(eqn, operands, where)
@@ -124,7 +124,7 @@ class _Scope:
 
     def scan(self, eqn, operands, path: Path) -> list:
         p = eqn.params
-        n_consts, n_carry = p["num_consts"], p["num_carry"]
+        inner, n_consts, n_carry = _jax.scan_parts(eqn)
         consts = self.reads(path, "const_in", operands[:n_consts])
         carries = self.reads(path, "carry", operands[n_consts : n_consts + n_carry])
         rows = self.reads(path, "xs", operands[n_consts + n_carry :])
@@ -132,7 +132,7 @@ class _Scope:
         def body(carry, row):
             scope = self.inner()
             args = scope.mades(path, "const_in", consts) + scope.mades(path, "carry", carry) + scope.mades(path, "xs", row)
-            out = scope.evaluate(p["jaxpr"].jaxpr, p["jaxpr"].consts, args, (*path, "body"))
+            out = scope.evaluate(inner.jaxpr, inner.consts, args, (*path, "body"))
             return scope.leave(path, "next", out[:n_carry]), scope.reads(path, "ys", out[n_carry:])
 
         with _jax.at_source(eqn):
@@ -146,8 +146,7 @@ class _Scope:
         return self.mades(path, name, self.reads(path, name, xs))
 
     def while_(self, eqn, operands, path: Path) -> list:
-        p = eqn.params
-        n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
+        test, n_cond, inner, n_body = _jax.while_parts(eqn)
         consts = self.reads(path, "const_in", operands[: n_cond + n_body])
         carries = self.reads(path, "carry", operands[n_cond + n_body :])
 
@@ -157,11 +156,11 @@ class _Scope:
 
         def cond(carry):
             scope, fixed, carry = enter(carry)
-            return scope.evaluate(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, [*fixed[:n_cond], *carry], (*path, "cond"))[0]
+            return scope.evaluate(test.jaxpr, test.consts, [*fixed[:n_cond], *carry], (*path, "cond"))[0]
 
         def body(carry):
             scope, fixed, carry = enter(carry)
-            out = scope.evaluate(p["body_jaxpr"].jaxpr, p["body_jaxpr"].consts, [*fixed[n_cond:], *carry], (*path, "body"))
+            out = scope.evaluate(inner.jaxpr, inner.consts, [*fixed[n_cond:], *carry], (*path, "body"))
             return scope.leave(path, "next", out)
 
         with _jax.at_source(eqn):
@@ -180,5 +179,5 @@ class _Scope:
             return run
 
         with _jax.at_source(eqn):
-            branches = [branch(b, inner) for b, inner in enumerate(eqn.params["branches"])]
+            branches = [branch(b, inner) for b, inner in enumerate(_jax.branches(eqn))]
             return self.mades(path, "out", jax.lax.switch(index, branches, *operands))

@@ -170,10 +170,9 @@ def _carry_out(g, values, avals, carries, path, outside: float) -> list[int]:
 
 
 def _scan(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
-    p = eqn.params
-    n_consts, n_carry, trips = p["num_consts"], p["num_carry"], float(p["length"])
+    body, n_consts, n_carry = _jax.scan_parts(eqn)
+    trips = float(eqn.params["length"])
     avals = [a.aval for a in eqn.invars]
-    body = p["jaxpr"]
     inside, outside, loop = min(g.runs * trips, MAX_TRIPS), g.runs, len(g.loops)
     consts = [
         g.border("loop_const", v, a, (*path, "const_in", k), runs=inside, holds=loop)
@@ -198,8 +197,7 @@ def _scan(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
 
 
 def _while(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
-    p = eqn.params
-    n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
+    cond, n_cond, body, n_body = _jax.while_parts(eqn)
     avals = [a.aval for a in eqn.invars]
     trips = _trip_count(eqn)
     inside, outside, loop = min(g.runs * trips, MAX_TRIPS), g.runs, len(g.loops)
@@ -210,22 +208,22 @@ def _while(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
     start = n_cond + n_body
     carries = _carry_in(g, inputs[start:], avals[start:], path, inside)
     with _In(g, trips):
-        _call(g, p["cond_jaxpr"], [*consts[:n_cond], *carries], (*path, "cond"))
-        results = _call(g, p["body_jaxpr"], [*consts[n_cond:], *carries], (*path, "body"))
+        _call(g, cond, [*consts[:n_cond], *carries], (*path, "cond"))
+        results = _call(g, body, [*consts[n_cond:], *carries], (*path, "body"))
         return _carry_out(g, results, avals[start:], carries, path, outside)
 
 
 def _trip_count(eqn) -> float:
     """Trips of a counting `while` whose bounds are literals (`fori_loop`); 1 when they are only known at run time."""
-    p = eqn.params
-    cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
-    carries = eqn.invars[p["cond_nconsts"] + p["body_nconsts"] :]
+    (cond, n_cond, body, n_body) = _jax.while_parts(eqn)
+    cond, body = cond.jaxpr, body.jaxpr
+    carries = eqn.invars[n_cond + n_body :]
     try:
         (test,) = [e for e in cond.eqns if e.outvars[0] is cond.outvars[0]]
-        index = cond.invars.index(test.invars[0]) - p["cond_nconsts"]
+        index = cond.invars.index(test.invars[0]) - n_cond
         stop, start = test.invars[1], carries[index]
         if not isinstance(stop, _jax.Literal):
-            stop = carries[cond.invars.index(stop) - p["cond_nconsts"]]
+            stop = carries[cond.invars.index(stop) - n_cond]
         (step,) = [e for e in body.eqns if e.outvars and e.outvars[0] is body.outvars[index]]
         if test.primitive.name == "lt" and step.primitive.name == "add" and np.ndim(step.invars[1].val) == 0:
             return max(1.0, float(np.ceil((stop.val - start.val) / step.invars[1].val)))
@@ -238,7 +236,7 @@ def _cond(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
     avals = [a.aval for a in eqn.invars[1:]]
     g.record("branch_index", inputs[:1], [eqn.invars[0].aval], [], (*path, "index"))
     ends = []
-    for b, branch in enumerate(eqn.params["branches"]):
+    for b, branch in enumerate(_jax.branches(eqn)):
         entered = [
             g.border("branch_in", v, a, (*path, b, "in", k))
             for k, (v, a) in enumerate(zip(inputs[1:], avals, strict=True))
