@@ -8,7 +8,8 @@ import functools
 import jax
 import numpy as np
 from jax._src import core, source_info_util
-from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import Literal as Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 INLINED = {
@@ -113,7 +114,7 @@ def at_source(eqn):
 
 def itemsize(dtype) -> float:
     """Bytes per element, also of typed keys and of types narrower than a byte."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return float(getattr(dtype, "itemsize", 8))
     try:
         return jax.dtypes.itemsize_bits(dtype) / 8
@@ -146,7 +147,7 @@ def on_twin(jitted, twin: Mesh, mesh: Mesh):
     def moved(x, to):
         sharding = getattr(x, "sharding", None)
         known = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == to.axis_names
-        return jax.device_put(x, NamedSharding(to, sharding.spec)) if known else x
+        return jax.device_put(x, NamedSharding(to, sharding.spec)) if known and sharding is not None else x
 
     def call(*args):
         with jax.set_mesh(twin):
@@ -195,8 +196,6 @@ def abstract(x) -> jax.ShapeDtypeStruct:
 def jaxpr_text(closed: ClosedJaxpr) -> str:
     """The jaxpr as text, the same for the same program in every process."""
     return closed.jaxpr.pretty_print(source_info=False, print_shapes=True, custom_pp_eqn_rules=False)
-
-
 
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED

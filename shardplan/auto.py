@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -32,6 +33,9 @@ from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.plan import Plan
 from shardplan.planner import Options, Traced, make_plan, pin_dims
 from shardplan.reuse import matching_pins, saved_decisions
+
+if TYPE_CHECKING:
+    from shardplan.xla.planned import PlanReport
 
 UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -54,7 +58,7 @@ def auto(
     search: str = "ilp",
     time_limit: float | None = None,
     cluster: str | Cluster | None = None,
-    plan: str | Plan | None = None,
+    plan: str | os.PathLike[str] | Plan | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -83,12 +87,14 @@ def auto(
     if search not in ("ilp", "propagation"):
         raise ShardingError(f"search={search!r} is none of 'ilp', 'propagation'")
     if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
-        raise ShardingError(f"auto() takes a mesh first, not {type(mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))")
+        raise ShardingError(
+            f"auto() takes a mesh first, not {type(mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))"
+        )
 
     def decorate(fun: Callable) -> Auto:
         settings = _Settings(
             mesh, in_shardings, out_shardings, dict(pins or {}), memory, search, time_limit, cluster,
-            Plan.load(plan) if isinstance(plan, str) or hasattr(plan, "__fspath__") else plan,
+            Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan,
             keep_unused, jit_options,
         )  # fmt: skip
         return Auto(fun, settings, _Arguments(fun, static_argnums, static_argnames, donate_argnums, donate_argnames))
@@ -208,13 +214,14 @@ def _both(positional: list[str], nums, names, what: str) -> tuple[frozenset[int]
 
 @dataclass(frozen=True, eq=False)
 class _Context:
-    """What a fresh plan was planned from."""
+    """What a fresh plan was planned from; `program` gives the jitted step and shapes to trace it with, devices or not."""
 
     mesh: Any
     in_tree: Any
     out_tree: Any
     in_dtypes: Mapping[str, Any]
     replan: Callable[[Mapping[str, Any]], Plan]
+    program: Callable[[Plan], tuple[Callable, tuple]]
     planned: planner.Planned | None = None
 
 
@@ -281,6 +288,10 @@ class Auto:
     def plan(self, *args, **kwargs) -> Plan:
         """The plan for arguments of these shapes (arrays or ShapeDtypeStructs); nothing runs, no device is needed."""
         return self._entry(args, kwargs)[0].plan
+
+    def check(self, *args, target: str | None = None, **kwargs) -> PlanReport:
+        """What XLA makes of the plan for arguments of these shapes: `plan(*args, **kwargs).check(target)`."""
+        return self.plan(*args, **kwargs).check(target)
 
     def init(self, create: Callable, *args, **kwargs):
         """Run `create(*args, **kwargs)` so that its result is born split over the mesh: no device holds the whole.
@@ -391,8 +402,12 @@ class Auto:
             pinned = replace(settings, pins={**settings.pins, **more}, plan=None)
             return self._make(dynamic, keywords, static, pinned).plan
 
+        def program(plan: Plan) -> tuple[Callable, tuple]:
+            args, keywords = jax.tree.unflatten(step.in_tree, step.in_leaves)
+            return step.jitted(decisions, plan)[0], (*args, keywords) if step.has_keywords else args
+
         mesh = settings.mesh
-        context = _Context(mesh, step.in_tree, step.out_tree, step.in_dtypes, replan, planned)
+        context = _Context(mesh, step.in_tree, step.out_tree, step.in_dtypes, replan, program, planned)
         if planned is None:
             assert saved is not None
             return step.jit(decisions, replace(saved, context=context))
@@ -450,6 +465,11 @@ class _Step:
         """The jitted step of a plan; raises _OtherSignature when traced for other arguments."""
         if not isinstance(self.settings.mesh, jax.sharding.Mesh):
             return _Entry(plan, _no_devices, [], ())
+        jitted, in_flat, donates = self.jitted(decisions, plan)
+        return _Entry(plan, jitted, in_flat, self.traced.donated if donates else ())
+
+    def jitted(self, decisions, plan: Plan) -> tuple[Callable, list, bool]:
+        """(the step with a plan's constraints and shardings, its inputs' shardings, whether it donates anything)."""
         run = emit(self.traced.jaxpr, decisions, self.twin)
         # Callbacks know their mesh: with them the step runs on the twin, and its results are handed to the user's mesh.
         aside = bool(self.traced.jaxpr.effects) or _jax.has_callback(self.traced.jaxpr)
@@ -497,11 +517,13 @@ class _Step:
         )
         if aside and not _jax.is_auto(self.settings.mesh):
             jitted = _jax.on_twin(jitted, self.twin, self.settings.mesh)
-        return _Entry(plan, jitted, in_flat, self.traced.donated if donate else ())
+        return jitted, in_flat, bool(donate)
 
 
 def _no_devices(*_):
-    raise ShardingError("this step was planned on an AbstractMesh, which has no devices to run on.\n  way out: auto(jax.make_mesh(...))")
+    raise ShardingError(
+        "this step was planned on an AbstractMesh, which has no devices to run on.\n  way out: auto(jax.make_mesh(...))"
+    )
 
 
 def _bind_static(fun: Callable, static: tuple, n_dynamic: int) -> Callable:
@@ -521,7 +543,11 @@ def _bind_static(fun: Callable, static: tuple, n_dynamic: int) -> Callable:
 
 def _signature(leaf):
     try:
-        return leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", getattr(getattr(leaf, "aval", None), "weak_type", False)))
+        return (
+            leaf.shape,
+            leaf.dtype,
+            bool(getattr(leaf, "weak_type", getattr(getattr(leaf, "aval", None), "weak_type", False))),
+        )
     except AttributeError:
         return type(leaf)
 
@@ -597,7 +623,9 @@ def _pins(prefix, tree, leaves, who: str) -> dict[int, Any]:
     try:
         spread = _jax.broadcast_prefix(prefix, full, is_leaf)
     except ValueError as error:
-        raise ShardingError(f"{who} is no tree prefix of what the step {'takes' if who[0] == 'i' else 'returns'}: {error}") from None
+        raise ShardingError(
+            f"{who} is no tree prefix of what the step {'takes' if who[0] == 'i' else 'returns'}: {error}"
+        ) from None
     for n, sharding in enumerate(spread):
         if sharding is not None:
             out[n] = pin_dims(_spec(sharding, who), max(len(leaves[n].shape), len(_spec(sharding, who))))
@@ -616,7 +644,13 @@ def _is_placement(error: Exception) -> bool:
     if isinstance(error, _Elsewhere):
         return True
     text = str(error)
-    refusals = ("does not match the sharding", "incompatible devices", "should be equal", "mesh should be the same", "aval mesh")
+    refusals = (
+        "does not match the sharding",
+        "incompatible devices",
+        "should be equal",
+        "mesh should be the same",
+        "aval mesh",
+    )
     return any(refusal in text for refusal in refusals)
 
 
@@ -635,4 +669,3 @@ def even_layout(shape: Sequence[int], mesh: MeshShape) -> Layout:
             dims[d] += (axis,)
             left[d] //= n
     return Layout(tuple(dims))
-

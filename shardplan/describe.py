@@ -118,9 +118,7 @@ def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int):
 def _strategy(planned: Planned, i: int) -> Mapping[str, str]:
     chosen = planned.space.choices[i].letters[planned.strategies[i]]
     mesh = planned.space.mesh
-    return {
-        axis: "partial sums" if x == PARTIAL else x for axis, x in zip(mesh.axes, chosen, strict=True) if x is not None
-    }
+    return {axis: "partial sums" if x == PARTIAL else x for axis, x in zip(mesh.axes, chosen, strict=True) if x is not None}
 
 
 def _type(op: Op) -> str:
@@ -153,5 +151,3 @@ def _memory(network: Network, states) -> Memory:
         at_peak=memory_by_category(network, states, peak),
         profile=tuple({n: float(over_time[number[n], t]) for n in names if over_time[number[n], t] > 0} for t in points),
     )
-
-

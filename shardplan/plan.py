@@ -15,13 +15,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.mesh.layout import Layout, MeshShape
+
+if TYPE_CHECKING:
+    from shardplan.xla.planned import PlanReport
 
 FORMAT = "shardplan-plan"
 VERSION = 1
@@ -253,6 +256,22 @@ class Plan:
             )
         return self.context.replan({path: spec})
 
+    def check(self, target: str | None = None, **options) -> PlanReport:
+        """Compile the planned step, run nothing, and compare what XLA emitted with what was planned.
+
+        Args:
+            target: a GPU cluster that need not be here, "h200:8" or "h100:8x8"; None for the devices at hand (a known GPU, else
+                emulated CPU devices).
+            options: thresholds and compiler options, as for `shardplan.check`.
+
+        Raises:
+            ShardingError: when this plan was read from a file.
+            CompilerMissing: the target needs packages that are not installed.
+        """
+        from shardplan.xla.planned import check_plan
+
+        return check_plan(self, target, **options)
+
     @cached_property
     def comm_bytes(self) -> float:
         """Bytes a device sends through collectives in one step (buffer sizes, times runs)."""
@@ -339,9 +358,7 @@ class PlanDiff:
 
         a, b = ({d.key: d for d in p.decisions} for p in (self.a, self.b))
         keys = dict.fromkeys([*a, *b])
-        return tuple(
-            (k, a.get(k), b.get(k)) for k in keys if (k in a) != (k in b) or (k in a and body(a[k]) != body(b[k]))
-        )
+        return tuple((k, a.get(k), b.get(k)) for k in keys if (k in a) != (k in b) or (k in a and body(a[k]) != body(b[k])))
 
     def __bool__(self) -> bool:
         return bool(self.a.mesh != self.b.mesh or self.leaves or self.decisions)
@@ -400,5 +417,3 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-
-

@@ -1,6 +1,6 @@
 """From a traced step to a plan: the arrows between the rooms, one after the other, and nothing else.
 
-    jaxpr -> Graph -> Space -> Network -> Solution -> Decisions -> Plan
+jaxpr -> Graph -> Space -> Network -> Solution -> Decisions -> Plan
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class Traced:
         donated: numbers of donated inputs.
     """
 
-    jaxpr: object
+    jaxpr: Any
     in_labels: tuple[str, ...]
     out_labels: tuple[str, ...]
     tied: tuple[tuple[int, int], ...]
@@ -214,7 +215,7 @@ def _allowed(space: Space, i: int, wanted: list[tuple[str, PinDims]]) -> np.ndar
     for n, (who, dims) in enumerate(wanted):
         check_pin(f"{who} on {what}", dims, shape, space.mesh)
         before = mask
-        mask = mask & np.array([all(d == FREE or d == x for d, x in zip(dims, layout.dims, strict=True)) for layout in layouts])
+        mask = mask & np.array([all(d in (FREE, x) for d, x in zip(dims, layout.dims, strict=True)) for layout in layouts])
         if not mask.any():
             if n and before.any():
                 others = " and ".join(f"{w} = {pin_text(d)}" for w, d in wanted[: n + 1])
@@ -230,14 +231,18 @@ def check_pin(who: str, dims: PinDims, shape: tuple[int, ...], mesh: MeshShape) 
     """Raises ShardingError for a pin of the wrong rank, an axis the mesh lacks, or a dim that does not divide."""
     text = pin_text(dims)
     if len(dims) != len(shape):
-        raise ShardingError(f"{who}: {text} has {len(dims)} entries, the array {len(shape)} dims.\n  way out: one entry per dim")
+        raise ShardingError(
+            f"{who}: {text} has {len(dims)} entries, the array {len(shape)} dims.\n  way out: one entry per dim"
+        )
     seen: set[str] = set()
     for d, axes in enumerate(dims):
         if axes == FREE:
             continue
         for axis in axes:
             if axis not in mesh.axes:
-                raise ShardingError(f"{who}: {text} names mesh axis {axis!r}, the mesh has {mesh}.\n  way out: one of {mesh.axes}")
+                raise ShardingError(
+                    f"{who}: {text} names mesh axis {axis!r}, the mesh has {mesh}.\n  way out: one of {mesh.axes}"
+                )
             if axis in seen:
                 raise ShardingError(f"{who}: {text} uses mesh axis {axis!r} twice.\n  way out: each axis on one dim")
             seen.add(axis)

@@ -226,7 +226,9 @@ def test_plans_for_another_mesh_or_model_are_refused(mesh, params, tmp_path):
 
 
 def test_pins_hold_and_the_rest_is_planned_around_them(mesh, params):
-    plan = shardplan.auto(mesh, pins={"**/up": P(None, "model"), "down": P(("data", "model"), None)})(step).plan(params, batch())
+    plan = shardplan.auto(mesh, pins={"**/up": P(None, "model"), "down": P(("data", "model"), None)})(step).plan(
+        params, batch()
+    )
     found = {x.path: x.layout.spec() for x in plan.inputs}
     assert found["params/up"] == (None, "model") and found["params/down"] == (("data", "model"), None)
 
@@ -264,13 +266,19 @@ def test_fix_answers_what_if(mesh, params):
 
 
 BAD = {
-    "axis": ({"pins": {"up": P("modle", None)}}, r"pin 'up' on params/up float32\[16,64\].*'modle', the mesh has data=2, model=4"),
+    "axis": (
+        {"pins": {"up": P("modle", None)}},
+        r"pin 'up' on params/up float32\[16,64\].*'modle', the mesh has data=2, model=4",
+    ),
     "rank": ({"pins": {"up": P(None, None, "model")}}, r"has 3 entries, the array 2 dims"),
     "twice": ({"pins": {"up": P("data", "data")}}, r"uses mesh axis 'data' twice"),
     "nothing": ({"pins": {"no/such": P()}}, r"pin 'no/such' matches no input of the step.\n  inputs: params/down, params/up"),
     "conflict": ({"pins": {"up": P("data", None), "params/*": P(None, "model")}}, r"conflicting pins on params/up"),
     "divide": ({"pins": {"batch/x": P("model", None)}}, r"splits dim 0 of size 30 over 4 devices.*\n.*pad dim 0 to 32"),
-    "budget": ({"memory": 1000}, r"no plan fits .* per device on mesh data=2, model=4.\n  least possible: .*\[.*\]\n  ways out: "),
+    "budget": (
+        {"memory": 1000},
+        r"no plan fits .* per device on mesh data=2, model=4.\n  least possible: .*\[.*\]\n  ways out: ",
+    ),
     "amount": ({"memory": "lots"}, r"memory='lots' is no amount of memory"),
     "prefix": ({"in_shardings": (None,)}, r"in_shardings is no tree prefix"),
 }

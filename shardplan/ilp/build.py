@@ -168,7 +168,9 @@ class _Tables:
         key = (id(made), id(taken), value.shape, value.itemsize, reads, i in self.doubled, j in self.doubled, follows)
         if key not in self.cache:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
-            table = np.rint(self.resharder.table(value.shape, value.itemsize, sources, targets) * (reads * PS * combined_share(value)))
+            table = np.rint(
+                self.resharder.table(value.shape, value.itemsize, sources, targets) * (reads * PS * combined_share(value))
+            )
             if follows:
                 whole = np.array([not s.partial for s in sources])[:, None]
                 equal = np.array([[s == t for t in targets] for s in sources])

@@ -136,9 +136,7 @@ class _Scope:
             return scope.leave(path, "next", out[:n_carry]), scope.reads(path, "ys", out[n_carry:])
 
         with _jax.at_source(eqn):
-            carries, stacks = jax.lax.scan(
-                body, carries, rows, length=p["length"], reverse=p["reverse"], unroll=p["unroll"]
-            )
+            carries, stacks = jax.lax.scan(body, carries, rows, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
             return [*self.mades(path, "next", carries), *self.mades(path, "ys", stacks)]
 
     def leave(self, path: Path, name: str, xs):

@@ -24,7 +24,20 @@ from typing import Any, Literal
 Phase = Literal["forward", "backward", "update"]
 
 BORDER = frozenset(
-    "arg out const loop_const loop_carry loop_slice loop_next loop_stack branch_in branch_out barrier share".split()
+    (
+        "arg",
+        "out",
+        "const",
+        "loop_const",
+        "loop_carry",
+        "loop_slice",
+        "loop_next",
+        "loop_stack",
+        "branch_in",
+        "branch_out",
+        "barrier",
+        "share",
+    )
 )
 """Ops of our own; all but loop_slice and loop_stack hand on every dim of their operand."""
 

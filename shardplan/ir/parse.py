@@ -238,8 +238,7 @@ def _cond(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
     ends = []
     for b, branch in enumerate(_jax.branches(eqn)):
         entered = [
-            g.border("branch_in", v, a, (*path, b, "in", k))
-            for k, (v, a) in enumerate(zip(inputs[1:], avals, strict=True))
+            g.border("branch_in", v, a, (*path, b, "in", k)) for k, (v, a) in enumerate(zip(inputs[1:], avals, strict=True))
         ]
         ends.append(_call(g, branch, entered, (*path, b)))
     return [

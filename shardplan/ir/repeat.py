@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from shardplan.ir.graph import Graph
 
@@ -92,14 +93,16 @@ def _leaves(graph: Graph, pattern: dict[int, str]) -> dict[int, tuple[str, ...]]
     for value in graph.values:
         if value.shape:
             members = [at for at in (value.producer[0], *(at for at, _ in value.consumers)) if joins(at)]
-            for a, b in zip(members, members[1:], strict=False):
+            for a, b in pairwise(members):
                 parent[find(a)] = find(b)
     labels: dict[int, set[str]] = {}
     for i, op in enumerate(graph.ops):
         if op.primitive in ENDS:
             labels.setdefault(find(i), set()).add(pattern[i])
     return {
-        i: tuple(sorted(labels.get(find(i), ()))) for i, op in enumerate(graph.ops) if op.phase == "update" and op.primitive not in ENDS
+        i: tuple(sorted(labels.get(find(i), ())))
+        for i, op in enumerate(graph.ops)
+        if op.phase == "update" and op.primitive not in ENDS
     }
 
 

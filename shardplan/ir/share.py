@@ -63,11 +63,22 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> 
     for at, op in enumerate(graph.ops):
         for v, g in before.get(at, ()):
             value, (following, readers) = graph.values[v], groups[v][g]
+            maker = graph.ops[value.producer[0]]
+            aval = maker.outs[value.producer[1]]
             copy = Op(
-                "share", (renamed[v],), (len(values),), (aval := graph.ops[value.producer[0]].outs[value.producer[1]],), (aval,),
-                {"follows": following}, (*graph.ops[value.producer[0]].path, "share", value.producer[1], g), source=op.source, phase=op.phase,
-                runs=op.runs, reads=op.runs, loop=op.loop,
-            )  # fmt: skip
+                "share",
+                (renamed[v],),
+                (len(values),),
+                (aval,),
+                (aval,),
+                {"follows": following},
+                (*maker.path, "share", value.producer[1], g),
+                source=op.source,
+                phase=op.phase,
+                runs=op.runs,
+                reads=op.runs,
+                loop=op.loop,
+            )
             values.append(replace(value, producer=(len(ops), 0), consumers=()))
             through.update({reader: len(values) - 1 for reader in readers})
             ops.append(copy)

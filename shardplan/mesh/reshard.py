@@ -75,7 +75,7 @@ class Resharder:
         self._questions: dict[tuple, _Question] = {}
         self._paths: dict[tuple, tuple[Step, ...]] = {}
 
-    def table(self, shape: tuple[int, ...], itemsize: int, srcs: Sequence[Layout], dsts: Sequence[Layout]) -> np.ndarray:
+    def table(self, shape: tuple[int, ...], itemsize: float, srcs: Sequence[Layout], dsts: Sequence[Layout]) -> np.ndarray:
         """Seconds of the cheapest path from every src to every dst; inf where there is none.
 
         Args:
@@ -94,7 +94,7 @@ class Resharder:
             found = question.tables[shape, itemsize] = self._table(question, shape, itemsize)
         return found
 
-    def path(self, shape: tuple[int, ...], itemsize: int, src: Layout, dst: Layout) -> tuple[Step, ...]:
+    def path(self, shape: tuple[int, ...], itemsize: float, src: Layout, dst: Layout) -> tuple[Step, ...]:
         """The steps of the cheapest path; () where src is dst. Equal costs are decided the same way every time.
 
         Raises:
@@ -137,7 +137,7 @@ class Resharder:
             )
         return found
 
-    def _table(self, question: _Question, shape: tuple[int, ...], itemsize: int) -> np.ndarray:
+    def _table(self, question: _Question, shape: tuple[int, ...], itemsize: float) -> np.ndarray:
         if len(shape) != question.rank and question.parts:
             raise ValueError(f"layouts have {question.rank} dims, the tensor of shape {shape} has {len(shape)}")
         found = [self._shortest(question, part, shape, itemsize) for part in question.parts]
@@ -151,7 +151,7 @@ class Resharder:
             question.tables[key] = out
         return question.tables[key]
 
-    def _shortest(self, question: _Question, part: _Part, shape: tuple[int, ...], itemsize: int) -> _Distances:
+    def _shortest(self, question: _Question, part: _Part, shape: tuple[int, ...], itemsize: float) -> _Distances:
         total = float(itemsize)
         for n in shape:
             total *= n

@@ -62,7 +62,9 @@ def enumerate_choices(rule: Rule, sizes: dict[str, int], mesh: MeshShape, linear
         fits = [a for a in usable if sizes[a] % n == 0] if n > 1 else []
         per_axis.append([None, *fits, *([PARTIAL] if linear and n > 1 else [])])
     kept = [c for c in itertools.product(*per_axis) if _divides(c, sizes, mesh, compound)]
-    work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in kept])
+    work = np.array(
+        [1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in kept]
+    )
     operands = tuple(tuple(_layout(d, c, mesh, rule, result=False) for c in kept) for d in rule.operands)
     results = tuple(tuple(_layout(d, c, mesh, rule, result=True) for c in kept) for d in rule.results)
     return Choices(tuple(kept), operands, results, work)

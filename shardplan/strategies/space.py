@@ -23,7 +23,24 @@ from shardplan.strategies.rule import Rule, letter_sizes, letters
 from shardplan.strategies.rules import rule_for
 
 FUSIBLE = ("loop", "view", "reduce")
-CHEAP = frozenset("broadcast_in_dim iota convert_element_type reshape squeeze expand_dims transpose neg eq ne lt le gt ge".split())
+CHEAP = frozenset(
+    (
+        "broadcast_in_dim",
+        "iota",
+        "convert_element_type",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "transpose",
+        "neg",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+    )
+)
 """Ops that XLA rather computes again than stores between the forward and the backward pass."""
 
 
@@ -196,11 +213,12 @@ def _seconds(graph, mesh, cluster, rules, choices, signature, materialised) -> t
     for at, op in enumerate(graph.ops):
         reads = []
         for v in op.inputs:
-            root = None if v is None else _root(graph, v)
-            fresh = root is not None and materialised[root] and (root, group[at]) not in charged
-            if fresh:
-                charged.add((root, group[at]))
-            reads.append(fresh)
+            if v is None:
+                reads.append(False)
+                continue
+            read = _root(graph, v), group[at]
+            reads.append(materialised[read[0]] and read not in charged)
+            charged.add(read)
         writes = tuple(materialised[v] for v in op.outputs)
         key = signature[at], tuple(reads), writes
         if key not in cache:
@@ -212,8 +230,8 @@ def _seconds(graph, mesh, cluster, rules, choices, signature, materialised) -> t
 def _root(graph: Graph, v: int) -> int:
     """The value whose bytes are read when `v` is: copies are priced as reshards, not as reads."""
     op = graph.ops[graph.values[v].producer[0]]
-    while op.primitive == "share":
-        v = op.inputs[0]
+    while op.primitive == "share" and (source := op.inputs[0]) is not None:
+        v = source
         op = graph.ops[graph.values[v].producer[0]]
     return v
 
