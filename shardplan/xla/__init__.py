@@ -5,6 +5,7 @@ from shardplan.xla.compare import Comparison, Emitted, Expected, Finding, compar
 from shardplan.xla.compile import Compiled, CompilerMissing, Memory, available, compile, lower
 from shardplan.xla.hlo import Collective, Part, Product, collectives, flops, products
 from shardplan.xla.peak import Buffer
+from shardplan.xla.planned import PlanReport
 from shardplan.xla.remat import Rematerialization, rematerializations
 from shardplan.xla.schedule import Overlap, Timeline, Work, overlaps, simulate
 from shardplan.xla.targets import Gpu, Target, gpus
@@ -23,6 +24,7 @@ __all__ = [
     "Memory",
     "Overlap",
     "Part",
+    "PlanReport",
     "Product",
     "Rematerialization",
     "Replica",

@@ -169,10 +169,30 @@ def check(
     Raises:
         ValueError: an unknown word in `fail_on`, or a target that does not match; see `compile`.
     """
+    refuse_unknown(fail_on)
+    lowered = lower_for(target, function, *args, **kwargs)
+    return check_lowered(lowered, target, max_bytes, max_memory, fail_on, large_bytes, mesh, options, timeout_s)
+
+
+def refuse_unknown(fail_on: Collection[str]) -> None:
+    """ValueError for a word that `fail_on` does not know."""
     unknown = sorted(set(fail_on) - set(FAIL_ON))
     if unknown:
         raise ValueError(f"fail_on has {', '.join(map(repr, unknown))}; it knows {', '.join(map(repr, FAIL_ON))}")
-    lowered = lower_for(target, function, *args, **kwargs)
+
+
+def check_lowered(
+    lowered,
+    target: str | Target | None,
+    max_bytes: float | None = None,
+    max_memory: float | None = None,
+    fail_on: Collection[str] = (),
+    large_bytes: float = 64e6,
+    mesh: MeshShape | None = None,
+    options: Mapping[str, bool | int | float | str] | None = None,
+    timeout_s: float = 900,
+) -> Report:
+    """As `check`, of what `lower_for` returned for the same target."""
     compiled = compile_lowered(lowered, target, mesh=mesh, options=options, timeout_s=timeout_s)
     report = Report(compiled, _replicas(lowered, compiled) if compiled.ok else (), ())
     return Report(compiled, report.replicas, tuple(_failures(report, max_bytes, max_memory, frozenset(fail_on), large_bytes)))
@@ -269,15 +289,15 @@ def _describe(report: Report) -> str:
         f"compiled for {where} in {compiled.seconds:.1f} s{mesh}",
         f"memory       {human_bytes(memory.peak_bytes)}{of} per device: arguments {human_bytes(memory.argument_bytes)}, "
         f"temporaries {human_bytes(memory.temp_bytes)}" + ("" if compiled.fits is not False else "   DOES NOT FIT"),
-        f"products     {_human_flops(compiled.flops)} per device{balance}",
+        f"products     {human_flops(compiled.flops)} per device{balance}",
         f"collectives  {human_bytes(report.collective_bytes)} per device and step, "
         f"{human_bytes(hidden)} of it while other work may run",
     ]
     lines += _describe_lines(report.lines)
-    lines += _section("largest at the memory's peak", [_describe_buffer(b, compiled.n_devices) for b in compiled.peak[:6]])
-    lines += _section("held by several devices, the most wasteful first", [str(r) for r in report.replicas[:5]])
-    lines += _section("XLA warns", [_describe_remat(r) for r in report.rematerializations])
-    lines += _section("failed", list(report.failures))
+    lines += section("largest at the memory's peak", [describe_buffer(b, compiled.n_devices) for b in compiled.peak[:6]])
+    lines += section("held by several devices, the most wasteful first", [str(r) for r in report.replicas[:5]])
+    lines += section("XLA warns", [describe_remat(r) for r in report.rematerializations])
+    lines += section("failed", list(report.failures))
     return "\n".join(lines)
 
 
@@ -297,7 +317,7 @@ def _describe_lines(found: tuple[Line, ...]) -> list[str]:
     return out
 
 
-def _describe_buffer(b: Buffer, n_devices: int) -> str:
+def describe_buffer(b: Buffer, n_devices: int) -> str:
     frame = users_line(b.stack)
     where = f"{Path(frame.file).name}:{frame.line}  {linecache.getline(frame.file, frame.line).strip()}" if frame else b.op_name
     what = str(b.array or b.name)
@@ -305,7 +325,7 @@ def _describe_buffer(b: Buffer, n_devices: int) -> str:
     return f"{human_bytes(b.bytes):>8}  {what:<24} {where}{whole}".rstrip()
 
 
-def _describe_remat(r: Rematerialization) -> str:
+def describe_remat(r: Rematerialization) -> str:
     frame = users_line(r.stack)
     code = f"\n     {linecache.getline(frame.file, frame.line).strip()}" if frame else ""
     before, after = (x if isinstance(x, Layout) else y for x, y in ((r.before, r.sharding_before), (r.after, r.sharding_after)))
@@ -313,11 +333,11 @@ def _describe_remat(r: Rematerialization) -> str:
     return f"{r.array} is replicated in full to get from {before} to {after}{place}{code}"
 
 
-def _section(title: str, entries: list[str]) -> list[str]:
+def section(title: str, entries: list[str]) -> list[str]:
     return ["", title, *(f"  {e}" for e in entries)] if entries else []
 
 
-def _human_flops(n: float) -> str:
+def human_flops(n: float) -> str:
     for unit, size in (("Pflop", 1e15), ("Tflop", 1e12), ("Gflop", 1e9), ("Mflop", 1e6), ("kflop", 1e3)):
         if n >= size:
             return f"{n / size:.3g} {unit}"
