@@ -1,0 +1,201 @@
+"""How long planning takes, stage by stage, and what a planned step costs at dispatch.
+
+    python benchmarks/planning.py [--only gpt2,dispatch] [--cluster h100] [--json rows.json]
+
+Every case is planned in a process of its own, without devices, so that its peak memory is its own. `trace` is JAX's tracing, which
+jit pays too; `plan` is the call `step.plan(...)` when the trace is there already; the columns after it are its stages:
+
+    graph       jaxpr read as a graph            solve       the integer program
+    strategies  how every op may be split        decisions   what is put back into the program
+    network     prices of all reshards           rest        fingerprint, and the plan made readable
+    propagate   a first plan by propagation
+
+The states of full-size models are shapes: nothing is allocated. The last case trains: one planned step against plain jit.
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+STAGES = ("graph", "strategies", "network", "propagation", "solve", "decisions")
+CALLS = 400  # of each step, in turns
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one mesh; `limit_s` and `limit_gb` are what it has to meet, where something was promised."""
+
+    name: str
+    model: str
+    mesh: dict[str, int]
+    limit_s: float | None = None
+    limit_gb: float | None = None
+    options: dict | None = None
+
+
+CASES = (
+    Case("gpt2", "gpt2", {"data": 2, "model": 4}, limit_s=10),
+    Case("gpt2-scan", "gpt2", {"data": 2, "model": 4}, limit_s=4, options={"scan": True}),
+    Case("gpt3-96-remat", "gpt3_96", {"data": 8, "model": 8}, limit_s=60, limit_gb=8, options={"remat": True}),
+    Case("gpt2-2x2x2", "gpt2", {"data": 2, "model": 2, "expert": 2}),
+    Case("gpt2-4x8x8", "gpt2", {"replica": 4, "data": 8, "model": 8}, options={"batch": 512}),
+    Case("llama-1b", "llama", {"data": 2, "model": 4}, options={"size": "1b"}),
+    Case("llama-8b", "llama", {"data": 8, "model": 8}, options={"size": "8b"}),
+)
+
+
+def planning(case: Case, cluster: str) -> dict:
+    """Plans one case in this process."""
+    import jax
+    import zoo
+
+    import shardplan
+
+    jax.config.update("jax_platforms", "cpu")
+    step, state, batch = getattr(zoo, case.model)(**case.options or {})
+    auto_axes = (jax.sharding.AxisType.Auto,) * len(case.mesh)
+    mesh = jax.sharding.AbstractMesh(tuple(case.mesh.values()), tuple(case.mesh), axis_types=auto_axes)
+    start = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(mesh):
+        closed = jax.jit(step).trace(state, batch).jaxpr
+    traced = time.perf_counter()
+    plan = shardplan.auto(mesh, cluster=cluster, donate_argnums=0)(step).plan(state, batch)  # jax has the trace already
+    trace_s, plan_s = traced - start, time.perf_counter() - traced
+    stages = {stage: plan.planning_seconds[stage] for stage in STAGES}
+    graph = plan.context.planned.graph
+    problem = plan.context.planned.network.problem
+    return {
+        "name": case.name,
+        "mesh": "x".join(map(str, case.mesh.values())),
+        "equations": _equations(closed),
+        "ops": len(graph.ops),
+        "classes": len(set(problem.ties)) if problem.ties else len(graph.ops),
+        "status": plan.status,
+        "gap": plan.gap,
+        "step_ms": plan.seconds["total"] * 1e3,
+        "peak_gib": plan.memory().peak / 2**30,
+        "trace_s": trace_s,
+        "plan_s": plan_s,
+        **stages,
+        "rest": plan_s - sum(stages.values()),
+        "rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        "limit_s": case.limit_s,
+        "limit_gb": case.limit_gb,
+    }
+
+
+def _equations(closed) -> int:
+    """Equations of a jaxpr and of those inside it, loop bodies once."""
+    from shardplan import _jax
+
+    inner = (j for eqn in closed.jaxpr.eqns for j in _jax.jaxprs_in_params(eqn.params))
+    return len(closed.jaxpr.eqns) + sum(_equations(_jax.closed(j)) for j in inner)
+
+
+def dispatch() -> dict:
+    """Seconds from call to return, planned and plain, in turns in one process: everything before the devices set to work."""
+    import jax
+    import jax.numpy as jnp
+
+    import shardplan
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+
+    def train_step(state, batch):
+        return jax.tree.map(lambda w: w + batch.sum(), state), batch.sum()
+
+    shapes = {f"layer{i}": {"kernel": jnp.zeros((8, 8)), "bias": jnp.zeros(8)} for i in range(20)}
+    planned = shardplan.auto(mesh, donate_argnums=0)(train_step)
+    plan = planned.plan(shapes, jnp.zeros(8))
+    (in_shardings, _), out_shardings = plan.in_shardings, plan.out_shardings
+    plain = jax.jit(train_step, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=0)
+    steps = {"plain": plain, "planned": planned}
+    states = {name: jax.device_put(shapes, in_shardings[0]) for name in steps}
+    batch = jax.device_put(jnp.zeros(8), in_shardings[1])
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for call in range(CALLS):
+        for name in sorted(steps, reverse=bool(call % 2)):
+            state = jax.block_until_ready(states[name])
+            start = time.perf_counter()
+            states[name], loss = steps[name](state, batch)
+            seconds[name].append(time.perf_counter() - start)
+            loss.block_until_ready()
+    median = {name: statistics.median(values[CALLS // 10 :]) * 1e6 for name, values in seconds.items()}
+    return {
+        "name": "dispatch", "leaves": len(jax.tree.leaves(shapes)) + 1, "plain_us": median["plain"],
+        "planned_us": median["planned"], "overhead_us": median["planned"] - median["plain"],
+    }  # fmt: skip
+
+
+def _child(work: Callable[[], dict], queue) -> None:
+    try:
+        queue.put(work())
+    except BaseException as error:
+        queue.put({"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def apart(work: Callable[[], dict]) -> dict:
+    """What `work` returns in a fresh process, or {"error": why}."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=_child, args=(work, queue))
+    process.start()
+    while process.is_alive() and queue.empty():
+        process.join(0.1)
+    row = {"error": f"died with exit status {process.exitcode}"} if queue.empty() else queue.get()
+    process.join()
+    return row
+
+
+def said(row: dict) -> str:
+    """One case in one line."""
+    if "overhead_us" in row:
+        return (
+            f"dispatch of a step with {row['leaves']} arguments: planned {row['planned_us']:.0f} µs, jit {row['plain_us']:.0f} µs, "
+            f"overhead {row['overhead_us']:+.1f} µs (at most 20)"
+        )
+    missed = [f"MISSED {row['limit_s']} s" for _ in (1,) if row["limit_s"] and row["plan_s"] > row["limit_s"]]
+    missed += [f"MISSED {row['limit_gb']} GB" for _ in (1,) if row["limit_gb"] and row["rss_gb"] > row["limit_gb"]]
+    stages = "".join(f"{row[stage]:>8.2f}" for stage in (*STAGES, "rest"))
+    size = f"{row['mesh']:>6}{row['equations']:>8}{row['ops']:>8}{row['classes']:>8}"
+    seconds = f"{row['trace_s']:>7.1f}{row['plan_s']:>7.1f}{stages}"
+    return f"{row['name']:<14}{size}  {row['status']:<9}{row['gap']:>7.2%}{seconds}{row['rss_gb']:>7.2f} GB  {' '.join(missed)}"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*(case.name for case in CASES), "dispatch"]
+    parser.add_argument("--only", help=f"names, separated by commas: {', '.join(names)}")
+    parser.add_argument("--cluster", default="h100", help="a preset or a cluster file")
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+    options = parser.parse_args(argv)
+    wanted = options.only.split(",") if options.only else names
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(names)}")
+    works = {case.name: partial(planning, case, options.cluster) for case in CASES} | {"dispatch": dispatch}
+    if wanted != ["dispatch"]:
+        stages = "".join(f"{stage:>8.8}" for stage in ("graph", "strateg.", "network", "propag.", "solve", "decide", "rest"))
+        print(f"{'':<14}{'mesh':>6}{'eqns':>8}{'ops':>8}{'classes':>8}  {'status':<9}{'gap':>7}{'trace':>7}{'plan':>7}{stages}  memory")
+    rows = []
+    for name in wanted:
+        row = apart(works[name])
+        rows.append(row)
+        print(f"{name}: {row['error']}" if "error" in row else said(row), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    return 1 if any("error" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
