@@ -1,0 +1,138 @@
+"""A jaxpr becomes a graph and comes back as the same program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardplan.ir.emit import emit
+from shardplan.ir.graph import Graph
+from shardplan.ir.live import intervals
+from shardplan.ir.parse import parse
+from shardplan.ir.share import with_shares
+
+
+def scan_with_remat(w, x):
+    def body(c, w):
+        return jax.checkpoint(lambda c: jax.nn.gelu(c @ w))(c), c.sum()
+
+    y, sums = jax.lax.scan(body, x, w)
+    return y.sum() + sums.sum()
+
+
+def loops(x):
+    def body(carry):
+        k, y = carry
+        return k + 1, jax.lax.fori_loop(0, 3, lambda _, z: jnp.sin(z) + k, y)
+
+    return jax.lax.while_loop(lambda c: c[0] < 5, body, (0, x))[1]
+
+
+def branches(x, k):
+    return jax.lax.switch(k, [lambda x: x + 1, lambda x: x @ x, lambda x: jnp.where(x > 0, x, 0.0)], x)
+
+
+def batched_while(x):
+    return jax.vmap(lambda v: jax.lax.while_loop(lambda c: c < 100.0, lambda c: c * 2, v))(x)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.clip(x, -1, 1)
+
+
+clipped.defvjp(lambda x: (clipped(x), None), lambda _, g: (g,))
+
+
+@jax.custom_jvp
+def softened(x):
+    return jnp.sqrt(jnp.abs(x))
+
+
+softened.defjvp(lambda p, t: (softened(*p), t[0] * 0.5))
+
+X = np.linspace(0.5, 2.0, 16, dtype=np.float32).reshape(4, 4)
+PROGRAMS = {
+    "remat in scan, differentiated": (jax.value_and_grad(scan_with_remat, argnums=(0, 1)), (np.ones((3, 4, 4), np.float32) * 0.1, X)),
+    "nested loops": (loops, (X,)),
+    "reverse scan": (lambda x: jax.lax.scan(lambda c, r: (c * 0.5 + r, c), x[0], x, reverse=True, unroll=2), (X,)),
+    "scan without xs": (lambda x: jax.lax.scan(lambda c, _: (jnp.cos(c), None), x, None, length=5), (X,)),
+    "branches": (branches, (X, 1)),
+    "differentiated branches": (jax.grad(lambda x: branches(x, 2).sum()), (X,)),
+    "batched condition": (batched_while, (X[0],)),
+    "custom derivatives": (jax.grad(lambda x: (clipped(x * 3) + softened(x)).sum()), (X,)),
+    "random numbers": (lambda x: x + jax.random.normal(jax.random.key(3), x.shape), (X,)),
+    "typed keys in and out": (lambda k, x: (jax.random.split(k, 3), jax.random.uniform(k, x.shape) + x), (jax.random.key(0), X)),
+    "constants and unused inputs": (lambda x, unused: x @ jnp.asarray(X), (X, X)),
+    "inputs handed through": (lambda x, y: (x, y, 3.0, x), (X, X)),
+    "nested jit": (lambda x: jax.jit(lambda y: jax.jit(jnp.tanh)(y) * 2)(x), (X,)),
+    "integers and booleans": (lambda x: ((x > 1).astype(jnp.int8).sum(0), jnp.argmax(x, 1), jnp.sort(x)[::-1]), (X,)),
+    "complex": (lambda x: jnp.abs(jnp.fft.fft(x * 1j)), (X,)),
+}
+
+
+@pytest.mark.parametrize("fun, args", PROGRAMS.values(), ids=PROGRAMS)
+def test_emitting_without_decisions_gives_the_same_program(fun, args):
+    traced = jax.jit(fun).trace(*args)
+    graph = parse(traced.jaxpr)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    run = emit(traced.jaxpr, {}, mesh)
+    want = jax.tree.leaves(jax.jit(fun)(*args))
+    for a, b in zip(jax.jit(run)(*jax.tree.leaves(args)), want, strict=True):
+        if jax.dtypes.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    check(graph)
+    check(with_shares(graph, [True] * len(graph.ops), [False] * len(graph.ops)))
+    check(with_shares(graph, [False] * len(graph.ops), [True] * len(graph.ops)))
+
+
+def check(graph: Graph):
+    """Producers come before readers, and both know of each other; paths are unique."""
+    assert len({op.path for op in graph.ops}) == len(graph.ops)
+    for v, value in enumerate(graph.values):
+        at, k = value.producer
+        assert graph.ops[at].outputs[k] == v
+        for reader, operand in value.consumers:
+            assert reader > at and graph.ops[reader].inputs[operand] == v
+    for loop in graph.loops:
+        assert 0 <= loop.start <= loop.stop <= len(graph.ops)
+    for a, b in graph.tied:
+        assert graph.ops[a].outs[0].shape == graph.ops[b].outs[0].shape
+
+
+def test_trip_counts_multiply():
+    def nested(x):
+        return jax.lax.scan(lambda c, _: (jax.lax.fori_loop(0, 7, lambda i, z: jnp.sin(z), c), None), x, None, length=5)[0]
+
+    graph = parse(jax.jit(nested).trace(X).jaxpr)
+    assert [op.runs for op in graph.ops if op.primitive == "sin"] == [35]
+
+
+def test_counting_while_loops_are_counted():
+    graph = parse(jax.jit(lambda x: jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 3, c[1] * 2), (0, x))).trace(X).jaxpr)
+    assert {op.runs for op in graph.ops if op.primitive == "mul"} == {3}
+
+
+def test_phases_of_a_train_step():
+    def step(w, x):
+        value, grad = jax.value_and_grad(lambda w: jnp.tanh(x @ w).sum())(w)
+        return w - 0.1 * grad, value
+
+    graph = parse(jax.jit(step).trace(X, X).jaxpr)
+    dots = [op.phase for op in graph.ops if op.primitive == "dot_general"]
+    assert dots == ["forward", "backward"]
+    assert [op.phase for op in graph.ops if op.primitive == "sub"][-1] == "update"
+
+
+def test_a_donated_input_dies_with_its_last_reader_and_others_stay():
+    def fun(a, b):
+        return jnp.tanh(a @ b) @ b
+
+    traced = jax.jit(fun).trace(X, X)
+    for donated in ((), (0,)):
+        graph = parse(traced.jaxpr, donated=donated)
+        live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+        first_dot = next(i for i, op in enumerate(graph.ops) if op.primitive == "dot_general")
+        assert live[0] == ((0, first_dot + 1) if donated else (0, len(graph.ops)))
+        assert live[1] == (0, len(graph.ops))

@@ -1,0 +1,97 @@
+"""The chain from graph to plan: exact objective, valid bounds, the same bytes everywhere."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from models import MODELS
+
+import shardplan
+from shardplan.ilp import solve
+from shardplan.ilp.shrink import shrink
+from shardplan.planner import matches
+from shardplan.propagation import propagate
+
+MESH = ((2, 4), ("data", "model"))
+
+
+def planned(name, **options):
+    create, step, batches = MODELS[name]()
+    mesh = jax.sharding.AbstractMesh(*MESH)
+    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, **options)(step).plan(
+        jax.eval_shape(create, jax.random.key(0)), next(iter(batches(1)))
+    )
+    return plan, plan.context.planned
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_examples_are_proven_optimal_and_tying_loses_nothing(name):
+    plan, found = planned(name)
+    problem = found.network.problem
+    assert plan.status == "optimal" and 0 <= plan.gap < 1e-6
+    assert found.solution.objective == problem.objective(found.solution.states)
+    free = solve(replace(problem, ties=()), hint=found.solution.states)
+    assert free.bound <= found.solution.objective + 1
+    assert found.solution.objective <= 1.005 * free.objective
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_shrinking_keeps_the_objective(name):
+    _, found = planned(name)
+    problem = replace(found.network.problem, limit=None)
+    small = shrink(problem, tie=True)
+    for states in (found.solution.states, propagate(problem).states):
+        projected = small.project(states)
+        if projected is not None:
+            whole = small.invert(projected)
+            assert small.problem.objective(projected) + small.offset == problem.objective(whole)
+            assert problem.objective(whole) <= problem.objective(states)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_propagation_is_never_better_than_the_optimum_and_not_far(name):
+    best, _ = planned(name)
+    fast, _ = planned(name, search="propagation")
+    assert best.seconds["total"] <= fast.seconds["total"] * (1 + 1e-12)
+    assert fast.seconds["total"] < 2 * best.seconds["total"]
+
+
+PROGRAM = """
+import sys, jax
+sys.path[:0] = {paths!r}
+from test_planner import planned
+sys.stdout.write(planned("gpt")[0].dumps())
+"""
+
+
+def test_same_bytes_in_every_process():
+    paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM.format(paths=paths)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(texts) == 1 and len(texts.pop()) > 1000
+
+
+def test_a_time_limit_of_nothing_falls_back_to_an_answer():
+    plan, _ = planned("gpt", time_limit=1e-3)
+    assert plan.status in ("optimal", "feasible", "fallback")
+    assert np.isfinite(plan.seconds["total"])
+
+
+def test_paths_match_by_segment():
+    assert matches("state/params/block/3/kernel", "params/**/kernel")
+    assert matches("state/params/kernel", "params/**/kernel")
+    assert matches("state/params/block/kernel", "block/*")
+    assert not matches("state/params/block/kernel", "params/*")
+    assert not matches("state/params/block/kernels", "kernel")
