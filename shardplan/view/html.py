@@ -38,9 +38,7 @@ class Markup(str):
 def to_html(plan: Plan, page: bool) -> str:
     """The plan as a page of its own, or as one element for a notebook."""
     body = _plan(plan, page)
-    return (
-        Template((HERE / "page.html").read_text("utf-8")).substitute(title=_escape(_title(plan)), body=body) if page else body
-    )
+    return Template((HERE / "page.html").read_text("utf-8")).substitute(title=_escape(_title(plan)), body=body) if page else body
 
 
 def _escape(value: object) -> str:
@@ -359,11 +357,9 @@ def _memory(plan: Plan) -> Markup:
         peak_x=_px(1000 * share),
         peak_left=_px(100 * share),
         side="left" if share > 0.4 else "right",
-        peak=fit(f"peak {memory_size(memory.peak)}{', ' + memory.where if memory.where else ''}", 64),
+        peak=fit(f"peak {memory_size(memory.peak)}{', ' + rows.where(memory.where) if memory.where else ''}", 64),
         legend=_join(
-            _piece(
-                "legend", kind=_memory_class(k), name=k, amount=memory_size(memory.at_peak[k]) if k in memory.at_peak else ""
-            )
+            _piece("legend", kind=_memory_class(k), name=k, amount=memory_size(memory.at_peak[k]) if k in memory.at_peak else "")
             for k in reversed(kinds)
         ),
         note=note,

@@ -24,6 +24,7 @@ KINDS = ("parameters", "optimizer", "batch", "constants", "output")
 PHASES = ("forward", "backward", "update")
 MAX_SOURCE_BYTES = 4_000_000
 MOST_NOTES = 3  # layouts told under one line, per phase; twice as many reshards
+NEGLIGIBLE = 0.02  # of the line's dearest result; a layout of less is only counted
 WORTH = 0.01  # share of the step from which a line that splits nothing is shown all the same
 
 
@@ -89,8 +90,7 @@ def fold(named: Sequence[tuple[str, int]], everything: Iterable[str]) -> list[tu
             words += [w for w in key[at] if w not in words] if at < len(key) else []
             members += numbers
         groups = {
-            (*rest[0], tuple(words), *rest[1]) if len(rest) == 3 else rest[0]: members
-            for rest, (words, members) in merged.items()
+            (*rest[0], tuple(words), *rest[1]) if len(rest) == 3 else rest[0]: members for rest, (words, members) in merged.items()
         }
     known = _numbers(everything)
     out = [(clean("/".join(_segment(key, at, known) for at in range(len(key)))), sorted(n)) for key, n in groups.items()]
@@ -318,10 +318,17 @@ def told(line: Line) -> Iterator[tuple[Note | None, str, str]]:
     """(note, phase, text) of what is said under a line: the layouts and reshards that cost most, then how many are left out."""
     for (phase, what), notes in itertools.groupby(line.notes, key=lambda note: (note.phase, note.what)):
         every = list(notes)
-        most = 2 * MOST_NOTES if what == "reshard" else MOST_NOTES
-        yield from ((note, phase, note.text) for note in every[:most])
-        if len(every) > most:
-            yield None, phase, f"... and {len(every) - most} more {what}s"
+        shown = every[: 2 * MOST_NOTES]
+        if what == "layout":
+            shown = [note for note in every[:MOST_NOTES] if note.seconds >= NEGLIGIBLE * every[0].seconds]
+        yield from ((note, phase, note.text) for note in shown)
+        if left := len(every) - len(shown):
+            yield None, phase, f"... and {left} more {what}{'s' * (left != 1)}"
+
+
+def where(text: str) -> str:
+    """A place without the functions that a function stands in: "train.py:6 in loss" of "train.py:6 in build.<locals>.loss"."""
+    return clean(re.sub(r"\S*<locals>\.", "", text))
 
 
 # ---- the step as a whole

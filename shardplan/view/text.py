@@ -68,8 +68,7 @@ def _table(cells: Sequence[Sequence[str]], right: Iterable[int], widths: Mapping
     shown = [[fit_middle(c, widths.get(k, WIDTH)) for k, c in enumerate(row)] for row in cells]
     size = [max(len(row[k]) for row in shown) for k in range(len(shown[0]))]
     return [
-        indent
-        + "  ".join(c.rjust(n) if k in right else c.ljust(n) for k, (c, n) in enumerate(zip(row, size, strict=True))).rstrip()
+        indent + "  ".join(c.rjust(n) if k in right else c.ljust(n) for k, (c, n) in enumerate(zip(row, size, strict=True))).rstrip()
         for row in shown
     ]
 
@@ -190,25 +189,19 @@ def _unknown(plan: Plan) -> str:
 
 
 def _peak(memory: Memory) -> str:
-    of = (
-        f" of {memory_size(memory.limit)} per device at the peak"
-        if memory.limit
-        else " per device at the peak, without a limit"
-    )
-    where = f", {clean(memory.where)}" if memory.where else ""
+    of = f" of {memory_size(memory.limit)} per device at the peak" if memory.limit else " per device at the peak, without a limit"
+    where = f", {rows.where(memory.where)}" if memory.where else ""
     return fit(f"{memory_size(memory.peak)}{of}{where}", WIDTH - 8)
 
 
 def memory_text(memory: Memory) -> str:
     """Bytes per device at the peak, by category."""
-    cells = [
-        [clean(k), memory_size(v), percent(v / memory.peak if memory.peak else 0.0)] for k, v in memory.at_peak.items() if v
-    ]
+    cells = [[clean(k), memory_size(v), percent(v / memory.peak if memory.peak else 0.0)] for k, v in memory.at_peak.items() if v]
     cells.append(["together", memory_size(memory.peak), "100 %" if memory.peak else ""])
     if memory.limit:
         cells.append(["budget", memory_size(memory.limit), f"{percent(memory.peak / memory.limit)}", "used"])
     cells = [[*row, ""][:4] for row in cells]
-    head = fit(f"memory per device at the peak{f', {clean(memory.where)}' if memory.where else ''}", WIDTH)
+    head = fit(f"memory per device at the peak{f', {rows.where(memory.where)}' if memory.where else ''}", WIDTH)
     return "\n".join([head, *_table(cells, right=(1, 2), widths={0: 40})])
 
 

@@ -86,9 +86,7 @@ def type_text(dtype: str, shape: Sequence[int], layout: Layout) -> str:
 def placed(text: str, layout: Layout) -> str:
     """`type_text` of a type that is text already."""
     found = split_type(text)
-    return (
-        type_text(*found, layout) if found and len(found[1]) == layout.rank else f"{clean(text)} {clean(str(layout))}".strip()
-    )
+    return type_text(*found, layout) if found and len(found[1]) == layout.rank else f"{clean(text)} {clean(str(layout))}".strip()
 
 
 def axes_text(axes: Iterable[str]) -> str:
