@@ -1,12 +1,16 @@
-"""Where cheap choices that fit are found: annealed sweeps under prices that follow the memory.
+"""Where cheap choices that fit are found: annealed sweeps and kicks, under prices that follow the memory.
 
-A sweep (plans.py) moves all but a few held nodes to their joint optimum. Noise on the node costs that cools down lets it leave
-what only looks like an optimum, and after every sweep the price of a step follows how full the step was:
+A sweep (plans.py) moves all but a few held nodes to their joint optimum. After every sweep the price of a step follows how full
+the step was, so the prices find the few steps where memory binds by themselves:
 
-    p_t  <-  p_t exp(a (memory_t / limit - 1)),    a falling                                                   (6)
+    p_t  <-  p_t exp(a clip(g (memory_t / limit - 1), -0.3, 1)),    a falling, g rising                         (6)
 
-So the prices find the few steps where memory binds by themselves. When the noise is gone, prices of broken steps only rise
-until the choice fits; then one-node moves under the hard limit take what is left over.
+A run has three parts:
+    cool    noise on the node costs, falling, lets the sweeps leave what only looks like an optimum
+    guess   elimination with split joints (eliminate.py) under the prices found: coarse, but it sees the whole network at once
+    kick    one node with many neighbours takes another state, held there while sweeps adapt the rest; kept when the priced cost
+            falls
+Whenever a choice is made to fit the limit (repair and one-node moves, compiled in kernels.py), it is a candidate.
 """
 
 from __future__ import annotations
@@ -15,33 +19,39 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from .kernels import Net, anneal, cost_of, fields, flatten, profile, profile_tree, toll
+from .eliminate import Elimination
+from .kernels import anneal, cost_of, fields, flatten, profile, profile_tree, relieve, toll
 from .plans import Plan, make_plan, sweep
 from .problem import Problem
 
 N_PLANS = 40
-HEAT = (0.1, 0.3, 0.03, 1.0)  # noise at the start of a run, as a share of what is at stake; runs take turns
+HEAT = (0.03, 0.01, 0.1, 0.3)  # noise at the start of a run, as a share of what is at stake; runs take turns
 COLD = 1e-5
-import os
-E=os.environ.get
-FIRST_STEP, LAST_STEP = float(E('S0','1')), float(E('S1','.05'))  # a in (6)
-FIRST_GAIN, LAST_GAIN = float(E('G0','3')), float(E('G1','3'))  # how steeply (6) answers to a full step
+RATE = (1.0, 0.05)  # a in (6), first and last while cooling
+GAIN = (3.0, 30.0)  # g in (6), likewise
+KICK_RATE = 0.05
+COOLING, GUESSES = 0.35, (0.35, 0.6, 0.8)  # shares of a run: how long it cools, when it guesses
 
 
 class Explorer:
-    """A problem prepared for runs; a run depends on nothing but its arguments."""
+    """A problem prepared for runs.
 
-    def __init__(self, problem: Problem, cap: int):
+    Attributes:
+        prices: cost per byte at every step, after the last run; None before.
+    """
+
+    def __init__(self, problem: Problem, cap: int, guess_cap: int):
+        self.problem = problem
         self.net = flatten(problem)
         self.cap = cap
         self.plans: list[Plan] = []
         self.rng = np.random.default_rng(0)
-        self.prices: np.ndarray | None = None  # at the end of the last run
+        self.prices: np.ndarray | None = None
+        self.elimination = Elimination(problem, guess_cap)
         self.least = sum(float(c.min()) for c in problem.costs) + sum(float(e.cost.min()) for e in problem.edges)
 
     def plan(self, number: int) -> Plan:
         """Plans made as they are asked for, each holding other nodes."""
-        number %= N_PLANS
         while len(self.plans) <= number:
             degree = np.diff(self.net.near_start) * np.log(np.diff(self.net.start) + 1.0) + 1e-9
             chance = self.rng.random(len(degree)) ** self.rng.choice([1, 3, 6])
@@ -53,72 +63,107 @@ class Explorer:
         """Table entries of a sweep; noise, prices and the call count as some."""
         return self.plan(0).work + 10.0 * len(self.net.unary) + 20_000.0
 
-    def settle(self, states: np.ndarray, sweeps: int, extra: np.ndarray) -> None:
-        """Sweeps without noise, in place, until nothing changes."""
-        for number in range(sweeps):
-            before = states.copy()
+    def guess(self, prices: np.ndarray, n_plans: int) -> np.ndarray:
+        """States that elimination proposes under the prices, settled by sweeps."""
+        extra = toll(self.net, prices)
+        parts = [extra[a:b] for a, b in zip(self.net.start, self.net.start[1:], strict=False)]
+        costs = [cost + part for cost, part in zip(self.problem.costs, parts, strict=True)]
+        states = np.array(self.elimination.run(costs).states(), dtype=np.int64)
+        for number in range(n_plans):
             sweep(self.net, self.plan(number), extra, states)
-            if number >= 8 and (before == states).all():
-                return
+        return states
 
-    def run(self, number: int, n_plans: int, pace: Callable[[int], float]) -> Iterator[tuple[int, ...]]:
-        """One cooling down from scratch; yields choices that fit.
+    def priced(self, states: np.ndarray, prices: np.ndarray) -> float:
+        """(1) plus what the prices add."""
+        return cost_of(self.net, states) + float(prices @ profile(self.net, states))
+
+    def run(
+        self, number: int, n_plans: int, pace: Callable[[int], float], known: tuple[int, ...] | None = None
+    ) -> Iterator[tuple[int, ...]]:
+        """Cools, guesses and kicks; yields choices that fit.
 
         Args:
             number: which run; decides its chance and its heat.
             n_plans: how many plans take turns.
-            pace: share of the run that is over, given the number of sweeps done; the noise ends at 0.9, the run at 1.
+            pace: share of the run that is over, given the number of sweeps done; the run ends at 1.
+            known: a choice that fits, which the kicks may start from.
         """
         net, rng = self.net, np.random.default_rng(number)
-        states = np.zeros(len(net.start) - 1, dtype=np.int64)
-        for i in range(len(states)):
-            states[i] = net.unary[net.start[i] : net.start[i + 1]].argmin()
-        self.settle(states, n_plans, np.zeros(len(net.unary)))
+        states = self.guess(np.zeros(net.steps), n_plans)
         stake = max(cost_of(net, states) - self.least, 1e-9)
         prices = np.full(net.steps, stake / net.limit / max(1, net.steps))
-        floor = prices * 1e-7
-        least, turn = np.inf, 0
-        while (share := pace(turn)) < 1:
-            extra = toll(net, prices)
-            if share < 0.95:
-                heat = stake * HEAT[number % len(HEAT)] * COLD ** min(1.0, share / 0.9)
-                extra += heat * rng.gumbel(size=len(extra))
+        turn = 0
+        while (share := pace(turn) / COOLING) < 1:
+            heat = stake * HEAT[number % len(HEAT)] * COLD**share
+            extra = toll(net, prices) + heat * rng.gumbel(size=len(net.unary))
             sweep(net, self.plan(int(rng.integers(n_plans))), extra, states)
+            prices = self._follow(prices, states, RATE[0] * (RATE[1] / RATE[0]) ** share, GAIN[0] * (GAIN[1] / GAIN[0]) ** share)
             turn += 1
-            if not net.steps:
-                continue
-            full = profile(net, states) / net.limit - 1.0
-            if full.max() <= 0 and share > 0.3 and (cost := cost_of(net, states)) < least:
-                least = cost
-                yield tuple(states.tolist())
-            rate = FIRST_STEP * (LAST_STEP / FIRST_STEP) ** share
-            gain = FIRST_GAIN * (LAST_GAIN / FIRST_GAIN) ** share
-            prices = np.maximum(prices * np.exp(rate * np.clip(gain * full, -0.3, 1.0)), floor)
-        self.prices = np.where(prices > floor, prices, 0.0)
-        yield from self._finish(states, prices, stake, n_plans, number)
+        yield from self._fitting(states, stake, number)
+        if known is not None:
+            states = min(states, np.array(known), key=lambda s: self.priced(s, prices))
+        yield from self._kick(states, prices, stake, rng, n_plans, pace, turn)
 
-    def _finish(self, states, prices, stake, n_plans, number) -> Iterator[tuple[int, ...]]:
-        """Makes the choice fit and takes what one-node moves still give."""
+    def _kick(self, states, prices, stake, rng, n_plans, pace, turn) -> Iterator[tuple[int, ...]]:
         net = self.net
-        for turn in range(200):
-            full = profile(net, states) / net.limit - 1.0
-            if full.max(initial=0.0) <= 0:
-                break
-            prices = prices * np.exp(np.clip(20 * full, 0.0, 0.2 + turn / 100)) + (full > 0) * prices.mean() * 0.1
-            sweep(net, self.plan(turn % n_plans), toll(net, prices), states)
-        else:
-            return
-        yield self.descend(states, stake, number)
+        k, degree = np.diff(net.start), np.diff(net.near_start)
+        held = np.array([self.plan(number).held for number in range(n_plans)])
+        chance = held.mean(axis=0) * np.log(k) * degree**0.7
+        guesses = list(GUESSES)
+        extra, now, kicks = toll(net, prices), self.priced(states, prices), 0
+        while (share := pace(turn)) < 1:
+            if guesses and share >= guesses[0]:
+                guesses.pop(0)
+                other = self.guess(prices, n_plans)
+                turn += n_plans
+                yield from self._fitting(other, stake, turn)
+            elif chance.any():
+                other = states.copy()
+                node = int(rng.choice(len(k), p=chance / chance.sum()))
+                other[node] = (states[node] + rng.integers(1, k[node])) % k[node]
+                holding = np.flatnonzero(held[:, node])
+                for number in (*rng.choice(holding, 2), *rng.integers(0, n_plans, 2)):
+                    sweep(net, self.plan(int(number)), extra, other)
+                turn += 4
+            else:
+                other = states.copy()
+                sweep(net, self.plan(0), extra, other)
+                turn += 1
+            kicks += 1
+            if self.priced(other, prices) < now:
+                states = other
+                prices = self._follow(prices, states, 2 * KICK_RATE, GAIN[1])
+            elif kicks % 10 == 0:
+                prices = self._follow(prices, states, KICK_RATE, GAIN[1])
+            else:
+                continue
+            extra = toll(net, prices)
+            sweep(net, self.plan(int(rng.integers(n_plans))), extra, states)
+            now = self.priced(states, prices)
+            yield from self._fitting(states, stake, turn)
+        yield from self._fitting(states, stake, turn)
+        self.prices = prices
 
-    def descend(self, states, stake: float, number: int = 0) -> tuple[int, ...]:
-        """One-node moves under the hard limit, from a little noise to none."""
+    def _follow(self, prices: np.ndarray, states: np.ndarray, rate: float, gain: float) -> np.ndarray:
+        """(6); prices never become 0, or they could not rise again."""
+        if not len(prices):
+            return prices
+        full = profile(self.net, states) / self.net.limit - 1.0
+        return np.maximum(prices * np.exp(rate * np.clip(gain * full, -0.3, 1.0)), 1e-9 * prices.max())
+
+    def _fitting(self, states: np.ndarray, stake: float, number: int) -> Iterator[tuple[int, ...]]:
+        found = self.fit(states, stake, number)
+        if found is not None:
+            yield tuple(found.tolist())
+
+    def fit(self, states: np.ndarray, stake: float, number: int = 0) -> np.ndarray | None:
+        """States near the given ones that fit: repaired, then improved by one-node moves, from a little noise to none."""
         net = self.net
         states = np.array(states, dtype=np.int64)
         field, tree = fields(net, states, np.zeros(len(net.unary))), profile_tree(net, states)
+        if not relieve(net, states, field, tree, 2000):
+            return None
         best, gained = states.copy(), np.zeros(2)
         seed = np.array([88172645463325252 + number], dtype=np.uint64)
-        anneal(net, states, field, tree, True, 1e-4 * stake, 1e-7 * stake, 40 * len(net.unary), seed, best, gained)
-        return tuple(best.tolist())
-
-
-__all__ = ["Explorer", "Net"]
+        anneal(net, states, field, tree, True, 1e-4 * stake, 1e-7 * stake, 20 * len(net.unary), seed, best, gained)
+        return best

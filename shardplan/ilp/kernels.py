@@ -304,3 +304,46 @@ def anneal(net, states, field, tree, hard, hot, cold, proposals, seed, best, gai
         gained[1] = gained[0]
         best[:] = states
     return accepted
+
+
+@jit
+def relieve(net, states, field, tree, moves):
+    """Brings the steps above the limit down by one-node moves, least cost per byte first, highest step first; whether it fits."""
+    leaves = tree.shape[1] // 2
+    for _ in range(moves):
+        if net.steps == 0 or tree[0, 1] <= net.limit:
+            return True
+        vertex = 1  # down to the highest step
+        while vertex < leaves:
+            vertex = 2 * vertex if tree[0, 2 * vertex] >= tree[0, 2 * vertex + 1] else 2 * vertex + 1
+        step = vertex - leaves - 1
+        excess = tree[0, 1] - net.limit
+        tried = 0
+        refused = np.zeros(len(net.unary), dtype=np.bool_)
+        moved = False
+        while not moved and tried < 50:
+            best, best_i, best_s = np.inf, -1, -1
+            for i in range(len(states)):
+                k = net.start[i + 1] - net.start[i]
+                for s in range(k):
+                    if s == states[i] or refused[net.start[i] + s]:
+                        continue
+                    saved = 0.0
+                    for u in range(net.use_start[i], net.use_start[i + 1]):
+                        if net.lo[u] <= step < net.hi[u]:
+                            saved += net.bytes[net.row[u] + states[i]] - net.bytes[net.row[u] + s]
+                    if saved > 0:
+                        price = (field[net.start[i] + s] - field[net.start[i] + states[i]]) / min(saved, excess)
+                        if price < best:
+                            best, best_i, best_s = price, i, s
+            if best_i < 0:
+                return False
+            if hold(net, tree, best_i, states[best_i], best_s):
+                move(net, states, field, best_i, best_s)
+                moved = True
+            else:
+                refused[net.start[best_i] + best_s] = True
+                tried += 1
+        if not moved:
+            return False
+    return False

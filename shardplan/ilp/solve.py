@@ -31,6 +31,8 @@ Back = Callable[[tuple[int, ...]], tuple[int, ...]]  # states of a smaller probl
 
 JOINTS = (1 << 14, 1 << 17, 1 << 20, 1 << 22)  # entries of a joint table, as far as the work allows
 SWEEP_JOINT = (20_000, 4_000)  # the same for sweeps, on small and on large problems
+GUESS_JOINT = 1 << 18  # and for guesses
+FIRST_RUN = 60  # sweeps
 LARGE = 20_000  # states from which a problem counts as large
 CORE = (4_000, 40_000)  # variables of the 0-1 program up to which CP-SAT comes before and after exploring
 WORK = 10.0  # default work limit
@@ -158,24 +160,31 @@ class Chain:
     def __init__(self, small: Shrunk, search: Search, clock: Clock):
         self.search, self.clock = search, clock
         self.problem, self.back, self.offset = small.problem, small.invert, small.offset
-        self.stats: dict = {"bounds": 0, "runs": 0, "sweeps": 0}
+        self.stats: dict = {"bounds": 0, "runs": 0}
+        self.explorer = None  # kept as long as the problem stays the same
+        self.known: tuple[int, ...] | None = None  # the best answer, as states of the problem as it is now
+        self.run_seconds, self.last_run, self.reserve = 0.0, False, 0.0
         self.prices: np.ndarray | None = None  # of the last run, for the problem as it is now
 
     def run(self) -> bool:
         """True when it is proven that nothing better than the search's answer is left."""
-        if self._bound(JOINTS[:2], rounds=10):
+        if self._large:
+            self._explore(0, FIRST_RUN)
+        if self._bound(JOINTS[:1] if self._large else JOINTS[:2], rounds=0 if self._large else 10):
             return True
-        number, sweeps, best = 0, 20, np.inf
         if self._core(CORE[0], work=2.0):
             return True
+        number, bounded = 0, np.inf
         while not self.clock.over():
-            self._explore(number, sweeps)
-            if self.search.objective < best and self._bound(JOINTS, rounds=2 if self._large else 20):
+            number += 1
+            self._explore(number, FIRST_RUN << number // 2)
+            if self._large and not self.last_run:
+                continue
+            if self.search.objective < bounded and self._bound(JOINTS, rounds=0 if self._large else 20):
                 return True
-            best = self.search.objective
-            if number >= 2 and self._core(CORE[1], work=sweeps / 20.0):
+            bounded = self.search.objective
+            if number >= 3 and self._core(CORE[1], work=float(number)):
                 return True
-            number, sweeps = number + 1, sweeps * 2
         return False
 
     @property
@@ -184,7 +193,8 @@ class Chain:
 
     def _offer(self, states: tuple[int, ...]) -> None:
         objective = self.problem.objective(states) + self.offset
-        self.search.offer(states, objective, self.back)
+        if self.search.offer(states, objective, self.back):
+            self.known = states
 
     def _bound(self, joints: tuple[int, ...], rounds: int) -> bool:
         """Bounds with larger and larger joints while states go; True when that ends in a proof."""
@@ -198,9 +208,9 @@ class Chain:
                 nothing_left = not result.reduced.feasible or not self.problem.costs
                 if self.search.done or np.isinf(result.value) or nothing_left:
                     return True
-                if result.kept < 1:
+                if result.kept < (0.7 if self._large else 1.0):  # a new problem costs a large one its plans
                     self._reduce(result.reduced)
-                if result.kept > 0.97:
+                if result.kept > 0.97 or self._large:
                     break
         return False
 
@@ -222,22 +232,35 @@ class Chain:
     def _reduce(self, reduced: Shrunk) -> None:
         outer, inner = self.back, reduced.invert
         self.problem, self.offset, self.prices = reduced.problem, self.offset + reduced.offset, None
+        self.known = None  # (5) leaves it out
         self.back = lambda states: outer(inner(states))
 
     def _explore(self, number: int, sweeps: int) -> None:
-        from .explore import Explorer  # compiled code is loaded only by problems that need it
+        """One run of so many sweeps; the last one before a time limit takes what time is left."""
+        from .explore import N_PLANS, Explorer  # compiled code is loaded only by problems that need it
 
-        explorer = Explorer(self.problem, SWEEP_JOINT[self._large])
-        sweeps = self._fitting(sweeps, explorer.work)
-        for states in explorer.run(number, sweeps, self.clock.over):
+        if self.explorer is None or self.explorer.problem is not self.problem:
+            self.explorer = Explorer(self.problem, SWEEP_JOINT[self._large], GUESS_JOINT)
+        explorer, clock, start = self.explorer, self.clock, time.monotonic()
+        n_plans = max(4, min(N_PLANS, sweeps // 8))
+        sweeps = max(1, int(min(sweeps, clock.work * UNIT / explorer.work)))
+        left = clock.seconds_left
+        self.last_run = left < 6 * self.run_seconds
+        span = left - self.reserve if self.last_run else np.inf
+
+        def pace(turn: int) -> float:
+            """Share of the run that is over: by sweeps, or by time where the time limit ends it."""
+            if np.isinf(left):
+                return turn / sweeps
+            spent = (time.monotonic() - start) / max(1e-3, min(span, left - self.reserve))
+            return spent if self.last_run else max(turn / sweeps, spent)
+
+        for states in explorer.run(number, n_plans, pace, self.known):
             self._offer(states)
         self.prices = explorer.prices
-        self.clock.spend(explorer.work * sweeps)
+        self.run_seconds = time.monotonic() - start if np.isfinite(left) else 0.0
+        clock.spend(explorer.work * sweeps)
         self.stats["runs"] += 1
-        self.stats["sweeps"] += sweeps
-
-    def _fitting(self, sweeps: int, work: float) -> int:
-        return max(1, min(sweeps, int(self.clock.work * UNIT / work) if np.isfinite(self.clock.work) else sweeps))
 
     def _core(self, most: int, work: float) -> bool:
         """CP-SAT on what is left, if that is little."""

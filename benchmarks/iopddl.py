@@ -1,0 +1,93 @@
+"""How well the solver does on the public IOPDDL benchmark, at the contest's own time limits.
+
+    python benchmarks/iopddl.py FOLDER [--only A,B] [--seconds-scale 0.1]
+
+One line per instance: cost, own lower bound, gap, peak memory of the answer over the limit, seconds, contest best / cost.
+Every instance is solved in a process of its own; reading the file is not counted, as in the contest.
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+import sys
+import time
+from pathlib import Path
+
+from shardplan.ilp import iopddl
+
+# letter: (limit in seconds, the contest's best cost)
+CONTEST = {
+    "A": (60, 6548641531), "B": (60, 532843), "C": (60, 84102445260), "G": (120, 217039),
+    "K": (180, 2274276676), "M": (180, 49928460991), "S": (240, 1534613444), "U": (300, 2569342178),
+}  # fmt: skip
+DEFAULT = (60, None)
+
+
+def run(path: Path, scale: float) -> dict:
+    """Solves one file."""
+    letter = path.name.split(".")[0].split("-")[-1]
+    limit, best = CONTEST.get(letter, DEFAULT)
+    instance = iopddl.read(path)
+    start = time.monotonic()
+    solution = iopddl.solve_instance(instance, limit * scale)
+    seconds = time.monotonic() - start
+    cost = instance.cost(solution.states)
+    peak = instance.problem.peak(solution.states)
+    return {
+        "instance": letter,
+        "status": solution.status,
+        "cost": cost,
+        "bound": solution.bound,
+        "gap": (cost - solution.bound) / cost if cost else 0.0,
+        "forbidden": instance.forbidden(solution.states),
+        "memory": peak / instance.problem.limit if instance.problem.limit else 0.0,
+        "seconds": seconds,
+        "limit_s": limit * scale,
+        "process_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "score": best / cost if best else None,
+        "stats": solution.stats,
+    }
+
+
+def _worker(path: Path, scale: float, queue) -> None:
+    queue.put(run(path, scale))
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", help="letters, separated by commas")
+    parser.add_argument("--seconds-scale", type=float, default=1.0, help="multiplies every time limit")
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+    options = parser.parse_args(argv)
+    files = sorted(options.folder.glob("*.json*"))
+    if options.only:
+        wanted = set(options.only.split(","))
+        files = [f for f in files if f.name.split(".")[0].split("-")[-1] in wanted]
+    print("     status            cost           bound     gap  memory  seconds  limit  process   score")
+    rows, context = [], multiprocessing.get_context("spawn")
+    for path in files:
+        queue = context.Queue()
+        process = context.Process(target=_worker, args=(path, options.seconds_scale, queue))
+        process.start()
+        row = queue.get()
+        process.join()
+        rows.append(row)
+        score = "     –" if row["score"] is None else f"{row['score']:.4f}"
+        forbidden = f"   {row['forbidden']} forbidden" if row["forbidden"] else ""
+        print(
+            f"{row['instance']:<3}  {row['status']:<9} {row['cost']:>14} {row['bound']:>15.0f}  {row['gap']:>6.2%}"
+            f"  {row['memory']:>6.4f}  {row['seconds']:>7.1f}  {row['limit_s']:>5.0f}  {row['process_gb']:>4.1f} GB"
+            f"  {score}{forbidden}",
+            flush=True,
+        )
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    print(f"sum of {len(scores)} scores: {sum(scores):.3f}   worst: {min(scores, default=0):.4f}")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
