@@ -29,17 +29,17 @@ smoke-newest: .venv312/smoke
 .venv/demo: pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) --upgrade "pip>=25.1"
-	.venv/bin/python $(PIP) --editable ".[examples,view]"
+	.venv/bin/python $(PIP) --editable ".[solver,examples,view]"
 	touch $@
 
 .venv/test: .venv/demo
-	.venv/bin/python $(PIP) --group test --editable ".[examples,view,gpu-check]"
+	.venv/bin/python $(PIP) --group test --editable ".[solver,examples,view,gpu-check]"
 	touch $@
 
 .venv312/smoke: pyproject.toml
 	test -x .venv312/bin/python || $(NEWER) -m venv .venv312
 	.venv312/bin/python $(PIP) --upgrade "pip>=25.1"
-	.venv312/bin/python $(PIP) --group test --editable ".[examples,view]"
+	.venv312/bin/python $(PIP) --group test --editable ".[solver,examples,view]"
 	touch $@
 
 clean:

@@ -80,7 +80,10 @@ def bargain(
     scale = scale if np.isfinite(scale) else abs(best.value)
     for _ in range(rounds):
         profile = memory.profile(point.states)
-        planes.append((cost(point.states), profile - memory.limit))
+        slope, at = profile - memory.limit, cost(point.states)
+        if not np.isfinite(at):  # a guess that takes a forbidden pair: its slope is still a direction
+            at = point.value - float(point.prices @ slope)
+        planes.append((at, slope))
         steps += [t for t in memory.peaks(profile, memory.limit).tolist() if t not in steps]
         if not np.isfinite(point.value) or not (steps or best.prices.any()):
             return

@@ -36,6 +36,7 @@ FIRST_RUN = 60  # sweeps
 LARGE = 20_000  # states from which a problem counts as large
 CORE = (4_000, 40_000)  # variables of the 0-1 program up to which CP-SAT comes before and after exploring
 WORK = 10.0  # default work limit
+BOUND_WORK = 8e8  # table entries that bounding may visit before exploring, and 0.3 of what exploring does
 ROUNDING = 1e-9  # relative, where costs or bytes are not whole numbers
 UNIT = 1e8  # table entries per unit of work: about a second
 
@@ -161,6 +162,7 @@ class Chain:
         self.search, self.clock = search, clock
         self.problem, self.back, self.offset = small.problem, small.invert, small.offset
         self.stats: dict = {"bounds": 0, "runs": 0}
+        self.spent = {"bound": 0.0, "explore": 0.0}  # table entries
         self.explorer = None  # kept as long as the problem stays the same
         self.known: tuple[int, ...] | None = None  # the best answer, as states of the problem as it is now
         self.run_seconds, self.last_run, self.reserve = 0.0, False, 0.0
@@ -199,10 +201,14 @@ class Chain:
     def _bound(self, joints: tuple[int, ...], rounds: int) -> bool:
         """Bounds with larger and larger joints while states go; True when that ends in a proof."""
         for joint in joints:
-            while self.clock.allows(self._table_work(joint)):
-                result = bound(self.problem, self.search.worth - self.offset, joint, rounds, self.prices, self.clock.over)
+            changes = rounds if joint <= JOINTS[1] else min(rounds, 3)
+            while self._affords(4.0 + changes * (self.problem.limit is not None), joint):
+                worth = self.search.worth - self.offset
+                result = bound(self.problem, worth, joint, changes, self.prices, self.clock.over)
                 self.clock.spend(result.work)
+                self.spent["bound"] += result.work
                 self.stats["bounds"] += 1
+                self.prices = max(result.quotes, key=lambda quote: quote.value).prices
                 self._try(result)
                 self.search.prove(result.value + self.offset)
                 nothing_left = not result.reduced.feasible or not self.problem.costs
@@ -214,9 +220,10 @@ class Chain:
                     break
         return False
 
-    def _table_work(self, joint: int) -> float:
-        """About the table entries that bounding with such joints visits."""
-        return 5.0 * joint * min(len(self.problem.costs), 40) + 2e3 * len(self.problem.costs)
+    def _affords(self, sweeps: float, joint: int) -> bool:
+        """Whether bounding with such joints is in proportion to the exploring done."""
+        work = sweeps * joint * min(len(self.problem.costs), 40) + 2e3 * len(self.problem.costs)
+        return self.clock.allows(work) and self.spent["bound"] + work <= BOUND_WORK + 0.3 * self.spent["explore"]
 
     def _try(self, result: Bound) -> None:
         """Answers from the priced choices of a bound: repaired, then improved by one-node moves."""
@@ -237,7 +244,12 @@ class Chain:
 
     def _explore(self, number: int, sweeps: int) -> None:
         """One run of so many sweeps; the last one before a time limit takes what time is left."""
-        from .explore import N_PLANS, Explorer  # compiled code is loaded only by problems that need it
+        try:
+            from .explore import N_PLANS, Explorer  # compiled code is loaded only by problems that need it
+        except ImportError:  # without numba: bounds, moves and CP-SAT alone
+            self.stats["without"] = "numba"
+            self.clock.spend(UNIT)
+            return
 
         if self.explorer is None or self.explorer.problem is not self.problem:
             self.explorer = Explorer(self.problem, SWEEP_JOINT[self._large], GUESS_JOINT)
@@ -260,6 +272,7 @@ class Chain:
         self.prices = explorer.prices
         self.run_seconds = time.monotonic() - start if np.isfinite(left) else 0.0
         clock.spend(explorer.work * sweeps)
+        self.spent["explore"] += explorer.work * sweeps
         self.stats["runs"] += 1
 
     def _core(self, most: int, work: float) -> bool:
