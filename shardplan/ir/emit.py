@@ -109,9 +109,14 @@ class _Scope:
                     results = self.while_(eqn, operands, where)
                 case "cond":
                     results = self.cond(eqn, operands, where)
+                case _ if where in self.decisions:
+                    with _jax.at_source(eqn):  # so that XLA hangs collectives on the user's line
+                        operands = [self.read(where, k, x) for k, x in enumerate(operands)]
+                    results = _jax.bind(eqn, operands)
+                    with _jax.at_source(eqn):
+                        results = [self.made(where, r, x) for r, x in enumerate(results)]
                 case _:
-                    operands = [self.read(where, k, x) for k, x in enumerate(operands)]
-                    results = [self.made(where, r, x) for r, x in enumerate(_jax.bind(eqn, operands))]
+                    results = _jax.bind(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
@@ -125,9 +130,10 @@ class _Scope:
     def scan(self, eqn, operands, path: Path) -> list:
         p = eqn.params
         inner, n_consts, n_carry = _jax.scan_parts(eqn)
-        consts = self.reads(path, "const_in", operands[:n_consts])
-        carries = self.reads(path, "carry", operands[n_consts : n_consts + n_carry])
-        rows = self.reads(path, "xs", operands[n_consts + n_carry :])
+        with _jax.at_source(eqn):
+            consts = self.reads(path, "const_in", operands[:n_consts])
+            carries = self.reads(path, "carry", operands[n_consts : n_consts + n_carry])
+            rows = self.reads(path, "xs", operands[n_consts + n_carry :])
 
         def body(carry, row):
             scope = self.inner()
@@ -145,8 +151,9 @@ class _Scope:
 
     def while_(self, eqn, operands, path: Path) -> list:
         test, n_cond, inner, n_body = _jax.while_parts(eqn)
-        consts = self.reads(path, "const_in", operands[: n_cond + n_body])
-        carries = self.reads(path, "carry", operands[n_cond + n_body :])
+        with _jax.at_source(eqn):
+            consts = self.reads(path, "const_in", operands[: n_cond + n_body])
+            carries = self.reads(path, "carry", operands[n_cond + n_body :])
 
         def enter(carry):
             scope = self.inner()

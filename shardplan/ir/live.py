@@ -16,6 +16,9 @@ from shardplan.ir.graph import Graph
 
 KEPT = frozenset({"arg", "const"})
 ALIASES = frozenset({"share", "loop_const", "barrier", "branch_in"})
+UPDATES = frozenset("dynamic_update_slice scatter scatter-add scatter_add scatter_sub scatter_mul scatter_min scatter_max".split())
+"""Ops that write into their first operand where it dies with them."""
+
 Interval = tuple[int, int]
 
 
@@ -45,7 +48,7 @@ def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[boo
     for v in reversed(range(len(graph.values))):
         value = graph.values[v]
         last = value.producer[0] + 1
-        for at, _ in value.consumers:
+        for at, k in value.consumers:
             op = graph.ops[at]
             if op.primitive == "out":
                 last = max(last, at if at in replaced else end)
@@ -54,7 +57,8 @@ def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[boo
             elif takes_over(graph, at):
                 last = max(last, at)
             else:
-                last = max(last, at + (0 if in_place[at] else 1))
+                reused = in_place[at] or (k == 0 and op.primitive in UPDATES)
+                last = max(last, at + (0 if reused else 1))
                 for w in op.outputs:
                     if not materialised[w] or op.primitive in ALIASES:
                         last = max(last, death[w])

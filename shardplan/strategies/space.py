@@ -23,25 +23,6 @@ from shardplan.strategies.rule import Rule, letter_sizes, letters
 from shardplan.strategies.rules import rule_for
 
 FUSIBLE = ("loop", "view", "reduce")
-CHEAP = frozenset(
-    (
-        "broadcast_in_dim",
-        "iota",
-        "convert_element_type",
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "transpose",
-        "neg",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-    )
-)
-"""Ops that XLA rather computes again than stores between the forward and the backward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,13 +182,12 @@ def _absorbs(graph: Graph, rules: tuple[Rule, ...], producer: Op, at: int) -> bo
     reader = graph.ops[at]
     if reader.primitive in ("out", "loop_const", "loop_carry", "loop_next", "loop_stack", "branch_in", "branch_out", "barrier"):
         return False
-    same_place = producer.loop == reader.loop and (producer.phase == reader.phase or producer.primitive in CHEAP)
-    return same_place and rules[at].fusion in FUSIBLE
+    return producer.loop == reader.loop and rules[at].fusion in FUSIBLE
 
 
 def _seconds(graph, mesh, cluster, rules, choices, signature, materialised) -> tuple[np.ndarray, ...]:
     group = _groups(graph, materialised)
-    charged: set[tuple[int, int]] = set()
+    charged: set[tuple[int, int, str]] = set()
     cache: dict = {}
     out = []
     for at, op in enumerate(graph.ops):
@@ -216,7 +196,7 @@ def _seconds(graph, mesh, cluster, rules, choices, signature, materialised) -> t
             if v is None:
                 reads.append(False)
                 continue
-            read = _root(graph, v), group[at]
+            read = _root(graph, v), group[at], op.phase  # what a fusion computes again in another phase it also reads again
             reads.append(materialised[read[0]] and read not in charged)
             charged.add(read)
         writes = tuple(materialised[v] for v in op.outputs)
