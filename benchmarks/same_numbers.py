@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         place = "in set_mesh" if inside == "yes" else ""
         print(
             f"{name:<13}{mesh:<7}{kind:<9} {place:<12}{how:<12}{time.perf_counter() - start:>6.1f} s  "
-            + (f"FAILED  {error}" if error else f"same  off {worst:.3f}"),
+            + (f"FAILED  {error}" if error else f"same  off {worst:.1e}"),
             flush=True,
         )
         jax.clear_caches()
