@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -134,11 +135,12 @@ def is_auto(mesh) -> bool:
     return all(t == AxisType.Auto for t in mesh.axis_types)
 
 
-def on_auto_axes(flat, mesh: Mesh, out_shardings: tuple):
+def on_auto_axes(flat, mesh: Mesh, out_shardings: tuple) -> Callable[..., tuple]:
     """`flat`, written for axes of type Auto, on a mesh of any kind: arrays in and out are typed as the user's mesh is."""
     if is_auto(mesh):
         return flat
-    return jax.sharding.auto_axes(flat, axes=tuple(mesh.axis_names), out_sharding=out_shardings)
+    typed: Callable = jax.sharding.auto_axes(flat, axes=tuple(mesh.axis_names), out_sharding=out_shardings)
+    return typed
 
 
 def on_twin(jitted, twin: Mesh, mesh: Mesh):

@@ -79,7 +79,8 @@ def repair(around: Neighbourhood, states: Sequence[int], limit: float, moves: in
         for i in sorted({u.node for u in around.problem.usages if u.lo <= step < u.hi}):
             costs = around.costs_at(i, chosen)
             lo, hi = around.span(i)
-            saved = sum(u.bytes[chosen[i]] - u.bytes for u in around.uses[i] if u.lo <= step < u.hi)
+            held = [u.bytes for u in around.uses[i] if u.lo <= step < u.hi]
+            saved = np.sum([b[chosen[i]] - b for b in held], axis=0) if held else np.zeros(len(costs))
             for s in np.flatnonzero((saved > 0) & np.isfinite(costs)):
                 price = (costs[s] - costs[chosen[i]]) / min(saved[s], profile[step] - limit)
                 if best is None or price < best[0]:

@@ -85,7 +85,7 @@ class Network:
         self.ground: int | None = None  # a node with one state and no edges
         self.feasible = all(len(c) for c in self.costs)
         self.dirty: dict[int, None] = {}  # worklist in order of arrival
-        self._finite: dict[int, tuple] = {}
+        self._finite: dict[tuple, tuple] = {}
         for e in problem.edges:
             self.join(e.i, e.j, e.cost)
         if problem.limit is not None:
@@ -108,7 +108,8 @@ class Network:
     def usage(self, i: int) -> Block | None:
         """All of i's usages as one block."""
         if len(self.uses[i]) > 1:
-            self.uses[i] = [tuple(map(np.concatenate, zip(*self.uses[i], strict=True)))]
+            intervals, amounts = zip(*self.uses[i], strict=True)
+            self.uses[i] = [(np.concatenate(intervals), np.concatenate(amounts))]
         return self.uses[i][0] if self.uses[i] else None
 
     def drop(self, i: int) -> None:
@@ -134,8 +135,8 @@ class Network:
         usages = tuple(
             Usage(number[i], int(lo), int(hi), amount)
             for i in nodes
-            if self.uses[i]
-            for (lo, hi), amount in zip(*self.usage(i), strict=True)
+            if (held := self.usage(i)) is not None
+            for (lo, hi), amount in zip(*held, strict=True)
         )
         return Problem(tuple(self.costs[i] for i in nodes), edges, usages, self.limit if usages else None), nodes
 

@@ -16,7 +16,9 @@ from shardplan.ir.graph import Graph
 
 KEPT = frozenset({"arg", "const"})
 ALIASES = frozenset({"share", "loop_const", "barrier", "branch_in"})
-UPDATES = frozenset("dynamic_update_slice scatter scatter-add scatter_add scatter_sub scatter_mul scatter_min scatter_max".split())
+UPDATES = frozenset(
+    ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter_sub", "scatter_mul", "scatter_min", "scatter_max")
+)
 """Ops that write into their first operand where it dies with them."""
 
 Interval = tuple[int, int]

@@ -173,10 +173,8 @@ def compile(
         ValueError: the target is unknown or has another number of devices than the program.
         CompilerMissing: the target needs packages that are not installed.
     """
-    if not args and not kwargs and hasattr(function, "compiler_ir"):
-        lowered = function
-    else:
-        lowered = lower_for(target, function, *args, **kwargs)
+    given = not args and not kwargs and hasattr(function, "compiler_ir")
+    lowered = function if given else lower_for(target, function, *args, **kwargs)
     return compile_lowered(lowered, target, mesh=mesh, options=options, timeout_s=timeout_s)
 
 
