@@ -101,7 +101,7 @@ WRONG = [  # where, what stands there, what the error says, whether the schema s
 ]
 
 
-@pytest.mark.parametrize(("path", "to", "text", "schema"), WRONG, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("path", "to", "text", "schema"), WRONG, ids=lambda v: "rule" if callable(v) else str(v)[:40])
 def test_a_wrong_field_is_named(path, to, text, schema):
     value = changed(*path, to=to)
     if text is None:  # nothing wrong with it
@@ -162,7 +162,7 @@ def test_junk_anywhere_is_refused_in_words_and_never_against_the_schema(path, ju
         (PLAN.dumps().replace('"gap": 0.004', '"gap" 0.004').encode(), "damaged at line 8, column 9: Expecting ':' delimiter"),
         (b'{"format": "shardplan-plan", "version": 1, "mesh": ' + b"[" * 200_000, "no plan file: it nests too deeply"),
     ],
-    ids=lambda v: str(v)[:30],
+    ids=lambda v: "made" if callable(v) else str(v)[:30],
 )
 def test_files_that_are_no_plans(tmp_path, raw, text):
     path = tmp_path / "plan.json"
