@@ -19,7 +19,7 @@ SHOWN = 5
 
 
 def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path, Decision] | None:
-    """What a saved plan decides for the very program it was made for; None when the program is another.
+    """What a saved plan decides for the very program it was made for; None when the program is another or its lines moved.
 
     Raises:
         PlanFileError: when the plan is for another mesh.
@@ -32,7 +32,8 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
         return None
     graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
     saved = {d.key: Decision(d.reads, d.results) for d in plan.decisions}
-    return {path: saved[key] for path, key in keys(graph).items() if key in saved}
+    found = {path: saved[key] for path, key in keys(graph).items() if key in saved}
+    return found if len(found) == len(saved) else None  # the same ops on other lines: not all of them can be told apart
 
 
 def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
