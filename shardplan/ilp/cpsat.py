@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.sat.python import cp_model
 
-from .memory import Memory
 from .problem import Problem
 
 LARGEST = 2**52
@@ -30,8 +29,9 @@ class Answer:
 
 
 def entries(problem: Problem) -> int:
-    """Size of the program: variables it would have."""
-    return sum(map(len, problem.costs)) + sum(int(np.isfinite(e.cost).sum()) for e in problem.edges)
+    """Size of the program: variables it would have, and terms in (2)."""
+    variables = sum(map(len, problem.costs)) + sum(int(np.isfinite(e.cost).sum()) for e in problem.edges)
+    return variables + sum((u.hi - u.lo) * len(u.bytes) for u in problem.usages) // 10
 
 
 def solve_core(
@@ -125,15 +125,15 @@ def _unit(problem: Problem) -> float:
 
 
 def _limit(model, problem: Problem, x) -> None:
-    """(2) at every step; bytes rounded up and the limit down only if they are not whole numbers."""
+    """(2) at every step; bytes and limit are rounded down, which is a relaxation where they are not whole numbers."""
     if problem.limit is None:
         return
-    memory = Memory(problem)
-    for step in range(memory.n_steps):
-        variables, amounts = [], []
-        for u in problem.usages:
-            if u.lo <= step < u.hi:
-                variables += x[u.node]
-                amounts += [int(np.floor(b)) for b in u.bytes]
+    rows: list[tuple[list, list]] = [([], []) for _ in range(max((u.hi for u in problem.usages), default=0))]
+    for u in problem.usages:
+        amounts = [int(np.floor(b)) for b in u.bytes]
+        for variables, weights in rows[u.lo : u.hi]:
+            variables += x[u.node]
+            weights += amounts
+    for variables, weights in rows:
         if variables:
-            model.add(cp_model.LinearExpr.weighted_sum(variables, amounts) <= int(np.floor(problem.limit)))
+            model.add(cp_model.LinearExpr.weighted_sum(variables, weights) <= int(np.floor(problem.limit)))

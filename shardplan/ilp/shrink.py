@@ -283,10 +283,10 @@ class Follow:
     @classmethod
     def apply(cls, net: Network, i: int) -> Follow | None:
         if not net.adj[i] and len(net.costs[i]) == 1:  # decided and alone: all of these are one node
-            ground, net.ground = net.ground, i
-            if ground is None or ground == i or not net.alive[ground] or net.adj[ground]:
+            if net.ground is None or net.ground == i or not net.alive[net.ground]:
+                net.ground = i
                 return None
-            return cls._merge(net, ground, i, np.zeros(1, dtype=np.int64))
+            return cls._merge(net, i, net.ground, np.zeros(1, dtype=np.int64))
         found = ((j, f) for j, table in net.adj[i].items() if (f := net.finite(table)[1]) is not None)
         j, f = next(found, (i, None))
         if f is None:

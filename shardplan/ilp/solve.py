@@ -34,6 +34,7 @@ SWEEP_JOINT = (20_000, 4_000)  # the same for sweeps, on small and on large prob
 GUESS_JOINT = 1 << 18  # and for guesses
 FIRST_RUN = 60  # sweeps
 LARGE = 20_000  # states from which a problem counts as large
+LARGE_MEMORY = 2_000  # usages from which one-node moves are left to compiled code
 CORE = (4_000, 40_000)  # variables of the 0-1 program up to which CP-SAT comes before and after exploring
 WORK = 10.0  # default work limit
 BOUND_WORK = 8e8  # table entries that bounding may visit before exploring, and 0.3 of what exploring does
@@ -227,7 +228,7 @@ class Chain:
 
     def _try(self, result: Bound) -> None:
         """Answers from the priced choices of a bound: repaired, then improved by one-node moves."""
-        if self._large:
+        if self._large or len(self.problem.usages) > LARGE_MEMORY:
             return
         memory = Memory(self.problem)
         around = Neighbourhood(self.problem, memory)
