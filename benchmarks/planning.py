@@ -3,7 +3,8 @@
     python benchmarks/planning.py [--only gpt2,dispatch] [--cluster h100] [--json rows.json]
 
 Every case is planned in a process of its own, without devices, so that its peak memory is its own. `trace` is JAX's tracing, which
-jit pays too; `plan` is the call `step.plan(...)` when the trace is there already; the columns after it are its stages:
+jit pays too. `plan` is the call `step.plan(...)` when the trace is there already; `cpu` its processor seconds, all threads
+together, which tell more on a busy machine. The columns after these are the stages of `plan`:
 
     graph       jaxpr read as a graph            solve       the integer program
     strategies  how every op may be split        decisions   what is put back into the program
@@ -66,9 +67,9 @@ def planning(case: Case, cluster: str) -> dict:
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh):
         closed = jax.jit(step).trace(state, batch).jaxpr
-    traced = time.perf_counter()
+    traced, cpu = time.perf_counter(), time.process_time()
     plan = shardplan.auto(mesh, cluster=cluster, donate_argnums=0)(step).plan(state, batch)  # jax has the trace already
-    trace_s, plan_s = traced - start, time.perf_counter() - traced
+    trace_s, plan_s, cpu_s = traced - start, time.perf_counter() - traced, time.process_time() - cpu
     stages = {stage: plan.planning_seconds[stage] for stage in STAGES}
     graph = plan.context.planned.graph
     problem = plan.context.planned.network.problem
@@ -84,6 +85,7 @@ def planning(case: Case, cluster: str) -> dict:
         "peak_gib": plan.memory().peak / 2**30,
         "trace_s": trace_s,
         "plan_s": plan_s,
+        "cpu_s": cpu_s,
         **stages,
         "rest": plan_s - sum(stages.values()),
         "rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
@@ -169,7 +171,7 @@ def said(row: dict) -> str:
     missed += [f"MISSED {row['limit_gb']} GB" for _ in (1,) if row["limit_gb"] and row["rss_gb"] > row["limit_gb"]]
     stages = "".join(f"{row[stage]:>8.2f}" for stage in (*STAGES, "rest"))
     size = f"{row['mesh']:>6}{row['equations']:>8}{row['ops']:>8}{row['classes']:>8}"
-    seconds = f"{row['trace_s']:>7.1f}{row['plan_s']:>7.1f}{stages}"
+    seconds = f"{row['trace_s']:>7.1f}{row['plan_s']:>7.1f}{row['cpu_s']:>7.1f}{stages}"
     return f"{row['name']:<14}{size}  {row['status']:<9}{row['gap']:>7.2%}{seconds}{row['rss_gb']:>7.2f} GB  {' '.join(missed)}"
 
 
@@ -186,7 +188,8 @@ def main(argv: list[str]) -> int:
     works = {case.name: partial(planning, case, options.cluster) for case in CASES} | {"dispatch": dispatch}
     if wanted != ["dispatch"]:
         stages = "".join(f"{stage:>8.8}" for stage in ("graph", "strateg.", "network", "propag.", "solve", "decide", "rest"))
-        print(f"{'':<14}{'mesh':>6}{'eqns':>8}{'ops':>8}{'classes':>8}  {'status':<9}{'gap':>7}{'trace':>7}{'plan':>7}{stages}  memory")
+        size = f"{'mesh':>6}{'eqns':>8}{'ops':>8}{'classes':>8}  {'status':<9}{'gap':>7}"
+        print(f"{'':<14}{size}{'trace':>7}{'plan':>7}{'cpu':>7}{stages}  memory")
     rows = []
     for name in wanted:
         row = apart(works[name])
