@@ -12,6 +12,7 @@ or makes the right one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -388,7 +389,8 @@ class Auto:
         if decisions is None:
             if saved is not None:
                 options = matching_pins(saved, step.traced, options)
-            planned = make_plan(step.traced, settings.shape, settings.machine, options)
+            with options.progress or contextlib.nullcontext():
+                planned = make_plan(step.traced, settings.shape, settings.machine, options)
             decisions = planned.decisions
             for primitive, source in planned.space.unknown:
                 warnings.warn(
@@ -435,7 +437,7 @@ class _Step:
         self.traced = Traced(
             traced.jaxpr,
             labels,
-            tuple(_path(p) or "result" for p, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)),
+            _unique([_path(p) or "result" for p, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]),
             tuple(_tie_state(self.in_tree, self.in_leaves, self.out_tree, self.out_leaves)),
             tuple(self._donated_leaves(dynamic, keywords)),
         )
@@ -576,7 +578,17 @@ def _labels(dynamic, keywords, arguments: _Arguments, static) -> tuple[str, ...]
         by_place = keys[0].idx == 0
         head = arguments.label(keys[1].idx, static) if by_place else str(keys[1].key)
         out.append("/".join(x for x in (head, _path(keys[2:])) if x))
-    return tuple(out)
+    return _unique(out)
+
+
+def _unique(labels: list[str]) -> tuple[str, ...]:
+    """The labels, told apart where keys with slashes make two paths read alike."""
+    seen: dict[str, int] = {}
+    for n, label in enumerate(labels):
+        count = seen[label] = seen.get(label, 0) + 1
+        if count > 1:
+            labels[n] = f"{label}~{count}"
+    return tuple(labels)
 
 
 def _subtrees(in_tree) -> list:

@@ -5,6 +5,7 @@ jaxpr -> Graph -> Space -> Network -> Solution -> Decisions -> Plan
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -114,11 +115,16 @@ class Planned:
         """Layout in which op i takes its operand k."""
         return self.space.choices[i].operands[k][self.strategies[i]]
 
+    @functools.cached_property
+    def kept(self) -> frozenset[int]:
+        """Shares that take the copy of an earlier phase: they move nothing."""
+        return self.network.kept(self.solution.states)
+
     def reshards(self, i: int) -> list[tuple[int, tuple[Step, ...]]]:
         """(operand, collectives) that bring an op its operands, in one run."""
         found = []
         for k, v in enumerate(self.graph.ops[i].inputs):
-            if v is not None:
+            if v is not None and i not in self.kept:
                 value = self.graph.values[v]
                 steps = self.resharder.path(value.shape, value.itemsize, self.made(*value.producer), self.taken(i, k))
                 if steps:
@@ -341,8 +347,13 @@ def does_not_fit(network: Network, options: Options) -> str:
     if problem.limit is None:
         return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
     least = least_memory(replace(problem, limit=None))
-    if not least.states:
+    if not least.states and not np.isfinite(least.bound_bytes):
         return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
+    if not least.states:
+        return (
+            f"no plan was found that fits {gib(problem.limit)} GiB per device on mesh {network.space.mesh}; "
+            f"none needs less than {gib(least.bound_bytes)} GiB.\n  ways out: more memory, a larger mesh, or search without pins"
+        )
     op = graph.ops[min(least.step, len(graph.ops) - 1)]
     by_kind = memory_by_category(network, least.states, least.step)
     parts = ", ".join(f"{k} {gib(b)}" for k, b in by_kind.items() if b > 0.005 * least.bytes)
