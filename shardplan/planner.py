@@ -19,7 +19,7 @@ from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.ilp import least_memory, solve
 from shardplan.ilp.build import PS, Network, build
-from shardplan.ilp.problem import Solution
+from shardplan.ilp.problem import Problem, Solution
 from shardplan.ir.emit import Decision
 from shardplan.ir.graph import BORDER, Graph, Path
 from shardplan.ir.parse import parse
@@ -346,23 +346,35 @@ def does_not_fit(network: Network, options: Options) -> str:
     problem, graph = network.problem, network.space.graph
     if problem.limit is None:
         return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
-    least = least_memory(replace(problem, limit=None))
-    if not least.states and not np.isfinite(least.bound_bytes):
+    found = [s for s in (leanest(problem), least_memory(replace(problem, limit=None)).states) if s]
+    states = min(found, key=problem.peak, default=())
+    if not states:
         return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
-    if not least.states:
+    memory = problem.memory(states)
+    step, peak = int(memory.argmax()), float(memory.max())
+    if peak <= problem.limit:
         return (
-            f"no plan was found that fits {gib(problem.limit)} GiB per device on mesh {network.space.mesh}; "
-            f"none needs less than {gib(least.bound_bytes)} GiB.\n  ways out: more memory, a larger mesh, or search without pins"
+            f"no plan was found within the search's limit, though {gib(problem.limit)} GiB per device are enough.\n"
+            f"  ways out: time_limit=600, or memory={peak * 1.1:.3g}"
         )
-    op = graph.ops[min(least.step, len(graph.ops) - 1)]
-    by_kind = memory_by_category(network, least.states, least.step)
-    parts = ", ".join(f"{k} {gib(b)}" for k, b in by_kind.items() if b > 0.005 * least.bytes)
+    op = graph.ops[min(step, len(graph.ops) - 1)]
+    parts = ", ".join(f"{k} {gib(b)}" for k, b in memory_by_category(network, states, step).items() if b > 0.005 * peak)
     return (
         f"no plan fits {gib(problem.limit)} GiB per device on mesh {network.space.mesh}.\n"
-        f"  least possible: {gib(least.bytes)} GiB, at {op.source} in {op.source.function or op.primitive}   [{parts}]\n"
+        f"  least possible: {gib(peak)} GiB, at {op.source} in {op.source.function or op.primitive}   [{parts}]\n"
         f"  ways out: a larger mesh, donate_argnums for the state, jax.checkpoint around {op.source}, "
-        f"or memory={least.bytes * 1.02:.3g}"
+        f"or memory={peak * 1.02:.3g}"
     )
+
+
+def leanest(problem: Problem) -> tuple[int, ...]:
+    """The states that hold the fewest bytes on average over the step, whatever they cost; () when none go together."""
+    costs = [np.where(np.isfinite(c), 0.0, np.inf) for c in problem.costs]
+    for u in problem.usages:
+        costs[u.node] = costs[u.node] + np.rint(u.bytes * (u.hi - u.lo) / 1024)
+    tables = {id(e.cost): np.where(np.isfinite(e.cost), 0.0, np.inf) for e in problem.edges}
+    edges = tuple(replace(e, cost=tables[id(e.cost)]) for e in problem.edges)
+    return solve(replace(problem, costs=tuple(costs), edges=edges, limit=None)).states
 
 
 def gib(n: float) -> str:
