@@ -24,7 +24,6 @@ from .kernels import anneal, cost_of, fields, flatten, profile, profile_tree, re
 from .plans import Plan, make_plan, sweep
 from .problem import Problem
 
-N_PLANS = 40
 HEAT = (0.03, 0.01, 0.1, 0.3)  # noise at the start of a run, as a share of what is at stake; runs take turns
 COLD = 1e-5
 RATE = (1.0, 0.05)  # a in (6), first and last while cooling
@@ -107,14 +106,14 @@ class Explorer:
         yield from self._fitting(states, stake, number)
         if known is not None:
             states = min(states, np.array(known), key=lambda s: self.priced(s, prices))
-        yield from self._kick(states, prices, stake, rng, n_plans, pace, turn)
+        guesses = [] if number % 2 else list(GUESSES)  # every other run keeps to where it came from
+        yield from self._kick(states, prices, stake, rng, n_plans, pace, turn, guesses)
 
-    def _kick(self, states, prices, stake, rng, n_plans, pace, turn) -> Iterator[tuple[int, ...]]:
+    def _kick(self, states, prices, stake, rng, n_plans, pace, turn, guesses) -> Iterator[tuple[int, ...]]:
         net = self.net
         k, degree = np.diff(net.start), np.diff(net.near_start)
         held = np.array([self.plan(number).held for number in range(n_plans)])
         chance = held.mean(axis=0) * np.log(k) * degree**0.7
-        guesses = list(GUESSES)
         extra, now, kicks = toll(net, prices), self.priced(states, prices), 0
         while (share := pace(turn)) < 1:
             if guesses and share >= guesses[0]:

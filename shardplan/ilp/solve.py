@@ -32,7 +32,8 @@ Back = Callable[[tuple[int, ...]], tuple[int, ...]]  # states of a smaller probl
 JOINTS = (1 << 14, 1 << 17, 1 << 20, 1 << 22)  # entries of a joint table, as far as the work allows
 SWEEP_JOINT = (20_000, 4_000)  # the same for sweeps, on small and on large problems
 GUESS_JOINT = 1 << 18  # and for guesses
-FIRST_RUN = 60  # sweeps
+FIRST_RUN, LONGEST_RUN = 60, 1500  # sweeps
+MOST_PLANS = 40  # that take turns in a run
 LARGE = 20_000  # states from which a problem counts as large
 LARGE_MEMORY = 2_000  # usages from which one-node moves are left to compiled code
 CORE = (4_000, 40_000)  # variables of the 0-1 program up to which CP-SAT comes before and after exploring
@@ -180,7 +181,7 @@ class Chain:
         number, bounded = 0, np.inf
         while not self.clock.over():
             number += 1
-            self._explore(number, FIRST_RUN << number // 2)
+            self._explore(number, min(int(FIRST_RUN * 1.4**number), LONGEST_RUN))
             if self._large and not self.last_run:
                 continue
             if self.search.objective < bounded and self._bound(JOINTS, rounds=0 if self._large else 20):
@@ -205,7 +206,8 @@ class Chain:
             changes = rounds if joint <= JOINTS[1] else min(rounds, 3)
             while self._affords(4.0 + changes * (self.problem.limit is not None), joint):
                 worth = self.search.worth - self.offset
-                result = bound(self.problem, worth, joint, changes, self.prices, self.clock.over)
+                start = None if self._large else self.prices  # guessed prices are too rough where joints are split a lot
+                result = bound(self.problem, worth, joint, changes, start, self.clock.over)
                 self.clock.spend(result.work)
                 self.spent["bound"] += result.work
                 self.stats["bounds"] += 1
@@ -228,7 +230,14 @@ class Chain:
 
     def _try(self, result: Bound) -> None:
         """Answers from the priced choices of a bound: repaired, then improved by one-node moves."""
-        if self._large or len(self.problem.usages) > LARGE_MEMORY:
+        if self._large:
+            return
+        if len(self.problem.usages) > LARGE_MEMORY:
+            explorer = self._explorer()
+            for quote in result.quotes if explorer else ():
+                found = explorer.fit(np.array(quote.states), abs(self.problem.objective(quote.states)))
+                if found is not None:
+                    self._offer(tuple(found.tolist()))
             return
         memory = Memory(self.problem)
         around = Neighbourhood(self.problem, memory)
@@ -243,22 +252,27 @@ class Chain:
         self.known = None  # (5) leaves it out
         self.back = lambda states: outer(inner(states))
 
+    def _explorer(self):
+        """The explorer of the problem as it is now; None without numba, which is loaded only by problems that need it."""
+        if self.explorer is None or self.explorer.problem is not self.problem:
+            try:
+                from .explore import Explorer
+            except ImportError:
+                self.stats["without"] = "numba"
+                return None
+            self.explorer = Explorer(self.problem, SWEEP_JOINT[self._large], GUESS_JOINT)
+        return self.explorer
+
     def _explore(self, number: int, sweeps: int) -> None:
         """One run of so many sweeps; the last one before a time limit takes what time is left."""
-        try:
-            from .explore import N_PLANS, Explorer  # compiled code is loaded only by problems that need it
-        except ImportError:  # without numba: bounds, moves and CP-SAT alone
-            self.stats["without"] = "numba"
-            self.clock.spend(UNIT)
+        explorer, clock, start = self._explorer(), self.clock, time.monotonic()
+        if explorer is None:  # bounds, moves and CP-SAT alone
+            clock.spend(UNIT)
             return
-
-        if self.explorer is None or self.explorer.problem is not self.problem:
-            self.explorer = Explorer(self.problem, SWEEP_JOINT[self._large], GUESS_JOINT)
-        explorer, clock, start = self.explorer, self.clock, time.monotonic()
-        n_plans = max(4, min(N_PLANS, sweeps // 8))
+        n_plans = max(4, min(MOST_PLANS, sweeps // 8))
         sweeps = max(1, int(min(sweeps, clock.work * UNIT / explorer.work)))
         left = clock.seconds_left
-        self.last_run = left < 6 * self.run_seconds
+        self.last_run = left < 2.5 * self.run_seconds
         span = left - self.reserve if self.last_run else np.inf
 
         def pace(turn: int) -> float:
