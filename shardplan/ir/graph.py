@@ -126,6 +126,7 @@ class Graph:
         tied: pairs of ops that must choose one layout: (loop_carry, loop_next) and (arg, out) of state.
         args, outs: op numbers of inputs and outputs in flat pytree order (outs may be -1 for an output that is no array).
         donated: op numbers of donated inputs.
+        earlier: share -> (op, operand) that reads the same value before it, in an earlier phase of the same loop.
     """
 
     ops: tuple[Op, ...]
@@ -135,4 +136,5 @@ class Graph:
     args: tuple[int, ...] = ()
     outs: tuple[int, ...] = ()
     donated: frozenset[int] = frozenset()
+    earlier: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     unknown: tuple[tuple[str, Source], ...] = field(default=(), compare=False)

@@ -4,7 +4,8 @@ Elementwise ops, views and reductions *follow*: they take an array in the layout
 want it otherwise, and the way there is paid once for all that want the same. So a value is read through *copies*: one `share`
 op for the big readers of one phase (forward, backward, update) of one loop; and one for the followers, when the value may
 be partial (a big op's result, or a sum of such) or placed otherwise. Readers in different phases have different copies: a
-parameter gathered for the forward pass may be let go and gathered again.
+parameter gathered for the forward pass may be let go and gathered again, or kept (`Graph.earlier`): one collective, and memory in
+between.
 
 The first copy of a big op's result stands right behind it, so that a partial sum is reduced at once and not kept whole until
 somebody reads it, a gradient until the optimizer runs. All other copies are made just before they are read.
@@ -20,11 +21,14 @@ from shardplan.ir.graph import BORDER, Graph, Op, Value
 PASSIVE = frozenset({"out", "loop_const", "loop_slice", "barrier", "branch_in"})
 """Readers that fetch for themselves: each already is a copy."""
 
+SMALL_BYTES = 1 << 16
+"""Arrays that are not worth keeping from one phase to the next."""
+
 Readers = list[tuple[int, int]]
 
 
-def _groups(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], v: int) -> list[tuple[bool, Readers]]:
-    """(whether followers, readers) of every copy to be made of a value."""
+def _groups(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], v: int) -> list[tuple[bool, Readers, tuple[int, int] | None]]:
+    """(whether followers, readers, first reader of the same kind in the phase before) of every copy to be made of a value."""
     value, found = graph.values[v], {}
     made = value.producer[0]
     settled = follows[made] and not sums[made]
@@ -33,7 +37,15 @@ def _groups(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], v: int)
         if op.primitive not in PASSIVE and not (follows[at] and (settled or (sums[at] and len(value.consumers) == 1))):
             found.setdefault((op.phase, op.loop, follows[at]), []).append((at, k))
     late = {key for key in found if not settled and (key[0] != graph.ops[made].phase or sums[made])}
-    return [(key[2], readers) for key, readers in found.items() if key in late or len({at for at, _ in readers}) > 1]
+    before: dict[tuple, tuple[int, int]] = {}
+    out = []
+    for key, readers in found.items():
+        earlier = before.get(key[1:]) if value.bytes > SMALL_BYTES else None
+        again = earlier is not None and not key[2]
+        if key in late or again or len({at for at, _ in readers}) > 1:
+            out.append((key[2], readers, earlier))
+        before[key[1:]] = readers[0]
+    return out
 
 
 def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> Graph:
@@ -44,14 +56,14 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> 
         follows: per op, whether it takes arrays in the layout they have.
         sums: per op, whether its result may be partial.
     """
-    groups: dict[int, list[tuple[bool, Readers]]] = {}
+    groups: dict[int, list[tuple[bool, Readers, tuple[int, int] | None]]] = {}
     before: dict[int, list[tuple[int, int]]] = {}
     for v in range(len(graph.values)):
         if many := _groups(graph, follows, sums, v):
             groups[v] = many
             made = graph.values[v].producer[0]
             at_once = (sums[made] or not follows[made]) and graph.ops[made].primitive not in BORDER
-            for g, (_, readers) in enumerate(many):
+            for g, (_, readers, _) in enumerate(many):
                 place = made + 1 if at_once and g == 0 else min(at for at, _ in readers)
                 before.setdefault(place, []).append((v, g))
 
@@ -60,9 +72,11 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> 
     values: list[Value] = []
     renamed: dict[int, int] = {}  # old value -> new
     through: dict[tuple[int, int], int] = {}  # (reader, operand) -> new value of its copy
+    copied: dict[tuple[int, int], int] = {}  # (old reader, operand) -> the copy it reads
+    earlier: dict[int, tuple[int, int]] = {}
     for at, op in enumerate(graph.ops):
         for v, g in before.get(at, ()):
-            value, (following, readers) = graph.values[v], groups[v][g]
+            value, (following, readers, first) = graph.values[v], groups[v][g]
             maker = graph.ops[value.producer[0]]
             aval = maker.outs[value.producer[1]]
             copy = Op(
@@ -81,6 +95,9 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> 
             )
             values.append(replace(value, producer=(len(ops), 0), consumers=()))
             through.update({reader: len(values) - 1 for reader in readers})
+            copied.update({reader: len(ops) for reader in readers})
+            if first is not None:
+                earlier[len(ops)] = (copied[first], 0) if first in copied else (moved[first[0]], first[1])
             ops.append(copy)
         moved.append(len(ops))
         inputs = tuple(None if v is None else through.get((at, k), renamed.get(v)) for k, v in enumerate(op.inputs))
@@ -102,4 +119,5 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> 
         tuple(moved[a] for a in graph.args),
         tuple(moved[o] for o in graph.outs),
         frozenset(moved[d] for d in graph.donated),
+        earlier=earlier,
     )

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from shardplan.errors import ShardingError
-from shardplan.plan import Plan
+from shardplan.plan import Collective, Decision, Move, Plan
 from shardplan.xla.check import Report, check_lowered, describe_buffer, describe_remat, human_flops, refuse_unknown, section
 from shardplan.xla.compare import Comparison, Expected, compare
 from shardplan.xla.compile import Compiled, lower_for
@@ -104,9 +104,14 @@ def check_plan(plan: Plan, target: str | Target | None = None, fail_on: Collecti
 
 
 def expected(plan: Plan) -> tuple[Expected, ...]:
-    """Every collective that a plan expects XLA to emit."""
+    """Every collective that a plan expects XLA to emit; reductions on the line that makes the partial sums."""
+
+    def source(d: Decision, m: Move, c: Collective) -> str:
+        at = m.made_at if c.kind in ("all-reduce", "reduce-scatter") else ""
+        return at or (f"{d.file}:{d.line}" if d.file else "")
+
     return tuple(
-        Expected(c.kind, c.axes, c.bytes, plan.mesh.size(*c.axes), d.runs, f"{d.file}:{d.line}" if d.file else "", m.value)
+        Expected(c.kind, c.axes, c.bytes, plan.mesh.size(*c.axes), d.runs, source(d, m, c), m.value)
         for d in plan.decisions
         for m in d.moves
         for c in m.collectives

@@ -1,0 +1,136 @@
+"""Predictions against XLA: plans for absent H100s, compiled by XLA's GPU compiler, planned over emitted figure by figure.
+
+    python benchmarks/fidelity.py                        every case on every mesh
+    python benchmarks/fidelity.py gpt2 llama --mesh 2,4   some of them
+    python benchmarks/fidelity.py moe --show              with each case's comparison, line by line
+
+`collectives` is bytes a device sends in one step (ring algorithm), `peak` and `live` are the planned memory over XLA's peak and over
+what is alive in XLA's peak (without the gaps of its placement), `products` flops of products and convolutions. `unplanned` is
+the share of what XLA emits that nobody planned. Needs "shardplan[gpu-check]", no GPU.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import math
+import os
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import jax  # noqa: E402
+import llama as llama_example  # noqa: E402
+import zoo  # noqa: E402
+
+import shardplan  # noqa: E402
+from shardplan.xla import PlanReport  # noqa: E402
+
+MESHES = {"8": ((8,), ("data",)), "2,4": ((2, 4), ("data", "model")), "2,2,2": ((2, 2, 2), ("data", "model", "expert"))}
+
+
+def llama(size: str, layers: int, batch: int, seq: int):
+    _, width, heads, kv_heads, hidden, vocab = zoo.LLAMA[size]
+    config = llama_example.Config(layers, width, heads, kv_heads, hidden, seq, batch, vocab, dtype="bfloat16")
+    create_state, train_step, _ = llama_example.build(config)
+    return train_step, jax.eval_shape(create_state, jax.random.key(0)), zoo.tokens(batch, seq)
+
+
+def example(name: str, **sizes):
+    """An example at sizes where splitting pays on H100s; the batch as its own `batches` makes it."""
+    module = importlib.import_module(name)
+    create_state, train_step, batches = module.build(dataclasses.replace(module.DEMO, **sizes))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(iter(batches(1))))
+    return train_step, jax.eval_shape(create_state, jax.random.key(0)), batch
+
+
+CASES = {
+    "gpt2": lambda: zoo.gpt2(layers=4),
+    "gpt2-scan": lambda: zoo.gpt2(scan=True),
+    "gpt2-remat": lambda: zoo.gpt2(scan=True, remat=True),
+    "gpt2-wide": lambda: zoo.gpt2(layers=3, batch=8, seq=2048, d=4096, heads=32),
+    "llama-1b": lambda: llama("1b", 4, 32, 2048),
+    "llama-8b": lambda: llama("8b", 8, 16, 4096),
+    "gpt": lambda: example("gpt", layers=3, width=1024, length=512, batch=64),
+    "moe": lambda: example("moe", width=512, hidden=2048, length=512, batch=64),
+    "hybrid_mlp": lambda: example("hybrid_mlp", inputs=1024, hidden=1024, classes=1 << 17, batch=1 << 13),
+    "face_softmax": lambda: example("face_softmax", side=32, channels=64, embedding=256, people=1 << 18, batch=1024),
+    "dlrm": lambda: example("dlrm", tables=(1 << 20, 1 << 18, 1 << 16, 1024, 64), width=128, batch=1 << 15),
+    "digits_cnn": lambda: example("digits_cnn", channels=128, hidden=1024, batch=4096),
+}
+
+COLUMNS = ("collectives", "peak", "live", "products")
+HEAD = (
+    f"{'case':<14} {'mesh':<6} {'sent':>8} {'collectives':>11} {'unplanned':>9} {'memory':>8} {'peak':>5} {'live':>5} "
+    f"{'products':>8} {'s':>5}"
+)
+
+
+def measure(name: str, mesh: str, target: str) -> tuple[dict[str, float], PlanReport]:
+    """Planned over emitted of one case; NaN where there is nothing to compare."""
+    shape, axes = MESHES[mesh]
+    step, state, batch = CASES[name]()
+    planned = shardplan.auto(jax.sharding.AbstractMesh(shape, axes), donate_argnums=0, cluster=target.partition(":")[0])(step)
+    found = planned.check(state, batch, target=target)
+    if not found.compiled.ok:
+        return {}, found
+    emitted = found.comparison.emitted_bytes
+    unplanned = sum(f.emitted_bytes for f in found.comparison.of("unplanned"))
+    return {
+        "sent": emitted,
+        "collectives": found.collectives_ratio,
+        "unplanned": unplanned / emitted if emitted else 0.0,
+        "memory": found.compiled.memory.peak_bytes,
+        "peak": found.memory_ratio,
+        "live": found.plan.memory().peak / found.compiled.live_bytes if found.compiled.live_bytes else math.nan,
+        "products": found.flops_ratio if found.flops_ratio is not None else math.nan,
+    }, found
+
+
+def row(name: str, mesh: str, m: dict[str, float], seconds: float) -> str:
+    if not m:
+        return f"{name:<14} {mesh:<6} the compile failed"
+    return (
+        f"{name:<14} {mesh:<6} {m['sent'] / 1e6:>6.0f}MB {m['collectives']:>11.2f} {m['unplanned']:>9.1%} {m['memory'] / 1e9:>6.2f}GB "
+        f"{m['peak']:>5.2f} {m['live']:>5.2f} {m['products']:>8.2f} {seconds:>5.0f}"
+    )
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("cases", nargs="*", help=f"starts of names, of {', '.join(CASES)}")
+    parser.add_argument("--mesh", action="append", choices=list(MESHES), help="default: 8 and 2,4")
+    parser.add_argument("--target", default="h100:8")
+    parser.add_argument("--show", action="store_true", help="print each comparison")
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore", shardplan.ShardingWarning)
+    names = [n for n in CASES if not options.cases or any(n.startswith(c) for c in options.cases)]
+    found = []
+    print(f"planned over emitted, {options.target}, jax {jax.__version__}\n{HEAD}", flush=True)
+    for name in names:
+        for mesh in options.mesh or ("8", "2,4"):
+            start = time.perf_counter()
+            measured, report = measure(name, mesh, options.target)
+            print(row(name, mesh, measured, time.perf_counter() - start), flush=True)
+            if measured:
+                found.append(measured)
+            if options.show or not measured:
+                print(report, "\n", flush=True)
+    print(f"{'median':<14} {len(found):<6} {'':>8} {_median(found, 'collectives'):>11.2f} {_median(found, 'unplanned'):>9.1%} {'':>8} "
+          f"{_median(found, 'peak'):>5.2f} {_median(found, 'live'):>5.2f} {_median(found, 'products'):>8.2f}")  # fmt: skip
+    worst = {c: max((abs(math.log(m[c])) for m in found if m[c] > 0 and math.isfinite(m[c])), default=0.0) for c in COLUMNS}
+    print("largest factor between planned and emitted: " + ", ".join(f"{c} {math.exp(w):.2f}" for c, w in worst.items()))
+
+
+def _median(found: list[dict[str, float]], column: str) -> float:
+    values = [m[column] for m in found if math.isfinite(m[column])]
+    return statistics.median(values) if values else math.nan
+
+
+if __name__ == "__main__":
+    main()
