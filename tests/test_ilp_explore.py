@@ -1,0 +1,78 @@
+"""Laws of the compiled part: what it counts is what the problem says, and its moves never make things worse."""
+
+import numpy as np
+import pytest
+from test_ilp import brute_force, chain
+
+pytest.importorskip("numba")
+
+from shardplan.ilp import kernels
+from shardplan.ilp.explore import Explorer
+from shardplan.ilp.plans import make_plan, sweep
+
+
+@pytest.fixture
+def problem():
+    return chain(12, 4, seed=3, limit=400.0)
+
+
+@pytest.fixture
+def some(problem):
+    rng = np.random.default_rng(0)
+    return [np.array([rng.integers(len(c)) for c in problem.costs]) for _ in range(20)]
+
+
+def test_flat_arrays_say_what_the_problem_says(problem, some):
+    net = kernels.flatten(problem)
+    for states in some:
+        assert kernels.cost_of(net, states) == problem.objective(states)
+        assert np.array_equal(kernels.profile(net, states), problem.memory(states))
+        tree = kernels.profile_tree(net, states)
+        for lo, hi in ((0, net.steps), (2, 5), (7, 8)):
+            assert kernels.tree_max(tree, lo, hi) == problem.memory(states)[lo:hi].max()
+
+
+def test_a_field_is_the_change_of_cost(problem, some):
+    net = kernels.flatten(problem)
+    for states in some:
+        field = kernels.fields(net, states, np.zeros(len(net.unary)))
+        for i in range(len(states)):
+            for s in range(len(problem.costs[i])):
+                other = states.copy()
+                other[i] = s
+                change = field[net.start[i] + s] - field[net.start[i] + states[i]]
+                assert change == problem.objective(other) - problem.objective(states)
+
+
+@pytest.mark.parametrize("cap", [4, 16, 64, 1 << 20])
+def test_a_sweep_is_the_optimum_given_the_held_nodes(problem, some, cap):
+    net = kernels.flatten(problem)
+    plan = make_plan(net, cap, np.linspace(1, 2, len(problem.costs)))
+    for states in some:
+        after = states.copy()
+        sweep(net, plan, np.zeros(len(net.unary)), after)
+        assert (after[plan.held] == states[plan.held]).all()
+        assert problem.objective(after) <= problem.objective(states)
+        if not plan.held.any():
+            free = chain(12, 4, seed=3)
+            assert problem.objective(after) == Explorer(free, cap, cap).elimination.run().value
+
+
+def test_what_is_made_to_fit_fits(problem, some):
+    explorer = Explorer(problem, 64, 1 << 10)
+    fitted = [explorer.fit(states, 1e4) for states in some]
+    assert any(states is not None for states in fitted)
+    assert all(problem.peak(states) <= problem.limit for states in fitted if states is not None)
+
+
+def test_runs_find_the_optimum_of_a_small_problem_and_repeat_themselves():
+    problem = chain(8, 3, seed=1, limit=250.0)
+
+    def best():
+        explorer = Explorer(problem, 64, 1 << 10)
+        found = [s for number in range(4) for s in explorer.run(number, 4, lambda turn: turn / 60)]
+        assert all(problem.peak(s) <= problem.limit for s in found)
+        return min(found, key=problem.objective)
+
+    assert problem.objective(best()) == brute_force(problem)
+    assert best() == best()
