@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -77,7 +77,7 @@ class Options:
     in_pins: Mapping[int, PinDims] = None  # type: ignore[assignment]
     out_pins: Mapping[int, PinDims] = None  # type: ignore[assignment]
     pins: Mapping[str, Sequence] = None  # type: ignore[assignment]
-    progress: Callable | None = None
+    progress: Any = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,7 +100,8 @@ def solve_core(
 
     class Watch(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self):
-            progress(_read(self, x), self.best_objective_bound * unit)
+            if progress is not None:
+                progress(_read(self, x), self.best_objective_bound * unit)
 
     status = solver.solve(model, Watch() if progress else None)
     name = STATUS.get(status, "unknown")

@@ -147,9 +147,10 @@ def solve(
         search.prove(np.inf)
     elif not proven and not search.found:
         least = least_memory(problem)
-        if least.states and least.bytes <= problem.limit:
+        limit = np.inf if problem.limit is None else problem.limit
+        if least.states and least.bytes <= limit:
             search.offer(least.states, problem.objective(least.states))
-        proven = least.bound_bytes > problem.limit
+        proven = least.bound_bytes > limit
     if not search.found:
         status = "infeasible" if proven else "fallback"
         return Solution(status, (), np.inf, np.inf if proven else search.bound, small.tied, stats)
@@ -181,7 +182,7 @@ class Chain:
         number, bounded = 0, np.inf
         while not self.clock.over():
             number += 1
-            self._explore(number, min(int(FIRST_RUN * 1.4**number), LONGEST_RUN))
+            self._explore(number, FIRST_RUN << number if self._large else min(int(FIRST_RUN * 1.4**number), LONGEST_RUN))
             if self._large and not self.last_run:
                 continue
             if self.search.objective < bounded and self._bound(JOINTS, rounds=0 if self._large else 20):
@@ -234,7 +235,9 @@ class Chain:
             return
         if len(self.problem.usages) > LARGE_MEMORY:
             explorer = self._explorer()
-            for quote in result.quotes if explorer else ():
+            if explorer is None:
+                return
+            for quote in result.quotes:
                 found = explorer.fit(np.array(quote.states), abs(self.problem.objective(quote.states)))
                 if found is not None:
                     self._offer(tuple(found.tolist()))
@@ -272,7 +275,9 @@ class Chain:
         n_plans = max(4, min(MOST_PLANS, sweeps // 8))
         sweeps = max(1, int(min(sweeps, clock.work * UNIT / explorer.work)))
         left = clock.seconds_left
-        self.last_run = left < 2.5 * self.run_seconds
+        self.last_run = left < (6.0 if self._large else 2.5) * self.run_seconds  # the one after would not come to its end
+        if self._large:  # few runs: those that begin with a guess, the last one at the heat that is best on the whole
+            number *= 4 if self.last_run else 2
         span = left - self.reserve if self.last_run else np.inf
 
         def pace(turn: int) -> float:
@@ -342,10 +347,14 @@ def least_memory(problem: Problem) -> LeastMemory:
     memory, elimination = Memory(small.problem), Elimination(small.problem, JOINTS[2])
     around = Neighbourhood(small.problem, memory)
     best, bound = None, 0.0
-    quotes = prices.least_peak(elimination, memory) if memory.n_steps else [elimination.run()]
-    for quote in quotes:
-        states = quote.states if memory.n_steps else quote.states()
-        bound = max(bound, quote.value)
+    if memory.n_steps:
+        found = ((quote.value, quote.states) for quote in prices.least_peak(elimination, memory))
+    else:
+        sweep = elimination.run()
+        found = iter([(sweep.value, sweep.states())])
+    for value, guess in found:
+        states: tuple[int, ...] | None = guess
+        bound = max(bound, value)
         while states is not None and np.isfinite(small.problem.objective(states)):
             if best is not None and memory.peak(states) >= memory.peak(best):
                 break
