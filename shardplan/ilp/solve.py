@@ -33,7 +33,7 @@ JOINTS = (1 << 14, 1 << 17, 1 << 20, 1 << 22)  # entries of a joint table, as fa
 SWEEP_JOINT = (20_000, 4_000)  # the same for sweeps, on small and on large problems
 GUESS_JOINT = 1 << 18  # and for guesses
 FIRST_RUN, LONGEST_RUN = 60, 1500  # sweeps
-MOST_PLANS = 40  # that take turns in a run
+MOST_PLANS = 32  # that take turns in a run
 LARGE = 20_000  # states from which a problem counts as large
 LARGE_MEMORY = 2_000  # usages from which one-node moves are left to compiled code
 CORE = (4_000, 40_000)  # variables of the 0-1 program up to which CP-SAT comes before and after exploring
@@ -168,7 +168,7 @@ class Chain:
         self.spent = {"bound": 0.0, "explore": 0.0}  # table entries
         self.explorer = None  # kept as long as the problem stays the same
         self.known: tuple[int, ...] | None = None  # the best answer, as states of the problem as it is now
-        self.run_seconds, self.last_run, self.reserve = 0.0, False, 0.0
+        self.run_seconds, self.last_run = 0.0, False
         self.prices: np.ndarray | None = None  # of the last run, for the problem as it is now
 
     def run(self) -> bool:
@@ -268,23 +268,23 @@ class Chain:
 
     def _explore(self, number: int, sweeps: int) -> None:
         """One run of so many sweeps; the last one before a time limit takes what time is left."""
-        explorer, clock, start = self._explorer(), self.clock, time.monotonic()
+        explorer, clock = self._explorer(), self.clock
         if explorer is None:  # bounds, moves and CP-SAT alone
             clock.spend(UNIT)
             return
         n_plans = max(4, min(MOST_PLANS, sweeps // 8))
+        explorer.plan(n_plans - 1)
         sweeps = max(1, int(min(sweeps, clock.work * UNIT / explorer.work)))
-        left = clock.seconds_left
+        start, left = time.monotonic(), clock.seconds_left
         self.last_run = left < (6.0 if self._large else 2.5) * self.run_seconds  # the one after would not come to its end
         if self._large:  # few runs: those that begin with a guess, the last one at the heat that is best on the whole
             number *= 4 if self.last_run else 2
-        span = left - self.reserve if self.last_run else np.inf
 
         def pace(turn: int) -> float:
             """Share of the run that is over: by sweeps, or by time where the time limit ends it."""
             if np.isinf(left):
                 return turn / sweeps
-            spent = (time.monotonic() - start) / max(1e-3, min(span, left - self.reserve))
+            spent = (time.monotonic() - start) / max(1e-3, left)
             return spent if self.last_run else max(turn / sweeps, spent)
 
         known = self.known if self.last_run or number % 4 == 3 else None  # most runs look elsewhere
