@@ -13,6 +13,8 @@ from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from jax.extend.core import Literal as Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardplan.files import INSTALLED
+
 INLINED = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -28,8 +30,6 @@ INLINED = {
     "checkpoint": "jaxpr",
 }
 """Primitives that only wrap a jaxpr, and the parameter that holds it."""
-
-INSTALLED = ("/site-packages/", "/dist-packages/")
 
 REMAT = ("remat", "remat2", "checkpoint")
 
@@ -82,7 +82,7 @@ def _source(traceback) -> tuple[str, int, str]:
     first = None
     for frame in source_info_util.user_frames(traceback):
         first = first or frame
-        if not any(place in frame.file_name for place in INSTALLED):
+        if not any(f"/{folder}/" in frame.file_name for folder in INSTALLED):
             return frame.file_name, frame.start_line, frame.function_name
     return (first.file_name, first.start_line, first.function_name) if first else ("", 0, "")
 

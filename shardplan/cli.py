@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
+from shardplan.files import write_atomically
 from shardplan.mesh.cluster import ClusterError
-from shardplan.plan import Plan, write_atomically
+from shardplan.plan import Plan
 
 SAME, DIFFERENT, ERROR = 0, 1, 2
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardplan.ilp.build import Network, combined_share
-from shardplan.ir.graph import BORDER, Op, Path
-from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan
+from shardplan.files import portable, source_line
+from shardplan.ilp.build import PS, Network, combined_share
+from shardplan.ir.graph import BORDER, Op
+from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
 from shardplan.planner import Planned, categories, memory_by_category, objective_seconds
 from shardplan.strategies.enumerate import PARTIAL
 
@@ -39,23 +40,23 @@ def describe(planned: Planned, context=None) -> Plan:
         memory_=_memory(planned.network, planned.solution.states),
         search=planned.options.search,
         fingerprint=planned.traced.fingerprint(),
+        donated=planned.traced.donated_names(),
+        lines=tuple(_lines(planned)),
         unknown=space.unknown,
         planning_seconds=dict(planned.seconds),
         context=context,
     )
 
 
-def keys(graph) -> dict[Path, tuple]:
-    """Per op: (file, line, primitive, phase, occurrence), the name under which a plan file knows it."""
-    seen: dict[tuple, int] = {}
-    out = {}
-    for op in graph.ops:
-        if op.primitive == "share":
-            continue
-        key = (op.source.file.rsplit("/", 1)[-1], op.source.line, op.primitive, op.phase)
-        out[op.path] = (*key, seen.get(key, 0))
-        seen[key] = seen.get(key, 0) + 1
-    return out
+def _lines(planned: Planned):
+    seconds: dict[tuple[str, int], float] = {}
+    problem = planned.network.problem
+    for op, cost, state in zip(planned.graph.ops, problem.costs, planned.solution.states, strict=True):
+        if cost[state]:
+            at = (op.source.file, op.source.line)
+            seconds[at] = seconds.get(at, 0.0) + float(cost[state])
+    for (file, line), ps in seconds.items():
+        yield SourceLine(portable(file), line, source_line(file, line), ps / PS)
 
 
 def _leaf(planned: Planned, i: int, kind: str) -> Leaf:
@@ -66,17 +67,20 @@ def _leaf(planned: Planned, i: int, kind: str) -> Leaf:
 
 def _decisions(planned: Planned):
     graph, space = planned.graph, planned.space
-    names = keys(graph)
+    number, seen = -1, {}
     for i, op in enumerate(graph.ops):
         if op.primitive == "share":
             continue
+        number += 1
+        file = portable(op.source.file)
+        name = (file, op.source.line, op.primitive, op.phase)
+        occurrence = seen[name] = seen.get(name, -1) + 1
         decided = planned.decisions.get(op.path)
         moves = tuple(_moves(planned, i))
         if decided is None and not moves:
             continue
-        *_, occurrence = names[op.path]
         yield Decision(
-            file=op.source.file,
+            file=file,
             line=op.source.line,
             function=op.source.function,
             primitive=op.primitive,
@@ -89,6 +93,8 @@ def _decisions(planned: Planned):
             seconds=float(space.seconds[i][planned.strategies[i]]),
             runs=op.runs if op.primitive not in BORDER else op.reads,
             result=_type(op),
+            op=number,
+            copies=decided.copies if decided else (),
         )
 
 
@@ -115,7 +121,7 @@ def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int):
         scale = combined_share(value)
         collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds * scale)) for s in steps)
         made = graph.ops[_maker(graph, v)].source
-        place = f"{made.file}:{made.line}" if made.file else ""
+        place = f"{portable(made.file)}:{made.line}" if made.file else ""
         yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, place)
 
 

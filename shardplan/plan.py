@@ -7,20 +7,18 @@ so that `fix` can ask "what if".
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from shardplan import _jax
 from shardplan.errors import ShardingError
+from shardplan.files import write_atomically
 from shardplan.mesh.layout import Layout, MeshShape
 
 if TYPE_CHECKING:
@@ -86,15 +84,17 @@ class Decision:
     """One op on which the plan says something.
 
     Attributes:
-        file, line, function: the user's source line.
-        primitive, occurrence: which op of that line, counted from 0.
+        file, line, function: the user's source line; the file by its portable name (`shardplan.files.portable`).
+        primitive, occurrence: which op of that line and phase, counted from 0.
         strategy: mesh axis -> what it splits, in the rule's letters.
         reads: per operand, the layouts it is constrained to.
         results: per result, the layout it is constrained to, or None.
         moves: collectives at its operands.
         seconds: compute of one run on one device.
         runs: how often per step.
-        shapes: type of the first result, for people.
+        result: type of the first result, for people.
+        op: its number among the ops of the program, which tells it from all others.
+        copies: per operand, which copy of the array it reads: 0 the first, n the one gathered again after n were let go; () is all 0.
     """
 
     file: str
@@ -110,14 +110,33 @@ class Decision:
     seconds: float
     runs: float
     result: str
+    op: int
+    copies: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple:
-        return (self.file.rsplit("/", 1)[-1], self.line, self.primitive, self.phase, self.occurrence)
+        """What a person would call the op."""
+        return (self.file, self.line, self.primitive, self.phase, self.occurrence)
 
     @property
     def comm_seconds(self) -> float:
         return self.runs * sum(c.seconds for m in self.moves for c in m.collectives)
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of the program as it was when it was planned.
+
+    Attributes:
+        file, line: as in `Decision`; ("", 0) gathers the ops of no line.
+        code: its text, "" where it could not be read.
+        seconds: compute of all its ops on one device in one step.
+    """
+
+    file: str
+    line: int
+    code: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -159,6 +178,8 @@ class Plan:
         memory_: see `memory()`.
         search: "ilp" or "propagation".
         fingerprint: of the program.
+        donated: names of the donated arguments, or of leaves where only some of an argument are.
+        lines: the program's lines that compute something, in the order in which they first run.
         unknown: (primitive, source) of ops without a rule, kept whole.
     """
 
@@ -174,6 +195,8 @@ class Plan:
     memory_: Memory
     search: str
     fingerprint: str
+    donated: tuple[str, ...] = ()
+    lines: tuple[SourceLine, ...] = ()
     unknown: tuple[tuple[str, str], ...] = ()
     planning_seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     context: Any = field(default=None, compare=False, repr=False)
@@ -303,21 +326,23 @@ class Plan:
                 "profile": [dict(p) for p in self.memory_.profile],
             },
             "fingerprint": self.fingerprint,
+            "donated": list(self.donated),
             "inputs": {x.path: _leaf_json(x) for x in self.inputs},
             "outputs": {x.path: _leaf_json(x) for x in self.outputs},
             "unknown": [list(u) for u in self.unknown],
+            "lines": [{"file": x.file, "line": x.line, "code": x.code, "seconds": x.seconds} for x in self.lines],
             "decisions": [_decision_json(d) for d in self.decisions],
         }
 
     def dumps(self) -> str:
-        """The JSON text: one line per input, output and decision, so that files diff well."""
+        """The JSON text: one line per input, output, source line and decision, so that files diff well."""
         body = self.to_json()
         lines = []
         for name, value in body.items():
             if name in ("inputs", "outputs"):
                 rows = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
                 text = "{\n" + rows + "\n  }" if rows else "{}"
-            elif name == "decisions":
+            elif name in ("lines", "decisions"):
                 rows = ",\n".join(f"    {json.dumps(v)}" for v in value)
                 text = "[\n" + rows + "\n  ]" if rows else "[]"
             else:
@@ -391,9 +416,10 @@ def _leaf_json(x: Leaf) -> dict:
 
 def _decision_json(d: Decision) -> dict:
     out = {
-        "file": d.file, "line": d.line, "function": d.function, "primitive": d.primitive, "occurrence": d.occurrence,
+        "op": d.op, "file": d.file, "line": d.line, "function": d.function, "primitive": d.primitive, "occurrence": d.occurrence,
         "phase": d.phase, "result": d.result, "runs": d.runs, "seconds": d.seconds, "strategy": dict(d.strategy),
         "reads": [[layout_json(x) for x in chain] for chain in d.reads],
+        "copies": list(d.copies),
         "results": [layout_json(x) for x in d.results],
         "moves": [
             {
@@ -404,20 +430,3 @@ def _decision_json(d: Decision) -> dict:
         ],
     }  # fmt: skip
     return out
-
-
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file so that a crash leaves either the old or the new one."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardplan.errors import PlanFileError
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan import FORMAT, MAX_FILE_BYTES, VERSION, Collective, Decision, Leaf, Memory, Move, Plan
+from shardplan.plan import FORMAT, MAX_FILE_BYTES, VERSION, Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
 
 SEARCHES = ("ilp", "propagation")
 STATUSES = ("optimal", "feasible", "fallback")
@@ -203,7 +203,7 @@ def _amounts(value: Any, at: str) -> dict[str, float]:
 
 FIELDS = (
     "format", "version", "mesh", "cluster", "search", "status", "gap", "tied", "seconds", "memory", "fingerprint",
-    "inputs", "outputs", "unknown", "decisions",
+    "donated", "inputs", "outputs", "unknown", "lines", "decisions",
 )  # fmt: skip
 
 
@@ -233,6 +233,8 @@ def _plan(value: Any) -> Plan:
         memory_=_memory(value["memory"], "memory"),
         search=_one_of(SEARCHES)(value["search"], "search"),
         fingerprint=_filled(value["fingerprint"], "fingerprint"),
+        donated=_items(value["donated"], "donated", _text),
+        lines=_items(value["lines"], "lines", _line),
         unknown=_items(value["unknown"], "unknown", _unknown),
     )
 
@@ -268,6 +270,16 @@ def _memory(value: Any, at: str) -> Memory:
 def _unknown(value: Any, at: str) -> tuple[str, str]:
     primitive, source = _items(_list(value, at, 2), at, _text)
     return primitive, source
+
+
+def _line(value: Any, at: str) -> SourceLine:
+    _object(value, at, ("file", "line", "code", "seconds"))
+    return SourceLine(
+        file=_text(value["file"], f"{at}.file"),
+        line=_int(0)(value["line"], f"{at}.line"),
+        code=_text(value["code"], f"{at}.code"),
+        seconds=_number(value["seconds"], f"{at}.seconds"),
+    )
 
 
 def _leaves(value: Any, at: str, mesh: MeshShape) -> tuple[Leaf, ...]:
@@ -324,17 +336,16 @@ def _axis(value: Any, at: str, mesh: MeshShape, used: dict[str, str] | None) -> 
 
 
 DECISION = (
-    "file", "line", "function", "primitive", "occurrence", "phase", "result", "runs", "seconds", "strategy", "reads", "results",
-    "moves",
+    "op", "file", "line", "function", "primitive", "occurrence", "phase", "result", "runs", "seconds", "strategy", "reads", "copies",
+    "results", "moves",
 )  # fmt: skip
 
 
 def _decisions(value: Any, at: str, mesh: MeshShape) -> tuple[Decision, ...]:
     found = _items(value, at, lambda x, where: _decision(x, where, mesh))
-    first: dict[tuple, int] = {}
-    for n, decision in enumerate(found):
-        if first.setdefault(decision.key, n) != n:
-            raise _Wrong(f"{at}[{n}]", f"decides the same op as {at}[{first[decision.key]}]")
+    for n in range(1, len(found)):
+        if found[n].op <= found[n - 1].op:
+            raise _Wrong(f"{at}[{n}].op", f"{found[n].op} does not come after {found[n - 1].op}, the op decided before")
     return found
 
 
@@ -358,6 +369,8 @@ def _decision(value: Any, at: str, mesh: MeshShape) -> Decision:
         seconds=_number(value["seconds"], f"{at}.seconds"),
         runs=_number(value["runs"], f"{at}.runs"),
         result=_text(value["result"], f"{at}.result"),
+        op=_int(0)(value["op"], f"{at}.op"),
+        copies=_items(value["copies"], f"{at}.copies", _int(0)),
     )
 
 

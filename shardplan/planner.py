@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -55,8 +55,18 @@ class Traced:
 
     def fingerprint(self) -> str:
         """The same for the same program with the same shapes in every process."""
-        text = _jax.jaxpr_text(self.jaxpr) + repr((self.in_labels, self.out_labels, self.tied, self.donated))
+        text = _jax.jaxpr_text(self.jaxpr) + repr((self.in_labels, self.out_labels, self.tied))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def donated_names(self) -> tuple[str, ...]:
+        """Donated arguments by name; by leaf where only some leaves of an argument are donated."""
+        donated = set(self.donated)
+        whole: dict[str, bool] = {}
+        for n, label in enumerate(self.in_labels):
+            head = label.split("/")[0]
+            whole[head] = whole.get(head, True) and n in donated
+        heads = [(label, label.split("/")[0]) for n, label in enumerate(self.in_labels) if n in donated]
+        return tuple(dict.fromkeys(head if whole[head] else label for label, head in heads))
 
 
 @dataclass(frozen=True)
@@ -165,7 +175,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         raise ShardingError(does_not_fit(network, options))
     clock.lap("solve")
     strategies = network.strategies(solution.states)
-    decided = decisions(space, resharder, strategies)
+    decided = decisions(space, resharder, strategies, network.kept(solution.states))
     clock.lap("decisions")
     return Planned(traced, network, resharder, solution, strategies, decided, options, clock.seconds)
 
@@ -290,11 +300,12 @@ def matches(label: str, pattern: str) -> bool:
 # ---- from strategies to constraints
 
 
-def decisions(space: Space, resharder: Resharder, strategies: Sequence[int]) -> dict[Path, Decision]:
+def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kept: Collection[int]) -> dict[Path, Decision]:
     """What emission applies: every reshard, and the layout of every array that is written to memory or leaves a big op.
 
     A reshard of several collectives is spelled out one by one: XLA, asked for the whole way at once, may know no better than to
-    gather the array on every device first.
+    gather the array on every device first. A copy that is let go and gathered again (an `earlier` share that is not `kept`) is told
+    apart from the first: XLA would find the two alike and keep the array.
     """
     graph, choices = space.graph, space.choices
 
@@ -311,6 +322,11 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int]) -> 
         assert source is not None
         return (*chain(source), *way(source, made(v)))
 
+    def origin(v: int, copy: int) -> tuple[Layout, ...]:
+        """What a copy that is made again starts from."""
+        source = graph.ops[graph.values[v].producer[0]].inputs[0] if copy else None
+        return () if source is None or made(source).partial else (made(source),)
+
     def way(v: int, wanted: Layout) -> tuple[Layout, ...]:
         """Layouts from the one a value is made in to the one it is wanted in."""
         if wanted == made(v) or wanted.partial:
@@ -319,20 +335,28 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int]) -> 
         steps = resharder.path(value.shape, value.itemsize, made(v), wanted)
         return (*(s.after for s in steps[:-1] if not s.after.partial and s.after.divides(value.shape, space.mesh)), wanted)
 
+    again: dict[int, int] = {}  # share -> how often its array was let go before
+    for j, (i, k) in graph.earlier.items():
+        v, wanted = graph.ops[j].inputs[0], made(graph.ops[j].outputs[0])
+        assert v is not None
+        moved = any(step.kind != "slice" for step in resharder.path(graph.values[v].shape, graph.values[v].itemsize, made(v), wanted))
+        again[j] = again.get(i, 0) + (j not in kept and moved and choices[i].operands[k][strategies[i]] == wanted)
+
     out: dict[Path, Decision] = {}
     for i, op in enumerate(graph.ops):
         if op.primitive == "share":
             continue
         s = strategies[i]
+        copies = [0 if v is None else again.get(graph.values[v].producer[0], 0) for v in op.inputs]
         reads = []
         for k, v in enumerate(op.inputs):
-            reads.append(() if v is None else (*chain(v), *way(v, choices[i].operands[k][s])))
+            reads.append(() if v is None else (*origin(v, copies[k]), *chain(v), *way(v, choices[i].operands[k][s])))
         results = []
         for r, v in enumerate(op.outputs):
             layout = choices[i].results[r][s]
-            kept = space.materialised[v] or op.primitive in BORDER or space.rules[i].fusion in ("none", "reduce")
-            results.append(layout if kept and layout.rank and not layout.partial and op.primitive != "out" else None)
-        decision = Decision(tuple(reads), tuple(results))
+            written = space.materialised[v] or op.primitive in BORDER or space.rules[i].fusion in ("none", "reduce")
+            results.append(layout if written and layout.rank and not layout.partial and op.primitive != "out" else None)
+        decision = Decision(tuple(reads), tuple(results), tuple(copies) if any(copies) else ())
         if decision:
             out[op.path] = decision
     return out

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardplan.describe import keys
 from shardplan.errors import PlanFileError, ShardingWarning
 from shardplan.ir.emit import Decision
 from shardplan.ir.graph import Path
@@ -19,7 +18,7 @@ SHOWN = 5
 
 
 def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path, Decision] | None:
-    """What a saved plan decides for the very program it was made for; None when the program is another or its lines moved.
+    """What a saved plan decides for the very program it was made for, wherever its lines are now; None when it is another program.
 
     Raises:
         PlanFileError: when the plan is for another mesh.
@@ -31,9 +30,24 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
     if plan.fingerprint != traced.fingerprint():
         return None
     graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
-    saved = {d.key: Decision(d.reads, d.results) for d in plan.decisions}
-    found = {path: saved[key] for path, key in keys(graph).items() if key in saved}
-    return found if len(found) == len(saved) else None  # the same ops on other lines: not all of them can be told apart
+    if plan.donated != traced.donated_names():
+        then, now = (", ".join(names) or "nothing" for names in (plan.donated, traced.donated_names()))
+        warnings.warn(
+            f"the plan was made for a step that donates {then}; this one donates {now}, so its memory is another than the plan says.\n"
+            "  ways out: donate_argnums as it was, or plan anew without plan=",
+            ShardingWarning,
+            stacklevel=6,
+        )
+    found = {}
+    for d in plan.decisions:
+        op = graph.ops[d.op] if d.op < len(graph.ops) else None
+        if op is None or op.primitive != d.primitive:
+            raise PlanFileError(
+                f"the plan decides op {d.op}, a {d.primitive}, which the step does not have.\n"
+                "  way out: plan anew without plan="
+            )
+        found[op.path] = Decision(d.reads, d.results, d.copies)
+    return found
 
 
 def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:

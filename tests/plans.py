@@ -1,9 +1,10 @@
 """Plans made by hand for tests of what reads and shows them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan
+from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
 
 MESH = MeshShape(("data", "model"), (2, 4))
 
@@ -35,12 +36,26 @@ def leaf(path: str, shape: tuple[int, ...], *dims: str, kind: str = "parameters"
 
 def decision(file: str, line: int, function: str, primitive: str, occurrence: int = 0, **more) -> Decision:
     return replace(
-        Decision(file, line, function, primitive, occurrence, "forward", {}, (), (), (), 0.0, 1.0, ""),
+        Decision(file, line, function, primitive, occurrence, "forward", {}, (), (), (), 0.0, 1.0, "", 0),
         **more,
     )
 
 
-def transformer(file: str = "/home/ada/train.py", layers: int = 3) -> Plan:
+def numbered(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
+    """Decisions as about one op after the other."""
+    return tuple(replace(d, op=n) for n, d in enumerate(decisions))
+
+
+def source_lines(decisions: Sequence[Decision], text: str = SOURCE) -> tuple[SourceLine, ...]:
+    """The lines of a program on which the decisions stand."""
+    seconds: dict[tuple[str, int], float] = {}
+    for d in decisions:
+        seconds[d.file, d.line] = seconds.get((d.file, d.line), 0.0) + d.runs * d.seconds
+    code = ["", *text.splitlines()]
+    return tuple(SourceLine(file, n, code[n] if n < len(code) else "", s) for (file, n), s in seconds.items())
+
+
+def transformer(layers: int = 3, file: str = "train.py") -> Plan:
     """Column-then-row split blocks on a 2 x 4 mesh: one all-reduce each way per layer, gradients summed over data."""
     states, moved = [], []
     for n in range(layers):
@@ -90,7 +105,8 @@ def transformer(file: str = "/home/ada/train.py", layers: int = 3) -> Plan:
         cluster="h100",
         inputs=(*states, batch),
         outputs=tuple(replace(x, path=x.path.removeprefix("state/"), kind="output") for x in states),
-        decisions=tuple(moved),
+        decisions=numbered(moved),
+        lines=source_lines(moved),
         seconds={
             "compute": compute,
             "communication": communication,

@@ -213,15 +213,22 @@ def test_a_plan_for_an_edited_step_keeps_what_matches(mesh, params, tmp_path):
     assert next(x for x in plan.inputs if x.path == "params/up").layout.spec() == ("data", None)
 
 
-def test_a_plan_for_moved_lines_keeps_the_layouts(mesh, params, tmp_path):
+def test_a_plan_for_moved_lines_is_used_without_solving(mesh, params, tmp_path, monkeypatch):
     names: dict = {"jax": jax, "jnp": jnp}
     text = "def step(params, batch):\n    up, down = params['up'], params['down']\n    return jnp.mean((batch['x'] @ up) @ down)\n"
     exec(compile(text, "model.py", "exec"), names)
     shardplan.auto(mesh)(names["step"]).plan(params, batch()).save(tmp_path / "plan.json")
     exec(compile("\n\n" + text, "model.py", "exec"), names)
-    with pytest.warns(ShardingWarning, match="another version of this step: 4 of 4 inputs keep"):
-        out = shardplan.auto(mesh, plan=tmp_path / "plan.json")(names["step"])(params, batch())
+    monkeypatch.setattr(sys.modules["shardplan.auto"], "make_plan", lambda *a: pytest.fail("it solved again"))
+    out = shardplan.auto(mesh, plan=tmp_path / "plan.json")(names["step"])(params, batch())
     same(out, names["step"](params, batch()))
+
+
+def test_a_plan_for_a_step_that_donates_otherwise_is_used_with_a_warning(mesh, params, tmp_path):
+    shardplan.auto(mesh, donate_argnums=0)(step).plan(params, batch()).save(tmp_path / "plan.json")
+    with pytest.warns(ShardingWarning, match=r"donates params; this one donates nothing.*\n  ways out: donate_argnums as it was"):
+        out = shardplan.auto(mesh, plan=tmp_path / "plan.json")(step)(params, batch())
+    same(out, step(params, batch()))
 
 
 def test_plans_for_another_mesh_or_model_are_refused(mesh, params, tmp_path):

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def megatron():
 
 def line_of(marker: str) -> str:
     with open(__file__) as source:
-        return next(f"{__file__}:{n}" for n, text in enumerate(source, 1) if text.rstrip().endswith(f"# {marker}"))
+        return next(f"{Path(__file__).name}:{n}" for n, text in enumerate(source, 1) if text.rstrip().endswith(f"# {marker}"))
 
 
 def test_expects_the_planned_collectives_and_no_slices(megatron):

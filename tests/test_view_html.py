@@ -6,10 +6,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from plans import MESH, SOURCE, decision, layout, leaf, transformer
+from plans import MESH, decision, layout, leaf, transformer
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan import Collective, Leaf, Memory, Move
+from shardplan.plan import Collective, Leaf, Memory, Move, SourceLine
 from shardplan.view.html import _axes, picture, to_html
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
@@ -45,9 +45,8 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def plan(tmp_path):
-    (tmp_path / "train.py").write_text(SOURCE)
-    return transformer(str(tmp_path / "train.py"))
+def plan():
+    return transformer()
 
 
 @pytest.mark.parametrize("page", [True, False])
@@ -86,14 +85,13 @@ def test_a_budget_near_the_peak_is_a_line(plan):
 
 
 def test_it_is_the_same_every_time(plan):
-    assert to_html(plan, page=True) == to_html(transformer(plan.decisions[0].file), page=True)
+    assert to_html(plan, page=True) == to_html(transformer(), page=True)
 
 
-def test_names_from_the_program_cannot_break_out(plan, tmp_path):
+def test_names_from_the_program_cannot_break_out(plan):
     evil = '"><script>alert(1)</script><img src=x onerror=alert(2)>${css}&lt;'
     mesh = MeshShape((evil, "model"), (2, 4))
     split = Layout(((evil,), ()))
-    (tmp_path / "evil.py").write_text(f"x = 1  # {evil}\n")
     move = Move(0, evil, split, Layout(((), ())), (Collective("all-gather", (evil,), 8.0, 1e-6),))
     found = replace(
         plan,
@@ -101,9 +99,10 @@ def test_names_from_the_program_cannot_break_out(plan, tmp_path):
         cluster=evil,
         inputs=(Leaf(evil, (8, 8), evil, split, evil),),
         decisions=(
-            decision(str(tmp_path / "evil.py"), 1, evil, evil, results=(split,), result=evil, moves=(move,), phase=evil),
+            decision("evil.py", 1, evil, evil, results=(split,), result=evil, moves=(move,), phase=evil),
             decision(evil, 2, evil, evil, moves=(move,), seconds=1e-3),
         ),
+        lines=(SourceLine("evil.py", 1, f"x = 1  # {evil}", 1e-3),),
         memory_=Memory(8.0, 9.0, evil, {evil: 8.0}, ({evil: 8.0}, {evil: 4.0, "</script>": 1.0})),
         unknown=((evil, evil),),
         fingerprint=evil,
@@ -129,7 +128,7 @@ def test_in_a_notebook_its_style_stays_inside(plan):
 
 def test_an_empty_plan_is_a_page_too(plan):
     empty = replace(
-        plan, inputs=(), outputs=(), decisions=(), unknown=(), memory_=Memory(0.0, None, "", {}), mesh=MeshShape((), ())
+        plan, inputs=(), outputs=(), decisions=(), lines=(), unknown=(), memory_=Memory(0.0, None, "", {}), mesh=MeshShape((), ())
     )
     assert "nothing costs anything" in to_html(replace(empty, seconds=dict.fromkeys(plan.seconds, 0.0)), page=True)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import MESH, SOURCE, decision, layout, leaf, transformer
+from plans import MESH, decision, layout, leaf, transformer
 
 from shardplan.mesh.layout import Layout
 from shardplan.plan import Memory
@@ -15,9 +15,8 @@ GOLDEN = Path(__file__).parent / "data" / "view"
 
 
 @pytest.fixture
-def plan(tmp_path):
-    (tmp_path / "train.py").write_text(SOURCE)
-    return transformer(str(tmp_path / "train.py"))
+def plan():
+    return transformer()
 
 
 def other(plan):
@@ -53,7 +52,7 @@ def test_explain(plan):
 
 
 def test_explain_twelve_layers_takes_no_more_lines_than_three(plan):
-    assert len(transformer(plan.decisions[0].file, 12).explain().splitlines()) == len(plan.explain().splitlines())
+    assert len(transformer(12).explain().splitlines()) == len(plan.explain().splitlines())
 
 
 def test_explain_without_source(plan):
@@ -62,8 +61,8 @@ def test_explain_without_source(plan):
     assert "train.py:6  return" not in text or "collectives" in text
 
 
-def test_explain_needs_no_source_on_disk():
-    text = transformer("/nowhere/train.py").explain()
+def test_explain_of_a_plan_without_code(plan):
+    text = replace(plan, lines=()).explain()
     assert "train.py:6\n" in text
     assert "# forward" not in text
 
@@ -137,16 +136,6 @@ def test_names_cannot_steer_the_terminal_or_break_the_table(plan):
     assert "red" in named.explain()
 
 
-def test_only_python_source_is_read(tmp_path, plan):
-    secret = tmp_path / "passwd"
-    secret.write_text("root:hunter2\n" * 20)
-    (tmp_path / "fifo.py").symlink_to("/dev/zero")
-    for file in (str(secret), str(tmp_path / "fifo.py"), "relative.py", "/tmp/\0.py"):
-        text = transformer(file).explain()
-        assert "hunter2" not in text
-        assert "# forward" not in text
-
-
 # ---- rows
 
 
@@ -168,7 +157,7 @@ def test_every_leaf_is_in_one_row():
 
 
 def test_files_of_one_name_are_told_apart():
-    files = ["/a/model/train.py", "/b/model/train.py", "/lib/site-packages/flax/nnx/linear.py", "/c/data.py", ""]
+    files = ["a/model/train.py", "b/model/train.py", "site-packages/flax/nnx/linear.py", "data.py", ""]
     assert list(rows.file_names(files).values()) == [
         "a/model/train.py", "b/model/train.py", "flax/nnx/linear.py", "data.py", "",
     ]  # fmt: skip

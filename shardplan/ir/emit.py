@@ -23,10 +23,12 @@ class Decision:
     Attributes:
         reads: per operand, the layouts it is brought to, one after the other; () leaves it as it is.
         results: per result, the layout it is made in, or None to leave it to XLA (partial results, scalars).
+        copies: per operand, which copy of the array it reads: 0 the first, n the one made again after n were let go; () is all 0.
     """
 
     reads: tuple[tuple[Layout, ...], ...] = ()
     results: tuple[Layout | None, ...] = ()
+    copies: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return any(self.reads) or any(r is not None for r in self.results)
@@ -59,7 +61,7 @@ class _Scope:
 
     def __init__(self, decisions: Mapping[Path, Decision], mesh):
         self.decisions, self.mesh = decisions, mesh
-        self.copies: dict[tuple[int, Layout], tuple] = {}
+        self.copies: dict[tuple[int, Layout | int], tuple] = {}
 
     def inner(self) -> _Scope:
         return _Scope(self.decisions, self.mesh)
@@ -79,6 +81,22 @@ class _Scope:
                 self.copies[key] = (self.constrain(x, layout), x)  # x is kept alive: its id is the key
             x = self.copies[key][0]
         return x
+
+    def operands(self, path: Path, xs) -> list:
+        """All operands of the op at `path`, in the layouts they are to be read in."""
+        copies = self.decisions.get(path, NOTHING).copies
+        xs = [self.again(n, x, xs) if n else x for n, x in zip(copies or (0,) * len(xs), xs, strict=True)]
+        return [self.read(path, k, x) for k, x in enumerate(xs)]
+
+    def again(self, n: int, x, operands):
+        """Array x as the source of its copy number n, which exists only once all operands of its first reader do.
+
+        The barrier keeps XLA from taking the copy for an earlier one and from making it before it is needed.
+        """
+        if (id(x), n) not in self.copies:
+            others = [y for y in operands if y is not x and isinstance(y, jax.Array)]
+            self.copies[id(x), n] = (jax.lax.optimization_barrier((x, *others))[0], x)
+        return self.copies[id(x), n][0]
 
     def made(self, path: Path, r: int, x):
         """Result r of the op at `path`."""
@@ -111,7 +129,7 @@ class _Scope:
                     results = self.cond(eqn, operands, where)
                 case _ if where in self.decisions:
                     with _jax.at_source(eqn):  # so that XLA hangs collectives on the user's line
-                        operands = [self.read(where, k, x) for k, x in enumerate(operands)]
+                        operands = self.operands(where, operands)
                     results = _jax.bind(eqn, operands)
                     with _jax.at_source(eqn):
                         results = [self.made(where, r, x) for r, x in enumerate(results)]

@@ -11,20 +11,18 @@ reach. Devices are numbered row-major over the mesh; `node_size` consecutive dev
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shardplan.files import write_atomically
 from shardplan.mesh.layout import MeshShape
 
 FORMAT = "shardplan-cluster"
@@ -227,19 +225,7 @@ class Cluster:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a cluster file that `load` reads back equal; a crash leaves the old file whole."""
-        target = Path(path)
-        text = json.dumps(self.to_json(), indent=2) + "\n"
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as f:
-                f.write(text)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_atomically(path, json.dumps(self.to_json(), indent=2) + "\n")
 
     def to_json(self) -> dict[str, Any]:
         """The cluster as plain JSON values."""

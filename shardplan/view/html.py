@@ -309,8 +309,6 @@ def _costs(plan: Plan, lines: Sequence[rows.Line]) -> Markup:
     shown = [bar for n, bar in enumerate(bars) if n in kept]
     if rest:
         shown.append((f"{len(rest)} more lines", "", sum(b[2] for b in rest), sum(b[3] for b in rest)))
-    if (unlisted := rows.unlisted_compute(plan)) > 0.001 * (plan.seconds["total"] or 1.0):
-        shown.append(("the rest", "ops that follow along", unlisted, 0.0))
     if not shown:
         return _piece("note", text="nothing costs anything")
     most = max(b[2] + b[3] for b in shown)
@@ -414,7 +412,7 @@ def _collectives(plan: Plan, lines: Sequence[rows.Line], axes: dict[str, int]) -
 def _source(plan: Plan, lines: Sequence[rows.Line], page: bool) -> Markup:
     found = rows.annotated(plan, lines)
     if not found:
-        return _piece("note", text="the source is not on this machine")
+        return _piece("note", text="the plan has no source lines")
     out = []
     for name, here in found:
         body, before = [], None

@@ -8,21 +8,19 @@ Text and HTML show the same rows; neither counts anything itself.
 from __future__ import annotations
 
 import itertools
-import linecache
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
+from shardplan.files import INSTALLED
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Decision, Leaf, Move, Plan
 from shardplan.view.units import axes_text, clean, itemsize, placed, type_text
 
 KINDS = ("parameters", "optimizer", "batch", "constants", "output")
 PHASES = ("forward", "backward", "update")
-MAX_SOURCE_BYTES = 4_000_000
 MOST_NOTES = 3  # layouts told under one line, per phase; twice as many reshards
 NEGLIGIBLE = 0.02  # of the line's dearest result; a layout of less is only counted
 WORTH = 0.01  # share of the step from which a line that splits nothing is shown all the same
@@ -182,7 +180,7 @@ class Line:
     Attributes:
         file: as the program named it; `place` is for people, e.g. "train.py:41".
         code: the line itself, "" where it cannot be read.
-        compute_s, communication_s: of all its ops that the plan speaks of, per step.
+        compute_s, communication_s: of all its ops, per step.
     """
 
     file: str
@@ -202,22 +200,23 @@ class Line:
 
 
 def lines(plan: Plan, source: bool = True) -> tuple[Line, ...]:
-    """The user's lines in the order in which they first run; `source` reads the code from disk."""
-    found: dict[tuple[str, int, str], list[Decision]] = {}
+    """The user's lines in the order in which they first run; without `source`, without their code."""
+    known = {(x.file, x.line, ""): x for x in plan.lines}
+    found: dict[tuple[str, int, str], list[Decision]] = {key: [] for key in known}
     for d in plan.decisions:
         if d.primitive == "arg" and not d.moves:
             continue
-        border = "" if d.file else d.primitive if d.primitive in ("arg", "out") else "?"
+        border = d.primitive if not d.file and d.primitive in ("arg", "out") else ""
         found.setdefault((d.file, d.line, border), []).append(d)
     names = file_names(file for file, *_ in found)
     return tuple(
         Line(
             file,
             number,
-            here[0].function,
+            here[0].function if here else "",
             f"{names[file]}:{number}" if file else {"arg": "inputs", "out": "outputs"}.get(border, "no line known"),
-            source_line(file, number) if source and file else "",
-            sum(d.runs * d.seconds for d in here),
+            clean(known[file, number, border].code) if source and (file, number, border) in known else "",
+            known[file, number, border].seconds if (file, number, border) in known else 0.0,
             sum(d.comm_seconds for d in here),
             _traffic(here),
             _notes(here),
@@ -265,7 +264,7 @@ def _phase_order(phase: str) -> tuple[int, str]:
 
 
 def is_library(file: str) -> bool:
-    return "/site-packages/" in file or "/dist-packages/" in file
+    return file.startswith(f"{INSTALLED[0]}/")
 
 
 def file_names(files: Iterable[str]) -> dict[str, str]:
@@ -274,8 +273,7 @@ def file_names(files: Iterable[str]) -> dict[str, str]:
     out = {}
     for file in distinct:
         parts = re.split(r"[/\\]", file)
-        inside = max((n + 1 for n, p in enumerate(parts) if p in ("site-packages", "dist-packages")), default=0)
-        keep = len(parts) - inside if inside else 1
+        keep = len(parts) - 1 if is_library(file) else 1
         while keep < len(parts) and any(_tail(other, keep) == parts[-keep:] for other in distinct if other != file):
             keep += 1
         out[file] = clean("/".join(parts[-keep:]))
@@ -284,23 +282,6 @@ def file_names(files: Iterable[str]) -> dict[str, str]:
 
 def _tail(file: str, n: int) -> list[str]:
     return re.split(r"[/\\]", file)[-n:]
-
-
-def source_line(file: str, number: int) -> str:
-    """A line of Python source, or "" where there is none.
-
-    A plan may come from elsewhere, so only notebook cells of this process and plain `.py` files of sensible size are read.
-    """
-    if file not in linecache.cache:
-        path = Path(file)
-        try:
-            if path.suffix != ".py" or not path.is_absolute() or not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
-                return ""
-        except (OSError, ValueError):
-            return ""
-    else:
-        linecache.checkcache(file)
-    return clean(linecache.getline(file, number).rstrip().expandtabs(4))
 
 
 def annotated(plan: Plan, lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:
@@ -332,11 +313,6 @@ def where(text: str) -> str:
 
 
 # ---- the step as a whole
-
-
-def unlisted_compute(plan: Plan) -> float:
-    """Seconds of compute in ops of which the plan says nothing, so that they stand on no line."""
-    return max(0.0, plan.seconds["compute"] - sum(d.runs * d.seconds for d in plan.decisions))
 
 
 def categories(plan: Plan) -> tuple[str, ...]:

@@ -1,0 +1,64 @@
+"""Files outside the program: written whole or not at all, and the user's source files by a name that is the same everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import os
+import re
+import tempfile
+from pathlib import Path
+
+INSTALLED = ("site-packages", "dist-packages")
+"""Folders of installed packages: libraries, not the user's own program."""
+
+MAX_SOURCE_BYTES = 4_000_000
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file so that a crash leaves either the old or the new one."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes it private
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+@functools.lru_cache(maxsize=4096)
+def portable(file: str) -> str:
+    """The name of a source file as import knows it, without where it is installed or checked out.
+
+    "/home/ada/venv/lib/python3.11/site-packages/flax/nnx/nn/linear.py" is "site-packages/flax/nnx/nn/linear.py"; a file of one's
+    own package starts at the outermost folder with an `__init__.py`; a script, a notebook's cell or "<string>" is its own name.
+    """
+    parts = re.split(r"[/\\]", file)
+    inside = max((n + 1 for n, part in enumerate(parts) if part in INSTALLED), default=0)
+    if inside:
+        return "/".join((INSTALLED[0], *parts[inside:]))
+    keep = 1
+    while keep < len(parts) and os.path.isfile(os.path.join(os.sep.join(parts[:-keep]) or os.sep, "__init__.py")):
+        keep += 1
+    return "/".join(parts[-keep:])
+
+
+def source_line(file: str, number: int) -> str:
+    """A line of a Python source file or of a notebook's cell of this process, or "" where there is none."""
+    if file not in linecache.cache:
+        path = Path(file)
+        try:
+            if path.suffix != ".py" or not path.is_absolute() or not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
+                return ""
+        except (OSError, ValueError):
+            return ""
+    else:
+        linecache.checkcache(file)
+    return linecache.getline(file, number).rstrip().expandtabs(4)
