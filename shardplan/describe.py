@@ -146,25 +146,26 @@ def _type(op: Op) -> str:
 
 
 def _memory(network: Network, states) -> Memory:
-    problem, graph = network.problem, network.space.graph
-    profile = problem.memory(states)
-    if not len(profile):
-        return Memory(0.0, problem.limit, "", {})
-    peak = int(profile.argmax())
-    op = graph.ops[min(peak, len(graph.ops) - 1)]
+    graph, limit = network.space.graph, network.problem.limit
+    holdings = network.holdings(states)
+    horizon = max((hi for *_, hi, _ in holdings), default=0)
+    if not horizon:
+        return Memory(0.0, limit, "", {})
     kinds = categories(graph)
     names = sorted(set(kinds.values()))
     number = {name: n for n, name in enumerate(names)}
-    change = np.zeros((len(names), len(profile) + 1))
-    for u in problem.usages:
-        held = float(u.bytes[states[u.node]])
-        change[number[kinds[u.node]], u.lo] += held
-        change[number[kinds[u.node]], min(u.hi, len(profile))] -= held
+    change = np.zeros((len(names), horizon + 1))
+    for i, lo, hi, held in holdings:
+        change[number[kinds[i]], lo] += held
+        change[number[kinds[i]], hi] -= held
     over_time = np.cumsum(change, axis=1)[:, :-1]
-    points = np.unique(np.append(np.linspace(0, len(profile) - 1, PROFILE_POINTS).astype(int), peak))
+    profile = over_time.sum(axis=0)
+    peak = int(profile.argmax())
+    op = graph.ops[min(peak, len(graph.ops) - 1)]
+    points = np.unique(np.append(np.linspace(0, horizon - 1, PROFILE_POINTS).astype(int), peak))
     return Memory(
         peak=float(profile[peak]),
-        limit=None if problem.limit is None else float(problem.limit),
+        limit=None if limit is None else float(limit),
         where=f"{op.source}" + (f" in {op.source.function}" if op.source.function else ""),
         at_peak=memory_by_category(network, states, peak),
         profile=tuple({n: float(over_time[number[n], t]) for n in names if over_time[number[n], t] > 0} for t in points),

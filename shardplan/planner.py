@@ -424,9 +424,9 @@ def categories(graph: Graph) -> dict[int, str]:
 def memory_by_category(network: Network, states, time: int) -> dict[str, float]:
     """Bytes per device alive at one time step, by category."""
     kinds, out = categories(network.space.graph), {}
-    for u in network.problem.usages:
-        if u.lo <= time < u.hi:
-            out[kinds[u.node]] = out.get(kinds[u.node], 0.0) + float(u.bytes[states[u.node]])
+    for i, lo, hi, held in network.holdings(states):
+        if lo <= time < hi:
+            out[kinds[i]] = out.get(kinds[i], 0.0) + held
     return dict(sorted(out.items(), key=lambda item: -item[1]))
 
 

@@ -8,7 +8,8 @@
     u_i[s]      = bytes of the arrays op i makes, one device's share under strategy s, while they live   (usage)
 
 An elementwise op, view or reduction follows its operand's producer when it can take every layout the producer can make: a
-reshard there would break a fusion, and one before or after it does as well. Partial results may be resolved anywhere.
+reshard there would break a fusion, and one before or after it does as well. Partial results may be resolved anywhere. What a big op
+reads is gathered into a `share` before it, never on its own edge: there its bytes are counted.
 
 A large array that is read through a copy beside other readers (`live.py`) gets two states per layout: "the same array", free of
 memory but only where the layouts agree, and "a copy". A copy that somebody read in an earlier phase has one more state per layout,
@@ -28,6 +29,7 @@ from shardplan.ilp.problem import Edge, Problem, Usage
 from shardplan.ir.graph import BORDER, Value
 from shardplan.ir.live import ALIASES, intervals, takes_over
 from shardplan.ir.repeat import repeated_layers
+from shardplan.ir.share import SMALL_BYTES
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder
 from shardplan.strategies.space import FUSIBLE, Space
@@ -56,11 +58,13 @@ class Network:
         problem: nodes are the graph's ops, in order.
         doubled: ops whose states s and s + k are strategy s without and with a buffer of its own; in the last k states of a share
             with an `earlier` reader the copy is kept from there.
+        unpriced: copies that the problem takes for the originals: small ones, and without a limit all.
     """
 
     space: Space
     problem: Problem
     doubled: frozenset[int]
+    unpriced: tuple[Usage, ...]
 
     def strategies(self, states) -> tuple[int, ...]:
         """The strategy number of every op."""
@@ -70,6 +74,19 @@ class Network:
         """Shares that take the copy of an earlier phase."""
         n = self.space.choices
         return frozenset(j for j in self.space.graph.earlier if states[j] >= len(n[j]) * (1 + (j in self.doubled)))
+
+    def holdings(self, states) -> list[tuple[int, int, int, float]]:
+        """(op, lo, hi, bytes) of everything a device has in memory at the times lo <= t < hi."""
+        graph, choices = self.space.graph, self.space.choices
+        out = [(u.node, u.lo, u.hi, float(u.bytes[states[u.node]])) for u in self.problem.usages]
+        chosen = self.strategies(states)
+        for u in self.unpriced:
+            v = graph.ops[u.node].inputs[0]
+            assert v is not None
+            i, r = graph.values[v].producer
+            if choices[u.node].results[0][chosen[u.node]] != choices[i].results[r][chosen[i]]:
+                out.append((u.node, u.lo, u.hi, float(u.bytes[states[u.node]])))
+        return out
 
 
 def build(
@@ -115,29 +132,28 @@ def build(
     edges += [Edge(i, j, tables.tied(i, j)) for i, j in graph.tied]
     edges += [Edge(i, j, tables.kept(i, k, j)) for j, (i, k) in graph.earlier.items()]
 
-    usages = []
+    usages, unpriced = [], []
     for v, interval in enumerate(live):
         if interval is None or interval[0] >= interval[1]:
             continue
         i, r = graph.values[v].producer
         alias = graph.ops[i].primitive in ALIASES and not takes_over(graph, i)
-        if alias and i not in doubled:
-            continue
-        held = tables.held(i, r, v)
+        held, told = tables.held(i, r, v), not alias or i in doubled
         nothing = [0 * held] * (blocks(i) - 1)
-        usages.append(Usage(i, *interval, np.concatenate([0 * held, *[held] * len(nothing)]) if nothing else held))
+        own = np.tile(held, blocks(i)) if not told else np.concatenate([0 * held, *[held] * len(nothing)]) if nothing else held
+        (usages if told else unpriced).append(Usage(i, *interval, own))
         if i in graph.earlier:
             at, _ = graph.earlier[i]
             before = live[graph.ops[at].outputs[0]] if graph.ops[at].primitive == "share" else None
             since = before[1] if before else at + 1
             if since < interval[0]:
-                usages.append(Usage(i, since, interval[0], np.concatenate([*nothing, held])))
+                (usages if told else unpriced).append(Usage(i, since, interval[0], np.concatenate([*nothing, held])))
     ties = repeated_layers(graph, space.signature) if tie else ()
     if ties:
         ties = _split_unequal(ties, costs, [(i in doubled, i in graph.earlier) for i in range(len(costs))])
     names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
-    return Network(space, Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties), doubled)
+    return Network(space, Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties), doubled, tuple(unpriced))
 
 
 def _doubled(space: Space, limit: float | None) -> frozenset[int]:
@@ -186,9 +202,10 @@ class _Tables:
         value, reads = graph.values[v], graph.ops[j].reads
         made, taken = space.choices[i].results[r], space.choices[j].operands[k]
         follows = self.follows(i, j) and self.carries(made, taken)
+        copied = graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES
         later = j in graph.earlier
         rows = 1 + (i in self.doubled) + (i in graph.earlier)
-        key = (id(made), id(taken), value.shape, value.itemsize, reads, rows, j in self.doubled, later, follows)
+        key = (id(made), id(taken), value.shape, value.itemsize, reads, rows, j in self.doubled, later, follows, copied)
         if key not in self.cache:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
             table = np.rint(
@@ -198,6 +215,10 @@ class _Tables:
                 whole = np.array([not s.partial for s in sources])[:, None]
                 equal = np.array([[s == t for t in targets] for s in sources])
                 table = np.where(whole & ~equal, np.inf, table)
+            if copied:
+                mesh = self.space.mesh
+                grows = np.array([[s.shards(mesh) > t.shards(mesh) for t in targets] for s in sources])
+                table = np.where(grows, np.inf, table)
             table = table[np.ix_(a, b)]
             if j in self.doubled:
                 equal = np.array([[s == t for t in targets] for s in sources])[np.ix_(a, b)]

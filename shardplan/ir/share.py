@@ -5,7 +5,7 @@ want it otherwise, and the way there is paid once for all that want the same. So
 op for the big readers of one phase (forward, backward, update) of one loop; and one for the followers, when the value may
 be partial (a big op's result, or a sum of such) or placed otherwise. Readers in different phases have different copies: a
 parameter gathered for the forward pass may be let go and gathered again, or kept (`Graph.earlier`): one collective, and memory in
-between.
+between. A large array that a big op reads has a copy even for a single reader, so that a gathered one is counted in memory.
 
 The first copy of a big op's result stands right behind it, so that a partial sum is reduced at once and not kept whole until
 somebody reads it, a gradient until the optimizer runs. All other copies are made just before they are read.
@@ -22,7 +22,7 @@ PASSIVE = frozenset({"out", "loop_const", "loop_slice", "barrier", "branch_in"})
 """Readers that fetch for themselves: each already is a copy."""
 
 SMALL_BYTES = 1 << 16
-"""Arrays that are not worth keeping from one phase to the next."""
+"""Arrays whose copies are not worth telling apart."""
 
 Readers = list[tuple[int, int]]
 
@@ -41,8 +41,8 @@ def _groups(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], v: int)
     out = []
     for key, readers in found.items():
         earlier = before.get(key[1:]) if value.bytes > SMALL_BYTES else None
-        again = earlier is not None and not key[2]
-        if key in late or again or len({at for at, _ in readers}) > 1:
+        large = value.bytes > SMALL_BYTES and not key[2]
+        if key in late or large or len({at for at, _ in readers}) > 1:
             out.append((key[2], readers, earlier))
         before[key[1:]] = readers[0]
     return out
