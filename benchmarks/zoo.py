@@ -4,6 +4,8 @@ Every function returns `(train_step, state, batch)`, the last two trees of `jax.
 float32, the computation is bfloat16.
 """
 
+import dataclasses
+import importlib
 import sys
 from pathlib import Path
 
@@ -98,12 +100,20 @@ def gpt3_96(layers=96, scan=False, batch=256, seq=2048, d=12288, heads=96, vocab
     return gpt2(layers, scan, batch, seq, d, heads, vocab, remat)
 
 
-def llama(size="8b", batch=64, seq=4096):
+def llama(size="8b", batch=64, seq=4096, layers=None):
     """Llama 3's shapes, scanned over layers with `jax.checkpoint`: the example's code at full size."""
-    layers, width, heads, kv_heads, hidden, vocab = LLAMA[size]
-    config = _llama.Config(layers, width, heads, kv_heads, hidden, seq, batch, vocab, dtype="bfloat16")
+    depth, width, heads, kv_heads, hidden, vocab = LLAMA[size]
+    config = _llama.Config(layers or depth, width, heads, kv_heads, hidden, seq, batch, vocab, dtype="bfloat16")
     create_state, train_step, _ = _llama.build(config)
     return train_step, jax.eval_shape(create_state, jax.random.key(0)), tokens(batch, seq)
+
+
+def example(name: str, **sizes):
+    """An example at other sizes; the batch as its own `batches` makes it."""
+    module = importlib.import_module(name)
+    create_state, train_step, batches = module.build(dataclasses.replace(module.DEMO, **sizes))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(iter(batches(1))))
+    return train_step, jax.eval_shape(create_state, jax.random.key(0)), batch
 
 
 ZOO = {
@@ -115,3 +125,12 @@ ZOO = {
     "llama-8b": lambda: llama("8b"),
     "llama-70b": lambda: llama("70b"),
 }
+
+QUALITY = {
+    "gpt2": lambda: gpt2(batch=64),
+    "llama-1b": lambda: llama("1b", batch=64, seq=2048),
+    "moe": lambda: example("moe", layers=4, width=1024, heads=16, hidden=4096, length=512, batch=64, vocab=32768),
+    "dlrm": lambda: example("dlrm", tables=(1 << 23, 1 << 22, 1 << 20, 1 << 16, 1024, 64), width=128, batch=1 << 15),
+    "classes": lambda: example("hybrid_mlp", inputs=1024, hidden=1024, classes=1 << 19, batch=1 << 13),
+}
+"""What plans are held against experts' layouts on."""

@@ -27,7 +27,7 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder, Step
 from shardplan.propagation import propagate
-from shardplan.strategies.space import Space, make_space
+from shardplan.strategies.space import Space, is_spread, make_space
 
 FREE = "*"
 """A dim of a pin that the planner may split as it likes."""
@@ -335,6 +335,11 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
         steps = resharder.path(value.shape, value.itemsize, made(v), wanted)
         return (*(s.after for s in steps[:-1] if not s.after.partial and s.after.divides(value.shape, space.mesh)), wanted)
 
+    def spread(i: int) -> bool:
+        """Whether op i is one number spread out, or hands such to a loop."""
+        source = graph.ops[i].inputs[0] if graph.ops[i].primitive == "loop_const" else None
+        return is_spread(graph.ops[i]) if source is None else is_spread(graph.ops[graph.values[source].producer[0]])
+
     again: dict[int, int] = {}  # share -> how often its array was let go before
     for j, (i, k) in graph.earlier.items():
         v, wanted = graph.ops[j].inputs[0], made(graph.ops[j].outputs[0])
@@ -355,6 +360,7 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
         for r, v in enumerate(op.outputs):
             layout = choices[i].results[r][s]
             written = space.materialised[v] or op.primitive in BORDER or space.rules[i].fusion in ("none", "reduce")
+            written = written and not spread(i)
             results.append(layout if written and layout.rank and not layout.partial and op.primitive != "out" else None)
         decision = Decision(tuple(reads), tuple(results), tuple(copies) if any(copies) else ())
         if decision:

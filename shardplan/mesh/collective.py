@@ -51,6 +51,11 @@ def seconds(kind: str, bytes_: float, axes: Sequence[str], mesh: MeshShape, clus
     return min(a + bytes_ * b for a, b in lines(kind, tuple(axes), mesh, cluster))
 
 
+def over(kind: str, bytes_: float, link: AxisLink, cluster: Cluster) -> float:
+    """As `seconds`, of a collective whose groups are known and not its mesh axes."""
+    return min(a + bytes_ * b for a, b in _lines(kind, link, cluster))
+
+
 def lines(kind: str, axes: tuple[str, ...], mesh: MeshShape, cluster: Cluster) -> tuple[Line, ...]:
     """The algorithms of a collective, each as (seconds at 0 bytes, seconds per byte of `bytes_`)."""
     link = cluster.axis(mesh, axes)

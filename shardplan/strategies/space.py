@@ -161,11 +161,20 @@ def _materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) -
             continue
         if sums[at] and any(graph.ops[c].primitive == "share" for c, _ in graph.values[v].consumers):
             continue  # partial sums are written, reduced and read again
-        if fusion == "view":
+        if fusion == "view" or (is_spread(op) and not any(graph.ops[c].primitive in STORED for c in _readers(graph, v))):
             out[v] = op.primitive == "out"
-        elif fusion == "loop":
+        elif fusion == "loop" and not is_spread(op):
             out[v] = not all(_absorbs(graph, rules, op, reader) for reader in _readers(graph, v))
     return tuple(out)
+
+
+STORED = frozenset({"out", "loop_carry", "loop_next", "loop_stack", "branch_in", "branch_out"})
+"""Border ops that keep what they are handed in a buffer of its own."""
+
+
+def is_spread(op: Op) -> bool:
+    """One number spread out, which XLA writes where it is read and nowhere else, in loops too."""
+    return op.primitive == "broadcast_in_dim" and not op.ins[0].shape
 
 
 def _readers(graph: Graph, v: int):

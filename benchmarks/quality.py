@@ -1,0 +1,187 @@
+"""Plans against what experts write: every model planned and laid out by hand, compiled by XLA's GPU compiler for clusters that are
+not there, and timed by one ruler.
+
+    python benchmarks/quality.py                              every model on every cluster
+    python benchmarks/quality.py gpt2 llama --target h100:8    some of them
+    python benchmarks/quality.py --store quality.json          keep what was compiled; with --again ours, compile that anew
+    python benchmarks/quality.py --markdown quality.md         the table as a file
+
+Seconds are read from the compiled program alone (`shardplan.xla.seconds`): a roofline over its kernels, and its collectives priced by
+the cluster model, nothing overlapped; `exposed` is what of the collectives remains where XLA's schedule hides the rest. `sent` is
+what a device puts on links in one step. A layout that needs more memory than a GPU has counts only where nothing fits.
+Needs "shardplan[gpu-check]", no GPU.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import experts  # noqa: E402
+import jax  # noqa: E402
+import zoo  # noqa: E402
+
+import shardplan  # noqa: E402
+from shardplan.xla.compare import wire_bytes  # noqa: E402
+from shardplan.xla.compile import compile_lowered, lower_for  # noqa: E402
+from shardplan.xla.seconds import seconds  # noqa: E402
+
+OURS = "shardplan"
+TARGETS = {"h100:8": (2, 4), "h100:2x8": (2, 8), "h100:8x8": (8, 8)}
+AXES = ("data", "model")
+
+
+def judge(lowered, target: str, timeout_s: float) -> dict:
+    """What XLA makes of a lowered step, in figures."""
+    compiled = compile_lowered(lowered, target, timeout_s=timeout_s)
+    if not compiled.ok or compiled.memory is None:
+        return {"error": compiled.error.strip().splitlines()[0][:200]}
+    found = seconds(compiled, shardplan.Cluster.preset(target.partition(":")[0]))
+    return {
+        "seconds": found.total_s,
+        "compute": found.compute_s,
+        "collectives": found.collective_s,
+        "exposed": found.exposed_s,
+        "sent": sum(c.runs * wire_bytes(c.kind, c.bytes, c.group_size) for c in compiled.collectives if c.group_size > 1),
+        "peak": compiled.memory.peak_bytes,
+        "fits": bool(compiled.fits),
+    }
+
+
+def lowered_by(name: str, model: str, target: str):
+    """The step of a model as `name` splits it, lowered, and its predicted seconds where there are any."""
+    step, state, batch = zoo.QUALITY[model]()
+    preset = target.partition(":")[0]
+    mesh = experts.twin(jax.sharding.AbstractMesh(TARGETS[target], AXES))
+    if name == OURS:
+        planned = shardplan.auto(mesh, donate_argnums=0, cluster=preset)(step)
+        plan = planned.plan(state, batch)
+        function, args = plan.context.program(plan)
+        return lower_for(target, function, *args), plan.seconds["total"]
+    expert = next(e for e in experts.experts(mesh, shardplan.Cluster.preset(preset).node_size) if e.name == name)
+    return lower_for(target, experts.laid_out(expert, step, state, batch, mesh), state, batch), None
+
+
+def names(target: str) -> list[str]:
+    mesh = jax.sharding.AbstractMesh(TARGETS[target], AXES)
+    return [OURS, *(e.name for e in experts.experts(mesh, 8))]
+
+
+def measure(name: str, model: str, target: str, timeout_s: float) -> dict:
+    start = time.perf_counter()
+    try:
+        lowered, predicted = lowered_by(name, model, target)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    planning = time.perf_counter() - start
+    return {"predicted": predicted, "planning": planning} | judge(lowered, target, timeout_s)
+
+
+# ---- tables
+
+
+def verdict(cell: dict[str, dict]) -> tuple[str, float, float]:
+    """(best other, our seconds over its, our seconds of collectives over its): among those that fit, where any does."""
+    ours = cell.get(OURS, {})
+    others = {k: v for k, v in cell.items() if k != OURS and "seconds" in v}
+    fitting = {k: v for k, v in others.items() if v["fits"]}
+    if "seconds" not in ours:
+        return "", math.nan, math.nan
+    if not fitting:
+        return ("no other fits" if ours["fits"] else "nothing fits"), math.nan, math.nan
+    best = min(fitting, key=lambda k: fitting[k]["seconds"])
+    ratio = ours["seconds"] / fitting[best]["seconds"] if ours["fits"] else math.inf
+    return best, ratio, ours["collectives"] / max(1e-9, fitting[best]["collectives"])
+
+
+def line(model: str, target: str, name: str, r: dict) -> str:
+    if "seconds" not in r:
+        return f"{model:<12} {target:<9} {name:<12} {r.get('error', '')}"
+    ms = " ".join(f"{1e3 * r[k]:>9.2f}" for k in ("seconds", "compute", "collectives", "exposed"))
+    predicted = f"{1e3 * r['predicted']:>9.2f}" if r.get("predicted") else " " * 9
+    memory = f"{r['peak'] / 1e9:>7.2f}{' ' if r['fits'] else '!'}"
+    return f"{model:<12} {target:<9} {name:<12} {ms} {r['sent'] / 1e6:>9.0f} {memory} {predicted}"
+
+
+HEAD = (
+    f"{'model':<12} {'target':<9} {'by':<12} {'ms':>9} {'compute':>9} {'collect':>9} {'exposed':>9} {'sent MB':>9} {'GB':>7}  "
+    f"{'predicted':>9}"
+)
+
+
+def markdown(store: dict[str, dict[str, dict]]) -> str:
+    """The table of all cells: seconds of each way in ms, ours over the best other's."""
+    columns = list(dict.fromkeys(name for cell in store.values() for name in cell))
+    rows = ["| model | target | " + " | ".join(columns) + " | best other | ratio | collectives |"]
+    rows.append("|---" * (len(columns) + 5) + "|")
+    for key, cell in store.items():
+        model, target = key.split(" ")
+        entries = [
+            f"{1e3 * cell[c]['seconds']:.2f}" + ("" if cell[c]["fits"] else " (too large)") if "seconds" in cell.get(c, {}) else "–"
+            for c in columns
+        ]
+        best, ratio, moved = verdict(cell)
+        rows.append(f"| {model} | {target} | " + " | ".join(entries) + f" | {best} | {ratio:.3f} | {moved:.2f} |")
+    return "\n".join(rows) + "\n"
+
+
+def summary(store: dict[str, dict[str, dict]]) -> str:
+    found = {key: verdict(cell) for key, cell in store.items()}
+    lines = [f"{key:<24} best other {best or 'none':<13} ours / best {ratio:6.3f}   collectives {moved:6.3f}"
+             for key, (best, ratio, moved) in found.items()]  # fmt: skip
+    ratios = [r for _, r, _ in found.values() if math.isfinite(r)]
+    hidden = [e for _, _, e in found.values() if math.isfinite(e) and e > 0]
+    if ratios:
+        behind = sum(r > 1.02 for r in ratios) + sum(math.isinf(r) for _, r, _ in found.values())
+        lines.append(f"behind by more than 2 %: {behind} of {len(found)} cells; ratio of seconds, geometric mean {mean(ratios):.3f}, "
+                     f"of collectives {mean(hidden):.3f}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=f"starts of names, of {', '.join(zoo.QUALITY)}")
+    parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
+    parser.add_argument("--by", action="append", help="only these ways to split")
+    parser.add_argument("--store", type=Path, help="JSON of what was compiled; read and written")
+    parser.add_argument("--again", action="append", default=[], help="compile these ways anew though the store has them")
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--timeout", type=float, default=600.0)
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore", shardplan.ShardingWarning)
+    store = json.loads(options.store.read_text()) if options.store and options.store.exists() else {}
+    models = [m for m in zoo.QUALITY if not options.models or any(m.startswith(c) for c in options.models)]
+    shown = {}
+    print(HEAD, flush=True)
+    for target in options.target or TARGETS:
+        for model in models:
+            key = f"{model} {target}"
+            cell = store.setdefault(key, {})
+            for name in names(target):
+                if options.by and name not in options.by:
+                    continue
+                if name not in cell or name in options.again:
+                    cell[name] = measure(name, model, target, options.timeout)
+                    if options.store:
+                        options.store.write_text(json.dumps(store, indent=1))
+                print(line(model, target, name, cell[name]), flush=True)
+            shown[key] = cell
+    print(summary(shown))
+    if options.markdown:
+        options.markdown.write_text(markdown(shown))
+
+
+if __name__ == "__main__":
+    main()
