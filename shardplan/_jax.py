@@ -212,6 +212,13 @@ def constraint_spec(params) -> tuple | None:
     return tuple(UNCONSTRAINED if d in free else e for d, e in enumerate(spec))
 
 
+def shard_map_specs(params) -> tuple[tuple, tuple] | None:
+    """(in_specs, out_specs) of a `shard_map` equation, each a tuple of PartitionSpecs; None where it has others."""
+    found = params.get("in_specs"), params.get("out_specs")
+    known = all(isinstance(specs, tuple) and all(isinstance(s, PartitionSpec) for s in specs) for specs in found)
+    return found if known else None  # type: ignore[return-value]
+
+
 def broadcast_prefix(prefix, full, is_leaf) -> list:
     """Leaves of `prefix`, each repeated for every leaf of `full` below it; ValueError when it is no prefix."""
     out: list = []

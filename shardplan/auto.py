@@ -427,7 +427,7 @@ class _Step:
         self.donated_names = arguments.donated[1] & set(keywords)
         self.plain = _bind_static(fun, static, len(dynamic))
         abstract = jax.tree.map(_jax.abstract, (dynamic, keywords))
-        with _jax.within(twin):
+        with _jax.within(twin), _shard_map_meshes():
             traced = jax.jit(self.plain).trace(*abstract[0], **abstract[1])
         self.in_leaves, self.in_tree = jax.tree.flatten(abstract)
         self.out_info = traced.out_info
@@ -520,6 +520,21 @@ class _Step:
         if aside and not _jax.is_auto(self.settings.mesh):
             jitted = _jax.on_twin(jitted, self.twin, self.settings.mesh)
         return jitted, in_flat, bool(donate)
+
+
+@contextlib.contextmanager
+def _shard_map_meshes():
+    """Says what to do where a `shard_map` inside the step insists on a mesh with Explicit axes: steps are planned on Auto axes."""
+    try:
+        yield
+    except ValueError as error:
+        if "should match the mesh passed to shard_map" not in str(error):
+            raise
+        raise ShardingError(
+            "a shard_map inside the step is given a mesh whose axes are Explicit; a planned step is traced on the same mesh with "
+            "Auto axes.\n  ways out: leave mesh= out of that jax.shard_map (it takes the mesh in use), or plan on "
+            "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)"
+        ) from error
 
 
 def _no_devices(*_):

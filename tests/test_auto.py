@@ -251,6 +251,35 @@ def test_pins_hold_and_the_rest_is_planned_around_them(mesh, params):
     assert found["params/up"] == (None, "model") and found["params/down"] == (("data", "model"), None)
 
 
+@pytest.mark.parametrize("axes", ["data", ("data", "model")])
+def test_the_specs_of_a_shard_map_are_pins(mesh, params, axes):
+    def centred(params, batch):
+        y = jax.shard_map(lambda y: y - jax.lax.pmean(y, axes), in_specs=P(None, axes), out_specs=P(None, axes))(batch["x"].T)
+        return jnp.mean((y.T @ params["up"]) ** 2)
+
+    step = jax.value_and_grad(centred)
+    planned = shardplan.auto(mesh)(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = planned.plan(params, batch())
+    assert not plan.unknown
+    split = tuple(() if d == 0 else (axes,) if isinstance(axes, str) else axes for d in range(2))
+    assert [x.dims for d in plan.decisions if d.primitive == "shard_map" for x in d.results if x] == [split]
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+        want = jax.jit(step)(params, batch())
+    same(planned(params, batch()), want)
+
+
+def test_a_shard_map_on_an_explicit_mesh_is_told_how(mesh, params):
+    assert not shardplan._jax.is_auto(mesh)
+
+    def given(x):
+        return jax.shard_map(lambda y: 2 * y, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+
+    with pytest.raises(ShardingError, match="whose axes are Explicit.*\n  ways out: leave mesh= out"):
+        shardplan.auto(mesh)(given)(np.ones((8, 8), F32))
+
+
 def test_in_and_out_shardings_with_free_dims(mesh, params):
     free = P.UNCONSTRAINED
     planned = shardplan.auto(mesh, in_shardings=(None, {"x": P("data"), "y": P("data", free)}), out_shardings=(None, P()))(step)

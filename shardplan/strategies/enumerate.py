@@ -70,6 +70,21 @@ def enumerate_choices(rule: Rule, sizes: dict[str, int], mesh: MeshShape, linear
     return Choices(tuple(kept), operands, results, work)
 
 
+def given_choices(operands: Sequence[Sequence], results: Sequence[Sequence], mesh: MeshShape) -> Choices | None:
+    """The one strategy of an op whose layouts are written in the program, as PartitionSpec entries per dim; None where they name
+    axes that the mesh does not have."""
+
+    def layout(spec: Sequence) -> Layout:
+        axes = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
+        return Layout(tuple(tuple(a for a in dim if mesh.size(a) > 1) for dim in axes))
+
+    named = {a for spec in (*operands, *results) for e in spec if e is not None for a in ((e,) if isinstance(e, str) else e)}
+    if not named <= set(mesh.axes):
+        return None
+    each = tuple((layout(s),) for s in operands), tuple((layout(s),) for s in results)
+    return Choices(((None,) * len(mesh.axes),), *each, np.array([1.0 / mesh.size(*(a for a in mesh.axes if a in named))]))
+
+
 def _divides(choice: Sequence[str | None], sizes: dict[str, int], mesh: MeshShape, compound: list[tuple[str, ...]]) -> bool:
     """Whether every letter divides by the axes on it, and in a compound dim only fully split letters stand before a split one."""
     over: dict[str, int] = {}

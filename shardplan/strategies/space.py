@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan._jax import itemsize
+from shardplan._jax import itemsize, shard_map_specs
 from shardplan.ir.graph import BORDER, Graph, Op
 from shardplan.ir.share import with_shares
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
-from shardplan.strategies.enumerate import Choices, enumerate_choices
+from shardplan.strategies.enumerate import Choices, enumerate_choices, given_choices
 from shardplan.strategies.rule import Rule, letter_sizes, letters
 from shardplan.strategies.rules import rule_for
 
@@ -104,10 +104,23 @@ class _Table:
         # Partial sums of arrays pass through; a single number is summed up at once, which costs next to nothing.
         linear = rule.linear and handed and bool(op.outs[0].shape)
         if (key, linear) not in self.entries:
-            choices = enumerate_choices(rule, sizes, self.mesh, linear)
+            given = _given(op, self.mesh)
+            choices, known = (given, True) if given else (enumerate_choices(rule, sizes, self.mesh, linear), known)
             sums = linear or (op.primitive not in BORDER and bool(rule.reduce))
             self.entries[key, linear] = _Entry(len(self.entries), rule, known, sums, choices)
         return self.entries[key, linear]
+
+
+def _given(op: Op, mesh: MeshShape) -> Choices | None:
+    """What a `shard_map` says of its operands and results: its specs are pins."""
+    specs = shard_map_specs(op.params) if op.primitive == "shard_map" else None
+    if specs is None:
+        return None
+
+    def full(specs, avals):
+        return [(*spec, *[None] * (len(aval.shape) - len(spec))) for spec, aval in zip(specs, avals, strict=True)]
+
+    return given_choices(full(specs[0], op.ins), full(specs[1], op.outs), mesh)
 
 
 def border_rule(op: Op) -> tuple[Rule, bool] | None:
