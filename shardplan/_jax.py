@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from jax._src import core, source_info_util
+from jax._src.interpreters import partial_eval
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from jax.extend.core import Literal as Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -175,9 +176,23 @@ def is_foreign(x, mesh: Mesh) -> bool:
     return bool(axes) and tuple(axes) != tuple(mesh.axis_names)
 
 
-def under_jit() -> bool:
-    """Whether a trace other than evaluation is going on."""
-    return not core.trace_ctx.is_top_level()
+def typed_sharding(x, mesh: Mesh) -> NamedSharding | None:
+    """The sharding in an array's type where it is typed on this mesh with Explicit axes."""
+    found = jax.typeof(x).sharding
+    same = tuple(getattr(found.mesh, "axis_names", ())) == tuple(mesh.axis_names)
+    return NamedSharding(mesh, found.spec) if same and not is_auto(mesh) else None
+
+
+def under_jit() -> bool | None:
+    """Whether what runs now becomes part of a jaxpr; None where it runs at once, but traced, as under `jax.grad` alone."""
+    if core.trace_ctx.is_top_level():
+        return False
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        if isinstance(trace, partial_eval.DynamicJaxprTrace):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return None
 
 
 def within(mesh: Mesh | AbstractMesh):

@@ -228,10 +228,11 @@ class _Context:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """One signature: its plan and the jitted step."""
+    """One signature: its plan, the jitted step, and the step to be traced into a larger program on an Explicit mesh."""
 
     plan: Plan
     jitted: Callable
+    traceable: Callable
     in_shardings: list
     donated: tuple[int, ...]
 
@@ -250,8 +251,11 @@ class Auto:
     # ---- calling
 
     def __call__(self, *args, **kwargs):
-        if self._explicit and _jax.under_jit():  # the outer jit decides where things live
-            return self._fun(*args, **kwargs)
+        if self._explicit and (under := _jax.under_jit()) is not False:
+            if under is None:  # eager arrays under a transformation: its rule is the plain function's
+                return self._fun(*args, **kwargs)
+            entry, dynamic, keywords = self._entry(args, kwargs)
+            return entry.traceable(*dynamic, *([keywords] if keywords else []))
         last = self._last
         if last is not None and self._plain_call and not kwargs:
             try:
@@ -466,12 +470,12 @@ class _Step:
     def jit(self, decisions, plan: Plan) -> _Entry:
         """The jitted step of a plan; raises _OtherSignature when traced for other arguments."""
         if not isinstance(self.settings.mesh, jax.sharding.Mesh):
-            return _Entry(plan, _no_devices, [], ())
-        jitted, in_flat, donates = self.jitted(decisions, plan)
-        return _Entry(plan, jitted, in_flat, self.traced.donated if donates else ())
+            return _Entry(plan, _no_devices, _no_devices, [], ())
+        jitted, step, in_flat, donates = self.jitted(decisions, plan)
+        return _Entry(plan, jitted, step, in_flat, self.traced.donated if donates else ())
 
-    def jitted(self, decisions, plan: Plan) -> tuple[Callable, list, bool]:
-        """(the step with a plan's constraints and shardings, its inputs' shardings, whether it donates anything)."""
+    def jitted(self, decisions, plan: Plan) -> tuple[Callable, Callable, list, bool]:
+        """(the jitted step with a plan's constraints and shardings, it before jit, its inputs' shardings, whether it donates)."""
         run = emit(self.traced.jaxpr, decisions, self.twin)
         # Callbacks know their mesh: with them the step runs on the twin, and its results are handed to the user's mesh.
         aside = bool(self.traced.jaxpr.effects) or _jax.has_callback(self.traced.jaxpr)
@@ -485,16 +489,17 @@ class _Step:
             with _jax.within(self.twin):
                 return tuple(differentiable(*leaves))
 
-        on_auto_axes = _jax.on_auto_axes(flat_step, mesh, tuple(out_flat))
-
-        def step(*given):
+        def step(*given, keep_types=False):
             args, keywords = (given[:-1], given[-1]) if self.has_keywords else (given, {})
             leaves, tree = jax.tree.flatten((args, keywords))
             if (tree, [(x.shape, x.dtype, x.weak_type) for x in map(_jax.abstract, leaves)]) != expected:
                 raise _OtherSignature
             if any(_jax.is_foreign(x, mesh) for x in leaves):
                 raise _Elsewhere
-            return jax.tree.unflatten(self.out_tree, on_auto_axes(*leaves))
+            out = list(out_flat)
+            for a, o in self.traced.tied if keep_types else ():  # state comes out with the type that it went in with
+                out[o] = _jax.typed_sharding(leaves[a], mesh) or out[o]
+            return jax.tree.unflatten(self.out_tree, _jax.on_auto_axes(flat_step, mesh, tuple(out))(*leaves))
 
         shardings = jax.tree.unflatten(self.in_tree, in_flat)
         in_shardings = (*shardings[0], shardings[1]) if self.has_keywords else shardings[0]
@@ -519,7 +524,7 @@ class _Step:
         )
         if aside and not _jax.is_auto(self.settings.mesh):
             jitted = _jax.on_twin(jitted, self.twin, self.settings.mesh)
-        return jitted, in_flat, bool(donate)
+        return jitted, functools.partial(step, keep_types=True), in_flat, bool(donate)
 
 
 @contextlib.contextmanager

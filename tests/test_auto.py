@@ -251,6 +251,28 @@ def test_pins_hold_and_the_rest_is_planned_around_them(mesh, params):
     assert found["params/up"] == (None, "model") and found["params/down"] == (("data", "model"), None)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("placed", [None, P("data"), "born"], ids=str)
+def test_under_another_jit_the_plan_holds(params, kind, placed):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType[kind],) * 2)
+    planned = shardplan.auto(mesh)(step)
+
+    def two(planned, params, batch):
+        params, _ = planned(params, batch)
+        return jax.lax.scan(lambda p, _: planned(p, batch), params, None, length=1)
+
+    want = two(step, params, batch())
+    inputs = params, batch()
+    if placed == "born":
+        inputs = planned.init(lambda: params), batch()
+    elif placed is not None:
+        inputs = jax.device_put(inputs, jax.sharding.NamedSharding(mesh, placed))
+    outer = jax.jit(lambda params, batch: two(planned, params, batch))
+    same(jax.device_get(outer(*inputs)), want)
+    layouts = [x.layout.split_axes for x in planned.plan(params, batch()).inputs]
+    assert any(layouts) and "sharding_constraint" in str(outer.trace(*inputs).jaxpr)
+
+
 @pytest.mark.parametrize("axes", ["data", ("data", "model")])
 def test_the_specs_of_a_shard_map_are_pins(mesh, params, axes):
     def centred(params, batch):
@@ -276,7 +298,7 @@ def test_a_shard_map_on_an_explicit_mesh_is_told_how(mesh, params):
     def given(x):
         return jax.shard_map(lambda y: 2 * y, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
 
-    with pytest.raises(ShardingError, match="whose axes are Explicit.*\n  ways out: leave mesh= out"):
+    with pytest.raises(ShardingError, match=r"whose axes are Explicit.*\n  ways out: leave mesh= out"):
         shardplan.auto(mesh)(given)(np.ones((8, 8), F32))
 
 
