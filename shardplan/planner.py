@@ -22,6 +22,7 @@ from shardplan.ilp.build import PS, Network, build
 from shardplan.ilp.problem import Problem, Solution
 from shardplan.ir.emit import Decision
 from shardplan.ir.graph import BORDER, Graph, Path
+from shardplan.ir.local import LOCAL
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
@@ -355,12 +356,14 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
         copies = [0 if v is None else again.get(graph.values[v].producer[0], 0) for v in op.inputs]
         reads = []
         for k, v in enumerate(op.inputs):
-            reads.append(() if v is None else (*origin(v, copies[k]), *chain(v), *way(v, choices[i].operands[k][s])))
+            taken = choices[i].operands[k][s]
+            found = () if v is None else (*origin(v, copies[k]), *chain(v), *way(v, taken))
+            reads.append(found or ((taken,) if op.primitive in LOCAL and taken.rank else ()))
         results = []
         for r, v in enumerate(op.outputs):
             layout = choices[i].results[r][s]
-            written = space.materialised[v] or op.primitive in BORDER or space.rules[i].fusion in ("none", "reduce")
-            written = written and not spread(i)
+            written = op.primitive in (*BORDER, *LOCAL, "sharding_constraint") or space.rules[i].fusion in ("none", "reduce")
+            written = (written or space.materialised[v]) and not spread(i)
             results.append(layout if written and layout.rank and not layout.partial and op.primitive != "out" else None)
         decision = Decision(tuple(reads), tuple(results), tuple(copies) if any(copies) else ())
         if decision:

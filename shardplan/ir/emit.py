@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 
 from shardplan import _jax
+from shardplan.ir import local
 from shardplan.ir.graph import Path
 from shardplan.mesh.layout import Layout
 
@@ -130,7 +131,9 @@ class _Scope:
                 case _ if where in self.decisions:
                     with _jax.at_source(eqn):  # so that XLA hangs collectives on the user's line
                         operands = self.operands(where, operands)
-                    results = _jax.bind(eqn, operands)
+                    decision = self.decisions[where]
+                    taken = [reads[-1] if reads else None for reads in decision.reads or [()] * len(operands)]
+                    results = local.run(eqn, operands, taken, decision.results, self.mesh)
                     with _jax.at_source(eqn):
                         results = [self.made(where, r, x) for r, x in enumerate(results)]
                 case _:

@@ -84,7 +84,8 @@ def _meshes(lowered) -> list[tuple[list[str], list[int]]]:
     return [(list(names), list(sizes)) for (names, sizes), _ in found.most_common() if math.prod(sizes) > 1]
 
 
-def _compile(module: bytes, request: dict, folder: Path):
+def compiled(module: bytes, request: dict, folder: Path):
+    """(executable, flags that this XLA does not have) of a module, compiled in this process."""
     import jax
     import numpy as np
     from jax._src import compiler
@@ -146,7 +147,7 @@ def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     started = time.perf_counter()
     try:
-        executable, dropped = _compile((folder / "module.mlirbc").read_bytes(), request, folder)
+        executable, dropped = compiled((folder / "module.mlirbc").read_bytes(), request, folder)
         text = executable.hlo_modules()[0].to_string()
         stats = executable.get_compiled_memory_stats()
     except Exception as error:

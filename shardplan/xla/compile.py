@@ -225,14 +225,7 @@ def compile_module(
 
     The same module, target and options are compiled once per process.
     """
-    request = {**request, "options": dict(options or {}), "flags": dict(FLAGS) if target else {}, "platform": "cpu"}
-    if target is not None:
-        request |= {
-            "platform": "cuda",
-            "name": target.gpu.key,
-            "topology": f"1x{target.nodes}x{target.per_node}",
-            "target_config": targets.config(target.gpu),
-        }
+    request = _complete(request, target, options)
     environment = _environment(request)
     key = hashlib.sha256(module + json.dumps([request, environment["XLA_FLAGS"]], sort_keys=True).encode()).hexdigest()
     if key not in _DONE:
@@ -243,6 +236,30 @@ def compile_module(
             del _DONE[next(iter(_DONE))]
         _DONE[key] = result
     return _DONE[key]
+
+
+def compile_here(lowered, target: str) -> str:
+    """The compiled text of what `lower_for` returned for the same target, compiled in this process: a crash of the compiler ends it.
+
+    For a worker process that compiles many small programs and pays its start once.
+    """
+    module, request = _backend.payload(lowered)
+    request = _complete(request, targets.parse(target, request["n_devices"]), None)
+    with tempfile.TemporaryDirectory(prefix="shardplan-") as folder:
+        return _backend.compiled(module, request, Path(folder))[0].hlo_modules()[0].to_string()
+
+
+def _complete(request: dict, target: Target | None, options: Mapping[str, bool | int | float | str] | None) -> dict:
+    """The request with what the child has to know about the devices."""
+    request = {**request, "options": dict(options or {}), "flags": dict(FLAGS) if target else {}, "platform": "cpu"}
+    if target is not None:
+        request |= {
+            "platform": "cuda",
+            "name": target.gpu.key,
+            "topology": f"1x{target.nodes}x{target.per_node}",
+            "target_config": targets.config(target.gpu),
+        }
+    return request
 
 
 _KEEP = 16

@@ -9,25 +9,26 @@ from __future__ import annotations
 from ..rule import Rule, letters, rule
 
 
-def elementwise(*ins, out, linear: bool = False) -> Rule:
+def elementwise(*ins, out, **kw) -> Rule:
     """Every dim passes through."""
     result = letters(out[0])
 
     def dims(x):
         return tuple(a if n == m else () for a, n, m in zip(result, x.shape, out[0].shape, strict=True)) if x.shape else ()
 
-    return Rule(tuple(map(dims, ins)), (result,) * len(out), linear=linear, fusion="loop")
+    return Rule(tuple(map(dims, ins)), (result,) * len(out), **{"fusion": "loop", **kw})
 
 
 PLAIN = """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz convert_element_type cos
-    cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow
+    cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow
     is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi ne nextafter not one_minus_square or
-    philox2x32 philox4x32 polygamma polynomial population_count pow reduce_precision regularized_incomplete_beta rem
+    philox2x32 philox4x32 polygamma polynomial population_count pow reduce_precision rem
     round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh
-    threefry2x32 threefry4x32 xor zeta
+    threefry2x32 threefry4x32 xor zeta sub neg real imag complex conj
 """
-LINEAR = "add add_any sub neg real imag complex conj copy name stop_gradient zeros_like"
+ITERATED = "igamma igamma_grad_a igammac regularized_incomplete_beta"
+LINEAR = "add add_any copy name stop_gradient zeros_like"
 
 
 @rule(*PLAIN.split())
@@ -35,7 +36,13 @@ def _(*ins, out, **_):
     return elementwise(*ins, out=out)
 
 
-# f(x + y) = f(x) + f(y): partial sums pass through.
+# A loop inside, so no part of a fusion.
+@rule(*ITERATED.split())
+def _(*ins, out, **_):
+    return elementwise(*ins, out=out, fusion="none")
+
+
+# Partial sums pass through where XLA adds first and reduces then. It does not for neg and sub, linear as they are.
 @rule(*LINEAR.split())
 def _(*ins, out, **_):
     return elementwise(*ins, out=out, linear=True)
@@ -44,7 +51,7 @@ def _(*ins, out, **_):
 @rule("sharding_constraint", "reshard", "layout_constraint", "relayout", "with_memory_space_constraint")
 def _(x, *, out, **_):
     a = letters(x)
-    return Rule((a,), (a,), linear=True, fusion="view", flops=0)
+    return Rule((a,), (a,), fusion="view", flops=0)
 
 
 @rule("optimization_barrier", "device_put", "dce_sink")

@@ -12,6 +12,7 @@ Partial results of a scatter over n start from the operand on one device and fro
 from __future__ import annotations
 
 from ..rule import Rule, letters, rule
+from .reduce import ordered
 
 
 def index_letters(indices, batching: dict[int, tuple[str, ...]]):
@@ -47,7 +48,7 @@ def _(x, indices, *rest, out, dimension_numbers, slice_sizes, **_):
 
 def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
     """`kind` joins updates at one place; None when the last one wins."""
-    kind = None if kind in ("max", "min") and "complex" in str(x.dtype) else kind  # no collective orders complex numbers
+    kind = ordered(x, kind)
     n, a, b = dimension_numbers, letters(x), letters(updates, "u")
     i = index_letters(indices, {j: a[d] for d, j in zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True)})
     whole, window, batch = set(i[-1]), iter(n.update_window_dims), iter(i[:-1])
@@ -71,12 +72,13 @@ def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
     return Rule((a, i, tuple(u)), (a,), reduce=reduce, whole=frozenset(whole if kind else whole | free))
 
 
-@rule("scatter")
+# XLA partitions sums of updates, not differences: it would gather them.
+@rule("scatter", "scatter-sub", "scatter_sub")
 def _(x, indices, updates, *, out, dimension_numbers, **_):
     return scattered(x, indices, updates, dimension_numbers, None)
 
 
-@rule("scatter-add", "scatter_add", "scatter-sub", "scatter_sub")
+@rule("scatter-add", "scatter_add")
 def _(x, indices, updates, *, out, dimension_numbers, **_):
     return scattered(x, indices, updates, dimension_numbers, "sum")
 

@@ -26,17 +26,22 @@ def reduction(x, axes, n_results: int = 1, kind: str | None = None, **kw) -> Rul
 
 @rule("reduce_sum")
 def _(x, *, out, axes, **_):
-    return reduction(x, axes, kind="sum", linear=True)
+    return reduction(x, axes, kind="sum")
 
 
 @rule("reduce_max")
 def _(x, *, out, axes, **_):
-    return reduction(x, axes, kind="max")
+    return reduction(x, axes, kind=ordered(x, "max"))
 
 
 @rule("reduce_min")
 def _(x, *, out, axes, **_):
-    return reduction(x, axes, kind="min")
+    return reduction(x, axes, kind=ordered(x, "min"))
+
+
+def ordered(x, kind: str | None) -> str | None:
+    """max and min of real numbers: no collective orders complex ones."""
+    return None if "complex" in str(x.dtype) and kind in ("max", "min") else kind
 
 
 @rule("reduce_prod")
