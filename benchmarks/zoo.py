@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import models
 import optax
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -132,5 +133,15 @@ QUALITY = {
     "moe": lambda: example("moe", layers=4, width=1024, heads=16, hidden=4096, length=512, batch=64, vocab=32768),
     "dlrm": lambda: example("dlrm", tables=(1 << 23, 1 << 22, 1 << 20, 1 << 16, 1024, 64), width=128, batch=1 << 15),
     "classes": lambda: example("hybrid_mlp", inputs=1024, hidden=1024, classes=1 << 19, batch=1 << 13),
+    "vit-l": models.vit,
+    "resnet-50": models.resnet,
+    "unet": models.unet,
+    "lstm": models.lstm,
+    "mamba": models.mamba,
+    "long": models.long_context,
+    "llama-8b": lambda: llama("8b", batch=64, seq=4096),
+    "llama-70b": lambda: llama("70b", batch=64, seq=4096),
+    "gpt2-xl": lambda: gpt2(layers=48, batch=64, d=1600, heads=25),
+    "classes-8m": lambda: example("hybrid_mlp", inputs=1024, hidden=1024, classes=1 << 23, batch=1 << 13),
 }
 """What plans are held against experts' layouts on."""

@@ -20,7 +20,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ import numpy as np
 from shardplan import _jax, planner
 from shardplan.describe import describe
 from shardplan.errors import ShardingError, ShardingWarning
+from shardplan.ilp.build import Charges
 from shardplan.ir.emit import emit
 from shardplan.mesh.cluster import Cluster, resolve
 from shardplan.mesh.layout import Layout, MeshShape
@@ -37,6 +38,7 @@ from shardplan.reuse import matching_pins, saved_decisions
 
 if TYPE_CHECKING:
     from shardplan.xla.planned import PlanReport
+    from shardplan.xla.verify import Verified
 
 UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -60,6 +62,7 @@ def auto(
     time_limit: float | None = None,
     cluster: str | Cluster | None = None,
     plan: str | os.PathLike[str] | Plan | None = None,
+    verify: str | Literal[True] | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -80,6 +83,8 @@ def auto(
         cluster: prices of compute and links: a preset's name, a file made by `calibrate`, or a `Cluster`; by default the
             machine at hand.
         plan: a plan or a plan file to reuse without solving.
+        verify: compile the plan for this target ("h100:8"; True for the devices at hand), and where XLA does more than planned,
+            price that and solve again, up to three plans; `plan.verified` tells. A plan that is reused is not verified again.
         static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, jit_options: as in `jax.jit`.
 
     Raises:
@@ -95,7 +100,7 @@ def auto(
     def decorate(fun: Callable) -> Auto:
         settings = _Settings(
             mesh, in_shardings, out_shardings, dict(pins or {}), memory, search, time_limit, cluster,
-            Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan,
+            Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan, verify,
             keep_unused, jit_options,
         )  # fmt: skip
         return Auto(fun, settings, _Arguments(fun, static_argnums, static_argnames, donate_argnums, donate_argnames))
@@ -114,6 +119,7 @@ class _Settings:
     time_limit: float | None
     cluster: str | Cluster | None
     plan: Plan | None
+    verify: str | Literal[True] | None
     keep_unused: bool
     jit_options: dict[str, Any]
 
@@ -224,6 +230,7 @@ class _Context:
     replan: Callable[[Mapping[str, Any]], Plan]
     program: Callable[[Plan], tuple[Callable, tuple]]
     planned: planner.Planned | None = None
+    verified: Verified | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -389,35 +396,46 @@ class Auto:
         options = step.options(settings)
         saved = settings.plan
         decisions = saved_decisions(saved, step.traced, settings.shape) if saved is not None else None
-        planned = None
-        if decisions is None:
-            if saved is not None:
-                options = matching_pins(saved, step.traced, options)
-            with options.progress or contextlib.nullcontext():
-                planned = make_plan(step.traced, settings.shape, settings.machine, options)
-            decisions = planned.decisions
-            for primitive, source in planned.space.unknown:
-                warnings.warn(
-                    f"no rule for primitive {primitive!r} at {source}: it is kept whole on every device.\n"
-                    "  way out: shardplan.register_rule",
-                    ShardingWarning,
-                    stacklevel=4,
-                )
 
         def replan(more: Mapping[str, Any]) -> Plan:
-            pinned = replace(settings, pins={**settings.pins, **more}, plan=None)
+            pinned = replace(settings, pins={**settings.pins, **more}, plan=None, verify=None)
             return self._make(dynamic, keywords, static, pinned).plan
 
-        def program(plan: Plan) -> tuple[Callable, tuple]:
-            args, keywords = jax.tree.unflatten(step.in_tree, step.in_leaves)
-            return step.jitted(decisions, plan)[0], (*args, keywords) if step.has_keywords else args
+        def context(decisions, planned: planner.Planned | None = None) -> _Context:
+            def program(plan: Plan) -> tuple[Callable, tuple]:
+                args, keywords = jax.tree.unflatten(step.in_tree, step.in_leaves)
+                return step.jitted(decisions, plan)[0], (*args, keywords) if step.has_keywords else args
 
-        mesh = settings.mesh
-        context = _Context(mesh, step.in_tree, step.out_tree, step.in_dtypes, replan, program, planned)
-        if planned is None:
-            assert saved is not None
-            return step.jit(decisions, replace(saved, context=context))
-        return step.jit(decisions, describe(planned, context))
+            return _Context(settings.mesh, step.in_tree, step.out_tree, step.in_dtypes, replan, program, planned)
+
+        if saved is not None:
+            if decisions is not None:
+                return step.jit(decisions, replace(saved, context=context(decisions)))
+            options = matching_pins(saved, step.traced, options)
+
+        def solve(memory: float | None, charges: Charges | None = None) -> Plan:
+            with options.progress or contextlib.nullcontext():
+                asked = replace(options, memory=memory, charges=charges)
+                planned = make_plan(step.traced, settings.shape, settings.machine, asked)
+            return describe(planned, context(planned.decisions, planned))
+
+        if settings.verify is None:
+            plan = solve(options.memory)
+        else:
+            from shardplan.xla.verify import verified
+
+            target = None if settings.verify is True else settings.verify
+            found = verified(solve, target, options.memory, settings.machine)
+            plan = replace(found.plan, context=replace(found.plan.context, verified=found))
+        for primitive, source in plan.unknown:
+            warnings.warn(
+                f"no rule for primitive {primitive!r} at {source}: it is kept whole on every device.\n"
+                "  way out: shardplan.register_rule",
+                ShardingWarning,
+                stacklevel=4,
+            )
+        assert plan.context is not None
+        return step.jit(plan.context.planned.decisions, plan)
 
 
 class _Step:

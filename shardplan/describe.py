@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from shardplan.files import portable, source_line
 from shardplan.ilp.build import PS, Network, combined_share
 from shardplan.ir.graph import BORDER, Op
+from shardplan.mesh.reshard import Step
 from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
 from shardplan.planner import Planned, categories, memory_by_category, objective_seconds
 from shardplan.strategies.enumerate import PARTIAL
@@ -99,13 +100,29 @@ def _decisions(planned: Planned):
 
 
 def _moves(planned: Planned, i: int):
-    """Reshards at an op; that of a shared copy stands at its first reader."""
+    for shown, reader, operand, steps in fetches(planned, i):
+        v = planned.graph.ops[reader].inputs[operand]
+        assert v is not None
+        value = planned.graph.values[v]
+        before, after = planned.made(*value.producer), planned.taken(reader, operand)
+        scale = combined_share(value)
+        collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds * scale)) for s in steps)
+        made = planned.graph.ops[maker(planned.graph, v)].source
+        place = f"{portable(made.file)}:{made.line}" if made.file else ""
+        yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, place)
+
+
+Fetch = tuple[int, int, int, tuple[Step, ...]]
+
+
+def fetches(planned: Planned, i: int) -> Iterator[Fetch]:
+    """Reshards at an op; that of a shared copy stands at its first reader: (operand of op i, op that reshards, its operand, how)."""
     for k, v in enumerate(planned.graph.ops[i].inputs):
         if v is not None:
             yield from _fetch(planned, v, i, k, k)
 
 
-def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int):
+def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int) -> Iterator[Fetch]:
     if reader in planned.kept:
         return
     graph = planned.graph
@@ -118,14 +135,10 @@ def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int):
     before, after = planned.made(*value.producer), planned.taken(reader, operand)
     steps = planned.resharder.path(value.shape, value.itemsize, before, after)
     if steps:
-        scale = combined_share(value)
-        collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds * scale)) for s in steps)
-        made = graph.ops[_maker(graph, v)].source
-        place = f"{portable(made.file)}:{made.line}" if made.file else ""
-        yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, place)
+        yield shown, reader, operand, steps
 
 
-def _maker(graph, v: int) -> int:
+def maker(graph, v: int) -> int:
     """The op that makes a value, looking through copies."""
     at = graph.values[v].producer[0]
     while graph.ops[at].primitive == "share":

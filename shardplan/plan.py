@@ -23,6 +23,7 @@ from shardplan.mesh.layout import Layout, MeshShape
 
 if TYPE_CHECKING:
     from shardplan.xla.planned import PlanReport
+    from shardplan.xla.verify import Verified
 
 FORMAT = "shardplan-plan"
 VERSION = 1
@@ -282,6 +283,11 @@ class Plan:
                 "  way out: step.plan(...) with pins={...}"
             )
         return self.context.replan({path: spec})
+
+    @property
+    def verified(self) -> Verified | None:
+        """How `auto(mesh, verify=target)` came to this plan, round by round; None for a plan made without, or read from a file."""
+        return self.context and self.context.verified
 
     def check(self, target: str | None = None, **options) -> PlanReport:
         """Compile the planned step, run nothing, and compare what XLA emitted with what was planned.

@@ -18,7 +18,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.ilp import least_memory, solve
-from shardplan.ilp.build import PS, Network, build
+from shardplan.ilp.build import PS, Charges, Network, build
 from shardplan.ilp.problem import Problem, Solution
 from shardplan.ir.emit import Decision
 from shardplan.ir.graph import BORDER, Graph, Path
@@ -80,6 +80,7 @@ class Options:
         time_limit: seconds for the search, or None for its own deterministic limit.
         in_pins, out_pins: by flat number.
         pins: entries of a PartitionSpec by path pattern.
+        charges: what strategies and reshards cost beyond the model, as seen in a compiled plan.
     """
 
     memory: float | None = None
@@ -89,6 +90,7 @@ class Options:
     out_pins: Mapping[int, PinDims] = None  # type: ignore[assignment]
     pins: Mapping[str, Sequence] = None  # type: ignore[assignment]
     progress: Any = None
+    charges: Charges | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +164,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     clock.lap("strategies")
     allowed = allowed_strategies(space, options)
     resharder = Resharder(mesh, cluster)
-    network = build(space, resharder, options.memory, allowed)
+    network = build(space, resharder, options.memory, allowed, charges=options.charges)
     clock.lap("network")
     hint = propagate(network.problem)
     clock.lap("propagation")

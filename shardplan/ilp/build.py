@@ -50,6 +50,19 @@ def combined_share(value: Value) -> float:
     return COMBINED if value.bytes < COMBINED_BELOW_BYTES else 1.0
 
 
+@dataclass(frozen=True)
+class Charges:
+    """Seconds per step beyond the model's, as seen in a compiled plan.
+
+    Attributes:
+        strategies: by (op, strategy).
+        reshards: by (op, operand, layout it is made in, layout it is taken in).
+    """
+
+    strategies: Mapping[tuple[int, int], float]
+    reshards: Mapping[tuple[int, int, Layout, Layout], float]
+
+
 @dataclass(frozen=True, eq=False)
 class Network:
     """A problem and how to read its answer.
@@ -90,7 +103,12 @@ class Network:
 
 
 def build(
-    space: Space, resharder: Resharder, limit: float | None, allowed: Mapping[int, np.ndarray] | None = None, tie: bool = True
+    space: Space,
+    resharder: Resharder,
+    limit: float | None,
+    allowed: Mapping[int, np.ndarray] | None = None,
+    tie: bool = True,
+    charges: Charges | None = None,
 ) -> Network:
     """The network of a space.
 
@@ -100,6 +118,7 @@ def build(
         limit: bytes per device, or None.
         allowed: for pinned ops, which strategies remain: bool [s].
         tie: tie repeated layers.
+        charges: what some choices cost beyond the model.
     """
     graph, choices = space.graph, space.choices
     live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules])
@@ -122,13 +141,20 @@ def build(
             cache[key] = np.tile(cost, blocks(i))
         costs.append(cache[key])
 
+    for (i, s), extra in (charges.strategies if charges else {}).items():
+        costs[i] = costs[i] + np.where(np.arange(len(costs[i])) % len(choices[i]) == s, np.rint(extra * PS), 0.0)
+
     edges = []
     tables = _Tables(space, resharder, doubled)
     for j, op in enumerate(graph.ops):
         for k, v in enumerate(op.inputs):
             if v is not None:
                 i, r = graph.values[v].producer
-                edges.append(Edge(i, j, tables.handed(i, r, j, k, v)))
+                table = tables.handed(i, r, j, k, v)
+                for (at, operand, before, after), extra in (charges.reshards if charges else {}).items():
+                    if (at, operand) == (j, k):
+                        table = table + tables.chosen(i, r, j, k, before, after, table) * np.rint(extra * PS)
+                edges.append(Edge(i, j, table))
     edges += [Edge(i, j, tables.tied(i, j)) for i, j in graph.tied]
     edges += [Edge(i, j, tables.kept(i, k, j)) for j, (i, k) in graph.earlier.items()]
 
@@ -227,6 +253,13 @@ class _Tables:
                 table = np.concatenate([table, np.zeros((len(a), len(b)))], axis=1)
             self.cache[key] = np.tile(table, (rows, 1)) if rows > 1 else table
         return self.cache[key]
+
+    def chosen(self, i: int, r: int, j: int, k: int, before: Layout, after: Layout, table: np.ndarray) -> np.ndarray:
+        """Where in the edge's `table` a reshard from `before` to `after` takes place: 1, elsewhere 0."""
+        made, taken = self.space.choices[i].results[r], self.space.choices[j].operands[k]
+        rows, columns = table.shape[0] // len(made), table.shape[1] // len(taken)
+        place = np.outer(np.tile([x == before for x in made], rows), np.tile([x == after for x in taken], columns))
+        return np.where(place & np.isfinite(table) & (table > 0), 1.0, 0.0)
 
     def kept(self, i: int, k: int, j: int) -> np.ndarray:
         """Edge of the op that took a copy as its operand k and the share that may keep that copy: where it does, layouts agree."""

@@ -8,6 +8,7 @@ from shardplan.xla.peak import Buffer
 from shardplan.xla.planned import PlanReport
 from shardplan.xla.remat import Rematerialization, rematerializations
 from shardplan.xla.schedule import Overlap, Timeline, Work, overlaps, simulate
+from shardplan.xla.seconds import Seconds, seconds
 from shardplan.xla.targets import Gpu, Target, gpus
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Rematerialization",
     "Replica",
     "Report",
+    "Seconds",
     "Target",
     "Timeline",
     "Work",
@@ -43,5 +45,6 @@ __all__ = [
     "overlaps",
     "products",
     "rematerializations",
+    "seconds",
     "simulate",
 ]

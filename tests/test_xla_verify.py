@@ -1,0 +1,96 @@
+"""Plans that learn from what XLA made of them."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+import shardplan
+from shardplan.xla import available
+from shardplan.xla.seconds import link, seconds
+
+needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+sds = jax.ShapeDtypeStruct
+MESH = AbstractMesh((8,), ("data",))
+STATE = {"up": sds((1024, 2048), jnp.float32), "down": sds((2048, 1024), jnp.float32)}
+BATCH = sds((4096, 1024), jnp.float32)
+
+
+def step(w, x):
+    def loss(w):
+        return jnp.mean((jax.nn.gelu(x @ w["up"]) @ w["down"] - x) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(w)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), value
+
+
+def auto(cluster="h100", **options):
+    return shardplan.auto(MESH, donate_argnums=0, cluster=cluster, **options)(step)
+
+
+def test_what_xla_adds_is_priced_and_planned_around():
+    """Prices of a GPU, XLA for CPUs: it reduces in full where the plan scatters, and the plan that knows does not scatter."""
+    plan = auto("a100", verify=True).plan(STATE, BATCH)
+    told = plan.verified
+    assert told is not None and 2 <= len(told.rounds) <= 3
+    first, last = told.rounds[0], told.rounds[told.kept]
+    assert first.charges and first.charges[0].paid.reshards and first.charges[0].seconds > 0
+    assert first.plan.decisions == auto("a100").plan(STATE, BATCH).decisions
+    assert last.seconds.total_s == min(r.seconds.total_s for r in told.rounds)
+    assert plan.decisions == last.plan.decisions and plan.context.planned is last.plan.context.planned
+    text = str(told)
+    assert text.startswith("round 1  planned ") and "µs more than planned: all-reduce over data" in text and ", kept" in text
+
+
+def test_the_same_twice():
+    one, two = (auto("a100", verify=True).plan(STATE, BATCH) for _ in range(2))
+    assert one.to_json() == two.to_json() and str(one.verified) == str(two.verified)
+
+
+def test_a_plan_without_says_nothing():
+    plan = auto().plan(STATE, BATCH)
+    assert plan.verified is None
+    assert plan.fix("w/up", jax.P("data")).verified is None
+
+
+@needs_gpu_compiler
+def test_a_plan_that_holds_is_kept_after_one_round():
+    plan = auto(verify="h100:8").plan(STATE, BATCH)
+    assert len(plan.verified.rounds) == 1 and plan.verified.stopped == "XLA's program is as planned"
+
+
+@needs_gpu_compiler
+def test_the_budget_is_tightened_by_what_xla_needs_more():
+    plain = auto().check(STATE, BATCH, target="h100:8")
+    assert plain.memory_ratio < 1, "the case is about a plan that promises too little"
+    peak = plain.compiled.memory.peak_bytes
+    plan = auto(verify="h100:8", memory=(plain.plan.memory().peak + peak) / 2).plan(STATE, BATCH)
+    first, second = plan.verified.rounds[:2]
+    assert not first.fits and second.budget < first.budget
+    assert plan.verified.rounds[plan.verified.kept].fits
+
+
+@needs_gpu_compiler
+def test_seconds_are_those_of_the_emitted_program():
+    found = auto(pins={"x": jax.P("data"), "w/*": jax.P()}).check(STATE, BATCH, target="h100:8")
+    cluster = shardplan.Cluster.preset("h100")
+    took = seconds(found.compiled, cluster)
+    products = found.compiled.flops / cluster.device.flops_per_s("float32")
+    assert products < took.compute_s < 5 * products
+    sent = [c for c in found.compiled.collectives if c.bytes > 1e6]
+    assert took.collective_s == pytest.approx(sum(c.bytes for c in sent) / 275e9, rel=0.5)
+    assert took.exposed_s <= took.collective_s <= took.total_s
+    slower = replace(cluster, intra=replace(cluster.intra, bytes_per_s=45e9, reduce_bytes_per_s=None))
+    assert seconds(found.compiled, slower).collective_s > 5 * took.collective_s
+
+
+def test_groups_know_their_nodes():
+    assert link(((0, 1, 2, 3), (4, 5, 6, 7)), 4) == shardplan.Cluster.preset("h100").axis(
+        shardplan.MeshShape(("a",), (4,)), "a"
+    )
+    across = link(((0, 4), (1, 5), (2, 6), (3, 7)), 4)
+    assert (across.members, across.local, across.nodes) == (2, 1, 2)
+    both = link((tuple(range(8)),), 4)
+    assert (both.members, both.local, both.nodes) == (8, 4, 2)
