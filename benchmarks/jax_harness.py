@@ -8,7 +8,8 @@
 JAX ships one function per use of a primitive, with its operands (`jax._src.internal_test_util.test_harnesses`, some 5,500 of them). It
 is imported here, past `shardplan._jax`, because it is a list of tests and no part of the product. Each case runs twice: as
 plain `jax.jit` on one device, and planned for a machine on which moving data costs nothing and work costs much (`EAGER`), so
-that the planner splits whatever its rules let it split. Results agree up to rounding of their dtype; integers, booleans and NaN in full.
+that the planner splits whatever its rules let it split. Results agree up to rounding of their dtype; integers, booleans and NaN
+in full.
 
     split      some op of the case was planned with a mesh axis on one of its letters
     whole      no op was: no dim divides, or the rule keeps every dim whole
@@ -114,8 +115,10 @@ def table(outcomes: Iterable[Outcome], groups: dict[str, str]) -> str:
         for row in (groups[x.name], "all"):
             count.setdefault(row, collections.Counter())[x.kind] += 1
     lines = [f"{'primitive':<36}" + "".join(f"{k:>9}" for k in ("cases", *kinds))]
-    for row in (*sorted(count.keys() - {"all"}), *(["all"] if outcomes else [])):
-        lines.append(f"{row:<36}{sum(count[row].values()):>9}" + "".join(f"{count[row][k] or '':>9}" for k in kinds))
+    lines += [
+        f"{row:<36}{sum(count[row].values()):>9}" + "".join(f"{count[row][k] or '':>9}" for k in kinds)
+        for row in sorted(count, key=lambda row: (row == "all", row))
+    ]
     reasons = collections.Counter(x.why for x in outcomes if x.kind == "skipped")
     lines += ["", *(f"skipped {n:>5}  {why}" for why, n in sorted(reasons.items(), key=lambda r: (-r[1], r[0])))]
     lines += [f"FAILED  {x.name}  {x.why}" for x in outcomes if x.kind == "failed"]

@@ -96,12 +96,13 @@ def is_differentiated(eqn) -> bool:
     return "jvp(" in str(eqn.source_info.name_stack)
 
 
-def bind(eqn, operands, params=None):
-    """Run one equation on `operands` under its own source line, name scopes and context; returns a list of results."""
+def bind(eqn, operands, params=None, context: bool = True):
+    """Run one equation on `operands` under its own source line, name scopes and (for its mesh) context; returns a list of results."""
     found = eqn.primitive.get_bind_params({**eqn.params, **(params or {})})
     subfuns, bind_params = found if isinstance(found, tuple) else ((), found)  # jax < 0.10.2 gives the functions apart
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+    around = eqn.ctx.manager if context else contextlib.nullcontext()
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), around:
         out = eqn.primitive.bind(*subfuns, *operands, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
 

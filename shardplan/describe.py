@@ -13,6 +13,7 @@ from shardplan.mesh.reshard import Step
 from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
 from shardplan.planner import Planned, categories, memory_by_category, objective_seconds
 from shardplan.strategies.enumerate import PARTIAL
+from shardplan.strategies.space import exchanged
 
 PROFILE_POINTS = 160
 
@@ -110,6 +111,11 @@ def _moves(planned: Planned, i: int):
         made = planned.graph.ops[maker(planned.graph, v)].source
         place = f"{portable(made.file)}:{made.line}" if made.file else ""
         yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, place)
+    op, space = planned.graph.ops[i], planned.space
+    for x in exchanged(op, space.rules[i], space.choices[i], planned.strategies[i], space.mesh, space.cluster):
+        layout, aval = planned.taken(i, x.operand), op.ins[x.operand]
+        kind = Collective("collective-permute", x.axes, x.bytes, x.seconds)
+        yield Move(x.operand, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", layout, layout, (kind,), "")
 
 
 Fetch = tuple[int, int, int, tuple[Step, ...]]

@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _jax
+from .strategies.halo import extents
 from .strategies.rule import Dims, Rule, RuleError, letter_sizes
 from .strategies.rules import rule_for
 
@@ -124,9 +125,18 @@ class _Op:
     def loops(self, dims: Dims) -> list[str]:
         return [a for d in dims for a in d]
 
-    def part(self, dims: Dims) -> tuple[int, ...]:
-        """Shape of one device's shard."""
-        return tuple(math.prod(self.sizes[a] // self.shards.get(a, 1) for a in d) for d in dims)
+    def part(self, dims: Dims, shape) -> tuple[int, ...]:
+        """Shape of one device's shard of a tensor."""
+        return tuple(n // math.prod(self.shards.get(a, 1) for a in d) for d, n in zip(dims, shape, strict=True))
+
+    def loop_sizes(self, dims: Dims, shape) -> list[int]:
+        """Size of every loop of a tensor; a windowed one differs from tensor to tensor."""
+        return [n if len(d) == 1 else self.sizes[a] for d, n in zip(dims, shape, strict=True) for a in d]
+
+    @property
+    def local_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of one device's shards of all results."""
+        return [self.part(d, x.shape) for d, x in zip(self.rule.results, self.results, strict=True)]
 
     def spec(self, dims: Dims) -> PartitionSpec:
         axes = dict(zip(self.shards, AXES, strict=False))
@@ -158,6 +168,7 @@ def _prove(eqn, operands, seen: set, pairs: int) -> list[Proof]:
         return []
     seen.add(signature)
     sizes = letter_sizes(rule, tuple(x.shape for x in ins), tuple(x.shape for x in outs))
+    operands = [x if hasattr(x, "shape") else jnp.asarray(x, a.dtype) for x, a in zip(operands, ins, strict=True)]
     op = _Op(eqn, rule, sizes, tuple(operands), tuple(_jax.bind(eqn, operands)), {})
     for dims in rule.operands + rule.results:
         if len(op.loops(dims)) != len(set(op.loops(dims))):
@@ -214,21 +225,22 @@ def _prove_local(group: list[_Op], n_devices: int) -> bool:
         def local(*shards):
             # The barrier keeps XLA from reading past a shard's end into the whole operand it was cut from.
             shards = lax.optimization_barrier(shards)
-            shards = [x.reshape(split.part(dims)) for x, dims in zip(shards, split.rule.operands, strict=True)]
+            shards = [
+                x.reshape(split.part(dims, whole.shape))
+                for x, dims, whole in zip(shards, split.rule.operands, split.operands, strict=True)
+            ]
             form = LOCAL.get(op.eqn.primitive.name, as_is)
             results = form(split, shards) if form else []
-            if [x.shape for x in results] != [split.part(dims) for dims in split.rule.results]:
+            if [x.shape for x in results] != split.local_shapes:
                 raise _NoLocalFormError
             parts = [_finish(split, x) for x in results]
             return [
-                x.reshape(split.part(tuple((a,) for a in split.loops(d))))
-                for x, d in zip(parts, split.rule.results, strict=True)
+                x.reshape([n // split.shards.get(a, 1) for a, n in zip(split.loops(d), split.loop_sizes(d, y.shape), strict=True)])
+                for x, d, y in zip(parts, split.rule.results, split.results, strict=True)
             ]
 
         specs = [split.spec(d) for d in split.rule.operands]
-        loops = [
-            x.reshape([split.sizes[a] for a in split.loops(d)]) for x, d in zip(operands, split.rule.operands, strict=True)
-        ]
+        loops = [x.reshape(split.loop_sizes(d, x.shape)) for x, d in zip(operands, split.rule.operands, strict=True)]
         results = jax.shard_map(
             local, mesh=mesh, in_specs=tuple(specs), out_specs=[split.spec(d) for d in split.rule.results], check_vma=False
         )(*loops)
@@ -286,11 +298,11 @@ def as_is(op: _Op, shards, **params):
 
 def sized(param: str):
     """A param that names the shape of the result names the local one."""
-    return lambda op, shards: as_is(op, shards, **{param: op.part(op.rule.results[0])})
+    return lambda op, shards: as_is(op, shards, **{param: op.local_shapes[0]})
 
 
 def _iota(op: _Op, shards):
-    shape, dimension = op.part(op.rule.results[0]), op.eqn.params["dimension"]
+    shape, dimension = op.local_shapes[0], op.eqn.params["dimension"]
     (x,) = as_is(op, shards, shape=shape)
     return [x + jnp.asarray(op.first(op.rule.results[0][dimension]), x.dtype)]
 
@@ -364,13 +376,66 @@ def _scatter(op: _Op, shards):
 
 
 def _conv(op: _Op, shards):
-    k = op.shards.get("g", 1)
-    groups = {name: max(1, op.eqn.params[name] // k) for name in ("feature_group_count", "batch_group_count")}
-    return as_is(op, shards, **groups)
+    k, p = op.shards.get("g", 1), op.eqn.params
+    params = {name: max(1, p[name] // k) for name in ("feature_group_count", "batch_group_count")}
+    edges, dilations = list(p["padding"]), list(p["lhs_dilation"])
+    x, slid = with_neighbours(op, shards[0], 0, 0)
+    for i, d in enumerate(p["dimension_numbers"].lhs_spec[2:]):
+        if d in slid:
+            edges[i], dilations[i] = (0, 0), 1
+    return as_is(op, [x, *shards[1:]], padding=tuple(edges), lhs_dilation=tuple(dilations), **params)
+
+
+def windows(*fill):
+    """A form for ops with windows over their first operands; `fill` is what these read beyond their ends, by dtype."""
+
+    def form(op: _Op, shards):
+        p, slid = op.eqn.params, []
+        shards = list(shards)
+        for k, beyond in enumerate(fill):
+            value = shards[k + len(shards) // 2] if beyond is None else beyond(shards[k].dtype)
+            shards[k], slid = with_neighbours(op, shards[k], k, value)
+        padding = tuple((0, 0) if d in slid else edges for d, edges in enumerate(p["padding"]))
+        dilation = tuple(1 if d in slid else n for d, n in enumerate(p["base_dilation"]))
+        return as_is(op, shards, padding=padding, base_dilation=dilation)
+
+    return form
+
+
+def with_neighbours(op: _Op, x, k: int, fill) -> tuple[jax.Array, list[int]]:
+    """The positions of operand k that the windows of this device's results see, dilated, `fill` beyond its ends; and the dims along
+    which that was done. What comes from other devices is no more than `Halo.hops` says."""
+    slid = []
+    for d, dim in enumerate(op.rule.operands[k]):
+        letter = dim[0] if dim else ""
+        if letter not in op.shards or letter not in op.rule.halo:
+            continue
+        slid.append(d)
+        halo, shards = op.rule.halo[letter], op.shards[letter]
+        n, m = extents(op.rule, letter, op.operands, op.results)
+        own, made, hops = n // shards, m // shards, halo.hops(n, m, shards)
+        before, after = (max([0, *(own * (abs(h) - 1) + r for h, r in hops.items() if h * side > 0)]) for side in (1, -1))
+        everything = lax.all_gather(x, AXES[list(op.shards).index(letter)], axis=d, tiled=True)
+        known = lax.pad(everything, _junk(x.dtype), [(before, after, 0) if i == d else (0, 0, 0) for i in range(x.ndim)])
+        known = lax.dynamic_slice_in_dim(known, op.where(letter) * own, before + own + after, d)
+        begin = op.where(letter) * own - before  # element at which `known` begins
+        first = op.where(letter) * made * halo.stride - halo.low  # position at which the windows begin
+        length = (made - 1) * halo.stride + halo.window
+        position = first + jnp.arange(length)
+        element = position // halo.dilation
+        real = (position % halo.dilation == 0) & (element >= 0) & (element < n)
+        rows = jnp.take(known, jnp.clip(element - begin, 0, known.shape[d] - 1), axis=d)
+        x = jnp.where(real.reshape([-1 if i == d else 1 for i in range(x.ndim)]), rows, jnp.asarray(fill, x.dtype))
+    return x, slid
+
+
+def _junk(dtype):
+    """What a device must not read."""
+    return jnp.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 77, dtype)
 
 
 def _tile(op: _Op, shards):
-    return as_is(op, shards, reps=tuple(n // m for n, m in zip(op.part(op.rule.results[0]), shards[0].shape, strict=True)))
+    return as_is(op, shards, reps=tuple(n // m for n, m in zip(op.local_shapes[0], shards[0].shape, strict=True)))
 
 
 LOCAL: dict[str, Callable | None] = {
@@ -385,6 +450,8 @@ LOCAL: dict[str, Callable | None] = {
     "gather": _gather,
     "conv_general_dilated": _conv,
     "tile": _tile,
+    **{f"reduce_window_{kind}": windows(IDENTITY[kind]) for kind in ("sum", "max", "min")},
+    "reduce_window": windows(None),
     **dict.fromkeys(("random_bits", "random_split", "random_gamma")),
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"), _scatter),
 }

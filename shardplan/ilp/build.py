@@ -278,7 +278,7 @@ class _Tables:
         ops, rules = self.space.graph.ops, self.space.rules
         if ops[j].primitive == "share":
             return ops[j].params["follows"] and rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER
-        if rules[j].fusion not in FUSIBLE or ops[j].primitive in BORDER:
+        if rules[j].fusion not in FUSIBLE or rules[j].halo or ops[j].primitive in BORDER:
             return False
         alone = ops[i].primitive == "arg" and len(self.space.graph.values[ops[i].outputs[0]].consumers) == 1
         return alone or ops[i].primitive == "share" or (rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER)

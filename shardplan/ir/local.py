@@ -5,7 +5,7 @@ As emitted by XLA for the layouts a rule allows (`benchmarks/rules_on_xla.py`, j
     fft, triangular_solve, tridiagonal_solve, symmetric_product    gathered, batches too, and run whole on every device
     conv_general_dilated with groups                               the input gathered, or moved between the groups' devices
     igamma and its like                                            loops whose every turn waits for all devices
-    reduce                                                         where its operand arrives in pieces, the initial value counts once a piece
+    reduce                                                         the initial value counted once for each piece of the operand
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(eqn, values: Sequence, operands: Sequence[Layout | None], results: Seque
         return _jax.bind(eqn, values)
     specs = [jax.sharding.PartitionSpec(*x.spec()) for x in (*taken, *made) if x is not None]
     on_shards = jax.shard_map(
-        lambda *shards: tuple(_jax.bind(eqn, shards, params)),
+        lambda *shards: tuple(_jax.bind(eqn, shards, params, context=False)),
         mesh=mesh,
         in_specs=tuple(specs[: len(taken)]),
         out_specs=tuple(specs[len(taken) :]),

@@ -4,6 +4,7 @@
     reshape       "(a b) c -> a (b c)"                a dim may be a product of letters, major to minor
     reduce_max    "a b -> a"          reduce b=max    a reduced letter leaves a partial result on the axes put on it
     slice         "a b -> a c"        whole b c       a whole letter may not be split
+    pooling       "a b -> a b"        halo b=3/2      a windowed letter needs its neighbours (`halo.py`); its dims may differ in size
 
 `@rule("name", ...)` registers a function from an equation to its `Rule`; its parameters are the operands' avals (anything with
 `.shape` and `.dtype`), keyword `out` (the tuple of result avals) and the equation's params as keywords:
@@ -24,6 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from shardplan.strategies.halo import Halo
+
 Dims = tuple[tuple[str, ...], ...]
 """One tensor: per dim, its letters, major to minor; () for a dim of size one that belongs to no loop."""
 
@@ -40,6 +43,7 @@ class Rule:
         reduce: letter -> kind ("sum", "max", "min", "prod", "and", "or") for letters that appear in operands only; putting a
             mesh axis on such a letter leaves every result that depends on it partial.
         whole: letters that may not be split.
+        halo: letter -> how windows slide over it; splitting it costs an exchange between neighbours.
         sizes: letter -> size; needed for letters inside compound dims, others are read from the shapes.
         linear: partial sums of the operands pass through: every operand partial over an axis gives results partial over it.
         fusion: how XLA's GPU back end treats the op: "loop" (elementwise-like, fuses with its neighbours), "view" (a bitcast:
@@ -51,6 +55,7 @@ class Rule:
     results: tuple[Dims, ...]
     reduce: dict[str, str] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
+    halo: dict[str, Halo] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     linear: bool = False
     fusion: Fusion = "none"
@@ -63,6 +68,8 @@ class Rule:
         text = ", ".join(map(tensor, self.operands)) + " -> " + ", ".join(map(tensor, self.results))
         if self.reduce:
             text += "  reduce " + " ".join(a if k == "sum" else f"{a}={k}" for a, k in self.reduce.items())
+        if self.halo:
+            text += "  halo " + " ".join(f"{a}={h}" for a, h in self.halo.items())
         if self.whole:
             text += "  whole " + " ".join(sorted(self.whole))
         return text + ("  linear" if self.linear else "")
@@ -124,7 +131,7 @@ def parse(pattern: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
 
 
 def letter_sizes(rule: Rule, shapes: tuple[tuple[int, ...], ...], out_shapes: tuple[tuple[int, ...], ...]) -> dict[str, int]:
-    """Size of every letter, checked against all shapes it appears in.
+    """Size of every letter, checked against all shapes it appears in; of a windowed one what divides all its dims.
 
     Raises:
         RuleError: on a wrong rank or contradicting sizes, naming the rule, the shapes and the letter.
@@ -141,7 +148,9 @@ def letter_sizes(rule: Rule, shapes: tuple[tuple[int, ...], ...], out_shapes: tu
         if len(dims) != len(shape):
             fail(f"{dims} has {len(dims)} dims, the tensor {len(shape)}")
         for dim, n in zip(dims, shape, strict=True):
-            if len(dim) == 1 and sizes.setdefault(dim[0], n) != n:
+            if len(dim) == 1 and dim[0] in rule.halo:
+                sizes[dim[0]] = math.gcd(sizes.get(dim[0], 0), n)
+            elif len(dim) == 1 and sizes.setdefault(dim[0], n) != n:
                 fail(f"letter {dim[0]!r} is both {sizes[dim[0]]} and {n}")
     for dims, shape in tensors:
         for dim, n in zip(dims, shape, strict=True):
@@ -151,7 +160,7 @@ def letter_sizes(rule: Rule, shapes: tuple[tuple[int, ...], ...], out_shapes: tu
                 sizes[unknown[0]] = n // known if known else 0
             elif unknown:
                 fail(f"sizes of {unknown} in dim {' '.join(dim)!r} are not given")
-            if dim and math.prod(sizes[a] for a in dim) != n:
+            if dim and math.prod(sizes[a] for a in dim) != n and dim[0] not in rule.halo:
                 fail(f"dim '({' '.join(dim)})' is {math.prod(sizes[a] for a in dim)}, the tensor's is {n}")
     return sizes
 
@@ -237,7 +246,8 @@ def register_rule(
         operands = tuple(expand(d, x) for d, x in zip(left, ins, strict=True))
         results = tuple(expand(d, x) for d, x in zip(right, out, strict=True))
         dots = frozenset(a for a in found(operands + results) if a.startswith("...")) if "..." in whole_letters else frozenset()
-        made = Rule(operands, results, dict(reduce), whole_letters - {"..."} | dots, dict(sizes or {}), linear, fusion)
+        kept = whole_letters - {"..."} | dots
+        made = Rule(operands, results, dict(reduce), kept, sizes=dict(sizes or {}), linear=linear, fusion=fusion)
         shapes = tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in out)
         return replace(made, flops=flops(letter_sizes(made, *shapes))) if flops else made
 

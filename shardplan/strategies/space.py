@@ -19,6 +19,7 @@ from shardplan.ir.share import with_shares
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import Choices, enumerate_choices, given_choices
+from shardplan.strategies.halo import Exchange, exchanges
 from shardplan.strategies.rule import Rule, letter_sizes, letters
 from shardplan.strategies.rules import rule_for
 
@@ -255,6 +256,12 @@ def _groups(graph: Graph, materialised) -> list[int]:
     return [find(a) for a in range(len(graph.ops))]
 
 
+def exchanged(op: Op, rule: Rule, choices: Choices, s: int, mesh: MeshShape, cluster: Cluster) -> list[Exchange]:
+    """What an op exchanges with its neighbours under strategy s."""
+    layouts = [of[s] for of in choices.operands]
+    return exchanges(rule, choices.letters[s], op.ins, op.outs, layouts, mesh, cluster) if rule.halo else []
+
+
 def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh, cluster: Cluster, reads, writes) -> np.ndarray:
     moved = np.zeros(len(choices))
     tensors = [(x, ls) for x, ls, read in zip(op.ins, choices.operands, reads, strict=True) if read]
@@ -273,4 +280,7 @@ def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh, cluster: Cluster, re
     if rule.flops and op.ins:
         dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
         seconds = np.maximum(rule.flops * choices.work / device.flops_per_s(dtype), seconds)
+    if rule.halo:
+        found = (exchanged(op, rule, choices, s, mesh, cluster) for s in range(len(choices)))
+        seconds = seconds + np.array([sum(x.seconds for x in exchange) for exchange in found])
     return seconds + (device.kernel_latency_s if rule.fusion == "none" and moved.any() else 0.0)

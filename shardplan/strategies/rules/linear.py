@@ -1,7 +1,7 @@
 """Products: dot_general, ragged dots and convolutions; the contracted letters leave partial sums.
 
 dot_general  a b c, a c d -> a b d   reduce c
-conv         n c h w, o c i j -> n o y x   reduce c   whole h w i j y x
+conv         n c h w, o c i j -> n o h w   reduce c   halo h=3 w=3   whole i j
 grouped      n (g c) w, (g o) c i -> n (g o) x
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from math import prod
 
+from ..halo import Halo
 from ..rule import Rule, letters, rule
 
 
@@ -56,7 +57,8 @@ def _(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, **_):
     return Rule((a, b, sizes), (c,), reduce=reduce, whole=frozenset(whole), flops=flops)
 
 
-# Batch and features only: a spatial dim passes through where the window is a single point, and is whole elsewhere.
+# Windows slide over spatial dims. Where they are much larger than the result, as in a filter's gradient, it is the sum over window
+# positions that is split.
 @rule("conv_general_dilated")
 def _(
     x,
@@ -73,11 +75,25 @@ def _(
     **_,
 ):
     lhs, rhs, res = dimension_numbers
-    points = [
-        w.shape[r] == 1 and tuple(edges) == (0, 0) and stride == 1 == dilation
-        for r, edges, stride, dilation in zip(rhs[2:], padding, window_strides, lhs_dilation, strict=True)
-    ]
-    names = [(f"x{i}", "", f"x{i}") if point else (f"x{i}", f"w{i}", f"y{i}") for i, point in enumerate(points)]
+    names, halo, reduce, whole = [], {}, {"c": "sum"}, []
+    grouped = max(feature_group_count, batch_group_count) > 1 and w.shape[rhs[1]] > 1  # XLA gathers these
+    for i, (r, o, stride, (low, high), dilation, spread) in enumerate(
+        zip(rhs[2:], res[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
+    ):
+        h, taps, made = f"x{i}", w.shape[r], out[0].shape[o]
+        if taps == stride == dilation == 1 and low == high == 0:
+            names.append((h, "", h))
+        elif grouped:
+            names.append((h, f"w{i}", f"y{i}"))
+            whole += names[-1]
+        elif taps >= 8 * made:  # below, XLA gathers
+            names.append((h, h, f"y{i}"))
+            halo[h], reduce[h] = Halo((0,), (made - 1) * stride + 1, spread, low, dilation), "sum"
+            whole.append(f"y{i}")
+        else:
+            names.append((h, f"w{i}", h))
+            halo[h] = Halo((0,), (taps - 1) * spread + 1, stride, low, dilation)
+            whole.append(f"w{i}")
     batch, feature = ("n",), ("c",)
     made = ("o",)
     sizes = {"n": x.shape[lhs[0]] // batch_group_count, "c": w.shape[rhs[1]], "o": w.shape[rhs[0]]}
@@ -96,6 +112,5 @@ def _(
 
     operands = (place(lhs, batch, feature, [n[0] for n in names]), place(rhs, made, ("c",), [n[1] for n in names]))
     results = (place(res, ("n",), made, [n[2] for n in names]),)
-    whole = frozenset(s for n, point in zip(names, points, strict=True) if not point for s in n)
     flops = multiply_adds(x, (*out[0].shape, *(w.shape[r] for r in rhs[1:])))
-    return Rule(operands, results, reduce={"c": "sum"}, whole=whole, sizes=sizes, flops=flops)
+    return Rule(operands, results, reduce=reduce, halo=halo, whole=frozenset(whole), sizes=sizes, flops=flops)

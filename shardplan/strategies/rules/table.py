@@ -185,6 +185,10 @@ add(_conv, lambda x, w: conv(x, w, feature_group_count=8), "f32[4,6,6,8]", "f32[
 add(_conv, lambda x, w: conv(x, w, feature_group_count=2), "f32[4,6,6,8]", "f32[3,3,4,4]")
 add(_conv, lambda x, w: conv(x, w, batch_group_count=2), "f32[4,6,6,8]", "f32[3,3,8,4]")
 add(_conv, lambda x, w: conv(x, w, padding=((1, 2), (1, 2)), lhs_dilation=(2, 2)), "f32[4,6,6,8]", "f32[3,3,8,4]")
+add(_conv, lambda x, w: conv(x, w, (2, 2)), "f32[2,8,16,2]", "f32[5,3,2,4]")
+add(_conv, lambda x, w: conv(x, w, padding="VALID", rhs_dilation=(2, 1)), "f32[2,12,6,2]", "f32[3,3,2,4]")
+_kernel = jax.ShapeDtypeStruct((3, 3, 2, 4), "float32")
+add(_conv, lambda x, dy: jax.linear_transpose(lambda w: conv(x, w, (2, 1)), _kernel)(dy), "f32[2,48,24,2]", "f32[2,24,24,4]")
 
 # ---- gather and scatter
 
@@ -226,7 +230,9 @@ add("scatter-add", lambda x, i, u: lax.scatter_add(x, i, u, seach, mode="fill"),
 add("reduce_window_sum", lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), "f32[4,6,6,8]")
 add("reduce_window_max", lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 1, 1), (1, 2, 1, 1), "SAME"), "f32[4,6,6,8]")
 add("reduce_window_min", lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2), (1, 1), "SAME"), "f32[4,8]")
-add("reduce_window", lambda x: lax.reduce_window(x, 1.0, lambda a, b: a * b + a, (1, 2), (1, 1), "SAME"), "f32[4,8]")
+add("reduce_window_sum", lambda x: lax.reduce_window(x, 0.0, lax.add, (3,), (1,), ((4, 2),), (2,), (3,)), "f32[8]")
+add("reduce_window_max", lambda x: lax.reduce_window(x, 0, lax.max, (7, 1), (2, 1), "SAME"), "i32[8,4]")
+add("reduce_window", lambda x: lax.reduce_window(x, 0.0, lambda a, b: a + b + a * b, (1, 2), (1, 1), "SAME"), "f32[4,8]")
 
 
 def max_pool(x):
@@ -234,6 +240,12 @@ def max_pool(x):
 
 
 add("select_and_scatter_add", jax.grad(lambda x: (max_pool(x) ** 2).sum()), "f32[4,6,6,8]")
+def overlapping(x, stride):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (3,), (stride,), "SAME")
+
+
+add("select_and_scatter_add", jax.grad(lambda x: (overlapping(x, 2) ** 2).sum()), "f32[8]")
+add("select_and_gather_add", lambda x: jax.jvp(lambda x: overlapping(x, 1), (x,), (x,))[1], "f32[8]")
 add("select_and_gather_add", lambda x: jax.jvp(max_pool, (x,), (x,))[1], "f32[4,6,6,8]")
 
 # ---- random numbers
@@ -303,11 +315,13 @@ def plain(rule: Rule) -> Rule:
         return tuple(tuple(tuple(new[a] for a in d) for d in dims) for dims in side)
 
     reduce = {new[a]: k for a, k in rule.reduce.items()}
+    halo = {new[a]: h for a, h in rule.halo.items()}
     return replace(
         rule,
         operands=tensors(rule.operands),
         results=tensors(rule.results),
         reduce=reduce,
+        halo=halo,
         whole=frozenset(map(new.get, rule.whole)),
     )
 
