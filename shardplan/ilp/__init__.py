@@ -5,7 +5,8 @@
     >>> solution.status, solution.states, solution.objective, solution.bound
 """
 
+from .least import LeastMemory, least_memory
 from .problem import Edge, Problem, Solution, Usage
-from .solve import LeastMemory, least_memory, solve
+from .solve import solve
 
 __all__ = ["Edge", "LeastMemory", "Problem", "Solution", "Usage", "least_memory", "solve"]

@@ -11,16 +11,18 @@ when the elimination has to split joints. What is left is shrunk again, and so o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from .eliminate import Elimination
 from .memory import Memory
 from .prices import Quote, bargain
 from .problem import Problem
-from .shrink import Shrunk, shrink
+from .relax import Relaxation
+
+ENOUGH = 1e-4  # of the best answer's cost: a rise of the bound that is not worth another round
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,32 @@ class Bound:
     """Outcome of one round.
 
     Attributes:
-        value: lower bound of (1) under (2)-(3).
+        problem: what was bounded.
+        memory: its usages.
+        best: the highest of the quotes; its value is a lower bound of (1) under (2)-(3).
         quotes: the priced choices met.
-        reduced: the problem without the states that (5) drops, shrunk; its offset counts.
-        kept: share of the states that are left before shrinking.
         work: table entries visited.
     """
 
-    value: float
+    problem: Problem
+    memory: Memory
+    best: Quote
     quotes: tuple[Quote, ...]
-    reduced: Shrunk
-    kept: float
     work: float
+
+    @property
+    def value(self) -> float:
+        return self.best.value
+
+    @functools.cached_property
+    def through(self) -> list[np.ndarray]:
+        """Left side of (5) for every state of every node."""
+        worth = float(self.best.prices.sum() * self.memory.limit) if self.best.prices.any() else 0.0
+        return [marginal - worth for marginal in self.best.sweep.marginals()]
+
+    def kept(self, worth: float) -> list[np.ndarray]:
+        """Masks of the states that answers of at most this cost may take."""
+        return [through <= worth for through in self.through]
 
 
 def bound(
@@ -56,26 +72,16 @@ def bound(
         worth: a better answer costs at most this much.
         cap: entries of a joint table.
         rounds: how often prices may be changed.
-        start: prices to begin with (then only these and none are tried, unless `rounds` allows more).
+        start: prices to begin with.
         over: asked between rounds whether to stop.
     """
-    memory, elimination = Memory(problem), Elimination(problem, cap)
+    memory, relaxation = Memory(problem), Relaxation(problem, cap)
     reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
+    enough = ENOUGH * abs(worth) if np.isfinite(worth) else 0.0
     quotes: list[Quote] = []
-    for quote in bargain(elimination, memory, problem.objective, reach, rounds=rounds, start=start):
+    for quote in bargain(relaxation, memory, reach, rounds=rounds, start=start, enough=enough):
         quotes.append(quote)
         if quote.value > worth or over():
             break
     best = max(quotes, key=lambda quote: quote.value)
-    constant = float(best.prices.sum() * memory.limit) if best.prices.any() else 0.0
-    masks = [marginal - constant <= worth for marginal in best.sweep.marginals()]
-    costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(masks, problem.costs, strict=True))
-    kept = sum(int(mask.sum()) for mask in masks) / max(1, sum(map(len, masks)))
-    reduced = shrink(replace(problem, costs=costs)) if kept < 1 else shrink_nothing(problem)
-    return Bound(best.value, tuple(quotes), reduced, kept, elimination.size * (len(quotes) + 3.0))
-
-
-def shrink_nothing(problem: Problem) -> Shrunk:
-    """The problem as it is, in the form that `shrink` gives."""
-    n = len(problem.costs)
-    return Shrunk(problem, 0.0, True, tuple(range(n)), (), n)
+    return Bound(problem, memory, best, tuple(quotes), relaxation.work + 3 * relaxation.elimination.size)

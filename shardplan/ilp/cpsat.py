@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,16 +15,18 @@ from ortools.sat.python import cp_model
 from .problem import Problem
 
 LARGEST = 2**52
+SLOWER = 1.0  # seconds per deterministic second of CP-SAT, roughly
 STATUS = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """CP-SAT's word: "optimal", "feasible", "infeasible" or "unknown"; states or (); a valid lower bound of (1)."""
+    """CP-SAT's word: "optimal", "feasible", "infeasible" or "unknown"; states or (); a valid lower bound of (1); work done."""
 
     status: str
     states: tuple[int, ...]
     bound: float
+    work: float
 
 
 def entries(problem: Problem) -> int:
@@ -39,16 +40,14 @@ def solve_core(
     *,
     work: float,
     seconds: float | None = None,
-    hint: tuple[int, ...] | None = None,
-    progress: Callable[[tuple[int, ...], float], None] | None = None,
+    most: float = np.inf,
 ) -> Answer:
     """Solves the whole problem as one 0-1 program, in one deterministic thread.
 
     Args:
-        work: CP-SAT's deterministic seconds.
+        work: about seconds.
         seconds: wall-clock limit, if any.
-        hint: states to start from.
-        progress: called with (states, bound) at every better answer.
+        most: only answers that cost at most this much are wanted; the bound is inf when there are none.
     """
     model = cp_model.CpModel()
     unit = _unit(problem)
@@ -67,7 +66,6 @@ def solve_core(
     for node, cost in zip(x, problem.costs, strict=True):
         for variable, c in zip(node, cost, strict=True):
             pay(variable, c)
-    pairs = []
     for e in problem.edges:
         if not e.cost.any():
             continue
@@ -78,36 +76,25 @@ def solve_core(
             model.add(sum(y[a, b] for a in range(e.cost.shape[0]) if (a, b) in y) == variable)
         for (a, b), variable in y.items():
             pay(variable, e.cost[a, b])
-        pairs.append((e, y))
     _limit(model, problem, x)
     model.minimize(cp_model.LinearExpr.weighted_sum(terms, weights) if terms else 0)
-    if hint is not None:
-        for node, s in zip(x, hint, strict=True):
-            for state, variable in enumerate(node):
-                model.add_hint(variable, state == s)
-        for e, y in pairs:
-            for (a, b), variable in y.items():
-                model.add_hint(variable, (a, b) == (hint[e.i], hint[e.j]))
+    if np.isfinite(most) and terms:
+        model.add(cp_model.LinearExpr.weighted_sum(terms, weights) <= int(np.floor(most / unit)))
 
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
-    solver.parameters.linearization_level = 2  # the linear relaxation is what proves here; and the shrinking is done
-    solver.parameters.cp_model_presolve = False
-    solver.parameters.max_deterministic_time = max(work, 1e-3)
+    solver.parameters.linearization_level = 2  # the linear relaxation is what proves here
+    solver.parameters.add_lp_constraints_lazily = False
+    solver.parameters.max_deterministic_time = max(work / SLOWER, 1e-3)
     if seconds is not None:
         solver.parameters.max_time_in_seconds = max(seconds, 1e-2)
 
-    class Watch(cp_model.CpSolverSolutionCallback):
-        def on_solution_callback(self):
-            if progress is not None:
-                progress(_read(self, x), self.best_objective_bound * unit)
-
-    status = solver.solve(model, Watch() if progress else None)
+    status = solver.solve(model)
     name = STATUS.get(status, "unknown")
     states = _read(solver, x) if name in ("optimal", "feasible") else ()
-    bound = np.inf if name == "infeasible" else solver.best_objective_bound * unit
-    return Answer(name, states, float(bound))
+    bound = {"infeasible": np.inf, "unknown": -np.inf}.get(name, solver.best_objective_bound * unit)
+    return Answer(name, states, float(bound), SLOWER * solver.deterministic_time)
 
 
 def _read(solver, x) -> tuple[int, ...]:

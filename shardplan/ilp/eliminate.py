@@ -9,7 +9,7 @@ What is left over in the end is the least cost, exact on a network of small tree
 than `cap` entries the tables of i are dealt out to several smaller joints, each minimised on its own (mini-buckets): the end
 value is then a lower bound, and the states found going backwards are a good guess.
 
-Node costs may differ from run to run (prices on memory), so the order and the tables are prepared once.
+Node costs and tables may differ from run to run (prices on memory, costs shifted along edges), so the order is prepared once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Bucket:
     scope: tuple[int, ...]
     shape: tuple[int, ...]
     owns_cost: bool  # the node's cost is in this one of its buckets
-    tables: list[np.ndarray] = field(default_factory=list)  # edges, shaped to broadcast over `scope`
+    edges: list[tuple[int, bool, tuple]] = field(default_factory=list)  # (edge, whether it is turned, its shape over `scope`)
     senders: list[tuple[int, tuple, tuple]] = field(default_factory=list)  # (bucket, its message's axes, their shape here)
     receiver: int = -1  # bucket that takes the message; -1 when the message is a number
 
@@ -50,8 +50,8 @@ class Elimination:
         self.of_node: list[list[int]] = [[] for _ in problem.costs]
         self.exact = True
         k = [len(c) for c in problem.costs]
-        # an item is a table still in play: (scope, edge table or None, sending bucket or -1)
-        items: list[tuple[tuple[int, ...], np.ndarray | None, int]] = [((e.i, e.j), e.cost, -1) for e in problem.edges]
+        # an item is a table still in play: (scope, edge or -1, sending bucket or -1)
+        items: list[tuple[tuple[int, ...], int, int]] = [((e.i, e.j), number, -1) for number, e in enumerate(problem.edges)]
         at: list[dict[int, None]] = [{} for _ in k]
         for number, (scope, _, _) in enumerate(items):
             for i in scope:
@@ -81,7 +81,7 @@ class Elimination:
                 number = self._add(i, group, k)
                 scope = self.buckets[number].scope[:-1]
                 if scope:
-                    items.append((scope, None, number))
+                    items.append((scope, -1, number))
                     for j in scope:
                         at[j][len(items) - 1] = None
             for number in list(at[i]):
@@ -111,24 +111,27 @@ class Elimination:
         shape = tuple(k[j] for j in scope)
         bucket = Bucket(i, scope, shape, owns_cost=not self.of_node[i])
         axis = {j: n for n, j in enumerate(scope)}
-        for item_scope, table, sender in group:
+        for item_scope, edge, sender in group:
             spread = [1] * len(scope)
             for j in item_scope:
                 spread[axis[j]] = k[j]
-            if table is None:
+            if edge < 0:
                 turned = tuple(np.argsort([axis[j] for j in item_scope]).tolist())
                 bucket.senders.append((sender, turned, tuple(spread)))
                 self.buckets[sender].receiver = number
             else:
                 a, b = item_scope
-                bucket.tables.append((table if axis[a] < axis[b] else table.T).reshape(spread))
+                bucket.edges.append((edge, axis[a] > axis[b], tuple(spread)))
         self.buckets.append(bucket)
         self.of_node[i].append(number)
         return number
 
-    def run(self, costs=None) -> Pass:
-        """One sweep with these node costs (the problem's own by default)."""
-        return Pass(self, self.problem.costs if costs is None else costs)
+    def run(self, costs=None, tables=None) -> Pass:
+        """One sweep with these node costs and edge tables (the problem's own by default)."""
+        problem = self.problem
+        return Pass(
+            self, problem.costs if costs is None else costs, [e.cost for e in problem.edges] if tables is None else tables
+        )
 
 
 class Pass:
@@ -138,8 +141,8 @@ class Pass:
         value: the least cost; a lower bound of it when the elimination is not exact; inf when no states are allowed.
     """
 
-    def __init__(self, elimination: Elimination, costs):
-        self.elimination, self.costs = elimination, costs
+    def __init__(self, elimination: Elimination, costs, tables):
+        self.elimination, self.costs, self.tables = elimination, costs, tables
         self.messages: list[np.ndarray] = []
         self.value = 0.0
         for bucket in elimination.buckets:
@@ -150,8 +153,9 @@ class Pass:
 
     def _parts(self, bucket: Bucket) -> list[np.ndarray]:
         parts = [np.asarray(self.costs[bucket.node])] if bucket.owns_cost else []
+        held = [(self.tables[e].T if turned else self.tables[e]).reshape(spread) for e, turned, spread in bucket.edges]
         sent = [self.messages[sender].transpose(turned).reshape(spread) for sender, turned, spread in bucket.senders]
-        return parts + bucket.tables + sent
+        return parts + held + sent
 
     def _joint(self, bucket: Bucket) -> np.ndarray:
         parts = sorted(self._parts(bucket), key=np.size)
@@ -173,6 +177,25 @@ class Pass:
                     total = total + (part[index] if part.ndim > 1 else part)
             chosen[i] = total.argmin()
         return tuple(chosen.tolist())
+
+    def relaxed(self) -> np.ndarray:
+        """The states behind `value`: where a node has several joints, the state it takes in the one that holds its own cost."""
+        elimination = self.elimination
+        chosen = np.zeros(len(self.costs), dtype=np.int64)
+        given: list[dict[int, int]] = [{} for _ in elimination.buckets]  # states of each bucket's scope
+        for number in range(len(elimination.buckets) - 1, -1, -1):
+            bucket = elimination.buckets[number]
+            above = given[bucket.receiver] if bucket.receiver >= 0 else {}
+            where = tuple(above[j] for j in bucket.scope[:-1])
+            total = np.zeros(bucket.shape[-1])
+            for part in self._parts(bucket):
+                index = tuple(x if n > 1 else 0 for x, n in zip(where, part.shape[:-1], strict=False))
+                total = total + (part[index] if part.ndim > 1 else part)
+            state = int(total.argmin())
+            given[number] = dict(zip(bucket.scope, (*where, state), strict=True))
+            if bucket.owns_cost:
+                chosen[bucket.node] = state
+        return chosen
 
     def marginals(self) -> list[np.ndarray]:
         """For every node and state the least cost (or a lower bound of it) of a choice that takes this state, [k_i] each."""

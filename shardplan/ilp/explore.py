@@ -15,14 +15,24 @@ Whenever a choice is made to fit the limit (repair and one-node moves, compiled 
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from .branch import Region
 from .eliminate import Elimination
 from .kernels import anneal, cost_of, fields, flatten, profile, profile_tree, relieve, toll
 from .plans import Plan, make_plan, sweep
 from .problem import Problem
+from .record import Clock, Record
+
+SWEEP_JOINT = (20_000, 4_000)  # entries of a joint table for sweeps, on small and on large problems
+GUESS_JOINT = 1 << 18  # and for guesses
+FIRST_RUN, LONGEST_RUN = 60, 1500  # sweeps
+MOST_PLANS = 32  # that take turns in a run
+LARGE = 20_000  # states from which a problem counts as large
 
 HEAT = (0.03, 0.01, 0.1, 0.3)  # noise at the start of a run, as a share of what is at stake; runs take turns
 COLD = 1e-5
@@ -46,8 +56,12 @@ class Explorer:
         self.plans: list[Plan] = []
         self.rng = np.random.default_rng(0)
         self.prices: np.ndarray | None = None
-        self.elimination = Elimination(problem, guess_cap)
+        self.guess_cap = guess_cap
         self.least = sum(float(c.min()) for c in problem.costs) + sum(float(e.cost.min()) for e in problem.edges)
+
+    @functools.cached_property
+    def elimination(self) -> Elimination:
+        return Elimination(self.problem, self.guess_cap)
 
     def plan(self, number: int) -> Plan:
         """Plans made as they are asked for, each holding other nodes."""
@@ -171,3 +185,42 @@ class Explorer:
         seed = np.array([88172645463325252 + number], dtype=np.uint64)
         anneal(net, states, field, tree, True, 1e-4 * stake, 1e-7 * stake, 20 * len(net.unary), seed, best, gained)
         return best
+
+
+class Runs:
+    """Runs one after the other under a time limit, each longer than the one before.
+
+    Attributes:
+        last: the last run was the last one that the limit allows.
+    """
+
+    def __init__(self, record: Record, clock: Clock):
+        self.record, self.clock = record, clock
+        self.explorer: Explorer | None = None  # kept as long as the problem stays the same
+        self.number, self.seconds, self.last = 0, 0.0, False
+
+    def run(self, region: Region) -> None:
+        """Offers what one more run finds; the last one before the time limit takes what time is left."""
+        record, clock, number = self.record, self.clock, self.number
+        large = sum(map(len, region.problem.costs)) > LARGE
+        if self.explorer is None or self.explorer.problem is not region.problem:
+            self.explorer = Explorer(region.problem, SWEEP_JOINT[large], GUESS_JOINT)
+        sweeps = FIRST_RUN << number if large else min(int(FIRST_RUN * 1.4**number), LONGEST_RUN)
+        n_plans = max(4, min(MOST_PLANS, sweeps // 8))
+        self.explorer.plan(n_plans - 1)
+        start, left = time.monotonic(), clock.seconds_left
+        self.last = left < (6.0 if large else 2.5) * self.seconds  # the one after would not come to its end
+        if large:  # few runs: those that begin with a guess, the last one at the heat that is best on the whole
+            number *= 4 if self.last else 2
+
+        def pace(turn: int) -> float:
+            """Share of the run that is over: by sweeps, or by time where the limit ends it."""
+            spent = (time.monotonic() - start) / max(1e-3, left)
+            return spent if self.last else max(turn / sweeps, spent)
+
+        states, back = record.answer
+        known = states if back is region.back and (self.last or number % 4 == 3) else None  # most runs look elsewhere
+        for found in self.explorer.run(number, n_plans, pace, known):
+            record.offer(found, region.problem.objective(found) + region.offset, region.back)
+        self.seconds = time.monotonic() - start
+        self.number += 1

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from .least import least_memory
 from .problem import Edge, Problem, Solution, Usage
-from .solve import least_memory, solve
+from .solve import solve
 
 FORBIDDEN = 10**18
 

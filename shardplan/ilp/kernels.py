@@ -347,3 +347,51 @@ def relieve(net, states, field, tree, moves):
         if not moved:
             return False
     return False
+
+
+# ---------------------------------------------------------------- costs shifted along edges
+
+
+@jit
+def shift_rounds(costs, start, first, links, tables, share, messages, rounds):
+    """`Shift.rounds` over flat arrays: the same sums in the same order, so the same messages to the last bit.
+
+    Link d of node i, first[i] <= d < first[i + 1], is (its message, the other node's message, its table with i's states as rows,
+    the other node's states, whether the other node comes later).
+    """
+    n = len(start) - 1
+    widest = 1
+    for i in range(n):
+        widest = max(widest, start[i + 1] - start[i])
+    cost, rest, given = np.empty(widest), np.empty(widest), np.empty(widest)
+    for turn in range(2 * rounds):
+        forward = 1 - turn % 2
+        for x in range(n):
+            i = x if forward else n - 1 - x
+            k = start[i + 1] - start[i]
+            for s in range(k):
+                cost[s] = costs[start[i] + s]
+            for d in range(first[i], first[i + 1]):
+                for s in range(k):
+                    cost[s] += messages[links[d, 0] + s]
+            low = cost[0]
+            for s in range(1, k):
+                low = min(low, cost[s])
+            for s in range(k):
+                cost[s] = (cost[s] - low) * share[i]
+            for d in range(first[i], first[i + 1]):
+                if links[d, 4] != forward:
+                    continue
+                mine, other, table, width = links[d, 0], links[d, 1], links[d, 2], links[d, 3]
+                for s in range(k):
+                    rest[s] = cost[s] - messages[mine + s]
+                for t in range(width):
+                    given[t] = rest[0] + tables[table + t]
+                for s in range(1, k):
+                    for t in range(width):
+                        given[t] = min(given[t], rest[s] + tables[table + s * width + t])
+                low = given[0]
+                for t in range(1, width):
+                    low = min(low, given[t])
+                for t in range(width):
+                    messages[other + t] = given[t] - low

@@ -1,7 +1,10 @@
 """Which single changes of state still pay: descent under the hard limit, deterministic, from any choice of states.
 
 A move gives one node another state. It is taken when it lowers (1) and every step of (2) stays within the limit; from a
-choice that breaks the limit, moves first lower the broken steps at the least cost per byte.
+choice that breaks the limit, moves first lower the highest step at the least cost per byte.
+
+`field[x]`, for x a state of node i, is what (1) would pay at i if i took that state while all others stay: the change of cost
+of a move is a difference of two fields.
 """
 
 from __future__ import annotations
@@ -13,82 +16,102 @@ import numpy as np
 from .memory import Memory
 from .problem import Problem
 
+REFUSED = 50  # moves that would only shift a broken step elsewhere, before giving up
 
-class Neighbourhood:
-    """A problem prepared for moves."""
+
+class Moves:
+    """A problem prepared for moves, and the choice that they change.
+
+    Attributes:
+        states: s_i, [n].
+        profile: bytes at every step, [T].
+    """
 
     def __init__(self, problem: Problem, memory: Memory):
         self.problem, self.memory = problem, memory
-        self.near: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]
+        self.start = memory.start
+        self.owner = np.repeat(np.arange(len(problem.costs)), np.diff(self.start))
+        spread = sum(float(np.ptp(a[np.isfinite(a)])) for a in (*problem.costs, *(e.cost for e in problem.edges)) if a.size)
+        self.forbidden = 2.0 ** np.ceil(np.log2(4 * max(spread, 1.0)))
+        bounded = {id(e.cost): np.minimum(e.cost, self.forbidden) for e in problem.edges}
+        self.near: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]  # (j, table with i's states as rows)
         for e in problem.edges:
-            self.near[e.i].append((e.j, e.cost.T))
-            self.near[e.j].append((e.i, e.cost))
-        self.uses: list[list] = [[] for _ in problem.costs]
-        for u in problem.usages:
-            self.uses[u.node].append(u)
+            self.near[e.i].append((e.j, bounded[id(e.cost)]))
+            self.near[e.j].append((e.i, bounded[id(e.cost)].T))
+        self.own = np.minimum(np.concatenate(problem.costs), self.forbidden) if problem.costs else np.zeros(0)
 
-    def costs_at(self, i: int, states) -> np.ndarray:
-        """(1)'s terms at node i for each of its states, the others as they are."""
-        total = self.problem.costs[i]
+    def settle(self, states: Sequence[int] | np.ndarray) -> None:
+        """Starts from these states."""
+        self.states = np.array(states, dtype=np.int64)
+        self.field = self.own.copy()
+        for i, near in enumerate(self.near):
+            for j, table in near:
+                self.field[self.start[j] : self.start[j + 1]] += table[self.states[i]]
+        self.profile = self.memory.profile(self.states)
+
+    @property
+    def gains(self) -> np.ndarray:
+        """What (1) changes by under the move to each state."""
+        return self.field - self.field[self.start[:-1] + self.states][self.owner]
+
+    def after(self, i: int, s: int) -> np.ndarray:
+        """The profile if i took s."""
+        memory, (a, b) = self.memory, self.memory.usages_of(i)
+        held = memory.bytes[memory.row[a:b] + s] - memory.bytes[memory.row[a:b] + self.states[i]]
+        n = memory.n_steps + 1
+        return self.profile + np.cumsum(np.bincount(memory.lo[a:b], held, n) - np.bincount(memory.hi[a:b], held, n))[:-1]
+
+    def move(self, i: int, s: int, after: np.ndarray) -> None:
+        old = self.states[i]
         for j, table in self.near[i]:
-            total = total + table[states[j]]
-        return total
+            self.field[self.start[j] : self.start[j + 1]] += table[s] - table[old]
+        self.states[i], self.profile = s, after
 
-    def change(self, i: int, old: int, new: int, lo: int, hi: int) -> np.ndarray:
-        """Bytes a move adds at the steps lo..hi."""
-        delta = np.zeros(hi - lo)
-        for u in self.uses[i]:
-            delta[u.lo - lo : u.hi - lo] += u.bytes[new] - u.bytes[old]
-        return delta
+    def relieve(self, limit: float, moves: int = 2_000) -> bool:
+        """Brings the steps above the limit down, least cost per byte first, highest step first; whether it fits now."""
+        for _ in range(moves):
+            step = int(self.profile.argmax()) if len(self.profile) else 0
+            if not len(self.profile) or self.profile[step] <= limit:
+                return True
+            held = self.memory.held(step)
+            saved = held[self.start[:-1] + self.states][self.owner] - held
+            gains = self.gains
+            with np.errstate(divide="ignore", invalid="ignore"):
+                price = gains / np.minimum(saved, self.profile[step] - limit)
+            price = np.where((saved > 0) & (gains < self.forbidden / 2), price, np.inf)
+            for x in np.argsort(price, kind="stable")[:REFUSED].tolist():
+                if np.isinf(price[x]):
+                    return False
+                i = int(self.owner[x])
+                s = x - int(self.start[i])
+                after = self.after(i, s)
+                if after.max() < self.profile[step] or (after <= np.maximum(self.profile, limit)).all():
+                    self.move(i, s, after)
+                    break
+            else:
+                return False
+        return False
 
-    def span(self, i: int) -> tuple[int, int]:
-        return min((u.lo for u in self.uses[i]), default=0), max((u.hi for u in self.uses[i]), default=0)
+    def descend(self) -> None:
+        """Moves until none pays; never breaks a limit that holds."""
+        moved = True
+        while moved:
+            moved, gains = False, self.gains
+            for x in np.flatnonzero(gains < 0)[np.argsort(gains[gains < 0], kind="stable")].tolist():
+                i = int(self.owner[x])
+                s = x - int(self.start[i])
+                if self.field[x] >= self.field[self.start[i] + self.states[i]]:
+                    continue
+                after = self.after(i, s)
+                if (after <= np.maximum(self.profile, self.memory.limit)).all():
+                    self.move(i, s, after)
+                    moved = True
 
 
-def descend(around: Neighbourhood, states: Sequence[int]) -> tuple[int, ...]:
-    """One-node moves until none pays; never breaks a limit that holds."""
-    chosen, limit = list(states), around.memory.limit
-    profile = around.memory.profile(chosen)
-    todo = dict.fromkeys(range(len(chosen)))
-    while todo:
-        i = next(iter(todo))
-        del todo[i]
-        costs = around.costs_at(i, chosen)
-        lo, hi = around.span(i)
-        for s in np.argsort(costs, kind="stable"):
-            if s == chosen[i] or not costs[s] < costs[chosen[i]]:
-                break
-            delta = around.change(i, chosen[i], int(s), lo, hi)
-            after = profile[lo:hi] + delta
-            if ((after <= limit) | (delta <= 0)).all():
-                chosen[i], profile[lo:hi] = int(s), after
-                todo |= dict.fromkeys(j for j, _ in around.near[i])
-                break
-    return tuple(chosen)
-
-
-def repair(around: Neighbourhood, states: Sequence[int], limit: float, moves: int = 2_000) -> tuple[int, ...] | None:
-    """Moves that bring the highest step down, least cost per byte first; None when they get stuck above the limit."""
-    chosen, memory = list(states), around.memory
-    profile = memory.profile(chosen)
-    for _ in range(moves):
-        step = int(profile.argmax()) if len(profile) else 0
-        if not len(profile) or profile[step] <= limit:
-            return tuple(chosen)
-        best: tuple | None = None
-        for i in sorted({u.node for u in around.problem.usages if u.lo <= step < u.hi}):
-            costs = around.costs_at(i, chosen)
-            lo, hi = around.span(i)
-            held = [u.bytes for u in around.uses[i] if u.lo <= step < u.hi]
-            saved = np.sum([b[chosen[i]] - b for b in held], axis=0) if held else np.zeros(len(costs))
-            for s in np.flatnonzero((saved > 0) & np.isfinite(costs)):
-                price = (costs[s] - costs[chosen[i]]) / min(saved[s], profile[step] - limit)
-                if best is None or price < best[0]:
-                    after = profile[lo:hi] + around.change(i, chosen[i], int(s), lo, hi)
-                    if after.max() < profile[step] or lo == hi:
-                        best = (price, i, int(s), lo, hi, after)
-        if best is None:
-            return None
-        _, i, s, lo, hi, after = best
-        chosen[i], profile[lo:hi] = s, after
-    return None
+def fit(moves: Moves, states: Sequence[int]) -> tuple[int, ...] | None:
+    """States near the given ones that fit, repaired and improved by moves; None when moves get stuck above the limit."""
+    moves.settle(states)
+    if not moves.relieve(moves.memory.limit):
+        return None
+    moves.descend()
+    return tuple(moves.states.tolist())

@@ -18,15 +18,16 @@ from .problem import Problem
 
 
 class Memory:
-    """The usages of a problem as flat arrays.
+    """The usages of a problem as flat arrays, sorted by node.
 
     Attributes:
         n_steps: T, one more than the last time step.
+        most: no choice holds more bytes.
         start: [n + 1], where the states of each node begin among all states of all nodes.
     """
 
     def __init__(self, problem: Problem):
-        usages = problem.usages
+        usages = sorted(problem.usages, key=lambda u: u.node)
         self.limit = np.inf if problem.limit is None else problem.limit
         self.n_steps = max((u.hi for u in usages), default=0)
         self.start = np.cumsum([0, *map(len, problem.costs)])
@@ -37,18 +38,31 @@ class Memory:
         size = np.array([len(u.bytes) for u in usages], dtype=np.int64)
         self.row = np.cumsum(size) - size  # where each usage's bytes begin
         self._usage_of = np.repeat(np.arange(len(usages)), size)
+        self._first = np.searchsorted(self.node, np.arange(len(problem.costs) + 1))
+        largest = np.array([u.bytes.max() for u in usages])
+        change = np.bincount(self.lo, largest, self.n_steps + 1) - np.bincount(self.hi, largest, self.n_steps + 1)
+        self.most = float(np.cumsum(change).max(initial=0.0))
         self._state_of = np.arange(len(self.bytes)) - self.row[self._usage_of] + self.start[self.node[self._usage_of]]
 
-    def profile(self, states: Sequence[int]) -> np.ndarray:
+    def usages_of(self, i: int) -> tuple[int, int]:
+        """First and last (exclusive) usage of a node."""
+        return int(self._first[i]), int(self._first[i + 1])
+
+    def held(self, step: int) -> np.ndarray:
+        """Bytes that every state of every node holds at one step, [states of all nodes]."""
+        there = ((self.lo <= step) & (step < self.hi))[self._usage_of]
+        return np.bincount(self._state_of[there], self.bytes[there], self.start[-1])
+
+    def profile(self, states: Sequence[int] | np.ndarray) -> np.ndarray:
         """Bytes at every step, [T]."""
         held = self.bytes[self.row + np.asarray(states)[self.node]] if len(self.node) else self.bytes
         change = np.bincount(self.lo, held, self.n_steps + 1) - np.bincount(self.hi, held, self.n_steps + 1)
         return np.cumsum(change)[: self.n_steps]
 
-    def peak(self, states: Sequence[int]) -> float:
+    def peak(self, states: Sequence[int] | np.ndarray) -> float:
         return float(self.profile(states).max(initial=0.0))
 
-    def fits(self, states: Sequence[int]) -> bool:
+    def fits(self, states: Sequence[int] | np.ndarray) -> bool:
         return self.peak(states) <= self.limit
 
     def toll(self, prices: np.ndarray) -> list[np.ndarray]:

@@ -1,8 +1,8 @@
 """What a byte is worth at every time step: the prices that make the Lagrangian bound (4) greatest.
 
-L(p) is concave and piecewise linear; every choice s met on the way is one of its planes:
+L(p) is concave and piecewise linear. The relaxed states s behind a value of it are one of its planes:
 
-    L(p) <= cost(s) + sum_t p_t (memory_t(s) - limit)
+    L(q) <= L(p) + sum_t (q_t - p_t) (memory_t(s) - limit)          for all q
 
 The next prices maximise the least of the planes within a box around the best prices so far (the box grows while it pays, and
 shrinks when it does not). Only steps that some choice has broken are priced: the others have price 0.
@@ -13,118 +13,129 @@ bytes times prices stay exact in float64: the bound is not off by a rounding err
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linprog
 
-from .eliminate import Elimination, Pass
+from .eliminate import Pass
 from .memory import Memory
+from .relax import Relaxation
+
+ROUNDS = (24, 4)  # of shifting, at the first prices and after a change of prices
+PRECISION = 46  # bits of a sum of all entries: 7 less than float64 has
 
 
 @dataclass(frozen=True)
 class Quote:
-    """One evaluation of L.
+    """One evaluation of L, or of a lower bound of it where joints are split.
 
     Attributes:
         prices: cost per byte, [T].
-        value: L(prices), or a lower bound of it.
+        value: L(prices).
         sweep: the elimination behind it.
-        states: a choice that attains it (or a guess, when the elimination is not exact).
-        improved: whether no earlier quote was higher.
+        relaxed: the states behind `value`; where joints are split they need not go together.
+        over: bytes that `relaxed` holds above the limit, [T]: the slope of the plane.
     """
 
     prices: np.ndarray
     value: float
     sweep: Pass
-    states: tuple[int, ...]
-    improved: bool
+    relaxed: np.ndarray
+    over: np.ndarray
+
+    @property
+    def constant(self) -> float:
+        """The plane's value where all prices are 0."""
+        return self.value - float(self.prices @ self.over)
 
 
-def quote(elimination: Elimination, memory: Memory, prices: np.ndarray, scale: float = 0.0) -> Quote:
-    """L at the given prices, rounded so that sums up to about `scale` plus what the limit is worth are exact."""
-    if scale and prices.any():
-        unit = 2.0 ** (np.ceil(np.log2(4 * (abs(scale) + prices.sum() * memory.limit))) - 52)
-        prices = np.round(prices / unit) * unit
-    costs = elimination.problem.costs
-    sweep = elimination.run([c + toll for c, toll in zip(costs, memory.toll(prices), strict=True)])
-    constant = float(prices.sum() * memory.limit) if prices.any() else 0.0
-    return Quote(prices, sweep.value - constant, sweep, sweep.states(), True)
+def quote(relaxation: Relaxation, memory: Memory, prices: np.ndarray, rounds: int, costs=None) -> Quote:
+    """L at the given prices, rounded so that sums are exact.
+
+    Args:
+        costs: node costs, the problem's own by default.
+    """
+    unit = 2.0 ** min(0.0, np.ceil(np.log2(relaxation.total + prices.sum() * memory.most)) - PRECISION)
+    prices = np.round(prices / unit) * unit
+    worth = float(prices.sum() * memory.limit) if prices.any() else 0.0
+    costs = relaxation.problem.costs if costs is None else costs
+    sweep = relaxation.run([c + toll for c, toll in zip(costs, memory.toll(prices), strict=True)], rounds, unit)
+    relaxed = sweep.relaxed() if np.isfinite(sweep.value) else np.zeros(len(costs), dtype=np.int64)
+    return Quote(prices, sweep.value - worth, sweep, relaxed, memory.profile(relaxed) - memory.limit)
 
 
 def bargain(
-    elimination: Elimination,
+    relaxation: Relaxation,
     memory: Memory,
-    cost: Callable[[tuple[int, ...]], float],
     reach: float,
     *,
     rounds: int = 60,
     start: np.ndarray | None = None,
-    tolerance: float = 1e-9,
+    enough: float = 0.0,
+    costs=None,
 ) -> Iterator[Quote]:
     """Quotes at better and better prices, first at `start`; ends when no price can raise L any more.
 
     Args:
-        cost: (1).
         reach: a first guess of how much cost the limit is worth, which sizes the box.
+        rounds: how often prices may change.
         start: prices to begin with, none by default.
+        enough: a rise of L that is not worth another round.
+        costs: node costs, the problem's own by default.
     """
     prices = np.zeros(memory.n_steps) if start is None else start
-    best = quote(elimination, memory, prices, reach)
+    point = best = quote(relaxation, memory, prices, ROUNDS[0], costs)
     yield best
     steps: list[int] = []
-    planes: list[tuple[float, np.ndarray]] = []
+    planes: list[list] = []
     box = reach / memory.limit
-    point, scale = best, cost(best.states)
-    scale = scale if np.isfinite(scale) else abs(best.value)
     for _ in range(rounds):
-        profile = memory.profile(point.states)
-        slope, at = profile - memory.limit, cost(point.states)
-        if not np.isfinite(at):  # a guess that takes a forbidden pair: its slope is still a direction
-            at = point.value - float(point.prices @ slope)
-        planes.append((at, slope))
-        steps += [t for t in memory.peaks(profile, memory.limit).tolist() if t not in steps]
-        if not np.isfinite(point.value) or not (steps or best.prices.any()):
+        if not np.isfinite(point.value):
             return
+        planes.append([point.constant, point.over])
+        for plane in planes:  # shifting on may have raised L above an older plane
+            plane[0] = max(plane[0], point.value - float(point.prices @ plane[1]))
+        steps += [t for t in memory.peaks(point.over, 0.0).tolist() if t not in steps]
         steps += [t for t in np.flatnonzero(point.prices).tolist() if t not in steps]
-        promise, prices = _highest(planes, steps, best.prices, box)
-        if promise - best.value <= tolerance * max(1.0, abs(best.value)):
+        if not steps:
             return
-        point = quote(elimination, memory, prices, scale)
+        promise, prices = _highest(planes, steps, best.prices, box)
+        if promise - best.value <= max(enough, 1e-9 * max(1.0, abs(best.value))):
+            return
+        point = quote(relaxation, memory, prices, ROUNDS[1], costs)
         improved = point.value > best.value
         hit = (np.abs(prices - best.prices) >= box * (1 - 1e-9)).any()
         if improved and hit:
             box *= 3
         elif not improved:
             box /= 2
-        point = Quote(point.prices, point.value, point.sweep, point.states, improved)
         if improved:
             best = point
         yield point
 
 
-def least_peak(elimination: Elimination, memory: Memory, *, rounds: int = 60) -> Iterator[Quote]:
-    """Quotes whose value is a lower bound of the least possible peak, and whose states come near it.
+def least_peak(relaxation: Relaxation, memory: Memory, *, rounds: int = 60) -> Iterator[Quote]:
+    """Quotes whose value is a lower bound of the least possible peak, and whose sweeps guess states that come near it.
 
     Costs must be 0 or inf. Prices that sum to 1 make an average over steps, and no average exceeds the peak:
     max over p of min over s of  sum_t p_t memory_t(s).
     """
     free = Memory.__new__(Memory)
     free.__dict__ = {**memory.__dict__, "limit": 0.0}
-    best = quote(elimination, free, np.full(memory.n_steps, 1.0 / memory.n_steps))
+    best = quote(relaxation, free, np.full(memory.n_steps, 1.0 / memory.n_steps), ROUNDS[0])
     yield best
-    planes: list[tuple[float, np.ndarray]] = []
+    planes: list = []
     steps: list[int] = []
     point = best
     for _ in range(rounds):
-        profile = memory.profile(point.states)
-        planes.append((0.0, profile))
-        steps += [t for t in memory.peaks(profile, profile.max() * 0.95).tolist() if t not in steps]
+        planes.append([0.0, point.over])
+        steps += [t for t in memory.peaks(point.over, point.over.max() * 0.95).tolist() if t not in steps]
         promise, prices = _highest(planes, steps, np.zeros(memory.n_steps), np.inf, total=1.0)
         if promise - best.value <= 1e-9 * max(1.0, abs(best.value)):
             return
-        point = quote(elimination, free, prices)
+        point = quote(relaxation, free, prices, ROUNDS[1])
         if point.value > best.value:
             best = point
         yield point

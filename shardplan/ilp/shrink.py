@@ -15,7 +15,7 @@ finds nothing; the record's `invert(states)` puts back the states it decided. `s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class Shrunk:
         offset: constant part of the objective, left out of `problem`.
         feasible: False when a reduction proved that nothing fits.
         tied: whether classes of nodes were made one.
+        steps: the time steps of the problem that was given, for each of the steps that are left.
     """
 
     problem: Problem
@@ -43,6 +44,7 @@ class Shrunk:
     trail: tuple
     n_nodes: int
     tied: bool = False
+    steps: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def invert(self, states: Sequence[int]) -> tuple[int, ...]:
         """States of the original problem from states of the small one."""
@@ -371,11 +373,13 @@ def timeline(usages: Sequence[Usage]) -> np.ndarray:
     return starts[np.unique(np.searchsorted(starts, ends) - 1)]
 
 
-def tight_steps(problem: Problem) -> Problem:
-    """The problem with time renumbered to the steps at which the limit can be broken at all; without limit if there is none."""
+def tight_steps(problem: Problem) -> tuple[Problem, np.ndarray]:
+    """The problem with time renumbered to the steps at which the limit can be broken at all, and which steps those are.
+
+    Without a limit if there are none."""
     usages = [u for u in problem.usages if u.hi > u.lo]
     if problem.limit is None or not usages:
-        return replace(problem, usages=(), limit=None)
+        return replace(problem, usages=(), limit=None), np.zeros(0, dtype=np.int64)
     steps = timeline(usages)
     lo, hi = (np.searchsorted(steps, [getattr(u, side) for u in usages]) for side in ("lo", "hi"))
     most = np.zeros(len(steps) + 1)
@@ -388,11 +392,8 @@ def tight_steps(problem: Problem) -> Problem:
         for u, a, b in zip(usages, lo, hi, strict=True)
         if number[b] > number[a] and u.bytes.any()
     )
-    return replace(
-        problem,
-        usages=tuple(Usage(i, a, b, amount) for (i, (a, b)), amount in merged.items()),
-        limit=problem.limit if merged else None,
-    )
+    usages = tuple(Usage(i, a, b, amount) for (i, (a, b)), amount in merged.items())
+    return replace(problem, usages=usages, limit=problem.limit if merged else None), steps[tight]
 
 
 def fitting(problem: Problem) -> dict[int, np.ndarray]:
@@ -450,8 +451,10 @@ def shrink(problem: Problem, *, tie: bool = False) -> Shrunk:
         trail.append(record)
     nodes = tuple(range(len(problem.costs)))
     offset, feasible = 0.0, True
+    steps = np.arange(max((u.hi for u in problem.usages), default=0))
     while feasible:
-        timed = tight_steps(problem)
+        timed, tight = tight_steps(problem)
+        steps = steps[tight]
         net = Network(timed)
         before = sum(map(len, net.costs))
         for i, mask in fitting(timed).items():
@@ -469,7 +472,7 @@ def shrink(problem: Problem, *, tie: bool = False) -> Shrunk:
         nodes = tuple(nodes[i] for i in left)
         if sum(map(len, problem.costs)) >= 0.98 * before:
             break
-    return Shrunk(problem, offset, feasible, nodes, tuple(trail), n_nodes, tied)
+    return Shrunk(problem, offset, feasible, nodes, tuple(trail), n_nodes, tied, steps)
 
 
 def _exhaust(net: Network, trail: list, nodes: tuple[int, ...]) -> None:

@@ -1,0 +1,185 @@
+"""How the search ends with a proof: goals between bound and answer, and branch and bound below each goal.
+
+A goal g is a cost that a better answer might have. (5) with g instead of the best answer leaves a part of the problem that is
+smaller the nearer g is to the bound; searching that part either finds an answer of at most g or proves that there is none:
+
+    regions = [what (5) leaves for g]
+    while regions:  take the one with the least bound; bound it; drop what costs more than g and shrink
+                    little is left: CP-SAT;   much went: bound it again;   else: split the states of one node     (branch)
+
+The node to split is the one over whose bytes the priced choices disagree most; one half holds more than the other.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from . import cpsat
+from .bound import Bound, bound
+from .local import Moves, fit
+from .problem import Problem
+from .record import UNIT, Back, Clock, Record
+from .shrink import shrink
+
+JOINT = 1 << 16  # entries of a joint table
+CHANGES = (12, 6)  # of prices, at the first bound of a search and at later ones
+KEPT = 0.8  # share of states up to which a region is bounded again before it is split
+TRIES = 3  # priced choices of a bound that are made to fit
+CORE = 8_000  # variables up to which CP-SAT takes over
+CORE_WORK = 1.5
+CORE_AGAIN = 0.6  # as many variables, after a failure, up to which CP-SAT tries again
+CALLS = 5e4  # table entries that shrinking and preparing a node are worth
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the problem: all answers that are left when some states are dropped.
+
+    Attributes:
+        problem: shrunk.
+        back: its states as states of the whole problem.
+        offset: what the whole problem's cost is above its cost.
+        bound: no answer in it costs less.
+        prices: to begin with, [T], or None.
+        core: variables up to which CP-SAT has a chance.
+    """
+
+    problem: Problem
+    back: Back
+    offset: float
+    bound: float = -np.inf
+    prices: np.ndarray | None = None
+    core: int = CORE
+
+    def part(self, kept: list[np.ndarray], prices: np.ndarray, value: float) -> Region | None:
+        """The answers whose states are all in the masks `kept`; None when there are none."""
+        costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(kept, self.problem.costs, strict=True))
+        small = shrink(replace(self.problem, costs=costs))
+        if not small.feasible:
+            return None
+        outer, horizon = self.back, max((u.hi for u in small.problem.usages), default=0)
+        return Region(
+            small.problem,
+            lambda states: outer(small.invert(states)),
+            self.offset + small.offset,
+            max(self.bound, value + self.offset),
+            prices[small.steps][:horizon],
+            self.core,
+        )
+
+
+class Tree:
+    """Branch and bound for answers better than the record's.
+
+    Attributes:
+        bounds: how many were made.
+        tries: how many priced choices of a bound are made to fit.
+    """
+
+    def __init__(self, record: Record, clock: Clock):
+        self.record, self.clock = record, clock
+        self.bounds, self.tries = 0, TRIES
+
+    def close(self, regions: list[Region], goal: float, share: float) -> list[Region]:
+        """Searches regions for answers of at most `goal`, the least bound first; returns those that are left to be searched.
+
+        Args:
+            share: of what may still be spent.
+        """
+        over, number = self.clock.share(share), 0
+        open_ = [(region.bound, number := number - 1, region) for region in regions]
+        heapq.heapify(open_)
+        while open_ and not over():
+            value, _, region = heapq.heappop(open_)
+            if value > min(goal, self.record.worth):
+                return []
+            for part in self._expand(region, goal):
+                heapq.heappush(open_, (part.bound, number := number - 1, part))
+        return [region for _, _, region in sorted(open_, key=lambda item: item[:2])]
+
+    def _expand(self, region: Region, goal: float) -> list[Region]:
+        """Parts that hold all answers of the region that are still wanted."""
+
+        def worth() -> float:
+            return min(goal, self.record.worth) - region.offset
+
+        variables = cpsat.entries(region.problem)
+        if variables <= region.core:
+            if self.core(region, goal, CORE_WORK):
+                return []
+            region = replace(region, core=int(CORE_AGAIN * variables))
+        result = self.bound(region, worth(), JOINT, CHANGES[1])
+        if result.value > worth():
+            return []
+        kept = result.kept(worth())
+        share = sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept)))
+        halves = [kept] if share <= KEPT else split(result, kept)
+        parts = (region.part(half, result.best.prices, result.value) for half in halves)
+        return [part for part in parts if part is not None]
+
+    def bound(self, region: Region, worth: float, joint: int, changes: int, share: float = 1.0) -> Bound:
+        """A bound of a region, for at most a share of what may still be spent; answers are tried on the way."""
+        result = bound(region.problem, worth, joint, changes, region.prices, self.clock.share(share))
+        self.bounds += 1
+        self.clock.spend(result.work + CALLS * len(region.problem.costs))
+        if self.tries and result.value <= worth and np.isfinite(result.value):
+            self.attempt(region, result)
+        return result
+
+    def attempt(self, region: Region, result: Bound) -> None:
+        """Makes priced choices fit, the best priced first."""
+        moves = Moves(region.problem, result.memory)
+        quotes = sorted(result.quotes, key=lambda quote: -quote.value)
+        for states in list(dict.fromkeys(quote.sweep.states() for quote in quotes))[: self.tries]:
+            found = fit(moves, states)
+            if found is not None:
+                self.record.offer(found, region.problem.objective(found) + region.offset, region.back)
+
+    def core(self, region: Region, goal: float, work: float) -> bool:
+        """CP-SAT on a region; whether that ends with a proof that nothing wanted is left of it."""
+        wanted = min(goal, self.record.worth) - region.offset
+        seconds = None if self.clock.seconds is None else self.clock.seconds_left / 2
+        answer = cpsat.solve_core(region.problem, work=min(work, self.clock.work), seconds=seconds, most=wanted)
+        self.clock.spend(UNIT * answer.work)
+        if answer.states and region.problem.peak(answer.states) <= (np.inf if region.problem.limit is None else region.problem.limit):
+            self.record.offer(answer.states, region.problem.objective(answer.states) + region.offset, region.back)
+        return answer.bound + region.offset > min(goal, self.record.worth)
+
+
+def split(result: Bound, kept: list[np.ndarray]) -> list[list[np.ndarray]]:
+    """Two halves of the states of one node, the others as they are."""
+    node, heavy = _disagreement(result, kept)
+    if node is None:  # priced choices agree: the node with most states, the dear half of them
+        node = max(range(len(kept)), key=lambda i: (int(kept[i].sum()), -i))
+        through = result.through[node]
+        heavy = through > np.sort(through[kept[node]])[(int(kept[node].sum()) - 1) // 2]
+        if not (heavy & kept[node]).any():
+            heavy = np.arange(len(heavy)) > np.flatnonzero(kept[node])[0]
+    halves = []
+    for half in (~heavy, heavy):
+        masks = list(kept)
+        masks[node] = kept[node] & half
+        halves.append(masks)
+    return halves
+
+
+def _disagreement(result: Bound, kept: list[np.ndarray]) -> tuple[int | None, np.ndarray]:
+    """The node over whose bytes the best priced choices disagree most, and which of its states hold more than half way."""
+    best = result.best
+    tolls = result.memory.toll(best.prices)
+    chosen = [best.relaxed, np.array(best.sweep.states())]
+    near = sorted(result.quotes, key=lambda q: q.constant + float(best.prices @ q.over))[:4]
+    chosen += [quote.relaxed for quote in near]
+    most, node, middle = 0.0, None, 0.0
+    for i, toll in enumerate(tolls):
+        if kept[i].sum() < 2:
+            continue
+        paid = [float(toll[states[i]]) for states in chosen]
+        apart = max(paid) - min(paid)
+        light = toll <= (max(paid) + min(paid)) / 2
+        if apart > most and (kept[i] & light).any() and (kept[i] & ~light).any():
+            most, node, middle = apart, i, (max(paid) + min(paid)) / 2
+    return node, (tolls[node] > middle if node is not None else np.zeros(0, dtype=bool))

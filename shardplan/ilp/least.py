@@ -1,0 +1,74 @@
+"""How little memory is possible, whatever it costs: what a person is told when nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .local import Moves
+from .memory import Memory
+from .prices import least_peak
+from .problem import Problem
+from .relax import Relaxation
+from .shrink import shrink
+
+JOINT = 1 << 14  # entries of a joint table
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """How little memory is possible.
+
+    Attributes:
+        bound_bytes: no choice of states has a lower peak.
+        bytes: peak of `states`.
+        step: the time step at which it peaks.
+        states: the choice found.
+    """
+
+    bound_bytes: float
+    bytes: float
+    step: int
+    states: tuple[int, ...]
+
+
+def least_memory(problem: Problem) -> LeastMemory:
+    """The least possible peak: a lower bound and a choice that comes near it (often equals it)."""
+
+    def allowed(table: np.ndarray) -> np.ndarray:
+        return np.where(np.isfinite(table), 0.0, np.inf)
+
+    tables = {id(e.cost): allowed(e.cost) for e in problem.edges}
+    bare = replace(
+        problem,
+        costs=tuple(map(allowed, problem.costs)),
+        edges=tuple(replace(e, cost=tables[id(e.cost)]) for e in problem.edges),
+        limit=-np.inf,
+    )
+    small = shrink(bare, tie=True)
+    if not small.feasible:
+        return LeastMemory(np.inf, np.inf, 0, ())
+    memory, relaxation = Memory(small.problem), Relaxation(small.problem, JOINT)
+    moves = Moves(small.problem, memory)
+    best, bound = None, 0.0
+    if memory.n_steps:
+        found = ((quote.value / quote.prices.sum(), quote.sweep.states()) for quote in least_peak(relaxation, memory))
+    else:
+        found = iter([(0.0, relaxation.elimination.run().states())])
+    for value, guess in found:
+        bound = max(bound, value)
+        if not np.isfinite(small.problem.objective(guess)):
+            continue
+        moves.settle(guess)
+        while best is None or memory.peak(moves.states) < memory.peak(best):
+            best = moves.states.copy()
+            if not moves.relieve(memory.peak(best) * (1 - 1e-12) - 1e-9, 200):
+                break
+        if best is not None and memory.peak(best) <= bound * (1 + 1e-12):
+            break
+    if best is None:
+        return LeastMemory(bound, np.inf, 0, ())
+    states = small.invert(best.tolist())
+    profile = problem.memory(states)
+    return LeastMemory(bound, float(profile.max(initial=0.0)), int(profile.argmax()) if len(profile) else 0, states)

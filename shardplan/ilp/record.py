@@ -1,0 +1,94 @@
+"""What a search has so far: the best answer, what none can beat, and what may still be spent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from .problem import Problem, Solution
+
+Progress = Callable[[tuple[int, ...], float, float], None]
+Back = Callable[[tuple[int, ...]], tuple[int, ...]]  # states of a smaller problem -> states of the given one
+
+WORK = 20.0  # default work limit
+UNIT = 1e8  # table entries per unit of work: about a second
+ROUNDING = 1e-9  # relative, where costs or bytes are not whole numbers
+
+
+class Clock:
+    """What may still be spent: seconds of wall clock if a limit was given, else work (about seconds, counted not measured)."""
+
+    def __init__(self, seconds: float | None, work: float | None):
+        self.start = time.monotonic()
+        self.seconds = seconds
+        self.work = (WORK if seconds is None else np.inf) if work is None else work
+
+    def spend(self, entries: float) -> None:
+        self.work -= entries / UNIT
+
+    @property
+    def seconds_left(self) -> float:
+        return np.inf if self.seconds is None else 0.985 * self.seconds - 0.05 - (time.monotonic() - self.start)
+
+    def over(self) -> bool:
+        return self.work <= 0 or self.seconds_left <= 0
+
+    def allows(self, entries: float) -> bool:
+        """Whether so much work may be begun."""
+        return entries / UNIT <= min(self.work, self.seconds_left / 3)
+
+    def share(self, part: float) -> Callable[[], bool]:
+        """A clock for a part of what is left: says whether that part is over."""
+        work, seconds = (left * (1 - part) if np.isfinite(left) else -np.inf for left in (self.work, self.seconds_left))
+        return lambda: self.over() or self.work < work or self.seconds_left < seconds
+
+
+class Record:
+    """The best answer and bound so far; answers are kept as states of the problem they were found in, with the way back."""
+
+    def __init__(self, problem: Problem, progress: Progress | None):
+        self.problem, self.progress = problem, progress
+        self.objective, self.bound = np.inf, -np.inf
+        self.answer: tuple[tuple[int, ...], Back] = (), tuple
+        arrays = (*problem.costs, *(e.cost for e in problem.edges), *(u.bytes for u in problem.usages))
+        self.whole = all((a == np.floor(a)).all() for a in {id(a): a for a in arrays}.values())
+
+    def offer(self, states: tuple[int, ...], objective: float, back: Back = tuple) -> bool:
+        """Takes states that fit, if they are better."""
+        if not objective < self.objective:
+            return False
+        self.answer, self.objective = (states, back), objective
+        self._report()
+        return True
+
+    def prove(self, value: float) -> None:
+        """Takes a lower bound if it is better; sums of whole numbers are whole, so it may be rounded up."""
+        if np.isfinite(value):
+            value = float(np.ceil(value)) if self.whole else value - ROUNDING * abs(value)
+        if min(value, self.objective) > self.bound:
+            self.bound = min(value, self.objective)
+            self._report()
+
+    def _report(self) -> None:
+        if self.progress and self.found:
+            self.progress(self.states, self.bound, Solution("feasible", (), self.objective, self.bound).gap)
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        states, back = self.answer
+        return back(states)
+
+    @property
+    def found(self) -> bool:
+        return bool(np.isfinite(self.objective))
+
+    @property
+    def done(self) -> bool:
+        return self.objective <= self.bound
+
+    @property
+    def worth(self) -> float:
+        """What a better answer may cost at most; where costs are not whole, an answer must be better by more than rounding."""
+        return self.objective - (1.0 if self.whole else ROUNDING * abs(self.objective))

@@ -1,0 +1,44 @@
+"""What the network costs at least, for any node costs: elimination, on shifted costs where joints have to be split."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .eliminate import Elimination, Pass
+from .problem import Problem
+from .shift import Shift
+
+CALL = 400.0  # table entries that the overhead of an array operation is worth
+
+
+class Relaxation:
+    """A problem without (2), prepared for any node costs.
+
+    Attributes:
+        exact: values are optima, not only lower bounds of them.
+        total: no sum of entries, one of each table, is larger.
+        work: table entries visited so far.
+    """
+
+    def __init__(self, problem: Problem, cap: int):
+        self.problem = problem
+        self.elimination = Elimination(problem, cap)
+        self.exact = self.elimination.exact
+        self.shift = None if self.exact else Shift(problem)
+        arrays = [*problem.costs, *(e.cost for e in problem.edges)]
+        self.total = sum(float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) for a in arrays) + 1.0
+        self.work = 0.0
+
+    def run(self, costs, rounds: int, unit: float) -> Pass:
+        """Elimination after so many rounds of shifting.
+
+        Args:
+            costs: node costs, multiples of `unit`.
+            unit: a power of two; messages become multiples of it, which keeps the sums exact.
+        """
+        self.work += self.elimination.size + 4 * CALL * len(self.elimination.buckets)
+        if self.shift is None:
+            return self.elimination.run(costs)
+        self.shift.rounds(costs, rounds)
+        self.work += rounds * (self.shift.entries + 4 * CALL * len(self.problem.edges))
+        return self.elimination.run(*self.shift.shifted(costs, unit))

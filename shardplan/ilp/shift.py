@@ -1,0 +1,102 @@
+"""How much of an edge's cost its nodes may carry: costs shifted along the edges until neighbours agree on what is cheap.
+
+Every edge sends each of its nodes a message m, which the node gains and the edge loses; (1) stays the same for every choice:
+
+    c_i'[s] = c_i[s] + sum_e m_ei[s]         e_ij'[s, t] = e_ij[s, t] - m_ei[s] - m_ej[t]                        (6)
+
+and the sum of all least entries of c' and e' is a lower bound of (1). Nodes take turns, forwards and backwards: each takes from
+its edges what they can give, keeps its share and hands on the rest (sequential tree-reweighted message passing: Kolmogorov,
+IEEE TPAMI 28(10), 2006). That climbs to, or near, the bound of the linear program over nodes and edges. Elimination with split
+joints (eliminate.py) loses little on shifted costs.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from .problem import Problem
+
+COMPILED = 2_000  # edges from which the rounds are left to compiled code, if it is there; it does the same sums in the same order
+
+
+class Shift:
+    """The messages of a problem's edges, improved in place. Every state must have a finite partner in every edge.
+
+    Attributes:
+        at_i, at_j: m_ei and m_ej, per edge.
+        entries: table entries that a round visits.
+    """
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        sizes = np.array([e.cost.shape for e in problem.edges], dtype=np.int64).reshape(-1, 2)
+        self.ends = np.cumsum(np.concatenate([[0], sizes.ravel()]))
+        self.messages = np.zeros(self.ends[-1])
+        parts = [self.messages[a:b] for a, b in pairwise(self.ends)]
+        self.at_i, self.at_j = parts[0::2], parts[1::2]
+        self.entries = 2.0 * float(sizes.prod(axis=1).sum())
+        links: list[list[tuple[int, int, bool]]] = [[] for _ in problem.costs]  # (edge, 0 at its i and 1 at its j, comes first)
+        for number, e in enumerate(problem.edges):
+            links[e.i].append((number, 0, e.j > e.i))
+            links[e.j].append((number, 1, e.i > e.j))
+        self.links = links
+        later = [sum(ahead for *_, ahead in row) for row in links]
+        self.share = np.array([1.0 / max(n, len(row) - n, 1) for n, row in zip(later, links, strict=True)])
+        self.compiled = self._compile() if len(problem.edges) >= COMPILED else None
+
+    def rounds(self, costs, n: int) -> None:
+        """n times forwards and backwards, with these node costs."""
+        if self.compiled is not None:
+            self.compiled(np.concatenate(costs), n)
+            return
+        edges, ends, order = self.problem.edges, (self.at_i, self.at_j), range(len(self.links))
+        for _ in range(n):
+            for forward in (True, False):
+                for i in order if forward else reversed(order):
+                    cost = costs[i]
+                    for edge, side, _ in self.links[i]:
+                        cost = cost + ends[side][edge]
+                    kept = (cost - cost.min()) * self.share[i]
+                    for edge, side, ahead in self.links[i]:
+                        if ahead == forward:
+                            table = edges[edge].cost.T if side else edges[edge].cost
+                            given = ((kept - ends[side][edge])[:, None] + table).min(axis=0)
+                            np.subtract(given, given.min(), out=ends[1 - side][edge])
+
+    def _compile(self):
+        """`rounds` as compiled code over flat arrays; None without numba."""
+        try:
+            from .kernels import shift_rounds
+        except ImportError:
+            return None
+        problem = self.problem
+        start = np.cumsum([0, *map(len, problem.costs)])
+        pool, place, total = [], {}, 0
+        for e in problem.edges:
+            for side, table in enumerate((e.cost, e.cost.T)):
+                if (id(e.cost), side) not in place:
+                    place[id(e.cost), side] = total
+                    pool.append(table.ravel())
+                    total += table.size
+        flat = [
+            (self.ends[2 * edge + side], self.ends[2 * edge + 1 - side], place[id(problem.edges[edge].cost), side],
+             problem.edges[edge].cost.shape[1 - side], ahead)
+            for row in self.links for edge, side, ahead in row
+        ]  # fmt: skip
+        links = np.array(flat, dtype=np.int64).reshape(-1, 5)
+        first = np.cumsum([0, *map(len, self.links)])
+        tables = np.concatenate(pool)
+        return lambda costs, n: shift_rounds(costs, start, first, links, tables, self.share, self.messages, n)
+
+    def shifted(self, costs, unit: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """c' and e' of (6), with messages rounded to multiples of `unit`."""
+        costs, tables = list(costs), []
+        messages = np.rint(self.messages / unit) * unit
+        for number, e in enumerate(self.problem.edges):
+            a, b, c = self.ends[2 * number : 2 * number + 3]
+            m_i, m_j = messages[a:b], messages[b:c]
+            costs[e.i], costs[e.j] = costs[e.i] + m_i, costs[e.j] + m_j
+            tables.append(e.cost - m_i[:, None] - m_j[None, :])
+        return costs, tables
