@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from shardplan.files import portable, source_line
-from shardplan.ilp.build import PS, Network, combined_share
+from shardplan.ilp.build import PS, Network, summed
 from shardplan.ir.graph import BORDER, Op
 from shardplan.mesh.reshard import Step
 from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
@@ -106,7 +106,7 @@ def _moves(planned: Planned, i: int):
         assert v is not None
         value = planned.graph.values[v]
         before, after = planned.made(*value.producer), planned.taken(reader, operand)
-        scale = combined_share(value)
+        scale = planned.network.combined[v]
         collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds * scale)) for s in steps)
         made = planned.graph.ops[maker(planned.graph, v)].source
         place = f"{portable(made.file)}:{made.line}" if made.file else ""
@@ -122,10 +122,24 @@ Fetch = tuple[int, int, int, tuple[Step, ...]]
 
 
 def fetches(planned: Planned, i: int) -> Iterator[Fetch]:
-    """Reshards at an op; that of a shared copy stands at its first reader: (operand of op i, op that reshards, its operand, how)."""
+    """Reshards at an op: (operand of op i, op that reshards, its operand, how).
+
+    That of a shared copy stands at its first reader, and a sum that a loop puts off where the loop takes its carry.
+    """
+    put_off = planned.network.accumulated
     for k, v in enumerate(planned.graph.ops[i].inputs):
         if v is not None:
-            yield from _fetch(planned, v, i, k, k)
+            yield from (f for f in _fetch(planned, v, i, k, k) if f[1:3] not in put_off or not _sum(planned, *f[1:3]))
+    for (reader, operand), start in put_off.items():
+        if start == i and _sum(planned, reader, operand):
+            v = planned.graph.ops[reader].inputs[operand]
+            assert v is not None
+            yield from (f for f in _fetch(planned, v, reader, operand, 0) if f[1:3] == (reader, operand))
+
+
+def _sum(planned: Planned, reader: int, operand: int) -> bool:
+    v = planned.graph.ops[reader].inputs[operand]
+    return v is not None and summed(planned.made(*planned.graph.values[v].producer), planned.taken(reader, operand))
 
 
 def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int) -> Iterator[Fetch]:

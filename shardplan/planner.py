@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -307,8 +307,10 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
     """What emission applies: every reshard, and the layout of every array that is written to memory or leaves a big op.
 
     A reshard of several collectives is spelled out one by one: XLA, asked for the whole way at once, may know no better than to
-    gather the array on every device first. A copy that is let go and gathered again (an `earlier` share that is not `kept`) is told
-    apart from the first: XLA would find the two alike and keep the array.
+    gather the array on every device first. What is resharded for one reader is constrained where it is made, or XLA would take the
+    reader's layout for its own; so is what a loop reads, whose layout XLA chooses anew otherwise. A copy that is let go
+    and gathered again (an `earlier` share that is not `kept`) is told apart from the first: XLA would find the two alike and keep the
+    array.
     """
     graph, choices = space.graph, space.choices
 
@@ -350,6 +352,16 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
         moved = any(step.kind != "slice" for step in resharder.path(graph.values[v].shape, graph.values[v].itemsize, made(v), wanted))
         again[j] = again.get(i, 0) + (j not in kept and moved and choices[i].operands[k][strategies[i]] == wanted)
 
+    def moved() -> Iterator[int]:
+        """Values from which somebody's reshard starts, in the layout that stays for the others."""
+        for i, op in enumerate(graph.ops):
+            for k, v in enumerate(op.inputs):
+                while v is not None and way(v, choices[i].operands[k][strategies[i]]):
+                    yield v
+                    maker = graph.ops[graph.values[v].producer[0]]
+                    v = maker.inputs[0] if maker.primitive == "share" and made(maker.inputs[0]) == made(v) else None
+
+    starts = frozenset(moved())
     out: dict[Path, Decision] = {}
     for i, op in enumerate(graph.ops):
         if op.primitive == "share":
@@ -360,12 +372,13 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
         for k, v in enumerate(op.inputs):
             taken = choices[i].operands[k][s]
             found = () if v is None else (*origin(v, copies[k]), *chain(v), *way(v, taken))
-            reads.append(found or ((taken,) if op.primitive in LOCAL and taken.rank else ()))
+            fixed = op.primitive in LOCAL or (op.primitive in ("loop_slice", "loop_const") and not spread(i))
+            reads.append(found or ((taken,) if fixed and taken.rank and not taken.partial else ()))
         results = []
         for r, v in enumerate(op.outputs):
             layout = choices[i].results[r][s]
             written = op.primitive in (*BORDER, *LOCAL, "sharding_constraint") or space.rules[i].fusion in ("none", "reduce")
-            written = (written or space.materialised[v]) and not spread(i)
+            written = (written or v in starts or space.materialised[v]) and not spread(i)
             results.append(layout if written and layout.rank and not layout.partial and op.primitive != "out" else None)
         decision = Decision(tuple(reads), tuple(results), tuple(copies) if any(copies) else ())
         if decision:

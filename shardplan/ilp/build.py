@@ -20,13 +20,15 @@ Costs are rounded to whole picoseconds, so that sums are exact.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardplan.ilp.problem import Edge, Problem, Usage
-from shardplan.ir.graph import BORDER, Value
+from shardplan.ir.accumulate import accumulated
+from shardplan.ir.graph import BORDER
 from shardplan.ir.live import ALIASES, intervals, takes_over
 from shardplan.ir.repeat import repeated_layers
 from shardplan.ir.share import SMALL_BYTES
@@ -37,17 +39,26 @@ from shardplan.strategies.space import FUSIBLE, Space
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
 
-COMBINED = 0.1
+COMBINED = 10
 COMBINED_BELOW_BYTES = 1 << 16
-"""Share of its seconds that the reshard of a small array costs: XLA combines those that wait for nothing into one collective."""
+"""How many reshards of small arrays XLA combines into one collective, where there are so many in one body and phase."""
 
 SMALL = 1e-3
 """Copies smaller than this share of the memory limit are not told apart from their originals."""
 
 
-def combined_share(value: Value) -> float:
-    """What part of its own seconds the reshard of an array costs."""
-    return COMBINED if value.bytes < COMBINED_BELOW_BYTES else 1.0
+def combined_shares(space: Space) -> tuple[float, ...]:
+    """Per value, what part of its own seconds its reshard costs: that of a small array in a body where n such are summed, 1/n of
+    them, at least a tenth. A loop over time that sums two numbers in every round pays both in full."""
+    graph = space.graph
+
+    def body(v: int) -> tuple[int, str]:
+        op = graph.ops[graph.values[v].producer[0]]
+        return op.loop, op.phase
+
+    small = [value.bytes < COMBINED_BELOW_BYTES for value in graph.values]
+    summed = Counter(body(v) for v, x in enumerate(small) if x and space.rules[graph.values[v].producer[0]].reduce)
+    return tuple(1 / min(COMBINED, max(1, summed[body(v)])) if x else 1.0 for v, x in enumerate(small))
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,8 @@ class Network:
         problem: nodes are the graph's ops, in order.
         doubled: ops whose states s and s + k are strategy s without and with a buffer of its own; in the last k states of a share
             with an `earlier` reader the copy is kept from there.
+        combined: per value, what part of its own seconds its reshard costs.
+        accumulated: (op, operand) whose partial sums a loop adds up first -> that loop's `loop_carry`.
         unpriced: copies that the problem takes for the originals: small ones, and without a limit all.
     """
 
@@ -78,6 +91,8 @@ class Network:
     problem: Problem
     doubled: frozenset[int]
     unpriced: tuple[Usage, ...]
+    combined: tuple[float, ...]
+    accumulated: Mapping[tuple[int, int], int]
 
     def strategies(self, states) -> tuple[int, ...]:
         """The strategy number of every op."""
@@ -179,7 +194,8 @@ def build(
         ties = _split_unequal(ties, costs, [(i in doubled, i in graph.earlier) for i in range(len(costs))])
     names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
-    return Network(space, Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties), doubled, tuple(unpriced))
+    problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
+    return Network(space, problem, doubled, tuple(unpriced), tables.combined, tables.accumulated)
 
 
 def _doubled(space: Space, limit: float | None) -> frozenset[int]:
@@ -206,11 +222,17 @@ def _split_unequal(ties, costs, kinds) -> tuple[int, ...]:
     return tuple(out)
 
 
+def summed(before: Layout, after: Layout) -> bool:
+    """Whether a reshard only adds up partial sums: what a loop may put off to its end."""
+    return bool(before.partial) and not after.partial and before.dims == after.dims
+
+
 class _Tables:
     """Edge and usage tables, one array object per distinct content."""
 
     def __init__(self, space: Space, resharder: Resharder, doubled: frozenset[int]):
         self.space, self.resharder, self.doubled = space, resharder, doubled
+        self.combined, self.accumulated = combined_shares(space), accumulated(space.graph)
         self.cache: dict = {}
         self.unique: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
 
@@ -227,16 +249,20 @@ class _Tables:
         graph, space = self.space.graph, self.space
         value, reads = graph.values[v], graph.ops[j].reads
         made, taken = space.choices[i].results[r], space.choices[j].operands[k]
+        start = self.accumulated.get((j, k))
+        once = None if start is None else graph.ops[start].reads
         follows = self.follows(i, j) and self.carries(made, taken)
         copied = graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES
         later = j in graph.earlier
         rows = 1 + (i in self.doubled) + (i in graph.earlier)
-        key = (id(made), id(taken), value.shape, value.itemsize, reads, rows, j in self.doubled, later, follows, copied)
+        share = self.combined[v]
+        key = (id(made), id(taken), value.shape, value.itemsize, reads, once, share, rows, j in self.doubled, later, follows, copied)
         if key not in self.cache:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
-            table = np.rint(
-                self.resharder.table(value.shape, value.itemsize, sources, targets) * (reads * PS * combined_share(value))
-            )
+            times = np.array([[once if once and summed(s, t) else reads for t in targets] for s in sources])
+            table = np.rint(self.resharder.table(value.shape, value.itemsize, sources, targets) * (times * PS * share))
+            if once:  # XLA puts a sum off only where it goes on to the carry as it is
+                table = np.where([[not s.partial and s != t for t in targets] for s in sources], np.inf, table)
             if follows:
                 whole = np.array([not s.partial for s in sources])[:, None]
                 equal = np.array([[s == t for t in targets] for s in sources])

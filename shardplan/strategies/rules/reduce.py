@@ -26,7 +26,7 @@ def reduction(x, axes, n_results: int = 1, kind: str | None = None, **kw) -> Rul
 
 @rule("reduce_sum")
 def _(x, *, out, axes, **_):
-    return reduction(x, axes, kind="sum")
+    return reduction(x, axes, kind="sum", linear=all(x.shape[d] == 1 for d in axes))  # a sum of one is a reshape
 
 
 @rule("reduce_max")
