@@ -352,16 +352,17 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
         moved = any(step.kind != "slice" for step in resharder.path(graph.values[v].shape, graph.values[v].itemsize, made(v), wanted))
         again[j] = again.get(i, 0) + (j not in kept and moved and choices[i].operands[k][strategies[i]] == wanted)
 
-    def moved() -> Iterator[int]:
+    def resharded() -> Iterator[int]:
         """Values from which somebody's reshard starts, in the layout that stays for the others."""
         for i, op in enumerate(graph.ops):
             for k, v in enumerate(op.inputs):
                 while v is not None and way(v, choices[i].operands[k][strategies[i]]):
                     yield v
                     maker = graph.ops[graph.values[v].producer[0]]
-                    v = maker.inputs[0] if maker.primitive == "share" and made(maker.inputs[0]) == made(v) else None
+                    source = maker.inputs[0] if maker.primitive == "share" else None
+                    v = source if source is not None and made(source) == made(v) else None
 
-    starts = frozenset(moved())
+    starts = frozenset(resharded())
     out: dict[Path, Decision] = {}
     for i, op in enumerate(graph.ops):
         if op.primitive == "share":
