@@ -26,6 +26,7 @@ INLINED = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "call_jaxpr",
     "custom_lin": None,
+    "eval_jaxpr": "call_jaxpr",
     "remat": "jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
@@ -37,9 +38,36 @@ REMAT = ("remat", "remat2", "checkpoint")
 
 def inner_jaxpr(eqn) -> ClosedJaxpr | None:
     """The jaxpr a wrapping equation calls, closed; None for an equation that is an op of its own."""
+    if eqn.primitive.name in EXPANDED:
+        return _expanded(eqn)
     param = INLINED.get(eqn.primitive.name)
     inner = eqn.params.get(param) if param else None
     return None if inner is None else closed(inner)
+
+
+EXPANDED = ("custom_linear_solve", "call_hi_primitive")
+"""Primitives that stand for a program of their own which has to be traced first."""
+
+
+def _expanded(eqn) -> ClosedJaxpr | None:
+    """What a linear solve or one of the newest JAX's high-level primitives (searchsorted, expm, ...) runs, on the equation's line."""
+    avals = [a.aval for a in eqn.invars]
+    if eqn.effects or not all(isinstance(a, core.ShapedArray) for a in (*avals, *(v.aval for v in eqn.outvars))):
+        return None
+    if eqn.primitive.name == "custom_linear_solve":
+        lengths, solve = eqn.params["const_lengths"], closed(eqn.params["jaxprs"].solve)
+        first, n = lengths.matvec + lengths.vecmat, sum(lengths)
+
+        def run(*xs):
+            return core.jaxpr_as_fun(solve)(*xs[first : first + lengths.solve], *xs[n:])
+    else:
+        prim = eqn.params["_prim"]
+
+        def run(*xs):
+            return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, xs)))
+
+    with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
+        return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))
 
 
 def closed(inner) -> ClosedJaxpr:

@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardplan._jax import INLINED
+from shardplan._jax import EXPANDED, INLINED, inner_jaxpr
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.table import equations
 
 HOLDERS = {*INLINED, "scan", "while", "cond"}
 """Primitives that hold a program of their own, planned through."""
-WHOLE = {"custom_linear_solve", "call_hi_primitive"}
-"""Kept whole."""
 
 KEY = jax.random.key(0)
 X = jax.random.uniform(KEY, (8, 6), minval=0.1, maxval=0.9)
@@ -23,12 +21,15 @@ SQUARE, VECTOR, WHOLES, TRUTHS = X[:6], X[0], (X * 10).astype(int), X > 0.5
 
 def without_rule(fn, *args) -> set[str]:
     """Primitives of a program that have no rule; a rule that does not fit raises."""
-    missing = set()
-    for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr):
-        if eqn.primitive.name not in HOLDERS | WHOLE:
-            ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
-            if not rule_for(eqn.primitive.name, ins, outs, eqn.params, strict=True)[1]:
-                missing.add(eqn.primitive.name)
+    missing, left = set(), [jax.make_jaxpr(fn)(*args).jaxpr]
+    while left:
+        for eqn in equations(left.pop()):
+            if eqn.primitive.name in EXPANDED and (inner := inner_jaxpr(eqn)):
+                left.append(inner.jaxpr)
+            elif eqn.primitive.name not in HOLDERS:
+                ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+                if not rule_for(eqn.primitive.name, ins, outs, eqn.params, strict=True)[1]:
+                    missing.add(eqn.primitive.name)
     return missing
 
 
