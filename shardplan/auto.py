@@ -32,7 +32,7 @@ from shardplan.ilp.build import Charges
 from shardplan.ir.emit import emit
 from shardplan.mesh.cluster import Cluster, resolve
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan import Plan
+from shardplan.plan import SEARCHES, Plan
 from shardplan.planner import Options, Traced, make_plan, pin_dims
 from shardplan.reuse import matching_pins, saved_decisions
 
@@ -78,7 +78,8 @@ def auto(
             that are `P.UNCONSTRAINED`, the planner chooses; the rest is pinned.
         pins: PartitionSpecs by path pattern of the inputs, e.g. {"params/**/kernel": P(None, "model")}.
         memory: budget per device in bytes or as "80GB"; by default what the device has. `float("inf")` for no limit.
-        search: "ilp" (an integer program, with a proof) or "propagation" (faster, no proof).
+        search: "ilp" (an integer program, with a proof), "propagation" (faster, no proof) or "recursive" (one mesh axis after
+            the other, no proof, for meshes of many axes).
         time_limit: seconds for the search; by default it stops by counted work, so that a plan is the same on every machine.
         cluster: prices of compute and links: a preset's name, a file made by `calibrate`, or a `Cluster`; by default the
             machine at hand.
@@ -90,8 +91,8 @@ def auto(
     Raises:
         ShardingError: at planning, when a pin cannot hold or nothing fits the memory.
     """
-    if search not in ("ilp", "propagation"):
-        raise ShardingError(f"search={search!r} is none of 'ilp', 'propagation'")
+    if search not in SEARCHES:
+        raise ShardingError(f"search={search!r} is none of {', '.join(map(repr, SEARCHES))}")
     if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         raise ShardingError(
             f"auto() takes a mesh first, not {type(mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))"
@@ -227,7 +228,7 @@ class _Context:
     in_tree: Any
     out_tree: Any
     in_dtypes: Mapping[str, Any]
-    replan: Callable[[Mapping[str, Any]], Plan]
+    replan: Callable[..., Plan]
     program: Callable[[Plan], tuple[Callable, tuple]]
     planned: planner.Planned | None = None
     verified: Verified | None = None
@@ -397,9 +398,11 @@ class Auto:
         saved = settings.plan
         decisions = saved_decisions(saved, step.traced, settings.shape) if saved is not None else None
 
-        def replan(more: Mapping[str, Any]) -> Plan:
-            pinned = replace(settings, pins={**settings.pins, **more}, plan=None, verify=None)
-            return self._make(dynamic, keywords, static, pinned).plan
+        def replan(pins: Mapping[str, Any], search: str | None = None) -> Plan:
+            asked = replace(
+                settings, pins={**settings.pins, **pins}, search=search or settings.search, plan=None, verify=None
+            )
+            return self._make(dynamic, keywords, static, asked).plan
 
         def context(decisions, planned: planner.Planned | None = None) -> _Context:
             def program(plan: Plan) -> tuple[Callable, tuple]:

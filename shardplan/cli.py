@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
 from shardplan.files import write_atomically
 from shardplan.mesh.cluster import ClusterError
-from shardplan.plan import Plan
+from shardplan.plan import SEARCHES, Plan
 
 SAME, DIFFERENT, ERROR = 0, 1, 2
 
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cluster", metavar="NAME", help="prices: a preset (h100, a100, ...) or a cluster file; default: this machine"
     )
     plan.add_argument("--memory", metavar="BYTES", help="budget per device, e.g. 80GB or inf; default: what the device has")
-    plan.add_argument("--search", choices=("ilp", "propagation"), help="default: ilp")
+    plan.add_argument("--search", choices=SEARCHES, help="default: ilp")
     plan.add_argument("--time-limit", type=_positive, metavar="S", help="seconds for the search; default: by counted work")
     plan.add_argument(
         "--pin",

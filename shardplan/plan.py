@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = "shardplan-plan"
 VERSION = 1
+SEARCHES = ("ilp", "propagation", "recursive")
 MAX_FILE_BYTES = 256_000_000
 
 
@@ -177,7 +178,7 @@ class Plan:
         status: "optimal", "feasible", "fallback"; gap: proven relative distance from the optimum.
         tied: whether repeated layers were planned alike (the bound then holds for such plans).
         memory_: see `memory()`.
-        search: "ilp" or "propagation".
+        search: one of `SEARCHES`.
         fingerprint: of the program.
         donated: names of the donated arguments, or of leaves where only some of an argument are.
         lines: the program's lines that compute something, in the order in which they first run.
@@ -288,6 +289,23 @@ class Plan:
     def verified(self) -> Verified | None:
         """How `auto(mesh, verify=target)` came to this plan, round by round; None for a plan made without, or read from a file."""
         return self.context and self.context.verified
+
+    def compare(self, search: Sequence[str] = SEARCHES) -> PlanComparison:
+        """The same step planned by each search, judged by the one objective; `print` it.
+
+        Args:
+            search: names out of `SEARCHES`.
+
+        Raises:
+            ShardingError: when this plan was read from a file, or a search does not exist.
+        """
+        if unknown := [name for name in search if name not in SEARCHES]:
+            raise ShardingError(f"search={unknown[0]!r} is none of {', '.join(map(repr, SEARCHES))}")
+        if self.context is None:
+            raise ShardingError(
+                "compare() needs a plan that remembers its program; this one was read from a file.\n  way out: step.plan(...).compare()"
+            )
+        return PlanComparison({name: self.context.replan({}, search=name) for name in search})
 
     def check(self, target: str | None = None, **options) -> PlanReport:
         """Compile the planned step, run nothing, and compare what XLA emitted with what was planned.
@@ -402,6 +420,32 @@ class PlanDiff:
         from shardplan.view.text import diff_text
 
         return diff_text(self)
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """Plans of one step by several searches; `print` it.
+
+    Attributes:
+        plans: by the name of the search.
+    """
+
+    plans: Mapping[str, Plan]
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds per step below which no plan is, as far as any of the searches proved."""
+        return max((p.seconds["bound"] for p in self.plans.values()), default=0.0)
+
+    def gap(self, search: str) -> float:
+        """How far a search's plan is from the bound, relative to the plan."""
+        total = self.plans[search].seconds["total"]
+        return (total - self.bound) / total if total else 0.0
+
+    def __str__(self) -> str:
+        from shardplan.view.text import comparison_text
+
+        return comparison_text(self)
 
 
 def _changed(a: Mapping, b: Mapping) -> tuple:

@@ -17,9 +17,8 @@ from typing import Any
 
 from shardplan.errors import PlanFileError
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan import FORMAT, MAX_FILE_BYTES, VERSION, Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
+from shardplan.plan import FORMAT, MAX_FILE_BYTES, SEARCHES, VERSION, Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
 
-SEARCHES = ("ilp", "propagation")
 STATUSES = ("optimal", "feasible", "fallback")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "slice")
 REDUCTIONS = ("sum", "max", "min", "prod", "and", "or")

@@ -27,11 +27,14 @@ from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder, Step
-from shardplan.propagation import propagate
+from shardplan.propagation import propagate, recursive
 from shardplan.strategies.space import Space, is_spread, make_space
 
 FREE = "*"
 """A dim of a pin that the planner may split as it likes."""
+
+MANY_AXES = 3
+"""Mesh axes from which an answer without a proof is held against recursive search."""
 
 PinDims = tuple[tuple[str, ...] | str, ...]
 """A pin: per dim its mesh axes, or FREE; dims left out at the end are unsplit."""
@@ -76,7 +79,7 @@ class Options:
 
     Attributes:
         memory: bytes per device, or None for no limit.
-        search: "ilp" or "propagation".
+        search: one of `plan.SEARCHES`.
         time_limit: seconds for the search, or None for its own deterministic limit.
         in_pins, out_pins: by flat number.
         pins: entries of a PartitionSpec by path pattern.
@@ -160,10 +163,15 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     clock = _Clock()
     graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
     clock.lap("graph")
+    resharder = Resharder(mesh, cluster)
+    if options.search == "recursive":
+        found = recursive(graph, resharder, options.memory, functools.partial(allowed_strategies, options=options))
+        clock.lap("solve")
+        if found:
+            return _planned(traced, *found, resharder, options, clock)
     space = make_space(graph, mesh, cluster)
     clock.lap("strategies")
-    allowed = allowed_strategies(space, options)
-    resharder = Resharder(mesh, cluster)
+    allowed = allowed_strategies(space, options=options)
     network = build(space, resharder, options.memory, allowed, charges=options.charges)
     clock.lap("network")
     hint = propagate(network.problem)
@@ -174,10 +182,26 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
             solution = solve(network.problem, hint=hint.states, time_limit=options.time_limit)
     else:
         solution = solve(network.problem, hint=hint.states or None, time_limit=options.time_limit, progress=options.progress)
+        if solution.status != "optimal" and sum(n > 1 for _, n in mesh) >= MANY_AXES:
+            solution = _axis_by_axis(network, solution, graph, resharder, options)
     if not solution.states or not np.isfinite(solution.objective):
         raise ShardingError(does_not_fit(network, options))
     clock.lap("solve")
-    strategies = network.strategies(solution.states)
+    return _planned(traced, network, solution, resharder, options, clock)
+
+
+def _axis_by_axis(network: Network, solution: Solution, graph: Graph, resharder: Resharder, options: Options) -> Solution:
+    """The better of an answer without a proof and what recursive search finds."""
+    found = recursive(graph, resharder, options.memory, functools.partial(allowed_strategies, options=options))
+    states = network.restated(found[0], found[1].states) if found else ()
+    objective = network.problem.objective(states) if states else np.inf
+    fits = bool(states) and (options.memory is None or network.problem.peak(states) <= options.memory)
+    better = fits and (not solution.states or objective < solution.objective)
+    return replace(solution, status="feasible", states=states, objective=objective) if better else solution
+
+
+def _planned(traced: Traced, network: Network, solution: Solution, resharder: Resharder, options: Options, clock: _Clock) -> Planned:
+    space, strategies = network.space, network.strategies(solution.states)
     decided = decisions(space, resharder, strategies, network.kept(solution.states))
     clock.lap("decisions")
     return Planned(traced, network, resharder, solution, strategies, decided, options, clock.seconds)
@@ -197,8 +221,8 @@ class _Clock:
 # ---- pins
 
 
-def allowed_strategies(space: Space, options: Options) -> dict[int, np.ndarray]:
-    """Per pinned op, which of its strategies remain.
+def allowed_strategies(space: Space, settled: Collection[str] | None = None, *, options: Options) -> dict[int, np.ndarray]:
+    """Per pinned op, which of its strategies remain; of its pins only what they say of the `settled` axes, by default all.
 
     Raises:
         ShardingError: on a pin that no strategy meets, saying why.
@@ -223,10 +247,11 @@ def allowed_strategies(space: Space, options: Options) -> dict[int, np.ndarray]:
         if op.primitive == "sharding_constraint" and (spec := _jax.constraint_spec(op.params)) is not None:
             dims = tuple(FREE if e is FREE else e for e in pin_dims(spec, len(op.outs[0].shape)))
             pins.setdefault(i, []).append((f"with_sharding_constraint at {op.source}", dims))
-    return {i: _allowed(space, i, wanted) for i, wanted in sorted(pins.items())}
+    axes = space.mesh.axes if settled is None else tuple(settled)
+    return {i: _allowed(space, i, wanted, axes) for i, wanted in sorted(pins.items())}
 
 
-def _allowed(space: Space, i: int, wanted: list[tuple[str, PinDims]]) -> np.ndarray:
+def _allowed(space: Space, i: int, wanted: list[tuple[str, PinDims]], axes: tuple[str, ...]) -> np.ndarray:
     op, layouts = space.graph.ops[i], space.choices[i].results[0]
     shape = tuple(op.outs[0].shape)
     what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"
@@ -234,7 +259,8 @@ def _allowed(space: Space, i: int, wanted: list[tuple[str, PinDims]]) -> np.ndar
     for n, (who, dims) in enumerate(wanted):
         check_pin(f"{who} on {what}", dims, shape, space.mesh)
         before = mask
-        mask = mask & np.array([all(d in (FREE, x) for d, x in zip(dims, layout.dims, strict=True)) for layout in layouts])
+        known = [d if d == FREE else tuple(a for a in d if a in axes) for d in dims]
+        mask = mask & np.array([all(d in (FREE, x) for d, x in zip(known, layout.dims, strict=True)) for layout in layouts])
         if not mask.any():
             if n and before.any():
                 others = " and ".join(f"{w} = {pin_text(d)}" for w, d in wanted[: n + 1])

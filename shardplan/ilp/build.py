@@ -103,6 +103,16 @@ class Network:
         n = self.space.choices
         return frozenset(j for j in self.space.graph.earlier if states[j] >= len(n[j]) * (1 + (j in self.doubled)))
 
+    def restated(self, other: Network, states) -> tuple[int, ...]:
+        """The states in which every op does what it does in `states` of another network of the same graph."""
+        number: dict[int, dict] = {}
+        out = []
+        for found, wide, s in zip(other.space.choices, self.space.choices, states, strict=True):
+            at = number.setdefault(id(wide), {x: n for n, x in enumerate(wide.letters)})
+            block, s = divmod(s, len(found))
+            out.append(block * len(wide) + at[found.letters[s]])
+        return tuple(out)
+
     def holdings(self, states) -> list[tuple[int, int, int, float]]:
         """(op, lo, hi, bytes) of everything a device has in memory at the times lo <= t < hi."""
         graph, choices = self.space.graph, self.space.choices

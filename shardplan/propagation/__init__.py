@@ -1,5 +1,6 @@
-"""The planner's other search: no integer program, linear in the size of the network."""
+"""The planner's other searches, linear in the size of the network: over producers and consumers, and axis by axis."""
 
 from shardplan.propagation.propagate import propagate
+from shardplan.propagation.recursive import recursive
 
-__all__ = ["propagate"]
+__all__ = ["propagate", "recursive"]

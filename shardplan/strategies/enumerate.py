@@ -23,6 +23,9 @@ from shardplan.strategies.rule import Dims, Rule
 PARTIAL = "+"
 """The letter of an axis on which a linear op hands partial sums on."""
 
+OPEN = "*"
+"""Stands for the letter of an axis that is still to be chosen."""
+
 
 @dataclass(frozen=True, eq=False)
 class Choices:
@@ -44,7 +47,9 @@ class Choices:
         return len(self.letters)
 
 
-def enumerate_choices(rule: Rule, sizes: dict[str, int], mesh: MeshShape, linear: bool | None = None) -> Choices:
+def enumerate_choices(
+    rule: Rule, sizes: dict[str, int], mesh: MeshShape, linear: bool | None = None, within: Sequence[str | None] | None = None
+) -> Choices:
     """All strategies of a rule on a mesh.
 
     Args:
@@ -52,13 +57,17 @@ def enumerate_choices(rule: Rule, sizes: dict[str, int], mesh: MeshShape, linear
         sizes: size of every letter (`letter_sizes`).
         mesh: axis names and sizes; axes of size 1 are never used.
         linear: whether partial operands pass; default `rule.linear`.
+        within: per axis the letter that is settled, or OPEN; default all OPEN.
     """
     linear = rule.linear if linear is None else linear
     dims = [d for tensor in rule.operands + rule.results for d in tensor]
     compound = [d for d in dims if len(d) > 1]
     usable = [a for a in dict.fromkeys(a for d in dims for a in d) if a not in rule.whole and sizes[a] > 1]
     per_axis: list[list[str | None]] = []
-    for _, n in mesh:
+    for k, (_, n) in enumerate(mesh):
+        if within is not None and within[k] != OPEN:
+            per_axis.append([within[k]])
+            continue
         fits = [a for a in usable if sizes[a] % n == 0] if n > 1 else []
         per_axis.append([None, *fits, *([PARTIAL] if linear and n > 1 else [])])
     kept = [c for c in itertools.product(*per_axis) if _divides(c, sizes, mesh, compound)]

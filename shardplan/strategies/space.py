@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan._jax import itemsize, shard_map_specs
-from shardplan.ir.graph import BORDER, Graph, Op
+from shardplan.ir.graph import BORDER, Graph, Op, Path
 from shardplan.ir.share import with_shares
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
@@ -49,15 +49,26 @@ class Space:
     unknown: tuple[tuple[str, str], ...]
 
 
-def make_space(graph: Graph, mesh: MeshShape, cluster: Cluster) -> Space:
+def make_space(
+    graph: Graph,
+    mesh: MeshShape,
+    cluster: Cluster,
+    within: Mapping[Path, Sequence[str | None]] | None = None,
+    others: Sequence[str | None] | None = None,
+) -> Space:
     """Rules, strategies and compute seconds of every op of a step, copies for shared readers put in between.
 
     Ops of one signature share rule and strategies.
+
+    Args:
+        graph, mesh, cluster: the step, and what it runs on.
+        within: by path of an op, what is settled on each axis (`enumerate_choices`), and the same for all `others`.
     """
     table = _Table(mesh)
-    first = table.read(graph)
+    nothing = (None,) * len(mesh.axes)
+    first = table.read(graph, {}, nothing)
     graph = with_shares(graph, [e.rule.fusion in FUSIBLE for e in first], [e.sums for e in first])
-    entries = table.read(graph)
+    entries = table.read(graph, within or {}, others)
     rules = tuple(e.rule for e in entries)
     choices = tuple(e.choices for e in entries)
     signature = tuple(e.number for e in entries)
@@ -86,15 +97,15 @@ class _Table:
         self.rules: dict = {}
         self.entries: dict = {}
 
-    def read(self, graph: Graph) -> list[_Entry]:
+    def read(self, graph: Graph, within: Mapping[Path, Sequence[str | None]], others: Sequence[str | None] | None) -> list[_Entry]:
         """The entries of all ops, in order."""
         out: list[_Entry] = []
         for op in graph.ops:
             handed = bool(op.inputs) and all(v is not None and out[graph.values[v].producer[0]].sums for v in op.inputs)
-            out.append(self._entry(op, handed))
+            out.append(self._entry(op, handed, within.get(op.path, others)))
         return out
 
-    def _entry(self, op: Op, handed: bool) -> _Entry:
+    def _entry(self, op: Op, handed: bool, within: Sequence[str | None] | None) -> _Entry:
         """`handed`: every operand may be a partial sum."""
         key = _key(op)
         if key not in self.rules:
@@ -104,12 +115,12 @@ class _Table:
         rule, known, sizes = self.rules[key]
         # Partial sums of arrays pass through; a single number is summed up at once, which costs next to nothing.
         linear = rule.linear and handed and bool(op.outs[0].shape)
-        if (key, linear) not in self.entries:
+        if (key, linear, within) not in self.entries:
             given = _given(op, self.mesh)
-            choices, known = (given, True) if given else (enumerate_choices(rule, sizes, self.mesh, linear), known)
+            choices, known = (given, True) if given else (enumerate_choices(rule, sizes, self.mesh, linear, within), known)
             sums = linear or (op.primitive not in BORDER and bool(rule.reduce))
-            self.entries[key, linear] = _Entry(len(self.entries), rule, known, sums, choices)
-        return self.entries[key, linear]
+            self.entries[key, linear, within] = _Entry(len(self.entries), rule, known, sums, choices)
+        return self.entries[key, linear, within]
 
 
 def _given(op: Op, mesh: MeshShape) -> Choices | None:

@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardplan.plan import Decision, Memory, Plan, PlanDiff
+from shardplan.plan import Decision, Memory, Plan, PlanComparison, PlanDiff
 from shardplan.view import rows
 from shardplan.view.units import bytes_text, clean, fit, fit_middle, memory_size, percent, time_text, times
 
@@ -36,7 +36,7 @@ def summary(plan: Plan) -> str:
 
 def quality(plan: Plan) -> str:
     """How the plan was found and what is proven of it."""
-    by = {"ilp": "integer program", "propagation": "propagation"}.get(plan.search, clean(plan.search))
+    by = {"ilp": "integer program", "propagation": "propagation", "recursive": "recursive search"}.get(plan.search, clean(plan.search))
     alike = ", repeated layers alike" if plan.tied else ""
     if plan.status == "optimal" or plan.gap <= 1e-6:
         return f"optimal ({by}{alike})"
@@ -203,6 +203,27 @@ def memory_text(memory: Memory) -> str:
     cells = [[*row, ""][:4] for row in cells]
     head = fit(f"memory per device at the peak{f', {rows.where(memory.where)}' if memory.where else ''}", WIDTH)
     return "\n".join([head, *_table(cells, right=(1, 2), widths={0: 40})])
+
+
+# ---- several plans
+
+
+def comparison_text(comparison: PlanComparison) -> str:
+    """A row per search: the step's seconds, what of them is communication, peak memory, how far from the bound, planning time."""
+    cells = [["search", "step", "communication", "memory", "from the bound", "planned in"]]
+    for name, plan in comparison.plans.items():
+        gap = comparison.gap(name)
+        cells.append(
+            [
+                name,
+                time_text(plan.seconds["total"]),
+                time_text(plan.seconds["communication"]),
+                memory_size(plan.memory_.peak),
+                "nothing proven" if not comparison.bound else percent(gap) if gap > 1e-6 else "optimal",
+                time_text(sum(plan.planning_seconds.values())),
+            ]
+        )
+    return "\n".join(_table(cells, right=range(1, 6), widths={}, indent=""))
 
 
 # ---- two plans
