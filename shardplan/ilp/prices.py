@@ -23,7 +23,7 @@ from .eliminate import Pass
 from .memory import Memory
 from .relax import Relaxation
 
-ROUNDS = (24, 4)  # of shifting, at the first prices and after a change of prices
+ROUNDS = (12, 4)  # of shifting, at the first prices and after a change of prices
 PRECISION = 46  # bits of a sum of all entries: 7 less than float64 has
 
 
