@@ -171,7 +171,7 @@ def _disagreement(result: Bound, kept: list[np.ndarray]) -> tuple[int | None, np
     best = result.best
     tolls = result.memory.toll(best.prices)
     chosen = [best.relaxed, np.array(best.sweep.states())]
-    near = sorted(result.quotes, key=lambda q: q.constant + float(best.prices @ q.over))[:4]
+    near = sorted(result.quotes, key=lambda quote: quote.plane(best.prices))[:4]
     chosen += [quote.relaxed for quote in near]
     most, node, middle = 0.0, None, 0.0
     for i, toll in enumerate(tolls):

@@ -45,10 +45,9 @@ class Quote:
     relaxed: np.ndarray
     over: np.ndarray
 
-    @property
-    def constant(self) -> float:
-        """The plane's value where all prices are 0."""
-        return self.value - float(self.prices @ self.over)
+    def plane(self, prices: np.ndarray) -> float:
+        """The plane's value at other prices. (No `@`: its rounding depends on the machine.)"""
+        return self.value + float(((prices - self.prices) * self.over).sum())
 
 
 def quote(relaxation: Relaxation, memory: Memory, prices: np.ndarray, rounds: int, costs=None) -> Quote:
@@ -94,9 +93,9 @@ def bargain(
     for _ in range(rounds):
         if not np.isfinite(point.value):
             return
-        planes.append([point.constant, point.over])
+        planes.append([point.plane(np.zeros(memory.n_steps)), point.over])
         for plane in planes:  # shifting on may have raised L above an older plane
-            plane[0] = max(plane[0], point.value - float(point.prices @ plane[1]))
+            plane[0] = max(plane[0], point.value - float((point.prices * plane[1]).sum()))
         steps += [t for t in memory.peaks(point.over, 0.0).tolist() if t not in steps]
         steps += [t for t in np.flatnonzero(point.prices).tolist() if t not in steps]
         if not steps:

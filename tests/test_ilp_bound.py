@@ -1,0 +1,164 @@
+"""Laws of the links that prove: shifting changes no choice's cost, goals tell the truth, and no link depends on numba or hashing."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from models import MODELS
+from test_ilp import brute_force, chain, choices, laws, networks
+
+import shardplan
+from shardplan.ilp import Edge, Problem, Usage, cpsat, shift, solve
+from shardplan.ilp.bound import bound
+from shardplan.ilp.branch import Region, Tree
+from shardplan.ilp.local import Moves, fit
+from shardplan.ilp.memory import Memory
+from shardplan.ilp.record import Clock, Record
+from shardplan.ilp.shrink import shrink
+
+
+def grid(side, k, seed=0, tight=None):
+    """A grid, whose treewidth elimination cannot afford, with memory that binds at `tight` of what cheap states hold."""
+    rng = np.random.default_rng(seed)
+    n = side * side
+    costs = tuple(rng.integers(0, 1000, k).astype(float) for _ in range(n))
+    pairs = [(i, i + 1) for i in range(n) if (i + 1) % side] + [(i, i + side) for i in range(n - side)]
+    edges = tuple(Edge(i, j, rng.integers(0, 1000, (k, k)).astype(float)) for i, j in pairs)
+    usages = tuple(Usage(i, i, min(n, i + 3 * side), rng.integers(1, 100, k).astype(float)) for i in range(n))
+    problem = Problem(costs, edges, usages)
+    if tight is None:
+        return problem
+    cheap = [int(c.argmin()) for c in costs]
+    return Problem(costs, edges, usages, float(int(tight * problem.peak(cheap))))
+
+
+@laws
+@given(networks(limit=False))
+def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem):
+    small = shrink(problem)
+    if not small.feasible:
+        return
+    problem = small.problem
+    shifting = shift.Shift(problem)
+    shifting.rounds(problem.costs, 5)
+    costs, tables = shifting.shifted(problem.costs, 2.0**-20)
+    shifted = Problem(tuple(costs), tuple(Edge(e.i, e.j, t) for e, t in zip(problem.edges, tables, strict=True)))
+    for states in choices(problem):
+        assert shifted.objective(states) == problem.objective(states)
+    least = sum(c.min() for c in costs) + sum(t.min() for t in tables)
+    assert least <= min(problem.objective(states) for states in choices(problem))
+
+
+def test_shifting_makes_small_joints_bound_well():
+    problem = grid(8, 6)
+    best = solve(problem, work_limit=40.0)
+    bare, shifted = (bound(problem, np.inf, cap, 0).value for cap in (1, 300))
+    assert best.status == "optimal"
+    assert bare <= shifted <= best.objective
+    assert shifted > 0.9 * best.objective
+
+
+def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
+    pytest.importorskip("numba")
+    problem = grid(6, 5)
+    plain = shift.Shift(problem)
+    monkeypatch.setattr(shift, "COMPILED", 0)
+    compiled = shift.Shift(problem)
+    assert plain.compiled is None and compiled.compiled is not None
+    for shifting in (plain, compiled):
+        shifting.rounds(problem.costs, 7)
+    assert np.array_equal(plain.messages, compiled.messages) and plain.messages.any()
+
+
+@laws
+@given(networks())
+def test_through_is_a_bound_of_every_choice_that_takes_the_state(problem):
+    small = shrink(problem)
+    if not small.feasible:
+        return
+    problem = small.problem
+    result = bound(problem, np.inf, 8, 4)
+    fitting = [s for s in choices(problem) if problem.limit is None or problem.peak(s) <= problem.limit]
+    for states in fitting:
+        cost = problem.objective(states)
+        assert result.value <= cost
+        assert all(result.through[i][s] <= cost for i, s in enumerate(states))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_goals_below_the_optimum_are_closed_and_goals_above_find_it(seed):
+    problem = chain(9, 3, seed=seed, limit=250.0)
+    best = brute_force(problem)
+    small = shrink(problem)
+    region = Region(small.problem, small.invert, small.offset)
+    for goal, found in ((best - 1, np.inf), (best, best), (2 * best, best)):
+        record = Record(problem, None)
+        tree = Tree(record, Clock(None, 20.0))
+        tree.tries = 0  # answers come from the search alone
+        assert tree.close([region], goal, 1.0) == []
+        assert record.objective == found
+        if np.isfinite(found):
+            assert problem.objective(record.states) == best and problem.peak(record.states) <= problem.limit
+
+
+def test_the_core_answers_within_a_cost_or_proves_that_it_cannot():
+    problem = chain(7, 3, seed=2, limit=220.0)
+    best = brute_force(problem)
+    assert problem.objective(cpsat.solve_core(problem, work=5.0).states) == best
+    assert problem.objective(cpsat.solve_core(problem, work=5.0, most=best).states) == best
+    none = cpsat.solve_core(problem, work=5.0, most=best - 1)
+    assert none.status == "infeasible" and none.bound == np.inf and none.states == ()
+
+
+def test_what_moves_make_fit_fits_and_no_single_move_pays():
+    problem = grid(6, 4, tight=0.9)
+    memory = Memory(problem)
+    moves = Moves(problem, memory)
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        states = fit(moves, [int(rng.integers(len(c))) for c in problem.costs])
+        assert states is not None and problem.peak(states) <= problem.limit
+        cost = problem.objective(states)
+        assert cost + moves.gains[moves.start[0]] == problem.objective((0, *states[1:]))
+        for i in range(len(states)):
+            for s in range(len(problem.costs[i])):
+                other = (*states[:i], s, *states[i + 1 :])
+                assert problem.objective(other) >= cost or problem.peak(other) > problem.limit
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, "tests")
+if sys.argv[1] == "without": sys.modules["numba"] = None
+from test_ilp_bound import grid
+from test_ilp import chain
+from shardplan.ilp import shift, solve
+if sys.argv[1] == "compiled": shift.COMPILED = 0
+print([solve(p, work_limit=2.0) for p in (grid(7, 5, tight=0.9), grid(5, 6, 1, tight=0.8), chain(40, 5, limit=1000.0))])
+"""
+
+
+def test_same_answer_with_and_without_numba_and_with_other_hashing():
+    def answer(how, seed):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", SCRIPT, how]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    pytest.importorskip("numba")
+    assert answer("without", "1") == answer("compiled", "2") == answer("with", "3") != ""
+
+
+@pytest.mark.parametrize(("name", "shape"), [("digits_cnn", (2, 4)), ("dlrm", (8,)), ("face_softmax", (2, 4)), ("hybrid_mlp", (2, 4))])
+def test_tight_budgets_are_proven_within_one_percent(name, shape):
+    create, step, batches = MODELS[name]()
+    state, batch = jax.eval_shape(create, jax.random.key(0)), next(iter(batches(1)))
+    mesh = jax.sharding.AbstractMesh(shape, ("data", "model")[: len(shape)])
+    free = shardplan.auto(mesh, donate_argnums=0, cluster="h100")(step).plan(state, batch)
+    for share in (0.4, 0.2):
+        tight = shardplan.auto(mesh, donate_argnums=0, cluster="h100", memory=share * free.memory().peak)(step).plan(state, batch)
+        assert tight.memory().peak <= share * free.memory().peak
+        assert tight.status == "optimal" or tight.gap < 0.01
+        assert tight.seconds["total"] >= free.seconds["total"]
