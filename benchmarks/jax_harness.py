@@ -83,13 +83,17 @@ def run(case, mesh: jax.sharding.Mesh) -> Outcome:
             if len(got) != len(want):
                 return Outcome(case.fullname, "failed", f"{len(got)} results instead of {len(want)}")
             for n, (x, y) in enumerate(zip(got, want, strict=True)):
-                if (x.shape, x.dtype, x.weak_type) != (y.shape, y.dtype, y.weak_type):
+                if signature(x) != signature(y):
                     return Outcome(case.fullname, "failed", f"result {n} is {jax.typeof(x)}, not {jax.typeof(y)}")
                 if (why := difference(x, y)) is not None:
                     return Outcome(case.fullname, "failed", f"result {n}: {why}")
             return Outcome(case.fullname, "split" if is_split(step.plan(*args).context.planned) else "whole")
         except Exception as error:
             return Outcome(case.fullname, "failed", first_line(error))
+
+
+def signature(x) -> tuple:
+    return x.shape, x.dtype, getattr(x, "weak_type", False)
 
 
 def is_split(planned) -> bool:

@@ -1,15 +1,28 @@
-"""Every primitive of common programs has a rule: jax.numpy, jax.nn, jax.random, optax, flax, equinox, and their gradients."""
+"""Programs that nobody wrote for this planner: jax.numpy, jax.nn, jax.random, optax, flax, equinox, and their gradients.
+
+Every primitive has a rule; and one training step of every loss, optimizer and layer gives planned what it gives plain
+(`benchmarks/programs.py` runs them all, the test here some).
+"""
 
 import inspect
+import sys
+import time
 import warnings
+import zlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from shardplan._jax import EXPANDED, INLINED, inner_jaxpr
+from shardplan.ir.parse import parse
+from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.table import equations
+from shardplan.strategies.space import make_space
 
 HOLDERS = {*INLINED, "scan", "while", "cond"}
 """Primitives that hold a program of their own, planned through."""
@@ -93,7 +106,7 @@ def test_every_distribution_has_rules():
             assert without_rule(fn, *args) == set(), name
 
 
-def test_every_optax_loss_has_rules():
+def optax_losses():
     optax = pytest.importorskip("optax")
     labels = WHOLES[:, 0] % 6
     for name, fn in functions(optax.losses):
@@ -102,82 +115,170 @@ def test_every_optax_loss_has_rules():
                 jax.eval_shape(grad := jax.value_and_grad(loss_of(fn)), *args)
             except Exception:  # not made for these operands
                 continue
-            assert without_rule(grad, *args) == set(), name
+            yield f"optax.losses.{name}", grad, args
             break
 
 
-def test_every_optax_optimizer_has_rules():
+def optax_optimizers():
+    """Two updates of every optimizer that takes a learning rate."""
     optax = pytest.importorskip("optax")
     params = {"w": X, "b": VECTOR}
-    traced = 0
     for name, make in functions(optax):
         try:
             optimizer = optax.chain(optax.clip_by_global_norm(1.0), make(1e-3))
+
+            def two_steps(params, state, optimizer=optimizer):
+                for _ in range(2):
+                    updates, state = optimizer.update(jax.tree.map(jnp.sin, params), state, params)
+                    params = optax.apply_updates(params, updates)
+                return params, state
+
             state = optimizer.init(params)
-            jax.eval_shape(optimizer.update, params, state, params)
+            jax.eval_shape(two_steps, params, state)
         except Exception:  # not an optimizer of one learning rate
             continue
-        traced += 1
-        assert without_rule(optimizer.update, params, state, params) == set(), name
-    assert traced > 20
+        yield f"optax.{name}", two_steps, (params, state)
 
 
-IMAGES, TOKENS, SEQUENCE = jnp.ones((4, 8, 8, 6)), jnp.zeros((4, 8), int), jnp.ones((4, 8, 6))
+IMAGES, TOKENS, SEQUENCE = (jax.random.normal(KEY, s) for s in [(4, 8, 8, 6), (4, 8), (4, 8, 6)])
+TOKENS = (jnp.abs(TOKENS) * 5).astype(int)
 
 
-def test_every_linen_layer_has_rules():
+def linen_layers():
     nn = pytest.importorskip("flax.linen")
+
+    class Scanned(nn.Module):
+        """Layers as one scan, each computed again backwards."""
+
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            return layer()(x, None)[0]
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(6)(nn.gelu(nn.Dense(8)(nn.LayerNorm()(x)))), None
+
     layers = [
         (nn.Dense(8), X), (nn.DenseGeneral((2, 4)), X), (nn.Embed(16, 6), TOKENS), (nn.Conv(8, (3, 3)), IMAGES),
-        (nn.Conv(6, (3, 3), (2, 2), feature_group_count=6), IMAGES), (nn.ConvTranspose(8, (3, 3), (2, 2)), IMAGES),
+        (nn.Conv(6, (3, 3), (2, 2), feature_group_count=6), IMAGES), (nn.Conv(6, (3, 3), feature_group_count=2), IMAGES),
+        (nn.ConvTranspose(8, (3, 3), (2, 2)), IMAGES), (nn.Conv(8, (3,), kernel_dilation=2), SEQUENCE),
         (nn.ConvLocal(8, (3, 3)), IMAGES), (nn.LayerNorm(), X), (nn.RMSNorm(), X), (nn.GroupNorm(2), IMAGES),
         (nn.BatchNorm(use_running_average=False), IMAGES), (nn.InstanceNorm(), IMAGES), (nn.WeightNorm(nn.Dense(4)), X),
+        (nn.SpectralNorm(nn.Dense(4)), X), (nn.SelfAttention(2), SEQUENCE), (Scanned(), X),
         (nn.MultiHeadDotProductAttention(2, qkv_features=8), SEQUENCE), (nn.RNN(nn.LSTMCell(8)), SEQUENCE),
-        (nn.RNN(nn.GRUCell(8)), SEQUENCE), (nn.RNN(nn.ConvLSTMCell(8, (3, 3))), jnp.ones((4, 3, 8, 8, 6))),
+        (nn.RNN(nn.OptimizedLSTMCell(8)), SEQUENCE), (nn.RNN(nn.SimpleCell(8)), SEQUENCE), (nn.RNN(nn.MGUCell(8)), SEQUENCE),
+        (nn.Bidirectional(nn.RNN(nn.GRUCell(8)), nn.RNN(nn.GRUCell(8))), SEQUENCE),
+        (nn.RNN(nn.GRUCell(8)), SEQUENCE), (nn.RNN(nn.ConvLSTMCell(8, (3, 3))), jnp.stack([IMAGES] * 3, 1)),
         (nn.Dropout(0.5, deterministic=False), X), (nn.PReLU(), X), (nn.Einsum((6, 4), "bf,fh->bh"), X),
         (nn.Sequential([lambda x: nn.max_pool(x, (2, 2), (2, 2)), lambda x: nn.avg_pool(x, (2, 2)), nn.Dense(4)]), IMAGES),
+        (nn.Sequential([lambda x: nn.max_pool(x, (3, 3), (2, 2), "SAME"), nn.Conv(4, (5, 5))]), IMAGES),
     ]  # fmt: skip
-    for layer, x in layers:
+    for n, (layer, x) in enumerate(layers):
         variables = layer.init({"params": KEY, "dropout": KEY}, x)
 
         def loss(variables, x, layer=layer):
             return loss_of(lambda v: layer.apply(v, x, mutable=["batch_stats"], rngs={"dropout": KEY})[0])(variables)
 
-        assert without_rule(jax.value_and_grad(loss), variables, x) == set(), layer
+        yield f"linen {n} {type(layer).__name__}", jax.value_and_grad(loss), (variables, x)
 
 
-def test_every_nnx_layer_has_rules():
+def nnx_layers():
     nnx = pytest.importorskip("flax.nnx")
     r = nnx.Rngs(0)
+
+    class Scanned(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.vmap(lambda key: nnx.Linear(6, 6, rngs=nnx.Rngs(key)))(jax.random.split(KEY, 3))
+
+        def __call__(self, x):
+            step = nnx.scan(nnx.remat(lambda x, layer: x + jnp.tanh(layer(x))), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return step(x, self.layers)
+
     layers = [
         (nnx.Linear(6, 4, rngs=r), X), (nnx.LinearGeneral(6, (2, 4), rngs=r), X), (nnx.Einsum("bf,fh->bh", (6, 4), rngs=r), X),
         (nnx.Embed(16, 6, rngs=r), TOKENS), (nnx.Conv(6, 8, (3, 3), rngs=r), IMAGES), (nnx.LoRA(6, 2, 4, rngs=r), X),
+        (nnx.LoRALinear(6, 4, lora_rank=2, rngs=r), X), (nnx.PReLU(), X), (Scanned(), X),
         (nnx.ConvTranspose(6, 8, (3, 3), (2, 2), rngs=r), IMAGES), (nnx.BatchNorm(6, rngs=r), IMAGES),
         (nnx.Dropout(0.5, rngs=r), X),
         (nnx.LayerNorm(6, rngs=r), X), (nnx.RMSNorm(6, rngs=r), X), (nnx.GroupNorm(6, 2, rngs=r), IMAGES),
         (nnx.MultiHeadAttention(2, 6, 8, decode=False, rngs=r), SEQUENCE), (nnx.RNN(nnx.LSTMCell(6, 8, rngs=r)), SEQUENCE),
+        (nnx.RNN(nnx.OptimizedLSTMCell(6, 8, rngs=r)), SEQUENCE), (nnx.RNN(nnx.SimpleCell(6, 8, rngs=r)), SEQUENCE),
         (nnx.RNN(nnx.GRUCell(6, 8, rngs=r)), SEQUENCE),
     ]  # fmt: skip
-    for layer, x in layers:
+    for n, (layer, x) in enumerate(layers):
         graph, state = nnx.split(layer)
         floats = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating), state)
 
         def loss(state, x, graph=graph):
             return loss_of(lambda s: nnx.merge(graph, s)(x))(state)
 
-        step = jax.value_and_grad(loss, allow_int=True) if all(jax.tree.leaves(floats)) else loss
-        assert without_rule(step, state, x) == set(), layer
+        step = jax.value_and_grad(loss) if all(jax.tree.leaves(floats)) else loss
+        yield f"nnx {n} {type(layer).__name__}", step, (state, x)
 
 
-def test_every_equinox_layer_has_rules():
+def equinox_layers():
     eqx = pytest.importorskip("equinox")
+    image = jnp.moveaxis(IMAGES[0], -1, 0)
     layers = [
-        (eqx.nn.MLP(6, 4, 8, 2, key=KEY), VECTOR), (eqx.nn.Conv2d(6, 4, 3, key=KEY), jnp.ones((6, 8, 8))),
-        (eqx.nn.LayerNorm(6), VECTOR), (eqx.nn.GroupNorm(2, 6), jnp.ones((6, 8, 8))),
-        (eqx.nn.AvgPool2d(2), jnp.ones((6, 8, 8))),
-        (eqx.nn.MaxPool2d(2), jnp.ones((6, 8, 8))), (eqx.nn.AdaptiveAvgPool2d(4), jnp.ones((6, 8, 8))),
+        (eqx.nn.MLP(6, 4, 8, 2, key=KEY), VECTOR), (eqx.nn.Conv2d(6, 4, 3, key=KEY), image),
+        (eqx.nn.ConvTranspose2d(6, 4, 3, key=KEY), image), (eqx.nn.Conv1d(6, 4, 3, key=KEY), image[0, :6]),
+        (eqx.nn.LayerNorm(6), VECTOR), (eqx.nn.GroupNorm(2, 6), image), (eqx.nn.RMSNorm(6), VECTOR),
+        (eqx.nn.AvgPool2d(2), image), (eqx.nn.Linear(6, 4, key=KEY), VECTOR), (eqx.nn.Embedding(16, 6, key=KEY), TOKENS[0, 0]),
+        (eqx.nn.MaxPool2d(2), image), (eqx.nn.AdaptiveAvgPool2d(4), image), (eqx.nn.AdaptiveMaxPool2d(2), image),
+        (eqx.nn.PReLU(), VECTOR), (eqx.nn.RotaryPositionalEmbedding(6), X),
     ]  # fmt: skip
-    for layer, x in layers:
+    for n, (layer, x) in enumerate(layers):
         floats, rest = eqx.partition(layer, eqx.is_inexact_array)
-        step = jax.value_and_grad(lambda f, x, rest=rest: loss_of(jax.vmap(eqx.combine(f, rest)))(x))
-        assert without_rule(step, floats, jnp.stack([x] * 4)) == set(), layer
+
+        def loss(f, x, rest=rest):
+            return loss_of(jax.vmap(eqx.combine(f, rest)))(x)
+
+        yield f"equinox {n} {type(layer).__name__}", jax.value_and_grad(loss), (floats, jnp.stack([x] * 4))
+
+
+FAMILIES = {
+    "optax losses": (optax_losses, 10), "optax optimizers": (optax_optimizers, 20), "linen": (linen_layers, 20),
+    "nnx": (nnx_layers, 15), "equinox": (equinox_layers, 10),
+}  # fmt: skip
+"""Programs as (name, function, operands), and how many there are at least."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_program_has_rules(family):
+    programs, least = FAMILIES[family]
+    found = {name: without_rule(fn, *args) for name, fn, args in programs()}
+    assert {name: missing for name, missing in found.items() if missing} == {}
+    assert len(found) >= least
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planned_and_plain_give_the_same(family):
+    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+    import programs
+
+    mesh = programs.make_mesh()
+    some = [p for p in FAMILIES[family][0]() if zlib.crc32(p[0].encode()) % 10 == 0]
+    assert some
+    assert {name: found.why for name, *p in some if (found := programs.run(name, *p, mesh)).kind == "failed"} == {}
+
+
+@pytest.mark.slow
+def test_strategies_of_ten_thousand_equations_take_less_than_three_seconds():
+    """Processor seconds on a mesh of three axes; ops of one signature share theirs."""
+
+    def step(w, x):
+        for _ in range(1000):
+            h = lax.exp(lax.neg(lax.dot(x, w)))
+            x = lax.dot(lax.div(h, lax.broadcast_in_dim(lax.reduce_sum(h, (1,)), h.shape, (0,))), lax.transpose(w, (1, 0)))
+            x = lax.add(lax.tanh(x), x)
+        return x
+
+    graph = parse(jax.make_jaxpr(step)(jnp.ones((64, 128)), jnp.ones((64, 64))))
+    assert len(graph.ops) > 10_000
+    start = time.process_time()
+    space = make_space(graph, MeshShape(("a", "b", "c"), (2, 4, 8)), Cluster.preset("h100"))
+    assert time.process_time() - start < 3
+    assert len({id(c) for c in space.choices}) < 100 and max(map(len, space.choices)) > 20
