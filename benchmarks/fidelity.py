@@ -10,8 +10,6 @@ the share of what XLA emits that nobody planned. Needs "shardplan[gpu-check]", n
 """
 
 import argparse
-import dataclasses
-import importlib
 import math
 import os
 import statistics
@@ -25,7 +23,6 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import jax  # noqa: E402
-import llama as llama_example  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
@@ -34,34 +31,19 @@ from shardplan.xla import PlanReport  # noqa: E402
 MESHES = {"8": ((8,), ("data",)), "2,4": ((2, 4), ("data", "model")), "2,2,2": ((2, 2, 2), ("data", "model", "expert"))}
 
 
-def llama(size: str, layers: int, batch: int, seq: int):
-    _, width, heads, kv_heads, hidden, vocab = zoo.LLAMA[size]
-    config = llama_example.Config(layers, width, heads, kv_heads, hidden, seq, batch, vocab, dtype="bfloat16")
-    create_state, train_step, _ = llama_example.build(config)
-    return train_step, jax.eval_shape(create_state, jax.random.key(0)), zoo.tokens(batch, seq)
-
-
-def example(name: str, **sizes):
-    """An example at sizes where splitting pays on H100s; the batch as its own `batches` makes it."""
-    module = importlib.import_module(name)
-    create_state, train_step, batches = module.build(dataclasses.replace(module.DEMO, **sizes))
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(iter(batches(1))))
-    return train_step, jax.eval_shape(create_state, jax.random.key(0)), batch
-
-
 CASES = {
     "gpt2": lambda: zoo.gpt2(layers=4),
     "gpt2-scan": lambda: zoo.gpt2(scan=True),
     "gpt2-remat": lambda: zoo.gpt2(scan=True, remat=True),
     "gpt2-wide": lambda: zoo.gpt2(layers=3, batch=8, seq=2048, d=4096, heads=32),
-    "llama-1b": lambda: llama("1b", 4, 32, 2048),
-    "llama-8b": lambda: llama("8b", 8, 16, 4096),
-    "gpt": lambda: example("gpt", layers=3, width=1024, length=512, batch=64),
-    "moe": lambda: example("moe", width=512, hidden=2048, length=512, batch=64),
-    "hybrid_mlp": lambda: example("hybrid_mlp", inputs=1024, hidden=1024, classes=1 << 17, batch=1 << 13),
-    "face_softmax": lambda: example("face_softmax", side=32, channels=64, embedding=256, people=1 << 18, batch=1024),
-    "dlrm": lambda: example("dlrm", tables=(1 << 20, 1 << 18, 1 << 16, 1024, 64), width=128, batch=1 << 15),
-    "digits_cnn": lambda: example("digits_cnn", channels=128, hidden=1024, batch=4096),
+    "llama-1b": lambda: zoo.llama("1b", 32, 2048, layers=4),
+    "llama-8b": lambda: zoo.llama("8b", 16, 4096, layers=8),
+    "gpt": lambda: zoo.example("gpt", layers=3, width=1024, length=512, batch=64),
+    "moe": lambda: zoo.example("moe", width=512, hidden=2048, length=512, batch=64),
+    "hybrid_mlp": lambda: zoo.example("hybrid_mlp", inputs=1024, hidden=1024, classes=1 << 17, batch=1 << 13),
+    "face_softmax": lambda: zoo.example("face_softmax", side=32, channels=64, embedding=256, people=1 << 18, batch=1024),
+    "dlrm": lambda: zoo.example("dlrm", tables=(1 << 20, 1 << 18, 1 << 16, 1024, 64), width=128, batch=1 << 15),
+    "digits_cnn": lambda: zoo.example("digits_cnn", channels=128, hidden=1024, batch=4096),
 }
 
 COLUMNS = ("collectives", "peak", "live", "products")

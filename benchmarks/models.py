@@ -48,8 +48,8 @@ def attention_params(*shape):
     return {n: jnp.zeros(shape) for n in ("query", "key", "value", "out")}
 
 
-def vit(layers=24, width=1024, heads=16, hidden=4096, side=224, patch=16, batch=512, classes=1000):
-    """ViT-L/16 (arXiv:2010.11929), scanned over layers with `jax.checkpoint`, mean pooling."""
+def vit(layers=24, width=1024, heads=16, hidden=4096, side=256, patch=16, batch=512, classes=1000):
+    """ViT-L/16 (arXiv:2010.11929) on pictures of 256 x 256, scanned over layers with `jax.checkpoint`, mean pooling."""
     n, pixels = (side // patch) ** 2, patch * patch * 3
 
     def create():

@@ -127,12 +127,20 @@ ZOO = {
     "llama-70b": lambda: llama("70b"),
 }
 
+def classifier(classes: int, batch=1 << 13, width=1024):
+    """A classifier with a huge output layer."""
+    module = importlib.import_module("hybrid_mlp")
+    create_state, train_step, _ = module.build(module.Config(inputs=width, hidden=width, classes=classes, batch=batch))
+    shapes = {"x": jax.ShapeDtypeStruct((batch, width), jnp.float32), "label": jax.ShapeDtypeStruct((batch,), jnp.int32)}
+    return train_step, jax.eval_shape(create_state, jax.random.key(0)), shapes
+
+
 QUALITY = {
     "gpt2": lambda: gpt2(batch=64),
     "llama-1b": lambda: llama("1b", batch=64, seq=2048),
     "moe": lambda: example("moe", layers=4, width=1024, heads=16, hidden=4096, length=512, batch=64, vocab=32768),
     "dlrm": lambda: example("dlrm", tables=(1 << 23, 1 << 22, 1 << 20, 1 << 16, 1024, 64), width=128, batch=1 << 15),
-    "classes": lambda: example("hybrid_mlp", inputs=1024, hidden=1024, classes=1 << 19, batch=1 << 13),
+    "classes": lambda: classifier(1 << 19),
     "vit-l": models.vit,
     "resnet-50": models.resnet,
     "unet": models.unet,
@@ -142,6 +150,6 @@ QUALITY = {
     "llama-8b": lambda: llama("8b", batch=64, seq=4096),
     "llama-70b": lambda: llama("70b", batch=64, seq=4096),
     "gpt2-xl": lambda: gpt2(layers=48, batch=64, d=1600, heads=25),
-    "classes-8m": lambda: example("hybrid_mlp", inputs=1024, hidden=1024, classes=1 << 23, batch=1 << 13),
+    "classes-8m": lambda: classifier(1 << 23),
 }
 """What plans are held against experts' layouts on."""

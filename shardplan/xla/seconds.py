@@ -14,9 +14,11 @@ from itertools import groupby
 
 from shardplan.mesh.cluster import KINDS, AxisLink, Cluster
 from shardplan.mesh.collective import over
+from shardplan.mesh.layout import MeshShape
 from shardplan.xla.compile import Compiled
 from shardplan.xla.hlo import Collective
 from shardplan.xla.schedule import Work, simulate
+from shardplan.xla.text import Module
 
 LIKE = {"collective-broadcast": "collective-permute", "ragged-all-to-all": "all-to-all"}
 
@@ -36,6 +38,11 @@ class Seconds:
 
 def seconds(compiled: Compiled, cluster: Cluster) -> Seconds:
     """How long the compiled step takes on `cluster`; RuntimeError when the compile failed."""
+    return seconds_of(compiled.module, cluster, compiled.mesh)
+
+
+def seconds_of(text: str | Module, cluster: Cluster, mesh: MeshShape | None = None) -> Seconds:
+    """As `seconds`, of any compiled module's HLO."""
     device = cluster.device
 
     def work_s(work: Work) -> float:
@@ -44,7 +51,7 @@ def seconds(compiled: Compiled, cluster: Cluster) -> Seconds:
         products = sum(n / device.flops_per_s(_dtype(dtype)) for dtype, n in work.flops)
         return max(products, work.bytes / device.memory_rate, device.kernel_latency_s)
 
-    line = simulate(compiled.module, lambda c: collective_s(c, cluster), work_s, compiled.mesh)
+    line = simulate(text, lambda c: collective_s(c, cluster), work_s, mesh)
     return Seconds(line.compute_s, line.collective_s, line.exposed_s)
 
 

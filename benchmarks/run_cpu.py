@@ -1,0 +1,125 @@
+"""Plans against what experts write, really run: small models on 8 emulated CPU devices, all ways of one model in turns.
+
+    python benchmarks/run_cpu.py                              every model; measures the machine first (about 20 s)
+    python benchmarks/run_cpu.py dlrm moe --cluster here.json  some of them, with the prices of an earlier run (`--save here.json`)
+
+`predicted` is `shardplan.xla.seconds` of the program that XLA emitted, at the prices measured here; `planned` is what the planner
+promised for its own. The last lines are rank correlations (Spearman) of predicted and measured seconds. Devices share the machine's
+cores, so what is idle on one device is not idle on the machine: the figures show the order of the ways, not what a cluster would take.
+"""
+
+import argparse
+import importlib
+import sys
+import time
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import experts  # noqa: E402
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from harness import emulate_devices  # noqa: E402
+
+import shardplan  # noqa: E402
+from shardplan.mesh.layout import MeshShape  # noqa: E402
+from shardplan.xla.seconds import seconds_of  # noqa: E402
+
+OURS = "shardplan"
+MODELS = ("hybrid_mlp", "dlrm", "face_softmax", "digits_cnn", "gpt", "llama", "moe")
+
+
+def ways(name: str, mesh, cluster, only=None):
+    """(way, jitted step, seconds planned) of every way to split an example at its demo size; state and batch of each."""
+    module = importlib.import_module(name)
+    create_state, train_step, batches = module.build(module.DEMO)
+    key, batch = jax.random.key(0), next(iter(batches(1)))
+    shapes = jax.eval_shape(create_state, key)
+    batch_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    create = jax.jit(create_state)
+
+    def fresh():
+        return jax.tree.map(np.asarray, create(key))
+
+    for way in [OURS, *(e.name for e in experts.experts(mesh, mesh.size))]:
+        if only and way not in only:
+            continue
+        if way == OURS:
+            step = shardplan.auto(mesh, donate_argnums=0, cluster=cluster)(train_step)
+            plan = step.plan(shapes, batch_shapes)
+            yield way, plan.context.program(plan)[0], plan.seconds["total"], fresh, batch
+        else:
+            expert = next(e for e in experts.experts(mesh, mesh.size) if e.name == way)
+            yield way, experts.laid_out(expert, train_step, shapes, batch_shapes, mesh), None, fresh, batch
+
+
+def run(name: str, mesh, cluster, rounds: int, only=None) -> list[dict]:
+    """Seconds of every way, planned, predicted and measured (the median of `rounds` turns)."""
+    shape = MeshShape(tuple(mesh.axis_names), tuple(mesh.devices.shape))
+    found, running = [], []
+    for way, step, planned, fresh, batch in ways(name, mesh, cluster, only):
+        state = fresh()
+        text = step.lower(state, batch).compile().as_text()
+        row = {"model": name, "way": way, "planned": planned, "predicted": seconds_of(text, cluster, shape).total_s, "times": []}
+        for _ in range(2):  # the second call may compile once more, for the layouts that XLA chose
+            state = step(state, batch)[0]
+        running.append([row, step, jax.block_until_ready(state), batch])
+        found.append(row)
+    for _ in range(rounds):
+        for turn in running:
+            row, step, state, batch = turn
+            start = time.perf_counter()
+            turn[2] = jax.block_until_ready(step(state, batch))[0]
+            row["times"].append(time.perf_counter() - start)
+    for row in found:
+        row["measured"] = float(np.median(row["times"]))
+    return found
+
+
+def rank_correlation(a, b) -> float:
+    """Spearman's: of the ranks; NaN for fewer than two."""
+    if len(a) < 2:
+        return float("nan")
+    ranks = [np.argsort(np.argsort(x)).astype(float) for x in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--by", action="append", help="only these ways to split")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cluster", help="a cluster file instead of measuring")
+    parser.add_argument("--save", help="where to keep what was measured")
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore", shardplan.ShardingWarning)
+    emulate_devices()
+    mesh = experts.twin(jax.make_mesh((2, 4), ("data", "model")))
+    cluster = shardplan.Cluster.load(options.cluster) if options.cluster else shardplan.calibrate(mesh, options.save)
+    print(f"{'model':<13} {'by':<12} {'measured':>9} {'predicted':>9} {'planned':>9}  ms per step, mesh 2x4")
+    rows: list[dict] = []
+    for name in options.models or MODELS:
+        here = run(name, mesh, cluster, options.rounds, options.by)
+        for row in here:
+            planned = f"{1e3 * row['planned']:>9.2f}" if row["planned"] else ""
+            print(f"{name:<13} {row['way']:<12} {1e3 * row['measured']:>9.2f} {1e3 * row['predicted']:>9.2f} {planned}", flush=True)
+        rows += here
+    inside = {}
+    for name in dict.fromkeys(row["model"] for row in rows):
+        of = [row for row in rows if row["model"] == name]
+        inside[name] = rank_correlation([r["predicted"] for r in of], [r["measured"] for r in of])
+    every = rank_correlation([r["predicted"] for r in rows], [r["measured"] for r in rows])
+    print("rank correlation of predicted and measured seconds: " + ", ".join(f"{n} {x:.2f}" for n, x in inside.items()))
+    print(f"mean within a model {np.mean(list(inside.values())):.2f}; over all {len(rows)} programs {every:.2f}")
+    for name in inside:
+        of = {row["way"]: row["measured"] for row in rows if row["model"] == name}
+        others = {way: s for way, s in of.items() if way != OURS}
+        if OURS in of and others:
+            best = min(others, key=lambda way: others[way])
+            print(f"{name:<13} ours over the best other ({best}): {of[OURS] / others[best]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
