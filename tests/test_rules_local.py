@@ -1,0 +1,87 @@
+"""Ops that run on every device's own shards, since XLA would move what need not move: same numbers, nothing moved."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan.ir.local import LOCAL
+from shardplan.mesh.cluster import Cluster, Link
+from shardplan.testing import difference
+from shardplan.xla.hlo import collectives
+
+H100 = Cluster.preset("h100")
+IDEAL = Link(1e15, 0.0)
+NEAR = replace(H100, intra=IDEAL, inter=IDEAL, launch_s=0.0)
+"""Links so fast that small arrays are split, too."""
+
+
+def array(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).uniform(0.2, 0.9, shape), "float32")
+
+
+def conv(**groups):
+    dims = ("NHWC", "HWIO", "NHWC")
+    return lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims, **groups)
+
+
+TRIANGLE = jnp.eye(6) + jnp.tril(array(8, 6, 6))
+CASES = {
+    "fft": (jnp.fft.fft, (array(8, 12),), P("x")),
+    "rfft2": (lambda x: jnp.fft.rfft2(x), (array(8, 6, 10),), P("x")),
+    "triangular_solve": (lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True), (TRIANGLE, array(8, 6, 4)), P("x")),
+    "right-hand sides": (
+        lambda b: lax.linalg.triangular_solve(TRIANGLE[0], b, left_side=True, lower=True), (array(6, 8),), P(None, "x"),
+    ),
+    "tridiagonal_solve": (lambda d, b: lax.linalg.tridiagonal_solve(d - 0.2, d + 2, d - 0.3, b), (array(8, 6), array(8, 6, 3)), P("x")),
+    "igamma": (lambda a, x: jax.scipy.special.gammainc(a, x), (array(8, 3), array(8, 3, seed=1)), P("x")),
+    "betainc": (jax.scipy.special.betainc, (array(8), array(8, seed=1), array(8, seed=2)), P("x")),
+    "grouped, by batch": (conv(feature_group_count=2), (array(8, 4, 4, 8), array(3, 3, 4, 6)), P("x")),
+    "depthwise, by group": (conv(feature_group_count=8), (array(2, 4, 4, 8), array(3, 3, 1, 16)), P(None, None, None, "x")),
+    "batch groups": (conv(batch_group_count=8), (array(16, 4, 4, 4), array(3, 3, 4, 8)), P("x")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("case", CASES)
+def test_runs_on_shards_and_moves_nothing(case, kind):
+    fn, args, spec = CASES[case]
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto if kind == "auto" else AxisType.Explicit,))
+    whole = jax.tree.map(lambda x: P() if x.ndim == 4 and x.shape[:2] == (3, 3) else spec, args)
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=whole if "by batch" in case else (spec, *[None] * (len(args) - 1)))(fn)
+    for got, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        assert difference(got, want) is None
+    planned = step.plan(*args).context.planned
+    at = next(i for i, op in enumerate(planned.graph.ops) if op.primitive in LOCAL)
+    assert any(planned.space.choices[at].letters[planned.strategies[at]]), "the case is not split"
+    assert collectives(step.compile(*args).as_text()) == ()
+
+
+def test_an_initial_value_counts_once():
+    """XLA counts it for every piece in which a resharded operand arrives."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = jnp.arange(128).reshape(8, 16)
+
+    def total(x):
+        return lax.reduce(x, np.int32(3), lambda a, b: a + b, (0,))
+
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P("x"), out_shardings=P("x"))(total)
+    np.testing.assert_array_equal(step(x), np.asarray(x).sum(0) + 3)
+
+
+def test_derivatives_are_those_of_the_function():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = array(8, 12)
+
+    def power(x):
+        return (jnp.abs(jnp.fft.fft(x)) ** 2).sum()
+
+    got = shardplan.auto(mesh, cluster=NEAR)(jax.value_and_grad(power))(x)
+    for a, b in zip(got, jax.value_and_grad(power)(x), strict=True):
+        assert difference(a, b) is None
