@@ -58,12 +58,12 @@ def _expanded(eqn) -> ClosedJaxpr | None:
         lengths, solve = eqn.params["const_lengths"], closed(eqn.params["jaxprs"].solve)
         first, n = lengths.matvec + lengths.vecmat, sum(lengths)
 
-        def run(*xs):
+        def run(*xs) -> list:
             return core.jaxpr_as_fun(solve)(*xs[first : first + lengths.solve], *xs[n:])
     else:
         prim = eqn.params["_prim"]
 
-        def run(*xs):
+        def run(*xs) -> list:
             return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, xs)))
 
     with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
@@ -254,6 +254,13 @@ def constraint_spec(params) -> tuple | None:
         return None
     free = params.get("unconstrained_dims") or ()
     return tuple(UNCONSTRAINED if d in free else e for d, e in enumerate(spec))
+
+
+def is_placement(eqn) -> bool:
+    """Whether an equation only asks for a sharding, which a plan decides in its stead."""
+    if eqn.primitive.name != "sharding_constraint":
+        return False
+    return getattr(eqn.params.get("sharding"), "memory_kind", None) in (None, "device") and eqn.params.get("layout") is None
 
 
 def shard_map_specs(params) -> tuple[tuple, tuple] | None:

@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 
 UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
+THRIFT = {"slight": 0.25, "moderate": 0.5, "heavy": 0.75}
+"""Words for memory: part of the way from what the fastest plan needs to what the leanest does."""
+
+USER_SHARDINGS = ("keep", "hint", "ignore")
+
 
 class _OtherSignature(Exception):
     """The jitted function was called with arguments it was not planned for."""
@@ -61,6 +66,8 @@ def auto(
     search: str = "ilp",
     time_limit: float | None = None,
     cluster: str | Cluster | None = None,
+    compute_scale: float = 1.0,
+    user_shardings: Literal["keep", "hint", "ignore"] = "keep",
     plan: str | os.PathLike[str] | Plan | None = None,
     verify: str | Literal[True] | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -77,12 +84,16 @@ def auto(
         in_shardings, out_shardings: as in `jax.jit`, a tree prefix of PartitionSpecs or NamedShardings; what is None, and dims
             that are `P.UNCONSTRAINED`, the planner chooses; the rest is pinned.
         pins: PartitionSpecs by path pattern of the inputs, e.g. {"params/**/kernel": P(None, "model")}.
-        memory: budget per device in bytes or as "80GB"; by default what the device has. `float("inf")` for no limit.
+        memory: budget per device in bytes or as "80GB"; by default what the device has. `float("inf")` for no limit. "slight",
+            "moderate" or "heavy" saves memory for its own sake: a quarter, half or three quarters of the way from what the
+            fastest plan needs to what the leanest does.
         search: "ilp" (an integer program, with a proof), "propagation" (faster, no proof) or "recursive" (one mesh axis after
             the other, no proof, for meshes of many axes).
         time_limit: seconds for the search; by default it stops by counted work, so that a plan is the same on every machine.
         cluster: prices of compute and links: a preset's name, a file made by `calibrate`, or a `Cluster`; by default the
             machine at hand.
+        compute_scale: how many times longer compute takes than the cluster says; more weighs communication less.
+        user_shardings: whether `with_sharding_constraint`s inside the step are kept, where the search starts ("hint"), or ignored.
         plan: a plan or a plan file to reuse without solving.
         verify: compile the plan for this target ("h100:8"; True for the devices at hand), and where XLA does more than planned,
             price that and solve again, up to three plans; `plan.verified` tells. A plan that is reused is not verified again.
@@ -93,6 +104,14 @@ def auto(
     """
     if search not in SEARCHES:
         raise ShardingError(f"search={search!r} is none of {', '.join(map(repr, SEARCHES))}")
+    if user_shardings not in USER_SHARDINGS:
+        raise ShardingError(f"user_shardings={user_shardings!r} is none of {', '.join(map(repr, USER_SHARDINGS))}")
+    if not (isinstance(compute_scale, (int, float)) and 0 < compute_scale < float("inf")):
+        raise ShardingError(f"compute_scale={compute_scale!r} is no positive number")
+    if memory in THRIFT and search == "recursive":
+        raise ShardingError(
+            f"memory={memory!r} needs to know the fastest plan first.\n  ways out: search='ilp', or a number of bytes"
+        )
     if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         raise ShardingError(
             f"auto() takes a mesh first, not {type(mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))"
@@ -100,7 +119,8 @@ def auto(
 
     def decorate(fun: Callable) -> Auto:
         settings = _Settings(
-            mesh, in_shardings, out_shardings, dict(pins or {}), memory, search, time_limit, cluster,
+            mesh, in_shardings, out_shardings, dict(pins or {}), memory, search, time_limit,
+            cluster, float(compute_scale), user_shardings,
             Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan, verify,
             keep_unused, jit_options,
         )  # fmt: skip
@@ -119,6 +139,8 @@ class _Settings:
     search: str
     time_limit: float | None
     cluster: str | Cluster | None
+    compute_scale: float
+    user_shardings: Literal["keep", "hint", "ignore"]
     plan: Plan | None
     verify: str | Literal[True] | None
     keep_unused: bool
@@ -130,6 +152,10 @@ class _Settings:
 
     @functools.cached_property
     def machine(self) -> Cluster:
+        found = self._machine()
+        return found if self.compute_scale == 1 else found.scaled(self.compute_scale)
+
+    def _machine(self) -> Cluster:
         if isinstance(self.mesh, jax.sharding.Mesh):
             device = self.mesh.devices.flat[0]
             return resolve(self.cluster, device.platform, device.device_kind, n_devices=self.mesh.size)
@@ -139,7 +165,8 @@ class _Settings:
 
     @property
     def budget(self) -> float | None:
-        limit = self.machine.device.memory_bytes if self.memory is None else parse_bytes(self.memory)
+        given = self.memory is not None and self.memory not in THRIFT
+        limit = parse_bytes(self.memory) if given else self.machine.device.memory_bytes  # type: ignore[arg-type]
         return None if np.isinf(limit) else float(limit)
 
 
@@ -156,7 +183,10 @@ def parse_bytes(amount: float | str) -> float:
     except (ValueError, KeyError):
         value = float("nan")
     if not value > 0:
-        raise ShardingError(f"memory={amount!r} is no amount of memory.\n  way out: bytes, or text like '80GB' or '74.5GiB'")
+        raise ShardingError(
+            f"memory={amount!r} is no amount of memory.\n"
+            f"  ways out: bytes, text like '80GB' or '74.5GiB', or one of {', '.join(THRIFT)}"
+        )
     return value
 
 
@@ -480,9 +510,13 @@ class _Step:
         in_pins = _pins(settings.in_shardings, self._args_tree(), self.in_leaves, "in_shardings")
         out_pins = _pins(settings.out_shardings, self.out_tree, self.out_leaves, "out_shardings")
         pins = {pattern: tuple(_spec(spec, f"pin {pattern!r}")) for pattern, spec in settings.pins.items()}
+        thrift = THRIFT.get(settings.memory, 0.0) if isinstance(settings.memory, str) else 0.0
         from shardplan.view.progress import Progress
 
-        return Options(settings.budget, settings.search, settings.time_limit, in_pins, out_pins, pins, Progress())
+        return Options(
+            settings.budget, settings.search, settings.time_limit, in_pins, out_pins, pins, Progress(),
+            thrift=thrift, constraints=settings.user_shardings,
+        )  # fmt: skip
 
     def _args_tree(self):
         args, _ = jax.tree.unflatten(self.in_tree, range(len(self.in_leaves)))

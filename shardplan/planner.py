@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -84,6 +84,8 @@ class Options:
         in_pins, out_pins: by flat number.
         pins: entries of a PartitionSpec by path pattern.
         charges: what strategies and reshards cost beyond the model, as seen in a compiled plan.
+        thrift: part of the way from the fastest plan's peak to the leanest plan's that memory has to go down.
+        constraints: whether the program's own `with_sharding_constraint`s are kept, only a "hint", or ignored.
     """
 
     memory: float | None = None
@@ -94,6 +96,8 @@ class Options:
     pins: Mapping[str, Sequence] = None  # type: ignore[assignment]
     progress: Any = None
     charges: Charges | None = None
+    thrift: float = 0.0
+    constraints: Literal["keep", "hint", "ignore"] = "keep"
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,9 +176,15 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     space = make_space(graph, mesh, cluster)
     clock.lap("strategies")
     allowed = allowed_strategies(space, options=options)
+    if options.thrift:
+        options = replace(options, memory=_thrifty(lambda limit: build(space, resharder, limit, allowed), options))
     network = build(space, resharder, options.memory, allowed, charges=options.charges)
     clock.lap("network")
     hint = propagate(network.problem)
+    if options.constraints == "hint":
+        kept = allowed_strategies(space, options=replace(options, constraints="keep"))
+        users = propagate(build(space, resharder, options.memory, kept, charges=options.charges).problem)
+        hint = min((h for h in (users, hint) if h.states), key=lambda h: h.objective, default=hint)
     clock.lap("propagation")
     if options.search == "propagation":
         solution = hint
@@ -188,6 +198,16 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         raise ShardingError(does_not_fit(network, options))
     clock.lap("solve")
     return _planned(traced, network, solution, resharder, options, clock)
+
+
+def _thrifty(network: Callable[[float | None], Network], options: Options) -> float:
+    """The budget between what the fastest plan needs and what the leanest does."""
+    free = network(None)
+    fastest = free.peak(solve(free.problem).states)
+    told = network(fastest).problem
+    least = told.peak(leanest(told))
+    budget = fastest - options.thrift * max(0.0, fastest - least)
+    return budget if options.memory is None else min(budget, options.memory)
 
 
 def _axis_by_axis(network: Network, solution: Solution, graph: Graph, resharder: Resharder, options: Options) -> Solution:
@@ -244,7 +264,8 @@ def allowed_strategies(space: Space, settled: Collection[str] | None = None, *, 
             rank = len(graph.ops[i].outs[0].shape)
             pins.setdefault(i, []).append((f"pin {pattern!r}", pin_dims(dims, max(rank, len(dims)))))
     for i, op in enumerate(graph.ops):
-        if op.primitive == "sharding_constraint" and (spec := _jax.constraint_spec(op.params)) is not None:
+        spec = _jax.constraint_spec(op.params) if op.primitive == "sharding_constraint" and options.constraints == "keep" else None
+        if spec is not None:
             dims = tuple(FREE if e is FREE else e for e in pin_dims(spec, len(op.outs[0].shape)))
             pins.setdefault(i, []).append((f"with_sharding_constraint at {op.source}", dims))
     axes = space.mesh.axes if settled is None else tuple(settled)

@@ -16,7 +16,8 @@ def planned(name, sizes, **options):
     create, step, batches = MODELS[name]()
     mesh = jax.sharding.AbstractMesh(sizes, ("a", "b", "c", "d")[: len(sizes)])
     options = {"cluster": "h100", "search": "recursive", **options}
-    return shardplan.auto(mesh, donate_argnums=0, **options)(step).plan(jax.eval_shape(create, jax.random.key(0)), next(iter(batches(1))))
+    state = jax.eval_shape(create, jax.random.key(0))
+    return shardplan.auto(mesh, donate_argnums=0, **options)(step).plan(state, next(iter(batches(1))))
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("hybrid_mlp", (2, 4)), ("dlrm", (4, 2)), ("moe", (2, 2, 2))])

@@ -127,6 +127,16 @@ class Network:
         return out
 
 
+    def peak(self, states) -> float:
+        """The most bytes that a device has in memory at any time, of everything."""
+        held = self.holdings(states)
+        change = np.zeros(max((hi for _, _, hi, _ in held), default=0) + 1)
+        for _, lo, hi, n in held:
+            change[lo] += n
+            change[hi] -= n
+        return float(np.cumsum(change).max())
+
+
 def build(
     space: Space,
     resharder: Resharder,

@@ -133,7 +133,10 @@ class _Scope:
                         operands = self.operands(where, operands)
                     decision = self.decisions[where]
                     taken = [reads[-1] if reads else None for reads in decision.reads or [()] * len(operands)]
-                    results = local.run(eqn, operands, taken, decision.results, self.mesh)
+                    if _jax.is_placement(eqn) and decision.results[0] is not None:  # the plan says where instead
+                        results = operands
+                    else:
+                        results = local.run(eqn, operands, taken, decision.results, self.mesh)
                     with _jax.at_source(eqn):
                         results = [self.made(where, r, x) for r, x in enumerate(results)]
                 case _:

@@ -223,6 +223,15 @@ class Cluster:
             raise ClusterError(f"cluster file {where}: larger than {MAX_FILE_BYTES} bytes, so it is no cluster file")
         return _parse(raw, f"cluster file {where}")
 
+    def scaled(self, compute: float) -> Cluster:
+        """The same cluster with devices on which everything takes `compute` times as long; links stay."""
+        d = self.device
+        flops = {dtype: rate / compute for dtype, rate in d.flops.items()}
+        device = dataclasses.replace(
+            d, flops=flops, bytes_per_s=d.bytes_per_s / compute, kernel_latency_s=d.kernel_latency_s * compute
+        )
+        return dataclasses.replace(self, name=f"{self.name}, compute x {compute:g}", device=device)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a cluster file that `load` reads back equal; a crash leaves the old file whole."""
         write_atomically(path, json.dumps(self.to_json(), indent=2) + "\n")
