@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import doctest
 import json
 import os
 import sys
@@ -332,3 +333,9 @@ def test_the_documented_file_is_a_cluster():
     for optional in ("reduce_scatter", "source", "launch_s", "platforms", "device_kinds", "measured"):
         del example[optional]
     assert Cluster.from_json(example).reduce_scatter
+
+
+@pytest.mark.parametrize("page", ["coming_from_oneflow.md", "coming_from_mindspore.md"])
+def test_the_pages_for_newcomers_say_what_happens(page):
+    failed, tried = doctest.testfile(str(Path(__file__).parent.parent / "docs" / page), module_relative=False)
+    assert tried and not failed
