@@ -31,14 +31,13 @@ def conv(**groups):
     return lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims, **groups)
 
 
+solve = lax.linalg.triangular_solve
 TRIANGLE = jnp.eye(6) + jnp.tril(array(8, 6, 6))
 CASES = {
     "fft": (jnp.fft.fft, (array(8, 12),), P("x")),
     "rfft2": (lambda x: jnp.fft.rfft2(x), (array(8, 6, 10),), P("x")),
-    "triangular_solve": (lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True), (TRIANGLE, array(8, 6, 4)), P("x")),
-    "right-hand sides": (
-        lambda b: lax.linalg.triangular_solve(TRIANGLE[0], b, left_side=True, lower=True), (array(6, 8),), P(None, "x"),
-    ),
+    "triangular_solve": (lambda a, b: solve(a, b, left_side=True, lower=True), (TRIANGLE, array(8, 6, 4)), P("x")),
+    "right-hand sides": (lambda b: solve(TRIANGLE[0], b, left_side=True, lower=True), (array(6, 8),), P(None, "x")),
     "tridiagonal_solve": (lambda d, b: lax.linalg.tridiagonal_solve(d - 0.2, d + 2, d - 0.3, b), (array(8, 6), array(8, 6, 3)), P("x")),
     "igamma": (lambda a, x: jax.scipy.special.gammainc(a, x), (array(8, 3), array(8, 3, seed=1)), P("x")),
     "betainc": (jax.scipy.special.betainc, (array(8), array(8, seed=1), array(8, seed=2)), P("x")),

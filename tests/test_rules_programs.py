@@ -160,13 +160,18 @@ def linen_layers():
         def __call__(self, x, _):
             return x + nn.Dense(6)(nn.gelu(nn.Dense(8)(nn.LayerNorm()(x)))), None
 
+    class Spectral(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.SpectralNorm(nn.Dense(4))(x, update_stats=True)
+
     layers = [
         (nn.Dense(8), X), (nn.DenseGeneral((2, 4)), X), (nn.Embed(16, 6), TOKENS), (nn.Conv(8, (3, 3)), IMAGES),
         (nn.Conv(6, (3, 3), (2, 2), feature_group_count=6), IMAGES), (nn.Conv(6, (3, 3), feature_group_count=2), IMAGES),
         (nn.ConvTranspose(8, (3, 3), (2, 2)), IMAGES), (nn.Conv(8, (3,), kernel_dilation=2), SEQUENCE),
         (nn.ConvLocal(8, (3, 3)), IMAGES), (nn.LayerNorm(), X), (nn.RMSNorm(), X), (nn.GroupNorm(2), IMAGES),
         (nn.BatchNorm(use_running_average=False), IMAGES), (nn.InstanceNorm(), IMAGES), (nn.WeightNorm(nn.Dense(4)), X),
-        (nn.SpectralNorm(nn.Dense(4)), X), (nn.SelfAttention(2), SEQUENCE), (Scanned(), X),
+        (Spectral(), X), (nn.SelfAttention(2), SEQUENCE), (Scanned(), X),
         (nn.MultiHeadDotProductAttention(2, qkv_features=8), SEQUENCE), (nn.RNN(nn.LSTMCell(8)), SEQUENCE),
         (nn.RNN(nn.OptimizedLSTMCell(8)), SEQUENCE), (nn.RNN(nn.SimpleCell(8)), SEQUENCE), (nn.RNN(nn.MGUCell(8)), SEQUENCE),
         (nn.Bidirectional(nn.RNN(nn.GRUCell(8)), nn.RNN(nn.GRUCell(8))), SEQUENCE),
