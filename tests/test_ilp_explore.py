@@ -7,6 +7,7 @@ from test_ilp import brute_force, chain
 pytest.importorskip("numba")
 
 from shardplan.ilp import kernels
+from shardplan.ilp.eliminate import Elimination
 from shardplan.ilp.explore import Explorer
 from shardplan.ilp.plans import make_plan, sweep
 
@@ -55,11 +56,11 @@ def test_a_sweep_is_the_optimum_given_the_held_nodes(problem, some, cap):
         assert problem.objective(after) <= problem.objective(states)
         if not plan.held.any():
             free = chain(12, 4, seed=3)
-            assert problem.objective(after) == Explorer(free, cap, cap).elimination.run().value
+            assert problem.objective(after) == Elimination(free).run().value
 
 
 def test_what_is_made_to_fit_fits(problem, some):
-    explorer = Explorer(problem, 64, 1 << 10)
+    explorer = Explorer(problem, 64)
     fitted = [explorer.fit(states, 1e4) for states in some]
     assert any(states is not None for states in fitted)
     assert all(problem.peak(states) <= problem.limit for states in fitted if states is not None)
@@ -69,7 +70,7 @@ def test_runs_find_the_optimum_of_a_small_problem_and_repeat_themselves():
     problem = chain(8, 3, seed=1, limit=250.0)
 
     def best():
-        explorer = Explorer(problem, 64, 1 << 10)
+        explorer = Explorer(problem, 64)
         found = [s for number in range(4) for s in explorer.run(number, 4, lambda turn: turn / 60)]
         assert all(problem.peak(s) <= problem.limit for s in found)
         return min(found, key=problem.objective)

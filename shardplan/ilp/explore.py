@@ -1,45 +1,45 @@
-"""Where cheap choices that fit are found: annealed sweeps and kicks, under prices that follow the memory.
+"""Where cheap choices that fit are found: costs shifted under prices that follow the memory, then sweeps and kicks.
 
-A sweep (plans.py) moves all but a few held nodes to their joint optimum. After every sweep the price of a step follows how full
-the step was, so the prices find the few steps where memory binds by themselves:
+    agree   costs are shifted along the edges (shift.py) while the price of a step follows how full the step was, so the prices
+            find the few steps where memory binds by themselves:
 
-    p_t  <-  p_t exp(a clip(g (memory_t / limit - 1), -0.3, 1)),    a falling, g rising                         (6)
+                p_t  <-  p_t exp(a clip(g (memory_t / limit - 1), -0.3, 1)),    a falling, g rising                         (7)
 
-A run has three parts:
-    cool    noise on the node costs, falling, lets the sweeps leave what only looks like an optimum
-    guess   elimination with split joints (eliminate.py) under the prices found: coarse, but it sees the whole network at once
+            every node's cheapest state is a choice, settled now and then by sweeps (plans.py), which move all but a few held
+            nodes to their joint optimum
     kick    one node with many neighbours takes another state, held there while sweeps adapt the rest; kept when the priced cost
             falls
+
 Whenever a choice is made to fit the limit (repair and one-node moves, compiled in kernels.py), it is a candidate.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
 
 from .branch import Region
-from .eliminate import Elimination
 from .kernels import anneal, cost_of, fields, flatten, profile, profile_tree, relieve, toll
 from .plans import Plan, make_plan, sweep
 from .problem import Problem
 from .record import Clock, Record
+from .shift import Shift
 
 SWEEP_JOINT = (20_000, 4_000)  # entries of a joint table for sweeps, on small and on large problems
-GUESS_JOINT = 1 << 18  # and for guesses
-FIRST_RUN, LONGEST_RUN = 60, 1500  # sweeps
+FIRST_RUN, LONGEST_RUN = 400, 3000  # turns
 MOST_PLANS = 32  # that take turns in a run
 LARGE = 20_000  # states from which a problem counts as large
 
-HEAT = (0.03, 0.01, 0.1, 0.3)  # noise at the start of a run, as a share of what is at stake; runs take turns
+HEAT = (0.0, 0.003, 0.01, 0.03)  # noise at the start of a run, as a share of what is at stake; runs take turns
 COLD = 1e-5
-RATE = (1.0, 0.05)  # a in (6), first and last while cooling
-GAIN = (3.0, 30.0)  # g in (6), likewise
+RATE = (1.0, 0.05)  # a in (7), first and last while agreeing
+GAIN = (3.0, 30.0)  # g in (7), likewise
 KICK_RATE = 0.05
-COOLING, GUESSES = 0.35, (0.35, 0.6, 0.8)  # shares of a run: how long it cools, when it guesses
+AGREEING = 0.5  # share of a run
+SETTLE, SETTLERS = 25, 4  # turns after which a choice is settled, and by how many sweeps
 
 
 class Explorer:
@@ -49,19 +49,17 @@ class Explorer:
         prices: cost per byte at every step, after the last run; None before.
     """
 
-    def __init__(self, problem: Problem, cap: int, guess_cap: int):
+    def __init__(self, problem: Problem, cap: int):
         self.problem = problem
         self.net = flatten(problem)
         self.cap = cap
         self.plans: list[Plan] = []
         self.rng = np.random.default_rng(0)
         self.prices: np.ndarray | None = None
-        self.guess_cap = guess_cap
         self.least = sum(float(c.min()) for c in problem.costs) + sum(float(e.cost.min()) for e in problem.edges)
-
-    @functools.cached_property
-    def elimination(self) -> Elimination:
-        return Elimination(self.problem, self.guess_cap)
+        self.shift = Shift(problem, compiled=True)
+        states = [np.arange(a, b) for a, b in pairwise(self.net.start)]
+        self.receiver = np.concatenate([states[i] for e in problem.edges for i in (e.i, e.j)] or [np.zeros(0, dtype=np.int64)])
 
     def plan(self, number: int) -> Plan:
         """Plans made as they are asked for, each holding other nodes."""
@@ -71,18 +69,17 @@ class Explorer:
             self.plans.append(make_plan(self.net, self.cap, chance / degree ** self.rng.choice([0.0, 0.5, 1.0, 1.3])))
         return self.plans[number]
 
-    @property
-    def work(self) -> float:
-        """Table entries of a sweep; noise, prices and the call count as some."""
-        return self.plan(0).work + 10.0 * len(self.net.unary) + 20_000.0
+    def agree(self, costs: np.ndarray) -> np.ndarray:
+        """One more round of shifting with these node costs (of all states in a row), and every node's cheapest state then."""
+        bounds = list(pairwise(self.net.start))
+        self.shift.rounds([costs[a:b] for a, b in bounds], 1)
+        gained = costs + np.bincount(self.receiver, self.shift.messages, len(costs))
+        return np.array([gained[a:b].argmin() for a, b in bounds], dtype=np.int64)
 
-    def guess(self, prices: np.ndarray, n_plans: int) -> np.ndarray:
-        """States that elimination proposes under the prices, settled by sweeps."""
-        extra = toll(self.net, prices)
-        parts = [extra[a:b] for a, b in zip(self.net.start, self.net.start[1:], strict=False)]
-        costs = [cost + part for cost, part in zip(self.problem.costs, parts, strict=True)]
-        states = np.array(self.elimination.run(costs).states(), dtype=np.int64)
-        for number in range(n_plans):
+    def settle(self, states: np.ndarray, prices: np.ndarray) -> np.ndarray:
+        """What a few sweeps make of the states."""
+        states, extra = states.copy(), toll(self.net, prices)
+        for number in range(SETTLERS):
             sweep(self.net, self.plan(number), extra, states)
         return states
 
@@ -93,49 +90,44 @@ class Explorer:
     def run(
         self, number: int, n_plans: int, pace: Callable[[int], float], known: tuple[int, ...] | None = None
     ) -> Iterator[tuple[int, ...]]:
-        """Cools, guesses and kicks; yields choices that fit.
+        """Agrees and kicks; yields choices that fit.
 
         Args:
             number: which run; decides its chance and its heat.
             n_plans: how many plans take turns.
-            pace: share of the run that is over, given the number of sweeps done; the run ends at 1.
+            pace: share of the run that is over, given the number of turns done; the run ends at 1.
             known: a choice that fits, which the kicks may start from.
         """
         net, rng = self.net, np.random.default_rng(number)
-        if number % 2:
-            states = np.array([cost.argmin() for cost in self.problem.costs], dtype=np.int64)
-            for turn in range(n_plans):
-                sweep(net, self.plan(turn), np.zeros(len(net.unary)), states)
-        else:
-            states = self.guess(np.zeros(net.steps), n_plans)
+        cheapest = np.array([cost.argmin() for cost in self.problem.costs], dtype=np.int64)
+        states = best = self.settle(cheapest, np.zeros(net.steps))
         stake = max(cost_of(net, states) - self.least, 1e-9)
         prices = np.full(net.steps, stake / net.limit / max(1, net.steps))
         turn = 0
-        while (share := pace(turn) / COOLING) < 1:
-            heat = stake * HEAT[number % len(HEAT)] * COLD**share
-            extra = toll(net, prices) + heat * rng.gumbel(size=len(net.unary))
-            sweep(net, self.plan(int(rng.integers(n_plans))), extra, states)
+        while (share := pace(turn) / AGREEING) < 1:
+            costs = net.unary + toll(net, prices)
+            if heat := HEAT[number % len(HEAT)]:
+                costs += stake * heat * COLD**share * rng.gumbel(size=len(costs))
+            states = self.agree(costs)
             prices = self._follow(prices, states, RATE[0] * (RATE[1] / RATE[0]) ** share, GAIN[0] * (GAIN[1] / GAIN[0]) ** share)
             turn += 1
+            if turn % SETTLE == 0:
+                best = self.settle(states, prices)
+                yield from self._fitting(best, stake, turn)
+        states = min((best, self.settle(states, prices)), key=lambda s: self.priced(s, prices))
         yield from self._fitting(states, stake, number)
         if known is not None:
             states = min(states, np.array(known), key=lambda s: self.priced(s, prices))
-        guesses = [] if number % 2 else list(GUESSES)  # every other run keeps to where it came from
-        yield from self._kick(states, prices, stake, rng, n_plans, pace, turn, guesses)
+        yield from self._kick(states, prices, stake, rng, n_plans, pace, turn)
 
-    def _kick(self, states, prices, stake, rng, n_plans, pace, turn, guesses) -> Iterator[tuple[int, ...]]:
+    def _kick(self, states, prices, stake, rng, n_plans, pace, turn) -> Iterator[tuple[int, ...]]:
         net = self.net
         k, degree = np.diff(net.start), np.diff(net.near_start)
         held = np.array([self.plan(number).held for number in range(n_plans)])
         chance = held.mean(axis=0) * np.log(k) * degree**0.7
         extra, now, kicks = toll(net, prices), self.priced(states, prices), 0
-        while (share := pace(turn)) < 1:
-            if guesses and share >= guesses[0]:
-                guesses.pop(0)
-                other = self.guess(prices, n_plans)
-                turn += n_plans
-                yield from self._fitting(other, stake, turn)
-            elif chance.any():
+        while pace(turn) < 1:
+            if chance.any():
                 other = states.copy()
                 node = int(rng.choice(len(k), p=chance / chance.sum()))
                 other[node] = (states[node] + rng.integers(1, k[node])) % k[node]
@@ -163,7 +155,7 @@ class Explorer:
         self.prices = prices
 
     def _follow(self, prices: np.ndarray, states: np.ndarray, rate: float, gain: float) -> np.ndarray:
-        """(6); prices never become 0, or they could not rise again."""
+        """(7); prices never become 0, or they could not rise again."""
         if not len(prices):
             return prices
         full = profile(self.net, states) / self.net.limit - 1.0
@@ -204,14 +196,12 @@ class Runs:
         record, clock, number = self.record, self.clock, self.number
         large = sum(map(len, region.problem.costs)) > LARGE
         if self.explorer is None or self.explorer.problem is not region.problem:
-            self.explorer = Explorer(region.problem, SWEEP_JOINT[large], GUESS_JOINT)
+            self.explorer = Explorer(region.problem, SWEEP_JOINT[large])
         sweeps = FIRST_RUN << number if large else min(int(FIRST_RUN * 1.4**number), LONGEST_RUN)
-        n_plans = max(4, min(MOST_PLANS, sweeps // 8))
+        n_plans = min(MOST_PLANS, 4 << number)
         self.explorer.plan(n_plans - 1)
         start, left = time.monotonic(), clock.seconds_left
         self.last = left < (6.0 if large else 2.5) * self.seconds  # the one after would not come to its end
-        if large:  # few runs: those that begin with a guess, the last one at the heat that is best on the whole
-            number *= 4 if self.last else 2
 
         def pace(turn: int) -> float:
             """Share of the run that is over: by sweeps, or by time where the limit ends it."""

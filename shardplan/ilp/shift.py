@@ -24,12 +24,14 @@ COMPILED = 2_000  # edges from which the rounds are left to compiled code, if it
 class Shift:
     """The messages of a problem's edges, improved in place. Every state must have a finite partner in every edge.
 
+    `compiled` says whether compiled code makes the rounds, if it is there; by default when there are many edges.
+
     Attributes:
         at_i, at_j: m_ei and m_ej, per edge.
         entries: table entries that a round visits.
     """
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, compiled: bool | None = None):
         self.problem = problem
         sizes = np.array([e.cost.shape for e in problem.edges], dtype=np.int64).reshape(-1, 2)
         self.ends = np.cumsum(np.concatenate([[0], sizes.ravel()]))
@@ -44,7 +46,8 @@ class Shift:
         self.links = links
         later = [sum(ahead for *_, ahead in row) for row in links]
         self.share = np.array([1.0 / max(n, len(row) - n, 1) for n, row in zip(later, links, strict=True)])
-        self.compiled = self._compile() if len(problem.edges) >= COMPILED else None
+        compiled = len(problem.edges) >= COMPILED if compiled is None else compiled
+        self.compiled = self._compile() if compiled else None
 
     def rounds(self, costs, n: int) -> None:
         """n times forwards and backwards, with these node costs."""
@@ -87,7 +90,7 @@ class Shift:
         ]  # fmt: skip
         links = np.array(flat, dtype=np.int64).reshape(-1, 5)
         first = np.cumsum([0, *map(len, self.links)])
-        tables = np.concatenate(pool)
+        tables = np.concatenate(pool) if pool else np.zeros(0)
         return lambda costs, n: shift_rounds(costs, start, first, links, tables, self.share, self.messages, n)
 
     def shifted(self, costs, unit: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
