@@ -4,7 +4,7 @@
     bound       prices on bytes, costs shifted along edges, elimination: what no answer can beat, first answers, and the
                 states that no better answer takes; shrink again                       bound.py, prices.py, shift.py, eliminate.py
     close       goals between bound and answer; branch and bound below each, CP-SAT on small cores          branch.py, cpsat.py
-    explore     under a time limit only: annealed sweeps under prices look for better answers               explore.py, plans.py
+    explore     under a time limit only: shifting under prices that follow the memory, sweeps and kicks     explore.py, plans.py
 
 Without a time limit no clock is read: every link counts its work, so the answer is the same everywhere.
 """
