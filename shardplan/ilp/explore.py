@@ -25,13 +25,12 @@ from .branch import Region
 from .kernels import anneal, cost_of, fields, flatten, profile, profile_tree, relieve, toll
 from .plans import Plan, make_plan, sweep
 from .problem import Problem
-from .record import Clock, Record
+from .record import LARGE, Clock, Record
 from .shift import Shift
 
 SWEEP_JOINT = (20_000, 4_000)  # entries of a joint table for sweeps, on small and on large problems
 FIRST_RUN, LONGEST_RUN = 400, 3000  # turns
 MOST_PLANS = 32  # that take turns in a run
-LARGE = 20_000  # states from which a problem counts as large
 
 HEAT = (0.0, 0.003, 0.01, 0.03)  # noise at the start of a run, as a share of what is at stake; runs take turns
 COLD = 1e-5

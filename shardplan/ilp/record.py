@@ -14,6 +14,7 @@ Back = Callable[[tuple[int, ...]], tuple[int, ...]]  # states of a smaller probl
 
 WORK = 20.0  # default work limit
 UNIT = 1e8  # table entries per unit of work: about a second
+LARGE = 20_000  # states from which a problem counts as large
 ROUNDING = 1e-9  # relative, where costs or bytes are not whole numbers
 
 

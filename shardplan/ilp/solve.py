@@ -20,7 +20,7 @@ from .bound import Bound
 from .branch import Region, Tree
 from .least import least_memory
 from .problem import Problem, Solution
-from .record import Clock, Progress, Record
+from .record import LARGE, Clock, Progress, Record
 from .shrink import shrink
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ DIVE_WORK = 1.5
 ALIKE, AGAIN = 0.97, 0.6  # share of states that are left from which, up to which another bound of the whole does not pay, does
 GOAL_SHARE = 0.35  # of what may still be spent, for each goal but the last
 UNKNOWN_GAP = 0.3  # of the bound: how far away the first answer may be, as long as there is none
-LARGE = 20_000  # states from which a problem counts as large
 LARGE_SHARE = 0.15  # of the time, for a bound of a large problem
 
 
@@ -126,7 +125,7 @@ class Chain:
                 if self.record.done or np.isinf(self.result.value):
                     return True
                 kept = self.result.kept(self.record.worth - self.region.offset)
-                if sum(int(mask.sum()) for mask in kept) > ALIKE * sum(map(len, kept)):
+                if sum(int(mask.sum()) for mask in kept) > ALIKE * sum(map(len, kept)) or self.clock.over():
                     break
                 part = self.part(self.record.worth)
                 if part is None:
@@ -153,11 +152,13 @@ class Chain:
         """CP-SAT for the best answer near the bound, whatever it costs: how near, its size decides."""
         near = None
         for share in (GOALS / 16, GOALS / 4, GOALS, 4 * GOALS, 1.0):
+            if self.clock.over():
+                return
             part = self.part(self.bounded().value + self.region.offset + share * self.way())
             if part is not None and cpsat.entries(part.problem) > DIVE:
                 break
             near = part
-        if near is not None and not self.clock.over():
+        if near is not None:
             self.tree.core(near, np.inf, DIVE_WORK)
 
     def close(self) -> bool:
