@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
+from scipy.optimize import linprog  # scipy is a requirement of jax itself
 
 from .eliminate import Pass
 from .memory import Memory
