@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import models
+import nets
 import optax
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -141,12 +141,12 @@ QUALITY = {
     "moe": lambda: example("moe", layers=4, width=1024, heads=16, hidden=4096, length=512, batch=64, vocab=32768),
     "dlrm": lambda: example("dlrm", tables=(1 << 23, 1 << 22, 1 << 20, 1 << 16, 1024, 64), width=128, batch=1 << 15),
     "classes": lambda: classifier(1 << 19),
-    "vit-l": models.vit,
-    "resnet-50": models.resnet,
-    "unet": models.unet,
-    "lstm": models.lstm,
-    "mamba": models.mamba,
-    "long": models.long_context,
+    "vit-l": nets.vit,
+    "resnet-50": nets.resnet,
+    "unet": nets.unet,
+    "lstm": nets.lstm,
+    "mamba": nets.mamba,
+    "long": nets.long_context,
     "llama-8b": lambda: llama("8b", batch=64, seq=4096),
     "llama-70b": lambda: llama("70b", batch=64, seq=4096),
     "gpt2-xl": lambda: gpt2(layers=48, batch=64, d=1600, heads=25),

@@ -366,6 +366,15 @@ def test_memory_may_be_saved_for_its_own_sake():
         shardplan.auto(abstract, memory="heavy", search="recursive")
 
 
+def test_what_has_no_elements_stays_whole(mesh):
+    def step(x):
+        return jnp.pad(x[:, :0], ((0, 0), (0, 0))), x * 2, jnp.zeros((8, 0))
+
+    got, want = shardplan.auto(mesh, in_shardings=(P("data"),))(step)(np.ones((8, 8), F32)), step(np.ones((8, 8), F32))
+    assert [np.asarray(x).shape for x in got] == [x.shape for x in want]
+    same(got, want)
+
+
 def test_fix_answers_what_if(mesh, params):
     plan = shardplan.auto(mesh, cluster="h100")(step).plan(params, batch())
     fixed = plan.fix("up", P("data", None))

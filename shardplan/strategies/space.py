@@ -9,7 +9,7 @@ writes only what somebody outside the group reads. A value nobody outside reads 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -111,7 +111,10 @@ class _Table:
         if key not in self.rules:
             rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
             shapes = [tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs)]
-            self.rules[key] = rule, known, letter_sizes(rule, *shapes)
+            sizes = letter_sizes(rule, *shapes)
+            if op.primitive != "arg" and any(0 in shape for side in shapes for shape in side):  # XLA does not split what has no elements
+                rule = replace(rule, whole=frozenset(sizes))
+            self.rules[key] = rule, known, sizes
         rule, known, sizes = self.rules[key]
         # Partial sums of arrays pass through; a single number is summed up at once, which costs next to nothing.
         linear = rule.linear and handed and bool(op.outs[0].shape)
