@@ -112,7 +112,7 @@ class _Table:
             rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
             shapes = [tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs)]
             sizes = letter_sizes(rule, *shapes)
-            if op.primitive != "arg" and any(0 in shape for side in shapes for shape in side):  # XLA does not split what has no elements
+            if op.primitive != "arg" and any(0 in shape for side in shapes for shape in side):  # XLA does not split nothing
                 rule = replace(rule, whole=frozenset(sizes))
             self.rules[key] = rule, known, sizes
         rule, known, sizes = self.rules[key]
