@@ -22,6 +22,7 @@ from shardplan.ilp.build import PS, Charges, Network, build
 from shardplan.ilp.problem import Problem, Solution
 from shardplan.ir.emit import Decision
 from shardplan.ir.graph import BORDER, Graph, Path
+from shardplan.ir.live import ALIASES
 from shardplan.ir.local import LOCAL
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
@@ -477,8 +478,12 @@ def gib(n: float) -> str:
     return f"{n / 2**30:.3g}"
 
 
+HELD = frozenset({"parameters", "optimizer", "constants", "batch", "gathered"})
+COPIES = ALIASES | {"loop_slice"}
+
+
 def categories(graph: Graph) -> dict[int, str]:
-    """Per op that makes arrays, what they are to a person."""
+    """Per op that makes arrays, what they are to a person; "gathered" is what is fetched from inputs for their readers."""
     state = {a for a, _ in graph.tied}
     out = {}
     for i, op in enumerate(graph.ops):
@@ -488,6 +493,8 @@ def categories(graph: Graph) -> dict[int, str]:
             out[i] = kind if i in state else "batch"
         elif op.primitive == "const":
             out[i] = "constants"
+        elif op.primitive in COPIES and op.inputs[0] is not None and out[graph.values[op.inputs[0]].producer[0]] in HELD:
+            out[i] = "gathered"
         else:
             out[i] = {"forward": "activations", "backward": "gradients", "update": "update"}[op.phase]
     return out
@@ -497,7 +504,7 @@ def memory_by_category(network: Network, states, time: int) -> dict[str, float]:
     """Bytes per device alive at one time step, by category."""
     kinds, out = categories(network.space.graph), {}
     for i, lo, hi, held in network.holdings(states):
-        if lo <= time < hi:
+        if lo <= time < hi and held:
             out[kinds[i]] = out.get(kinds[i], 0.0) + held
     return dict(sorted(out.items(), key=lambda item: -item[1]))
 

@@ -24,7 +24,7 @@ from shardplan.view.units import bytes_text, clean, fit, memory_size, percent, t
 
 HERE = Path(__file__).parent
 COLOURS = 6  # of mesh axes, in plan.css
-MEMORY_KINDS = ("parameters", "optimizer", "constants", "batch", "activations", "gradients", "update")
+MEMORY_KINDS = ("parameters", "optimizer", "constants", "batch", "gathered", "activations", "gradients", "update")
 MOST_DEVICES = 512
 MOST_BLOCKS = 16  # along one dim of a picture
 MOST_ROWS = 200

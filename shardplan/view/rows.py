@@ -317,6 +317,6 @@ def where(text: str) -> str:
 
 def categories(plan: Plan) -> tuple[str, ...]:
     """What memory is made of over the step, what stays longest first."""
-    order = ("parameters", "optimizer", "constants", "batch", "activations", "gradients", "update")
+    order = ("parameters", "optimizer", "constants", "batch", "gathered", "activations", "gradients", "update")
     found = dict.fromkeys(k for p in (plan.memory_.at_peak, *plan.memory_.profile) for k in p)
     return tuple(sorted(found, key=lambda k: (order.index(k) if k in order else len(order), k)))
