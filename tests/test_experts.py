@@ -204,6 +204,25 @@ def gathers(plan):
     return sum(kind == "all-gather" for _, kind in planned_kinds(plan, least_bytes=1e6))
 
 
+def test_splits_optimizer_state_and_then_parameters_as_memory_tightens():
+    """ZeRO-1 where there is room, FSDP where there is not, and one after the other in between."""
+
+    def loss(params, x):
+        def layer(x, w):
+            return x + jax.nn.relu(x @ w["up"]) @ w["down"], None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    params = {"up": S((8, 2048, 8192), F32), "down": S((8, 8192, 2048), F32)}
+    step, inputs = adam(loss), ({"params": params, "m": params, "v": params}, S((16384, 2048), F32))
+    free = plan_of(step, *inputs, memory=float("inf"))
+    plans = [free, *(plan_of(step, *inputs, memory=share * free.memory().peak) for share in (0.8, 0.6))]
+    assert [split_share(p, "state/m") for p in plans] == [split_share(p, "state/v") for p in plans] == [1 / 8] * 3
+    assert [split_share(p, "state/params") for p in plans] == [1, (1 + 1 / 8) / 2, 1 / 8]
+    assert [gathers(p) for p in plans] == [2, 3, 4]  # whole for the next step; or in each loop that reads them
+    assert all(p.status == "optimal" for p in plans)
+
+
 def test_gathers_again_rather_than_keeping_as_memory_tightens():
     """FSDP whose gathered weights stay for the backward pass costs no more than ZeRO-1; as the budget falls they are let go."""
     step, state, batch = adam(deep_loss), deep_state(), S((16384, 2048), F32)
