@@ -305,7 +305,8 @@ class Plan:
             raise ShardingError(
                 "compare() needs a plan that remembers its program; this one was read from a file.\n  way out: step.plan(...).compare()"
             )
-        return PlanComparison({name: self.context.replan({}, search=name) for name in search})
+        mine = self.search if self.context.verified is None else None  # this plan itself, unless it learned from XLA
+        return PlanComparison({name: self if name == mine else self.context.replan({}, search=name) for name in search})
 
     def check(self, target: str | None = None, **options) -> PlanReport:
         """Compile the planned step, run nothing, and compare what XLA emitted with what was planned.

@@ -170,7 +170,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     clock.lap("graph")
     resharder = Resharder(mesh, cluster)
     if options.search == "recursive":
-        found = recursive(graph, resharder, options.memory, functools.partial(allowed_strategies, options=options))
+        found = _recursive(graph, resharder, options)
         clock.lap("solve")
         if found:
             return _planned(traced, *found, resharder, options, clock)
@@ -193,7 +193,8 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
             solution = solve(network.problem, hint=hint.states, time_limit=options.time_limit)
     else:
         solution = solve(network.problem, hint=hint.states or None, time_limit=options.time_limit, progress=options.progress)
-        if solution.status != "optimal" and sum(n > 1 for _, n in mesh) >= MANY_AXES:
+        many = sum(n > 1 for _, n in mesh) >= MANY_AXES
+        if solution.status != "optimal" and many and options.search != "recursive":
             solution = _axis_by_axis(network, solution, graph, resharder, options)
     if not solution.states or not np.isfinite(solution.objective):
         raise ShardingError(does_not_fit(network, options))
@@ -211,9 +212,13 @@ def _thrifty(network: Callable[[float | None], Network], options: Options) -> fl
     return budget if options.memory is None else min(budget, options.memory)
 
 
+def _recursive(graph: Graph, resharder: Resharder, options: Options) -> tuple[Network, Solution] | None:
+    return recursive(graph, resharder, options.memory, functools.partial(allowed_strategies, options=options))
+
+
 def _axis_by_axis(network: Network, solution: Solution, graph: Graph, resharder: Resharder, options: Options) -> Solution:
     """The better of an answer without a proof and what recursive search finds."""
-    found = recursive(graph, resharder, options.memory, functools.partial(allowed_strategies, options=options))
+    found = _recursive(graph, resharder, options)
     states = network.restated(found[0], found[1].states) if found else ()
     objective = network.problem.objective(states) if states else np.inf
     fits = bool(states) and (options.memory is None or network.problem.peak(states) <= options.memory)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.ilp.problem import Edge, Problem, Usage
+from shardplan.ilp.problem import Edge, Problem, Usage, over_time
 from shardplan.ir.accumulate import accumulated
 from shardplan.ir.graph import BORDER
 from shardplan.ir.live import ALIASES, intervals, takes_over
@@ -129,12 +129,7 @@ class Network:
 
     def peak(self, states) -> float:
         """The most bytes that a device has in memory at any time, of everything."""
-        held = self.holdings(states)
-        change = np.zeros(max((hi for _, _, hi, _ in held), default=0) + 1)
-        for _, lo, hi, n in held:
-            change[lo] += n
-            change[hi] -= n
-        return float(np.cumsum(change).max())
+        return float(over_time((lo, hi, n) for _, lo, hi, n in self.holdings(states)).max(initial=0.0))
 
 
 def build(

@@ -10,6 +10,7 @@ same on every machine; `inf` forbids a state or a pair. A node may have several 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,6 +36,17 @@ class Usage:
     lo: int
     hi: int
     bytes: np.ndarray
+
+
+def over_time(held: Iterable[tuple[int, int, float]]) -> np.ndarray:
+    """Bytes in memory at every time, shape [T], of (lo, hi, bytes) held while lo <= t < hi."""
+    held = list(held)
+    change = np.zeros(max((hi for _, hi, _ in held), default=0) + 1)
+    for lo, hi, n in held:
+        if hi > lo:
+            change[lo] += n
+            change[hi] -= n
+    return np.cumsum(change)[:-1]
 
 
 @dataclass(frozen=True)
@@ -65,13 +77,7 @@ class Problem:
 
     def memory(self, states) -> np.ndarray:
         """Left side of (2) for every time step, shape [T]."""
-        horizon = max((u.hi for u in self.usages), default=0)
-        change = np.zeros(horizon + 1)
-        for u in self.usages:
-            if u.hi > u.lo:
-                change[u.lo] += u.bytes[states[u.node]]
-                change[u.hi] -= u.bytes[states[u.node]]
-        return np.cumsum(change)[:horizon]
+        return over_time((u.lo, u.hi, float(u.bytes[states[u.node]])) for u in self.usages)
 
     def peak(self, states) -> float:
         return float(self.memory(states).max(initial=0.0))

@@ -79,19 +79,17 @@ def enumerate_choices(
     return Choices(tuple(kept), operands, results, work)
 
 
-def given_choices(operands: Sequence[Sequence], results: Sequence[Sequence], mesh: MeshShape) -> Choices | None:
-    """The one strategy of an op whose layouts are written in the program, as PartitionSpec entries per dim; None where they name
-    axes that the mesh does not have."""
-
-    def layout(spec: Sequence) -> Layout:
-        axes = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
-        return Layout(tuple(tuple(a for a in dim if mesh.size(a) > 1) for dim in axes))
-
-    named = {a for spec in (*operands, *results) for e in spec if e is not None for a in ((e,) if isinstance(e, str) else e)}
+def given_choices(operands: Sequence[Layout], results: Sequence[Layout], mesh: MeshShape) -> Choices | None:
+    """The one strategy of an op whose layouts are written in the program; None where they name axes that the mesh does not have."""
+    named = {a for layout in (*operands, *results) for a in layout.split_axes}
     if not named <= set(mesh.axes):
         return None
-    each = tuple((layout(s),) for s in operands), tuple((layout(s),) for s in results)
-    return Choices(((None,) * len(mesh.axes),), *each, np.array([1.0 / mesh.size(*(a for a in mesh.axes if a in named))]))
+
+    def used(layout: Layout) -> Layout:
+        return Layout(tuple(tuple(a for a in dim if mesh.size(a) > 1) for dim in layout.dims))
+
+    each = tuple((used(x),) for x in operands), tuple((used(x),) for x in results)
+    return Choices(((None,) * len(mesh.axes),), *each, np.array([1.0 / mesh.size(*named)]))
 
 
 def _divides(choice: Sequence[str | None], sizes: dict[str, int], mesh: MeshShape, compound: list[tuple[str, ...]]) -> bool:

@@ -17,7 +17,7 @@ from shardplan._jax import itemsize, shard_map_specs
 from shardplan.ir.graph import BORDER, Graph, Op, Path
 from shardplan.ir.share import with_shares
 from shardplan.mesh.cluster import Cluster
-from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.strategies.enumerate import Choices, enumerate_choices, given_choices
 from shardplan.strategies.halo import Exchange, exchanges
 from shardplan.strategies.rule import Rule, letter_sizes, letters
@@ -132,10 +132,10 @@ def _given(op: Op, mesh: MeshShape) -> Choices | None:
     if specs is None:
         return None
 
-    def full(specs, avals):
-        return [(*spec, *[None] * (len(aval.shape) - len(spec))) for spec, aval in zip(specs, avals, strict=True)]
+    def layouts(specs, avals):
+        return [Layout.from_spec(spec, len(aval.shape)) for spec, aval in zip(specs, avals, strict=True)]
 
-    return given_choices(full(specs[0], op.ins), full(specs[1], op.outs), mesh)
+    return given_choices(layouts(specs[0], op.ins), layouts(specs[1], op.outs), mesh)
 
 
 def border_rule(op: Op) -> tuple[Rule, bool] | None:
