@@ -37,8 +37,8 @@ from shardplan.planner import Options, Traced, make_plan, pin_dims
 from shardplan.reuse import matching_pins, saved_decisions
 
 if TYPE_CHECKING:
+    from shardplan.verify import Verified
     from shardplan.xla.planned import PlanReport
-    from shardplan.xla.verify import Verified
 
 UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -455,7 +455,7 @@ class Auto:
         if settings.verify is None:
             plan = solve(options.memory)
         else:
-            from shardplan.xla.verify import verified
+            from shardplan.verify import verified
 
             target = None if settings.verify is True else settings.verify
             found = verified(solve, target, options.memory, settings.machine)

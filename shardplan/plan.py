@@ -22,8 +22,8 @@ from shardplan.files import write_atomically
 from shardplan.mesh.layout import Layout, MeshShape
 
 if TYPE_CHECKING:
+    from shardplan.verify import Verified
     from shardplan.xla.planned import PlanReport
-    from shardplan.xla.verify import Verified
 
 FORMAT = "shardplan-plan"
 VERSION = 1

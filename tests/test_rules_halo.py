@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.mesh.cluster import Cluster, Link
-from shardplan.strategies.halo import Halo
+from shardplan.strategies.rule import Halo
 from shardplan.testing import check_rule, difference
 from shardplan.xla import available
 

@@ -3,10 +3,6 @@
     conv     n h w c, i j c o -> n h w o    halo h=3    window of 3: one row from the shard before and one from the shard after
     pooling  n h w c -> n h w c             halo h=2/2  windows of 2, each 2 further: none
 
-Result i reads the elements whose positions, `dilation` apart, fall in its window:
-
-    i * stride - low  <=  element * dilation  <  i * stride - low + window
-
 XLA sends the shares that lack to whoever lacks them, one collective-permute for every shard they come from; with several such dims
 split, one dim after the other, the rows already fetched included (measured: `benchmarks/rules_on_xla.py`).
 """
@@ -16,52 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardplan import _jax
 from shardplan.mesh import collective
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
-
-if TYPE_CHECKING:
-    from shardplan.strategies.rule import Rule
-
-
-@dataclass(frozen=True)
-class Halo:
-    """How results along a letter read operands.
-
-    Attributes:
-        operands: numbers of the operands that windows slide over.
-        window, stride, low, dilation: in positions; see the module's head.
-    """
-
-    operands: tuple[int, ...]
-    window: int = 1
-    stride: int = 1
-    low: int = 0
-    dilation: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.window}/{self.stride}" if self.stride != 1 else str(self.window)
-
-    def needs(self, n: int, m: int, shards: int, q: int) -> tuple[int, int]:
-        """(first, one past the last) of the n elements that shard q reads for its share of the m results."""
-        made = m // shards
-        first = q * made * self.stride - self.low
-        last = (q * made + made - 1) * self.stride - self.low + self.window - 1
-        return max(0, -(-first // self.dilation)), min(n, last // self.dilation + 1)
-
-    def hops(self, n: int, m: int, shards: int) -> dict[int, int]:
-        """Distance -> elements that come from the shard so far before (after, if negative); the most of any shard."""
-        own, out = n // shards, {}
-        for q in range(shards):
-            first, stop = self.needs(n, m, shards, q)
-            for source in range(first // own, -(-stop // own)) if first < stop else ():
-                held = min(stop, (source + 1) * own) - max(first, source * own)
-                if source != q:
-                    out[q - source] = max(out.get(q - source, 0), held)
-        return dict(sorted(out.items()))
+from shardplan.strategies.rule import Rule
 
 
 @dataclass(frozen=True)

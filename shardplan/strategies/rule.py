@@ -25,12 +25,49 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shardplan.strategies.halo import Halo
-
 Dims = tuple[tuple[str, ...], ...]
 """One tensor: per dim, its letters, major to minor; () for a dim of size one that belongs to no loop."""
 
 Fusion = Literal["loop", "view", "reduce", "none"]
+
+
+@dataclass(frozen=True)
+class Halo:
+    """How results along a letter read operands: result i the elements whose positions, `dilation` apart, fall in its window.
+
+        i * stride - low  <=  element * dilation  <  i * stride - low + window
+
+    Attributes:
+        operands: numbers of the operands that windows slide over.
+        window, stride, low, dilation: in positions.
+    """
+
+    operands: tuple[int, ...]
+    window: int = 1
+    stride: int = 1
+    low: int = 0
+    dilation: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.window}/{self.stride}" if self.stride != 1 else str(self.window)
+
+    def needs(self, n: int, m: int, shards: int, q: int) -> tuple[int, int]:
+        """(first, one past the last) of the n elements that shard q reads for its share of the m results."""
+        made = m // shards
+        first = q * made * self.stride - self.low
+        last = (q * made + made - 1) * self.stride - self.low + self.window - 1
+        return max(0, -(-first // self.dilation)), min(n, last // self.dilation + 1)
+
+    def hops(self, n: int, m: int, shards: int) -> dict[int, int]:
+        """Distance -> elements that come from the shard so far before (after, if negative); the most of any shard."""
+        own, out = n // shards, {}
+        for q in range(shards):
+            first, stop = self.needs(n, m, shards, q)
+            for source in range(first // own, -(-stop // own)) if first < stop else ():
+                held = min(stop, (source + 1) * own) - max(first, source * own)
+                if source != q:
+                    out[q - source] = max(out.get(q - source, 0), held)
+        return dict(sorted(out.items()))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ..halo import Halo
-from ..rule import Rule, letters, rule
+from ..rule import Halo, Rule, letters, rule
 
 
 def contract(x, y, dimension_numbers):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ..halo import Halo
-from ..rule import Rule, letters, rule
+from ..rule import Halo, Rule, letters, rule
 
 
 def slid(operands: tuple[int, ...], x, window_dimensions, window_strides, padding, base_dilation=None, window_dilation=None, **_):
