@@ -163,6 +163,26 @@ class Aval:
         self.shape, self.dtype = shape, np.dtype("float32")
 
 
+@pytest.mark.parametrize(
+    ("kernel", "params"),
+    [
+        ((3, 3, 4, 6), dict(window_strides=(1, 1), padding="SAME")),
+        ((3, 3, 4, 6), dict(window_strides=(2, 3), padding=((3, 1), (0, 2)), lhs_dilation=(2, 3), rhs_dilation=(1, 2))),
+        ((8, 8, 4, 6), dict(window_strides=(1, 1), padding=((1, 1), (1, 1)))),
+        ((3, 3, 2, 6), dict(window_strides=(1, 1), padding="SAME", feature_group_count=2)),
+        ((3, 3, 4, 6), dict(window_strides=(1, 1), padding="SAME", batch_group_count=2)),
+    ],
+)
+def test_flops_of_a_convolution_are_what_xla_counts(kernel, params):
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **params)
+
+    args = jax.ShapeDtypeStruct((4, 8, 8, 4), jnp.float32), jax.ShapeDtypeStruct(kernel, jnp.float32)
+    (eqn,) = jax.make_jaxpr(conv)(*args).eqns
+    rule, _ = rule_for(eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], eqn.params)
+    assert rule.flops == jax.jit(conv).lower(*args).cost_analysis()["flops"]
+
+
 def test_an_unknown_primitive_is_whole_and_says_so():
     rule, known = rule_for("warp_drive", [Aval(8, 4), Aval()], [Aval(8)], {"speed": 9})
     assert not known and rule.whole == {"x0_a", "x0_b", "y0_a"}

@@ -18,6 +18,7 @@ import re
 from dataclasses import dataclass, field
 
 from shardplan.mesh.layout import MeshShape
+from shardplan.strategies.rules.linear import touched
 from shardplan.xla import groups as _groups
 from shardplan.xla.text import Array, Frame, Instruction, Module, arrays, elements, read, users_line
 
@@ -440,23 +441,10 @@ def _conv_flops(i: Instruction, image: Array, kernel: Array, result: Array) -> f
     strides = [int(s) for s in per_dim("stride", "1")]
     pads = [int(p.split("_")[0]) for p in per_dim("pad", "0_0")]
     spread, gaps = [int(d) for d in per_dim("lhs_dilate", "1")], [int(d) for d in per_dim("rhs_dilate", "1")]
-    touched = 1
+    met = 1
     for d, label in enumerate(spatial):
-        n_in, n_kernel = image.shape[image_of.index(label)], kernel.shape[kernel_of.index(label)]
-        n_out, reach = result.shape[result_of.index(label)], (image.shape[image_of.index(label)] - 1) * spread[d] + 1
-        valid = 0
-        for tap in range(n_kernel):
-            # Positions p = start + out * stride that fall on a real element: 0 <= p < reach and p % spread == 0.
-            start = tap * gaps[d] - pads[d]
-            if spread[d] == 1:
-                first = max(0, -(start // strides[d]))
-                last = min(n_out - 1, (n_in - 1 - start) // strides[d])
-                valid += max(0, last - first + 1)
-            else:
-                valid += sum(
-                    0 <= start + o * strides[d] < reach and (start + o * strides[d]) % spread[d] == 0 for o in range(n_out)
-                )
-        touched *= valid
+        n, taps, made = (x.shape[of.index(label)] for x, of in ((image, image_of), (kernel, kernel_of), (result, result_of)))
+        met *= touched(n, taps, made, strides[d], pads[d], spread[d], gaps[d])
     groups = int(i.attribute("batch_group_count") or 1)
     features = kernel.shape[kernel_of.index("i")] * result.shape[result_of.index("f")]
-    return 2.0 * touched * features * image.shape[image_of.index("b")] / groups
+    return 2.0 * met * features * image.shape[image_of.index("b")] / groups

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
+
 from ..rule import Halo, Rule, letters, rule
 
 
@@ -22,6 +24,19 @@ def contract(x, y, dimension_numbers):
         d for i, d in enumerate(b) if i not in (*right, *right_batch)
     ]
     return tuple(a), tuple(b), (*(a[i] for i in left_batch), *free)
+
+
+def touched(n: int, taps: int, made: int, stride: int = 1, low: int = 0, dilation: int = 1, spread: int = 1) -> int:
+    """How many pairs of a window's `taps` and the `made` results meet one of `n` elements, not padding or the gaps between them.
+
+    Tap k of result i stands at position i * stride + k * spread - low, element j at j * dilation.
+    """
+    few, many = sorted(((taps, spread), (made, stride)))
+    places = np.arange(many[0]) * many[1] - low
+    return sum(
+        int(np.count_nonzero((p >= 0) & (p <= (n - 1) * dilation) & (p % dilation == 0)))
+        for p in (places + k * few[1] for k in range(few[0]))
+    )
 
 
 def multiply_adds(x, sizes) -> float:
@@ -74,12 +89,13 @@ def _(
     **_,
 ):
     lhs, rhs, res = dimension_numbers
-    names, halo, reduce, whole = [], {}, {"c": "sum"}, []
+    names, halo, reduce, whole, met = [], {}, {"c": "sum"}, [], []
     grouped = max(feature_group_count, batch_group_count) > 1 and w.shape[rhs[1]] > 1  # XLA gathers these
     for i, (r, o, stride, (low, high), dilation, spread) in enumerate(
         zip(rhs[2:], res[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
     ):
         h, taps, made = f"x{i}", w.shape[r], out[0].shape[o]
+        met.append(touched(x.shape[lhs[2 + i]], taps, made, stride, low, dilation, spread))
         if taps == stride == dilation == 1 and low == high == 0:
             names.append((h, "", h))
         elif grouped:
@@ -111,5 +127,5 @@ def _(
 
     operands = (place(lhs, batch, feature, [n[0] for n in names]), place(rhs, made, ("c",), [n[1] for n in names]))
     results = (place(res, ("n",), made, [n[2] for n in names]),)
-    flops = multiply_adds(x, (*out[0].shape, *(w.shape[r] for r in rhs[1:])))
+    flops = multiply_adds(x, (out[0].shape[res[0]], out[0].shape[res[1]], w.shape[rhs[1]], *met))
     return Rule(operands, results, reduce=reduce, halo=halo, whole=frozenset(whole), sizes=sizes, flops=flops)
