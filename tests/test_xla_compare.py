@@ -7,6 +7,7 @@ from dataclasses import replace
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import Expected, collectives, compare
 from shardplan.xla.compare import wire_bytes
+from shardplan.xla.text import Array
 
 MESH = MeshShape(("data", "model"), (4, 2))
 TEXT = gzip.decompress((pathlib.Path(__file__).parent / "data" / "hlo" / "fsdp_gpu_0.12.hlo.gz").read_bytes()).decode()
@@ -56,10 +57,33 @@ def test_the_same_transfer_on_another_line_is_found():
     assert verdicts([*PLAN[:-1], replace(PLAN[-1], source="elsewhere.py:1")]) == set()
 
 
+def test_one_of_several_transfers_of_a_line_is_found_on_another():
+    moved = Expected("all-to-all", ("model",), 1 << 20, 2, 1, "programs.py:19")
+    sums = next(c for c in EMITTED if c.axes == ("model",))
+    part = replace(sums.parts[0], array=Array("f32", (1 << 18,)), stack=())
+    there = replace(sums, kind="all-to-all", parts=(part,), bytes=1 << 20, runs=1, stack=())
+    found = compare([*PLAN, moved], [*EMITTED, there])
+    assert {f.verdict for f in found.findings} == {"same"}
+    assert {f.verdict for f in compare([*PLAN, replace(moved, kind="all-gather")], [*EMITTED, there]).findings} > {"unplanned"}
+
+
+def test_two_scatters_emitted_as_one_sum_are_dearer_and_not_unplanned():
+    sums = next(c for c in EMITTED if c.axes == ("model",))
+    whole = replace(sums, axes=("data", "model"), groups=(tuple(range(8)),))
+    size, line = whole.parts[0].array.bytes, whole.source or ""
+    steps = [
+        Expected("reduce-scatter", ("model",), size, 2, whole.runs, line, way=7),
+        Expected("reduce-scatter", ("data",), size / 2, 4, whole.runs, line, way=7),
+    ]
+    (found,) = compare(steps, [whole]).findings
+    assert (found.verdict, found.axes, len(found.planned)) == ("dearer", ("data", "model"), 2)
+    assert {f.verdict for f in compare([replace(e, way=n) for n, e in enumerate(steps)], [whole]).findings} == {"unplanned", "missing"}
+
+
 def test_axes_may_be_written_in_any_order():
     both = next(c for c in EMITTED if c.axes == ("model",))
     both = replace(both, axes=("data", "model"))
-    expected = Expected("all-reduce", ("model", "data"), both.bytes, 2, both.runs, both.source)
+    expected = Expected("all-reduce", ("model", "data"), both.bytes, 2, both.runs, both.source or "")
     assert compare([expected], [both]).findings[0].verdict == "same"
 
 

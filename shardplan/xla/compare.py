@@ -7,8 +7,9 @@
     missing     planned and never emitted
 
 Sizes are compared on the wire: what one device sends over links in one step by the ring algorithm, so that an all-reduce counts
-twice what a reduce-scatter of the same buffer does. XLA may hang a collective on another line than the plan; what is left over
-is joined once more by axes and size alone.
+twice what a reduce-scatter of the same buffer does. XLA may hang a collective on another line than the plan, or make one over
+several axes of what was planned axis by axis; what is left over is joined once more, first whole lines by axes and size alone,
+then collective by collective.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Expected:
         runs: per step.
         source: 'file:line' of the user's program; '' when unknown.
         note: whatever the planner wants to find again in the result.
+        way: a number shared by the steps that bring one tensor from one layout to another.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Expected:
     runs: float = 1.0
     source: str = ""
     note: str = ""
+    way: int | None = None
 
     @property
     def wire_bytes(self) -> float:
@@ -169,6 +172,7 @@ def compare(planned: Iterable[Expected], compiled: Compiled | Iterable[Collectiv
     findings += _elsewhere(left, right, tolerance)
     findings += [_finding(group, [], tolerance) for group in left.values()]
     findings += [_finding([], group, tolerance) for group in right.values()]
+    findings = _at_once(_astray(findings, tolerance), tolerance)
     return Comparison(tuple(sorted(findings, key=lambda f: (VERDICTS.index(f.verdict), -f.difference_bytes, f.source))))
 
 
@@ -198,6 +202,53 @@ def _elsewhere(left: dict, right: dict, tolerance: float) -> list[Finding]:
     return out
 
 
+def _astray(findings: list[Finding], tolerance: float) -> list[Finding]:
+    """With collectives of lines that have too many handed to lines that lack one of their kind, axes and size."""
+    found = [(list(f.planned), list(f.emitted)) for f in findings]
+    over = [n for n, f in enumerate(findings) if f.verdict in ("unplanned", "dearer")]
+    short = [n for n, f in enumerate(findings) if f.verdict in ("missing", "cheaper")]
+
+    def excess(n: int) -> float:
+        planned, emitted = found[n]
+        return sum(m.wire_bytes for m in emitted) - sum(e.wire_bytes for e in planned)
+
+    for n in over:
+        for m in sorted(found[n][1], key=lambda m: (-m.wire_bytes, str(m))):
+            least = (1 - tolerance) * m.wire_bytes
+            takers = [k for k in short if -excess(k) >= least and any(_alike(e, m, tolerance) for e in found[k][0])]
+            if takers and excess(n) >= least:
+                found[n][1].remove(m)
+                found[takers[0]][1].append(m)
+    return [_finding(*f, tolerance) for f in found if any(f)]
+
+
+def _alike(e: Expected, m: Emitted, tolerance: float) -> bool:
+    c = m.collective
+    return e.kind == c.kind and {*e.axes} == {*c.axes} and abs(e.wire_bytes - m.wire_bytes) <= tolerance * e.wire_bytes
+
+
+def _at_once(findings: list[Finding], tolerance: float) -> list[Finding]:
+    """With what was planned in steps over one axis after another, and emitted as one over all of them, in one finding."""
+    found = [(list(f.planned), list(f.emitted)) for f in findings]
+    ways: dict[int, list[tuple[int, Expected]]] = {}
+    for n, (planned, _) in enumerate(found):
+        for e in planned:
+            if e.way is not None:
+                ways.setdefault(e.way, []).append((n, e))
+    for n, f in enumerate(findings):
+        for m in f.emitted if f.verdict == "unplanned" else ():
+            for way, steps in ways.items():
+                first = max((e for _, e in steps), key=lambda e: e.bytes)
+                covers = {a for _, e in steps for a in e.axes} == {*m.collective.axes} and _place(first.source) == _place(f.source)
+                if covers and len(steps) > 1 and abs(first.bytes - m.part.array.bytes) <= tolerance * first.bytes:
+                    for k, e in steps:
+                        found[k][0].remove(e)
+                        found[n][0].append(e)
+                    del ways[way]
+                    break
+    return [_finding(*f, tolerance) for f in found if any(f)]
+
+
 def _finding(planned: list[Expected], emitted: list[Emitted], tolerance: float) -> Finding:
     before, after = sum(e.wire_bytes for e in planned), sum(m.wire_bytes for m in emitted)
     if not planned or not emitted:
@@ -207,7 +258,7 @@ def _finding(planned: list[Expected], emitted: list[Emitted], tolerance: float) 
     else:
         verdict = "dearer" if after > before else "cheaper"
     source = planned[0].source if planned else emitted[0].source
-    axes = planned[0].axes if planned else emitted[0].collective.axes
+    axes = max([*(e.axes for e in planned), *(m.collective.axes for m in emitted)], key=len)
     return Finding(verdict, source, axes, tuple(planned), tuple(emitted))
 
 

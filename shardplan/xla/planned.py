@@ -110,10 +110,10 @@ def expected(plan: Plan) -> tuple[Expected, ...]:
         at = m.made_at if c.kind in ("all-reduce", "reduce-scatter") else ""
         return at or (f"{d.file}:{d.line}" if d.file else "")
 
+    ways = [(d, m) for d in plan.decisions for m in d.moves]
     return tuple(
-        Expected(c.kind, c.axes, c.bytes, plan.mesh.size(*c.axes), d.runs, source(d, m, c), m.value)
-        for d in plan.decisions
-        for m in d.moves
+        Expected(c.kind, c.axes, c.bytes, plan.mesh.size(*c.axes), d.runs, source(d, m, c), m.value, way)
+        for way, (d, m) in enumerate(ways)
         for c in m.collectives
         if c.kind != "slice"
     )
