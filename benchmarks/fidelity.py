@@ -44,6 +44,13 @@ CASES = {
     "face_softmax": lambda: zoo.example("face_softmax", side=32, channels=64, embedding=256, people=1 << 18, batch=1024),
     "dlrm": lambda: zoo.example("dlrm", tables=(1 << 20, 1 << 18, 1 << 16, 1024, 64), width=128, batch=1 << 15),
     "digits_cnn": lambda: zoo.example("digits_cnn", channels=128, hidden=1024, batch=4096),
+    "classes": lambda: zoo.classifier(1 << 19),
+    "resnet-50": zoo.nets.resnet,
+    "unet": zoo.nets.unet,
+    "vit-l": lambda: zoo.nets.vit(batch=256),
+    "lstm": zoo.nets.lstm,
+    "mamba": zoo.nets.mamba,
+    "long": lambda: zoo.nets.long_context(length=1 << 15),
 }
 
 COLUMNS = ("collectives", "peak", "live", "products")

@@ -136,3 +136,46 @@ def test_a_donated_input_dies_with_its_last_reader_and_others_stay():
         first_dot = next(i for i, op in enumerate(graph.ops) if op.primitive == "dot_general")
         assert live[0] == ((0, first_dot + 1) if donated else (0, len(graph.ops)))
         assert live[1] == (0, len(graph.ops))
+
+
+def test_only_a_result_of_the_same_size_takes_an_operands_place():
+    def fun(a, b):
+        y = a @ b
+        return jnp.sin(y) if same else jnp.sin(y).astype(jnp.bfloat16)
+
+    for same in (True, False):
+        graph = parse(jax.jit(fun).trace(X, X).jaxpr)
+        sine = next(i for i, op in enumerate(graph.ops) if op.primitive == "sin")
+        fused = [v != graph.ops[sine].outputs[0] or same for v in range(len(graph.values))]
+        live = intervals(graph, fused, [op.primitive != "dot_general" for op in graph.ops])
+        (product,) = graph.ops[sine].inputs
+        assert product is not None
+        written = sine if same else sine + 1
+        assert live[product] == (sine - 1, written if same else written + 1)
+
+
+def test_a_copy_of_what_a_loop_slices_is_one_of_the_whole_stack_until_the_loop_ends():
+    def steps(w, x):
+        return jax.lax.scan(lambda c, w: (c @ w, None), x, w)[0]
+
+    graph = parse(jax.jit(steps).trace(np.ones((3, 256, 256)), np.ones((4, 256))).jaxpr)
+    graph = with_shares(graph, [op.primitive == "loop_slice" for op in graph.ops], [False] * len(graph.ops))
+    (sliced,) = (op for op in graph.ops if op.primitive == "loop_slice")
+    (stack,) = sliced.inputs
+    assert stack is not None
+    at = graph.values[stack].producer[0]
+    assert graph.ops[at].primitive == "share" and graph.values[stack].shape == (3, 256, 256) and graph.ops[at].runs == 1
+    live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    assert live[stack] == (at, graph.loops[0].stop)
+
+
+def test_max_pooling_has_the_zeros_its_gradient_starts_from_since_it_had_its_windows():
+    def pooled(x):
+        return (jax.lax.reduce_window(jnp.sin(x), -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID") ** 2).sum()
+
+    graph = parse(jax.jit(jax.grad(pooled)).trace(X).jaxpr)
+    live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    (scatter,) = (op for op in graph.ops if op.primitive == "select_and_scatter_add")
+    sine = next(op for op in graph.ops if op.primitive == "sin")
+    born, died = live[scatter.outputs[0]] or (0, 0)
+    assert born == graph.values[sine.outputs[0]].producer[0] < graph.values[scatter.outputs[0]].producer[0] < died

@@ -287,3 +287,20 @@ def test_strategies_of_ten_thousand_equations_take_less_than_three_seconds():
     space = make_space(graph, MeshShape(("a", "b", "c"), (2, 4, 8)), Cluster.preset("h100"))
     assert time.process_time() - start < 3
     assert len({id(c) for c in space.choices}) < 100 and max(map(len, space.choices)) > 20
+
+
+@pytest.mark.parametrize("scores", ["btgrk,bsgk->bgrts", "btgrk,bsgk->bgtrs"])
+def test_scores_that_xla_transposes_are_written_before_the_other_product_is_read(scores):
+    """Softmax's gradient reads the scores beside a product whose rows go the other way: in float32, where the two meet."""
+
+    def attention(q, k):
+        s = jnp.einsum(scores, q, k).astype(jnp.float32)
+        y = jnp.einsum(scores.partition("->")[2] + ",bsgk->btgrk", jax.nn.softmax(s).astype(q.dtype), k)
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    q, k = jax.ShapeDtypeStruct((2, 16, 3, 5, 8), jnp.bfloat16), jax.ShapeDtypeStruct((2, 16, 3, 8), jnp.bfloat16)
+    graph = parse(jax.make_jaxpr(jax.grad(attention, argnums=(0, 1)))(q, k))
+    space = make_space(graph, MeshShape(("a",), (2,)), Cluster.preset("h100"))
+    converts = [op for op in space.graph.ops if op.primitive == "convert_element_type" and op.outs[0].dtype == jnp.float32]
+    written = [op for op in converts if op.outs[0].size == 2 * 3 * 5 * 16 * 16 and space.materialised[op.outputs[0]]]
+    assert len(written) == ("bgrts" in scores)

@@ -1,8 +1,10 @@
 """When each value is in memory: half-open intervals of op numbers, so that two arrays are together in memory iff they overlap.
 
-A value is born when its op runs and dies when its last reader runs; an elementwise reader may reuse its buffer, any other needs
-it beside its own result. Views and values inside fusions hold nothing themselves but keep their sources alive. What a loop
-reads stays until the loop ends; the rows it stacks are there from its start.
+A value is born when its op runs and dies when its last reader runs; an elementwise reader may reuse its buffer for a result of the
+same size, any other needs it beside its own result. Views and values inside fusions hold nothing themselves but keep their sources
+alive. What a loop reads stays until the loop ends; the rows it stacks are there from its start.
+
+What scatters into zeros has them from the moment the array exists that says where to: nothing else keeps XLA from making them.
 
 A `share` takes over the buffer of a value that nobody else reads; beside other readers it is an *alias*: memory of its own only
 where its layout differs from the original's.
@@ -20,6 +22,8 @@ UPDATES = frozenset(
     ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter_sub", "scatter_mul", "scatter_min", "scatter_max")
 )
 """Ops that write into their first operand where it dies with them."""
+INTO_ZEROS = {"select_and_scatter_add": 1, "select_and_scatter": 0}
+"""Ops that write into zeros -> the operand that says where to."""
 
 Interval = tuple[int, int]
 
@@ -46,36 +50,54 @@ def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[boo
     end = len(graph.ops)
     replaced = {o for a, o in graph.tied if a in graph.donated}
     state = {a for a, _ in graph.tied}
-    death = [0] * len(graph.values)
+    kept = [0] * len(graph.values)  # until when it is needed, and the last op that reads it, itself or in a fusion
+    read = [-1] * len(graph.values)
+
+    def reuses(at: int, v: int) -> bool:
+        if in_place[at]:
+            return any(graph.values[w].bytes == graph.values[v].bytes for w in graph.ops[at].outputs)
+        return graph.ops[at].primitive in UPDATES and graph.ops[at].inputs[0] == v
+
+    def death(v: int) -> int:
+        return max(kept[v], read[v] + (read[v] >= 0 and not reuses(read[v], v)))
+
     for v in reversed(range(len(graph.values))):
         value = graph.values[v]
-        last = value.producer[0] + 1
-        for at, k in value.consumers:
+        kept[v] = value.producer[0] + 1
+        for at, _ in value.consumers:
             op = graph.ops[at]
             if op.primitive == "out":
-                last = max(last, at if at in replaced else end)
+                kept[v] = max(kept[v], at if at in replaced else end)
             elif op.holds >= 0 and op.primitive != "loop_stack":
-                last = max(last, graph.loops[op.holds].stop)
+                kept[v] = max(kept[v], graph.loops[op.holds].stop)
             elif takes_over(graph, at):
-                last = max(last, at)
+                kept[v] = max(kept[v], at)
             else:
-                reused = in_place[at] or (k == 0 and op.primitive in UPDATES)
-                last = max(last, at + (0 if reused else 1))
+                read[v] = max(read[v], at)
                 for w in op.outputs:
                     if not materialised[w] or op.primitive in ALIASES:
-                        last = max(last, death[w])
-        death[v] = last
+                        kept[v], read[v] = max(kept[v], kept[w]), max(read[v], read[w])
     out: list[Interval | None] = []
     for v, value in enumerate(graph.values):
         at = value.producer[0]
         op = graph.ops[at]
         if op.primitive in KEPT:
             free = op.primitive == "arg" and at in graph.donated and at not in state
-            out.append((0, death[v] if free else end))
+            out.append((0, death(v) if free else end))
         elif op.primitive == "out" or not (materialised[v] or op.primitive in ALIASES):
             out.append(None)
         else:
             birth = graph.loops[op.holds].start if op.primitive == "loop_stack" else at
             birth = graph.loops[op.loop].stop if op.primitive == "loop_next" else birth
-            out.append((birth, max(birth, death[v])))
+            if op.primitive in INTO_ZEROS:
+                birth = _made(graph, op.inputs[INTO_ZEROS[op.primitive]], birth)
+            out.append((birth, max(birth, death(v))))
     return out
+
+
+def _made(graph: Graph, v: int | None, at: int) -> int:
+    """When an array is made, its copies looked through; `at` for a literal."""
+    while v is not None:
+        at = graph.values[v].producer[0]
+        v = graph.ops[at].inputs[0] if graph.ops[at].primitive == "share" else None
+    return at

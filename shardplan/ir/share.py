@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from shardplan.ir.graph import BORDER, Graph, Op, Value
 
-PASSIVE = frozenset({"out", "loop_const", "loop_slice", "barrier", "branch_in"})
+PASSIVE = frozenset({"out", "loop_const", "barrier", "branch_in"})
 """Readers that fetch for themselves: each already is a copy."""
 
 SMALL_BYTES = 1 << 16
@@ -34,8 +34,9 @@ def _groups(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], v: int)
     settled = follows[made] and not sums[made]
     for at, k in value.consumers:
         op = graph.ops[at]
-        if op.primitive not in PASSIVE and not (follows[at] and (settled or (sums[at] and len(value.consumers) == 1))):
-            found.setdefault((op.phase, op.loop, follows[at]), []).append((at, k))
+        following = follows[at] and op.primitive != "loop_slice"  # gathered as a whole, all rows at once
+        if op.primitive not in PASSIVE and not (following and (settled or (sums[at] and len(value.consumers) == 1))):
+            found.setdefault((op.phase, op.loop, following), []).append((at, k))
     late = {key for key in found if not settled and (key[0] != graph.ops[made].phase or sums[made])}
     before: dict[tuple, tuple[int, int]] = {}
     out = []
@@ -89,8 +90,8 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> 
                 (*maker.path, "share", value.producer[1], g),
                 source=op.source,
                 phase=op.phase,
-                runs=op.runs,
-                reads=op.runs,
+                runs=op.reads,
+                reads=op.reads,
                 loop=op.loop,
             )
             values.append(replace(value, producer=(len(ops), 0), consumers=()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -193,7 +194,53 @@ def _materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) -
             out[v] = op.primitive == "out"
         elif fusion == "loop" and not is_spread(op):
             out[v] = not all(_absorbs(graph, rules, op, reader) for reader in _readers(graph, v))
+    for v in _turned(graph, rules):
+        out[v] = True
     return tuple(out)
+
+
+def _turned(graph: Graph, rules: tuple[Rule, ...]) -> set[int]:
+    """What XLA writes because it has to transpose it: what an elementwise op reads beside another product's result in another order.
+
+    Dims that one operand brings into a product, and those of its batch, lie in its result one after the other. Of two products whose
+    results do not agree XLA turns the later one, behind the last op that computes with nothing else.
+    """
+    rows: dict[int, tuple[int, frozenset[tuple[int, int]]]] = {}  # value -> the product's, and neighbouring dims in their order
+    later: set[int] = set()
+    for at, op in enumerate(graph.ops):
+        if op.primitive == "dot_general":
+            rows[op.outputs[0]] = op.outputs[0], frozenset(_in_a_row(op))
+        elif op.primitive == "transpose" and op.inputs[0] in rows:
+            made, pairs = rows[op.inputs[0]]
+            place = op.params["permutation"].index
+            rows[op.outputs[0]] = made, frozenset((place(a), place(b)) for a, b in pairs)
+        elif op.primitive == "share" or rules[at].fusion == "loop":
+            alike = (v for v, x in zip(op.inputs, op.ins, strict=True) if v in rows and x.shape == op.outs[0].shape)
+            found = sorted((rows[v] for v in alike if v is not None), key=lambda r: r[0])
+            if found:
+                rows[op.outputs[0]] = found[0]
+                later.update(made for made, pairs in found if any((b, a) in found[0][1] for a, b in pairs))
+    out = set()
+    for v in later:
+        last = v
+        while len(graph.values[v].consumers) == 1:
+            op = graph.ops[graph.values[v].consumers[0][0]]
+            if [u for u in op.inputs if u is not None] != [v]:
+                break
+            v = op.outputs[0]
+            last = last if op.primitive == "share" else v
+        out.add(last)
+    return out
+
+
+def _in_a_row(op: Op) -> list[tuple[int, int]]:
+    """Neighbouring dims of a product's result that lie one after the other."""
+    (left, right), (batch, batch_right) = op.params["dimension_numbers"]
+    free = [len(x.shape) - len(c) - len(b) for x, c, b in zip(op.ins, (left, right), (batch, batch_right), strict=True)]
+    ends, out = (0, len(batch), len(batch) + free[0], sum(free) + len(batch)), []
+    for start, stop in pairwise(ends):
+        out += pairwise(d for d in range(start, stop) if op.outs[0].shape[d] > 1)
+    return out
 
 
 STORED = frozenset({"out", "loop_carry", "loop_next", "loop_stack", "branch_in", "branch_out"})
