@@ -243,3 +243,10 @@ def test_tying_an_unrolled_model_shares_its_tables():
 def test_no_nodes_is_an_answer(limit):
     solution = solve(Problem((), limit=limit))
     assert solution.status == "optimal" and solution.states == () and solution.objective == 0
+
+
+@pytest.mark.parametrize("where", ["node 1", "edge \\(0, 1\\)"])
+def test_fractions_are_refused(where):
+    costs, table = [np.zeros(2), np.array([np.inf, 0.5 if "node" in where else 1.0])], np.array([[np.inf, 3.0], [0.0, 1.25]])
+    with pytest.raises(ValueError, match=f"{where} has cost (0.5|1.25), which is no whole number"):
+        solve(Problem(tuple(costs), (Edge(0, 1, np.rint(table) if "node" in where else table),)))

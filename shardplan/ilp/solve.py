@@ -56,7 +56,11 @@ def solve(
 
     Returns:
         "optimal", "feasible" (with a gap), "infeasible" (proven) or "fallback".
+
+    Raises:
+        ValueError: a cost is no whole number; no bound would be exact.
     """
+    _check_whole(problem)
     clock, record = Clock(time_limit, work_limit), Record(problem, progress)
     if hint is not None and (problem.limit is None or problem.peak(hint) <= problem.limit):
         record.offer(tuple(hint), problem.objective(hint))
@@ -185,6 +189,16 @@ class Chain:
     def parts(self, goal: float) -> list[Region]:
         part = self.part(goal)
         return [] if part is None else [part]
+
+
+def _check_whole(problem: Problem) -> None:
+    """Raises ValueError for the first cost that is neither whole nor inf."""
+    tables = {id(e.cost): (e.cost, f"edge ({e.i}, {e.j})") for e in reversed(problem.edges)}
+    nodes = ((c, f"node {i}") for i, c in enumerate(problem.costs))
+    for costs, where in (*nodes, *tables.values()):
+        if not np.array_equal(costs, np.rint(costs)):
+            some = float(costs[costs != np.rint(costs)].flat[0])
+            raise ValueError(f"{where} has cost {some}, which is no whole number.\n  way out: count in a smaller unit and round")
 
 
 def _runs(record: Record, clock: Clock) -> Runs | None:
