@@ -67,6 +67,7 @@ def auto(
     time_limit: float | None = None,
     cluster: str | Cluster | None = None,
     compute_scale: float = 1.0,
+    overlap: bool = True,
     user_shardings: Literal["keep", "hint", "ignore"] = "keep",
     plan: str | os.PathLike[str] | Plan | None = None,
     verify: str | Literal[True] | None = None,
@@ -93,6 +94,8 @@ def auto(
         cluster: prices of compute and links: a preset's name, a file made by `calibrate`, or a `Cluster`; by default the
             machine at hand.
         compute_scale: how many times longer compute takes than the cluster says; more weighs communication less.
+        overlap: whether collectives that nobody waits for (gradients, parameters of later layers) cost only what compute cannot
+            hide, where the cluster hides any.
         user_shardings: whether `with_sharding_constraint`s inside the step are kept, where the search starts ("hint"), or ignored.
         plan: a plan or a plan file to reuse without solving.
         verify: compile the plan for this target ("h100:8"; True for the devices at hand), and where XLA does more than planned,
@@ -120,7 +123,7 @@ def auto(
     def decorate(fun: Callable) -> Auto:
         settings = _Settings(
             mesh, in_shardings, out_shardings, dict(pins or {}), memory, search, time_limit,
-            cluster, float(compute_scale), user_shardings,
+            cluster, float(compute_scale), bool(overlap), user_shardings,
             Plan.load(plan) if isinstance(plan, (str, os.PathLike)) else plan, verify,
             keep_unused, jit_options,
         )  # fmt: skip
@@ -140,6 +143,7 @@ class _Settings:
     time_limit: float | None
     cluster: str | Cluster | None
     compute_scale: float
+    overlap: bool
     user_shardings: Literal["keep", "hint", "ignore"]
     plan: Plan | None
     verify: str | Literal[True] | None
@@ -515,7 +519,7 @@ class _Step:
 
         return Options(
             settings.budget, settings.search, settings.time_limit, in_pins, out_pins, pins, Progress(),
-            thrift=thrift, constraints=settings.user_shardings,
+            thrift=thrift, overlap=settings.overlap, constraints=settings.user_shardings,
         )  # fmt: skip
 
     def _args_tree(self):

@@ -8,10 +8,11 @@ import numpy as np
 
 from shardplan.files import portable, source_line
 from shardplan.ilp.build import PS, Network, summed
+from shardplan.ir.accumulate import maker
 from shardplan.ir.graph import BORDER, Op
 from shardplan.mesh.reshard import Step
 from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
-from shardplan.planner import Planned, categories, memory_by_category, objective_seconds
+from shardplan.planner import Planned, categories, memory_by_category
 from shardplan.strategies.enumerate import PARTIAL
 from shardplan.strategies.space import exchanged
 
@@ -22,8 +23,8 @@ def describe(planned: Planned, context=None) -> Plan:
     """The plan of what was planned; `context` is what `Plan.fix` and the pytree views need."""
     space, graph = planned.space, planned.graph
     kinds = categories(graph)
-    compute, communication = objective_seconds(planned)
-    total = compute + communication
+    parts = planned.network.parts(planned.solution.states)
+    total = parts.total(planned.beside) / PS
     return Plan(
         mesh=space.mesh,
         cluster=space.cluster.name,
@@ -31,8 +32,9 @@ def describe(planned: Planned, context=None) -> Plan:
         outputs=tuple(_leaf(planned, i, "output") for i in graph.outs),
         decisions=tuple(_decisions(planned)),
         seconds={
-            "compute": compute,
-            "communication": communication,
+            "compute": parts.compute / PS,
+            "communication": (parts.inline + parts.background) / PS,
+            "hidden": parts.hidden(planned.beside) / PS,
             "total": total,
             "bound": total * (1 - planned.solution.gap),
         },
@@ -106,8 +108,7 @@ def _moves(planned: Planned, i: int):
         assert v is not None
         value = planned.graph.values[v]
         before, after = planned.made(*value.producer), planned.taken(reader, operand)
-        scale = planned.network.combined[v]
-        collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds * scale)) for s in steps)
+        collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in steps)
         made = planned.graph.ops[maker(planned.graph, v)].source
         place = f"{portable(made.file)}:{made.line}" if made.file else ""
         yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, place)
@@ -153,17 +154,9 @@ def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int) -> I
         assert source is not None
         yield from _fetch(planned, source, value.producer[0], 0, shown)
     before, after = planned.made(*value.producer), planned.taken(reader, operand)
-    steps = planned.resharder.path(value.shape, value.itemsize, before, after)
+    steps = planned.network.path(v, before, after)
     if steps:
         yield shown, reader, operand, steps
-
-
-def maker(graph, v: int) -> int:
-    """The op that makes a value, looking through copies."""
-    at = graph.values[v].producer[0]
-    while graph.ops[at].primitive == "share":
-        at = graph.values[graph.ops[at].inputs[0]].producer[0]
-    return at
 
 
 def _strategy(planned: Planned, i: int) -> Mapping[str, str]:

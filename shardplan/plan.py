@@ -96,7 +96,8 @@ class Decision:
         runs: how often per step.
         result: type of the first result, for people.
         op: its number among the ops of the program, which tells it from all others.
-        copies: per operand, which copy of the array it reads: 0 the first, n the one gathered again after n were let go; () is all 0.
+        copies: per operand, which copy of the array it reads: 0 the first, n the one gathered again after n were let go, -1 the
+            first, but kept from being fused with its other readers; () is all 0.
     """
 
     file: str
@@ -174,7 +175,8 @@ class Plan:
         cluster: name of the cluster it was priced for.
         inputs, outputs: leaves in flat pytree order.
         decisions: what happens inside the step, in program order.
-        seconds: predicted seconds of a step: "compute", "communication", "total", "bound".
+        seconds: predicted seconds of a step: "compute", "communication", what of that is "hidden" behind compute,
+            "total" (the first two less the third), and its lower "bound".
         status: "optimal", "feasible", "fallback"; gap: proven relative distance from the optimum.
         tied: whether repeated layers were planned alike (the bound then holds for such plans).
         memory_: see `memory()`.

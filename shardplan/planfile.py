@@ -251,7 +251,7 @@ def _mesh(value: Any, at: str) -> MeshShape:
 
 
 def _seconds(value: Any, at: str) -> dict[str, float]:
-    names = ("compute", "communication", "total", "bound")
+    names = ("compute", "communication", "hidden", "total", "bound")
     return {k: _number(x, f"{at}.{k}") for k, x in _object(value, at, names).items()}
 
 
@@ -369,7 +369,7 @@ def _decision(value: Any, at: str, mesh: MeshShape) -> Decision:
         runs=_number(value["runs"], f"{at}.runs"),
         result=_text(value["result"], f"{at}.result"),
         op=_int(0)(value["op"], f"{at}.op"),
-        copies=_items(value["copies"], f"{at}.copies", _int(0)),
+        copies=_items(value["copies"], f"{at}.copies", _int(-1)),
     )
 
 

@@ -18,9 +18,11 @@ import numpy as np
 from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.ilp import least_memory, solve
-from shardplan.ilp.build import PS, Charges, Network, build
+from shardplan.ilp.build import Charges, Network, build
+from shardplan.ilp.overlap import cheapest
 from shardplan.ilp.problem import Problem, Solution
-from shardplan.ir.emit import Decision
+from shardplan.ir.accumulate import maker
+from shardplan.ir.emit import ASIDE, Decision
 from shardplan.ir.graph import BORDER, Graph, Path
 from shardplan.ir.live import ALIASES
 from shardplan.ir.local import LOCAL
@@ -86,6 +88,7 @@ class Options:
         pins: entries of a PartitionSpec by path pattern.
         charges: what strategies and reshards cost beyond the model, as seen in a compiled plan.
         thrift: part of the way from the fastest plan's peak to the leanest plan's that memory has to go down.
+        overlap: whether collectives that nobody waits for run beside other work, on a cluster that lets them.
         constraints: whether the program's own `with_sharding_constraint`s are kept, only a "hint", or ignored.
     """
 
@@ -98,6 +101,7 @@ class Options:
     progress: Any = None
     charges: Charges | None = None
     thrift: float = 0.0
+    overlap: bool = True
     constraints: Literal["keep", "hint", "ignore"] = "keep"
 
 
@@ -108,16 +112,17 @@ class Planned:
     Attributes:
         strategies: per op of the graph, the number of its strategy.
         decisions: by path, what emission applies.
+        beside: what a hidden collective costs, as a part of its seconds; 1 where none is hidden.
         seconds: planning time by stage.
     """
 
     traced: Traced
     network: Network
-    resharder: Resharder
     solution: Solution
     strategies: tuple[int, ...]
     decisions: Mapping[Path, Decision]
     options: Options
+    beside: float
     seconds: Mapping[str, float]
 
     @property
@@ -146,8 +151,7 @@ class Planned:
         found = []
         for k, v in enumerate(self.graph.ops[i].inputs):
             if v is not None and i not in self.kept:
-                value = self.graph.values[v]
-                steps = self.resharder.path(value.shape, value.itemsize, self.made(*value.producer), self.taken(i, k))
+                steps = self.network.path(v, self.made(*self.graph.values[v].producer), self.taken(i, k))
                 if steps:
                     found.append((k, steps))
         return found
@@ -168,38 +172,44 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     clock = _Clock()
     graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
     clock.lap("graph")
-    resharder = Resharder(mesh, cluster)
+    resharder, beside = Resharder(mesh, cluster), 1.0 - cluster.overlap * options.overlap
     if options.search == "recursive":
-        found = _recursive(graph, resharder, options)
+        found = _recursive(graph, resharder, options, beside)
         clock.lap("solve")
         if found:
-            return _planned(traced, *found, resharder, options, clock)
+            return _planned(traced, *cheapest(lambda _: found[0], lambda _: found[1], beside), options, beside, clock)
     space = make_space(graph, mesh, cluster)
     clock.lap("strategies")
     allowed = allowed_strategies(space, options=options)
     if options.thrift:
         options = replace(options, memory=_thrifty(lambda limit: build(space, resharder, limit, allowed), options))
-    network = build(space, resharder, options.memory, allowed, charges=options.charges)
-    clock.lap("network")
-    hint = propagate(network.problem)
-    if options.constraints == "hint":
-        kept = allowed_strategies(space, options=replace(options, constraints="keep"))
-        users = propagate(build(space, resharder, options.memory, kept, charges=options.charges).problem)
-        hint = min((h for h in (users, hint) if h.states), key=lambda h: h.objective, default=hint)
-    clock.lap("propagation")
-    if options.search == "propagation":
-        solution = hint
-        if hint.states and options.memory is not None and network.problem.peak(hint.states) > options.memory:
-            solution = solve(network.problem, hint=hint.states, time_limit=options.time_limit)
-    else:
-        solution = solve(network.problem, hint=hint.states or None, time_limit=options.time_limit, progress=options.progress)
+
+    def network(waiting: float, among: Mapping[int, np.ndarray] = allowed) -> Network:
+        made = build(space, resharder, options.memory, among, charges=options.charges, waiting=waiting)
+        clock.lap("network")
+        return made
+
+    def search(at: Network) -> Solution:
+        hint = propagate(at.problem)
+        if options.constraints == "hint":
+            kept = allowed_strategies(space, options=replace(options, constraints="keep"))
+            users = propagate(network(at.waiting, kept).problem)
+            hint = min((h for h in (users, hint) if h.states), key=lambda h: h.objective, default=hint)
+        clock.lap("propagation")
+        if options.search == "propagation":
+            fits = not hint.states or options.memory is None or at.problem.peak(hint.states) <= options.memory
+            return hint if fits else solve(at.problem, hint=hint.states, time_limit=options.time_limit)
+        solution = solve(at.problem, hint=hint.states or None, time_limit=options.time_limit, progress=options.progress)
         many = sum(n > 1 for _, n in mesh) >= MANY_AXES
         if solution.status != "optimal" and many and options.search != "recursive":
-            solution = _axis_by_axis(network, solution, graph, resharder, options)
+            solution = _axis_by_axis(at, solution, graph, resharder, options)
+        clock.lap("solve")
+        return solution
+
+    found, solution = cheapest(network, search, beside)
     if not solution.states or not np.isfinite(solution.objective):
-        raise ShardingError(does_not_fit(network, options))
-    clock.lap("solve")
-    return _planned(traced, network, solution, resharder, options, clock)
+        raise ShardingError(does_not_fit(found, options))
+    return _planned(traced, found, solution, options, beside, clock)
 
 
 def _thrifty(network: Callable[[float | None], Network], options: Options) -> float:
@@ -212,13 +222,13 @@ def _thrifty(network: Callable[[float | None], Network], options: Options) -> fl
     return budget if options.memory is None else min(budget, options.memory)
 
 
-def _recursive(graph: Graph, resharder: Resharder, options: Options) -> tuple[Network, Solution] | None:
-    return recursive(graph, resharder, options.memory, functools.partial(allowed_strategies, options=options))
+def _recursive(graph: Graph, resharder: Resharder, options: Options, waiting: float) -> tuple[Network, Solution] | None:
+    return recursive(graph, resharder, options.memory, functools.partial(allowed_strategies, options=options), waiting)
 
 
 def _axis_by_axis(network: Network, solution: Solution, graph: Graph, resharder: Resharder, options: Options) -> Solution:
     """The better of an answer without a proof and what recursive search finds."""
-    found = _recursive(graph, resharder, options)
+    found = _recursive(graph, resharder, options, network.waiting)
     states = network.restated(found[0], found[1].states) if found else ()
     objective = network.problem.objective(states) if states else np.inf
     fits = bool(states) and (options.memory is None or network.problem.peak(states) <= options.memory)
@@ -226,11 +236,11 @@ def _axis_by_axis(network: Network, solution: Solution, graph: Graph, resharder:
     return replace(solution, status="feasible", states=states, objective=objective) if better else solution
 
 
-def _planned(traced: Traced, network: Network, solution: Solution, resharder: Resharder, options: Options, clock: _Clock) -> Planned:
-    space, strategies = network.space, network.strategies(solution.states)
-    decided = decisions(space, resharder, strategies, network.kept(solution.states))
+def _planned(traced: Traced, network: Network, solution: Solution, options: Options, beside: float, clock: _Clock) -> Planned:
+    strategies = network.strategies(solution.states)
+    decided = decisions(network, strategies, network.kept(solution.states))
     clock.lap("decisions")
-    return Planned(traced, network, resharder, solution, strategies, decided, options, clock.seconds)
+    return Planned(traced, network, solution, strategies, decided, options, beside, clock.seconds)
 
 
 class _Clock:
@@ -240,7 +250,7 @@ class _Clock:
 
     def lap(self, name: str):
         now = time.perf_counter()
-        self.seconds[name] = now - self.start
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.start
         self.start = now
 
 
@@ -356,7 +366,7 @@ def matches(label: str, pattern: str) -> bool:
 # ---- from strategies to constraints
 
 
-def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kept: Collection[int]) -> dict[Path, Decision]:
+def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]) -> dict[Path, Decision]:
     """What emission applies: every reshard, and the layout of every array that is written to memory or leaves a big op.
 
     A reshard of several collectives is spelled out one by one: XLA, asked for the whole way at once, may know no better than to
@@ -365,6 +375,7 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
     and gathered again (an `earlier` share that is not `kept`) is told apart from the first: XLA would find the two alike and keep the
     array.
     """
+    space = network.space
     graph, choices = space.graph, space.choices
 
     def made(v: int) -> Layout:
@@ -382,16 +393,15 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
 
     def origin(v: int, copy: int) -> tuple[Layout, ...]:
         """What a copy that is made again starts from."""
-        source = graph.ops[graph.values[v].producer[0]].inputs[0] if copy else None
+        source = graph.ops[graph.values[v].producer[0]].inputs[0] if copy > 0 else None
         return () if source is None or made(source).partial else (made(source),)
 
     def way(v: int, wanted: Layout) -> tuple[Layout, ...]:
         """Layouts from the one a value is made in to the one it is wanted in."""
         if wanted == made(v) or wanted.partial:
             return ()
-        value = graph.values[v]
-        steps = resharder.path(value.shape, value.itemsize, made(v), wanted)
-        return (*(s.after for s in steps[:-1] if not s.after.partial and s.after.divides(value.shape, space.mesh)), wanted)
+        shape, steps = graph.values[v].shape, network.path(v, made(v), wanted)
+        return (*(s.after for s in steps[:-1] if not s.after.partial and s.after.divides(shape, space.mesh)), wanted)
 
     def spread(i: int) -> bool:
         """Whether op i is one number spread out, or hands such to a loop."""
@@ -402,7 +412,7 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
     for j, (i, k) in graph.earlier.items():
         v, wanted = graph.ops[j].inputs[0], made(graph.ops[j].outputs[0])
         assert v is not None
-        moved = any(step.kind != "slice" for step in resharder.path(graph.values[v].shape, graph.values[v].itemsize, made(v), wanted))
+        moved = any(step.kind != "slice" for step in network.path(v, made(v), wanted))
         again[j] = again.get(i, 0) + (j not in kept and moved and choices[i].operands[k][strategies[i]] == wanted)
 
     def resharded() -> Iterator[int]:
@@ -411,17 +421,29 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
             for k, v in enumerate(op.inputs):
                 while v is not None and way(v, choices[i].operands[k][strategies[i]]):
                     yield v
-                    maker = graph.ops[graph.values[v].producer[0]]
-                    source = maker.inputs[0] if maker.primitive == "share" else None
+                    copy = graph.ops[graph.values[v].producer[0]]
+                    source = copy.inputs[0] if copy.primitive == "share" else None
                     v = source if source is not None and made(source) == made(v) else None
 
+    def aside(i: int, v: int | None) -> bool:
+        """Whether op i updates a parameter that the step also computes with.
+
+        XLA may fuse the two readers, since they read the same array; then the next layer waits until this layer's gradient is
+        reduced, and no reductions are made into one.
+        """
+        if v is None or graph.ops[i].phase != "update":
+            return False
+        source = graph.ops[maker(graph, v)]
+        return source.primitive == "arg" and source.outputs[0] in computed
+
+    computed = {graph.ops[i].outputs[0] for i in graph.args if _computed(graph, graph.ops[i].outputs[0])}
     starts = frozenset(resharded())
     out: dict[Path, Decision] = {}
     for i, op in enumerate(graph.ops):
         if op.primitive == "share":
             continue
         s = strategies[i]
-        copies = [0 if v is None else again.get(graph.values[v].producer[0], 0) for v in op.inputs]
+        copies = [ASIDE if aside(i, v) else 0 if v is None else again.get(graph.values[v].producer[0], 0) for v in op.inputs]
         reads = []
         for k, v in enumerate(op.inputs):
             taken = choices[i].operands[k][s]
@@ -438,6 +460,15 @@ def decisions(space: Space, resharder: Resharder, strategies: Sequence[int], kep
         if decision:
             out[op.path] = decision
     return out
+
+
+def _computed(graph: Graph, v: int) -> bool:
+    """Whether the forward or backward pass reads a parameter, itself or through a copy."""
+    return any(
+        _computed(graph, graph.ops[at].outputs[0]) if graph.ops[at].primitive == "share" else graph.ops[at].phase != "update"
+        for at, _ in graph.values[v].consumers
+        if graph.ops[at].primitive != "out"
+    )
 
 
 # ---- when nothing fits
@@ -512,10 +543,3 @@ def memory_by_category(network: Network, states, time: int) -> dict[str, float]:
         if lo <= time < hi and held:
             out[kinds[i]] = out.get(kinds[i], 0.0) + held
     return dict(sorted(out.items(), key=lambda item: -item[1]))
-
-
-def objective_seconds(planned: Planned) -> tuple[float, float]:
-    """Seconds of compute and of communication per step."""
-    problem, states = planned.network.problem, planned.solution.states
-    compute = sum(float(c[s]) for c, s in zip(problem.costs, states, strict=True)) / PS
-    return compute, problem.objective(states) / PS - compute

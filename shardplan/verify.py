@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from shardplan.describe import fetches, maker
+from shardplan.describe import fetches
 from shardplan.errors import ShardingError
 from shardplan.ilp.build import Charges
+from shardplan.ir.accumulate import maker
 from shardplan.ir.graph import BORDER, Source
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import seconds as planned_s

@@ -110,6 +110,7 @@ def transformer(layers: int = 3, file: str = "train.py") -> Plan:
         seconds={
             "compute": compute,
             "communication": communication,
+            "hidden": 0.0,
             "total": compute + communication,
             "bound": (compute + communication) * 0.996,
         },

@@ -137,6 +137,7 @@ def body(**changes):
         (body(node_size=0), 'field "node_size" must be a whole number from 1'),
         (body(node_size=True), 'field "node_size"'),
         (body(reduce_scatter="no"), 'field "reduce_scatter" must be true or false'),
+        (body(overlap=2), 'field "overlap" must be a number from 0, less than 1'),
         (body(colour="red"), 'field "colour" is not known'),
         (body(measured=[{"kind": "gossip"}]), 'field "measured\\[0\\]'),
         (" " * 1_000_001, "larger than 1000000 bytes"),
@@ -330,7 +331,7 @@ def test_the_documented_file_is_a_cluster():
     text = (Path(__file__).parent.parent / "docs" / "clusters.md").read_text()
     example = json.loads(text.split("```json")[1].split("```")[0])
     assert Cluster.from_json(example).name == "mine"
-    for optional in ("reduce_scatter", "source", "launch_s", "platforms", "device_kinds", "measured"):
+    for optional in ("reduce_scatter", "overlap", "source", "launch_s", "platforms", "device_kinds", "measured"):
         del example[optional]
     assert Cluster.from_json(example).reduce_scatter
 

@@ -86,7 +86,7 @@ WRONG = [  # where, what stands there, what the error says, whether the schema s
     (("decisions", 0, "line"), -1, "decisions[0].line: -1 is not a whole number", True),
     (("decisions", 2, "occurrence"), 7, None, True),
     (("decisions", 3, "op"), 2, "decisions[3].op: 2 does not come after 2, the op decided before", False),
-    (("decisions", 3, "copies"), [-1], "decisions[3].copies[0]: -1 is not a whole number of at least 0", True),
+    (("decisions", 3, "copies"), [-2], "decisions[3].copies[0]: -2 is not a whole number of at least -1", True),
     (("lines", 0, "seconds"), "fast", "lines[0].seconds: 'fast' is not a number", True),
     (("donated",), "state", "donated: 'state' is not a list", True),
     (("decisions", 1, "strategy"), {"modle": "a"}, "decisions[1].strategy: axis 'modle' is not in mesh", False),

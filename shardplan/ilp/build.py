@@ -20,45 +20,59 @@ Costs are rounded to whole picoseconds, so that sums are exact.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, floor, log2
 
 import numpy as np
 
+from shardplan.ilp.overlap import Seconds
 from shardplan.ilp.problem import Edge, Problem, Usage, over_time
 from shardplan.ir.accumulate import accumulated
 from shardplan.ir.graph import BORDER
 from shardplan.ir.live import ALIASES, intervals, takes_over
+from shardplan.ir.queues import Place, places, slack
 from shardplan.ir.repeat import repeated_layers
 from shardplan.ir.share import SMALL_BYTES
 from shardplan.mesh.layout import Layout
-from shardplan.mesh.reshard import Resharder
+from shardplan.mesh.reshard import Resharder, Step
 from shardplan.strategies.space import FUSIBLE, Space
 
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
 
-COMBINED = 10
-COMBINED_BELOW_BYTES = 1 << 16
-"""How many reshards of small arrays XLA combines into one collective, where there are so many in one body and phase."""
+COMBINED_BYTES = 30 << 20
+"""Bytes of whole arrays up to which XLA makes collectives into one (its combiners' thresholds for GPUs, all alike)."""
+
+COMBINED = 64
+"""How many arrays at most are taken to be moved together: of those in a queue, not all are resharded."""
+
+SMALL_SUM_BYTES = 1 << 16
+"""Sums below this are merged with those as far down the line."""
+
+LEAST_SLACK_S = 1e-6
+"""Work shorter than this hides nothing."""
 
 SMALL = 1e-3
 """Copies smaller than this share of the memory limit are not told apart from their originals."""
 
 
-def combined_shares(space: Space) -> tuple[float, ...]:
-    """Per value, what part of its own seconds its reshard costs: that of a small array in a body where n such are summed, 1/n of
-    them, at least a tenth. A loop over time that sums two numbers in every round pays both in full."""
-    graph = space.graph
+def latency_shares(space: Space, queued: Sequence[Place]) -> tuple[float, ...]:
+    """Per value, what part of the latency of its collectives its reshard pays, a power of two.
 
-    def body(v: int) -> tuple[int, str]:
-        op = graph.ops[graph.values[v].producer[0]]
-        return op.loop, op.phase
+    XLA makes the collectives of a queue into one up to `COMBINED_BYTES`: an array pays by its bytes, a small one its part among all.
+    """
 
-    small = [value.bytes < COMBINED_BELOW_BYTES for value in graph.values]
-    summed = Counter(body(v) for v, x in enumerate(small) if x and space.rules[graph.values[v].producer[0]].reduce)
-    return tuple(1 / min(COMBINED, max(1, summed[body(v)])) if x else 1.0 for v, x in enumerate(small))
+    def share(bytes_: float, place: Place) -> float:
+        alone = 1 / min(COMBINED, place.members)
+        return alone if place.queue == "line" else min(1.0, max(alone, bytes_ / COMBINED_BYTES))
+
+    return tuple(2.0 ** ceil(log2(share(v.bytes, place))) for v, place in zip(space.graph.values, queued, strict=True))
+
+
+def _small_sums(space: Space) -> list[bool]:
+    """Per value, whether it is small and partial where its maker is split."""
+    return [v.bytes < SMALL_SUM_BYTES and bool(space.rules[v.producer[0]].reduce) for v in space.graph.values]
 
 
 @dataclass(frozen=True)
@@ -82,8 +96,10 @@ class Network:
         problem: nodes are the graph's ops, in order.
         doubled: ops whose states s and s + k are strategy s without and with a buffer of its own; in the last k states of a share
             with an `earlier` reader the copy is kept from there.
-        combined: per value, what part of its own seconds its reshard costs.
+        resharders: per value, what prices its reshards.
         accumulated: (op, operand) whose partial sums a loop adds up first -> that loop's `loop_carry`.
+        background: (edge, the most picoseconds of it that other work hides).
+        waiting: what part of what is hidden is paid in `problem`.
         unpriced: copies that the problem takes for the originals: small ones, and without a limit all.
     """
 
@@ -91,8 +107,19 @@ class Network:
     problem: Problem
     doubled: frozenset[int]
     unpriced: tuple[Usage, ...]
-    combined: tuple[float, ...]
+    resharders: tuple[Resharder, ...]
     accumulated: Mapping[tuple[int, int], int]
+    background: tuple[tuple[int, float], ...]
+    waiting: float
+
+    def parts(self, states) -> Seconds:
+        """What a step takes under these states, in whole picoseconds but for the background."""
+        problem = self.problem
+        compute = sum(float(c[s]) for c, s in zip(problem.costs, states, strict=True))
+        paid = [float(e.cost[states[e.i], states[e.j]]) for e in problem.edges]
+        behind = sum(min(paid[n] / self.waiting, hides) for n, hides in self.background)
+        inline = sum(paid) - self.waiting * behind
+        return Seconds(compute, inline, behind, sum(float(c.min()) for c in problem.costs))
 
     def strategies(self, states) -> tuple[int, ...]:
         """The strategy number of every op."""
@@ -102,6 +129,11 @@ class Network:
         """Shares that take the copy of an earlier phase."""
         n = self.space.choices
         return frozenset(j for j in self.space.graph.earlier if states[j] >= len(n[j]) * (1 + (j in self.doubled)))
+
+    def path(self, v: int, before: Layout, after: Layout) -> tuple[Step, ...]:
+        """The collectives that bring value v from one layout to another."""
+        value = self.space.graph.values[v]
+        return self.resharders[v].path(value.shape, value.itemsize, before, after)
 
     def restated(self, other: Network, states) -> tuple[int, ...]:
         """The states in which every op does what it does in `states` of another network of the same graph."""
@@ -139,6 +171,7 @@ def build(
     allowed: Mapping[int, np.ndarray] | None = None,
     tie: bool = True,
     charges: Charges | None = None,
+    waiting: float = 1.0,
 ) -> Network:
     """The network of a space.
 
@@ -149,6 +182,7 @@ def build(
         allowed: for pinned ops, which strategies remain: bool [s].
         tie: tie repeated layers.
         charges: what some choices cost beyond the model.
+        waiting: what part of the seconds is paid that a reshard spends beside other work.
     """
     graph, choices = space.graph, space.choices
     live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules])
@@ -174,8 +208,8 @@ def build(
     for (i, s), extra in (charges.strategies if charges else {}).items():
         costs[i] = costs[i] + np.where(np.arange(len(costs[i])) % len(choices[i]) == s, np.rint(extra * PS), 0.0)
 
-    edges = []
-    tables = _Tables(space, resharder, doubled)
+    edges, background = [], []
+    tables = _Tables(space, resharder, doubled, waiting)
     for j, op in enumerate(graph.ops):
         for k, v in enumerate(op.inputs):
             if v is not None:
@@ -184,6 +218,8 @@ def build(
                 for (at, operand, before, after), extra in (charges.reshards if charges else {}).items():
                     if (at, operand) == (j, k):
                         table = table + tables.chosen(i, r, j, k, before, after, table) * np.rint(extra * PS)
+                if hides := tables.hides(j, k):
+                    background.append((len(edges), hides))
                 edges.append(Edge(i, j, table))
     edges += [Edge(i, j, tables.tied(i, j)) for i, j in graph.tied]
     edges += [Edge(i, j, tables.kept(i, k, j)) for j, (i, k) in graph.earlier.items()]
@@ -210,7 +246,7 @@ def build(
     names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
-    return Network(space, problem, doubled, tuple(unpriced), tables.combined, tables.accumulated)
+    return Network(space, problem, doubled, tuple(unpriced), tables.resharders, tables.accumulated, tuple(background), waiting)
 
 
 def _doubled(space: Space, limit: float | None) -> frozenset[int]:
@@ -245,9 +281,13 @@ def summed(before: Layout, after: Layout) -> bool:
 class _Tables:
     """Edge and usage tables, one array object per distinct content."""
 
-    def __init__(self, space: Space, resharder: Resharder, doubled: frozenset[int]):
-        self.space, self.resharder, self.doubled = space, resharder, doubled
-        self.combined, self.accumulated = combined_shares(space), accumulated(space.graph)
+    def __init__(self, space: Space, resharder: Resharder, doubled: frozenset[int], waiting: float):
+        self.space, self.doubled, self.waiting = space, doubled, waiting
+        self.places = places(space.graph, _small_sums(space))
+        shares = latency_shares(space, self.places)
+        self.resharders = tuple(resharder.combining(share) for share in shares)
+        self.accumulated = accumulated(space.graph)
+        self.slack = slack(space.graph, self.places, [float(s.min()) for s in space.seconds])
         self.cache: dict = {}
         self.unique: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
 
@@ -258,6 +298,11 @@ class _Tables:
             at = np.array([number.setdefault(x, len(number)) for x in layouts], dtype=np.int64)
             self.unique[id(layouts)] = tuple(number), at
         return self.unique[id(layouts)]
+
+    def hides(self, j: int, k: int) -> float:
+        """Picoseconds per step of the way to operand k of op j that other work hides at most, a power of two."""
+        seconds = self.slack.get((j, k), 0.0) if (j, k) not in self.accumulated else 0.0
+        return 2.0 ** floor(log2(seconds * self.space.graph.ops[j].reads * PS)) if seconds > LEAST_SLACK_S else 0.0
 
     def handed(self, i: int, r: int, j: int, k: int, v: int) -> np.ndarray:
         """Edge of the array that op i makes as result r and op j takes as operand k."""
@@ -270,12 +315,15 @@ class _Tables:
         copied = graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES
         later = j in graph.earlier
         rows = 1 + (i in self.doubled) + (i in graph.earlier)
-        share = self.combined[v]
-        key = (id(made), id(taken), value.shape, value.itemsize, reads, once, share, rows, j in self.doubled, later, follows, copied)
+        resharder = self.resharders[v]
+        hides = self.hides(j, k) if self.waiting < 1 else 0.0
+        ways = id(resharder), value.shape, value.itemsize, hides
+        key = (id(made), id(taken), ways, reads, once, rows, j in self.doubled, later, follows, copied)
         if key not in self.cache:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
             times = np.array([[once if once and summed(s, t) else reads for t in targets] for s in sources])
-            table = np.rint(self.resharder.table(value.shape, value.itemsize, sources, targets) * (times * PS * share))
+            table = resharder.table(value.shape, value.itemsize, sources, targets) * (times * PS)
+            table = np.rint(table - (1 - self.waiting) * np.minimum(table, hides))
             if once:  # XLA puts a sum off only where it goes on to the carry as it is
                 table = np.where([[not s.partial and s != t for t in targets] for s in sources], np.inf, table)
             if follows:

@@ -23,10 +23,10 @@ def accumulated(graph: Graph) -> dict[tuple[int, int], int]:
         if graph.ops[start].primitive != "loop_carry":
             continue
         (v,) = graph.ops[end].inputs
-        at = None if v is None else _maker(graph, v)
+        at = None if v is None else maker(graph, v)
         if at is None or graph.ops[at].primitive not in ADDS or graph.ops[at].loop != graph.ops[end].loop:
             continue
-        makers = [None if v is None else _maker(graph, v) for v in graph.ops[at].inputs]
+        makers = [None if v is None else maker(graph, v) for v in graph.ops[at].inputs]
         if start not in makers or not _only(graph, graph.ops[start].outputs[0], at):
             continue
         k = 1 - makers.index(start)
@@ -36,17 +36,17 @@ def accumulated(graph: Graph) -> dict[tuple[int, int], int]:
             if v is None or len(graph.values[v].consumers) > 1:
                 break
             at, k = graph.values[v].producer[0], 0
-            if not _passes_on(graph.ops[at]) or graph.ops[at].loop != graph.ops[end].loop:
+            if not passes_on(graph.ops[at]) or graph.ops[at].loop != graph.ops[end].loop:
                 break
     return out
 
 
-def _passes_on(op: Op) -> bool:
+def passes_on(op: Op) -> bool:
     """Whether an op only says an array otherwise."""
     return op.primitive in PASSED_ON or (op.primitive == "reduce_sum" and prod(op.ins[0].shape) == prod(op.outs[0].shape))
 
 
-def _maker(graph: Graph, v: int) -> int:
+def maker(graph: Graph, v: int) -> int:
     """The op that makes a value, looking through copies."""
     at = graph.values[v].producer[0]
     while graph.ops[at].primitive == "share" and (source := graph.ops[at].inputs[0]) is not None:

@@ -24,7 +24,8 @@ class Decision:
     Attributes:
         reads: per operand, the layouts it is brought to, one after the other; () leaves it as it is.
         results: per result, the layout it is made in, or None to leave it to XLA (partial results, scalars).
-        copies: per operand, which copy of the array it reads: 0 the first, n the one made again after n were let go; () is all 0.
+        copies: per operand, which copy of the array it reads: 0 the first, n the one made again after n were let go, ASIDE the
+            first, but out of reach of fusions with its other readers; () is all 0.
     """
 
     reads: tuple[tuple[Layout, ...], ...] = ()
@@ -32,9 +33,10 @@ class Decision:
     copies: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return any(self.reads) or any(r is not None for r in self.results)
+        return any(self.reads) or any(r is not None for r in self.results) or any(self.copies)
 
 
+ASIDE = -1
 NOTHING = Decision()
 
 
@@ -92,10 +94,11 @@ class _Scope:
     def again(self, n: int, x, operands):
         """Array x as the source of its copy number n, which exists only once all operands of its first reader do.
 
-        The barrier keeps XLA from taking the copy for an earlier one and from making it before it is needed.
+        The barrier keeps XLA from taking the copy for an earlier one and from making it before it is needed. What is read ASIDE
+        waits for nothing.
         """
         if (id(x), n) not in self.copies:
-            others = [y for y in operands if y is not x and isinstance(y, jax.Array)]
+            others = [y for y in operands if y is not x and isinstance(y, jax.Array) and n != ASIDE]
             self.copies[id(x), n] = (jax.lax.optimization_barrier((x, *others))[0], x)
         return self.copies[id(x), n][0]
 

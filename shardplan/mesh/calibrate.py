@@ -260,6 +260,7 @@ def _cluster(bench: _Bench, found: dict[Key, float]) -> Cluster:
         intra=intra,
         inter=inter,
         reduce_scatter=not bench.on_cpu,
+        overlap=0.0 if bench.on_cpu else base.overlap if base else Cluster.overlap,
         source=f"measured by shardplan.calibrate on {bench.n} devices ({kind}), mesh {bench.shape}, "
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         launch_s=launch,

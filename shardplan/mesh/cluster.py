@@ -161,6 +161,8 @@ class Cluster:
         intra: the network inside a node.
         inter: the network between nodes.
         reduce_scatter: whether XLA forms reduce-scatter here (its CPU compiler never does).
+        overlap: what part of a collective's seconds other work hides, where there is any that does not wait for it (XLA's schedule
+            for GPUs: about half; on CPU devices both want the same cores).
         source: where the figures come from.
         launch_s: seconds that starting any collective costs.
         platforms: jax platform names this describes.
@@ -174,6 +176,7 @@ class Cluster:
     intra: Link
     inter: Link
     reduce_scatter: bool = True
+    overlap: float = 0.5
     source: str = ""
     launch_s: float = 0.0
     platforms: tuple[str, ...] = ()
@@ -231,6 +234,13 @@ class Cluster:
             d, flops=flops, bytes_per_s=d.bytes_per_s / compute, kernel_latency_s=d.kernel_latency_s * compute
         )
         return dataclasses.replace(self, name=f"{self.name}, compute x {compute:g}", device=device)
+
+    def combining(self, latency: float) -> Cluster:
+        """The same cluster where a collective pays only the part `latency` of its latency, as one among others made into one."""
+        links = {name: getattr(self, name) for name in ("intra", "inter")}
+        links = {name: dataclasses.replace(link, latency_s=link.latency_s * latency) for name, link in links.items()}
+        measured = tuple(dataclasses.replace(m, latency_s=m.latency_s * latency) for m in self.measured)
+        return dataclasses.replace(self, **links, launch_s=self.launch_s * latency, measured=measured)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a cluster file that `load` reads back equal; a crash leaves the old file whole."""
@@ -313,6 +323,7 @@ _CHECKS: dict[str, tuple[Any, str]] = {
     "members": (lambda v: type(v) is int and v >= 1, "a whole number from 1"),
     "nodes": (lambda v: type(v) is int and v >= 1, "a whole number from 1"),
     "reduce_scatter": (lambda v: isinstance(v, bool), "true or false"),
+    "overlap": (lambda v: _not_negative(v) and v < 1, "a number from 0, less than 1"),
     "flops": (_flops, 'an object of dtype names and positive FLOP/s, "float32" among them'),
     "bytes_per_s": (_positive, "a positive number"),
     "memory_bytes": (_positive, "a positive number"),

@@ -58,14 +58,16 @@ class Resharder:
     Args:
         mesh: names and sizes of the axes.
         cluster: the machine.
+        cut_s: seconds that it takes to cut one array out of the buffer of an all-reduce.
 
     A path uses only layouts that divide the tensor evenly, besides the two it is asked for. Results are remembered; they
     are read-only and never change.
     """
 
-    def __init__(self, mesh: MeshShape, cluster: Cluster):
+    def __init__(self, mesh: MeshShape, cluster: Cluster, cut_s: float = 0.0):
         self.mesh = mesh
         self.cluster = cluster
+        self._cut_s = cut_s
         self._axes = tuple(a for a, n in mesh if n > 1)  # an axis of size 1 splits nothing
         self._number = {a: i for i, a in enumerate(self._axes)}
         self._sizes = tuple(mesh.size(a) for a in self._axes)
@@ -74,6 +76,17 @@ class Resharder:
         self._states: dict[Layout, State] = {}
         self._questions: dict[tuple, _Question] = {}
         self._paths: dict[tuple, tuple[Step, ...]] = {}
+        self._combining: dict[float, Resharder] = {1.0: self}
+
+    def combining(self, latency: float) -> Resharder:
+        """Ways whose collectives are made into one with others and pay only the part `latency` of their latency.
+
+        XLA makes all-reduces into one of one buffer, into which arrays are copied, and out of which each is cut by a kernel of its own;
+        its merged all-gathers and reduce-scatters take many arrays as they are.
+        """
+        if latency not in self._combining:
+            self._combining[latency] = Resharder(self.mesh, self.cluster.combining(latency), self.cluster.device.kernel_latency_s)
+        return self._combining[latency]
 
     def table(self, shape: tuple[int, ...], itemsize: float, srcs: Sequence[Layout], dsts: Sequence[Layout]) -> np.ndarray:
         """Seconds of the cheapest path from every src to every dst; inf where there is none.
@@ -210,7 +223,8 @@ class Resharder:
             groups = {self._number[a]: i for i, axes in enumerate(kinds) for a in axes if a in self._number}
 
             def lines(kind: str, axes: tuple[int, ...]) -> tuple[collective.Line, ...]:
-                return collective.lines(kind, tuple(self._axes[a] for a in axes), self.mesh, self.cluster)
+                found = collective.lines(kind, tuple(self._axes[a] for a in axes), self.mesh, self.cluster)
+                return tuple((a + self._cut_s, b) for a, b in found) if kind == "all-reduce" else found
 
             self._graphs[key] = _Graph(self._sizes, rank, states, groups, self.cluster.reduce_scatter, lines, symmetric=full)
         return self._graphs[key]

@@ -49,7 +49,9 @@ class _Level:
     letters: Letters
 
 
-def recursive(graph: Graph, resharder: Resharder, limit: float | None, allowed: Allowed) -> tuple[Network, Solution] | None:
+def recursive(
+    graph: Graph, resharder: Resharder, limit: float | None, allowed: Allowed, waiting: float = 1.0
+) -> tuple[Network, Solution] | None:
     """The last axis's network and its answer; None when no direction ends in a plan that fits.
 
     Args:
@@ -57,6 +59,7 @@ def recursive(graph: Graph, resharder: Resharder, limit: float | None, allowed: 
         resharder: prices redistribution on the mesh.
         limit: bytes per device, or None.
         allowed: which strategies of pinned ops remain, when only the given axes are settled.
+        waiting: as in `build`.
     """
     mesh = resharder.mesh
     axes = [a for a, n in mesh if n > 1]
@@ -69,7 +72,7 @@ def recursive(graph: Graph, resharder: Resharder, limit: float | None, allowed: 
 
         within = {path: opened(found) for path, found in letters.items()}
         space = make_space(graph, mesh, resharder.cluster, within, opened([None] * len(mesh.axes)))
-        network = build(space, resharder, budget, allowed(space, settled))
+        network = build(space, resharder, budget, allowed(space, settled), waiting=waiting)
         hint = propagate(network.problem)
         solution = solve(network.problem, hint=hint.states or None, work_limit=WORK)
         if not solution.states or not np.isfinite(solution.objective):

@@ -19,7 +19,7 @@ from string import Template
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.plan import Leaf, Plan
 from shardplan.view import rows
-from shardplan.view.text import quality
+from shardplan.view.text import parts, quality
 from shardplan.view.units import bytes_text, clean, fit, memory_size, percent, time_text, times
 
 HERE = Path(__file__).parent
@@ -117,8 +117,8 @@ def _reading(point) -> list[str]:
 
 def _tiles(plan: Plan) -> Markup:
     s, memory = plan.seconds, plan.memory_
-    total = s["total"] or 1.0
-    shares = [("compute", s["compute"] / total), ("communication", s["communication"] / total)]
+    exposed = s["communication"] - s["hidden"]
+    shares = [(kind, share / (s["total"] or 1.0)) for kind, share in (("compute", s["compute"]), ("communication", exposed))]
     count = sum(d.runs * sum(c.kind != "slice" for m in d.moves for c in m.collectives) for d in plan.decisions)
     most = max(memory.limit or 0.0, memory.peak) or 1.0
     return _join(
@@ -128,7 +128,7 @@ def _tiles(plan: Plan) -> Markup:
                 label="Predicted step",
                 value=time_text(s["total"]),
                 meter=_meter([(kind, share, f"{kind} {percent(share)}") for kind, share in shares]),
-                more=f"{time_text(s['compute'])} compute, {time_text(s['communication'])} communication",
+                more=parts(plan),
             ),
             _piece(
                 "tile",

@@ -26,12 +26,18 @@ def summary(plan: Plan) -> str:
         [
             fit(clean(f"mesh    {plan.mesh} ({devices}), priced as {plan.cluster}"), WIDTH),
             f"plan    {quality(plan)}",
-            f"step    {time_text(s['total'])} predicted = {time_text(s['compute'])} compute + "
-            f"{time_text(s['communication'])} communication"
+            f"step    {time_text(s['total'])} predicted = {parts(plan, ' + ')}"
             + (f"; {bytes_text(sent)} through collectives per device" if sent else "; nothing is sent"),
             f"memory  {_peak(plan.memory_)}",
         ]
     )
+
+
+def parts(plan: Plan, joint: str = ", ") -> str:
+    """What the seconds of a step are made of."""
+    s = plan.seconds
+    behind = f" ({time_text(s['hidden'])} of it behind compute)" if s["hidden"] else ""
+    return f"{time_text(s['compute'])} compute{joint}{time_text(s['communication'])} communication{behind}"
 
 
 def quality(plan: Plan) -> str:

@@ -1,0 +1,117 @@
+"""Which arrays may be resharded at leisure, and which of them at once.
+
+    gather      inputs of the step, and rows that a loop reads: known before most of their readers run
+    gradient    what the backward pass makes and only the optimizer, or a loop that stacks or adds it up, reads
+    update      what the optimizer makes
+    line        all else: the next op waits
+
+Collectives of one of the first three do not depend on each other, and XLA merges many into one. What stands in line is merged only with
+what is as far down the same line: the k-th small sum of a layer waits for the one before it. Collectives of the first two run
+while other work goes on, as far as there is any between the op that makes the array and the one that computes with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardplan.ir.accumulate import ADDS, passes_on
+from shardplan.ir.graph import Graph, Op
+
+Queue = Literal["gather", "gradient", "update", "line"]
+
+KNOWN = frozenset({"arg", "const", "loop_slice"})
+PUT_BY = frozenset({"loop_stack", "loop_next", "out"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the reshards of a value stand.
+
+    Attributes:
+        queue: see the module's head.
+        members: arrays in this queue of the same loop, casts and copies of one counted once; in line, the small sums as far down
+            the line as this one.
+    """
+
+    queue: Queue
+    members: int
+
+
+def places(graph: Graph, sums: Sequence[bool]) -> tuple[Place, ...]:
+    """Per value, where its reshards stand.
+
+    Args:
+        sums: per value, whether it is a small sum that a split leaves partial.
+    """
+    later, depth = _later(graph), [0] * len(graph.values)
+    origins = [_origin(graph, v) for v in range(len(graph.values))]
+    for op in graph.ops:
+        above = max((depth[v] for v in op.inputs if v is not None), default=0)
+        for v in op.outputs:
+            depth[v] = above + sums[v]
+    keys: list[tuple] = []
+    for v, value in enumerate(graph.values):
+        op = graph.ops[value.producer[0]]
+        loop = graph.ops[value.consumers[0][0]].loop if value.consumers else op.loop
+        if graph.ops[origins[v]].primitive in KNOWN:
+            keys.append(("gather", loop))
+        elif later[v] and op.phase == "backward":
+            keys.append(("gradient", loop))
+        elif op.phase == "update":
+            keys.append(("update", loop))
+        else:
+            keys.append(("line", loop, op.phase, depth[v] if sums[v] else ~v))
+    members = Counter(key for key, _ in set(zip(keys, origins, strict=True)))
+    return tuple(Place(key[0], members[key]) for key in keys)
+
+
+def slack(graph: Graph, places: Sequence[Place], work_s: Sequence[float]) -> dict[tuple[int, int], float]:
+    """(op, operand) -> seconds of work, in one run, from when the operand is made until somebody computes with it.
+
+    Args:
+        places: of all values.
+        work_s: seconds of every op in one run.
+    """
+    done = [0.0]
+    for op, seconds in zip(graph.ops, work_s, strict=True):
+        done.append(done[-1] + seconds * op.runs)
+    needed = list(range(len(graph.ops)))
+    out: dict[tuple[int, int], float] = {}
+    for j in reversed(range(len(graph.ops))):
+        op = graph.ops[j]
+        if op.primitive in PUT_BY:
+            needed[j] = graph.loops[op.loop].stop if op.loop >= 0 else len(graph.ops)
+        elif _hands_on(op):
+            needed[j] = min((needed[at] for v in op.outputs for at, _ in graph.values[v].consumers), default=j)
+        for k, v in enumerate(op.inputs):
+            if v is not None and places[v].queue in ("gather", "gradient"):
+                between = done[needed[j]] - done[_origin(graph, v) + 1]
+                out[j, k] = max(0.0, between) / op.reads
+    return out
+
+
+def _origin(graph: Graph, v: int) -> int:
+    """The op that makes an array, whatever casts and copies it goes through."""
+    at = graph.values[v].producer[0]
+    while (graph.ops[at].primitive == "share" or passes_on(graph.ops[at])) and (w := graph.ops[at].inputs[0]) is not None:
+        at = graph.values[w].producer[0]
+    return at
+
+
+def _later(graph: Graph) -> list[bool]:
+    """Per value, whether nothing in the pass that makes it computes with it."""
+    out = [True] * len(graph.values)
+    for op in reversed(graph.ops):
+        if op.primitive in PUT_BY or op.phase == "update":
+            continue
+        for v in op.inputs:
+            if v is not None and not (_hands_on(op) and all(out[w] for w in op.outputs)):
+                out[v] = False
+    return out
+
+
+def _hands_on(op: Op) -> bool:
+    return op.primitive in ("share", *ADDS) or passes_on(op)

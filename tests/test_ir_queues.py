@@ -1,0 +1,119 @@
+"""Which reshards wait for nothing, what XLA makes into one, and what runs beside other work."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan.ir.parse import parse
+from shardplan.ir.queues import places, slack
+from shardplan.ir.share import with_shares
+from shardplan.xla import available
+
+S, F32, BF16 = jax.ShapeDtypeStruct, jnp.float32, jnp.bfloat16
+needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+
+
+def step(params, x):
+    def loss(params):
+        h = x
+        for w, b in params:
+            h = jax.nn.relu(h @ w.astype(BF16) + b.astype(BF16))
+        return jnp.mean(h.astype(F32) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def graph_of(layers=3):
+    params = [(jnp.zeros((64, 64)), jnp.zeros(64))] * layers
+    closed = jax.make_jaxpr(step)(params, jnp.zeros((32, 64), BF16))
+    labels = [f"arg{n}" for n in range(2 * layers + 1)]
+    return parse(closed, labels, [f"out{n}" for n in range(2 * layers)], [(n, n) for n in range(2 * layers)], range(2 * layers))
+
+
+def test_queues_of_a_train_step():
+    graph = graph_of()
+    found = places(graph, [False] * len(graph.values))
+    queues: dict[tuple[str, str], set[str]] = {}
+    for op in graph.ops:
+        queues.setdefault((op.primitive, op.phase), set()).update(found[v].queue for v in op.outputs)
+    assert queues["arg", "forward"] == {"gather"}
+    assert queues["convert_element_type", "forward"] == {"gather", "line"}  # weights as bfloat16; activations as float32
+    weights = [v for v, x in enumerate(graph.values) if x.shape == (64, 64) and graph.ops[x.producer[0]].primitive == "dot_general"]
+    assert len(weights) == 3 and {(found[v].queue, found[v].members) for v in weights} == {("gradient", 6)}
+    assert queues["sub", "update"] == {"update"}
+    assert queues["max", "forward"] == {"line"}
+
+
+def test_small_sums_one_after_the_other_are_not_merged():
+    def chain(x):
+        for _ in range(4):
+            x = x - x.mean(axis=0)
+        return x
+
+    def side_by_side(x):
+        return [x * n - (x * n).mean(axis=0) for n in range(4)]
+
+    for fun, members in ((chain, 1), (side_by_side, 4)):
+        closed = jax.make_jaxpr(fun)(jnp.zeros((8, 8)))
+        graph = parse(closed, ["x"], [f"y{n}" for n in range(len(closed.out_avals))], (), ())
+        sums = [graph.ops[v.producer[0]].primitive == "reduce_sum" for v in graph.values]
+        assert {p.members for p, s in zip(places(graph, sums), sums, strict=True) if s} == {members}
+
+
+def test_slack_is_the_work_in_between():
+    graph = graph_of()
+    work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
+    found = slack(graph, places(graph, [False] * len(graph.values)), work)
+    fetched = [found[at, k] for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
+               if op.primitive == "convert_element_type" and v is not None and graph.values[v].shape == (64, 64) and (at, k) in found
+               and op.phase == "forward"]  # fmt: skip
+    assert fetched == [0.0, 1.0, 2.0]  # products before the layer that reads the weights
+    total = sum(work)
+    gradients = {graph.values[v].producer[0]: found[at, k] for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
+                 if op.primitive == "transpose" and v is not None and (at, k) in found and graph.values[v].shape[0] == 64}  # fmt: skip
+    done = np.cumsum(work)
+    assert gradients and all(left == total - done[made] for made, left in gradients.items())
+
+
+def test_copies_that_a_loop_stacks_are_made_in_every_round():
+    def run(x):
+        def body(c, _):
+            y = jnp.tanh(c @ x)
+            return y, y * 2
+
+        return jax.lax.scan(body, x, None, length=7)[1].sum()
+
+    closed = jax.make_jaxpr(run)(jnp.zeros((256, 256)))
+    graph = parse(closed, ["x"], ["y"], (), ())
+    follows = [op.primitive in ("tanh", "mul") for op in graph.ops]
+    shared = with_shares(graph, follows, [op.primitive == "dot_general" for op in graph.ops])
+    rows = [op.inputs[0] for op in shared.ops if op.primitive == "loop_stack"]
+    stacked = [shared.ops[shared.values[v].producer[0]] for v in rows if v is not None]
+    assert stacked and all(op.runs == op.reads == 7 for op in stacked if op.primitive == "share")
+    assert any(op.primitive == "share" for op in stacked)
+
+
+@needs_gpu_compiler
+def test_gradients_of_a_net_with_batch_statistics_are_reduced_together():
+    """XLA fuses a parameter's update with its cast for the backward pass, and each gradient then waits for the one before."""
+
+    def batch_norm_step(params, x):
+        def loss(params):
+            h = x
+            for w in params:
+                h = jax.lax.conv_general_dilated(h, w.astype(BF16), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+                h = jax.nn.relu((h - h.mean((0, 1, 2))) * jax.lax.rsqrt(h.var((0, 1, 2)) + 1e-3))
+            return jnp.mean(h.astype(F32) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params, batch = [S((1, 1, 252, 252), F32)] * 6, S((512, 32, 32, 252), BF16)  # no dim that a reduce-scatter could split
+    pins = {"params/**": P(), "x": P("data")}
+    planned = shardplan.auto(AbstractMesh((8,), ("data",)), cluster="h100", donate_argnums=0, pins=pins)(batch_norm_step)
+    report = planned.check(params, batch, target="h100:8")
+    gradients = [c for c in report.compiled.collectives if c.kind == "all-reduce" and c.bytes > 1e5]
+    assert len(gradients) == 1 and gradients[0].bytes == 6 * 252 * 252 * 2

@@ -1,0 +1,97 @@
+"""Collectives that other work hides: which they are, what they cost, and what a plan then does."""
+
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardplan
+from shardplan.ilp import Edge, Problem, solve
+from shardplan.ilp.overlap import Seconds, cheapest
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+S = jax.ShapeDtypeStruct
+
+
+def mlp(state, x):
+    def loss(params):
+        h = x
+        for w in params:
+            h = jax.nn.relu(h @ w.astype(BF16))
+        return jnp.mean(h.astype(F32) ** 2)
+
+    grads = jax.grad(loss)(state["params"])
+    m = [0.9 * a + g for a, g in zip(state["m"], grads, strict=True)]
+    return {"params": [p - 0.1 * a for p, a in zip(state["params"], m, strict=True)], "m": m}
+
+
+def plan_of(batch=1 << 15, width=2048, layers=4, cluster="h100", **options):
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    params = [S((width, width), F32)] * layers
+    step = shardplan.auto(mesh, cluster=cluster, donate_argnums=0, **options)(mlp)
+    return step.plan({"params": params, "m": params}, S((batch, width), BF16))
+
+
+def test_gradients_hide_behind_the_backward_pass():
+    plain, behind = plan_of(overlap=False), plan_of()
+    assert plain.seconds["hidden"] == 0 < behind.seconds["hidden"] < 0.5 * behind.seconds["communication"]
+    for p in (plain, behind):
+        assert p.seconds["total"] == pytest.approx(p.seconds["compute"] + p.seconds["communication"] - p.seconds["hidden"])
+        assert p.status == "optimal" and p.seconds["bound"] == p.seconds["total"]
+    assert behind.seconds["total"] < plain.seconds["total"] <= behind.seconds["compute"] + behind.seconds["communication"] + 1e-12
+
+
+def test_nothing_hides_where_there_is_nothing_to_hide_behind():
+    few = plan_of(batch=64, width=4096)
+    assert few.seconds["hidden"] <= 0.5 * few.seconds["compute"]
+
+
+def test_nothing_hides_on_cpu_devices():
+    assert plan_of(cluster="cpu", batch=64).seconds["hidden"] == 0
+
+
+# ---- the two prices
+
+
+class Toy:
+    """A network whose second half of edges may run in the background, up to `room`."""
+
+    def __init__(self, rng, waiting):
+        n, k = 6, 3
+        self.room = float(1e3 * rng.integers(1, 60))
+        costs = [1e3 * rng.integers(0, 30, k) for _ in range(n)]
+        pairs = list(itertools.combinations(range(n), 2))[::2]
+        tables = [1e3 * rng.integers(0, 40, (k, k)) for _ in pairs]
+        half = len(pairs) // 2
+        self.full = Problem(tuple(costs), tuple(Edge(i, j, t) for (i, j), t in zip(pairs, tables, strict=True)))
+        paid = [np.rint(t * (waiting if e >= half else 1.0)) for e, t in enumerate(tables)]
+        self.problem = Problem(tuple(costs), tuple(Edge(i, j, t) for (i, j), t in zip(pairs, paid, strict=True)))
+        self.half = half
+
+    def parts(self, states):
+        edges = [float(e.cost[states[e.i], states[e.j]]) for e in self.full.edges]
+        compute = sum(float(c[s]) for c, s in zip(self.full.costs, states, strict=True))
+        return Seconds(compute, sum(edges[: self.half]), sum(edges[self.half :]), self.room)
+
+
+@pytest.mark.parametrize("beside", [0.0, 0.5, 1.0])
+def test_bound_is_below_every_plan_and_the_answer_near_the_best(beside):
+    gaps = []
+    for seed in range(12):
+        network, found = cheapest(lambda w: Toy(np.random.default_rng(seed), w), lambda n: solve(n.problem), beside)  # noqa: B023
+        every = [network.parts(s).total(beside) for s in itertools.product(range(3), repeat=6)]
+        assert found.bound - len(network.problem.edges) <= min(every) <= found.objective + 1e-6
+        assert found.objective == pytest.approx(network.parts(found.states).total(beside))
+        assert found.status != "optimal" or found.objective == pytest.approx(min(every))
+        gaps.append(found.objective / min(every) - 1)
+    assert np.mean(gaps) < 0.02
+
+
+def test_a_single_price_is_one_search():
+    asked = []
+    network = SimpleNamespace(parts=lambda s: Seconds(5.0, 1.0, 100.0, 5.0))
+    cheapest(lambda w: asked.append(w) or network, lambda n: solve(Problem((np.array([0.0]),))), 1.0)
+    assert asked == [1.0]
