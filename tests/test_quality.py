@@ -76,5 +76,5 @@ def test_the_verdict_counts_only_what_fits():
         "data": {"seconds": 0.5, "collectives": 0.1, "fits": False},
         "fsdp": {"seconds": 2.0, "collectives": 0.4, "fits": True},
     }
-    assert quality.verdict(cell) == ("fsdp", 0.5, 0.25)
+    assert quality.verdict(cell) == ("fsdp", 0.5) and quality.verdict(cell, "collectives") == ("fsdp", 0.25)
     assert quality.verdict(cell | {"fsdp": {"error": "crashed"}})[0] == "no other fits"
