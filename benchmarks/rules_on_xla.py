@@ -205,8 +205,6 @@ def emitted(program: Program) -> tuple[tuple[str, float], ...] | str:
 REASONS: tuple[tuple[str, str, str, str], ...] = (
     ("add", "dearer", "partial", "a scalar or a stretched operand is reduced apart from the array it is added to"),
     ("reshape", "dearer", "partial", "merged dims are scattered over more devices than the major one has: XLA reduces in full"),
-    ("rev", "cheaper", "whole", "XLA swaps shards, half the plan's two all-to-alls; a reversed dim is seldom the split one"),
-    ("slice", "cheaper", "whole", "XLA sends only what is kept of a slice much smaller than its operand; the plan brings the operand"),
     ("reduce reduce_xor", "uncompiled", "whole", "XLA aborts, since no collective has the function: why these dims are whole"),
     (
         "conv_general_dilated gather",
@@ -215,8 +213,6 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
         "scattered over a small dim that operands have too: XLA reduces a part and swaps it",
     ),
     ("random_gamma", "dearer", "split", "its loop runs until all devices are done: one number per turn is reduced"),
-    ("select_and_scatter_add", "cheaper", "whole", "overlapping windows: XLA exchanges pieces of three arrays; not modelled, so whole"),
-    ("select_and_gather_add", "cheaper", "whole", "windows over two arrays at once: XLA's partitioner aborts on some"),
     ("eig", "uncompiled", "", "its GPU library does not load without a GPU"),
     ("hessenberg schur", "uncompiled", "", "not made for GPUs"),
 )

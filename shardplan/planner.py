@@ -25,7 +25,7 @@ from shardplan.ir.accumulate import maker
 from shardplan.ir.emit import ASIDE, Decision
 from shardplan.ir.graph import BORDER, Graph, Path
 from shardplan.ir.live import ALIASES
-from shardplan.ir.local import LOCAL
+from shardplan.ir.local import on_shards
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
@@ -443,17 +443,18 @@ def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]
         if op.primitive == "share":
             continue
         s = strategies[i]
+        local = on_shards(op.primitive, space.rules[i], choices[i].letters[s])
         copies = [ASIDE if aside(i, v) else 0 if v is None else again.get(graph.values[v].producer[0], 0) for v in op.inputs]
         reads = []
         for k, v in enumerate(op.inputs):
             taken = choices[i].operands[k][s]
             found = () if v is None else (*origin(v, copies[k]), *chain(v), *way(v, taken))
-            fixed = op.primitive in LOCAL or (op.primitive in ("loop_slice", "loop_const") and not spread(i))
+            fixed = local or (op.primitive in ("loop_slice", "loop_const") and not spread(i))
             reads.append(found or ((taken,) if fixed and taken.rank and not taken.partial else ()))
         results = []
         for r, v in enumerate(op.outputs):
             layout = choices[i].results[r][s]
-            written = op.primitive in (*BORDER, *LOCAL, "sharding_constraint") or space.rules[i].fusion in ("none", "reduce")
+            written = local or op.primitive in (*BORDER, "sharding_constraint") or space.rules[i].fusion in ("none", "reduce")
             written = (written or v in starts or space.materialised[v]) and not spread(i)
             results.append(layout if written and layout.rank and not layout.partial and op.primitive != "out" else None)
         decision = Decision(tuple(reads), tuple(results), tuple(copies) if any(copies) else ())

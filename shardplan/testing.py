@@ -26,7 +26,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _jax
-from .strategies.halo import extents
+from .ir.local import FETCH, windows
+from .ir.neighbours import Slide, seen, slides
 from .strategies.rule import Dims, Rule, RuleError, letter_sizes
 from .strategies.rules import rule_for
 
@@ -146,6 +147,11 @@ class _Op:
         """This device's number along a letter."""
         return lax.axis_index(AXES[list(self.shards).index(letter)]) if letter in self.shards else 0
 
+    def slides(self, k: int) -> list[Slide]:
+        """Dims of operand k that are split and slid over."""
+        axes = {a: (axis,) for a, axis in zip(self.shards, AXES, strict=False)}
+        return slides(self.rule, k, axes, self.shards, self.operands, self.results)
+
     def first(self, dim: tuple[str, ...]):
         """Position along a dim of one letter at which this device's shard begins."""
         return self.where(dim[0]) * (self.sizes[dim[0]] // self.shards.get(dim[0], 1)) if dim else 0
@@ -229,8 +235,11 @@ def _prove_local(group: list[_Op], n_devices: int) -> bool:
                 x.reshape(split.part(dims, whole.shape))
                 for x, dims, whole in zip(shards, split.rule.operands, split.operands, strict=True)
             ]
-            form = LOCAL.get(op.eqn.primitive.name, as_is)
-            results = form(split, shards) if form else []
+            if split.rule.fetch:
+                results = FETCH[op.eqn.primitive.name](op.eqn, shards, [split.slides(k) for k in range(len(shards))])
+            else:
+                form = LOCAL.get(op.eqn.primitive.name, as_is)
+                results = form(split, shards) if form else []
             if [x.shape for x in results] != split.local_shapes:
                 raise _NoLocalFormError
             parts = [_finish(split, x) for x in results]
@@ -307,12 +316,6 @@ def _iota(op: _Op, shards):
     return [x + jnp.asarray(op.first(op.rule.results[0][dimension]), x.dtype)]
 
 
-def _slice(op: _Op, shards):
-    split = [any(a in op.shards for a in d) for d in op.rule.operands[0]]
-    limits = op.eqn.params["limit_indices"]
-    return as_is(op, shards, limit_indices=tuple(n if s else m for s, n, m in zip(split, shards[0].shape, limits, strict=True)))
-
-
 def _dynamic_update_slice(op: _Op, shards):
     x, update, *starts = shards
     hit, local = True, []
@@ -378,60 +381,19 @@ def _scatter(op: _Op, shards):
 def _conv(op: _Op, shards):
     k, p = op.shards.get("g", 1), op.eqn.params
     params = {name: max(1, p[name] // k) for name in ("feature_group_count", "batch_group_count")}
-    edges, dilations = list(p["padding"]), list(p["lhs_dilation"])
-    x, slid = with_neighbours(op, shards[0], 0, 0)
+    edges, dilations, strides = list(p["padding"]), list(p["lhs_dilation"]), list(p["window_strides"])
+    slid = op.slides(0)
     for i, d in enumerate(p["dimension_numbers"].lhs_spec[2:]):
-        if d in slid:
-            edges[i], dilations[i] = (0, 0), 1
-    return as_is(op, [x, *shards[1:]], padding=tuple(edges), lhs_dilation=tuple(dilations), **params)
+        if halo := next((s.halo for s in slid if s.dim == d), None):
+            edges[i], dilations[i], strides[i] = (0, 0), 1, 1 if halo.window == 1 else strides[i]
+    params |= {"padding": tuple(edges), "lhs_dilation": tuple(dilations), "window_strides": tuple(strides)}
+    return as_is(op, [seen(shards[0], slid, 0), *shards[1:]], **params)
 
 
-def windows(*fill):
-    """A form for ops with windows over their first operands; `fill` is what these read beyond their ends, by dtype."""
-
-    def form(op: _Op, shards):
-        p, slid = op.eqn.params, []
-        shards = list(shards)
-        for k, beyond in enumerate(fill):
-            value = shards[k + len(shards) // 2] if beyond is None else beyond(shards[k].dtype)
-            shards[k], slid = with_neighbours(op, shards[k], k, value)
-        padding = tuple((0, 0) if d in slid else edges for d, edges in enumerate(p["padding"]))
-        dilation = tuple(1 if d in slid else n for d, n in enumerate(p["base_dilation"]))
-        return as_is(op, shards, padding=padding, base_dilation=dilation)
-
-    return form
-
-
-def with_neighbours(op: _Op, x, k: int, fill) -> tuple[jax.Array, list[int]]:
-    """The positions of operand k that the windows of this device's results see, dilated, `fill` beyond its ends; and the dims along
-    which that was done. What comes from other devices is no more than `Halo.hops` says."""
-    slid = []
-    for d, dim in enumerate(op.rule.operands[k]):
-        letter = dim[0] if dim else ""
-        if letter not in op.shards or letter not in op.rule.halo:
-            continue
-        slid.append(d)
-        halo, shards = op.rule.halo[letter], op.shards[letter]
-        n, m = extents(op.rule, letter, op.operands, op.results)
-        own, made, hops = n // shards, m // shards, halo.hops(n, m, shards)
-        before, after = (max([0, *(own * (abs(h) - 1) + r for h, r in hops.items() if h * side > 0)]) for side in (1, -1))
-        everything = lax.all_gather(x, AXES[list(op.shards).index(letter)], axis=d, tiled=True)
-        known = lax.pad(everything, _junk(x.dtype), [(before, after, 0) if i == d else (0, 0, 0) for i in range(x.ndim)])
-        known = lax.dynamic_slice_in_dim(known, op.where(letter) * own, before + own + after, d)
-        begin = op.where(letter) * own - before  # element at which `known` begins
-        first = op.where(letter) * made * halo.stride - halo.low  # position at which the windows begin
-        length = (made - 1) * halo.stride + halo.window
-        position = first + jnp.arange(length)
-        element = position // halo.dilation
-        real = (position % halo.dilation == 0) & (element >= 0) & (element < n)
-        rows = jnp.take(known, jnp.clip(element - begin, 0, known.shape[d] - 1), axis=d)
-        x = jnp.where(real.reshape([-1 if i == d else 1 for i in range(x.ndim)]), rows, jnp.asarray(fill, x.dtype))
-    return x, slid
-
-
-def _junk(dtype):
-    """What a device must not read."""
-    return jnp.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 77, dtype)
+def _windows(op: _Op, shards):
+    kind = op.eqn.primitive.name.removeprefix("reduce_window").removeprefix("_")
+    fill = IDENTITY[kind](shards[0].dtype) if kind else shards[1]
+    return windows(op.eqn, shards, [op.slides(0)], [fill])
 
 
 def _tile(op: _Op, shards):
@@ -445,13 +407,11 @@ LOCAL: dict[str, Callable | None] = {
     "empty": sized("shape"),
     "dynamic_slice": sized("slice_sizes"),
     "iota": _iota,
-    "slice": _slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "conv_general_dilated": _conv,
     "tile": _tile,
-    **{f"reduce_window_{kind}": windows(IDENTITY[kind]) for kind in ("sum", "max", "min")},
-    "reduce_window": windows(None),
+    **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windows),
     **dict.fromkeys(("random_bits", "random_split", "random_gamma")),
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"), _scatter),
 }

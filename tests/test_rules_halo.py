@@ -15,24 +15,59 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.mesh.cluster import Cluster, Link
+from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rule import Halo
 from shardplan.testing import check_rule, difference
 from shardplan.xla import available
+from shardplan.xla.hlo import collectives
 
 
 @pytest.mark.parametrize(
     ("halo", "n", "m", "shards", "hops"),
     [
-        (Halo((0,), window=3, low=1), 16, 16, 4, {-1: 1, 1: 1}),
-        (Halo((0,), window=3, stride=2, low=0), 16, 8, 4, {-1: 1}),
-        (Halo((0,), window=2, stride=2), 16, 8, 4, {}),
-        (Halo((0,), window=7, low=3), 16, 16, 8, {-2: 1, -1: 2, 1: 2, 2: 1}),
-        (Halo((0,), window=3, low=1, dilation=2), 8, 16, 4, {-1: 1}),
-        (Halo((0,), window=3), 12, 10, 2, {-1: 1, 1: 1}),
+        (Halo(window=3, low=1), 16, 16, 4, {-1: 1, 1: 1}),
+        (Halo(window=3, stride=2, low=0), 16, 8, 4, {-1: 1}),
+        (Halo(window=2, stride=2), 16, 8, 4, {}),
+        (Halo(window=7, low=3), 16, 16, 8, {-2: 1, -1: 2, 1: 2, 2: 1}),
+        (Halo(window=3, low=1, dilation=2), 8, 16, 4, {-1: 1}),
+        (Halo(window=3), 12, 10, 2, {-1: 1, 1: 1}),
     ],
 )
 def test_a_shard_needs_what_its_windows_reach(halo, n, m, shards, hops):
     assert halo.hops(n, m, shards) == hops
+
+
+@pytest.mark.parametrize(
+    ("halo", "n", "m", "shards", "sent"),
+    [
+        (Halo(low=-1), 16, 12, 4, [[(1, 2, 1), (2, 3, 2)]]),  # x[1:13]
+        (Halo(low=0), 16, 8, 4, [[(0, 1, 2), (1, 2, 2)], [(1, 3, 2)]]),  # x[:8]: a shard sends one piece at a time
+        (Halo(low=4), 16, 16, 4, [[(0, 1, 4), (1, 2, 4), (2, 3, 4)]]),  # shifted by a whole shard
+        (Halo(stride=-1, low=-15), 16, 16, 4, [[(0, 3, 4), (1, 2, 4), (2, 1, 4), (3, 0, 4)]]),  # reversed: shards swap
+        (Halo(stride=2), 16, 8, 4, []),  # x[::2]
+        (Halo(dilation=2), 16, 32, 4, []),  # spread out
+    ],
+)
+def test_pieces_are_sent_in_few_permutes(halo, n, m, shards, sent):
+    permutes = halo.permutes(n, m, shards)
+    assert [sorted((x.source, x.target, x.size) for x in permute) for permute in permutes] == sent
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_permutes_bring_every_shard_what_it_reads_and_no_shard_two_pieces_at_once(data):
+    shards, own, made = data.draw(st.sampled_from([2, 3, 8])), data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
+    halo = Halo(*(data.draw(st.integers(*ends)) for ends in ((1, 4), (1, 3), (-9, 9), (1, 3))))
+    n, m = own * shards, made * shards
+    held = [set(range(q * own, (q + 1) * own)) for q in range(shards)]
+    for permute in halo.permutes(n, m, shards):
+        assert len({x.source for x in permute}) == len({x.target for x in permute}) == len(permute)
+        for x in permute:
+            assert x.source * own <= x.first < x.stop <= (x.source + 1) * own
+            held[x.target] |= set(range(x.first, x.stop))
+    for i, e in itertools.product(range(m), range(n)):
+        if 0 <= e * halo.dilation - i * halo.stride + halo.low < halo.window:
+            assert e in held[i // made]
 
 
 @given(st.integers(1, 7), st.integers(1, 3), st.integers(0, 4), st.integers(0, 4), st.integers(1, 3), st.integers(1, 3))
@@ -74,6 +109,76 @@ def values(channels=(3, 5, 7)):
     random = np.random.default_rng(0)
     params = [jnp.asarray(random.normal(0, 0.2, (3, 3, a, b)), "float32") for a, b in itertools.pairwise(channels)]
     return params, jnp.asarray(random.normal(0, 1, (1, 64, 64, channels[0])), "float32")
+
+
+def moved(x):
+    """Slices, pads, reversals and joins of the first dim; overlapping windows, whose gradient scatters."""
+    x = jnp.concatenate([x[8:40], lax.rev(x, (0,)), x[:48:3]])  # 32 + 64 + 16 rows
+    x = lax.pad(x, 2.0, ((-1, 1, 0), (0, 0, 0)))
+    x = jnp.tanh(lax.pad(x, 1.0, ((3, -2, 1), (0, 0, 0))))  # 224 rows
+    x = lax.reduce_window(x, -jnp.inf, lax.max, (3, 3), (2, 1), "SAME")
+    return jnp.sin(x[:, ::2]).sum() * x[1:49].mean() + (x[16:64] * jnp.arange(4.0)).sum()
+
+
+@pytest.mark.parametrize("pin", [P("x"), P("x", "y"), P(("x", "y"))])
+def test_what_is_moved_along_a_split_dim_is_fetched_from_the_shards_that_hold_it(pin):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (64, 4)), "float32")
+    planned = shardplan.auto(mesh, cluster=NEAR, pins={"x": pin})(jax.value_and_grad(moved))
+    for got, want in zip(planned(x), jax.jit(jax.value_and_grad(moved))(x), strict=True):
+        assert difference(got, want) is None
+    found = planned.plan(x).context.planned
+    split = {
+        op.primitive
+        for op, s, choices, rule in zip(found.graph.ops, found.strategies, found.space.choices, found.space.rules, strict=True)
+        if rule.fetch and set(choices.letters[s]) & set(rule.halo)
+    }
+    assert split >= {"slice", "pad", "rev", "concatenate", "select_and_scatter_add"}
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: x[3:35],
+        lambda x: x[16:48:2],
+        lambda x: lax.pad(x, 2.0, ((-3, 4, 1), (0, 0, 0))),
+        lambda x: x[::-1],
+        lambda x: lax.concatenate([x, jnp.sin(x[:32])], 0),
+        lambda x: jax.grad(lambda x: jnp.sin(lax.reduce_window(x, -jnp.inf, lax.max, (3, 1), (2, 1), "SAME")).sum())(x),
+    ],
+)
+def test_what_is_emitted_is_what_the_plan_says(op):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (64, 5)), "float32")
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P("x"), out_shardings=P("x"))(op)
+    assert difference(step(x), jax.jit(op)(x)) is None
+    planned = [(c.kind, c.bytes) for d in step.plan(x).decisions for m in d.moves for c in m.collectives]
+    emitted = [(c.kind, p.array.bytes) for c in collectives(step.compile(x).as_text(), MeshShape(("x",), (8,))) for p in c.parts]
+    assert sorted(emitted) == sorted(planned) and {kind for kind, _ in planned} == {"collective-permute"}
+
+
+@pytest.mark.parametrize("axes", [{"x": 8}, {"x": 4, "y": 2}])
+def test_windows_over_several_arrays_are_split(axes):
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (64, 8)), "float32")
+
+    def latest(x):
+        """The largest of each window and where it is; and the derivative of the largest."""
+
+        def larger(a, b):
+            first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+            return tuple(jnp.where(first, *pair) for pair in zip(a, b, strict=True))
+
+        def pool(x):
+            return lax.reduce_window(x, -jnp.inf, lax.max, (3, 1), (2, 1), "SAME")
+
+        at = lax.broadcasted_iota("int32", x.shape, 0)
+        both = lax.reduce_window((x, at), (-jnp.inf, np.int32(99)), larger, (3, 3), (2, 1), "SAME")
+        return both, jax.jvp(pool, (x,), (jnp.sin(x),))[1]
+
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P(tuple(axes)), out_shardings=P(tuple(axes)))(latest)
+    for got, want in zip(jax.tree.leaves(step(x)), jax.tree.leaves(jax.jit(latest)(x)), strict=True):
+        assert difference(got, want) is None
 
 
 H100 = Cluster.preset("h100")

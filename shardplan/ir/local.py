@@ -6,6 +6,11 @@ As emitted by XLA for the layouts a rule allows (`benchmarks/rules_on_xla.py`, j
     conv_general_dilated with groups                               the input gathered, or moved between the groups' devices
     igamma and its like                                            loops whose every turn waits for all devices
     reduce                                                         the initial value counted once for each piece of the operand
+    slice, pad, rev, concatenate of a split dim                    more permutes than it takes; aborts on a pad that cuts and spreads
+    select_and_scatter_add, select_and_gather_add,                 pieces of three arrays exchanged; aborts on some
+    reduce_window over several arrays
+
+The last two fetch what they lack (`neighbours.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +21,10 @@ from math import prod
 import jax
 
 from shardplan import _jax
+from shardplan.ir.neighbours import Slide, seen, slides
 from shardplan.mesh.layout import Layout
+from shardplan.strategies.rule import Rule
+from shardplan.strategies.rules import rule_for
 
 
 def as_it_is(eqn, operands: Sequence[Layout], sizes: Mapping[str, int]) -> dict | None:
@@ -41,6 +49,126 @@ LOCAL: dict[str, Callable[..., dict | None]] = {
 """Primitive -> the params that its shards need changed; None where XLA splits this one as well as we would."""
 
 
+Slides = Sequence[Sequence[Slide]]
+"""Per operand, the dims along which it lacks what other devices have."""
+
+
+def _slice(eqn, shards, slides: Slides) -> list:
+    p, done = eqn.params, {s.dim for s in slides[0]}
+    x = seen(shards[0], slides[0], 0)
+    kept = zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * x.ndim, x.shape, strict=True)
+    taken = zip(*((0, n, 1) if d in done else (a, min(b, n), step) for d, (a, b, step, n) in enumerate(kept)), strict=True)
+    return _jax.bind(eqn, [x], dict(zip(("start_indices", "limit_indices", "strides"), taken, strict=True)), context=False)
+
+
+def _pad(eqn, shards, slides: Slides) -> list:
+    x, value = shards
+    edges = rest(eqn.params["padding_config"], slides[0], (0, 0, 0))
+    return _jax.bind(eqn, [seen(x, slides[0], value), value], {"padding_config": edges}, context=False)
+
+
+def _rev(eqn, shards, slides: Slides) -> list:
+    done = {s.dim for s in slides[0]}
+    left = tuple(d for d in eqn.params["dimensions"] if d not in done)
+    return _jax.bind(eqn, [seen(shards[0], slides[0], 0)], {"dimensions": left}, context=False)
+
+
+def _concatenate(eqn, shards, slides: Slides) -> list:
+    if not slides[0]:
+        return _jax.bind(eqn, shards, context=False)
+    (slide,) = slides[0]
+    shape = [slide.m // slide.shards if d == slide.dim else n for d, n in enumerate(shards[0].shape)]
+    joined = jax.numpy.zeros(shape, shards[0].dtype)
+    for x, each in zip(shards, slides, strict=True):
+        joined = seen(x, each, joined)
+    return [joined]
+
+
+def windows(eqn, shards, slides: Slides, beyond: Sequence) -> list:
+    """Windows over the first arrays, `beyond` their ends."""
+    p, slid = eqn.params, len(beyond)
+    arrays = [seen(x, each, fill) for x, each, fill in zip(shards, slides, beyond, strict=False)]
+    thin = [s for s in slides[0] if s.halo.window == 1]
+    params = {
+        "padding": rest(p["padding"], slides[0], (0, 0)),
+        "base_dilation": rest(p["base_dilation"], slides[0], 1),
+        "window_strides": rest(p["window_strides"], thin, 1),
+    }
+    return _jax.bind(eqn, [*arrays, *shards[slid:]], params, context=False)
+
+
+def _reduce_window(eqn, shards, slides: Slides) -> list:
+    return windows(eqn, shards, slides, shards[len(shards) // 2 :])
+
+
+def _select_and_gather_add(eqn, shards, slides: Slides) -> list:
+    return windows(eqn, shards, slides, (0, last(eqn)))
+
+
+def _select_and_scatter_add(eqn, shards, slides: Slides) -> list:
+    source, x = (seen(x, each, fill) for x, each, fill in zip(shards, slides, (0, last(eqn)), strict=True))
+    for s in slides[0]:  # its elements, a window each, from the first that sees this shard
+        stride = eqn.params["window_strides"][s.dim]
+        source = jax.lax.slice_in_dim(source, s.halo.low % stride, None, stride, s.dim)
+    (out,) = _jax.bind(eqn, [source, x], {"padding": rest(eqn.params["padding"], slides[0], (0, 0))}, context=False)
+    for s in slides[1]:
+        out = jax.lax.slice_in_dim(out, s.halo.low, s.halo.low + s.n // s.shards, axis=s.dim)
+    return [out]
+
+
+def last(eqn) -> float:
+    """What no window selects."""
+    return -jax.numpy.inf if eqn.params["select_prim"].name == "ge" else jax.numpy.inf
+
+
+def rest(params: Sequence, done: Sequence[Slide], nothing) -> tuple:
+    """A param per dim, `nothing` where that has been done."""
+    return tuple(nothing if d in {s.dim for s in done} else p for d, p in enumerate(params))
+
+
+FETCH: dict[str, Callable[..., list]] = {
+    "slice": _slice,
+    "pad": _pad,
+    "rev": _rev,
+    "concatenate": _concatenate,
+    "reduce_window": _reduce_window,
+    "select_and_gather_add": _select_and_gather_add,
+    "select_and_scatter_add": _select_and_scatter_add,
+}
+"""Primitive -> how it runs on shards that fetch what they lack."""
+
+
+def on_shards(primitive: str, rule: Rule, letters: Sequence[str | None]) -> bool:
+    """Whether an op may run on its shards with mesh axes put on these letters: then all its layouts have to be decided."""
+    return primitive in LOCAL or (rule.fetch and not rule.halo.keys().isdisjoint(letters))
+
+
+def split_letters(rule: Rule, tensors: Sequence[Layout]) -> dict[str, tuple[str, ...]] | None:
+    """Letter -> the axes it is split over; None where tensors do not agree."""
+    found: dict[str, tuple[str, ...]] = {}
+    for dims, layout in zip(rule.operands + rule.results, tensors, strict=True):
+        for dim, axes in zip(dims, layout.dims, strict=True):
+            if len(dim) == 1 and found.setdefault(dim[0], axes) != axes:
+                return None
+    return found
+
+
+def fetching(eqn, tensors: Sequence[Layout], sizes: Mapping[str, int]) -> Callable[..., list] | None:
+    """What runs on the shards of an op that lack something; None where XLA does as well."""
+    name, ins, outs = eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+    if name not in FETCH:
+        return None
+    rule, _ = rule_for(name, ins, outs, eqn.params)
+    axes = split_letters(rule, tensors) if rule.fetch else None
+    if axes is None:
+        return None
+    shards = {a: prod(sizes[x] for x in of) for a, of in axes.items()}
+    slid = [slides(rule, k, axes, shards, ins, outs) for k in range(len(ins))]
+    if not any(s.halo.window > 1 or s.halo.permutes(s.n, s.m, s.shards) for of in slid for s in of):
+        return None
+    return lambda *operands: FETCH[name](eqn, operands, slid)
+
+
 def run(eqn, values: Sequence, operands: Sequence[Layout | None], results: Sequence[Layout | None], mesh) -> list:
     """One equation, on shards where that is better.
 
@@ -52,20 +180,27 @@ def run(eqn, values: Sequence, operands: Sequence[Layout | None], results: Seque
     """
     if eqn.primitive.name == "reduce" and any(x is not None for x in operands):
         return _jax.bind(eqn, jax.lax.optimization_barrier(list(values)))
-    form = LOCAL.get(eqn.primitive.name)
     taken = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.invars, operands, strict=True)]
     made = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.outvars, results, strict=True)]
-    if form is None or any(x is None for x in (*taken, *made)) or not any(x.split_axes for x in taken if x is not None):
+    if any(x is None for x in (*taken, *made)) or not any(x.split_axes for x in taken if x is not None):
         return _jax.bind(eqn, values)
-    params = form(eqn, taken, dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
-    if params is None:
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    if (part := part_of(eqn, taken, made, sizes)) is None:
         return _jax.bind(eqn, values)
     specs = [jax.sharding.PartitionSpec(*x.spec()) for x in (*taken, *made) if x is not None]
-    on_shards = jax.shard_map(
-        lambda *shards: tuple(_jax.bind(eqn, shards, params, context=False)),
+    split = jax.shard_map(
+        lambda *shards: tuple(part(*shards)),
         mesh=mesh,
         in_specs=tuple(specs[: len(taken)]),
         out_specs=tuple(specs[len(taken) :]),
         check_vma=False,
     )
-    return list(on_shards(*values))
+    return list(split(*values))
+
+
+def part_of(eqn, taken, made, sizes: Mapping[str, int]) -> Callable[..., list] | None:
+    """What a device runs on its shards; None where XLA splits the op as well as we would."""
+    if (form := LOCAL.get(eqn.primitive.name)) is None:
+        return fetching(eqn, (*taken, *made), sizes)
+    params = form(eqn, taken, sizes)
+    return None if params is None else lambda *shards: _jax.bind(eqn, shards, params, context=False)

@@ -3,8 +3,11 @@
     conv     n h w c, i j c o -> n h w o    halo h=3    window of 3: one row from the shard before and one from the shard after
     pooling  n h w c -> n h w c             halo h=2/2  windows of 2, each 2 further: none
 
-XLA sends the shares that lack to whoever lacks them, one collective-permute for every shard they come from; with several such dims
-split, one dim after the other, the rows already fetched included (measured: `benchmarks/rules_on_xla.py`).
+    slice    n h -> n h                     halo h=1    what is cut off moves all behind it on: a part of the shard after
+
+XLA sends the shares that lack to whoever lacks them, one collective-permute for every distance they come from; an op that fetches
+them itself (`Rule.fetch`, run by `ir/local.py`) uses as few as it can. With several such dims split it is one dim after the other:
+XLA sends on all rows it has by then, an op that fetches those that its windows see (measured: `benchmarks/rules_on_xla.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from shardplan import _jax
 from shardplan.mesh import collective
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.strategies.rule import Rule
+from shardplan.strategies.rule import Rule, extents
 
 
 @dataclass(frozen=True)
@@ -49,28 +52,19 @@ def exchanges(
         mesh: names and sizes of the axes.
         cluster: the machine.
     """
-    out, split = [], [h for h in rule.halo if h in letters]
-    for k in range(len(ins)) if split else ():
-        held = prod(layouts[k].local_shape(tuple(ins[k].shape), mesh)) * _jax.itemsize(ins[k].dtype)
-        for h in split:
-            if k not in rule.halo[h].operands:
-                continue
+    out = []
+    for k in range(len(ins)):
+        slid = [(rule.halo[h][k], h, *extents(rule, h, k, ins, outs)) for h in rule.halo if h in letters and k in rule.halo[h]]
+        held = prod(layouts[k].local_shape(tuple(ins[k].shape), mesh)) * _jax.itemsize(ins[k].dtype) if slid else 0.0
+        for halo, h, n, m in sorted(slid, key=lambda x: x[0].growth(*x[2:])) if rule.fetch else slid:
             axes = tuple(axis for axis, x in zip(mesh.axes, letters, strict=True) if x == h)
-            n, m = extents(rule, h, ins, outs)
-            own = n // mesh.size(*axes)
-            rows = rule.halo[h].hops(n, m, mesh.size(*axes)).values()
-            moved = [held / own * r for r in rows]
+            shards = mesh.size(*axes)
+            if rule.fetch:
+                rows = [max(x.size for x in permute) for permute in halo.permutes(n, m, shards)]
+            else:
+                rows = halo.hops(n, m, shards).values()
+            row = held / (n // shards)
+            moved = [row * r for r in rows]
             out += [Exchange(k, axes, b, collective.seconds("collective-permute", b, axes, mesh, cluster)) for b in moved]
-            held += sum(moved)
+            held = row * halo.span(m // shards) if rule.fetch else held + sum(moved)
     return out
-
-
-def extents(rule: Rule, letter: str, ins: Sequence, outs: Sequence) -> tuple[int, int]:
-    """Sizes of a windowed letter's dim: where windows slide over it, and elsewhere."""
-    halo = rule.halo[letter]
-    slid, other = [], []
-    for dims, x, k in zip(rule.operands + rule.results, (*ins, *outs), range(len(ins) + len(outs)), strict=True):
-        for dim, size in zip(dims, x.shape, strict=True):
-            if dim == (letter,):
-                (slid if k in halo.operands else other).append(size)
-    return slid[0], other[0]

@@ -19,6 +19,7 @@ A rule never mentions a mesh, a cost or a sharding.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -33,16 +34,14 @@ Fusion = Literal["loop", "view", "reduce", "none"]
 
 @dataclass(frozen=True)
 class Halo:
-    """How results along a letter read operands: result i the elements whose positions, `dilation` apart, fall in its window.
+    """How results along a letter read an operand: result i the elements whose positions, `dilation` apart, fall in its window.
 
         i * stride - low  <=  element * dilation  <  i * stride - low + window
 
     Attributes:
-        operands: numbers of the operands that windows slide over.
-        window, stride, low, dilation: in positions.
+        window, stride, low, dilation: in positions; a negative stride reads backwards.
     """
 
-    operands: tuple[int, ...]
     window: int = 1
     stride: int = 1
     low: int = 0
@@ -51,23 +50,64 @@ class Halo:
     def __str__(self) -> str:
         return f"{self.window}/{self.stride}" if self.stride != 1 else str(self.window)
 
+    def span(self, made: int) -> int:
+        """Positions from the first to the last that `made` results in a row read; of windows of one, without those in between."""
+        return made if self.window == 1 else (made - 1) * self.stride + self.window
+
+    def growth(self, n: int, m: int) -> float:
+        """Positions that the m results read, per element."""
+        return self.span(m) / n
+
     def needs(self, n: int, m: int, shards: int, q: int) -> tuple[int, int]:
         """(first, one past the last) of the n elements that shard q reads for its share of the m results."""
         made = m // shards
-        first = q * made * self.stride - self.low
-        last = (q * made + made - 1) * self.stride - self.low + self.window - 1
-        return max(0, -(-first // self.dilation)), min(n, last // self.dilation + 1)
+        first, last = sorted((q * made * self.stride - self.low, (q * made + made - 1) * self.stride - self.low))
+        return max(0, -(-first // self.dilation)), min(n, (last + self.window - 1) // self.dilation + 1)
+
+    def pieces(self, n: int, m: int, shards: int) -> list[Piece]:
+        """What shards read of each other's elements."""
+        own = n // shards
+        reads = ((q, *self.needs(n, m, shards, q)) for q in range(shards))
+        return [
+            Piece(source, q, max(first, source * own), min(stop, (source + 1) * own))
+            for q, first, stop in reads
+            for source in (range(first // own, -(-stop // own)) if first < stop else ())
+            if source != q
+        ]
 
     def hops(self, n: int, m: int, shards: int) -> dict[int, int]:
         """Distance -> elements that come from the shard so far before (after, if negative); the most of any shard."""
-        own, out = n // shards, {}
-        for q in range(shards):
-            first, stop = self.needs(n, m, shards, q)
-            for source in range(first // own, -(-stop // own)) if first < stop else ():
-                held = min(stop, (source + 1) * own) - max(first, source * own)
-                if source != q:
-                    out[q - source] = max(out.get(q - source, 0), held)
+        out: dict[int, int] = {}
+        for x in self.pieces(n, m, shards):
+            out[x.target - x.source] = max(out.get(x.target - x.source, 0), x.size)
         return dict(sorted(out.items()))
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def permutes(self, n: int, m: int, shards: int) -> tuple[tuple[Piece, ...], ...]:
+        """All pieces in few permutes, of which each shard sends and receives at most one piece; the largest pieces together."""
+        out: list[tuple[set[int], set[int], list[Piece]]] = []
+        for x in sorted(self.pieces(n, m, shards), key=lambda x: (-x.size, abs(x.target - x.source), x.target - x.source)):
+            fits = next((p for p in out if x.source not in p[0] and x.target not in p[1]), None)
+            if fits is None:
+                out.append(fits := (set(), set(), []))
+            fits[0].add(x.source)
+            fits[1].add(x.target)
+            fits[2].append(x)
+        return tuple(tuple(pieces) for _, _, pieces in out)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements first .. stop - 1 of a dim, from the shard that holds them to one that reads them."""
+
+    source: int
+    target: int
+    first: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.first
 
 
 @dataclass(frozen=True)
@@ -80,7 +120,8 @@ class Rule:
         reduce: letter -> kind ("sum", "max", "min", "prod", "and", "or") for letters that appear in operands only; putting a
             mesh axis on such a letter leaves every result that depends on it partial.
         whole: letters that may not be split.
-        halo: letter -> how windows slide over it; splitting it costs an exchange between neighbours.
+        halo: letter -> operand -> how windows slide over it; splitting it costs an exchange between neighbours.
+        fetch: shards fetch what they lack themselves (`ir/local.py`) instead of leaving the exchange to XLA.
         sizes: letter -> size; needed for letters inside compound dims, others are read from the shapes.
         linear: partial sums of the operands pass through: every operand partial over an axis gives results partial over it.
         fusion: how XLA's GPU back end treats the op: "loop" (elementwise-like, fuses with its neighbours), "view" (a bitcast:
@@ -92,7 +133,8 @@ class Rule:
     results: tuple[Dims, ...]
     reduce: dict[str, str] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
-    halo: dict[str, Halo] = field(default_factory=dict)
+    halo: dict[str, dict[int, Halo]] = field(default_factory=dict)
+    fetch: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
     linear: bool = False
     fusion: Fusion = "none"
@@ -106,7 +148,7 @@ class Rule:
         if self.reduce:
             text += "  reduce " + " ".join(a if k == "sum" else f"{a}={k}" for a, k in self.reduce.items())
         if self.halo:
-            text += "  halo " + " ".join(f"{a}={h}" for a, h in self.halo.items())
+            text += "  halo " + " ".join(f"{a}={','.join(dict.fromkeys(map(str, h.values())))}" for a, h in self.halo.items())
         if self.whole:
             text += "  whole " + " ".join(sorted(self.whole))
         return text + ("  linear" if self.linear else "")
@@ -200,6 +242,16 @@ def letter_sizes(rule: Rule, shapes: tuple[tuple[int, ...], ...], out_shapes: tu
             if dim and math.prod(sizes[a] for a in dim) != n and dim[0] not in rule.halo:
                 fail(f"dim '({' '.join(dim)})' is {math.prod(sizes[a] for a in dim)}, the tensor's is {n}")
     return sizes
+
+
+def extents(rule: Rule, letter: str, operand: int, ins, outs) -> tuple[int, int]:
+    """Sizes of a windowed letter's dim: in the operand that windows slide over, and where none do."""
+    sizes = {}
+    for k, (dims, x) in enumerate(zip(rule.operands + rule.results, (*ins, *outs), strict=True)):
+        for dim, size in zip(dims, x.shape, strict=True):
+            if dim == (letter,):
+                sizes[k] = size
+    return sizes[operand], next(size for k, size in sizes.items() if k not in rule.halo[letter])
 
 
 KINDS = ("sum", "max", "min", "prod", "and", "or")

@@ -103,11 +103,11 @@ def _(
             whole += names[-1]
         elif taps >= 8 * made:  # below, XLA gathers
             names.append((h, h, f"y{i}"))
-            halo[h], reduce[h] = Halo((0,), (made - 1) * stride + 1, spread, low, dilation), "sum"
+            halo[h], reduce[h] = {0: Halo((made - 1) * stride + 1, spread, low, dilation)}, "sum"
             whole.append(f"y{i}")
         else:
             names.append((h, f"w{i}", h))
-            halo[h] = Halo((0,), (taps - 1) * spread + 1, stride, low, dilation)
+            halo[h] = {0: Halo((taps - 1) * spread + 1, stride, low, dilation)}
             whole.append(f"w{i}")
     batch, feature = ("n",), ("c",)
     made = ("o",)

@@ -2,15 +2,16 @@
 
 reshape           a (b c) -> (a b) c        a dim of the one side may be a product of letters of the other
 broadcast_in_dim  1 b -> a b                a letter only in the result is split for free: each device makes its part
-slice             a b -> a c   whole b c    a dim that is cut
+slice             a b -> a b   halo b=1     every element lies elsewhere: on this shard, or on one that sends it
 """
 
 from __future__ import annotations
 
-from itertools import count
+from dataclasses import replace
+from itertools import accumulate, count
 from math import gcd
 
-from ..rule import Rule, letters, rule
+from ..rule import Halo, Rule, letters, rule
 
 
 def move(operands, results, whole=(), **kw) -> Rule:
@@ -27,6 +28,14 @@ def resized(ins, outs, changed=(), **kw) -> Rule:
     own = [letters(x, f"x{i}_") for i, x in enumerate(tensors)]
     dims = [tuple(o[d] if d in cut else a for d, a in enumerate(shared)) for o in own]
     return move(dims[: len(ins)], dims[len(ins) :], [o[d] for o in own for d in cut], **kw)
+
+
+def shifted(ins, out, halos, **kw) -> Rule:
+    """Tensors of one rank: along dim d, operand k of `ins` is read as `halos[d][k]` says; the other dims pass through."""
+    a = letters(out[0])
+    if 0 in out[0].shape or "key<" in str(out[0].dtype):
+        return resized(ins, out, halos, **kw)
+    return move((a,) * len(ins), (a,), halo={a[d][0]: dict(enumerate(each)) for d, each in halos.items()}, fetch=True, **kw)
 
 
 def factors(left: tuple[int, ...], right: tuple[int, ...]):
@@ -126,7 +135,8 @@ def _(*ins, out, **_):
 
 @rule("concatenate")
 def _(*ins, out, dimension, **_):
-    return resized(ins, out, (dimension,))
+    before = accumulate((x.shape[dimension] for x in ins), initial=0)
+    return shifted(ins, out, {dimension: [Halo(low=n) for n, _ in zip(before, ins, strict=False)]})
 
 
 @rule("split")
@@ -136,7 +146,7 @@ def _(x, *, out, axis, **_):
 
 @rule("rev")
 def _(x, *, out, dimensions, **_):
-    return resized((x,), out, dimensions)
+    return shifted((x,), out, {d: [Halo(stride=-1, low=1 - x.shape[d])] for d in dimensions})
 
 
 @rule("stack")
@@ -153,13 +163,15 @@ def _(x, *, out, axis, **_):
 
 @rule("pad")
 def _(x, value, *, out, padding_config, **_):
-    r = resized((x,), out, [d for d, edges in enumerate(padding_config) if any(edges)])
-    return move((*r.operands, ()), r.results, [tuple(r.whole)])
+    halos = {d: [Halo(low=low, dilation=1 + gap)] for d, (low, high, gap) in enumerate(padding_config) if any((low, high, gap))}
+    r = shifted((x,), out, halos)
+    return replace(r, operands=(*r.operands, ()))
 
 
 @rule("slice")
 def _(x, *, out, start_indices, limit_indices, strides, **_):
-    return resized((x,), out)
+    kept = zip(start_indices, strides or (1,) * len(x.shape), x.shape, out[0].shape, strict=True)
+    return shifted((x,), out, {d: [Halo(stride=step, low=-start)] for d, (start, step, n, m) in enumerate(kept) if n != m})
 
 
 @rule("dynamic_slice")

@@ -115,6 +115,7 @@ add("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, "int32"), "f32
 add("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, "uint8"), "f32[8,4]")
 add("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, "float32"), "u8[8,4]")
 add("concatenate", lambda *x: lax.concatenate(x, 1), "f32[8,4]", "f32[8,2]")
+add("concatenate", lambda *x: lax.concatenate(x, 0), "f32[8,4]", "f32[24,4]")
 add("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 4)), "f32[8,4]", "i32[]")
 add("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (i, 0), (1, 4)), "f32[8,4]", "i32[]")
 add("dynamic_update_slice", lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)), "f32[8,4]", "f32[2,4]", "i32[]")
@@ -124,6 +125,8 @@ add("iota", lambda: lax.iota("int32", 8))
 add("iota", lambda: lax.broadcasted_iota("float32", (8, 4), 1))
 add("pad", lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 2, 0))), "f32[8,4]")
 add("pad", lambda x: lax.pad(x, 0.0, ((0, 0, 0), (-1, 0, 1))), "f32[8,4]")
+add("pad", lambda x: lax.pad(x, 0.0, ((3, -3, 0), (0, 0, 0))), "f32[8,4]")
+add("pad", lambda x: lax.pad(x, 0.0, ((-1, 2, 1), (0, 0, 0))), "f32[8,4]")
 add("reshape", lambda x: x.reshape(8, 6), "f32[2,4,6]")
 add("reshape", lambda x: x.reshape(2, 4, 6), "f32[8,6]")
 add("reshape", lambda x: x.reshape(2, 4, 2, 3), "f32[8,6]")
@@ -135,6 +138,7 @@ add("reshape", lambda x: lax.reshape(x, (8, x.size // 8), (2, 0, 1)), "f32[4,2,8
 add("rev", lambda x: lax.rev(x, (1,)), "f32[8,4]")
 add("slice", lambda x: lax.slice(x, (0, 1), (8, 3)), "f32[8,4]")
 add("slice", lambda x: lax.slice(x, (0, 0), (8, 4), (1, 2)), "f32[8,4]")
+add("slice", lambda x: lax.slice(x, (x.shape[0] // 4, 0), (x.shape[0] * 3 // 4, 4)), "f32[16,4]")
 add("split", lambda x: lax.split(x, (1, 3), 1), "f32[8,4]")
 add("squeeze", lambda x: lax.squeeze(x, (1,)), "f32[8,1,4]")
 add("stack", lambda *x: lax.stack(x, 1) if hasattr(lax, "stack") else jnp.stack(x, 1), "f32[8,4]", "f32[8,4]")
@@ -233,6 +237,8 @@ add("reduce_window_min", lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2)
 add("reduce_window_sum", lambda x: lax.reduce_window(x, 0.0, lax.add, (3,), (1,), ((4, 2),), (2,), (3,)), "f32[8]")
 add("reduce_window_max", lambda x: lax.reduce_window(x, 0, lax.max, (7, 1), (2, 1), "SAME"), "i32[8,4]")
 add("reduce_window", lambda x: lax.reduce_window(x, 0.0, lambda a, b: a + b + a * b, (1, 2), (1, 1), "SAME"), "f32[4,8]")
+add("reduce_window", lambda *x: lax.reduce_window(x, (0.0, 1.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (3,), (1,), "SAME"),
+    "f32[8]", "f32[8]")
 
 
 def max_pool(x):
