@@ -304,3 +304,24 @@ def test_scores_that_xla_transposes_are_written_before_the_other_product_is_read
     converts = [op for op in space.graph.ops if op.primitive == "convert_element_type" and op.outs[0].dtype == jnp.float32]
     written = [op for op in converts if op.outs[0].size == 2 * 3 * 5 * 16 * 16 and space.materialised[op.outputs[0]]]
     assert len(written) == ("bgrts" in scores)
+
+
+@pytest.mark.parametrize(
+    ("between", "stored"),
+    [
+        (lambda h, b: jax.nn.relu(h + b), 0),
+        (lambda h, b: jnp.tanh(h * 2), 0),
+        (lambda h, b: jax.nn.silu(h), 1),
+        (lambda h, b: jax.nn.relu(h.astype(jnp.bfloat16)), 1),
+        (lambda h, b: h + jnp.tanh(h), 1),
+    ],
+)
+def test_elementwise_work_on_one_array_is_done_again_in_the_product_that_reads_it(between, stored):
+    def net(x, w, b):
+        h = between(x @ w, b)
+        return h @ w.astype(h.dtype)
+
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 64), (64, 64), (64,))]
+    space = make_space(parse(jax.make_jaxpr(net)(*args)), MeshShape(("a",), (2,)), Cluster.preset("h100"))
+    written = [op for i, op in enumerate(space.graph.ops) if space.rules[i].fusion == "loop" and space.materialised[op.outputs[0]]]
+    assert len([op for op in written if op.outs[0].shape == (256, 64)]) == stored

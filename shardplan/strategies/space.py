@@ -183,6 +183,7 @@ def _freeze(params: Mapping):
 def _materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) -> tuple[bool, ...]:
     """Per value: written to memory, or only ever seen inside fusions (and views of what is written elsewhere)."""
     out = [True] * len(graph.values)
+    prologue = _prologues(graph, rules)
     for v in reversed(range(len(graph.values))):
         at, _ = graph.values[v].producer
         op, fusion = graph.ops[at], rules[at].fusion
@@ -193,7 +194,7 @@ def _materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) -
         if fusion == "view" or (is_spread(op) and not any(graph.ops[c].primitive in STORED for c in _readers(graph, v))):
             out[v] = op.primitive == "out"
         elif fusion == "loop" and not is_spread(op):
-            out[v] = not all(_absorbs(graph, rules, op, reader) for reader in _readers(graph, v))
+            out[v] = not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in _readers(graph, v))
     for v in _turned(graph, rules):
         out[v] = True
     return tuple(out)
@@ -262,11 +263,31 @@ def _readers(graph: Graph, v: int):
             yield at
 
 
-def _absorbs(graph: Graph, rules: tuple[Rule, ...], producer: Op, at: int) -> bool:
+RECOMPUTED = frozenset(("abs", "add", "add_any", "exp", "log", "logistic", "max", "min", "mul", "neg", "rsqrt", "sqrt", "sub", "tanh"))
+"""Elementwise ops that XLA does again in every product that reads their result."""
+
+
+def _prologues(graph: Graph, rules: tuple[Rule, ...]) -> set[int]:
+    """Values that XLA computes inside the products that read them: one array after elementwise work that reads it once.
+
+    A change of dtype on the way, a selection or a second use of the array (gelu's) is written before the product.
+    """
+    out: set[int] = set()
+    for op in graph.ops:
+        if op.primitive in RECOMPUTED and op.outs[0].shape:
+            whole = [_root(graph, v) for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.size == op.outs[0].size]
+            made = [graph.values[v].producer[0] for v in whole]
+            arrays = [(v, at) for v, at in zip(whole, made, strict=True) if graph.ops[at].primitive != "broadcast_in_dim"]
+            if len(arrays) == 1 and all(v in out or rules[at].fusion != "loop" for v, at in arrays):
+                out.add(op.outputs[0])
+    return out
+
+
+def _absorbs(graph: Graph, rules: tuple[Rule, ...], producer: Op, at: int, prologue: bool) -> bool:
     reader = graph.ops[at]
     if reader.primitive in ("out", "loop_const", "loop_carry", "loop_next", "loop_stack", "branch_in", "branch_out", "barrier"):
         return False
-    return producer.loop == reader.loop and rules[at].fusion in FUSIBLE
+    return producer.loop == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.primitive == "dot_general"))
 
 
 def _seconds(graph, mesh, cluster, rules, choices, signature, materialised) -> tuple[np.ndarray, ...]:
