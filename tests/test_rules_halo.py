@@ -14,9 +14,12 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.ir.local import FETCH
 from shardplan.mesh.cluster import Cluster, Link
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rule import Halo
+from shardplan.strategies.rules import rule_for
+from shardplan.strategies.rules.table import equations
 from shardplan.testing import check_rule, difference
 from shardplan.xla import available
 from shardplan.xla.hlo import collectives
@@ -155,6 +158,41 @@ def test_what_is_emitted_is_what_the_plan_says(op):
     planned = [(c.kind, c.bytes) for d in step.plan(x).decisions for m in d.moves for c in m.collectives]
     emitted = [(c.kind, p.array.bytes) for c in collectives(step.compile(x).as_text(), MeshShape(("x",), (8,))) for p in c.parts]
     assert sorted(emitted) == sorted(planned) and {kind for kind, _ in planned} == {"collective-permute"}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_loops_and_branches_fetch_too(kind):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (64, 3)), "float32")
+
+    def shifted(x, rows=1):
+        return lax.pad(x, 0.0, ((rows, -rows, 0), (0, 0, 0)))
+
+    def run(x):
+        x, sums = lax.scan(lambda x, _: (jnp.tanh(shifted(x) + x[::-1]), x[16:48].sum()), x, None, length=3)
+        x = lax.cond(sums[0] > 0, jax.checkpoint(lambda x: shifted(jnp.sin(x), 3)), lambda x: x[::-1], x)
+        return (x * sums[1]).sum()
+
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P(("x", "y")))(jax.value_and_grad(run))
+    for got, want in zip(step(x), jax.jit(jax.value_and_grad(run))(x), strict=True):
+        assert difference(got, want) is None
+    fetched = {d.primitive for d in step.plan(x).decisions for m in d.moves for c in m.collectives if c.kind == "collective-permute"}
+    assert fetched >= {"pad", "rev", "slice"}
+
+
+def test_what_cannot_be_fetched_stays_whole():
+    def whole(fn, *args):
+        eqn = next(e for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name in FETCH)
+        return rule_for(eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], eqn.params)[0].whole
+
+    def pool(window, stride, padding):
+        return jax.grad(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (window,), (stride,), padding).sum())
+
+    x = jnp.zeros(48)
+    assert whole(lambda keys: keys[2:10], jax.random.split(jax.random.key(0), 16))
+    assert whole(pool(3, 2, "VALID"), x)  # 23 windows
+    assert whole(pool(1, 2, "VALID"), x)  # gaps
+    assert not whole(pool(3, 2, "SAME"), x) and not whole(lambda x: x[2:10], x)
 
 
 @pytest.mark.parametrize("axes", [{"x": 8}, {"x": 4, "y": 2}])

@@ -151,10 +151,9 @@ class Network:
         out = [(u.node, u.lo, u.hi, float(u.bytes[states[u.node]])) for u in self.problem.usages]
         chosen = self.strategies(states)
         for u in self.unpriced:
-            v = graph.ops[u.node].inputs[0]
-            assert v is not None
-            i, r = graph.values[v].producer
-            if choices[u.node].results[0][chosen[u.node]] != choices[i].results[r][chosen[i]]:
+            v, held = graph.ops[u.node].inputs[0], choices[u.node].results[0][chosen[u.node]]
+            i, r = (u.node, 0) if v is None else graph.values[v].producer  # a number written in the program is held by its reader
+            if v is None or held != choices[i].results[r][chosen[i]]:
                 out.append((u.node, u.lo, u.hi, float(u.bytes[states[u.node]])))
         return out
 
