@@ -179,3 +179,21 @@ def test_max_pooling_has_the_zeros_its_gradient_starts_from_since_it_had_its_win
     sine = next(op for op in graph.ops if op.primitive == "sin")
     born, died = live[scatter.outputs[0]] or (0, 0)
     assert born == graph.values[sine.outputs[0]].producer[0] < graph.values[scatter.outputs[0]].producer[0] < died
+
+
+def test_a_product_of_the_backward_pass_holds_its_operands_until_its_result_is_needed():
+    def loss(p, v, w):
+        return (jnp.tanh(p @ (v @ w)) ** 2).sum()
+
+    graph = parse(jax.jit(jax.grad(loss, argnums=(0, 2))).trace(X, X, X).jaxpr)
+    live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    products = [i for i, op in enumerate(graph.ops) if op.primitive == "dot_general" and op.phase == "backward"]
+    handed = [i for i in products if any(at in products for at in _readers_through_views(graph, i))]
+    assert len(handed) == 1
+    (reader,) = set(_readers_through_views(graph, handed[0])) & {*products}
+    assert all((live[v] or (0, 0))[1] > reader for v in graph.ops[handed[0]].inputs if v is not None)
+
+
+def _readers_through_views(graph, at):
+    for reader, _ in graph.values[graph.ops[at].outputs[0]].consumers:
+        yield from _readers_through_views(graph, reader) if graph.ops[reader].primitive == "transpose" else (reader,)

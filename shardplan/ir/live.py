@@ -4,6 +4,9 @@ A value is born when its op runs and dies when its last reader runs; an elementw
 same size, any other needs it beside its own result. Views and values inside fusions hold nothing themselves but keep their sources
 alive. What a loop reads stays until the loop ends; the rows it stacks are there from its start.
 
+A product of the backward pass runs when its result is first needed there: XLA's schedule is made from the end. What only the optimizer
+or a loop's end needs is made in its place, since its collective starts early.
+
 What scatters into zeros has them from the moment the array exists that says where to: nothing else keeps XLA from making them.
 
 A `share` takes over the buffer of a value that nobody else reads; beside other readers it is an *alias*: memory of its own only
@@ -22,6 +25,7 @@ UPDATES = frozenset(
     ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter_sub", "scatter_mul", "scatter_min", "scatter_max")
 )
 """Ops that write into their first operand where it dies with them."""
+PASSED_ON = frozenset({"share", "reshape", "transpose", "convert_element_type"})
 INTO_ZEROS = {"select_and_scatter_add": 1, "select_and_scatter": 0}
 """Ops that write into zeros -> the operand that says where to."""
 
@@ -52,6 +56,7 @@ def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[boo
     state = {a for a, _ in graph.tied}
     kept = [0] * len(graph.values)  # until when it is needed, and the last op that reads it, itself or in a fusion
     read = [-1] * len(graph.values)
+    late = _late(graph)
 
     def reuses(at: int, v: int) -> bool:
         if in_place[at]:
@@ -73,7 +78,7 @@ def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[boo
             elif takes_over(graph, at):
                 kept[v] = max(kept[v], at)
             else:
-                read[v] = max(read[v], at)
+                read[v] = max(read[v], late[at])
                 for w in op.outputs:
                     if not materialised[w] or op.primitive in ALIASES:
                         kept[v], read[v] = max(kept[v], kept[w]), max(read[v], read[w])
@@ -93,6 +98,21 @@ def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[boo
                 birth = _made(graph, op.inputs[INTO_ZEROS[op.primitive]], birth)
             out.append((birth, max(birth, death(v))))
     return out
+
+
+def _late(graph: Graph) -> list[int]:
+    """When every op runs, by the numbers of ops."""
+    late, needed = list(range(len(graph.ops))), [len(graph.ops)] * len(graph.values)
+    for at, op in reversed(list(enumerate(graph.ops))):
+        if op.phase != "backward" or op.primitive in ("out", "loop_stack", "loop_next"):
+            continue
+        first = min((needed[v] for v in op.outputs), default=at)
+        if op.primitive == "dot_general" and first < len(graph.ops):
+            late[at] = first
+        for v in op.inputs:
+            if v is not None and op.loop == graph.ops[graph.values[v].producer[0]].loop:
+                needed[v] = min(needed[v], first if op.primitive in PASSED_ON else late[at])
+    return late
 
 
 def _made(graph: Graph, v: int | None, at: int) -> int:
