@@ -241,7 +241,7 @@ def test_gathers_again_rather_than_keeping_as_memory_tightens():
 def test_what_is_gathered_again_xla_gathers_again():
     step, state, batch = adam(deep_loss), deep_state(layers=2, width=512), S((4096, 512), F32)
     free = plan_of(step, state, batch, memory=float("inf"))
-    for budget in (float("inf"), 0.75 * free.memory().peak):
+    for budget in (float("inf"), 0.8 * free.memory().peak):
         plan = plan_of(step, state, batch, memory=budget)
         found = emitted(step, state, batch, memory=budget, least_bytes=1e6)
         assert sum(c.kind == "all-gather" for c in found) == gathers(plan)

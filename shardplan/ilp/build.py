@@ -44,7 +44,7 @@ PS = 1e12
 COMBINED_BYTES = 30 << 20
 """Bytes of whole arrays up to which XLA makes collectives into one (its combiners' thresholds for GPUs, all alike)."""
 
-COMBINED = 64
+COMBINED = 16
 """How many arrays at most are taken to be moved together: of those in a queue, not all are resharded."""
 
 SMALL_SUM_BYTES = 1 << 16

@@ -58,16 +58,16 @@ class Resharder:
     Args:
         mesh: names and sizes of the axes.
         cluster: the machine.
-        cut_s: seconds that it takes to cut one array out of the buffer of an all-reduce.
+        latency: part of its latency that a collective pays, as one of several that XLA makes into one.
 
     A path uses only layouts that divide the tensor evenly, besides the two it is asked for. Results are remembered; they
     are read-only and never change.
     """
 
-    def __init__(self, mesh: MeshShape, cluster: Cluster, cut_s: float = 0.0):
+    def __init__(self, mesh: MeshShape, cluster: Cluster, latency: float = 1.0):
         self.mesh = mesh
         self.cluster = cluster
-        self._cut_s = cut_s
+        self._merged = None if latency == 1 else cluster.combining(latency)
         self._axes = tuple(a for a, n in mesh if n > 1)  # an axis of size 1 splits nothing
         self._number = {a: i for i, a in enumerate(self._axes)}
         self._sizes = tuple(mesh.size(a) for a in self._axes)
@@ -81,11 +81,11 @@ class Resharder:
     def combining(self, latency: float) -> Resharder:
         """Ways whose collectives are made into one with others and pay only the part `latency` of their latency.
 
-        XLA makes all-reduces into one of one buffer, into which arrays are copied, and out of which each is cut by a kernel of its own;
-        its merged all-gathers and reduce-scatters take many arrays as they are.
+        XLA merges all-gathers, reduce-scatters and all-reduces, the last into one buffer into which arrays are copied, and out of which
+        each is cut by a kernel of its own.
         """
         if latency not in self._combining:
-            self._combining[latency] = Resharder(self.mesh, self.cluster.combining(latency), self.cluster.device.kernel_latency_s)
+            self._combining[latency] = Resharder(self.mesh, self.cluster, latency)
         return self._combining[latency]
 
     def table(self, shape: tuple[int, ...], itemsize: float, srcs: Sequence[Layout], dsts: Sequence[Layout]) -> np.ndarray:
@@ -223,12 +223,16 @@ class Resharder:
             groups = {self._number[a]: i for i, axes in enumerate(kinds) for a in axes if a in self._number}
 
             def lines(kind: str, axes: tuple[int, ...]) -> tuple[collective.Line, ...]:
-                found = collective.lines(kind, tuple(self._axes[a] for a in axes), self.mesh, self.cluster)
-                return tuple((a + self._cut_s, b) for a, b in found) if kind == "all-reduce" else found
+                merged = self._merged if kind in MERGED else None
+                found = collective.lines(kind, tuple(self._axes[a] for a in axes), self.mesh, merged or self.cluster)
+                cut_s = self.cluster.device.kernel_latency_s if merged and kind == "all-reduce" else 0.0
+                return tuple((a + cut_s, b) for a, b in found)
 
             self._graphs[key] = _Graph(self._sizes, rank, states, groups, self.cluster.reduce_scatter, lines, symmetric=full)
         return self._graphs[key]
 
+
+MERGED = ("all-gather", "all-reduce", "reduce-scatter")
 
 MAX_STATES = 8000
 """With more layouts of one rank than this (five axes, three dims), paths mostly pass through layouts in mesh order."""
