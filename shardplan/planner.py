@@ -189,7 +189,10 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         clock.lap("network")
         return made
 
+    deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
+
     def search(at: Network) -> Solution:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
         hint = propagate(at.problem)
         if options.constraints == "hint":
             kept = allowed_strategies(space, options=replace(options, constraints="keep"))
@@ -198,8 +201,8 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         clock.lap("propagation")
         if options.search == "propagation":
             fits = not hint.states or options.memory is None or at.problem.peak(hint.states) <= options.memory
-            return hint if fits else solve(at.problem, hint=hint.states, time_limit=options.time_limit)
-        solution = solve(at.problem, hint=hint.states or None, time_limit=options.time_limit, progress=options.progress)
+            return hint if fits else solve(at.problem, hint=hint.states, time_limit=left)
+        solution = solve(at.problem, hint=hint.states or None, time_limit=left, progress=options.progress)
         many = sum(n > 1 for _, n in mesh) >= MANY_AXES
         if solution.status != "optimal" and many and options.search != "recursive":
             solution = _axis_by_axis(at, solution, graph, resharder, options)

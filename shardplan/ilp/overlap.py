@@ -61,7 +61,7 @@ def cheapest(
             price = (last[2].compute + last[2].inline - first[2].compute - first[2].inline) / less
             tried.append(_at(min(1.0, max(beside, price)), make, search, beside))
     network, solution, _ = min(tried, key=lambda t: t[1].objective)
-    bound = max(t[1].bound for t in tried)
+    bound = max(0.0, *(t[1].bound for t in tried))
     status = "optimal" if solution.states and bound >= solution.objective else solution.status
     status = "feasible" if status == "optimal" and bound < solution.objective else status
     return network, replace(solution, bound=min(bound, solution.objective), status=status)
