@@ -245,3 +245,24 @@ def test_xla_exchanges_what_the_plan_says():
     report = planned.check(params, images, False, target="h100:8")
     permutes = [c for c in report.compiled.collectives if c.kind == "collective-permute"]
     assert permutes and 0.99 < report.collectives_ratio < 1.01, str(report)
+
+
+def test_a_reversed_kernel_reads_the_copy_that_was_gathered_for_the_forward_pass():
+    """A convolution's gradient reverses the kernel; ops with windows share copies as products do, and the copy may be kept."""
+
+    def train(params, x):
+        def loss(params):
+            h = x
+            for w in params:
+                h = lax.conv_general_dilated(h, w.astype("bfloat16"), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+                h = jax.nn.relu(h)
+            return jnp.mean(h.astype("float32") ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = [jax.ShapeDtypeStruct((3, 3, 256, 256), "float32")] * 4
+    x = jax.ShapeDtypeStruct((256, 32, 32, 256), "bfloat16")
+    pins = {"params/**": P(None, None, "x"), "x": P("x")}
+    plan = shardplan.auto(AbstractMesh((8,), ("x",)), cluster="h100", donate_argnums=0, pins=pins)(train).plan(params, x)
+    gathered = [d.primitive for d in plan.decisions for m in d.moves for c in m.collectives if c.kind == "all-gather"]
+    assert len(gathered) == 4 and "rev" not in gathered

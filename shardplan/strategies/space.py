@@ -68,7 +68,7 @@ def make_space(
     table = _Table(mesh)
     nothing = (None,) * len(mesh.axes)
     first = table.read(graph, {}, nothing)
-    graph = with_shares(graph, [e.rule.fusion in FUSIBLE for e in first], [e.sums for e in first])
+    graph = with_shares(graph, [e.rule.fusion in FUSIBLE and not e.rule.halo for e in first], [e.sums for e in first])
     entries = table.read(graph, within or {}, others)
     rules = tuple(e.rule for e in entries)
     choices = tuple(e.choices for e in entries)
