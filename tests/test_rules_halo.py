@@ -260,9 +260,9 @@ def test_a_reversed_kernel_reads_the_copy_that_was_gathered_for_the_forward_pass
 
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
-    params = [jax.ShapeDtypeStruct((3, 3, 256, 256), "float32")] * 4
-    x = jax.ShapeDtypeStruct((256, 32, 32, 256), "bfloat16")
+    params = [jax.ShapeDtypeStruct((3, 3, 512, 512), "float32")] * 4
+    x = jax.ShapeDtypeStruct((64, 32, 32, 512), "bfloat16")
     pins = {"params/**": P(None, None, "x"), "x": P("x")}
     plan = shardplan.auto(AbstractMesh((8,), ("x",)), cluster="h100", donate_argnums=0, pins=pins)(train).plan(params, x)
     gathered = [d.primitive for d in plan.decisions for m in d.moves for c in m.collectives if c.kind == "all-gather"]
-    assert len(gathered) == 4 and "rev" not in gathered
+    assert gathered == ["conv_general_dilated"] * 4
