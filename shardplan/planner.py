@@ -19,7 +19,7 @@ from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.ilp import least_memory, solve
 from shardplan.ilp.build import Charges, Network, build
-from shardplan.ilp.overlap import cheapest
+from shardplan.ilp.overlap import cheapest, judged
 from shardplan.ilp.problem import Problem, Solution
 from shardplan.ir.accumulate import maker
 from shardplan.ir.emit import ASIDE, Decision
@@ -177,7 +177,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         found = _recursive(graph, resharder, options, beside)
         clock.lap("solve")
         if found:
-            return _planned(traced, *cheapest(lambda _: found[0], lambda _: found[1], beside), options, beside, clock)
+            return _planned(traced, found[0], judged(*found, beside, beside)[0], options, beside, clock)
     space = make_space(graph, mesh, cluster)
     clock.lap("strategies")
     allowed = allowed_strategies(space, options=options)

@@ -52,30 +52,29 @@ def cheapest(
         search: answers it.
         beside: what a collective costs beside other work, as a part of its seconds: 1 where nothing is hidden, 0 where all is.
     """
-    first = _at(beside, make, search, beside)
+
+    def at(price: float) -> tuple[Network, Solution, Seconds]:
+        network = make(price)
+        return network, *judged(network, search(network), price, beside)
+
+    first = at(beside)
     tried = [first]
-    if _feasible(first) and first[2].background > first[2].room and beside < 1:
-        last = _at(1.0, make, search, beside)
+    if first[1].states and first[2].background > first[2].room and beside < 1:
+        last = at(1.0)
         tried.append(last)
-        if _feasible(last) and (less := first[2].background - last[2].background) > 0 and last[2].background < last[2].room:
+        if last[1].states and (less := first[2].background - last[2].background) > 0 and last[2].background < last[2].room:
             price = (last[2].compute + last[2].inline - first[2].compute - first[2].inline) / less
-            tried.append(_at(min(1.0, max(beside, price)), make, search, beside))
+            tried.append(at(min(1.0, max(beside, price))))
     network, solution, _ = min(tried, key=lambda t: t[1].objective)
-    bound = max(0.0, *(t[1].bound for t in tried))
+    bound = max(t[1].bound for t in tried)
     status = "optimal" if solution.states and bound >= solution.objective else solution.status
     status = "feasible" if status == "optimal" and bound < solution.objective else status
     return network, replace(solution, bound=min(bound, solution.objective), status=status)
 
 
-def _feasible(tried: tuple[Network, Solution, Seconds]) -> bool:
-    return bool(tried[1].states)
-
-
-def _at(price: float, make, search, beside: float) -> tuple[Network, Solution, Seconds]:
-    network = make(price)
-    solution = search(network)
+def judged(network: Network, solution: Solution, price: float, beside: float) -> tuple[Solution, Seconds]:
+    """An answer found at a price, with the objective and bound of (6), and what its step consists of."""
     if not solution.states:
-        return network, solution, Seconds(0.0, 0.0, 0.0, 0.0)
+        return solution, Seconds(0.0, 0.0, 0.0, 0.0)
     parts = network.parts(solution.states)
-    given = (price - beside) * parts.room
-    return network, replace(solution, objective=parts.total(beside), bound=solution.bound - given), parts
+    return replace(solution, objective=parts.total(beside), bound=max(0.0, solution.bound - (price - beside) * parts.room)), parts

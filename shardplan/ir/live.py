@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardplan.ir.accumulate import maker
 from shardplan.ir.graph import Graph
 
 KEPT = frozenset({"arg", "const"})
@@ -95,7 +96,8 @@ def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[boo
             birth = graph.loops[op.holds].start if op.primitive == "loop_stack" else at
             birth = graph.loops[op.loop].stop if op.primitive == "loop_next" else birth
             if op.primitive in INTO_ZEROS:
-                birth = _made(graph, op.inputs[INTO_ZEROS[op.primitive]], birth)
+                where = op.inputs[INTO_ZEROS[op.primitive]]
+                birth = birth if where is None else maker(graph, where)
             out.append((birth, max(birth, death(v))))
     return out
 
@@ -113,11 +115,3 @@ def _late(graph: Graph) -> list[int]:
             if v is not None and op.loop == graph.ops[graph.values[v].producer[0]].loop:
                 needed[v] = min(needed[v], first if op.primitive in PASSED_ON else late[at])
     return late
-
-
-def _made(graph: Graph, v: int | None, at: int) -> int:
-    """When an array is made, its copies looked through; `at` for a literal."""
-    while v is not None:
-        at = graph.values[v].producer[0]
-        v = graph.ops[at].inputs[0] if graph.ops[at].primitive == "share" else None
-    return at

@@ -24,7 +24,6 @@ from shardplan.view.units import bytes_text, clean, fit, memory_size, percent, t
 
 HERE = Path(__file__).parent
 COLOURS = 6  # of mesh axes, in plan.css
-MEMORY_KINDS = ("parameters", "optimizer", "constants", "batch", "gathered", "activations", "gradients", "update")
 MOST_DEVICES = 512
 MOST_BLOCKS = 16  # along one dim of a picture
 MOST_ROWS = 200
@@ -162,7 +161,7 @@ def _at_peak(plan: Plan) -> list[tuple[str, float]]:
 
 
 def _memory_class(kind: str) -> str:
-    return kind if kind in MEMORY_KINDS else "other"
+    return kind if kind in rows.MEMORY_KINDS else "other"
 
 
 # ---- the mesh

@@ -315,8 +315,10 @@ def where(text: str) -> str:
 # ---- the step as a whole
 
 
+MEMORY_KINDS = ("parameters", "optimizer", "constants", "batch", "gathered", "activations", "gradients", "update")
+
+
 def categories(plan: Plan) -> tuple[str, ...]:
     """What memory is made of over the step, what stays longest first."""
-    order = ("parameters", "optimizer", "constants", "batch", "gathered", "activations", "gradients", "update")
     found = dict.fromkeys(k for p in (plan.memory_.at_peak, *plan.memory_.profile) for k in p)
-    return tuple(sorted(found, key=lambda k: (order.index(k) if k in order else len(order), k)))
+    return tuple(sorted(found, key=lambda k: (MEMORY_KINDS.index(k) if k in MEMORY_KINDS else len(MEMORY_KINDS), k)))
