@@ -137,7 +137,7 @@ def programs(number: int) -> Iterator[Program]:
                     planned = [c for x, a, b in zip(outs, made, wanted, strict=True) for c in moved(x, a, b)]
                     if kind == "split":
                         found = exchanges(rule, (letter,), ins, outs, operands, mesh, Cluster.preset("h100"))
-                        planned += [("collective-permute", x.bytes) for x in found]
+                        planned += [(x.kind, x.bytes) for x in found]
                     whole = tuple(None if layout.partial else layout for layout in made)
                     yield Program(number, f"{kind} {letter}:{k}{name}", k, operands, whole, wanted, tuple(planned))
         for d, letters in enumerate(rule.operands[0] if ins else ()):

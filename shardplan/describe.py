@@ -115,7 +115,7 @@ def _moves(planned: Planned, i: int):
     op, space = planned.graph.ops[i], planned.space
     for x in exchanged(op, space.rules[i], space.choices[i], planned.strategies[i], space.mesh, space.cluster):
         layout, aval = planned.taken(i, x.operand), op.ins[x.operand]
-        kind = Collective("collective-permute", x.axes, x.bytes, x.seconds)
+        kind = Collective(x.kind, x.axes, x.bytes, x.seconds)
         yield Move(x.operand, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", layout, layout, (kind,), "")
 
 

@@ -9,16 +9,19 @@ As emitted by XLA for the layouts a rule allows (`benchmarks/rules_on_xla.py`, j
     slice, pad, rev, concatenate of a split dim                    more permutes than it takes; aborts on a pad that cuts and spreads
     select_and_scatter_add, select_and_gather_add,                 pieces of three arrays exchanged; aborts on some
     reduce_window over several arrays
+    cumsum and its like along a split dim                          a window as long as the dim: gathered
 
-The last two fetch what they lack (`neighbours.py`).
+The last three fetch what they lack (`neighbours.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 
 import jax
+import jax.numpy as jnp
 
 from shardplan import _jax
 from shardplan.ir.neighbours import Slide, seen, slides
@@ -78,7 +81,7 @@ def _concatenate(eqn, shards, slides: Slides) -> list:
         return _jax.bind(eqn, shards, context=False)
     (slide,) = slides[0]
     shape = [slide.m // slide.shards if d == slide.dim else n for d, n in enumerate(shards[0].shape)]
-    joined = jax.numpy.zeros(shape, shards[0].dtype)
+    joined = jnp.zeros(shape, shards[0].dtype)
     for x, each in zip(shards, slides, strict=True):
         joined = seen(x, each, joined)
     return [joined]
@@ -116,9 +119,22 @@ def _select_and_scatter_add(eqn, shards, slides: Slides) -> list:
     return [out]
 
 
+def _cumulative(join: Callable, eqn, shards, slides: Slides) -> list:
+    """A shard's own, joined with what the totals of all before it (after it, if reversed) come to."""
+    (own,) = _jax.bind(eqn, shards, context=False)
+    for s in slides[0]:
+        reverse, q = eqn.params["reverse"], jax.lax.axis_index(s.axes)
+        total = jax.lax.index_in_dim(own, 0 if reverse else -1, s.dim)
+        totals = jax.lax.all_gather(total, s.axes, axis=s.dim, tiled=True)
+        (upto,) = _jax.bind(eqn, [totals], context=False)
+        before = jax.lax.dynamic_index_in_dim(upto, q + 1 if reverse else q - 1, s.dim)
+        own = jnp.where(q == (s.shards - 1 if reverse else 0), own, join(own, before))
+    return [own]
+
+
 def last(eqn) -> float:
     """What no window selects."""
-    return -jax.numpy.inf if eqn.params["select_prim"].name == "ge" else jax.numpy.inf
+    return -jnp.inf if eqn.params["select_prim"].name == "ge" else jnp.inf
 
 
 def rest(params: Sequence, done: Sequence[Slide], nothing) -> tuple:
@@ -134,13 +150,18 @@ FETCH: dict[str, Callable[..., list]] = {
     "reduce_window": _reduce_window,
     "select_and_gather_add": _select_and_gather_add,
     "select_and_scatter_add": _select_and_scatter_add,
+    "cumsum": partial(_cumulative, jnp.add),
+    "cumprod": partial(_cumulative, jnp.multiply),
+    "cummax": partial(_cumulative, jnp.maximum),
+    "cummin": partial(_cumulative, jnp.minimum),
+    "cumlogsumexp": partial(_cumulative, jnp.logaddexp),
 }
 """Primitive -> how it runs on shards that fetch what they lack."""
 
 
 def on_shards(primitive: str, rule: Rule, letters: Sequence[str | None]) -> bool:
     """Whether an op may run on its shards with mesh axes put on these letters: then all its layouts have to be decided."""
-    return primitive in LOCAL or (rule.fetch and not rule.halo.keys().isdisjoint(letters))
+    return primitive in LOCAL or (rule.fetch and not set(rule.exchanged).isdisjoint(letters))
 
 
 def split_letters(rule: Rule, tensors: Sequence[Layout]) -> dict[str, tuple[str, ...]] | None:
@@ -164,7 +185,7 @@ def fetching(eqn, tensors: Sequence[Layout], sizes: Mapping[str, int]) -> Callab
         return None
     shards = {a: prod(sizes[x] for x in of) for a, of in axes.items()}
     slid = [slides(rule, k, axes, shards, ins, outs) for k in range(len(ins))]
-    if not any(s.halo.window > 1 or s.halo.permutes(s.n, s.m, s.shards) for of in slid for s in of):
+    if not any(rule.prefix or s.halo.window > 1 or s.halo.permutes(s.n, s.m, s.shards) for of in slid for s in of):
         return None
     return lambda *operands: FETCH[name](eqn, operands, slid)
 

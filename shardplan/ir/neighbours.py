@@ -45,6 +45,7 @@ def slides(rule: Rule, k: int, axes: Mapping[str, tuple[str, ...]], sizes: Mappi
     """
     split = [(d, dim[0]) for d, dim in enumerate(rule.operands[k]) if len(dim) == 1 and axes.get(dim[0])]
     halos = [(d, a, rule.halo[a][k]) for d, a in split if k in rule.halo.get(a, ())]
+    halos += [(d, a, Halo()) for d, a in split if a in rule.prefix]
     return [Slide(d, halo, *extents(rule, a, k, ins, outs), axes[a], sizes[a]) for d, a, halo in halos]
 
 

@@ -4,6 +4,7 @@
     pooling  n h w c -> n h w c             halo h=2/2  windows of 2, each 2 further: none
 
     slice    n h -> n h                     halo h=1    what is cut off moves all behind it on: a part of the shard after
+    cumsum   n h -> n h                     prefix h    what all before sum up to: every shard gathers the totals of all
 
 XLA sends the shares that lack to whoever lacks them, one collective-permute for every distance they come from; an op that fetches
 them itself (`Rule.fetch`, run by `ir/local.py`) uses as few as it can. With several such dims split it is one dim after the other:
@@ -25,9 +26,10 @@ from shardplan.strategies.rule import Rule, extents
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective-permute: rows of an operand that go to other shards along some axes; bytes per device."""
+    """One collective: rows of an operand that go to other shards along some axes; bytes per device of its larger buffer."""
 
     operand: int
+    kind: str
     axes: tuple[str, ...]
     bytes: float
     seconds: float
@@ -52,12 +54,20 @@ def exchanges(
         mesh: names and sizes of the axes.
         cluster: the machine.
     """
+
+    def sent(k: int, kind: str, axes: tuple[str, ...], bytes_: float) -> Exchange:
+        return Exchange(k, kind, axes, bytes_, collective.seconds(kind, bytes_, axes, mesh, cluster))
+
+    over = {a: tuple(axis for axis, x in zip(mesh.axes, letters, strict=True) if x == a) for a in rule.exchanged if a in letters}
     out = []
-    for k in range(len(ins)):
-        slid = [(rule.halo[h][k], h, *extents(rule, h, k, ins, outs)) for h in rule.halo if h in letters and k in rule.halo[h]]
-        held = prod(layouts[k].local_shape(tuple(ins[k].shape), mesh)) * _jax.itemsize(ins[k].dtype) if slid else 0.0
-        for halo, h, n, m in sorted(slid, key=lambda x: x[0].growth(*x[2:])) if rule.fetch else slid:
-            axes = tuple(axis for axis, x in zip(mesh.axes, letters, strict=True) if x == h)
+    for k, dims in enumerate(rule.operands):
+        split = [(h, *extents(rule, h, k, ins, outs)) for h in over if (h,) in dims]
+        held = prod(layouts[k].local_shape(tuple(ins[k].shape), mesh)) * _jax.itemsize(ins[k].dtype) if split else 0.0
+        for h, n, _ in split:
+            if h in rule.prefix:
+                out.append(sent(k, "all-gather", over[h], held * (shards := mesh.size(*over[h])) / (n // shards)))
+        slid = [(rule.halo[h][k], over[h], n, m) for h, n, m in split if k in rule.halo.get(h, ())]
+        for halo, axes, n, m in sorted(slid, key=lambda x: x[0].growth(*x[2:])) if rule.fetch else slid:
             shards = mesh.size(*axes)
             if rule.fetch:
                 rows = [max(x.size for x in permute) for permute in halo.permutes(n, m, shards)]
@@ -65,6 +75,6 @@ def exchanges(
                 rows = halo.hops(n, m, shards).values()
             row = held / (n // shards)
             moved = [row * r for r in rows]
-            out += [Exchange(k, axes, b, collective.seconds("collective-permute", b, axes, mesh, cluster)) for b in moved]
+            out += [sent(k, "collective-permute", axes, b) for b in moved]
             held = row * halo.span(m // shards) if rule.fetch else held + sum(moved)
     return out

@@ -5,6 +5,7 @@
     reduce_max    "a b -> a"          reduce b=max    a reduced letter leaves a partial result on the axes put on it
     slice         "a b -> a c"        whole b c       a whole letter may not be split
     pooling       "a b -> a b"        halo b=3/2      a windowed letter needs its neighbours (`halo.py`); its dims may differ in size
+    cumsum        "a b -> a b"        prefix b        along a prefix letter a shard needs the totals of those before it
 
 `@rule("name", ...)` registers a function from an equation to its `Rule`; its parameters are the operands' avals (anything with
 `.shape` and `.dtype`), keyword `out` (the tuple of result avals) and the equation's params as keywords:
@@ -121,6 +122,7 @@ class Rule:
             mesh axis on such a letter leaves every result that depends on it partial.
         whole: letters that may not be split.
         halo: letter -> operand -> how windows slide over it; splitting it costs an exchange between neighbours.
+        prefix: letters along which an element is joined of all up to it; splitting one costs the totals of all shards.
         fetch: shards fetch what they lack themselves (`ir/local.py`) instead of leaving the exchange to XLA.
         sizes: letter -> size; needed for letters inside compound dims, others are read from the shapes.
         linear: partial sums of the operands pass through: every operand partial over an axis gives results partial over it.
@@ -134,11 +136,17 @@ class Rule:
     reduce: dict[str, str] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     halo: dict[str, dict[int, Halo]] = field(default_factory=dict)
+    prefix: frozenset[str] = frozenset()
     fetch: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
     linear: bool = False
     fusion: Fusion = "none"
     flops: float | None = None
+
+    @property
+    def exchanged(self) -> tuple[str, ...]:
+        """Letters along which shards need something of each other."""
+        return *self.halo, *sorted(self.prefix)
 
     def __str__(self) -> str:
         def tensor(dims: Dims) -> str:
@@ -149,6 +157,8 @@ class Rule:
             text += "  reduce " + " ".join(a if k == "sum" else f"{a}={k}" for a, k in self.reduce.items())
         if self.halo:
             text += "  halo " + " ".join(f"{a}={','.join(dict.fromkeys(map(str, h.values())))}" for a, h in self.halo.items())
+        if self.prefix:
+            text += "  prefix " + " ".join(sorted(self.prefix))
         if self.whole:
             text += "  whole " + " ".join(sorted(self.whole))
         return text + ("  linear" if self.linear else "")
@@ -245,13 +255,13 @@ def letter_sizes(rule: Rule, shapes: tuple[tuple[int, ...], ...], out_shapes: tu
 
 
 def extents(rule: Rule, letter: str, operand: int, ins, outs) -> tuple[int, int]:
-    """Sizes of a windowed letter's dim: in the operand that windows slide over, and where none do."""
+    """Sizes of an exchanged letter's dim: in an operand, and where no windows slide."""
     sizes = {}
     for k, (dims, x) in enumerate(zip(rule.operands + rule.results, (*ins, *outs), strict=True)):
         for dim, size in zip(dims, x.shape, strict=True):
             if dim == (letter,):
                 sizes[k] = size
-    return sizes[operand], next(size for k, size in sizes.items() if k not in rule.halo[letter])
+    return sizes[operand], next(size for k, size in sizes.items() if k not in rule.halo.get(letter, ()))
 
 
 KINDS = ("sum", "max", "min", "prod", "and", "or")

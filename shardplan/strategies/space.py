@@ -341,7 +341,7 @@ def _groups(graph: Graph, materialised) -> list[int]:
 def exchanged(op: Op, rule: Rule, choices: Choices, s: int, mesh: MeshShape, cluster: Cluster) -> list[Exchange]:
     """What an op exchanges with its neighbours under strategy s."""
     layouts = [of[s] for of in choices.operands]
-    return exchanges(rule, choices.letters[s], op.ins, op.outs, layouts, mesh, cluster) if rule.halo else []
+    return exchanges(rule, choices.letters[s], op.ins, op.outs, layouts, mesh, cluster) if rule.exchanged else []
 
 
 def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh, cluster: Cluster, reads, writes) -> np.ndarray:
@@ -357,12 +357,14 @@ def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh, cluster: Cluster, re
             if hasattr(x, "dtype"):
                 size = float(np.prod(x.shape)) * itemsize(x.dtype)
                 moved += [size / layout.shards(mesh) for layout in layouts]
+    if rule.prefix:  # one more pass joins what is made with the totals of the shards before
+        moved *= [1 if rule.prefix.isdisjoint(letters) else 2 for letters in choices.letters]
     device = cluster.device
     seconds = moved / device.memory_rate
     if rule.flops and op.ins:
         dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
         seconds = np.maximum(rule.flops * choices.work / device.flops_per_s(dtype), seconds)
-    if rule.halo:
+    if rule.exchanged:
         found = (exchanged(op, rule, choices, s, mesh, cluster) for s in range(len(choices)))
         seconds = seconds + np.array([sum(x.seconds for x in exchange) for exchange in found])
     return seconds + (device.kernel_latency_s if rule.fusion == "none" and moved.any() else 0.0)

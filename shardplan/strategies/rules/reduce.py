@@ -2,7 +2,7 @@
 
 reduce_max  a b -> a      reduce b=max
 argmax      a b -> a      whole b
-cumsum      a b -> a b    whole b
+cumsum      a b -> a b    prefix b
 sort        a b -> a b    whole b
 top_k       a b -> a c, a c    whole b c
 """
@@ -74,7 +74,7 @@ def _(*ins, out, dimensions, **_):
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _(x, *, out, axis, **_):
     a = letters(x)
-    return Rule((a,), (a,), whole=frozenset(a[axis]))
+    return Rule((a,), (a,), prefix=frozenset(a[axis]), fetch=True)
 
 
 @rule("sort")

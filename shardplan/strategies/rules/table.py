@@ -160,6 +160,10 @@ add("argmin", lambda x: x.argmin(1), "f32[8,4]")
 add("reduce", lambda x: lax.reduce(x, 1.0, lambda a, b: a * b + a, (1,)), "f32[8,4]")
 for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
     add(_name, lambda x, n=_name: getattr(lax, n)(x, axis=1), "f32[8,4]")
+    add(_name, lambda x, n=_name: getattr(lax, n)(x, axis=0, reverse=True), "bf16[8]")
+for _name in ("cumsum", "cumprod", "cummax", "cummin"):
+    add(_name, lambda x, n=_name: getattr(lax, n)(x, axis=0), "i8[24,2]")
+    add(_name, lambda x, n=_name: getattr(lax, n)(x, axis=0), "c64[8]")
 add("sort", lambda x: lax.sort(x, dimension=1), "f32[8,4]")
 add("sort", lambda *x: lax.sort(x, dimension=0, num_keys=1), "f32[8,4]", "i32[8,4]")
 add("top_k", lambda x: lax.top_k(x, 2), "f32[8,4]")
