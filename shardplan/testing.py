@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _jax
+from .ir import places
 from .ir.local import FETCH, windows
 from .ir.neighbours import Slide, seen, slides
 from .strategies.rule import Dims, Rule, RuleError, letter_sizes
@@ -152,6 +153,10 @@ class _Op:
         axes = {a: (axis,) for a, axis in zip(self.shards, AXES, strict=False)}
         return slides(self.rule, k, axes, self.shards, self.operands, self.results)
 
+    def everywhere(self, k: int) -> list[Slide]:
+        """All dims of operand k that are split."""
+        return replace(self, rule=replace(self.rule, local=frozenset(self.shards))).slides(k)
+
     def first(self, dim: tuple[str, ...]):
         """Position along a dim of one letter at which this device's shard begins."""
         return self.where(dim[0]) * (self.sizes[dim[0]] // self.shards.get(dim[0], 1)) if dim else 0
@@ -235,7 +240,7 @@ def _prove_local(group: list[_Op], n_devices: int) -> bool:
                 x.reshape(split.part(dims, whole.shape))
                 for x, dims, whole in zip(shards, split.rule.operands, split.operands, strict=True)
             ]
-            if split.rule.fetch:
+            if split.rule.local:
                 results = FETCH[op.eqn.primitive.name](op.eqn, shards, [split.slides(k) for k in range(len(shards))])
             else:
                 form = LOCAL.get(op.eqn.primitive.name, as_is)
@@ -316,38 +321,8 @@ def _iota(op: _Op, shards):
     return [x + jnp.asarray(op.first(op.rule.results[0][dimension]), x.dtype)]
 
 
-def _dynamic_update_slice(op: _Op, shards):
-    x, update, *starts = shards
-    hit, local = True, []
-    for d, (start, dim) in enumerate(zip(starts, op.rule.operands[0], strict=True)):
-        begin = 0 if op.rule.operands[1][d] == dim else op.first(dim)
-        at = jnp.clip(start, 0, op.operands[0].shape[d] - op.operands[1].shape[d]) - begin
-        last = x.shape[d] - update.shape[d]
-        hit &= (at >= 0) & (at <= last)
-        local.append(jnp.clip(at, 0, last).astype(start.dtype))
-    (updated,) = as_is(op, [x, update, *local])
-    return [jnp.where(hit, updated, x)]
-
-
 def _gather(op: _Op, shards):
-    x, indices, *rest = shards
-    p, dims = op.eqn.params, op.rule.operands[0]
-    n, clips = p["dimension_numbers"], p["mode"] == lax.GatherScatterMode.CLIP
-    taken = tuple(s if t == w else t for s, t, w in zip(x.shape, p["slice_sizes"], op.operands[0].shape, strict=True))
-    hit, local = True, []
-    for c, d in enumerate(n.start_index_map):
-        at, size = indices[..., c].astype(jnp.int32), op.operands[0].shape[d] - p["slice_sizes"][d] + 1
-        at = jnp.clip(at, 0, size - 1) if clips else at
-        if dims[d][0] in op.shards:
-            outside, begin = (at < 0) | (at >= size), op.first(dims[d])
-            hit &= jnp.where(outside, begin == 0, (at >= begin) & (at < begin + x.shape[d]))
-            at = jnp.where(outside, -1, at - begin)
-        local.append(at)
-    (out,) = as_is(op, [x, jnp.stack(local, -1) if local else indices, *rest], slice_sizes=taken)
-    if hit is True:
-        return [out]
-    batch = [d for d in range(out.ndim) if d not in n.offset_dims]
-    return [jnp.where(lax.broadcast_in_dim(hit, out.shape, batch), out, jnp.zeros((), out.dtype))]
+    return places.gather(op.eqn, shards, [op.everywhere(0)])
 
 
 IDENTITY = {"sum": lambda t: 0, "prod": lambda t: 1, "max": lambda t: _limit(t, -1), "min": lambda t: _limit(t, 1)}
@@ -360,22 +335,11 @@ def _limit(dtype, sign: int):
 
 
 def _scatter(op: _Op, shards):
-    x, indices, updates = shards
-    p, dims = op.eqn.params, op.rule.operands[0]
-    n, local = p["dimension_numbers"], []
-    window = [d for d in range(x.ndim) if d not in (*n.inserted_window_dims, *n.operand_batching_dims)]
-    for c, d in enumerate(n.scatter_dims_to_operand_dims):
-        at, size = indices[..., c].astype(jnp.int32), op.operands[0].shape[d]
-        width = op.operands[2].shape[n.update_window_dims[window.index(d)]] if d in window else 1
-        at = jnp.clip(at, 0, size - width) if p["mode"] == lax.GatherScatterMode.CLIP else at
-        begin = op.first(dims[d])
-        inside = (at >= begin) & (at - begin <= x.shape[d] - width)
-        local.append(jnp.where(inside, at - begin, -1))
+    x, *rest = shards
     for letter, kind in op.rule.reduce.items():
         if letter in op.shards:
             x = jnp.where(op.where(letter) == 0, x, jnp.asarray(IDENTITY[kind](x.dtype), x.dtype))
-    indices = jnp.stack(local, -1) if local else indices
-    return as_is(op, [x, indices, updates], mode=lax.GatherScatterMode.FILL_OR_DROP)
+    return places.scatter(op.eqn, [x, *rest], [op.everywhere(0)])
 
 
 def _conv(op: _Op, shards):
@@ -405,9 +369,7 @@ LOCAL: dict[str, Callable | None] = {
     "broadcast_in_dim": sized("shape"),
     "broadcast_to": sized("shape"),
     "empty": sized("shape"),
-    "dynamic_slice": sized("slice_sizes"),
     "iota": _iota,
-    "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "conv_general_dilated": _conv,
     "tile": _tile,

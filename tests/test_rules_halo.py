@@ -134,7 +134,7 @@ def test_what_is_moved_along_a_split_dim_is_fetched_from_the_shards_that_hold_it
     split = {
         op.primitive
         for op, s, choices, rule in zip(found.graph.ops, found.strategies, found.space.choices, found.space.rules, strict=True)
-        if rule.fetch and set(choices.letters[s]) & set(rule.halo)
+        if rule.local and set(choices.letters[s]) & set(rule.halo)
     }
     assert split >= {"slice", "pad", "rev", "concatenate", "select_and_scatter_add"}
 

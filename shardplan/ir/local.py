@@ -10,13 +10,16 @@ As emitted by XLA for the layouts a rule allows (`benchmarks/rules_on_xla.py`, j
     select_and_scatter_add, select_and_gather_add,                 pieces of three arrays exchanged; aborts on some
     reduce_window over several arrays
     cumsum and its like along a split dim                          a window as long as the dim: gathered
+    slices and updates at places known when it runs, also          the split dim gathered
+    gather and scatter of one place
 
-The last three fetch what they lack (`neighbours.py`).
+Those before the last two fetch what they lack (`neighbours.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 
@@ -24,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from shardplan import _jax
+from shardplan.ir import places
 from shardplan.ir.neighbours import Slide, seen, slides
 from shardplan.mesh.layout import Layout
 from shardplan.strategies.rule import Rule
@@ -155,39 +159,58 @@ FETCH: dict[str, Callable[..., list]] = {
     "cummax": partial(_cumulative, jnp.maximum),
     "cummin": partial(_cumulative, jnp.minimum),
     "cumlogsumexp": partial(_cumulative, jnp.logaddexp),
+    "dynamic_slice": places.dynamic_slice,
+    "dynamic_update_slice": places.dynamic_update_slice,
+    "gather": places.gather,
+    **dict.fromkeys(("scatter", *(f"scatter{to}{how}" for to in "-_" for how in ("add", "sub", "mul", "max", "min"))), places.scatter),
 }
-"""Primitive -> how it runs on shards that fetch what they lack."""
+"""Primitive -> how it runs on shards that fetch what they lack, or have to know their place."""
 
 
 def on_shards(primitive: str, rule: Rule, letters: Sequence[str | None]) -> bool:
     """Whether an op may run on its shards with mesh axes put on these letters: then all its layouts have to be decided."""
-    return primitive in LOCAL or (rule.fetch and not set(rule.exchanged).isdisjoint(letters))
+    return primitive in LOCAL or not rule.local.isdisjoint(letters)
 
 
-def split_letters(rule: Rule, tensors: Sequence[Layout]) -> dict[str, tuple[str, ...]] | None:
+@dataclass(frozen=True)
+class Part:
+    """What a device runs on its shards of the operands.
+
+    Attributes:
+        run: shards of the operands -> shards of the results.
+        results: their layouts; partial ones are summed over their axes.
+    """
+
+    run: Callable[..., list]
+    results: tuple[Layout, ...]
+
+
+def split_letters(rule: Rule, tensors: Sequence[Layout | None]) -> dict[str, tuple[str, ...]] | None:
     """Letter -> the axes it is split over; None where tensors do not agree."""
     found: dict[str, tuple[str, ...]] = {}
     for dims, layout in zip(rule.operands + rule.results, tensors, strict=True):
-        for dim, axes in zip(dims, layout.dims, strict=True):
+        for dim, axes in zip(dims, layout.dims if layout else (), strict=bool(layout)):
             if len(dim) == 1 and found.setdefault(dim[0], axes) != axes:
                 return None
     return found
 
 
-def fetching(eqn, tensors: Sequence[Layout], sizes: Mapping[str, int]) -> Callable[..., list] | None:
-    """What runs on the shards of an op that lack something; None where XLA does as well."""
+def fetching(eqn, operands: Sequence[Layout], results: Sequence[Layout | None], sizes: Mapping[str, int]) -> Part | None:
+    """What runs on shards that lack something or have to know their place; None where XLA does as well."""
     name, ins, outs = eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
     if name not in FETCH:
         return None
     rule, _ = rule_for(name, ins, outs, eqn.params)
-    axes = split_letters(rule, tensors) if rule.fetch else None
+    axes = split_letters(rule, (*operands, *results)) if rule.local else None
     if axes is None:
         return None
     shards = {a: prod(sizes[x] for x in of) for a, of in axes.items()}
     slid = [slides(rule, k, axes, shards, ins, outs) for k in range(len(ins))]
-    if not any(rule.prefix or s.halo.window > 1 or s.halo.permutes(s.n, s.m, s.shards) for of in slid for s in of):
+    if not any(not rule.halo or s.halo.window > 1 or s.halo.permutes(s.n, s.m, s.shards) for of in slid for s in of):
         return None
-    return lambda *operands: FETCH[name](eqn, operands, slid)
+    partial = tuple((axis, kind) for a, kind in rule.reduce.items() for axis in axes.get(a, ()))
+    made = [Layout(tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in dims), partial) for dims in rule.results]
+    return Part(lambda *operands: FETCH[name](eqn, operands, slid), tuple(made))
 
 
 def run(eqn, values: Sequence, operands: Sequence[Layout | None], results: Sequence[Layout | None], mesh) -> list:
@@ -203,25 +226,32 @@ def run(eqn, values: Sequence, operands: Sequence[Layout | None], results: Seque
         return _jax.bind(eqn, jax.lax.optimization_barrier(list(values)))
     taken = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.invars, operands, strict=True)]
     made = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.outvars, results, strict=True)]
-    if any(x is None for x in (*taken, *made)) or not any(x.split_axes for x in taken if x is not None):
-        return _jax.bind(eqn, values)
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    if any(x is None for x in taken) or not any(x.split_axes for x in taken if x is not None):
+        return _jax.bind(eqn, values)
     if (part := part_of(eqn, taken, made, sizes)) is None:
         return _jax.bind(eqn, values)
-    specs = [jax.sharding.PartitionSpec(*x.spec()) for x in (*taken, *made) if x is not None]
+    # A partial result leaves with a dim in front, a row from every device.
+    rows = [Layout((tuple(axis for axis, _ in x.partial), *x.dims)) if x.partial else x for x in part.results]
     split = jax.shard_map(
-        lambda *shards: tuple(part(*shards)),
+        lambda *shards: tuple(x[None] if of.partial else x for x, of in zip(part.run(*shards), part.results, strict=True)),
         mesh=mesh,
-        in_specs=tuple(specs[: len(taken)]),
-        out_specs=tuple(specs[len(taken) :]),
+        in_specs=tuple(jax.sharding.PartitionSpec(*x.spec()) for x in taken if x is not None),
+        out_specs=tuple(jax.sharding.PartitionSpec(*x.spec()) for x in rows),
         check_vma=False,
     )
-    return list(split(*values))
+    return [added(x) if of.partial else x for x, of in zip(split(*values), part.results, strict=True)]
 
 
-def part_of(eqn, taken, made, sizes: Mapping[str, int]) -> Callable[..., list] | None:
+def added(parts):
+    """The sum of the rows; of booleans whether any is true."""
+    join = jax.lax.bitwise_or if parts.dtype == bool else jax.lax.add
+    return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), join, (0,))
+
+
+def part_of(eqn, taken, made, sizes: Mapping[str, int]) -> Part | None:
     """What a device runs on its shards; None where XLA splits the op as well as we would."""
     if (form := LOCAL.get(eqn.primitive.name)) is None:
-        return fetching(eqn, (*taken, *made), sizes)
-    params = form(eqn, taken, sizes)
-    return None if params is None else lambda *shards: _jax.bind(eqn, shards, params, context=False)
+        return fetching(eqn, taken, made, sizes)
+    params = None if None in made else form(eqn, taken, sizes)
+    return None if params is None else Part(lambda *shards: _jax.bind(eqn, shards, params, context=False), tuple(made))

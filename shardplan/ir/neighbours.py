@@ -34,7 +34,7 @@ class Slide:
 
 
 def slides(rule: Rule, k: int, axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], ins, outs) -> list[Slide]:
-    """The dims of operand k that are split and that windows slide over.
+    """The dims of operand k that are split and that windows slide over, or that shards have to know their place along.
 
     Args:
         rule: the op's rule.
@@ -45,7 +45,7 @@ def slides(rule: Rule, k: int, axes: Mapping[str, tuple[str, ...]], sizes: Mappi
     """
     split = [(d, dim[0]) for d, dim in enumerate(rule.operands[k]) if len(dim) == 1 and axes.get(dim[0])]
     halos = [(d, a, rule.halo[a][k]) for d, a in split if k in rule.halo.get(a, ())]
-    halos += [(d, a, Halo()) for d, a in split if a in rule.prefix]
+    halos += [(d, a, Halo()) for d, a in split if a in rule.local and a not in rule.halo]
     return [Slide(d, halo, *extents(rule, a, k, ins, outs), axes[a], sizes[a]) for d, a, halo in halos]
 
 

@@ -7,7 +7,7 @@
     cumsum   n h -> n h                     prefix h    what all before sum up to: every shard gathers the totals of all
 
 XLA sends the shares that lack to whoever lacks them, one collective-permute for every distance they come from; an op that fetches
-them itself (`Rule.fetch`, run by `ir/local.py`) uses as few as it can. With several such dims split it is one dim after the other:
+them itself (`Rule.local`, run by `ir/local.py`) uses as few as it can. With several such dims split it is one dim after the other:
 XLA sends on all rows it has by then, an op that fetches those that its windows see (measured: `benchmarks/rules_on_xla.py`).
 """
 
@@ -67,14 +67,14 @@ def exchanges(
             if h in rule.prefix:
                 out.append(sent(k, "all-gather", over[h], held * (shards := mesh.size(*over[h])) / (n // shards)))
         slid = [(rule.halo[h][k], over[h], n, m) for h, n, m in split if k in rule.halo.get(h, ())]
-        for halo, axes, n, m in sorted(slid, key=lambda x: x[0].growth(*x[2:])) if rule.fetch else slid:
+        for halo, axes, n, m in sorted(slid, key=lambda x: x[0].growth(*x[2:])) if rule.local else slid:
             shards = mesh.size(*axes)
-            if rule.fetch:
+            if rule.local:
                 rows = [max(x.size for x in permute) for permute in halo.permutes(n, m, shards)]
             else:
                 rows = halo.hops(n, m, shards).values()
             row = held / (n // shards)
             moved = [row * r for r in rows]
             out += [sent(k, "collective-permute", axes, b) for b in moved]
-            held = row * halo.span(m // shards) if rule.fetch else held + sum(moved)
+            held = row * halo.span(m // shards) if rule.local else held + sum(moved)
     return out

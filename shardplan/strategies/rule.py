@@ -123,7 +123,7 @@ class Rule:
         whole: letters that may not be split.
         halo: letter -> operand -> how windows slide over it; splitting it costs an exchange between neighbours.
         prefix: letters along which an element is joined of all up to it; splitting one costs the totals of all shards.
-        fetch: shards fetch what they lack themselves (`ir/local.py`) instead of leaving the exchange to XLA.
+        local: letters that, when split, have every device run the op on its own shards (`ir/local.py`), where XLA would move more.
         sizes: letter -> size; needed for letters inside compound dims, others are read from the shapes.
         linear: partial sums of the operands pass through: every operand partial over an axis gives results partial over it.
         fusion: how XLA's GPU back end treats the op: "loop" (elementwise-like, fuses with its neighbours), "view" (a bitcast:
@@ -137,7 +137,7 @@ class Rule:
     whole: frozenset[str] = frozenset()
     halo: dict[str, dict[int, Halo]] = field(default_factory=dict)
     prefix: frozenset[str] = frozenset()
-    fetch: bool = False
+    local: frozenset[str] = frozenset()
     sizes: dict[str, int] = field(default_factory=dict)
     linear: bool = False
     fusion: Fusion = "none"

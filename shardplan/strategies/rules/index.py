@@ -11,6 +11,8 @@ Partial results of a scatter over n start from the operand on one device and fro
 
 from __future__ import annotations
 
+from math import prod
+
 from ..rule import Rule, letters, rule
 from .reduce import ordered
 
@@ -43,7 +45,8 @@ def _(x, indices, *rest, out, dimension_numbers, slice_sizes, **_):
             window.append(kept)
     window, batch = iter(window), iter(i[:-1])
     result = tuple(next(window) if d in n.offset_dims else next(batch) for d in range(len(out[0].shape)))
-    return Rule((a, i, *((),) * len(rest)), (result,), reduce=reduce, whole=frozenset(whole), fusion="loop")
+    operands, local = (a, i, *((),) * len(rest)), alone(indices, reduce)
+    return Rule(operands, (result,), reduce=reduce, whole=frozenset(whole), local=local, fusion="loop")
 
 
 def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
@@ -69,7 +72,14 @@ def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
             whole |= {*a[d], *b[w]}
     free = {j for dim in i[:-1] for j in dim} - {c for d in a for c in d}
     reduce = dict.fromkeys(sorted(free), kind) if kind else {}
-    return Rule((a, i, tuple(u)), (a,), reduce=reduce, whole=frozenset(whole if kind else whole | free))
+    whole = frozenset(whole if kind else whole | free)
+    local = alone(indices, [c for d in n.scatter_dims_to_operand_dims for c in a[d]])
+    return Rule((a, i, tuple(u)), (a,), reduce=reduce, whole=whole, local=local)
+
+
+def alone(indices, letters) -> frozenset[str]:
+    """Letters along which one place is looked up: XLA makes a slice of it, for which it gathers the operand."""
+    return frozenset(letters if prod(indices.shape[:-1]) == 1 else ())
 
 
 # XLA partitions sums of updates, not differences: it would gather them.

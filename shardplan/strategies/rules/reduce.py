@@ -74,7 +74,7 @@ def _(*ins, out, dimensions, **_):
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _(x, *, out, axis, **_):
     a = letters(x)
-    return Rule((a,), (a,), prefix=frozenset(a[axis]), fetch=True)
+    return Rule((a,), (a,), prefix=frozenset(a[axis]), local=frozenset(a[axis]))
 
 
 @rule("sort")

@@ -35,7 +35,8 @@ def shifted(ins, out, halos, **kw) -> Rule:
     a = letters(out[0])
     if 0 in out[0].shape or "key<" in str(out[0].dtype):
         return resized(ins, out, halos, **kw)
-    return move((a,) * len(ins), (a,), halo={a[d][0]: dict(enumerate(each)) for d, each in halos.items()}, fetch=True, **kw)
+    halo = {a[d][0]: dict(enumerate(each)) for d, each in halos.items()}
+    return move((a,) * len(ins), (a,), halo=halo, local=frozenset(halo), **kw)
 
 
 def factors(left: tuple[int, ...], right: tuple[int, ...]):
@@ -176,17 +177,26 @@ def _(x, *, out, start_indices, limit_indices, strides, **_):
 
 @rule("dynamic_slice")
 def _(x, *starts, out, **_):
-    r = resized((x,), out)
-    return move((*r.operands, *((),) * len(starts)), r.results, [tuple(r.whole)])
+    a, small, cut, whole = cutting(x, out[0])
+    kept = "key<" in str(x.dtype)
+    reduce = {} if kept else dict.fromkeys(cut, "or" if str(x.dtype) == "bool" else "sum")
+    return move((a, *((),) * len(starts)), (small,), [whole, cut if kept else ()], reduce=reduce, local=frozenset(reduce))
 
 
-# An update of one element along a dim lands on one device's shard, so that dim of the operand passes through.
+# What of an update falls in a device's shard is written there, so all dims of the operand pass through.
 @rule("dynamic_update_slice")
 def _(x, update, *starts, out, **_):
-    a, b, pairs = letters(x), letters(update, "u"), list(zip(x.shape, update.shape, strict=True))
-    small = tuple(c if n == m else () if m == 1 else d for c, d, (n, m) in zip(a, b, pairs, strict=True))
-    whole = [c + d for c, d, (n, m) in zip(a, b, pairs, strict=True) if m not in (n, 1)]
-    return move((a, small, *((),) * len(starts)), (a,), whole)
+    a, small, cut, whole = cutting(x, update)
+    return move((a, small, *((),) * len(starts)), (a,), [whole], local=frozenset(cut))
+
+
+def cutting(x, part):
+    """Letters of an array and of a part of it; those along which it is smaller, and those of the part that may not be split."""
+    a, b = letters(x), letters(part, "s")
+    sizes = list(zip(x.shape, part.shape, strict=True))
+    small = tuple(c if n == m else () if m == 1 else d for c, d, (n, m) in zip(a, b, sizes, strict=True))
+    cut = tuple(c for (c,), (n, m) in zip(a, sizes, strict=True) if n != m)
+    return a, small, cut, tuple(d for (d,), (n, m) in zip(b, sizes, strict=True) if m not in (n, 1))
 
 
 def leading(x, y, **kw) -> Rule:

@@ -34,13 +34,14 @@ def _(*ins, out, window_dimensions, **params):
     k = len(out)
     a, halo = slid(k, ins[0], window_dimensions, **params)
     flops = k * prod(out[0].shape) * prod(window_dimensions)
-    return Rule((a,) * k + ((),) * k, (a,) * k, halo=halo, fetch=k > 1, fusion="reduce", flops=flops)
+    return Rule((a,) * k + ((),) * k, (a,) * k, halo=halo, local=frozenset(halo if k > 1 else ()), fusion="reduce", flops=flops)
 
 
 @rule("select_and_gather_add")
 def _(tangents, x, *, out, window_dimensions, **params):
     a, halo = slid(2, x, window_dimensions, **params)
-    return Rule((a, a), (a,), halo=halo, fetch=True, fusion="reduce", flops=2 * prod(out[0].shape) * prod(window_dimensions))
+    flops = 2 * prod(out[0].shape) * prod(window_dimensions)
+    return Rule((a, a), (a,), halo=halo, local=frozenset(halo), fusion="reduce", flops=flops)
 
 
 # An element reads the windows it is in, and a shard all that these see. Shards begin where a window does; where windows leave
@@ -57,7 +58,8 @@ def _(source, x, *, out, window_dimensions, **params):
             halo[name] = {0: Halo(window, 1, window - 1 - low, stride), 1: Halo(before + 1 + after, 1, before)}
     b = tuple((f"y{n}",) if n in found and n not in halo else (n,) for (n,) in a)
     whole = frozenset(n for own, other in zip(a, b, strict=True) if own != other for n in own + other)
-    return Rule((b, a), (a,), halo=halo, fetch=True, whole=whole, flops=prod(source.shape) * prod(window_dimensions))
+    flops = prod(source.shape) * prod(window_dimensions)
+    return Rule((b, a), (a,), halo=halo, local=frozenset(halo), whole=whole, flops=flops)
 
 
 @rule("select_and_scatter")

@@ -1,0 +1,110 @@
+"""Slices read and written at places known only when the step runs, along split dims: every shard does what falls in it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan.mesh.cluster import Cluster, Link
+from shardplan.mesh.layout import MeshShape
+from shardplan.testing import difference
+from shardplan.xla.hlo import collectives
+
+H100 = Cluster.preset("h100")
+IDEAL = Link(1e15, 0.0)
+NEAR = replace(H100, intra=IDEAL, inter=IDEAL, launch_s=0.0)
+"""Links so fast that small arrays are split, too."""
+
+
+def array(*shape, dtype="float32"):
+    x = np.arange(np.prod(shape)).reshape(shape)
+    return jnp.asarray(x % 3 == 0 if dtype == "bool" else x, dtype)
+
+
+def emitted(step, *args):
+    return [(c.kind, p.array.bytes) for c in collectives(step.compile(*args).as_text(), MeshShape(("x", "y"), (4, 2))) for p in c.parts]
+
+
+@pytest.fixture(scope="module", params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def mesh(request):
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(request.param,) * 2)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 13, 31])
+@pytest.mark.parametrize("spec", [P("x"), P(("x", "y")), P("y", "x")])
+def test_an_update_is_written_where_it_falls_and_nothing_moves(spec, rows, mesh):
+    cache, update = array(32, 8), -1.0 - array(rows, 5)
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(spec, P(), P()), out_shardings=spec)(
+        lambda cache, update, at: lax.dynamic_update_slice(cache, update, (at, 2))
+    )
+    for at in (-100, -1, 0, 3, 7, 8, 12, 29, 31, 100):
+        args = cache, update, jnp.int32(at)
+        np.testing.assert_array_equal(step(*args), lax.dynamic_update_slice(cache, update, (args[2], 2)))
+    assert emitted(step, *args) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bool"])
+@pytest.mark.parametrize("rows", [1, 3, 13])
+@pytest.mark.parametrize("spec", [P("x"), P(("x", "y")), P("y", "x")])
+def test_a_slice_is_the_sum_of_what_shards_hold_of_it(spec, rows, dtype, mesh):
+    x = array(32, 8, dtype=dtype)
+
+    def run(x, at):
+        return lax.dynamic_slice(x, (at, jnp.int8(2)), (rows, 5))
+
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(spec, P()), out_shardings=P())(run)
+    for at in (-100, -1, 0, 3, 7, 8, 12, 29, 31, 100):
+        np.testing.assert_array_equal(step(x, jnp.int8(at)), run(x, jnp.int8(at)))
+    planned = [(c.kind, c.bytes) for d in step.plan(x, jnp.int8(0)).decisions for m in d.moves for c in m.collectives]
+    assert emitted(step, x, jnp.int8(0)) == planned
+    assert {kind for kind, _ in planned} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_one_row_of_a_split_table_is_looked_up_where_it_lies(mode, mesh):
+    """XLA makes a slice of it, and gathers the table for that."""
+    table = array(32, 8)
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(P("x"), P()), out_shardings=P())(lambda t, i: t.at[i].get(mode=mode))
+    for i in (0, 7, 8, 31, 32, 127):
+        at = jnp.asarray([i], "int8")
+        np.testing.assert_array_equal(step(table, at), table.at[at].get(mode=mode))
+    assert {kind for kind, _ in emitted(step, table, at)} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("how", ["set", "add", "max"])
+def test_one_row_is_written_where_it_lies_and_nothing_moves(how, mesh):
+    table, row = array(32, 8), jnp.full(8, 100.0)
+    shardings = dict(in_shardings=(P("x"), P(), P()), out_shardings=P("x"))
+    step = shardplan.auto(mesh, cluster=NEAR, **shardings)(lambda t, i, row: getattr(t.at[i], how)(row))
+    for i in (0, 7, 8, 31, 32, 100):
+        np.testing.assert_array_equal(step(table, jnp.int8(i), row), getattr(table.at[jnp.int8(i)], how)(row))
+    assert emitted(step, table, jnp.int8(0), row) == []
+
+
+def test_a_cache_split_along_the_sequence_takes_several_tokens_at_a_time(mesh):
+    """Attention over a cache that is filled three tokens a turn, with the one before last read again; and its gradient."""
+
+    def decode(w, cache, x):
+        def turn(carry, at):
+            cache, x = carry
+            cache = lax.dynamic_update_slice(cache, jnp.tanh(x @ w), (at, 0))
+            seen = jnp.where(jnp.arange(len(cache))[:, None] < at + 3, cache, 0)
+            weights = jax.nn.softmax(x @ seen.T)
+            x = weights @ seen + lax.dynamic_slice(cache, (at + 1, 0), (1, 4))
+            return (cache, x), x.sum()
+
+        (cache, x), sums = lax.scan(turn, (cache, x), jnp.arange(0, 15, 3))
+        return (sums**2).sum() + (cache * x.sum()).sum()
+
+    random = np.random.default_rng(0)
+    w, cache, x = (jnp.asarray(random.normal(0, 1, s), "float32") for s in ((4, 4), (32, 4), (3, 4)))
+    for run in (decode, jax.value_and_grad(decode, argnums=(0, 1, 2))):
+        step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(P(), P(("x", "y")), P()))(run)
+        for got, want in zip(jax.tree.leaves(step(w, cache, x)), jax.tree.leaves(jax.jit(run)(w, cache, x)), strict=True):
+            assert difference(got, want) is None
