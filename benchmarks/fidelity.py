@@ -5,8 +5,9 @@
     python benchmarks/fidelity.py moe --show              with each case's comparison, line by line
 
 `collectives` is bytes a device sends in one step (ring algorithm), `peak` and `live` are the planned memory over XLA's peak and over
-what is alive in XLA's peak (without the gaps of its placement), `products` flops of products and convolutions. `unplanned` is
-the share of what XLA emits that nobody planned. Needs "shardplan[gpu-check]", no GPU.
+what is alive in XLA's peak (without the gaps of its placement), `products` flops of products and convolutions, `compute` the seconds of
+all work but collectives, over those of a roofline over the emitted kernels. `unplanned` is the share of what XLA emits that nobody
+planned. Needs "shardplan[gpu-check]", no GPU.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
 from shardplan.xla import PlanReport  # noqa: E402
+from shardplan.xla.seconds import seconds  # noqa: E402
 
 MESHES = {"8": ((8,), ("data",)), "2,4": ((2, 4), ("data", "model")), "2,2,2": ((2, 2, 2), ("data", "model", "expert"))}
 
@@ -57,10 +59,10 @@ CASES = {
     "long": lambda: zoo.nets.long_context(length=1 << 15),
 }
 
-COLUMNS = ("collectives", "peak", "live", "products")
+COLUMNS = ("collectives", "peak", "live", "products", "compute")
 HEAD = (
     f"{'case':<14} {'mesh':<6} {'sent':>8} {'collectives':>11} {'unplanned':>9} {'memory':>8} {'peak':>5} {'live':>5} "
-    f"{'products':>8} {'s':>5}"
+    f"{'products':>8} {'compute':>7} {'s':>5}"
 )
 
 
@@ -68,7 +70,8 @@ def measure(name: str, mesh: str, target: str) -> tuple[dict[str, float], PlanRe
     """Planned over emitted of one case; NaN where there is nothing to compare."""
     shape, axes = MESHES[mesh]
     step, state, batch = CASES[name]()
-    planned = shardplan.auto(jax.sharding.AbstractMesh(shape, axes), donate_argnums=0, cluster=target.partition(":")[0])(step)
+    preset = target.partition(":")[0]
+    planned = shardplan.auto(jax.sharding.AbstractMesh(shape, axes), donate_argnums=0, cluster=preset)(step)
     found = planned.check(state, batch, target=target)
     if not found.compiled.ok:
         return {}, found
@@ -82,15 +85,16 @@ def measure(name: str, mesh: str, target: str) -> tuple[dict[str, float], PlanRe
         "peak": found.memory_ratio,
         "live": found.plan.memory().peak / found.compiled.live_bytes if found.compiled.live_bytes else math.nan,
         "products": found.flops_ratio if found.flops_ratio is not None else math.nan,
+        "compute": found.plan.seconds["compute"] / seconds(found.compiled, shardplan.Cluster.preset(preset)).compute_s,
     }, found
 
 
-def row(name: str, mesh: str, m: dict[str, float], seconds: float) -> str:
+def row(name: str, mesh: str, m: dict[str, float], took_s: float) -> str:
     if not m:
         return f"{name:<14} {mesh:<6} the compile failed"
     return (
         f"{name:<14} {mesh:<6} {m['sent'] / 1e6:>6.0f}MB {m['collectives']:>11.2f} {m['unplanned']:>9.1%} {m['memory'] / 1e9:>6.2f}GB "
-        f"{m['peak']:>5.2f} {m['live']:>5.2f} {m['products']:>8.2f} {seconds:>5.0f}"
+        f"{m['peak']:>5.2f} {m['live']:>5.2f} {m['products']:>8.2f} {m['compute']:>7.2f} {took_s:>5.0f}"
     )
 
 
@@ -115,7 +119,8 @@ def main(argv=None) -> None:
             if options.show or not measured:
                 print(report, "\n", flush=True)
     print(f"{'median':<14} {len(found):<6} {'':>8} {_median(found, 'collectives'):>11.2f} {_median(found, 'unplanned'):>9.1%} {'':>8} "
-          f"{_median(found, 'peak'):>5.2f} {_median(found, 'live'):>5.2f} {_median(found, 'products'):>8.2f}")  # fmt: skip
+          f"{_median(found, 'peak'):>5.2f} {_median(found, 'live'):>5.2f} {_median(found, 'products'):>8.2f} "
+          f"{_median(found, 'compute'):>7.2f}")  # fmt: skip
     worst = {c: max((abs(math.log(m[c])) for m in found if m[c] > 0 and math.isfinite(m[c])), default=0.0) for c in COLUMNS}
     print("largest factor between planned and emitted: " + ", ".join(f"{c} {math.exp(w):.2f}" for c, w in worst.items()))
 

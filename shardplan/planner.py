@@ -31,7 +31,8 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder, Step
 from shardplan.propagation import propagate, recursive
-from shardplan.strategies.space import Space, is_spread, make_space
+from shardplan.strategies.fusion import is_spread
+from shardplan.strategies.space import Space, make_space
 
 FREE = "*"
 """A dim of a pin that the planner may split as it likes."""

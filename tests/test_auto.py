@@ -344,8 +344,8 @@ def test_the_users_own_constraint_may_be_a_hint_or_ignored(mesh, params, search)
 
 def test_slower_compute_weighs_communication_less(mesh, params):
     abstract = jax.sharding.AbstractMesh((8,), ("x",))
-    one, ten = (shardplan.auto(abstract, cluster="h100", compute_scale=n)(step).plan(params, batch(64)) for n in (1, 1000))
-    assert not one.comm_bytes and ten.comm_bytes  # tiny: whole on every device, until computing costs more than sending
+    one, ten = (shardplan.auto(abstract, cluster="h100", compute_scale=n)(step).plan(params, batch(1 << 13)) for n in (1, 1000))
+    assert not one.comm_bytes and ten.comm_bytes  # small: whole on every device, until computing costs more than sending
     assert ten.cluster == "h100, compute x 1000"
     with pytest.raises(ShardingError, match="compute_scale=0 is no positive number"):
         shardplan.auto(mesh, compute_scale=0)

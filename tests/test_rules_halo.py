@@ -221,8 +221,8 @@ def test_windows_over_several_arrays_are_split(axes):
 
 H100 = Cluster.preset("h100")
 IDEAL = Link(1e15, 0.0)
-NEAR = replace(H100, intra=IDEAL, inter=IDEAL, launch_s=0.0)
-"""Links so fast that small images are split, too."""
+NEAR = replace(H100, device=replace(H100.device, kernel_latency_s=0.0), intra=IDEAL, inter=IDEAL, launch_s=0.0)
+"""Links and kernels so fast that small images are split, too."""
 
 
 @pytest.mark.parametrize("pin", [P(None, "x"), P(None, "x", "y"), P(None, None, ("x", "y"))])

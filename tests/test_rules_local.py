@@ -18,8 +18,8 @@ from shardplan.xla.hlo import collectives
 
 H100 = Cluster.preset("h100")
 IDEAL = Link(1e15, 0.0)
-NEAR = replace(H100, intra=IDEAL, inter=IDEAL, launch_s=0.0)
-"""Links so fast that small arrays are split, too."""
+NEAR = replace(H100, device=replace(H100.device, kernel_latency_s=0.0), intra=IDEAL, inter=IDEAL, launch_s=0.0)
+"""Links and kernels so fast that small arrays are split, too."""
 
 
 def array(*shape, seed=0):

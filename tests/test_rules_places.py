@@ -14,12 +14,13 @@ import shardplan
 from shardplan.mesh.cluster import Cluster, Link
 from shardplan.mesh.layout import MeshShape
 from shardplan.testing import difference
+from shardplan.xla import available
 from shardplan.xla.hlo import collectives
 
 H100 = Cluster.preset("h100")
 IDEAL = Link(1e15, 0.0)
-NEAR = replace(H100, intra=IDEAL, inter=IDEAL, launch_s=0.0)
-"""Links so fast that small arrays are split, too."""
+NEAR = replace(H100, device=replace(H100.device, kernel_latency_s=0.0), intra=IDEAL, inter=IDEAL, launch_s=0.0)
+"""Links and kernels so fast that small arrays are split, too."""
 
 
 def array(*shape, dtype="float32"):
@@ -81,7 +82,7 @@ def test_one_row_of_a_split_table_is_looked_up_where_it_lies(mode, mesh):
 def test_one_row_is_written_where_it_lies_and_nothing_moves(how, mesh):
     table, row = array(32, 8), jnp.full(8, 100.0)
     shardings = dict(in_shardings=(P("x"), P(), P()), out_shardings=P("x"))
-    step = shardplan.auto(mesh, cluster=NEAR, **shardings)(lambda t, i, row: getattr(t.at[i], how)(row))
+    step = shardplan.auto(mesh, cluster=H100, **shardings)(lambda t, i, row: getattr(t.at[i], how)(row))
     for i in (0, 7, 8, 31, 32, 100):
         np.testing.assert_array_equal(step(table, jnp.int8(i), row), getattr(table.at[jnp.int8(i)], how)(row))
     assert emitted(step, table, jnp.int8(0), row) == []
@@ -108,3 +109,22 @@ def test_a_cache_split_along_the_sequence_takes_several_tokens_at_a_time(mesh):
         step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(P(), P(("x", "y")), P()))(run)
         for got, want in zip(jax.tree.leaves(step(w, cache, x)), jax.tree.leaves(jax.jit(run)(w, cache, x)), strict=True):
             assert difference(got, want) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+def test_xla_moves_what_the_plan_says():
+    """Tokens are counted off, a cache split along the sequence is written and read; all stays split."""
+
+    def step(cache, x, at):
+        places = jnp.cumsum((x > 0).astype("int32"), 0)
+        cache = lax.dynamic_update_slice(cache, x[:16] * places[:16], (at, 0))
+        cache = cache.at[at + 20].set(0.0)
+        return cache, places, lax.dynamic_slice(cache, (at, 0), (3, 1024)), cache[at + 5]
+
+    args = (jax.ShapeDtypeStruct(s, t) for s, t in (((65536, 1024), "float32"), ((65536, 1024), "float32"), ((), "int32")))
+    mesh = jax.sharding.AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    rows = P(("x", "y"))
+    planned = shardplan.auto(mesh, cluster="h100", in_shardings=(rows, rows, P()), out_shardings=(rows, rows, P(), P()))(step)
+    report = planned.check(*args, target="h100:8")
+    assert 0.99 < report.collectives_ratio < 1.01, str(report)

@@ -36,7 +36,8 @@ from shardplan.ir.repeat import repeated_layers
 from shardplan.ir.share import SMALL_BYTES
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder, Step
-from shardplan.strategies.space import FUSIBLE, Space
+from shardplan.strategies.fusion import FUSIBLE
+from shardplan.strategies.space import Space
 
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""

@@ -188,7 +188,7 @@ def _scan(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
         results = _call(g, body, [*consts, *carries, *rows], (*path, "body"))
         out = _carry_out(g, results[:n_carry], avals[n_consts:split], carries, path, outside)
         out += [
-            g.border("loop_stack", v, row.aval, (*path, "ys", k), result=var.aval, runs=outside, holds=loop)
+            g.border("loop_stack", v, row.aval, (*path, "ys", k), result=var.aval, holds=loop)
             for k, (v, row, var) in enumerate(
                 zip(results[n_carry:], body.jaxpr.outvars[n_carry:], eqn.outvars[n_carry:], strict=True)
             )

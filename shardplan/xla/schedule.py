@@ -18,6 +18,7 @@ from shardplan.xla.text import Instruction, Module, read
 
 _FREE = ("after-all", "bitcast", "constant", "get-tuple-element", "iota", "parameter", "partition-id", "replica-id", "tuple")
 _SLICES = ("dynamic-slice", "slice", "gather")
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand they put into the first
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,8 @@ class _Walk:
             return self._fused(i, fused, operands, results)
         if i.opcode in _SLICES:
             return 2 * results
-        if i.opcode == "dynamic-update-slice":
-            return 2 * sum(operands[1:2])
+        if (at := _IN_PLACE.get(i.opcode)) is not None:
+            return 2 * sum(operands[at : at + 1])
         return sum(operands) + results
 
     def _fused(self, i: Instruction, fused: str, operands: list[int], results: int) -> int:
@@ -214,13 +215,13 @@ class _Walk:
             users = inner.get(name, ())
             if users and all(u.opcode in _SLICES and u.operands[0] == name for u in users):
                 read_[number] = min(read_[number], sum(a.bytes for u in users for a in u.arrays))
-            elif users and all(u.opcode == "dynamic-update-slice" and u.operands[0] == name for u in users):
+            elif users and all(u.opcode in _IN_PLACE and u.operands[0] == name for u in users):
                 read_[number] = 0
         root = self.module.root(fused)
         while root and root.opcode in ("bitcast", "convert", "copy") and root.operands and root.operands[0] in table:
             root = table[root.operands[0]]
-        if root and root.opcode == "dynamic-update-slice" and len(root.operands) > 1:
-            update = table.get(root.operands[1])
+        if root and len(root.operands) > (at := _IN_PLACE.get(root.opcode, len(root.operands))):
+            update = table.get(root.operands[at])
             results = sum(a.bytes for a in update.arrays) if update else results
         elif not results and root:
             results = sum(a.bytes for a in root.arrays)

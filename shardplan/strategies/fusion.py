@@ -1,0 +1,263 @@
+"""What XLA's GPU back end runs as one kernel: which values are written to memory, and which kernel reads what.
+
+Elementwise ops, views and the reductions behind them fuse. A value that only fusions read never materialises; they compute it again.
+What stands behind a reduction, a product or a collective waits for it in a later kernel, and reads anew what an earlier one read:
+
+    y -> cast -+-> sum ------+            kernel 1 reads y, writes the sum
+               +-> minus <---+-> cast     kernel 2 reads y and the sum, writes the normalised y
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shardplan.ir.graph import BORDER, Graph, Op
+from shardplan.strategies.rule import Rule
+
+FUSIBLE = ("loop", "view", "reduce")
+
+Kernel = tuple[int, int, str]
+"""Group of ops, how many kernels it waits for, phase."""
+
+IDLE = BORDER - {"loop_slice", "loop_stack"}
+"""Border ops that move nothing."""
+
+PARTLY = frozenset({"dynamic_slice", "gather", "loop_slice", "slice"})
+"""Ops that read of their first operand no more than they make."""
+
+PUTS = {"dynamic_update_slice": 1, "loop_stack": 0}
+"""Ops that write of their result no more than they have of this operand; a row of a stack is zero before."""
+
+
+def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) -> tuple[bool, ...]:
+    """Per value: written to memory, or only ever seen inside fusions (and views of what is written elsewhere)."""
+    out = [True] * len(graph.values)
+    prologue = _prologues(graph, rules)
+    for v in reversed(range(len(graph.values))):
+        at, _ = graph.values[v].producer
+        op, fusion = graph.ops[at], rules[at].fusion
+        if op.primitive in ("arg", "const", "loop_carry", "loop_next", "branch_out"):
+            continue
+        if sums[at] and any(graph.ops[c].primitive == "share" for c, _ in graph.values[v].consumers):
+            continue  # partial sums are written, reduced and read again
+        if fusion == "view" or (is_spread(op) and not any(graph.ops[c].primitive in STORED for c in _readers(graph, v))):
+            out[v] = op.primitive == "out"
+        elif fusion == "loop" and not is_spread(op):
+            out[v] = not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in _readers(graph, v))
+    for v in _turned(graph, rules):
+        out[v] = True
+    return tuple(out)
+
+
+def _turned(graph: Graph, rules: tuple[Rule, ...]) -> set[int]:
+    """What XLA writes because it has to transpose it: what an elementwise op reads beside another product's result in another order.
+
+    Dims that one operand brings into a product, and those of its batch, lie in its result one after the other. Of two products whose
+    results do not agree XLA turns the later one, behind the last op that computes with nothing else.
+    """
+    rows: dict[int, tuple[int, frozenset[tuple[int, int]]]] = {}  # value -> the product's, and neighbouring dims in their order
+    later: set[int] = set()
+    for at, op in enumerate(graph.ops):
+        if op.primitive == "dot_general":
+            rows[op.outputs[0]] = op.outputs[0], frozenset(_in_a_row(op))
+        elif op.primitive == "transpose" and op.inputs[0] in rows:
+            made, pairs = rows[op.inputs[0]]
+            place = op.params["permutation"].index
+            rows[op.outputs[0]] = made, frozenset((place(a), place(b)) for a, b in pairs)
+        elif op.primitive == "share" or rules[at].fusion == "loop":
+            alike = (v for v, x in zip(op.inputs, op.ins, strict=True) if v in rows and x.shape == op.outs[0].shape)
+            found = sorted((rows[v] for v in alike if v is not None), key=lambda r: r[0])
+            if found:
+                rows[op.outputs[0]] = found[0]
+                later.update(made for made, pairs in found if any((b, a) in found[0][1] for a, b in pairs))
+    out = set()
+    for v in later:
+        last = v
+        while len(graph.values[v].consumers) == 1:
+            op = graph.ops[graph.values[v].consumers[0][0]]
+            if [u for u in op.inputs if u is not None] != [v]:
+                break
+            v = op.outputs[0]
+            last = last if op.primitive == "share" else v
+        out.add(last)
+    return out
+
+
+def _in_a_row(op: Op) -> list[tuple[int, int]]:
+    """Neighbouring dims of a product's result that lie one after the other."""
+    (left, right), (batch, batch_right) = op.params["dimension_numbers"]
+    free = [len(x.shape) - len(c) - len(b) for x, c, b in zip(op.ins, (left, right), (batch, batch_right), strict=True)]
+    ends, out = (0, len(batch), len(batch) + free[0], sum(free) + len(batch)), []
+    for start, stop in pairwise(ends):
+        out += pairwise(d for d in range(start, stop) if op.outs[0].shape[d] > 1)
+    return out
+
+
+STORED = frozenset({"out", "loop_carry", "loop_next", "loop_stack", "branch_in", "branch_out"})
+"""Border ops that keep what they are handed in a buffer of its own."""
+
+
+def is_spread(op: Op) -> bool:
+    """One number spread out, which XLA writes where it is read and nowhere else, in loops too."""
+    return op.primitive == "broadcast_in_dim" and not op.ins[0].shape
+
+
+def _readers(graph: Graph, v: int):
+    """The ops that read a value, looking through its shares."""
+    for at, _ in graph.values[v].consumers:
+        op = graph.ops[at]
+        if op.primitive == "share":
+            yield from _readers(graph, op.outputs[0])
+        else:
+            yield at
+
+
+RECOMPUTED = frozenset(("abs", "add", "add_any", "exp", "log", "logistic", "max", "min", "mul", "neg", "rsqrt", "sqrt", "sub", "tanh"))
+"""Elementwise ops that XLA does again in every product that reads their result."""
+
+
+def _prologues(graph: Graph, rules: tuple[Rule, ...]) -> set[int]:
+    """Values that XLA computes inside the products that read them: one array after elementwise work that reads it once.
+
+    A change of dtype on the way, a selection or a second use of the array (gelu's) is written before the product.
+    """
+    out: set[int] = set()
+    for op in graph.ops:
+        if op.primitive in RECOMPUTED and op.outs[0].shape:
+            whole = [_original(graph, v) for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.size == op.outs[0].size]
+            made = [graph.values[v].producer[0] for v in whole]
+            arrays = [(v, at) for v, at in zip(whole, made, strict=True) if graph.ops[at].primitive != "broadcast_in_dim"]
+            if len(arrays) == 1 and all(v in out or rules[at].fusion != "loop" for v, at in arrays):
+                out.add(op.outputs[0])
+    return out
+
+
+def _original(graph: Graph, v: int) -> int:
+    """The value that copies are copies of."""
+    op = graph.ops[graph.values[v].producer[0]]
+    while op.primitive == "share" and (source := op.inputs[0]) is not None:
+        v = source
+        op = graph.ops[graph.values[v].producer[0]]
+    return v
+
+
+def _absorbs(graph: Graph, rules: tuple[Rule, ...], producer: Op, at: int, prologue: bool) -> bool:
+    reader = graph.ops[at]
+    if reader.primitive in ("out", "loop_const", "loop_carry", "loop_next", "loop_stack", "branch_in", "branch_out", "barrier"):
+        return False
+    return producer.loop == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.primitive == "dot_general"))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What an op moves between memory and the device in one run.
+
+    Attributes:
+        operands, results: how often as many bytes as the operand, or the result, has are read or written.
+        kernel: bytes that the kernel moves which the op stands for, all shards together; None if it stands for none.
+    """
+
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    kernel: float | None
+
+
+def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> tuple[Traffic, ...]:
+    """What every op moves.
+
+    Args:
+        written: per value, whether it materialises.
+        sums: per op, whether its result may be partial.
+    """
+    own = list(zip(_groups(graph, rules, written), _levels(graph, rules, written, sums), (op.phase for op in graph.ops), strict=True))
+    inside = _kernels(graph, written, own)
+    seen: set[tuple[Kernel, int]] = set()  # what a kernel has read or made
+    moved: dict[Kernel, float] = {}
+    stands: dict[Kernel, int] = {}
+    counts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for at, op in enumerate(graph.ops):
+        operands, results = [0] * len(op.inputs), [0] * len(op.outputs)
+        for k, v in enumerate(op.inputs):
+            root = None if v is None or _in_place(op, k) else _root(graph, rules, v)
+            if root is None or not written[root] or op.primitive in IDLE or rules[at].fusion == "view":
+                continue
+            new = [kernel for kernel in inside[at] if (kernel, root) not in seen]
+            partly = k == 0 and op.primitive in PARTLY
+            (results if partly else operands)[k] += len(new)
+            for kernel in new:
+                seen.add((kernel, root))
+                moved[kernel] = moved.get(kernel, 0.0) + graph.values[op.outputs[0] if partly else root].bytes
+        for k, v in enumerate(op.outputs):
+            if written[v] and op.primitive not in IDLE:
+                stands.setdefault(own[at], at)
+                seen.add((own[at], v))
+                put = PUTS.get(op.primitive)
+                if put is None:
+                    results[k] += 1
+                else:
+                    operands[put] += 2
+                moved[own[at]] = moved.get(own[at], 0.0) + (graph.values[v].bytes if put is None else 0.0)
+        counts.append((tuple(operands), tuple(results)))
+    kernel = {at: moved[key] for key, at in stands.items()}
+    return tuple(Traffic(operands, results, kernel.get(at)) for at, (operands, results) in enumerate(counts))
+
+
+def _in_place(op: Op, k: int) -> bool:
+    """Whether the result takes the place of the operand."""
+    return k == 0 and (op.primitive == "dynamic_update_slice" or op.primitive.startswith("scatter"))
+
+
+def _kernels(graph: Graph, written: Sequence[bool], own: Sequence[Kernel]) -> list[set[Kernel]]:
+    """Per op, the kernels that compute it: its own where it writes, those of all its readers where it does not."""
+    out: list[set[Kernel]] = [set() for _ in graph.ops]
+    for at in reversed(range(len(graph.ops))):
+        for v in graph.ops[at].outputs:
+            if not written[v]:
+                out[at].update(*(out[reader] for reader, _ in graph.values[v].consumers))
+            elif graph.ops[at].primitive not in IDLE:
+                out[at].add(own[at])
+    return out
+
+
+def _root(graph: Graph, rules: Sequence[Rule], v: int) -> int:
+    """The array whose bytes are read when `v` is, views looked through: copies are priced as reshards, not as reads."""
+    while True:
+        at, k = graph.values[v].producer
+        op = graph.ops[at]
+        source = op.inputs[k if len(op.outputs) > 1 else 0] if op.inputs and rules[at].fusion == "view" else None
+        if source is None:
+            return v
+        v = source
+
+
+def _groups(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[int]:
+    """Ops that one kernel may run if nothing stands between them: what makes and what reads a value inside fusions."""
+    parent = list(range(len(graph.ops)))
+
+    def find(a: int) -> int:
+        while parent[a] != a:
+            parent[a] = parent[parent[a]]
+            a = parent[a]
+        return a
+
+    for v, value in enumerate(graph.values):
+        at, loop = value.producer[0], rules[value.producer[0]].fusion == "loop"
+        for reader, _ in value.consumers:
+            along = loop and rules[reader].fusion in FUSIBLE and graph.ops[reader].primitive not in BORDER
+            if value.shape and (not written[v] or along):
+                parent[find(reader)] = find(at)
+    return [find(a) for a in range(len(graph.ops))]
+
+
+def _levels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> list[int]:
+    """How many reductions, products and partial sums stand before an op, one behind the other."""
+    out = [0] * len(graph.ops)
+    for at, op in enumerate(graph.ops):
+        for v in op.inputs:
+            if v is not None:
+                before = graph.values[v].producer[0]
+                waits = written[v] and (rules[before].fusion in ("reduce", "none") or sums[before])
+                out[at] = max(out[at], out[before] + waits)
+    return out
