@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.mesh import Cluster, Layout, MeshShape, Resharder, reshard, seconds
+from shardplan.mesh.collective import around
 
 CLUSTERS = {name: Cluster.preset(name) for name in ("h100", "cpu")}
 MESHES = (
@@ -177,7 +178,9 @@ def test_table_path_and_collectives_agree(question, name, itemsize):
     path = r.path(shape, itemsize, src, dst)
     assert sum(s.seconds for s in path) == pytest.approx(r.table(shape, itemsize, [src], [dst])[0, 0], rel=1e-12)
     for s in path:
-        assert s.seconds == seconds(s.kind, s.bytes, s.axes, mesh, CLUSTERS[name])
+        least, per_byte = around(s.kind, CLUSTERS[name])
+        alone = seconds(s.kind, s.bytes, s.axes, mesh, CLUSTERS[name])
+        assert s.seconds == pytest.approx(alone + least + per_byte * s.bytes, rel=1e-12)
 
 
 @settings(max_examples=100, deadline=None)

@@ -64,6 +64,18 @@ def lines(kind: str, axes: tuple[str, ...], mesh: MeshShape, cluster: Cluster) -
     return _lines(kind, link, cluster)
 
 
+def around(kind: str, cluster: Cluster, merged: bool = False) -> Line:
+    """Seconds, and seconds per byte, of the kernels that XLA puts around a collective.
+
+    It copies the arrays of a `merged` all-reduce into one buffer and cuts each out of it by a kernel of its own; what is exchanged it
+    rearranges, so that the part of each device lies together.
+    """
+    device = cluster.device
+    if kind == "all-to-all":
+        return device.kernel_latency_s, 2 / device.memory_rate
+    return (device.kernel_latency_s, 4 / device.memory_rate) if merged and kind == "all-reduce" else (0.0, 0.0)
+
+
 @functools.lru_cache(maxsize=4096)
 def _lines(kind: str, link: AxisLink, cluster: Cluster) -> tuple[Line, ...]:
     if link.members == 1:

@@ -225,8 +225,8 @@ class Resharder:
             def lines(kind: str, axes: tuple[int, ...]) -> tuple[collective.Line, ...]:
                 merged = self._merged if kind in MERGED else None
                 found = collective.lines(kind, tuple(self._axes[a] for a in axes), self.mesh, merged or self.cluster)
-                cut_s = self.cluster.device.kernel_latency_s if merged and kind == "all-reduce" else 0.0
-                return tuple((a + cut_s, b) for a, b in found)
+                more = collective.around(kind, self.cluster, merged is not None)
+                return tuple((a + more[0], b + more[1]) for a, b in found)
 
             self._graphs[key] = _Graph(self._sizes, rank, states, groups, self.cluster.reduce_scatter, lines, symmetric=full)
         return self._graphs[key]

@@ -27,8 +27,8 @@ IDLE = BORDER - {"loop_slice", "loop_stack"}
 PARTLY = frozenset({"dynamic_slice", "gather", "loop_slice", "slice"})
 """Ops that read of their first operand no more than they make."""
 
-PUTS = {"dynamic_update_slice": 1, "loop_stack": 0}
-"""Ops that write of their result no more than they have of this operand; a row of a stack is zero before."""
+PUTS = {"dynamic_update_slice": (1, 1), "loop_stack": (0, 2)}
+"""Ops that write of their result no more than they have of an operand: which, and how often. A stack is all zeros before."""
 
 
 def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) -> tuple[bool, ...]:
@@ -193,14 +193,14 @@ def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
             if written[v] and op.primitive not in IDLE:
                 stands.setdefault(own[at], at)
                 seen.add((own[at], v))
-                put = PUTS.get(op.primitive)
-                if put is None:
-                    results[k] += 1
+                if op.primitive in PUTS:
+                    part, times = PUTS[op.primitive]
+                    operands[part] += times
                 else:
-                    operands[put] += 2
-                moved[own[at]] = moved.get(own[at], 0.0) + (graph.values[v].bytes if put is None else 0.0)
+                    results[k] += 1
+                    moved[own[at]] = moved.get(own[at], 0.0) + graph.values[v].bytes
         counts.append((tuple(operands), tuple(results)))
-    kernel = {at: moved[key] for key, at in stands.items()}
+    kernel = {at: moved.get(key, 0.0) for key, at in stands.items()}
     return tuple(Traffic(operands, results, kernel.get(at)) for at, (operands, results) in enumerate(counts))
 
 

@@ -8,7 +8,7 @@ XLA has fixed the order; `simulate` only needs to know how long each step takes,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -208,14 +208,21 @@ class _Walk:
         """Bytes of a fusion: operands it only slices count as the slices, a buffer it updates in place as the update."""
         inner, table = self.module.users.get(fused, {}), self.module.table[fused]
         parameters = {p.name: int(p.literal) for p in self.module.computations[fused] if p.opcode == "parameter"}
+
+        def uses(name: str) -> Iterator[tuple[Instruction, bool]]:
+            """What reads an array, bitcasts looked through, and whether as its first operand."""
+            for u in inner.get(name, ()):
+                if u.opcode == "bitcast":
+                    yield from uses(u.name)
+                else:
+                    yield u, u.operands[0] == name
+
         read_ = list(operands)
         for name, number in parameters.items():
-            if number >= len(read_):
-                continue
-            users = inner.get(name, ())
-            if users and all(u.opcode in _SLICES and u.operands[0] == name for u in users):
-                read_[number] = min(read_[number], sum(a.bytes for u in users for a in u.arrays))
-            elif users and all(u.opcode in _IN_PLACE and u.operands[0] == name for u in users):
+            found = list(uses(name)) if number < len(read_) else []
+            if found and all(first and u.opcode in _SLICES for u, first in found):
+                read_[number] = min(read_[number], sum(a.bytes for u, _ in found for a in u.arrays))
+            elif found and all(first and u.opcode in _IN_PLACE for u, first in found):
                 read_[number] = 0
         root = self.module.root(fused)
         while root and root.opcode in ("bitcast", "convert", "copy") and root.operands and root.operands[0] in table:

@@ -1,0 +1,168 @@
+"""What a device reads and writes: by kernel, as XLA's GPU back end makes them."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import shardplan
+from shardplan.ir.parse import parse
+from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.layout import MeshShape
+from shardplan.strategies.space import make_space
+from shardplan.xla import available
+from shardplan.xla.seconds import seconds, seconds_of
+
+S, F32 = jax.ShapeDtypeStruct, jnp.float32
+H100 = Cluster.preset("h100")
+BYTES = replace(H100, device=replace(H100.device, flops=dict.fromkeys(H100.device.flops, 1e30), kernel_latency_s=0.0))
+"""A device that takes no time but for memory."""
+
+needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+
+
+def whole(fun, *args, cluster=BYTES) -> float:
+    """Seconds of a step that is not split."""
+    space = make_space(parse(jax.make_jaxpr(fun)(*args)), MeshShape(("x",), (1,)), cluster)
+    return sum(op.runs * s[0] for op, s in zip(space.graph.ops, space.seconds, strict=True))
+
+
+def megabytes(fun, *args) -> float:
+    return whole(fun, *args) * BYTES.device.memory_rate / 1e6
+
+
+X = S((1000, 1000), F32)  # 4 MB
+
+
+@pytest.mark.parametrize(
+    "fun, moved",
+    [
+        (lambda x: jnp.tanh(x * 2) + 1, 8),  # one kernel: read and written
+        (lambda x: (jnp.sin(x), jnp.cos(x)), 12),  # one kernel, read once
+        (lambda x: (jnp.sin(x) + 1, (jnp.sin(x) + 1) * 2), 12),  # written on the way
+        (lambda x: x.sum(0), 4),
+        (lambda x: (x.sum(0), (x * x).sum(0)), 4),  # two sums of one kernel
+        (lambda x: x - x.sum(0), 12),  # read for the sum, and again
+        (lambda x: jax.nn.softmax(x), 16),  # for the largest, for the sum, and again
+        (lambda x: x @ x, 8),  # one operand twice is read once
+        (lambda x: jnp.sin(x) @ jnp.cos(x), 24),  # two arrays are made before the product
+        (lambda x: x.reshape(-1).reshape(500, 2000) + 1, 8),  # views move nothing
+    ],
+)
+def test_what_is_read_and_written(fun, moved):
+    assert megabytes(fun, X) == pytest.approx(moved, rel=0.01)
+
+
+def test_lookups_and_updates_in_place_move_what_they_touch():
+    rows, at = S((10, 1000), F32), S((10,), jnp.int32)
+    row = 0.04  # MB
+    assert megabytes(lambda x, i: x[i], X, at) == pytest.approx(2 * row, rel=0.01)
+    assert megabytes(lambda x: lax.dynamic_slice(x, (3, 0), (10, 1000)), X) == pytest.approx(2 * row, rel=0.01)
+    assert megabytes(lambda x, u: lax.dynamic_update_slice(x, u, (3, 0)), X, rows) == pytest.approx(2 * row, rel=0.01)
+    assert megabytes(lambda u, i: jnp.zeros((1000, 1000)).at[i].add(u), rows, at) == pytest.approx(4 + row, rel=0.01)  # and zeros
+
+
+def test_loops_move_rows():
+    def scanned(x):
+        return lax.scan(lambda c, row: (c, jnp.sin(row)), 0.0, x)[1]
+
+    # cut out, worked on, and put into a stack that was zero before: three kernels
+    assert megabytes(scanned, X) == pytest.approx(8 + 4 + 12, rel=0.01)
+
+
+@pytest.mark.parametrize("steps", [1, 10])
+def test_no_kernel_takes_less_than_the_least_time(steps):
+    small = S((8, 8), F32)
+
+    def chain(x):
+        for _ in range(steps):
+            x = jnp.tanh(x @ x)  # each product does what waits for the one before
+        return x
+
+    assert whole(chain, small, cluster=H100) == pytest.approx((steps + 1) * H100.device.kernel_latency_s, rel=0.05)
+    split = make_space(parse(jax.make_jaxpr(chain)(small)), MeshShape(("x",), (8,)), H100)
+    least = sum(op.runs * s.min() for op, s in zip(split.graph.ops, split.seconds, strict=True))
+    assert least > 0.9 * whole(chain, small, cluster=H100)  # eight devices are no faster
+
+
+def test_large_sums_are_two_kernels():
+    latency = H100.device.kernel_latency_s
+    assert whole(lambda x: x.sum(0), S((4096, 8), F32), cluster=H100) == pytest.approx(latency)
+    assert whole(lambda x: x.sum(0), S((4104, 8), F32), cluster=H100) == pytest.approx(2 * latency)
+    assert whole(lambda x: x.sum(1), S((8, 1 << 14), F32), cluster=H100) == pytest.approx(latency)
+
+
+@needs_gpu_compiler
+def test_xla_moves_as_much():
+    """Normalised layers, forward and backward, and their optimizer: seconds of the plan and of the emitted kernels."""
+
+    def step(params, x, y):
+        def loss(params):
+            h = x
+            for w, scale in params:
+                h = h @ w
+                h = jnp.maximum((h - h.mean(0)) * lax.rsqrt(h.var(0) + 1e-5) * scale, 0)
+            return jnp.mean((h - y) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = [(S((1024, 1024), F32), S((1024,), F32))] * 3
+    x = S((16384, 1024), F32)
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    report = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).check(params, x, x, target="h100:8")
+    planned, emitted = report.plan.seconds, seconds(report.compiled, H100)
+    assert planned["compute"] + planned["communication"] == pytest.approx(emitted.total_s, rel=0.1)
+
+
+def test_rows_cut_out_of_a_stack_are_all_that_is_read():
+    """XLA may turn a stack before it cuts rows out of it or puts rows into it; and a scatter works in place."""
+    hlo = """
+HloModule rows, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%cut (stack: f32[64,100000], at: s32[]) -> f32[100000] {
+  %stack = f32[64,100000]{0,1} parameter(0)
+  %at = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %turned = f32[100000,64]{1,0} bitcast(%stack)
+  %row = f32[100000,1]{1,0} dynamic-slice(%turned, %zero, %at), dynamic_slice_sizes={100000,1}
+  ROOT %flat = f32[100000]{0} bitcast(%row)
+}
+
+%put (stack: f32[64,100000], row: f32[100000,1], at: s32[]) -> f32[64,100000] {
+  %stack.1 = f32[64,100000]{0,1} parameter(0)
+  %row.1 = f32[100000,1]{1,0} parameter(1)
+  %at.1 = s32[] parameter(2)
+  %zero.1 = s32[] constant(0)
+  %turned.1 = f32[100000,64]{1,0} bitcast(%stack.1)
+  %new = f32[100000,64]{1,0} dynamic-update-slice(%turned.1, %row.1, %zero.1, %at.1)
+  ROOT %back = f32[64,100000]{0,1} bitcast(%new)
+}
+
+%sums (table: f32[64,100000], at: s32[1,1], row: f32[1,100000]) -> f32[64,100000] {
+  %table = f32[64,100000]{0,1} parameter(0)
+  %at.2 = s32[1,1]{1,0} parameter(1)
+  %row.2 = f32[1,100000]{1,0} parameter(2)
+  ROOT %summed = f32[64,100000]{0,1} scatter(%table, %at.2, %row.2), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add
+}
+
+ENTRY %main (stack: f32[64,100000], at: s32[], where: s32[1,1], update: f32[1,100000]) -> f32[64,100000] {
+  %stack.2 = f32[64,100000]{0,1} parameter(0)
+  %at.3 = s32[] parameter(1)
+  %where = s32[1,1]{1,0} parameter(2)
+  %update = f32[1,100000]{1,0} parameter(3)
+  %row.3 = f32[100000]{0} fusion(%stack.2, %at.3), kind=kLoop, calls=%cut
+  %row.4 = f32[100000,1]{1,0} bitcast(%row.3)
+  %next = f32[64,100000]{0,1} fusion(%stack.2, %row.4, %at.3), kind=kLoop, calls=%put
+  ROOT %last = f32[64,100000]{0,1} fusion(%next, %where, %update), kind=kInput, calls=%sums
+}
+"""  # noqa: E501
+    row, found = 4e5, seconds_of(hlo, BYTES)
+    assert found.compute_s * BYTES.device.memory_rate == pytest.approx(3 * 2 * row, rel=0.001)
