@@ -17,7 +17,7 @@ same list between ops of our own that carry values over the border, so that one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -138,3 +138,18 @@ class Graph:
     donated: frozenset[int] = frozenset()
     earlier: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     unknown: tuple[tuple[str, Source], ...] = field(default=(), compare=False)
+
+
+def components(n: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """Per node 0..n-1, the node that stands for its connected component."""
+    parent = list(range(n))
+
+    def find(a: int) -> int:
+        while parent[a] != a:
+            parent[a] = parent[parent[a]]
+            a = parent[a]
+        return a
+
+    for a, b in pairs:
+        parent[find(b)] = find(a)
+    return [find(a) for a in range(n)]

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-from shardplan.ir.graph import Graph
+from shardplan.ir.graph import Graph, components
 
 ROUNDS = 3
 COPIES = 3
@@ -79,28 +79,22 @@ def _patterns(graph: Graph) -> dict[int, str]:
 
 def _leaves(graph: Graph, pattern: dict[int, str]) -> dict[int, tuple[str, ...]]:
     """Per op of the optimizer, the paths of the inputs and outputs it is joined to by arrays (not by single numbers)."""
-    parent = list(range(len(graph.ops)))
-
-    def find(a: int) -> int:
-        while parent[a] != a:
-            parent[a] = parent[parent[a]]
-            a = parent[a]
-        return a
 
     def joins(i: int) -> bool:
         return graph.ops[i].phase == "update" or graph.ops[i].primitive in ENDS
 
-    for value in graph.values:
-        if value.shape:
-            members = [at for at in (value.producer[0], *(at for at, _ in value.consumers)) if joins(at)]
-            for a, b in pairwise(members):
-                parent[find(a)] = find(b)
+    def pairs():
+        for value in graph.values:
+            if value.shape:
+                yield from pairwise(at for at in (value.producer[0], *(at for at, _ in value.consumers)) if joins(at))
+
+    component = components(len(graph.ops), pairs())
     labels: dict[int, set[str]] = {}
     for i, op in enumerate(graph.ops):
         if op.primitive in ENDS:
-            labels.setdefault(find(i), set()).add(pattern[i])
+            labels.setdefault(component[i], set()).add(pattern[i])
     return {
-        i: tuple(sorted(labels.get(find(i), ())))
+        i: tuple(sorted(labels.get(component[i], ())))
         for i, op in enumerate(graph.ops)
         if op.phase == "update" and op.primitive not in ENDS
     }

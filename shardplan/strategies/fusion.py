@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shardplan.ir.graph import BORDER, Graph, Op
+from shardplan.ir.graph import BORDER, Graph, Op, components
 from shardplan.strategies.rule import Rule
 
 FUSIBLE = ("loop", "view", "reduce")
@@ -234,21 +234,16 @@ def _root(graph: Graph, rules: Sequence[Rule], v: int) -> int:
 
 def _groups(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[int]:
     """Ops that one kernel may run if nothing stands between them: what makes and what reads a value inside fusions."""
-    parent = list(range(len(graph.ops)))
 
-    def find(a: int) -> int:
-        while parent[a] != a:
-            parent[a] = parent[parent[a]]
-            a = parent[a]
-        return a
+    def pairs():
+        for v, value in enumerate(graph.values):
+            at, loop = value.producer[0], rules[value.producer[0]].fusion == "loop"
+            for reader, _ in value.consumers:
+                along = loop and rules[reader].fusion in FUSIBLE and graph.ops[reader].primitive not in BORDER
+                if value.shape and (not written[v] or along):
+                    yield at, reader
 
-    for v, value in enumerate(graph.values):
-        at, loop = value.producer[0], rules[value.producer[0]].fusion == "loop"
-        for reader, _ in value.consumers:
-            along = loop and rules[reader].fusion in FUSIBLE and graph.ops[reader].primitive not in BORDER
-            if value.shape and (not written[v] or along):
-                parent[find(reader)] = find(at)
-    return [find(a) for a in range(len(graph.ops))]
+    return components(len(graph.ops), pairs())
 
 
 def _levels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> list[int]:
