@@ -183,6 +183,20 @@ def test_table_path_and_collectives_agree(question, name, itemsize):
         assert s.seconds == pytest.approx(alone + least + per_byte * s.bytes, rel=1e-12)
 
 
+@pytest.mark.parametrize("latency", [1.0, 1 / 16])
+def test_a_layout_has_one_price_whoever_else_is_asked_for(latency):
+    """Also where a merged all-reduce costs more than a scatter and a gather: those are one all-reduce for XLA, and told as one."""
+    mesh = MeshShape(("x", "y"), (2, 4))
+    r = resharder(mesh, "h100").combining(latency)
+    splits = [Layout((a, b), ()) for a in ((), ("x",), ("y",), ("x", "y")) for b in ((), ("x",), ("y",)) if not set(a) & set(b)]
+    sums = [Layout(((), ()), tuple((a, "sum") for a in axes)) for axes in (("x",), ("y",), ("x", "y"))]
+    table = r.table((64, 64), 4, [*splits, *sums], splits)
+    for i, src in enumerate([*splits, *sums]):
+        for j, dst in enumerate(splits):
+            assert table[i, j] == r.table((64, 64), 4, [src], [dst])[0, 0]
+            assert table[i, j] == pytest.approx(sum(s.seconds for s in r.path((64, 64), 4, src, dst)), rel=1e-12)
+
+
 @settings(max_examples=100, deadline=None)
 @given(questions(partial=False))
 def test_there_and_back_is_identity(question):

@@ -5,7 +5,8 @@ want it otherwise, and the way there is paid once for all that want the same. So
 op for the big readers of one phase (forward, backward, update) of one loop; and one for the followers, when the value may
 be partial (a big op's result, or a sum of such) or placed otherwise. Readers in different phases have different copies: a
 parameter gathered for the forward pass may be let go and gathered again, or kept (`Graph.earlier`): one collective, and memory in
-between. A large array that a big op reads has a copy even for a single reader, so that a gathered one is counted in memory.
+between; small arrays are kept. A large array that a big op reads has a copy even for a single reader, so that a gathered one is counted
+in memory.
 
 The first copy of a big op's result stands right behind it, so that a partial sum is reduced at once and not kept whole until
 somebody reads it, a gradient until the optimizer runs. All other copies are made just before they are read.
@@ -22,7 +23,7 @@ PASSIVE = frozenset({"out", "loop_const", "barrier", "branch_in"})
 """Readers that fetch for themselves: each already is a copy."""
 
 SMALL_BYTES = 1 << 16
-"""Arrays whose copies are not worth telling apart."""
+"""Arrays that are kept from the forward to the backward pass: one copy serves both."""
 
 Readers = list[tuple[int, int]]
 
@@ -32,12 +33,14 @@ def _groups(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], v: int)
     value, found = graph.values[v], {}
     made = value.producer[0]
     settled = follows[made] and not sums[made]
+    born = graph.ops[made].phase
     for at, k in value.consumers:
         op = graph.ops[at]
+        phase = op.phase if value.bytes > SMALL_BYTES or "update" in (op.phase, born) else born
         following = follows[at] and op.primitive != "loop_slice"  # gathered as a whole, all rows at once
         if op.primitive not in PASSIVE and not (following and (settled or (sums[at] and len(value.consumers) == 1))):
-            found.setdefault((op.phase, op.loop, following), []).append((at, k))
-    late = {key for key in found if not settled and (key[0] != graph.ops[made].phase or sums[made])}
+            found.setdefault((phase, op.loop, following), []).append((at, k))
+    late = {key for key in found if not settled and (key[0] != born or sums[made])}
     before: dict[tuple, tuple[int, int]] = {}
     out = []
     for key, readers in found.items():

@@ -331,6 +331,7 @@ class _Graph:
         width = max(map(len, all_lines), default=1)
         self.lines = np.array([[*x, *[x[-1]] * (width - len(x))] for x in all_lines], float).reshape(-1, width, 2)
         self.class_shards = np.array([n for _, _, n in self.classes], float)
+        self.gathers = np.array([_bits(axes) if kind == "all-gather" else 0 for kind, axes, _ in self.classes], np.int64)
 
         self._products = sorted(
             {_product(axes, sizes) for k in range(1, len(sizes) + 1) for axes in itertools.combinations(range(len(sizes)), k)}
@@ -442,7 +443,7 @@ class _Distances:
 
     def _search(self, starts: np.ndarray) -> np.ndarray:
         """Bellman-Ford from every start at once."""
-        blocks = [(sources, self.cost[group][:, None]) for sources, group in self.region.blocks]
+        blocks = [(sources, self._costs(group, starts)) for sources, group in self.region.blocks]
         best = np.full((len(self.region.nodes), len(starts)), np.inf)
         best[self.region.place[starts], np.arange(len(starts))] = 0
         while True:
@@ -453,6 +454,12 @@ class _Distances:
             if np.array_equal(found, best):
                 return best
             best = found
+
+    def _costs(self, group: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """[edge, start]: what is reduced and scattered on a path is not gathered on it, which would be an all-reduce."""
+        graph = self.region.graph
+        reduced = np.array([_bits(graph.states[i][1]) for i in starts.tolist()], np.int64)
+        return np.where(graph.gathers[group][:, None] & reduced, np.inf, self.cost[group][:, None])
 
     def walk(self, src: int, dst: int) -> list[tuple[str, tuple[int, ...], State, State, float, float]]:
         """One shortest path: kind, axes, before, after, bytes, seconds per edge; of equal edges the first listed."""
@@ -472,11 +479,17 @@ class _Distances:
 
         while at != stop:
             into = [(sources[at], group[at]) for sources, group in region.blocks if at < len(sources)]
-            before, c = min(into, key=lambda edge: distance[edge[0]] + self.cost[edge[1]])
+            costs = self._costs(np.array([c for _, c in into]), start)[:, 0]
+            n = min(range(len(into)), key=lambda n: distance[into[n][0]] + costs[n])
+            before, c = into[n]
             kind, axes, _ = graph.classes[c]
             steps.append((kind, axes, state(before), state(at), float(self.bytes[c]), float(self.cost[c])))
             at = int(before)
         return steps[::-1]
+
+
+def _bits(axes: tuple[int, ...]) -> int:
+    return sum(1 << a for a in axes)
 
 
 # ---- the moves
