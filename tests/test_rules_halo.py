@@ -1,12 +1,12 @@
 """Dims that windows slide over: what neighbours exchange, by hand, in numbers, and as XLA does it."""
 
 import itertools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clusters import NEAR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.ir.local import FETCH
-from shardplan.mesh.cluster import Cluster, Link
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rule import Halo
 from shardplan.strategies.rules import rule_for
@@ -217,12 +216,6 @@ def test_windows_over_several_arrays_are_split(axes):
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P(tuple(axes)), out_shardings=P(tuple(axes)))(latest)
     for got, want in zip(jax.tree.leaves(step(x)), jax.tree.leaves(jax.jit(latest)(x)), strict=True):
         assert difference(got, want) is None
-
-
-H100 = Cluster.preset("h100")
-IDEAL = Link(1e15, 0.0)
-NEAR = replace(H100, device=replace(H100.device, kernel_latency_s=0.0), intra=IDEAL, inter=IDEAL, launch_s=0.0)
-"""Links and kernels so fast that small images are split, too."""
 
 
 @pytest.mark.parametrize("pin", [P(None, "x"), P(None, "x", "y"), P(None, None, ("x", "y"))])

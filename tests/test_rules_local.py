@@ -1,25 +1,18 @@
 """Ops that run on every device's own shards, since XLA would move what need not move: same numbers, nothing moved."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clusters import NEAR
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.ir.local import LOCAL
-from shardplan.mesh.cluster import Cluster, Link
 from shardplan.testing import difference
 from shardplan.xla.hlo import collectives
-
-H100 = Cluster.preset("h100")
-IDEAL = Link(1e15, 0.0)
-NEAR = replace(H100, device=replace(H100.device, kernel_latency_s=0.0), intra=IDEAL, inter=IDEAL, launch_s=0.0)
-"""Links and kernels so fast that small arrays are split, too."""
 
 
 def array(*shape, seed=0):

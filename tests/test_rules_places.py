@@ -1,26 +1,19 @@
 """Slices read and written at places known only when the step runs, along split dims: every shard does what falls in it."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clusters import H100, NEAR
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.mesh.cluster import Cluster, Link
 from shardplan.mesh.layout import MeshShape
 from shardplan.testing import difference
 from shardplan.xla import available
 from shardplan.xla.hlo import collectives
-
-H100 = Cluster.preset("h100")
-IDEAL = Link(1e15, 0.0)
-NEAR = replace(H100, device=replace(H100.device, kernel_latency_s=0.0), intra=IDEAL, inter=IDEAL, launch_s=0.0)
-"""Links and kernels so fast that small arrays are split, too."""
 
 
 def array(*shape, dtype="float32"):

@@ -1,25 +1,18 @@
 """Cumulative ops split along the dim they run over: every shard joins its own with the totals of those before it."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clusters import NEAR
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.mesh.cluster import Cluster, Link
 from shardplan.mesh.layout import MeshShape
 from shardplan.testing import difference
 from shardplan.xla.hlo import collectives
-
-H100 = Cluster.preset("h100")
-IDEAL = Link(1e15, 0.0)
-NEAR = replace(H100, device=replace(H100.device, kernel_latency_s=0.0), intra=IDEAL, inter=IDEAL, launch_s=0.0)
-"""Links and kernels so fast that small arrays are split, too."""
 
 OPS = {"cumsum": lax.cumsum, "cumprod": lax.cumprod, "cummax": lax.cummax, "cummin": lax.cummin, "cumlogsumexp": lax.cumlogsumexp}
 

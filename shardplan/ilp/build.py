@@ -35,7 +35,7 @@ from shardplan.ir.queues import Place, places, slack
 from shardplan.ir.repeat import repeated_layers
 from shardplan.ir.share import SMALL_BYTES
 from shardplan.mesh.layout import Layout
-from shardplan.mesh.reshard import Resharder, Step
+from shardplan.mesh.reshard import MERGED, Resharder, Step
 from shardplan.strategies.fusion import FUSIBLE
 from shardplan.strategies.space import Space
 
@@ -285,7 +285,9 @@ class _Tables:
         self.space, self.doubled, self.waiting = space, doubled, waiting
         self.places = places(space.graph, _small_sums(space))
         shares = latency_shares(space, self.places)
-        self.resharders = tuple(resharder.combining(share) for share in shares)
+        # A gradient that is scattered and gathered again would be an all-reduce: XLA takes neither for one of many.
+        kinds = {"gradient": ("all-reduce", "reduce-scatter")}
+        self.resharders = tuple(resharder.combining(s, kinds.get(p.queue, MERGED)) for s, p in zip(shares, self.places, strict=True))
         self.accumulated = accumulated(space.graph)
         self.slack = slack(space.graph, self.places, [float(s.min()) for s in space.seconds])
         self.cache: dict = {}
@@ -324,6 +326,8 @@ class _Tables:
             times = np.array([[once if once and summed(s, t) else reads for t in targets] for s in sources])
             table = resharder.table(value.shape, value.itemsize, sources, targets) * (times * PS)
             table = np.rint(table - (1 - self.waiting) * np.minimum(table, hides))
+            # A constraint sums over every axis at once: nothing is moved and stays partial.
+            table = np.where([[bool(t.partial) and s != t for t in targets] for s in sources], np.inf, table)
             if once:  # XLA puts a sum off only where it goes on to the carry as it is
                 table = np.where([[not s.partial and s != t for t in targets] for s in sources], np.inf, table)
             if follows:

@@ -67,13 +67,13 @@ def lines(kind: str, axes: tuple[str, ...], mesh: MeshShape, cluster: Cluster) -
 def around(kind: str, cluster: Cluster, merged: bool = False) -> Line:
     """Seconds, and seconds per byte, of the kernels that XLA puts around a collective.
 
-    It copies the arrays of a `merged` all-reduce into one buffer and cuts each out of it by a kernel of its own; what is exchanged it
-    rearranges, so that the part of each device lies together.
+    It cuts every array out of the buffer of a `merged` all-reduce, and rearranges what it exchanges so that the part of each device
+    lies together.
     """
     device = cluster.device
     if kind == "all-to-all":
         return device.kernel_latency_s, 2 / device.memory_rate
-    return (device.kernel_latency_s, 4 / device.memory_rate) if merged and kind == "all-reduce" else (0.0, 0.0)
+    return device.kernel_latency_s if merged and kind == "all-reduce" else 0.0, 0.0
 
 
 @functools.lru_cache(maxsize=4096)

@@ -30,6 +30,9 @@ from shardplan.mesh.layout import Layout, MeshShape
 # A layout without the names of its reductions, axes as numbers: (per dim its axes, the partial axes sorted).
 State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 
+MERGED = ("all-gather", "all-reduce", "reduce-scatter")
+"""What XLA makes into one where several do not wait for each other."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -59,15 +62,16 @@ class Resharder:
         mesh: names and sizes of the axes.
         cluster: the machine.
         latency: part of its latency that a collective pays, as one of several that XLA makes into one.
+        merged: kinds of collectives that do.
 
     A path uses only layouts that divide the tensor evenly, besides the two it is asked for. Results are remembered; they
     are read-only and never change.
     """
 
-    def __init__(self, mesh: MeshShape, cluster: Cluster, latency: float = 1.0):
+    def __init__(self, mesh: MeshShape, cluster: Cluster, latency: float = 1.0, merged: tuple[str, ...] = MERGED):
         self.mesh = mesh
         self.cluster = cluster
-        self._merged = None if latency == 1 else cluster.combining(latency)
+        self._merged = {} if latency == 1 else dict.fromkeys(merged, cluster.combining(latency))
         self._axes = tuple(a for a, n in mesh if n > 1)  # an axis of size 1 splits nothing
         self._number = {a: i for i, a in enumerate(self._axes)}
         self._sizes = tuple(mesh.size(a) for a in self._axes)
@@ -76,17 +80,19 @@ class Resharder:
         self._states: dict[Layout, State] = {}
         self._questions: dict[tuple, _Question] = {}
         self._paths: dict[tuple, tuple[Step, ...]] = {}
-        self._combining: dict[float, Resharder] = {1.0: self}
+        self._combining: dict[tuple, Resharder] = {}
 
-    def combining(self, latency: float) -> Resharder:
+    def combining(self, latency: float, kinds: tuple[str, ...] = MERGED) -> Resharder:
         """Ways whose collectives are made into one with others and pay only the part `latency` of their latency.
 
         XLA merges all-gathers, reduce-scatters and all-reduces, the last into one buffer into which arrays are copied, and out of which
         each is cut by a kernel of its own.
         """
-        if latency not in self._combining:
-            self._combining[latency] = Resharder(self.mesh, self.cluster, latency)
-        return self._combining[latency]
+        if latency == 1:
+            return self
+        if (latency, kinds) not in self._combining:
+            self._combining[latency, kinds] = Resharder(self.mesh, self.cluster, latency, kinds)
+        return self._combining[latency, kinds]
 
     def table(self, shape: tuple[int, ...], itemsize: float, srcs: Sequence[Layout], dsts: Sequence[Layout]) -> np.ndarray:
         """Seconds of the cheapest path from every src to every dst; inf where there is none.
@@ -223,7 +229,7 @@ class Resharder:
             groups = {self._number[a]: i for i, axes in enumerate(kinds) for a in axes if a in self._number}
 
             def lines(kind: str, axes: tuple[int, ...]) -> tuple[collective.Line, ...]:
-                merged = self._merged if kind in MERGED else None
+                merged = self._merged.get(kind)
                 found = collective.lines(kind, tuple(self._axes[a] for a in axes), self.mesh, merged or self.cluster)
                 more = collective.around(kind, self.cluster, merged is not None)
                 return tuple((a + more[0], b + more[1]) for a, b in found)
@@ -231,8 +237,6 @@ class Resharder:
             self._graphs[key] = _Graph(self._sizes, rank, states, groups, self.cluster.reduce_scatter, lines, symmetric=full)
         return self._graphs[key]
 
-
-MERGED = ("all-gather", "all-reduce", "reduce-scatter")
 
 MAX_STATES = 8000
 """With more layouts of one rank than this (five axes, three dims), paths mostly pass through layouts in mesh order."""
