@@ -5,18 +5,17 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from clusters import H100
 from jax import lax
 
 import shardplan
 from shardplan.ir.parse import parse
-from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.space import make_space
 from shardplan.xla import available
 from shardplan.xla.seconds import seconds, seconds_of
 
 S, F32 = jax.ShapeDtypeStruct, jnp.float32
-H100 = Cluster.preset("h100")
 BYTES = replace(H100, device=replace(H100.device, flops=dict.fromkeys(H100.device.flops, 1e30), kernel_latency_s=0.0))
 """A device that takes no time but for memory."""
 

@@ -285,9 +285,9 @@ class _Tables:
         self.space, self.doubled, self.waiting = space, doubled, waiting
         self.places = places(space.graph, _small_sums(space))
         shares = latency_shares(space, self.places)
-        # A gradient that is scattered and gathered again would be an all-reduce: XLA takes neither for one of many.
-        kinds = {"gradient": ("all-reduce", "reduce-scatter")}
-        self.resharders = tuple(resharder.combining(s, kinds.get(p.queue, MERGED)) for s, p in zip(shares, self.places, strict=True))
+        # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
+        kinds = (("all-reduce", "reduce-scatter") if p.queue == "gradient" else MERGED for p in self.places)
+        self.resharders = tuple(map(resharder.combining, shares, kinds))
         self.accumulated = accumulated(space.graph)
         self.slack = slack(space.graph, self.places, [float(s.min()) for s in space.seconds])
         self.cache: dict = {}

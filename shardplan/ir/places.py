@@ -33,6 +33,11 @@ def begins(starts: Sequence, whole, part) -> list:
     return [bounded(jnp.asarray(s), 0, n - m) for s, n, m in zip(starts, whole.shape, part.shape, strict=True)]
 
 
+def placed(at, last: int, mode):
+    """Where a window begins along a dim, `last` the last place where it fits: moved there, as JAX clips, or one place outside."""
+    return bounded(at, 0, last) if mode == lax.GatherScatterMode.CLIP else bounded(at, -1, last + 1)
+
+
 def first(slide: Slide):
     """Where this shard begins."""
     return lax.axis_index(slide.axes) * (slide.n // slide.shards)
@@ -73,11 +78,10 @@ def dynamic_update_slice(eqn, shards, slides: Sequence[Sequence[Slide]]) -> list
 def gather(eqn, shards, slides: Sequence[Sequence[Slide]]) -> list:
     (x, indices, *rest), split = shards, {s.dim: s for s in slides[0]}
     p, shape = eqn.params, eqn.invars[0].aval.shape
-    n, clips = p["dimension_numbers"], p["mode"] == lax.GatherScatterMode.CLIP
-    mine, local = True, []
+    n, mine, local = p["dimension_numbers"], True, []
     for c, d in enumerate(n.start_index_map):
         last = shape[d] - p["slice_sizes"][d]
-        at = bounded(indices[..., c], 0, last) if clips else bounded(indices[..., c], -1, last + 1)
+        at = placed(indices[..., c], last, p["mode"])
         if d in split:
             begin, outside = first(split[d]), (at < 0) | (at > last)
             mine &= jnp.where(outside, begin == 0, (at >= begin) & (at < begin + x.shape[d]))
@@ -98,8 +102,8 @@ def scatter(eqn, shards, slides: Sequence[Sequence[Slide]]) -> list:
     window = [d for d in range(x.ndim) if d not in (*n.inserted_window_dims, *n.operand_batching_dims)]
     for c, d in enumerate(n.scatter_dims_to_operand_dims):
         width = sizes[n.update_window_dims[window.index(d)]] if d in window else 1
-        clips, last = p["mode"] == lax.GatherScatterMode.CLIP, shape[d] - width
-        at = bounded(indices[..., c], 0, last) if clips else bounded(indices[..., c], -1, last + 1)
+        last = shape[d] - width
+        at = placed(indices[..., c], last, p["mode"])
         begin = first(split[d]) if d in split else 0
         inside = (at >= begin) & (at - begin <= x.shape[d] - width)
         local.append(jnp.where(inside, at - begin, -1))

@@ -447,7 +447,8 @@ class _Distances:
 
     def _search(self, starts: np.ndarray) -> np.ndarray:
         """Bellman-Ford from every start at once."""
-        blocks = [(sources, self._costs(group, starts)) for sources, group in self.region.blocks]
+        reduced = self._reduced(starts)
+        blocks = [(sources, self._costs(group, reduced)) for sources, group in self.region.blocks]
         best = np.full((len(self.region.nodes), len(starts)), np.inf)
         best[self.region.place[starts], np.arange(len(starts))] = 0
         while True:
@@ -459,11 +460,14 @@ class _Distances:
                 return best
             best = found
 
-    def _costs(self, group: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """[edge, start]: what is reduced and scattered on a path is not gathered on it, which would be an all-reduce."""
-        graph = self.region.graph
-        reduced = np.array([_bits(graph.states[i][1]) for i in starts.tolist()], np.int64)
-        return np.where(graph.gathers[group][:, None] & reduced, np.inf, self.cost[group][:, None])
+    def _reduced(self, starts: np.ndarray) -> np.ndarray:
+        """[start]: the axes, as bits, over which a layout is partial."""
+        return np.array([_bits(self.region.graph.states[i][1]) for i in starts.tolist()], np.int64)
+
+    def _costs(self, group: np.ndarray, reduced: np.ndarray) -> np.ndarray:
+        """[edge, start], or [edge, 1]: what is reduced and scattered on a path is not gathered on it, which would be an all-reduce."""
+        cost = self.cost[group][:, None]
+        return np.where(self.region.graph.gathers[group][:, None] & reduced, np.inf, cost) if reduced.any() else cost
 
     def walk(self, src: int, dst: int) -> list[tuple[str, tuple[int, ...], State, State, float, float]]:
         """One shortest path: kind, axes, before, after, bytes, seconds per edge; of equal edges the first listed."""
@@ -483,7 +487,7 @@ class _Distances:
 
         while at != stop:
             into = [(sources[at], group[at]) for sources, group in region.blocks if at < len(sources)]
-            costs = self._costs(np.array([c for _, c in into]), start)[:, 0]
+            costs = self._costs(np.array([c for _, c in into]), self._reduced(start))[:, 0]
             n = min(range(len(into)), key=lambda n: distance[into[n][0]] + costs[n])
             before, c = into[n]
             kind, axes, _ = graph.classes[c]

@@ -145,7 +145,7 @@ def _original(graph: Graph, v: int) -> int:
 
 def _absorbs(graph: Graph, rules: tuple[Rule, ...], producer: Op, at: int, prologue: bool) -> bool:
     reader = graph.ops[at]
-    if reader.primitive in ("out", "loop_const", "loop_carry", "loop_next", "loop_stack", "branch_in", "branch_out", "barrier"):
+    if reader.primitive in (*STORED, "loop_const", "barrier"):
         return False
     return producer.loop == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.primitive == "dot_general"))
 
@@ -179,9 +179,12 @@ def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
     counts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for at, op in enumerate(graph.ops):
         operands, results = [0] * len(op.inputs), [0] * len(op.outputs)
+        idle = op.primitive in IDLE
         for k, v in enumerate(op.inputs):
-            root = None if v is None or _in_place(op, k) else _root(graph, rules, v)
-            if root is None or not written[root] or op.primitive in IDLE or rules[at].fusion == "view":
+            if v is None or idle or rules[at].fusion == "view" or _in_place(op, k):
+                continue
+            root = _root(graph, rules, v)
+            if not written[root]:
                 continue
             new = [kernel for kernel in inside[at] if (kernel, root) not in seen]
             partly = k == 0 and op.primitive in PARTLY
@@ -190,7 +193,7 @@ def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
                 seen.add((kernel, root))
                 moved[kernel] = moved.get(kernel, 0.0) + graph.values[op.outputs[0] if partly else root].bytes
         for k, v in enumerate(op.outputs):
-            if written[v] and op.primitive not in IDLE:
+            if written[v] and not idle:
                 stands.setdefault(own[at], at)
                 seen.add((own[at], v))
                 if op.primitive in PUTS:
