@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -374,10 +375,10 @@ def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]
     """What emission applies: every reshard, and the layout of every array that is written to memory or leaves a big op.
 
     A reshard of several collectives is spelled out one by one: XLA, asked for the whole way at once, may know no better than to
-    gather the array on every device first. What is resharded for one reader is constrained where it is made, or XLA would take the
-    reader's layout for its own; so is what a loop reads, whose layout XLA chooses anew otherwise. A copy that is let go
-    and gathered again (an `earlier` share that is not `kept`) is told apart from the first: XLA would find the two alike and keep the
-    array.
+    gather the array on every device first, or to sum the whole where two scatters do. What is resharded for one reader is constrained
+    where it is made, or XLA would take the reader's layout for its own; so is what a loop reads, whose layout XLA chooses anew
+    otherwise. A copy that is let go and gathered again (an `earlier` share that is not `kept`) is told apart from the first: XLA would
+    find the two alike and keep the array.
     """
     space = network.space
     graph, choices = space.graph, space.choices
@@ -401,11 +402,13 @@ def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]
         return () if source is None or made(source).partial else (made(source),)
 
     def way(v: int, wanted: Layout) -> tuple[Layout, ...]:
-        """Layouts from the one a value is made in to the one it is wanted in."""
+        """Layouts from the one a value is made in to the one it is wanted in; of a sum still partial, what is split so far."""
         if wanted == made(v) or wanted.partial:
             return ()
         shape, steps = graph.values[v].shape, network.path(v, made(v), wanted)
-        return (*(s.after for s in steps[:-1] if not s.after.partial and s.after.divides(shape, space.mesh)), wanted)
+        said = [s for s, t in pairwise(steps) if not s.after.partial or s.kind == t.kind == "reduce-scatter"]
+        passed = (replace(s.after, partial=()) for s in said)
+        return (*(layout for layout in passed if layout.divides(shape, space.mesh)), wanted)
 
     def spread(i: int) -> bool:
         """Whether op i is one number spread out, or hands such to a loop."""
