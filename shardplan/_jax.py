@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import jax
 import numpy as np
@@ -45,12 +46,13 @@ def inner_jaxpr(eqn) -> ClosedJaxpr | None:
     return None if inner is None else closed(inner)
 
 
-EXPANDED = ("custom_linear_solve", "call_hi_primitive")
+EXPANDED = ("custom_linear_solve", "call_hi_primitive", "split")
 """Primitives that stand for a program of their own which has to be traced first."""
 
 
 def _expanded(eqn) -> ClosedJaxpr | None:
-    """What a linear solve or one of the newest JAX's high-level primitives (searchsorted, expm, ...) runs, on the equation's line."""
+    """What a linear solve, one of the newest JAX's high-level primitives (searchsorted, expm, ...) or a split, which is so many slices,
+    runs, on the equation's line."""
     avals = [a.aval for a in eqn.invars]
     if eqn.effects or not all(isinstance(a, core.ShapedArray) for a in (*avals, *(v.aval for v in eqn.outvars))):
         return None
@@ -60,6 +62,11 @@ def _expanded(eqn) -> ClosedJaxpr | None:
 
         def run(*xs) -> list:
             return core.jaxpr_as_fun(solve)(*xs[first : first + lengths.solve], *xs[n:])
+    elif eqn.primitive.name == "split":
+        cuts = list(pairwise(accumulate(eqn.params["sizes"], initial=0)))
+
+        def run(x) -> list:
+            return [jax.lax.slice_in_dim(x, start, stop, axis=eqn.params["axis"]) for start, stop in cuts]
     else:
         prim = eqn.params["_prim"]
 

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clusters import NEAR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+import shardplan
 from shardplan.strategies.rule import RULES, Rule, RuleError, letters, parse, register_rule
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.shape import factors
@@ -187,6 +189,22 @@ def test_flops_of_a_convolution_are_what_xla_counts(kernel, params):
 def test_an_unknown_primitive_is_whole_and_says_so():
     rule, known = rule_for("warp_drive", [Aval(8, 4), Aval()], [Aval(8)], {"speed": 9})
     assert not known and rule.whole == {"x0_a", "x0_b", "y0_a"}
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2"])
+def test_what_xla_cannot_send_stays_whole(dtype):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.arange(64).reshape(16, 4).astype(dtype)
+
+    def step(x):
+        y = lax.reduce(x, jnp.zeros((), dtype), lax.add, (0,))
+        return y, x.astype(jnp.int32) + 1
+
+    planned = shardplan.auto(mesh, cluster=NEAR)(step)
+    for got, want in zip(planned(x), step(x), strict=True):
+        np.testing.assert_array_equal(got.astype(int), want.astype(int))
+    plan = planned.plan(x)
+    assert {d.primitive for d in plan.decisions if d.strategy} <= {"add"}
 
 
 def test_a_rule_that_fails_keeps_the_op_whole():

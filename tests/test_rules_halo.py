@@ -259,3 +259,18 @@ def test_a_reversed_kernel_reads_the_copy_that_was_gathered_for_the_forward_pass
     plan = shardplan.auto(AbstractMesh((8,), ("x",)), cluster="h100", donate_argnums=0, pins=pins)(train).plan(params, x)
     gathered = [d.primitive for d in plan.decisions for m in d.moves for c in m.collectives if c.kind == "all-gather"]
     assert gathered == ["conv_general_dilated"] * 4
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (8, 24)])
+def test_a_split_dim_is_cut_up_by_pieces_and_not_gathered(sizes):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    x = jnp.arange(32.0 * 8).reshape(8, 32)
+
+    def run(x):
+        gate, up = lax.split(x, sizes, axis=1)
+        return jnp.tanh(gate), jnp.sin(up)
+
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P(None, "x"), out_shardings=P(None, "x"))(run)
+    for got, want in zip(step(x), run(x), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert {c.kind for c in collectives(step.compile(x).as_text(), MeshShape(("x", "y"), (4, 2)))} == {"collective-permute"}

@@ -79,6 +79,10 @@ def make_space(
     return Space(graph, mesh, cluster, rules, choices, signature, written, seconds, tuple(unknown))
 
 
+UNSPLIT = ("int2", "uint2")
+"""Types of which XLA has no sums over devices, and whose gathers write past their buffers (jax 0.10.2)."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Entry:
     """What ops of one signature share; `sums` tells whether the result may be partial."""
@@ -113,8 +117,9 @@ class _Table:
             rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
             shapes = [tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs)]
             sizes = letter_sizes(rule, *shapes)
-            if op.primitive != "arg" and any(0 in shape for side in shapes for shape in side):  # XLA does not split nothing
-                rule = replace(rule, whole=frozenset(sizes))
+            nothing = op.primitive != "arg" and any(0 in shape for side in shapes for shape in side)  # XLA does not split it
+            if nothing or any(str(getattr(x, "dtype", "")) in UNSPLIT for x in (*op.ins, *op.outs)):
+                rule = replace(rule, whole=frozenset(sizes), linear=False)
             self.rules[key] = rule, known, sizes
         rule, known, sizes = self.rules[key]
         # Partial sums of arrays pass through; a single number is summed up at once, which costs next to nothing.

@@ -140,11 +140,6 @@ def _(*ins, out, dimension, **_):
     return shifted(ins, out, {dimension: [Halo(low=n) for n, _ in zip(before, ins, strict=False)]})
 
 
-@rule("split")
-def _(x, *, out, axis, **_):
-    return resized((x,), out, (axis,))
-
-
 @rule("rev")
 def _(x, *, out, dimensions, **_):
     return shifted((x,), out, {d: [Halo(stride=-1, low=1 - x.shape[d])] for d in dimensions})
