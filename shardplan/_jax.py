@@ -46,35 +46,33 @@ def inner_jaxpr(eqn) -> ClosedJaxpr | None:
     return None if inner is None else closed(inner)
 
 
-EXPANDED = ("custom_linear_solve", "call_hi_primitive", "split")
-"""Primitives that stand for a program of their own which has to be traced first."""
-
-
 def _expanded(eqn) -> ClosedJaxpr | None:
-    """What a linear solve, one of the newest JAX's high-level primitives (searchsorted, expm, ...) or a split, which is so many slices,
-    runs, on the equation's line."""
+    """What a linear solve, one of the newest JAX's high-level primitives (searchsorted, expm, ...) or a split runs, on its line."""
     avals = [a.aval for a in eqn.invars]
     if eqn.effects or not all(isinstance(a, core.ShapedArray) for a in (*avals, *(v.aval for v in eqn.outvars))):
         return None
-    if eqn.primitive.name == "custom_linear_solve":
-        lengths, solve = eqn.params["const_lengths"], closed(eqn.params["jaxprs"].solve)
-        first, n = lengths.matvec + lengths.vecmat, sum(lengths)
-
-        def run(*xs) -> list:
-            return core.jaxpr_as_fun(solve)(*xs[first : first + lengths.solve], *xs[n:])
-    elif eqn.primitive.name == "split":
-        cuts = list(pairwise(accumulate(eqn.params["sizes"], initial=0)))
-
-        def run(x) -> list:
-            return [jax.lax.slice_in_dim(x, start, stop, axis=eqn.params["axis"]) for start, stop in cuts]
-    else:
-        prim = eqn.params["_prim"]
-
-        def run(*xs) -> list:
-            return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, xs)))
-
+    run, p = EXPANDED[eqn.primitive.name], eqn.params
     with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
-        return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))
+        return jax.make_jaxpr(lambda *xs: run(p, *xs))(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))
+
+
+def _linear_solve(params, *xs) -> list:
+    lengths, solve = params["const_lengths"], closed(params["jaxprs"].solve)
+    first, n = lengths.matvec + lengths.vecmat, sum(lengths)
+    return core.jaxpr_as_fun(solve)(*xs[first : first + lengths.solve], *xs[n:])
+
+
+def _high_level(params, *xs) -> list:
+    prim = params["_prim"]
+    return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, xs)))
+
+
+def _slices(params, x) -> list:
+    return [jax.lax.slice_in_dim(x, *cut, axis=params["axis"]) for cut in pairwise(accumulate(params["sizes"], initial=0))]
+
+
+EXPANDED = {"custom_linear_solve": _linear_solve, "call_hi_primitive": _high_level, "split": _slices}
+"""Primitives that stand for a program of their own, which has to be traced first."""
 
 
 def closed(inner) -> ClosedJaxpr:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.ir.local import FETCH
+from shardplan.ir.local import SHARDED
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rule import Halo
 from shardplan.strategies.rules import rule_for
@@ -181,7 +181,7 @@ def test_loops_and_branches_fetch_too(kind):
 
 def test_what_cannot_be_fetched_stays_whole():
     def whole(fn, *args):
-        eqn = next(e for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name in FETCH)
+        eqn = next(e for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name in SHARDED)
         return rule_for(eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], eqn.params)[0].whole
 
     def pool(window, stride, padding):

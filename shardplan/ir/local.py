@@ -10,10 +10,12 @@ As emitted by XLA for the layouts a rule allows (`benchmarks/rules_on_xla.py`, j
     select_and_scatter_add, select_and_gather_add,                 pieces of three arrays exchanged; aborts on some
     reduce_window over several arrays
     cumsum and its like along a split dim                          a window as long as the dim: gathered
+    argmax, argmin, top_k along a split dim                        gathered
     slices and updates at places known when it runs, also          the split dim gathered
     gather and scatter of one place
 
-Those before the last two fetch what they lack (`neighbours.py`).
+Slices, pads and windows fetch what they lack (`neighbours.py`); what sums up or chooses gathers a small result of every shard; the last
+two have to know where a shard begins (`places.py`).
 """
 
 from __future__ import annotations
@@ -136,6 +138,30 @@ def _cumulative(join: Callable, eqn, shards, slides: Slides) -> list:
     return [own]
 
 
+def _arg(eqn, shards, slides: Slides) -> list:
+    """Where the best is of what is best on each shard; of equals the first, since shards stand in order."""
+    (at,) = _jax.bind(eqn, shards, context=False)
+    for s in slides[0]:
+        at = jnp.expand_dims(at, s.dim)
+        found = jnp.take_along_axis(shards[0], at, s.dim), at + places.first(s).astype(at.dtype)
+        values, where = (jax.lax.all_gather(x, s.axes, axis=s.dim, tiled=True) for x in found)
+        (of,) = _jax.bind(eqn, [values], context=False)
+        at = jnp.take_along_axis(where, jnp.expand_dims(of, s.dim), s.dim).squeeze(s.dim)
+    return [at]
+
+
+def _top_k(eqn, shards, slides: Slides) -> list:
+    """The best of what is best on each shard, in order."""
+    along = eqn.params.get("axis", -1)
+    values, at = _jax.bind(eqn, shards, {"k": min(eqn.params["k"], shards[0].shape[along])}, context=False)
+    for s in slides[0]:
+        found = values, at + places.first(s).astype(at.dtype)
+        values, where = (jax.lax.all_gather(x, s.axes, axis=s.dim, tiled=True) for x in found)
+        values, of = _jax.bind(eqn, [values], context=False)
+        at = jnp.take_along_axis(where, of, s.dim)
+    return [values, at]
+
+
 def last(eqn) -> float:
     """What no window selects."""
     return -jnp.inf if eqn.params["select_prim"].name == "ge" else jnp.inf
@@ -146,7 +172,7 @@ def rest(params: Sequence, done: Sequence[Slide], nothing) -> tuple:
     return tuple(nothing if d in {s.dim for s in done} else p for d, p in enumerate(params))
 
 
-FETCH: dict[str, Callable[..., list]] = {
+SHARDED: dict[str, Callable[..., list]] = {
     "slice": _slice,
     "pad": _pad,
     "rev": _rev,
@@ -159,12 +185,15 @@ FETCH: dict[str, Callable[..., list]] = {
     "cummax": partial(_cumulative, jnp.maximum),
     "cummin": partial(_cumulative, jnp.minimum),
     "cumlogsumexp": partial(_cumulative, jnp.logaddexp),
+    "argmax": _arg,
+    "argmin": _arg,
+    "top_k": _top_k,
     "dynamic_slice": places.dynamic_slice,
     "dynamic_update_slice": places.dynamic_update_slice,
     "gather": places.gather,
     **dict.fromkeys(("scatter", *(f"scatter{to}{how}" for to in "-_" for how in ("add", "sub", "mul", "max", "min"))), places.scatter),
 }
-"""Primitive -> how it runs on shards that fetch what they lack, or have to know their place."""
+"""Primitive -> how it runs on shards that know their place along the dims that are split."""
 
 
 def on_shards(primitive: str, rule: Rule, letters: Sequence[str | None]) -> bool:
@@ -195,10 +224,10 @@ def split_letters(rule: Rule, tensors: Sequence[Layout | None]) -> dict[str, tup
     return found
 
 
-def fetching(eqn, operands: Sequence[Layout], results: Sequence[Layout | None], sizes: Mapping[str, int]) -> Part | None:
+def sharded(eqn, operands: Sequence[Layout], results: Sequence[Layout | None], sizes: Mapping[str, int]) -> Part | None:
     """What runs on shards that lack something or have to know their place; None where XLA does as well."""
     name, ins, outs = eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
-    if name not in FETCH:
+    if name not in SHARDED:
         return None
     rule, _ = rule_for(name, ins, outs, eqn.params)
     axes = split_letters(rule, (*operands, *results)) if rule.local else None
@@ -210,7 +239,7 @@ def fetching(eqn, operands: Sequence[Layout], results: Sequence[Layout | None], 
         return None
     partial = tuple((axis, kind) for a, kind in rule.reduce.items() for axis in axes.get(a, ()))
     made = [Layout(tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in dims), partial) for dims in rule.results]
-    return Part(lambda *operands: FETCH[name](eqn, operands, slid), tuple(made))
+    return Part(lambda *operands: SHARDED[name](eqn, operands, slid), tuple(made))
 
 
 def run(eqn, values: Sequence, operands: Sequence[Layout | None], results: Sequence[Layout | None], mesh) -> list:
@@ -252,6 +281,6 @@ def added(parts):
 def part_of(eqn, taken, made, sizes: Mapping[str, int]) -> Part | None:
     """What a device runs on its shards; None where XLA splits the op as well as we would."""
     if (form := LOCAL.get(eqn.primitive.name)) is None:
-        return fetching(eqn, taken, made, sizes)
+        return sharded(eqn, taken, made, sizes)
     params = None if None in made else form(eqn, taken, sizes)
     return None if params is None else Part(lambda *shards: _jax.bind(eqn, shards, params, context=False), tuple(made))

@@ -5,6 +5,7 @@
 
     slice    n h -> n h                     halo h=1    what is cut off moves all behind it on: a part of the shard after
     cumsum   n h -> n h                     prefix h    what all before sum up to: every shard gathers the totals of all
+    argmax   n h -> n                       best h      what is best of all: every shard gathers what is best of each, and where it is
 
 XLA sends the shares that lack to whoever lacks them, one collective-permute for every distance they come from; an op that fetches
 them itself (`Rule.local`, run by `ir/local.py`) uses as few as it can. With several such dims split it is one dim after the other:
@@ -64,8 +65,13 @@ def exchanges(
         split = [(h, *extents(rule, h, k, ins, outs)) for h in over if (h,) in dims]
         held = prod(layouts[k].local_shape(tuple(ins[k].shape), mesh)) * _jax.itemsize(ins[k].dtype) if split else 0.0
         for h, n, _ in split:
+            own = n // (shards := mesh.size(*over[h]))
             if h in rule.prefix:
-                out.append(sent(k, "all-gather", over[h], held * (shards := mesh.size(*over[h])) / (n // shards)))
+                out.append(sent(k, "all-gather", over[h], held * shards / own))
+            if h in rule.best:
+                chosen = held * shards * min(rule.best[h], own) / own
+                places = chosen * _jax.itemsize(outs[-1].dtype) / _jax.itemsize(ins[k].dtype)
+                out += [sent(k, "all-gather", over[h], b) for b in (chosen, places)]
         slid = [(rule.halo[h][k], over[h], n, m) for h, n, m in split if k in rule.halo.get(h, ())]
         for halo, axes, n, m in sorted(slid, key=lambda x: x[0].growth(*x[2:])) if rule.local else slid:
             shards = mesh.size(*axes)

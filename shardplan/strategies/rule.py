@@ -6,6 +6,7 @@
     slice         "a b -> a c"        whole b c       a whole letter may not be split
     pooling       "a b -> a b"        halo b=3/2      a windowed letter needs its neighbours (`halo.py`); its dims may differ in size
     cumsum        "a b -> a b"        prefix b        along a prefix letter a shard needs the totals of those before it
+    top_k         "a b -> a c, a c"   best b=2        along such a letter every shard chooses, and all choose among what was chosen
 
 `@rule("name", ...)` registers a function from an equation to its `Rule`; its parameters are the operands' avals (anything with
 `.shape` and `.dtype`), keyword `out` (the tuple of result avals) and the equation's params as keywords:
@@ -123,6 +124,7 @@ class Rule:
         whole: letters that may not be split.
         halo: letter -> operand -> how windows slide over it; splitting it costs an exchange between neighbours.
         prefix: letters along which an element is joined of all up to it; splitting one costs the totals of all shards.
+        best: letter -> how many elements along it are chosen; splitting it costs what all shards choose, and the places of that.
         local: letters that, when split, have every device run the op on its own shards (`ir/local.py`), where XLA would move more.
         sizes: letter -> size; needed for letters inside compound dims, others are read from the shapes.
         linear: partial sums of the operands pass through: every operand partial over an axis gives results partial over it.
@@ -137,6 +139,7 @@ class Rule:
     whole: frozenset[str] = frozenset()
     halo: dict[str, dict[int, Halo]] = field(default_factory=dict)
     prefix: frozenset[str] = frozenset()
+    best: dict[str, int] = field(default_factory=dict)
     local: frozenset[str] = frozenset()
     sizes: dict[str, int] = field(default_factory=dict)
     linear: bool = False
@@ -146,7 +149,7 @@ class Rule:
     @property
     def exchanged(self) -> tuple[str, ...]:
         """Letters along which shards need something of each other."""
-        return *self.halo, *sorted(self.prefix)
+        return *self.halo, *sorted(self.prefix), *self.best
 
     def __str__(self) -> str:
         def tensor(dims: Dims) -> str:
@@ -159,6 +162,8 @@ class Rule:
             text += "  halo " + " ".join(f"{a}={','.join(dict.fromkeys(map(str, h.values())))}" for a, h in self.halo.items())
         if self.prefix:
             text += "  prefix " + " ".join(sorted(self.prefix))
+        if self.best:
+            text += "  best " + " ".join(a if n == 1 else f"{a}={n}" for a, n in self.best.items())
         if self.whole:
             text += "  whole " + " ".join(sorted(self.whole))
         return text + ("  linear" if self.linear else "")

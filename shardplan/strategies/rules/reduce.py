@@ -1,14 +1,15 @@
 """Reductions, cumulative ops and orderings along a dim.
 
 reduce_max  a b -> a      reduce b=max
-argmax      a b -> a      whole b
+argmax      a b -> a      best b
 cumsum      a b -> a b    prefix b
 sort        a b -> a b    whole b
-top_k       a b -> a c, a c    whole b c
+top_k       a b -> a c, a c    whole c    best b=k
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from ..rule import Rule, letters, rule
@@ -59,9 +60,15 @@ def _(x, *, out, axes, **_):
     return reduction(x, axes, kind="or")
 
 
-@rule("reduce_xor", "argmax", "argmin")
+@rule("reduce_xor")
 def _(x, *, out, axes, **_):
     return reduction(x, axes)
+
+
+@rule("argmax", "argmin")
+def _(x, *, out, axes, **_):
+    r = reduction(x, axes)
+    return replace(r, whole=frozenset(), best=dict.fromkeys(r.whole, 1), local=r.whole)
 
 
 # Operands, then their initial values; the function that joins two elements is the user's.
@@ -84,8 +91,10 @@ def _(*ins, out, dimension, **_):
 
 
 @rule("top_k")
-def _(x, *, out, axis=-1, **_):
-    return resized((x,), out, (axis % len(x.shape),), fusion="none", flops=prod(x.shape))
+def _(x, *, out, k, axis=-1, **_):
+    r = resized((x,), out, (axis % len(x.shape),), fusion="none", flops=prod(x.shape))
+    among = frozenset(r.operands[0][axis])
+    return replace(r, whole=r.whole - among, best=dict.fromkeys(among, k), local=among)
 
 
 @rule("approx_top_k")

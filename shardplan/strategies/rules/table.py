@@ -334,12 +334,15 @@ def plain(rule: Rule) -> Rule:
 
     reduce = {new[a]: k for a, k in rule.reduce.items()}
     halo = {new[a]: h for a, h in rule.halo.items()}
+    best = {new[a]: n for a, n in rule.best.items()}
     return replace(
         rule,
         operands=tensors(rule.operands),
         results=tensors(rule.results),
         reduce=reduce,
         halo=halo,
+        prefix=frozenset(map(new.get, rule.prefix)),
+        best=best,
         whole=frozenset(map(new.get, rule.whole)),
     )
 
