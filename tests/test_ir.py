@@ -169,6 +169,20 @@ def test_a_copy_of_what_a_loop_slices_is_one_of_the_whole_stack_until_the_loop_e
     assert live[stack] == (at, graph.loops[0].stop)
 
 
+def test_a_copy_for_the_backward_pass_is_made_after_what_the_forward_pass_read():
+    """A gated unit: half of a product is read once in each pass, as it is in the first and through a copy in the second."""
+
+    def loss(w, x):
+        gate, up = jnp.split(x @ w, 2, axis=1)
+        return (jnp.tanh(gate) * up).sum()
+
+    graph = parse(jax.make_jaxpr(jax.grad(loss))(np.zeros((64, 1024), np.float32), np.zeros((128, 64), np.float32)))
+    shared = with_shares(graph, [op.primitive not in ("slice", "dot_general") for op in graph.ops], [False] * len(graph.ops))
+    assert any(shared.ops[copy].primitive == "share" for copy in shared.earlier)
+    for copy, (reader, k) in shared.earlier.items():
+        assert reader < copy and shared.ops[reader].inputs[k] == shared.ops[copy].inputs[0]
+
+
 def test_max_pooling_has_the_zeros_its_gradient_starts_from_since_it_had_its_windows():
     def pooled(x):
         return (jax.lax.reduce_window(jnp.sin(x), -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID") ** 2).sum()
