@@ -172,7 +172,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         ShardingError: when a pin cannot hold, or no plan fits the memory.
     """
     clock = _Clock()
-    graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
+    graph = _loosened(parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated), options)
     clock.lap("graph")
     resharder, beside = Resharder(mesh, cluster), 1.0 - cluster.overlap * options.overlap
     if options.search == "recursive":
@@ -262,14 +262,27 @@ class _Clock:
 # ---- pins
 
 
+Pin = tuple[str, PinDims]
+"""Who says so, and what."""
+
+
 def allowed_strategies(space: Space, settled: Collection[str] | None = None, *, options: Options) -> dict[int, np.ndarray]:
     """Per pinned op, which of its strategies remain; of its pins only what they say of the `settled` axes, by default all.
 
     Raises:
         ShardingError: on a pin that no strategy meets, saying why.
     """
-    graph = space.graph
-    pins: dict[int, list[tuple[str, PinDims]]] = {}
+    axes = space.mesh.axes if settled is None else tuple(settled)
+    return {i: _allowed(space, i, wanted, axes) for i, wanted in sorted(_pins(space.graph, options).items())}
+
+
+def _pins(graph: Graph, options: Options) -> dict[int, list[Pin]]:
+    """By op, what is asked of its result.
+
+    Raises:
+        ShardingError: on a pin that matches no input.
+    """
+    pins: dict[int, list[Pin]] = {}
     for ops, by_number in ((graph.args, options.in_pins), (graph.outs, options.out_pins)):
         for n, dims in (by_number or {}).items():
             pins.setdefault(ops[n], []).append((f"{'in' if ops is graph.args else 'out'}_shardings", dims))
@@ -289,11 +302,21 @@ def allowed_strategies(space: Space, settled: Collection[str] | None = None, *, 
         if spec is not None:
             dims = tuple(FREE if e is FREE else e for e in pin_dims(spec, len(op.outs[0].shape)))
             pins.setdefault(i, []).append((f"with_sharding_constraint at {op.source}", dims))
-    axes = space.mesh.axes if settled is None else tuple(settled)
-    return {i: _allowed(space, i, wanted, axes) for i, wanted in sorted(pins.items())}
+    return pins
 
 
-def _allowed(space: Space, i: int, wanted: list[tuple[str, PinDims]], axes: tuple[str, ...]) -> np.ndarray:
+def _loosened(graph: Graph, options: Options) -> Graph:
+    """The graph without the ties of inputs to outputs that are pinned to other layouts: what looks like state is none."""
+    pins = _pins(graph, options)
+
+    def agree(start: int, end: int) -> bool:
+        both = ((x, y) for _, a in pins.get(start, ()) for _, b in pins.get(end, ()) for x, y in zip(a, b, strict=False))
+        return all(x == y or FREE in (x, y) for x, y in both)
+
+    return replace(graph, tied=tuple(pair for pair in graph.tied if agree(*pair)))
+
+
+def _allowed(space: Space, i: int, wanted: list[Pin], axes: tuple[str, ...]) -> np.ndarray:
     op, layouts = space.graph.ops[i], space.choices[i].results[0]
     shape = tuple(op.outs[0].shape)
     what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"
@@ -406,9 +429,11 @@ def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]
         if wanted == made(v) or wanted.partial:
             return ()
         shape, steps = graph.values[v].shape, network.path(v, made(v), wanted)
-        said = [s for s, t in pairwise(steps) if not s.after.partial or s.kind == t.kind == "reduce-scatter"]
-        passed = (replace(s.after, partial=()) for s in said)
-        return (*(layout for layout in passed if layout.divides(shape, space.mesh)), wanted)
+        said = [s.after for s, t in pairwise(steps) if not s.after.partial or s.kind == t.kind == "reduce-scatter"]
+        if made(v).partial and graph.ops[graph.values[v].producer[0]].primitive == "gather":
+            said.insert(0, made(v))  # of what is looked up in parts XLA may lose its way, or abort
+        passed = (replace(layout, partial=()) for layout in said)
+        return (*(layout for layout in passed if layout != wanted and layout.divides(shape, space.mesh)), wanted)
 
     def spread(i: int) -> bool:
         """Whether op i is one number spread out, or hands such to a loop."""

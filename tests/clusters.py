@@ -8,3 +8,5 @@ H100 = Cluster.preset("h100")
 IDEAL = Link(1e15, 0.0)
 NEAR = replace(H100, device=replace(H100.device, kernel_latency_s=0.0), intra=IDEAL, inter=IDEAL, launch_s=0.0)
 """Links and kernels so fast that small arrays are split, too."""
+FAR = replace(NEAR, intra=Link(1e6, 0.0), inter=Link(1e6, 0.0))
+"""Links so slow that bytes decide."""

@@ -461,3 +461,52 @@ def test_known_programs_plan_without_warnings(mesh, params):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shardplan.auto(mesh)(step).plan(params, batch())
+
+
+@pytest.mark.parametrize(("into", "out"), [
+    ((P("a", "b"), P()), None), ((P("a"), P("b")), None), ((None, P()), P("a", "b")), ((P(), P()), P("a", "b")),
+    ((P("b", "a"), P()), P("a", "b")), ((P(), P("a")), P(None, "a")),
+])  # fmt: skip
+@pytest.mark.parametrize("inside", [None, P("a", "b"), P("b")])
+def test_what_is_added_may_be_pinned_to_any_layouts_and_the_sum_to_another(into, out, inside):
+    """The first argument looks like state that the result replaces; pinned apart, it is none."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x, y = jnp.arange(256.0).reshape(16, 16), jnp.ones((16, 16))
+
+    def add(x, y):
+        z = x + y
+        return z if inside is None else jax.lax.with_sharding_constraint(z, jax.NamedSharding(mesh, inside))
+
+    step = shardplan.auto(mesh, in_shardings=into, out_shardings=out)(add)
+    z = step(x, y)
+    np.testing.assert_array_equal(z, x + y)
+    for got, wanted in zip(step.plan(x, y).inputs, into, strict=True):
+        assert wanted is None or got.layout.spec() == (*wanted, *[None] * (2 - len(wanted)))
+    assert out is None or z.sharding.is_equivalent_to(jax.NamedSharding(mesh, out), 2)
+
+
+TWICE = {
+    "two constraints": lambda c, x, y: c(x * 2, P("a")) + c(y * 3, P(None, "b")),
+    "a constraint on a constraint": lambda c, x, y: c(c(x, P("a")) * c(y, P(None, "a")), P("b")) + x,
+    "one sum transposed": lambda c, x, y: c(x * 2, P("a")) + c(x * 2, P("a")).T,
+    "several readers": lambda c, x, y: (x + y, x * y, x - y),
+    "a loop": lambda c, x, y: jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] + s[2], s[2]), (0, x, y)),
+    "a branch": lambda c, x, y: jax.lax.cond(x[0, 0] > 0, lambda: x + y, lambda: c(x, P("b")) - c(y, P("a"))),
+}
+
+
+@pytest.mark.parametrize("program", TWICE)
+def test_what_is_pinned_apart_meets_all_the_same(program):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x, y = jnp.arange(256.0).reshape(16, 16), jnp.ones((16, 16))
+
+    def constrain(x, spec):
+        return jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, spec))
+
+    def run(x, y):
+        return TWICE[program](constrain, x, y)
+
+    step = shardplan.auto(mesh, in_shardings=(P("a"), P(None, "b")))(run)
+    for got, want in zip(jax.tree.leaves(step(x, y)), jax.tree.leaves(run(x, y)), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert [leaf.layout.spec() for leaf in step.plan(x, y).inputs] == [("a", None), (None, "b")]

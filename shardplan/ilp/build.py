@@ -208,8 +208,10 @@ def build(
     for (i, s), extra in (charges.strategies if charges else {}).items():
         costs[i] = costs[i] + np.where(np.arange(len(costs[i])) % len(choices[i]) == s, np.rint(extra * PS), 0.0)
 
+    pinned = frozenset(allowed or ())
+    pinned |= {start for start, end in graph.tied if end in pinned}
+    tables = _Tables(space, resharder, doubled, waiting, pinned)
     edges, background = [], []
-    tables = _Tables(space, resharder, doubled, waiting)
     for j, op in enumerate(graph.ops):
         for k, v in enumerate(op.inputs):
             if v is not None:
@@ -242,7 +244,7 @@ def build(
                 (usages if told else unpriced).append(Usage(i, since, interval[0], np.concatenate([*nothing, held])))
     ties = repeated_layers(graph, space.signature) if tie else ()
     if ties:
-        ties = _split_unequal(ties, costs, [(i in doubled, i in graph.earlier) for i in range(len(costs))])
+        ties = _split_unequal(ties, costs, [(i in doubled, i in graph.earlier) for i in range(len(costs))], graph.tied)
     names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
@@ -262,15 +264,12 @@ def _doubled(space: Space, limit: float | None) -> frozenset[int]:
     )
 
 
-def _split_unequal(ties, costs, kinds) -> tuple[int, ...]:
-    """Members of a class must have the same states: pins and boundary effects set some apart."""
+def _split_unequal(ties, costs, kinds, tied) -> tuple[int, ...]:
+    """Members of a class must have the same states: pins, also those of what they are tied to, and boundary effects set some apart."""
+    forbidden = [b"" if np.isfinite(c).all() else np.isinf(c).tobytes() for c in costs]
+    beside = {x: forbidden[y] for pair in tied for x, y in (pair, pair[::-1])}
     first: dict = {}
-    out = []
-    for i, c in enumerate(ties):
-        forbidden = np.isinf(costs[i])
-        key = (c, len(costs[i]), kinds[i], forbidden.tobytes() if forbidden.any() else b"")
-        out.append(first.setdefault(key, i))
-    return tuple(out)
+    return tuple(first.setdefault((c, len(costs[i]), kinds[i], forbidden[i], beside.get(i)), i) for i, c in enumerate(ties))
 
 
 def summed(before: Layout, after: Layout) -> bool:
@@ -281,8 +280,8 @@ def summed(before: Layout, after: Layout) -> bool:
 class _Tables:
     """Edge and usage tables, one array object per distinct content."""
 
-    def __init__(self, space: Space, resharder: Resharder, doubled: frozenset[int], waiting: float):
-        self.space, self.doubled, self.waiting = space, doubled, waiting
+    def __init__(self, space: Space, resharder: Resharder, doubled: frozenset[int], waiting: float, pinned: frozenset[int]):
+        self.space, self.doubled, self.waiting, self.pinned = space, doubled, waiting, pinned
         self.places = places(space.graph, _small_sums(space))
         shares = latency_shares(space, self.places)
         # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
@@ -369,12 +368,15 @@ class _Tables:
     def follows(self, i: int, j: int) -> bool:
         """Whether op j, where it can, takes the result of op i in the layout it has."""
         ops, rules = self.space.graph.ops, self.space.rules
+        if not self.pinned.isdisjoint((i, j)):
+            return False
+        settled = rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER
         if ops[j].primitive == "share":
-            return ops[j].params["follows"] and rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER
+            return ops[j].params["follows"] and settled
         if rules[j].fusion not in FUSIBLE or rules[j].halo or ops[j].primitive in BORDER:
             return False
         alone = ops[i].primitive == "arg" and len(self.space.graph.values[ops[i].outputs[0]].consumers) == 1
-        return alone or ops[i].primitive == "share" or (rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER)
+        return settled or alone or ops[i].primitive == "share"
 
     def carries(self, made: tuple[Layout, ...], taken: tuple[Layout, ...]) -> bool:
         """Whether whatever is made can be taken as it is."""
