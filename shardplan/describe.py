@@ -8,7 +8,6 @@ import numpy as np
 
 from shardplan.files import portable, source_line
 from shardplan.ilp.build import PS, Network, summed
-from shardplan.ir.accumulate import maker
 from shardplan.ir.graph import BORDER, Op
 from shardplan.mesh.reshard import Step
 from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
@@ -83,6 +82,7 @@ def _decisions(planned: Planned):
         moves = tuple(_moves(planned, i))
         if decided is None and not moves:
             continue
+        runs = op.runs if op.primitive not in BORDER else op.reads
         yield Decision(
             file=file,
             line=op.source.line,
@@ -94,8 +94,8 @@ def _decisions(planned: Planned):
             reads=decided.reads if decided else (),
             results=decided.results if decided else (),
             moves=moves,
-            seconds=float(space.seconds[i][planned.strategies[i]]),
-            runs=op.runs if op.primitive not in BORDER else op.reads,
+            seconds=float(space.seconds[i][planned.strategies[i]]) * op.runs / runs,
+            runs=runs,
             result=_type(op),
             op=number,
             copies=decided.copies if decided else (),
@@ -109,7 +109,7 @@ def _moves(planned: Planned, i: int):
         value = planned.graph.values[v]
         before, after = planned.made(*value.producer), planned.taken(reader, operand)
         collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in steps)
-        made = planned.graph.ops[maker(planned.graph, v)].source
+        made = planned.graph.ops[planned.graph.maker(v)].source
         place = f"{portable(made.file)}:{made.line}" if made.file else ""
         yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, place)
     op, space = planned.graph.ops[i], planned.space

@@ -92,7 +92,7 @@ class Decision:
         reads: per operand, the layouts it is constrained to.
         results: per result, the layout it is constrained to, or None.
         moves: collectives at its operands.
-        seconds: compute of one run on one device.
+        seconds: compute on one device, per run.
         runs: how often per step.
         result: type of the first result, for people.
         op: its number among the ops of the program, which tells it from all others.

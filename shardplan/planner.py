@@ -22,7 +22,6 @@ from shardplan.ilp import least_memory, solve
 from shardplan.ilp.build import Charges, Network, build
 from shardplan.ilp.overlap import cheapest, judged
 from shardplan.ilp.problem import Problem, Solution
-from shardplan.ir.accumulate import maker
 from shardplan.ir.emit import ASIDE, Decision
 from shardplan.ir.graph import BORDER, Graph, Path
 from shardplan.ir.live import ALIASES
@@ -465,7 +464,7 @@ def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]
         """
         if v is None or graph.ops[i].phase != "update":
             return False
-        source = graph.ops[maker(graph, v)]
+        source = graph.ops[graph.maker(v)]
         return source.primitive == "arg" and source.outputs[0] in computed
 
     computed = {graph.ops[i].outputs[0] for i in graph.args if _computed(graph, graph.ops[i].outputs[0])}

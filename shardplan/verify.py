@@ -18,7 +18,6 @@ from pathlib import PurePath
 from shardplan.describe import fetches
 from shardplan.errors import ShardingError
 from shardplan.ilp.build import Charges
-from shardplan.ir.accumulate import maker
 from shardplan.ir.graph import BORDER, Source
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import seconds as planned_s
@@ -199,7 +198,7 @@ def _paid(planned: Planned, finding: Finding, extra_s: float) -> Charges:
             v = graph.ops[reader].inputs[operand]
             assert v is not None
             reduces = any(s.kind in ("all-reduce", "reduce-scatter") for s in steps)
-            at = graph.ops[maker(graph, v)].source if reduces else op.source
+            at = graph.ops[graph.maker(v)].source if reduces else op.source
             axes = {a for s in steps if s.kind != "slice" for a in s.axes}
             other = any((s.kind, s.bytes) in missed for s in steps)
             if other and axes >= set(finding.axes) and _is_at(at, finding.source):

@@ -23,10 +23,10 @@ def accumulated(graph: Graph) -> dict[tuple[int, int], int]:
         if graph.ops[start].primitive != "loop_carry":
             continue
         (v,) = graph.ops[end].inputs
-        at = None if v is None else maker(graph, v)
+        at = None if v is None else graph.maker(v)
         if at is None or graph.ops[at].primitive not in ADDS or graph.ops[at].loop != graph.ops[end].loop:
             continue
-        makers = [None if v is None else maker(graph, v) for v in graph.ops[at].inputs]
+        makers = [None if v is None else graph.maker(v) for v in graph.ops[at].inputs]
         if start not in makers or not _only(graph, graph.ops[start].outputs[0], at):
             continue
         k = 1 - makers.index(start)
@@ -44,14 +44,6 @@ def accumulated(graph: Graph) -> dict[tuple[int, int], int]:
 def passes_on(op: Op) -> bool:
     """Whether an op only says an array otherwise."""
     return op.primitive in PASSED_ON or (op.primitive == "reduce_sum" and prod(op.ins[0].shape) == prod(op.outs[0].shape))
-
-
-def maker(graph: Graph, v: int) -> int:
-    """The op that makes a value, looking through copies."""
-    at = graph.values[v].producer[0]
-    while graph.ops[at].primitive == "share" and (source := graph.ops[at].inputs[0]) is not None:
-        at = graph.values[source].producer[0]
-    return at
 
 
 def _only(graph: Graph, v: int, reader: int) -> bool:

@@ -137,7 +137,17 @@ class Graph:
     outs: tuple[int, ...] = ()
     donated: frozenset[int] = frozenset()
     earlier: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    unknown: tuple[tuple[str, Source], ...] = field(default=(), compare=False)
+
+    def original(self, v: int) -> int:
+        """The value that a copy, or a copy of a copy, is made of; any other is its own."""
+        op = self.ops[self.values[v].producer[0]]
+        while op.primitive == "share" and (source := op.inputs[0]) is not None:
+            v, op = source, self.ops[self.values[source].producer[0]]
+        return v
+
+    def maker(self, v: int) -> int:
+        """The op that makes a value, looking through copies."""
+        return self.values[self.original(v)].producer[0]
 
 
 def components(n: int, pairs: Iterable[tuple[int, int]]) -> list[int]:

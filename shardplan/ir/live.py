@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardplan.ir.accumulate import maker
 from shardplan.ir.graph import Graph
 
 KEPT = frozenset({"arg", "const"})
@@ -97,7 +96,7 @@ def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[boo
             birth = graph.loops[op.loop].stop if op.primitive == "loop_next" else birth
             if op.primitive in INTO_ZEROS:
                 where = op.inputs[INTO_ZEROS[op.primitive]]
-                birth = birth if where is None else maker(graph, where)
+                birth = birth if where is None else graph.maker(where)
             out.append((birth, max(birth, death(v))))
     return out
 

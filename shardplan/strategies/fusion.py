@@ -126,21 +126,12 @@ def _prologues(graph: Graph, rules: tuple[Rule, ...]) -> set[int]:
     out: set[int] = set()
     for op in graph.ops:
         if op.primitive in RECOMPUTED and op.outs[0].shape:
-            whole = [_original(graph, v) for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.size == op.outs[0].size]
+            whole = [graph.original(v) for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.size == op.outs[0].size]
             made = [graph.values[v].producer[0] for v in whole]
             arrays = [(v, at) for v, at in zip(whole, made, strict=True) if graph.ops[at].primitive != "broadcast_in_dim"]
             if len(arrays) == 1 and all(v in out or rules[at].fusion != "loop" for v, at in arrays):
                 out.add(op.outputs[0])
     return out
-
-
-def _original(graph: Graph, v: int) -> int:
-    """The value that copies are copies of."""
-    op = graph.ops[graph.values[v].producer[0]]
-    while op.primitive == "share" and (source := op.inputs[0]) is not None:
-        v = source
-        op = graph.ops[graph.values[v].producer[0]]
-    return v
 
 
 def _absorbs(graph: Graph, rules: tuple[Rule, ...], producer: Op, at: int, prologue: bool) -> bool:
