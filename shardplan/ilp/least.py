@@ -53,7 +53,8 @@ def least_memory(problem: Problem) -> LeastMemory:
     moves = Moves(small.problem, memory)
     best, bound = None, 0.0
     if memory.n_steps:
-        found = ((quote.value / quote.prices.sum(), quote.sweep.states()) for quote in least_peak(relaxation, memory))
+        quotes = ((quote, quote.prices.sum()) for quote in least_peak(relaxation, memory))
+        found = ((quote.value / total, quote.sweep.states()) for quote, total in quotes if total)
     else:
         found = iter([(0.0, relaxation.elimination.run().states())])
     for value, guess in found:
