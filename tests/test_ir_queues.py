@@ -117,3 +117,23 @@ def test_gradients_of_a_net_with_batch_statistics_are_reduced_together():
     report = planned.check(params, batch, target="h100:8")
     gradients = [c for c in report.compiled.collectives if c.kind == "all-reduce" and c.bytes > 1e5]
     assert len(gradients) == 1 and gradients[0].bytes == 6 * 252 * 252 * 2
+
+
+@pytest.mark.parametrize(("width", "merged"), [(512, True), (4096, False)])
+def test_arrays_that_are_merged_wait_for_the_last_made_and_the_first_needed(width, merged):
+    """Of two weights that every round of a loop gathers, the second is needed one product later; merged, it may not take that long."""
+
+    def loss(w, x):
+        return jax.lax.scan(lambda x, w: ((x @ w[0]) @ w[1], None), x, w)[0].sum()
+
+    w = [S((3, width, width), F32)] * 2
+    graph = parse(jax.make_jaxpr(jax.grad(loss))(w, S((8, width), F32)))
+    work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
+    found = slack(graph, places(graph, [False] * len(graph.values)), work)
+    read = [found[at, k] for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
+            if op.primitive == "dot_general" and op.phase == "forward" and v is not None
+            and graph.ops[graph.values[v].producer[0]].primitive == "loop_slice"]  # fmt: skip
+    made = [found[at, k] for at, op in enumerate(graph.ops) for k in range(len(op.inputs))
+            if op.primitive == "loop_stack" and op.phase == "backward" and (at, k) in found]  # fmt: skip
+    assert read == ([0.0, 0.0] if merged else [0.0, 1.0])
+    assert len(set(made)) == (1 if merged else 2)

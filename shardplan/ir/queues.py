@@ -13,12 +13,13 @@ while other work goes on, as far as there is any between the op that makes the a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.ir.accumulate import ADDS, passes_on
 from shardplan.ir.graph import Graph, Op
+from shardplan.ir.share import SMALL_BYTES
 
 Queue = Literal["gather", "gradient", "update", "line"]
 
@@ -68,8 +69,15 @@ def places(graph: Graph, sums: Sequence[bool]) -> tuple[Place, ...]:
     return tuple(Place(key[0], members[key]) for key in keys)
 
 
+MERGED_BYTES = 30 << 20
+"""Up to how many XLA's GPU back end makes collectives into one (`xla_gpu_all_gather_combine_threshold_bytes` and its like)."""
+
+
 def slack(graph: Graph, places: Sequence[Place], work_s: Sequence[float]) -> dict[tuple[int, int], float]:
-    """(op, operand) -> seconds of work, in one run, from when the operand is made until somebody computes with it.
+    """(op, operand) -> seconds of work, in one run, that a reshard of the operand may run beside.
+
+    It lasts from when the array is made until somebody computes with it. Of arrays that are merged the one made last is waited for,
+    and the one that is needed first waits for all.
 
     Args:
         places: of all values.
@@ -79,7 +87,9 @@ def slack(graph: Graph, places: Sequence[Place], work_s: Sequence[float]) -> dic
     for op, seconds in zip(graph.ops, work_s, strict=True):
         done.append(done[-1] + seconds * op.runs)
     needed = list(range(len(graph.ops)))
-    out: dict[tuple[int, int], float] = {}
+    windows: dict[int, tuple[float, float]] = {}  # op that makes an array -> when it is done, and when the array is needed
+    moved: dict[int, tuple[tuple[Queue, int], float]] = {}  # and its queue in its loop, and its bytes
+    edges: dict[tuple[int, int], int] = {}
     for j in reversed(range(len(graph.ops))):
         op = graph.ops[j]
         if op.primitive in PUT_BY:
@@ -88,8 +98,28 @@ def slack(graph: Graph, places: Sequence[Place], work_s: Sequence[float]) -> dic
             needed[j] = min((needed[at] for v in op.outputs for at, _ in graph.values[v].consumers), default=j)
         for k, v in enumerate(op.inputs):
             if v is not None and places[v].queue in ("gather", "gradient"):
-                between = done[needed[j]] - done[_origin(graph, v) + 1]
-                out[j, k] = max(0.0, between) / op.reads
+                at = edges[j, k] = _origin(graph, v)
+                made, until = windows.get(at, (done[at + 1], float("inf")))
+                windows[at] = made, min(until, done[needed[j]])
+                _, size = moved.get(at, (None, float("inf")))
+                moved[at] = (places[v].queue, op.loop), min(size, graph.values[v].bytes)
+    together = _merged(windows, moved)
+    return {(j, k): max(0.0, together[at][1] - together[at][0]) / graph.ops[j].reads for (j, k), at in edges.items()}
+
+
+def _merged(windows: Mapping[int, tuple[float, float]], moved: Mapping[int, tuple[tuple, float]]) -> dict[int, tuple[float, float]]:
+    """The windows of arrays that are large, as those next to each other in one queue leave them."""
+    out, chunk, queue, total = dict(windows), [], None, 0.0
+    for at in sorted(windows, key=lambda at: (moved[at][0], windows[at][::-1] if moved[at][0][0] == "gather" else windows[at], at)):
+        kind, size = moved[at]
+        if size <= SMALL_BYTES:
+            continue
+        if kind != queue or total + size > MERGED_BYTES:
+            chunk, queue, total = [], kind, 0.0
+        chunk.append(at)
+        total += size
+        window = max(windows[x][0] for x in chunk), min(windows[x][1] for x in chunk)
+        out.update(dict.fromkeys(chunk, window))
     return out
 
 
