@@ -78,3 +78,29 @@ def test_same_numbers(name, shape, kind, inside, how, plain, tmp_path):
         got, losses = run(planned, state, data)
     np.testing.assert_allclose(losses, want_losses, rtol=2e-3, atol=1e-4)
     assert_same(got, want)
+
+
+def any_spec(x, axes: dict[str, int], random) -> jax.P | None:
+    """A layout of an array drawn at random, or None to leave it to the planner."""
+    free, entries = list(random.permutation(list(axes))), []
+    for n in x.shape:
+        taken = []
+        while free and random.random() < 0.4 and n % np.prod([axes[a] for a in (*taken, free[0])]) == 0:
+            taken.append(free.pop(0))
+        entries.append(tuple(sorted(map(str, taken))) or None)
+    return None if random.random() < 0.3 else jax.P(*entries)
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe", "dlrm", "digits_cnn"])
+def test_whatever_layouts_are_asked_for(name):
+    """Inputs and outputs pinned at random, also state to one layout on its way in and to another on its way out."""
+    create, step, batches = MODELS[name]()
+    mesh, random = make_mesh((2, 4), "auto"), np.random.default_rng(sum(map(ord, name)))
+    state, batch = jax.jit(create)(jax.random.key(0)), next(iter(batches(1)))
+    trees = (state, batch), jax.eval_shape(step, state, batch)
+    into, out = (jax.tree.map(lambda x: any_spec(x, dict(mesh.shape), random), tree) for tree in trees)
+    planned = shardplan.auto(mesh, in_shardings=into, out_shardings=out)(step)
+    assert_same(planned(state, batch), jax.jit(step)(state, batch))
+    found = planned.plan(state, batch)
+    for leaf, spec in zip(found.inputs, jax.tree.leaves(into, is_leaf=lambda s: s is None), strict=True):
+        assert spec is None or leaf.layout.spec() == tuple(e[0] if e and len(e) == 1 else e for e in spec)
