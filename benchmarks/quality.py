@@ -140,6 +140,9 @@ def summary(store: dict[str, dict[str, dict]]) -> str:
     for key, cell in store.items():
         (best, ratio), (other, serial) = verdict(cell), verdict(cell, "serial")
         lines.append(f"{key:<24} ours / best {ratio:6.3f} {best or 'none':<13}   nothing hidden {serial:6.3f} {other or 'none'}")
+    best = [(cell[OURS], cell[name]) for cell in store.values() if (name := verdict(cell)[0]) in cell]
+    if waits := [ours["exposed"] / other["exposed"] for ours, other in best if ours["exposed"] and other["exposed"]]:
+        lines.append(f"exposed communication over that of the best other: geometric mean {mean(waits):.3f}")
     for measure in ("seconds", "serial"):
         found = [verdict(cell, measure)[1] for cell in store.values()]
         if ratios := [r for r in found if math.isfinite(r)]:
