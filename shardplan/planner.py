@@ -22,6 +22,7 @@ from shardplan.ilp import least_memory, solve
 from shardplan.ilp.build import Charges, Network, build
 from shardplan.ilp.overlap import cheapest, judged
 from shardplan.ilp.problem import Problem, Solution
+from shardplan.ilp.shrink import shrink
 from shardplan.ir.emit import ASIDE, Decision
 from shardplan.ir.graph import BORDER, Graph, Path
 from shardplan.ir.live import ALIASES
@@ -194,7 +195,8 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
 
     def search(at: Network) -> Solution:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        hint = propagate(at.problem)
+        small = shrink(at.problem, tie=True)
+        hint = propagate(at.problem, small)
         if options.constraints == "hint":
             kept = allowed_strategies(space, options=replace(options, constraints="keep"))
             users = propagate(network(at.waiting, kept).problem)
@@ -203,7 +205,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         if options.search == "propagation":
             fits = not hint.states or options.memory is None or at.problem.peak(hint.states) <= options.memory
             return hint if fits else solve(at.problem, hint=hint.states, time_limit=left)
-        solution = solve(at.problem, hint=hint.states or None, time_limit=left, progress=options.progress)
+        solution = solve(at.problem, hint=hint.states or None, time_limit=left, progress=options.progress, small=small)
         many = sum(n > 1 for _, n in mesh) >= MANY_AXES
         if solution.status != "optimal" and many and options.search != "recursive":
             solution = _axis_by_axis(at, solution, graph, resharder, options)

@@ -21,7 +21,7 @@ from .branch import Region, Tree
 from .least import least_memory
 from .problem import Problem, Solution
 from .record import LARGE, Clock, Progress, Record
-from .shrink import shrink
+from .shrink import Shrunk, shrink
 
 if TYPE_CHECKING:
     from .explore import Runs
@@ -44,15 +44,17 @@ def solve(
     work_limit: float | None = None,
     hint: tuple[int, ...] | None = None,
     progress: Progress | None = None,
+    small: Shrunk | None = None,
 ) -> Solution:
     """The cheapest states of (1) under (2)-(3), with a proof of how good they are.
 
     Args:
         problem: the network; nodes of one class in `problem.ties` take the same state.
         time_limit: seconds; at the limit the best answer so far is returned. None: no clock is read.
-        work_limit: counted work, about seconds; by default 10 without a time limit, none with one.
+        work_limit: counted work, about seconds; by default 20 without a time limit, none with one.
         hint: states to start from, and to return when nothing better is found (status "fallback").
         progress: called with (states, bound, gap) whenever one of them gets better.
+        small: `shrink(problem, tie=True)`, if that is there already.
 
     Returns:
         "optimal", "feasible" (with a gap), "infeasible" (proven) or "fallback".
@@ -65,7 +67,7 @@ def solve(
     if hint is not None and (problem.limit is None or problem.peak(hint) <= problem.limit):
         record.offer(tuple(hint), problem.objective(hint))
     hinted = record.answer if record.found else None
-    small = shrink(problem, tie=True)
+    small = small or shrink(problem, tie=True)
     chain = Chain(Region(small.problem, small.invert, small.offset), record, clock)
     proven = not small.feasible or chain.run()
     stats = {"nodes": len(problem.costs), "nodes after shrinking": len(small.problem.costs), "bounds": chain.tree.bounds}

@@ -15,22 +15,23 @@ from collections import deque
 import numpy as np
 
 from shardplan.ilp.problem import Problem, Solution
-from shardplan.ilp.shrink import shrink
+from shardplan.ilp.shrink import Shrunk, shrink
 
 SWEEPS = 12
 
 
-def propagate(problem: Problem) -> Solution:
+def propagate(problem: Problem, small: Shrunk | None = None) -> Solution:
     """Choose a state for every node, linear in the size of the network.
 
     Args:
         problem: the network; followers are merged and repeated layers tied before the propagation.
+        small: `shrink(problem, tie=True)`, if that is there already.
 
     Returns:
         "feasible" with the cheapest propagation that fits the limit, or the one with the least peak when none does;
         "infeasible" with no states when the pins contradict each other. The bound is the trivial one, 0.
     """
-    small = shrink(problem, tie=True)
+    small = small or shrink(problem, tie=True)
     best: tuple[tuple, tuple[int, ...]] | None = None
     if small.feasible:
         network = _Network(small.problem)
