@@ -45,7 +45,8 @@ def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem):
     problem = small.problem
     shifting = shift.Shift(problem)
     shifting.rounds(problem.costs, 5)
-    costs, tables = shifting.shifted(problem.costs, 2.0**-20)
+    costs, shifts = shifting.shifted(problem.costs, 2.0**-20)
+    tables = [e.cost - m_i[:, None] - m_j for e, (m_i, m_j) in zip(problem.edges, shifts, strict=True)]
     shifted = Problem(tuple(costs), tuple(Edge(e.i, e.j, t) for e, t in zip(problem.edges, tables, strict=True)))
     for states in choices(problem):
         assert shifted.objective(states) == problem.objective(states)

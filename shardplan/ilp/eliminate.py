@@ -31,7 +31,7 @@ class Bucket:
     scope: tuple[int, ...]
     shape: tuple[int, ...]
     owns_cost: bool  # the node's cost is in this one of its buckets
-    edges: list[tuple[int, bool, tuple]] = field(default_factory=list)  # (edge, whether it is turned, its shape over `scope`)
+    edges: list[tuple[int, int, int]] = field(default_factory=list)  # (edge, where its i and j are in `scope`)
     senders: list[tuple[int, tuple, tuple]] = field(default_factory=list)  # (bucket, its message's axes, their shape here)
     receiver: int = -1  # bucket that takes the message; -1 when the message is a number
 
@@ -112,26 +112,34 @@ class Elimination:
         bucket = Bucket(i, scope, shape, owns_cost=not self.of_node[i])
         axis = {j: n for n, j in enumerate(scope)}
         for item_scope, edge, sender in group:
-            spread = [1] * len(scope)
-            for j in item_scope:
-                spread[axis[j]] = k[j]
             if edge < 0:
+                spread = [1] * len(scope)
+                for j in item_scope:
+                    spread[axis[j]] = k[j]
                 turned = tuple(np.argsort([axis[j] for j in item_scope]).tolist())
                 bucket.senders.append((sender, turned, tuple(spread)))
                 self.buckets[sender].receiver = number
             else:
                 a, b = item_scope
-                bucket.edges.append((edge, axis[a] > axis[b], tuple(spread)))
+                bucket.edges.append((edge, axis[a], axis[b]))
         self.buckets.append(bucket)
         self.of_node[i].append(number)
         return number
 
-    def run(self, costs=None, tables=None) -> Pass:
-        """One sweep with these node costs and edge tables (the problem's own by default)."""
-        problem = self.problem
-        return Pass(
-            self, problem.costs if costs is None else costs, [e.cost for e in problem.edges] if tables is None else tables
-        )
+    def run(self, costs=None, shifts=()) -> Pass:
+        """One sweep with these node costs, the problem's own by default.
+
+        Args:
+            shifts: m_ei and m_ej of every edge: what its table loses in (6).
+        """
+        return Pass(self, self.problem.costs if costs is None else costs, shifts)
+
+
+def _spread(table: np.ndarray, i: int, j: int, n: int) -> np.ndarray:
+    """A table as an array of n axes, its rows along axis i and its columns along axis j."""
+    shape = [1] * n
+    shape[i], shape[j] = table.shape
+    return (table if i < j else table.T).reshape(shape)
 
 
 class Pass:
@@ -141,8 +149,8 @@ class Pass:
         value: the least cost; a lower bound of it when the elimination is not exact; inf when no states are allowed.
     """
 
-    def __init__(self, elimination: Elimination, costs, tables):
-        self.elimination, self.costs, self.tables = elimination, costs, tables
+    def __init__(self, elimination: Elimination, costs, shifts):
+        self.elimination, self.costs, self.shifts = elimination, costs, shifts
         self.messages: list[np.ndarray] = []
         self.value = 0.0
         for bucket in elimination.buckets:
@@ -153,9 +161,13 @@ class Pass:
 
     def _parts(self, bucket: Bucket) -> list[np.ndarray]:
         parts = [np.asarray(self.costs[bucket.node])] if bucket.owns_cost else []
-        held = [(self.tables[e].T if turned else self.tables[e]).reshape(spread) for e, turned, spread in bucket.edges]
-        sent = [self.messages[sender].transpose(turned).reshape(spread) for sender, turned, spread in bucket.senders]
-        return parts + held + sent
+        for edge, i, j in bucket.edges:
+            table = self.elimination.problem.edges[edge].cost
+            parts.append(_spread(table, i, j, len(bucket.scope)))
+            if self.shifts:
+                at_i, at_j = self.shifts[edge]
+                parts += [_spread(-at_i[:, None], i, j, len(bucket.scope)), _spread(-at_j[None, :], i, j, len(bucket.scope))]
+        return parts + [self.messages[sender].transpose(turned).reshape(spread) for sender, turned, spread in bucket.senders]
 
     def _joint(self, bucket: Bucket) -> np.ndarray:
         parts = sorted(self._parts(bucket), key=np.size)

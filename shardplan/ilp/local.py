@@ -33,7 +33,8 @@ class Moves:
         self.owner = np.repeat(np.arange(len(problem.costs)), np.diff(self.start))
         spread = sum(float(np.ptp(a[np.isfinite(a)])) for a in (*problem.costs, *(e.cost for e in problem.edges)) if a.size)
         self.forbidden = 2.0 ** np.ceil(np.log2(4 * max(spread, 1.0)))
-        bounded = {id(e.cost): np.minimum(e.cost, self.forbidden) for e in problem.edges}
+        tables = {id(e.cost): e.cost for e in problem.edges}
+        bounded = {key: t if t.max(initial=0.0) <= self.forbidden else np.minimum(t, self.forbidden) for key, t in tables.items()}
         self.near: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]  # (j, table with i's states as rows)
         for e in problem.edges:
             self.near[e.i].append((e.j, bounded[id(e.cost)]))

@@ -44,6 +44,11 @@ class Shift:
             links[e.i].append((number, 0, e.j > e.i))
             links[e.j].append((number, 1, e.i > e.j))
         self.links = links
+        edges, ends = problem.edges, (self.at_i, self.at_j)
+        self.near = [  # (its message, the other node's message, the table with i's states as rows, comes first)
+            [(ends[side][e], ends[1 - side][e], edges[e].cost.T if side else edges[e].cost, ahead) for e, side, ahead in row]
+            for row in links
+        ]
         later = [sum(ahead for *_, ahead in row) for row in links]
         self.share = np.array([1.0 / max(n, len(row) - n, 1) for n, row in zip(later, links, strict=True)])
         compiled = len(problem.edges) >= COMPILED if compiled is None else compiled
@@ -54,19 +59,19 @@ class Shift:
         if self.compiled is not None:
             self.compiled(np.concatenate(costs), n)
             return
-        edges, ends, order = self.problem.edges, (self.at_i, self.at_j), range(len(self.links))
+        least = np.minimum.reduce  # half the time of `min` on small arrays
+        order = range(len(self.near))
         for _ in range(n):
             for forward in (True, False):
                 for i in order if forward else reversed(order):
                     cost = costs[i]
-                    for edge, side, _ in self.links[i]:
-                        cost = cost + ends[side][edge]
-                    kept = (cost - cost.min()) * self.share[i]
-                    for edge, side, ahead in self.links[i]:
+                    for mine, *_ in self.near[i]:
+                        cost = cost + mine
+                    kept = (cost - least(cost)) * self.share[i]
+                    for mine, other, table, ahead in self.near[i]:
                         if ahead == forward:
-                            table = edges[edge].cost.T if side else edges[edge].cost
-                            given = ((kept - ends[side][edge])[:, None] + table).min(axis=0)
-                            np.subtract(given, given.min(), out=ends[1 - side][edge])
+                            given = least((kept - mine)[:, None] + table)
+                            np.subtract(given, least(given), out=other)
 
     def _compile(self):
         """`rounds` as compiled code over flat arrays; None without numba."""
@@ -93,13 +98,13 @@ class Shift:
         tables = np.concatenate(pool) if pool else np.zeros(0)
         return lambda costs, n: shift_rounds(costs, start, first, links, tables, self.share, self.messages, n)
 
-    def shifted(self, costs, unit: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """c' and e' of (6), with messages rounded to multiples of `unit`."""
-        costs, tables = list(costs), []
+    def shifted(self, costs, unit: float) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
+        """c' of (6), and the messages that the tables lose, both rounded to multiples of `unit`."""
+        costs, shifts = list(costs), []
         messages = np.rint(self.messages / unit) * unit
         for number, e in enumerate(self.problem.edges):
             a, b, c = self.ends[2 * number : 2 * number + 3]
             m_i, m_j = messages[a:b], messages[b:c]
             costs[e.i], costs[e.j] = costs[e.i] + m_i, costs[e.j] + m_j
-            tables.append(e.cost - m_i[:, None] - m_j[None, :])
-        return costs, tables
+            shifts.append((m_i, m_j))
+        return costs, shifts
