@@ -106,6 +106,26 @@ def test_goals_below_the_optimum_are_closed_and_goals_above_find_it(seed):
             assert problem.objective(record.states) == best and problem.peak(record.states) <= problem.limit
 
 
+@laws
+@given(networks())
+def test_messages_carried_through_a_shrink_change_no_choices_cost(problem):
+    whole = shrink(problem)
+    if not whole.feasible:
+        return
+    problem = whole.problem
+    shifting = shift.Shift(problem)
+    shifting.rounds(problem.costs, 5)
+    small = shrink(Problem(tuple(np.where(np.arange(len(c)) % 3 < 2, c, np.inf) for c in problem.costs), problem.edges))
+    if not small.feasible:
+        return
+    part, told = small.problem, shift.carried(shifting.told(), small)
+    assert all(len(m) == len(part.costs[i]) for (i, _), m in told.items())
+    costs, shifts = shift.Shift(part, messages=told).shifted(part.costs, 2.0**-20)
+    tables = [e.cost - m_i[:, None] - m_j for e, (m_i, m_j) in zip(part.edges, shifts, strict=True)]
+    moved = Problem(tuple(costs), tuple(Edge(e.i, e.j, t) for e, t in zip(part.edges, tables, strict=True)))
+    assert all(moved.objective(states) == part.objective(states) for states in choices(part))
+
+
 def test_the_core_answers_within_a_cost_or_proves_that_it_cannot():
     problem = chain(7, 3, seed=2, limit=220.0)
     best = brute_force(problem)

@@ -21,6 +21,7 @@ from .memory import Memory
 from .prices import Quote, bargain
 from .problem import Problem
 from .relax import Relaxation
+from .shift import Messages
 
 ENOUGH = 1e-4  # of the best answer's cost: a rise of the bound that is not worth another round
 
@@ -35,6 +36,7 @@ class Bound:
         best: the highest of the quotes; its value is a lower bound of (1) under (2)-(3).
         quotes: the priced choices met.
         work: table entries visited.
+        messages: where shifting has got to.
     """
 
     problem: Problem
@@ -42,6 +44,7 @@ class Bound:
     best: Quote
     quotes: tuple[Quote, ...]
     work: float
+    messages: Messages
 
     @property
     def value(self) -> float:
@@ -64,6 +67,7 @@ def bound(
     cap: int,
     rounds: int,
     start: np.ndarray | None = None,
+    messages: Messages | None = None,
     over: Callable[[], bool] = lambda: False,
 ) -> Bound:
     """A lower bound, and what is left of the problem for answers that cost at most `worth`.
@@ -73,9 +77,10 @@ def bound(
         cap: entries of a joint table.
         rounds: how often prices may be changed.
         start: prices to begin with.
+        messages: of shifting, to begin with.
         over: asked between rounds whether to stop.
     """
-    memory, relaxation = Memory(problem), Relaxation(problem, cap)
+    memory, relaxation = Memory(problem), Relaxation(problem, cap, messages)
     reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
     enough = ENOUGH * abs(worth) if np.isfinite(worth) else 0.0
     quotes: list[Quote] = []
@@ -84,4 +89,4 @@ def bound(
         if quote.value > worth or over():
             break
     best = max(quotes, key=lambda quote: quote.value)
-    return Bound(problem, memory, best, tuple(quotes), relaxation.work + 3 * relaxation.elimination.size)
+    return Bound(problem, memory, best, tuple(quotes), relaxation.work + 3 * relaxation.elimination.size, relaxation.messages())

@@ -22,6 +22,7 @@ from .bound import Bound, bound
 from .local import Moves, fit
 from .problem import Problem
 from .record import UNIT, Back, Clock, Record
+from .shift import Messages, carried
 from .shrink import shrink
 
 JOINT = 1 << 16  # entries of a joint table
@@ -43,7 +44,7 @@ class Region:
         back: its states as states of the whole problem.
         offset: what the whole problem's cost is above its cost.
         bound: no answer in it costs less.
-        prices: to begin with, [T], or None.
+        prices, messages: to begin with, or None; prices are [T].
         core: variables up to which CP-SAT has a chance.
     """
 
@@ -53,9 +54,15 @@ class Region:
     bound: float = -np.inf
     prices: np.ndarray | None = None
     core: int = CORE
+    messages: Messages | None = None
 
-    def part(self, kept: list[np.ndarray], prices: np.ndarray, value: float) -> Region | None:
+    def after(self, result: Bound) -> Region:
+        """The same answers; the next bound begins where this one has got to."""
+        return replace(self, prices=result.best.prices, messages=result.messages)
+
+    def part(self, kept: list[np.ndarray], result: Bound) -> Region | None:
         """The answers whose states are all in the masks `kept`; None when there are none."""
+        prices, value = result.best.prices, result.value
         costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(kept, self.problem.costs, strict=True))
         small = shrink(replace(self.problem, costs=costs))
         if not small.feasible:
@@ -68,6 +75,7 @@ class Region:
             max(self.bound, value + self.offset),
             prices[small.steps][:horizon],
             self.core,
+            carried(result.messages, small),
         )
 
 
@@ -117,12 +125,12 @@ class Tree:
         kept = result.kept(worth())
         share = sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept)))
         halves = [kept] if share <= KEPT else split(result, kept)
-        parts = (region.part(half, result.best.prices, result.value) for half in halves)
+        parts = (region.part(half, result) for half in halves)
         return [part for part in parts if part is not None]
 
     def bound(self, region: Region, worth: float, joint: int, changes: int, share: float = 1.0) -> Bound:
         """A bound of a region, for at most a share of what may still be spent; answers are tried on the way."""
-        result = bound(region.problem, worth, joint, changes, region.prices, self.clock.share(share))
+        result = bound(region.problem, worth, joint, changes, region.prices, region.messages, self.clock.share(share))
         self.bounds += 1
         self.clock.spend(result.work + CALLS * len(region.problem.costs))
         if self.tries and result.value <= worth and np.isfinite(result.value):

@@ -85,7 +85,7 @@ def bargain(
         costs: node costs, the problem's own by default.
     """
     prices = np.zeros(memory.n_steps) if start is None else start
-    point = best = quote(relaxation, memory, prices, ROUNDS[0], costs)
+    point = best = quote(relaxation, memory, prices, ROUNDS[relaxation.warm], costs)
     yield best
     steps: list[int] = []
     planes: list[list] = []
@@ -98,11 +98,15 @@ def bargain(
             plane[0] = max(plane[0], point.value - float((point.prices * plane[1]).sum()))
         steps += [t for t in memory.peaks(point.over, 0.0).tolist() if t not in steps]
         steps += [t for t in np.flatnonzero(point.prices).tolist() if t not in steps]
-        if not steps:
-            return
-        promise, prices = _highest(planes, steps, best.prices, box)
-        if promise - best.value <= max(enough, 1e-9 * max(1.0, abs(best.value))):
-            return
+        least = max(enough, 1e-9 * max(1.0, abs(best.value)))
+        promise, prices = _highest(planes, steps, best.prices, box) if steps else (best.value, best.prices)
+        if promise - best.value <= least:  # no price raises L: more shifting may
+            more = None if relaxation.exact else quote(relaxation, memory, best.prices, ROUNDS[1], costs)
+            if more is None or more.value - best.value <= least:
+                return
+            point = best = more
+            yield point
+            continue
         point = quote(relaxation, memory, prices, ROUNDS[1], costs)
         improved = point.value > best.value
         hit = (np.abs(prices - best.prices) >= box * (1 - 1e-9)).any()

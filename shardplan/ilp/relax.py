@@ -6,7 +6,7 @@ import numpy as np
 
 from .eliminate import Elimination, Pass
 from .problem import Problem
-from .shift import Shift
+from .shift import Messages, Shift
 
 CALL = 400.0  # table entries that the overhead of an array operation is worth
 
@@ -16,15 +16,16 @@ class Relaxation:
 
     Attributes:
         exact: values are optima, not only lower bounds of them.
+        warm: shifting begins with messages from before.
         total: no sum of entries, one of each table, is larger.
         work: table entries visited so far.
     """
 
-    def __init__(self, problem: Problem, cap: int):
+    def __init__(self, problem: Problem, cap: int, messages: Messages | None = None):
         self.problem = problem
-        self.elimination = Elimination(problem, cap)
+        self.elimination, self.warm = Elimination(problem, cap), bool(messages)
         self.exact = self.elimination.exact
-        self.shift = None if self.exact else Shift(problem)
+        self.shift = None if self.exact else Shift(problem, messages=messages)
         arrays = [*problem.costs, *(e.cost for e in problem.edges)]
         self.total = sum(float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) for a in arrays) + 1.0
         self.work = 0.0
@@ -42,3 +43,7 @@ class Relaxation:
         self.shift.rounds(costs, rounds)
         self.work += rounds * (self.shift.entries + 4 * CALL * len(self.problem.edges))
         return self.elimination.run(*self.shift.shifted(costs, unit))
+
+    def messages(self) -> Messages:
+        """Where shifting has got to."""
+        return {} if self.shift is None else self.shift.told()

@@ -17,8 +17,13 @@ from itertools import pairwise
 import numpy as np
 
 from .problem import Problem
+from .shrink import Follow, Restrict, Shrunk
 
 COMPILED = 2_000  # edges from which the rounds are left to compiled code, if it is there; it does the same sums in the same order
+
+
+Messages = dict[tuple[int, int], np.ndarray]
+"""(i, j) -> what node i is sent by its edge to j, [k_i]."""
 
 
 class Shift:
@@ -31,13 +36,17 @@ class Shift:
         entries: table entries that a round visits.
     """
 
-    def __init__(self, problem: Problem, compiled: bool | None = None):
+    def __init__(self, problem: Problem, compiled: bool | None = None, messages: Messages | None = None):
         self.problem = problem
         sizes = np.array([e.cost.shape for e in problem.edges], dtype=np.int64).reshape(-1, 2)
         self.ends = np.cumsum(np.concatenate([[0], sizes.ravel()]))
         self.messages = np.zeros(self.ends[-1])
         parts = [self.messages[a:b] for a, b in pairwise(self.ends)]
         self.at_i, self.at_j = parts[0::2], parts[1::2]
+        if messages:
+            for edge, e in enumerate(problem.edges):
+                for side, ends in ((self.at_i, (e.i, e.j)), (self.at_j, (e.j, e.i))):
+                    side[edge][:] = messages.get(ends, 0.0)
         self.entries = 2.0 * float(sizes.prod(axis=1).sum())
         links: list[list[tuple[int, int, bool]]] = [[] for _ in problem.costs]  # (edge, 0 at its i and 1 at its j, comes first)
         for number, e in enumerate(problem.edges):
@@ -108,3 +117,41 @@ class Shift:
             costs[e.i], costs[e.j] = costs[e.i] + m_i, costs[e.j] + m_j
             shifts.append((m_i, m_j))
         return costs, shifts
+
+    def told(self) -> Messages:
+        """The messages as they are now."""
+        told: Messages = {}
+        for edge, e in enumerate(self.problem.edges):
+            told[e.i, e.j], told[e.j, e.i] = self.at_i[edge].copy(), self.at_j[edge].copy()
+        return told
+
+
+def carried(messages: Messages, small: Shrunk) -> Messages:
+    """Messages of a problem as messages of what it shrank to."""
+    near: dict[int, dict[int, np.ndarray]] = {}
+    for (i, j), m in messages.items():
+        near.setdefault(i, {})[j] = m
+
+    def join(i: int, j: int, at_i: np.ndarray, at_j: np.ndarray) -> None:
+        for a, b, m in ((i, j, at_i), (j, i, at_j)):
+            row = near.setdefault(a, {})
+            row[b] = row[b] + m if b in row else m
+
+    for record in small.trail:
+        i = record.node
+        if i not in near:
+            continue
+        if isinstance(record, Restrict):
+            near[i] = {j: m[record.keep] for j, m in near[i].items()}
+            continue
+        gone = near.pop(i)
+        back = {j: near[j].pop(i) for j in gone}
+        if isinstance(record, Follow):
+            for k in gone:
+                if k != record.leader and len(gone[k]) > 1:
+                    join(record.leader, k, gone[k][record.f], back[k])
+        elif len(record.neighbours) == 2:
+            j, k = record.neighbours
+            join(j, k, back[j], back[k])
+    number = {i: n for n, i in enumerate(small.nodes)}
+    return {(number[i], number[j]): m for i, row in near.items() for j, m in row.items()}

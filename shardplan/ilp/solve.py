@@ -116,7 +116,7 @@ class Chain:
             self.record.prove(result.value + self.region.offset)
             kept = result.kept(self.record.worth - self.region.offset)
             if sum(int(mask.sum()) for mask in kept) < AGAIN * sum(map(len, kept)):  # a new problem costs the runs their plans
-                part = self.region.part(kept, result.best.prices, result.value)
+                part = self.region.part(kept, result)
                 if part is None:
                     return True
                 self.region = part
@@ -142,7 +142,7 @@ class Chain:
     def part(self, goal: float) -> Region | None:
         """What (5) leaves of the region for answers that cost at most `goal`."""
         result = self.bounded()
-        return self.region.part(result.kept(goal - self.region.offset), result.best.prices, result.value)
+        return self.region.part(result.kept(goal - self.region.offset), result)
 
     def bounded(self) -> Bound:
         if self.result is None:
