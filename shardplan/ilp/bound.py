@@ -52,9 +52,9 @@ class Bound:
 
     @functools.cached_property
     def through(self) -> list[np.ndarray]:
-        """Left side of (5) for every state of every node."""
-        worth = float(self.best.prices.sum() * self.memory.limit) if self.best.prices.any() else 0.0
-        return [marginal - worth for marginal in self.best.sweep.marginals()]
+        """Left side of (5) for every state of every node, the greatest over the prices met: heavy states show at high prices."""
+        rows = [quote.through(self.memory) for quote in self.quotes]
+        return [np.maximum.reduce(row) for row in zip(*rows, strict=True)]
 
     def kept(self, worth: float) -> list[np.ndarray]:
         """Masks of the states that answers of at most this cost may take."""

@@ -49,6 +49,11 @@ class Quote:
         """The plane's value at other prices. (No `@`: its rounding depends on the machine.)"""
         return self.value + float(((prices - self.prices) * self.over).sum())
 
+    def through(self, memory: Memory) -> list[np.ndarray]:
+        """For every state of every node a lower bound of the priced cost of a choice through it, [k_i] each."""
+        worth = float(self.prices.sum() * memory.limit) if self.prices.any() else 0.0
+        return [marginal - worth for marginal in self.sweep.marginals()]
+
 
 def quote(relaxation: Relaxation, memory: Memory, prices: np.ndarray, rounds: int, costs=None) -> Quote:
     """L at the given prices, rounded so that sums are exact.
