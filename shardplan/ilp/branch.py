@@ -29,10 +29,10 @@ JOINT = 1 << 16  # entries of a joint table
 CHANGES = (12, 6)  # of prices, at the first bound of a search and at later ones
 KEPT = 0.8  # share of states up to which a region is bounded again before it is split
 TRIES = 3  # priced choices of a bound that are made to fit
-CORE = 8_000  # variables up to which CP-SAT takes over
-CORE_WORK = 1.5
+CORE = 4_000  # variables up to which CP-SAT takes over
+CORE_WORK = 0.3
 CORE_AGAIN = 0.6  # as many variables, after a failure, up to which CP-SAT tries again
-CALLS = 5e4  # table entries that shrinking and preparing a node are worth
+CALLS = 2e5  # table entries that shrinking and preparing a node are worth
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Region:
         """The answers whose states are all in the masks `kept`; None when there are none."""
         prices, value = result.best.prices, result.value
         costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(kept, self.problem.costs, strict=True))
-        small = shrink(replace(self.problem, costs=costs))
+        small = shrink(replace(self.problem, costs=costs), dominance=False)
         if not small.feasible:
             return None
         outer, horizon = self.back, max((u.hi for u in small.problem.usages), default=0)
@@ -114,11 +114,10 @@ class Tree:
         def worth() -> float:
             return min(goal, self.record.worth) - region.offset
 
-        variables = cpsat.entries(region.problem)
-        if variables <= region.core:
-            if self.core(region, goal, CORE_WORK):
-                return []
-            region = replace(region, core=int(CORE_AGAIN * variables))
+        left = self.core(region, goal)
+        if left is None:
+            return []
+        region = left
         result = self.bound(region, worth(), JOINT, CHANGES[1])
         if result.value > worth():
             return []
@@ -146,15 +145,19 @@ class Tree:
             if found is not None:
                 self.record.offer(found, region.problem.objective(found) + region.offset, region.back)
 
-    def core(self, region: Region, goal: float, work: float) -> bool:
-        """CP-SAT on a region; whether that ends with a proof that nothing wanted is left of it."""
+    def core(self, region: Region, goal: float) -> Region | None:
+        """CP-SAT on a region, if that is small enough; None when that ends with a proof that nothing wanted is left of it."""
+        variables = cpsat.entries(region.problem)
+        if variables > region.core:
+            return region
         wanted = min(goal, self.record.worth) - region.offset
         seconds = None if self.clock.seconds is None else self.clock.seconds_left / 2
-        answer = cpsat.solve_core(region.problem, work=min(work, self.clock.work), seconds=seconds, most=wanted)
+        answer = cpsat.solve_core(region.problem, work=min(CORE_WORK, self.clock.work), seconds=seconds, most=wanted)
         self.clock.spend(UNIT * answer.work)
         if answer.states and region.problem.peak(answer.states) <= (np.inf if region.problem.limit is None else region.problem.limit):
             self.record.offer(answer.states, region.problem.objective(answer.states) + region.offset, region.back)
-        return answer.bound + region.offset > min(goal, self.record.worth)
+        done = answer.bound + region.offset > min(goal, self.record.worth)
+        return None if done else replace(region, core=int(CORE_AGAIN * variables))
 
 
 def split(result: Bound, kept: list[np.ndarray]) -> list[list[np.ndarray]]:

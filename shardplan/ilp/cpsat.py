@@ -30,9 +30,8 @@ class Answer:
 
 
 def entries(problem: Problem) -> int:
-    """Size of the program: variables it would have, and terms in (2)."""
-    variables = sum(map(len, problem.costs)) + sum(int(np.isfinite(e.cost).sum()) for e in problem.edges)
-    return variables + sum((u.hi - u.lo) * len(u.bytes) for u in problem.usages) // 10
+    """How many variables the program would have."""
+    return sum(map(len, problem.costs)) + sum(int(np.isfinite(e.cost).sum()) for e in problem.edges)
 
 
 def solve_core(

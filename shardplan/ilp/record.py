@@ -13,7 +13,7 @@ Progress = Callable[[tuple[int, ...], float, float], None]
 Back = Callable[[tuple[int, ...]], tuple[int, ...]]  # states of a smaller problem -> states of the given one
 
 WORK = 20.0  # default work limit
-UNIT = 1e8  # table entries per unit of work: about a second
+UNIT = 4e8  # table entries per unit of work: about a second
 LARGE = 20_000  # states from which a problem counts as large
 ROUNDING = 1e-9  # relative, where costs or bytes are not whole numbers
 

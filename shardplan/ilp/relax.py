@@ -8,7 +8,7 @@ from .eliminate import Elimination, Pass
 from .problem import Problem
 from .shift import Messages, Shift
 
-CALL = 400.0  # table entries that the overhead of an array operation is worth
+CALL = 2_500.0  # table entries that the overhead of an array operation is worth
 
 
 class Relaxation:

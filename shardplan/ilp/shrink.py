@@ -21,7 +21,7 @@ import numpy as np
 
 from .problem import Edge, Problem, Usage
 
-DOMINANCE_PAIRS = 1 << 22  # table entries a dominance test may touch at one node
+DOMINANCE_PAIRS = 1 << 14  # table entries a dominance test may touch at one node
 ELIMINATE_SIZE = 1 << 16  # entries of an edge table that elimination may create
 
 
@@ -437,12 +437,13 @@ class _RangeMin:
 # ---------------------------------------------------------------- the chain
 
 
-def shrink(problem: Problem, *, tie: bool = False) -> Shrunk:
+def shrink(problem: Problem, *, tie: bool = False, dominance: bool = True) -> Shrunk:
     """Applies every reduction until none finds anything.
 
     Args:
         problem: any problem.
         tie: make one node of every class in `problem.ties` first (a restriction, not a reduction).
+        dominance: look for dominated states, too; that takes longest, and finds next to nothing in a part of a shrunk problem.
     """
     trail: list = []
     n_nodes, tied = len(problem.costs), bool(tie and problem.ties)
@@ -461,7 +462,7 @@ def shrink(problem: Problem, *, tie: bool = False) -> Shrunk:
             _record(trail, Restrict.apply(net, i, mask), nodes)
         _exhaust(net, trail, nodes)
         doubtful = [i for i, alive in enumerate(net.alive) if alive]
-        while doubtful and net.feasible:  # dominance costs more, so it waits until the rest is done
+        while dominance and doubtful and net.feasible:  # costs more, so it waits until the rest is done
             for i in doubtful:
                 if net.alive[i]:
                     _record(trail, Restrict.apply(net, i, undominated(net, i)), nodes)

@@ -3,7 +3,8 @@
     shrink      exact reductions                                                                            shrink.py
     bound       prices on bytes, costs shifted along edges, elimination: what no answer can beat, first answers, and the
                 states that no better answer takes; shrink again                       bound.py, prices.py, shift.py, eliminate.py
-    close       goals between bound and answer; branch and bound below each, CP-SAT on small cores          branch.py, cpsat.py
+    focus       answers among the states that are best by the bound, and again among the best of these
+    close       branch and bound for answers that are better than the best, CP-SAT on small cores           branch.py, cpsat.py
     explore     under a time limit only: shifting under prices that follow the memory, sweeps and kicks     explore.py, plans.py
 
 Without a time limit no clock is read: every link counts its work, so the answer is the same everywhere.
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import cpsat
 from .bound import Bound
 from .branch import Region, Tree
 from .least import least_memory
@@ -26,12 +26,10 @@ from .shrink import Shrunk, shrink
 if TYPE_CHECKING:
     from .explore import Runs
 
-JOINTS = (1 << 14, 1 << 17)  # entries of a joint table
-CHANGES = 20  # of prices in a bound of the whole
-GOALS = 1 / 16  # where the first goal lies, as a share of the way from bound to answer
-DIVE = 8_000  # variables of the 0-1 program of a dive, at most
-DIVE_WORK = 1.5
-ALIKE, AGAIN = 0.97, 0.6  # share of states that are left from which, up to which another bound of the whole does not pay, does
+JOINT = 1 << 14  # entries of a joint table, where no edge has more
+CHANGES = 6  # of prices in a bound
+FOCUS = 0.5  # share of the states among which an answer is looked for
+ALIKE, AGAIN = 0.8, 0.6  # share of states that are left from which, up to which another bound of the whole does not pay, does
 GOAL_SHARE = 0.35  # of what may still be spent, for each goal but the last
 UNKNOWN_GAP = 0.3  # of the bound: how far away the first answer may be, as long as there is none
 LARGE_SHARE = 0.15  # of the time, for a bound of a large problem
@@ -99,10 +97,7 @@ class Chain:
         """True when it is proven that nothing better than the record is left."""
         if self.runs is not None and sum(map(len, self.region.problem.costs)) > LARGE:
             return self.explore(self.runs)
-        if self.narrow():
-            return True
-        self.dive()
-        return self.close()
+        return self.narrow() or self.close()
 
     def explore(self, runs: Runs) -> bool:
         """Runs on a large problem, and a bound between them, until it is no longer large; True when that ends in a proof."""
@@ -112,7 +107,7 @@ class Chain:
             runs.run(self.region)
             if runs.last:
                 continue
-            result = self.tree.bound(self.region, self.record.worth - self.region.offset, JOINTS[0], CHANGES, LARGE_SHARE)
+            result = self.tree.bound(self.region, self.record.worth - self.region.offset, JOINT, CHANGES, LARGE_SHARE)
             self.record.prove(result.value + self.region.offset)
             kept = result.kept(self.record.worth - self.region.offset)
             if sum(int(mask.sum()) for mask in kept) < AGAIN * sum(map(len, kept)):  # a new problem costs the runs their plans
@@ -124,20 +119,38 @@ class Chain:
 
     def narrow(self) -> bool:
         """Bounds the region and drops what costs more than the best answer, while that helps; True when that ends in a proof."""
-        for joint in JOINTS:
-            while not self.clock.over():
-                self.result = self.tree.bound(self.region, self.record.worth - self.region.offset, joint, CHANGES)
-                self.record.prove(self.result.value + self.region.offset)
-                if self.record.done or np.isinf(self.result.value):
-                    return True
-                kept = self.result.kept(self.record.worth - self.region.offset)
-                if sum(int(mask.sum()) for mask in kept) > ALIKE * sum(map(len, kept)) or self.clock.over():
-                    break
-                part = self.part(self.record.worth)
-                if part is None:
-                    return True
-                self.region, self.result = part, None
+        while not self.clock.over():
+            self.result = self._bound(self.region)
+            self.record.prove(self.result.value + self.region.offset)
+            if self.record.done or np.isinf(self.result.value):
+                return True
+            self.region = self.region.after(self.result)
+            self.focus(self.region, self.result)
+            if self.share() > ALIKE or self.clock.over():
+                return False
+            part = self.part(self.record.worth)
+            part = part and self.tree.core(part, np.inf)
+            if part is None:
+                return True
+            self.region, self.result = part, None
         return False
+
+    def share(self) -> float:
+        """The part of the region's states that answers better than the record's may take."""
+        kept = self.bounded().kept(self.record.worth - self.region.offset)
+        return sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept)))
+
+    def focus(self, region: Region, result: Bound) -> None:
+        """Looks for answers among the states that are best by the bound, and again among the best of these, until CP-SAT can."""
+        while result.value <= (worth := self.record.worth - region.offset) and not self.clock.over():
+            through = np.concatenate(result.through)
+            if not len(through) or (through <= worth).mean() <= FOCUS:
+                return
+            part = region.part(result.kept(max(np.quantile(through, FOCUS), *(t.min() for t in result.through))), result)
+            part = part and self.tree.core(part, np.inf)
+            if part is None:
+                return
+            region, result = part, self._bound(part)
 
     def part(self, goal: float) -> Region | None:
         """What (5) leaves of the region for answers that cost at most `goal`."""
@@ -146,30 +159,21 @@ class Chain:
 
     def bounded(self) -> Bound:
         if self.result is None:
-            self.result = self.tree.bound(self.region, self.record.worth - self.region.offset, JOINTS[-1], CHANGES)
+            self.result = self._bound(self.region)
         return self.result
+
+    def _bound(self, region: Region) -> Bound:
+        joint = max([JOINT, *(e.cost.size for e in region.problem.edges)])
+        return self.tree.bound(region, self.record.worth - region.offset, joint, CHANGES)
 
     def way(self) -> float:
         """How far the best answer is above the bound of the region."""
         value = self.bounded().value + self.region.offset
         return self.record.worth - value if self.record.found else UNKNOWN_GAP * abs(value) + 1.0
 
-    def dive(self) -> None:
-        """CP-SAT for the best answer near the bound, whatever it costs: how near, its size decides."""
-        near = None
-        for share in (GOALS / 16, GOALS / 4, GOALS, 4 * GOALS, 1.0):
-            if self.clock.over():
-                return
-            part = self.part(self.bounded().value + self.region.offset + share * self.way())
-            if part is not None and cpsat.entries(part.problem) > DIVE:
-                break
-            near = part
-        if near is not None:
-            self.tree.core(near, np.inf, DIVE_WORK)
-
     def close(self) -> bool:
         """Goals from the bound upwards, each twice as far as the one before; True when that ends in a proof."""
-        reach = GOALS * self.way()
+        reach = self.way()
         while not self.clock.over():
             goal = min(self.bounded().value + self.region.offset + reach, self.record.worth)
             left = self.tree.close(self.parts(goal), goal, GOAL_SHARE if goal < self.record.worth else 1.0)
@@ -183,8 +187,7 @@ class Chain:
             if self.record.done or (goal >= self.record.worth and not left):
                 return True
             reach *= 2
-            kept = self.bounded().kept(self.record.worth - self.region.offset)
-            if sum(int(mask.sum()) for mask in kept) < AGAIN * sum(map(len, kept)) and self.narrow():
+            if self.share() < AGAIN and self.narrow():
                 return True
         return False
 
