@@ -23,8 +23,6 @@ from .problem import Problem
 from .relax import Relaxation
 from .shift import Messages
 
-ENOUGH = 1e-4  # of the best answer's cost: a rise of the bound that is not worth another round
-
 
 @dataclass(frozen=True)
 class Bound:
@@ -82,9 +80,8 @@ def bound(
     """
     memory, relaxation = Memory(problem), Relaxation(problem, cap, messages)
     reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
-    enough = ENOUGH * abs(worth) if np.isfinite(worth) else 0.0
     quotes: list[Quote] = []
-    for quote in bargain(relaxation, memory, reach, rounds=rounds, start=start, enough=enough):
+    for quote in bargain(relaxation, memory, reach, rounds=rounds, start=start, worth=worth):
         quotes.append(quote)
         if quote.value > worth or over():
             break

@@ -24,6 +24,7 @@ from .memory import Memory
 from .relax import Relaxation
 
 ROUNDS = (12, 4)  # of shifting, at the first prices and after a change of prices
+ENOUGH = 0.02  # of the way from bound to answer: a rise of the bound that is not worth another round
 PRECISION = 46  # bits of a sum of all entries: 7 less than float64 has
 
 
@@ -77,7 +78,7 @@ def bargain(
     *,
     rounds: int = 60,
     start: np.ndarray | None = None,
-    enough: float = 0.0,
+    worth: float = np.inf,
     costs=None,
 ) -> Iterator[Quote]:
     """Quotes at better and better prices, first at `start`; ends when no price can raise L any more.
@@ -86,7 +87,7 @@ def bargain(
         reach: a first guess of how much cost the limit is worth, which sizes the box.
         rounds: how often prices may change.
         start: prices to begin with, none by default.
-        enough: a rise of L that is not worth another round.
+        worth: what a better answer costs at most; a rise of L by a small part of the way there is not worth another round.
         costs: node costs, the problem's own by default.
     """
     prices = np.zeros(memory.n_steps) if start is None else start
@@ -103,7 +104,7 @@ def bargain(
             plane[0] = max(plane[0], point.value - float((point.prices * plane[1]).sum()))
         steps += [t for t in memory.peaks(point.over, 0.0).tolist() if t not in steps]
         steps += [t for t in np.flatnonzero(point.prices).tolist() if t not in steps]
-        least = max(enough, 1e-9 * max(1.0, abs(best.value)))
+        least = max(ENOUGH * min(worth - best.value, abs(best.value)), 1e-9 * max(1.0, abs(best.value)))
         promise, prices = _highest(planes, steps, best.prices, box) if steps else (best.value, best.prices)
         if promise - best.value <= least:  # no price raises L: more shifting may
             more = None if relaxation.exact else quote(relaxation, memory, best.prices, ROUNDS[1], costs)
