@@ -25,7 +25,7 @@ from .record import UNIT, Back, Clock, Record
 from .shift import Messages, carried
 from .shrink import shrink
 
-JOINT = 1 << 16  # entries of a joint table
+JOINT = 1 << 16  # entries of a joint table, where no edge has more
 CHANGES = (12, 6)  # of prices, at the first bound of a search and at later ones
 KEPT = 0.8  # share of states up to which a region is bounded again before it is split
 TRIES = 3  # priced choices of a bound that are made to fit
@@ -129,6 +129,7 @@ class Tree:
 
     def bound(self, region: Region, worth: float, joint: int, changes: int, share: float = 1.0) -> Bound:
         """A bound of a region, for at most a share of what may still be spent; answers are tried on the way."""
+        joint = max([joint, *(e.cost.size for e in region.problem.edges)])
         result = bound(region.problem, worth, joint, changes, region.prices, region.messages, self.clock.share(share))
         self.bounds += 1
         self.clock.spend(result.work + CALLS * len(region.problem.costs))

@@ -163,8 +163,7 @@ class Chain:
         return self.result
 
     def _bound(self, region: Region) -> Bound:
-        joint = max([JOINT, *(e.cost.size for e in region.problem.edges)])
-        return self.tree.bound(region, self.record.worth - region.offset, joint, CHANGES)
+        return self.tree.bound(region, self.record.worth - region.offset, JOINT, CHANGES)
 
     def way(self) -> float:
         """How far the best answer is above the bound of the region."""
