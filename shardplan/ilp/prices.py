@@ -23,7 +23,7 @@ from .eliminate import Pass
 from .memory import Memory
 from .relax import Relaxation
 
-ROUNDS = (4, 4)  # of shifting, at the first prices and after a change of prices
+ROUNDS = (4, 2)  # of shifting, at the first prices and after a change of prices
 ENOUGH = 0.02  # of the way from bound to answer: a rise of the bound that is not worth another round
 PRECISION = 46  # bits of a sum of all entries: 7 less than float64 has
 
