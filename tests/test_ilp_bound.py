@@ -126,6 +126,26 @@ def test_messages_carried_through_a_shrink_change_no_choices_cost(problem):
     assert all(moved.objective(states) == part.objective(states) for states in choices(part))
 
 
+@laws
+@given(networks())
+def test_parts_without_a_search_for_dominated_states_keep_the_optimum(problem):
+    small = shrink(problem, dominance=False)
+    whole = solve(problem)
+    if small.feasible and whole.states:
+        best = solve(small.problem)
+        assert best.objective + small.offset == whole.objective == problem.objective(small.invert(best.states))
+
+
+def test_three_axes_and_a_tight_budget_are_proven():
+    create, step, batches = MODELS["hybrid_mlp"]()
+    state, batch = jax.eval_shape(create, jax.random.key(0)), next(iter(batches(1)))
+    mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "model", "expert"))
+    peak = shardplan.auto(mesh, donate_argnums=0, cluster="h100")(step).plan(state, batch).memory().peak
+    for share in (0.7, 0.4):
+        tight = shardplan.auto(mesh, donate_argnums=0, cluster="h100", memory=share * peak)(step).plan(state, batch)
+        assert tight.status == "optimal" and tight.memory().peak <= share * peak
+
+
 def test_the_core_answers_within_a_cost_or_proves_that_it_cannot():
     problem = chain(7, 3, seed=2, limit=220.0)
     best = brute_force(problem)

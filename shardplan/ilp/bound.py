@@ -6,7 +6,7 @@ through it. A state whose priced cost is above the best answer's cost cannot be 
     min over s with s_i = a of  (1)(s) + sum_t p_t (memory_t(s) - limit)  >  best answer        =>  drop a of node i     (5)
 
 On real networks, where silly states cost orders of magnitude more, (5) with a good answer deletes nearly everything, also
-when the elimination has to split joints. What is left is shrunk again, and so on with larger joints.
+when the elimination has to split joints. What is left is shrunk again, and bounded again.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class Chain:
         return self.record.worth - value if self.record.found else UNKNOWN_GAP * abs(value) + 1.0
 
     def close(self) -> bool:
-        """Goals from the bound upwards, each twice as far as the one before; True when that ends in a proof."""
+        """Branches below the best answer; without one, below goals, each twice as far from the bound; True when that is a proof."""
         reach = self.way()
         while not self.clock.over():
             goal = min(self.bounded().value + self.region.offset + reach, self.record.worth)
