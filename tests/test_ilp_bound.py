@@ -129,7 +129,7 @@ def test_messages_carried_through_a_shrink_change_no_choices_cost(problem):
 @laws
 @given(networks())
 def test_parts_without_a_search_for_dominated_states_keep_the_optimum(problem):
-    small = shrink(problem, dominance=False)
+    small = shrink(problem, dominance=0)
     whole = solve(problem)
     if small.feasible and whole.states:
         best = solve(small.problem)

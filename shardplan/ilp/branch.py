@@ -64,7 +64,7 @@ class Region:
         """The answers whose states are all in the masks `kept`; None when there are none."""
         prices, value = result.best.prices, result.value
         costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(kept, self.problem.costs, strict=True))
-        small = shrink(replace(self.problem, costs=costs), dominance=False)
+        small = shrink(replace(self.problem, costs=costs), dominance=0)
         if not small.feasible:
             return None
         outer, horizon = self.back, max((u.hi for u in small.problem.usages), default=0)

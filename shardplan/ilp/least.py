@@ -14,6 +14,7 @@ from .relax import Relaxation
 from .shrink import shrink
 
 JOINT = 1 << 14  # entries of a joint table
+DOMINANCE = 1 << 22  # table entries a dominance test may touch at one node: where nothing costs anything, most states are dominated
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def least_memory(problem: Problem) -> LeastMemory:
         edges=tuple(replace(e, cost=tables[id(e.cost)]) for e in problem.edges),
         limit=-np.inf,
     )
-    small = shrink(bare, tie=True)
+    small = shrink(bare, tie=True, dominance=DOMINANCE)
     if not small.feasible:
         return LeastMemory(np.inf, np.inf, 0, ())
     memory, relaxation = Memory(small.problem), Relaxation(small.problem, JOINT)

@@ -21,7 +21,7 @@ import numpy as np
 
 from .problem import Edge, Problem, Usage
 
-DOMINANCE_PAIRS = 1 << 14  # table entries a dominance test may touch at one node
+DOMINANCE_PAIRS = 1 << 14  # table entries a dominance test may touch at one node, by default
 ELIMINATE_SIZE = 1 << 16  # entries of an edge table that elimination may create
 
 
@@ -227,16 +227,16 @@ def possible(net: Network, i: int) -> np.ndarray:
     return mask
 
 
-def undominated(net: Network, i: int) -> np.ndarray:
+def undominated(net: Network, i: int, most: int) -> np.ndarray:
     """Mask of i's states but those that another one replaces at no greater cost and bytes, whatever the neighbours take.
 
     b replaces a when  c[b] + sum_j max_x (e_ij[b, x] - e_ij[a, x]) <= c[a]  and u[b] <= u[a] in every interval; of two
-    that replace each other the lower number stays.
+    that replace each other the lower number stays. No state is dropped where that would touch more than `most` table entries.
     """
     cost, tables = net.costs[i], list(net.adj[i].values())
     k = len(cost)
     keep = np.ones(k, dtype=bool)
-    if k == 1 or k * k > DOMINANCE_PAIRS:
+    if k == 1 or k * k > most:
         return keep
     slack = cost[:, None] - cost[None, :]  # [a, b]; what the edges may cost more under b
     np.fill_diagonal(slack, -np.inf)
@@ -245,7 +245,7 @@ def undominated(net: Network, i: int) -> np.ndarray:
             column = table[:, x]
             slack[_difference(column[None, :], column[:, None]) > slack + 0.0] = -np.inf
     a, b = np.nonzero(slack >= -_REACH)
-    if len(a) * sum(t.shape[1] for t in tables) > DOMINANCE_PAIRS:
+    if len(a) * sum(t.shape[1] for t in tables) > most:
         return keep
     usage = net.usage(i)
     if usage is not None and len(a):
@@ -437,13 +437,14 @@ class _RangeMin:
 # ---------------------------------------------------------------- the chain
 
 
-def shrink(problem: Problem, *, tie: bool = False, dominance: bool = True) -> Shrunk:
+def shrink(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_PAIRS) -> Shrunk:
     """Applies every reduction until none finds anything.
 
     Args:
         problem: any problem.
         tie: make one node of every class in `problem.ties` first (a restriction, not a reduction).
-        dominance: look for dominated states, too; that takes longest, and finds next to nothing in a part of a shrunk problem.
+        dominance: table entries that the search for dominated states may touch at one node; it takes longest, finds most where all
+            costs are alike, and next to nothing in a part of a shrunk problem.
     """
     trail: list = []
     n_nodes, tied = len(problem.costs), bool(tie and problem.ties)
@@ -465,7 +466,7 @@ def shrink(problem: Problem, *, tie: bool = False, dominance: bool = True) -> Sh
         while dominance and doubtful and net.feasible:  # costs more, so it waits until the rest is done
             for i in doubtful:
                 if net.alive[i]:
-                    _record(trail, Restrict.apply(net, i, undominated(net, i)), nodes)
+                    _record(trail, Restrict.apply(net, i, undominated(net, i, dominance)), nodes)
             doubtful = list(net.dirty)
             _exhaust(net, trail, nodes)
         offset, feasible = offset + net.offset, net.feasible
