@@ -122,7 +122,7 @@ def dispatch() -> dict:
     (in_shardings, _), out_shardings = plan.in_shardings, plan.out_shardings
     plain = jax.jit(train_step, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=0)
     steps = {"plain": plain, "planned": planned}
-    states = {name: jax.device_put(shapes, in_shardings[0]) for name in steps}
+    states = {name: jax.device_put(jax.tree.map(jnp.copy, shapes), in_shardings[0]) for name in steps}  # both are donated
     batch = jax.device_put(jnp.zeros(8), in_shardings[1])
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for call in range(CALLS):
