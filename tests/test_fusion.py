@@ -54,6 +54,23 @@ def test_what_is_read_and_written(fun, moved):
     assert megabytes(fun, X) == pytest.approx(moved, rel=0.01)
 
 
+def test_what_many_kernels_read_is_written_once_and_not_summed_up_again_by_each():
+    """A sum that every layer adds to: layer after layer costs the same, however many stand before."""
+
+    def residual(layers):
+        def run(x, w):
+            for _ in range(layers):
+                x = x + jax.nn.softmax(x) @ w
+            return x
+
+        return megabytes(run, X, X)
+
+    four, eight, twelve = residual(4), residual(8), residual(12)
+    assert twelve - eight == pytest.approx(eight - four, rel=0.01)
+    # read for the sum, and again; the operand written and read, the weight, the result; the next sum, with its largest on the way
+    assert (eight - four) / 4 == pytest.approx(2 * 4 + 8 + 4 + 4 + 12, rel=0.01)
+
+
 def test_lookups_and_updates_in_place_move_what_they_touch():
     rows, at = S((10, 1000), F32), S((10,), jnp.int32)
     row = 0.04  # MB

@@ -48,7 +48,36 @@ def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) ->
             out[v] = not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in _readers(graph, v))
     for v in _turned(graph, rules):
         out[v] = True
+    for v in _cheaper_kept(graph, rules, out, sums):
+        out[v] = True
     return tuple(out)
+
+
+def _cheaper_kept(graph: Graph, rules: tuple[Rule, ...], written: Sequence[bool], sums: Sequence[bool]) -> set[int]:
+    """What is written once rather than computed again by every kernel that reads it, because that reads more.
+
+    Of k kernels, each reads the sources, or one reads them and writes the value, which the others read:
+    k * sources  >  sources + value + (k - 1) * value.
+    """
+    own = list(zip(_groups(graph, rules, written), _levels(graph, rules, written, sums), (op.phase for op in graph.ops), strict=True))
+    inside = _kernels(graph, written, own)
+    out: set[int] = set()
+    sources: list[dict[int, float]] = []
+    for v, value in enumerate(graph.values):
+        at = value.producer[0]
+        op = graph.ops[at]
+        found: dict[int, float] = {}
+        for u in op.inputs:
+            if u is not None:
+                root = _root(graph, rules, u)
+                found |= {root: graph.values[root].bytes} if written[root] or root in out else sources[root]
+        sources.append(found)
+        if written[v] or rules[at].fusion != "loop" or is_spread(op) or op.primitive == "share":
+            continue
+        k = len(inside[at])
+        if (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
+            out.add(v)
+    return out
 
 
 def _turned(graph: Graph, rules: tuple[Rule, ...]) -> set[int]:
