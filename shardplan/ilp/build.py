@@ -31,7 +31,7 @@ from shardplan.ilp.problem import Edge, Problem, Usage, over_time
 from shardplan.ir.accumulate import accumulated
 from shardplan.ir.graph import BORDER
 from shardplan.ir.live import ALIASES, intervals, takes_over
-from shardplan.ir.queues import Place, places, slack
+from shardplan.ir.queues import COMBINED_BYTES, Place, places, slack
 from shardplan.ir.repeat import repeated_layers
 from shardplan.ir.share import SMALL_BYTES
 from shardplan.mesh.layout import Layout
@@ -41,9 +41,6 @@ from shardplan.strategies.space import Space
 
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
-
-COMBINED_BYTES = 30 << 20
-"""Bytes of whole arrays up to which XLA makes collectives into one (its combiners' thresholds for GPUs, all alike)."""
 
 COMBINED = 16
 """How many arrays at most are taken to be moved together: of those in a queue, not all are resharded."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardplan.ir.accumulate import ADDS, passes_on
@@ -69,8 +69,18 @@ def places(graph: Graph, sums: Sequence[bool]) -> tuple[Place, ...]:
     return tuple(Place(key[0], members[key]) for key in keys)
 
 
-MERGED_BYTES = 30 << 20
-"""Up to how many XLA's GPU back end makes collectives into one (`xla_gpu_all_gather_combine_threshold_bytes` and its like)."""
+COMBINED_BYTES = 30 << 20
+"""Bytes of whole arrays up to which XLA makes collectives into one (`xla_gpu_all_gather_combine_threshold_bytes` and its like)."""
+
+
+@dataclass(frozen=True)
+class _Window:
+    """When an array is made and when it is needed, the queue of a loop that its reshards stand in, and its bytes."""
+
+    made: float
+    needed: float
+    queue: tuple[Queue, int]
+    bytes: float
 
 
 def slack(graph: Graph, places: Sequence[Place], work_s: Sequence[float]) -> dict[tuple[int, int], float]:
@@ -87,8 +97,7 @@ def slack(graph: Graph, places: Sequence[Place], work_s: Sequence[float]) -> dic
     for op, seconds in zip(graph.ops, work_s, strict=True):
         done.append(done[-1] + seconds * op.runs)
     needed = list(range(len(graph.ops)))
-    windows: dict[int, tuple[float, float]] = {}  # op that makes an array -> when it is done, and when the array is needed
-    moved: dict[int, tuple[tuple[Queue, int], float]] = {}  # and its queue in its loop, and its bytes
+    windows: dict[int, _Window] = {}  # by the op that makes the array
     edges: dict[tuple[int, int], int] = {}
     for j in reversed(range(len(graph.ops))):
         op = graph.ops[j]
@@ -97,29 +106,31 @@ def slack(graph: Graph, places: Sequence[Place], work_s: Sequence[float]) -> dic
         elif _hands_on(op):
             needed[j] = min((needed[at] for v in op.outputs for at, _ in graph.values[v].consumers), default=j)
         for k, v in enumerate(op.inputs):
-            if v is not None and places[v].queue in ("gather", "gradient"):
+            if v is not None and (queue := places[v].queue) in ("gather", "gradient"):
                 at = edges[j, k] = _origin(graph, v)
-                made, until = windows.get(at, (done[at + 1], float("inf")))
-                windows[at] = made, min(until, done[needed[j]])
-                _, size = moved.get(at, (None, float("inf")))
-                moved[at] = (places[v].queue, op.loop), min(size, graph.values[v].bytes)
-    together = _merged(windows, moved)
-    return {(j, k): max(0.0, together[at][1] - together[at][0]) / graph.ops[j].reads for (j, k), at in edges.items()}
+                found = _Window(done[at + 1], done[needed[j]], (queue, op.loop), graph.values[v].bytes)
+                if (seen := windows.get(at)) is not None:
+                    found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
+                windows[at] = found
+    beside = {at: max(0.0, window.needed - window.made) for at, window in windows.items()} | _merged(windows)
+    return {(j, k): beside[at] / graph.ops[j].reads for (j, k), at in edges.items()}
 
 
-def _merged(windows: Mapping[int, tuple[float, float]], moved: Mapping[int, tuple[tuple, float]]) -> dict[int, tuple[float, float]]:
-    """The windows of arrays that are large, as those next to each other in one queue leave them."""
-    out, chunk, queue, total = dict(windows), [], None, 0.0
-    for at in sorted(windows, key=lambda at: (moved[at][0], windows[at][::-1] if moved[at][0][0] == "gather" else windows[at], at)):
-        kind, size = moved[at]
-        if size <= SMALL_BYTES:
-            continue
-        if kind != queue or total + size > MERGED_BYTES:
-            chunk, queue, total = [], kind, 0.0
+def _merged(windows: Mapping[int, _Window]) -> dict[int, float]:
+    """What large arrays may run beside, neighbours in a queue made into one: gathers as they are needed, gradients as they are made."""
+
+    def order(at: int):
+        w = windows[at]
+        return w.queue, (w.needed, w.made) if w.queue[0] == "gather" else (w.made, w.needed), at
+
+    out: dict[int, float] = {}
+    chunk: list[int] = []
+    for at in sorted((at for at, window in windows.items() if window.bytes > SMALL_BYTES), key=order):
+        if not chunk or windows[chunk[0]].queue != windows[at].queue or sum(windows[x].bytes for x in (*chunk, at)) > COMBINED_BYTES:
+            chunk = []
         chunk.append(at)
-        total += size
-        window = max(windows[x][0] for x in chunk), min(windows[x][1] for x in chunk)
-        out.update(dict.fromkeys(chunk, window))
+        room = min(windows[x].needed for x in chunk) - max(windows[x].made for x in chunk)
+        out.update(dict.fromkeys(chunk, max(0.0, room)))
     return out
 
 

@@ -67,8 +67,8 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> 
             groups[v] = many
             made = graph.values[v].producer[0]
             at_once = (sums[made] or not follows[made]) and graph.ops[made].primitive not in BORDER
-            for g, (_, readers, earlier) in enumerate(many):
-                place = made + 1 if at_once and g == 0 and earlier is None else min(at for at, _ in readers)
+            for g, (_, readers, first) in enumerate(many):
+                place = made + 1 if at_once and g == 0 and first is None else min(at for at, _ in readers)
                 before.setdefault(place, []).append((v, g))
 
     ops: list[Op] = []
@@ -77,7 +77,7 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> 
     renamed: dict[int, int] = {}  # old value -> new
     through: dict[tuple[int, int], int] = {}  # (reader, operand) -> new value of its copy
     copied: dict[tuple[int, int], int] = {}  # (old reader, operand) -> the copy it reads
-    earlier_reads: dict[int, tuple[int, int]] = {}
+    earlier: dict[int, tuple[int, int]] = {}
     for at, op in enumerate(graph.ops):
         for v, g in before.get(at, ()):
             value, (following, readers, first) = graph.values[v], groups[v][g]
@@ -101,7 +101,7 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> 
             through.update({reader: len(values) - 1 for reader in readers})
             copied.update({reader: len(ops) for reader in readers})
             if first is not None:
-                earlier_reads[len(ops)] = (copied[first], 0) if first in copied else (moved[first[0]], first[1])
+                earlier[len(ops)] = (copied[first], 0) if first in copied else (moved[first[0]], first[1])
             ops.append(copy)
         moved.append(len(ops))
         inputs = tuple(None if v is None else through.get((at, k), renamed.get(v)) for k, v in enumerate(op.inputs))
@@ -123,5 +123,5 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> 
         tuple(moved[a] for a in graph.args),
         tuple(moved[o] for o in graph.outs),
         frozenset(moved[d] for d in graph.donated),
-        earlier=earlier_reads,
+        earlier=earlier,
     )

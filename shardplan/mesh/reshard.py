@@ -85,8 +85,8 @@ class Resharder:
     def combining(self, latency: float, kinds: tuple[str, ...] = MERGED) -> Resharder:
         """Ways whose collectives are made into one with others and pay only the part `latency` of their latency.
 
-        XLA merges all-gathers, reduce-scatters and all-reduces, the last into one buffer into which arrays are copied, and out of which
-        each is cut by a kernel of its own.
+        XLA merges all-gathers, reduce-scatters and all-reduces, the last into one buffer out of which each array is cut by a kernel of
+        its own.
         """
         if latency == 1:
             return self

@@ -59,7 +59,7 @@ def _cheaper_kept(graph: Graph, rules: tuple[Rule, ...], written: Sequence[bool]
     Of k kernels, each reads the sources, or one reads them and writes the value, which the others read:
     k * sources  >  sources + value + (k - 1) * value.
     """
-    own = list(zip(_groups(graph, rules, written), _levels(graph, rules, written, sums), (op.phase for op in graph.ops), strict=True))
+    own = _own(graph, rules, written, sums)
     inside = _kernels(graph, written, own)
     out: set[int] = set()
     sources: list[dict[int, float]] = []
@@ -72,7 +72,7 @@ def _cheaper_kept(graph: Graph, rules: tuple[Rule, ...], written: Sequence[bool]
                 root = _root(graph, rules, u)
                 found |= {root: graph.values[root].bytes} if written[root] or root in out else sources[root]
         sources.append(found)
-        if written[v] or rules[at].fusion != "loop" or is_spread(op) or op.primitive == "share":
+        if written[v] or rules[at].fusion != "loop" or is_spread(op):
             continue
         k = len(inside[at])
         if (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
@@ -191,7 +191,7 @@ def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
         written: per value, whether it materialises.
         sums: per op, whether its result may be partial.
     """
-    own = list(zip(_groups(graph, rules, written), _levels(graph, rules, written, sums), (op.phase for op in graph.ops), strict=True))
+    own = _own(graph, rules, written, sums)
     inside = _kernels(graph, written, own)
     seen: set[tuple[Kernel, int]] = set()  # what a kernel has read or made
     moved: dict[Kernel, float] = {}
@@ -230,6 +230,12 @@ def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
 def _in_place(op: Op, k: int) -> bool:
     """Whether the result takes the place of the operand."""
     return k == 0 and (op.primitive == "dynamic_update_slice" or op.primitive.startswith("scatter"))
+
+
+def _own(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> list[Kernel]:
+    """Per op, the kernel that it belongs to where it writes."""
+    phases = (op.phase for op in graph.ops)
+    return list(zip(_groups(graph, rules, written), _levels(graph, rules, written, sums), phases, strict=True))
 
 
 def _kernels(graph: Graph, written: Sequence[bool], own: Sequence[Kernel]) -> list[set[Kernel]]:
