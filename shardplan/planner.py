@@ -19,8 +19,9 @@ import numpy as np
 from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.ilp import least_memory, solve
-from shardplan.ilp.build import Charges, Network, build
-from shardplan.ilp.overlap import cheapest, judged
+from shardplan.ilp.build import Charges, Crowds, Network, build
+from shardplan.ilp.crowds import settled
+from shardplan.ilp.overlap import judged
 from shardplan.ilp.problem import Problem, Solution
 from shardplan.ilp.shrink import shrink
 from shardplan.ir.emit import ASIDE, Decision
@@ -186,21 +187,24 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     if options.thrift:
         options = replace(options, memory=_thrifty(lambda limit: build(space, resharder, limit, allowed), options))
 
-    def network(waiting: float, among: Mapping[int, np.ndarray] = allowed) -> Network:
-        made = build(space, resharder, options.memory, among, charges=options.charges, waiting=waiting)
+    @functools.lru_cache(maxsize=2)
+    def network(waiting: float, crowds: Crowds, only: bool) -> Network:
+        made = build(space, resharder, options.memory, allowed, True, options.charges, waiting, crowds, only)
         clock.lap("network")
         return made
 
     deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
 
-    def search(at: Network) -> Solution:
+    def search(at: Network, before: tuple[int, ...]) -> Solution:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         small = shrink(at.problem, tie=True)
         hint = propagate(at.problem, small)
         if options.constraints == "hint":
             kept = allowed_strategies(space, options=replace(options, constraints="keep"))
-            users = propagate(network(at.waiting, kept).problem)
+            users = propagate(build(space, resharder, options.memory, kept, waiting=at.waiting).problem)
             hint = min((h for h in (users, hint) if h.states), key=lambda h: h.objective, default=hint)
+        if before and at.problem.objective(before) < hint.objective:
+            hint = replace(hint, states=before, objective=at.problem.objective(before))
         clock.lap("propagation")
         if options.search == "propagation":
             fits = not hint.states or options.memory is None or at.problem.peak(hint.states) <= options.memory
@@ -212,7 +216,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         clock.lap("solve")
         return solution
 
-    found, solution = cheapest(network, search, beside)
+    found, solution = settled(network, search, beside)
     if not solution.states or not np.isfinite(solution.objective):
         raise ShardingError(does_not_fit(found, options))
     return _planned(traced, found, solution, options, beside, clock)

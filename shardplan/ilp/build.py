@@ -21,29 +21,27 @@ Costs are rounded to whole picoseconds, so that sums are exact.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil, floor, log2
+from dataclasses import dataclass, replace
+from math import floor, log2, prod
 
 import numpy as np
 
 from shardplan.ilp.overlap import Seconds
 from shardplan.ilp.problem import Edge, Problem, Usage, over_time
 from shardplan.ir.accumulate import accumulated
-from shardplan.ir.graph import BORDER
+from shardplan.ir.graph import BORDER, Graph
 from shardplan.ir.live import ALIASES, intervals, takes_over
-from shardplan.ir.queues import COMBINED_BYTES, Place, places, slack
+from shardplan.ir.queues import Place, places, slack
 from shardplan.ir.repeat import repeated_layers
 from shardplan.ir.share import SMALL_BYTES
+from shardplan.mesh.collective import COMBINED_BYTES, Crowd
 from shardplan.mesh.layout import Layout
-from shardplan.mesh.reshard import MERGED, Resharder, Step
+from shardplan.mesh.reshard import ALONE, MERGED, Resharder, Sent, Step
 from shardplan.strategies.fusion import FUSIBLE
 from shardplan.strategies.space import Space
 
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
-
-COMBINED = 16
-"""How many arrays at most are taken to be moved together: of those in a queue, not all are resharded."""
 
 SMALL_SUM_BYTES = 1 << 16
 """Sums below this are merged with those as far down the line."""
@@ -55,22 +53,17 @@ SMALL = 1e-3
 """Copies smaller than this share of the memory limit are not told apart from their originals."""
 
 
-def latency_shares(space: Space, queued: Sequence[Place]) -> tuple[float, ...]:
-    """Per value, what part of the latency of its collectives its reshard pays, a power of two.
-
-    XLA makes the collectives of a queue into one up to `COMBINED_BYTES`: an array pays by its bytes, a small one its part among all.
-    """
-
-    def share(bytes_: float, place: Place) -> float:
-        alone = 1 / min(COMBINED, place.members)
-        return alone if place.queue == "line" else min(1.0, max(alone, bytes_ / COMBINED_BYTES))
-
-    return tuple(2.0 ** ceil(log2(share(v.bytes, place))) for v, place in zip(space.graph.values, queued, strict=True))
+Crowds = tuple[tuple[int, tuple[tuple[Sent, Crowd], ...]], ...]
+"""Per crowd of places, how many of its arrays a plan moves by every kind of collective over some axes."""
 
 
 def _small_sums(space: Space) -> list[bool]:
-    """Per value, whether it is small and partial where its maker is split."""
-    return [v.bytes < SMALL_SUM_BYTES and bool(space.rules[v.producer[0]].reduce) for v in space.graph.values]
+    """Per value, whether it is small and partial where its maker is split, or a number that such are added up to."""
+    rules = [space.rules[v.producer[0]] for v in space.graph.values]
+    return [
+        v.bytes < SMALL_SUM_BYTES and (bool(rule.reduce) or (rule.linear and not v.shape))
+        for v, rule in zip(space.graph.values, rules, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -96,8 +89,9 @@ class Network:
             with an `earlier` reader the copy is kept from there.
         resharders: per value, what prices its reshards.
         accumulated: (op, operand) whose partial sums a loop adds up first -> that loop's `loop_carry`.
-        background: (edge, the most picoseconds of it that other work hides).
+        background: (edge, the most picoseconds of it that other work hides, what of it can be hidden at all).
         waiting: what part of what is hidden is paid in `problem`.
+        places: per value, where its reshards stand.
         unpriced: copies that the problem takes for the originals: small ones, and without a limit all.
     """
 
@@ -107,15 +101,17 @@ class Network:
     unpriced: tuple[Usage, ...]
     resharders: tuple[Resharder, ...]
     accumulated: Mapping[tuple[int, int], int]
-    background: tuple[tuple[int, float], ...]
+    background: tuple[tuple[int, float, np.ndarray], ...]
     waiting: float
+    places: tuple[Place, ...]
 
     def parts(self, states) -> Seconds:
         """What a step takes under these states, in whole picoseconds but for the background."""
         problem = self.problem
         compute = sum(float(c[s]) for c, s in zip(problem.costs, states, strict=True))
         paid = [float(e.cost[states[e.i], states[e.j]]) for e in problem.edges]
-        behind = sum(min(paid[n] / self.waiting, hides) for n, hides in self.background)
+        edges = problem.edges
+        behind = sum(min(float(sent[states[edges[n].i], states[edges[n].j]]), hides) for n, hides, sent in self.background)
         inline = sum(paid) - self.waiting * behind
         return Seconds(compute, inline, behind, sum(float(c.min()) for c in problem.costs))
 
@@ -132,6 +128,25 @@ class Network:
         """The collectives that bring value v from one layout to another."""
         value = self.space.graph.values[v]
         return self.resharders[v].path(value.shape, value.itemsize, before, after)
+
+    def moved(self, states) -> Crowds:
+        """How many arrays these states move together."""
+        graph, choices, strategies = self.space.graph, self.space.choices, self.strategies(states)
+        kept, moved = self.kept(states), {}
+        for j, op in enumerate(graph.ops):
+            for k, v in enumerate(op.inputs):
+                if v is None or j in kept:
+                    continue
+                i, r = graph.values[v].producer
+                place, before, after = self.places[v], choices[i].results[r][strategies[i]], choices[j].operands[k][strategies[j]]
+                for step in self.path(v, before, after) if before != after and place.members > 1 else ():
+                    if step.kind in MERGED:
+                        size = graph.values[v].bytes / step.after.shards(self.space.mesh)
+                        moved.setdefault((place.crowd, step.kind, step.axes), {})[place.origin] = size
+        out: dict[int, list[tuple[Sent, Crowd]]] = {}
+        for (crowd, kind, axes), sizes in sorted(moved.items()):
+            out.setdefault(crowd, []).append(((kind, axes), Crowd(len(sizes), sum(sizes.values()) > COMBINED_BYTES)))
+        return tuple((crowd, tuple(found)) for crowd, found in out.items())
 
     def restated(self, other: Network, states) -> tuple[int, ...]:
         """The states in which every op does what it does in `states` of another network of the same graph."""
@@ -169,6 +184,8 @@ def build(
     tie: bool = True,
     charges: Charges | None = None,
     waiting: float = 1.0,
+    crowds: Crowds = (),
+    only: bool = False,
 ) -> Network:
     """The network of a space.
 
@@ -180,6 +197,8 @@ def build(
         tie: tie repeated layers.
         charges: what some choices cost beyond the model.
         waiting: what part of the seconds is paid that a reshard spends beside other work.
+        crowds: how many arrays a plan moves together. Of what it does not use, all arrays of a queue are taken to be moved so.
+        only: nothing else is taken to be moved together.
     """
     graph, choices = space.graph, space.choices
     live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules])
@@ -207,18 +226,18 @@ def build(
 
     pinned = frozenset(allowed or ())
     pinned |= {start for start, end in graph.tied if end in pinned}
-    tables = _Tables(space, resharder, doubled, waiting, pinned)
+    tables = _Tables(space, resharder, doubled, waiting, pinned, dict(crowds), only)
     edges, background = [], []
     for j, op in enumerate(graph.ops):
         for k, v in enumerate(op.inputs):
             if v is not None:
                 i, r = graph.values[v].producer
-                table = tables.handed(i, r, j, k, v)
+                table, sent = tables.handed(i, r, j, k, v)
                 for (at, operand, before, after), extra in (charges.reshards if charges else {}).items():
                     if (at, operand) == (j, k):
                         table = table + tables.chosen(i, r, j, k, before, after, table) * np.rint(extra * PS)
                 if hides := tables.hides(j, k):
-                    background.append((len(edges), hides))
+                    background.append((len(edges), hides, sent))
                 edges.append(Edge(i, j, table))
     edges += [Edge(i, j, tables.tied(i, j)) for i, j in graph.tied]
     edges += [Edge(i, j, tables.kept(i, k, j)) for j, (i, k) in graph.earlier.items()]
@@ -245,7 +264,8 @@ def build(
     names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
-    return Network(space, problem, doubled, tuple(unpriced), tables.resharders, tables.accumulated, tuple(background), waiting)
+    behind = tuple(background), waiting, tables.places
+    return Network(space, problem, doubled, tuple(unpriced), tables.resharders, tables.accumulated, *behind)
 
 
 def _doubled(space: Space, limit: float | None) -> frozenset[int]:
@@ -269,6 +289,37 @@ def _split_unequal(ties, costs, kinds, tied) -> tuple[int, ...]:
     return tuple(first.setdefault((c, len(costs[i]), kinds[i], forbidden[i], beside.get(i)), i) for i, c in enumerate(ties))
 
 
+@dataclass(frozen=True)
+class Met:
+    """What the optimizer computes with beside an array: inputs of the step.
+
+    Attributes:
+        order: the array's dims in their order there.
+        inputs: value numbers.
+    """
+
+    order: tuple[int, ...]
+    inputs: frozenset[int]
+
+
+def met(graph: Graph, elementwise: Sequence[bool]) -> list[Met | None]:
+    """Per value, what elementwise ops of the update compute with beside it."""
+    found: list[Met | None] = [None] * len(graph.values)
+    for op, plain in zip(reversed(graph.ops), reversed(elementwise), strict=True):
+        if op.primitive == "transpose" and (after := found[op.outputs[0]]) and op.inputs[0] is not None:
+            found[op.inputs[0]] = replace(after, order=tuple(op.params["permutation"][d] for d in after.order))
+        elif op.primitive == "share" or plain:
+            arrays = [v for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.shape == op.outs[0].shape]
+            own = {graph.original(v) for v in arrays if graph.ops[graph.maker(v)].primitive == "arg" and op.phase == "update"}
+            after = [m for v in op.outputs if (m := found[v])]
+            order = after[0].order if after else tuple(range(len(op.outs[0].shape)))
+            inputs = frozenset(own).union(*(m.inputs for m in after))
+            for v in arrays if inputs else ():
+                before = found[v]
+                found[v] = Met(order, inputs) if before is None else replace(before, inputs=before.inputs | inputs)
+    return found
+
+
 def summed(before: Layout, after: Layout) -> bool:
     """Whether a reshard only adds up partial sums: what a loop may put off to its end."""
     return bool(before.partial) and not after.partial and before.dims == after.dims
@@ -277,14 +328,26 @@ def summed(before: Layout, after: Layout) -> bool:
 class _Tables:
     """Edge and usage tables, one array object per distinct content."""
 
-    def __init__(self, space: Space, resharder: Resharder, doubled: frozenset[int], waiting: float, pinned: frozenset[int]):
+    def __init__(
+        self,
+        space: Space,
+        resharder: Resharder,
+        doubled: frozenset[int],
+        waiting: float,
+        pinned: frozenset[int],
+        crowds: Mapping[int, tuple[tuple[Sent, Crowd], ...]],
+        only: bool,
+    ):
         self.space, self.doubled, self.waiting, self.pinned = space, doubled, waiting, pinned
         self.places = places(space.graph, _small_sums(space))
-        shares = latency_shares(space, self.places)
         # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
         kinds = (("all-reduce", "reduce-scatter") if p.queue == "gradient" else MERGED for p in self.places)
-        self.resharders = tuple(map(resharder.combining, shares, kinds))
+        self.resharders = tuple(
+            resharder.combining(ALONE if only else Crowd(p.members), of, crowds.get(p.crowd, ()))
+            for p, of in zip(self.places, kinds, strict=True)
+        )
         self.accumulated = accumulated(space.graph)
+        self.met = met(space.graph, [rule.fusion == "loop" for rule in space.rules])
         self.slack = slack(space.graph, self.places, [float(s.min()) for s in space.seconds])
         self.cache: dict = {}
         self.unique: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
@@ -302,8 +365,8 @@ class _Tables:
         seconds = self.slack.get((j, k), 0.0) if (j, k) not in self.accumulated else 0.0
         return 2.0 ** floor(log2(seconds * self.space.graph.ops[j].reads * PS)) if seconds > LEAST_SLACK_S else 0.0
 
-    def handed(self, i: int, r: int, j: int, k: int, v: int) -> np.ndarray:
-        """Edge of the array that op i makes as result r and op j takes as operand k."""
+    def handed(self, i: int, r: int, j: int, k: int, v: int) -> tuple[np.ndarray, np.ndarray]:
+        """Edge of the array that op i makes as result r and op j takes as operand k, and what of its seconds other work can hide."""
         graph, space = self.space.graph, self.space
         value, reads = graph.values[v], graph.ops[j].reads
         made, taken = space.choices[i].results[r], space.choices[j].operands[k]
@@ -314,16 +377,18 @@ class _Tables:
         later = j in graph.earlier
         rows = 1 + (i in self.doubled) + (i in graph.earlier)
         resharder = self.resharders[v]
-        hides = self.hides(j, k) if self.waiting < 1 else 0.0
-        ways = id(resharder), value.shape, value.itemsize, hides
-        key = (id(made), id(taken), ways, reads, once, rows, j in self.doubled, later, follows, copied)
+        hides = self.hides(j, k)
+        ways = id(resharder), value.shape, value.itemsize, hides if self.waiting < 1 else hides > 0
+        turned = self.met[v] if value.shape else None
+        key = (id(made), id(taken), ways, reads, once, rows, j in self.doubled, later, follows, copied, turned)
         if key not in self.cache:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
             times = np.array([[once if once and summed(s, t) else reads for t in targets] for s in sources])
             table = resharder.table(value.shape, value.itemsize, sources, targets) * (times * PS)
-            table = np.rint(table - (1 - self.waiting) * np.minimum(table, hides))
-            # A constraint sums over every axis at once: nothing is moved and stays partial.
-            table = np.where([[bool(t.partial) and s != t for t in targets] for s in sources], np.inf, table)
+            sent = resharder.bare.table(value.shape, value.itemsize, sources, targets) * (times * PS) if hides else np.zeros_like(table)
+            if turned:
+                table = table + self._turning(value.shape, turned, sources, targets) * (times * PS)
+            table = np.rint(table - (1 - self.waiting) * np.minimum(sent, hides))
             if once:  # XLA puts a sum off only where it goes on to the carry as it is
                 table = np.where([[not s.partial and s != t for t in targets] for s in sources], np.inf, table)
             if follows:
@@ -334,14 +399,31 @@ class _Tables:
                 mesh = self.space.mesh
                 grows = np.array([[s.shards(mesh) > t.shards(mesh) for t in targets] for s in sources])
                 table = np.where(grows, np.inf, table)
-            table = table[np.ix_(a, b)]
+            table, sent = table[np.ix_(a, b)], sent[np.ix_(a, b)]
             if j in self.doubled:
                 equal = np.array([[s == t for t in targets] for s in sources])[np.ix_(a, b)]
                 table = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, table)], axis=1)
+                sent = np.concatenate([np.zeros_like(sent), sent], axis=1)
             if later:
-                table = np.concatenate([table, np.zeros((len(a), len(b)))], axis=1)
-            self.cache[key] = np.tile(table, (rows, 1)) if rows > 1 else table
+                table, sent = (np.concatenate([x, np.zeros((len(a), len(b)))], axis=1) for x in (table, sent))
+            self.cache[key] = (np.tile(table, (rows, 1)), np.tile(sent, (rows, 1))) if rows > 1 else (table, sent)
         return self.cache[key]
+
+    def _turning(self, shape: tuple[int, ...], met: Met, sources, targets) -> np.ndarray:
+        """Seconds [source, target] of turning what a sum is computed with that is scattered along any dim but the first.
+
+        XLA lays an array out so that its parts on the devices lie one after the other, and what is computed with it in the same way.
+        """
+        device, mesh, values = self.space.cluster.device, self.space.mesh, self.space.graph.values
+        later = [d for n, d in enumerate(met.order) if prod(shape[e] for e in met.order[:n]) > 1]
+        turned = [values[v].bytes for v in sorted(met.inputs)]
+
+        def seconds(s: Layout, t: Layout) -> float:
+            if all(set(s.partial_axes).isdisjoint(t.dims[d]) for d in later):
+                return 0.0
+            return sum(max(device.kernel_latency_s, 2 * n / t.shards(mesh) / device.memory_rate) for n in turned)
+
+        return np.array([[seconds(s, t) for t in targets] for s in sources])
 
     def chosen(self, i: int, r: int, j: int, k: int, before: Layout, after: Layout, table: np.ndarray) -> np.ndarray:
         """Where in the edge's `table` a reshard from `before` to `after` takes place: 1, elsewhere 0."""

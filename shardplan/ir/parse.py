@@ -111,11 +111,24 @@ def _read(g: _Recorder, jaxpr, env: dict, path: Path) -> list[int | None]:
             outputs = _while(g, eqn, inputs, where)
         elif name == "cond":
             outputs = _cond(g, eqn, inputs, where)
+        elif (same := _unchanged(eqn, inputs)) is not None:
+            outputs = [same]
         else:
             outputs = g.record(name, inputs, [a.aval for a in eqn.invars], [v.aval for v in eqn.outvars], where, eqn.params)
         env.update(zip(eqn.outvars, outputs, strict=True))
         g.source, g.phase = outer
     return [read(a) for a in jaxpr.outvars]
+
+
+def _unchanged(eqn, inputs: list[int | None]) -> int | None:
+    """The operand that an equation hands on as it is: Python's `sum` begins with 0 + x, which XLA drops."""
+    if eqn.primitive.name != "add":
+        return None
+    for v, zero, x in zip(inputs, reversed(eqn.invars), eqn.invars, strict=True):
+        nothing = isinstance(zero, _jax.Literal) and not np.any(zero.val)
+        if nothing and (x.aval.shape, x.aval.dtype) == (eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype):
+            return v
+    return None
 
 
 def _phase(g: _Recorder, eqn, path: Path) -> Phase:

@@ -20,6 +20,7 @@ from typing import Literal
 from shardplan.ir.accumulate import ADDS, passes_on
 from shardplan.ir.graph import Graph, Op
 from shardplan.ir.share import SMALL_BYTES
+from shardplan.mesh.collective import COMBINED_BYTES
 
 Queue = Literal["gather", "gradient", "update", "line"]
 
@@ -35,10 +36,14 @@ class Place:
         queue: see the module's head.
         members: arrays in this queue of the same loop, casts and copies of one counted once; in line, the small sums as far down
             the line as this one.
+        crowd: the same number for all members.
+        origin: the op that makes the array of which this is a cast or a copy.
     """
 
     queue: Queue
     members: int
+    crowd: int
+    origin: int
 
 
 def places(graph: Graph, sums: Sequence[bool]) -> tuple[Place, ...]:
@@ -50,7 +55,8 @@ def places(graph: Graph, sums: Sequence[bool]) -> tuple[Place, ...]:
     later, depth = _later(graph), [0] * len(graph.values)
     origins = [_origin(graph, v) for v in range(len(graph.values))]
     for op in graph.ops:
-        above = max((depth[v] for v in op.inputs if v is not None), default=0)
+        inside = (v for v in op.inputs if v is not None and graph.ops[graph.values[v].producer[0]].phase == op.phase)
+        above = max((depth[v] for v in inside), default=0)
         for v in op.outputs:
             depth[v] = above + sums[v]
     keys: list[tuple] = []
@@ -61,16 +67,13 @@ def places(graph: Graph, sums: Sequence[bool]) -> tuple[Place, ...]:
             keys.append(("gather", loop))
         elif later[v] and op.phase == "backward":
             keys.append(("gradient", loop))
-        elif op.phase == "update":
+        elif op.phase == "update" and not sums[v]:
             keys.append(("update", loop))
         else:
             keys.append(("line", loop, op.phase, depth[v] if sums[v] else ~v))
     members = Counter(key for key, _ in set(zip(keys, origins, strict=True)))
-    return tuple(Place(key[0], members[key]) for key in keys)
-
-
-COMBINED_BYTES = 30 << 20
-"""Bytes of whole arrays up to which XLA makes collectives into one (`xla_gpu_all_gather_combine_threshold_bytes` and its like)."""
+    number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+    return tuple(Place(key[0], members[key], number[key], at) for key, at in zip(keys, origins, strict=True))
 
 
 @dataclass(frozen=True)

@@ -235,13 +235,6 @@ class Cluster:
         )
         return dataclasses.replace(self, name=f"{self.name}, compute x {compute:g}", device=device)
 
-    def combining(self, latency: float) -> Cluster:
-        """The same cluster where a collective pays only the part `latency` of its latency, as one among others made into one."""
-        links = {name: getattr(self, name) for name in ("intra", "inter")}
-        links = {name: dataclasses.replace(link, latency_s=link.latency_s * latency) for name, link in links.items()}
-        measured = tuple(dataclasses.replace(m, latency_s=m.latency_s * latency) for m in self.measured)
-        return dataclasses.replace(self, **links, launch_s=self.launch_s * latency, measured=measured)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a cluster file that `load` reads back equal; a crash leaves the old file whole."""
         write_atomically(path, json.dumps(self.to_json(), indent=2) + "\n")

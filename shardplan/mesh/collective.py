@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardplan.mesh.cluster import KINDS, AxisLink, Cluster
 from shardplan.mesh.layout import MeshShape
@@ -36,6 +37,9 @@ Line = tuple[float, float]  # seconds = line[0] + bytes_ * line[1]
 
 LEAST_S = 1e-12
 """Least constant of any line: where costs tie, on empty tensors too, doing nothing wins."""
+
+COMBINED_BYTES = 30 << 20
+"""Bytes of results up to which XLA makes collectives into one (`xla_gpu_all_gather_combine_threshold_bytes` and its like)."""
 
 
 def seconds(kind: str, bytes_: float, axes: Sequence[str], mesh: MeshShape, cluster: Cluster) -> float:
@@ -64,16 +68,42 @@ def lines(kind: str, axes: tuple[str, ...], mesh: MeshShape, cluster: Cluster) -
     return _lines(kind, link, cluster)
 
 
-def around(kind: str, cluster: Cluster, merged: bool = False) -> Line:
+@dataclass(frozen=True)
+class Crowd:
+    """Arrays whose collectives XLA makes into one, as far as they have no more than `COMBINED_BYTES` of results.
+
+    Attributes:
+        arrays: how many.
+        large: whether they may have more.
+    """
+
+    arrays: int
+    large: bool = True
+
+
+def merged(kind: str, axes: tuple[str, ...], mesh: MeshShape, cluster: Cluster, crowd: Crowd) -> tuple[Line, ...]:
+    """As `lines`, of one array in a crowd.
+
+    Each pays an equal part of one latency, and in a large crowd by its bytes what more there are: of a reduce-scatter the result is
+    what a device keeps.
+    """
+    whole = cluster.axis(mesh, axes).members if kind == "reduce-scatter" else 1
+    per_byte = crowd.large / whole / COMBINED_BYTES
+    return tuple((a / crowd.arrays, b + a * per_byte) for a, b in lines(kind, axes, mesh, cluster))
+
+
+def around(kind: str, cluster: Cluster, among: int = 1) -> Line:
     """Seconds, and seconds per byte, of the kernels that XLA puts around a collective.
 
-    It cuts every array out of the buffer of a `merged` all-reduce, and rearranges what it exchanges so that the part of each device
-    lies together.
+    It puts the arrays of a merged all-reduce into one buffer and cuts each out of it again, and rearranges what is exchanged so that
+    the part of each device lies together.
     """
     device = cluster.device
     if kind == "all-to-all":
         return device.kernel_latency_s, 2 / device.memory_rate
-    return device.kernel_latency_s if merged and kind == "all-reduce" else 0.0, 0.0
+    if kind == "slice":
+        return device.kernel_latency_s, 0.0
+    return (device.kernel_latency_s, 4 / device.memory_rate) if among > 1 and kind == "all-reduce" else (0.0, 0.0)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,14 +17,16 @@ distances per (rank, bytes) answers every table; tables are cached and handed ou
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardplan.mesh import collective
 from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.collective import Crowd
 from shardplan.mesh.layout import Layout, MeshShape
 
 # A layout without the names of its reductions, axes as numbers: (per dim its axes, the partial axes sorted).
@@ -32,6 +34,11 @@ State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 
 MERGED = ("all-gather", "all-reduce", "reduce-scatter")
 """What XLA makes into one where several do not wait for each other."""
+
+Sent = tuple[str, tuple[str, ...]]
+"""A kind of collective, and over which axes."""
+
+ALONE = Crowd(1, large=False)
 
 
 @dataclass(frozen=True)
@@ -61,17 +68,27 @@ class Resharder:
     Args:
         mesh: names and sizes of the axes.
         cluster: the machine.
-        latency: part of its latency that a collective pays, as one of several that XLA makes into one.
-        merged: kinds of collectives that do.
+        crowd: the arrays that take such ways at once, of whose collectives XLA makes one for each kind and axes.
+        merged: kinds of collectives of which it does.
+        known: of some kinds and axes, which arrays really do.
+        kernels: whether the kernels count that XLA puts around collectives (`collective.around`).
 
     A path uses only layouts that divide the tensor evenly, besides the two it is asked for. Results are remembered; they
     are read-only and never change.
     """
 
-    def __init__(self, mesh: MeshShape, cluster: Cluster, latency: float = 1.0, merged: tuple[str, ...] = MERGED):
+    def __init__(
+        self,
+        mesh: MeshShape,
+        cluster: Cluster,
+        crowd: Crowd = ALONE,
+        merged: tuple[str, ...] = MERGED,
+        known: tuple[tuple[Sent, Crowd], ...] = (),
+        kernels: bool = True,
+    ):
         self.mesh = mesh
         self.cluster = cluster
-        self._merged = {} if latency == 1 else dict.fromkeys(merged, cluster.combining(latency))
+        self.crowd, self.merged, self.known, self.kernels = crowd, merged, dict(known), kernels
         self._axes = tuple(a for a, n in mesh if n > 1)  # an axis of size 1 splits nothing
         self._number = {a: i for i, a in enumerate(self._axes)}
         self._sizes = tuple(mesh.size(a) for a in self._axes)
@@ -82,17 +99,21 @@ class Resharder:
         self._paths: dict[tuple, tuple[Step, ...]] = {}
         self._combining: dict[tuple, Resharder] = {}
 
-    def combining(self, latency: float, kinds: tuple[str, ...] = MERGED) -> Resharder:
-        """Ways whose collectives are made into one with others and pay only the part `latency` of their latency.
-
-        XLA merges all-gathers, reduce-scatters and all-reduces, the last into one buffer out of which each array is cut by a kernel of
-        its own.
-        """
-        if latency == 1:
+    def combining(
+        self, crowd: Crowd, kinds: tuple[str, ...] = MERGED, known: tuple[tuple[Sent, Crowd], ...] = ()
+    ) -> Resharder:
+        """Ways whose collectives are made into one with those of other arrays, and share their latency."""
+        if crowd.arrays == 1 and not known:
             return self
-        if (latency, kinds) not in self._combining:
-            self._combining[latency, kinds] = Resharder(self.mesh, self.cluster, latency, kinds)
-        return self._combining[latency, kinds]
+        key = crowd, kinds, known
+        if key not in self._combining:
+            self._combining[key] = Resharder(self.mesh, self.cluster, *key)
+        return self._combining[key]
+
+    @functools.cached_property
+    def bare(self) -> Resharder:
+        """The same ways, at the seconds of their collectives alone: what other work can hide."""
+        return Resharder(self.mesh, self.cluster, self.crowd, self.merged, tuple(self.known.items()), kernels=False)
 
     def table(self, shape: tuple[int, ...], itemsize: float, srcs: Sequence[Layout], dsts: Sequence[Layout]) -> np.ndarray:
         """Seconds of the cheapest path from every src to every dst; inf where there is none.
@@ -117,7 +138,7 @@ class Resharder:
         """The steps of the cheapest path; () where src is dst. Equal costs are decided the same way every time.
 
         Raises:
-            ValueError: no path leads there: dst is partial over an axis over which src is not.
+            ValueError: no path leads there: dst is partial, and another layout than src.
         """
         key = (tuple(shape), itemsize, src, dst)
         found = self._paths.get(key)
@@ -149,8 +170,7 @@ class Resharder:
                 rows = np.array([i for i, s in enumerate(srcs) if _mixed(s) == kinds])
                 graph = self._graph(len(dims), kinds, [*src_states, *dst_states])
                 parts.append(_Part(rows, graph, graph.ids([src_states[i] for i in rows]), graph.ids(dst_states)))
-            kept = [self._partial(d) for d in dsts]
-            never = [(i, j) for j, k in enumerate(kept) if k for i, s in enumerate(srcs) if not k <= self._partial(s)]
+            never = [(i, j) for j, d in enumerate(dsts) if self._partial(d) for i, s in enumerate(srcs) if s != d]
             found = self._questions[srcs, dsts] = _Question(
                 max(ranks, default=0), dims, (len(srcs), len(dsts)), tuple(parts), np.array(never, np.int64).reshape(-1, 2), {}
             )
@@ -181,9 +201,9 @@ class Resharder:
         return self._distances[key]
 
     def _path(self, shape, itemsize, src: Layout, dst: Layout) -> tuple[Step, ...]:
-        if not self._partial(dst) <= self._partial(src):
-            new = ", ".join(f"{kind} over {axis}" for axis, kind in sorted(self._partial(dst) - self._partial(src)))
-            raise ValueError(f"no reshard leads from {src} to {dst}: nothing makes a tensor partial ({new})")
+        if src != dst and self._partial(dst):
+            kept = ", ".join(f"{kind} over {axis}" for axis, kind in sorted(self._partial(dst)))
+            raise ValueError(f"no reshard leads from {src} to {dst}: nothing is moved and stays partial ({kept})")
         if len(shape) != src.rank:
             raise ValueError(f"layout {src} has {src.rank} dims, the tensor of shape {shape} has {len(shape)}")
         question = self._question((src,), (dst,))
@@ -229,10 +249,14 @@ class Resharder:
             groups = {self._number[a]: i for i, axes in enumerate(kinds) for a in axes if a in self._number}
 
             def lines(kind: str, axes: tuple[int, ...]) -> tuple[collective.Line, ...]:
-                merged = self._merged.get(kind)
-                found = collective.lines(kind, tuple(self._axes[a] for a in axes), self.mesh, merged or self.cluster)
-                more = collective.around(kind, self.cluster, merged is not None)
-                return tuple((a + more[0], b + more[1]) for a, b in found)
+                over = tuple(self._axes[a] for a in axes)
+                others = self.known.get((kind, over), self.crowd) if kind in self.merged else ALONE
+                found = []
+                for crowd in dict.fromkeys((ALONE, others)):
+                    more = collective.around(kind, self.cluster, crowd.arrays) if self.kernels else (0.0, 0.0)
+                    some = collective.merged(kind, over, self.mesh, self.cluster, crowd)
+                    found += [(a + more[0], b + more[1]) for a, b in some]
+                return tuple(found)
 
             self._graphs[key] = _Graph(self._sizes, rank, states, groups, self.cluster.reduce_scatter, lines, symmetric=full)
         return self._graphs[key]
@@ -324,18 +348,19 @@ class _Graph:
         classes: dict[tuple, int] = {}
         edges = []
         for u, state in enumerate(states):
-            for kind, axes, after, larger in _moves(state, sizes, groups, reduce_scatter, same_shards):
+            for kind, axes, after, larger, beside in _moves(state, sizes, groups, reduce_scatter, same_shards):
                 v = self.id.get(after)
                 if v is not None:
-                    group = (kind, axes, shards[u if larger == "before" else v])
+                    group = (kind, axes, shards[u if larger == "before" else v], beside)
                     edges.append((v, u, classes.setdefault(group, len(classes))))
         self.classes = list(classes)
         self.edges = np.array(sorted(edges), np.int64).reshape(-1, 3)  # target, source, class
-        all_lines = [lines(kind, axes) for kind, axes, _ in self.classes]
+        all_lines = [lines(kind, axes) for kind, axes, _, _ in self.classes]
         width = max(map(len, all_lines), default=1)
         self.lines = np.array([[*x, *[x[-1]] * (width - len(x))] for x in all_lines], float).reshape(-1, width, 2)
-        self.class_shards = np.array([n for _, _, n in self.classes], float)
-        self.gathers = np.array([_bits(axes) if kind == "all-gather" else 0 for kind, axes, _ in self.classes], np.int64)
+        self.class_shards = np.array([n for _, _, n, _ in self.classes], float)
+        self.gathers = np.array([_bits(axes) if kind == "all-gather" else 0 for kind, axes, _, _ in self.classes], np.int64)
+        self.beside = np.array([_bits(axes) for _, _, _, axes in self.classes], np.int64)
 
         self._products = sorted(
             {_product(axes, sizes) for k in range(1, len(sizes) + 1) for axes in itertools.combinations(range(len(sizes)), k)}
@@ -447,8 +472,8 @@ class _Distances:
 
     def _search(self, starts: np.ndarray) -> np.ndarray:
         """Bellman-Ford from every start at once."""
-        reduced = self._reduced(starts)
-        blocks = [(sources, self._costs(group, reduced)) for sources, group in self.region.blocks]
+        axes = self._axes(starts)
+        blocks = [(sources, self._costs(group, *axes)) for sources, group in self.region.blocks]
         best = np.full((len(self.region.nodes), len(starts)), np.inf)
         best[self.region.place[starts], np.arange(len(starts))] = 0
         while True:
@@ -460,14 +485,18 @@ class _Distances:
                 return best
             best = found
 
-    def _reduced(self, starts: np.ndarray) -> np.ndarray:
-        """[start]: the axes, as bits, over which a layout is partial."""
-        return np.array([_bits(self.region.graph.states[i][1]) for i in starts.tolist()], np.int64)
+    def _axes(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[start]: the axes, as bits, over which a layout is split, and those over which it is partial."""
+        found = [self.region.graph.states[i] for i in starts.tolist()]
+        split = [_bits(a for axes in dims for a in axes) for dims, _ in found]
+        return np.array(split, np.int64), np.array([_bits(axes) for _, axes in found], np.int64)
 
-    def _costs(self, group: np.ndarray, reduced: np.ndarray) -> np.ndarray:
-        """[edge, start], or [edge, 1]: what is reduced and scattered on a path is not gathered on it, which would be an all-reduce."""
-        cost = self.cost[group][:, None]
-        return np.where(self.region.graph.gathers[group][:, None] & reduced, np.inf, cost) if reduced.any() else cost
+    def _costs(self, group: np.ndarray, split: np.ndarray, partial: np.ndarray) -> np.ndarray:
+        """[edge, start]: what is sliced on a path is not gathered on it, nor what is scattered, which would be an all-reduce; and a
+        sum is not scattered beside where it just was: XLA scatters over both axes at once."""
+        graph = self.region.graph
+        never = (graph.gathers[group][:, None] & ~split) | (graph.beside[group][:, None] & partial)
+        return np.where(never, np.inf, self.cost[group][:, None])
 
     def walk(self, src: int, dst: int) -> list[tuple[str, tuple[int, ...], State, State, float, float]]:
         """One shortest path: kind, axes, before, after, bytes, seconds per edge; of equal edges the first listed."""
@@ -487,24 +516,27 @@ class _Distances:
 
         while at != stop:
             into = [(sources[at], group[at]) for sources, group in region.blocks if at < len(sources)]
-            costs = self._costs(np.array([c for _, c in into]), self._reduced(start))[:, 0]
+            costs = self._costs(np.array([c for _, c in into]), *self._axes(start))[:, 0]
             n = min(range(len(into)), key=lambda n: distance[into[n][0]] + costs[n])
             before, c = into[n]
-            kind, axes, _ = graph.classes[c]
+            kind, axes, _, _ = graph.classes[c]
             steps.append((kind, axes, state(before), state(at), float(self.bytes[c]), float(self.cost[c])))
             at = int(before)
         return steps[::-1]
 
 
-def _bits(axes: tuple[int, ...]) -> int:
+def _bits(axes: Iterable[int]) -> int:
     return sum(1 << a for a in axes)
 
 
 # ---- the moves
 
 
-def _moves(state: State, sizes, groups, reduce_scatter, same_shards) -> Iterator[tuple[str, tuple[int, ...], State, str]]:
-    """Every collective out of a layout: (kind, axes, layout after, which side has the larger buffer)."""
+Move = tuple[str, tuple[int, ...], State, str, tuple[int, ...]]
+
+
+def _moves(state: State, sizes, groups, reduce_scatter, same_shards) -> Iterator[Move]:
+    """Every collective out of a layout: (kind, axes, layout after, which side has the larger buffer, axes it is scattered beside)."""
     dims, partial = state
     idle = [a for a in range(len(sizes)) if a not in partial and all(a not in axes for axes in dims)]
 
@@ -514,25 +546,26 @@ def _moves(state: State, sizes, groups, reduce_scatter, same_shards) -> Iterator
     for d, axes in enumerate(dims):
         for k in range(len(axes)):
             kept, tail = axes[:k], axes[k:]
-            yield "all-gather", _sorted(tail), (put(d, kept), partial), "after"
+            yield "all-gather", _sorted(tail), (put(d, kept), partial), "after", ()
             for e in range(len(dims)):
                 if e != d:
-                    yield "all-to-all", _sorted(tail), (put(e, (*dims[e], *tail), put(d, kept)), partial), "before"
-        for a in idle:
-            yield "slice", (a,), (put(d, (*axes, a)), partial), "before"
+                    yield "all-to-all", _sorted(tail), (put(e, (*dims[e], *tail), put(d, kept)), partial), "before", ()
+        for a in () if partial else idle:  # of a sum still partial XLA would make only a slice, and of what it is the sum
+            yield "slice", (a,), (put(d, (*axes, a)), partial), "before", ()
     for k in range(1, len(partial) + 1):
         for some in itertools.combinations(partial, k):
             if len({groups.get(a) for a in some}) > 1:
                 continue
             left = tuple(a for a in partial if a not in some)
-            yield "all-reduce", some, (dims, left), "before"
+            if groups.get(some[0]) not in [groups.get(a) for a in left]:  # XLA sums over all axes at once
+                yield "all-reduce", some, (dims, left), "before", ()
             if reduce_scatter:
                 for order in itertools.permutations(some):
                     for d, axes in enumerate(dims):
-                        yield "reduce-scatter", some, (put(d, (*axes, *order)), left), "before"
+                        yield "reduce-scatter", some, (put(d, (*axes, *order)), left), "before", _sorted(axes)
     for other in same_shards[_shard_key(state, sizes)]:
         if other != state:
-            yield "collective-permute", _displaced(state, other, sizes), other, "before"
+            yield "collective-permute", _displaced(state, other, sizes), other, "before", ()
 
 
 def _displaced(a: State, b: State, sizes) -> tuple[int, ...]:

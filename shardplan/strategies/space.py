@@ -122,8 +122,7 @@ class _Table:
                 rule = replace(rule, whole=frozenset(sizes), linear=False)
             self.rules[key] = rule, known, sizes
         rule, known, sizes = self.rules[key]
-        # Partial sums of arrays pass through; a single number is summed up at once, which costs next to nothing.
-        linear = rule.linear and handed and bool(op.outs[0].shape)
+        linear = rule.linear and handed
         if (key, linear, within) not in self.entries:
             given = _given(op, self.mesh)
             choices, known = (given, True) if given else (enumerate_choices(rule, sizes, self.mesh, linear, within), known)
