@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.ilp.build import build
 from shardplan.ir.parse import parse
 from shardplan.ir.queues import places, slack
 from shardplan.ir.share import with_shares
@@ -137,3 +138,63 @@ def test_arrays_that_are_merged_wait_for_the_last_made_and_the_first_needed(widt
             if op.primitive == "loop_stack" and op.phase == "backward" and (at, k) in found]  # fmt: skip
     assert read == ([0.0, 0.0] if merged else [0.0, 1.0])
     assert len(set(made)) == (1 if merged else 2)
+
+
+def norm_step(params, x):
+    """A net of many layers whose gradients' norm is taken, as optax.global_norm does."""
+
+    def loss(params):
+        h = x
+        for w in params:
+            h = jax.nn.relu(h @ w.astype(BF16))
+        return jnp.mean(h.astype(F32) ** 2)
+
+    grads = jax.grad(loss)(params)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads))
+    return [p - 0.1 * g / norm for p, g in zip(params, grads, strict=True)]
+
+
+def planned_norm(pins):
+    params, batch = [S((1024, 1024), F32)] * 8, S((4096, 1024), BF16)
+    mesh = AbstractMesh((8, 8), ("node", "gpu"))
+    step = shardplan.auto(mesh, cluster="h100", donate_argnums=0, pins=pins | {"x": P(("node", "gpu"))})(norm_step)
+    return step, (params, batch)
+
+
+
+def test_the_norm_of_gradients_that_are_split_alike_is_summed_once():
+    """Python's sum begins with 0 + x, which is x; partial sums are added up before they are reduced, as XLA does."""
+    graph = parse(jax.make_jaxpr(norm_step)([jnp.zeros((8, 8))] * 3, jnp.zeros((8, 8), BF16)))
+    assert not any(op.primitive == "add" and None in op.inputs for op in graph.ops)
+    step, args = planned_norm({"params/**": P(("node", "gpu"))})
+    found = step.plan(*args).context.planned
+    sums = [i for i, op in enumerate(found.graph.ops) if op.phase == "update" and op.outs[0].shape == ()]
+    reduced = [s for i in sums for _, steps in found.reshards(i) for s in steps if s.kind == "all-reduce"]
+    assert len(reduced) == 1
+
+
+@needs_gpu_compiler
+def test_xla_sums_that_norm_once_and_scatters_small_gradients_together():
+    step, args = planned_norm({"params/**": P(("node", "gpu"))})
+    report = step.check(*args, target="h100:8x8")
+    kinds = [(c.kind, len(c.parts)) for c in report.compiled.collectives]
+    assert kinds.count(("all-reduce", 1)) == 1 and [n for kind, n in kinds if kind == "reduce-scatter"] == [8]
+
+
+def test_what_a_plan_moves_together_settles_its_prices():
+    """Each of many small arrays pays its part of one latency of its own kind of collective, and no more kinds are used than pay."""
+    step, args = planned_norm({})
+    plan = step.plan(*args)
+    found = plan.context.planned
+    moved = dict(found.network.moved(found.solution.states))
+    kinds = [len(kinds) for kinds in moved.values()]
+    assert plan.status == "optimal" and max(kinds) <= 2
+    again = build(found.space, found.network.resharders[0], None, waiting=found.network.waiting, crowds=tuple(moved.items()), only=True)
+    assert again.parts(found.solution.states).total(found.beside) == pytest.approx(found.solution.objective, rel=0.02)
+
+
+def test_gradients_are_scattered_along_the_dim_that_lies_outermost():
+    """Along another XLA turns parameters and moments for the update (`Met`); what costs the same otherwise is split there."""
+    step, args = planned_norm({})
+    layouts = {x.layout.dims for x in step.plan(*args).inputs if x.path.startswith("params")}
+    assert layouts and all(rows and not columns for rows, columns in layouts)

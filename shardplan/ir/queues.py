@@ -34,8 +34,8 @@ class Place:
 
     Attributes:
         queue: see the module's head.
-        members: arrays in this queue of the same loop, casts and copies of one counted once; in line, the small sums as far down
-            the line as this one.
+        members: arrays in this queue of the same loop, casts and copies of one counted once, of sums those of one type; in line,
+            the small sums as far down the line as this one.
         crowd: the same number for all members.
         origin: the op that makes the array of which this is a cast or a copy.
     """
@@ -66,11 +66,11 @@ def places(graph: Graph, sums: Sequence[bool]) -> tuple[Place, ...]:
         if graph.ops[origins[v]].primitive in KNOWN:
             keys.append(("gather", loop))
         elif later[v] and op.phase == "backward":
-            keys.append(("gradient", loop))
+            keys.append(("gradient", loop, str(value.dtype)))  # sums of different types are not merged
         elif op.phase == "update" and not sums[v]:
             keys.append(("update", loop))
         else:
-            keys.append(("line", loop, op.phase, depth[v] if sums[v] else ~v))
+            keys.append(("line", loop, str(value.dtype), op.phase, depth[v] if sums[v] else ~v))
     members = Counter(key for key, _ in set(zip(keys, origins, strict=True)))
     number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     return tuple(Place(key[0], members[key], number[key], at) for key, at in zip(keys, origins, strict=True))
