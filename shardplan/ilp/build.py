@@ -306,17 +306,18 @@ def met(graph: Graph, elementwise: Sequence[bool]) -> list[Met | None]:
     """Per value, what elementwise ops of the update compute with beside it."""
     found: list[Met | None] = [None] * len(graph.values)
     for op, plain in zip(reversed(graph.ops), reversed(elementwise), strict=True):
-        if op.primitive == "transpose" and (after := found[op.outputs[0]]) and op.inputs[0] is not None:
-            found[op.inputs[0]] = replace(after, order=tuple(op.params["permutation"][d] for d in after.order))
+        if op.primitive == "transpose":
+            if (before := op.inputs[0]) is not None and (after := found[op.outputs[0]]):
+                found[before] = replace(after, order=tuple(op.params["permutation"][d] for d in after.order))
         elif op.primitive == "share" or plain:
             arrays = [v for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.shape == op.outs[0].shape]
             own = {graph.original(v) for v in arrays if graph.ops[graph.maker(v)].primitive == "arg" and op.phase == "update"}
-            after = [m for v in op.outputs if (m := found[v])]
-            order = after[0].order if after else tuple(range(len(op.outs[0].shape)))
-            inputs = frozenset(own).union(*(m.inputs for m in after))
+            later = [m for v in op.outputs if (m := found[v])]
+            order = later[0].order if later else tuple(range(len(op.outs[0].shape)))
+            inputs = frozenset(own).union(*(m.inputs for m in later))
             for v in arrays if inputs else ():
-                before = found[v]
-                found[v] = Met(order, inputs) if before is None else replace(before, inputs=before.inputs | inputs)
+                here = found[v] or Met(order, frozenset())
+                found[v] = replace(here, inputs=here.inputs | inputs)
     return found
 
 
@@ -385,7 +386,9 @@ class _Tables:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
             times = np.array([[once if once and summed(s, t) else reads for t in targets] for s in sources])
             table = resharder.table(value.shape, value.itemsize, sources, targets) * (times * PS)
-            sent = resharder.bare.table(value.shape, value.itemsize, sources, targets) * (times * PS) if hides else np.zeros_like(table)
+            sent = np.zeros_like(table)
+            if hides:
+                sent = np.rint(resharder.bare.table(value.shape, value.itemsize, sources, targets) * (times * PS))
             if turned:
                 table = table + self._turning(value.shape, turned, sources, targets) * (times * PS)
             table = np.rint(table - (1 - self.waiting) * np.minimum(sent, hides))

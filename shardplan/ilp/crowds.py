@@ -55,7 +55,8 @@ def settled(
             own = make(found.waiting, crowds, True)
         paid = own.parts(states).total(beside)
         if best is None or paid < best[1].objective:
-            best = own, replace(solution, objective=paid, bound=paid * (1 - solution.gap))
+            bound = paid if solution.status == "optimal" else paid * (1 - solution.gap)
+            best = own, replace(solution, objective=paid, bound=bound)
         if paid <= (1 + NEAR) * solution.objective:
             break
     assert best is not None
