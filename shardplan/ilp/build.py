@@ -348,7 +348,9 @@ class _Tables:
             for p, of in zip(self.places, kinds, strict=True)
         )
         self.accumulated = accumulated(space.graph)
-        self.met = met(space.graph, [rule.fusion == "loop" for rule in space.rules])
+        beside = met(space.graph, [rule.fusion == "loop" for rule in space.rules])
+        values = space.graph.values
+        self.met = [m and (m.order, tuple(sorted(values[v].bytes for v in m.inputs))) for m in beside]
         self.slack = slack(space.graph, self.places, [float(s.min()) for s in space.seconds])
         self.cache: dict = {}
         self.unique: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
@@ -380,7 +382,7 @@ class _Tables:
         resharder = self.resharders[v]
         hides = self.hides(j, k)
         ways = id(resharder), value.shape, value.itemsize, hides if self.waiting < 1 else hides > 0
-        turned = self.met[v] if value.shape else None
+        turned = self.met[v] if any(s.partial for s in self._distinct(made)[0]) else None
         key = (id(made), id(taken), ways, reads, once, rows, j in self.doubled, later, follows, copied, turned)
         if key not in self.cache:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
@@ -412,21 +414,19 @@ class _Tables:
             self.cache[key] = (np.tile(table, (rows, 1)), np.tile(sent, (rows, 1))) if rows > 1 else (table, sent)
         return self.cache[key]
 
-    def _turning(self, shape: tuple[int, ...], met: Met, sources, targets) -> np.ndarray:
+    def _turning(self, shape: tuple[int, ...], turned: tuple[tuple[int, ...], tuple[float, ...]], sources, targets) -> np.ndarray:
         """Seconds [source, target] of turning what a sum is computed with that is scattered along any dim but the first.
 
         XLA lays an array out so that its parts on the devices lie one after the other, and what is computed with it in the same way.
         """
-        device, mesh, values = self.space.cluster.device, self.space.mesh, self.space.graph.values
-        later = [d for n, d in enumerate(met.order) if prod(shape[e] for e in met.order[:n]) > 1]
-        turned = [values[v].bytes for v in sorted(met.inputs)]
+        device, mesh, (order, sizes) = self.space.cluster.device, self.space.mesh, turned
+        later = [d for n, d in enumerate(order) if prod(shape[e] for e in order[:n]) > 1]
 
-        def seconds(s: Layout, t: Layout) -> float:
-            if all(set(s.partial_axes).isdisjoint(t.dims[d]) for d in later):
-                return 0.0
-            return sum(max(device.kernel_latency_s, 2 * n / t.shards(mesh) / device.memory_rate) for n in turned)
+        def seconds(t: Layout) -> float:
+            return sum(max(device.kernel_latency_s, 2 * n / t.shards(mesh) / device.memory_rate) for n in sizes)
 
-        return np.array([[seconds(s, t) for t in targets] for s in sources])
+        costs = [(seconds(t), frozenset(a for d in later for a in t.dims[d])) for t in targets]
+        return np.array([[0.0 if axes.isdisjoint(s.partial_axes) else x for x, axes in costs] for s in sources])
 
     def chosen(self, i: int, r: int, j: int, k: int, before: Layout, after: Layout, table: np.ndarray) -> np.ndarray:
         """Where in the edge's `table` a reshard from `before` to `after` takes place: 1, elsewhere 0."""
