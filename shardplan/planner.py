@@ -189,7 +189,9 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
 
     @functools.lru_cache(maxsize=2)
     def network(waiting: float, crowds: Crowds, only: bool) -> Network:
-        made = build(space, resharder, options.memory, allowed, True, options.charges, waiting, crowds, only)
+        made = build(
+            space, resharder, options.memory, allowed, charges=options.charges, waiting=waiting, crowds=crowds, only=only
+        )
         clock.lap("network")
         return made
 
