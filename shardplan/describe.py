@@ -127,7 +127,7 @@ def fetches(planned: Planned, i: int) -> Iterator[Fetch]:
 
     That of a shared copy stands at its first reader, and a sum that a loop puts off where the loop takes its carry.
     """
-    put_off = planned.network.accumulated
+    put_off = planned.space.accumulated
     for k, v in enumerate(planned.graph.ops[i].inputs):
         if v is not None:
             yield from (f for f in _fetch(planned, v, i, k, k) if f[1:3] not in put_off or not _sum(planned, *f[1:3]))

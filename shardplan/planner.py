@@ -151,13 +151,7 @@ class Planned:
 
     def reshards(self, i: int) -> list[tuple[int, tuple[Step, ...]]]:
         """(operand, collectives) that bring an op its operands, in one run."""
-        found = []
-        for k, v in enumerate(self.graph.ops[i].inputs):
-            if v is not None and i not in self.kept:
-                steps = self.network.path(v, self.made(*self.graph.values[v].producer), self.taken(i, k))
-                if steps:
-                    found.append((k, steps))
-        return found
+        return list(self.network.reshards(i, self.strategies, self.kept))
 
     def in_layouts(self) -> tuple[Layout, ...]:
         return tuple(self.made(i) for i in self.graph.args)
@@ -188,12 +182,16 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         options = replace(options, memory=_thrifty(lambda limit: build(space, resharder, limit, allowed), options))
 
     @functools.lru_cache(maxsize=2)
-    def network(waiting: float, crowds: Crowds, only: bool) -> Network:
-        made = build(
-            space, resharder, options.memory, allowed, charges=options.charges, waiting=waiting, crowds=crowds, only=only
-        )
+    def network(waiting: float, crowds: Crowds | None) -> Network:
+        made = build(space, resharder, options.memory, allowed, charges=options.charges, waiting=waiting, crowds=crowds)
         clock.lap("network")
         return made
+
+    @functools.cache
+    def users(waiting: float) -> tuple[int, ...]:
+        """The states that the program's own constraints ask for."""
+        kept = allowed_strategies(space, options=replace(options, constraints="keep"))
+        return propagate(build(space, resharder, options.memory, kept, waiting=waiting).problem).states
 
     deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
 
@@ -201,12 +199,9 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         small = shrink(at.problem, tie=True)
         hint = propagate(at.problem, small)
-        if options.constraints == "hint":
-            kept = allowed_strategies(space, options=replace(options, constraints="keep"))
-            users = propagate(build(space, resharder, options.memory, kept, waiting=at.waiting).problem)
-            hint = min((h for h in (users, hint) if h.states), key=lambda h: h.objective, default=hint)
-        if before and at.problem.objective(before) < hint.objective:
-            hint = replace(hint, states=before, objective=at.problem.objective(before))
+        for states in (users(at.waiting) if options.constraints == "hint" else (), before):
+            if states and (objective := at.problem.objective(states)) < hint.objective:
+                hint = replace(hint, states=states, objective=objective)
         clock.lap("propagation")
         if options.search == "propagation":
             fits = not hint.states or options.memory is None or at.problem.peak(hint.states) <= options.memory

@@ -189,12 +189,12 @@ def test_what_a_plan_moves_together_settles_its_prices():
     moved = dict(found.network.moved(found.solution.states))
     kinds = [len(kinds) for kinds in moved.values()]
     assert plan.status == "optimal" and max(kinds) <= 2
-    again = build(found.space, found.network.resharders[0], None, waiting=found.network.waiting, crowds=tuple(moved.items()), only=True)
+    again = build(found.space, found.network.resharders[0], None, waiting=found.network.waiting, crowds=tuple(moved.items()))
     assert again.parts(found.solution.states).total(found.beside) == pytest.approx(found.solution.objective, rel=0.02)
 
 
 def test_gradients_are_scattered_along_the_dim_that_lies_outermost():
-    """Along another XLA turns parameters and moments for the update (`Met`); what costs the same otherwise is split there."""
+    """Along another XLA turns parameters and moments for the update (`ir/beside.py`); what costs the same otherwise is split there."""
     step, args = planned_norm({})
     layouts = {x.layout.dims for x in step.plan(*args).inputs if x.path.startswith("params")}
     assert layouts and all(rows and not columns for rows, columns in layouts)

@@ -20,31 +20,26 @@ Costs are rounded to whole picoseconds, so that sums are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import floor, log2, prod
 
 import numpy as np
 
 from shardplan.ilp.overlap import Seconds
 from shardplan.ilp.problem import Edge, Problem, Usage, over_time
-from shardplan.ir.accumulate import accumulated
-from shardplan.ir.graph import BORDER, Graph
-from shardplan.ir.live import ALIASES, intervals, takes_over
-from shardplan.ir.queues import Place, places, slack
-from shardplan.ir.repeat import repeated_layers
+from shardplan.ir.beside import Beside
+from shardplan.ir.graph import BORDER
+from shardplan.ir.live import ALIASES, takes_over
 from shardplan.ir.share import SMALL_BYTES
-from shardplan.mesh.collective import COMBINED_BYTES, Crowd
+from shardplan.mesh.collective import ALONE, COMBINED_BYTES, Crowd
 from shardplan.mesh.layout import Layout
-from shardplan.mesh.reshard import ALONE, MERGED, Resharder, Sent, Step
+from shardplan.mesh.reshard import MERGED, Resharder, Sent, Step
 from shardplan.strategies.fusion import FUSIBLE
 from shardplan.strategies.space import Space
 
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
-
-SMALL_SUM_BYTES = 1 << 16
-"""Sums below this are merged with those as far down the line."""
 
 LEAST_SLACK_S = 1e-6
 """Work shorter than this hides nothing."""
@@ -55,15 +50,6 @@ SMALL = 1e-3
 
 Crowds = tuple[tuple[int, tuple[tuple[Sent, Crowd], ...]], ...]
 """Per crowd of places, how many of its arrays a plan moves by every kind of collective over some axes."""
-
-
-def _small_sums(space: Space) -> list[bool]:
-    """Per value, whether it is small and partial where its maker is split, or a number that such are added up to."""
-    rules = [space.rules[v.producer[0]] for v in space.graph.values]
-    return [
-        v.bytes < SMALL_SUM_BYTES and (bool(rule.reduce) or (rule.linear and not v.shape))
-        for v, rule in zip(space.graph.values, rules, strict=True)
-    ]
 
 
 @dataclass(frozen=True)
@@ -88,10 +74,8 @@ class Network:
         doubled: ops whose states s and s + k are strategy s without and with a buffer of its own; in the last k states of a share
             with an `earlier` reader the copy is kept from there.
         resharders: per value, what prices its reshards.
-        accumulated: (op, operand) whose partial sums a loop adds up first -> that loop's `loop_carry`.
         background: (edge, the most picoseconds of it that other work hides, what of it can be hidden at all).
         waiting: what part of what is hidden is paid in `problem`.
-        places: per value, where its reshards stand.
         unpriced: copies that the problem takes for the originals: small ones, and without a limit all.
     """
 
@@ -100,10 +84,8 @@ class Network:
     doubled: frozenset[int]
     unpriced: tuple[Usage, ...]
     resharders: tuple[Resharder, ...]
-    accumulated: Mapping[tuple[int, int], int]
     background: tuple[tuple[int, float, np.ndarray], ...]
     waiting: float
-    places: tuple[Place, ...]
 
     def parts(self, states) -> Seconds:
         """What a step takes under these states, in whole picoseconds but for the background."""
@@ -129,17 +111,26 @@ class Network:
         value = self.space.graph.values[v]
         return self.resharders[v].path(value.shape, value.itemsize, before, after)
 
+    def reshards(self, j: int, strategies: Sequence[int], kept: Collection[int]) -> Iterator[tuple[int, tuple[Step, ...]]]:
+        """(operand, collectives) that bring op j its operands, in one run; nothing is moved for shares that are `kept`."""
+        values, choices = self.space.graph.values, self.space.choices
+        for k, v in enumerate(self.space.graph.ops[j].inputs if j not in kept else ()):
+            if v is not None:
+                i, r = values[v].producer
+                before, after = choices[i].results[r][strategies[i]], choices[j].operands[k][strategies[j]]
+                if before != after and (steps := self.path(v, before, after)):
+                    yield k, steps
+
     def moved(self, states) -> Crowds:
         """How many arrays these states move together."""
-        graph, choices, strategies = self.space.graph, self.space.choices, self.strategies(states)
-        kept, moved = self.kept(states), {}
+        graph, strategies, kept = self.space.graph, self.strategies(states), self.kept(states)
+        moved: dict[tuple, dict[int, float]] = {}
         for j, op in enumerate(graph.ops):
-            for k, v in enumerate(op.inputs):
-                if v is None or j in kept:
-                    continue
-                i, r = graph.values[v].producer
-                place, before, after = self.places[v], choices[i].results[r][strategies[i]], choices[j].operands[k][strategies[j]]
-                for step in self.path(v, before, after) if before != after and place.members > 1 else ():
+            for k, steps in self.reshards(j, strategies, kept):
+                v = op.inputs[k]
+                assert v is not None
+                place = self.space.places[v]
+                for step in steps if place.members > 1 else ():
                     if step.kind in MERGED:
                         size = graph.values[v].bytes / step.after.shards(self.space.mesh)
                         moved.setdefault((place.crowd, step.kind, step.axes), {})[place.origin] = size
@@ -184,8 +175,7 @@ def build(
     tie: bool = True,
     charges: Charges | None = None,
     waiting: float = 1.0,
-    crowds: Crowds = (),
-    only: bool = False,
+    crowds: Crowds | None = None,
 ) -> Network:
     """The network of a space.
 
@@ -197,11 +187,9 @@ def build(
         tie: tie repeated layers.
         charges: what some choices cost beyond the model.
         waiting: what part of the seconds is paid that a reshard spends beside other work.
-        crowds: how many arrays a plan moves together. Of what it does not use, all arrays of a queue are taken to be moved so.
-        only: nothing else is taken to be moved together.
+        crowds: how many arrays a plan moves together; None takes all arrays of a queue to be moved alike, however that is.
     """
     graph, choices = space.graph, space.choices
-    live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules])
     doubled = _doubled(space, limit)
 
     def blocks(i: int) -> int:
@@ -226,7 +214,7 @@ def build(
 
     pinned = frozenset(allowed or ())
     pinned |= {start for start, end in graph.tied if end in pinned}
-    tables = _Tables(space, resharder, doubled, waiting, pinned, dict(crowds), only)
+    tables = _Tables(space, resharder, doubled, waiting, pinned, crowds)
     edges, background = [], []
     for j, op in enumerate(graph.ops):
         for k, v in enumerate(op.inputs):
@@ -243,7 +231,7 @@ def build(
     edges += [Edge(i, j, tables.kept(i, k, j)) for j, (i, k) in graph.earlier.items()]
 
     usages, unpriced = [], []
-    for v, interval in enumerate(live):
+    for v, interval in enumerate(space.live):
         if interval is None or interval[0] >= interval[1]:
             continue
         i, r = graph.values[v].producer
@@ -254,18 +242,17 @@ def build(
         (usages if told else unpriced).append(Usage(i, *interval, own))
         if i in graph.earlier:
             at, _ = graph.earlier[i]
-            before = live[graph.ops[at].outputs[0]] if graph.ops[at].primitive == "share" else None
+            before = space.live[graph.ops[at].outputs[0]] if graph.ops[at].primitive == "share" else None
             since = before[1] if before else at + 1
             if since < interval[0]:
                 (usages if told else unpriced).append(Usage(i, since, interval[0], np.concatenate([*nothing, held])))
-    ties = repeated_layers(graph, space.signature) if tie else ()
+    ties = space.layers if tie else ()
     if ties:
         ties = _split_unequal(ties, costs, [(i in doubled, i in graph.earlier) for i in range(len(costs))], graph.tied)
     names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
-    behind = tuple(background), waiting, tables.places
-    return Network(space, problem, doubled, tuple(unpriced), tables.resharders, tables.accumulated, *behind)
+    return Network(space, problem, doubled, tuple(unpriced), tables.resharders, tuple(background), waiting)
 
 
 def _doubled(space: Space, limit: float | None) -> frozenset[int]:
@@ -289,38 +276,6 @@ def _split_unequal(ties, costs, kinds, tied) -> tuple[int, ...]:
     return tuple(first.setdefault((c, len(costs[i]), kinds[i], forbidden[i], beside.get(i)), i) for i, c in enumerate(ties))
 
 
-@dataclass(frozen=True)
-class Met:
-    """What the optimizer computes with beside an array: inputs of the step.
-
-    Attributes:
-        order: the array's dims in their order there.
-        inputs: value numbers.
-    """
-
-    order: tuple[int, ...]
-    inputs: frozenset[int]
-
-
-def met(graph: Graph, elementwise: Sequence[bool]) -> list[Met | None]:
-    """Per value, what elementwise ops of the update compute with beside it."""
-    found: list[Met | None] = [None] * len(graph.values)
-    for op, plain in zip(reversed(graph.ops), reversed(elementwise), strict=True):
-        if op.primitive == "transpose":
-            if (before := op.inputs[0]) is not None and (after := found[op.outputs[0]]):
-                found[before] = replace(after, order=tuple(op.params["permutation"][d] for d in after.order))
-        elif op.primitive == "share" or plain:
-            arrays = [v for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.shape == op.outs[0].shape]
-            own = {graph.original(v) for v in arrays if graph.ops[graph.maker(v)].primitive == "arg" and op.phase == "update"}
-            later = [m for v in op.outputs if (m := found[v])]
-            order = later[0].order if later else tuple(range(len(op.outs[0].shape)))
-            inputs = frozenset(own).union(*(m.inputs for m in later))
-            for v in arrays if inputs else ():
-                here = found[v] or Met(order, frozenset())
-                found[v] = replace(here, inputs=here.inputs | inputs)
-    return found
-
-
 def summed(before: Layout, after: Layout) -> bool:
     """Whether a reshard only adds up partial sums: what a loop may put off to its end."""
     return bool(before.partial) and not after.partial and before.dims == after.dims
@@ -336,22 +291,16 @@ class _Tables:
         doubled: frozenset[int],
         waiting: float,
         pinned: frozenset[int],
-        crowds: Mapping[int, tuple[tuple[Sent, Crowd], ...]],
-        only: bool,
+        crowds: Crowds | None,
     ):
         self.space, self.doubled, self.waiting, self.pinned = space, doubled, waiting, pinned
-        self.places = places(space.graph, _small_sums(space))
+        known = dict(crowds or ())
         # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
-        kinds = (("all-reduce", "reduce-scatter") if p.queue == "gradient" else MERGED for p in self.places)
+        kinds = (("all-reduce", "reduce-scatter") if p.queue == "gradient" else MERGED for p in space.places)
         self.resharders = tuple(
-            resharder.combining(ALONE if only else Crowd(p.members), of, crowds.get(p.crowd, ()))
-            for p, of in zip(self.places, kinds, strict=True)
+            resharder.combining(Crowd(p.members) if crowds is None else ALONE, of, known.get(p.crowd, ()))
+            for p, of in zip(space.places, kinds, strict=True)
         )
-        self.accumulated = accumulated(space.graph)
-        beside = met(space.graph, [rule.fusion == "loop" for rule in space.rules])
-        values = space.graph.values
-        self.met = [m and (m.order, tuple(sorted(values[v].bytes for v in m.inputs))) for m in beside]
-        self.slack = slack(space.graph, self.places, [float(s.min()) for s in space.seconds])
         self.cache: dict = {}
         self.unique: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
 
@@ -365,7 +314,7 @@ class _Tables:
 
     def hides(self, j: int, k: int) -> float:
         """Picoseconds per step of the way to operand k of op j that other work hides at most, a power of two."""
-        seconds = self.slack.get((j, k), 0.0) if (j, k) not in self.accumulated else 0.0
+        seconds = self.space.slack.get((j, k), 0.0) if (j, k) not in self.space.accumulated else 0.0
         return 2.0 ** floor(log2(seconds * self.space.graph.ops[j].reads * PS)) if seconds > LEAST_SLACK_S else 0.0
 
     def handed(self, i: int, r: int, j: int, k: int, v: int) -> tuple[np.ndarray, np.ndarray]:
@@ -373,7 +322,7 @@ class _Tables:
         graph, space = self.space.graph, self.space
         value, reads = graph.values[v], graph.ops[j].reads
         made, taken = space.choices[i].results[r], space.choices[j].operands[k]
-        start = self.accumulated.get((j, k))
+        start = space.accumulated.get((j, k))
         once = None if start is None else graph.ops[start].reads
         follows = self.follows(i, j) and self.carries(made, taken)
         copied = graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES
@@ -382,7 +331,7 @@ class _Tables:
         resharder = self.resharders[v]
         hides = self.hides(j, k)
         ways = id(resharder), value.shape, value.itemsize, hides if self.waiting < 1 else hides > 0
-        turned = self.met[v] if any(s.partial for s in self._distinct(made)[0]) else None
+        turned = space.beside[v] if any(s.partial for s in self._distinct(made)[0]) else None
         key = (id(made), id(taken), ways, reads, once, rows, j in self.doubled, later, follows, copied, turned)
         if key not in self.cache:
             (sources, a), (targets, b) = self._distinct(made), self._distinct(taken)
@@ -414,16 +363,16 @@ class _Tables:
             self.cache[key] = (np.tile(table, (rows, 1)), np.tile(sent, (rows, 1))) if rows > 1 else (table, sent)
         return self.cache[key]
 
-    def _turning(self, shape: tuple[int, ...], turned: tuple[tuple[int, ...], tuple[float, ...]], sources, targets) -> np.ndarray:
+    def _turning(self, shape: tuple[int, ...], turned: Beside, sources, targets) -> np.ndarray:
         """Seconds [source, target] of turning what a sum is computed with that is scattered along any dim but the first.
 
         XLA lays an array out so that its parts on the devices lie one after the other, and what is computed with it in the same way.
         """
-        device, mesh, (order, sizes) = self.space.cluster.device, self.space.mesh, turned
-        later = [d for n, d in enumerate(order) if prod(shape[e] for e in order[:n]) > 1]
+        device, mesh = self.space.cluster.device, self.space.mesh
+        later = [d for n, d in enumerate(turned.order) if prod(shape[e] for e in turned.order[:n]) > 1]
 
         def seconds(t: Layout) -> float:
-            return sum(max(device.kernel_latency_s, 2 * n / t.shards(mesh) / device.memory_rate) for n in sizes)
+            return sum(max(device.kernel_latency_s, 2 * n / t.shards(mesh) / device.memory_rate) for n in turned.bytes)
 
         costs = [(seconds(t), frozenset(a for d in later for a in t.dims[d])) for t in targets]
         return np.array([[0.0 if axes.isdisjoint(s.partial_axes) else x for x, axes in costs] for s in sources])

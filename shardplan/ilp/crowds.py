@@ -28,20 +28,20 @@ NEAR = 0.005
 
 
 def settled(
-    make: Callable[[float, Crowds, bool], Network], search: Callable[[Network, tuple[int, ...]], Solution], beside: float
+    make: Callable[[float, Crowds | None], Network], search: Callable[[Network, tuple[int, ...]], Solution], beside: float
 ) -> tuple[Network, Solution]:
     """The best plan found, with the network of its own prices; the bound is as far below as at the prices it was found at.
 
     Args:
-        make: the network at a price of what is hidden (`overlap.cheapest`), with arrays moved together as told, and whether no others.
+        make: the network at a price of what is hidden (`overlap.cheapest`), with arrays moved together as told, or all of a queue.
         search: answers it; the states are those of the plan before, or ().
         beside: as in `overlap.cheapest`.
     """
 
-    def planned(crowds: Crowds, before: tuple[int, ...]) -> tuple[Network, Solution]:
-        return cheapest(lambda price: make(price, crowds, bool(crowds)), lambda network: search(network, before), beside)
+    def planned(crowds: Crowds | None, before: tuple[int, ...]) -> tuple[Network, Solution]:
+        return cheapest(lambda price: make(price, crowds), lambda network: search(network, before), beside)
 
-    crowds: Crowds = ()
+    crowds: Crowds | None = None
     best: tuple[Network, Solution] | None = None
     states: tuple[int, ...] = ()
     for _ in range(ROUNDS):
@@ -52,7 +52,7 @@ def settled(
         own = found
         for _ in range(2):  # at other prices the ways are others, too
             crowds = own.moved(states)
-            own = make(found.waiting, crowds, True)
+            own = make(found.waiting, crowds)
         paid = own.parts(states).total(beside)
         if best is None or paid < best[1].objective:
             bound = paid if solution.status == "optimal" else paid * (1 - solution.gap)

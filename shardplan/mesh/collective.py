@@ -60,14 +60,6 @@ def over(kind: str, bytes_: float, link: AxisLink, cluster: Cluster) -> float:
     return min(a + bytes_ * b for a, b in _lines(kind, link, cluster))
 
 
-def lines(kind: str, axes: tuple[str, ...], mesh: MeshShape, cluster: Cluster) -> tuple[Line, ...]:
-    """The algorithms of a collective, each as (seconds at 0 bytes, seconds per byte of `bytes_`)."""
-    link = cluster.axis(mesh, axes)
-    if kind != "slice" and kind not in KINDS:
-        raise ValueError(f"collective {kind!r} is none of {', '.join(KINDS)}, slice")
-    return _lines(kind, link, cluster)
-
-
 @dataclass(frozen=True)
 class Crowd:
     """Arrays whose collectives XLA makes into one, as far as they have no more than `COMBINED_BYTES` of results.
@@ -81,15 +73,20 @@ class Crowd:
     large: bool = True
 
 
-def merged(kind: str, axes: tuple[str, ...], mesh: MeshShape, cluster: Cluster, crowd: Crowd) -> tuple[Line, ...]:
-    """As `lines`, of one array in a crowd.
+ALONE = Crowd(1, large=False)
 
-    Each pays an equal part of one latency, and in a large crowd by its bytes what more there are: of a reduce-scatter the result is
-    what a device keeps.
+
+def lines(kind: str, axes: tuple[str, ...], mesh: MeshShape, cluster: Cluster, crowd: Crowd = ALONE) -> tuple[Line, ...]:
+    """The algorithms of a collective, each as (seconds at 0 bytes, seconds per byte of `bytes_`).
+
+    Each array of a crowd pays an equal part of one latency, and in a large crowd by its bytes what more there are: of a reduce-scatter
+    the result is what a device keeps.
     """
-    whole = cluster.axis(mesh, axes).members if kind == "reduce-scatter" else 1
-    per_byte = crowd.large / whole / COMBINED_BYTES
-    return tuple((a / crowd.arrays, b + a * per_byte) for a, b in lines(kind, axes, mesh, cluster))
+    link = cluster.axis(mesh, axes)
+    if kind != "slice" and kind not in KINDS:
+        raise ValueError(f"collective {kind!r} is none of {', '.join(KINDS)}, slice")
+    per_byte = crowd.large / (link.members if kind == "reduce-scatter" else 1) / COMBINED_BYTES
+    return tuple((a / crowd.arrays, b + a * per_byte) for a, b in _lines(kind, link, cluster))
 
 
 def around(kind: str, cluster: Cluster, among: int = 1) -> Line:

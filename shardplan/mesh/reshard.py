@@ -26,7 +26,7 @@ import numpy as np
 
 from shardplan.mesh import collective
 from shardplan.mesh.cluster import Cluster
-from shardplan.mesh.collective import Crowd
+from shardplan.mesh.collective import ALONE, Crowd
 from shardplan.mesh.layout import Layout, MeshShape
 
 # A layout without the names of its reductions, axes as numbers: (per dim its axes, the partial axes sorted).
@@ -37,8 +37,6 @@ MERGED = ("all-gather", "all-reduce", "reduce-scatter")
 
 Sent = tuple[str, tuple[str, ...]]
 """A kind of collective, and over which axes."""
-
-ALONE = Crowd(1, large=False)
 
 
 @dataclass(frozen=True)
@@ -254,7 +252,7 @@ class Resharder:
                 found = []
                 for crowd in dict.fromkeys((ALONE, others)):
                     more = collective.around(kind, self.cluster, crowd.arrays) if self.kernels else (0.0, 0.0)
-                    some = collective.merged(kind, over, self.mesh, self.cluster, crowd)
+                    some = collective.lines(kind, over, self.mesh, self.cluster, crowd)
                     found += [(a + more[0], b + more[1]) for a, b in some]
                 return tuple(found)
 
@@ -348,9 +346,10 @@ class _Graph:
         classes: dict[tuple, int] = {}
         edges = []
         for u, state in enumerate(states):
-            for kind, axes, after, larger, beside in _moves(state, sizes, groups, reduce_scatter, same_shards):
+            for kind, axes, after, larger in _moves(state, sizes, groups, reduce_scatter, same_shards):
                 v = self.id.get(after)
                 if v is not None:
+                    beside = _beside(state, after) if kind == "reduce-scatter" else ()
                     group = (kind, axes, shards[u if larger == "before" else v], beside)
                     edges.append((v, u, classes.setdefault(group, len(classes))))
         self.classes = list(classes)
@@ -532,11 +531,11 @@ def _bits(axes: Iterable[int]) -> int:
 # ---- the moves
 
 
-Move = tuple[str, tuple[int, ...], State, str, tuple[int, ...]]
+Move = tuple[str, tuple[int, ...], State, str]
 
 
 def _moves(state: State, sizes, groups, reduce_scatter, same_shards) -> Iterator[Move]:
-    """Every collective out of a layout: (kind, axes, layout after, which side has the larger buffer, axes it is scattered beside)."""
+    """Every collective out of a layout: (kind, axes, layout after, which side has the larger buffer)."""
     dims, partial = state
     idle = [a for a in range(len(sizes)) if a not in partial and all(a not in axes for axes in dims)]
 
@@ -546,26 +545,31 @@ def _moves(state: State, sizes, groups, reduce_scatter, same_shards) -> Iterator
     for d, axes in enumerate(dims):
         for k in range(len(axes)):
             kept, tail = axes[:k], axes[k:]
-            yield "all-gather", _sorted(tail), (put(d, kept), partial), "after", ()
+            yield "all-gather", _sorted(tail), (put(d, kept), partial), "after"
             for e in range(len(dims)):
                 if e != d:
-                    yield "all-to-all", _sorted(tail), (put(e, (*dims[e], *tail), put(d, kept)), partial), "before", ()
+                    yield "all-to-all", _sorted(tail), (put(e, (*dims[e], *tail), put(d, kept)), partial), "before"
         for a in () if partial else idle:  # of a sum still partial XLA would make only a slice, and of what it is the sum
-            yield "slice", (a,), (put(d, (*axes, a)), partial), "before", ()
+            yield "slice", (a,), (put(d, (*axes, a)), partial), "before"
     for k in range(1, len(partial) + 1):
         for some in itertools.combinations(partial, k):
             if len({groups.get(a) for a in some}) > 1:
                 continue
             left = tuple(a for a in partial if a not in some)
             if groups.get(some[0]) not in [groups.get(a) for a in left]:  # XLA sums over all axes at once
-                yield "all-reduce", some, (dims, left), "before", ()
+                yield "all-reduce", some, (dims, left), "before"
             if reduce_scatter:
                 for order in itertools.permutations(some):
                     for d, axes in enumerate(dims):
-                        yield "reduce-scatter", some, (put(d, (*axes, *order)), left), "before", _sorted(axes)
+                        yield "reduce-scatter", some, (put(d, (*axes, *order)), left), "before"
     for other in same_shards[_shard_key(state, sizes)]:
         if other != state:
-            yield "collective-permute", _displaced(state, other, sizes), other, "before", ()
+            yield "collective-permute", _displaced(state, other, sizes), other, "before"
+
+
+def _beside(before: State, after: State) -> tuple[int, ...]:
+    """Axes that already split the dim along which a sum is scattered."""
+    return next(_sorted(a) for a, b in zip(before[0], after[0], strict=True) if a != b)
 
 
 def _displaced(a: State, b: State, sizes) -> tuple[int, ...]:

@@ -10,11 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from shardplan._jax import itemsize, shard_map_specs
+from shardplan.ir.accumulate import accumulated
+from shardplan.ir.beside import Beside, beside
 from shardplan.ir.graph import BORDER, Graph, Op, Path
+from shardplan.ir.live import Interval, intervals
+from shardplan.ir.queues import Place, places, slack
+from shardplan.ir.repeat import repeated_layers
 from shardplan.ir.share import with_shares
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
@@ -27,7 +33,7 @@ from shardplan.strategies.rules import rule_for
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """The strategies of every op.
+    """The strategies of every op, and what the rooms of `ir/` say of the graph by them.
 
     Attributes:
         rules, choices: per op.
@@ -46,6 +52,45 @@ class Space:
     materialised: tuple[bool, ...]
     seconds: tuple[np.ndarray, ...]
     unknown: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def live(self) -> list[Interval | None]:
+        """Per value, when it is in memory."""
+        return intervals(self.graph, self.materialised, [r.fusion in ("loop", "view") for r in self.rules])
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Per op, its class among repeated layers."""
+        return repeated_layers(self.graph, self.signature)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Per value, where its reshards stand."""
+        rules = [self.rules[v.producer[0]] for v in self.graph.values]
+        sums = [
+            v.bytes < SMALL_SUM_BYTES and (bool(rule.reduce) or (rule.linear and not v.shape))
+            for v, rule in zip(self.graph.values, rules, strict=True)
+        ]
+        return places(self.graph, sums)
+
+    @cached_property
+    def slack(self) -> dict[tuple[int, int], float]:
+        """(op, operand) -> seconds of work that a reshard of it may run beside."""
+        return slack(self.graph, self.places, [float(s.min()) for s in self.seconds])
+
+    @cached_property
+    def accumulated(self) -> dict[tuple[int, int], int]:
+        """(op, operand) whose partial sums a loop adds up first -> that loop's `loop_carry`."""
+        return accumulated(self.graph)
+
+    @cached_property
+    def beside(self) -> list[Beside | None]:
+        """Per value, what the optimizer computes with beside it."""
+        return beside(self.graph, [rule.fusion == "loop" for rule in self.rules])
+
+
+SMALL_SUM_BYTES = 1 << 16
+"""Sums below this are merged with those as far down the line."""
 
 
 def make_space(
