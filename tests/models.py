@@ -5,6 +5,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 NAMES = ("digits_cnn", "dlrm", "face_softmax", "gpt", "hybrid_mlp", "llama", "moe")
@@ -19,6 +22,13 @@ def _builder(name: str) -> Callable:
 
 
 MODELS: dict[str, Callable] = {name: _builder(name) for name in NAMES}
+
+
+def relu_loss(weights, x):
+    """The mean square of what a net of plain layers makes of bfloat16 activations, parameters in float32."""
+    for w in weights:
+        x = jax.nn.relu(x @ w.astype(jnp.bfloat16))
+    return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
 def loss_of(out):

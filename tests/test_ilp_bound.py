@@ -36,31 +36,37 @@ def grid(side, k, seed=0, tight=None):
     return Problem(costs, edges, usages, float(int(tight * problem.peak(cheap))))
 
 
-@laws
-@given(networks(limit=False))
-def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem):
-    small = shrink(problem)
-    if not small.feasible:
-        return
-    problem = small.problem
-    shifting = shift.Shift(problem)
-    shifting.rounds(problem.costs, 5)
+def shrunk(**kinds):
+    """What shrinking leaves of networks that have an answer."""
+    return networks(**kinds).map(shrink).filter(lambda small: small.feasible).map(lambda small: small.problem)
+
+
+def shifted(problem, shifting):
+    """The same problem, with the costs that were shifted along its edges."""
     costs, shifts = shifting.shifted(problem.costs, 2.0**-20)
     tables = [e.cost - m_i[:, None] - m_j for e, (m_i, m_j) in zip(problem.edges, shifts, strict=True)]
-    shifted = Problem(tuple(costs), tuple(Edge(e.i, e.j, t) for e, t in zip(problem.edges, tables, strict=True)))
+    return Problem(tuple(costs), tuple(Edge(e.i, e.j, t) for e, t in zip(problem.edges, tables, strict=True)))
+
+
+@laws
+@given(shrunk(limit=False))
+def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem):
+    shifting = shift.Shift(problem)
+    shifting.rounds(problem.costs, 5)
+    moved = shifted(problem, shifting)
     for states in choices(problem):
-        assert shifted.objective(states) == problem.objective(states)
-    least = sum(c.min() for c in costs) + sum(t.min() for t in tables)
+        assert moved.objective(states) == problem.objective(states)
+    least = sum(c.min() for c in moved.costs) + sum(e.cost.min() for e in moved.edges)
     assert least <= min(problem.objective(states) for states in choices(problem))
 
 
 def test_shifting_makes_small_joints_bound_well():
     problem = grid(8, 6)
     best = solve(problem, work_limit=40.0)
-    bare, shifted = (bound(problem, np.inf, cap, 0).value for cap in (1, 300))
+    bare, good = (bound(problem, np.inf, cap, 0).value for cap in (1, 300))
     assert best.status == "optimal"
-    assert bare <= shifted <= best.objective
-    assert shifted > 0.9 * best.objective
+    assert bare <= good <= best.objective
+    assert good > 0.9 * best.objective
 
 
 def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
@@ -76,12 +82,8 @@ def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
 
 
 @laws
-@given(networks())
+@given(shrunk())
 def test_through_is_a_bound_of_every_choice_that_takes_the_state(problem):
-    small = shrink(problem)
-    if not small.feasible:
-        return
-    problem = small.problem
     result = bound(problem, np.inf, 8, 4)
     fitting = [s for s in choices(problem) if problem.limit is None or problem.peak(s) <= problem.limit]
     for states in fitting:
@@ -107,12 +109,8 @@ def test_goals_below_the_optimum_are_closed_and_goals_above_find_it(seed):
 
 
 @laws
-@given(networks())
+@given(shrunk())
 def test_messages_carried_through_a_shrink_change_no_choices_cost(problem):
-    whole = shrink(problem)
-    if not whole.feasible:
-        return
-    problem = whole.problem
     shifting = shift.Shift(problem)
     shifting.rounds(problem.costs, 5)
     small = shrink(Problem(tuple(np.where(np.arange(len(c)) % 3 < 2, c, np.inf) for c in problem.costs), problem.edges))
@@ -120,9 +118,7 @@ def test_messages_carried_through_a_shrink_change_no_choices_cost(problem):
         return
     part, told = small.problem, shift.carried(shifting.told(), small)
     assert all(len(m) == len(part.costs[i]) for (i, _), m in told.items())
-    costs, shifts = shift.Shift(part, messages=told).shifted(part.costs, 2.0**-20)
-    tables = [e.cost - m_i[:, None] - m_j for e, (m_i, m_j) in zip(part.edges, shifts, strict=True)]
-    moved = Problem(tuple(costs), tuple(Edge(e.i, e.j, t) for e, t in zip(part.edges, tables, strict=True)))
+    moved = shifted(part, shift.Shift(part, messages=told))
     assert all(moved.objective(states) == part.objective(states) for states in choices(part))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from models import relu_loss
 
 import shardplan
 from shardplan.ilp.build import build
@@ -142,14 +143,7 @@ def test_arrays_that_are_merged_wait_for_the_last_made_and_the_first_needed(widt
 
 def norm_step(params, x):
     """A net of many layers whose gradients' norm is taken, as optax.global_norm does."""
-
-    def loss(params):
-        h = x
-        for w in params:
-            h = jax.nn.relu(h @ w.astype(BF16))
-        return jnp.mean(h.astype(F32) ** 2)
-
-    grads = jax.grad(loss)(params)
+    grads = jax.grad(relu_loss)(params, x)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads))
     return [p - 0.1 * g / norm for p, g in zip(params, grads, strict=True)]
 

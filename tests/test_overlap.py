@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import relu_loss
 
 import shardplan
 from shardplan.ilp import Edge, Problem, solve
@@ -17,13 +18,7 @@ S = jax.ShapeDtypeStruct
 
 
 def mlp(state, x):
-    def loss(params):
-        h = x
-        for w in params:
-            h = jax.nn.relu(h @ w.astype(BF16))
-        return jnp.mean(h.astype(F32) ** 2)
-
-    grads = jax.grad(loss)(state["params"])
+    grads = jax.grad(relu_loss)(state["params"], x)
     m = [0.9 * a + g for a, g in zip(state["m"], grads, strict=True)]
     return {"params": [p - 0.1 * a for p, a in zip(state["params"], m, strict=True)], "m": m}
 
