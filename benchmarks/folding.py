@@ -25,7 +25,7 @@ import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
 from shardplan.ilp import solve  # noqa: E402
-from shardplan.ilp.build import PS  # noqa: E402
+from shardplan.ilp.tables import PS  # noqa: E402
 
 MODELS = {name: (lambda name=name: zoo.example(name)) for name in ("gpt", "moe", "digits_cnn", "dlrm", "hybrid_mlp")} | {
     name: zoo.QUALITY[name] for name in ("gpt2", "resnet-50", "unet", "vit-l", "lstm", "mamba")

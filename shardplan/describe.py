@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from shardplan.files import portable, source_line
-from shardplan.ilp.build import PS, Network, summed
+from shardplan.ilp.build import Network
+from shardplan.ilp.tables import PS, summed
 from shardplan.ir.graph import BORDER, Op
 from shardplan.mesh.reshard import Step
 from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine

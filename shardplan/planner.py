@@ -19,11 +19,12 @@ import numpy as np
 from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.ilp import least_memory, solve
-from shardplan.ilp.build import Charges, Crowds, Network, build
+from shardplan.ilp.build import Charges, Network, build
 from shardplan.ilp.crowds import settled
 from shardplan.ilp.overlap import judged
 from shardplan.ilp.problem import Problem, Solution
 from shardplan.ilp.shrink import shrink
+from shardplan.ilp.tables import Crowds
 from shardplan.ir.emit import ASIDE, Decision
 from shardplan.ir.graph import BORDER, Graph, Path
 from shardplan.ir.live import ALIASES

@@ -18,7 +18,8 @@ from shardplan.ilp.overlap import cheapest
 from shardplan.ilp.problem import Solution
 
 if TYPE_CHECKING:
-    from shardplan.ilp.build import Crowds, Network
+    from shardplan.ilp.build import Network
+    from shardplan.ilp.tables import Crowds
 
 ROUNDS = 3
 """How often the prices are settled at most."""

@@ -1,0 +1,215 @@
+"""Edge and usage tables of a cost network (`build.py`): what each array costs on its way from op to op, and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import floor, log2, prod
+
+import numpy as np
+
+from shardplan.ir.beside import Beside
+from shardplan.ir.graph import BORDER
+from shardplan.ir.share import SMALL_BYTES
+from shardplan.mesh.collective import ALONE, Crowd
+from shardplan.mesh.layout import Layout
+from shardplan.mesh.reshard import MERGED, Resharder, Sent
+from shardplan.strategies.fusion import FUSIBLE
+from shardplan.strategies.space import Space
+
+PS = 1e12
+"""Picoseconds per second: costs of a planner's problem are whole picoseconds."""
+
+LEAST_SLACK_S = 1e-6
+"""Work shorter than this hides nothing."""
+
+Crowds = tuple[tuple[int, tuple[tuple[Sent, Crowd], ...]], ...]
+"""Per crowd of places, how many of its arrays a plan moves by every kind of collective over some axes."""
+
+
+def summed(before: Layout, after: Layout) -> bool:
+    """Whether a reshard only adds up partial sums: what a loop may put off to its end."""
+    return bool(before.partial) and not after.partial and before.dims == after.dims
+
+
+@dataclass(frozen=True, eq=False)
+class _Layouts:
+    """A list of layouts as arrays.
+
+    Attributes:
+        layouts: the distinct ones.
+        at: [entry of the list] -> which of them.
+        names, dims: [layout], equal numbers for equal layouts, and for layouts that split alike.
+        shards, partial: [layout].
+    """
+
+    layouts: tuple[Layout, ...]
+    at: np.ndarray
+    names: np.ndarray
+    dims: np.ndarray
+    shards: np.ndarray
+    partial: np.ndarray
+
+    def equal(self, others: _Layouts) -> np.ndarray:
+        """[layout, other]"""
+        return self.names[:, None] == others.names
+
+    def summed(self, others: _Layouts) -> np.ndarray:
+        """[layout, other], as `summed`."""
+        return self.partial[:, None] & ~others.partial & (self.dims[:, None] == others.dims)
+
+
+class Tables:
+    """Edge and usage tables, one array object per distinct content."""
+
+    def __init__(
+        self,
+        space: Space,
+        resharder: Resharder,
+        doubled: frozenset[int],
+        waiting: float,
+        pinned: frozenset[int],
+        crowds: Crowds | None,
+    ):
+        self.space, self.doubled, self.waiting, self.pinned = space, doubled, waiting, pinned
+        known = dict(crowds or ())
+        # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
+        kinds = (("all-reduce", "reduce-scatter") if p.queue == "gradient" else MERGED for p in space.places)
+        self.resharders = tuple(
+            resharder.combining(Crowd(p.members) if crowds is None else ALONE, of, known.get(p.crowd, ()))
+            for p, of in zip(space.places, kinds, strict=True)
+        )
+        self.cache: dict = {}
+        self.lists: dict[int, _Layouts] = {}
+        self.names: dict = {}
+
+    def _distinct(self, layouts: tuple[Layout, ...]) -> _Layouts:
+        """What is to know of a list of layouts."""
+        if id(layouts) not in self.lists:
+            number: dict[Layout, int] = {}
+            at = np.array([number.setdefault(x, len(number)) for x in layouts], dtype=np.int64)
+            names, dims = ([self.names.setdefault(x, len(self.names)) for x in of] for of in (number, [x.dims for x in number]))
+            shards = [x.shards(self.space.mesh) for x in number]
+            partial = np.array([bool(x.partial) for x in number])
+            self.lists[id(layouts)] = _Layouts(tuple(number), at, np.array(names), np.array(dims), np.array(shards), partial)
+        return self.lists[id(layouts)]
+
+    def hides(self, j: int, k: int) -> float:
+        """Picoseconds per step of the way to operand k of op j that other work hides at most, a power of two."""
+        seconds = self.space.slack.get((j, k), 0.0) if (j, k) not in self.space.accumulated else 0.0
+        return 2.0 ** floor(log2(seconds * self.space.graph.ops[j].reads * PS)) if seconds > LEAST_SLACK_S else 0.0
+
+    def handed(self, i: int, r: int, j: int, k: int, v: int) -> tuple[np.ndarray, np.ndarray]:
+        """Edge of the array that op i makes as result r and op j takes as operand k, and what of its seconds other work can hide."""
+        graph, space = self.space.graph, self.space
+        value, reads = graph.values[v], graph.ops[j].reads
+        made, taken = space.choices[i].results[r], space.choices[j].operands[k]
+        start = space.accumulated.get((j, k))
+        once = None if start is None else graph.ops[start].reads
+        follows = self.follows(i, j) and self.carries(made, taken)
+        copied = graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES
+        later = j in graph.earlier
+        rows = 1 + (i in self.doubled) + (i in graph.earlier)
+        resharder = self.resharders[v]
+        hides = self.hides(j, k)
+        price = id(resharder), value.shape, value.itemsize, hides if self.waiting < 1 else hides > 0
+        sources, targets = self._distinct(made), self._distinct(taken)
+        turned = space.beside[v] if sources.partial.any() else None
+        key = (id(made), id(taken), price, reads, once, rows, j in self.doubled, later, follows, copied, turned)
+        if key not in self.cache:
+            ways, equal = (value.shape, value.itemsize, sources.layouts, targets.layouts), sources.equal(targets)
+            times = np.where(sources.summed(targets), once, reads) if once else np.full(equal.shape, reads)
+            table = resharder.table(*ways) * (times * PS)
+            sent = np.zeros_like(table)
+            if hides:
+                sent = np.rint(resharder.bare.table(*ways) * (times * PS))
+            if turned:
+                table = table + self._turning(value.shape, turned, sources.layouts, targets.layouts) * (times * PS)
+            table = np.rint(table - (1 - self.waiting) * np.minimum(sent, hides))
+            if once or follows:  # XLA puts a sum off only where it goes on to the carry as it is
+                table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)
+            if copied:
+                table = np.where(sources.shards[:, None] > targets.shards, np.inf, table)
+            each = np.ix_(sources.at, targets.at)
+            table, sent, equal = table[each], sent[each], equal[each]
+            if j in self.doubled:
+                table = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, table)], axis=1)
+                sent = np.concatenate([np.zeros_like(sent), sent], axis=1)
+            if later:
+                table, sent = (np.concatenate([x, np.zeros(equal.shape)], axis=1) for x in (table, sent))
+            self.cache[key] = (np.tile(table, (rows, 1)), np.tile(sent, (rows, 1))) if rows > 1 else (table, sent)
+        return self.cache[key]
+
+    def _turning(self, shape: tuple[int, ...], turned: Beside, sources, targets) -> np.ndarray:
+        """Seconds [source, target] of turning what a sum is computed with that is scattered along any dim but the first.
+
+        XLA lays an array out so that its parts on the devices lie one after the other, and what is computed with it in the same way.
+        """
+        device, mesh = self.space.cluster.device, self.space.mesh
+        later = [d for n, d in enumerate(turned.order) if prod(shape[e] for e in turned.order[:n]) > 1]
+
+        def seconds(t: Layout) -> float:
+            return sum(max(device.kernel_latency_s, 2 * n / t.shards(mesh) / device.memory_rate) for n in turned.bytes)
+
+        costs = [(seconds(t), frozenset(a for d in later for a in t.dims[d])) for t in targets]
+        return np.array([[0.0 if axes.isdisjoint(s.partial_axes) else x for x, axes in costs] for s in sources])
+
+    def chosen(self, i: int, r: int, j: int, k: int, before: Layout, after: Layout, table: np.ndarray) -> np.ndarray:
+        """Where in the edge's `table` a reshard from `before` to `after` takes place: 1, elsewhere 0."""
+        made, taken = self.space.choices[i].results[r], self.space.choices[j].operands[k]
+        rows, columns = table.shape[0] // len(made), table.shape[1] // len(taken)
+        place = np.outer(np.tile([x == before for x in made], rows), np.tile([x == after for x in taken], columns))
+        return np.where(place & np.isfinite(table) & (table > 0), 1.0, 0.0)
+
+    def kept(self, i: int, k: int, j: int) -> np.ndarray:
+        """Edge of the op that took a copy as its operand k and the share that may keep that copy: where it does, layouts agree."""
+        graph, space = self.space.graph, self.space
+        taken, held = space.choices[i].operands[k], space.choices[j].results[0]
+        rows, columns = 1 + (i in self.doubled) + (i in graph.earlier), 1 + (j in self.doubled)
+        key = ("kept", id(taken), id(held), rows, columns)
+        if key not in self.cache:
+            equal = self._where_equal(taken, held)
+            self.cache[key] = np.tile(np.concatenate([*[np.zeros_like(equal)] * columns, equal], axis=1), (rows, 1))
+        return self.cache[key]
+
+    def follows(self, i: int, j: int) -> bool:
+        """Whether op j, where it can, takes the result of op i in the layout it has."""
+        ops, rules = self.space.graph.ops, self.space.rules
+        if not self.pinned.isdisjoint((i, j)):
+            return False
+        settled = rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER
+        if ops[j].primitive == "share":
+            return ops[j].params["follows"] and settled
+        if rules[j].fusion not in FUSIBLE or rules[j].halo or ops[j].primitive in BORDER:
+            return False
+        alone = ops[i].primitive == "arg" and len(self.space.graph.values[ops[i].outputs[0]].consumers) == 1
+        return settled or alone or ops[i].primitive == "share"
+
+    def carries(self, made: tuple[Layout, ...], taken: tuple[Layout, ...]) -> bool:
+        """Whether whatever is made can be taken as it is."""
+        key = ("carries", id(made), id(taken))
+        if key not in self.cache:
+            sources, targets = self._distinct(made), self._distinct(taken)
+            self.cache[key] = bool(np.isin(sources.names[~sources.partial], targets.names).all())
+        return self.cache[key]
+
+    def tied(self, i: int, j: int) -> np.ndarray:
+        """Edge of two ops that must have one layout: what i makes is what j makes."""
+        a, b = self.space.choices[i].results[0], self.space.choices[j].results[0]
+        key = ("tied", id(a), id(b), i in self.doubled, j in self.doubled)
+        if key not in self.cache:
+            self.cache[key] = np.tile(self._where_equal(a, b), (1 + (i in self.doubled), 1 + (j in self.doubled)))
+        return self.cache[key]
+
+    def _where_equal(self, some: tuple[Layout, ...], others: tuple[Layout, ...]) -> np.ndarray:
+        """[some, others] -> 0 where they are the same layout, elsewhere inf."""
+        a, b = self._distinct(some), self._distinct(others)
+        return np.where(a.equal(b)[np.ix_(a.at, b.at)], 0.0, np.inf)
+
+    def held(self, i: int, r: int, v: int) -> np.ndarray:
+        """Bytes per device of result r of op i under each strategy."""
+        value, layouts = self.space.graph.values[v], self.space.choices[i].results[r]
+        key = ("held", id(layouts), value.bytes)
+        if key not in self.cache:
+            found = self._distinct(layouts)
+            self.cache[key] = np.ceil(value.bytes / found.shards)[found.at]
+        return self.cache[key]
