@@ -73,8 +73,9 @@ def recursive(
         within = {path: opened(found) for path, found in letters.items()}
         space = make_space(graph, mesh, resharder.cluster, within, opened([None] * len(mesh.axes)))
         network = build(space, resharder, budget, allowed(space, settled), waiting=waiting)
-        hint = propagate(network.problem)
-        solution = solve(network.problem, hint=hint.states or None, work_limit=WORK)
+        small = shrink(network.problem, tie=True)
+        hint = propagate(network.problem, small)
+        solution = solve(network.problem, hint=hint.states or None, work_limit=WORK, small=small)
         if not solution.states or not np.isfinite(solution.objective):
             return None
         chosen = network.strategies(solution.states)
