@@ -1,5 +1,7 @@
 """Which reshards wait for nothing, what XLA makes into one, and what runs beside other work."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from models import relu_loss
 import shardplan
 from shardplan.ilp.build import build
 from shardplan.ir.parse import parse
-from shardplan.ir.queues import places, slack
+from shardplan.ir.queues import places, waits
 from shardplan.ir.share import with_shares
 from shardplan.xla import available
 
@@ -69,7 +71,7 @@ def test_small_sums_one_after_the_other_are_not_merged():
 def test_slack_is_the_work_in_between():
     graph = graph_of()
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
-    found = slack(graph, places(graph, [False] * len(graph.values)), work)
+    found = waits(graph, places(graph, [False] * len(graph.values)), work).slack
     fetched = [found[at, k] for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
                if op.primitive == "convert_element_type" and v is not None and graph.values[v].shape == (64, 64) and (at, k) in found
                and op.phase == "forward"]  # fmt: skip
@@ -131,7 +133,7 @@ def test_arrays_that_are_merged_wait_for_the_last_made_and_the_first_needed(widt
     w = [S((3, width, width), F32)] * 2
     graph = parse(jax.make_jaxpr(jax.grad(loss))(w, S((8, width), F32)))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
-    found = slack(graph, places(graph, [False] * len(graph.values)), work)
+    found = waits(graph, places(graph, [False] * len(graph.values)), work).slack
     read = [found[at, k] for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
             if op.primitive == "dot_general" and op.phase == "forward" and v is not None
             and graph.ops[graph.values[v].producer[0]].primitive == "loop_slice"]  # fmt: skip
@@ -180,10 +182,10 @@ def test_what_a_plan_moves_together_settles_its_prices():
     step, args = planned_norm({})
     plan = step.plan(*args)
     found = plan.context.planned
-    moved = dict(found.network.moved(found.solution.states))
-    kinds = [len(kinds) for kinds in moved.values()]
-    assert plan.status == "optimal" and max(kinds) <= 2
-    again = build(found.space, found.network.resharders[0], None, waiting=found.network.waiting, crowds=tuple(moved.items()))
+    moved = found.network.moved(found.solution.states)
+    kinds = Counter(crowd for (crowd, _), _ in moved)
+    assert plan.status == "optimal" and max(kinds.values()) <= 2
+    again = build(found.space, found.network.resharders[0], None, waiting=found.network.waiting, crowds=moved)
     assert again.parts(found.solution.states).total(found.beside) == pytest.approx(found.solution.objective, rel=0.02)
 
 

@@ -28,8 +28,8 @@ import numpy as np
 from shardplan.ilp.overlap import Seconds
 from shardplan.ilp.problem import Edge, Problem, Usage, over_time
 from shardplan.ilp.tables import PS, Crowds, Tables
-from shardplan.ir.live import ALIASES, takes_over
-from shardplan.mesh.collective import COMBINED_BYTES, Crowd
+from shardplan.ir.live import ALIASES, intervals, takes_over
+from shardplan.ir.queues import waits
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import MERGED, Resharder, Sent, Step
 from shardplan.strategies.space import Space
@@ -108,9 +108,9 @@ class Network:
                     yield k, steps
 
     def moved(self, states) -> Crowds:
-        """How many arrays these states move together."""
+        """What these states move together."""
         graph, strategies, kept = self.space.graph, self.strategies(states), self.kept(states)
-        moved: dict[tuple, dict[int, float]] = {}
+        moved: dict[tuple[int, Sent], dict[int, float]] = {}
         for j, op in enumerate(graph.ops):
             for k, steps in self.reshards(j, strategies, kept):
                 v = op.inputs[k]
@@ -119,11 +119,8 @@ class Network:
                 for step in steps if place.members > 1 else ():
                     if step.kind in MERGED:
                         size = graph.values[v].bytes / step.after.shards(self.space.mesh)
-                        moved.setdefault((place.crowd, step.kind, step.axes), {})[place.origin] = size
-        out: dict[int, list[tuple[Sent, Crowd]]] = {}
-        for (crowd, kind, axes), sizes in sorted(moved.items()):
-            out.setdefault(crowd, []).append(((kind, axes), Crowd(len(sizes), sum(sizes.values()) > COMBINED_BYTES)))
-        return tuple((crowd, tuple(found)) for crowd, found in out.items())
+                        moved.setdefault((place.crowd, (step.kind, step.axes)), {})[place.origin] = size
+        return tuple((way, tuple(sorted(sizes.items()))) for way, sizes in sorted(moved.items()))
 
     def restated(self, other: Network, states) -> tuple[int, ...]:
         """The states in which every op does what it does in `states` of another network of the same graph."""
@@ -173,7 +170,7 @@ def build(
         tie: tie repeated layers.
         charges: what some choices cost beyond the model.
         waiting: what part of the seconds is paid that a reshard spends beside other work.
-        crowds: how many arrays a plan moves together; None takes all arrays of a queue to be moved alike, however that is.
+        crowds: what a plan moves together; None takes all arrays of a queue to be moved alike, however that is.
     """
     graph, choices = space.graph, space.choices
     doubled = _doubled(space, limit)
@@ -200,7 +197,10 @@ def build(
 
     pinned = frozenset(allowed or ())
     pinned |= {start for start, end in graph.tied if end in pinned}
-    tables = Tables(space, resharder, doubled, waiting, pinned, crowds)
+    moved = {at: (way, size) for (_, way), arrays in crowds or () for at, size in arrays}
+    wait = waits(graph, space.places, [float(s.min()) for s in space.seconds], moved)
+    live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules], wait.starts)
+    tables = Tables(space, resharder, doubled, waiting, pinned, wait.slack, crowds)
     edges, background = [], []
     for j, op in enumerate(graph.ops):
         for k, v in enumerate(op.inputs):
@@ -217,7 +217,7 @@ def build(
     edges += [Edge(i, j, tables.kept(i, k, j)) for j, (i, k) in graph.earlier.items()]
 
     usages, unpriced = [], []
-    for v, interval in enumerate(space.live):
+    for v, interval in enumerate(live):
         if interval is None or interval[0] >= interval[1]:
             continue
         i, r = graph.values[v].producer
@@ -228,7 +228,7 @@ def build(
         (usages if told else unpriced).append(Usage(i, *interval, own))
         if i in graph.earlier:
             at, _ = graph.earlier[i]
-            before = space.live[graph.ops[at].outputs[0]] if graph.ops[at].primitive == "share" else None
+            before = live[graph.ops[at].outputs[0]] if graph.ops[at].primitive == "share" else None
             since = before[1] if before else at + 1
             if since < interval[0]:
                 (usages if told else unpriced).append(Usage(i, since, interval[0], np.concatenate([*nothing, held])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import floor, log2, prod
 
@@ -10,7 +11,7 @@ import numpy as np
 from shardplan.ir.beside import Beside
 from shardplan.ir.graph import BORDER
 from shardplan.ir.share import SMALL_BYTES
-from shardplan.mesh.collective import ALONE, Crowd
+from shardplan.mesh.collective import ALONE, COMBINED_BYTES, Crowd
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import MERGED, Resharder, Sent
 from shardplan.strategies.fusion import FUSIBLE
@@ -22,8 +23,8 @@ PS = 1e12
 LEAST_SLACK_S = 1e-6
 """Work shorter than this hides nothing."""
 
-Crowds = tuple[tuple[int, tuple[tuple[Sent, Crowd], ...]], ...]
-"""Per crowd of places, how many of its arrays a plan moves by every kind of collective over some axes."""
+Crowds = tuple[tuple[tuple[int, Sent], tuple[tuple[int, float], ...]], ...]
+"""What a plan moves together: per crowd of places and way, the ops that make the arrays, and bytes of each result on a device."""
 
 
 def summed(before: Layout, after: Layout) -> bool:
@@ -68,10 +69,14 @@ class Tables:
         doubled: frozenset[int],
         waiting: float,
         pinned: frozenset[int],
+        slack: Mapping[tuple[int, int], float],
         crowds: Crowds | None,
     ):
-        self.space, self.doubled, self.waiting, self.pinned = space, doubled, waiting, pinned
-        known = dict(crowds or ())
+        self.space, self.doubled, self.waiting, self.pinned, self.slack = space, doubled, waiting, pinned, slack
+        known: dict[int, tuple[tuple[Sent, Crowd], ...]] = {}
+        for (crowd, way), arrays in crowds or ():
+            together = Crowd(len(arrays), sum(n for _, n in arrays) > COMBINED_BYTES)
+            known[crowd] = (*known.get(crowd, ()), (way, together))
         # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
         kinds = (("all-reduce", "reduce-scatter") if p.queue == "gradient" else MERGED for p in space.places)
         self.resharders = tuple(
@@ -95,7 +100,7 @@ class Tables:
 
     def hides(self, j: int, k: int) -> float:
         """Picoseconds per step of the way to operand k of op j that other work hides at most, a power of two."""
-        seconds = self.space.slack.get((j, k), 0.0) if (j, k) not in self.space.accumulated else 0.0
+        seconds = self.slack.get((j, k), 0.0) if (j, k) not in self.space.accumulated else 0.0
         return 2.0 ** floor(log2(seconds * self.space.graph.ops[j].reads * PS)) if seconds > LEAST_SLACK_S else 0.0
 
     def handed(self, i: int, r: int, j: int, k: int, v: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ same size, any other needs it beside its own result. Views and values inside fus
 alive. What a loop reads stays until the loop ends; the rows it stacks are there from its start.
 
 A product of the backward pass runs when its result is first needed there: XLA's schedule is made from the end. What only the optimizer
-or a loop's end needs is made in its place, since its collective starts early.
+or a loop's end needs is made when its collective starts: in its place, or where that is merged with others', when the last of them is.
 
 What scatters into zeros has them from the moment the array exists that says where to: nothing else keeps XLA from making them.
 
@@ -15,7 +15,7 @@ where its layout differs from the original's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardplan.ir.graph import Graph
 
@@ -26,6 +26,8 @@ UPDATES = frozenset(
 )
 """Ops that write into their first operand where it dies with them."""
 PASSED_ON = frozenset({"share", "reshape", "transpose", "convert_element_type"})
+PUT_OFF = frozenset({"dot_general", "add", "add_any"})
+"""Makers of gradients that run when these are needed; others are part of kernels that make what is needed before."""
 INTO_ZEROS = {"select_and_scatter_add": 1, "select_and_scatter": 0}
 """Ops that write into zeros -> the operand that says where to."""
 
@@ -41,7 +43,9 @@ def takes_over(graph: Graph, at: int) -> bool:
     return len(graph.values[v].consumers) == 1 and graph.ops[graph.values[v].producer[0]].primitive not in KEPT
 
 
-def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[bool]) -> list[Interval | None]:
+def intervals(
+    graph: Graph, materialised: Sequence[bool], in_place: Sequence[bool], starts: Mapping[int, int] | None = None
+) -> list[Interval | None]:
     """Per value its (birth, death) in op numbers, or None for one that holds no memory of its own.
 
     For an alias the interval is that of the copy it makes when its layout differs.
@@ -50,13 +54,14 @@ def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[boo
         graph: the step.
         materialised: per value, whether it is written to memory.
         in_place: per op, whether a result may take the place of an operand that dies there.
+        starts: op that makes a gradient -> the op when its collective starts (`queues.Waits`); by default at once.
     """
     end = len(graph.ops)
     replaced = {o for a, o in graph.tied if a in graph.donated}
     state = {a for a, _ in graph.tied}
     kept = [0] * len(graph.values)  # until when it is needed, and the last op that reads it, itself or in a fusion
     read = [-1] * len(graph.values)
-    late = _late(graph)
+    late = _late(graph, starts or {})
 
     def reuses(at: int, v: int) -> bool:
         if in_place[at]:
@@ -101,7 +106,7 @@ def intervals(graph: Graph, materialised: Sequence[bool], in_place: Sequence[boo
     return out
 
 
-def _late(graph: Graph) -> list[int]:
+def _late(graph: Graph, starts: Mapping[int, int]) -> list[int]:
     """When every op runs, by the numbers of ops."""
     late, needed = list(range(len(graph.ops))), [len(graph.ops)] * len(graph.values)
     for at, op in reversed(list(enumerate(graph.ops))):
@@ -110,6 +115,8 @@ def _late(graph: Graph) -> list[int]:
         first = min((needed[v] for v in op.outputs), default=at)
         if op.primitive == "dot_general" and first < len(graph.ops):
             late[at] = first
+        elif op.primitive in PUT_OFF and first == len(graph.ops):
+            late[at] = starts.get(at, at)
         for v in op.inputs:
             if v is not None and op.loop == graph.ops[graph.values[v].producer[0]].loop:
                 needed[v] = min(needed[v], first if op.primitive in PASSED_ON else late[at])

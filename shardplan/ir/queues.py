@@ -13,7 +13,7 @@ while other work goes on, as far as there is any between the op that makes the a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -77,24 +77,41 @@ def places(graph: Graph, sums: Sequence[bool]) -> tuple[Place, ...]:
 
 
 @dataclass(frozen=True)
+class Waits:
+    """How long reshards may take, and what they wait for.
+
+    Attributes:
+        slack: (op, operand) -> seconds of work, in one run, that a reshard of the operand may run beside.
+        starts: op that makes a gradient -> the op that makes the last of those that are merged with it.
+    """
+
+    slack: Mapping[tuple[int, int], float]
+    starts: Mapping[int, int]
+
+
+@dataclass(frozen=True)
 class _Window:
-    """When an array is made and when it is needed, the queue of a loop that its reshards stand in, and its bytes."""
+    """When an array is made and when it is needed, the queue of a loop that its reshards stand in and by what way, and its bytes."""
 
     made: float
     needed: float
-    queue: tuple[Queue, int]
+    queue: tuple[Queue, int, Hashable]
     bytes: float
+    combined: float
 
 
-def slack(graph: Graph, places: Sequence[Place], work_s: Sequence[float]) -> dict[tuple[int, int], float]:
-    """(op, operand) -> seconds of work, in one run, that a reshard of the operand may run beside.
+def waits(
+    graph: Graph, places: Sequence[Place], work_s: Sequence[float], moved: Mapping[int, tuple[Hashable, float]] | None = None
+) -> Waits:
+    """A reshard may last from when the array is made until somebody computes with it.
 
-    It lasts from when the array is made until somebody computes with it. Of arrays that are merged the one made last is waited for,
-    and the one that is needed first waits for all.
+    Of arrays that are merged the one made last is waited for, and the one that is needed first waits for all.
 
     Args:
         places: of all values.
         work_s: seconds of every op in one run.
+        moved: by the op that makes an array, the way that it is moved, which only arrays of the same way can be merged with, and the
+            bytes of the result on a device. By default all arrays of a queue are moved alike, and whole.
     """
     done = [0.0]
     for op, seconds in zip(graph.ops, work_s, strict=True):
@@ -111,29 +128,37 @@ def slack(graph: Graph, places: Sequence[Place], work_s: Sequence[float]) -> dic
         for k, v in enumerate(op.inputs):
             if v is not None and (queue := places[v].queue) in ("gather", "gradient"):
                 at = edges[j, k] = _origin(graph, v)
-                found = _Window(done[at + 1], done[needed[j]], (queue, op.loop), graph.values[v].bytes)
+                size = graph.values[v].bytes
+                way, combined = (moved or {}).get(at, (None, size))
+                found = _Window(done[at + 1], done[needed[j]], (queue, op.loop, way), size, combined)
                 if (seen := windows.get(at)) is not None:
-                    found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
+                    least = min(seen.bytes, found.bytes), min(seen.combined, found.combined)
+                    found = replace(found, needed=min(seen.needed, found.needed), bytes=least[0], combined=least[1])
                 windows[at] = found
-    beside = {at: max(0.0, window.needed - window.made) for at, window in windows.items()} | _merged(windows)
-    return {(j, k): beside[at] / graph.ops[j].reads for (j, k), at in edges.items()}
+    beside, starts = {at: max(0.0, window.needed - window.made) for at, window in windows.items()}, {}
+    for chunk in _merged(windows):
+        room = min(windows[at].needed for at in chunk) - max(windows[at].made for at in chunk)
+        beside.update(dict.fromkeys(chunk, max(0.0, room)))
+        if windows[chunk[0]].queue[0] == "gradient":
+            starts.update(dict.fromkeys(chunk, max(chunk)))
+    return Waits({(j, k): beside[at] / graph.ops[j].reads for (j, k), at in edges.items()}, starts)
 
 
-def _merged(windows: Mapping[int, _Window]) -> dict[int, float]:
-    """What large arrays may run beside, neighbours in a queue made into one: gathers as they are needed, gradients as they are made."""
+def _merged(windows: Mapping[int, _Window]) -> list[list[int]]:
+    """Large arrays, neighbours in a queue that are made into one together: gathers as they are needed, gradients as they are made."""
 
     def order(at: int):
         w = windows[at]
-        return w.queue, (w.needed, w.made) if w.queue[0] == "gather" else (w.made, w.needed), at
+        return number[w.queue], (w.needed, w.made) if w.queue[0] == "gather" else (w.made, w.needed), at
 
-    out: dict[int, float] = {}
-    chunk: list[int] = []
+    number = {queue: n for n, queue in enumerate(dict.fromkeys(w.queue for w in windows.values()))}
+    out: list[list[int]] = []
     for at in sorted((at for at, window in windows.items() if window.bytes > SMALL_BYTES), key=order):
-        if not chunk or windows[chunk[0]].queue != windows[at].queue or sum(windows[x].bytes for x in (*chunk, at)) > COMBINED_BYTES:
-            chunk = []
-        chunk.append(at)
-        room = min(windows[x].needed for x in chunk) - max(windows[x].made for x in chunk)
-        out.update(dict.fromkeys(chunk, max(0.0, room)))
+        last = [windows[x] for x in out[-1]] if out else []
+        full = sum(w.combined for w in last) + windows[at].combined > COMBINED_BYTES
+        if full or not last or last[0].queue != windows[at].queue:
+            out.append([])
+        out[-1].append(at)
     return out
 
 

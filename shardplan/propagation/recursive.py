@@ -22,6 +22,7 @@ import numpy as np
 from shardplan.ilp import solve
 from shardplan.ilp.build import Network, build
 from shardplan.ilp.problem import Solution
+from shardplan.ilp.shrink import shrink
 from shardplan.ir.graph import Graph, Path
 from shardplan.mesh.reshard import Resharder
 from shardplan.propagation.propagate import propagate

@@ -18,8 +18,7 @@ from shardplan._jax import itemsize, shard_map_specs
 from shardplan.ir.accumulate import accumulated
 from shardplan.ir.beside import Beside, beside
 from shardplan.ir.graph import BORDER, Graph, Op, Path
-from shardplan.ir.live import Interval, intervals
-from shardplan.ir.queues import Place, places, slack
+from shardplan.ir.queues import Place, places
 from shardplan.ir.repeat import repeated_layers
 from shardplan.ir.share import with_shares
 from shardplan.mesh.cluster import Cluster
@@ -54,11 +53,6 @@ class Space:
     unknown: tuple[tuple[str, str], ...]
 
     @cached_property
-    def live(self) -> list[Interval | None]:
-        """Per value, when it is in memory."""
-        return intervals(self.graph, self.materialised, [r.fusion in ("loop", "view") for r in self.rules])
-
-    @cached_property
     def layers(self) -> tuple[int, ...]:
         """Per op, its class among repeated layers."""
         return repeated_layers(self.graph, self.signature)
@@ -72,11 +66,6 @@ class Space:
             for v, rule in zip(self.graph.values, rules, strict=True)
         ]
         return places(self.graph, sums)
-
-    @cached_property
-    def slack(self) -> dict[tuple[int, int], float]:
-        """(op, operand) -> seconds of work that a reshard of it may run beside."""
-        return slack(self.graph, self.places, [float(s.min()) for s in self.seconds])
 
     @cached_property
     def accumulated(self) -> dict[tuple[int, int], int]:
