@@ -183,34 +183,39 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         options = replace(options, memory=_thrifty(lambda limit: build(space, resharder, limit, allowed), options))
 
     @functools.lru_cache(maxsize=2)
-    def network(waiting: float, crowds: Crowds | None) -> Network:
-        made = build(space, resharder, options.memory, allowed, charges=options.charges, waiting=waiting, crowds=crowds)
+    def network(waiting: float, crowds: Crowds | None, spare: float) -> Network:
+        limit = None if options.memory is None else options.memory - spare
+        made = build(space, resharder, limit, allowed, charges=options.charges, waiting=waiting, crowds=crowds)
         clock.lap("network")
         return made
 
     @functools.cache
-    def users(waiting: float) -> tuple[int, ...]:
+    def users(waiting: float, limit: float | None) -> tuple[int, ...]:
         """The states that the program's own constraints ask for."""
         kept = allowed_strategies(space, options=replace(options, constraints="keep"))
-        return propagate(build(space, resharder, options.memory, kept, waiting=waiting).problem).states
+        return propagate(build(space, resharder, limit, kept, waiting=waiting).problem).states
 
     deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
 
     def search(at: Network, before: tuple[int, ...]) -> Solution:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        limit = at.problem.limit
+
+        def fits(states: tuple[int, ...]) -> bool:
+            return limit is None or at.problem.peak(states) <= limit
+
         small = shrink(at.problem, tie=True)
         hint = propagate(at.problem, small)
-        for states in (users(at.waiting) if options.constraints == "hint" else (), before):
-            if states and (objective := at.problem.objective(states)) < hint.objective:
+        for states in (users(at.waiting, limit) if options.constraints == "hint" else (), before):
+            if states and (objective := at.problem.objective(states)) < hint.objective and fits(states):
                 hint = replace(hint, states=states, objective=objective)
         clock.lap("propagation")
         if options.search == "propagation":
-            fits = not hint.states or options.memory is None or at.problem.peak(hint.states) <= options.memory
-            return hint if fits else solve(at.problem, hint=hint.states, time_limit=left)
+            return hint if not hint.states or fits(hint.states) else solve(at.problem, hint=hint.states, time_limit=left)
         solution = solve(at.problem, hint=hint.states or None, time_limit=left, progress=options.progress, small=small)
         many = sum(n > 1 for _, n in mesh) >= MANY_AXES
         if solution.status != "optimal" and many and options.search != "recursive":
-            solution = _axis_by_axis(at, solution, graph, resharder, options)
+            solution = _axis_by_axis(at, solution, graph, resharder, replace(options, memory=limit))
         clock.lap("solve")
         return solution
 

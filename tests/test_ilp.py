@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardplan.ilp import Edge, Problem, Usage, least_memory, solve
 from shardplan.ilp.eliminate import Elimination
-from shardplan.ilp.shrink import shrink
+from shardplan.ilp.shrink import shrink, tight_steps
 
 laws = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -122,6 +122,15 @@ def test_shrink_solve_invert_is_solve(problem, tie):
 
 
 @laws
+@given(networks())
+def test_time_steps_that_are_left_out_decide_nothing(problem):
+    timed, steps = tight_steps(problem)
+    assert len(steps) == max((u.hi for u in timed.usages), default=len(steps))
+    for states in itertools.product(*(range(len(c)) for c in problem.costs)):
+        assert (problem.peak(states) <= problem.limit) == (timed.limit is None or timed.peak(states) <= timed.limit)
+
+
+@laws
 @given(networks(limit=False), st.sampled_from([2, 8, 1 << 20]))
 def test_elimination_is_exact_or_a_lower_bound(problem, cap):
     elimination = Elimination(problem, cap)
@@ -165,6 +174,14 @@ def chain(n, k, seed=0, limit=None):
     edges = tuple(Edge(i, j, rng.integers(0, 1000, (k, k)).astype(float)) for i, j in pairs)
     usages = tuple(Usage(i, i, max(i + 1, n - i), rng.integers(1, 100, k).astype(float)) for i in range(n))
     return Problem(costs, edges, usages, limit)
+
+
+def test_of_rising_and_falling_memory_only_the_peaks_are_left():
+    """What each of many steps adds to, or takes from, the bytes of the step before decides which of them can break a limit."""
+    up = [Usage(i, i, 40 - i, np.array([1.0, 2.0])) for i in range(20)]
+    problem = Problem((np.zeros(2),) * 20, (), (*up, Usage(0, 60, 61, np.array([30.0, 20.0]))), 25.0)
+    timed, steps = tight_steps(problem)
+    assert steps.tolist() == [19, 60] and timed.peak([1] * 20) == problem.peak([1] * 20) == 40
 
 
 def test_large_chain_without_pressure_is_solved_by_elimination():

@@ -12,6 +12,7 @@ from models import relu_loss
 
 import shardplan
 from shardplan.ilp.build import build
+from shardplan.ir.live import intervals
 from shardplan.ir.parse import parse
 from shardplan.ir.queues import places, waits
 from shardplan.ir.share import with_shares
@@ -31,9 +32,9 @@ def step(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def graph_of(layers=3):
-    params = [(jnp.zeros((64, 64)), jnp.zeros(64))] * layers
-    closed = jax.make_jaxpr(step)(params, jnp.zeros((32, 64), BF16))
+def graph_of(layers=3, width=64):
+    params = [(jnp.zeros((width, width)), jnp.zeros(width))] * layers
+    closed = jax.make_jaxpr(step)(params, jnp.zeros((32, width), BF16))
     labels = [f"arg{n}" for n in range(2 * layers + 1)]
     return parse(closed, labels, [f"out{n}" for n in range(2 * layers)], [(n, n) for n in range(2 * layers)], range(2 * layers))
 
@@ -81,6 +82,46 @@ def test_slack_is_the_work_in_between():
                  if op.primitive == "transpose" and v is not None and (at, k) in found and graph.values[v].shape[0] == 64}  # fmt: skip
     done = np.cumsum(work)
     assert gradients and all(left == total - done[made] for made, left in gradients.items())
+
+
+def test_gradients_that_are_merged_wait_for_the_last_and_are_made_then():
+    """Neighbours are merged that are moved alike, as far as their results are few; what they are computed from waits for the last."""
+    graph = graph_of(layers=4, width=256)
+    everywhere = places(graph, [False] * len(graph.values))
+    work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
+    made = [v for v, p in enumerate(everywhere) if p.queue == "gradient" and graph.values[v].shape == (256, 256)]
+    products = sorted({everywhere[v].origin for v in made})
+    assert len(products) == 4
+
+    def found(ways, size):
+        return waits(graph, everywhere, work, {at: (way, size) for at, way in zip(products, ways, strict=True)})
+
+    alike, apart, large = found("rrrr", 1e3), found("rras", 1e3), found("rrrr", 2e7)
+    assert [alike.starts[at] for at in products] == [products[-1]] * 4
+    assert [apart.starts[at] for at in products] == [products[1], *products[1:]]
+    assert [large.starts[at] for at in products] == products
+
+    def dies(starts):
+        live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), starts)
+        return [max(live[v][1] for v in graph.ops[at].inputs) for at in products]
+
+    assert all(end <= after for end, after in zip(dies(large.starts), products[1:], strict=False))
+    assert all(end > products[-1] for end in dies(alike.starts))
+
+
+@needs_gpu_compiler
+def test_xla_holds_what_gradients_that_are_merged_are_computed_from():
+    """Wide batches and small weights: the gradients of all layers are scattered as one, and all their operands wait."""
+
+    def train(params, x):
+        return [p - 0.1 * g for p, g in zip(params, jax.grad(relu_loss)(params, x), strict=True)]
+
+    params, batch = [S((512, 512), F32)] * 8, S((1 << 16, 512), BF16)
+    pins = {"params/**": P("data"), "x": P("data")}
+    planned = shardplan.auto(AbstractMesh((8,), ("data",)), cluster="h100", donate_argnums=0, pins=pins)(train)
+    report = planned.check(params, batch, target="h100:8")
+    scattered = [len(c.parts) for c in report.compiled.collectives if c.kind == "reduce-scatter"]
+    assert scattered == [8] and report.memory_ratio == pytest.approx(1, abs=0.2)
 
 
 def test_copies_that_a_loop_stacks_are_made_in_every_round():

@@ -373,6 +373,49 @@ def timeline(usages: Sequence[Usage]) -> np.ndarray:
     return starts[np.unique(np.searchsorted(starts, ends) - 1)]
 
 
+class _Change:
+    """How the bytes of all states change from one step to another."""
+
+    def __init__(self):
+        self.bytes: dict[int, np.ndarray] = {}
+        self.least = self.most = 0.0  # of any choice
+
+    def add(self, i: int, amount: np.ndarray):
+        before = self.bytes.get(i)
+        if before is not None:
+            self.least, self.most = self.least - before.min(), self.most - before.max()
+            amount = before + amount
+        self.bytes[i] = amount
+        self.least, self.most = self.least + amount.min(), self.most + amount.max()
+
+    def then(self, later: _Change) -> _Change:
+        small, large = sorted((self, later), key=lambda c: len(c.bytes))
+        for i, amount in small.bytes.items():
+            large.add(i, amount)
+        return large
+
+
+def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: int) -> np.ndarray:
+    """[step] -> whether some choice holds more there than at the next step before and after it that is left."""
+    events: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(n_steps + 1)]
+    for u, a, b in zip(usages, lo, hi, strict=True):
+        events[a].append((u.node, u.bytes))
+        events[b].append((u.node, -u.bytes))
+    left: list[tuple[int, _Change]] = []  # with the change since the one before
+    since = _Change()
+    for t in range(n_steps):
+        for i, amount in events[t]:
+            since.add(i, amount)
+        while left and since.least >= 0:
+            since = left.pop()[1].then(since)
+        if not left or since.most > 0:
+            left.append((t, since))
+            since = _Change()
+    mask = np.zeros(n_steps, dtype=bool)
+    mask[[t for t, _ in left]] = True
+    return mask
+
+
 def tight_steps(problem: Problem) -> tuple[Problem, np.ndarray]:
     """The problem with time renumbered to the steps at which the limit can be broken at all, and which steps those are.
 
@@ -386,6 +429,8 @@ def tight_steps(problem: Problem) -> tuple[Problem, np.ndarray]:
     np.add.at(most, lo, [u.bytes.max() for u in usages])
     np.add.at(most, hi, [-u.bytes.max() for u in usages])
     tight = np.cumsum(most)[:-1] > problem.limit
+    if all((u.bytes == np.rint(u.bytes)).all() for u in usages):  # sums of others are not exact
+        tight &= unimplied(usages, lo, hi, len(steps))
     number = np.concatenate([[0], np.cumsum(tight)])
     merged = _sums(
         (u.node, (int(number[a]), int(number[b])), u.bytes)
