@@ -25,9 +25,15 @@ class Clock:
         self.start = time.monotonic()
         self.seconds = seconds
         self.work = (WORK if seconds is None else np.inf) if work is None else work
+        self.spent = 0.0  # table entries
 
     def spend(self, entries: float) -> None:
         self.work -= entries / UNIT
+        self.spent += entries
+
+    def part(self, share: float) -> Clock:
+        """A clock of its own for a share of what is left."""
+        return Clock(None if self.seconds is None else share * self.seconds_left, share * self.work)
 
     @property
     def seconds_left(self) -> float:

@@ -12,6 +12,7 @@ Without a time limit no clock is read: every link counts its work, so the answer
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,8 @@ import numpy as np
 from .bound import Bound
 from .branch import Region, Tree
 from .least import least_memory
+from .local import Moves, fit
+from .memory import Memory
 from .problem import Problem, Solution
 from .record import LARGE, Clock, Progress, Record
 from .shrink import Shrunk, shrink
@@ -32,6 +35,7 @@ FOCUS = 0.5  # share of the states among which an answer is looked for
 ALIKE, AGAIN = 0.8, 0.6  # share of states that are left from which, up to which another bound of the whole does not pay, does
 GOAL_SHARE = 0.35  # of what may still be spent, for each goal but the last
 UNKNOWN_GAP = 0.3  # of the bound: how far away the first answer may be, as long as there is none
+EASE_SHARE = 0.5  # of what may be spent, for the problem without its memory limit
 LARGE_SHARE = 0.15  # of the time, for a bound of a large problem
 
 
@@ -97,7 +101,24 @@ class Chain:
         """True when it is proven that nothing better than the record is left."""
         if self.runs is not None and sum(map(len, self.region.problem.costs)) > LARGE:
             return self.explore(self.runs)
-        return self.narrow() or self.close()
+        return self.ease() or self.narrow() or self.close()
+
+    def ease(self) -> bool:
+        """Without the memory limit the problem is small: its optimum is a bound, and often fits, or nearly, and is made to fit."""
+        problem = self.region.problem
+        if problem.limit is None:
+            return False
+        free = replace(problem, usages=(), limit=None)
+        small, clock, record = shrink(free), self.clock.part(EASE_SHARE), Record(free, None)
+        proven = not small.feasible or Chain(Region(small.problem, small.invert, small.offset), record, clock).run()
+        self.clock.spend(clock.spent)
+        if not record.found:
+            return proven
+        self.record.prove((record.objective if proven else record.bound) + self.region.offset)
+        states = fit(Moves(problem, Memory(problem)), record.states)
+        if states is not None:
+            self.record.offer(states, problem.objective(states) + self.region.offset, self.region.back)
+        return self.record.done
 
     def explore(self, runs: Runs) -> bool:
         """Runs on a large problem, and a bound between them, until it is no longer large; True when that ends in a proof."""
