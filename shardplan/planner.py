@@ -180,33 +180,31 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     clock.lap("strategies")
     allowed = allowed_strategies(space, options=options)
     if options.thrift:
-        options = replace(options, memory=_thrifty(lambda limit: build(space, resharder, limit, allowed), options))
+        options = replace(options, memory=_thrifty(functools.partial(build, space, resharder, allowed=allowed), options))
 
     @functools.lru_cache(maxsize=2)
-    def network(waiting: float, crowds: Crowds | None, spare: float) -> Network:
-        limit = None if options.memory is None else options.memory - spare
-        made = build(space, resharder, limit, allowed, charges=options.charges, waiting=waiting, crowds=crowds)
+    def network(waiting: float, crowds: Crowds | None) -> Network:
+        made = build(space, resharder, options.memory, allowed, charges=options.charges, waiting=waiting, crowds=crowds)
         clock.lap("network")
         return made
 
     @functools.cache
-    def users(waiting: float, limit: float | None) -> tuple[int, ...]:
+    def users(waiting: float) -> tuple[int, ...]:
         """The states that the program's own constraints ask for."""
         kept = allowed_strategies(space, options=replace(options, constraints="keep"))
-        return propagate(build(space, resharder, limit, kept, waiting=waiting).problem).states
+        return propagate(build(space, resharder, options.memory, kept, waiting=waiting).problem).states
 
     deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
 
     def search(at: Network, before: tuple[int, ...]) -> Solution:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        limit = at.problem.limit
 
         def fits(states: tuple[int, ...]) -> bool:
-            return limit is None or at.problem.peak(states) <= limit
+            return options.memory is None or at.problem.peak(states) <= options.memory
 
         small = shrink(at.problem, tie=True)
         hint = propagate(at.problem, small)
-        for states in (users(at.waiting, limit) if options.constraints == "hint" else (), before):
+        for states in (users(at.waiting) if options.constraints == "hint" else (), before):
             if states and (objective := at.problem.objective(states)) < hint.objective and fits(states):
                 hint = replace(hint, states=states, objective=objective)
         clock.lap("propagation")
@@ -215,22 +213,27 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         solution = solve(at.problem, hint=hint.states or None, time_limit=left, progress=options.progress, small=small)
         many = sum(n > 1 for _, n in mesh) >= MANY_AXES
         if solution.status != "optimal" and many and options.search != "recursive":
-            solution = _axis_by_axis(at, solution, graph, resharder, replace(options, memory=limit))
+            solution = _axis_by_axis(at, solution, graph, resharder, options)
         clock.lap("solve")
         return solution
 
-    found, solution = settled(network, search, beside)
+    found, solution = settled(network, search, lambda network: leanest(network.problem), beside)
     if not solution.states or not np.isfinite(solution.objective):
-        raise ShardingError(does_not_fit(found, options))
+        states = leanest(found.problem)
+        raise ShardingError(does_not_fit(network(found.waiting, found.moved(states)) if states else found, options))
     return _planned(traced, found, solution, options, beside, clock)
 
 
-def _thrifty(network: Callable[[float | None], Network], options: Options) -> float:
+def _thrifty(network: Callable[..., Network], options: Options) -> float:
     """The budget between what the fastest plan needs and what the leanest does."""
-    free = network(None)
-    fastest = free.peak(solve(free.problem).states)
-    told = network(fastest).problem
-    least = told.peak(leanest(told))
+
+    def peak(found: Network, states: tuple[int, ...]) -> float:
+        return network(limit=found.problem.limit, crowds=found.moved(states)).peak(states)
+
+    free = network(limit=None)
+    fastest = peak(free, solve(free.problem).states)
+    told = network(limit=fastest)
+    least = peak(told, leanest(told.problem))
     budget = fastest - options.thrift * max(0.0, fastest - least)
     return budget if options.memory is None else min(budget, options.memory)
 

@@ -26,57 +26,57 @@ if TYPE_CHECKING:
 ROUNDS = 3
 """How often the prices are settled at most."""
 
-MORE = 3
-"""How much more often where no plan fits the memory that it really needs, with what it moves together."""
-
 NEAR = 0.005
 """A plan that costs this much more than it was found at is not looked for again."""
 
 
 def settled(
-    make: Callable[[float, Crowds | None, float], Network], search: Callable[[Network, tuple[int, ...]], Solution], beside: float
+    make: Callable[[float, Crowds | None], Network],
+    search: Callable[[Network, tuple[int, ...]], Solution],
+    lean: Callable[[Network], tuple[int, ...]],
+    beside: float,
 ) -> tuple[Network, Solution]:
     """The best plan found, with the network of its own prices; the bound is as far below as at the prices it was found at.
 
-    What a plan moves together also says how long arrays wait for each other in memory. So a plan may need more than it was found with;
-    then we plan again, and where nothing fits at these prices, at the first ones with so much less memory.
+    What a plan moves together also says how long arrays wait for each other in memory, so a plan may need more than it was found with.
+    Where none of those found fits, we plan once more with the waits of the leanest plan, which fits if any does.
 
     Args:
-        make: the network at a price of what is hidden (`overlap.cheapest`), with arrays moved together as told, or all of a queue, and
-            with so many bytes of the limit left over.
+        make: the network at a price of what is hidden (`overlap.cheapest`), with arrays moved together as told, or all of a queue.
         search: answers it; the states are those of the plan before, or ().
+        lean: the states of a network that hold the fewest bytes, or ().
         beside: as in `overlap.cheapest`.
     """
-
-    def planned(crowds: Crowds | None, spare: float, before: tuple[int, ...]) -> tuple[Network, Solution]:
-        return cheapest(lambda price: make(price, crowds, spare), lambda network: search(network, before), beside)
-
-    crowds: Crowds | None = None
-    spare, states = 0.0, ()
-    best: tuple[Network, Solution] | None = None
+    found, solution = best = _planned(make, search, None, (), beside)
     least = np.inf, np.inf  # bytes over the limit, and what is paid
-    for n in range(ROUNDS + MORE):
-        found, solution = planned(crowds, spare, states)
-        if not solution.states:
-            if best is None:
-                return found, solution
-            if not least[0] or crowds is None:
-                break
-            crowds, spare, states = None, spare + least[0], ()
-            continue
-        states = solution.states
-        own = found
+    crowds: Crowds = ()
+
+    def offer(found: Network, solution: Solution) -> float:
+        """Takes a plan if it is better, at its own prices, which it says."""
+        nonlocal best, least, crowds
+        own, states = found, solution.states
         for _ in range(2):  # at other prices the ways are others, too
             crowds = own.moved(states)
-            own = make(found.waiting, crowds, 0.0)
+            own = make(found.waiting, crowds)
         paid = own.parts(states).total(beside)
         over = 0.0 if own.problem.limit is None else max(0.0, own.problem.peak(states) - own.problem.limit)
         if (over, paid) < least:
             least, bound = (over, paid), paid if solution.status == "optimal" else paid * (1 - solution.gap)
             best = own, replace(solution, objective=paid, bound=bound)
-        if least[0]:
-            continue
-        if n + 1 >= ROUNDS or (not over and paid <= (1 + NEAR) * solution.objective):
+        return paid if not over else np.inf
+
+    for n in range(ROUNDS):
+        if n:
+            found, solution = _planned(make, search, crowds, solution.states, beside)
+        if not solution.states or offer(found, solution) <= (1 + NEAR) * solution.objective:
             break
-    assert best is not None
-    return (best[0], Solution("infeasible", (), np.inf, 0.0)) if least[0] else best
+    if best[1].states and least[0] and (states := lean(found)):
+        offer(found, Solution("feasible", states, found.problem.objective(states), 0.0))
+        found, solution = _planned(make, search, crowds, (), beside)
+        if solution.states:
+            offer(found, solution)
+    return best if not best[1].states or not least[0] else (best[0], Solution("infeasible", (), np.inf, 0.0))
+
+
+def _planned(make, search, crowds: Crowds | None, before: tuple[int, ...], beside: float) -> tuple[Network, Solution]:
+    return cheapest(lambda price: make(price, crowds), lambda network: search(network, before), beside)

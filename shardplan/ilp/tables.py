@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import floor, log2, prod
 
 import numpy as np
 
 from shardplan.ir.beside import Beside
-from shardplan.ir.graph import BORDER
+from shardplan.ir.graph import BORDER, Value
 from shardplan.ir.share import SMALL_BYTES
 from shardplan.mesh.collective import ALONE, COMBINED_BYTES, Crowd
 from shardplan.mesh.layout import Layout
@@ -119,7 +119,9 @@ class Tables:
         price = id(resharder), value.shape, value.itemsize, hides if self.waiting < 1 else hides > 0
         sources, targets = self._distinct(made), self._distinct(taken)
         turned = space.beside[v] if sources.partial.any() else None
-        key = (id(made), id(taken), price, reads, once, rows, j in self.doubled, later, follows, copied, turned)
+        readers = graph.readers(graph.ops[j].outputs[0]) if graph.ops[j].primitive == "share" else (j,)
+        fused = any(space.rules[at].fusion in ("loop", "reduce") for at in readers)
+        key = (id(made), id(taken), price, reads, once, rows, j in self.doubled, later, follows, copied, turned, fused)
         if key not in self.cache:
             ways, equal = (value.shape, value.itemsize, sources.layouts, targets.layouts), sources.equal(targets)
             times = np.where(sources.summed(targets), once, reads) if once else np.full(equal.shape, reads)
@@ -128,7 +130,9 @@ class Tables:
             if hides:
                 sent = np.rint(resharder.bare.table(*ways) * (times * PS))
             if turned:
-                table = table + self._turning(value.shape, turned, sources.layouts, targets.layouts) * (times * PS)
+                table = table + self._turning(value.shape, turned, sources, targets) * (times * PS)
+            if fused:
+                table = table + self._put_in_order(value, sources, targets) * (times * PS)
             table = np.rint(table - (1 - self.waiting) * np.minimum(sent, hides))
             if once or follows:  # XLA puts a sum off only where it goes on to the carry as it is
                 table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)
@@ -144,19 +148,33 @@ class Tables:
             self.cache[key] = (np.tile(table, (rows, 1)), np.tile(sent, (rows, 1))) if rows > 1 else (table, sent)
         return self.cache[key]
 
-    def _turning(self, shape: tuple[int, ...], turned: Beside, sources, targets) -> np.ndarray:
+    def _turning(self, shape: tuple[int, ...], turned: Beside, sources: _Layouts, targets: _Layouts) -> np.ndarray:
         """Seconds [source, target] of turning what a sum is computed with that is scattered along any dim but the first.
 
         XLA lays an array out so that its parts on the devices lie one after the other, and what is computed with it in the same way.
         """
-        device, mesh = self.space.cluster.device, self.space.mesh
+        device, number = self.space.cluster.device, self.space.mesh.axes.index
         later = [d for n, d in enumerate(turned.order) if prod(shape[e] for e in turned.order[:n]) > 1]
+        seconds = sum(np.maximum(device.kernel_latency_s, 2 * n / targets.shards / device.memory_rate) for n in turned.bytes)
+        partial = np.array([sum(1 << number(a) for a in s.partial_axes) for s in sources.layouts], np.int64)
+        return np.where(partial[:, None] & self._axes(targets.layouts, later), seconds, 0.0)
 
-        def seconds(t: Layout) -> float:
-            return sum(max(device.kernel_latency_s, 2 * n / t.shards(mesh) / device.memory_rate) for n in turned.bytes)
+    def _put_in_order(self, value: Value, sources: _Layouts, targets: _Layouts) -> np.ndarray:
+        """Seconds [source, target] of turning what is gathered along any dim but the first, for readers inside fusions.
 
-        costs = [(seconds(t), frozenset(a for d in later for a in t.dims[d])) for t in targets]
-        return np.array([[0.0 if axes.isdisjoint(s.partial_axes) else x for x, axes in costs] for s in sources])
+        What is gathered lies one part after the other. A product reads it so; elementwise work would hand the order on to all that is
+        computed with it, and XLA's fused normalisations are for rows.
+        """
+        device = self.space.cluster.device
+        later = [d for d in range(len(value.shape)) if prod(value.shape[:d]) > 1]
+        seconds = np.maximum(device.kernel_latency_s, 2 * value.bytes / targets.shards / device.memory_rate)
+        gathered = self._axes(sources.layouts, later)[:, None] & ~self._axes(targets.layouts, range(len(value.shape)))
+        return np.where(gathered, seconds, 0.0)
+
+    def _axes(self, layouts: Iterable[Layout], dims: Iterable[int]) -> np.ndarray:
+        """[layout] -> the mesh axes that split these dims, as bits."""
+        number = self.space.mesh.axes.index
+        return np.array([sum(1 << number(a) for d in dims for a in x.dims[d]) for x in layouts], np.int64)
 
     def chosen(self, i: int, r: int, j: int, k: int, before: Layout, after: Layout, table: np.ndarray) -> np.ndarray:
         """Where in the edge's `table` a reshard from `before` to `after` takes place: 1, elsewhere 0."""

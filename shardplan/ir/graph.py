@@ -17,7 +17,7 @@ same list between ops of our own that carry values over the border, so that one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -148,6 +148,14 @@ class Graph:
     def maker(self, v: int) -> int:
         """The op that makes a value, looking through copies."""
         return self.values[self.original(v)].producer[0]
+
+    def readers(self, v: int) -> Iterator[int]:
+        """The ops that read a value, itself or through a `share`."""
+        for at, _ in self.values[v].consumers:
+            if self.ops[at].primitive == "share":
+                yield from self.readers(self.ops[at].outputs[0])
+            else:
+                yield at
 
 
 def components(n: int, pairs: Iterable[tuple[int, int]]) -> list[int]:

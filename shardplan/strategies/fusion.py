@@ -42,10 +42,10 @@ def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) ->
             continue
         if sums[at] and any(graph.ops[c].primitive == "share" for c, _ in graph.values[v].consumers):
             continue  # partial sums are written, reduced and read again
-        if fusion == "view" or (is_spread(op) and not any(graph.ops[c].primitive in STORED for c in _readers(graph, v))):
+        if fusion == "view" or (is_spread(op) and not any(graph.ops[c].primitive in STORED for c in graph.readers(v))):
             out[v] = op.primitive == "out"
         elif fusion == "loop" and not is_spread(op):
-            out[v] = not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in _readers(graph, v))
+            out[v] = not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in graph.readers(v))
     for v in _turned(graph, rules):
         out[v] = True
     for v in _cheaper_kept(graph, rules, out, sums):
@@ -131,16 +131,6 @@ STORED = frozenset({"out", "loop_carry", "loop_next", "loop_stack", "branch_in",
 def is_spread(op: Op) -> bool:
     """One number spread out, which XLA writes where it is read and nowhere else, in loops too."""
     return op.primitive == "broadcast_in_dim" and not op.ins[0].shape
-
-
-def _readers(graph: Graph, v: int):
-    """The ops that read a value, looking through its shares."""
-    for at, _ in graph.values[v].consumers:
-        op = graph.ops[at]
-        if op.primitive == "share":
-            yield from _readers(graph, op.outputs[0])
-        else:
-            yield at
 
 
 RECOMPUTED = frozenset(("abs", "add", "add_any", "exp", "log", "logistic", "max", "min", "mul", "neg", "rsqrt", "sqrt", "sub", "tanh"))
