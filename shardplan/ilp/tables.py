@@ -163,13 +163,11 @@ class Tables:
         """Seconds [source, target] of turning what is gathered along any dim but the first, for readers inside fusions.
 
         What is gathered lies one part after the other. A product reads it so; elementwise work would hand the order on to all that is
-        computed with it, and XLA's fused normalisations are for rows.
+        computed with it, and XLA's fused normalisations are for rows. It takes a kernel; the bytes are read and written anyway.
         """
-        device = self.space.cluster.device
         later = [d for d in range(len(value.shape)) if prod(value.shape[:d]) > 1]
-        seconds = np.maximum(device.kernel_latency_s, 2 * value.bytes / targets.shards / device.memory_rate)
         gathered = self._axes(sources.layouts, later)[:, None] & ~self._axes(targets.layouts, range(len(value.shape)))
-        return np.where(gathered, seconds, 0.0)
+        return np.where(gathered, self.space.cluster.device.kernel_latency_s, 0.0)
 
     def _axes(self, layouts: Iterable[Layout], dims: Iterable[int]) -> np.ndarray:
         """[layout] -> the mesh axes that split these dims, as bits."""
