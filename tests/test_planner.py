@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from models import MODELS
+from models import MODELS, relu_loss
 
 import shardplan
 from shardplan.ilp import solve
@@ -95,3 +95,37 @@ def test_paths_match_by_segment():
     assert matches("state/params/block/kernel", "block/*")
     assert not matches("state/params/block/kernel", "params/*")
     assert not matches("state/params/block/kernels", "kernel")
+
+
+@pytest.mark.parametrize(("reader", "kernels"), [(lambda x, p: x + p, 1), (lambda x, p: x @ p, 0)], ids=["sum", "product"])
+def test_gathered_along_an_inner_dim_elementwise_readers_wait_for_it_to_be_put_in_order(reader, kernels):
+    """What is gathered lies one part after the other: a product reads it so, but sums hand the order on to all behind them."""
+    mesh, cluster = jax.sharding.AbstractMesh((8,), ("data",)), shardplan.Cluster.preset("h100")
+    x, p = jax.ShapeDtypeStruct((64, 1024, 1024), "float32"), jax.ShapeDtypeStruct((1024, 1024), "float32")
+
+    def communication(split):
+        pins = {"x": jax.P("data"), "p": split}
+        step = shardplan.auto(mesh, cluster=cluster, pins=pins, out_shardings=jax.P("data"))(reader)
+        return step.plan(x, p).seconds["communication"]
+
+    more = communication(jax.P(None, "data")) - communication(jax.P("data", None))
+    assert more == pytest.approx(kernels * cluster.device.kernel_latency_s, abs=1e-9)
+
+
+def test_the_leanest_plan_decides_where_others_need_more_than_they_were_found_with():
+    """The fewest bytes that the error names are enough, although gradients that are merged hold their operands longer."""
+
+    def train(params, x):
+        return [p - 0.1 * g for p, g in zip(params, jax.grad(relu_loss)(params, x), strict=True)]
+
+    params, batch = [jax.ShapeDtypeStruct((512, 512), "float32")] * 8, jax.ShapeDtypeStruct((1 << 16, 512), "bfloat16")
+
+    def plan(**options):
+        mesh = jax.sharding.AbstractMesh((8,), ("data",))
+        return shardplan.auto(mesh, cluster="h100", donate_argnums=0, **options)(train).plan(params, batch)
+
+    with pytest.raises(shardplan.ShardingError, match="ways out") as refused:
+        plan(memory=0.3 * plan().memory().peak)
+    budget = float(str(refused.value).split("memory=")[1].split()[0])
+    assert plan(memory=budget).memory().peak <= budget
+    assert plan(memory="heavy").memory().peak <= plan(memory="slight").memory().peak <= plan().memory().peak
