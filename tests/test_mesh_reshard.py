@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardplan.mesh import Cluster, Layout, MeshShape, Resharder, reshard, seconds
+from shardplan.mesh import Cluster, Layout, MeshShape, Resharder, lattice, seconds
 from shardplan.mesh.collective import COMBINED_BYTES, Crowd, around
 
 CLUSTERS = {name: Cluster.preset(name) for name in ("h100", "cpu")}
@@ -371,9 +371,9 @@ def test_a_step_tells_what_it_does():
     assert r.describe(step) == "all-gather 12.6 MB over model, 39.3 µs: P('model', None) -> P(None, None)"
 
 
-@pytest.mark.parametrize("limit", [reshard.MAX_STATES, 1000, 10])
+@pytest.mark.parametrize("limit", [lattice.MAX_STATES, 1000, 10])
 def test_meshes_of_many_axes_are_priced(monkeypatch, limit):
-    monkeypatch.setattr(reshard, "MAX_STATES", limit)
+    monkeypatch.setattr(lattice, "MAX_STATES", limit)
     mesh = MeshShape(("a", "b", "c", "d"), (2, 2, 2, 2))
     r = Resharder(mesh, CLUSTERS["h100"])
     src = case((("a",), ("b",), ()), ("c",))
