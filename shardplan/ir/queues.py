@@ -127,7 +127,7 @@ def waits(
             needed[j] = min((needed[at] for v in op.outputs for at, _ in graph.values[v].consumers), default=j)
         for k, v in enumerate(op.inputs):
             if v is not None and (queue := places[v].queue) in ("gather", "gradient"):
-                at = edges[j, k] = _origin(graph, v)
+                at = edges[j, k] = places[v].origin
                 size = graph.values[v].bytes
                 way, combined = (moved or {}).get(at, (None, size))
                 found = _Window(done[at + 1], done[needed[j]], (queue, op.loop, way), size, combined)
