@@ -9,7 +9,6 @@ listed, and a table of all stands at the end.
 """
 
 import argparse
-import itertools
 import os
 import statistics
 import sys
@@ -41,14 +40,13 @@ OF_THE_ZOO = (
 MODELS = {f"{name} (example)": (lambda name=name: zoo.example(name)) for name in EXAMPLES} | {
     name: fidelity.CASES[name] for name in OF_THE_ZOO
 }
-MESHES = {"8": ((8,), ("data",)), "2x4": ((2, 4), ("data", "model")), "2x2x2": ((2, 2, 2), ("data", "model", "expert"))}
 BUDGETS = ("free", 1.5, 1.2, 1.05)
 
 
 def problems(model: str, mesh: str) -> Iterator[tuple[str, Problem]]:
     """(budget, problem) of a model on a mesh."""
     step, state, batch = MODELS[model]()
-    sizes, axes = MESHES[mesh]
+    sizes, axes = fidelity.MESHES[mesh]
     step = shardplan.auto(jax.sharding.AbstractMesh(sizes, axes), cluster="h100", donate_argnums=0, search="propagation")(step)
     plan = step.plan(state, batch)
     found = plan.context.planned
@@ -81,7 +79,7 @@ def main(argv=None) -> None:
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
     rows: dict[tuple[str, str], list[tuple[float, float, bool]]] = {}
     for model in MODELS:
-        for mesh in MESHES if not options.models or model.startswith(tuple(options.models)) else ():
+        for mesh in fidelity.MESHES if not options.models or model.startswith(tuple(options.models)) else ():
             for budget, problem in problems(model, mesh):
                 shrinking, after, answer = measure(problem)
                 rows.setdefault((mesh, budget), []).append((shrinking, after, answer.status == "optimal"))
@@ -90,8 +88,8 @@ def main(argv=None) -> None:
                           f"gap {answer.gap:.2%}", flush=True)  # fmt: skip
     print("\n| mesh | budget | problems | proven | shrinking, median | after it, median | after it, most | over a second |")
     print("|---|---|---|---|---|---|---|---|")
-    for mesh, budget in itertools.product(MESHES, map(str, BUDGETS)):
-        shrinking, after, proven = zip(*rows[mesh, budget], strict=True)
+    for (mesh, budget), found in rows.items():
+        shrinking, after, proven = zip(*found, strict=True)
         medians = f"{statistics.median(shrinking):.2f} | {statistics.median(after):.2f}"
         print(f"| {mesh} | {budget} | {len(after)} | {sum(proven)} | {medians} | {max(after):.1f} | {sum(s > 1 for s in after)} |")
 

@@ -9,7 +9,7 @@ from math import floor, log2, prod
 import numpy as np
 
 from shardplan.ir.beside import Beside
-from shardplan.ir.graph import BORDER, Value
+from shardplan.ir.graph import BORDER
 from shardplan.ir.share import SMALL_BYTES
 from shardplan.mesh.collective import ALONE, COMBINED_BYTES, Crowd
 from shardplan.mesh.layout import Layout
@@ -132,7 +132,7 @@ class Tables:
             if turned:
                 table = table + self._turning(value.shape, turned, sources, targets) * (times * PS)
             if fused:
-                table = table + self._put_in_order(value, sources, targets) * (times * PS)
+                table = table + self._put_in_order(value.shape, sources, targets) * (times * PS)
             table = np.rint(table - (1 - self.waiting) * np.minimum(sent, hides))
             if once or follows:  # XLA puts a sum off only where it goes on to the carry as it is
                 table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)
@@ -159,14 +159,14 @@ class Tables:
         partial = np.array([sum(1 << number(a) for a in s.partial_axes) for s in sources.layouts], np.int64)
         return np.where(partial[:, None] & self._axes(targets.layouts, later), seconds, 0.0)
 
-    def _put_in_order(self, value: Value, sources: _Layouts, targets: _Layouts) -> np.ndarray:
+    def _put_in_order(self, shape: tuple[int, ...], sources: _Layouts, targets: _Layouts) -> np.ndarray:
         """Seconds [source, target] of turning what is gathered along any dim but the first, for readers inside fusions.
 
         What is gathered lies one part after the other. A product reads it so; elementwise work would hand the order on to all that is
         computed with it, and XLA's fused normalisations are for rows. It takes a kernel; the bytes are read and written anyway.
         """
-        later = [d for d in range(len(value.shape)) if prod(value.shape[:d]) > 1]
-        gathered = self._axes(sources.layouts, later)[:, None] & ~self._axes(targets.layouts, range(len(value.shape)))
+        later = [d for d in range(len(shape)) if prod(shape[:d]) > 1]
+        gathered = self._axes(sources.layouts, later)[:, None] & ~self._axes(targets.layouts, range(len(shape)))
         return np.where(gathered, self.space.cluster.device.kernel_latency_s, 0.0)
 
     def _axes(self, layouts: Iterable[Layout], dims: Iterable[int]) -> np.ndarray:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shardplan.ir.accumulate import ADDS
 from shardplan.ir.graph import Graph
 
 KEPT = frozenset({"arg", "const"})
@@ -26,7 +27,7 @@ UPDATES = frozenset(
 )
 """Ops that write into their first operand where it dies with them."""
 PASSED_ON = frozenset({"share", "reshape", "transpose", "convert_element_type"})
-PUT_OFF = frozenset({"dot_general", "add", "add_any"})
+PUT_OFF = frozenset({"dot_general", *ADDS})
 """Makers of gradients that run when these are needed; others are part of kernels that make what is needed before."""
 INTO_ZEROS = {"select_and_scatter_add": 1, "select_and_scatter": 0}
 """Ops that write into zeros -> the operand that says where to."""
