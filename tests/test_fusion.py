@@ -84,8 +84,18 @@ def test_loops_move_rows():
     def scanned(x):
         return lax.scan(lambda c, row: (c, jnp.sin(row)), 0.0, x)[1]
 
-    # cut out, worked on, and put into a stack that was zero before: three kernels
-    assert megabytes(scanned, X) == pytest.approx(8 + 4 + 12, rel=0.01)
+    # one kernel cuts a row out, works on it and puts it into a stack that was zero before
+    assert megabytes(scanned, X) == pytest.approx(4 + 8, rel=0.01)
+
+    def multiplied(x):
+        return lax.scan(lambda c, row: (c, jnp.sin(row) @ row.T), 0.0, x)[1]
+
+    # one kernel writes the row and its sine, for a product; that is written, and put into the stack
+    assert megabytes(multiplied, S((4, 500, 500), F32)) == pytest.approx(4 * (3 + 3 + 3), rel=0.01)
+
+
+def test_products_are_written_in_the_order_that_is_asked_for():
+    assert megabytes(lambda x: (x @ x).T, X) == megabytes(lambda x: x @ x, X)
 
 
 @pytest.mark.parametrize("steps", [1, 10])

@@ -71,17 +71,58 @@ def test_small_sums_one_after_the_other_are_not_merged():
 
 def test_slack_is_the_work_in_between():
     graph = graph_of()
+    everywhere = places(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
-    found = waits(graph, places(graph, [False] * len(graph.values)), work).slack
-    fetched = [found[at, k] for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
+    apart = {place.origin: (place.origin, 1.0) for place in everywhere}  # no two by one way
+    found, merged = waits(graph, everywhere, work, apart).slack, waits(graph, everywhere, work).slack
+    fetched = [(at, k) for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
                if op.primitive == "convert_element_type" and v is not None and graph.values[v].shape == (64, 64) and (at, k) in found
                and op.phase == "forward"]  # fmt: skip
-    assert fetched == [0.0, 1.0, 2.0]  # products before the layer that reads the weights
+    assert [found[edge] for edge in fetched] == [0.0, 1.0, 2.0]  # products before the layer that reads the weights
+    assert [merged[edge] for edge in fetched] == [0.0, 0.0, 0.0]  # the first is needed at once, and all come with it
     total = sum(work)
     gradients = {graph.values[v].producer[0]: found[at, k] for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
                  if op.primitive == "transpose" and v is not None and (at, k) in found and graph.values[v].shape[0] == 64}  # fmt: skip
     done = np.cumsum(work)
     assert gradients and all(left == total - done[made] for made, left in gradients.items())
+
+
+def scanned(params, x):
+    """Layers of two weights and a scale in a loop, computed again in the backward pass, and a matrix behind them."""
+    layers, last = params
+
+    @jax.checkpoint
+    def layer(h, p):
+        up, down, scale = p
+        return jax.nn.relu(h * scale @ up) @ down, None
+
+    def loss(params):
+        layers, last = params
+        return jnp.mean((jax.lax.scan(layer, x, layers)[0] @ last) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def test_what_xla_runs_beside_collectives_of_a_loop():
+    """Rows come while the loop works; gradients leave when all else is done, beside each other's products; what is gathered whole waits
+    for the loop before it."""
+    layers = jnp.zeros((4, 64, 256)), jnp.zeros((4, 256, 64)), jnp.zeros((4, 64))
+    closed = jax.make_jaxpr(scanned)((layers, jnp.zeros((64, 32))), jnp.zeros((128, 64)))
+    names = ["up", "down", "scale", "last"]
+    graph = parse(closed, [*names, "x"], names, [(n, n) for n in range(4)], range(4))
+    everywhere = places(graph, [False] * len(graph.values))
+    work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
+    found = waits(graph, everywhere, work, {place.origin: (place.origin, 1.0) for place in everywhere}).slack
+
+    def edges(primitive, phase, shape):
+        return [found.get((at, k), 0.0) for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
+                if v is not None and (op.primitive, op.phase, graph.values[v].shape) == (primitive, phase, shape)]  # fmt: skip
+
+    assert edges("dot_general", "forward", (256, 64)) == [1.0]  # beside the other product of the layer
+    assert max(edges("dot_general", "backward", (256, 64))) >= 1.0  # behind the barrier of what is computed again, too
+    assert edges("loop_stack", "backward", (64,)) == [2.0]  # the scale's gradient: beside the products that make the weights'
+    assert sorted(edges("transpose", "backward", (64, 256)) + edges("transpose", "backward", (256, 64))) == [0.0, 1.0]
+    assert edges("dot_general", "forward", (64, 32)) == [0.0]
 
 
 def test_gradients_that_are_merged_wait_for_the_last_and_are_made_then():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import floor, log2, prod
+from math import log2, prod
 
 import numpy as np
 
@@ -101,7 +101,7 @@ class Tables:
     def hides(self, j: int, k: int) -> float:
         """Picoseconds per step of the way to operand k of op j that other work hides at most, a power of two."""
         seconds = self.slack.get((j, k), 0.0) if (j, k) not in self.space.accumulated else 0.0
-        return 2.0 ** floor(log2(seconds * self.space.graph.ops[j].reads * PS)) if seconds > LEAST_SLACK_S else 0.0
+        return 2.0 ** round(log2(seconds * self.space.graph.ops[j].reads * PS)) if seconds > LEAST_SLACK_S else 0.0
 
     def handed(self, i: int, r: int, j: int, k: int, v: int) -> tuple[np.ndarray, np.ndarray]:
         """Edge of the array that op i makes as result r and op j takes as operand k, and what of its seconds other work can hide."""
@@ -119,9 +119,10 @@ class Tables:
         price = id(resharder), value.shape, value.itemsize, hides if self.waiting < 1 else hides > 0
         sources, targets = self._distinct(made), self._distinct(taken)
         turned = space.beside[v] if sources.partial.any() else None
-        readers = graph.readers(graph.ops[j].outputs[0]) if graph.ops[j].primitive == "share" else (j,)
+        readers = tuple(graph.readers(graph.ops[j].outputs[0])) if graph.ops[j].primitive == "share" else (j,)
         fused = any(space.rules[at].fusion in ("loop", "reduce") for at in readers)
-        key = (id(made), id(taken), price, reads, once, rows, j in self.doubled, later, follows, copied, turned, fused)
+        sliced = value.bytes if any(graph.ops[at].primitive == "loop_slice" for at in readers) else 0.0
+        key = (id(made), id(taken), price, reads, once, rows, j in self.doubled, later, follows, copied, turned, fused, sliced)
         if key not in self.cache:
             ways, equal = (value.shape, value.itemsize, sources.layouts, targets.layouts), sources.equal(targets)
             times = np.where(sources.summed(targets), once, reads) if once else np.full(equal.shape, reads)
@@ -132,7 +133,7 @@ class Tables:
             if turned:
                 table = table + self._turning(value.shape, turned, sources, targets) * (times * PS)
             if fused:
-                table = table + self._put_in_order(value.shape, sources, targets) * (times * PS)
+                table = table + self._put_in_order(value.shape, sliced, sources, targets) * (times * PS)
             table = np.rint(table - (1 - self.waiting) * np.minimum(sent, hides))
             if once or follows:  # XLA puts a sum off only where it goes on to the carry as it is
                 table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)
@@ -159,15 +160,18 @@ class Tables:
         partial = np.array([sum(1 << number(a) for a in s.partial_axes) for s in sources.layouts], np.int64)
         return np.where(partial[:, None] & self._axes(targets.layouts, later), seconds, 0.0)
 
-    def _put_in_order(self, shape: tuple[int, ...], sources: _Layouts, targets: _Layouts) -> np.ndarray:
+    def _put_in_order(self, shape: tuple[int, ...], sliced: float, sources: _Layouts, targets: _Layouts) -> np.ndarray:
         """Seconds [source, target] of turning what is gathered along any dim but the first, for readers inside fusions.
 
         What is gathered lies one part after the other. A product reads it so; elementwise work would hand the order on to all that is
-        computed with it, and XLA's fused normalisations are for rows. It takes a kernel; the bytes are read and written anyway.
+        computed with it, and XLA's fused normalisations are for rows. It takes a kernel; the bytes are read and written anyway, but
+        for those that a loop cuts rows from (`sliced` of them in all).
         """
+        device = self.space.cluster.device
         later = [d for d in range(len(shape)) if prod(shape[:d]) > 1]
         gathered = self._axes(sources.layouts, later)[:, None] & ~self._axes(targets.layouts, range(len(shape)))
-        return np.where(gathered, self.space.cluster.device.kernel_latency_s, 0.0)
+        seconds = np.maximum(device.kernel_latency_s, 2 * sliced / targets.shards / device.memory_rate)
+        return np.where(gathered, seconds, 0.0)
 
     def _axes(self, layouts: Iterable[Layout], dims: Iterable[int]) -> np.ndarray:
         """[layout] -> the mesh axes that split these dims, as bits."""

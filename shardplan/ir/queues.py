@@ -7,24 +7,29 @@
 
 Collectives of one of the first three do not depend on each other, and XLA merges many into one. What stands in line is merged only with
 what is as far down the same line: the k-th small sum of a layer waits for the one before it. Collectives of the first two run
-while other work goes on, as far as there is any between the op that makes the array and the one that computes with it.
+while other work goes on, as far as XLA's schedule has any between the op that makes the array and the one that computes with it:
+
+    loop   |--what is computed on--|--products for gradients--|--rows into stacks--|
+    row's gather   ---------->|                 gradients' collectives    -->|
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardplan.ir.accumulate import ADDS, passes_on
-from shardplan.ir.graph import Graph, Op
-from shardplan.ir.share import SMALL_BYTES
+from shardplan.ir.graph import Graph, Op, Phase
+from shardplan.ir.live import PUT_OFF
 from shardplan.mesh.collective import COMBINED_BYTES
 
 Queue = Literal["gather", "gradient", "update", "line"]
 
 KNOWN = frozenset({"arg", "const", "loop_slice"})
+COPIES = frozenset({"share", "barrier", "loop_const"})
 PUT_BY = frozenset({"loop_stack", "loop_next", "out"})
 
 
@@ -89,15 +94,18 @@ class Waits:
     starts: Mapping[int, int]
 
 
+_Key = tuple[int, Phase, int]
+"""The op that makes an array; phase and loop of who reads it."""
+
+
 @dataclass(frozen=True)
 class _Window:
-    """When an array is made and when it is needed, the queue of a loop that its reshards stand in and by what way, and its bytes."""
+    """When an array may move and when it is needed, its crowd and by what way it goes, and the bytes it arrives with."""
 
     made: float
     needed: float
-    queue: tuple[Queue, int, Hashable]
+    queue: tuple[Queue, Phase, int, Hashable]
     bytes: float
-    combined: float
 
 
 def waits(
@@ -105,7 +113,8 @@ def waits(
 ) -> Waits:
     """A reshard may last from when the array is made until somebody computes with it.
 
-    Of arrays that are merged the one made last is waited for, and the one that is needed first waits for all.
+    XLA starts no gather before a loop that ends before its reader. Of arrays that are merged the one made last is waited for, and the
+    one that is needed first waits for all; each has its part of the time between, by bytes.
 
     Args:
         places: of all values.
@@ -113,59 +122,80 @@ def waits(
         moved: by the op that makes an array, the way that it is moved, which only arrays of the same way can be merged with, and the
             bytes of the result on a device. By default all arrays of a queue are moved alike, and whole.
     """
-    done = [0.0]
-    for op, seconds in zip(graph.ops, work_s, strict=True):
-        done.append(done[-1] + seconds * op.runs)
+    begun, done, now = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0
+    for j in _order(graph, places):
+        begun[j] = now
+        done[j] = now = now + work_s[j] * graph.ops[j].runs
+    begun.append(now)
+    stops = sorted({0, *(loop.stop for loop in graph.loops)})
     needed = list(range(len(graph.ops)))
-    windows: dict[int, _Window] = {}  # by the op that makes the array
-    edges: dict[tuple[int, int], int] = {}
+    windows: dict[_Key, _Window] = {}
+    edges: dict[tuple[int, int], _Key] = {}
     for j in reversed(range(len(graph.ops))):
         op = graph.ops[j]
-        if op.primitive in PUT_BY:
-            needed[j] = graph.loops[op.loop].stop if op.loop >= 0 else len(graph.ops)
+        if op.primitive == "out":
+            needed[j] = len(graph.ops)
         elif _hands_on(op):
             needed[j] = min((needed[at] for v in op.outputs for at, _ in graph.values[v].consumers), default=j)
         for k, v in enumerate(op.inputs):
             if v is not None and (queue := places[v].queue) in ("gather", "gradient"):
-                at = edges[j, k] = places[v].origin
-                size = graph.values[v].bytes
-                way, combined = (moved or {}).get(at, (None, size))
-                found = _Window(done[at + 1], done[needed[j]], (queue, op.loop, way), size, combined)
-                if (seen := windows.get(at)) is not None:
-                    least = min(seen.bytes, found.bytes), min(seen.combined, found.combined)
-                    found = replace(found, needed=min(seen.needed, found.needed), bytes=least[0], combined=least[1])
-                windows[at] = found
-    beside, starts = {at: max(0.0, window.needed - window.made) for at, window in windows.items()}, {}
+                at = places[v].origin
+                key = edges[j, k] = at, op.phase, op.loop
+                way, size = (moved or {}).get(at, (None, graph.values[v].bytes))
+                after = stops[bisect_right(stops, needed[j]) - 1] if queue == "gather" else 0
+                found = _Window(max(done[at], begun[after]), begun[needed[j]], (queue, op.phase, places[v].crowd, way), size)
+                if (seen := windows.get(key)) is not None:
+                    found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
+                windows[key] = found
+    beside: dict[_Key, float] = {}
+    starts: dict[int, int] = {}
     for chunk in _merged(windows):
-        room = min(windows[at].needed for at in chunk) - max(windows[at].made for at in chunk)
-        beside.update(dict.fromkeys(chunk, max(0.0, room)))
+        room = max(0.0, min(windows[key].needed for key in chunk) - max(windows[key].made for key in chunk))
+        whole = sum(windows[key].bytes for key in chunk) or 1.0
+        beside.update((key, room * windows[key].bytes / whole) for key in chunk)
         if windows[chunk[0]].queue[0] == "gradient":
-            starts.update(dict.fromkeys(chunk, max(chunk)))
-    return Waits({(j, k): beside[at] / graph.ops[j].reads for (j, k), at in edges.items()}, starts)
+            made = [at for at, *_ in chunk]
+            starts.update(dict.fromkeys(made, max(made)))
+    return Waits({(j, k): beside[key] / graph.ops[j].reads for (j, k), key in edges.items()}, starts)
 
 
-def _merged(windows: Mapping[int, _Window]) -> list[list[int]]:
-    """Large arrays, neighbours in a queue that are made into one together: gathers as they are needed, gradients as they are made."""
+def _order(graph: Graph, places: Sequence[Place]) -> Iterator[int]:
+    """The ops as XLA runs them: in a loop, products that only make gradients last, just before what leaves the loop."""
+    late: list[int] = []
+    for j, op in enumerate(graph.ops):
+        if late and (op.primitive in PUT_BY or op.loop != graph.ops[late[-1]].loop):
+            yield from late
+            late.clear()
+        gradient = op.loop >= 0 and op.phase == "backward" and op.primitive in PUT_OFF
+        if gradient and all(places[v].queue == "gradient" for v in op.outputs):
+            late.append(j)
+        else:
+            yield j
+    yield from late
 
-    def order(at: int):
-        w = windows[at]
-        return number[w.queue], (w.needed, w.made) if w.queue[0] == "gather" else (w.made, w.needed), at
+
+def _merged(windows: Mapping[_Key, _Window]) -> list[list[_Key]]:
+    """Neighbours in a queue that are made into one together: gathers as they are needed, gradients as they are made."""
+
+    def order(key: _Key):
+        w = windows[key]
+        return number[w.queue], (w.needed, w.made) if w.queue[0] == "gather" else (w.made, w.needed), key
 
     number = {queue: n for n, queue in enumerate(dict.fromkeys(w.queue for w in windows.values()))}
-    out: list[list[int]] = []
-    for at in sorted((at for at, window in windows.items() if window.bytes > SMALL_BYTES), key=order):
+    out: list[list[_Key]] = []
+    for key in sorted(windows, key=order):
         last = [windows[x] for x in out[-1]] if out else []
-        full = sum(w.combined for w in last) + windows[at].combined > COMBINED_BYTES
-        if full or not last or last[0].queue != windows[at].queue:
+        full = sum(w.bytes for w in last) + windows[key].bytes > COMBINED_BYTES
+        if full or not last or last[0].queue != windows[key].queue:
             out.append([])
-        out[-1].append(at)
+        out[-1].append(key)
     return out
 
 
 def _origin(graph: Graph, v: int) -> int:
     """The op that makes an array, whatever casts and copies it goes through."""
     at = graph.values[v].producer[0]
-    while (graph.ops[at].primitive == "share" or passes_on(graph.ops[at])) and (w := graph.ops[at].inputs[0]) is not None:
+    while (graph.ops[at].primitive in COPIES or passes_on(graph.ops[at])) and (w := graph.ops[at].inputs[0]) is not None:
         at = graph.values[w].producer[0]
     return at
 
@@ -183,4 +213,4 @@ def _later(graph: Graph) -> list[bool]:
 
 
 def _hands_on(op: Op) -> bool:
-    return op.primitive in ("share", *ADDS) or passes_on(op)
+    return op.primitive in COPIES or op.primitive in ADDS or passes_on(op)

@@ -176,7 +176,7 @@ class Cluster:
     intra: Link
     inter: Link
     reduce_scatter: bool = True
-    overlap: float = 0.5
+    overlap: float = 0.9
     source: str = ""
     launch_s: float = 0.0
     platforms: tuple[str, ...] = ()

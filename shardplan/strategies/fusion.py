@@ -45,7 +45,13 @@ def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) ->
         if fusion == "view" or (is_spread(op) and not any(graph.ops[c].primitive in STORED for c in graph.readers(v))):
             out[v] = op.primitive == "out"
         elif fusion == "loop" and not is_spread(op):
-            out[v] = not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in graph.readers(v))
+            readers = list(graph.readers(v))
+            put = len(readers) == 1 and graph.ops[readers[0]].primitive == "loop_stack"  # computed as the row is written
+            out[v] = not put and not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
+    for op in graph.ops:
+        v = op.inputs[0] if op.primitive == "transpose" and len(op.ins[0].shape) == 2 and out[op.outputs[0]] else None
+        if v is not None and graph.ops[graph.values[v].producer[0]].primitive == "dot_general" and len(graph.values[v].consumers) == 1:
+            out[v] = False  # the product is written in this order
     for v in _turned(graph, rules):
         out[v] = True
     for v in _cheaper_kept(graph, rules, out, sums):
@@ -157,7 +163,8 @@ def _absorbs(graph: Graph, rules: tuple[Rule, ...], producer: Op, at: int, prolo
     reader = graph.ops[at]
     if reader.primitive in (*STORED, "loop_const", "barrier"):
         return False
-    return producer.loop == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.primitive == "dot_general"))
+    loop = producer.holds if producer.primitive == "loop_slice" else producer.loop
+    return loop == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.primitive == "dot_general"))
 
 
 @dataclass(frozen=True)
