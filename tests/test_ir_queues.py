@@ -1,6 +1,8 @@
 """Which reshards wait for nothing, what XLA makes into one, and what runs beside other work."""
 
+import sys
 from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,9 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from models import relu_loss, relu_step
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import nets
 
 import shardplan
 from shardplan.ilp.build import build
@@ -89,7 +94,6 @@ def test_slack_is_the_work_in_between():
 
 def scanned(params, x):
     """Layers of two weights and a scale in a loop, computed again in the backward pass, and a matrix behind them."""
-    layers, last = params
 
     @jax.checkpoint
     def layer(h, p):
@@ -265,6 +269,17 @@ def test_what_a_plan_moves_together_settles_its_prices():
     assert plan.status == "optimal" and max(kinds.values()) <= 2
     again = build(found.space, found.network.resharders[0], None, waiting=found.network.waiting, crowds=moved)
     assert again.parts(found.solution.states).total(found.beside) == pytest.approx(found.solution.objective, rel=0.02)
+
+
+def test_gradients_are_all_summed_where_scattering_pays_one_latency_more():
+    """On 64 GPUs latencies count: no array alone would leave the others, and all together do (`crowds.alike`)."""
+    step, state, batch = nets.vit(layers=6)
+    plan = shardplan.auto(AbstractMesh((8, 8), ("node", "gpu")), cluster="h100", donate_argnums=0)(step).plan(state, batch)
+    found = plan.context.planned
+    large = {place.crowd for v, place in zip(found.graph.values, found.space.places, strict=True)
+             if place.queue == "gradient" and v.dtype == BF16 and found.graph.ops[v.producer[0]].loop >= 0}  # fmt: skip
+    ways = [way for (crowd, way), _ in found.network.moved(found.solution.states) if crowd in large]
+    assert ways == [("all-reduce", ("node", "gpu"))]
 
 
 def test_gradients_are_scattered_along_the_dim_that_lies_outermost():

@@ -174,7 +174,10 @@ def test_table_path_and_collectives_agree(question, name, itemsize):
     mesh, shape, (src, dst) = question
     r = resharder(mesh, name)
     path = r.path(shape, itemsize, src, dst)
-    assert sum(s.seconds for s in path) == pytest.approx(r.table(shape, itemsize, [src], [dst])[0, 0], rel=1e-12)
+    whole, last = (r.table(shape, itemsize, [src], [dst], last=part)[0, 0] for part in (False, True))
+    assert sum(s.seconds for s in path) == pytest.approx(whole, rel=1e-12)
+    moves = [s.seconds for s in path if s.kind != "slice"]
+    assert [0.0, *moves][-1] <= last <= whole * (1 + 1e-12)
     for s in path:
         least, per_byte = around(s.kind, CLUSTERS[name])
         alone = seconds(s.kind, s.bytes, s.axes, mesh, CLUSTERS[name])

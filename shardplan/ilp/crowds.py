@@ -6,12 +6,18 @@ A network knows one price for each array, a part a/n of the latency. With n all 
 moves some so and others otherwise. So we count what the plan moves together, give each its part of that, and plan again, until what the
 plan costs is what it was found at: dynamic slope scaling, Kim and Pardalos, "A solution approach to the fixed charge network flow
 problem using a dynamic slope scaling procedure", Operations Research Letters 24(4), 1999.
+
+That leads to no plan that moves all arrays in another way, for whatever goes first would pay the whole latency alone. So where the plan
+costs much more than the first was found at, we start again from plans that treat all gradients alike: scattered over the inner axes and
+summed over the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import combinations
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,12 +28,17 @@ from shardplan.ilp.problem import Solution
 if TYPE_CHECKING:
     from shardplan.ilp.build import Network
     from shardplan.ilp.tables import Crowds
+    from shardplan.ir.queues import Queue
+    from shardplan.strategies.space import Space
 
 ROUNDS = 3
 """How often the prices are settled at most."""
 
 NEAR = 0.005
 """A plan that costs this much more than it was found at is not looked for again."""
+
+FAR = 0.03
+"""And where the best costs this much more than the first was found at, we start from others."""
 
 
 def settled(
@@ -48,6 +59,7 @@ def settled(
         beside: as in `overlap.cheapest`.
     """
     found, solution = best = _planned(make, search, None, (), beside)
+    optimistic = solution.objective
     least = np.inf, np.inf  # bytes over the limit, and what is paid
     crowds: Crowds = ()
 
@@ -70,12 +82,40 @@ def settled(
             found, solution = _planned(make, search, crowds, solution.states, beside)
         if not solution.states or offer(found, solution) <= (1 + NEAR) * solution.objective:
             break
+    if best[1].states and least[1] > (1 + FAR) * optimistic:
+        for crowds in alike(found.space):
+            for _ in range(ROUNDS):
+                before = least
+                found, solution = _planned(make, search, crowds, best[1].states, beside)
+                if solution.states:
+                    offer(found, solution)
+                if not least < before:
+                    break
     if best[1].states and least[0] and (states := lean(found)):
         offer(found, Solution("feasible", states, found.problem.objective(states), 0.0))
         found, solution = _planned(make, search, crowds, (), beside)
         if solution.states:
             offer(found, solution)
     return best if not best[1].states or not least[0] else (best[0], Solution("infeasible", (), np.inf, 0.0))
+
+
+def alike(space: Space) -> Iterator[Crowds]:
+    """What plans move together that treat all gradients alike: scatter them over no axes, the innermost, the two innermost, ..."""
+    axes = tuple(axis for axis, n in space.mesh if n > 1)
+    arrays: dict[tuple[int, Queue], dict[int, float]] = {}
+    for value, place in zip(space.graph.values, space.places, strict=True):
+        if place.members > 1 and place.queue in ("gather", "gradient"):
+            arrays.setdefault((place.crowd, place.queue), {})[place.origin] = value.bytes
+    gathers = [("all-gather", some) for n in range(len(axes)) for some in combinations(axes, n + 1)]
+    for n in range(len(axes) + 1):
+        summed, scattered = axes[: len(axes) - n], axes[len(axes) - n :]
+        gradients = [(kind, over) for kind, over in (("all-reduce", summed), ("reduce-scatter", scattered)) if over]
+        shards = prod(space.mesh.size(axis) for axis in scattered)
+        yield tuple(
+            ((crowd, way), tuple(sorted((at, size / shards) for at, size in of.items())))
+            for (crowd, queue), of in sorted(arrays.items())
+            for way in sorted(gathers if queue == "gather" else gradients)
+        )
 
 
 def _planned(make, search, crowds: Crowds | None, before: tuple[int, ...], beside: float) -> tuple[Network, Solution]:

@@ -20,6 +20,9 @@ from shardplan.strategies.space import Space
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
 
+GRADIENTS = 0.6
+"""XLA puts gradients' collectives late: of those that could be hidden whole this part is, where all of a gather is."""
+
 LEAST_SLACK_S = 1e-6
 """Work shorter than this hides nothing."""
 
@@ -116,7 +119,7 @@ class Tables:
         rows = 1 + (i in self.doubled) + (i in graph.earlier)
         resharder = self.resharders[v]
         hides = self.hides(j, k)
-        price = id(resharder), value.shape, value.itemsize, hides if self.waiting < 1 else hides > 0
+        price = id(resharder), value.shape, value.itemsize, hides if self.waiting < 1 else hides > 0, space.places[v].queue
         sources, targets = self._distinct(made), self._distinct(taken)
         turned = space.beside[v] if sources.partial.any() else None
         readers = tuple(graph.readers(graph.ops[j].outputs[0])) if graph.ops[j].primitive == "share" else (j,)
@@ -129,7 +132,8 @@ class Tables:
             table = resharder.table(*ways) * (times * PS)
             sent = np.zeros_like(table)
             if hides:
-                sent = np.rint(resharder.bare.table(*ways) * (times * PS))
+                part = GRADIENTS if space.places[v].queue == "gradient" else 1.0
+                sent = np.rint(resharder.bare.table(*ways, last=True) * (times * PS * part))
             if turned:
                 table = table + self._turning(value.shape, turned, sources, targets) * (times * PS)
             if fused:

@@ -156,7 +156,8 @@ def waits(
         if windows[chunk[0]].queue[0] == "gradient":
             made = [at for at, *_ in chunk]
             starts.update(dict.fromkeys(made, max(made)))
-    return Waits({(j, k): beside[key] / graph.ops[j].reads for (j, k), key in edges.items()}, starts)
+    alone = ((edge, key) for edge, key in edges.items() if not _fetched_again(graph, edge[0], key))
+    return Waits({(j, k): beside[key] / graph.ops[j].reads for (j, k), key in alone}, starts)
 
 
 def _order(graph: Graph, places: Sequence[Place]) -> Iterator[int]:
@@ -210,6 +211,13 @@ def _later(graph: Graph) -> list[bool]:
             if v is not None and not (_hands_on(op) and all(out[w] for w in op.outputs)):
                 out[v] = False
     return out
+
+
+def _fetched_again(graph: Graph, j: int, key: _Key) -> bool:
+    """Whether op j only casts an array that is on its way from the inputs: of two gathers one behind the other XLA hides the second."""
+    behind = (graph.ops[at] for v in graph.ops[j].outputs for at, _ in graph.values[v].consumers)
+    copied = any(op.primitive == "share" and not op.params["follows"] for op in behind)
+    return copied and passes_on(graph.ops[j]) and graph.ops[key[0]].primitive in KNOWN
 
 
 def _hands_on(op: Op) -> bool:

@@ -161,8 +161,8 @@ class Cluster:
         intra: the network inside a node.
         inter: the network between nodes.
         reduce_scatter: whether XLA forms reduce-scatter here (its CPU compiler never does).
-        overlap: what part of a collective's seconds other work hides, where there is any that does not wait for it (XLA's schedule
-            for GPUs: about half; on CPU devices both want the same cores).
+        overlap: what part of a collective's seconds other work hides, as far as there is any that does not wait for it (XLA's
+            schedule for GPUs: nearly all; on CPU devices both want the same cores).
         source: where the figures come from.
         launch_s: seconds that starting any collective costs.
         platforms: jax platform names this describes.

@@ -110,7 +110,9 @@ class Resharder:
         known = tuple(self.known.items())
         return Resharder(self.mesh, self.cluster, self.crowd, self.merged, known, kernels=False, lattice=self._lattice)
 
-    def table(self, shape: tuple[int, ...], itemsize: float, srcs: Sequence[Layout], dsts: Sequence[Layout]) -> np.ndarray:
+    def table(
+        self, shape: tuple[int, ...], itemsize: float, srcs: Sequence[Layout], dsts: Sequence[Layout], last: bool = False
+    ) -> np.ndarray:
         """Seconds of the cheapest path from every src to every dst; inf where there is none.
 
         Args:
@@ -118,13 +120,14 @@ class Resharder:
             itemsize: bytes per element.
             srcs: layouts to come from.
             dsts: layouts to go to.
+            last: of the path's last collective alone.
 
         Returns:
             float64 [len(srcs), len(dsts)], read-only; the same object for the same arguments, and for any other shape of
             as many bytes that divides as evenly.
         """
         question = self._lattice.question(tuple(srcs), tuple(dsts))
-        key = (question, tuple(shape), itemsize)
+        key = (question, tuple(shape), itemsize, last)
         if key not in self._tables:
             self._tables[key] = self._table(*key)
         return self._tables[key]
@@ -148,15 +151,15 @@ class Resharder:
 
     # ---- inside
 
-    def _table(self, question: Question, shape: tuple[int, ...], itemsize: float) -> np.ndarray:
+    def _table(self, question: Question, shape: tuple[int, ...], itemsize: float, last: bool) -> np.ndarray:
         if len(shape) != question.rank and question.parts:
             raise ValueError(f"layouts have {question.rank} dims, the tensor of shape {shape} has {len(shape)}")
         found = [self._shortest(question, part, shape, itemsize) for part in question.parts]
-        key = (question, *found)
+        key = (question, *found, last)
         if key not in self._tables:
             out = np.empty(question.size)
             for distances, part in zip(found, question.parts, strict=True):
-                out[part.rows] = distances.between(part.src, part.dst)
+                out[part.rows] = distances.between(part.src, part.dst, last)
             out[question.never[:, 0], question.never[:, 1]] = np.inf
             out.flags.writeable = False
             self._tables[key] = out
@@ -222,34 +225,44 @@ class _Distances:
         self.bytes = total_bytes / region.ways.class_shards
         self.cost = (lines[:, :, 0] + self.bytes[:, None] * lines[:, :, 1]).min(axis=1, initial=np.inf)  # per edge class
         self.row = np.full(len(region.allowed), -1)
-        self.rows = np.empty((len(region.nodes), 0))  # [place, start]
+        self.rows = np.empty((2, len(region.nodes), 0))  # [whole way or last step, place, start]
 
-    def between(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
-        """Seconds [len(src), len(dst)]."""
+    def between(self, src: np.ndarray, dst: np.ndarray, last: bool = False) -> np.ndarray:
+        """Seconds [len(src), len(dst)], of the whole way or of its last step."""
         start = self.region.canon[src]
         self._ensure(start)
-        return self.rows[self.region.place[self.region.renamed(src, dst)], self.row[start][:, None]]
+        return self.rows[int(last)][self.region.place[self.region.renamed(src, dst)], self.row[start][:, None]]
 
     def _ensure(self, start: np.ndarray) -> None:
         new = np.unique(start[self.row[start] < 0])
         if len(new):
-            self.row[new] = self.rows.shape[1] + np.arange(len(new))
-            self.rows = np.concatenate([self.rows, self._search(new)], axis=1)
+            self.row[new] = self.rows.shape[2] + np.arange(len(new))
+            self.rows = np.concatenate([self.rows, self._search(new)], axis=2)
 
     def _search(self, starts: np.ndarray) -> np.ndarray:
-        """Bellman-Ford from every start at once."""
+        """Bellman-Ford from every start at once: what the whole way takes, and its last collective."""
         axes = self._axes(starts)
-        blocks = [(sources, self._costs(group, *axes)) for sources, group in self.region.blocks]
+        moves = np.array([kind != "slice" for kind, *_ in self.region.ways.classes], bool)
+        blocks = [(sources, self._costs(group, *axes), moves[group][:, None]) for sources, group in self.region.blocks]
         best = np.full((len(self.region.nodes), len(starts)), np.inf)
         best[self.region.place[starts], np.arange(len(starts))] = 0
+        last = np.zeros_like(best)
         while True:
             found = best.copy()
-            for sources, cost in blocks:
+            for sources, cost, _ in blocks:
                 head = found[: len(sources)]
                 np.minimum(head, best[sources] + cost, out=head)
             if np.array_equal(found, best):
-                return best
+                break
             best = found
+        while True:
+            found = np.zeros_like(best)
+            for sources, cost, moved in blocks:
+                head, taken = found[: len(sources)], np.isfinite(cost) & (best[sources] + cost == best[: len(sources)])
+                np.maximum(head, np.where(moved, cost, last[sources]), out=head, where=taken)
+            if np.array_equal(found, last):
+                return np.stack([best, last])
+            last = found
 
     def _axes(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[start]: the axes, as bits, over which a layout is split, and those over which it is partial."""
@@ -269,7 +282,7 @@ class _Distances:
         region, ways, one = self.region, self.region.ways, np.array([src])
         start = region.canon[one]
         self._ensure(start)
-        distance = self.rows[:, self.row[start[0]]]
+        distance = self.rows[0][:, self.row[start[0]]]
         at, stop = int(region.place[region.renamed(one, np.array([dst]))[0, 0]]), int(region.place[start[0]])
         order, steps = region.order(src), []
 
