@@ -25,13 +25,14 @@ from .problem import Problem
 
 @dataclass
 class Bucket:
-    """One joint table: node `node` minimised out of the sum of `parts` over `scope` (which ends with the node)."""
+    """One joint table: node `node` minimised out of a sum over `scope` (which ends with the node)."""
 
     node: int
     scope: tuple[int, ...]
     shape: tuple[int, ...]
     owns_cost: bool  # the node's cost is in this one of its buckets
-    edges: list[tuple[int, int, int]] = field(default_factory=list)  # (edge, where its i and j are in `scope`)
+    edges: list[tuple[int, int, int]] = field(default_factory=list)  # (edge, 0 if the node is its i, 1 its j, the other's axis)
+    tables: list[np.ndarray] = field(default_factory=list)  # of `edges`, spread over the scope
     senders: list[tuple[int, tuple, tuple]] = field(default_factory=list)  # (bucket, its message's axes, their shape here)
     receiver: int = -1  # bucket that takes the message; -1 when the message is a number
 
@@ -120,8 +121,12 @@ class Elimination:
                 bucket.senders.append((sender, turned, tuple(spread)))
                 self.buckets[sender].receiver = number
             else:
-                a, b = item_scope
-                bucket.edges.append((edge, axis[a], axis[b]))
+                (a, b), table = item_scope, self.problem.edges[edge].cost
+                side, other = (1, a) if b == i else (0, b)
+                spread = [1] * len(scope)
+                spread[axis[other]], spread[-1] = k[other], k[i]
+                bucket.edges.append((edge, side, axis[other]))
+                bucket.tables.append((table if side else table.T).reshape(spread))
         self.buckets.append(bucket)
         self.of_node[i].append(number)
         return number
@@ -135,13 +140,6 @@ class Elimination:
         return Pass(self, self.problem.costs if costs is None else costs, shifts)
 
 
-def _spread(table: np.ndarray, i: int, j: int, n: int) -> np.ndarray:
-    """A table as an array of n axes, its rows along axis i and its columns along axis j."""
-    shape = [1] * n
-    shape[i], shape[j] = table.shape
-    return (table if i < j else table.T).reshape(shape)
-
-
 class Pass:
     """One sweep of elimination.
 
@@ -151,44 +149,59 @@ class Pass:
 
     def __init__(self, elimination: Elimination, costs, shifts):
         self.elimination, self.costs, self.shifts = elimination, costs, shifts
+        self.own = [self._own(bucket) for bucket in elimination.buckets]
         self.messages: list[np.ndarray] = []
         self.value = 0.0
-        for bucket in elimination.buckets:
-            message = self._joint(bucket).min(axis=-1)
+        for number, bucket in enumerate(elimination.buckets):
+            message = self._less(bucket, self._joint(number).min(axis=-1))
             self.messages.append(message)
             if bucket.receiver < 0:
                 self.value += float(message)
 
-    def _parts(self, bucket: Bucket) -> list[np.ndarray]:
-        parts = [np.asarray(self.costs[bucket.node])] if bucket.owns_cost else []
-        for edge, i, j in bucket.edges:
-            table = self.elimination.problem.edges[edge].cost
-            parts.append(_spread(table, i, j, len(bucket.scope)))
-            if self.shifts:
-                at_i, at_j = self.shifts[edge]
-                parts += [_spread(-at_i[:, None], i, j, len(bucket.scope)), _spread(-at_j[None, :], i, j, len(bucket.scope))]
-        return parts + [self.messages[sender].transpose(turned).reshape(spread) for sender, turned, spread in bucket.senders]
+    def _own(self, bucket: Bucket) -> np.ndarray:
+        """What a bucket's node costs by itself, [k]."""
+        own = np.asarray(self.costs[bucket.node]) if bucket.owns_cost else np.zeros(bucket.shape[-1])
+        for edge, side, _ in bucket.edges if self.shifts else ():
+            own = own - self.shifts[edge][side]
+        return own
 
-    def _joint(self, bucket: Bucket) -> np.ndarray:
-        parts = sorted(self._parts(bucket), key=np.size)
-        total = parts[0] if parts else np.zeros(bucket.shape)
-        for part in parts[1:]:
+    def _less(self, bucket: Bucket, rest: np.ndarray) -> np.ndarray:
+        """An array over the others of a bucket's scope, less the messages that the bucket's tables lose to them."""
+        for edge, side, axis in bucket.edges if self.shifts else ():
+            message = self.shifts[edge][1 - side]
+            rest = rest - message.reshape([-1 if n == axis else 1 for n in range(len(bucket.scope) - 1)])
+        return rest
+
+    def _parts(self, number: int) -> list[np.ndarray]:
+        """What a bucket's joint table is the sum of, but for what `_less` takes away."""
+        bucket = self.elimination.buckets[number]
+        senders = [self.messages[sender].transpose(turned).reshape(spread) for sender, turned, spread in bucket.senders]
+        return [self.own[number].reshape([1] * (len(bucket.scope) - 1) + [-1]), *bucket.tables, *senders]
+
+    def _joint(self, number: int) -> np.ndarray:
+        """A bucket's joint table, but for what `_less` takes away."""
+        shape = self.elimination.buckets[number].shape
+        total, *parts = sorted(self._parts(number), key=np.size)
+        for part in parts:
             total = total + part
-        return total if total.shape == bucket.shape else np.broadcast_to(total, bucket.shape)
+        return total if total.shape == shape else np.broadcast_to(total, shape)
+
+    def _given(self, number: int, where) -> np.ndarray:
+        """What every state of a bucket's node costs, but for a constant, when the others of the scope take `where`; [k]."""
+        total = 0.0
+        for part in self._parts(number):
+            total = total + part[tuple(x if n > 1 else 0 for x, n in zip(where, part.shape, strict=False))]
+        return np.asarray(total)
 
     def states(self) -> tuple[int, ...]:
         """Cheapest states, read backwards; ties go to the lowest number."""
-        chosen = np.zeros(len(self.elimination.problem.costs), dtype=np.int64)
+        chosen = [0] * len(self.elimination.problem.costs)
         for i in reversed(self.elimination.order):
             total = np.zeros(len(self.costs[i]))
             for number in self.elimination.of_node[i]:
-                bucket = self.elimination.buckets[number]
-                where = chosen[list(bucket.scope[:-1])]
-                for part in self._parts(bucket):
-                    index = tuple(x if n > 1 else 0 for x, n in zip(where, part.shape[-len(bucket.scope) : -1], strict=False))
-                    total = total + (part[index] if part.ndim > 1 else part)
-            chosen[i] = total.argmin()
-        return tuple(chosen.tolist())
+                total = total + self._given(number, [chosen[j] for j in self.elimination.buckets[number].scope[:-1]])
+            chosen[i] = int(total.argmin())
+        return tuple(chosen)
 
     def relaxed(self) -> np.ndarray:
         """The states behind `value`: where a node has several joints, the state it takes in the one that holds its own cost."""
@@ -198,12 +211,8 @@ class Pass:
         for number in range(len(elimination.buckets) - 1, -1, -1):
             bucket = elimination.buckets[number]
             above = given[bucket.receiver] if bucket.receiver >= 0 else {}
-            where = tuple(above[j] for j in bucket.scope[:-1])
-            total = np.zeros(bucket.shape[-1])
-            for part in self._parts(bucket):
-                index = tuple(x if n > 1 else 0 for x, n in zip(where, part.shape[:-1], strict=False))
-                total = total + (part[index] if part.ndim > 1 else part)
-            state = int(total.argmin())
+            where = [above[j] for j in bucket.scope[:-1]]
+            state = int(self._given(number, where).argmin())
             given[number] = dict(zip(bucket.scope, (*where, state), strict=True))
             if bucket.owns_cost:
                 chosen[bucket.node] = state
@@ -219,8 +228,8 @@ class Pass:
             if bucket.receiver < 0:
                 outside: np.ndarray | float = self.value - float(self.messages[number]) if np.isfinite(self.value) else np.inf
             else:
-                outside = np.asarray(beyond[number])[..., None]
-            joint = self._joint(bucket) + outside
+                outside = self._less(bucket, np.asarray(beyond[number]))[..., None]
+            joint = self._joint(number) + outside
             beyond[number] = 0.0
             axes = tuple(range(len(bucket.scope) - 1))
             result[bucket.node] = np.maximum(result[bucket.node], joint.min(axis=axes))

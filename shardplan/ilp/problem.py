@@ -108,3 +108,11 @@ class Solution:
     def gap(self) -> float:
         """(objective - bound) / objective, 0 when both are 0."""
         return 0.0 if self.objective == self.bound else (self.objective - self.bound) / max(abs(self.objective), 1e-30)
+
+
+def extremes(entries: np.ndarray) -> tuple[float, float]:
+    """The least and the largest finite entry; (0, 0) where there is none."""
+    low, high = float(entries.min(initial=np.inf)), float(entries.max(initial=-np.inf))
+    if high == np.inf:
+        high = float(np.where(entries < np.inf, entries, -np.inf).max(initial=-np.inf))
+    return (low, high) if high > -np.inf else (0.0, 0.0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from .eliminate import Elimination, Pass
-from .problem import Problem
+from .problem import Problem, extremes
 from .shift import Messages, Shift
 
 CALL = 2_500.0  # table entries that the overhead of an array operation is worth
@@ -26,8 +24,8 @@ class Relaxation:
         self.elimination, self.warm = Elimination(problem, cap), bool(messages)
         self.exact = self.elimination.exact
         self.shift = None if self.exact else Shift(problem, messages=messages)
-        arrays = [*problem.costs, *(e.cost for e in problem.edges)]
-        self.total = sum(float(np.abs(a[np.isfinite(a)]).max(initial=0.0)) for a in arrays) + 1.0
+        ranges = map(extremes, [*problem.costs, *(e.cost for e in problem.edges)])
+        self.total = sum(max(-low, high) for low, high in ranges) + 1.0
         self.work = 0.0
 
     def run(self, costs, rounds: int, unit: float) -> Pass:

@@ -126,7 +126,8 @@ class Network:
         key = (id(table.base) if table.base is not None else id(table), table.ctypes.data, table.shape, table.strides)
         if key not in self._finite:
             mask = np.isfinite(table)
-            function = mask.argmax(axis=0) if (mask.sum(axis=0) == 1).all() else None
+            one = np.count_nonzero(mask) == table.shape[1] and mask.any(axis=0).all()  # per column
+            function = mask.argmax(axis=0) if one else None
             self._finite[key] = (mask.any(axis=1), function, table)  # the table is held so that its identity stays its own
         return self._finite[key][:2]
 
