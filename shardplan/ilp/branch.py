@@ -25,12 +25,14 @@ from .record import UNIT, Back, Clock, Record
 from .shift import Messages, carried
 from .shrink import shrink
 
-JOINT = 1 << 16  # entries of a joint table, where no edge has more
+JOINT = 1 << 16  # entries of a joint table at first, where no edge has more
+WIDER, WIDEST = 16, 4e7  # how often as many, where that helps little, and entries of all joint tables up to which
 CHANGES = (12, 6)  # of prices, at the first bound of a search and at later ones
 KEPT = 0.8  # share of states up to which a region is bounded again before it is split
 TRIES = 3  # priced choices of a bound that are made to fit
 CORE = 4_000  # variables up to which CP-SAT takes over
-CORE_WORK = 0.3
+CORE_WORK, HARD_WORK = 0.3, 3.0  # of CP-SAT, and where nothing else proves: about seconds
+HARD = 8_000  # variables up to which
 CORE_AGAIN = 0.6  # as many variables, after a failure, up to which CP-SAT tries again
 CALLS = 2e5  # table entries that shrinking and preparing a node are worth
 
@@ -46,6 +48,7 @@ class Region:
         bound: no answer in it costs less.
         prices, messages: to begin with, or None; prices are [T].
         core: variables up to which CP-SAT has a chance.
+        joint: entries of a joint table, where no edge has more.
     """
 
     problem: Problem
@@ -55,6 +58,7 @@ class Region:
     prices: np.ndarray | None = None
     core: int = CORE
     messages: Messages | None = None
+    joint: int = JOINT
 
     def after(self, result: Bound) -> Region:
         """The same answers; the next bound begins where this one has got to."""
@@ -76,6 +80,7 @@ class Region:
             prices[small.steps][:horizon],
             self.core,
             carried(result.messages, small),
+            self.joint,
         )
 
 
@@ -118,11 +123,18 @@ class Tree:
         if left is None:
             return []
         region = left
-        result = self.bound(region, worth(), JOINT, CHANGES[1])
+        result = self.bound(region, worth(), region.joint, CHANGES[1])
         if result.value > worth():
             return []
         kept = result.kept(worth())
         share = sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept)))
+        joints = result.best.sweep.elimination
+        if share > KEPT and not joints.exact and WIDER * joints.size <= WIDEST:
+            return [replace(region.after(result), joint=WIDER * region.joint, bound=max(region.bound, result.value + region.offset))]
+        if share > KEPT and joints.exact and region.core < HARD:
+            left = self.core(replace(region.after(result), core=HARD), goal, HARD_WORK)
+            if left is None:
+                return []
         halves = [kept] if share <= KEPT else split(result, kept)
         parts = (region.part(half, result) for half in halves)
         return [part for part in parts if part is not None]
@@ -146,14 +158,14 @@ class Tree:
             if found is not None:
                 self.record.offer(found, region.problem.objective(found) + region.offset, region.back)
 
-    def core(self, region: Region, goal: float) -> Region | None:
+    def core(self, region: Region, goal: float, work: float = CORE_WORK) -> Region | None:
         """CP-SAT on a region, if that is small enough; None when that ends with a proof that nothing wanted is left of it."""
         variables = cpsat.entries(region.problem)
         if variables > region.core:
             return region
         wanted = min(goal, self.record.worth) - region.offset
         seconds = None if self.clock.seconds is None else self.clock.seconds_left / 2
-        answer = cpsat.solve_core(region.problem, work=min(CORE_WORK, self.clock.work), seconds=seconds, most=wanted)
+        answer = cpsat.solve_core(region.problem, work=min(work, self.clock.work), seconds=seconds, most=wanted)
         self.clock.spend(UNIT * answer.work)
         if answer.states and region.problem.peak(answer.states) <= (np.inf if region.problem.limit is None else region.problem.limit):
             self.record.offer(answer.states, region.problem.objective(answer.states) + region.offset, region.back)

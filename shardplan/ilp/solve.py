@@ -104,9 +104,12 @@ class Chain:
         return self.ease() or self.narrow() or self.close()
 
     def ease(self) -> bool:
-        """Without the memory limit the problem is small: its optimum is a bound, and often fits, or nearly, and is made to fit."""
+        """Without the memory limit the problem is small: its optimum is a bound, and often fits, or nearly, and is made to fit.
+
+        Where prices on bytes raise the bound the limit costs something, and the optimum without it is no help.
+        """
         problem = self.region.problem
-        if problem.limit is None:
+        if problem.limit is None or self.bounded().best.prices.any():
             return False
         free = replace(problem, usages=(), limit=None)
         small, clock, record = shrink(free), self.clock.part(EASE_SHARE), Record(free, None)
@@ -141,12 +144,12 @@ class Chain:
     def narrow(self) -> bool:
         """Bounds the region and drops what costs more than the best answer, while that helps; True when that ends in a proof."""
         while not self.clock.over():
-            self.result = self._bound(self.region)
-            self.record.prove(self.result.value + self.region.offset)
-            if self.record.done or np.isinf(self.result.value):
+            result = self.bounded()
+            self.record.prove(result.value + self.region.offset)
+            if self.record.done or np.isinf(result.value):
                 return True
-            self.region = self.region.after(self.result)
-            self.focus(self.region, self.result)
+            self.region = self.region.after(result)
+            self.focus(self.region, result)
             if self.share() > ALIKE or self.clock.over():
                 return False
             part = self.part(self.record.worth)
