@@ -3,22 +3,25 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from models import MODELS
 from test_ilp import brute_force, chain, choices, laws, networks
 
 import shardplan
-from shardplan.ilp import Edge, Problem, Usage, cpsat, shift, solve
+from shardplan.ilp import Edge, Problem, Usage, branch, cpsat, relax, shift, solve
 from shardplan.ilp.bound import bound
 from shardplan.ilp.branch import Region, Tree
 from shardplan.ilp.local import Moves, fit
 from shardplan.ilp.memory import Memory
 from shardplan.ilp.record import Clock, Record
 from shardplan.ilp.shrink import shrink
+from shardplan.ilp.solve import Chain
 
 
 def grid(side, k, seed=0, tight=None):
@@ -60,7 +63,8 @@ def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem):
     assert least <= min(problem.objective(states) for states in choices(problem))
 
 
-def test_shifting_makes_small_joints_bound_well():
+def test_shifting_makes_small_joints_bound_well(monkeypatch):
+    monkeypatch.setattr(relax, "SMALL", 0)
     problem = grid(8, 6)
     best = solve(problem, work_limit=40.0)
     bare, good = (bound(problem, np.inf, cap, 0).value for cap in (1, 300))
@@ -82,9 +86,11 @@ def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
 
 
 @laws
-@given(shrunk())
-def test_through_is_a_bound_of_every_choice_that_takes_the_state(problem):
-    result = bound(problem, np.inf, 8, 4)
+@given(shrunk(), st.sampled_from([0, relax.SMALL]))
+def test_through_is_a_bound_of_every_choice_that_takes_the_state(problem, small):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relax, "SMALL", small)
+        result = bound(problem, np.inf, 8, 4)
     fitting = [s for s in choices(problem) if problem.limit is None or problem.peak(s) <= problem.limit]
     for states in fitting:
         cost = problem.objective(states)
@@ -93,11 +99,13 @@ def test_through_is_a_bound_of_every_choice_that_takes_the_state(problem):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_goals_below_the_optimum_are_closed_and_goals_above_find_it(seed):
+@pytest.mark.parametrize("how", [{}, {"core": 0}, {"core": 0, "hard": 0}, {"core": 0, "hard": 0, "joint": 1}])
+def test_goals_below_the_optimum_are_closed_and_goals_above_find_it(seed, how, monkeypatch):
+    monkeypatch.setattr(relax, "SMALL", 0 if "joint" in how else relax.SMALL)
     problem = chain(9, 3, seed=seed, limit=250.0)
     best = brute_force(problem)
     small = shrink(problem)
-    region = Region(small.problem, small.invert, small.offset)
+    region = Region(small.problem, small.invert, small.offset, **how)
     for goal, found in ((best - 1, np.inf), (best, best), (2 * best, best)):
         record = Record(problem, None)
         tree = Tree(record, Clock(None, 20.0))
@@ -106,6 +114,26 @@ def test_goals_below_the_optimum_are_closed_and_goals_above_find_it(seed):
         assert record.objective == found
         if np.isfinite(found):
             assert problem.objective(record.states) == best and problem.peak(record.states) <= problem.limit
+
+
+def test_a_region_without_a_limit_gets_larger_joints_before_it_is_split(monkeypatch):
+    def never(result, kept):
+        raise AssertionError
+
+    problem = grid(5, 4)
+    best = solve(problem).objective
+    monkeypatch.setattr(relax, "SMALL", 0)
+    monkeypatch.setattr(branch, "split", never)
+    tree = Tree(Record(problem, None), Clock(None, 20.0))
+    assert tree.close([Region(problem, tuple, 0.0, core=0, joint=16)], best - 1, 1.0) == []
+
+
+def test_no_time_goes_into_the_problem_without_its_limit_where_bytes_have_a_price():
+    problem = grid(6, 4, tight=0.9)
+    free, tight = (Chain(Region(p, tuple, 0.0), Record(p, None), Clock(None, 20.0)) for p in (replace(problem, limit=1e9), problem))
+    for eased, found in ((free, True), (tight, False)):
+        assert eased.ease() == eased.record.found == found
+    assert tight.bounded().best.prices.any() and not free.bounded().best.prices.any()
 
 
 @laws

@@ -7,7 +7,8 @@ smaller the nearer g is to the bound; searching that part either finds an answer
     while regions:  take the one with the least bound; bound it; drop what costs more than g and shrink
                     little is left: CP-SAT;   much went: bound it again;   else: split the states of one node     (branch)
 
-The node to split is the one over whose bytes the priced choices disagree most; one half holds more than the other.
+The node to split is the one over whose bytes the priced choices disagree most; one half holds more than the other. Before that,
+whatever else keeps the bound down is tried: larger joints where no byte has a price, and more of CP-SAT where no joint is split.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ CHANGES = (12, 6)  # of prices, at the first bound of a search and at later ones
 KEPT = 0.8  # share of states up to which a region is bounded again before it is split
 TRIES = 3  # priced choices of a bound that are made to fit
 CORE = 4_000  # variables up to which CP-SAT takes over
-CORE_WORK, HARD_WORK = 0.3, 3.0  # of CP-SAT, and where nothing else proves: about seconds
-HARD = 8_000  # variables up to which
+CORE_WORK = 0.3
+HARD, HARD_WORK = 8_000, 3.0  # the same, where elimination is exact: only the limit makes it hard, and splitting proves little
 CORE_AGAIN = 0.6  # as many variables, after a failure, up to which CP-SAT tries again
 CALLS = 2e5  # table entries that shrinking and preparing a node are worth
 
@@ -47,7 +48,7 @@ class Region:
         offset: what the whole problem's cost is above its cost.
         bound: no answer in it costs less.
         prices, messages: to begin with, or None; prices are [T].
-        core: variables up to which CP-SAT has a chance.
+        core, hard: variables up to which CP-SAT has a chance in little time, and in more.
         joint: entries of a joint table, where no edge has more.
     """
 
@@ -59,10 +60,12 @@ class Region:
     core: int = CORE
     messages: Messages | None = None
     joint: int = JOINT
+    hard: int = HARD
 
     def after(self, result: Bound) -> Region:
         """The same answers; the next bound begins where this one has got to."""
-        return replace(self, prices=result.best.prices, messages=result.messages)
+        value = max(self.bound, result.value + self.offset)
+        return replace(self, bound=value, prices=result.best.prices, messages=result.messages)
 
     def part(self, kept: list[np.ndarray], result: Bound) -> Region | None:
         """The answers whose states are all in the masks `kept`; None when there are none."""
@@ -81,6 +84,7 @@ class Region:
             self.core,
             carried(result.messages, small),
             self.joint,
+            self.hard,
         )
 
 
@@ -126,16 +130,17 @@ class Tree:
         result = self.bound(region, worth(), region.joint, CHANGES[1])
         if result.value > worth():
             return []
-        kept = result.kept(worth())
-        share = sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept)))
-        joints = result.best.sweep.elimination
-        if share > KEPT and not joints.exact and WIDER * joints.size <= WIDEST:
-            return [replace(region.after(result), joint=WIDER * region.joint, bound=max(region.bound, result.value + region.offset))]
-        if share > KEPT and joints.exact and region.core < HARD:
-            left = self.core(replace(region.after(result), core=HARD), goal, HARD_WORK)
+        region, kept = region.after(result), result.kept(worth())
+        share, joints = sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept))), result.best.sweep.elimination
+        if share <= KEPT:
+            halves = [kept]
+        elif not joints.exact and not result.best.prices.any() and WIDER * joints.size <= WIDEST:
+            return [replace(region, joint=WIDER * region.joint)]
+        else:
+            left = self.core(replace(region, core=region.hard), goal, HARD_WORK) if joints.exact else region
             if left is None:
                 return []
-        halves = [kept] if share <= KEPT else split(result, kept)
+            region, halves = replace(region, hard=left.core if joints.exact else region.hard), split(result, kept)
         parts = (region.part(half, result) for half in halves)
         return [part for part in parts if part is not None]
 
@@ -159,7 +164,11 @@ class Tree:
                 self.record.offer(found, region.problem.objective(found) + region.offset, region.back)
 
     def core(self, region: Region, goal: float, work: float = CORE_WORK) -> Region | None:
-        """CP-SAT on a region, if that is small enough; None when that ends with a proof that nothing wanted is left of it."""
+        """CP-SAT on a region, if that is small enough; None when that ends with a proof that nothing wanted is left of it.
+
+        Args:
+            work: of CP-SAT at most, about seconds.
+        """
         variables = cpsat.entries(region.problem)
         if variables > region.core:
             return region
@@ -167,7 +176,8 @@ class Tree:
         seconds = None if self.clock.seconds is None else self.clock.seconds_left / 2
         answer = cpsat.solve_core(region.problem, work=min(work, self.clock.work), seconds=seconds, most=wanted)
         self.clock.spend(UNIT * answer.work)
-        if answer.states and region.problem.peak(answer.states) <= (np.inf if region.problem.limit is None else region.problem.limit):
+        limit = np.inf if region.problem.limit is None else region.problem.limit
+        if answer.status in ("optimal", "feasible") and region.problem.peak(answer.states) <= limit:
             self.record.offer(answer.states, region.problem.objective(answer.states) + region.offset, region.back)
         done = answer.bound + region.offset > min(goal, self.record.worth)
         return None if done else replace(region, core=int(CORE_AGAIN * variables))

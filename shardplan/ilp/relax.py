@@ -6,6 +6,7 @@ from .eliminate import Elimination, Pass
 from .problem import Problem, extremes
 from .shift import Messages, Shift
 
+SMALL, EXACT = 2_000, 2e6  # states up to which, and entries of all joint tables up to which no joint is split
 CALL = 2_500.0  # table entries that the overhead of an array operation is worth
 
 
@@ -21,7 +22,7 @@ class Relaxation:
 
     def __init__(self, problem: Problem, cap: int, messages: Messages | None = None):
         self.problem = problem
-        self.elimination, self.warm = Elimination(problem, cap), bool(messages)
+        self.elimination, self.warm = _elimination(problem, cap), bool(messages)
         self.exact = self.elimination.exact
         self.shift = None if self.exact else Shift(problem, messages=messages)
         ranges = map(extremes, [*problem.costs, *(e.cost for e in problem.edges)])
@@ -45,3 +46,12 @@ class Relaxation:
     def messages(self) -> Messages:
         """Where shifting has got to."""
         return {} if self.shift is None else self.shift.told()
+
+
+def _elimination(problem: Problem, cap: int) -> Elimination:
+    """Without split joints where that is little work; else with joints of at most `cap` entries."""
+    if sum(map(len, problem.costs)) <= SMALL:
+        whole = Elimination(problem, int(EXACT))
+        if whole.exact and whole.size <= EXACT:
+            return whole
+    return Elimination(problem, cap)

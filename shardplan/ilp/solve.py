@@ -35,6 +35,7 @@ FOCUS = 0.5  # share of the states among which an answer is looked for
 ALIKE, AGAIN = 0.8, 0.6  # share of states that are left from which, up to which another bound of the whole does not pay, does
 GOAL_SHARE = 0.35  # of what may still be spent, for each goal but the last
 UNKNOWN_GAP = 0.3  # of the bound: how far away the first answer may be, as long as there is none
+REACH = 0.25  # of the way from bound to answer, for the first goal
 EASE_SHARE = 0.5  # of what may be spent, for the problem without its memory limit
 LARGE_SHARE = 0.15  # of the time, for a bound of a large problem
 
@@ -195,8 +196,8 @@ class Chain:
         return self.record.worth - value if self.record.found else UNKNOWN_GAP * abs(value) + 1.0
 
     def close(self) -> bool:
-        """Branches below the best answer; without one, below goals, each twice as far from the bound; True when that is a proof."""
-        reach = self.way()
+        """Branches below goals, each twice as far from the bound, up to the best answer; True when that is a proof."""
+        reach = REACH * self.way()
         while not self.clock.over():
             goal = min(self.bounded().value + self.region.offset + reach, self.record.worth)
             left = self.tree.close(self.parts(goal), goal, GOAL_SHARE if goal < self.record.worth else 1.0)
