@@ -137,10 +137,12 @@ class Tree:
         elif not joints.exact and not result.best.prices.any() and WIDER * joints.size <= WIDEST:
             return [replace(region, joint=WIDER * region.joint)]
         else:
-            left = self.core(replace(region, core=region.hard), goal, HARD_WORK) if joints.exact else region
-            if left is None:
-                return []
-            region, halves = replace(region, hard=left.core if joints.exact else region.hard), split(result, kept)
+            if joints.exact:
+                left = self.core(replace(region, core=region.hard), goal, HARD_WORK)
+                if left is None:
+                    return []
+                region = replace(region, hard=left.core)
+            halves = split(result, kept)
         parts = (region.part(half, result) for half in halves)
         return [part for part in parts if part is not None]
 
