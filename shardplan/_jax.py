@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 
@@ -47,32 +48,53 @@ def inner_jaxpr(eqn) -> ClosedJaxpr | None:
 
 
 def _expanded(eqn) -> ClosedJaxpr | None:
-    """What a linear solve, one of the newest JAX's high-level primitives (searchsorted, expm, ...) or a split runs, on its line."""
+    """What an equation that stands for a program runs, on its line."""
     avals = [a.aval for a in eqn.invars]
     if eqn.effects or not all(isinstance(a, core.ShapedArray) for a in (*avals, *(v.aval for v in eqn.outvars))):
         return None
-    run, p = EXPANDED[eqn.primitive.name], eqn.params
+    run = EXPANDED[eqn.primitive.name]
     with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
-        return jax.make_jaxpr(lambda *xs: run(p, *xs))(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))
+        return jax.make_jaxpr(lambda *xs: run(eqn, *xs))(
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals)
+        )
 
 
-def _linear_solve(params, *xs) -> list:
-    lengths, solve = params["const_lengths"], closed(params["jaxprs"].solve)
+def _linear_solve(eqn, *xs) -> list:
+    lengths, solve = eqn.params["const_lengths"], closed(eqn.params["jaxprs"].solve)
     first, n = lengths.matvec + lengths.vecmat, sum(lengths)
     return core.jaxpr_as_fun(solve)(*xs[first : first + lengths.solve], *xs[n:])
 
 
-def _high_level(params, *xs) -> list:
-    prim = params["_prim"]
+def _high_level(eqn, *xs) -> list:
+    prim = eqn.params["_prim"]
     return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, xs)))
 
 
-def _slices(params, x) -> list:
-    return [jax.lax.slice_in_dim(x, *cut, axis=params["axis"]) for cut in pairwise(accumulate(params["sizes"], initial=0))]
+def _slices(eqn, x) -> list:
+    cuts = pairwise(accumulate(eqn.params["sizes"], initial=0))
+    return [jax.lax.slice_in_dim(x, *cut, axis=eqn.params["axis"]) for cut in cuts]
 
 
-EXPANDED = {"custom_linear_solve": _linear_solve, "call_hi_primitive": _high_level, "split": _slices}
-"""Primitives that stand for a program of their own, which has to be traced first."""
+def _sparse(eqn, *xs) -> list:
+    name = eqn.primitive.name
+    module = importlib.import_module(f"jax.experimental.sparse.{name.partition('_')[0]}")
+    return jax.tree.leaves(getattr(module, f"_{name}_impl")(*xs, **eqn.params))
+
+
+SPARSE = """
+    bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general
+    bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
+    coo_fromdense coo_matmat coo_matvec coo_todense csr_fromdense csr_matmat csr_matvec csr_todense
+"""
+
+EXPANDED = {
+    "custom_linear_solve": _linear_solve,
+    "call_hi_primitive": _high_level,
+    "split": _slices,
+    **dict.fromkeys(SPARSE.split(), _sparse),
+}
+"""Primitives that stand for a program of their own, which has to be traced first: linear solves, the newest JAX's high-level
+primitives (searchsorted, expm, ...), splits, and what sparse arrays are made of (gathers and scatters)."""
 
 
 def closed(inner) -> ClosedJaxpr:

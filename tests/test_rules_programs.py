@@ -4,16 +4,15 @@ Every primitive has a rule; and one training step of every loss, optimizer and l
 (`benchmarks/programs.py` runs them all, the test here some).
 """
 
-import inspect
 import sys
 import time
-import warnings
 import zlib
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from functions import KEY, VECTOR, WHOLES, X, functions, jax_functions, loss_of, sparse_functions
 from jax import lax
 
 from shardplan._jax import EXPANDED, INLINED, inner_jaxpr
@@ -26,10 +25,6 @@ from shardplan.strategies.space import make_space
 
 HOLDERS = {*INLINED, "scan", "while", "cond"}
 """Primitives that hold a program of their own, planned through."""
-
-KEY = jax.random.key(0)
-X = jax.random.uniform(KEY, (8, 6), minval=0.1, maxval=0.9)
-SQUARE, VECTOR, WHOLES, TRUTHS = X[:6], X[0], (X * 10).astype(int), X > 0.5
 
 
 def without_rule(fn, *args) -> set[str]:
@@ -44,66 +39,6 @@ def without_rule(fn, *args) -> set[str]:
                 if not rule_for(eqn.primitive.name, ins, outs, eqn.params, strict=True)[1]:
                     missing.add(eqn.primitive.name)
     return missing
-
-
-def loss_of(fn):
-    """Sum of squares of all floating results."""
-    return lambda *args: sum(jnp.sum(y**2) for y in jax.tree.leaves(fn(*args)) if jnp.issubdtype(y.dtype, jnp.floating))
-
-
-def functions(module):
-    for name, fn in vars(module).items():
-        if callable(fn) and not name.startswith("_") and not inspect.isclass(fn):
-            yield name, fn
-
-
-@pytest.mark.parametrize(
-    "module", [jnp, jax.nn, jax.scipy.special, jnp.linalg, jnp.fft, jax.scipy.linalg], ids=lambda m: m.__name__
-)
-def test_every_function_has_rules(module):
-    """Each function on the first operands it takes, and its gradient."""
-    traced = 0
-    for name, fn in functions(module):
-        for args in [
-            (X,),
-            (X, X),
-            (SQUARE,),
-            (SQUARE, SQUARE),
-            (WHOLES,),
-            (TRUTHS, X, X),
-            (VECTOR, VECTOR),
-            (X, WHOLES[:, :1], 1),
-        ]:
-            dynamic = [a for a in args if not isinstance(a, int)]
-            static = args[len(dynamic) :]
-            call = lambda *xs, fn=fn, static=static: fn(*xs, *static)  # noqa: E731
-            try:
-                with warnings.catch_warnings(action="ignore"):
-                    jax.eval_shape(call, *dynamic)
-            except Exception:  # not made for these operands
-                continue
-            assert without_rule(call, *dynamic) == set(), name
-            floats = tuple(i for i, a in enumerate(dynamic) if a.dtype == X.dtype)
-            try:
-                jax.eval_shape(grad := jax.grad(loss_of(call), floats), *dynamic)
-            except Exception:  # not differentiable
-                break
-            assert without_rule(grad, *dynamic) == set(), f"gradient of {name}"
-            break
-        else:
-            continue
-        traced += 1
-    assert traced > 15
-
-
-def test_every_distribution_has_rules():
-    for name, fn in functions(jax.random):
-        for args in [(KEY,), (KEY, X), (KEY, VECTOR), (KEY, X, X)]:
-            try:
-                jax.eval_shape(fn, *args)
-            except Exception:  # not made for these operands
-                continue
-            assert without_rule(fn, *args) == set(), name
 
 
 def optax_losses():
@@ -244,6 +179,7 @@ def equinox_layers():
 
 
 FAMILIES = {
+    "jax": (jax_functions, 700), "sparse": (sparse_functions, 15),
     "optax losses": (optax_losses, 10), "optax optimizers": (optax_optimizers, 20), "linen": (linen_layers, 20),
     "nnx": (nnx_layers, 15), "equinox": (equinox_layers, 10),
 }  # fmt: skip

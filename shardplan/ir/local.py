@@ -10,7 +10,7 @@ As emitted by XLA for the layouts a rule allows (`benchmarks/rules_on_xla.py`, j
     select_and_scatter_add, select_and_gather_add,                 pieces of three arrays exchanged; aborts on some
     reduce_window over several arrays
     cumsum and its like along a split dim                          a window as long as the dim: gathered
-    argmax, argmin, top_k along a split dim                        gathered
+    argmax, argmin, top_k, approx_top_k along a split dim          gathered
     slices and updates at places known when it runs, also          the split dim gathered
     gather and scatter of one place
 
@@ -152,7 +152,7 @@ def _arg(eqn, shards, slides: Slides) -> list:
 
 def _top_k(eqn, shards, slides: Slides) -> list:
     """The best of what is best on each shard, in order."""
-    along = eqn.params.get("axis", -1)
+    along = eqn.params.get("reduction_dimension", eqn.params.get("axis", -1))
     values, at = _jax.bind(eqn, shards, {"k": min(eqn.params["k"], shards[0].shape[along])}, context=False)
     for s in slides[0]:
         found = values, at + places.first(s).astype(at.dtype)
@@ -188,6 +188,7 @@ SHARDED: dict[str, Callable[..., list]] = {
     "argmax": _arg,
     "argmin": _arg,
     "top_k": _top_k,
+    "approx_top_k": _top_k,
     "dynamic_slice": places.dynamic_slice,
     "dynamic_update_slice": places.dynamic_update_slice,
     "gather": places.gather,

@@ -90,13 +90,21 @@ def _(*ins, out, dimension, **_):
     return Rule((a,) * len(ins), (a,) * len(out), whole=frozenset(a[dimension]))
 
 
-@rule("top_k")
-def _(x, *, out, k, axis=-1, **_):
+def chosen(x, out, axis: int, k: int) -> Rule:
+    """The k best along an axis."""
     r = resized((x,), out, (axis % len(x.shape),), fusion="none", flops=prod(x.shape))
     among = frozenset(r.operands[0][axis])
     return replace(r, whole=r.whole - among, best=dict.fromkeys(among, k), local=among)
 
 
+@rule("top_k")
+def _(x, *, out, k, axis=-1, **_):
+    return chosen(x, out, axis, k)
+
+
+# Approximate on TPUs only. Not brought together, it is the best of every bucket.
 @rule("approx_top_k")
-def _(x, *, out, reduction_dimension, **_):
+def _(x, *, out, k, reduction_dimension, aggregate_to_topk, **_):
+    if aggregate_to_topk:
+        return chosen(x, out, reduction_dimension, k)
     return resized((x,), out, (reduction_dimension % len(x.shape),), fusion="none", flops=prod(x.shape))
