@@ -154,6 +154,19 @@ def test_only_a_result_of_the_same_size_takes_an_operands_place():
         assert live[product] == (sine - 1, written if same else written + 1)
 
 
+@pytest.mark.parametrize("how", ["set", "add", "subtract", "multiply", "min", "max"])
+def test_what_scatters_writes_into_the_array_that_it_is_the_last_to_read(how):
+    def fun(x, y):
+        return getattr((x * 2).at[jnp.array([1, 3])].set(y).at[jnp.array([0, 1])], how)(y)
+
+    graph = parse(jax.jit(fun).trace(X, X[:2]).jaxpr)
+    live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    first, second = (i for i, op in enumerate(graph.ops) if op.primitive.startswith("scatter"))
+    for at in (first, second):
+        (v, *_) = graph.ops[at].inputs
+        assert v is not None and (live[v] or (0, 0))[1] == at
+
+
 def test_a_copy_of_what_a_loop_slices_is_one_of_the_whole_stack_until_the_loop_ends():
     def steps(w, x):
         return jax.lax.scan(lambda c, w: (c @ w, None), x, w)[0]

@@ -117,6 +117,11 @@ class Op:
     holds: int = -1
     label: str = ""
 
+    @property
+    def updates(self) -> bool:
+        """Whether it writes into its first operand, where that dies with it."""
+        return self.primitive == "dynamic_update_slice" or self.primitive.startswith("scatter")
+
 
 @dataclass(frozen=True)
 class Graph:

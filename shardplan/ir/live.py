@@ -22,10 +22,6 @@ from shardplan.ir.graph import Graph
 
 KEPT = frozenset({"arg", "const"})
 ALIASES = frozenset({"share", "loop_const", "barrier", "branch_in"})
-UPDATES = frozenset(
-    ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "scatter_sub", "scatter_mul", "scatter_min", "scatter_max")
-)
-"""Ops that write into their first operand where it dies with them."""
 PASSED_ON = frozenset({"share", "reshape", "transpose", "convert_element_type"})
 PUT_OFF = frozenset({"dot_general", *ADDS})
 """Makers of gradients that run when these are needed; others are part of kernels that make what is needed before."""
@@ -67,7 +63,7 @@ def intervals(
     def reuses(at: int, v: int) -> bool:
         if in_place[at]:
             return any(graph.values[w].bytes == graph.values[v].bytes for w in graph.ops[at].outputs)
-        return graph.ops[at].primitive in UPDATES and graph.ops[at].inputs[0] == v
+        return graph.ops[at].updates and graph.ops[at].inputs[0] == v
 
     def death(v: int) -> int:
         return max(kept[v], read[v] + (read[v] >= 0 and not reuses(read[v], v)))

@@ -198,7 +198,7 @@ def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
         operands, results = [0] * len(op.inputs), [0] * len(op.outputs)
         idle = op.primitive in IDLE
         for k, v in enumerate(op.inputs):
-            if v is None or idle or rules[at].fusion == "view" or _in_place(op, k):
+            if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.updates):
                 continue
             root = _root(graph, rules, v)
             if not written[root]:
@@ -222,11 +222,6 @@ def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
         counts.append((tuple(operands), tuple(results)))
     kernel = {at: moved.get(key, 0.0) for key, at in stands.items()}
     return tuple(Traffic(operands, results, kernel.get(at)) for at, (operands, results) in enumerate(counts))
-
-
-def _in_place(op: Op, k: int) -> bool:
-    """Whether the result takes the place of the operand."""
-    return k == 0 and (op.primitive == "dynamic_update_slice" or op.primitive.startswith("scatter"))
 
 
 def _own(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> list[Kernel]:
