@@ -1,22 +1,25 @@
 """Proof in numbers that a rule is right: the split op, its partial results finished, equals the whole one.
 
     >>> check_rule(jnp.dot, x, w)                  # every op the function traces to, by every letter of its rule
-    [Proof(primitive='dot_general', rule='a b, b yb -> a yb  reduce b', splits=('a:8', 'b:4', 'yb:2', ...), how='local')]
+    [Proof(primitive='dot_general', rule='a b, b yb -> a yb  reduce b', splits=('a:8', 'b:4', 'yb:2', ...), how='local', ...)]
 
 For a letter put on a mesh axis, every device gets its shard of the operands and runs the same primitive on it (`LOCAL` holds
 the few whose params name a size or a position); shards of the result are put together, partial ones with their collective.
 An op with no local form (random bits of one position in the stream) is proven by dependence: what the other devices hold is
-replaced, and the device's own shard of the result must stay the same.
+replaced, and the device's own shard of the result must stay the same. With a target every strategy is compiled for absent GPUs, too,
+and what XLA moves compared with the prediction (`xla/one_op.py`).
 
 The devices are real ones; on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count=8 before importing jax.
 """
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +34,9 @@ from .ir.local import SHARDED, windows
 from .ir.neighbours import Slide, seen, slides
 from .strategies.rule import Dims, Rule, RuleError, letter_sizes
 from .strategies.rules import rule_for
+from .xla import one_op, targets
+from .xla.compile import compile_lowered
+from .xla.one_op import Verdict
 
 AXES = ("s", "t", "u")
 
@@ -44,15 +50,31 @@ class Proof:
         rule: the rule as text.
         splits: the letters split, each "letter:shards"; several letters at once are separated by a space.
         how: "local" when shards ran on their own, "dependence" when only what a shard depends on was proven.
+        types: of operands and results.
+        deviations: where XLA moves other bytes than predicted, or does not compile; () without a target.
     """
 
     primitive: str
     rule: str
     splits: tuple[str, ...]
     how: str
+    types: str
+    deviations: tuple[Verdict, ...] = ()
+
+    def __str__(self) -> str:
+        """The op's line of the rule table, and one for every deviation."""
+        return "\n".join((f"{self.primitive}  {self.types}  {self.rule}", *(f"    {x.kind:<10} {x}" for x in self.deviations)))
 
 
-def check_rule(fn: Callable, *args, primitive: str | None = None, seen: set | None = None, pairs: int = 2) -> list[Proof]:
+def check_rule(
+    fn: Callable,
+    *args,
+    primitive: str | None = None,
+    target: str | None = None,
+    golden: str | Path | None = None,
+    seen: set | None = None,
+    pairs: int = 2,
+) -> list[Proof]:
     """Prove the rule of every op that `fn(*args)` runs, on the values it meets there.
 
     Args:
@@ -60,6 +82,9 @@ def check_rule(fn: Callable, *args, primitive: str | None = None, seen: set | No
             branches of a conditional on the operands of the one taken.
         *args: concrete arguments.
         primitive: prove only this one.
+        target: GPUs that need not be there, like "h100:8": every strategy is compiled for them, and what XLA moves is compared with
+            what a plan would say.
+        golden: a file of the proofs as text; written where there is none, else they have to be the same.
         seen: signatures already proven, to skip and to add to.
         pairs: how many pairs of letters to split together, beside every single letter.
 
@@ -67,16 +92,45 @@ def check_rule(fn: Callable, *args, primitive: str | None = None, seen: set | No
         One proof per distinct op with a letter to split.
 
     Raises:
-        RuleError: when the split op differs from the whole one, with the rule, the shapes, the split and the largest error.
+        RuleError: when the split op differs from the whole one, with the rule, the shapes, the split and the largest error; when
+            the proofs are not as in `golden`.
+        CompilerMissing: when the target's compiler is not installed.
     """
     seen = set() if seen is None else seen
     closed, leaves = jax.make_jaxpr(fn)(*args), jax.tree.leaves(args)
-    return [
-        proof
+    proofs = [
+        replace(proof, deviations=_deviations(eqn, target)) if target else proof
         for eqn, operands in _equations(closed, leaves)
         if primitive in (None, eqn.primitive.name)
         for proof in _prove(eqn, operands, seen, pairs)
     ]
+    if golden is not None:
+        _hold(Path(golden), "".join(f"{proof}\n" for proof in proofs))
+    return proofs
+
+
+def _hold(golden: Path, text: str) -> None:
+    if not golden.exists():
+        golden.write_text(text)
+    elif (frozen := golden.read_text()) != text:
+        changed = difflib.unified_diff(frozen.splitlines(), text.splitlines(), "frozen", "now", lineterm="", n=0)
+        raise RuleError(
+            f"the rules are not as frozen in {golden}:\n" + "\n".join(changed) + "\n  way out: if they are better now, delete the file"
+        )
+
+
+def _deviations(eqn, target: str) -> tuple[Verdict, ...]:
+    """What XLA makes of every strategy otherwise than predicted."""
+    cluster = targets.parse(target)
+    verdicts = []
+    for program in one_op.programs(eqn, cluster):
+        try:
+            done = compile_lowered(one_op.lowered(eqn, program, cluster), cluster)
+        except NotImplementedError as error:  # the primitive has no lowering for GPUs
+            verdicts.append(Verdict(program, str(error)))
+        else:
+            verdicts.append(Verdict(program, one_op.moved(done.text, program, cluster) if done.ok else done.error))
+    return tuple(v for v in verdicts if v.kind != "same")
 
 
 def _equations(closed, args) -> Iterator[tuple]:
@@ -161,12 +215,13 @@ class _Op:
         """Position along a dim of one letter at which this device's shard begins."""
         return self.where(dim[0]) * (self.sizes[dim[0]] // self.shards.get(dim[0], 1)) if dim else 0
 
+    @property
+    def types(self) -> str:
+        return " -> ".join(", ".join(str(jax.typeof(x)) for x in side) for side in (self.operands, self.results))
+
     def fail(self, why: str):
-        shapes = (
-            ", ".join(str(jax.typeof(x)) for x in self.operands) + " -> " + ", ".join(str(jax.typeof(x)) for x in self.results)
-        )
         raise RuleError(
-            f"rule '{self.rule}' of {self.eqn.primitive.name} on {shapes} is wrong when split as {self.text}: {why}\n"
+            f"rule '{self.rule}' of {self.eqn.primitive.name} on {self.types} is wrong when split as {self.text}: {why}\n"
             f"  ways out: make a letter whole that needs its neighbours, or name its kind in reduce="
         )
 
@@ -198,7 +253,7 @@ def _prove(eqn, operands, seen: set, pairs: int) -> list[Proof]:
             how = "dependence"
             for split in group:
                 _prove_dependence(split)
-    return [Proof(eqn.primitive.name, str(rule), tuple(replace(op, shards=s).text for s in splits), how)]
+    return [Proof(eqn.primitive.name, str(rule), tuple(replace(op, shards=s).text for s in splits), how, op.types)]
 
 
 def _n_devices(shards: dict[str, int]) -> int:

@@ -114,6 +114,16 @@ def test_proves_every_op_of_a_program_into_loops_and_branches():
     assert {"tanh", "dot_general", "reduce_sum"} <= {p.primitive for p in proofs}
 
 
+def test_proofs_are_held_against_a_file(tmp_path):
+    golden = tmp_path / "rules.txt"
+    for _ in range(2):
+        check_rule(jnp.sum, jnp.ones(8), golden=golden)
+    assert golden.read_text() == "reduce_sum  float32[8] -> float32[]  a ->   reduce a\n"
+    why = re.escape(f"not as frozen in {golden}:\n--- frozen\n+++ now\n@@ -1 +1 @@\n-reduce_sum  float32[8]")
+    with pytest.raises(RuleError, match=why):
+        check_rule(jnp.sum, jnp.ones(16), golden=golden)
+
+
 # ---- reshape
 
 

@@ -4,9 +4,16 @@ import sys
 import zlib
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
+from shardplan.strategies.rule import RULES, register_rule
+from shardplan.testing import check_rule
 from shardplan.xla import available
+from shardplan.xla.one_op import Verdict
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import rules_on_xla
@@ -21,7 +28,7 @@ def part(shard: int, shards: int):
     for number, example in enumerate(rules_on_xla.EXAMPLES):
         for n, program in enumerate(rules_on_xla.programs(number)):
             if zlib.crc32(f"{example.primitive} {number} {n}".encode()) % shards == shard:
-                yield program
+                yield number, program
 
 
 def test_collectives_are_those_predicted_or_a_known_deviation():
@@ -38,7 +45,42 @@ def test_every_frozen_deviation_has_its_reason():
 
 def test_a_deviation_is_seen():
     program = next(p for n in range(len(rules_on_xla.EXAMPLES)) for p in rules_on_xla.programs(n) if p.planned)
-    assert rules_on_xla.Verdict(program, ()).kind == "cheaper"
-    assert rules_on_xla.Verdict(program, (*program.planned, ("all-gather", 1e9))).kind == "dearer"
-    assert rules_on_xla.Verdict(program, program.planned).kind == "same"
-    assert rules_on_xla.Verdict(program, "crash").kind == "uncompiled"
+    assert Verdict(program, ()).kind == "cheaper"
+    assert Verdict(program, (*program.planned, ("all-gather", 1e9))).kind == "dearer"
+    assert Verdict(program, program.planned).kind == "same"
+    assert Verdict(program, "crash").kind == "uncompiled"
+
+
+@pytest.fixture
+def mine():
+    """A function as a primitive of the user's own."""
+    made = []
+
+    def primitive(name, fn):
+        found = Primitive(name)
+        found.def_impl(fn)
+        found.def_abstract_eval(lambda *xs: jax.typeof(jax.eval_shape(fn, *xs)))
+        mlir.register_lowering(found, mlir.lower_fun(fn, multiple_results=False))
+        made.append(name)
+        return found
+
+    yield primitive
+    for name in made:
+        del RULES[name]
+
+
+def test_a_rule_of_the_users_is_proven_three_ways_with_one_call(mine, tmp_path):
+    product, transform = mine("my_product", jnp.dot), mine("my_transform", jnp.fft.fft)
+    register_rule(product, "a b, b c -> a c", reduce="b")
+    register_rule(transform, "a b -> a b", whole="b")
+
+    def both(x, y):
+        return transform.bind(product.bind(x, y))
+
+    args = jnp.ones((16, 64)), jnp.ones((64, 32))
+    first, second = check_rule(both, *args, target="h100:2", golden=tmp_path / "rules.txt")
+    assert first.splits and first.deviations == ()
+    assert [(v.kind, v.program.split, v.program.planned) for v in second.deviations] == [("dearer", "split a:2", ())]
+    text = (tmp_path / "rules.txt").read_text()
+    assert text.startswith("my_product  float32[16,64], float32[64,32] -> float32[16,32]  a b, b c -> a c  reduce b\nmy_transform  ")
+    assert "\n    dearer     split a:2              -                            all-gather " in text
