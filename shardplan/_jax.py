@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax._src import core, source_info_util
 from jax._src.interpreters import partial_eval
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from jax.extend.core import Literal as Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -160,6 +161,11 @@ def bind(eqn, operands, params=None, context: bool = True):
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), around:
         out = eqn.primitive.bind(*subfuns, *operands, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def row_major(x):
+    """The array with its last dim in a row in memory."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 @contextlib.contextmanager

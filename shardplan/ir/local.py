@@ -258,9 +258,9 @@ def run(eqn, values: Sequence, operands: Sequence[Layout | None], results: Seque
     made = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.outvars, results, strict=True)]
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     if any(x is None for x in taken) or not any(x.split_axes for x in taken if x is not None):
-        return _jax.bind(eqn, values)
+        return bind(eqn, values)
     if (part := part_of(eqn, taken, made, sizes)) is None:
-        return _jax.bind(eqn, values)
+        return bind(eqn, values)
     # A partial result leaves with a dim in front, a row from every device.
     rows = [Layout((tuple(axis for axis, _ in x.partial), *x.dims)) if x.partial else x for x in part.results]
     split = jax.shard_map(
@@ -271,6 +271,13 @@ def run(eqn, values: Sequence, operands: Sequence[Layout | None], results: Seque
         check_vma=False,
     )
     return [added(x) if of.partial else x for x, of in zip(split(*values), part.results, strict=True)]
+
+
+def bind(eqn, values: Sequence, params: dict | None = None, context: bool = True) -> list:
+    """The equation itself; a transform with its arrays in rows, since XLA for CPU lays them out for collectives and then fails."""
+    if eqn.primitive.name != "fft":
+        return _jax.bind(eqn, values, params, context)
+    return [_jax.row_major(x) for x in _jax.bind(eqn, [_jax.row_major(x) for x in values], params, context)]
 
 
 def added(parts):
@@ -284,4 +291,4 @@ def part_of(eqn, taken, made, sizes: Mapping[str, int]) -> Part | None:
     if (form := LOCAL.get(eqn.primitive.name)) is None:
         return sharded(eqn, taken, made, sizes)
     params = None if None in made else form(eqn, taken, sizes)
-    return None if params is None else Part(lambda *shards: _jax.bind(eqn, shards, params, context=False), tuple(made))
+    return None if params is None else Part(lambda *shards: bind(eqn, shards, params, context=False), tuple(made))
