@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.sparse.linalg
 from jax import lax
 from jax.experimental import sparse
 
@@ -34,8 +35,8 @@ NOT_MEANT = {
 OPERANDS: list[tuple] = [
     (X,), (X, X), (SQUARE,), (SQUARE, SQUARE), (VECTOR,), (VECTOR, VECTOR), (WHOLES,), (WHOLES, WHOLES), (TRUTHS, X, X), (TRUTHS,),
     (X, X, X), (VECTOR, VECTOR, VECTOR), (X, 1), (X, (1, 0)), (X, WHOLES[:, :1], 1), (SQUARE, SQUARE[:, :2]), ([X, X],), ([X, X], 0),
-    (X, (8, 6)), (8,), (KEY,), (KEY, X), (KEY, VECTOR), (KEY, X, X), (WHOLES, X), (VECTOR, X), (VECTOR, WHOLES[0]), (X, 0, 2),
-    (WHOLES[:, 0], 6), (WHOLES[0], X, X), (X, X, X, X), (VECTOR, VECTOR, VECTOR, VECTOR), (X.astype(complex),), (KEY, (8, 6)),
+    (X, (8, 6)), (8,), (KEY, (8, 6)), (KEY,), (KEY, X), (KEY, VECTOR), (KEY, X, X), (WHOLES, X), (VECTOR, X), (VECTOR, WHOLES[0]),
+    (X, 0, 2), (WHOLES[:, 0], 6), (WHOLES[0], X, X), (X, X, X, X), (VECTOR, VECTOR, VECTOR, VECTOR), (X.astype(complex),),
     (WHOLES, 6), (X, 0.5), (X, VECTOR), ((8, 6), X[0, 0]), ((8, 6),),
 ]  # fmt: skip
 """What a function is tried on; numbers and tuples are static."""
@@ -120,6 +121,10 @@ BY_HAND: dict[str, tuple] = {
     "scipy.linalg.eigh_tridiagonal": (lambda d, e: jax.scipy.linalg.eigh_tridiagonal(d, e, eigvals_only=True), VECTOR, VECTOR[1:]),
     "scipy.linalg.lu_solve": (lambda a, b: jax.scipy.linalg.lu_solve(jax.scipy.linalg.lu_factor(a), b), POSITIVE, X.T),
     "scipy.ndimage.map_coordinates": (lambda x, at: jax.scipy.ndimage.map_coordinates(x, [at * 7, at * 5], 1), X, X),
+    **{
+        f"scipy.sparse.linalg.{solve.__name__}": (lambda a, b, solve=solve: solve(a, b, maxiter=4)[0], POSITIVE, VECTOR)
+        for solve in (jax.scipy.sparse.linalg.cg, jax.scipy.sparse.linalg.bicgstab, jax.scipy.sparse.linalg.gmres)
+    },
     "scipy.stats.multinomial": (lambda x, p: jax.scipy.stats.multinomial.logpmf(x, x.sum(), p / p.sum()), WHOLES[0], VECTOR),
     "random.ball": (lambda key: jax.random.ball(key, 3, shape=(8,)), KEY),
     "random.fold_in": (lambda key: jax.random.bits(jax.random.fold_in(key, 3), (8,)), KEY),
@@ -201,7 +206,8 @@ def jax_functions() -> Iterator[tuple[str, Callable, tuple]]:
     seen = set()
     for module in MODULES.split():
         for name, fn in functions(importlib.import_module(f"jax.{module}")):
-            if fn in seen or name in NOT_MEANT or not str(getattr(fn, "__module__", "")).startswith("jax") or f"{module}.{name}" in BY_HAND:
+            theirs = str(getattr(fn, "__module__", "")).startswith("jax")
+            if fn in seen or not theirs or name in NOT_MEANT or f"{module}.{name}" in BY_HAND:
                 continue
             seen.add(fn)
             for operands in OPERANDS:

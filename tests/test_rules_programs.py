@@ -7,12 +7,13 @@ Every primitive has a rule; and one training step of every loss, optimizer and l
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from functions import KEY, VECTOR, WHOLES, X, functions, jax_functions, loss_of, sparse_functions
+from functions import KEY, VECTOR, WHOLES, X, functions, jax_functions, loss_of, shapes, sparse_functions
 from jax import lax
 
 from shardplan._jax import EXPANDED, INLINED, inner_jaxpr
@@ -22,6 +23,9 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.table import equations
 from shardplan.strategies.space import make_space
+
+IMAGES, SEQUENCE, VOLUME = (jax.random.normal(KEY, s) for s in [(4, 8, 8, 6), (4, 8, 6), (6, 4, 4, 4)])
+TOKENS = (jnp.abs(SEQUENCE[..., 0]) * 5).astype(int)
 
 HOLDERS = {*INLINED, "scan", "while", "cond"}
 """Primitives that hold a program of their own, planned through."""
@@ -44,39 +48,49 @@ def without_rule(fn, *args) -> set[str]:
 def optax_losses():
     optax = pytest.importorskip("optax")
     labels = WHOLES[:, 0] % 6
+    sequences = jnp.stack([X] * 4), 0.0 * SEQUENCE[..., 0], WHOLES[:4, :3] % 5 + 1, jnp.zeros((4, 3))
     for name, fn in functions(optax.losses):
-        for args in [(X, X), (X, labels), (X,), (VECTOR, VECTOR), (X, X, X)]:
-            try:
-                jax.eval_shape(grad := jax.value_and_grad(loss_of(fn)), *args)
-            except Exception:  # not made for these operands
-                continue
-            yield f"optax.losses.{name}", grad, args
-            break
+        for args in [(X, X), (X, labels), (X,), (VECTOR, VECTOR), (X, X, X), sequences]:
+            if shapes(grad := jax.value_and_grad(loss_of(fn)), *args) is not None:
+                yield f"optax.losses.{name}", grad, args
+                break
 
 
 def optax_optimizers():
-    """Two updates of every optimizer that takes a learning rate."""
-    optax = pytest.importorskip("optax")
+    """Two updates of every optimizer that takes a learning rate or nothing, and of those around another."""
+    optax, contrib = pytest.importorskip("optax"), pytest.importorskip("optax.contrib")
     params = {"w": X, "b": VECTOR}
-    for name, make in functions(optax):
-        try:
-            optimizer = optax.chain(optax.clip_by_global_norm(1.0), make(1e-3))
+    adam, schedule = optax.adam(1e-3), optax.cosine_decay_schedule(1e-3, 10)
+    found = {
+        "of a schedule": lambda _: optax.adam(schedule),
+        "of hyperparameters": lambda _: optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
+        "every second time": lambda _: optax.MultiSteps(adam, 2).gradient_transformation(),
+        "if finite": lambda _: optax.apply_if_finite(adam, 2),
+        "flat": lambda _: optax.flatten(adam),
+        "of some": lambda _: optax.masked(adam, {"w": True, "b": False}),
+        "of each its own": lambda _: optax.partition({"a": adam, "s": optax.sgd(1e-3)}, {"w": "a", "b": "s"}),
+        "mechanize": lambda _: contrib.mechanize(adam),
+        "schedule_free": lambda _: contrib.schedule_free(adam, 1e-3),
+    } | {name: make for module in (optax, contrib) for name, make in functions(module)}
+    loss = loss_of(lambda params: jax.tree.map(jnp.sin, params))
+    for name, make in found.items():
+        for rate in (1e-3,), ():
+            try:
+                optimizer = optax.with_extra_args_support(optax.chain(optax.clip_by_global_norm(1.0), make(*rate)))
+                state = optimizer.init(params)
+            except Exception:  # takes something else
+                continue
 
             def two_steps(params, state, optimizer=optimizer):
                 for _ in range(2):
-                    updates, state = optimizer.update(jax.tree.map(jnp.sin, params), state, params)
+                    value, grads = jax.value_and_grad(loss)(params)
+                    updates, state = optimizer.update(grads, state, params, value=value, grad=grads, value_fn=loss)
                     params = optax.apply_updates(params, updates)
                 return params, state
 
-            state = optimizer.init(params)
-            jax.eval_shape(two_steps, params, state)
-        except Exception:  # not an optimizer of one learning rate
-            continue
-        yield f"optax.{name}", two_steps, (params, state)
-
-
-IMAGES, TOKENS, SEQUENCE = (jax.random.normal(KEY, s) for s in [(4, 8, 8, 6), (4, 8), (4, 8, 6)])
-TOKENS = (jnp.abs(TOKENS) * 5).astype(int)
+            if shapes(two_steps, params, state) is not None:
+                yield f"optax.{name}", two_steps, (params, state)
+                break
 
 
 def linen_layers():
@@ -95,6 +109,15 @@ def linen_layers():
         def __call__(self, x, _):
             return x + nn.Dense(6)(nn.gelu(nn.Dense(8)(nn.LayerNorm()(x)))), None
 
+    class Synced(nn.Module):
+        """Batch norm whose mean is that of all devices."""
+
+        @nn.compact
+        def __call__(self, x):
+            norm = nn.BatchNorm(use_running_average=False, axis_name="devices")
+            on_each = nn.vmap(lambda norm, x: norm(x), {"params": None, "batch_stats": None}, {"params": False}, axis_name="devices")
+            return on_each(norm, x[:, None])
+
     class Spectral(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -106,7 +129,9 @@ def linen_layers():
         (nn.ConvTranspose(8, (3, 3), (2, 2)), IMAGES), (nn.Conv(8, (3,), kernel_dilation=2), SEQUENCE),
         (nn.ConvLocal(8, (3, 3)), IMAGES), (nn.LayerNorm(), X), (nn.RMSNorm(), X), (nn.GroupNorm(2), IMAGES),
         (nn.BatchNorm(use_running_average=False), IMAGES), (nn.InstanceNorm(), IMAGES), (nn.WeightNorm(nn.Dense(4)), X),
-        (Spectral(), X), (nn.SelfAttention(2), SEQUENCE), (Scanned(), X),
+        (Spectral(), X), (nn.SelfAttention(2), SEQUENCE), (nn.MultiHeadAttention(2), SEQUENCE), (Scanned(), X), (Synced(), IMAGES),
+        (nn.Dense(8, dot_general_cls=nn.Fp8DotGeneralOp), X), (nn.Dense(8, dot_general_cls=nn.Fp8DirectDotGeneralOp), X),
+        (nn.Dense(8, dot_general_cls=nn.NANOOFp8DotGeneralOp), X),
         (nn.MultiHeadDotProductAttention(2, qkv_features=8), SEQUENCE), (nn.RNN(nn.LSTMCell(8)), SEQUENCE),
         (nn.RNN(nn.OptimizedLSTMCell(8)), SEQUENCE), (nn.RNN(nn.SimpleCell(8)), SEQUENCE), (nn.RNN(nn.MGUCell(8)), SEQUENCE),
         (nn.Bidirectional(nn.RNN(nn.GRUCell(8)), nn.RNN(nn.GRUCell(8))), SEQUENCE),
@@ -146,6 +171,9 @@ def nnx_layers():
         (nnx.MultiHeadAttention(2, 6, 8, decode=False, rngs=r), SEQUENCE), (nnx.RNN(nnx.LSTMCell(6, 8, rngs=r)), SEQUENCE),
         (nnx.RNN(nnx.OptimizedLSTMCell(6, 8, rngs=r)), SEQUENCE), (nnx.RNN(nnx.SimpleCell(6, 8, rngs=r)), SEQUENCE),
         (nnx.RNN(nnx.GRUCell(6, 8, rngs=r)), SEQUENCE),
+        (nnx.Bidirectional(*(nnx.RNN(nnx.GRUCell(6, 8, rngs=r)) for _ in range(2)), rngs=r), SEQUENCE),
+        (nnx.Sequential(nnx.Linear(6, 8, rngs=r), jax.nn.gelu, nnx.Linear(8, 4, rngs=r)), X), (nnx.InstanceNorm(6, rngs=r), IMAGES),
+        (nnx.WeightNorm(nnx.Linear(6, 4, rngs=r), rngs=r), X), (nnx.SpectralNorm(nnx.Linear(6, 4, rngs=r), rngs=r), X),
     ]  # fmt: skip
     for n, (layer, x) in enumerate(layers):
         graph, state = nnx.split(layer)
@@ -161,7 +189,32 @@ def nnx_layers():
 def equinox_layers():
     eqx = pytest.importorskip("equinox")
     image = jnp.moveaxis(IMAGES[0], -1, 0)
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(6, "batch", mode="batch")
+
+    class Called(eqx.Module):
+        """A layer that takes more than its input."""
+
+        layer: eqx.Module
+        call: Callable = eqx.field(static=True)
+
+        def __call__(self, x):
+            return self.call(self.layer, x)
+
+    def recurrent(start):
+        return lambda cell, xs: lax.scan(lambda h, x: (cell(x, h), None), start, xs)[0]
+
     layers = [
+        (Called(eqx.nn.MultiheadAttention(2, 6, key=KEY), lambda layer, x: layer(x, x, x)), X),
+        (Called(eqx.nn.GRUCell(6, 4, key=KEY), recurrent(jnp.zeros(4))), X),
+        (Called(eqx.nn.LSTMCell(6, 4, key=KEY), recurrent((jnp.zeros(4), jnp.zeros(4)))), X),
+        (Called(eqx.nn.Dropout(0.5), lambda layer, x: layer(x, key=KEY)), X),
+        (Called(norm, lambda layer, x: layer(x, state)[0]), image),
+        (eqx.nn.WeightNorm(eqx.nn.Linear(6, 4, key=KEY)), VECTOR), (eqx.nn.Conv3d(6, 4, 3, key=KEY), VOLUME),
+        (eqx.nn.ConvTranspose1d(6, 4, 3, key=KEY), image[0, :6]), (eqx.nn.ConvTranspose3d(6, 4, 3, key=KEY), VOLUME),
+        (eqx.nn.AvgPool1d(2), image[0]), (eqx.nn.AvgPool3d(2), VOLUME), (eqx.nn.MaxPool1d(2), image[0]), (eqx.nn.MaxPool3d(2), VOLUME),
+        (eqx.nn.AdaptiveAvgPool1d(4), image[0]), (eqx.nn.AdaptiveAvgPool3d(2), VOLUME), (eqx.nn.AdaptiveMaxPool1d(4), image[0]),
+        (eqx.nn.AdaptiveMaxPool3d(2), VOLUME),
+        (eqx.nn.Sequential([eqx.nn.Linear(6, 8, key=KEY), eqx.nn.Lambda(jax.nn.gelu), eqx.nn.Linear(8, 4, key=KEY)]), VECTOR),
         (eqx.nn.MLP(6, 4, 8, 2, key=KEY), VECTOR), (eqx.nn.Conv2d(6, 4, 3, key=KEY), image),
         (eqx.nn.ConvTranspose2d(6, 4, 3, key=KEY), image), (eqx.nn.Conv1d(6, 4, 3, key=KEY), image[0, :6]),
         (eqx.nn.LayerNorm(6), VECTOR), (eqx.nn.GroupNorm(2, 6), image), (eqx.nn.RMSNorm(6), VECTOR),
@@ -173,15 +226,15 @@ def equinox_layers():
         floats, rest = eqx.partition(layer, eqx.is_inexact_array)
 
         def loss(f, x, rest=rest):
-            return loss_of(jax.vmap(eqx.combine(f, rest)))(x)
+            return loss_of(jax.vmap(eqx.combine(f, rest), axis_name="batch"))(x)
 
         yield f"equinox {n} {type(layer).__name__}", jax.value_and_grad(loss), (floats, jnp.stack([x] * 4))
 
 
 FAMILIES = {
     "jax": (jax_functions, 700), "sparse": (sparse_functions, 15),
-    "optax losses": (optax_losses, 10), "optax optimizers": (optax_optimizers, 20), "linen": (linen_layers, 20),
-    "nnx": (nnx_layers, 15), "equinox": (equinox_layers, 10),
+    "optax losses": (optax_losses, 20), "optax optimizers": (optax_optimizers, 80), "linen": (linen_layers, 30),
+    "nnx": (nnx_layers, 20), "equinox": (equinox_layers, 25),
 }  # fmt: skip
 """Programs as (name, function, operands), and how many there are at least."""
 
