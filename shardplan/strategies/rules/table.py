@@ -24,7 +24,7 @@ from .elementwise import ITERATED, PLAIN
 
 DTYPES = {
     "f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "f8": "float8_e4m3fn", "c64": "complex64",
-    "i32": "int32", "i8": "int8", "u32": "uint32", "u8": "uint8", "bool": "bool", "key": "key",
+    "i32": "int32", "i16": "int16", "i8": "int8", "i4": "int4", "u32": "uint32", "u8": "uint8", "bool": "bool", "key": "key",
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def draw(text: str, random: np.random.Generator):
     shape, dtype = tuple(int(n) for n in dims.split(",") if n), DTYPES[name]
     if dtype == "key":
         return jax.random.split(jax.random.key(0), shape) if shape else jax.random.key(0)
-    if name in ("i32", "i8", "u32", "u8", "bool"):
+    if name[0] in "iu" or name == "bool":
         return jnp.asarray(random.integers(0, 2 if name == "bool" else 4, shape), dtype)
     x = random.uniform(0.1, 0.9, shape)
     return jnp.asarray(x + 1j * random.uniform(0.1, 0.9, shape) if name == "c64" else x, dtype)
@@ -155,6 +155,8 @@ add("unstack", lambda x: lax.unstack(x, 1) if hasattr(lax, "unstack") else jnp.u
 for _name in ("sum", "max", "min", "prod"):
     add(f"reduce_{_name}", lambda x, n=_name: getattr(jnp, n)(x, axis=1), "f32[8,4]")
 add("reduce_sum", lambda x: x.sum((0, 2)), "f32[8,4,6]")
+for _type in ("i16", "i4"):
+    add("reduce_sum", lambda x: lax.reduce_sum(x, (1,)), f"{_type}[8,4]")
 add("reduce_max", lambda x: x.max(), "i32[8,4]")
 add("reduce_and", lambda x: x.all(0), "bool[8,4]")
 add("reduce_or", lambda x: x.any(0), "bool[8,4]")
