@@ -223,11 +223,14 @@ def on_twin(jitted, twin: Mesh, mesh: Mesh):
     return call
 
 
-def has_callback(closed: ClosedJaxpr) -> bool:
-    """Whether any equation, however deep, calls back into Python."""
+def knows_its_mesh(closed: ClosedJaxpr) -> bool:
+    """Whether any equation, however deep, calls back into Python or brings its own partitioning: both ask for the mesh when lowered."""
 
     def deep(jaxpr) -> bool:
-        return any("callback" in e.primitive.name or any(map(deep, jaxprs_in_params(e.params))) for e in jaxpr.eqns)
+        return any(
+            "callback" in e.primitive.name or e.primitive.name == "custom_partitioning" or any(map(deep, jaxprs_in_params(e.params)))
+            for e in jaxpr.eqns
+        )
 
     return deep(closed.jaxpr)
 

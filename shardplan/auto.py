@@ -537,7 +537,7 @@ class _Step:
         """(the jitted step with a plan's constraints and shardings, it before jit, its inputs' shardings, whether it donates)."""
         run = emit(self.traced.jaxpr, decisions, self.twin)
         # Callbacks know their mesh: with them the step runs on the twin, and its results are handed to the user's mesh.
-        aside = bool(self.traced.jaxpr.effects) or _jax.has_callback(self.traced.jaxpr)
+        aside = bool(self.traced.jaxpr.effects) or _jax.knows_its_mesh(self.traced.jaxpr)
         mesh = self.twin if aside else self.settings.mesh
         in_flat = [_jax.sharding(mesh, leaf.layout.spec()) for leaf in plan.inputs]
         out_flat = [_jax.sharding(mesh, leaf.layout.spec()) for leaf in plan.outputs]

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.pallas import pallas_call
 from jax.sharding import PartitionSpec as P
 
 import shardplan
@@ -455,6 +458,60 @@ def test_effects_stay_and_unknown_primitives_are_told(mesh, capfd):
     same(out, x * 2)
     jax.effects_barrier()
     assert "sum 64" in capfd.readouterr().out
+
+
+def kernel(x):
+    def doubled(x, out):
+        out[...] = x[...] * 2
+
+    return pallas_call(doubled, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+@custom_partitioning
+def partitioned(x):
+    return x * 2
+
+
+partitioned.def_partition(
+    lambda mesh, args, _: (mesh, lambda x: x * 2, args[0].sharding, (args[0].sharding,)),
+    infer_sharding_from_operands=lambda mesh, args, _: args[0].sharding,
+    sharding_rule="i j -> i j",
+)
+
+
+def library(x):
+    return jax.ffi.ffi_call("lapack_spotrf_ffi", [x, jax.ShapeDtypeStruct((), jnp.int32)])(x @ x.T, uplo=np.uint8(ord("L")))[0]
+
+
+@pytest.mark.parametrize("opaque", [kernel, partitioned, library])
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_what_the_planner_does_not_see_into_runs_whole(kind, opaque):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+    x = jnp.eye(8) + jnp.ones((8, 8))
+    jnp.linalg.cholesky(x)  # has jax load the library
+
+    def fun(x):
+        return opaque(jnp.sin(x) + 4 * jnp.eye(8)) @ x
+
+    with pytest.warns(ShardingWarning, match="no rule for primitive '(pallas_call|custom_partitioning|ffi_call)'"):
+        same(shardplan.auto(mesh)(fun)(x), fun(x))
+
+
+def test_ordered_effects_stay_in_order(mesh):
+    seen = []
+
+    def look(x):
+        return io_callback(lambda x: seen.append(float(x)), None, x, ordered=True)
+
+    def fun(x):
+        for k in range(5):
+            look(k * x.sum())
+        return x @ x
+
+    x = np.ones((8, 8), F32)
+    same(shardplan.auto(mesh)(fun)(x), x @ x)
+    jax.effects_barrier()
+    assert seen == [64.0 * k for k in range(5)]
 
 
 def test_known_programs_plan_without_warnings(mesh, params):

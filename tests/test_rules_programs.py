@@ -189,7 +189,7 @@ def nnx_layers():
 def equinox_layers():
     eqx = pytest.importorskip("equinox")
     image = jnp.moveaxis(IMAGES[0], -1, 0)
-    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(6, "batch", mode="batch")
+    norm = eqx.nn.BatchNorm(6, "batch", mode="batch")
 
     class Called(eqx.Module):
         """A layer that takes more than its input."""
@@ -208,7 +208,7 @@ def equinox_layers():
         (Called(eqx.nn.GRUCell(6, 4, key=KEY), recurrent(jnp.zeros(4))), X),
         (Called(eqx.nn.LSTMCell(6, 4, key=KEY), recurrent((jnp.zeros(4), jnp.zeros(4)))), X),
         (Called(eqx.nn.Dropout(0.5), lambda layer, x: layer(x, key=KEY)), X),
-        (Called(norm, lambda layer, x: layer(x, state)[0]), image),
+        (Called(norm, lambda layer, x: layer(x, eqx.nn.State(layer))[0]), image),
         (eqx.nn.WeightNorm(eqx.nn.Linear(6, 4, key=KEY)), VECTOR), (eqx.nn.Conv3d(6, 4, 3, key=KEY), VOLUME),
         (eqx.nn.ConvTranspose1d(6, 4, 3, key=KEY), image[0, :6]), (eqx.nn.ConvTranspose3d(6, 4, 3, key=KEY), VOLUME),
         (eqx.nn.AvgPool1d(2), image[0]), (eqx.nn.AvgPool3d(2), VOLUME), (eqx.nn.MaxPool1d(2), image[0]), (eqx.nn.MaxPool3d(2), VOLUME),
