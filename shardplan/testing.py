@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _jax
 from .ir import places
-from .ir.local import SHARDED, windows
+from .ir.local import runs, windows
 from .ir.neighbours import Slide, seen, slides
 from .strategies.rule import Dims, Rule, RuleError, letter_sizes
 from .strategies.rules import rule_for
@@ -296,7 +296,7 @@ def _prove_local(group: list[_Op], n_devices: int) -> bool:
                 for x, dims, whole in zip(shards, split.rule.operands, split.operands, strict=True)
             ]
             if split.rule.local:
-                results = SHARDED[op.eqn.primitive.name](op.eqn, shards, [split.slides(k) for k in range(len(shards))])
+                results = runs(op.eqn, shards, [split.slides(k) for k in range(len(shards))])
             else:
                 form = LOCAL.get(op.eqn.primitive.name, as_is)
                 results = form(split, shards) if form else []

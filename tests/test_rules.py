@@ -253,6 +253,8 @@ def test_a_registered_rule_is_used(mine):
         ("a b -> a b", {"whole": "z"}, "whole= names ['z'], which are in no tensor"),
         ("a b, a b", {}, "needs operands and results separated by one '->'"),
         ("a (b c -> a", {}, "parentheses in 'a (b c' are nested or unbalanced"),
+        ("(a b) -> a b", {"local": True}, "every dim has to be one letter\n  way out: a reshape around the op"),
+        ("a b -> a", {"local": True, "reduce": "b=max"}, "['b'] can only be summed\n  way out: these letters in whole="),
     ],
 )  # fmt: skip
 def test_a_rule_that_contradicts_itself_is_refused(mine, pattern, kw, message):

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from clusters import NEAR
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.ir.local import LOCAL
-from shardplan.testing import difference
+from shardplan.strategies.rule import RULES, register_rule
+from shardplan.testing import check_rule, difference
 from shardplan.xla.hlo import collectives
 
 
@@ -53,6 +56,30 @@ def test_runs_on_shards_and_moves_nothing(case, kind):
     at = next(i for i, op in enumerate(planned.graph.ops) if op.primitive in LOCAL)
     assert any(planned.space.choices[at].letters[planned.strategies[at]]), "the case is not split"
     assert collectives(step.compile(*args).as_text()) == ()
+
+
+@pytest.mark.parametrize(
+    ("fn", "pattern", "letters", "spec"),
+    [
+        (jnp.fft.fft, "a b -> a b", {"whole": "b"}, P("x")),
+        (lambda x: jnp.fft.fft(x, axis=0).sum(1), "a b -> a", {"whole": "a", "reduce": "b"}, P(None, "x")),
+    ],
+)
+@pytest.mark.parametrize("local", [False, True])
+def test_a_primitive_of_the_users_runs_on_shards_where_its_rule_says_so(local, fn, pattern, letters, spec):
+    mine = Primitive("my_transform")
+    mine.def_impl(fn)
+    mine.def_abstract_eval(lambda x: jax.typeof(jax.eval_shape(fn, x)))
+    mlir.register_lowering(mine, mlir.lower_fun(fn, multiple_results=False))
+    register_rule(mine, pattern, **letters, local=local)
+    try:
+        x, mesh = array(8, 16), jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+        step = shardplan.auto(mesh, cluster=NEAR, in_shardings=spec)(mine.bind)
+        assert difference(step(x), fn(x)) is None
+        assert ("all-gather" in {c.kind for c in collectives(step.compile(x).as_text())}) != local
+        assert check_rule(mine.bind, x)[0].splits
+    finally:
+        del RULES["my_transform"]
 
 
 def test_an_initial_value_counts_once():

@@ -84,3 +84,5 @@ def test_a_rule_of_the_users_is_proven_three_ways_with_one_call(mine, tmp_path):
     text = (tmp_path / "rules.txt").read_text()
     assert text.startswith("my_product  float32[16,64], float32[64,32] -> float32[16,32]  a b, b c -> a c  reduce b\nmy_transform  ")
     assert "\n    dearer     split a:2              -                            all-gather " in text
+    register_rule(transform, "a b -> a b", whole="b", local=True)
+    assert [proof.deviations for proof in check_rule(both, *args, target="h100:2")] == [(), ()]

@@ -239,7 +239,7 @@ FAMILIES = {
 """Programs as (name, function, operands), and how many there are at least."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow) if f == "jax" else f for f in FAMILIES])
 def test_every_program_has_rules(family):
     programs, least = FAMILIES[family]
     found = {name: without_rule(fn, *args) for name, fn, args in programs()}
@@ -254,7 +254,8 @@ def test_planned_and_plain_give_the_same(family):
     import programs
 
     mesh = programs.make_mesh()
-    some = [p for p in FAMILIES[family][0]() if zlib.crc32(p[0].encode()) % 10 == 0]
+    made, least = FAMILIES[family]
+    some = [p for p in made() if zlib.crc32(p[0].encode()) % max(10, least // 15) == 0]
     assert some
     assert {name: found.why for name, *p in some if (found := programs.run(name, *p, mesh)).kind == "failed"} == {}
 

@@ -32,7 +32,7 @@ from shardplan import _jax
 from shardplan.ir import places
 from shardplan.ir.neighbours import Slide, seen, slides
 from shardplan.mesh.layout import Layout
-from shardplan.strategies.rule import Rule
+from shardplan.strategies.rule import Rule, is_registered
 from shardplan.strategies.rules import rule_for
 
 
@@ -197,6 +197,12 @@ SHARDED: dict[str, Callable[..., list]] = {
 """Primitive -> how it runs on shards that know their place along the dims that are split."""
 
 
+def runs(eqn, shards, slides: Slides) -> list:
+    """An op whose rule says `local`, on shards: by default as it is."""
+    form = SHARDED.get(eqn.primitive.name)
+    return form(eqn, shards, slides) if form else _jax.bind(eqn, shards, context=False)
+
+
 def on_shards(primitive: str, rule: Rule, letters: Sequence[str | None]) -> bool:
     """Whether an op may run on its shards with mesh axes put on these letters: then all its layouts have to be decided."""
     return primitive in LOCAL or not rule.local.isdisjoint(letters)
@@ -228,7 +234,7 @@ def split_letters(rule: Rule, tensors: Sequence[Layout | None]) -> dict[str, tup
 def sharded(eqn, operands: Sequence[Layout], results: Sequence[Layout | None], sizes: Mapping[str, int]) -> Part | None:
     """What runs on shards that lack something or have to know their place; None where XLA does as well."""
     name, ins, outs = eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
-    if name not in SHARDED:
+    if name not in SHARDED and not is_registered(name):
         return None
     rule, _ = rule_for(name, ins, outs, eqn.params)
     axes = split_letters(rule, (*operands, *results)) if rule.local else None
@@ -240,7 +246,7 @@ def sharded(eqn, operands: Sequence[Layout], results: Sequence[Layout | None], s
         return None
     partial = tuple((axis, kind) for a, kind in rule.reduce.items() for axis in axes.get(a, ()))
     made = [Layout(tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in dims), partial) for dims in rule.results]
-    return Part(lambda *operands: SHARDED[name](eqn, operands, slid), tuple(made))
+    return Part(lambda *shards: runs(eqn, shards, slid), tuple(made))
 
 
 def run(eqn, values: Sequence, operands: Sequence[Layout | None], results: Sequence[Layout | None], mesh) -> list:

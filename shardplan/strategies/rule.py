@@ -280,13 +280,14 @@ def register_rule(
     whole: str = "",
     sizes: dict[str, int] | None = None,
     linear: bool = False,
+    local: bool = False,
     fusion: Fusion = "none",
     flops: Callable[[dict[str, int]], float] | None = None,
 ) -> None:
     """Say how an op may be split; it takes the place of the rule the primitive had.
 
         register_rule("my_matmul", "... d, d f -> ... f", reduce="d", flops=lambda n: 2 * math.prod(n.values()))
-        register_rule("my_softmax", "... d -> ... d", whole="d")
+        register_rule("my_softmax", "... d -> ... d", whole="d", local=True)
         register_rule("my_max", "a b -> a", reduce="b=max")
 
     Args:
@@ -297,6 +298,7 @@ def register_rule(
         whole: letters that may not be split.
         sizes: sizes of letters that appear in compound dims only.
         linear: partial sums of all operands give partial sums of the results.
+        local: every device runs it on its own shards, where XLA would gather them: what is lowered to a kernel or a foreign call.
         fusion: "loop" if XLA fuses it with its neighbours; "none" for a kernel of its own.
         flops: floating point operations from the size of every letter ("..." letters are "...0", "...1", ...).
 
@@ -337,6 +339,11 @@ def register_rule(
             "name them in reduce= or whole=",
         )
 
+    if local and any(len(d) > 1 for dims in (*left, *right) for d in dims):
+        fail("on a device's own shards every dim has to be one letter", "a reshape around the op")
+    if local and (others := [a for a, kind in reduce.items() if kind != "sum"]):
+        fail(f"on a device's own shards {others} can only be summed", "these letters in whole=")
+
     def user(*ins, out, **_):
         def expand(dims: Dims, x) -> Dims:
             extra = len(x.shape) - len(dims) + 1
@@ -351,9 +358,15 @@ def register_rule(
         results = tuple(expand(d, x) for d, x in zip(right, out, strict=True))
         dots = frozenset(a for a in found(operands + results) if a.startswith("...")) if "..." in whole_letters else frozenset()
         kept = whole_letters - {"..."} | dots
-        made = Rule(operands, results, dict(reduce), kept, sizes=dict(sizes or {}), linear=linear, fusion=fusion)
+        own = frozenset(found(operands)) - kept if local else frozenset()
+        made = Rule(operands, results, dict(reduce), kept, local=own, sizes=dict(sizes or {}), linear=linear, fusion=fusion)
         shapes = tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in out)
         return replace(made, flops=flops(letter_sizes(made, *shapes))) if flops else made
 
-    user.registered = True  # a rule of the user's that does not fit is an error, not an op kept whole
+    user.registered = True
     RULES[name] = user
+
+
+def is_registered(primitive: str) -> bool:
+    """Whether a primitive's rule is the user's: one that does not fit is an error, not an op kept whole."""
+    return getattr(RULES.get(primitive), "registered", False)
