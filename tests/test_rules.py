@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 import shardplan
+from shardplan.mesh.layout import MeshShape
+from shardplan.strategies.enumerate import enumerate_choices
 from shardplan.strategies.rule import RULES, Rule, RuleError, letters, parse, register_rule
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.shape import factors
@@ -275,6 +277,15 @@ def test_a_registered_rule_that_does_not_fit_its_op_is_an_error(mine, ins, messa
     register_rule(mine, "a b -> a", reduce="b")
     with pytest.raises(RuleError, match=re.escape(message)):
         rule_for(mine, ins, [Aval(8)], {})
+
+
+def test_every_way_to_put_axes_on_letters_that_divide_is_a_strategy():
+    left, right = parse("a b c, c d e -> a b d e")
+    rule, sizes = Rule(left, right, reduce={"c": "sum"}), dict.fromkeys("abcde", 8)
+    mesh = MeshShape(("x", "y", "z"), (2, 2, 2))
+    assert set(enumerate_choices(rule, sizes, mesh).letters) == set(itertools.product([None, *"abcde"], repeat=3))
+    fewer = enumerate_choices(rule, sizes | {"a": 4, "b": 1}, mesh).letters
+    assert set(fewer) == {c for c in itertools.product([None, *"acde"], repeat=3) if c.count("a") < 3}
 
 
 def test_patterns_and_rules_are_one_notation():
