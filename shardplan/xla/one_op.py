@@ -24,9 +24,9 @@ from shardplan.ir import local
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder
-from shardplan.strategies.enumerate import PARTIAL, enumerate_choices
+from shardplan.strategies.enumerate import PARTIAL, Choices, enumerate_choices
 from shardplan.strategies.halo import exchanges
-from shardplan.strategies.rule import letter_sizes
+from shardplan.strategies.rule import Rule, letter_sizes
 from shardplan.strategies.rules import rule_for
 from shardplan.xla.compare import wire_bytes
 from shardplan.xla.compile import lower_for
@@ -73,54 +73,68 @@ def programs(eqn, target: Target) -> Iterator[Program]:
     cluster, done = Cluster.preset(target.gpu.key), set()
     for k in (k for k in range(target.n_devices, 1, -1) if target.n_devices % k == 0):
         mesh = MeshShape((AXIS,), (k,))
-        resharder = Resharder(mesh, cluster)
-        choices = enumerate_choices(rule, sizes, mesh)
-
-        def moved(x, source: Layout, wanted: Layout, resharder=resharder) -> list[tuple[str, float]]:
-            steps = resharder.path(tuple(x.shape), _jax.itemsize(x.dtype), source, wanted)
-            return [(s.kind, s.bytes) for s in steps if s.kind != "slice"]
-
-        for s, (letter,) in enumerate(choices.letters):
-            if letter is None or letter in done:
-                continue
-            done.add(letter)
-            operands = tuple(layouts[s] for layouts in choices.operands)
-            made = tuple(layouts[s] for layouts in choices.results)
-            kind = "partial" if letter == PARTIAL else "split"
-            if kind == "partial":  # each operand is a sum over a further leading dim, which is split
-                operands = tuple(Layout(((AXIS,), *x.dims)) for x in operands)
-            scattered = tuple(scatter(x, layout, k) if layout.partial else layout for x, layout in zip(outs, made, strict=True))
-            for name, wanted in (("", tuple(x.reduced() for x in made)), (" scattered", scattered)):
-                if not name or wanted != tuple(x.reduced() for x in made):
-                    planned = [c for x, a, b in zip(outs, made, wanted, strict=True) for c in moved(x, a, b)]
-                    if kind == "split":
-                        found = exchanges(rule, (letter,), ins, outs, operands, mesh, cluster)
-                        planned += [(x.kind, x.bytes) for x in found]
-                    whole = tuple(None if layout.partial else layout for layout in made)
-                    yield Program(f"{kind} {letter}:{k}{name}", k, operands, whole, wanted, tuple(planned))
+        op = _Op(rule, ins, outs, enumerate_choices(rule, sizes, mesh), Resharder(mesh, cluster), k)
+        for s, (letter,) in enumerate(op.choices.letters):
+            if letter is not None and letter not in done:
+                done.add(letter)
+                yield from op.split(s, letter)
         for d, letters in enumerate(rule.operands[0] if ins else ()):
-            name = letters[0] if letters else ""
-            if name in rule.whole and ins[0].shape[d] % k == 0 and name not in done:
-                done.add(name)
+            if letters and letters[0] in rule.whole - done and ins[0].shape[d] % k == 0:
+                done.add(letters[0])
+                yield op.whole(d, letters[0])
 
-                def cut(x, dims, d=d, k=k):
-                    same = len(dims) == len(rule.operands[0]) and set(dims[d]) & rule.whole and x.shape[d] % k == 0
-                    return Layout(tuple((AXIS,) if same and i == d else () for i in range(len(dims))))
 
-                operands = tuple(cut(x, dims) for x, dims in zip(ins, rule.operands, strict=True))
-                results = tuple(cut(x, dims) for x, dims in zip(outs, rule.results, strict=True))
-                ways = [
-                    [
-                        c
-                        for xs, asked, layouts, to in ((ins, operands, choices.operands, True), (outs, results, choices.results, False))
-                        for x, a, of in zip(xs, asked, layouts, strict=True)
-                        for c in moved(x, *((a, of[s]) if to else (of[s], a)))
-                    ]
-                    for s, (letter,) in enumerate(choices.letters)
-                    if letter != PARTIAL
-                ]
-                planned = min(ways, key=lambda found, k=k: sum(wire_bytes(kind, n, k) for kind, n in found))
-                yield Program(f"whole {name}:{k}", k, operands, (None,) * len(outs), results, tuple(planned))
+@dataclass(frozen=True)
+class _Op:
+    """An equation, and what its rule allows on an axis of k devices."""
+
+    rule: Rule
+    ins: list
+    outs: list
+    choices: Choices
+    resharder: Resharder
+    k: int
+
+    def way(self, x, source: Layout, wanted: Layout) -> list[tuple[str, float]]:
+        steps = self.resharder.path(tuple(x.shape), _jax.itemsize(x.dtype), source, wanted)
+        return [(s.kind, s.bytes) for s in steps if s.kind != "slice"]
+
+    def split(self, s: int, letter: str) -> Iterator[Program]:
+        """Strategy s: partial results asked for whole, and scattered."""
+        operands = tuple(layouts[s] for layouts in self.choices.operands)
+        made = tuple(layouts[s] for layouts in self.choices.results)
+        kind, exchanged = "split", []
+        if letter == PARTIAL:  # each operand is a sum over a further leading dim, which is split
+            kind, operands = "partial", tuple(Layout(((AXIS,), *x.dims)) for x in operands)
+        else:
+            found = exchanges(self.rule, (letter,), self.ins, self.outs, operands, self.resharder.mesh, self.resharder.cluster)
+            exchanged = [(x.kind, x.bytes) for x in found]
+        whole = tuple(x.reduced() for x in made)
+        scattered = tuple(scatter(x, layout, self.k) if layout.partial else layout for x, layout in zip(self.outs, made, strict=True))
+        decided = tuple(None if layout.partial else layout for layout in made)
+        for name, wanted in {"": whole, " scattered": scattered}.items():
+            if not name or wanted != whole:
+                planned = [c for x, a, b in zip(self.outs, made, wanted, strict=True) for c in self.way(x, a, b)]
+                yield Program(f"{kind} {letter}:{self.k}{name}", self.k, operands, decided, wanted, (*planned, *exchanged))
+
+    def whole(self, d: int, letter: str) -> Program:
+        """Dim d, which the rule keeps whole, split wherever it stands: the cheapest strategy has the reshards it takes."""
+
+        def cut(x, dims) -> Layout:
+            same = len(dims) == len(self.rule.operands[0]) and set(dims[d]) & self.rule.whole and x.shape[d] % self.k == 0
+            return Layout(tuple((AXIS,) if same and i == d else () for i in range(len(dims))))
+
+        operands = tuple(map(cut, self.ins, self.rule.operands))
+        results = tuple(map(cut, self.outs, self.rule.results))
+
+        def reshards(s: int) -> list[tuple[str, float]]:
+            before = [self.way(x, a, of[s]) for x, a, of in zip(self.ins, operands, self.choices.operands, strict=True)]
+            after = [self.way(x, of[s], a) for x, a, of in zip(self.outs, results, self.choices.results, strict=True)]
+            return [c for found in (*before, *after) for c in found]
+
+        ways = [reshards(s) for s, letters in enumerate(self.choices.letters) if letters != (PARTIAL,)]
+        planned = min(ways, key=lambda found: sum(wire_bytes(kind, n, self.k) for kind, n in found))
+        return Program(f"whole {letter}:{self.k}", self.k, operands, (None,) * len(self.outs), results, tuple(planned))
 
 
 def scatter(x, layout: Layout, k: int) -> Layout:
