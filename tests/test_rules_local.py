@@ -58,28 +58,32 @@ def test_runs_on_shards_and_moves_nothing(case, kind):
     assert collectives(step.compile(*args).as_text()) == ()
 
 
+def factors(x):
+    """A call of a library that XLA knows nothing of."""
+    return jax.ffi.ffi_call("lapack_spotrf_ffi", [x, jax.ShapeDtypeStruct(x.shape[:-2], "int32")])(x, uplo=np.uint8(ord("L")))[0]
+
+
 @pytest.mark.parametrize(
-    ("fn", "pattern", "letters", "spec"),
-    [
-        (jnp.fft.fft, "a b -> a b", {"whole": "b"}, P("x")),
-        (lambda x: jnp.fft.fft(x, axis=0).sum(1), "a b -> a", {"whole": "a", "reduce": "b"}, P(None, "x")),
-    ],
+    ("fn", "pattern", "letters"),
+    [(factors, "a b c -> a b c", {}), (lambda x: factors(x).sum(0), "a b c -> b c", {"reduce": "a"})],
+    ids=["split", "summed"],
 )
 @pytest.mark.parametrize("local", [False, True])
-def test_a_primitive_of_the_users_runs_on_shards_where_its_rule_says_so(local, fn, pattern, letters, spec):
-    mine = Primitive("my_transform")
-    mine.def_impl(fn)
+def test_a_primitive_of_the_users_runs_on_shards_where_its_rule_says_so(local, fn, pattern, letters):
+    mine = Primitive("my_factors")
+    mine.def_impl(jax.jit(fn))
     mine.def_abstract_eval(lambda x: jax.typeof(jax.eval_shape(fn, x)))
     mlir.register_lowering(mine, mlir.lower_fun(fn, multiple_results=False))
-    register_rule(mine, pattern, **letters, local=local)
+    register_rule(mine, pattern, whole="b c", **letters, local=local)
     try:
-        x, mesh = array(8, 16), jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-        step = shardplan.auto(mesh, cluster=NEAR, in_shardings=spec)(mine.bind)
+        x, mesh = jnp.tile(jnp.eye(6), (8, 1, 1)) + 0.1, jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+        jnp.linalg.cholesky(x)  # has jax load the library
+        step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P("x"))(mine.bind)
         assert difference(step(x), fn(x)) is None
         assert ("all-gather" in {c.kind for c in collectives(step.compile(x).as_text())}) != local
         assert check_rule(mine.bind, x)[0].splits
     finally:
-        del RULES["my_transform"]
+        del RULES["my_factors"]
 
 
 def test_an_initial_value_counts_once():
