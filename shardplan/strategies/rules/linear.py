@@ -7,7 +7,7 @@ grouped      n (g c) w, (g o) c i -> n (g o) x
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 
@@ -50,6 +50,22 @@ def _(x, y, *, out, dimension_numbers, **_):
     flops = multiply_adds(x, (*out[0].shape, *(x.shape[i] for i in contracted)))
     kind = "or" if str(out[0].dtype) == "bool" else "sum"
     return Rule((a, b), (c,), reduce={a[i][0]: kind for i in contracted}, flops=flops)
+
+
+# Every scale is that of some elements in a row along a contracted dim.
+@rule("scaled_dot")
+def _(x, y, x_scale, y_scale, *, out, dimension_numbers, **_):
+    left, right = dimension_numbers[0]
+    a, b, c = contract(x, y, dimension_numbers)
+    dims, sizes = [list(a), list(b), list(a), list(b)], {d[0]: n for t, z in ((a, x), (b, y)) for d, n in zip(t, z.shape, strict=True)}
+    for i, j in zip(left, right, strict=True):
+        (name,), n, m = a[i], x_scale.shape[i], y_scale.shape[j]
+        sizes |= {name: gcd(n, m)} | {f"{name}{k}": size // gcd(n, m) for k, size in (("x", x.shape[i]), ("p", n), ("q", m))}
+        for tensor, d, k in zip(dims, (i, j, i, j), "xxpq", strict=True):
+            tensor[d] = (name, f"{name}{k}")
+    reduce, inner = {a[i][0]: "sum" for i in left}, {f"{a[i][0]}{k}" for i in left for k in "xpq"}
+    flops = multiply_adds(x, (*out[0].shape, *(x.shape[i] for i in left)))
+    return Rule(tuple(map(tuple, dims)), (c,), reduce=reduce, whole=frozenset(inner), sizes=sizes, flops=flops)
 
 
 # Rows of the left operand come in groups, each with its own right operand: the ragged dim and the groups are whole.

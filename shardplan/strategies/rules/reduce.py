@@ -10,6 +10,7 @@ top_k       a b -> a c, a c    whole c    best b=k
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from ..rule import Rule, letters, rule
@@ -63,6 +64,19 @@ def _(x, *, out, axes, **_):
 @rule("reduce_xor")
 def _(x, *, out, axes, **_):
     return reduction(x, axes)
+
+
+# Over dims that a vmap has named.
+def named(kind: str, *ins, out, axes, **_) -> Rule:
+    operands = tuple(letters(x, f"x{i}_") for i, x in enumerate(ins))
+    gone = {a[d][0]: ordered(x, kind) for a, x in zip(operands, ins, strict=True) for d in axes}
+    results = tuple(tuple(b for d, b in enumerate(a) if d not in axes) for a in operands)
+    reduce, whole = {a: k for a, k in gone.items() if k}, frozenset(a for a, k in gone.items() if not k)
+    return Rule(operands, results, reduce=reduce, whole=whole, fusion="reduce", flops=sum(prod(x.shape) for x in ins))
+
+
+for _name, _kind in (("psum", "sum"), ("pmax", "max"), ("pmin", "min")):
+    rule(_name)(partial(named, _kind))
 
 
 @rule("argmax", "argmin")

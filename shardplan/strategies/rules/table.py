@@ -155,6 +155,8 @@ add("unstack", lambda x: lax.unstack(x, 1) if hasattr(lax, "unstack") else jnp.u
 for _name in ("sum", "max", "min", "prod"):
     add(f"reduce_{_name}", lambda x, n=_name: getattr(jnp, n)(x, axis=1), "f32[8,4]")
 add("reduce_sum", lambda x: x.sum((0, 2)), "f32[8,4,6]")
+for _name in ("psum", "pmax", "pmin"):
+    add(_name, jax.vmap(lambda x, n=_name: getattr(lax, n)(x, "rows"), axis_name="rows"), "f32[8,4]")
 for _type in ("i16", "i4"):
     add("reduce_sum", lambda x: lax.reduce_sum(x, (1,)), f"{_type}[8,4]")
 add("reduce_max", lambda x: x.max(), "i32[8,4]")
@@ -184,6 +186,8 @@ add("dot_general", lambda x, y: jnp.dot(x, y, preferred_element_type="float32"),
 add("dot_general", lambda x, y: jnp.dot(x, y, preferred_element_type="int32"), "i8[8,4]", "i8[4,6]")
 add("dot_general", lambda x, y: jnp.tensordot(x, y, 2), "c64[8,4,2]", "c64[4,2,6]")
 add("dot_general", lambda x, y: lax.dot(x, y), "bool[8,4]", "bool[4,2]")
+add("scaled_dot", lambda x, y, *scales: lax.scaled_dot(x, y, lhs_scale=scales[0], rhs_scale=scales[1]),
+    "bf16[8,16]", "bf16[16,6]", "bf16[8,4]", "bf16[8,6]")
 add("ragged_dot_general", lambda x, y: lax.ragged_dot(x, y, jnp.array([3, 5], "int32")), "f32[8,4]", "f32[2,4,6]")
 
 
