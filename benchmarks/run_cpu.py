@@ -35,7 +35,7 @@ def ways(name: str, mesh, cluster, only=None):
     """(way, jitted step, seconds planned) of every way to split an example at its demo size; state and batch of each."""
     module = importlib.import_module(name)
     create_state, train_step, batches = module.build(module.DEMO)
-    key, batch = jax.random.key(0), next(iter(batches(1)))
+    key, batch = jax.random.key(0), jax.tree.map(jax.numpy.asarray, next(iter(batches(1))))
     shapes = jax.eval_shape(create_state, key)
     batch_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     create = jax.jit(create_state)
