@@ -36,8 +36,9 @@ def ways(name: str, mesh, cluster, only=None):
     module = importlib.import_module(name)
     create_state, train_step, batches = module.build(module.DEMO)
     key, batch = jax.random.key(0), jax.tree.map(jax.numpy.asarray, next(iter(batches(1))))
-    shapes = jax.eval_shape(create_state, key)
-    batch_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    shapes, batch_shapes = (  # of arrays that numpy had in hand: no weak types
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), of) for of in (jax.eval_shape(create_state, key), batch)
+    )
     create = jax.jit(create_state)
 
     def fresh():
