@@ -43,10 +43,15 @@ X = S((1000, 1000), F32)  # 4 MB
         (lambda x: (jnp.sin(x) + 1, (jnp.sin(x) + 1) * 2), 12),  # written on the way
         (lambda x: x.sum(0), 4),
         (lambda x: (x.sum(0), (x * x).sum(0)), 4),  # two sums of one kernel
+        (lambda x: (x.sum(0), x.sum(1)), 8),  # over other dims another kernel
+        (lambda x: jnp.tanh(jnp.sin(x).reshape(1, 1000, 1000).sum(0)), 8),  # a sum of one is a view
+        (lambda x: (jnp.sin(x) * 2).reshape(-1), 8),  # what only a view reads is written
         (lambda x: x - x.sum(0), 12),  # read for the sum, and again
         (lambda x: jax.nn.softmax(x), 16),  # for the largest, for the sum, and again
         (lambda x: x @ x, 8),  # one operand twice is read once
         (lambda x: jnp.sin(x) @ jnp.cos(x), 24),  # two arrays are made before the product
+        (lambda x: jnp.sin(x) @ x[0], 4),  # with a vector it is a sum
+        (lambda x: jnp.tanh(jnp.outer(x[0], x[1])), 4),  # and without a sum, elementwise
         (lambda x: x.reshape(-1).reshape(500, 2000) + 1, 8),  # views move nothing
     ],
 )
@@ -87,6 +92,9 @@ def test_loops_move_rows():
     # one kernel cuts a row out, works on it and puts it into a stack that was zero before
     assert megabytes(scanned, X) == pytest.approx(4 + 8, rel=0.01)
 
+    # what is computed before the loop is written, for the loop cuts rows out of it
+    assert megabytes(lambda x: scanned(jnp.cos(x)), X) == pytest.approx(8 + 4 + 8, rel=0.01)
+
     def multiplied(x):
         return lax.scan(lambda c, row: (c, jnp.sin(row) @ row.T), 0.0, x)[1]
 
@@ -118,6 +126,16 @@ def test_large_sums_are_two_kernels():
     assert whole(lambda x: x.sum(0), S((4096, 8), F32), cluster=H100) == pytest.approx(latency)
     assert whole(lambda x: x.sum(0), S((4104, 8), F32), cluster=H100) == pytest.approx(2 * latency)
     assert whole(lambda x: x.sum(1), S((8, 1 << 14), F32), cluster=H100) == pytest.approx(latency)
+    both = whole(lambda x: (x.sum(0), (x * x).sum(0)), S((4104, 8), F32), cluster=H100)
+    assert both == pytest.approx(3 * latency, rel=0.01)  # the first they share
+
+
+def test_loops_count_their_rounds_and_cut_every_row_out_by_itself():
+    def run(c, a, b):
+        return lax.scan(lambda c, rows: (c @ rows[0] @ rows[1], None), c, (a, b))[0]
+
+    square, stack = S((16, 16), F32), S((10, 16, 16), F32)
+    assert whole(run, square, stack, stack, cluster=H100) == pytest.approx(10 * (1 + 2 + 2) * H100.device.kernel_latency_s)
 
 
 @needs_gpu_compiler
@@ -140,6 +158,26 @@ def test_xla_moves_as_much():
     report = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).check(params, x, x, target="h100:8")
     planned, emitted = report.plan.seconds, seconds(report.compiled, H100)
     assert planned["compute"] + planned["communication"] == pytest.approx(emitted.total_s, rel=0.1)
+
+
+@needs_gpu_compiler
+def test_xla_runs_as_many_kernels_in_a_recurrence():
+    """A gated recurrence in small steps, forward and backward, is made of the least times of its kernels."""
+
+    def step(params, x):
+        def loss(params):
+            def at(h, row):
+                h = jnp.exp(-row[:, None] * params["rate"]) * h + row[:, None]
+                return h, jnp.einsum("bn,n->b", h, params["read"])
+
+            return jnp.sum(lax.scan(jax.checkpoint(at), jnp.zeros((x.shape[1], 16)), x)[1] ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = {"rate": S((16,), F32), "read": S((16,), F32)}
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    report = shardplan.auto(mesh, cluster="h100")(step).check(params, S((512, 4096), F32), target="h100:8")
+    assert report.plan.seconds["compute"] == pytest.approx(seconds(report.compiled, H100).compute_s, rel=0.15)
 
 
 def test_rows_cut_out_of_a_stack_are_all_that_is_read():

@@ -225,43 +225,55 @@ class _Distances:
         self.bytes = total_bytes / region.ways.class_shards
         self.cost = (lines[:, :, 0] + self.bytes[:, None] * lines[:, :, 1]).min(axis=1, initial=np.inf)  # per edge class
         self.row = np.full(len(region.allowed), -1)
-        self.rows = np.empty((2, len(region.nodes), 0))  # [whole way or last step, place, start]
+        self.starts = np.empty(0, np.int64)
+        self.rows = np.empty((len(region.nodes), 0))  # [place, start]: seconds of the whole way
+        self.ends = np.empty((len(region.nodes), 0))  # those of its last step, for as many starts as were asked for
 
     def between(self, src: np.ndarray, dst: np.ndarray, last: bool = False) -> np.ndarray:
-        """Seconds [len(src), len(dst)], of the whole way or of its last step."""
+        """Seconds [len(src), len(dst)], of the whole way or of its last collective."""
         start = self.region.canon[src]
         self._ensure(start)
-        return self.rows[int(last)][self.region.place[self.region.renamed(src, dst)], self.row[start][:, None]]
+        if last and (new := len(self.starts) - self.ends.shape[1]):
+            self.ends = np.hstack([self.ends, self._last(self.starts[-new:], self.rows[:, -new:])])
+        return (self.ends if last else self.rows)[self.region.place[self.region.renamed(src, dst)], self.row[start][:, None]]
 
     def _ensure(self, start: np.ndarray) -> None:
         new = np.unique(start[self.row[start] < 0])
         if len(new):
-            self.row[new] = self.rows.shape[2] + np.arange(len(new))
-            self.rows = np.concatenate([self.rows, self._search(new)], axis=2)
+            self.row[new] = len(self.starts) + np.arange(len(new))
+            self.starts = np.append(self.starts, new)
+            self.rows = np.hstack([self.rows, self._search(new)])
+
+    def _blocks(self, starts: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Per block of edges: where they come from, [edge, start] what they cost, [edge, 1] whether they are collectives."""
+        axes, ways = self._axes(starts), self.region.ways
+        moves = np.array([kind != "slice" for kind, *_ in ways.classes], bool)
+        return [(sources, self._costs(group, *axes), moves[group][:, None]) for sources, group in self.region.blocks]
 
     def _search(self, starts: np.ndarray) -> np.ndarray:
-        """Bellman-Ford from every start at once: what the whole way takes, and its last collective."""
-        axes = self._axes(starts)
-        moves = np.array([kind != "slice" for kind, *_ in self.region.ways.classes], bool)
-        blocks = [(sources, self._costs(group, *axes), moves[group][:, None]) for sources, group in self.region.blocks]
+        """Bellman-Ford from every start at once: [place, start] -> seconds of the whole way."""
+        blocks = self._blocks(starts)
         best = np.full((len(self.region.nodes), len(starts)), np.inf)
         best[self.region.place[starts], np.arange(len(starts))] = 0
-        last = np.zeros_like(best)
         while True:
             found = best.copy()
             for sources, cost, _ in blocks:
                 head = found[: len(sources)]
                 np.minimum(head, best[sources] + cost, out=head)
             if np.array_equal(found, best):
-                break
+                return best
             best = found
+
+    def _last(self, starts: np.ndarray, best: np.ndarray) -> np.ndarray:
+        """Of the shortest ways, the seconds of the last collective; of several such ways, the most."""
+        blocks, last = self._blocks(starts), np.zeros_like(best)
         while True:
             found = np.zeros_like(best)
             for sources, cost, moved in blocks:
                 head, taken = found[: len(sources)], np.isfinite(cost) & (best[sources] + cost == best[: len(sources)])
                 np.maximum(head, np.where(moved, cost, last[sources]), out=head, where=taken)
             if np.array_equal(found, last):
-                return np.stack([best, last])
+                return last
             last = found
 
     def _axes(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -282,7 +294,7 @@ class _Distances:
         region, ways, one = self.region, self.region.ways, np.array([src])
         start = region.canon[one]
         self._ensure(start)
-        distance = self.rows[0][:, self.row[start[0]]]
+        distance = self.rows[:, self.row[start[0]]]
         at, stop = int(region.place[region.renamed(one, np.array([dst]))[0, 0]]), int(region.place[start[0]])
         order, steps = region.order(src), []
 

@@ -9,17 +9,18 @@ What stands behind a reduction, a product or a collective waits for it in a late
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from shardplan.ir.graph import BORDER, Graph, Op, components
 from shardplan.strategies.rule import Rule
 
 FUSIBLE = ("loop", "view", "reduce")
 
-Kernel = tuple[int, int, str]
-"""Group of ops, how many kernels it waits for, phase."""
+Kernel = tuple
+"""Group of ops, how many kernels it waits for, phase, loop, and what it sums up over which dims."""
 
 IDLE = BORDER - {"loop_slice", "loop_stack"}
 """Border ops that move nothing."""
@@ -40,12 +41,13 @@ def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) ->
         op, fusion = graph.ops[at], rules[at].fusion
         if op.primitive in ("arg", "const", "loop_carry", "loop_next", "branch_out"):
             continue
-        if sums[at] and any(graph.ops[c].primitive == "share" for c, _ in graph.values[v].consumers):
-            continue  # partial sums are written, reduced and read again
-        if fusion == "view" or (is_spread(op) and not any(graph.ops[c].primitive in STORED for c in graph.readers(v))):
+        seen = list(_seen_by(graph, rules, v))
+        if fusion == "view" or (is_spread(op) and not any(graph.ops[c].primitive in STORED for c in seen)):
             out[v] = op.primitive == "out"
+        elif sums[at] and any(graph.ops[c].primitive == "share" for c in seen):
+            continue  # partial sums are written, reduced and read again
         elif fusion == "loop" and not is_spread(op):
-            readers = list(graph.readers(v))
+            readers = [c for c in seen if not _looked_through(graph, rules, c)]
             put = len(readers) == 1 and graph.ops[readers[0]].primitive == "loop_stack"  # computed as the row is written
             out[v] = not put and not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
     for op in graph.ops:
@@ -57,6 +59,19 @@ def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) ->
     for v in _cheaper_kept(graph, rules, out, sums):
         out[v] = True
     return tuple(out)
+
+
+def _looked_through(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
+    return graph.ops[at].primitive == "share" or (rules[at].fusion == "view" and graph.ops[at].primitive not in BORDER)
+
+
+def _seen_by(graph: Graph, rules: Sequence[Rule], v: int) -> Iterator[int]:
+    """The ops that read a value, itself or through views and copies, and those."""
+    for at, _ in graph.values[v].consumers:
+        yield at
+        if _looked_through(graph, rules, at):
+            for made in graph.ops[at].outputs:
+                yield from _seen_by(graph, rules, made)
 
 
 def _cheaper_kept(graph: Graph, rules: tuple[Rule, ...], written: Sequence[bool], sums: Sequence[bool]) -> set[int]:
@@ -95,7 +110,7 @@ def _turned(graph: Graph, rules: tuple[Rule, ...]) -> set[int]:
     rows: dict[int, tuple[int, frozenset[tuple[int, int]]]] = {}  # value -> the product's, and neighbouring dims in their order
     later: set[int] = set()
     for at, op in enumerate(graph.ops):
-        if op.primitive == "dot_general":
+        if op.primitive == "dot_general" and rules[at].fusion == "none":
             rows[op.outputs[0]] = op.outputs[0], frozenset(_in_a_row(op))
         elif op.primitive == "transpose" and op.inputs[0] in rows:
             made, pairs = rows[op.inputs[0]]
@@ -161,7 +176,7 @@ def _prologues(graph: Graph, rules: tuple[Rule, ...]) -> set[int]:
 
 def _absorbs(graph: Graph, rules: tuple[Rule, ...], producer: Op, at: int, prologue: bool) -> bool:
     reader = graph.ops[at]
-    if reader.primitive in (*STORED, "loop_const", "barrier"):
+    if reader.primitive in (*STORED, "loop_const", "loop_slice", "barrier"):
         return False
     loop = producer.holds if producer.primitive == "loop_slice" else producer.loop
     return loop == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.primitive == "dot_general"))
@@ -225,9 +240,33 @@ def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
 
 
 def _own(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> list[Kernel]:
-    """Per op, the kernel that it belongs to where it writes."""
-    phases = (op.phase for op in graph.ops)
-    return list(zip(_groups(graph, rules, written), _levels(graph, rules, written, sums), phases, strict=True))
+    """Per op, the kernel that it belongs to where it writes.
+
+    One kernel sums up over the same dims of arrays of one shape; what is written on the way is written by any of them.
+    """
+    groups, levels = _groups(graph, rules, written), _levels(graph, rules, written, sums)
+    keys: list[Kernel] = []
+    summed: dict[Kernel, Any] = {}
+    for at, op in enumerate(graph.ops):
+        alone = op.primitive in PARTLY and not any(_along(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
+        loop = op.holds if op.primitive == "loop_slice" else op.loop
+        keys.append((-1 - at if alone else groups[at], levels[at], op.phase, loop))
+        if rules[at].fusion == "reduce":
+            summed.setdefault(keys[at], _summed(op))
+    return [
+        (*key, _summed(op) if rule.fusion == "reduce" else summed.get(key)) for key, op, rule in zip(keys, graph.ops, rules, strict=True)
+    ]
+
+
+def _summed(op: Op) -> tuple:
+    """What sums have in common that one kernel does together."""
+    over = next((op.params[name] for name in ("axes", "dimensions", "dimension_numbers", "window_dimensions") if name in op.params), ())
+    return tuple(x.shape for x in op.ins), str(over)
+
+
+def _along(graph: Graph, rules: Sequence[Rule], reader: int) -> bool:
+    """Whether an op may be part of a kernel that writes what it reads."""
+    return rules[reader].fusion in FUSIBLE and graph.ops[reader].primitive not in BORDER
 
 
 def _kernels(graph: Graph, written: Sequence[bool], own: Sequence[Kernel]) -> list[set[Kernel]]:
@@ -260,8 +299,7 @@ def _groups(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> lis
         for v, value in enumerate(graph.values):
             at, loop = value.producer[0], rules[value.producer[0]].fusion == "loop"
             for reader, _ in value.consumers:
-                along = loop and rules[reader].fusion in FUSIBLE and graph.ops[reader].primitive not in BORDER
-                if value.shape and (not written[v] or along):
+                if value.shape and (not written[v] or (loop and _along(graph, rules, reader))):
                     yield at, reader
 
     return components(len(graph.ops), pairs())

@@ -226,6 +226,9 @@ def _seconds(graph, mesh, cluster, rules, choices, signature, moves: Sequence[Tr
         if key not in cache:
             cache[key] = _op_seconds(op, rules[at], choices[at], mesh, cluster, moves[at])
         out.append(cache[key])
+    for loop in graph.loops:
+        if loop.trips > 1 and loop.start < loop.stop:  # a kernel counts the rounds
+            out[loop.start] = out[loop.start] + cluster.device.kernel_latency_s
     return tuple(out)
 
 
@@ -253,6 +256,7 @@ def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh: MeshShape, cluster: 
         seconds = np.maximum(seconds, device.kernel_latency_s)
     elif moves.kernel is not None:
         seconds = seconds + np.maximum(0.0, device.kernel_latency_s - moves.kernel * choices.work / device.memory_rate)
+    if any(moves.results):
         seconds = seconds + device.kernel_latency_s * _in_two(op, choices, mesh)
     if rule.exchanged:
         found = (exchanged(op, rule, choices, s, mesh, cluster) for s in range(len(choices)))
@@ -262,6 +266,8 @@ def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh: MeshShape, cluster: 
 
 def _in_two(op: Op, choices: Choices, mesh: MeshShape) -> np.ndarray:
     """[s] -> whether XLA sums up in two kernels, one after the other: what is too much for one block of threads.
+
+    The first may be shared by several sums, the second is each one's own.
 
     The bounds are those of `ReductionDimensionRaceFreeBound` in XLA's reduction_utils.cc.
     """

@@ -11,7 +11,7 @@ from math import gcd, prod
 
 import numpy as np
 
-from ..rule import Halo, Rule, letters, rule
+from ..rule import Fusion, Halo, Rule, letters, rule
 
 
 def contract(x, y, dimension_numbers):
@@ -43,13 +43,28 @@ def multiply_adds(x, sizes) -> float:
     return (8 if "complex" in str(x.dtype) else 2) * prod(sizes)
 
 
+SMALL_PRODUCT = 10_000_000
+"""Elements of matrix and vector together from which on XLA leaves their product to a kernel of its own (gpu_algebraic_simplifier.cc)."""
+
+
+def fused(x, y, dimension_numbers) -> Fusion:
+    """How XLA runs a product: without a sum it multiplies, of a matrix and a vector it also sums up, both inside fusions."""
+    (left, _), (batch, _) = dimension_numbers
+    inner, batches = (prod(x.shape[d] for d in dims) for dims in (left, batch))
+    rows, columns = (prod(z.shape) // max(1, inner * batches) for z in (x, y))
+    if inner == 1:
+        return "loop"
+    return "reduce" if 1 in (rows, columns) and (rows + columns) * inner < SMALL_PRODUCT else "none"
+
+
 @rule("dot_general")
 def _(x, y, *, out, dimension_numbers, **_):
     a, b, c = contract(x, y, dimension_numbers)
     contracted = dimension_numbers[0][0]
     flops = multiply_adds(x, (*out[0].shape, *(x.shape[i] for i in contracted)))
     kind = "or" if str(out[0].dtype) == "bool" else "sum"
-    return Rule((a, b), (c,), reduce={a[i][0]: kind for i in contracted}, flops=flops)
+    fusion = fused(x, y, dimension_numbers)
+    return Rule((a, b), (c,), reduce={a[i][0]: kind for i in contracted}, flops=flops, fusion=fusion)
 
 
 # Every scale is that of some elements in a row along a contracted dim.

@@ -23,7 +23,8 @@ def reduction(x, axes, n_results: int = 1, kind: str | None = None, **kw) -> Rul
     gone = [a[d][0] for d in axes]
     kept = tuple(b for d, b in enumerate(a) if d not in axes)
     how = {"reduce": dict.fromkeys(gone, kind)} if kind else {"whole": frozenset(gone)}
-    return Rule((a,), (kept,) * n_results, **how, fusion="reduce", flops=prod(x.shape), **kw)
+    fusion = "view" if n_results == 1 and kind and all(x.shape[d] == 1 for d in axes) else "reduce"
+    return Rule((a,), (kept,) * n_results, **how, fusion=fusion, flops=prod(x.shape), **kw)
 
 
 @rule("reduce_sum")
