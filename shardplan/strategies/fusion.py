@@ -253,9 +253,8 @@ def _own(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Seq
         keys.append((-1 - at if alone else groups[at], levels[at], op.phase, loop))
         if rules[at].fusion == "reduce":
             summed.setdefault(keys[at], _summed(op))
-    return [
-        (*key, _summed(op) if rule.fusion == "reduce" else summed.get(key)) for key, op, rule in zip(keys, graph.ops, rules, strict=True)
-    ]
+    sets = (_summed(op) if rule.fusion == "reduce" else summed.get(key) for key, op, rule in zip(keys, graph.ops, rules, strict=True))
+    return [(*key, over) for key, over in zip(keys, sets, strict=True)]
 
 
 def _summed(op: Op) -> tuple:

@@ -44,7 +44,7 @@ def multiply_adds(x, sizes) -> float:
 
 
 SMALL_PRODUCT = 10_000_000
-"""Elements of matrix and vector together from which on XLA leaves their product to a kernel of its own (gpu_algebraic_simplifier.cc)."""
+"""Elements of matrix and vector from which on XLA gives their product a kernel of its own (gpu_algebraic_simplifier.cc)."""
 
 
 def fused(x, y, dimension_numbers) -> Fusion:
