@@ -78,7 +78,7 @@ def emitted(number: int, program: one_op.Program) -> one_op.Moved | str:
 REASONS: tuple[tuple[str, str, str, str], ...] = (
     ("add", "dearer", "partial", "a scalar or a stretched operand is reduced apart from the array it is added to"),
     ("reshape", "dearer", "partial", "merged dims are scattered over more devices than the major one has: XLA reduces in full"),
-    ("reduce reduce_xor", "uncompiled", "whole", "XLA aborts, since no collective has the function: why these dims are whole"),
+    ("reduce reduce_and reduce_or reduce_xor", "uncompiled", "whole", "XLA aborts, since no collective has the function: why these dims are whole"),
     (
         "conv_general_dilated gather",
         "dearer",

@@ -295,10 +295,10 @@ def _prove_local(group: list[_Op], n_devices: int) -> bool:
                 x.reshape(split.part(dims, whole.shape))
                 for x, dims, whole in zip(shards, split.rule.operands, split.operands, strict=True)
             ]
-            if split.rule.local:
+            if split.rule.local or op.eqn.primitive.name not in LOCAL:
                 results = runs(op.eqn, shards, [split.slides(k) for k in range(len(shards))])
             else:
-                form = LOCAL.get(op.eqn.primitive.name, as_is)
+                form = LOCAL[op.eqn.primitive.name]
                 results = form(split, shards) if form else []
             if [x.shape for x in results] != split.local_shapes:
                 raise _NoLocalFormError
@@ -344,7 +344,7 @@ def _finish(op: _Op, x):
             case "min":
                 x = lax.pmin(x, axis)
             case "prod":
-                x = lax.all_gather(x, axis).prod(0)
+                x = lax.reduce_prod(lax.all_gather(x, axis), (0,))
             case "and":
                 x = lax.all_gather(x, axis).all(0) if x.dtype == bool else _bitwise(lax.bitwise_and, x, axis, op.shards[letter])
             case "or":

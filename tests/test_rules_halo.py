@@ -179,6 +179,19 @@ def test_loops_and_branches_fetch_too(kind):
     assert fetched >= {"pad", "rev"}
 
 
+def test_a_pad_that_spreads_rows_apart_where_they_are_needs_no_neighbour_and_compiles():
+    """XLA aborts on this one: rows 2 apart, the first and the last place cut off."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    x = jnp.arange(24.0).reshape(12, 2)
+
+    def spread(x):
+        return lax.pad(x, 7.0, ((-1, -1, 2), (0, 0, 0)))
+
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P("x"), out_shardings=P("x"))(spread)
+    np.testing.assert_array_equal(step(x), spread(x))
+    assert collectives(step.compile(x).as_text()) == ()
+
+
 def test_what_cannot_be_fetched_stays_whole():
     def whole(fn, *args):
         eqn = next(e for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name in SHARDED)

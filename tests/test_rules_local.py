@@ -58,6 +58,21 @@ def test_runs_on_shards_and_moves_nothing(case, kind):
     assert collectives(step.compile(*args).as_text()) == ()
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_groups_and_the_channels_of_a_group_are_split_at_once(kernel):
+    """With a kernel of one XLA does not compile this."""
+    mesh = jax.make_mesh((4, 2), ("g", "c"), axis_types=(AxisType.Auto,) * 2)
+    specs = P(None, None, ("g", "c")), P(None, "c", "g")
+
+    def groups(x, w):
+        return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4)
+
+    x, w = array(2, 6, 16), array(kernel, 4, 8)
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=specs, out_shardings=P(None, None, "g"))(groups)
+    assert difference(step(x, w), groups(x, w)) is None
+    assert {c.kind for c in collectives(step.compile(x, w).as_text())} == {"all-reduce"}
+
+
 def factors(x):
     """A call of a library that XLA knows nothing of."""
     return jax.ffi.ffi_call("lapack_spotrf_ffi", [x, jax.ShapeDtypeStruct(x.shape[:-2], "int32")])(x, uplo=np.uint8(ord("L")))[0]

@@ -41,13 +41,22 @@ def as_it_is(eqn, operands: Sequence[Layout], sizes: Mapping[str, int]) -> dict 
 
 
 def grouped(eqn, operands: Sequence[Layout], sizes: Mapping[str, int]) -> dict | None:
-    """A device has its share of the groups; None where there are none, or a spatial dim is split, which XLA does well."""
-    p, (lhs, _, _) = eqn.params, eqn.params["dimension_numbers"]
+    """A device has its share of the groups; None where there are none, or windows slide over a split dim, which XLA does well."""
+    p, (lhs, rhs, _) = eqn.params, eqn.params["dimension_numbers"]
     batch, feature, *spatial = (prod(sizes[a] for a in operands[0].dims[d]) for d in lhs)
     groups = p["feature_group_count"], p["batch_group_count"]
-    if max(groups) == 1 or max(spatial, default=1) > 1:
+    if max(groups) == 1 or (max(spatial, default=1) > 1 and eqn.invars[1].aval.shape[rhs[1]] == 1):
         return None
     return {"feature_group_count": max(1, groups[0] // feature), "batch_group_count": max(1, groups[1] // batch)}
+
+
+def convolved(eqn, operands: Sequence[Layout]) -> Layout:
+    """What convolving shards makes where no window slides over a split dim: partial where a group's channels are split."""
+    lhs, rhs, out = eqn.params["dimension_numbers"]
+    x, w = (layout.dims for layout in operands)
+    dims = dict(zip(out, (x[d] for d in lhs), strict=True)) | {out[1]: w[rhs[0]]}
+    dims[out[0]] = tuple(a for a in x[lhs[0]] if a not in w[rhs[0]])  # not those of the groups
+    return Layout(tuple(dims[d] for d in range(len(out))), tuple((a, "sum") for a in w[rhs[1]]))
 
 
 LOCAL: dict[str, Callable[..., dict | None]] = {
@@ -242,7 +251,8 @@ def sharded(eqn, operands: Sequence[Layout], results: Sequence[Layout | None], s
         return None
     shards = {a: prod(sizes[x] for x in of) for a, of in axes.items()}
     slid = [slides(rule, k, axes, shards, ins, outs) for k in range(len(ins))]
-    if not any(not rule.halo or s.halo.window > 1 or s.halo.permutes(s.n, s.m, s.shards) for of in slid for s in of):
+    every = [s for of in slid for s in of]
+    if not any(not rule.halo or max(s.halo.window, s.halo.dilation) > 1 or s.halo.permutes(s.n, s.m, s.shards) for s in every):
         return None
     partial = tuple((axis, kind) for a, kind in rule.reduce.items() for axis in axes.get(a, ()))
     made = [Layout(tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in dims), partial) for dims in rule.results]
@@ -296,5 +306,6 @@ def part_of(eqn, taken, made, sizes: Mapping[str, int]) -> Part | None:
     """What a device runs on its shards; None where XLA splits the op as well as we would."""
     if (form := LOCAL.get(eqn.primitive.name)) is None:
         return sharded(eqn, taken, made, sizes)
+    made = [convolved(eqn, taken)] if form is grouped else made
     params = None if None in made else form(eqn, taken, sizes)
     return None if params is None else Part(lambda *shards: bind(eqn, shards, params, context=False), tuple(made))

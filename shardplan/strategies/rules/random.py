@@ -1,7 +1,7 @@
 """Random numbers: with threefry keys an element is a function of key and position, so each device makes its part.
 
 random_bits   -> a b           a key of rank 0; a letter only in the result is split for free
-random_split  k -> k a         whole k for other generators: they draw in order
+random_split  k -> k a         whole k and a where the generator draws in order, as `rbg` does, for all keys of a batch together
 random_wrap   a b -> a         whole b: the words of one key
 """
 
@@ -11,17 +11,32 @@ from ..rule import Rule, letters, rule
 from .shape import leading, move
 
 
-@rule("random_bits", "random_split")
-def _(keys, *, out, **_):
+def drawn(keys, *by: str) -> bool:
+    """Whether one of these generators makes what is asked of the keys: an element then depends on its place in all that is drawn."""
+    return any(f"<{name}>" in str(keys.dtype) for name in by)
+
+
+def made(keys, out, in_order: bool) -> Rule:
     a = letters(keys) + letters(out[0], "o")[len(keys.shape) :]
-    ordered = () if "fry" in str(keys.dtype) else a[len(keys.shape) :]
-    return move((letters(keys),), (a,), ordered, flops=None)
+    return move((letters(keys),), (a,), a if in_order else (), flops=None)
+
+
+@rule("random_bits")
+def _(keys, *, out, **_):
+    return made(keys, out, drawn(keys, "rbg", "urbg"))
+
+
+# Keys of `rbg` are split by threefry.
+@rule("random_split")
+def _(keys, *, out, **_):
+    return made(keys, out, drawn(keys, "urbg"))
 
 
 @rule("random_seed", "random_fold_in", "random_clone")
 def _(*ins, out, **_):
-    a = letters(out[0])
-    return Rule(tuple(a if x.shape else () for x in ins), (a,), fusion="loop")
+    a, in_order = letters(out[0]), len(ins) > 1 and drawn(ins[0], "urbg")
+    whole = frozenset(b for d in a for b in d) if in_order else frozenset()
+    return Rule(tuple(a if x.shape else () for x in ins), (a,), whole=whole, fusion="loop")
 
 
 @rule("random_wrap", "random_unwrap")
@@ -32,7 +47,8 @@ def _(x, *, out, **_):
 @rule("random_gamma")
 def _(keys, shape, *, out, **_):
     a = letters(out[0])
-    return Rule((a[: len(keys.shape)], a), (a,))
+    whole = frozenset(b for d in a for b in d) if drawn(keys, "rbg", "urbg") else frozenset()
+    return Rule((a[: len(keys.shape)], a), (a,), whole=whole)
 
 
 @rule("iota_2x32_shape")

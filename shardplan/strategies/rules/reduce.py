@@ -52,14 +52,15 @@ def _(x, *, out, axes, **_):
     return reduction(x, axes, kind="prod")
 
 
+# No collective has the bitwise functions of integers, nor the exclusive one.
 @rule("reduce_and")
 def _(x, *, out, axes, **_):
-    return reduction(x, axes, kind="and")
+    return reduction(x, axes, kind="and" if str(x.dtype) == "bool" else None)
 
 
 @rule("reduce_or")
 def _(x, *, out, axes, **_):
-    return reduction(x, axes, kind="or")
+    return reduction(x, axes, kind="or" if str(x.dtype) == "bool" else None)
 
 
 @rule("reduce_xor")
