@@ -1,0 +1,126 @@
+"""Every rule on drawn calls of its primitive: shapes, types, values and parameters by hypothesis, two proofs each.
+
+    python benchmarks/rules_fuzz.py                            100 cases per family of primitives, 8 emulated CPU devices
+    python benchmarks/rules_fuzz.py --cases 1000 --seed 7      more of them, others
+    python benchmarks/rules_fuzz.py --only gather --shrink     families whose name has a word in it; the smallest case that fails
+
+The calls are those of `tests/generated.py`, of which the tests run a few. The proofs: every strategy of the primitive on local shards
+(`shardplan.testing.check_rule`); and the call planned, split as far as its rules let it, on the machine of `benchmarks/jax_harness.py`,
+against plain `jit`. What plain `jit` does not run on CPU is skipped.
+"""
+
+import argparse
+import collections
+import os
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import hypothesis
+import jax
+import jax_harness
+from hypothesis import HealthCheck, Phase
+
+from shardplan.strategies.rule import RuleError
+from shardplan.testing import check_rule
+
+
+def proof(case) -> tuple[str, str]:
+    """("split" | "whole" | "skipped" | "failed", why): every strategy of the primitive on local shards."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            only = None if case.primitive in ("scan", "while", "cond") else case.primitive
+            return "split" if check_rule(case.fn, *case.args, primitive=only) else "whole", ""
+        except Exception as error:
+            if not isinstance(error, RuleError):
+                try:
+                    jax.block_until_ready(jax.jit(case.fn)(*case.args))
+                except Exception as plain:
+                    return "skipped", jax_harness.first_line(plain)
+            return "failed", str(error) if isinstance(error, RuleError) else traceback.format_exc(limit=-3)
+
+
+def planned(case, mesh) -> tuple[str, str]:
+    """The same of the call as it is planned and run."""
+    harness = SimpleNamespace(fullname=case.primitive, dyn_fun=case.fn, dyn_args_maker=lambda _: case.args)
+    return jax_harness.run(harness, mesh)[1:]
+
+
+def run(cases, options, mesh) -> collections.Counter:
+    """How many cases of one family came out how; failures are printed."""
+    count: collections.Counter = collections.Counter()
+    reasons: collections.Counter = collections.Counter()
+
+    @hypothesis.seed(options.seed)
+    @hypothesis.settings(
+        max_examples=options.cases,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink] if options.shrink else [Phase.generate],
+    )
+    @hypothesis.given(cases)
+    def each(case):
+        if options.show:
+            print(case, flush=True)
+        found = []
+        if options.proof != "planned":
+            found.append(proof(case))
+        if options.proof != "local":
+            found.append(planned(case, mesh))
+        count["cases"] += 1
+        count[max((kind for kind, _ in found), key=("whole", "split", "skipped", "failed").index)] += 1
+        if count["cases"] % 50 == 0:  # compiled programs pile up
+            jax.clear_caches()
+        for kind, why in found:
+            if kind == "skipped":
+                reasons[case.primitive, why] += 1
+            if kind == "failed":
+                print(f"FAILED  {case}\n{why}\n", flush=True)
+                assert not options.shrink, why
+
+    try:
+        each()
+    except AssertionError:
+        print("the last one is the smallest")
+    for (primitive, why), n in reasons.items():
+        print(f"skipped {n:>4}  {primitive}: {why}")
+    return count
+
+
+def main(argv: list[str]) -> int:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from generated import FAMILIES
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=100, help="per family")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="families whose name contains this")
+    parser.add_argument("--proof", choices=("local", "planned", "both"), default="both")
+    parser.add_argument("--show", action="store_true", help="every case before it runs, to see which one XLA crashes on")
+    parser.add_argument("--shrink", action="store_true", help="stop at a family's first failure, and make it small")
+    options = parser.parse_args(argv)
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    kinds = ("split", "whole", "skipped", "failed")
+    print(f"{'family':<32}" + "".join(f"{k:>9}" for k in ("cases", *kinds)) + "  seconds")
+    total: collections.Counter = collections.Counter()
+    for family in (f for f in FAMILIES if options.only in f):
+        start, count = time.perf_counter(), run(FAMILIES[family], options, mesh)
+        total += count
+        row = "".join(f"{count[k] or '':>9}" for k in ("cases", *kinds))
+        print(f"{family:<32}{row}{time.perf_counter() - start:9.0f}", flush=True)
+        jax.clear_caches()
+    print(f"{'all':<32}" + "".join(f"{total[k] or '':>9}" for k in ("cases", *kinds)) + f"  jax {jax.__version__}, seed {options.seed}")
+    return int(total["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
