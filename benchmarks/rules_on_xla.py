@@ -78,7 +78,12 @@ def emitted(number: int, program: one_op.Program) -> one_op.Moved | str:
 REASONS: tuple[tuple[str, str, str, str], ...] = (
     ("add", "dearer", "partial", "a scalar or a stretched operand is reduced apart from the array it is added to"),
     ("reshape", "dearer", "partial", "merged dims are scattered over more devices than the major one has: XLA reduces in full"),
-    ("reduce reduce_and reduce_or reduce_xor", "uncompiled", "whole", "XLA aborts, since no collective has the function: why these dims are whole"),
+    (
+        "reduce reduce_and reduce_or reduce_xor",
+        "uncompiled",
+        "whole",
+        "XLA aborts, since no collective has the function: why these dims are whole",
+    ),
     (
         "conv_general_dilated gather",
         "dearer",
@@ -86,7 +91,6 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
         "scattered over a small dim that operands have too: XLA reduces a part and swaps it",
     ),
     ("random_gamma", "dearer", "split", "its loop runs until all devices are done: one number per turn is reduced"),
-    ("reduce_sum", "dearer", "split", "integers of 4 and of 16 bits are summed as twice as wide ones"),
     ("eig", "uncompiled", "", "its GPU library does not load without a GPU"),
     ("hessenberg schur", "uncompiled", "", "not made for GPUs"),
 )

@@ -5,11 +5,13 @@ import itertools
 import time
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from shardplan import _jax
 from shardplan.mesh import Cluster, Layout, MeshShape, Resharder, lattice, seconds
 from shardplan.mesh.collective import COMBINED_BYTES, Crowd, around
 
@@ -404,3 +406,18 @@ def test_a_thousand_tables_take_about_two_seconds(sizes):
         r.table(*question)
     assert len(asked) == 1000
     assert time.process_time() - start < 8  # about 2 on an idle core; the rest is for busy machines
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bytes_"), [("int16", 2 * 2), ("uint16", 2 * 2), ("int4", 2 * 0.5), ("int8", 1), ("bfloat16", 2), ("float16", 2)]
+)
+def test_sums_of_narrow_integers_are_sent_as_twice_as_wide_ones(dtype, bytes_):
+    """As XLA for GPUs does: `benchmarks/rules_on_xla.py` holds it against what is emitted."""
+    mesh = MeshShape(("x",), (8,))
+    ways, partial = Resharder(mesh, Cluster.preset("h100")).of(dtype), Layout(((),), (("x", "sum"),))
+    (summed,) = ways.path((1 << 20,), _jax.itemsize(jnp.dtype(dtype)), partial, Layout(((),)))
+    assert (summed.kind, summed.bytes) == ("all-reduce", bytes_ * (1 << 20))
+    plain = Resharder(mesh, Cluster.preset("h100")).path((1 << 20,), bytes_, partial, Layout(((),)))
+    assert summed.seconds == pytest.approx(plain[0].seconds)
+    (gathered,) = ways.path((1 << 20,), _jax.itemsize(jnp.dtype(dtype)), Layout((("x",),)), Layout(((),)))
+    assert (gathered.kind, gathered.bytes) == ("all-gather", _jax.itemsize(jnp.dtype(dtype)) * (1 << 20))

@@ -83,8 +83,8 @@ class Tables:
         # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
         kinds = (("all-reduce", "reduce-scatter") if p.queue == "gradient" else MERGED for p in space.places)
         self.resharders = tuple(
-            resharder.combining(Crowd(p.members) if crowds is None else ALONE, of, known.get(p.crowd, ()))
-            for p, of in zip(space.places, kinds, strict=True)
+            resharder.of(v.dtype).combining(Crowd(p.members) if crowds is None else ALONE, of, known.get(p.crowd, ()))
+            for v, p, of in zip(space.graph.values, space.places, kinds, strict=True)
         )
         self.cache: dict = {}
         self.lists: dict[int, _Layouts] = {}

@@ -42,6 +42,15 @@ COMBINED_BYTES = 30 << 20
 """Bytes of results up to which XLA makes collectives into one (`xla_gpu_all_gather_combine_threshold_bytes` and its like)."""
 
 
+def wider(dtype: str) -> tuple[tuple[str, float], ...]:
+    """Kinds of collectives that XLA for GPUs runs on a type of this many times the bytes: integers that no device adds as they are."""
+    if dtype in ("int16", "uint16"):
+        return ("all-reduce", 2.0), ("reduce-scatter", 2.0)
+    if dtype in ("int4", "uint4"):
+        return ("all-reduce", 2.0), ("reduce-scatter", 2.0), ("all-to-all", 2.0)
+    return ()
+
+
 def seconds(kind: str, bytes_: float, axes: Sequence[str], mesh: MeshShape, cluster: Cluster) -> float:
     """Seconds of one collective over `axes` jointly.
 

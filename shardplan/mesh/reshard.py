@@ -67,6 +67,7 @@ class Resharder:
         merged: kinds of collectives of which it does.
         known: of some kinds and axes, which arrays really do.
         kernels: whether the kernels count that XLA puts around collectives (`collective.around`).
+        wider: kinds of collectives that send this many times the bytes of the array (`collective.wider`).
         lattice: that of another resharder on this mesh, to be shared.
 
     A path uses only layouts that divide the tensor evenly, besides the two it is asked for. Results are remembered; they
@@ -81,17 +82,20 @@ class Resharder:
         merged: tuple[str, ...] = MERGED,
         known: tuple[tuple[Sent, Crowd], ...] = (),
         kernels: bool = True,
+        wider: tuple[tuple[str, float], ...] = (),
         lattice: Lattice | None = None,
     ):
         self.mesh = mesh
         self.cluster = cluster
         self.crowd, self.merged, self.known, self.kernels = crowd, merged, dict(known), kernels
+        self.wider = dict(wider)
         self._lattice = lattice or Lattice(mesh, cluster.reduce_scatter)
         self._tables: dict[tuple, np.ndarray] = {}
         self._lines: dict[Ways, np.ndarray] = {}
         self._distances: dict[tuple, _Distances] = {}
         self._paths: dict[tuple, tuple[Step, ...]] = {}
         self._combining: dict[tuple, Resharder] = {}
+        self._of: dict[tuple, Resharder] = {}
 
     def combining(
         self, crowd: Crowd, kinds: tuple[str, ...] = MERGED, known: tuple[tuple[Sent, Crowd], ...] = ()
@@ -101,14 +105,24 @@ class Resharder:
             return self
         key = crowd, kinds, known
         if key not in self._combining:
-            self._combining[key] = Resharder(self.mesh, self.cluster, *key, lattice=self._lattice)
+            self._combining[key] = Resharder(
+                self.mesh, self.cluster, *key, wider=tuple(self.wider.items()), lattice=self._lattice
+            )
         return self._combining[key]
+
+    def of(self, dtype) -> Resharder:
+        """Ways of arrays of this type, some of which XLA sends as a wider one."""
+        if not (wider := collective.wider(str(dtype))):
+            return self
+        if wider not in self._of:
+            self._of[wider] = Resharder(self.mesh, self.cluster, wider=wider, lattice=self._lattice)
+        return self._of[wider]
 
     @functools.cached_property
     def bare(self) -> Resharder:
         """The same ways, at the seconds of their collectives alone: what other work can hide."""
-        known = tuple(self.known.items())
-        return Resharder(self.mesh, self.cluster, self.crowd, self.merged, known, kernels=False, lattice=self._lattice)
+        known, wider = tuple(self.known.items()), tuple(self.wider.items())
+        return Resharder(self.mesh, self.cluster, self.crowd, self.merged, known, False, wider, self._lattice)
 
     def table(
         self, shape: tuple[int, ...], itemsize: float, srcs: Sequence[Layout], dsts: Sequence[Layout], last: bool = False
@@ -188,7 +202,7 @@ class Resharder:
         for crowd in dict.fromkeys((ALONE, others)):
             more = collective.around(kind, self.cluster, crowd.arrays) if self.kernels else (0.0, 0.0)
             some = collective.lines(kind, over, self.mesh, self.cluster, crowd)
-            found += [(a + more[0], b + more[1]) for a, b in some]
+            found += [(a + more[0], (b + more[1]) * self.wider.get(kind, 1.0)) for a, b in some]
         return found
 
     def _path(self, shape, itemsize, src: Layout, dst: Layout) -> tuple[Step, ...]:
@@ -213,7 +227,8 @@ class Resharder:
         for i, (kind, axes, before, after, bytes_, cost) in enumerate(walk):
             here = src if i == 0 else layout(before)
             there = dst if i == len(walk) - 1 else layout(after)
-            steps.append(Step(kind, tuple(lattice.axes[a] for a in axes), bytes_, cost, here, there))
+            sent = bytes_ * self.wider.get(kind, 1.0)
+            steps.append(Step(kind, tuple(lattice.axes[a] for a in axes), sent, cost, here, there))
         return tuple(steps)
 
 

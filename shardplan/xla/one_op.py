@@ -96,7 +96,7 @@ class _Op:
     k: int
 
     def way(self, x, source: Layout, wanted: Layout) -> list[tuple[str, float]]:
-        steps = self.resharder.path(tuple(x.shape), _jax.itemsize(x.dtype), source, wanted)
+        steps = self.resharder.of(x.dtype).path(tuple(x.shape), _jax.itemsize(x.dtype), source, wanted)
         return [(s.kind, s.bytes) for s in steps if s.kind != "slice"]
 
     def split(self, s: int, letter: str) -> Iterator[Program]:
