@@ -384,7 +384,7 @@ def _(draw, name):
 def window(draw, shape, dilated: bool = True) -> dict:
     rank = len(shape)
     sizes = {"window_dimensions": [one_of(draw, 1, 2, 3, 4) for _ in shape], "window_strides": [one_of(draw, 1, 2, 3) for _ in shape]}
-    padding = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in shape]
+    padding = [(draw(st.integers(-1 if dilated else 0, 2)), draw(st.integers(0, 2))) for _ in shape]
     base, spread = ([one_of(draw, 1, 2, 3) if dilated else 1 for _ in shape] for _ in range(2))
     for d in range(rank):  # at least one result
         reach = (sizes["window_dimensions"][d] - 1) * spread[d] + 1

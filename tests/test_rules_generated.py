@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from shardplan.strategies.rule import RULES
+from shardplan.testing import check_rule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import rules_fuzz
@@ -49,6 +50,30 @@ def test_every_primitive_with_a_rule_is_drawn():
         drawn(4, cases)(lambda case: found.update([case.primitive] if case.is_made else []))
     assert found == set(CASES)
     assert set(RULES) - found <= set(NOT_GENERATED.split())
+
+
+@pytest.mark.parametrize(
+    ("fn", "types"),
+    [
+        (lambda x: lax.reduce_and(x, (0,)), ["int32"]),  # XLA for GPUs aborts
+        (lambda x: lax.reduce_or(x, (0,)), ["uint8"]),
+        (jax.vmap(lambda k: jax.random.bits(k, (4,))), ["key<rbg>"]),  # all rows from the first key
+        (jax.vmap(lambda k: jax.random.split(k, 2)), ["key<urbg>"]),
+        (jax.vmap(jax.random.fold_in), ["key<urbg>", "int32"]),
+        (lambda x: lax.conv_general_dilated(x, x[:, :, :1], (1,), ((-1, 1),), (3,)), ["float32 of images"]),  # XLA aborts
+        (lambda x: lax.reduce_window(x, 0.0, lax.add, (2,), (1,), ((-1, 2),), (3,)), ["float32"]),
+    ],
+)
+def test_what_was_found_wrong_when_split_is_whole(fn, types):
+    """Each was drawn once, and is kept."""
+    values = {
+        "key<rbg>": jax.random.split(jax.random.key(0, impl="rbg"), 8),
+        "key<urbg>": jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 8),
+        "float32 of images": jnp.ones((1, 1, 8)),
+    }
+    args = [values[t] if t in values else jnp.arange(8).astype(t) for t in types]
+    proofs = [p for p in check_rule(fn, *args) if p.primitive not in ("slice", "convert_element_type")]
+    assert proofs == []
 
 
 @pytest.mark.parametrize("largest", [jnp.max, lambda x: lax.reduce_min(x, (0,))])

@@ -44,8 +44,10 @@ def grouped(eqn, operands: Sequence[Layout], sizes: Mapping[str, int]) -> dict |
     """A device has its share of the groups; None where there are none, or windows slide over a split dim, which XLA does well."""
     p, (lhs, rhs, _) = eqn.params, eqn.params["dimension_numbers"]
     batch, feature, *spatial = (prod(sizes[a] for a in operands[0].dims[d]) for d in lhs)
-    groups = p["feature_group_count"], p["batch_group_count"]
-    if max(groups) == 1 or (max(spatial, default=1) > 1 and eqn.invars[1].aval.shape[rhs[1]] == 1):
+    groups, taps = (p["feature_group_count"], p["batch_group_count"]), (eqn.invars[1].aval.shape[d] for d in rhs[2:])
+    windows = zip(taps, p["window_strides"], p["lhs_dilation"], map(tuple, p["padding"]), strict=True)
+    slid = any(n > 1 and window != (1, 1, 1, (0, 0)) for n, window in zip(spatial, windows, strict=True))
+    if max(groups) == 1 or slid:
         return None
     return {"feature_group_count": max(1, groups[0] // feature), "batch_group_count": max(1, groups[1] // batch)}
 

@@ -121,7 +121,7 @@ def _(
 ):
     lhs, rhs, res = dimension_numbers
     names, halo, reduce, whole, met = [], {}, {"c": "sum"}, [], []
-    grouped = max(feature_group_count, batch_group_count) > 1 and w.shape[rhs[1]] > 1  # XLA gathers these
+    grouped = max(feature_group_count, batch_group_count) > 1 and w.shape[rhs[1]] > 1
     for i, (r, o, stride, (low, high), dilation, spread) in enumerate(
         zip(rhs[2:], res[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
     ):
@@ -129,7 +129,7 @@ def _(
         met.append(touched(x.shape[lhs[2 + i]], taps, made, stride, low, dilation, spread))
         if taps == stride == dilation == 1 and low == high == 0:
             names.append((h, "", h))
-        elif grouped:
+        elif grouped or (dilation > 1 and low < 0):  # XLA gathers these, and aborts on those
             names.append((h, f"w{i}", f"y{i}"))
             whole += names[-1]
         elif taps >= 8 * made:  # below, XLA gathers

@@ -279,12 +279,9 @@ add("select_and_gather_add", lambda x: jax.jvp(max_pool, (x,), (x,))[1], "f32[4,
 add("random_bits", lambda k: jax.random.bits(k, (8, 4)), "key[]")
 add("random_bits", jax.vmap(lambda k: jax.random.bits(k, (4,))), "key[8]")
 add("random_bits", lambda k: jax.random.bits(jax.random.wrap_key_data(k, impl="rbg"), (8, 4)), "u32[4]")
-add("random_bits", jax.vmap(lambda k: jax.random.bits(jax.random.wrap_key_data(k, impl="rbg"), (4,))), "u32[8,4]")
 add("random_clone", jax.random.clone, "key[8]")
 add("random_fold_in", jax.random.fold_in, "key[]", "i32[]")
 add("random_fold_in", jax.vmap(jax.random.fold_in), "key[8]", "i32[8]")
-add("random_fold_in", jax.vmap(lambda k, i: jax.random.fold_in(jax.random.wrap_key_data(k, impl="unsafe_rbg"), i)),
-    "u32[8,4]", "i32[8]")
 add("random_gamma", jax.random.gamma, "key[]", "f32[4]")
 add("random_seed", jax.vmap(jax.random.key), "i32[8]")
 add("random_split", lambda k: jax.random.split(k, (4, 2)), "key[]")

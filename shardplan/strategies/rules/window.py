@@ -22,10 +22,16 @@ def slid(k: int, x, window_dimensions, window_strides, padding, base_dilation=No
     return a, halo
 
 
+def cut_and_spread(halo) -> frozenset[str]:
+    """Letters along which windows begin behind the first of elements that have gaps between them: XLA aborts when these are split."""
+    return frozenset(name for name, of in halo.items() if any(h.dilation > 1 and h.low < 0 for h in of.values()))
+
+
 @rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 def _(x, *, out, window_dimensions, **params):
     a, halo = slid(1, x, window_dimensions, **params)
-    return Rule((a,), (a,), halo=halo, fusion="reduce", flops=prod(out[0].shape) * prod(window_dimensions))
+    flops = prod(out[0].shape) * prod(window_dimensions)
+    return Rule((a,), (a,), halo=halo, whole=cut_and_spread(halo), fusion="reduce", flops=flops)
 
 
 # Operands, then their initial values.
@@ -34,7 +40,8 @@ def _(*ins, out, window_dimensions, **params):
     k = len(out)
     a, halo = slid(k, ins[0], window_dimensions, **params)
     flops = k * prod(out[0].shape) * prod(window_dimensions)
-    return Rule((a,) * k + ((),) * k, (a,) * k, halo=halo, local=frozenset(halo if k > 1 else ()), fusion="reduce", flops=flops)
+    local, whole = (frozenset(halo), frozenset()) if k > 1 else (frozenset(), cut_and_spread(halo))
+    return Rule((a,) * k + ((),) * k, (a,) * k, halo=halo, local=local, whole=whole, fusion="reduce", flops=flops)
 
 
 @rule("select_and_gather_add")
