@@ -23,11 +23,12 @@ from .bound import Bound, bound
 from .local import Moves, fit
 from .problem import Problem
 from .record import UNIT, Back, Clock, Record
+from .relax import ROOM
 from .shift import Messages, carried
 from .shrink import shrink
 
 JOINT = 1 << 16  # entries of a joint table at first, where no edge has more
-WIDER, WIDEST = 16, 4e7  # how often as many, where that helps little, and entries of all joint tables up to which
+WIDER = 16  # how often as many, where that helps little
 CHANGES = (12, 6)  # of prices, at the first bound of a search and at later ones
 KEPT = 0.8  # share of states up to which a region is bounded again before it is split
 TRIES = 3  # priced choices of a bound that are made to fit
@@ -134,7 +135,7 @@ class Tree:
         share, joints = sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept))), result.best.sweep.elimination
         if share <= KEPT:
             halves = [kept]
-        elif not joints.exact and not result.best.prices.any() and WIDER * joints.size <= WIDEST:
+        elif not joints.exact and not result.best.prices.any() and WIDER * joints.size <= ROOM:
             return [replace(region, joint=WIDER * region.joint)]
         else:
             if joints.exact:
@@ -148,7 +149,6 @@ class Tree:
 
     def bound(self, region: Region, worth: float, joint: int, changes: int, share: float = 1.0) -> Bound:
         """A bound of a region, for at most a share of what may still be spent; answers are tried on the way."""
-        joint = max([joint, *(e.cost.size for e in region.problem.edges)])
         result = bound(region.problem, worth, joint, changes, region.prices, region.messages, self.clock.share(share))
         self.bounds += 1
         self.clock.spend(result.work + CALLS * len(region.problem.costs))

@@ -97,7 +97,7 @@ class Elimination:
         groups: list[tuple[set[int], list]] = []
         for item in sorted(items, key=lambda item: (-len(item[0]), item[0])):
             for scope, group in groups:
-                if math.prod(k[j] for j in scope | set(item[0])) <= cap:
+                if scope.issuperset(item[0]) or math.prod(k[j] for j in scope | set(item[0])) <= cap:
                     scope.update(item[0])
                     group.append(item)
                     break

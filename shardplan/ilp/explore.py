@@ -10,13 +10,15 @@
     kick    one node with many neighbours takes another state, held there while sweeps adapt the rest; kept when the priced cost
             falls
 
-Whenever a choice is made to fit the limit (repair and one-node moves, compiled in kernels.py), it is a candidate.
+Whenever a choice is made to fit the limit (repair and one-node moves, compiled in kernels.py), it is a candidate. Between runs, (7)
+without noise leads on to the prices of the next bound.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -26,7 +28,7 @@ from .kernels import anneal, cost_of, fields, flatten, profile, profile_tree, re
 from .plans import Plan, make_plan, sweep
 from .problem import Problem
 from .record import LARGE, Clock, Record
-from .shift import Shift
+from .shift import Messages, Shift
 
 SWEEP_JOINT = (20_000, 4_000)  # entries of a joint table for sweeps, on small and on large problems
 FIRST_RUN, LONGEST_RUN = 400, 3000  # turns
@@ -38,6 +40,7 @@ RATE = (1.0, 0.05)  # a in (7), first and last while agreeing
 GAIN = (3.0, 30.0)  # g in (7), likewise
 KICK_RATE = 0.05
 AGREEING = 0.5  # share of a run
+LAST_ROUNDS = 30  # of shifting at the prices of a bound
 SETTLE, SETTLERS = 25, 4  # turns after which a choice is settled, and by how many sweeps
 
 
@@ -48,7 +51,7 @@ class Explorer:
         prices: cost per byte at every step, after the last run; None before.
     """
 
-    def __init__(self, problem: Problem, cap: int):
+    def __init__(self, problem: Problem, cap: int, messages: Messages | None = None):
         self.problem = problem
         self.net = flatten(problem)
         self.cap = cap
@@ -56,9 +59,7 @@ class Explorer:
         self.rng = np.random.default_rng(0)
         self.prices: np.ndarray | None = None
         self.least = sum(float(c.min()) for c in problem.costs) + sum(float(e.cost.min()) for e in problem.edges)
-        self.shift = Shift(problem, compiled=True)
-        states = [np.arange(a, b) for a, b in pairwise(self.net.start)]
-        self.receiver = np.concatenate([states[i] for e in problem.edges for i in (e.i, e.j)] or [np.zeros(0, dtype=np.int64)])
+        self.shift = Shift(problem, compiled=True, messages=messages)
 
     def plan(self, number: int) -> Plan:
         """Plans made as they are asked for, each holding other nodes."""
@@ -72,7 +73,7 @@ class Explorer:
         """One more round of shifting with these node costs (of all states in a row), and every node's cheapest state then."""
         bounds = list(pairwise(self.net.start))
         self.shift.rounds([costs[a:b] for a, b in bounds], 1)
-        gained = costs + np.bincount(self.receiver, self.shift.messages, len(costs))
+        gained = self.shift.gained(costs)
         return np.array([gained[a:b].argmin() for a, b in bounds], dtype=np.int64)
 
     def settle(self, states: np.ndarray, prices: np.ndarray) -> np.ndarray:
@@ -153,6 +154,15 @@ class Explorer:
         yield from self._fitting(states, stake, turn)
         self.prices = prices
 
+    def ascend(self, prices: np.ndarray, rounds: int) -> np.ndarray:
+        """Prices near these at which costs, shifted on, bound more: (7) without noise."""
+        for n in range(rounds):
+            states = self.agree(self.net.unary + toll(self.net, prices))
+            prices = self._follow(prices, states, RATE[0] * (RATE[1] / RATE[0]) ** (n / rounds), GAIN[0])
+        costs = self.net.unary + toll(self.net, prices)
+        self.shift.rounds(np.split(costs, self.net.start[1:-1]), LAST_ROUNDS)
+        return prices
+
     def _follow(self, prices: np.ndarray, states: np.ndarray, rate: float, gain: float) -> np.ndarray:
         """(7); prices never become 0, or they could not rise again."""
         if not len(prices):
@@ -195,7 +205,7 @@ class Runs:
         record, clock, number = self.record, self.clock, self.number
         large = sum(map(len, region.problem.costs)) > LARGE
         if self.explorer is None or self.explorer.problem is not region.problem:
-            self.explorer = Explorer(region.problem, SWEEP_JOINT[large])
+            self.explorer = Explorer(region.problem, SWEEP_JOINT[large], region.messages)
         sweeps = FIRST_RUN << number if large else min(int(FIRST_RUN * 1.4**number), LONGEST_RUN)
         n_plans = min(MOST_PLANS, 4 << number)
         self.explorer.plan(n_plans - 1)
@@ -213,3 +223,10 @@ class Runs:
             record.offer(found, region.problem.objective(found) + region.offset, region.back)
         self.seconds = time.monotonic() - start
         self.number += 1
+
+    def priced(self, region: Region) -> Region:
+        """The same answers, to be bounded at prices near those of the last bound, or of the last run."""
+        explorer, rounds = self.explorer, int(AGREEING * FIRST_RUN) << self.number
+        assert explorer is not None and explorer.prices is not None
+        prices = explorer.ascend(explorer.prices if region.prices is None else region.prices, rounds)
+        return replace(region, prices=prices, messages=explorer.shift.told())

@@ -7,6 +7,7 @@ from .problem import Problem, extremes
 from .shift import Messages, Shift
 
 SMALL, EXACT = 2_000, 2e6  # states up to which, and entries of all joint tables up to which no joint is split
+ROOM = 4e7  # entries of all joint tables, at most: a bound keeps what some ten sweeps send between these, up to a gigabyte
 CALL = 2_500.0  # table entries that the overhead of an array operation is worth
 
 
@@ -49,9 +50,11 @@ class Relaxation:
 
 
 def _elimination(problem: Problem, cap: int) -> Elimination:
-    """Without split joints where that is little work; else with joints of at most `cap` entries."""
+    """Without split joints where that is little work; else with joints of at most `cap` entries, fewer if all take too much room."""
     if sum(map(len, problem.costs)) <= SMALL:
         whole = Elimination(problem, int(EXACT))
         if whole.exact and whole.size <= EXACT:
             return whole
-    return Elimination(problem, cap)
+    while (split := Elimination(problem, cap)).size > ROOM and cap > 1:
+        cap //= 4
+    return split

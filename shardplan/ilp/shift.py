@@ -5,9 +5,11 @@ Every edge sends each of its nodes a message m, which the node gains and the edg
     c_i'[s] = c_i[s] + sum_e m_ei[s]         e_ij'[s, t] = e_ij[s, t] - m_ei[s] - m_ej[t]                        (6)
 
 and the sum of all least entries of c' and e' is a lower bound of (1). Nodes take turns, forwards and backwards: each takes from
-its edges what they can give, keeps its share and hands on the rest (sequential tree-reweighted message passing: Kolmogorov,
-IEEE TPAMI 28(10), 2006). That climbs to, or near, the bound of the linear program over nodes and edges. Elimination with split
-joints (eliminate.py) loses little on shifted costs.
+its edges what they can give, and tells every edge to a later (or, backwards, an earlier) node its share of that (sequential
+tree-reweighted message passing: Kolmogorov, IEEE TPAMI 28(10), 2006). That climbs to, or near, the bound of the linear program over
+nodes and edges. The shares are told, not yet given: in the end each node hands them to its edges to earlier nodes, where all columns
+of a table then have the same least entry, and the least entries add up to the bound of the method. Elimination with split joints
+(eliminate.py) can only raise that, however it splits them.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ class Shift:
 
     Attributes:
         at_i, at_j: m_ei and m_ej, per edge.
+        messages: all of them in a row.
+        receiver: which of all nodes' states gains each of these numbers.
+        earlier: whether the message's edge leads its receiver to an earlier node.
         entries: table entries that a round visits.
     """
 
@@ -60,6 +65,11 @@ class Shift:
         ]
         later = [sum(ahead for *_, ahead in row) for row in links]
         self.share = np.array([1.0 / max(n, len(row) - n, 1) for n, row in zip(later, links, strict=True)])
+        self.start = np.cumsum([0, *map(len, problem.costs)])
+        pairs = np.array([(e.i, e.j) for e in problem.edges], dtype=np.int64).reshape(-1, 2)
+        lengths = np.diff(self.ends)
+        self.receiver = np.repeat(self.start[pairs.ravel()] - self.ends[:-1], lengths) + np.arange(self.ends[-1])
+        self.earlier = np.repeat((pairs > pairs[:, ::-1]).ravel(), lengths)
         compiled = len(problem.edges) >= COMPILED if compiled is None else compiled
         self.compiled = self._compile() if compiled else None
 
@@ -107,16 +117,20 @@ class Shift:
         tables = np.concatenate(pool) if pool else np.zeros(0)
         return lambda costs, n: shift_rounds(costs, start, first, links, tables, self.share, self.messages, n)
 
+    def gained(self, costs: np.ndarray) -> np.ndarray:
+        """Costs of all nodes' states in a row, and what the messages add to them."""
+        return costs + np.bincount(self.receiver, self.messages, len(costs))
+
     def shifted(self, costs, unit: float) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
-        """c' of (6), and the messages that the tables lose, both rounded to multiples of `unit`."""
-        costs, shifts = list(costs), []
-        messages = np.rint(self.messages / unit) * unit
-        for number, e in enumerate(self.problem.edges):
-            a, b, c = self.ends[2 * number : 2 * number + 3]
-            m_i, m_j = messages[a:b], messages[b:c]
-            costs[e.i], costs[e.j] = costs[e.i] + m_i, costs[e.j] + m_j
-            shifts.append((m_i, m_j))
-        return costs, shifts
+        """c' of (6) and the messages that the tables lose, after the last pass backwards; both rounded to multiples of `unit`."""
+        flat = np.concatenate([*costs, np.zeros(0)])
+        gained = self.gained(flat)
+        over = gained - np.repeat(np.minimum.reduceat(gained, self.start[:-1]), np.diff(self.start))
+        told = (over * np.repeat(self.share, np.diff(self.start)))[self.receiver]
+        messages = np.rint(np.where(self.earlier, self.messages - told, self.messages) / unit) * unit
+        flat = flat + np.bincount(self.receiver, messages, len(flat))
+        parts = [messages[a:b] for a, b in pairwise(self.ends)]
+        return [flat[a:b] for a, b in pairwise(self.start)], list(zip(parts[0::2], parts[1::2], strict=True))
 
     def told(self) -> Messages:
         """The messages as they are now."""

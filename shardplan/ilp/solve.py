@@ -125,22 +125,22 @@ class Chain:
         return self.record.done
 
     def explore(self, runs: Runs) -> bool:
-        """Runs on a large problem, and a bound between them, until it is no longer large; True when that ends in a proof."""
+        """Runs on a large problem, and a bound after each, until it is no longer large; True when that ends in a proof."""
         self.tree.tries = 0  # the runs are better at that
-        runs.run(self.region)
-        while not self.clock.over():
+        while not self.clock.over() and sum(map(len, self.region.problem.costs)) > LARGE:
             runs.run(self.region)
             if runs.last:
                 continue
-            result = self.tree.bound(self.region, self.record.worth - self.region.offset, JOINT, CHANGES, LARGE_SHARE)
+            result = self.tree.bound(runs.priced(self.region), self.record.worth - self.region.offset, JOINT, 0, LARGE_SHARE)
             self.record.prove(result.value + self.region.offset)
+            self.region = self.region.after(result)
             kept = result.kept(self.record.worth - self.region.offset)
-            if sum(int(mask.sum()) for mask in kept) < AGAIN * sum(map(len, kept)):  # a new problem costs the runs their plans
+            if sum(int(mask.sum()) for mask in kept) < ALIKE * sum(map(len, kept)):  # a new problem costs the runs their plans
                 part = self.region.part(kept, result)
                 if part is None:
                     return True
                 self.region = part
-        return False
+        return self.narrow() or self.close()
 
     def narrow(self) -> bool:
         """Bounds the region and drops what costs more than the best answer, while that helps; True when that ends in a proof."""
