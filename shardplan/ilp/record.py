@@ -53,10 +53,13 @@ class Clock:
 
 
 class Record:
-    """The best answer and bound so far; answers are kept as states of the problem they were found in, with the way back."""
+    """The best answer and bound so far; answers are kept as states of the problem they were found in, with the way back.
 
-    def __init__(self, problem: Problem, progress: Progress | None):
-        self.problem, self.progress = problem, progress
+    `most` is what an answer may cost to be of use at all.
+    """
+
+    def __init__(self, problem: Problem, progress: Progress | None, most: float = np.inf):
+        self.problem, self.progress, self.most = problem, progress, most
         self.objective, self.bound = np.inf, -np.inf
         self.answer: tuple[tuple[int, ...], Back] = (), tuple
         arrays = (*problem.costs, *(e.cost for e in problem.edges), *(u.bytes for u in problem.usages))
@@ -98,4 +101,4 @@ class Record:
     @property
     def worth(self) -> float:
         """What a better answer may cost at most; where costs are not whole, an answer must be better by more than rounding."""
-        return self.objective - (1.0 if self.whole else ROUNDING * abs(self.objective))
+        return min(self.most, self.objective - (1.0 if self.whole else ROUNDING * abs(self.objective)))

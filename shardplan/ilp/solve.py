@@ -21,7 +21,6 @@ from .bound import Bound
 from .branch import Region, Tree
 from .least import least_memory
 from .local import Moves, fit
-from .memory import Memory
 from .problem import Problem, Solution
 from .record import LARGE, Clock, Progress, Record
 from .shrink import Shrunk, shrink
@@ -109,19 +108,19 @@ class Chain:
 
         Where prices on bytes raise the bound the limit costs something, and the optimum without it is no help.
         """
-        problem = self.region.problem
-        if problem.limit is None or self.bounded().best.prices.any():
+        region, result = self.region, self.bounded()
+        if region.problem.limit is None or result.best.prices.any():
             return False
-        free = replace(problem, usages=(), limit=None)
-        small, clock, record = shrink(free), self.clock.part(EASE_SHARE), Record(free, None)
-        proven = not small.feasible or Chain(Region(small.problem, small.invert, small.offset), record, clock).run()
+        free = replace(region.problem, usages=(), limit=None)
+        part = replace(region, problem=free, back=tuple, offset=0.0, bound=-np.inf).part(result.kept(self.wanted()), result)
+        clock, record = self.clock.part(EASE_SHARE), Record(free, None, self.wanted())
+        if part is None or Chain(part, record, clock).run():
+            record.prove(np.inf)
         self.clock.spend(clock.spent)
-        if not record.found:
-            return proven
-        self.record.prove((record.objective if proven else record.bound) + self.region.offset)
-        states = fit(Moves(problem, Memory(problem)), record.states)
+        self.record.prove(record.bound + region.offset)
+        states = fit(Moves(region.problem, result.memory), record.states) if record.found else None
         if states is not None:
-            self.record.offer(states, problem.objective(states) + self.region.offset, self.region.back)
+            self.record.offer(states, region.problem.objective(states) + region.offset, region.back)
         return self.record.done
 
     def explore(self, runs: Runs) -> bool:
@@ -131,10 +130,10 @@ class Chain:
             runs.run(self.region)
             if runs.last:
                 continue
-            result = self.tree.bound(runs.priced(self.region), self.record.worth - self.region.offset, JOINT, 0, LARGE_SHARE)
+            result = self.tree.bound(runs.priced(self.region), self.wanted(), JOINT, 0, LARGE_SHARE)
             self.record.prove(result.value + self.region.offset)
             self.region = self.region.after(result)
-            kept = result.kept(self.record.worth - self.region.offset)
+            kept = result.kept(self.wanted())
             if sum(int(mask.sum()) for mask in kept) < ALIKE * sum(map(len, kept)):  # a new problem costs the runs their plans
                 part = self.region.part(kept, result)
                 if part is None:
@@ -160,9 +159,13 @@ class Chain:
             self.region, self.result = part, None
         return False
 
+    def wanted(self) -> float:
+        """What better answers cost at most, by the region's problem."""
+        return self.record.worth - self.region.offset
+
     def share(self) -> float:
         """The part of the region's states that answers better than the record's may take."""
-        kept = self.bounded().kept(self.record.worth - self.region.offset)
+        kept = self.bounded().kept(self.wanted())
         return sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept)))
 
     def focus(self, region: Region, result: Bound) -> None:
@@ -193,7 +196,7 @@ class Chain:
     def way(self) -> float:
         """How far the best answer is above the bound of the region."""
         value = self.bounded().value + self.region.offset
-        return self.record.worth - value if self.record.found else UNKNOWN_GAP * abs(value) + 1.0
+        return self.record.worth - value if np.isfinite(self.record.worth) else UNKNOWN_GAP * abs(value) + 1.0
 
     def close(self) -> bool:
         """Branches below goals, each twice as far from the bound, up to the best answer; True when that is a proof."""
