@@ -17,6 +17,7 @@ import shardplan
 from shardplan.ilp import Edge, Problem, Usage, branch, cpsat, relax, shift, solve
 from shardplan.ilp.bound import bound
 from shardplan.ilp.branch import Region, Tree
+from shardplan.ilp.eliminate import Elimination
 from shardplan.ilp.local import Moves, fit
 from shardplan.ilp.memory import Memory
 from shardplan.ilp.record import Clock, Record
@@ -61,6 +62,39 @@ def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem):
         assert moved.objective(states) == problem.objective(states)
     least = sum(c.min() for c in moved.costs) + sum(e.cost.min() for e in moved.edges)
     assert least <= min(problem.objective(states) for states in choices(problem))
+
+
+@pytest.mark.parametrize("tight", [None, 0.8])
+def test_every_round_of_shifting_bounds_more_and_so_does_any_elimination(tight):
+    """What each node is said to keep is handed over, so the least entries add up to a bound that only rises."""
+    problem, before = grid(7, 5, tight=tight), -np.inf
+    shifting = shift.Shift(problem)
+    for _ in range(6):
+        shifting.rounds(problem.costs, 1)
+        moved = shifted(problem, shifting)
+        least = sum(c.min() for c in moved.costs) + sum(e.cost.min() for e in moved.edges)
+        assert least >= before - 1e-3
+        assert all(Elimination(problem, cap).run(*shifting.shifted(problem.costs, 2.0**-20)).value >= least for cap in (1, 30, 200))
+        before = least
+
+
+@pytest.mark.parametrize("room", [5e3, 2e4, 1e5])
+def test_all_joint_tables_together_stay_within_their_room(room, monkeypatch):
+    """Memory that a bound takes does not grow with the joints it is allowed, nor with the largest edge."""
+    monkeypatch.setattr(relax, "SMALL", 0)
+    monkeypatch.setattr(relax, "ROOM", room)
+    problem = grid(8, 6)
+    assert Elimination(problem, 1 << 16).size > room >= relax.Relaxation(problem, 1 << 16).elimination.size
+    assert bound(problem, np.inf, 1 << 16, 0).value <= sum(e.cost.max() for e in problem.edges) + sum(c.max() for c in problem.costs)
+
+
+def test_prices_are_told_apart_however_large_some_costs_are():
+    """Bytes are counted in grains where that lets prices be finer than the unit in which sums of costs are exact."""
+    problem = grid(6, 4, tight=0.6)
+    problem = replace(problem, usages=tuple(replace(u, bytes=2.0**20 * u.bytes) for u in problem.usages), limit=2.0**20 * problem.limit)
+    dear = replace(problem, costs=(*problem.costs, np.array([0.0, 2.0**42])))
+    plain, same = (bound(p, np.inf, 1 << 16, 30).value for p in (problem, dear))
+    assert bound(replace(problem, usages=(), limit=None), np.inf, 1 << 16, 0).value < 0.95 * plain < same <= solve(problem).objective
 
 
 def test_shifting_makes_small_joints_bound_well(monkeypatch):

@@ -6,7 +6,8 @@ from test_ilp import brute_force, chain
 
 pytest.importorskip("numba")
 
-from shardplan.ilp import kernels
+from shardplan.ilp import kernels, solve
+from shardplan.ilp.bound import bound
 from shardplan.ilp.eliminate import Elimination
 from shardplan.ilp.explore import Explorer
 from shardplan.ilp.plans import make_plan, sweep
@@ -64,6 +65,15 @@ def test_what_is_made_to_fit_fits(problem, some):
     fitted = [explorer.fit(states, 1e4) for states in some]
     assert any(states is not None for states in fitted)
     assert all(problem.peak(states) <= problem.limit for states in fitted if states is not None)
+
+
+def test_prices_that_follow_the_memory_bound_nearly_as_well_as_any():
+    problem = chain(40, 5, seed=3, limit=850.0)
+    explorer = Explorer(problem, 64)
+    list(explorer.run(0, 4, lambda turn: turn / 20))
+    prices, best = explorer.ascend(explorer.prices, 300), solve(problem).objective
+    high, free = (bound(problem, np.inf, 1, 0, p, explorer.shift.told()).value for p in (prices, np.zeros(len(prices))))
+    assert free < high <= best and high - free > 0.8 * (best - free)
 
 
 def test_runs_find_the_optimum_of_a_small_problem_and_repeat_themselves():

@@ -52,7 +52,7 @@ class Bound:
     def through(self) -> list[np.ndarray]:
         """Left side of (5) for every state of every node, the greatest over the prices met: heavy states show at high prices."""
         last = {quote.prices.tobytes(): quote for quote in self.quotes}  # at the same prices, the one shifted longest
-        rows = [quote.through(self.memory) for quote in last.values()]
+        rows = [quote.through() for quote in last.values()]
         return [np.maximum.reduce(row) for row in zip(*rows, strict=True)]
 
     def kept(self, worth: float) -> list[np.ndarray]:

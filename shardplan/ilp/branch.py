@@ -34,7 +34,7 @@ KEPT = 0.8  # share of states up to which a region is bounded again before it is
 TRIES = 3  # priced choices of a bound that are made to fit
 CORE = 4_000  # variables up to which CP-SAT takes over
 CORE_WORK = 0.3
-HARD, HARD_WORK = 8_000, 3.0  # the same, where elimination is exact: only the limit makes it hard, and splitting proves little
+HARD, HARD_WORK = 8_000, 1.0  # the same, where elimination is exact: only the limit makes it hard, and splitting proves little
 CORE_AGAIN = 0.6  # as many variables, after a failure, up to which CP-SAT tries again
 CALLS = 2e5  # table entries that shrinking and preparing a node are worth
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .memory import Memory
-from .problem import Problem, extremes
+from .problem import Problem
 
 REFUSED = 50  # moves that would only shift a broken step elsewhere, before giving up
 
@@ -31,8 +31,7 @@ class Moves:
         self.problem, self.memory = problem, memory
         self.start = memory.start
         self.owner = np.repeat(np.arange(len(problem.costs)), np.diff(self.start))
-        ranges = map(extremes, [*problem.costs, *(e.cost for e in problem.edges)])
-        self.forbidden = 2.0 ** np.ceil(np.log2(4 * max(sum(high - low for low, high in ranges), 1.0)))
+        self.forbidden = 2.0 ** np.ceil(np.log2(4 * max(sum(high - low for low, high in problem.ranges), 1.0)))
         tables = {id(e.cost): e.cost for e in problem.edges}
         bounded = {key: t if t.max(initial=0.0) <= self.forbidden else np.minimum(t, self.forbidden) for key, t in tables.items()}
         self.near: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]  # (j, table with i's states as rows)

@@ -65,11 +65,12 @@ class Memory:
     def fits(self, states: Sequence[int] | np.ndarray) -> bool:
         return self.peak(states) <= self.limit
 
-    def toll(self, prices: np.ndarray) -> list[np.ndarray]:
-        """What the prices [T] add to every node's costs, [k_i] each."""
+    def toll(self, prices: np.ndarray, grain: float = 1.0) -> list[np.ndarray]:
+        """What the prices [T] add to every node's costs, [k_i] each; bytes are rounded down to multiples of `grain`."""
         paid = np.concatenate([[0.0], np.cumsum(prices)])
         per_byte = paid[self.hi] - paid[self.lo]
-        flat = np.bincount(self._state_of, self.bytes * per_byte[self._usage_of], self.start[-1])
+        held = self.bytes if grain == 1.0 else self.bytes // grain * grain
+        flat = np.bincount(self._state_of, held * per_byte[self._usage_of], self.start[-1])
         return [flat[a:b] for a, b in pairwise(self.start)]
 
     def peaks(self, profile: np.ndarray, above: float) -> np.ndarray:

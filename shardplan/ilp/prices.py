@@ -7,8 +7,9 @@ L(p) is concave and piecewise linear. The relaxed states s behind a value of it 
 The next prices maximise the least of the planes within a box around the best prices so far (the box grows while it pays, and
 shrinks when it does not). Only steps that some choice has broken are priced: the others have price 0.
 
-Prices are rounded to multiples of a power of two so small that nothing is lost, and so large that sums of whole costs and
-bytes times prices stay exact in float64: the bound is not off by a rounding error.
+Sums of whole costs and of bytes times prices are multiples of a unit, a power of two so large that float64 adds them exactly: the
+bound is not off by a rounding error. Prices that are small beside the unit are rounded to parts of it, and bytes down to grains of as
+many bytes, which only lowers the bound. What is rounded are sums of prices, so that many small ones count.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .relax import Relaxation
 
 ROUNDS = (4, 2)  # of shifting, at the first prices and after a change of prices
 ENOUGH = 0.02  # of the way from bound to answer: a rise of the bound that is not worth another round
-PRECISION = 46  # bits of a sum of all entries: 7 less than float64 has
+PRECISION = 50  # bits of a sum of all entries: 3 less than float64 has, for costs are shifted
+FINE = 12  # bits of the highest price at most; fewer where bytes would have fewer bits than it
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Quote:
         sweep: the elimination behind it.
         relaxed: the states behind `value`; where joints are split they need not go together.
         over: bytes that `relaxed` holds above the limit, [T]: the slope of the plane.
+        paid: sum_t p_t limit, which the sweep's costs are above `value`.
     """
 
     prices: np.ndarray
@@ -45,15 +48,15 @@ class Quote:
     sweep: Pass
     relaxed: np.ndarray
     over: np.ndarray
+    paid: float
 
     def plane(self, prices: np.ndarray) -> float:
         """The plane's value at other prices. (No `@`: its rounding depends on the machine.)"""
         return self.value + float(((prices - self.prices) * self.over).sum())
 
-    def through(self, memory: Memory) -> list[np.ndarray]:
+    def through(self) -> list[np.ndarray]:
         """For every state of every node a lower bound of the priced cost of a choice through it, [k_i] each."""
-        worth = float(self.prices.sum() * memory.limit) if self.prices.any() else 0.0
-        return [marginal - worth for marginal in self.sweep.marginals()]
+        return [marginal - self.paid for marginal in self.sweep.marginals()]
 
 
 def quote(relaxation: Relaxation, memory: Memory, prices: np.ndarray, rounds: int, costs=None) -> Quote:
@@ -63,12 +66,14 @@ def quote(relaxation: Relaxation, memory: Memory, prices: np.ndarray, rounds: in
         costs: node costs, the problem's own by default.
     """
     unit = 2.0 ** min(0.0, np.ceil(np.log2(relaxation.total + prices.sum() * memory.most)) - PRECISION)
-    prices = np.round(prices / unit) * unit
-    worth = float(prices.sum() * memory.limit) if prices.any() else 0.0
+    highest = float(prices.max(initial=0.0))
+    grain = 2.0 ** max(0, int(min(np.log2(unit / highest) + FINE, np.log2(unit / highest * memory.most) / 2))) if highest else 1.0
+    prices = np.diff(np.rint(np.cumsum(prices) * (grain / unit)), prepend=0.0) * (unit / grain)
+    paid = float(prices.sum() * (memory.limit // grain * grain)) if prices.any() else 0.0
     costs = relaxation.problem.costs if costs is None else costs
-    sweep = relaxation.run([c + toll for c, toll in zip(costs, memory.toll(prices), strict=True)], rounds, unit)
+    sweep = relaxation.run([c + toll for c, toll in zip(costs, memory.toll(prices, grain), strict=True)], rounds, unit)
     relaxed = sweep.relaxed() if np.isfinite(sweep.value) else np.zeros(len(costs), dtype=np.int64)
-    return Quote(prices, sweep.value - worth, sweep, relaxed, memory.profile(relaxed) - memory.limit)
+    return Quote(prices, sweep.value - paid, sweep, relaxed, memory.profile(relaxed) - memory.limit, paid)
 
 
 def bargain(

@@ -10,6 +10,7 @@ same on every machine; `inf` forbids a state or a pair. A node may have several 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -69,6 +70,11 @@ class Problem:
     limit: float | None = None
     names: tuple[str, ...] = ()
     ties: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def ranges(self) -> list[tuple[float, float]]:
+        """The least and the largest finite cost of every node and of every edge."""
+        return [extremes(entries) for entries in (*self.costs, *(e.cost for e in self.edges))]
 
     def objective(self, states) -> float:
         """(1) of a full choice of states; inf when it takes a forbidden entry."""

@@ -15,7 +15,7 @@ Back = Callable[[tuple[int, ...]], tuple[int, ...]]  # states of a smaller probl
 WORK = 20.0  # default work limit
 UNIT = 4e8  # table entries per unit of work: about a second
 LARGE = 20_000  # states from which a problem counts as large
-ROUNDING = 1e-9  # relative, where costs or bytes are not whole numbers
+ROUNDING = 1e-9  # relative, where bytes are not whole numbers
 
 
 class Clock:
@@ -62,8 +62,7 @@ class Record:
         self.problem, self.progress, self.most = problem, progress, most
         self.objective, self.bound = np.inf, -np.inf
         self.answer: tuple[tuple[int, ...], Back] = (), tuple
-        arrays = (*problem.costs, *(e.cost for e in problem.edges), *(u.bytes for u in problem.usages))
-        self.whole = all((a == np.floor(a)).all() for a in {id(a): a for a in arrays}.values())
+        self.whole = all((u.bytes == np.floor(u.bytes)).all() for u in problem.usages)  # costs are
 
     def offer(self, states: tuple[int, ...], objective: float, back: Back = tuple) -> bool:
         """Takes states that fit, if they are better."""
@@ -100,5 +99,5 @@ class Record:
 
     @property
     def worth(self) -> float:
-        """What a better answer may cost at most; where costs are not whole, an answer must be better by more than rounding."""
+        """What a better answer may cost at most; where bytes are not whole, an answer must be better by more than rounding."""
         return min(self.most, self.objective - (1.0 if self.whole else ROUNDING * abs(self.objective)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .eliminate import Elimination, Pass
-from .problem import Problem, extremes
+from .problem import Problem
 from .shift import Messages, Shift
 
 SMALL, EXACT = 2_000, 2e6  # states up to which, and entries of all joint tables up to which no joint is split
@@ -26,8 +26,7 @@ class Relaxation:
         self.elimination, self.warm = _elimination(problem, cap), bool(messages)
         self.exact = self.elimination.exact
         self.shift = None if self.exact else Shift(problem, messages=messages)
-        ranges = map(extremes, [*problem.costs, *(e.cost for e in problem.edges)])
-        self.total = sum(max(-low, high) for low, high in ranges) + 1.0
+        self.total = sum(max(-low, high) for low, high in problem.ranges) + 1.0
         self.work = 0.0
 
     def run(self, costs, rounds: int, unit: float) -> Pass:

@@ -132,14 +132,15 @@ class Chain:
                 continue
             result = self.tree.bound(runs.priced(self.region), self.wanted(), JOINT, 0, LARGE_SHARE)
             self.record.prove(result.value + self.region.offset)
-            self.region = self.region.after(result)
+            if result.value + self.region.offset > self.region.bound:
+                self.region = self.region.after(result)
             kept = result.kept(self.wanted())
             if sum(int(mask.sum()) for mask in kept) < ALIKE * sum(map(len, kept)):  # a new problem costs the runs their plans
                 part = self.region.part(kept, result)
                 if part is None:
                     return True
                 self.region = part
-        return self.narrow() or self.close()
+        return not self.clock.over() and (self.narrow() or self.close())
 
     def narrow(self) -> bool:
         """Bounds the region and drops what costs more than the best answer, while that helps; True when that ends in a proof."""
