@@ -29,7 +29,7 @@ from .shrink import shrink
 
 JOINT = 1 << 16  # entries of a joint table at first, where no edge has more
 WIDER = 16  # how often as many, where that helps little
-CHANGES = (12, 6)  # of prices, at the first bound of a search and at later ones
+CHANGES = 6  # of prices in a bound
 KEPT = 0.8  # share of states up to which a region is bounded again before it is split
 TRIES = 3  # priced choices of a bound that are made to fit
 CORE = 4_000  # variables up to which CP-SAT takes over
@@ -128,7 +128,7 @@ class Tree:
         if left is None:
             return []
         region = left
-        result = self.bound(region, worth(), region.joint, CHANGES[1])
+        result = self.bound(region, worth(), region.joint, CHANGES)
         if result.value > worth():
             return []
         region, kept = region.after(result), result.kept(worth())

@@ -67,7 +67,8 @@ def quote(relaxation: Relaxation, memory: Memory, prices: np.ndarray, rounds: in
     """
     unit = 2.0 ** min(0.0, np.ceil(np.log2(relaxation.total + prices.sum() * memory.most)) - PRECISION)
     highest = float(prices.max(initial=0.0))
-    grain = 2.0 ** max(0, int(min(np.log2(unit / highest) + FINE, np.log2(unit / highest * memory.most) / 2))) if highest else 1.0
+    coarse = np.log2(unit / highest) if highest else -np.inf
+    grain = 2.0 ** max(0.0, np.floor(min(coarse + FINE, (coarse + np.log2(max(1.0, memory.most))) / 2)))
     prices = np.diff(np.rint(np.cumsum(prices) * (grain / unit)), prepend=0.0) * (unit / grain)
     paid = float(prices.sum() * (memory.limit // grain * grain)) if prices.any() else 0.0
     costs = relaxation.problem.costs if costs is None else costs

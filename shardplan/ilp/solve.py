@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .bound import Bound
-from .branch import Region, Tree
+from .branch import CHANGES, Region, Tree
 from .least import least_memory
 from .local import Moves, fit
 from .problem import Problem, Solution
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .explore import Runs
 
 JOINT = 1 << 14  # entries of a joint table, where no edge has more
-CHANGES = 6  # of prices in a bound
 FOCUS = 0.5  # share of the states among which an answer is looked for
 ALIKE, AGAIN = 0.8, 0.6  # share of states that are left from which, up to which another bound of the whole does not pay, does
 GOAL_SHARE = 0.35  # of what may still be spent, for each goal but the last
