@@ -67,11 +67,12 @@ def _looked_through(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
 
 def _seen_by(graph: Graph, rules: Sequence[Rule], v: int) -> Iterator[int]:
     """The ops that read a value, itself or through views and copies, and those."""
-    for at, _ in graph.values[v].consumers:
-        yield at
-        if _looked_through(graph, rules, at):
-            for made in graph.ops[at].outputs:
-                yield from _seen_by(graph, rules, made)
+    values = [v]
+    for seen in values:
+        for at, _ in graph.values[seen].consumers:
+            yield at
+            if _looked_through(graph, rules, at):
+                values += graph.ops[at].outputs
 
 
 def _cheaper_kept(graph: Graph, rules: tuple[Rule, ...], written: Sequence[bool], sums: Sequence[bool]) -> set[int]:
