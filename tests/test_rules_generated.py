@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import shardplan
 from shardplan.strategies.rule import RULES
 from shardplan.testing import check_rule
 
@@ -74,6 +75,20 @@ def test_what_was_found_wrong_when_split_is_whole(fn, types):
     args = [values[t] if t in values else jnp.arange(8).astype(t) for t in types]
     proofs = [p for p in check_rule(fn, *args) if p.primitive not in ("slice", "convert_element_type")]
     assert proofs == []
+
+
+def test_a_split_that_xla_computes_wrongly_is_undone_before():
+    """Elements spread apart along a dim that takes another place: plain jit on sharded input is wrong, a planned call is right."""
+    dims = lax.ConvDimensionNumbers((1, 2, 0), (2, 0, 1), (0, 2, 1))
+
+    def spread(x, w):
+        return lax.conv_general_dilated(x, w, (1,), ((0, 2),), lhs_dilation=(2,), dimension_numbers=dims)
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x, w = jnp.arange(1.0, 17.0).reshape(8, 1, 2), jnp.arange(1.0, 5.0).reshape(2, 1, 2)
+    right, split = spread(x, w), jax.NamedSharding(mesh, P("x"))
+    assert not np.array_equal(jax.jit(spread, in_shardings=(split, None))(x, w), right)
+    assert np.array_equal(shardplan.auto(mesh, pins={"x": P("x")})(spread)(x, w), right)
 
 
 @pytest.mark.parametrize("largest", [jnp.max, lambda x: lax.reduce_min(x, (0,))])

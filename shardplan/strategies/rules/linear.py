@@ -129,7 +129,8 @@ def _(
         met.append(touched(x.shape[lhs[2 + i]], taps, made, stride, low, dilation, spread))
         if taps == stride == dilation == 1 and low == high == 0:
             names.append((h, "", h))
-        elif grouped or (dilation > 1 and low < 0):  # XLA gathers these, and aborts on those
+        elif grouped or (dilation > 1 and (low < 0 or lhs[2 + i] != res[2 + i])):
+            # XLA gathers the first, aborts on the second, and computes the third wrongly: a spread dim that takes another place.
             names.append((h, f"w{i}", f"y{i}"))
             whole += names[-1]
         elif taps >= 8 * made:  # below, XLA gathers
