@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generated import CASES, FAMILIES
+from generated import CASES, FAMILIES, Case
 from hypothesis import HealthCheck, Phase
 from jax import lax
 from jax.sharding import AxisType
@@ -89,6 +89,20 @@ def test_a_split_that_xla_computes_wrongly_is_undone_before():
     right, split = spread(x, w), jax.NamedSharding(mesh, P("x"))
     assert not np.array_equal(jax.jit(spread, in_shardings=(split, None))(x, w), right)
     assert np.array_equal(shardplan.auto(mesh, pins={"x": P("x")})(spread)(x, w), right)
+
+
+def test_grouped_convolutions_of_small_integers_compile():
+    """XLA's partitioner pads int32 with int8 where windows slide over a split dim of groups."""
+    dims = lax.ConvDimensionNumbers((3, 0, 1, 2), (1, 0, 3, 2), (0, 3, 2, 1))
+    x, w = (np.arange(np.prod(n)).reshape(n).astype(np.int8) for n in ((1, 8, 8, 4), (1, 16, 1, 1)))
+
+    def grouped(x, w):
+        kinds = {"dimension_numbers": dims, "batch_group_count": 4, "preferred_element_type": np.int32}
+        return lax.conv_general_dilated(x, w, (1, 1), ((2, 0), (1, 3)), lhs_dilation=(1, 2), **kinds)
+
+    case = Case("conv_general_dilated", grouped, (x, w))
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    assert rules_fuzz.planned(case, mesh)[0] == "split"
 
 
 @pytest.mark.parametrize("largest", [jnp.max, lambda x: lax.reduce_min(x, (0,))])

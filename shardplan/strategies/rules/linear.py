@@ -121,7 +121,8 @@ def _(
 ):
     lhs, rhs, res = dimension_numbers
     names, halo, reduce, whole, met = [], {}, {"c": "sum"}, [], []
-    grouped = max(feature_group_count, batch_group_count) > 1 and w.shape[rhs[1]] > 1
+    mixed = str(x.dtype) != str(out[0].dtype)
+    grouped = max(feature_group_count, batch_group_count) > 1 and (w.shape[rhs[1]] > 1 or mixed)
     for i, (r, o, stride, (low, high), dilation, spread) in enumerate(
         zip(rhs[2:], res[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
     ):
@@ -130,7 +131,8 @@ def _(
         if taps == stride == dilation == 1 and low == high == 0:
             names.append((h, "", h))
         elif grouped or (dilation > 1 and (low < 0 or lhs[2 + i] != res[2 + i])):
-            # XLA gathers the first, aborts on the second, and computes the third wrongly: a spread dim that takes another place.
+            # XLA gathers the first (and pads wrongly where types are mixed), aborts on the second, and computes the third wrongly: a
+            # spread dim that takes another place.
             names.append((h, f"w{i}", f"y{i}"))
             whole += names[-1]
         elif taps >= 8 * made:  # below, XLA gathers
