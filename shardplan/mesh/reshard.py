@@ -94,8 +94,8 @@ class Resharder:
         self._lines: dict[Ways, np.ndarray] = {}
         self._distances: dict[tuple, _Distances] = {}
         self._paths: dict[tuple, tuple[Step, ...]] = {}
-        self._combining: dict[tuple, Resharder] = {}
-        self._of: dict[tuple, Resharder] = {}
+        self._settings = {"crowd": crowd, "merged": merged, "known": known, "kernels": kernels, "wider": wider}
+        self._others: dict[tuple, Resharder] = {}
 
     def combining(
         self, crowd: Crowd, kinds: tuple[str, ...] = MERGED, known: tuple[tuple[Sent, Crowd], ...] = ()
@@ -103,26 +103,24 @@ class Resharder:
         """Ways whose collectives are made into one with those of other arrays, and share their latency."""
         if crowd.arrays == 1 and not known:
             return self
-        key = crowd, kinds, known
-        if key not in self._combining:
-            self._combining[key] = Resharder(
-                self.mesh, self.cluster, *key, wider=tuple(self.wider.items()), lattice=self._lattice
-            )
-        return self._combining[key]
+        return self._but(crowd=crowd, merged=kinds, known=known)
 
     def of(self, dtype) -> Resharder:
         """Ways of arrays of this type, some of which XLA sends as a wider one."""
-        if not (wider := collective.wider(str(dtype))):
-            return self
-        if wider not in self._of:
-            self._of[wider] = Resharder(self.mesh, self.cluster, wider=wider, lattice=self._lattice)
-        return self._of[wider]
+        return self._but(wider=wider) if (wider := collective.wider(str(dtype))) else self
 
     @functools.cached_property
     def bare(self) -> Resharder:
         """The same ways, at the seconds of their collectives alone: what other work can hide."""
-        known, wider = tuple(self.known.items()), tuple(self.wider.items())
-        return Resharder(self.mesh, self.cluster, self.crowd, self.merged, known, False, wider, self._lattice)
+        return self._but(kernels=False)
+
+    def _but(self, **changes) -> Resharder:
+        """This one but for some settings; the same for the same."""
+        settings = self._settings | changes
+        key = tuple(settings.values())
+        if key not in self._others:
+            self._others[key] = Resharder(self.mesh, self.cluster, **settings, lattice=self._lattice)
+        return self._others[key]
 
     def table(
         self, shape: tuple[int, ...], itemsize: float, srcs: Sequence[Layout], dsts: Sequence[Layout], last: bool = False
