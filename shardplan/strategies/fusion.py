@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from shardplan.ir.graph import BORDER, Graph, Op, components
 from shardplan.strategies.rule import Rule
@@ -41,9 +40,12 @@ def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) ->
         op, fusion = graph.ops[at], rules[at].fusion
         if op.primitive in ("arg", "const", "loop_carry", "loop_next", "branch_out"):
             continue
-        seen = list(_seen_by(graph, rules, v))
-        if fusion == "view" or (is_spread(op) and not any(graph.ops[c].primitive in STORED for c in seen)):
+        if fusion == "view":
             out[v] = op.primitive == "out"
+            continue
+        seen = list(_seen_by(graph, rules, v))
+        if is_spread(op) and not any(graph.ops[c].primitive in STORED for c in seen):
+            out[v] = False
         elif sums[at] and any(graph.ops[c].primitive == "share" for c in seen):
             continue  # partial sums are written, reduced and read again
         elif fusion == "loop" and not is_spread(op):
@@ -179,8 +181,7 @@ def _absorbs(graph: Graph, rules: tuple[Rule, ...], producer: Op, at: int, prolo
     reader = graph.ops[at]
     if reader.primitive in (*STORED, "loop_const", "loop_slice", "barrier"):
         return False
-    loop = producer.holds if producer.primitive == "loop_slice" else producer.loop
-    return loop == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.primitive == "dot_general"))
+    return _runs_in(producer) == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.primitive == "dot_general"))
 
 
 @dataclass(frozen=True)
@@ -246,16 +247,20 @@ def _own(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Seq
     One kernel sums up over the same dims of arrays of one shape; what is written on the way is written by any of them.
     """
     groups, levels = _groups(graph, rules, written), _levels(graph, rules, written, sums)
-    keys: list[Kernel] = []
-    summed: dict[Kernel, Any] = {}
+    own: list[Kernel] = []
+    over = [_summed(op) if rule.fusion == "reduce" else None for op, rule in zip(graph.ops, rules, strict=True)]
+    first: dict[Kernel, tuple] = {}
     for at, op in enumerate(graph.ops):
         alone = op.primitive in PARTLY and not any(_along(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
-        loop = op.holds if op.primitive == "loop_slice" else op.loop
-        keys.append((-1 - at if alone else groups[at], levels[at], op.phase, loop))
-        if rules[at].fusion == "reduce":
-            summed.setdefault(keys[at], _summed(op))
-    sets = (_summed(op) if rule.fusion == "reduce" else summed.get(key) for key, op, rule in zip(keys, graph.ops, rules, strict=True))
-    return [(*key, over) for key, over in zip(keys, sets, strict=True)]
+        own.append((-1 - at if alone else groups[at], levels[at], op.phase, _runs_in(op)))
+        if summed := over[at]:
+            first.setdefault(own[at], summed)
+    return [(*key, summed or first.get(key)) for key, summed in zip(own, over, strict=True)]
+
+
+def _runs_in(op: Op) -> int:
+    """The loop in which an op is computed; rows are cut out in the loop that reads them."""
+    return op.holds if op.primitive == "loop_slice" else op.loop
 
 
 def _summed(op: Op) -> tuple:

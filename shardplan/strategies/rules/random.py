@@ -35,8 +35,7 @@ def _(keys, *, out, **_):
 @rule("random_seed", "random_fold_in", "random_clone")
 def _(*ins, out, **_):
     a, in_order = letters(out[0]), len(ins) > 1 and drawn(ins[0], "urbg")
-    whole = frozenset(b for d in a for b in d) if in_order else frozenset()
-    return Rule(tuple(a if x.shape else () for x in ins), (a,), whole=whole, fusion="loop")
+    return move((a if x.shape else () for x in ins), (a,), a if in_order else (), flops=None)
 
 
 @rule("random_wrap", "random_unwrap")
@@ -47,8 +46,7 @@ def _(x, *, out, **_):
 @rule("random_gamma")
 def _(keys, shape, *, out, **_):
     a = letters(out[0])
-    whole = frozenset(b for d in a for b in d) if drawn(keys, "rbg", "urbg") else frozenset()
-    return Rule((a[: len(keys.shape)], a), (a,), whole=whole)
+    return move((a[: len(keys.shape)], a), (a,), a if drawn(keys, "rbg", "urbg") else (), fusion="none", flops=None)
 
 
 @rule("iota_2x32_shape")
