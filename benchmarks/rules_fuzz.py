@@ -54,19 +54,20 @@ def planned(case, mesh) -> tuple[str, str]:
     return jax_harness.run(harness, mesh)[1:]
 
 
+def quietly(cases: int, phases=(Phase.generate,), **more) -> hypothesis.settings:
+    """That many examples; none is remembered, timed or found unhealthy."""
+    return hypothesis.settings(
+        max_examples=cases, phases=phases, database=None, deadline=None, suppress_health_check=list(HealthCheck), **more
+    )
+
+
 def run(cases, options, mesh) -> collections.Counter:
     """How many cases of one family came out how; failures are printed."""
     count: collections.Counter = collections.Counter()
     reasons: collections.Counter = collections.Counter()
 
     @hypothesis.seed(options.seed)
-    @hypothesis.settings(
-        max_examples=options.cases,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink] if options.shrink else [Phase.generate],
-    )
+    @quietly(options.cases, [Phase.generate, Phase.shrink] if options.shrink else [Phase.generate])
     @hypothesis.given(cases)
     def each(case):
         if options.show:

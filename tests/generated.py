@@ -242,16 +242,17 @@ JOINS = (lambda a, b: a + b + a * b, np.float32(0)), (lax.mul, np.float32(1)), (
 """Functions of two numbers, and what changes none of (0.1, 0.9)."""
 
 
+def each(join: Callable) -> Callable:
+    """The same function of tuples, element by element."""
+    return lambda a, b: tuple(join(x, y) for x, y in zip(a, b, strict=True))
+
+
 @made("reduce")
 def _(draw, name):
     shape, n = shape_of(draw), one_of(draw, 1, 2)
     axes = axes_of(draw, len(shape))
     join, init = one_of(draw, *JOINS)
-
-    def joined(a, b):
-        return tuple(join(x, y) for x, y in zip(a, b, strict=True))
-
-    return (lambda *xs: lax.reduce(xs, (init,) * n, joined, axes)), *(array(draw, shape, values="inner") for _ in range(n))
+    return (lambda *xs: lax.reduce(xs, (init,) * n, each(join), axes)), *(array(draw, shape, values="inner") for _ in range(n))
 
 
 @made("over named dims", "psum pmax pmin")
@@ -410,11 +411,8 @@ def _(draw, name):
         return (lambda x: lax.reduce_window(x, init, how, **params)), array(draw, shape, dtype, "sums")
     n = one_of(draw, 1, 2)
     join, init = one_of(draw, *JOINS)
-
-    def joined(a, b):
-        return tuple(join(x, y) for x, y in zip(a, b, strict=True))
-
-    return (lambda *xs: lax.reduce_window(xs, (init,) * n, joined, **params)), *(array(draw, shape, values="inner") for _ in range(n))
+    xs = (array(draw, shape, values="inner") for _ in range(n))
+    return (lambda *xs: lax.reduce_window(xs, (init,) * n, each(join), **params)), *xs
 
 
 @made("pooling's gradient", "select_and_scatter_add select_and_gather_add")

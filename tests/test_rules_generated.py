@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from generated import CASES, FAMILIES, Case
-from hypothesis import HealthCheck, Phase
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -33,8 +32,7 @@ NOT_GENERATED = """
 
 def drawn(n: int, cases):
     """Runs a function on the same n cases every time."""
-    quiet = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
-    return lambda each: hypothesis.settings(max_examples=n, derandomize=True, **quiet)(hypothesis.given(cases)(each))()
+    return lambda each: rules_fuzz.quietly(n, derandomize=True)(hypothesis.given(cases)(each))()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
