@@ -27,7 +27,7 @@ from .relax import ROOM
 from .shift import Messages, carried
 from .shrink import shrink
 
-JOINT = 1 << 16  # entries of a joint table at first, where no edge has more
+JOINT = 1 << 16  # entries of a joint table at first
 WIDER = 16  # how often as many, where that helps little
 CHANGES = 6  # of prices in a bound
 KEPT = 0.8  # share of states up to which a region is bounded again before it is split

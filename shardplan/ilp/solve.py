@@ -28,7 +28,7 @@ from .shrink import Shrunk, shrink
 if TYPE_CHECKING:
     from .explore import Runs
 
-JOINT = 1 << 14  # entries of a joint table, where no edge has more
+JOINT = 1 << 14  # entries of a joint table
 FOCUS = 0.5  # share of the states among which an answer is looked for
 ALIKE, AGAIN = 0.8, 0.6  # share of states that are left from which, up to which another bound of the whole does not pay, does
 GOAL_SHARE = 0.35  # of what may still be spent, for each goal but the last
