@@ -7,9 +7,9 @@ moves some so and others otherwise. So we count what the plan moves together, gi
 plan costs is what it was found at: dynamic slope scaling, Kim and Pardalos, "A solution approach to the fixed charge network flow
 problem using a dynamic slope scaling procedure", Operations Research Letters 24(4), 1999.
 
-That leads to no plan that moves all arrays in another way, for whatever goes first would pay the whole latency alone. So where the plan
-costs much more than the first was found at, we start again from plans that treat all gradients alike: scattered over the inner axes and
-summed over the others.
+That leads to no plan that moves all arrays in another way, for whatever goes first would pay the whole latency alone. So where the plan's
+communication costs much more than the first was found at, we start again from plans that treat all gradients alike: scattered over the
+inner axes and summed over the others.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ROUNDS = 3
 NEAR = 0.005
 """A plan that costs this much more than it was found at is not looked for again."""
 
-FAR = 0.03
-"""And where the best costs this much more than the first was found at, we start from others."""
+FAR, AWAY = 0.03, 0.15
+"""And where the best costs more than the first was found at, by this part of it or this part of its communication, we start from others."""
 
 
 def settled(
@@ -82,7 +82,8 @@ def settled(
             found, solution = _planned(make, search, crowds, solution.states, beside)
         if not solution.states or offer(found, solution) <= (1 + NEAR) * solution.objective:
             break
-    if best[1].states and least[1] > (1 + FAR) * optimistic:
+    sent = least[1] - best[0].parts(best[1].states).compute if best[1].states else 0.0
+    if best[1].states and least[1] - optimistic > min(FAR * optimistic, AWAY * sent):
         for crowds in alike(found.space):
             for _ in range(ROUNDS):
                 before = least
