@@ -138,6 +138,18 @@ def test_a_donated_input_dies_with_its_last_reader_and_others_stay():
         assert live[1] == (0, len(graph.ops))
 
 
+def test_donated_state_is_written_over_once_nobody_reads_it():
+    def step(state, x):
+        mean = 0.9 * state["mean"] + x
+        return {"mean": mean, "late": jnp.sin(mean)}, mean @ state["late"]
+
+    state = {"mean": X, "late": X}
+    graph = parse(jax.jit(step).trace(state, X).jaxpr, tied=((0, 0), (1, 1)), donated=(0, 1))
+    live = intervals(graph, [True] * len(graph.values), [op.primitive != "dot_general" for op in graph.ops])
+    made = {op.primitive: live[op.outputs[0]] for op in graph.ops if op.outputs}
+    assert made["add"] is None and made["sin"] is not None  # the product reads the old "late" after the sine
+
+
 def test_only_a_result_of_the_same_size_takes_an_operands_place():
     def fun(a, b):
         y = a @ b

@@ -9,6 +9,8 @@ or a loop's end needs is made when its collective starts: in its place, or where
 
 What scatters into zeros has them from the moment the array exists that says where to: nothing else keeps XLA from making them.
 
+Donated state that nobody reads any more is written over by elementwise work that replaces it: the new values hold nothing of their own.
+
 A `share` takes over the buffer of a value that nobody else reads; beside other readers it is an *alias*: memory of its own only
 where its layout differs from the original's.
 """
@@ -84,6 +86,13 @@ def intervals(
                 for w in op.outputs:
                     if not materialised[w] or op.primitive in ALIASES:
                         kept[v], read[v] = max(kept[v], kept[w]), max(read[v], read[w])
+    def in_its_place(v: int) -> bool:
+        """Whether a value is written over the donated state that it replaces, which nobody reads any more."""
+        at = graph.values[v].producer[0]
+        olds = (old[c] for c, _ in graph.values[v].consumers if c in old)
+        return in_place[at] and any(graph.values[w].bytes == graph.values[v].bytes and read[w] <= at for w in olds)
+
+    old = {o: graph.ops[a].outputs[0] for a, o in graph.tied if a in graph.donated}
     out: list[Interval | None] = []
     for v, value in enumerate(graph.values):
         at = value.producer[0]
@@ -91,7 +100,7 @@ def intervals(
         if op.primitive in KEPT:
             free = op.primitive == "arg" and at in graph.donated and at not in state
             out.append((0, death(v) if free else end))
-        elif op.primitive == "out" or not (materialised[v] or op.primitive in ALIASES):
+        elif op.primitive == "out" or not (materialised[v] or op.primitive in ALIASES) or in_its_place(v):
             out.append(None)
         else:
             birth = graph.loops[op.holds].start if op.primitive == "loop_stack" else at
