@@ -40,6 +40,9 @@ from shardplan.strategies.space import Space, make_space
 FREE = "*"
 """A dim of a pin that the planner may split as it likes."""
 
+SCATTERS = ("scatter-add", "scatter_add")
+"""Ops that add rows to an array: untold, XLA has them add to whatever their sum is added to, which it completes first, or gathers rows."""
+
 MANY_AXES = 3
 """Mesh axes from which an answer without a proof is held against recursive search."""
 
@@ -499,6 +502,7 @@ def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]
             layout = choices[i].results[r][s]
             written = local or op.primitive in (*BORDER, "sharding_constraint") or space.rules[i].fusion in ("none", "reduce")
             written = (written or v in starts or space.materialised[v]) and not spread(i)
+            layout = replace(layout, partial=()) if op.primitive in SCATTERS else layout
             results.append(layout if written and layout.rank and not layout.partial and op.primitive != "out" else None)
         decision = Decision(tuple(reads), tuple(results), tuple(copies) if any(copies) else ())
         if decision:

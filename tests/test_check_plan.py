@@ -15,7 +15,7 @@ from shardplan.xla import CompilerMissing, available, compare
 from shardplan.xla.planned import expected
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
-sds = jax.ShapeDtypeStruct
+sds, BF16 = jax.ShapeDtypeStruct, jnp.bfloat16
 MESH = AbstractMesh((2, 4), ("data", "model"))
 STATE = {"up": sds((1024, 8192), jnp.float32), "down": sds((8192, 1024), jnp.float32)}
 BATCH = sds((4096, 1024), jnp.float32)
@@ -152,3 +152,34 @@ def test_a_gradient_goes_to_two_dims_by_two_scatters():
         ("all-gather", ("data",)), ("all-gather", ("model",)), ("reduce-scatter", ("data",)), ("reduce-scatter", ("model",)),
     }  # fmt: skip
     assert {f.verdict for f in found.comparison.findings} == {"same"}
+
+
+@needs_gpu_compiler
+def test_a_table_looked_up_and_turned_for_a_product_is_gathered_once_and_its_gradients_are_added_before_they_are_scattered():
+    def train(table, words, goal):
+        def loss(table):
+            return jnp.sum((table[words] @ table.T - goal).astype(jnp.float32) ** 2)
+
+        return table - 0.1 * jax.grad(loss)(table)
+
+    over, args = jax.P("data"), (sds((4096, 1024), BF16), sds((256, 128), jnp.int32), sds((256, 128, 4096), BF16))
+    report = shardplan.auto(AbstractMesh((8,), ("data",)), cluster="h100", donate_argnums=0, in_shardings=(over, over, over))(train)
+    report = report.check(*args, target="h100:8")
+    assert sorted(c.kind for c in report.compiled.collectives) == ["all-gather", "reduce-scatter"]
+    assert report.collectives_ratio == pytest.approx(1)
+
+
+@needs_gpu_compiler
+def test_a_weight_gathered_for_a_loop_is_there_for_the_loop_of_the_backward_pass():
+    def train(w, xs):
+        def loss(w):
+            return jnp.sum(jax.lax.scan(lambda h, x: (jnp.tanh(x + h @ w),) * 2, xs[0], xs)[1].astype(jnp.float32) ** 2)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    args = sds((2048, 2048), BF16), sds((16, 4096, 2048), BF16)
+    report = shardplan.auto(
+        AbstractMesh((8,), ("data",)), cluster="h100", donate_argnums=0, in_shardings=(jax.P("data"), jax.P(None, "data"))
+    )(train).check(*args, target="h100:8")
+    for collectives in (expected(report.plan), report.compiled.collectives):
+        assert [c.kind for c in collectives].count("all-gather") == 1

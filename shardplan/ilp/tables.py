@@ -208,7 +208,7 @@ class Tables:
         settled = rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER
         if ops[j].primitive == "share":
             return ops[j].params["follows"] and settled
-        if rules[j].fusion not in FUSIBLE or rules[j].halo or ops[j].primitive in BORDER:
+        if not rules[j].follows or ops[j].primitive in BORDER:
             return False
         alone = ops[i].primitive == "arg" and len(self.space.graph.values[ops[i].outputs[0]].consumers) == 1
         return settled or alone or ops[i].primitive == "share"

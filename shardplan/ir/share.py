@@ -5,8 +5,8 @@ want it otherwise, and the way there is paid once for all that want the same. So
 op for the big readers of one phase (forward, backward, update) of one loop; and one for the followers, when the value may
 be partial (a big op's result, or a sum of such) or placed otherwise. Readers in different phases have different copies: a
 parameter gathered for the forward pass may be let go and gathered again, or kept (`Graph.earlier`): one collective, and memory in
-between; small arrays are kept. A large array that a big op reads has a copy even for a single reader, so that a gathered one is counted
-in memory.
+between; small arrays are kept. A lookup shares its copy of a table with the followers: gathered for a product, turned, the table is
+there to look things up. A large array that a big op reads has a copy even for a single reader, so that a gathered one is counted in memory.
 
 The first copy of a big op's result stands right behind it, so that a partial sum is reduced at once and not kept whole until
 somebody reads it, a gradient until the optimizer runs. All other copies are made just before they are read.
@@ -14,13 +14,16 @@ somebody reads it, a gradient until the optimizer runs. All other copies are mad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from shardplan.ir.graph import BORDER, Graph, Op, Value
 
-PASSIVE = frozenset({"out", "loop_const", "barrier", "branch_in"})
+PASSIVE = frozenset({"out", "barrier", "branch_in"})
 """Readers that fetch for themselves: each already is a copy."""
+
+FETCHED = ("loop_const", "loop_slice")
+"""Readers that hand a loop what was gathered as a whole, before it begins."""
 
 SMALL_BYTES = 1 << 16
 """Arrays that are kept from the forward to the backward pass: one copy serves both."""
@@ -28,18 +31,26 @@ SMALL_BYTES = 1 << 16
 Readers = list[tuple[int, int]]
 
 
-def _groups(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], v: int) -> list[tuple[bool, Readers, tuple[int, int] | None]]:
+def _groups(
+    graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups: Collection[int], v: int
+) -> list[tuple[bool, Readers, tuple[int, int] | None]]:
     """(whether followers, readers, first reader of the same kind in the phase before) of every copy to be made of a value."""
-    value, found = graph.values[v], {}
+    value, found, others = graph.values[v], {}, {}
     made = value.producer[0]
     settled = follows[made] and not sums[made]
     born = graph.ops[made].phase
     for at, k in value.consumers:
         op = graph.ops[at]
         phase = op.phase if value.bytes > SMALL_BYTES or "update" in (op.phase, born) else born
-        following = follows[at] and op.primitive != "loop_slice"  # gathered as a whole, all rows at once
-        if op.primitive not in PASSIVE and not (following and (settled or (sums[at] and len(value.consumers) == 1))):
-            found.setdefault((phase, op.loop, following), []).append((at, k))
+        following = follows[at] and op.primitive not in FETCHED
+        if op.primitive in PASSIVE:
+            continue
+        alone = following and (settled or (sums[at] and len(value.consumers) == 1))
+        (others if alone else found).setdefault((phase, op.loop, following), []).append((at, k))
+    for phase, loop, following in [*found]:
+        if not following and any(at in lookups for at, _ in found[phase, loop, False]):
+            for some in (others, found):
+                found[phase, loop, False] += some.pop((phase, loop, True), ())
     late = {key for key in found if not settled and (key[0] != born or sums[made])}
     before: dict[tuple, tuple[int, int]] = {}
     out = []
@@ -52,18 +63,19 @@ def _groups(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], v: int)
     return out
 
 
-def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool]) -> Graph:
+def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups: Collection[int] = ()) -> Graph:
     """The same graph with a `share` op before every group of at least two readers; numbers of ops and values change.
 
     Args:
         graph: the step.
         follows: per op, whether it takes arrays in the layout they have.
         sums: per op, whether its result may be partial.
+        lookups: ops that read places of a table, in whatever layout.
     """
     groups: dict[int, list[tuple[bool, Readers, tuple[int, int] | None]]] = {}
     before: dict[int, list[tuple[int, int]]] = {}
     for v in range(len(graph.values)):
-        if many := _groups(graph, follows, sums, v):
+        if many := _groups(graph, follows, sums, lookups, v):
             groups[v] = many
             made = graph.values[v].producer[0]
             at_once = (sums[made] or not follows[made]) and graph.ops[made].primitive not in BORDER

@@ -151,6 +151,17 @@ class Rule:
         """Letters along which shards need something of each other."""
         return *self.halo, *sorted(self.prefix), *self.best
 
+    @property
+    def follows(self) -> bool:
+        """Whether the op takes arrays in the layout they have: work within fusions, but for what reads neighbours or looks up."""
+        return self.fusion != "none" and not self.halo and not self.looks_up
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the op reads a table at any places, which no other operand is split with."""
+        table, *others = (frozenset(a for dim in x for a in dim) for x in self.operands) if self.operands else ((),)
+        return self.fusion == "loop" and not self.reduce.keys().isdisjoint(table) and all(table.isdisjoint(x) for x in others)
+
     def __str__(self) -> str:
         def tensor(dims: Dims) -> str:
             return " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" if d else "1" for d in dims)
