@@ -41,7 +41,7 @@ FREE = "*"
 """A dim of a pin that the planner may split as it likes."""
 
 SCATTERS = ("scatter-add", "scatter_add")
-"""Ops that add rows to an array: untold, XLA has them add to whatever their sum is added to, which it completes first, or gathers rows."""
+"""Ops that add rows to an array: untold, XLA has them add to what their sum is added to, which it completes first, or gathers rows."""
 
 MANY_AXES = 3
 """Mesh axes from which an answer without a proof is held against recursive search."""

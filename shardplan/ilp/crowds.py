@@ -7,9 +7,9 @@ moves some so and others otherwise. So we count what the plan moves together, gi
 plan costs is what it was found at: dynamic slope scaling, Kim and Pardalos, "A solution approach to the fixed charge network flow
 problem using a dynamic slope scaling procedure", Operations Research Letters 24(4), 1999.
 
-That leads to no plan that moves all arrays in another way, for whatever goes first would pay the whole latency alone. So where the plan's
-communication costs much more than the first was found at, we start again from plans that treat all gradients alike: scattered over the
-inner axes and summed over the others.
+That leads to no plan that moves all arrays in another way, for whatever goes first would pay the whole latency alone. So where the plan
+costs much more than the first was found at, we start again from plans that treat all gradients alike: scattered over the inner axes and
+summed over the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEAR = 0.005
 """A plan that costs this much more than it was found at is not looked for again."""
 
 FAR, AWAY = 0.03, 0.15
-"""And where the best costs more than the first was found at, by this part of it or this part of its communication, we start from others."""
+"""And where the best costs more than the first was found at, by this part of it or of its communication, we start from others."""
 
 
 def settled(

@@ -14,7 +14,6 @@ from shardplan.ir.share import SMALL_BYTES
 from shardplan.mesh.collective import ALONE, COMBINED_BYTES, Crowd
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import MERGED, Resharder, Sent
-from shardplan.strategies.fusion import FUSIBLE
 from shardplan.strategies.space import Space
 
 PS = 1e12

@@ -6,7 +6,8 @@ op for the big readers of one phase (forward, backward, update) of one loop; and
 be partial (a big op's result, or a sum of such) or placed otherwise. Readers in different phases have different copies: a
 parameter gathered for the forward pass may be let go and gathered again, or kept (`Graph.earlier`): one collective, and memory in
 between; small arrays are kept. A lookup shares its copy of a table with the followers: gathered for a product, turned, the table is
-there to look things up. A large array that a big op reads has a copy even for a single reader, so that a gathered one is counted in memory.
+there to look things up. A large array that a big op reads has a copy even for a single reader, so that a gathered one is counted in
+memory.
 
 The first copy of a big op's result stands right behind it, so that a partial sum is reduced at once and not kept whole until
 somebody reads it, a gradient until the optimizer runs. All other copies are made just before they are read.

@@ -159,7 +159,7 @@ class Rule:
     @property
     def looks_up(self) -> bool:
         """Whether the op reads a table at any places, which no other operand is split with."""
-        table, *others = (frozenset(a for dim in x for a in dim) for x in self.operands) if self.operands else ((),)
+        table, *others = [frozenset(a for dim in x for a in dim) for x in self.operands] or [frozenset()]
         return self.fusion == "loop" and not self.reduce.keys().isdisjoint(table) and all(table.isdisjoint(x) for x in others)
 
     def __str__(self) -> str:

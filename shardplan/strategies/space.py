@@ -24,7 +24,7 @@ from shardplan.ir.share import with_shares
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.strategies.enumerate import Choices, enumerate_choices, given_choices
-from shardplan.strategies.fusion import FUSIBLE, Traffic, materialised, traffic
+from shardplan.strategies.fusion import Traffic, materialised, traffic
 from shardplan.strategies.halo import Exchange, exchanges
 from shardplan.strategies.rule import Rule, letter_sizes, letters
 from shardplan.strategies.rules import rule_for
