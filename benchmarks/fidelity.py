@@ -2,6 +2,7 @@
 
     python benchmarks/fidelity.py                        every case on every mesh
     python benchmarks/fidelity.py gpt2 llama --mesh 2,4   some of them
+    python benchmarks/fidelity.py --clusters             every model and cluster of `quality.py`, at full size
     python benchmarks/fidelity.py moe --show              with each case's comparison, line by line
 
 `collectives` is bytes a device sends in one step (ring algorithm), `peak` and `live` are the planned memory over XLA's peak and over
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import jax  # noqa: E402
+import quality  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
@@ -61,18 +63,19 @@ CASES = {
 
 COLUMNS = ("collectives", "peak", "live", "products", "compute")
 HEAD = (
-    f"{'case':<14} {'mesh':<6} {'sent':>8} {'collectives':>11} {'unplanned':>9} {'memory':>8} {'peak':>5} {'live':>5} "
+    f"{'case':<14} {'mesh':<6} {'sent':>9} {'collectives':>11} {'unplanned':>9} {'memory':>8} {'peak':>5} {'live':>5} "
     f"{'products':>8} {'compute':>7} {'s':>5}"
 )
 
 
-def measure(name: str, mesh: str, target: str) -> tuple[dict[str, float], PlanReport]:
-    """Planned over emitted of one case; NaN where there is nothing to compare."""
-    shape, axes = MESHES[mesh]
-    step, state, batch = CASES[name]()
+def measure(case, mesh: jax.sharding.AbstractMesh, target: str) -> tuple[dict[str, float], PlanReport | str]:
+    """Planned over emitted of one case; NaN where there is nothing to compare. And the report, or why there is none."""
+    step, state, batch = case()
     preset = target.partition(":")[0]
-    planned = shardplan.auto(jax.sharding.AbstractMesh(shape, axes), donate_argnums=0, cluster=preset)(step)
-    found = planned.check(state, batch, target=target)
+    try:
+        found = shardplan.auto(mesh, donate_argnums=0, cluster=preset)(step).check(state, batch, target=target)
+    except shardplan.ShardingError as error:
+        return {}, str(error)
     if not found.compiled.ok:
         return {}, found
     emitted = found.comparison.emitted_bytes
@@ -91,9 +94,9 @@ def measure(name: str, mesh: str, target: str) -> tuple[dict[str, float], PlanRe
 
 def row(name: str, mesh: str, m: dict[str, float], took_s: float) -> str:
     if not m:
-        return f"{name:<14} {mesh:<6} the compile failed"
+        return f"{name:<14} {mesh:<6} no program"
     return (
-        f"{name:<14} {mesh:<6} {m['sent'] / 1e6:>6.0f}MB {m['collectives']:>11.2f} {m['unplanned']:>9.1%} {m['memory'] / 1e9:>6.2f}GB "
+        f"{name:<14} {mesh:<6} {m['sent'] / 1e6:>7.0f}MB {m['collectives']:>11.2f} {m['unplanned']:>9.1%} {m['memory'] / 1e9:>6.2f}GB "
         f"{m['peak']:>5.2f} {m['live']:>5.2f} {m['products']:>8.2f} {m['compute']:>7.2f} {took_s:>5.0f}"
     )
 
@@ -103,22 +106,26 @@ def main(argv=None) -> None:
     parser.add_argument("cases", nargs="*", help=f"starts of names, of {', '.join(CASES)}")
     parser.add_argument("--mesh", action="append", choices=list(MESHES), help="default: 8 and 2,4")
     parser.add_argument("--target", default="h100:8")
+    parser.add_argument("--clusters", action="store_true", help="models, sizes and clusters of quality.py instead")
     parser.add_argument("--show", action="store_true", help="print each comparison")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
-    names = [n for n in CASES if not options.cases or any(n.startswith(c) for c in options.cases)]
+    cases = zoo.QUALITY if options.clusters else CASES
+    places = {n: (*MESHES[n], options.target) for n in options.mesh or ("8", "2,4")}
+    if options.clusters:
+        places = {target.partition(":")[2]: (shape, quality.AXES, target) for target, shape in quality.TARGETS.items()}
     found = []
-    print(f"planned over emitted, {options.target}, jax {jax.__version__}\n{HEAD}", flush=True)
-    for name in names:
-        for mesh in options.mesh or ("8", "2,4"):
+    print(f"planned over emitted, {', '.join({t: None for *_, t in places.values()})}, jax {jax.__version__}\n{HEAD}", flush=True)
+    for name in (n for n in cases if not options.cases or any(n.startswith(c) for c in options.cases)):
+        for place, (shape, axes, target) in places.items():
             start = time.perf_counter()
-            measured, report = measure(name, mesh, options.target)
-            print(row(name, mesh, measured, time.perf_counter() - start), flush=True)
+            measured, report = measure(cases[name], jax.sharding.AbstractMesh(shape, axes), target)
+            print(row(name, place, measured, time.perf_counter() - start), flush=True)
             if measured:
                 found.append(measured)
             if options.show or not measured:
                 print(report, "\n", flush=True)
-    print(f"{'median':<14} {len(found):<6} {'':>8} {_median(found, 'collectives'):>11.2f} {_median(found, 'unplanned'):>9.1%} {'':>8} "
+    print(f"{'median':<14} {len(found):<6} {'':>9} {_median(found, 'collectives'):>11.2f} {_median(found, 'unplanned'):>9.1%} {'':>8} "
           f"{_median(found, 'peak'):>5.2f} {_median(found, 'live'):>5.2f} {_median(found, 'products'):>8.2f} "
           f"{_median(found, 'compute'):>7.2f}")  # fmt: skip
     worst = {c: max((abs(math.log(m[c])) for m in found if m[c] > 0 and math.isfinite(m[c])), default=0.0) for c in COLUMNS}

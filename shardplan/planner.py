@@ -34,7 +34,6 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder, Step
 from shardplan.propagation import propagate, recursive
-from shardplan.strategies.fusion import is_spread
 from shardplan.strategies.space import Space, make_space
 
 FREE = "*"
@@ -452,7 +451,7 @@ def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]
     def spread(i: int) -> bool:
         """Whether op i is one number spread out, or hands such to a loop."""
         source = graph.ops[i].inputs[0] if graph.ops[i].primitive == "loop_const" else None
-        return is_spread(graph.ops[i]) if source is None else is_spread(graph.ops[graph.values[source].producer[0]])
+        return graph.ops[i if source is None else graph.maker(source)].spread
 
     again: dict[int, int] = {}  # share -> how often its array was let go before
     for j, (i, k) in graph.earlier.items():

@@ -122,6 +122,11 @@ class Op:
         """Whether it writes into its first operand, where that dies with it."""
         return self.primitive == "dynamic_update_slice" or self.primitive.startswith("scatter")
 
+    @property
+    def spread(self) -> bool:
+        """Whether it is one number spread out, which XLA writes where it is read and nowhere else, in loops too."""
+        return self.primitive == "broadcast_in_dim" and not self.ins[0].shape
+
 
 @dataclass(frozen=True)
 class Graph:

@@ -44,7 +44,7 @@ def _groups(
         op = graph.ops[at]
         phase = op.phase if value.bytes > SMALL_BYTES or "update" in (op.phase, born) else born
         following = follows[at] and op.primitive not in FETCHED
-        if op.primitive in PASSIVE:
+        if op.primitive in PASSIVE or (op.primitive == "loop_const" and graph.ops[made].spread):
             continue
         alone = following and (settled or (sums[at] and len(value.consumers) == 1))
         (others if alone else found).setdefault((phase, op.loop, following), []).append((at, k))

@@ -44,11 +44,11 @@ def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) ->
             out[v] = op.primitive == "out"
             continue
         seen = list(_seen_by(graph, rules, v))
-        if is_spread(op) and not any(graph.ops[c].primitive in STORED for c in seen):
+        if op.spread and not any(graph.ops[c].primitive in STORED for c in seen):
             out[v] = False
         elif sums[at] and any(graph.ops[c].primitive == "share" for c in seen):
             continue  # partial sums are written, reduced and read again
-        elif fusion == "loop" and not is_spread(op):
+        elif fusion == "loop" and not op.spread:
             readers = [c for c in seen if not _looked_through(graph, rules, c)]
             put = len(readers) == 1 and graph.ops[readers[0]].primitive == "loop_stack"  # computed as the row is written
             out[v] = not put and not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
@@ -96,7 +96,7 @@ def _cheaper_kept(graph: Graph, rules: tuple[Rule, ...], written: Sequence[bool]
                 root = _root(graph, rules, u)
                 found |= {root: graph.values[root].bytes} if written[root] or root in out else sources[root]
         sources.append(found)
-        if written[v] or rules[at].fusion != "loop" or is_spread(op):
+        if written[v] or rules[at].fusion != "loop" or op.spread:
             continue
         k = len(inside[at])
         if (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
@@ -150,11 +150,6 @@ def _in_a_row(op: Op) -> list[tuple[int, int]]:
 
 STORED = frozenset({"out", "loop_carry", "loop_next", "loop_stack", "branch_in", "branch_out"})
 """Border ops that keep what they are handed in a buffer of its own."""
-
-
-def is_spread(op: Op) -> bool:
-    """One number spread out, which XLA writes where it is read and nowhere else, in loops too."""
-    return op.primitive == "broadcast_in_dim" and not op.ins[0].shape
 
 
 RECOMPUTED = frozenset(("abs", "add", "add_any", "exp", "log", "logistic", "max", "min", "mul", "neg", "rsqrt", "sqrt", "sub", "tanh"))
