@@ -1,12 +1,13 @@
-"""Every rule on drawn calls of its primitive: shapes, types, values and parameters by hypothesis, two proofs each.
+"""Every rule on drawn calls of its primitive: shapes, types, values and parameters by hypothesis, three proofs each.
 
     python benchmarks/rules_fuzz.py                            100 cases per family of primitives, 8 emulated CPU devices
     python benchmarks/rules_fuzz.py --cases 1000 --seed 7      more of them, others
     python benchmarks/rules_fuzz.py --only gather --shrink     families whose name has a word in it; the smallest case that fails
 
 The calls are those of `tests/generated.py`, of which the tests run a few. The proofs: every strategy of the primitive on local shards
-(`shardplan.testing.check_rule`); and the call planned, split as far as its rules let it, on the machine of `benchmarks/jax_harness.py`,
-against plain `jit`. What plain `jit` does not run on CPU is skipped.
+(`shardplan.testing.check_rule`); the call planned, split as far as its rules let it, on the machine of `benchmarks/jax_harness.py`,
+against plain `jit`; and the primitive as XLA partitions it under some strategies of three mesh axes. What plain `jit` does not run on
+CPU is skipped.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import time
 import traceback
 import warnings
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,9 +28,16 @@ if __name__ == "__main__":
 import hypothesis
 import jax
 import jax_harness
+import numpy as np
 from hypothesis import HealthCheck, Phase
 
-from shardplan.strategies.rule import RuleError
+from shardplan import testing
+from shardplan.ir import local
+from shardplan.mesh.layout import MeshShape
+from shardplan.strategies.enumerate import enumerate_choices
+from shardplan.strategies.rule import RuleError, letter_sizes
+from shardplan.strategies.rules import rule_for
+from shardplan.strategies.space import UNSPLIT
 from shardplan.testing import check_rule
 
 
@@ -54,6 +63,63 @@ def planned(case, mesh) -> tuple[str, str]:
     return jax_harness.run(harness, mesh)[1:]
 
 
+def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
+    """The same of the primitive alone, compiled under several strategies of all mesh axes, drawn by the case's text."""
+    axes, random = MeshShape(mesh.axis_names, mesh.axis_sizes), np.random.default_rng(zlib.crc32(str(case).encode()))
+    split = "whole"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for eqn, operands in testing.equations_run(jax.make_jaxpr(case.fn)(*case.args), list(case.args)):
+                if eqn.primitive.name != case.primitive or eqn.effects:
+                    continue
+                operands = [jax.numpy.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
+                ways = list(strategies_of(eqn, axes))
+                want = jax.jit(lambda *xs, eqn=eqn: local.bind(eqn, xs))(*operands) if ways else []
+                for n in random.permutation(len(ways))[:most]:
+                    letters, *layouts = ways[n]
+                    split = "split"
+                    try:
+                        got = one_strategy(eqn, operands, layouts, mesh)
+                    except Exception as error:
+                        return "failed", f"{eqn}\npartitioned as {letters}: {jax_harness.first_line(error)}"
+                    for x, y in zip(got, want, strict=True):
+                        if (why := testing.difference(x, y)) is not None:
+                            return "failed", f"{eqn}\npartitioned as {letters}: {why}"
+    except Exception as error:
+        return "skipped", jax_harness.first_line(error)
+    return split, ""
+
+
+def strategies_of(eqn, mesh: MeshShape):
+    """Letters per mesh axis and layouts of operands and results, of every strategy that splits something."""
+    ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+    rule, _ = rule_for(eqn.primitive.name, ins, outs, eqn.params, strict=True)
+    if any(str(x.dtype) in UNSPLIT or 0 in x.shape for x in (*ins, *outs)):
+        return
+    sizes = letter_sizes(rule, tuple(x.shape for x in ins), tuple(x.shape for x in outs))
+    choices = enumerate_choices(rule, sizes, mesh, linear=False)
+    for s, letters in enumerate(choices.letters):
+        if any(letters):
+            yield letters, [of[s] for of in choices.operands], [of[s] for of in choices.results]
+
+
+def one_strategy(eqn, operands, layouts, mesh):
+    """The results of one op whose operands and results are laid out so; partial ones are asked for whole."""
+
+    def shardings(of):
+        return [jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*x.spec())) for x in of]
+
+    taken, made = layouts
+    step = jax.jit(
+        lambda *xs: local.run(eqn, xs, taken, [None if x.partial else x for x in made], mesh),
+        in_shardings=tuple(shardings(taken)),
+        out_shardings=shardings([x.reduced() for x in made]),
+        keep_unused=True,
+    )
+    return step(*operands)
+
+
 def quietly(cases: int, phases=(Phase.generate,), **more) -> hypothesis.settings:
     """That many examples; none is remembered, timed or found unhealthy."""
     return hypothesis.settings(
@@ -73,10 +139,12 @@ def run(cases, options, mesh) -> collections.Counter:
         if options.show:
             print(case, flush=True)
         found = []
-        if options.proof != "planned":
+        if options.proof in ("local", "all"):
             found.append(proof(case))
-        if options.proof != "local":
+        if options.proof in ("planned", "all"):
             found.append(planned(case, mesh))
+        if options.proof in ("partitioned", "all"):
+            found.append(partitioned(case, mesh))
         count["cases"] += 1
         count[max((kind for kind, _ in found), key=("whole", "split", "skipped", "failed").index)] += 1
         if count["cases"] % 50 == 0:  # compiled programs pile up
@@ -105,7 +173,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cases", type=int, default=100, help="per family")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="families whose name contains this")
-    parser.add_argument("--proof", choices=("local", "planned", "both"), default="both")
+    parser.add_argument("--proof", choices=("local", "planned", "partitioned", "all"), default="all")
     parser.add_argument("--show", action="store_true", help="every case before it runs, to see which one XLA crashes on")
     parser.add_argument("--shrink", action="store_true", help="stop at a family's first failure, and make it small")
     options = parser.parse_args(argv)

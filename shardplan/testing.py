@@ -100,7 +100,7 @@ def check_rule(
     closed, leaves = jax.make_jaxpr(fn)(*args), jax.tree.leaves(args)
     proofs = [
         replace(proof, deviations=_deviations(eqn, target)) if target else proof
-        for eqn, operands in _equations(closed, leaves)
+        for eqn, operands in equations_run(closed, leaves)
         if primitive in (None, eqn.primitive.name)
         for proof in _prove(eqn, operands, seen, pairs)
     ]
@@ -133,25 +133,25 @@ def _deviations(eqn, target: str) -> tuple[Verdict, ...]:
     return tuple(v for v in verdicts if v.kind != "same")
 
 
-def _equations(closed, args) -> Iterator[tuple]:
+def equations_run(closed, args) -> Iterator[tuple]:
     """Every equation with its operands, in order, through calls and into the first turn of loops; returns the results."""
     env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | dict(zip(closed.jaxpr.invars, args, strict=True))
     for eqn in closed.jaxpr.eqns:
         operands = [v.val if isinstance(v, _jax.Literal) else env[v] for v in eqn.invars]
         name, params = eqn.primitive.name, eqn.params
         if (inner := _jax.inner_jaxpr(eqn)) is not None:
-            results = yield from _equations(inner, operands)
+            results = yield from equations_run(inner, operands)
         else:
             if name == "scan":
                 body = params["jaxpr"]
                 if params["length"]:  # an operand of one rank more than the body's is scanned over
                     rows = [x[0] if jnp.ndim(x) > v.aval.ndim else x for x, v in zip(operands, body.jaxpr.invars, strict=True)]
-                    yield from _equations(body, rows)
+                    yield from equations_run(body, rows)
             elif name == "while":
                 n = params["cond_nconsts"]
-                yield from _equations(params["body_jaxpr"], operands[n:])
+                yield from equations_run(params["body_jaxpr"], operands[n:])
             elif name == "cond":
-                yield from _equations(params["branches"][int(operands[0])], operands[1:])
+                yield from equations_run(params["branches"][int(operands[0])], operands[1:])
             else:
                 yield eqn, operands
             results = _jax.bind(eqn, operands)
