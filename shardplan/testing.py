@@ -452,11 +452,12 @@ def _prove_dependence(op: _Op) -> None:
 
 
 def _own(op: _Op, dims: Dims, shape, mine: dict[str, int]) -> np.ndarray:
-    """Which elements of a tensor the device at `mine` holds."""
+    """Which elements of a tensor the device at `mine` holds, or is sent."""
     own = np.ones([op.sizes[a] for a in op.loops(dims)], bool)
     for axis, a in enumerate(op.loops(dims)):
         if a in mine:
-            block = np.arange(op.sizes[a]) // (op.sizes[a] // op.shards[a]) == mine[a]
+            at = np.arange(op.sizes[a])
+            block = at == 0 if a in op.rule.first else at // (op.sizes[a] // op.shards[a]) == mine[a]
             own &= block.reshape([-1 if i == axis else 1 for i in range(own.ndim)])
     return own.reshape(shape)
 

@@ -6,6 +6,7 @@
     slice    n h -> n h                     halo h=1    what is cut off moves all behind it on: a part of the shard after
     cumsum   n h -> n h                     prefix h    what all before sum up to: every shard gathers the totals of all
     argmax   n h -> n                       best h      what is best of all: every shard gathers what is best of each, and where it is
+    random   k -> n                         first k     the first element: all sum it up, those without it nothing
 
 XLA sends the shares that lack to whoever lacks them, one collective-permute for every distance they come from; an op that fetches
 them itself (`Rule.local`, run by `ir/local.py`) uses as few as it can. With several such dims split it is one dim after the other:
@@ -68,6 +69,8 @@ def exchanges(
             own = n // (shards := mesh.size(*over[h]))
             if h in rule.prefix:
                 out.append(sent(k, "all-gather", over[h], held * shards / own))
+            if h in rule.first:
+                out.append(sent(k, "all-reduce", over[h], held / own))
             if h in rule.best:
                 chosen = held * shards * min(rule.best[h], own) / own
                 places = chosen * _jax.itemsize(outs[-1].dtype) / _jax.itemsize(ins[k].dtype)

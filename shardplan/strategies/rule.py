@@ -7,6 +7,7 @@
     pooling       "a b -> a b"        halo b=3/2      a windowed letter needs its neighbours (`halo.py`); its dims may differ in size
     cumsum        "a b -> a b"        prefix b        along a prefix letter a shard needs the totals of those before it
     top_k         "a b -> a c, a c"   best b=2        along such a letter every shard chooses, and all choose among what was chosen
+    random_bits   "a -> b c"          first a         of such a letter the first element is read, and sent to all (`rbg` keys)
 
 `@rule("name", ...)` registers a function from an equation to its `Rule`; its parameters are the operands' avals (anything with
 `.shape` and `.dtype`), keyword `out` (the tuple of result avals) and the equation's params as keywords:
@@ -125,6 +126,7 @@ class Rule:
         halo: letter -> operand -> how windows slide over it; splitting it costs an exchange between neighbours.
         prefix: letters along which an element is joined of all up to it; splitting one costs the totals of all shards.
         best: letter -> how many elements along it are chosen; splitting it costs what all shards choose, and the places of that.
+        first: letters of operands only of which the first element is all that is read; splitting one sends that to all.
         local: letters that, when split, have every device run the op on its own shards (`ir/local.py`), where XLA would move more.
         sizes: letter -> size; needed for letters inside compound dims, others are read from the shapes.
         linear: partial sums of the operands pass through: every operand partial over an axis gives results partial over it.
@@ -140,6 +142,7 @@ class Rule:
     halo: dict[str, dict[int, Halo]] = field(default_factory=dict)
     prefix: frozenset[str] = frozenset()
     best: dict[str, int] = field(default_factory=dict)
+    first: frozenset[str] = frozenset()
     local: frozenset[str] = frozenset()
     sizes: dict[str, int] = field(default_factory=dict)
     linear: bool = False
@@ -149,7 +152,7 @@ class Rule:
     @property
     def exchanged(self) -> tuple[str, ...]:
         """Letters along which shards need something of each other."""
-        return *self.halo, *sorted(self.prefix), *self.best
+        return *self.halo, *sorted(self.prefix), *self.best, *sorted(self.first)
 
     @property
     def follows(self) -> bool:
@@ -175,6 +178,8 @@ class Rule:
             text += "  prefix " + " ".join(sorted(self.prefix))
         if self.best:
             text += "  best " + " ".join(a if n == 1 else f"{a}={n}" for a, n in self.best.items())
+        if self.first:
+            text += "  first " + " ".join(sorted(self.first))
         if self.whole:
             text += "  whole " + " ".join(sorted(self.whole))
         return text + ("  linear" if self.linear else "")

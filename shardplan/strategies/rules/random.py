@@ -1,7 +1,7 @@
 """Random numbers: with threefry keys an element is a function of key and position, so each device makes its part.
 
 random_bits   -> a b           a key of rank 0; a letter only in the result is split for free
-random_split  k -> k a         whole k and a where the generator draws in order, as `rbg` does, for all keys of a batch together
+random_split  k -> b a         first k  whole b a   where the generator draws in order, as `rbg` does, for many keys from the first
 random_wrap   a b -> a         whole b: the words of one key
 """
 
@@ -18,7 +18,10 @@ def drawn(keys, *by: str) -> bool:
 
 def made(keys, out, in_order: bool) -> Rule:
     a = letters(keys) + letters(out[0], "o")[len(keys.shape) :]
-    return move((letters(keys),), (a,), a if in_order else (), flops=None)
+    if not in_order:
+        return move((letters(keys),), (a,), flops=None)
+    k = letters(keys, "k")
+    return move((k,), (a,), a, flops=None, first=frozenset(x for (x,) in k))
 
 
 @rule("random_bits")
@@ -32,10 +35,21 @@ def _(keys, *, out, **_):
     return made(keys, out, drawn(keys, "urbg"))
 
 
-@rule("random_seed", "random_fold_in", "random_clone")
-def _(*ins, out, **_):
-    a, in_order = letters(out[0]), len(ins) > 1 and drawn(ins[0], "urbg")
-    return move((a if x.shape else () for x in ins), (a,), a if in_order else (), flops=None)
+@rule("random_seed", "random_clone")
+def _(x, *, out, **_):
+    a = letters(out[0])
+    return move((a,), (a,), flops=None)
+
+
+# What is folded into unchecked keys is drawn for all of them from its first.
+@rule("random_fold_in")
+def _(keys, data, *, out, **_):
+    a = letters(out[0])
+    k, d = (a if x.shape else () for x in (keys, data))
+    if not drawn(keys, "urbg"):
+        return move((k, d), (a,), flops=None)
+    d = letters(data, "d")
+    return move((k, d), (a,), flops=None, first=frozenset(x for (x,) in d))
 
 
 @rule("random_wrap", "random_unwrap")

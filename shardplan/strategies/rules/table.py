@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -276,15 +277,21 @@ add("select_and_gather_add", lambda x: jax.jvp(max_pool, (x,), (x,))[1], "f32[4,
 
 # ---- random numbers
 
+_unchecked = partial(jax.random.wrap_key_data, impl="unsafe_rbg")
+
 add("random_bits", lambda k: jax.random.bits(k, (8, 4)), "key[]")
 add("random_bits", jax.vmap(lambda k: jax.random.bits(k, (4,))), "key[8]")
 add("random_bits", lambda k: jax.random.bits(jax.random.wrap_key_data(k, impl="rbg"), (8, 4)), "u32[4]")
+add("random_bits", jax.vmap(lambda k: jax.random.bits(jax.random.wrap_key_data(k, impl="rbg"), (8,))), "u32[8,4]")
 add("random_clone", jax.random.clone, "key[8]")
 add("random_fold_in", jax.random.fold_in, "key[]", "i32[]")
 add("random_fold_in", jax.vmap(jax.random.fold_in), "key[8]", "i32[8]")
+add("random_fold_in", jax.vmap(lambda k, i: jax.random.fold_in(_unchecked(k), i)), "u32[8,4]", "i32[8]")
 add("random_gamma", jax.random.gamma, "key[]", "f32[4]")
+add("random_gamma", jax.vmap(lambda k, a: jax.random.gamma(jax.random.wrap_key_data(k, impl="rbg"), a)), "u32[8,4]", "f32[8]")
 add("random_seed", jax.vmap(jax.random.key), "i32[8]")
 add("random_split", lambda k: jax.random.split(k, (4, 2)), "key[]")
+add("random_split", jax.vmap(lambda k: jax.random.split(_unchecked(k), 8)), "u32[8,4]")
 add("random_unwrap", jax.random.key_data, "key[8]")
 add("random_wrap", jax.random.wrap_key_data, "u32[8,2]")
 add("rng_bit_generator", lambda k: lax.rng_bit_generator(k, (8, 4)), "u32[4]")
@@ -351,6 +358,7 @@ def plain(rule: Rule) -> Rule:
         halo=halo,
         prefix=frozenset(map(new.get, rule.prefix)),
         best=best,
+        first=frozenset(map(new.get, rule.first)),
         whole=frozenset(map(new.get, rule.whole)),
     )
 
