@@ -30,8 +30,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _jax
 from .ir import places
-from .ir.local import runs, windows
-from .ir.neighbours import Slide, seen, slides
+from .ir.local import SHARDED, convolution, runs, windows
+from .ir.neighbours import Slide, slides
 from .strategies.rule import Dims, Rule, RuleError, letter_sizes
 from .strategies.rules import rule_for
 from .xla import one_op, targets
@@ -295,7 +295,9 @@ def _prove_local(group: list[_Op], n_devices: int) -> bool:
                 x.reshape(split.part(dims, whole.shape))
                 for x, dims, whole in zip(shards, split.rule.operands, split.operands, strict=True)
             ]
-            if split.rule.local or op.eqn.primitive.name not in LOCAL:
+            if split.rule.first:
+                raise _NoLocalFormError
+            if op.eqn.primitive.name not in LOCAL or (split.rule.local and op.eqn.primitive.name in SHARDED):
                 results = runs(op.eqn, shards, [split.slides(k) for k in range(len(shards))])
             else:
                 form = LOCAL[op.eqn.primitive.name]
@@ -399,14 +401,8 @@ def _scatter(op: _Op, shards):
 
 def _conv(op: _Op, shards):
     k, p = op.shards.get("g", 1), op.eqn.params
-    params = {name: max(1, p[name] // k) for name in ("feature_group_count", "batch_group_count")}
-    edges, dilations, strides = list(p["padding"]), list(p["lhs_dilation"]), list(p["window_strides"])
-    slid = op.slides(0)
-    for i, d in enumerate(p["dimension_numbers"].lhs_spec[2:]):
-        if halo := next((s.halo for s in slid if s.dim == d), None):
-            edges[i], dilations[i], strides[i] = (0, 0), 1, 1 if halo.window == 1 else strides[i]
-    params |= {"padding": tuple(edges), "lhs_dilation": tuple(dilations), "window_strides": tuple(strides)}
-    return as_is(op, [seen(shards[0], slid, 0), *shards[1:]], **params)
+    groups = {name: max(1, p[name] // k) for name in ("feature_group_count", "batch_group_count")}
+    return convolution(op.eqn, shards, [op.slides(0)], groups)
 
 
 def _windows(op: _Op, shards):

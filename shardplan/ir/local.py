@@ -4,6 +4,7 @@ As emitted by XLA for the layouts a rule allows (`benchmarks/rules_on_xla.py`, j
 
     fft, triangular_solve, tridiagonal_solve, symmetric_product    gathered, batches too, and run whole on every device
     conv_general_dilated with groups                               the input gathered, or moved between the groups' devices
+    conv_general_dilated over a split dim                          wrong where output channels are split, too: summed over their devices
     igamma and its like                                            loops whose every turn waits for all devices
     reduce                                                         the initial value counted once for each piece of the operand
     slice, pad, rev, concatenate of a split dim                    more permutes than it takes; aborts on a pad that cuts and spreads
@@ -21,7 +22,7 @@ two have to know where a shard begins (`places.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -32,41 +33,15 @@ from shardplan import _jax
 from shardplan.ir import places
 from shardplan.ir.neighbours import Slide, seen, slides
 from shardplan.mesh.layout import Layout
-from shardplan.strategies.rule import Rule, is_registered
+from shardplan.strategies.rule import Halo, Rule, is_registered
 from shardplan.strategies.rules import rule_for
 
-
-def as_it_is(eqn, operands: Sequence[Layout], sizes: Mapping[str, int]) -> dict | None:
-    return {}
-
-
-def grouped(eqn, operands: Sequence[Layout], sizes: Mapping[str, int]) -> dict | None:
-    """A device has its share of the groups; None where there are none, or windows slide over a split dim, which XLA does well."""
-    p, (lhs, rhs, _) = eqn.params, eqn.params["dimension_numbers"]
-    batch, feature, *spatial = (prod(sizes[a] for a in operands[0].dims[d]) for d in lhs)
-    groups, taps = (p["feature_group_count"], p["batch_group_count"]), (eqn.invars[1].aval.shape[d] for d in rhs[2:])
-    windows = zip(taps, p["window_strides"], p["lhs_dilation"], map(tuple, p["padding"]), strict=True)
-    slid = any(n > 1 and window != (1, 1, 1, (0, 0)) for n, window in zip(spatial, windows, strict=True))
-    if max(groups) == 1 or slid:
-        return None
-    return {"feature_group_count": max(1, groups[0] // feature), "batch_group_count": max(1, groups[1] // batch)}
-
-
-def convolved(eqn, operands: Sequence[Layout]) -> Layout:
-    """What convolving shards makes where no window slides over a split dim: partial where a group's channels are split."""
-    lhs, rhs, out = eqn.params["dimension_numbers"]
-    x, w = (layout.dims for layout in operands)
-    dims = dict(zip(out, (x[d] for d in lhs), strict=True)) | {out[1]: w[rhs[0]]}
-    dims[out[0]] = tuple(a for a in x[lhs[0]] if a not in w[rhs[0]])  # not those of the groups
-    return Layout(tuple(dims[d] for d in range(len(out))), tuple((a, "sum") for a in w[rhs[1]]))
-
-
-LOCAL: dict[str, Callable[..., dict | None]] = {
-    **dict.fromkeys(("fft", "triangular_solve", "tridiagonal_solve", "symmetric_product"), as_it_is),
-    **dict.fromkeys(("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta"), as_it_is),
-    "conv_general_dilated": grouped,
-}
-"""Primitive -> the params that its shards need changed; None where XLA splits this one as well as we would."""
+LOCAL = (
+    *("fft", "triangular_solve", "tridiagonal_solve", "symmetric_product"),
+    *("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta"),
+    "conv_general_dilated",
+)
+"""Primitives that run on shards as they are, a convolution with what its windows see and its part of the groups (`convolved`)."""
 
 
 Slides = Sequence[Sequence[Slide]]
@@ -102,6 +77,34 @@ def _concatenate(eqn, shards, slides: Slides) -> list:
     for x, each in zip(shards, slides, strict=True):
         joined = seen(x, each, joined)
     return [joined]
+
+
+def convolution(eqn, shards, slides: Slides, groups: Mapping[str, int]) -> list:
+    """Windows over what they see, and the groups that a device has."""
+    p, found = eqn.params, {s.dim: gapped(s) for s in slides[0]}
+    thin = {s.dim for s in slides[0] if s.halo.window == 1}  # of what these pass over nothing is fetched
+    read: dict[str, list] = {name: list(p[name]) for name in ("padding", "lhs_dilation", "window_strides", "rhs_dilation")}
+    for i, d in enumerate(p["dimension_numbers"].lhs_spec[2:]):
+        if d in found:
+            _, read["padding"][i], read["lhs_dilation"][i] = found[d]
+        if d in thin:
+            read["window_strides"][i] = read["rhs_dilation"][i] = 1
+    x = seen(shards[0], [s for s, *_ in found.values()], 0)
+    return _jax.bind(eqn, [x, *shards[1:]], {name: tuple(each) for name, each in read.items()} | dict(groups), context=False)
+
+
+def gapped(slide: Slide) -> tuple[Slide, tuple[int, int], int]:
+    """What to fetch of elements with gaps, the padding and the gaps left to the op, so that it multiplies no zeros.
+
+    Only where all shards begin alike: else what is fetched has the gaps filled.
+    """
+    halo, made = slide.halo, slide.m // slide.shards
+    span, low, gaps = halo.span(made), halo.low % halo.dilation, halo.dilation
+    held = (span - 1 - low) // gaps + 1  # elements
+    if halo.window == 1 or gaps == 1 or made * halo.stride % gaps or held < 1:
+        return slide, (0, 0), 1
+    close = Halo(held, made * halo.stride // gaps, halo.low // gaps)
+    return replace(slide, halo=close, m=slide.shards), (low, span - low - (held - 1) * gaps - 1), gaps
 
 
 def windows(eqn, shards, slides: Slides, beyond: Sequence) -> list:
@@ -261,6 +264,26 @@ def sharded(eqn, operands: Sequence[Layout], results: Sequence[Layout | None], s
     return Part(lambda *shards: runs(eqn, shards, slid), tuple(made))
 
 
+def convolved(eqn, operands: Sequence[Layout], results: Sequence[Layout | None], sizes: Mapping[str, int]) -> Part | None:
+    """A device has its share of the groups, and what its windows see; None where there is neither, which XLA does well."""
+    p, ins, outs = eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+    rule, _ = rule_for(eqn.primitive.name, ins, outs, p)
+    axes = split_letters(rule, (*operands, *results))
+    if axes is None:
+        return None
+    (lhs, rhs, out), (x, w) = p["dimension_numbers"], (layout.dims for layout in operands)
+    slid = [slides(rule, 0, axes, {a: prod(sizes[n] for n in of) for a, of in axes.items()}, ins, outs)]
+    if p["feature_group_count"] == p["batch_group_count"] == 1 and not slid[0]:
+        return None
+    counts = {"batch_group_count": lhs[0], "feature_group_count": lhs[1]}
+    groups = {name: max(1, p[name] // prod(sizes[a] for a in x[d])) for name, d in counts.items()}
+    dims = [axes.get(dim[0], ()) if dim else () for dim in rule.results[0]]
+    dims[out[0]] = tuple(a for a in x[lhs[0]] if a not in w[rhs[0]])  # not those of the groups
+    dims[out[1]] = w[rhs[0]]
+    summed = tuple(a for letter in rule.reduce for a in axes.get(letter, ()))
+    return Part(lambda *shards: convolution(eqn, shards, slid, groups), (Layout(tuple(dims), tuple((a, "sum") for a in summed)),))
+
+
 def run(eqn, values: Sequence, operands: Sequence[Layout | None], results: Sequence[Layout | None], mesh) -> list:
     """One equation, on shards where that is better.
 
@@ -306,8 +329,8 @@ def added(parts):
 
 def part_of(eqn, taken, made, sizes: Mapping[str, int]) -> Part | None:
     """What a device runs on its shards; None where XLA splits the op as well as we would."""
-    if (form := LOCAL.get(eqn.primitive.name)) is None:
+    if eqn.primitive.name == "conv_general_dilated":
+        return convolved(eqn, taken, made, sizes)
+    if eqn.primitive.name not in LOCAL:
         return sharded(eqn, taken, made, sizes)
-    made = [convolved(eqn, taken)] if form is grouped else made
-    params = None if None in made else form(eqn, taken, sizes)
-    return None if params is None else Part(lambda *shards: bind(eqn, shards, params, context=False), tuple(made))
+    return None if None in made else Part(lambda *shards: bind(eqn, shards, context=False), tuple(made))

@@ -102,7 +102,13 @@ def _(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, **_):
     return Rule((a, b, sizes), (c,), reduce=reduce, whole=frozenset(whole), flops=flops)
 
 
-# Windows slide over spatial dims. Where they are much larger than the result, as in a filter's gradient, it is the sum over window
+def ways(*sizes: int) -> tuple[int, int]:
+    """How well all sizes are split at once: by powers of two, as most mesh axes are, then by anything."""
+    n = gcd(*sizes)
+    return n & -n, n
+
+
+# Windows slide over spatial dims. Where they divide better than the result, as in a filter's gradient, it is the sum over window
 # positions that is split.
 @rule("conv_general_dilated")
 def _(
@@ -121,21 +127,14 @@ def _(
 ):
     lhs, rhs, res = dimension_numbers
     names, halo, reduce, whole, met = [], {}, {"c": "sum"}, [], []
-    mixed = str(x.dtype) != str(out[0].dtype)
-    grouped = max(feature_group_count, batch_group_count) > 1 and (w.shape[rhs[1]] > 1 or mixed)
     for i, (r, o, stride, (low, high), dilation, spread) in enumerate(
         zip(rhs[2:], res[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
     ):
         h, taps, made = f"x{i}", w.shape[r], out[0].shape[o]
         met.append(touched(x.shape[lhs[2 + i]], taps, made, stride, low, dilation, spread))
-        if taps == stride == dilation == 1 and low == high == 0:
+        if taps == stride == dilation == spread == 1 and low == high == 0:
             names.append((h, "", h))
-        elif grouped or (dilation > 1 and (low < 0 or lhs[2 + i] != res[2 + i])):
-            # XLA gathers the first (and pads wrongly where types are mixed), aborts on the second, and computes the third wrongly: a
-            # spread dim that takes another place.
-            names.append((h, f"w{i}", f"y{i}"))
-            whole += names[-1]
-        elif taps >= 8 * made:  # below, XLA gathers
+        elif ways(x.shape[lhs[2 + i]], taps) > ways(x.shape[lhs[2 + i]], made):
             names.append((h, h, f"y{i}"))
             halo[h], reduce[h] = {0: Halo((made - 1) * stride + 1, spread, low, dilation)}, "sum"
             whole.append(f"y{i}")
@@ -162,4 +161,6 @@ def _(
     operands = (place(lhs, batch, feature, [n[0] for n in names]), place(rhs, made, ("c",), [n[1] for n in names]))
     results = (place(res, ("n",), made, [n[2] for n in names]),)
     flops = multiply_adds(x, (out[0].shape[res[0]], out[0].shape[res[1]], w.shape[rhs[1]], *met))
-    return Rule(operands, results, reduce=reduce, halo=halo, whole=frozenset(whole), sizes=sizes, flops=flops)
+    return Rule(
+        operands, results, reduce=reduce, halo=halo, local=frozenset(halo), whole=frozenset(whole), sizes=sizes, flops=flops
+    )
