@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import shardplan
 from shardplan.strategies.rule import RULES
 from shardplan.testing import check_rule
 
@@ -74,6 +75,17 @@ def test_what_was_found_wrong_when_split_is_whole(fn, types):
 def test_many_keys_are_split_where_the_first_is_all_that_is_read(fn, impl, splits):
     proofs = check_rule(fn, jax.random.split(jax.random.key(0, impl=impl), 8), jnp.arange(8))
     assert next(p for p in proofs if p.primitive.startswith("random")).splits == splits
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16"])
+def test_a_split_table_is_read_at_places_of_few_bits(dtype):
+    """XLA's partitioner aborts on them."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    table, at = jnp.arange(32.0).reshape(8, 4), jnp.arange(6).astype(dtype)
+    lookup = Case("gather", lambda table, at: table[at], (table, at))
+    assert rules_fuzz.partitioned(lookup, mesh) == ("split", "")
+    step = shardplan.auto(mesh, pins={"table": P("x")})(lookup.fn)
+    assert np.array_equal(step(table, at), table[at])
 
 
 SPREAD = {"lhs_dilation": (2,), "dimension_numbers": lax.ConvDimensionNumbers((1, 2, 0), (2, 0, 1), (0, 2, 1))}

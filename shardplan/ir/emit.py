@@ -143,7 +143,7 @@ class _Scope:
                     with _jax.at_source(eqn):
                         results = [self.made(where, r, x) for r, x in enumerate(results)]
                 case _:
-                    results = _jax.bind(eqn, operands)
+                    results = local.bind(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 

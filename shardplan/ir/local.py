@@ -315,7 +315,13 @@ def run(eqn, values: Sequence, operands: Sequence[Layout | None], results: Seque
 
 
 def bind(eqn, values: Sequence, params: dict | None = None, context: bool = True) -> list:
-    """The equation itself; a transform with its arrays in rows, since XLA for CPU lays them out for collectives and then fails."""
+    """The equation itself, in a form that XLA gets right.
+
+    A transform has its arrays in rows, since XLA for CPU lays them out for collectives and then fails; a lookup has places of 32 bits,
+    since its partitioner aborts on shorter ones.
+    """
+    if eqn.primitive.name == "gather" and values[1].dtype.itemsize < 4:
+        values = values[0], jnp.asarray(values[1], "int32")
     if eqn.primitive.name != "fft":
         return _jax.bind(eqn, values, params, context)
     return [_jax.row_major(x) for x in _jax.bind(eqn, [_jax.row_major(x) for x in values], params, context)]
