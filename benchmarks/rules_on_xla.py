@@ -90,6 +90,7 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
         "split",
         "scattered over a small dim that operands have too: XLA reduces a part and swaps it",
     ),
+    ("random_fold_in", "dearer", "split d", "of what is folded in a key is made where it lies, and sent"),
     ("random_gamma", "dearer", "split", "its loop runs until all devices are done: one number per turn is reduced"),
     ("eig", "uncompiled", "", "its GPU library does not load without a GPU"),
     ("hessenberg schur", "uncompiled", "", "not made for GPUs"),
