@@ -728,3 +728,25 @@ def _(draw, name):
     fn = region(draw, shape, name)
     both = jax.value_and_grad(lambda x: (fn(x) ** 2).sum()) if name != "while" and draw(st.booleans()) else fn
     return both, array(draw, shape, values="inner")
+
+
+# ---- gradients: programs of several primitives, which the sweep plans and the tests leave out
+
+FORWARD = {name: CASES[name] for name in ("conv_general_dilated", "gather", "scatter-add", "reduce_window_sum", "reduce_window_max")}
+
+
+@made("gradients", " ".join(FORWARD))
+def _(draw, name):
+    case = draw(FORWARD[name])
+    kinds = ("float32", "bfloat16", "float16")
+    floats = tuple(i for i, x in enumerate(case.args) if x.dtype in kinds)
+    assume(floats and all(x.dtype in kinds or jnp.issubdtype(x.dtype, jnp.integer) for x in case.args))
+    assume(all(x.dtype in kinds for x in jax.tree.leaves(jax.eval_shape(case.fn, *case.args))))
+
+    def loss(*xs):
+        return sum((x.astype("float32") ** 2).sum() for x in jax.tree.leaves(case.fn(*xs)))
+
+    return jax.grad(loss, floats), *case.args
+
+
+CASES.update(FORWARD)

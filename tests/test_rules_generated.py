@@ -35,7 +35,7 @@ def drawn(n: int, cases):
     return lambda each: rules_fuzz.quietly(n, derandomize=True)(hypothesis.given(cases)(each))()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gradients"])
 def test_every_strategy_gives_what_the_whole_op_gives(family):
     @drawn({"regions": 2, "special functions": 3}.get(family, 5), FAMILIES[family])
     def _(case):
