@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,6 +58,18 @@ class Bound:
     def kept(self, worth: float) -> list[np.ndarray]:
         """Masks of the states that answers of at most this cost may take."""
         return [through <= worth for through in self.through]
+
+    def left(self, problem: Problem, worth: float, kept: list[np.ndarray] | None = None) -> Problem:
+        """The problem without states and pairs of states that answers of at most this cost do not take; `kept` masks more states."""
+        kept = self.kept(worth) if kept is None else kept
+        costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(kept, problem.costs, strict=True))
+        edges = list(problem.edges)
+        for number, least in self.best.sweep.pairs():
+            e = edges[number]
+            gone = least - self.best.paid > worth
+            if gone[np.ix_(kept[e.i], kept[e.j])].any():
+                edges[number] = replace(e, cost=np.where(gone, np.inf, e.cost))
+        return replace(problem, costs=costs, edges=tuple(edges))
 
 
 def bound(

@@ -68,11 +68,14 @@ class Region:
         value = max(self.bound, result.value + self.offset)
         return replace(self, bound=value, prices=result.best.prices, messages=result.messages)
 
-    def part(self, kept: list[np.ndarray], result: Bound) -> Region | None:
-        """The answers whose states are all in the masks `kept`; None when there are none."""
+    def part(self, result: Bound, worth: float, kept: list[np.ndarray] | None = None) -> Region | None:
+        """What its bound leaves of the region for answers of at most so much, by the region's problem; None when nothing is left.
+
+        Args:
+            kept: masks of states, of those that (5) leaves, by default all of these.
+        """
         prices, value = result.best.prices, result.value
-        costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(kept, self.problem.costs, strict=True))
-        small = shrink(replace(self.problem, costs=costs), dominance=0)
+        small = shrink(result.left(self.problem, worth, kept), dominance=0)
         if not small.feasible:
             return None
         outer, horizon = self.back, max((u.hi for u in small.problem.usages), default=0)
@@ -144,7 +147,7 @@ class Tree:
                     return []
                 region = replace(region, hard=left.core)
             halves = split(result, kept)
-        parts = (region.part(half, result) for half in halves)
+        parts = (region.part(result, worth(), half) for half in halves)
         return [part for part in parts if part is not None]
 
     def bound(self, region: Region, worth: float, joint: int, changes: int, share: float = 1.0) -> Bound:

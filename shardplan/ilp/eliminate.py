@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -220,8 +221,22 @@ class Pass:
 
     def marginals(self) -> list[np.ndarray]:
         """For every node and state the least cost (or a lower bound of it) of a choice that takes this state, [k_i] each."""
-        buckets = self.elimination.buckets
         result = [np.full(len(c), -np.inf) for c in self.costs]
+        for bucket, joint in self._through():
+            least = joint.min(axis=tuple(range(joint.ndim - 1)))
+            result[bucket.node] = np.maximum(result[bucket.node], least)
+        return result
+
+    def pairs(self) -> Iterator[tuple[int, np.ndarray]]:
+        """For every edge and pair of states a lower bound of the cost of a choice that takes both: (edge, [k_i, k_j])."""
+        for bucket, joint in self._through():
+            for edge, side, axis in bucket.edges:
+                least = joint.min(axis=tuple(n for n in range(joint.ndim - 1) if n != axis))
+                yield edge, least if side else least.T
+
+    def _through(self) -> Iterator[tuple[Bucket, np.ndarray]]:
+        """Every bucket, the last first, with its joint table and what the rest of the network adds to that."""
+        buckets = self.elimination.buckets
         beyond: list[np.ndarray | float] = [0.0] * len(buckets)  # what the rest of the network adds to a bucket's message
         for number in range(len(buckets) - 1, -1, -1):
             bucket = buckets[number]
@@ -231,12 +246,10 @@ class Pass:
                 outside = self._less(bucket, np.asarray(beyond[number]))[..., None]
             joint = self._joint(number) + outside
             beyond[number] = 0.0
-            axes = tuple(range(len(bucket.scope) - 1))
-            result[bucket.node] = np.maximum(result[bucket.node], joint.min(axis=axes))
+            yield bucket, joint
             for sender, turned, spread in bucket.senders:
                 gone = tuple(n for n, size in enumerate(spread) if size == 1 and joint.shape[n] != 1)
                 message = self.messages[sender]
                 there = joint.min(axis=gone).reshape([message.shape[n] for n in turned]).transpose(np.argsort(turned))
                 with np.errstate(invalid="ignore"):
                     beyond[sender] = np.where(np.isinf(message), np.inf, there - message)
-        return result

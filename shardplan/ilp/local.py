@@ -32,12 +32,10 @@ class Moves:
         self.start = memory.start
         self.owner = np.repeat(np.arange(len(problem.costs)), np.diff(self.start))
         self.forbidden = 2.0 ** np.ceil(np.log2(4 * max(sum(high - low for low, high in problem.ranges), 1.0)))
-        tables = {id(e.cost): e.cost for e in problem.edges}
-        bounded = {key: t if t.max(initial=0.0) <= self.forbidden else np.minimum(t, self.forbidden) for key, t in tables.items()}
         self.near: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]  # (j, table with i's states as rows)
         for e in problem.edges:
-            self.near[e.i].append((e.j, bounded[id(e.cost)]))
-            self.near[e.j].append((e.i, bounded[id(e.cost)].T))
+            self.near[e.i].append((e.j, e.cost))
+            self.near[e.j].append((e.i, e.cost.T))
         self.own = np.minimum(np.concatenate(problem.costs), self.forbidden) if problem.costs else np.zeros(0)
 
     def settle(self, states: Sequence[int] | np.ndarray) -> None:
@@ -46,7 +44,7 @@ class Moves:
         self.field = self.own.copy()
         for i, near in enumerate(self.near):
             for j, table in near:
-                self.field[self.start[j] : self.start[j + 1]] += table[self.states[i]]
+                self.field[self.start[j] : self.start[j + 1]] += np.minimum(table[self.states[i]], self.forbidden)
         self.profile = self.memory.profile(self.states)
 
     @property
@@ -64,7 +62,7 @@ class Moves:
     def move(self, i: int, s: int, after: np.ndarray) -> None:
         old = self.states[i]
         for j, table in self.near[i]:
-            self.field[self.start[j] : self.start[j + 1]] += table[s] - table[old]
+            self.field[self.start[j] : self.start[j + 1]] += np.minimum(table[s], self.forbidden) - np.minimum(table[old], self.forbidden)
         self.states[i], self.profile = s, after
 
     def relieve(self, limit: float, moves: int = 2_000) -> bool:

@@ -111,7 +111,7 @@ class Chain:
         if region.problem.limit is None or result.best.prices.any():
             return False
         free = replace(region.problem, usages=(), limit=None)
-        part = replace(region, problem=free, back=tuple, offset=0.0, bound=-np.inf).part(result.kept(self.wanted()), result)
+        part = replace(region, problem=free, back=tuple, offset=0.0, bound=-np.inf).part(result, self.wanted())
         clock, record = self.clock.part(EASE_SHARE), Record(free, None, self.wanted())
         if part is None or Chain(part, record, clock).run():
             record.prove(np.inf)
@@ -135,7 +135,7 @@ class Chain:
                 self.region = self.region.after(result)
             kept = result.kept(self.wanted())
             if sum(int(mask.sum()) for mask in kept) < ALIKE * sum(map(len, kept)):  # a new problem costs the runs their plans
-                part = self.region.part(kept, result)
+                part = self.region.part(result, self.wanted())
                 if part is None:
                     return True
                 self.region = part
@@ -174,7 +174,7 @@ class Chain:
             through = np.concatenate(result.through)
             if not len(through) or (through <= worth).mean() <= FOCUS:
                 return
-            part = region.part(result.kept(max(np.quantile(through, FOCUS), *(t.min() for t in result.through))), result)
+            part = region.part(result, max(np.quantile(through, FOCUS), *(t.min() for t in result.through)))
             part = part and self.tree.core(part, np.inf)
             if part is None:
                 return
@@ -183,7 +183,7 @@ class Chain:
     def part(self, goal: float) -> Region | None:
         """What (5) leaves of the region for answers that cost at most `goal`."""
         result = self.bounded()
-        return self.region.part(result.kept(goal - self.region.offset), result)
+        return self.region.part(result, goal - self.region.offset)
 
     def bounded(self) -> Bound:
         if self.result is None:
