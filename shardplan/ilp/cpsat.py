@@ -86,6 +86,8 @@ def solve_core(
     solver.parameters.random_seed = 0
     solver.parameters.linearization_level = 2  # the linear relaxation is what proves here
     solver.parameters.add_lp_constraints_lazily = False
+    solver.parameters.optimize_with_core = True
+    solver.parameters.cp_model_probing_level = 0  # what probing finds, bounds have found before
     solver.parameters.max_deterministic_time = max(work / SLOWER, 1e-3)
     if seconds is not None:
         solver.parameters.max_time_in_seconds = max(seconds, 1e-2)
