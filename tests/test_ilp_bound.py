@@ -103,8 +103,7 @@ def test_shifting_makes_small_joints_bound_well(monkeypatch):
     best = solve(problem, work_limit=40.0)
     bare, good = (bound(problem, np.inf, cap, 0).value for cap in (1, 300))
     assert best.status == "optimal"
-    assert bare <= good <= best.objective
-    assert good > 0.9 * best.objective
+    assert all(0.9 * best.objective < value <= best.objective for value in (bare, good))
 
 
 def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
@@ -130,6 +129,26 @@ def test_through_is_a_bound_of_every_choice_that_takes_the_state(problem, small)
         cost = problem.objective(states)
         assert result.value <= cost
         assert all(result.through[i][s] <= cost for i, s in enumerate(states))
+        assert result.left(problem, cost).objective(states) == cost
+
+
+def test_pairs_are_dropped_whose_states_stay():
+    equal, costs = np.where(np.eye(2), 0.0, 9.0), (np.zeros(2),) * 3
+    problem = Problem(costs, (Edge(0, 1, equal), Edge(1, 2, equal)))
+    left = bound(problem, np.inf, 8, 4).left(problem, 5.0)
+    assert all(map(np.array_equal, left.costs, costs))
+    assert all(np.array_equal(e.cost, np.where(np.eye(2), 0.0, np.inf)) for e in left.edges)
+    assert not shrink(left, dominance=0).problem.edges  # what follows is decided
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_focus_looks_among_more_states_where_few_hold_no_answer(share, monkeypatch):
+    monkeypatch.setitem(Chain.focus.__globals__, "FOCUS", share)
+    problem = grid(6, 4)
+    chain = Chain(Region(problem, tuple, 0.0), Record(problem, None), Clock(None, 2.0))
+    chain.tree.tries = 0
+    chain.focus(chain.region, chain.bounded())
+    assert chain.record.found
 
 
 @pytest.mark.parametrize("seed", range(3))

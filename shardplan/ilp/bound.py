@@ -5,8 +5,9 @@ through it. A state whose priced cost is above the best answer's cost cannot be 
 
     min over s with s_i = a of  (1)(s) + sum_t p_t (memory_t(s) - limit)  >  best answer        =>  drop a of node i     (5)
 
-On real networks, where silly states cost orders of magnitude more, (5) with a good answer deletes nearly everything, also
-when the elimination has to split joints. What is left is shrunk again, and bounded again.
+and the same holds for a pair of states of an edge. On real networks, where silly states cost orders of magnitude more, (5) with a good
+answer deletes nearly everything, also when the elimination has to split joints. Pairs go long before all pairs of a state do, and where
+a state of one node leaves a single one of the other, the other follows. What is left is shrunk again, and bounded again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,12 @@ class Bound:
         return [through <= worth for through in self.through]
 
     def left(self, problem: Problem, worth: float, kept: list[np.ndarray] | None = None) -> Problem:
-        """The problem without states and pairs of states that answers of at most this cost do not take; `kept` masks more states."""
+        """What (5) leaves for answers of at most this cost: all other states and pairs of states are forbidden.
+
+        Args:
+            problem: the one that was bounded, or that one without its limit if no byte had a price.
+            kept: masks of states, of those that (5) leaves, by default all of these.
+        """
         kept = self.kept(worth) if kept is None else kept
         costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(kept, problem.costs, strict=True))
         edges = list(problem.edges)
@@ -99,4 +105,4 @@ def bound(
         if quote.value > worth or over():
             break
     best = max(quotes, key=lambda quote: quote.value)
-    return Bound(problem, memory, best, tuple(quotes), relaxation.work + 3 * relaxation.elimination.size, relaxation.messages())
+    return Bound(problem, memory, best, tuple(quotes), relaxation.work + 4 * relaxation.elimination.size, relaxation.messages())

@@ -14,14 +14,26 @@ Node costs and tables may differ from run to run (prices on memory, costs shifte
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from .problem import Problem
+
+
+class Sent(NamedTuple):
+    """How another bucket's message lies in a joint table."""
+
+    bucket: int
+    at: tuple[int, ...]  # the joint's axis of each of its axes
+    turned: tuple[int, ...]  # its axes in the order of the joint's
+    back: tuple[int, ...]  # and the other way round
+    shape: tuple[int, ...]  # spread over the joint
 
 
 @dataclass
@@ -33,8 +45,9 @@ class Bucket:
     shape: tuple[int, ...]
     owns_cost: bool  # the node's cost is in this one of its buckets
     edges: list[tuple[int, int, int]] = field(default_factory=list)  # (edge, 0 if the node is its i, 1 its j, the other's axis)
-    tables: list[np.ndarray] = field(default_factory=list)  # of `edges`, spread over the scope
-    senders: list[tuple[int, tuple, tuple]] = field(default_factory=list)  # (bucket, its message's axes, their shape here)
+    rows: list[np.ndarray] = field(default_factory=list)  # tables of `edges`, [k of the other, k]
+    tables: list[np.ndarray] = field(default_factory=list)  # the same, spread over the scope
+    senders: list[Sent] = field(default_factory=list)
     receiver: int = -1  # bucket that takes the message; -1 when the message is a number
 
 
@@ -115,11 +128,11 @@ class Elimination:
         axis = {j: n for n, j in enumerate(scope)}
         for item_scope, edge, sender in group:
             if edge < 0:
-                spread = [1] * len(scope)
-                for j in item_scope:
-                    spread[axis[j]] = k[j]
-                turned = tuple(np.argsort([axis[j] for j in item_scope]).tolist())
-                bucket.senders.append((sender, turned, tuple(spread)))
+                at = [axis[j] for j in item_scope]
+                turned = sorted(range(len(at)), key=at.__getitem__)
+                back = sorted(range(len(at)), key=turned.__getitem__)
+                spread = tuple(shape[n] if n in at else 1 for n in range(len(scope)))
+                bucket.senders.append(Sent(sender, tuple(at), tuple(turned), tuple(back), spread))
                 self.buckets[sender].receiver = number
             else:
                 (a, b), table = item_scope, self.problem.edges[edge].cost
@@ -127,7 +140,8 @@ class Elimination:
                 spread = [1] * len(scope)
                 spread[axis[other]], spread[-1] = k[other], k[i]
                 bucket.edges.append((edge, side, axis[other]))
-                bucket.tables.append((table if side else table.T).reshape(spread))
+                bucket.rows.append(table if side else table.T)
+                bucket.tables.append(bucket.rows[-1].reshape(spread))
         self.buckets.append(bucket)
         self.of_node[i].append(number)
         return number
@@ -176,23 +190,26 @@ class Pass:
     def _parts(self, number: int) -> list[np.ndarray]:
         """What a bucket's joint table is the sum of, but for what `_less` takes away."""
         bucket = self.elimination.buckets[number]
-        senders = [self.messages[sender].transpose(turned).reshape(spread) for sender, turned, spread in bucket.senders]
+        senders = [self.messages[sent.bucket].transpose(sent.turned).reshape(sent.shape) for sent in bucket.senders]
         return [self.own[number].reshape([1] * (len(bucket.scope) - 1) + [-1]), *bucket.tables, *senders]
 
     def _joint(self, number: int) -> np.ndarray:
         """A bucket's joint table, but for what `_less` takes away."""
         shape = self.elimination.buckets[number].shape
-        total, *parts = sorted(self._parts(number), key=np.size)
+        total, *parts = sorted(self._parts(number), key=_size)
         for part in parts:
             total = total + part
         return total if total.shape == shape else np.broadcast_to(total, shape)
 
     def _given(self, number: int, where) -> np.ndarray:
         """What every state of a bucket's node costs, but for a constant, when the others of the scope take `where`; [k]."""
-        total = 0.0
-        for part in self._parts(number):
-            total = total + part[tuple(x if n > 1 else 0 for x, n in zip(where, part.shape, strict=False))]
-        return np.asarray(total)
+        bucket, total = self.elimination.buckets[number], self.own[number]
+        for (_, _, axis), rows in zip(bucket.edges, bucket.rows, strict=True):
+            total = total + rows[where[axis]]
+        where = (*where, slice(None))
+        for sent in bucket.senders:
+            total = total + self.messages[sent.bucket][tuple([where[n] for n in sent.at])]
+        return total
 
     def states(self) -> tuple[int, ...]:
         """Cheapest states, read backwards; ties go to the lowest number."""
@@ -221,35 +238,40 @@ class Pass:
 
     def marginals(self) -> list[np.ndarray]:
         """For every node and state the least cost (or a lower bound of it) of a choice that takes this state, [k_i] each."""
-        result = [np.full(len(c), -np.inf) for c in self.costs]
-        for bucket, joint in self._through():
-            least = joint.min(axis=tuple(range(joint.ndim - 1)))
-            result[bucket.node] = np.maximum(result[bucket.node], least)
-        return result
+        return self._backwards[0]
 
     def pairs(self) -> Iterator[tuple[int, np.ndarray]]:
         """For every edge and pair of states a lower bound of the cost of a choice that takes both: (edge, [k_i, k_j])."""
-        for bucket, joint in self._through():
-            for edge, side, axis in bucket.edges:
-                least = joint.min(axis=tuple(n for n in range(joint.ndim - 1) if n != axis))
-                yield edge, least if side else least.T
+        for number, (bucket, outside) in enumerate(zip(self.elimination.buckets, self._backwards[1], strict=True)):
+            if bucket.edges:
+                joint = self._joint(number) + outside
+                for edge, side, axis in bucket.edges:
+                    least = joint.min(axis=tuple(n for n in range(joint.ndim - 1) if n != axis))
+                    yield edge, least if side else least.T
 
-    def _through(self) -> Iterator[tuple[Bucket, np.ndarray]]:
-        """Every bucket, the last first, with its joint table and what the rest of the network adds to that."""
+    @functools.cached_property
+    def _backwards(self) -> tuple[list[np.ndarray], list[np.ndarray | float]]:
+        """The marginals, and what the rest of the network adds to every bucket's joint table."""
+        marginals = [np.full(len(c), -np.inf) for c in self.costs]
         buckets = self.elimination.buckets
-        beyond: list[np.ndarray | float] = [0.0] * len(buckets)  # what the rest of the network adds to a bucket's message
+        outside: list[np.ndarray | float] = [0.0] * len(buckets)
         for number in range(len(buckets) - 1, -1, -1):
             bucket = buckets[number]
             if bucket.receiver < 0:
-                outside: np.ndarray | float = self.value - float(self.messages[number]) if np.isfinite(self.value) else np.inf
+                outside[number] = self.value - float(self.messages[number]) if np.isfinite(self.value) else np.inf
             else:
-                outside = self._less(bucket, np.asarray(beyond[number]))[..., None]
-            joint = self._joint(number) + outside
-            beyond[number] = 0.0
-            yield bucket, joint
-            for sender, turned, spread in bucket.senders:
-                gone = tuple(n for n, size in enumerate(spread) if size == 1 and joint.shape[n] != 1)
-                message = self.messages[sender]
-                there = joint.min(axis=gone).reshape([message.shape[n] for n in turned]).transpose(np.argsort(turned))
+                outside[number] = self._less(bucket, np.asarray(outside[number]))[..., None]
+            joint = self._joint(number) + outside[number]
+            least = joint.min(axis=tuple(range(joint.ndim - 1)))
+            np.maximum(marginals[bucket.node], least, out=marginals[bucket.node])
+            for sent in bucket.senders:
+                message = self.messages[sent.bucket]
+                gone = tuple(n for n in range(joint.ndim) if n not in sent.at)
                 with np.errstate(invalid="ignore"):
-                    beyond[sender] = np.where(np.isinf(message), np.inf, there - message)
+                    rest = joint.min(axis=gone).transpose(sent.back) - message
+                outside[sent.bucket] = np.where(np.isinf(message), np.inf, rest)
+        return marginals, outside
+
+
+def _size(table: np.ndarray) -> int:
+    return table.size

@@ -62,7 +62,8 @@ class Moves:
     def move(self, i: int, s: int, after: np.ndarray) -> None:
         old = self.states[i]
         for j, table in self.near[i]:
-            self.field[self.start[j] : self.start[j + 1]] += np.minimum(table[s], self.forbidden) - np.minimum(table[old], self.forbidden)
+            after_j, before_j = np.minimum(table[[s, old]], self.forbidden)
+            self.field[self.start[j] : self.start[j + 1]] += after_j - before_j
         self.states[i], self.profile = s, after
 
     def relieve(self, limit: float, moves: int = 2_000) -> bool:

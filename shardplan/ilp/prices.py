@@ -24,8 +24,10 @@ from .eliminate import Pass
 from .memory import Memory
 from .relax import Relaxation
 
-ROUNDS = (4, 2)  # of shifting, at the first prices and after a change of prices
-ENOUGH = 0.02  # of the way from bound to answer: a rise of the bound that is not worth another round
+ROUNDS = 2  # of shifting, after a change of prices
+FIRST, VISITS = (4, 16), 6e7  # rounds at the first prices: as many as visit so many table entries, but within these numbers
+GROWTH = 2  # as many rounds as before, each time that only shifting may raise the bound
+ENOUGH = 0.01  # of the way from bound to answer: what each round must raise the bound by, for more of them to pay
 PRECISION = 50  # bits of a sum of all entries: 3 less than float64 has, for costs are shifted
 FINE = 12  # bits of the highest price at most; fewer where bytes would have fewer bits than it
 
@@ -73,8 +75,15 @@ def quote(relaxation: Relaxation, memory: Memory, prices: np.ndarray, rounds: in
     paid = float(prices.sum() * (memory.limit // grain * grain)) if prices.any() else 0.0
     costs = relaxation.problem.costs if costs is None else costs
     sweep = relaxation.run([c + toll for c, toll in zip(costs, memory.toll(prices, grain), strict=True)], rounds, unit)
-    relaxed = sweep.relaxed() if np.isfinite(sweep.value) else np.zeros(len(costs), dtype=np.int64)
+    relaxed = sweep.relaxed() if memory.n_steps and np.isfinite(sweep.value) else np.zeros(len(costs), dtype=np.int64)
     return Quote(prices, sweep.value - paid, sweep, relaxed, memory.profile(relaxed) - memory.limit, paid)
+
+
+def _first(relaxation: Relaxation) -> int:
+    """Rounds of shifting before the first quote."""
+    if relaxation.shift is None or relaxation.warm:
+        return ROUNDS
+    return int(np.clip(VISITS / max(relaxation.shift.entries, 1.0), *FIRST))
 
 
 def bargain(
@@ -97,11 +106,11 @@ def bargain(
         costs: node costs, the problem's own by default.
     """
     prices = np.zeros(memory.n_steps) if start is None else start
-    point = best = quote(relaxation, memory, prices, ROUNDS[relaxation.warm], costs)
+    point = best = quote(relaxation, memory, prices, _first(relaxation), costs)
     yield best
     steps: list[int] = []
     planes: list[list] = []
-    box = reach / memory.limit
+    box, shifts = reach / memory.limit, ROUNDS
     for _ in range(rounds):
         if not np.isfinite(point.value):
             return
@@ -110,16 +119,19 @@ def bargain(
             plane[0] = max(plane[0], point.value - float((point.prices * plane[1]).sum()))
         steps += [t for t in memory.peaks(point.over, 0.0).tolist() if t not in steps]
         steps += [t for t in np.flatnonzero(point.prices).tolist() if t not in steps]
-        least = max(ENOUGH * min(worth - best.value, abs(best.value)), 1e-9 * max(1.0, abs(best.value)))
+        way, least = ENOUGH * min(worth - best.value, abs(best.value)), 1e-9 * max(1.0, abs(best.value))
         promise, prices = _highest(planes, steps, best.prices, box) if steps else (best.value, best.prices)
-        if promise - best.value <= least:  # no price raises L: more shifting may
-            more = None if relaxation.exact else quote(relaxation, memory, best.prices, ROUNDS[1], costs)
-            if more is None or more.value - best.value <= least:
+        if promise - best.value <= max(ROUNDS * way, least):  # no price raises L: more shifting may
+            if relaxation.exact:
                 return
-            point = best = more
+            shifts *= GROWTH
+            point = quote(relaxation, memory, best.prices, shifts, costs)
             yield point
+            if point.value - best.value <= max(shifts * way, least):
+                return
+            best = point
             continue
-        point = quote(relaxation, memory, prices, ROUNDS[1], costs)
+        point = quote(relaxation, memory, prices, ROUNDS, costs)
         improved = point.value > best.value
         hit = (np.abs(prices - best.prices) >= box * (1 - 1e-9)).any()
         if improved and hit:
@@ -139,7 +151,7 @@ def least_peak(relaxation: Relaxation, memory: Memory, *, rounds: int = 60) -> I
     """
     free = Memory.__new__(Memory)
     free.__dict__ = {**memory.__dict__, "limit": 0.0}
-    best = quote(relaxation, free, np.full(memory.n_steps, 1.0 / memory.n_steps), ROUNDS[0])
+    best = quote(relaxation, free, np.full(memory.n_steps, 1.0 / memory.n_steps), _first(relaxation))
     yield best
     planes: list = []
     steps: list[int] = []
@@ -150,7 +162,7 @@ def least_peak(relaxation: Relaxation, memory: Memory, *, rounds: int = 60) -> I
         promise, prices = _highest(planes, steps, np.zeros(memory.n_steps), np.inf, total=1.0)
         if promise - best.value <= 1e-9 * max(1.0, abs(best.value)):
             return
-        point = quote(relaxation, free, prices, ROUNDS[1])
+        point = quote(relaxation, free, prices, ROUNDS)
         if point.value > best.value:
             best = point
         yield point

@@ -87,20 +87,21 @@ class Network:
         self.ground: int | None = None  # a node with one state and no edges
         self.feasible = all(len(c) for c in self.costs)
         self.dirty: dict[int, None] = {}  # worklist in order of arrival
-        self._finite: dict[tuple, tuple] = {}
+        self._finite: dict[int, tuple] = {}
+        turned = {id(e.cost): e.cost.T for e in problem.edges}
         for e in problem.edges:
-            self.join(e.i, e.j, e.cost)
+            self.join(e.i, e.j, e.cost, turned[id(e.cost)])
         if problem.limit is not None:
             for u in problem.usages:
                 if u.hi > u.lo:
                     self.uses[u.node].append((np.array([(u.lo, u.hi)]), u.bytes[None, :]))
         self.dirty = dict.fromkeys(range(len(self.costs)))
 
-    def join(self, i: int, j: int, table: np.ndarray) -> None:
-        """Adds a table to e_ij; parallel edges become one."""
+    def join(self, i: int, j: int, table: np.ndarray, turned: np.ndarray | None = None) -> None:
+        """Adds a table (and what it is transposed) to e_ij; parallel edges become one."""
         if j in self.adj[i]:
-            table = self.adj[i][j] + table
-        self.adj[i][j], self.adj[j][i] = table, table.T
+            table, turned = self.adj[i][j] + table, None
+        self.adj[i][j], self.adj[j][i] = table, table.T if turned is None else turned
         self.dirty[i] = self.dirty[j] = None
 
     def cut(self, i: int, j: int) -> None:
@@ -123,13 +124,12 @@ class Network:
 
     def finite(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """(which rows have a finite entry, f with column j finite in row f[j] only, or None); kept by the table's identity."""
-        key = (id(table.base) if table.base is not None else id(table), table.ctypes.data, table.shape, table.strides)
-        if key not in self._finite:
+        if id(table) not in self._finite:
             mask = np.isfinite(table)
             one = np.count_nonzero(mask) == table.shape[1] and mask.any(axis=0).all()  # per column
             function = mask.argmax(axis=0) if one else None
-            self._finite[key] = (mask.any(axis=1), function, table)  # the table is held so that its identity stays its own
-        return self._finite[key][:2]
+            self._finite[id(table)] = (mask.any(axis=1), function, table)  # the table is held so that its identity stays its own
+        return self._finite[id(table)][:2]
 
     def to_problem(self) -> tuple[Problem, tuple[int, ...]]:
         nodes = tuple(i for i, alive in enumerate(self.alive) if alive)

@@ -1,8 +1,8 @@
 """How a problem gets its answer: the chain of links on one page.
 
     shrink      exact reductions                                                                            shrink.py
-    bound       prices on bytes, costs shifted along edges, elimination: what no answer can beat, first answers, and the
-                states that no better answer takes; shrink again                       bound.py, prices.py, shift.py, eliminate.py
+    bound       prices on bytes, costs shifted along edges, elimination: what no answer can beat, first answers, and the states
+                and pairs of states that no better answer takes; shrink again          bound.py, prices.py, shift.py, eliminate.py
     focus       answers among the states that are best by the bound, and again among the best of these
     close       branch and bound for answers that are better than the best, CP-SAT on small cores           branch.py, cpsat.py
     explore     under a time limit only: shifting under prices that follow the memory, sweeps and kicks     explore.py, plans.py
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .explore import Runs
 
 JOINT = 1 << 14  # entries of a joint table
-FOCUS = 0.5  # share of the states among which an answer is looked for
+FOCUS = 0.3  # share of the states among which an answer is looked for
 ALIKE, AGAIN = 0.8, 0.6  # share of states that are left from which, up to which another bound of the whole does not pay, does
 GOAL_SHARE = 0.35  # of what may still be spent, for each goal but the last
 UNKNOWN_GAP = 0.3  # of the bound: how far away the first answer may be, as long as there is none
@@ -169,16 +169,23 @@ class Chain:
         return sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept)))
 
     def focus(self, region: Region, result: Bound) -> None:
-        """Looks for answers among the states that are best by the bound, and again among the best of these, until CP-SAT can."""
-        while result.value <= (worth := self.record.worth - region.offset) and not self.clock.over():
+        """Looks for answers among the states that are best by the bound, and again among the best of these, until CP-SAT can.
+
+        Where a bound proves that there are none among so few, among more.
+        """
+        share, before = FOCUS, self.record.worth
+        while share <= ALIKE and result.value <= (worth := self.record.worth - region.offset) and not self.clock.over():
             through = np.concatenate(result.through)
             if not len(through) or (through <= worth).mean() <= FOCUS:
                 return
-            part = region.part(result, max(np.quantile(through, FOCUS), *(t.min() for t in result.through)))
+            part = region.part(result, max(np.quantile(through, share), *(t.min() for t in result.through)))
             part = part and self.tree.core(part, np.inf)
-            if part is None:
+            if part is not None:
+                region, result = part, self._bound(part)
+            elif self.record.worth < before:
                 return
-            region, result = part, self._bound(part)
+            else:
+                share = (share + 1) / 2
 
     def part(self, goal: float) -> Region | None:
         """What (5) leaves of the region for answers that cost at most `goal`."""
