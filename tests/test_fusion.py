@@ -59,6 +59,18 @@ def test_what_is_read_and_written(fun, moved):
     assert megabytes(fun, X) == pytest.approx(moved, rel=0.01)
 
 
+def test_zeros_that_a_scatter_starts_from_are_written_for_other_readers_too():
+    def masked(scattered):
+        def run(x, rows, at):
+            z = jnp.zeros(x.shape)
+            return jnp.where(x > 0, x, jnp.zeros(x.shape)), z.at[at].add(rows) if scattered else rows
+
+        return megabytes(run, X, S((100, 1000), F32), S((100,), jnp.int32))
+
+    scatter = megabytes(lambda rows, at: jnp.zeros(X.shape).at[at].add(rows), S((100, 1000), F32), S((100,), jnp.int32))
+    assert masked(True) - scatter == pytest.approx(masked(False) + 8, rel=0.01)  # zeros written and read
+
+
 def test_what_many_kernels_read_is_written_once_and_not_summed_up_again_by_each():
     """A sum that every layer adds to: layer after layer costs the same, however many stand before."""
 

@@ -56,11 +56,21 @@ def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) ->
         v = op.inputs[0] if op.primitive == "transpose" and len(op.ins[0].shape) == 2 and out[op.outputs[0]] else None
         if v is not None and graph.ops[graph.values[v].producer[0]].primitive == "dot_general" and len(graph.values[v].consumers) == 1:
             out[v] = False  # the product is written in this order
-    for v in _turned(graph, rules):
+    for v in (*_turned(graph, rules), *_also_zeros(graph)):
         out[v] = True
     for v in _cheaper_kept(graph, rules, out, sums):
         out[v] = True
     return tuple(out)
+
+
+def _also_zeros(graph: Graph) -> Iterator[int]:
+    """Numbers spread out like those that a scatter writes into, taken to be zeros, too: XLA makes one array of both, and a copy."""
+    spread = [op for op in graph.ops if op.spread and op.loop < 0]
+    into = [any(graph.ops[reader].updates for reader in graph.readers(op.outputs[0])) for op in spread]
+    alike = {(op.outs[0].shape, op.outs[0].dtype) for op, updated in zip(spread, into, strict=True) if updated}
+    for op, updated in zip(spread, into, strict=True):
+        if not updated and (op.outs[0].shape, op.outs[0].dtype) in alike:
+            yield op.outputs[0]
 
 
 def _looked_through(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
