@@ -56,7 +56,7 @@ def intervals(
         starts: op that makes a gradient -> the op when its collective starts (`queues.Waits`); by default at once.
     """
     end = len(graph.ops)
-    replaced = {o for a, o in graph.tied if a in graph.donated}
+    replaced = {o: graph.ops[a].outputs[0] for a, o in graph.tied if a in graph.donated}  # out -> the state that it replaces
     state = {a for a, _ in graph.tied}
     kept = [0] * len(graph.values)  # until when it is needed, and the last op that reads it, itself or in a fusion
     read = [-1] * len(graph.values)
@@ -86,13 +86,13 @@ def intervals(
                 for w in op.outputs:
                     if not materialised[w] or op.primitive in ALIASES:
                         kept[v], read[v] = max(kept[v], kept[w]), max(read[v], read[w])
+
     def in_its_place(v: int) -> bool:
         """Whether a value is written over the donated state that it replaces, which nobody reads any more."""
         at = graph.values[v].producer[0]
-        olds = (old[c] for c, _ in graph.values[v].consumers if c in old)
+        olds = (replaced[c] for c, _ in graph.values[v].consumers if c in replaced)
         return in_place[at] and any(graph.values[w].bytes == graph.values[v].bytes and read[w] <= at for w in olds)
 
-    old = {o: graph.ops[a].outputs[0] for a, o in graph.tied if a in graph.donated}
     out: list[Interval | None] = []
     for v, value in enumerate(graph.values):
         at = value.producer[0]

@@ -154,7 +154,7 @@ class Rule:
         """Letters along which shards need something of each other."""
         return *self.halo, *sorted(self.prefix), *self.best, *sorted(self.first)
 
-    @property
+    @functools.cached_property
     def follows(self) -> bool:
         """Whether the op takes arrays in the layout they have: work within fusions, but for what reads neighbours or looks up."""
         return self.fusion != "none" and not self.halo and not self.looks_up
