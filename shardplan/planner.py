@@ -42,6 +42,8 @@ FREE = "*"
 SCATTERS = ("scatter-add", "scatter_add")
 """Ops that add rows to an array: untold, XLA has them add to what their sum is added to, which it completes first, or gathers rows."""
 
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
 MANY_AXES = 3
 """Mesh axes from which an answer without a proof is held against recursive search."""
 
@@ -481,6 +483,19 @@ def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]
         source = graph.ops[graph.maker(v)]
         return source.primitive == "arg" and source.outputs[0] in computed
 
+    def completed(v: int) -> bool:
+        """Whether all that is done with a sum that is still partial is to turn it and to complete it."""
+        for at, k in graph.values[v].consumers:
+            turned = graph.ops[at].primitive in ("share", "transpose") and made(v).partial == made(graph.ops[at].outputs[0]).partial
+            if not (way(v, choices[at].operands[k][strategies[at]]) or (turned and completed(graph.ops[at].outputs[0]))):
+                return False
+        return True
+
+    def idle(i: int) -> bool:
+        """Whether an axis splits nothing of op i: untold, XLA may split a product over it after all, and move what comes of that."""
+        letters = choices[i].letters[strategies[i]]
+        return any(n > 1 and letter is None for (_, n), letter in zip(space.mesh, letters, strict=True))
+
     computed = {graph.ops[i].outputs[0] for i in graph.args if _computed(graph, graph.ops[i].outputs[0])}
     starts = frozenset(resharded())
     out: dict[Path, Decision] = {}
@@ -501,7 +516,8 @@ def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]
             layout = choices[i].results[r][s]
             written = local or op.primitive in (*BORDER, "sharding_constraint") or space.rules[i].fusion in ("none", "reduce")
             written = (written or v in starts or space.materialised[v]) and not spread(i)
-            layout = replace(layout, partial=()) if op.primitive in SCATTERS else layout
+            if op.primitive in SCATTERS or (layout.partial and op.primitive in PRODUCTS and idle(i) and completed(v)):
+                layout = replace(layout, partial=())
             results.append(layout if written and layout.rank and not layout.partial and op.primitive != "out" else None)
         decision = Decision(tuple(reads), tuple(results), tuple(copies) if any(copies) else ())
         if decision:

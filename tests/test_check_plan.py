@@ -183,3 +183,15 @@ def test_a_weight_gathered_for_a_loop_is_there_for_the_loop_of_the_backward_pass
     )(train).check(*args, target="h100:8")
     for collectives in (expected(report.plan), report.compiled.collectives):
         assert [c.kind for c in collectives].count("all-gather") == 1
+
+
+@needs_gpu_compiler
+def test_a_product_is_not_split_over_an_axis_that_the_plan_leaves_idle():
+    def train(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(jax.nn.relu(x @ w) ** 2))(w)
+
+    over, args = jax.P("model"), (sds((1024, 1024), jnp.float32), sds((1 << 13, 1024), jnp.float32))
+    report = shardplan.auto(AbstractMesh((8, 8), ("data", "model")), cluster="h100", donate_argnums=0, in_shardings=(over, over))(
+        train
+    ).check(*args, target="h100:8x8")
+    assert report.flops_ratio == pytest.approx(1) and {f.verdict for f in report.comparison.findings} == {"same"}

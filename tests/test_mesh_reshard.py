@@ -165,6 +165,8 @@ def test_every_step_of_a_path_moves_the_right_numbers(question, name, seed):
 def test_a_detour_is_never_cheaper(question, name, itemsize):
     mesh, shape, (a, b, c) = question
     assume(set(b.split_axes) <= {*a.split_axes, *c.split_axes})  # what was sliced or scattered is not gathered
+    summed = set(a.partial_axes) - {*b.partial_axes, *b.split_axes}
+    assume(name == "cpu" or summed.isdisjoint(c.split_axes))  # what was summed is not cut up
     t = resharder(mesh, name).table(shape, itemsize, [a, b, c], [a, b, c])
     assert t[0, 2] <= t[0, 1] + t[1, 2] + 1e-15
     assert t[0, 0] == t[1, 1] == t[2, 2] == 0
@@ -323,6 +325,13 @@ def test_a_sum_is_not_scattered_twice_on_one_dim_and_what_was_sliced_is_not_gath
     r = Resharder(NODES, CLUSTERS["h100"], Crowd(1, False), known=known)
     path = r.path((64, 64), 4, Layout((("node",), ())), Layout(((), ())))
     assert [(s.kind, s.axes) for s in path] == [("all-gather", ("node",))]
+
+
+def test_no_sum_is_completed_to_be_cut_up_also_where_the_whole_goes_faster_than_its_parts():
+    mesh = MeshShape(("node", "gpu"), (8, 8))
+    path = resharder(mesh, "h100").path((8192, 1024), 4, case(((), ()), ("node", "gpu")), Layout((("gpu",), ())))
+    assert [(s.kind, s.axes) for s in path] == [("reduce-scatter", ("gpu",)), ("all-reduce", ("node",))]
+    assert sum(s.seconds for s in path) > seconds("all-reduce", 4 * 8192 * 1024, ("node", "gpu"), mesh, CLUSTERS["h100"])
 
 
 def test_different_reductions_are_not_done_jointly():

@@ -296,10 +296,10 @@ class _Distances:
         return np.array(split, np.int64), np.array([bits(axes) for _, axes in found], np.int64)
 
     def _costs(self, group: np.ndarray, split: np.ndarray, partial: np.ndarray) -> np.ndarray:
-        """[edge, start]: what is sliced on a path is not gathered on it, nor what is scattered, which would be an all-reduce; and a
-        sum is not scattered beside where it just was: XLA scatters over both axes at once."""
+        """[edge, start]: what is sliced on a path is not gathered on it, nor what is scattered, which would be an all-reduce; a sum
+        is not scattered beside where it just was, and no sum that is complete is cut up: XLA scatters over both axes at once."""
         ways = self.region.ways
-        never = (ways.gathers[group][:, None] & ~split) | (ways.beside[group][:, None] & partial)
+        never = (ways.gathers[group][:, None] & ~split) | (ways.summed[group][:, None] & partial)
         return np.where(never, np.inf, self.cost[group][:, None])
 
     def walk(self, src: int, dst: int) -> list[tuple[str, tuple[int, ...], State, State, float, float]]:
