@@ -92,6 +92,27 @@ def test_slack_is_the_work_in_between():
     assert gradients and all(left == total - done[made] for made, left in gradients.items())
 
 
+def test_gathers_begin_one_after_the_other_as_late_as_they_can_and_hold_memory_from_then_on():
+    graph = graph_of()
+    everywhere = places(graph, [False] * len(graph.values))
+    work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
+    weights = [at for at in graph.args if graph.values[graph.ops[at].outputs[0]].shape == (64, 64)]
+    apart = {at: (at, 1.0) for at in weights}  # no two by one way
+    products = [at for at, done in enumerate(work) if done]
+    taken = [at for at, op in enumerate(graph.ops) if op.primitive == "convert_element_type" and op.phase == "forward"
+             and graph.values[op.outputs[0]].shape == (64, 64)]  # fmt: skip
+
+    def begun(seconds):
+        fetched = waits(graph, everywhere, work, apart, lambda way, size: seconds * size).fetched
+        live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), {}, fetched)
+        assert [live[graph.ops[at].outputs[0]][0] for at in taken] == [fetched.get(at, at) for at in taken]
+        return [fetched.get(at, at) for at in taken[1:]]
+
+    assert begun(0.0) == taken[1:]
+    assert begun(1.0) == products[:2]  # each beside the product before its own
+    assert begun(1.5) == products[:1] * 2  # the second needs half of the first product's time, and the first begins at once
+
+
 def scanned(params, x):
     """Layers of two weights and a scale in a loop, computed again in the backward pass, and a matrix behind them."""
 

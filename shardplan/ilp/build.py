@@ -30,6 +30,7 @@ from shardplan.ilp.problem import Edge, Problem, Usage, over_time
 from shardplan.ilp.tables import PS, Crowds, Tables
 from shardplan.ir.live import ALIASES, intervals, takes_over
 from shardplan.ir.queues import waits
+from shardplan.mesh import collective
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import MERGED, Resharder, Sent, Step
 from shardplan.strategies.space import Space
@@ -198,8 +199,12 @@ def build(
     pinned = frozenset(allowed or ())
     pinned |= {start for start, end in graph.tied if end in pinned}
     moved = {at: (way, size) for (_, way), arrays in crowds or () for at, size in arrays}
-    wait = waits(graph, space.places, [float(s.min()) for s in space.seconds], moved)
-    live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules], wait.starts)
+
+    def takes(way: Sent, size: float) -> float:
+        return collective.seconds(way[0], size, way[1], space.mesh, space.cluster)
+
+    wait = waits(graph, space.places, [float(s.min()) for s in space.seconds], moved, takes)
+    live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules], wait.starts, wait.fetched)
     tables = Tables(space, resharder, doubled, waiting, pinned, wait.slack, crowds)
     edges, background = [], []
     for j, op in enumerate(graph.ops):

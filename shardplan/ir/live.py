@@ -43,7 +43,11 @@ def takes_over(graph: Graph, at: int) -> bool:
 
 
 def intervals(
-    graph: Graph, materialised: Sequence[bool], in_place: Sequence[bool], starts: Mapping[int, int] | None = None
+    graph: Graph,
+    materialised: Sequence[bool],
+    in_place: Sequence[bool],
+    starts: Mapping[int, int] | None = None,
+    fetched: Mapping[int, int] | None = None,
 ) -> list[Interval | None]:
     """Per value its (birth, death) in op numbers, or None for one that holds no memory of its own.
 
@@ -54,6 +58,7 @@ def intervals(
         materialised: per value, whether it is written to memory.
         in_place: per op, whether a result may take the place of an operand that dies there.
         starts: op that makes a gradient -> the op when its collective starts (`queues.Waits`); by default at once.
+        fetched: op that takes an array from elsewhere -> the op beside which it is fetched; by default itself.
     """
     end = len(graph.ops)
     replaced = {o: graph.ops[a].outputs[0] for a, o in graph.tied if a in graph.donated}  # out -> the state that it replaces
@@ -104,7 +109,7 @@ def intervals(
             out.append(None)
         else:
             birth = graph.loops[op.holds].start if op.primitive == "loop_stack" else at
-            birth = graph.loops[op.loop].stop if op.primitive == "loop_next" else birth
+            birth = graph.loops[op.loop].stop if op.primitive == "loop_next" else (fetched or {}).get(birth, birth)
             if op.primitive in INTO_ZEROS:
                 where = op.inputs[INTO_ZEROS[op.primitive]]
                 birth = birth if where is None else graph.maker(where)

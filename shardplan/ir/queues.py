@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import accumulate
+from math import inf
+from typing import Any, Literal
 
 from shardplan.ir.accumulate import ADDS, passes_on
 from shardplan.ir.graph import Graph, Op, Phase
@@ -88,10 +90,12 @@ class Waits:
     Attributes:
         slack: (op, operand) -> seconds of work, in one run, that a reshard of the operand may run beside.
         starts: op that makes a gradient -> the op that makes the last of those that are merged with it.
+        fetched: op that takes an array that is gathered -> the op beside which that begins, if this is before it.
     """
 
     slack: Mapping[tuple[int, int], float]
     starts: Mapping[int, int]
+    fetched: Mapping[int, int]
 
 
 _Key = tuple[int, Phase, int]
@@ -100,27 +104,34 @@ _Key = tuple[int, Phase, int]
 
 @dataclass(frozen=True)
 class _Window:
-    """When an array may move and when it is needed, its crowd and by what way it goes, and the bytes it arrives with."""
+    """When an array may move and when it is needed, its crowd and by what way it goes, the bytes it arrives with, and how often."""
 
     made: float
     needed: float
     queue: tuple[Queue, Phase, int, Hashable]
     bytes: float
+    reads: float
 
 
 def waits(
-    graph: Graph, places: Sequence[Place], work_s: Sequence[float], moved: Mapping[int, tuple[Hashable, float]] | None = None
+    graph: Graph,
+    places: Sequence[Place],
+    work_s: Sequence[float],
+    moved: Mapping[int, tuple[Hashable, float]] | None = None,
+    seconds: Callable[[Any, float], float] = lambda way, size: 0.0,
 ) -> Waits:
     """A reshard may last from when the array is made until somebody computes with it.
 
     XLA starts no gather before a loop that ends before its reader. Of arrays that are merged the one made last is waited for, and the
-    one that is needed first waits for all; each has its part of the time between, by bytes.
+    one that is needed first waits for all; each has its part of the time between, by bytes. Gathers run one at a time, each as late
+    as it can be done in time.
 
     Args:
         places: of all values.
         work_s: seconds of every op in one run.
         moved: by the op that makes an array, the way that it is moved, which only arrays of the same way can be merged with, and the
             bytes of the result on a device. By default all arrays of a queue are moved alike, and whole.
+        seconds: what gathering so many bytes by one of these ways takes.
     """
     begun, done, now = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0
     for j in _order(graph, places):
@@ -143,7 +154,8 @@ def waits(
                 key = edges[j, k] = at, op.phase, op.loop
                 way, size = (moved or {}).get(at, (None, graph.values[v].bytes))
                 after = stops[bisect_right(stops, needed[j]) - 1] if queue == "gather" else 0
-                found = _Window(max(done[at], begun[after]), begun[needed[j]], (queue, op.phase, places[v].crowd, way), size)
+                asked = queue, op.phase, places[v].crowd, way
+                found = _Window(max(done[at], begun[after]), begun[needed[j]], asked, size, op.reads)
                 if (seen := windows.get(key)) is not None:
                     found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
                 windows[key] = found
@@ -157,7 +169,11 @@ def waits(
             made = [at for at, *_ in chunk]
             starts.update(dict.fromkeys(made, max(made)))
     alone = ((edge, key) for edge, key in edges.items() if not _fetched_again(graph, edge[0], key))
-    return Waits({(j, k): beside[key] / graph.ops[j].reads for (j, k), key in alone}, starts)
+    slack = {(j, k): beside[key] / graph.ops[j].reads for (j, k), key in alone}
+    begins = _begins(windows, seconds)
+    times = list(accumulate(reversed(begun), min))[::-1]  # products that wait for the end of a loop begin late
+    fetched = {j: bisect_right(times, begins[key]) - 1 for (j, _), key in edges.items() if key in begins}
+    return Waits(slack, starts, {j: at for j, at in fetched.items() if at < j})
 
 
 def _order(graph: Graph, places: Sequence[Place]) -> Iterator[int]:
@@ -190,6 +206,22 @@ def _merged(windows: Mapping[_Key, _Window]) -> list[list[_Key]]:
         if full or not last or last[0].queue != windows[key].queue:
             out.append([])
         out[-1].append(key)
+    return out
+
+
+def _begins(windows: Mapping[_Key, _Window], seconds: Callable[[Any, float], float]) -> dict[_Key, float]:
+    """When the gathers begin of arrays whose way is known: one after the other, as late as they can be done in time.
+
+    The optimizer gathers nothing.
+    """
+    out: dict[_Key, float] = {}
+    free = inf
+    known = {key: w for key, w in windows.items() if w.queue[0] == "gather" and w.queue[3] is not None and key[1] != "update"}
+    for chunk in sorted(_merged(known), key=lambda chunk: min(known[key].needed for key in chunk), reverse=True):
+        found = [known[key] for key in chunk]
+        takes = seconds(found[0].queue[3], sum(w.bytes for w in found)) * found[0].reads
+        free = max(max(w.made for w in found), min(free, min(w.needed for w in found)) - takes)
+        out.update(dict.fromkeys(chunk, free))
     return out
 
 

@@ -134,8 +134,13 @@ def for_device(kind: str) -> Gpu | None:
     return next((gpu for key, gpu in gpus().items() if key in words), None)
 
 
+TAKEN = 0.8
+"""What XLA's compiler counts on of a GPU's memory where no allocator says how much it has (`GetSchedulerMemoryLimit` in XLA's
+gpu_hlo_schedule.cc). It computes again what does not fit there."""
+
+
 def config(gpu: Gpu) -> str:
-    """The GPU's description in the text form of XLA's GpuTargetConfigProto."""
+    """The GPU in the text form of XLA's GpuTargetConfigProto, with so much memory that XLA counts on what programs have."""
     major, minor = gpu.compute_capability
     accelerated = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     rates = "\n".join(_rate(gpu, dtype, number) for dtype in gpu.dense_tflops for number in _XLA_TYPES[dtype])
@@ -146,7 +151,7 @@ gpu_device_info {{
   core_count: {gpu.sms}
   fpus_per_core: {gpu.fp32_lanes_per_sm}
   clock_rate_ghz: {gpu.boost_ghz}
-  device_memory_size: {gpu.memory_bytes}
+  device_memory_size: {int(gpu.memory_bytes / TAKEN)}
   memory_bandwidth: {int(gpu.memory_gb_per_s * 1e9)}
   l2_cache_size: {int(gpu.l2_mib * 2**20)}
   shared_memory_per_block: 49152
