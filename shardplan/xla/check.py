@@ -284,7 +284,7 @@ def _describe(report: Report) -> str:
     memory, device = compiled.memory, compiled.target.gpu.memory_bytes if compiled.target else None
     of = f" of {human_bytes(device)}" if device else ""
     hidden = sum(line.asynchronous_bytes for line in report.lines)
-    balance = f", {compiled.balance:.2f} of its share" if compiled.balance else ""
+    balance = (f", {compiled.balance:.2f} of its share" if compiled.balance else "") + recomputed(compiled)
     lines = [
         f"compiled for {where} in {compiled.seconds:.1f} s{mesh}",
         f"memory       {human_bytes(memory.peak_bytes)}{of} per device: arguments {human_bytes(memory.argument_bytes)}, "
@@ -331,6 +331,11 @@ def describe_remat(r: Rematerialization) -> str:
     before, after = (x if isinstance(x, Layout) else y for x, y in ((r.before, r.sharding_before), (r.after, r.sharding_after)))
     place = f" at {Path(frame.file).name}:{frame.line}" if frame else ""
     return f"{r.array} is replicated in full to get from {before} to {after}{place}{code}"
+
+
+def recomputed(compiled: Compiled) -> str:
+    again = compiled.recomputed_flops
+    return f", {human_flops(again)} of it computed again by XLA to save memory" if again else ""
 
 
 def section(title: str, entries: list[str]) -> list[str]:

@@ -28,7 +28,7 @@ from typing import Any
 
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import _backend, targets
-from shardplan.xla.hlo import Collective, collectives, flops, human_bytes
+from shardplan.xla.hlo import Collective, collectives, flops, human_bytes, products
 from shardplan.xla.peak import Buffer, buffers
 from shardplan.xla.remat import Rematerialization, rematerializations
 from shardplan.xla.targets import Target
@@ -121,6 +121,11 @@ class Compiled:
     def flops(self) -> float:
         """Of the matrix products and convolutions of one step, on one device."""
         return flops(self.module)
+
+    @cached_property
+    def recomputed_flops(self) -> float:
+        """Of those, the flops that XLA spends a second time of its own accord, to save memory."""
+        return float(sum(p.total_flops for p in products(self.module) if p.again))
 
     @cached_property
     def balance(self) -> float | None:

@@ -128,6 +128,7 @@ class Product:
         result: the array it makes.
         dtype: dtype of its left operand, which sets the device's peak.
         flops: of one run, multiply and add counted apart.
+        again: whether XLA computes it a second time of its own accord, since what it makes found no room.
     """
 
     kind: str
@@ -139,6 +140,7 @@ class Product:
     computation: str
     op_name: str
     stack: tuple[Frame, ...] = ()
+    again: bool = False
 
     @property
     def total_flops(self) -> float:
@@ -182,9 +184,14 @@ def kind_of(instruction: Instruction) -> str | None:
     return None
 
 
+AGAIN = ".remat"
+"""In the names of instructions that XLA's rematerialization made."""
+
+
 def products(text: str | Module) -> tuple[Product, ...]:
     """Every matrix product and convolution, those inside fusions and library calls too."""
     module = read(text)
+    again = {c for body in module.computations.values() for i in body if AGAIN in i.name for of in i.callees.values() for c in of}
     out = []
     for computation, body in module.computations.items():
         if not module.runs[computation]:
@@ -195,9 +202,8 @@ def products(text: str | Module) -> tuple[Product, ...]:
                 if found:
                     kind, n, dtype = found
                     op_name, stack = origin(module, i)
-                    out.append(
-                        Product(kind, i.name, i.arrays[0], dtype, n, module.runs[computation], computation, op_name, stack)
-                    )
+                    twice, runs = AGAIN in i.name or computation in again, module.runs[computation]
+                    out.append(Product(kind, i.name, i.arrays[0], dtype, n, runs, computation, op_name, stack, twice))
     return tuple(out)
 
 

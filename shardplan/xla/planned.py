@@ -20,7 +20,16 @@ from typing import Any
 
 from shardplan.errors import ShardingError
 from shardplan.plan import Collective, Decision, Move, Plan
-from shardplan.xla.check import Report, check_lowered, describe_buffer, describe_remat, human_flops, refuse_unknown, section
+from shardplan.xla.check import (
+    Report,
+    check_lowered,
+    describe_buffer,
+    describe_remat,
+    human_flops,
+    recomputed,
+    refuse_unknown,
+    section,
+)
 from shardplan.xla.compare import Comparison, Expected, compare
 from shardplan.xla.compile import Compiled, lower_for
 from shardplan.xla.hlo import human_bytes
@@ -156,7 +165,7 @@ def _describe(found: PlanReport) -> str:
         ),
     ]
     if found.flops is not None:
-        ratio = "" if found.flops_ratio is None else f"{found.flops_ratio:.2f}   products and convolutions"
+        ratio = "" if found.flops_ratio is None else f"{found.flops_ratio:.2f}   products and convolutions{recomputed(compiled)}"
         rows.append(("products", human_flops(found.flops), human_flops(compiled.flops), ratio))
     lines = [f"compiled for {where} in {compiled.seconds:.1f} s, mesh {found.plan.mesh}"]
     lines += [f"{name:<12} {a:>10} {b:>10}  {ratio}".rstrip() for name, a, b, ratio in rows]
