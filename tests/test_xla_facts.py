@@ -86,6 +86,37 @@ SUMS = {"ins": (s(None, "model"), s(None, "model"), s("model"), s("model"))}
 SUM_ARGS = (a(B, D), a(B, D), a(D, D), a(D, D))
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_a_sum_that_is_cut_up_is_scattered_if_there_is_a_sum_over_the_other_axis(other):
+    def fn(x, w, z):
+        y = constrain(constrain(x @ w, s(None, None)), s("model", None))
+        return y * 2, constrain(z.sum(0), s(None)) if other else z
+
+    args, ins = (*PARTIAL["args"], a(B, D)), (*PARTIAL["ins"], s("data"))
+    found = emitted(fn, *args, ins=ins, outs=(s("model", None), s() if other else s("data")))
+    parts = ["all-reduce over data: f32:262144 + f32[1024]", "reduce-scatter over model: f32[512,1024]"]
+    assert found == (parts if other else ["all-reduce over data,model: f32[512,1024]"])
+
+
+def test_a_product_that_is_alike_over_an_axis_may_be_split_over_it_and_permuted_unless_constrained():
+    def fn(*between):
+        def product(x, w):
+            y = x @ w
+            for entries in (*between, ("model", None)):
+                y = constrain(y, square(*entries))
+            return y * 2
+
+        done = compile(jax.jit(product, in_shardings=(square(None, "model"), square("model"))), a(D, B), a(B, D), target="h200:4")
+        return [(c.kind, c.axes) for c in done.collectives], done.flops
+
+    def square(*entries):
+        return NamedSharding(AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2), P(*entries))
+
+    whole = 2 * D * D * B
+    assert fn() == ([("all-reduce", ("model",)), ("collective-permute", ("data", "model"))], whole / 4)
+    assert fn((None, None)) == ([("reduce-scatter", ("model",))], whole / 2)
+
+
 def test_a_sum_of_two_partial_results_is_reduced_once():
     found = emitted(lambda x, y, v, w: x @ v + y @ w, *SUM_ARGS, outs=s(), **SUMS)
     assert found == ["all-reduce over model: f32[512,1024]"]

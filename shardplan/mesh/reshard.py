@@ -297,7 +297,8 @@ class _Distances:
 
     def _costs(self, group: np.ndarray, split: np.ndarray, partial: np.ndarray) -> np.ndarray:
         """[edge, start]: what is sliced on a path is not gathered on it, nor what is scattered, which would be an all-reduce; a sum
-        is not scattered beside where it just was, and no sum that is complete is cut up: XLA scatters over both axes at once."""
+        is not scattered beside where it just was: XLA scatters over both axes at once; and no complete sum is cut up: XLA may
+        scatter it."""
         ways = self.region.ways
         never = (ways.gathers[group][:, None] & ~split) | (ways.summed[group][:, None] & partial)
         return np.where(never, np.inf, self.cost[group][:, None])
