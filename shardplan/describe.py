@@ -8,7 +8,7 @@ import numpy as np
 
 from shardplan.files import portable, source_line
 from shardplan.ilp.build import Network
-from shardplan.ilp.tables import PS, summed
+from shardplan.ilp.tables import PS
 from shardplan.ir.graph import BORDER, Op
 from shardplan.mesh.reshard import Step
 from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
@@ -110,7 +110,7 @@ def _moves(planned: Planned, i: int):
         value = planned.graph.values[v]
         before, after = planned.made(*value.producer), planned.taken(reader, operand)
         collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in steps)
-        made = planned.graph.ops[planned.graph.maker(v)].source
+        made = planned.graph.ops[planned.graph.maker(planned.space.added_up.get(v, v))].source
         place = f"{portable(made.file)}:{made.line}" if made.file else ""
         yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, place)
     op, space = planned.graph.ops[i], planned.space
@@ -124,24 +124,10 @@ Fetch = tuple[int, int, int, tuple[Step, ...]]
 
 
 def fetches(planned: Planned, i: int) -> Iterator[Fetch]:
-    """Reshards at an op: (operand of op i, op that reshards, its operand, how).
-
-    That of a shared copy stands at its first reader, and a sum that a loop puts off where the loop takes its carry.
-    """
-    put_off = planned.space.accumulated
+    """Reshards at an op: (operand of op i, op that reshards, its operand, how); that of a shared copy stands at its first reader."""
     for k, v in enumerate(planned.graph.ops[i].inputs):
         if v is not None:
-            yield from (f for f in _fetch(planned, v, i, k, k) if f[1:3] not in put_off or not _sum(planned, *f[1:3]))
-    for (reader, operand), start in put_off.items():
-        if start == i and _sum(planned, reader, operand):
-            v = planned.graph.ops[reader].inputs[operand]
-            assert v is not None
-            yield from (f for f in _fetch(planned, v, reader, operand, 0) if f[1:3] == (reader, operand))
-
-
-def _sum(planned: Planned, reader: int, operand: int) -> bool:
-    v = planned.graph.ops[reader].inputs[operand]
-    return v is not None and summed(planned.made(*planned.graph.values[v].producer), planned.taken(reader, operand))
+            yield from _fetch(planned, v, i, k, k)
 
 
 def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int) -> Iterator[Fetch]:

@@ -42,6 +42,8 @@ FREE = "*"
 SCATTERS = ("scatter-add", "scatter_add")
 """Ops that add rows to an array: untold, XLA has them add to what their sum is added to, which it completes first, or gathers rows."""
 
+CARRIES = ("loop_carry", "loop_next")
+
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
 MANY_AXES = 3
@@ -509,6 +511,8 @@ def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]
         for k, v in enumerate(op.inputs):
             taken = choices[i].operands[k][s]
             found = () if v is None else (*origin(v, copies[k]), *chain(v), *way(v, taken))
+            if taken.partial and (i, k) in space.accumulated:  # of a sum that is complete here XLA knows to put it off
+                found = (replace(taken, partial=()),)
             fixed = local or (op.primitive in ("loop_slice", "loop_const") and not spread(i))
             reads.append(found or ((taken,) if fixed and taken.rank and not taken.partial else ()))
         results = []
@@ -516,7 +520,7 @@ def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]
             layout = choices[i].results[r][s]
             written = local or op.primitive in (*BORDER, "sharding_constraint") or space.rules[i].fusion in ("none", "reduce")
             written = (written or v in starts or space.materialised[v]) and not spread(i)
-            if op.primitive in SCATTERS or (layout.partial and op.primitive in PRODUCTS and idle(i) and completed(v)):
+            if op.primitive in (*SCATTERS, *CARRIES) or (layout.partial and op.primitive in PRODUCTS and idle(i) and completed(v)):
                 layout = replace(layout, partial=())
             results.append(layout if written and layout.rank and not layout.partial and op.primitive != "out" else None)
         decision = Decision(tuple(reads), tuple(results), tuple(copies) if any(copies) else ())

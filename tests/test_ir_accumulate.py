@@ -15,6 +15,7 @@ from shardplan.xla.planned import expected
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds = jax.ShapeDtypeStruct
 MESH = AbstractMesh((8,), ("data",))
+WHOLE = P()
 W, BATCH = sds((1024, 1024), jnp.float32), sds((16, 8192, 1024), jnp.float32)
 
 
@@ -28,9 +29,9 @@ def step(w, batch):
     return w - 0.1 * total
 
 
-def planned():
-    pins = {"w": P(), "batch": P(None, "data")}
-    return shardplan.auto(MESH, cluster="h100", donate_argnums=0, pins=pins)(step).plan(W, BATCH)
+def planned(w=W, split=WHOLE, function=step, mesh=MESH):
+    pins = {"w": split, "batch": P(None, mesh.axis_names)}
+    return shardplan.auto(mesh, cluster="h100", donate_argnums=0, pins=pins)(function).plan(w, BATCH)
 
 
 def reductions(plan):
@@ -50,6 +51,61 @@ def test_xla_reduces_once_too():
     (sent,) = [c for c in found.compiled.collectives if c.bytes > 1e6]
     assert (sent.kind, sent.runs) == ("all-reduce", 1)
     assert found.collectives_ratio == pytest.approx(1, abs=0.01)
+
+
+@needs_gpu_compiler
+def test_into_split_parameters_the_sum_is_scattered_once():
+    found = planned(split=P("data")).check("h100:8")
+    (sent,) = [c for c in found.compiled.collectives if c.kind != "all-gather" and c.bytes > 1e6]
+    assert (sent.kind, sent.runs) == ("reduce-scatter", 1)
+    assert found.collectives_ratio == pytest.approx(1, abs=0.01)
+
+
+def in_bf16(w, batch):
+    """The same, of gradients in bf16 that are added up in f32."""
+
+    def add(total, x):
+        grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x.astype(jnp.bfloat16) @ w).astype(jnp.float32) ** 2))(w.astype(jnp.bfloat16))
+        return total + grads.astype(jnp.float32), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros_like(w), batch)
+    return w - 0.1 * total
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("mesh", [MESH, AbstractMesh((2, 4), ("data", "model"))])
+def test_behind_a_cast_the_sum_is_reduced_in_the_type_it_has_before_and_cut_up_afterwards(mesh):
+    found = planned(split=P(mesh.axis_names), function=in_bf16, mesh=mesh).check("h100:8")
+    for collectives in (expected(found.plan), found.compiled.collectives):
+        (sent,) = [c for c in collectives if c.kind != "all-gather" and c.bytes > 1e6]
+        assert (sent.kind, sent.runs, sent.bytes) == ("all-reduce", 1, 2 * W.size)
+    assert found.collectives_ratio == pytest.approx(1, abs=0.01)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("split", [P(("data", "model")), P("data", "model"), P("model")])
+def test_over_two_axes_it_is_paid_once_too(split):
+    found = planned(split=split, mesh=AbstractMesh((2, 4), ("data", "model"))).check("h100:8")
+    for collectives in (expected(found.plan), found.compiled.collectives):
+        assert {c.runs for c in collectives if c.bytes > 1e6} == {1}
+    assert found.collectives_ratio == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("split", [P(), P("data")])
+def test_what_the_carry_starts_from_is_counted_once(split):
+    def more(w, batch):
+        def add(total, x):
+            return total + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w), None
+
+        return jax.lax.scan(add, 3.0 * w, batch)[0]
+
+    w, batch = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(((256, 256), (4, 1 << 14, 256))))
+    mesh = jax.make_mesh((8,), ("data",))
+    step = shardplan.auto(mesh, cluster="h100", pins={"w": split, "batch": P(None, "data")})(more)
+    found = step.plan(w, batch).context.planned
+    carry = next(i for i, op in enumerate(found.graph.ops) if op.primitive == "loop_carry" and op.outs[0].shape == w.shape)
+    assert found.made(carry).partial == (("data", "sum"),)
+    assert jnp.allclose(step(w, batch), more(w, batch), rtol=1e-3, atol=1e-2)
 
 
 def test_a_carry_that_the_loop_reads_is_reduced_in_every_round():

@@ -29,11 +29,6 @@ Crowds = tuple[tuple[tuple[int, Sent], tuple[tuple[int, float], ...]], ...]
 """What a plan moves together: per crowd of places and way, the ops that make the arrays, and bytes of each result on a device."""
 
 
-def summed(before: Layout, after: Layout) -> bool:
-    """Whether a reshard only adds up partial sums: what a loop may put off to its end."""
-    return bool(before.partial) and not after.partial and before.dims == after.dims
-
-
 @dataclass(frozen=True, eq=False)
 class _Layouts:
     """A list of layouts as arrays.
@@ -55,10 +50,6 @@ class _Layouts:
     def equal(self, others: _Layouts) -> np.ndarray:
         """[layout, other]"""
         return self.names[:, None] == others.names
-
-    def summed(self, others: _Layouts) -> np.ndarray:
-        """[layout, other], as `summed`."""
-        return self.partial[:, None] & ~others.partial & (self.dims[:, None] == others.dims)
 
 
 class Tables:
@@ -82,12 +73,19 @@ class Tables:
         # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
         kinds = (("all-reduce", "reduce-scatter") if p.queue == "gradient" else MERGED for p in space.places)
         self.resharders = tuple(
-            resharder.of(v.dtype).combining(Crowd(p.members) if crowds is None else ALONE, of, known.get(p.crowd, ()))
-            for v, p, of in zip(space.graph.values, space.places, kinds, strict=True)
+            resharder.of(value.dtype, self._part(v)).combining(
+                Crowd(p.members) if crowds is None else ALONE, of, known.get(p.crowd, ())
+            )
+            for v, (value, p, of) in enumerate(zip(space.graph.values, space.places, kinds, strict=True))
         )
         self.cache: dict = {}
         self.lists: dict[int, _Layouts] = {}
         self.names: dict = {}
+
+    def _part(self, v: int) -> float:
+        """What of a value's bytes its partial sums have: a loop adds them up in the type in which they are made."""
+        values = self.space.graph.values
+        return values[self.space.added_up.get(v, v)].itemsize / (values[v].itemsize or 1)
 
     def _distinct(self, layouts: tuple[Layout, ...]) -> _Layouts:
         """What is to know of a list of layouts."""
@@ -102,7 +100,7 @@ class Tables:
 
     def hides(self, j: int, k: int) -> float:
         """Picoseconds per step of the way to operand k of op j that other work hides at most, a power of two."""
-        seconds = self.slack.get((j, k), 0.0) if (j, k) not in self.space.accumulated else 0.0
+        seconds = self.slack.get((j, k), 0.0)
         return 2.0 ** round(log2(seconds * self.space.graph.ops[j].reads * PS)) if seconds > LEAST_SLACK_S else 0.0
 
     def handed(self, i: int, r: int, j: int, k: int, v: int) -> tuple[np.ndarray, np.ndarray]:
@@ -110,8 +108,7 @@ class Tables:
         graph, space = self.space.graph, self.space
         value, reads = graph.values[v], graph.ops[j].reads
         made, taken = space.choices[i].results[r], space.choices[j].operands[k]
-        start = space.accumulated.get((j, k))
-        once = None if start is None else graph.ops[start].reads
+        up = self._part(v) if v in space.added_up else 0.0
         follows = self.follows(i, j) and self.carries(made, taken)
         copied = graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES
         later = j in graph.earlier
@@ -124,22 +121,23 @@ class Tables:
         readers = tuple(graph.readers(graph.ops[j].outputs[0])) if graph.ops[j].primitive == "share" else (j,)
         fused = any(space.rules[at].fusion in ("loop", "reduce") for at in readers)
         sliced = value.bytes if any(graph.ops[at].primitive == "loop_slice" for at in readers) else 0.0
-        key = (id(made), id(taken), price, reads, once, rows, j in self.doubled, later, follows, copied, turned, fused, sliced)
+        key = (id(made), id(taken), price, reads, up, rows, j in self.doubled, later, follows, copied, turned, fused, sliced)
         if key not in self.cache:
             ways, equal = (value.shape, value.itemsize, sources.layouts, targets.layouts), sources.equal(targets)
-            times = np.where(sources.summed(targets), once, reads) if once else np.full(equal.shape, reads)
-            table = resharder.table(*ways) * (times * PS)
+            table = resharder.table(*ways) * (reads * PS)
             sent = np.zeros_like(table)
             if hides:
                 part = GRADIENTS if space.places[v].queue == "gradient" else 1.0
-                sent = np.rint(resharder.bare.table(*ways, last=True) * (times * PS * part))
+                sent = np.rint(resharder.bare.table(*ways, last=True) * (reads * PS * part))
             if turned:
-                table = table + self._turning(value.shape, turned, sources, targets) * (times * PS)
+                table = table + self._turning(value.shape, turned, sources, targets) * (reads * PS)
             if fused:
-                table = table + self._put_in_order(value.shape, sliced, sources, targets) * (times * PS)
+                table = table + self._put_in_order(value.shape, sliced, sources, targets) * (reads * PS)
             table = np.rint(table - (1 - self.waiting) * np.minimum(sent, hides))
-            if once or follows:  # XLA puts a sum off only where it goes on to the carry as it is
+            if follows:
                 table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)
+            if up:
+                table = np.where(self._cut(sources, targets, up == 1), np.inf, table)
             if copied:
                 table = np.where(sources.shards[:, None] > targets.shards, np.inf, table)
             each = np.ix_(sources.at, targets.at)
@@ -175,6 +173,18 @@ class Tables:
         gathered = self._axes(sources.layouts, later)[:, None] & ~self._axes(targets.layouts, range(len(shape)))
         seconds = np.maximum(device.kernel_latency_s, 2 * sliced / targets.shards / device.memory_rate)
         return np.where(gathered, seconds, 0.0)
+
+    def _cut(self, sources: _Layouts, targets: _Layouts, scatters: bool) -> np.ndarray:
+        """[source, target] -> whether the target splits what a loop added up in a way in which XLA scatters no such sum.
+
+        Args:
+            scatters: whether it does where one dim is split over all axes of the sum, and not if a cast is in between.
+        """
+        rank = targets.layouts[0].rank if targets.layouts else 0
+        partial = np.array([sum(1 << self.space.mesh.axes.index(a) for a in x.partial_axes) for x in sources.layouts], np.int64)
+        every, split = partial[:, None], self._axes(targets.layouts, range(rank))
+        whole = [(self._axes(targets.layouts, [d]) & every) == every for d in range(rank)]
+        return ((every & split) != 0) & ~(scatters & np.any(whole, axis=0)) if rank else np.zeros((len(partial), len(split)), bool)
 
     def _axes(self, layouts: Iterable[Layout], dims: Iterable[int]) -> np.ndarray:
         """[layout] -> the mesh axes that split these dims, as bits."""

@@ -1,18 +1,24 @@
-"""What a loop only adds up: sums over devices that are paid once, after the loop, and not in every round.
+"""What a loop only adds up: sums over devices that are finished once, after the loop, and not in every round.
 
     carry' = carry + f(x)          f(x) partial over `data`: XLA keeps adding partial sums and reduces the carry when the loop ends
 
-So gradients of weights that a scan uses in every round (microbatches, steps of time) cost one all-reduce. It holds where nobody
-else reads the carry inside the loop, and for all-reduces only: what is scattered is scattered in every round.
+So a carry that nobody else reads inside the loop may be partial, on top of what it starts from, and gradients of weights that a scan
+uses in every round (microbatches, steps of time) cost one all-reduce, or one reduce-scatter where that is what they go on to. What is
+scattered inside is scattered in every round.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 from shardplan.ir.graph import Graph, Op
 
 ADDS = ("add", "add_any")
+UP = "adds up"
+"""The param that marks the border ops of such a carry, and what only hands on what is added to it."""
+
 PASSED_ON = ("share", "reshape", "transpose", "convert_element_type", "neg", "squeeze", "expand_dims")
 
 
@@ -30,7 +36,7 @@ def accumulated(graph: Graph) -> dict[tuple[int, int], int]:
         if start not in makers or not _only(graph, graph.ops[start].outputs[0], at):
             continue
         k = 1 - makers.index(start)
-        while True:
+        while graph.ops[at].inputs[k] is not None:
             out[at, k] = start
             v = graph.ops[at].inputs[k]
             if v is None or len(graph.values[v].consumers) > 1:
@@ -38,6 +44,31 @@ def accumulated(graph: Graph) -> dict[tuple[int, int], int]:
             at, k = graph.values[v].producer[0], 0
             if not passes_on(graph.ops[at]) or graph.ops[at].loop != graph.ops[end].loop:
                 break
+    return out
+
+
+def marked(graph: Graph) -> Graph:
+    """The graph in which what may hand partial sums to such a carry, or be one, says so: casts, too, which round every part."""
+    found = accumulated(graph)
+    ends = {start: end for start, end in graph.tied if graph.ops[start].primitive == "loop_carry"}
+    up = {at for start in found.values() for at in (start, ends[start])}
+    up |= {at for at, _ in found if passes_on(graph.ops[at])}
+    ops = (replace(op, params={**op.params, UP: True}) if at in up else op for at, op in enumerate(graph.ops))
+    return replace(graph, ops=tuple(ops)) if up else graph
+
+
+def added_up(graph: Graph, found: Mapping[tuple[int, int], int]) -> dict[int, int]:
+    """Value that a `loop_next` makes of such a carry -> the value in the loop whose sums it adds up, before casts and the like.
+
+    Args:
+        found: `accumulated` of the graph.
+    """
+    ends = {start: end for start, end in graph.tied if graph.ops[start].primitive == "loop_carry"}
+    out: dict[int, int] = {}
+    for (at, k), start in found.items():  # from the carry backwards
+        v = graph.ops[at].inputs[k]
+        assert v is not None
+        out[graph.ops[ends[start]].outputs[0]] = v
     return out
 
 

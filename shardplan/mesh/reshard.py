@@ -105,9 +105,17 @@ class Resharder:
             return self
         return self._but(crowd=crowd, merged=kinds, known=known)
 
-    def of(self, dtype) -> Resharder:
-        """Ways of arrays of this type, some of which XLA sends as a wider one."""
-        return self._but(wider=wider) if (wider := collective.wider(str(dtype))) else self
+    def of(self, dtype, part: float = 1.0) -> Resharder:
+        """Ways of arrays of this type, some of which XLA sends as another one.
+
+        Args:
+            dtype: the arrays' type.
+            part: what of the arrays' bytes partial sums have, which may have been added up before a cast.
+        """
+        sums: dict[str, float] = dict.fromkeys(("all-reduce", "reduce-scatter"), part) if part != 1 else {}
+        for kind, times in collective.wider(str(dtype)):
+            sums[kind] = times * sums.get(kind, 1.0)
+        return self._but(wider=tuple(sums.items())) if sums else self
 
     @functools.cached_property
     def bare(self) -> Resharder:

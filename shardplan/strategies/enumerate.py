@@ -114,7 +114,7 @@ def _layout(dims: Dims, choice: Sequence[str | None], mesh: MeshShape, rule: Rul
     partial = []
     for axis, x in zip(mesh.axes, choice, strict=True):
         if x == PARTIAL:
-            partial.append((axis, "sum"))
+            partial += [(axis, "sum")] if result or not rule.begins else []
         elif x is not None:
             on[x] = (*on.get(x, ()), axis)
             if result and x in rule.reduce:

@@ -130,6 +130,7 @@ class Rule:
         local: letters that, when split, have every device run the op on its own shards (`ir/local.py`), where XLA would move more.
         sizes: letter -> size; needed for letters inside compound dims, others are read from the shapes.
         linear: partial sums of the operands pass through: every operand partial over an axis gives results partial over it.
+        begins: where the result is partial, what the operand holds is a part of the sum, and whole itself.
         fusion: how XLA's GPU back end treats the op: "loop" (elementwise-like, fuses with its neighbours), "view" (a bitcast:
             no bytes move), "reduce" (fuses its producers, writes its result), "none" (a kernel of its own).
         flops: floating point operations of the whole op; None means one per element of the largest result.
@@ -146,6 +147,7 @@ class Rule:
     local: frozenset[str] = frozenset()
     sizes: dict[str, int] = field(default_factory=dict)
     linear: bool = False
+    begins: bool = False
     fusion: Fusion = "none"
     flops: float | None = None
 

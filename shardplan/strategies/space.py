@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from shardplan._jax import itemsize, shard_map_specs
-from shardplan.ir.accumulate import accumulated
+from shardplan.ir.accumulate import UP, accumulated, added_up, marked
 from shardplan.ir.beside import Beside, beside
 from shardplan.ir.graph import BORDER, Graph, Op, Path
 from shardplan.ir.queues import Place, places
@@ -69,8 +69,13 @@ class Space:
 
     @cached_property
     def accumulated(self) -> dict[tuple[int, int], int]:
-        """(op, operand) whose partial sums a loop adds up first -> that loop's `loop_carry`."""
+        """(op, operand) that may be partial sums which a loop adds up -> that loop's `loop_carry`."""
         return accumulated(self.graph)
+
+    @cached_property
+    def added_up(self) -> dict[int, int]:
+        """Value that a loop made by adding up, which may be partial -> the value in the loop that it is the sum of."""
+        return added_up(self.graph, self.accumulated)
 
     @cached_property
     def beside(self) -> list[Beside | None]:
@@ -99,9 +104,9 @@ def make_space(
     """
     table = _Table(mesh)
     nothing = (None,) * len(mesh.axes)
-    first = table.read(graph, {}, nothing)
+    first = table.read(graph := marked(graph), {}, nothing)
     lookups = frozenset(at for at, e in enumerate(first) if e.rule.looks_up)
-    graph = with_shares(graph, [e.rule.follows for e in first], [e.sums for e in first], lookups)
+    graph = marked(with_shares(graph, [e.rule.follows for e in first], [e.sums for e in first], lookups))
     entries = table.read(graph, within or {}, others)
     rules = tuple(e.rule for e in entries)
     choices = tuple(e.choices for e in entries)
@@ -142,7 +147,8 @@ class _Table:
         out: list[_Entry] = []
         for op in graph.ops:
             handed = bool(op.inputs) and all(v is not None and out[graph.values[v].producer[0]].sums for v in op.inputs)
-            out.append(self._entry(op, handed, within.get(op.path, others)))
+            begins = op.primitive == "loop_carry" and UP in op.params
+            out.append(self._entry(op, handed or begins, within.get(op.path, others)))
         return out
 
     def _entry(self, op: Op, handed: bool, within: Sequence[str | None] | None) -> _Entry:
@@ -157,7 +163,7 @@ class _Table:
                 rule = replace(rule, whole=frozenset(sizes), linear=False)
             self.rules[key] = rule, known, sizes
         rule, known, sizes = self.rules[key]
-        linear = rule.linear and handed
+        linear = (rule.linear or UP in op.params) and handed
         if (key, linear, within) not in self.entries:
             given = _given(op, self.mesh)
             choices, known = (given, True) if given else (enumerate_choices(rule, sizes, self.mesh, linear, within), known)
@@ -188,7 +194,8 @@ def border_rule(op: Op) -> tuple[Rule, bool] | None:
             return Rule((), (a,), whole=frozenset(x for d in a for x in d)), True
         case "out" | "share" | "loop_const" | "loop_carry" | "loop_next" | "barrier" | "branch_in" | "branch_out":
             a = letters(op.outs[0])
-            return Rule((a,) * len(op.ins), (a,), fusion="view"), True
+            begins = UP in op.params and op.primitive == "loop_carry"
+            return Rule((a,) * len(op.ins), (a,), begins=begins, fusion="view"), True
         case "branch_index":
             return Rule(((),), ()), True
         case "loop_slice":
