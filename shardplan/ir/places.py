@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import jax.numpy as jnp
 from jax import lax
@@ -98,7 +99,8 @@ def gather(eqn, shards, slides: Sequence[Sequence[Slide]]) -> list:
 def scatter(eqn, shards, slides: Sequence[Sequence[Slide]]) -> list:
     (x, indices, updates), split = shards, {s.dim: s for s in slides[0]}
     p, (shape, sizes) = eqn.params, (v.aval.shape for v in (eqn.invars[0], eqn.invars[2]))
-    n, local = p["dimension_numbers"], []
+    n, local, mine = p["dimension_numbers"], [], True
+    alone = prod(indices.shape[:-1]) == 1
     window = [d for d in range(x.ndim) if d not in (*n.inserted_window_dims, *n.operand_batching_dims)]
     for c, d in enumerate(n.scatter_dims_to_operand_dims):
         width = sizes[n.update_window_dims[window.index(d)]] if d in window else 1
@@ -106,6 +108,32 @@ def scatter(eqn, shards, slides: Sequence[Sequence[Slide]]) -> list:
         at = placed(indices[..., c], last, p["mode"])
         begin = first(split[d]) if d in split else 0
         inside = (at >= begin) & (at - begin <= x.shape[d] - width)
-        local.append(jnp.where(inside, at - begin, -1))
+        mine &= inside
+        local.append(jnp.where(inside, at - begin, 0 if alone else -1))
     indices = jnp.stack(local, -1) if local else indices
+    if alone:
+        mine = lax.broadcast_in_dim(mine, updates.shape, [d for d in range(updates.ndim) if d not in n.update_window_dims])
+        updates = jnp.where(mine, updates, _unchanged(eqn.primitive.name, x, indices, updates.shape, n))
     return _jax.bind(eqn, [x, indices, updates], {"mode": lax.GatherScatterMode.FILL_OR_DROP}, context=False)
+
+
+def _unchanged(primitive: str, x, indices, shape, n):
+    """The update after which a place is as before.
+
+    One that falls nowhere would do, too, but XLA (jax 0.10.2) makes slices of it, and where the shard is itself a slice of an array one
+    of both, which begins before the shard.
+    """
+    if primitive in ("scatter-add", "scatter-sub", "scatter-mul"):
+        return jnp.asarray({"scatter-add": -0.0, "scatter-sub": 0.0, "scatter-mul": 1.0}[primitive], x.dtype)
+    there = lax.GatherDimensionNumbers(
+        n.update_window_dims,
+        n.inserted_window_dims,
+        n.scatter_dims_to_operand_dims,
+        n.operand_batching_dims,
+        n.scatter_indices_batching_dims,
+    )
+    sizes, widths = [1] * x.ndim, iter(n.update_window_dims)
+    for d in range(x.ndim):
+        if d not in (*n.inserted_window_dims, *n.operand_batching_dims):
+            sizes[d] = shape[next(widths)]
+    return lax.gather(x, indices, there, tuple(sizes), mode="clip")
