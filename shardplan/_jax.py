@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import jax
 import numpy as np
 from jax._src import core, source_info_util
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import partial_eval, pxla
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from jax.extend.core import Literal as Literal
@@ -19,22 +19,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardplan.files import INSTALLED
 
-INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "core_closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "call_jaxpr",
-    "custom_lin": None,
-    "eval_jaxpr": "call_jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
-"""Primitives that only wrap a jaxpr, and the parameter that holds it."""
+CALLS = """
+    jit pjit call closed_call core_call core_closed_call eval_jaxpr remat remat2 remat_opt checkpoint composite linear_call
+    custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call custom_lin
+"""
+INLINED = frozenset(CALLS.split())
+"""Primitives that only wrap a jaxpr."""
+
+HELD = "jaxpr", "call_jaxpr", "fwd_jaxpr", "callee", "call"
+"""Parameters that hold it."""
 
 REMAT = ("remat", "remat2", "checkpoint")
 
@@ -43,9 +36,8 @@ def inner_jaxpr(eqn) -> ClosedJaxpr | None:
     """The jaxpr a wrapping equation calls, closed; None for an equation that is an op of its own."""
     if eqn.primitive.name in EXPANDED:
         return _expanded(eqn)
-    param = INLINED.get(eqn.primitive.name)
-    inner = eqn.params.get(param) if param else None
-    return None if inner is None else closed(inner)
+    held = (eqn.params.get(param) for param in HELD) if eqn.primitive.name in INLINED else ()
+    return next((closed(inner) for inner in held if inner is not None), None)
 
 
 def _expanded(eqn) -> ClosedJaxpr | None:
@@ -82,6 +74,11 @@ def _sparse(eqn, *xs) -> list:
     return jax.tree.leaves(getattr(module, f"_{name}_impl")(*xs, **eqn.params))
 
 
+def _dense(eqn, *xs) -> list:
+    x = jax.tree.unflatten(eqn.params["tree"], xs)
+    return [x.todense() if hasattr(x, "todense") else x]
+
+
 SPARSE = """
     bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general
     bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
@@ -92,6 +89,7 @@ EXPANDED = {
     "custom_linear_solve": _linear_solve,
     "call_hi_primitive": _high_level,
     "split": _slices,
+    "todense": _dense,
     **dict.fromkeys(SPARSE.split(), _sparse),
 }
 """Primitives that stand for a program of their own, which has to be traced first: linear solves, the newest JAX's high-level
@@ -101,6 +99,17 @@ primitives (searchsorted, expm, ...), splits, and what sparse arrays are made of
 def closed(inner) -> ClosedJaxpr:
     """A jaxpr with its constants, whichever form the parameter has."""
     return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, tuple(getattr(inner, "consts", ())))
+
+
+def without_refs(program):
+    """The same program with the mutable arrays it makes (`jax.new_ref`) as values handed from op to op."""
+    mutable = any(isinstance(e, core.InternalMutableArrayEffect) for e in program.effects)
+    return pxla._discharge_internal_refs(program) if mutable else program
+
+
+def is_ref(x) -> bool:
+    """Whether an argument or a constant is a mutable array."""
+    return isinstance(x, core.Ref)
 
 
 def scan_parts(eqn) -> tuple[ClosedJaxpr, int, int]:
@@ -315,6 +324,18 @@ def broadcast_prefix(prefix, full, is_leaf) -> list:
 
     jax.tree.map(spread, prefix, full, is_leaf=is_leaf)
     return out
+
+
+def batched_as(eqn, run: Callable) -> Callable:
+    """`run` on the operands of a `custom_vmap_call`, batched by the equation's own rule."""
+    wrapped = jax.custom_batching.custom_vmap(lambda *xs: tuple(run(*xs)))
+
+    @wrapped.def_vmap
+    def _(size, batched, *xs):
+        out = jax.vmap(lambda *xs: tuple(bind(eqn, xs)), [0 if b else None for b in batched], axis_size=size)(*xs)
+        return out, (True,) * len(out)
+
+    return wrapped
 
 
 def differentiable_as(run, plain, in_tree, closed):

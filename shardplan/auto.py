@@ -485,16 +485,18 @@ class _Step:
         self.donated_args = arguments.donates(len(dynamic), static)
         self.donated_names = arguments.donated[1] & set(keywords)
         self.plain = _bind_static(fun, static, len(dynamic))
+        _no_refs(jax.tree.leaves((dynamic, keywords)), "takes")
         abstract = jax.tree.map(_jax.abstract, (dynamic, keywords))
         with _jax.within(twin), _shard_map_meshes():
             traced = jax.jit(self.plain).trace(*abstract[0], **abstract[1])
+        _no_refs(traced.jaxpr.consts, "closes over")
         self.in_leaves, self.in_tree = jax.tree.flatten(abstract)
         self.out_info = traced.out_info
         self.out_leaves, self.out_tree = jax.tree.flatten(traced.out_info)
         labels = _labels(dynamic, keywords, arguments, static)
         self.in_dtypes = dict(zip(labels, [x.dtype for x in self.in_leaves], strict=True))
         self.traced = Traced(
-            traced.jaxpr,
+            _jax.without_refs(traced.jaxpr),
             labels,
             _unique([_path(p) or "result" for p, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]),
             tuple(_tie_state(self.in_tree, self.in_leaves, self.out_tree, self.out_leaves)),
@@ -599,6 +601,14 @@ def _shard_map_meshes():
             "Auto axes.\n  ways out: leave mesh= out of that jax.shard_map (it takes the mesh in use), or plan on "
             "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)"
         ) from error
+
+
+def _no_refs(values, how: str):
+    if found := [jax.typeof(x) for x in values if _jax.is_ref(x)]:
+        raise ShardingError(
+            f"the step {how} a mutable array, {found[0]}, which a plan cannot place.\n"
+            "  ways out: take the array and return the new one; or jax.new_ref inside the step"
+        )
 
 
 def _no_devices(*_):

@@ -97,7 +97,7 @@ def check_rule(
         CompilerMissing: when the target's compiler is not installed.
     """
     seen = set() if seen is None else seen
-    closed, leaves = jax.make_jaxpr(fn)(*args), jax.tree.leaves(args)
+    closed, leaves = _jax.without_refs(jax.make_jaxpr(fn)(*args)), jax.tree.leaves(args)
     proofs = [
         replace(proof, deviations=_deviations(eqn, target)) if target else proof
         for eqn, operands in equations_run(closed, leaves)

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import pallas_call
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
 
 import shardplan
@@ -495,6 +496,85 @@ def test_what_the_planner_does_not_see_into_runs_whole(kind, opaque):
 
     with pytest.warns(ShardingWarning, match="no rule for primitive '(pallas_call|custom_partitioning|ffi_call)'"):
         same(shardplan.auto(mesh)(fun)(x), fun(x))
+
+
+def accumulated(x):
+    """A mutable array, written in a loop, read and frozen."""
+    total = jax.new_ref(jnp.zeros_like(x[0]))
+
+    def add(i, _):
+        total[...] += jnp.sin(x[i])
+
+    jax.lax.fori_loop(0, len(x), add, None)
+    total[0] = total[1] * 2
+    return jax.freeze(total) @ x.T
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("fun", [accumulated, jax.value_and_grad(lambda x: accumulated(x).sum())])
+def test_mutable_arrays_inside_a_step_are_values_to_the_plan(fun, kind):
+    x = jnp.arange(64.0).reshape(8, 8) / 64
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = shardplan.auto(jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2), pins={"x": P("a")})(fun)(x)
+    for got, want in zip(jax.tree.leaves(out), jax.tree.leaves(fun(x)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_a_mutable_array_from_outside_is_refused(mesh):
+    total, x = jax.new_ref(jnp.zeros(8)), jnp.ones(8)
+
+    def write(total, x):
+        total[...] += x
+        return x
+
+    why = r"the step takes a mutable array, Ref{float32\[8\]}, which a plan cannot place.\n  ways out: take the array"
+    with pytest.raises(ShardingError, match=why):
+        shardplan.auto(mesh)(write)(total, x)
+    with pytest.raises(ShardingError, match="the step closes over a mutable array"):
+        shardplan.auto(mesh)(lambda x: write(total, x))(x)
+
+
+@jax.custom_batching.custom_vmap
+def batched_apart(x):
+    return x @ x.T
+
+
+@batched_apart.def_vmap
+def _(size, batched, x):
+    return jnp.zeros((size, 8, 8)), True
+
+
+@jax.custom_vjp
+def remembered(x):
+    return x @ x.T
+
+
+remembered.defvjp(lambda x: (x @ x.T, x), lambda x, g: (g @ x,), optimize_remat=True)
+
+OPENED = {
+    "a composite": jax.lax.composite(lambda x: x @ x.T, "tests.product"),
+    "a linear call": lambda x: jax.custom_derivatives.linear_call(lambda r, x: r @ x, lambda r, y: r.T @ y, x.T, x),
+    "a batching of its own": batched_apart,
+    "a gradient that keeps little": lambda x: jax.vjp(remembered, x)[0],
+    "metadata": lambda x: set_xla_metadata(x @ x.T, tag="tests"),
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_what_wraps_a_program_is_planned_through(mesh, name):
+    x = jnp.arange(64.0).reshape(8, 8) / 64
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned = shardplan.auto(mesh, pins={"x": P("data", "model")})(OPENED[name])
+        np.testing.assert_allclose(planned(x), OPENED[name](x), rtol=1e-5)
+    assert "dot_general" in {op.primitive for op in planned.plan(x).context.planned.graph.ops}
+
+
+def test_a_planned_step_is_batched_as_its_author_said():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    xs = jnp.ones((3, 8, 8))
+    np.testing.assert_array_equal(jax.vmap(shardplan.auto(mesh, pins={"x": P("data")})(lambda x: batched_apart(x)))(xs), 0 * xs)
 
 
 def test_ordered_effects_stay_in_order(mesh):

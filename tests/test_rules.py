@@ -33,6 +33,7 @@ WITHOUT_EXAMPLE = """
     to_edtype  (inside others)
     polynomial empty empty2 broadcast_to zeros_like  (other versions of jax)
     scatter_add scatter_sub scatter_mul scatter_max scatter_min  (other spellings)
+    shard_alike tie xla_metadata_value  (placements, too)
     device_put relayout sharding_constraint reshard layout_constraint with_memory_space_constraint  (placements)
     mulhi select_and_scatter platform_index dce_sink  (not lowered for CPU, not reachable, nothing to split)
 """

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import rules_fuzz
 
 NOT_GENERATED = """
+    shard_alike tie xla_metadata_value  (placements, too)
     device_put relayout reshard sharding_constraint layout_constraint with_memory_space_constraint  (placements)
     rng_uniform  (each call draws other numbers)
     threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape geqp3 eq_to le_to lt_to to_edtype from_edtype  (inside others)

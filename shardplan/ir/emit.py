@@ -152,6 +152,9 @@ class _Scope:
             if _jax.is_recompute(eqn):
                 operands = self.reads(path, "barrier", operands)
                 operands = self.mades(path, "barrier", jax.lax.optimization_barrier(operands))
+            if eqn.primitive.name == "custom_vmap_call":
+                run = _jax.batched_as(eqn, lambda *xs: self.inner().evaluate(inner.jaxpr, inner.consts, xs, path))
+                return list(run(*operands))
             return self.evaluate(inner.jaxpr, inner.consts, operands, path)
 
     def scan(self, eqn, operands, path: Path) -> list:

@@ -11,8 +11,9 @@ Several axes on one letter stack in mesh order, major to minor.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,10 @@ OPEN = "*"
 """Stands for the letter of an axis that is still to be chosen."""
 
 
+Letters = tuple[str | None, ...]
+"""Of one strategy: per mesh axis the letter it is put on, None, or PARTIAL."""
+
+
 @dataclass(frozen=True, eq=False)
 class Choices:
     """Every strategy of one op on one mesh; index s runs over strategies.
@@ -38,7 +43,7 @@ class Choices:
         work: [s], share of the op's flops that one device does (1 when replicated).
     """
 
-    letters: tuple[tuple[str | None, ...], ...]
+    letters: tuple[Letters, ...]
     operands: tuple[tuple[Layout, ...], ...]
     results: tuple[tuple[Layout, ...], ...]
     work: np.ndarray
@@ -70,13 +75,25 @@ def enumerate_choices(
             continue
         fits = [a for a in usable if sizes[a] % n == 0] if n > 1 else []
         per_axis.append([None, *fits, *([PARTIAL] if linear and n > 1 else [])])
-    kept = [c for c in itertools.product(*per_axis) if _divides(c, sizes, mesh, compound)]
+    kept = tuple(c for c in itertools.product(*per_axis) if _divides(c, sizes, mesh, compound))
+    return _choices(kept, rule.operands, rule.results, tuple(rule.reduce.items()), mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choices(
+    kept: tuple[Letters, ...],
+    operands: tuple[Dims, ...],
+    results: tuple[Dims, ...],
+    reduce: tuple[tuple[str, str], ...],
+    mesh: MeshShape,
+) -> Choices:
+    """The strategies that put these letters on the mesh axes; sizes decide only which these are, so ops of many sizes share them."""
     work = np.array(
         [1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in kept]
     )
-    operands = tuple(tuple(_layout(d, c, mesh, rule, result=False) for c in kept) for d in rule.operands)
-    results = tuple(tuple(_layout(d, c, mesh, rule, result=True) for c in kept) for d in rule.results)
-    return Choices(tuple(kept), operands, results, work)
+    left = tuple(tuple(_layout(dims, c, mesh, {}) for c in kept) for dims in operands)
+    right = tuple(tuple(_layout(dims, c, mesh, dict(reduce)) for c in kept) for dims in results)
+    return Choices(kept, left, right, work)
 
 
 def given_choices(operands: Sequence[Layout], results: Sequence[Layout], mesh: MeshShape) -> Choices | None:
@@ -109,7 +126,8 @@ def _divides(choice: Sequence[str | None], sizes: dict[str, int], mesh: MeshShap
     return True
 
 
-def _layout(dims: Dims, choice: Sequence[str | None], mesh: MeshShape, rule: Rule, result: bool) -> Layout:
+def _layout(dims: Dims, choice: Letters, mesh: MeshShape, reduce: Mapping[str, str]) -> Layout:
+    """Where a tensor lies; of a result, which of its letters are reduced."""
     on: dict[str, tuple[str, ...]] = {}
     partial = []
     for axis, x in zip(mesh.axes, choice, strict=True):
@@ -117,7 +135,7 @@ def _layout(dims: Dims, choice: Sequence[str | None], mesh: MeshShape, rule: Rul
             partial += [(axis, "sum")] if result or not rule.begins else []
         elif x is not None:
             on[x] = (*on.get(x, ()), axis)
-            if result and x in rule.reduce:
-                partial.append((axis, rule.reduce[x]))
+            if x in reduce:
+                partial.append((axis, reduce[x]))
     placed = tuple(tuple(axis for a in dim for axis in on.get(a, ())) for dim in dims)
     return Layout(placed, tuple(sorted(partial)))

@@ -28,7 +28,7 @@ PLAIN = """
     threefry2x32 threefry4x32 xor zeta sub neg real imag complex conj
 """
 ITERATED = "igamma igamma_grad_a igammac regularized_incomplete_beta"
-LINEAR = "add add_any copy name stop_gradient zeros_like"
+LINEAR = "add add_any copy name stop_gradient xla_metadata_value zeros_like"
 
 
 @rule(*PLAIN.split())
@@ -48,10 +48,22 @@ def _(*ins, out, **_):
     return elementwise(*ins, out=out, linear=True)
 
 
+@rule("shard_alike")
+def _(*ins, out, **_):
+    return elementwise(*ins, out=out, fusion="view", flops=0)
+
+
 @rule("sharding_constraint", "reshard", "layout_constraint", "relayout", "with_memory_space_constraint")
 def _(x, *, out, **_):
     a = letters(x)
     return Rule((a,), (a,), fusion="view", flops=0)
+
+
+# The second operand, when the first is there.
+@rule("tie")
+def _(x, y, *, out, **_):
+    a, b = letters(x, "x"), letters(y)
+    return Rule((a, b), (b,), whole=frozenset(n for dim in a for n in dim), fusion="view", flops=0)
 
 
 @rule("optimization_barrier", "device_put", "dce_sink")
