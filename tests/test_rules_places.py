@@ -78,7 +78,7 @@ HOWS = ["set", "add", "subtract", "multiply", "max", "min"]
 
 @pytest.mark.parametrize("how", HOWS)
 def test_one_row_of_a_table_that_was_whole_is_written_on_the_shard_that_has_it(how):
-    """XLA (jax 0.10.2) makes one slice of the shard, a slice, and of the row before it, which is not there: it is not asked for that one."""
+    """XLA (jax 0.10.2) makes one slice of the shard, a slice, and of a row before it, which is not there: it is not asked for that."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     table, row = array(32, 8), jnp.full(8, 100.0)
 
