@@ -76,7 +76,7 @@ def enumerate_choices(
         fits = [a for a in usable if sizes[a] % n == 0] if n > 1 else []
         per_axis.append([None, *fits, *([PARTIAL] if linear and n > 1 else [])])
     kept = tuple(c for c in itertools.product(*per_axis) if _divides(c, sizes, mesh, compound))
-    return _choices(kept, rule.operands, rule.results, tuple(rule.reduce.items()), mesh)
+    return _choices(kept, rule.operands, rule.results, tuple(rule.reduce.items()), rule.begins, mesh)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,13 +85,14 @@ def _choices(
     operands: tuple[Dims, ...],
     results: tuple[Dims, ...],
     reduce: tuple[tuple[str, str], ...],
+    begins: bool,
     mesh: MeshShape,
 ) -> Choices:
     """The strategies that put these letters on the mesh axes; sizes decide only which these are, so ops of many sizes share them."""
     work = np.array(
         [1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in kept]
     )
-    left = tuple(tuple(_layout(dims, c, mesh, {}) for c in kept) for dims in operands)
+    left = tuple(tuple(_layout(dims, c, mesh, {}, not begins) for c in kept) for dims in operands)
     right = tuple(tuple(_layout(dims, c, mesh, dict(reduce)) for c in kept) for dims in results)
     return Choices(kept, left, right, work)
 
@@ -126,13 +127,13 @@ def _divides(choice: Sequence[str | None], sizes: dict[str, int], mesh: MeshShap
     return True
 
 
-def _layout(dims: Dims, choice: Letters, mesh: MeshShape, reduce: Mapping[str, str]) -> Layout:
-    """Where a tensor lies; of a result, which of its letters are reduced."""
+def _layout(dims: Dims, choice: Letters, mesh: MeshShape, reduce: Mapping[str, str], sums: bool = True) -> Layout:
+    """Where a tensor lies; of a result, which of its letters are reduced; and whether it is partial where partial sums are handed on."""
     on: dict[str, tuple[str, ...]] = {}
     partial = []
     for axis, x in zip(mesh.axes, choice, strict=True):
         if x == PARTIAL:
-            partial += [(axis, "sum")] if result or not rule.begins else []
+            partial += [(axis, "sum")] if sums else []
         elif x is not None:
             on[x] = (*on.get(x, ()), axis)
             if x in reduce:
