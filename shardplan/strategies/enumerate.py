@@ -128,7 +128,7 @@ def _divides(choice: Sequence[str | None], sizes: dict[str, int], mesh: MeshShap
 
 
 def _layout(dims: Dims, choice: Letters, mesh: MeshShape, reduce: Mapping[str, str], sums: bool = True) -> Layout:
-    """Where a tensor lies; of a result, which of its letters are reduced; and whether it is partial where partial sums are handed on."""
+    """Where a tensor lies; of a result, which of its letters are reduced; and whether it has a part in sums that are handed on."""
     on: dict[str, tuple[str, ...]] = {}
     partial = []
     for axis, x in zip(mesh.axes, choice, strict=True):
