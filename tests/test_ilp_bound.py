@@ -20,7 +20,7 @@ from shardplan.ilp.branch import Region, Tree
 from shardplan.ilp.eliminate import Elimination
 from shardplan.ilp.local import Moves, fit
 from shardplan.ilp.memory import Memory
-from shardplan.ilp.record import Clock, Record
+from shardplan.ilp.record import Clock, OutOfTime, Record
 from shardplan.ilp.shrink import shrink
 from shardplan.ilp.solve import Chain
 
@@ -169,6 +169,52 @@ def test_goals_below_the_optimum_are_closed_and_goals_above_find_it(seed, how, m
         assert record.objective == found
         if np.isfinite(found):
             assert problem.objective(record.states) == best and problem.peak(record.states) <= problem.limit
+
+
+def out_of_time():
+    raise OutOfTime
+
+
+def test_every_link_stops_within_itself_when_time_is_over():
+    problem = grid(6, 4, tight=0.8)
+    result = bound(problem, np.inf, 16, 0)
+    region = Region(problem, tuple, 0.0)
+    for link in (
+        lambda: shrink(problem, check=out_of_time),
+        lambda: shift.Shift(problem, check=out_of_time).rounds(problem.costs, 1),
+        lambda: Elimination(problem, 16, out_of_time),
+        lambda: bound(problem, np.inf, 16, 0, check=out_of_time),
+        lambda: region.part(result, result.value * 1.1, check=out_of_time),
+    ):
+        with pytest.raises(OutOfTime):
+            link()
+
+
+def test_what_is_not_searched_when_time_is_over_stays_to_be_searched():
+    problem = grid(6, 4, tight=0.8)
+    tree = Tree(Record(problem, None), Clock(1e3, None))
+    tree.clock.check = out_of_time
+    region = Region(problem, tuple, 0.0, core=0)
+    assert tree.close([region], np.inf, 1.0) == [region]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("large", [0, 20_000])
+def test_an_answer_is_given_though_there_is_no_time(compiled, large, monkeypatch):
+    monkeypatch.setitem(Chain.run.__globals__, "LARGE", large)
+    if not compiled:
+        monkeypatch.setitem(Chain.__init__.__globals__, "_runs", lambda record, clock: None)
+    problem = grid(6, 4, tight=0.8)
+    answer = solve(problem, time_limit=0.0)
+    assert answer.status == "feasible" and np.isfinite(answer.objective) and problem.peak(answer.states) <= problem.limit
+
+
+@laws
+@given(networks())
+def test_dominated_states_that_are_left_for_want_of_time_change_no_optimum(problem):
+    small, whole = shrink(problem, over=lambda: True), solve(problem)
+    if small.feasible and whole.states:
+        assert solve(small.problem).objective + small.offset == whole.objective
 
 
 def test_a_region_without_a_limit_gets_larger_joints_before_it_is_split(monkeypatch):

@@ -21,6 +21,7 @@ import numpy as np
 from .memory import Memory
 from .prices import Quote, bargain
 from .problem import Problem
+from .record import Check
 from .relax import Relaxation
 from .shift import Messages
 
@@ -86,6 +87,7 @@ def bound(
     start: np.ndarray | None = None,
     messages: Messages | None = None,
     over: Callable[[], bool] = lambda: False,
+    check: Check = lambda: None,
 ) -> Bound:
     """A lower bound, and what is left of the problem for answers that cost at most `worth`.
 
@@ -96,8 +98,9 @@ def bound(
         start: prices to begin with.
         messages: of shifting, to begin with.
         over: asked between rounds whether to stop.
+        check: asked within rounds.
     """
-    memory, relaxation = Memory(problem), Relaxation(problem, cap, messages)
+    memory, relaxation = Memory(problem), Relaxation(problem, cap, messages, check)
     reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
     quotes: list[Quote] = []
     for quote in bargain(relaxation, memory, reach, rounds=rounds, start=start, worth=worth):

@@ -22,7 +22,7 @@ from . import cpsat
 from .bound import Bound, bound
 from .local import Moves, fit
 from .problem import Problem
-from .record import UNIT, Back, Clock, Record
+from .record import UNIT, Back, Check, Clock, OutOfTime, Record
 from .relax import ROOM
 from .shift import Messages, carried
 from .shrink import shrink
@@ -68,14 +68,17 @@ class Region:
         value = max(self.bound, result.value + self.offset)
         return replace(self, bound=value, prices=result.best.prices, messages=result.messages)
 
-    def part(self, result: Bound, worth: float, kept: list[np.ndarray] | None = None) -> Region | None:
+    def part(
+        self, result: Bound, worth: float, kept: list[np.ndarray] | None = None, check: Check = lambda: None
+    ) -> Region | None:
         """What its bound leaves of the region for answers of at most so much, by the region's problem; None when nothing is left.
 
         Args:
             kept: masks of states, of those that (5) leaves, by default all of these.
+            check: asked in the midst of it.
         """
         prices, value = result.best.prices, result.value
-        small = shrink(result.left(self.problem, worth, kept), dominance=0)
+        small = shrink(result.left(self.problem, worth, kept), dominance=0, check=check)
         if not small.feasible:
             return None
         outer, horizon = self.back, max((u.hi for u in small.problem.usages), default=0)
@@ -117,7 +120,11 @@ class Tree:
             value, _, region = heapq.heappop(open_)
             if value > min(goal, self.record.worth):
                 return []
-            for part in self._expand(region, goal):
+            try:
+                parts = self._expand(region, goal)
+            except OutOfTime:
+                return [region, *(region for _, _, region in sorted(open_, key=lambda item: item[:2]))]
+            for part in parts:
                 heapq.heappush(open_, (part.bound, number := number - 1, part))
         return [region for _, _, region in sorted(open_, key=lambda item: item[:2])]
 
@@ -147,12 +154,13 @@ class Tree:
                     return []
                 region = replace(region, hard=left.core)
             halves = split(result, kept)
-        parts = (region.part(result, worth(), half) for half in halves)
+        parts = (region.part(result, worth(), half, self.clock.check) for half in halves)
         return [part for part in parts if part is not None]
 
     def bound(self, region: Region, worth: float, joint: int, changes: int, share: float = 1.0) -> Bound:
         """A bound of a region, for at most a share of what may still be spent; answers are tried on the way."""
-        result = bound(region.problem, worth, joint, changes, region.prices, region.messages, self.clock.share(share))
+        over, check = self.clock.share(share), self.clock.check
+        result = bound(region.problem, worth, joint, changes, region.prices, region.messages, over, check)
         self.bounds += 1
         self.clock.spend(result.work + CALLS * len(region.problem.costs))
         if self.tries and result.value <= worth and np.isfinite(result.value):

@@ -32,6 +32,7 @@ from .shift import Messages, Shift
 
 SWEEP_JOINT = (20_000, 4_000)  # entries of a joint table for sweeps, on small and on large problems
 FIRST_RUN, LONGEST_RUN = 400, 3000  # turns
+RUN_SHARE = 0.5  # of the time that is left, for a run that is not the last
 MOST_PLANS = 32  # that take turns in a run
 
 HEAT = (0.0, 0.003, 0.01, 0.03)  # noise at the start of a run, as a share of what is at stake; runs take turns
@@ -151,12 +152,13 @@ class Explorer:
             sweep(net, self.plan(int(rng.integers(n_plans))), extra, states)
             now = self.priced(states, prices)
             yield from self._fitting(states, stake, turn)
-        yield from self._fitting(states, stake, turn)
         self.prices = prices
 
-    def ascend(self, prices: np.ndarray, rounds: int) -> np.ndarray:
-        """Prices near these at which costs, shifted on, bound more: (7) without noise."""
+    def ascend(self, prices: np.ndarray, rounds: int, over: Callable[[], bool] = lambda: False) -> np.ndarray:
+        """Prices near these at which costs, shifted on, bound more: (7) without noise, for so many rounds or until it is over."""
         for n in range(rounds):
+            if over():
+                break
             states = self.agree(self.net.unary + toll(self.net, prices))
             prices = self._follow(prices, states, RATE[0] * (RATE[1] / RATE[0]) ** (n / rounds), GAIN[0])
         costs = self.net.unary + toll(self.net, prices)
@@ -213,8 +215,10 @@ class Runs:
         self.last = left < (6.0 if large else 2.5) * self.seconds  # the one after would not come to its end
 
         def pace(turn: int) -> float:
-            """Share of the run that is over: by sweeps, or by time where the limit ends it."""
-            spent = (time.monotonic() - start) / max(1e-3, left)
+            """Share of the run that is over: by sweeps, or by time where the limit ends it; the first run looks for an answer first."""
+            spent = (time.monotonic() - start) / max(1e-3, left if self.last else RUN_SHARE * left)
+            if number == 0 and not record.found:
+                spent = 0.0
             return spent if self.last else max(turn / sweeps, spent)
 
         states, back = record.answer
@@ -224,9 +228,13 @@ class Runs:
         self.seconds = time.monotonic() - start
         self.number += 1
 
-    def priced(self, region: Region) -> Region:
-        """The same answers, to be bounded at prices near those of the last bound, or of the last run."""
+    def priced(self, region: Region, share: float) -> Region:
+        """The same answers, to be bounded at prices near those of the last bound, or of the last run.
+
+        Args:
+            share: of the time that is left, at most.
+        """
         explorer, rounds = self.explorer, int(AGREEING * FIRST_RUN) << self.number
         assert explorer is not None and explorer.prices is not None
-        prices = explorer.ascend(explorer.prices if region.prices is None else region.prices, rounds)
+        prices = explorer.ascend(explorer.prices if region.prices is None else region.prices, rounds, self.clock.share(share))
         return replace(region, prices=prices, messages=explorer.shift.told())

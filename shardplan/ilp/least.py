@@ -34,8 +34,12 @@ class LeastMemory:
     states: tuple[int, ...]
 
 
-def least_memory(problem: Problem) -> LeastMemory:
-    """The least possible peak: a lower bound and a choice that comes near it (often equals it)."""
+def least_memory(problem: Problem, enough: float = -np.inf) -> LeastMemory:
+    """The least possible peak: a lower bound and a choice that comes near it (often equals it).
+
+    Args:
+        enough: bytes; a choice that holds no more is good enough, and the search ends.
+    """
 
     def allowed(table: np.ndarray) -> np.ndarray:
         return np.where(np.isfinite(table), 0.0, np.inf)
@@ -67,7 +71,7 @@ def least_memory(problem: Problem) -> LeastMemory:
             best = moves.states.copy()
             if not moves.relieve(memory.peak(best) * (1 - 1e-12) - 1e-9, 200):
                 break
-        if best is not None and memory.peak(best) <= bound * (1 + 1e-12):
+        if best is not None and memory.peak(best) <= max(bound * (1 + 1e-12), enough):
             break
     if best is None:
         return LeastMemory(bound, np.inf, 0, ())

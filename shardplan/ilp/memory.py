@@ -18,7 +18,7 @@ from .problem import Problem
 
 
 class Memory:
-    """The usages of a problem as flat arrays, sorted by node.
+    """The usages of a problem as flat arrays, sorted by node; none where there is no limit.
 
     Attributes:
         n_steps: T, one more than the last time step.
@@ -27,7 +27,7 @@ class Memory:
     """
 
     def __init__(self, problem: Problem):
-        usages = sorted(problem.usages, key=lambda u: u.node)
+        usages = [] if problem.limit is None else sorted(problem.usages, key=lambda u: u.node)
         self.limit = np.inf if problem.limit is None else problem.limit
         self.n_steps = max((u.hi for u in usages), default=0)
         self.start = np.cumsum([0, *map(len, problem.costs)])

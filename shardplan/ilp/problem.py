@@ -38,6 +38,14 @@ class Usage:
     hi: int
     bytes: np.ndarray
 
+    @functools.cached_property
+    def least(self) -> float:
+        return float(self.bytes.min(initial=np.inf))
+
+    @functools.cached_property
+    def most(self) -> float:
+        return float(self.bytes.max(initial=-np.inf))
+
 
 def over_time(held: Iterable[tuple[int, int, float]]) -> np.ndarray:
     """Bytes in memory at every time, shape [T], of (lo, hi, bytes) held while lo <= t < hi."""

@@ -10,12 +10,17 @@ import numpy as np
 from .problem import Problem, Solution
 
 Progress = Callable[[tuple[int, ...], float, float], None]
+Check = Callable[[], None]  # raises OutOfTime when there is no more time
 Back = Callable[[tuple[int, ...]], tuple[int, ...]]  # states of a smaller problem -> states of the given one
 
 WORK = 20.0  # default work limit
 UNIT = 4e8  # table entries per unit of work: about a second
 LARGE = 20_000  # states from which a problem counts as large
 ROUNDING = 1e-9  # relative, where bytes are not whole numbers
+
+
+class OutOfTime(Exception):
+    """The time limit is reached: what was begun is given up, what the record has is kept."""
 
 
 class Clock:
@@ -42,9 +47,10 @@ class Clock:
     def over(self) -> bool:
         return self.work <= 0 or self.seconds_left <= 0
 
-    def allows(self, entries: float) -> bool:
-        """Whether so much work may be begun."""
-        return entries / UNIT <= min(self.work, self.seconds_left / 3)
+    def check(self) -> None:
+        """Asked in the midst of a link; raises OutOfTime at the time limit. Work is counted between links only."""
+        if self.seconds_left <= 0:
+            raise OutOfTime
 
     def share(self, part: float) -> Callable[[], bool]:
         """A clock for a part of what is left: says whether that part is over."""

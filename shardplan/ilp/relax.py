@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .eliminate import Elimination, Pass
 from .problem import Problem
+from .record import Check
 from .shift import Messages, Shift
 
 SMALL, EXACT = 2_000, 2e6  # states up to which, and entries of all joint tables up to which no joint is split
@@ -21,11 +22,11 @@ class Relaxation:
         work: table entries visited so far.
     """
 
-    def __init__(self, problem: Problem, cap: int, messages: Messages | None = None):
+    def __init__(self, problem: Problem, cap: int, messages: Messages | None = None, check: Check = lambda: None):
         self.problem = problem
-        self.elimination, self.warm = _elimination(problem, cap), bool(messages)
+        self.elimination, self.warm = _elimination(problem, cap, check), bool(messages)
         self.exact = self.elimination.exact
-        self.shift = None if self.exact else Shift(problem, messages=messages)
+        self.shift = None if self.exact else Shift(problem, messages=messages, check=check)
         self.total = sum(max(-low, high) for low, high in problem.ranges) + 1.0
         self.work = 0.0
 
@@ -48,12 +49,12 @@ class Relaxation:
         return {} if self.shift is None else self.shift.told()
 
 
-def _elimination(problem: Problem, cap: int) -> Elimination:
+def _elimination(problem: Problem, cap: int, check: Check) -> Elimination:
     """Without split joints where that is little work; else with joints of at most `cap` entries, fewer if all take too much room."""
     if sum(map(len, problem.costs)) <= SMALL:
-        whole = Elimination(problem, int(EXACT))
+        whole = Elimination(problem, int(EXACT), check)
         if whole.exact and whole.size <= EXACT:
             return whole
-    while (split := Elimination(problem, cap)).size > ROOM and cap > 1:
+    while (split := Elimination(problem, cap, check)).size > ROOM and cap > 1:
         cap //= 4
     return split

@@ -19,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from .problem import Problem
+from .record import Check
 from .shrink import Follow, Restrict, Shrunk
 
 COMPILED = 2_000  # edges from which the rounds are left to compiled code, if it is there; it does the same sums in the same order
@@ -41,8 +42,10 @@ class Shift:
         entries: table entries that a round visits.
     """
 
-    def __init__(self, problem: Problem, compiled: bool | None = None, messages: Messages | None = None):
-        self.problem = problem
+    def __init__(
+        self, problem: Problem, compiled: bool | None = None, messages: Messages | None = None, check: Check = lambda: None
+    ):
+        self.problem, self.check = problem, check
         sizes = np.array([e.cost.shape for e in problem.edges], dtype=np.int64).reshape(-1, 2)
         self.ends = np.cumsum(np.concatenate([[0], sizes.ravel()]))
         self.messages = np.zeros(self.ends[-1])
@@ -76,11 +79,15 @@ class Shift:
     def rounds(self, costs, n: int) -> None:
         """n times forwards and backwards, with these node costs."""
         if self.compiled is not None:
-            self.compiled(np.concatenate(costs), n)
+            flat = np.concatenate(costs)
+            for _ in range(n):
+                self.check()
+                self.compiled(flat)
             return
         least = np.minimum.reduce  # half the time of `min` on small arrays
         order = range(len(self.near))
         for _ in range(n):
+            self.check()
             for forward in (True, False):
                 for i in order if forward else reversed(order):
                     cost = costs[i]
@@ -115,7 +122,7 @@ class Shift:
         links = np.array(flat, dtype=np.int64).reshape(-1, 5)
         first = np.cumsum([0, *map(len, self.links)])
         tables = np.concatenate(pool) if pool else np.zeros(0)
-        return lambda costs, n: shift_rounds(costs, start, first, links, tables, self.share, self.messages, n)
+        return lambda costs: shift_rounds(costs, start, first, links, tables, self.share, self.messages, 1)
 
     def gained(self, costs: np.ndarray) -> np.ndarray:
         """Costs of all nodes' states in a row, and what the messages add to them."""

@@ -14,12 +14,13 @@ finds nothing; the record's `invert(states)` puts back the states it decided. `s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from .problem import Edge, Problem, Usage
+from .record import Check
 
 DOMINANCE_PAIRS = 1 << 14  # table entries a dominance test may touch at one node, by default
 ELIMINATE_SIZE = 1 << 16  # entries of an edge table that elimination may create
@@ -242,9 +243,10 @@ def undominated(net: Network, i: int, most: int) -> np.ndarray:
     slack = cost[:, None] - cost[None, :]  # [a, b]; what the edges may cost more under b
     np.fill_diagonal(slack, -np.inf)
     for table in tables:  # a few columns rule out most pairs
-        for x in {0, table.shape[1] // 2, table.shape[1] - 1, int(table.min(axis=0).argmin())}:
-            column = table[:, x]
-            slack[_difference(column[None, :], column[:, None]) > slack + 0.0] = -np.inf
+        few = table[:, sorted({0, table.shape[1] // 2, table.shape[1] - 1, int(table.min(axis=0).argmin())})]
+        slack[(_difference(few, few[:, None]) > slack[:, :, None]).any(axis=2)] = -np.inf
+        if slack.max() == -np.inf:
+            return keep
     a, b = np.nonzero(slack >= -_REACH)
     if len(a) * sum(t.shape[1] for t in tables) > most:
         return keep
@@ -368,7 +370,7 @@ def timeline(usages: Sequence[Usage]) -> np.ndarray:
     if not usages:
         return np.zeros(0, dtype=np.int64)
     starts = np.unique([u.lo for u in usages])
-    if any(u.bytes.min(initial=0.0) < 0 for u in usages):  # bytes that come back: every start and end counts
+    if any(u.least < 0 for u in usages):  # bytes that come back: every start and end counts
         return np.unique(np.concatenate([starts, [u.hi for u in usages]]))
     ends = np.unique([u.hi for u in usages])
     return starts[np.unique(np.searchsorted(starts, ends) - 1)]
@@ -378,35 +380,37 @@ class _Change:
     """How the bytes of all states change from one step to another."""
 
     def __init__(self):
-        self.bytes: dict[int, np.ndarray] = {}
+        self.bytes: dict[int, tuple[np.ndarray, float, float]] = {}  # of each node, with the least and the most
         self.least = self.most = 0.0  # of any choice
 
-    def add(self, i: int, amount: np.ndarray):
-        before = self.bytes.get(i)
-        if before is not None:
-            self.least, self.most = self.least - before.min(), self.most - before.max()
+    def add(self, i: int, amount: np.ndarray, least: float, most: float) -> None:
+        """Adds what node i's states change by: `amount`, at least and at most so much."""
+        if i in self.bytes:
+            before, low, high = self.bytes[i]
+            self.least, self.most = self.least - low, self.most - high
             amount = before + amount
-        self.bytes[i] = amount
-        self.least, self.most = self.least + amount.min(), self.most + amount.max()
+            least, most = float(amount.min()), float(amount.max())
+        self.bytes[i] = amount, least, most
+        self.least, self.most = self.least + least, self.most + most
 
     def then(self, later: _Change) -> _Change:
         small, large = sorted((self, later), key=lambda c: len(c.bytes))
-        for i, amount in small.bytes.items():
-            large.add(i, amount)
+        for i, change in small.bytes.items():
+            large.add(i, *change)
         return large
 
 
 def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: int) -> np.ndarray:
     """[step] -> whether some choice holds more there than at the next step before and after it that is left."""
-    events: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(n_steps + 1)]
-    for u, a, b in zip(usages, lo, hi, strict=True):
-        events[a].append((u.node, u.bytes))
-        events[b].append((u.node, -u.bytes))
+    events: list[list[tuple[int, np.ndarray, float, float]]] = [[] for _ in range(n_steps + 1)]
+    for u, a, b in zip(usages, lo.tolist(), hi.tolist(), strict=True):
+        events[a].append((u.node, u.bytes, u.least, u.most))
+        events[b].append((u.node, -u.bytes, -u.most, -u.least))
     left: list[tuple[int, _Change]] = []  # with the change since the one before
     since = _Change()
     for t in range(n_steps):
-        for i, amount in events[t]:
-            since.add(i, amount)
+        for change in events[t]:
+            since.add(*change)
         while left and since.least >= 0:
             since = left.pop()[1].then(since)
         if not left or since.most > 0:
@@ -427,8 +431,8 @@ def tight_steps(problem: Problem) -> tuple[Problem, np.ndarray]:
     steps = timeline(usages)
     lo, hi = (np.searchsorted(steps, [getattr(u, side) for u in usages]) for side in ("lo", "hi"))
     most = np.zeros(len(steps) + 1)
-    np.add.at(most, lo, [u.bytes.max() for u in usages])
-    np.add.at(most, hi, [-u.bytes.max() for u in usages])
+    np.add.at(most, lo, [u.most for u in usages])
+    np.add.at(most, hi, [-u.most for u in usages])
     tight = np.cumsum(most)[:-1] > problem.limit
     if all((u.bytes == np.rint(u.bytes)).all() for u in usages):  # sums of others are not exact
         tight &= unimplied(usages, lo, hi, len(steps))
@@ -450,8 +454,8 @@ def fitting(problem: Problem) -> dict[int, np.ndarray]:
     least = np.zeros(horizon + 1)
     by_node: dict[int, list[Usage]] = {}
     for u in problem.usages:
-        least[u.lo] += u.bytes.min()
-        least[u.hi] -= u.bytes.min()
+        least[u.lo] += u.least
+        least[u.hi] -= u.least
         by_node.setdefault(u.node, []).append(u)
     slack = problem.limit - np.cumsum(least)[:-1]
     from_step = _RangeMin(slack)
@@ -459,7 +463,8 @@ def fitting(problem: Problem) -> dict[int, np.ndarray]:
     for i, uses in by_node.items():
         mask = np.ones(len(problem.costs[i]), dtype=bool)
         for u in uses:
-            mask &= u.bytes - u.bytes.min() <= from_step(u.lo, u.hi)
+            if u.most - u.least > (room := from_step(u.lo, u.hi)):
+                mask &= u.bytes - u.least <= room
         if not mask.all():
             masks[i] = mask
     return masks
@@ -483,7 +488,14 @@ class _RangeMin:
 # ---------------------------------------------------------------- the chain
 
 
-def shrink(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_PAIRS) -> Shrunk:
+def shrink(
+    problem: Problem,
+    *,
+    tie: bool = False,
+    dominance: int = DOMINANCE_PAIRS,
+    over: Callable[[], bool] = lambda: False,
+    check: Check = lambda: None,
+) -> Shrunk:
     """Applies every reduction until none finds anything.
 
     Args:
@@ -491,6 +503,8 @@ def shrink(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_PA
         tie: make one node of every class in `problem.ties` first (a restriction, not a reduction).
         dominance: table entries that the search for dominated states may touch at one node; it takes longest, finds most where all
             costs are alike, and next to nothing in a part of a shrunk problem.
+        over: asked between nodes whether to look for no more dominated states, and to be content with what is found.
+        check: asked between reductions.
     """
     trail: list = []
     n_nodes, tied = len(problem.costs), bool(tie and problem.ties)
@@ -507,25 +521,26 @@ def shrink(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_PA
         before = sum(map(len, net.costs))
         for i, mask in fitting(timed).items():
             _record(trail, Restrict.apply(net, i, mask), nodes)
-        _exhaust(net, trail, nodes)
+        _exhaust(net, trail, nodes, check)
         doubtful = [i for i, alive in enumerate(net.alive) if alive]
-        while dominance and doubtful and net.feasible:  # costs more, so it waits until the rest is done
+        while dominance and doubtful and net.feasible and not over():  # costs more, so it waits until the rest is done
             for i in doubtful:
-                if net.alive[i]:
+                if net.alive[i] and not over():
                     _record(trail, Restrict.apply(net, i, undominated(net, i, dominance)), nodes)
             doubtful = list(net.dirty)
-            _exhaust(net, trail, nodes)
+            _exhaust(net, trail, nodes, check)
         offset, feasible = offset + net.offset, net.feasible
         problem, left = net.to_problem()
         nodes = tuple(nodes[i] for i in left)
-        if sum(map(len, problem.costs)) >= 0.98 * before:
+        if sum(map(len, problem.costs)) >= 0.98 * before or over():
             break
     return Shrunk(problem, offset, feasible, nodes, tuple(trail), n_nodes, tied, steps)
 
 
-def _exhaust(net: Network, trail: list, nodes: tuple[int, ...]) -> None:
+def _exhaust(net: Network, trail: list, nodes: tuple[int, ...], check: Check) -> None:
     """Runs the reductions at every node whose surroundings changed."""
     while net.dirty and net.feasible:
+        check()
         i = next(iter(net.dirty))
         del net.dirty[i]
         if not net.alive[i]:

@@ -22,7 +22,7 @@ from .branch import CHANGES, Region, Tree
 from .least import least_memory
 from .local import Moves, fit
 from .problem import Problem, Solution
-from .record import LARGE, Clock, Progress, Record
+from .record import LARGE, Clock, OutOfTime, Progress, Record
 from .shrink import Shrunk, shrink
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ UNKNOWN_GAP = 0.3  # of the bound: how far away the first answer may be, as long
 REACH = 0.25  # of the way from bound to answer, for the first goal
 EASE_SHARE = 0.5  # of what may be spent, for the problem without its memory limit
 LARGE_SHARE = 0.15  # of the time, for a bound of a large problem
+DOMINANCE_SHARE = 0.15  # of the time, up to which dominated states are looked for
 
 
 def solve(
@@ -68,15 +69,17 @@ def solve(
     if hint is not None and (problem.limit is None or problem.peak(hint) <= problem.limit):
         record.offer(tuple(hint), problem.objective(hint))
     hinted = record.answer if record.found else None
-    small = small or shrink(problem, tie=True)
+    small = small or shrink(problem, tie=True, over=clock.share(DOMINANCE_SHARE))
     chain = Chain(Region(small.problem, small.invert, small.offset), record, clock)
     proven = not small.feasible or chain.run()
     stats = {"nodes": len(problem.costs), "nodes after shrinking": len(small.problem.costs), "bounds": chain.tree.bounds}
     if proven and record.found:
         record.prove(np.inf)
-    elif not proven and not record.found:
-        least = least_memory(problem)
+    if not proven and not record.found and chain.runs is not None:
+        chain.runs.run(chain.region)
+    if not proven and not record.found:
         limit = np.inf if problem.limit is None else problem.limit
+        least = least_memory(problem, limit)
         if least.states and least.bytes <= limit:
             record.offer(least.states, problem.objective(least.states))
         proven = least.bound_bytes > limit
@@ -98,9 +101,12 @@ class Chain:
 
     def run(self) -> bool:
         """True when it is proven that nothing better than the record is left."""
-        if self.runs is not None and sum(map(len, self.region.problem.costs)) > LARGE:
-            return self.explore(self.runs)
-        return self.ease() or self.narrow() or self.close()
+        try:
+            if self.runs is not None and sum(map(len, self.region.problem.costs)) > LARGE:
+                return self.explore(self.runs)
+            return self.ease() or self.narrow() or self.close()
+        except OutOfTime:
+            return False
 
     def ease(self) -> bool:
         """Without the memory limit the problem is small: its optimum is a bound, and often fits, or nearly, and is made to fit.
@@ -111,7 +117,7 @@ class Chain:
         if region.problem.limit is None or result.best.prices.any():
             return False
         free = replace(region.problem, usages=(), limit=None)
-        part = replace(region, problem=free, back=tuple, offset=0.0, bound=-np.inf).part(result, self.wanted())
+        part = replace(region, problem=free, back=tuple, offset=0.0, bound=-np.inf).part(result, self.wanted(), check=self.clock.check)
         clock, record = self.clock.part(EASE_SHARE), Record(free, None, self.wanted())
         if part is None or Chain(part, record, clock).run():
             record.prove(np.inf)
@@ -129,13 +135,13 @@ class Chain:
             runs.run(self.region)
             if runs.last:
                 continue
-            result = self.tree.bound(runs.priced(self.region), self.wanted(), JOINT, 0, LARGE_SHARE)
+            result = self.tree.bound(runs.priced(self.region, LARGE_SHARE), self.wanted(), JOINT, 0, LARGE_SHARE)
             self.record.prove(result.value + self.region.offset)
             if result.value + self.region.offset > self.region.bound:
                 self.region = self.region.after(result)
             kept = result.kept(self.wanted())
             if sum(int(mask.sum()) for mask in kept) < ALIKE * sum(map(len, kept)):  # a new problem costs the runs their plans
-                part = self.region.part(result, self.wanted())
+                part = self.region.part(result, self.wanted(), check=self.clock.check)
                 if part is None:
                     return True
                 self.region = part
@@ -178,7 +184,8 @@ class Chain:
             through = np.concatenate(result.through)
             if not len(through) or (through <= worth).mean() <= FOCUS:
                 return
-            part = region.part(result, max(np.quantile(through, share), *(t.min() for t in result.through)))
+            most = max(np.quantile(through, share), *(t.min() for t in result.through))
+            part = region.part(result, most, check=self.clock.check)
             part = part and self.tree.core(part, np.inf)
             if part is not None:
                 region, result = part, self._bound(part)
@@ -190,7 +197,7 @@ class Chain:
     def part(self, goal: float) -> Region | None:
         """What (5) leaves of the region for answers that cost at most `goal`."""
         result = self.bounded()
-        return self.region.part(result, goal - self.region.offset)
+        return self.region.part(result, goal - self.region.offset, check=self.clock.check)
 
     def bounded(self) -> Bound:
         if self.result is None:
