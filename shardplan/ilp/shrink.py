@@ -400,7 +400,7 @@ class _Change:
         return large
 
 
-def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: int) -> np.ndarray:
+def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: int, check: Check) -> np.ndarray:
     """[step] -> whether some choice holds more there than at the next step before and after it that is left."""
     events: list[list[tuple[int, np.ndarray, float, float]]] = [[] for _ in range(n_steps + 1)]
     for u, a, b in zip(usages, lo.tolist(), hi.tolist(), strict=True):
@@ -409,6 +409,7 @@ def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: 
     left: list[tuple[int, _Change]] = []  # with the change since the one before
     since = _Change()
     for t in range(n_steps):
+        check()
         for change in events[t]:
             since.add(*change)
         while left and since.least >= 0:
@@ -421,7 +422,7 @@ def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: 
     return mask
 
 
-def tight_steps(problem: Problem) -> tuple[Problem, np.ndarray]:
+def tight_steps(problem: Problem, check: Check = lambda: None) -> tuple[Problem, np.ndarray]:
     """The problem with time renumbered to the steps at which the limit can be broken at all, and which steps those are.
 
     Without a limit if there are none."""
@@ -435,7 +436,7 @@ def tight_steps(problem: Problem) -> tuple[Problem, np.ndarray]:
     np.add.at(most, hi, [-u.most for u in usages])
     tight = np.cumsum(most)[:-1] > problem.limit
     if all((u.bytes == np.rint(u.bytes)).all() for u in usages):  # sums of others are not exact
-        tight &= unimplied(usages, lo, hi, len(steps))
+        tight &= unimplied(usages, lo, hi, len(steps), check)
     number = np.concatenate([[0], np.cumsum(tight)])
     merged = _sums(
         (u.node, (int(number[a]), int(number[b])), u.bytes)
@@ -515,7 +516,8 @@ def shrink(
     offset, feasible = 0.0, True
     steps = np.arange(max((u.hi for u in problem.usages), default=0))
     while feasible:
-        timed, tight = tight_steps(problem)
+        check()
+        timed, tight = tight_steps(problem, check)
         steps = steps[tight]
         net = Network(timed)
         before = sum(map(len, net.costs))
