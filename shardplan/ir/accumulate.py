@@ -36,10 +36,9 @@ def accumulated(graph: Graph) -> dict[tuple[int, int], int]:
         if start not in makers or not _only(graph, graph.ops[start].outputs[0], at):
             continue
         k = 1 - makers.index(start)
-        while graph.ops[at].inputs[k] is not None:
+        while (v := graph.ops[at].inputs[k]) is not None:
             out[at, k] = start
-            v = graph.ops[at].inputs[k]
-            if v is None or len(graph.values[v].consumers) > 1:
+            if len(graph.values[v].consumers) > 1:
                 break
             at, k = graph.values[v].producer[0], 0
             if not passes_on(graph.ops[at]) or graph.ops[at].loop != graph.ops[end].loop:
