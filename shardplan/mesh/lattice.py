@@ -179,8 +179,8 @@ class Ways:
         self.class_shards = np.array([n for _, _, n, _ in self.classes], float)
         self.gathers = np.array([bits(axes) if kind == "all-gather" else 0 for kind, axes, _, _ in self.classes], np.int64)
         scattered = reduce_scatter and symmetric  # instead of being summed and cut up; layouts in between may be missing otherwise
-        cut = [bits(axes) if kind == "slice" and scattered else 0 for kind, axes, _, _ in self.classes]
-        self.summed = np.array([bits(axes) | n for (_, _, _, axes), n in zip(self.classes, cut, strict=True)], np.int64)
+        self.cuts = np.array([bits(axes) if kind == "slice" and scattered else 0 for kind, axes, _, _ in self.classes], np.int64)
+        self.beside = np.array([bits(axes) for _, _, _, axes in self.classes], np.int64)
 
         self._products = sorted(
             {_product(axes, sizes) for k in range(1, len(sizes) + 1) for axes in itertools.combinations(range(len(sizes)), k)}

@@ -67,6 +67,7 @@ class Resharder:
         merged: kinds of collectives of which it does.
         known: of some kinds and axes, which arrays really do.
         kernels: whether the kernels count that XLA puts around collectives (`collective.around`).
+        cuts: whether sums may be completed and then cut up, which XLA does as asked where they are merged, and may scatter otherwise.
         wider: kinds of collectives that send this many times the bytes of the array (`collective.wider`).
         lattice: that of another resharder on this mesh, to be shared.
 
@@ -82,19 +83,20 @@ class Resharder:
         merged: tuple[str, ...] = MERGED,
         known: tuple[tuple[Sent, Crowd], ...] = (),
         kernels: bool = True,
+        cuts: bool = False,
         wider: tuple[tuple[str, float], ...] = (),
         lattice: Lattice | None = None,
     ):
         self.mesh = mesh
         self.cluster = cluster
         self.crowd, self.merged, self.known, self.kernels = crowd, merged, dict(known), kernels
-        self.wider = dict(wider)
+        self.wider, self.cuts = dict(wider), cuts
         self._lattice = lattice or Lattice(mesh, cluster.reduce_scatter)
         self._tables: dict[tuple, np.ndarray] = {}
         self._lines: dict[Ways, np.ndarray] = {}
         self._distances: dict[tuple, _Distances] = {}
         self._paths: dict[tuple, tuple[Step, ...]] = {}
-        self._settings = {"crowd": crowd, "merged": merged, "known": known, "kernels": kernels, "wider": wider}
+        self._settings = {"crowd": crowd, "merged": merged, "known": known, "kernels": kernels, "cuts": cuts, "wider": wider}
         self._others: dict[tuple, Resharder] = {}
 
     def combining(
@@ -103,7 +105,7 @@ class Resharder:
         """Ways whose collectives are made into one with those of other arrays, and share their latency."""
         if crowd.arrays == 1 and not known:
             return self
-        return self._but(crowd=crowd, merged=kinds, known=known)
+        return self._but(crowd=crowd, merged=kinds, known=known, cuts=True)
 
     def of(self, dtype, part: float = 1.0) -> Resharder:
         """Ways of arrays of this type, some of which XLA sends as another one.
@@ -191,7 +193,7 @@ class Resharder:
             total *= n
         region = part.ways.region(tuple(shape[d] for d in question.dims), part.src, part.dst)
         if (region, total) not in self._distances:
-            self._distances[region, total] = _Distances(region, total, self._priced(part.ways))
+            self._distances[region, total] = _Distances(region, total, self._priced(part.ways), self.cuts)
         return self._distances[region, total]
 
     def _priced(self, ways: Ways) -> np.ndarray:
@@ -241,8 +243,8 @@ class Resharder:
 class _Distances:
     """Shortest distances from layouts asked for, for one number of bytes; rows are added as they are needed."""
 
-    def __init__(self, region: Region, total_bytes: float, lines: np.ndarray):
-        self.region = region
+    def __init__(self, region: Region, total_bytes: float, lines: np.ndarray, cuts: bool):
+        self.region, self.cuts = region, cuts
         self.bytes = total_bytes / region.ways.class_shards
         self.cost = (lines[:, :, 0] + self.bytes[:, None] * lines[:, :, 1]).min(axis=1, initial=np.inf)  # per edge class
         self.row = np.full(len(region.allowed), -1)
@@ -305,10 +307,10 @@ class _Distances:
 
     def _costs(self, group: np.ndarray, split: np.ndarray, partial: np.ndarray) -> np.ndarray:
         """[edge, start]: what is sliced on a path is not gathered on it, nor what is scattered, which would be an all-reduce; a sum
-        is not scattered beside where it just was: XLA scatters over both axes at once; and no complete sum is cut up: XLA may
-        scatter it."""
+        is not scattered beside where it just was: XLA scatters over both axes at once; nor cut up when it is complete."""
         ways = self.region.ways
-        never = (ways.gathers[group][:, None] & ~split) | (ways.summed[group][:, None] & partial)
+        summed = ways.beside[group] | (0 if self.cuts else ways.cuts[group])
+        never = (ways.gathers[group][:, None] & ~split) | (summed[:, None] & partial)
         return np.where(never, np.inf, self.cost[group][:, None])
 
     def walk(self, src: int, dst: int) -> list[tuple[str, tuple[int, ...], State, State, float, float]]:
