@@ -9,7 +9,6 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -18,6 +17,7 @@ import pytest
 from functions import KEY, SQUARE, VECTOR, WHOLES, X, functions, jax_functions, left_out, loss_of, shapes, sparse_functions
 from jax import lax
 from jax._src.interpreters import mlir
+from layers import SEQUENCE, equinox_layers, linen_layers, missing, nnx_layers
 
 from shardplan._jax import EXPANDED, INLINED, inner_jaxpr, without_refs
 from shardplan.ir.parse import parse
@@ -27,9 +27,6 @@ from shardplan.strategies.rule import RULES
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.table import equations
 from shardplan.strategies.space import make_space
-
-IMAGES, SEQUENCE, VOLUME = (jax.random.normal(KEY, s) for s in [(4, 8, 8, 6), (4, 8, 6), (6, 4, 4, 4)])
-TOKENS = (jnp.abs(SEQUENCE[..., 0]) * 5).astype(int)
 
 HOLDERS = {*INLINED, "scan", "while", "cond"}
 """Primitives that hold a program of their own, planned through."""
@@ -216,142 +213,11 @@ def test_every_public_function_of_optax_is_trained():
     assert sorted(public - found - NOT_TRAINED) == []
 
 
-def linen_layers():
-    nn = pytest.importorskip("flax.linen")
-
-    class Scanned(nn.Module):
-        """Layers as one scan, each computed again backwards."""
-
-        @nn.compact
-        def __call__(self, x):
-            layer = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-            return layer()(x, None)[0]
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return x + nn.Dense(6)(nn.gelu(nn.Dense(8)(nn.LayerNorm()(x)))), None
-
-    class Synced(nn.Module):
-        """Batch norm whose mean is that of all devices."""
-
-        @nn.compact
-        def __call__(self, x):
-            norm = nn.BatchNorm(use_running_average=False, axis_name="devices")
-            on_each = nn.vmap(lambda norm, x: norm(x), {"params": None, "batch_stats": None}, {"params": False}, axis_name="devices")
-            return on_each(norm, x[:, None])
-
-    class Spectral(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.SpectralNorm(nn.Dense(4))(x, update_stats=True)
-
-    layers = [
-        (nn.Dense(8), X), (nn.DenseGeneral((2, 4)), X), (nn.Embed(16, 6), TOKENS), (nn.Conv(8, (3, 3)), IMAGES),
-        (nn.Conv(6, (3, 3), (2, 2), feature_group_count=6), IMAGES), (nn.Conv(6, (3, 3), feature_group_count=2), IMAGES),
-        (nn.ConvTranspose(8, (3, 3), (2, 2)), IMAGES), (nn.Conv(8, (3,), kernel_dilation=2), SEQUENCE),
-        (nn.ConvLocal(8, (3, 3)), IMAGES), (nn.LayerNorm(), X), (nn.RMSNorm(), X), (nn.GroupNorm(2), IMAGES),
-        (nn.BatchNorm(use_running_average=False), IMAGES), (nn.InstanceNorm(), IMAGES), (nn.WeightNorm(nn.Dense(4)), X),
-        (Spectral(), X), (nn.SelfAttention(2), SEQUENCE), (nn.MultiHeadAttention(2), SEQUENCE), (Scanned(), X), (Synced(), IMAGES),
-        (nn.Dense(8, dot_general_cls=nn.Fp8DotGeneralOp), X), (nn.Dense(8, dot_general_cls=nn.Fp8DirectDotGeneralOp), X),
-        (nn.Dense(8, dot_general_cls=nn.NANOOFp8DotGeneralOp), X),
-        (nn.MultiHeadDotProductAttention(2, qkv_features=8), SEQUENCE), (nn.RNN(nn.LSTMCell(8)), SEQUENCE),
-        (nn.RNN(nn.OptimizedLSTMCell(8)), SEQUENCE), (nn.RNN(nn.SimpleCell(8)), SEQUENCE), (nn.RNN(nn.MGUCell(8)), SEQUENCE),
-        (nn.Bidirectional(nn.RNN(nn.GRUCell(8)), nn.RNN(nn.GRUCell(8))), SEQUENCE),
-        (nn.RNN(nn.GRUCell(8)), SEQUENCE), (nn.RNN(nn.ConvLSTMCell(8, (3, 3))), jnp.stack([IMAGES] * 3, 1)),
-        (nn.Dropout(0.5, deterministic=False), X), (nn.PReLU(), X), (nn.Einsum((6, 4), "bf,fh->bh"), X),
-        (nn.Sequential([lambda x: nn.max_pool(x, (2, 2), (2, 2)), lambda x: nn.avg_pool(x, (2, 2)), nn.Dense(4)]), IMAGES),
-        (nn.Sequential([lambda x: nn.max_pool(x, (3, 3), (2, 2), "SAME"), nn.Conv(4, (5, 5))]), IMAGES),
-    ]  # fmt: skip
-    for n, (layer, x) in enumerate(layers):
-        variables = layer.init({"params": KEY, "dropout": KEY}, x)
-
-        def loss(variables, x, layer=layer):
-            return loss_of(lambda v: layer.apply(v, x, mutable=["batch_stats"], rngs={"dropout": KEY})[0])(variables)
-
-        yield f"linen {n} {type(layer).__name__}", jax.value_and_grad(loss), (variables, x)
-
-
-def nnx_layers():
-    nnx = pytest.importorskip("flax.nnx")
-    r = nnx.Rngs(0)
-
-    class Scanned(nnx.Module):
-        def __init__(self):
-            self.layers = nnx.vmap(lambda key: nnx.Linear(6, 6, rngs=nnx.Rngs(key)))(jax.random.split(KEY, 3))
-
-        def __call__(self, x):
-            step = nnx.scan(nnx.remat(lambda x, layer: x + jnp.tanh(layer(x))), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-            return step(x, self.layers)
-
-    layers = [
-        (nnx.Linear(6, 4, rngs=r), X), (nnx.LinearGeneral(6, (2, 4), rngs=r), X), (nnx.Einsum("bf,fh->bh", (6, 4), rngs=r), X),
-        (nnx.Embed(16, 6, rngs=r), TOKENS), (nnx.Conv(6, 8, (3, 3), rngs=r), IMAGES), (nnx.LoRA(6, 2, 4, rngs=r), X),
-        (nnx.LoRALinear(6, 4, lora_rank=2, rngs=r), X), (nnx.PReLU(), X), (Scanned(), X),
-        (nnx.ConvTranspose(6, 8, (3, 3), (2, 2), rngs=r), IMAGES), (nnx.BatchNorm(6, rngs=r), IMAGES),
-        (nnx.Dropout(0.5, rngs=r), X),
-        (nnx.LayerNorm(6, rngs=r), X), (nnx.RMSNorm(6, rngs=r), X), (nnx.GroupNorm(6, 2, rngs=r), IMAGES),
-        (nnx.MultiHeadAttention(2, 6, 8, decode=False, rngs=r), SEQUENCE), (nnx.RNN(nnx.LSTMCell(6, 8, rngs=r)), SEQUENCE),
-        (nnx.RNN(nnx.OptimizedLSTMCell(6, 8, rngs=r)), SEQUENCE), (nnx.RNN(nnx.SimpleCell(6, 8, rngs=r)), SEQUENCE),
-        (nnx.RNN(nnx.GRUCell(6, 8, rngs=r)), SEQUENCE),
-        (nnx.Bidirectional(*(nnx.RNN(nnx.GRUCell(6, 8, rngs=r)) for _ in range(2)), rngs=r), SEQUENCE),
-        (nnx.Sequential(nnx.Linear(6, 8, rngs=r), jax.nn.gelu, nnx.Linear(8, 4, rngs=r)), X), (nnx.InstanceNorm(6, rngs=r), IMAGES),
-        (nnx.WeightNorm(nnx.Linear(6, 4, rngs=r), rngs=r), X), (nnx.SpectralNorm(nnx.Linear(6, 4, rngs=r), rngs=r), X),
-    ]  # fmt: skip
-    for n, (layer, x) in enumerate(layers):
-        graph, state = nnx.split(layer)
-        floats = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating), state)
-
-        def loss(state, x, graph=graph):
-            return loss_of(lambda s: nnx.merge(graph, s)(x))(state)
-
-        step = jax.value_and_grad(loss) if all(jax.tree.leaves(floats)) else loss
-        yield f"nnx {n} {type(layer).__name__}", step, (state, x)
-
-
-def equinox_layers():
-    eqx = pytest.importorskip("equinox")
-    image = jnp.moveaxis(IMAGES[0], -1, 0)
-    norm = eqx.nn.BatchNorm(6, "batch", mode="batch")
-
-    class Called(eqx.Module):
-        """A layer that takes more than its input."""
-
-        layer: eqx.Module
-        call: Callable = eqx.field(static=True)
-
-        def __call__(self, x):
-            return self.call(self.layer, x)
-
-    def recurrent(start):
-        return lambda cell, xs: lax.scan(lambda h, x: (cell(x, h), None), start, xs)[0]
-
-    layers = [
-        (Called(eqx.nn.MultiheadAttention(2, 6, key=KEY), lambda layer, x: layer(x, x, x)), X),
-        (Called(eqx.nn.GRUCell(6, 4, key=KEY), recurrent(jnp.zeros(4))), X),
-        (Called(eqx.nn.LSTMCell(6, 4, key=KEY), recurrent((jnp.zeros(4), jnp.zeros(4)))), X),
-        (Called(eqx.nn.Dropout(0.5), lambda layer, x: layer(x, key=KEY)), X),
-        (Called(norm, lambda layer, x: layer(x, eqx.nn.State(layer))[0]), image),
-        (eqx.nn.WeightNorm(eqx.nn.Linear(6, 4, key=KEY)), VECTOR), (eqx.nn.Conv3d(6, 4, 3, key=KEY), VOLUME),
-        (eqx.nn.ConvTranspose1d(6, 4, 3, key=KEY), image[0, :6]), (eqx.nn.ConvTranspose3d(6, 4, 3, key=KEY), VOLUME),
-        (eqx.nn.AvgPool1d(2), image[0]), (eqx.nn.AvgPool3d(2), VOLUME), (eqx.nn.MaxPool1d(2), image[0]), (eqx.nn.MaxPool3d(2), VOLUME),
-        (eqx.nn.AdaptiveAvgPool1d(4), image[0]), (eqx.nn.AdaptiveAvgPool3d(2), VOLUME), (eqx.nn.AdaptiveMaxPool1d(4), image[0]),
-        (eqx.nn.AdaptiveMaxPool3d(2), VOLUME),
-        (eqx.nn.Sequential([eqx.nn.Linear(6, 8, key=KEY), eqx.nn.Lambda(jax.nn.gelu), eqx.nn.Linear(8, 4, key=KEY)]), VECTOR),
-        (eqx.nn.MLP(6, 4, 8, 2, key=KEY), VECTOR), (eqx.nn.Conv2d(6, 4, 3, key=KEY), image),
-        (eqx.nn.ConvTranspose2d(6, 4, 3, key=KEY), image), (eqx.nn.Conv1d(6, 4, 3, key=KEY), image[0, :6]),
-        (eqx.nn.LayerNorm(6), VECTOR), (eqx.nn.GroupNorm(2, 6), image), (eqx.nn.RMSNorm(6), VECTOR),
-        (eqx.nn.AvgPool2d(2), image), (eqx.nn.Linear(6, 4, key=KEY), VECTOR), (eqx.nn.Embedding(16, 6, key=KEY), TOKENS[0, 0]),
-        (eqx.nn.MaxPool2d(2), image), (eqx.nn.AdaptiveAvgPool2d(4), image), (eqx.nn.AdaptiveMaxPool2d(2), image),
-        (eqx.nn.PReLU(), VECTOR), (eqx.nn.RotaryPositionalEmbedding(6), X),
-    ]  # fmt: skip
-    for n, (layer, x) in enumerate(layers):
-        floats, rest = eqx.partition(layer, eqx.is_inexact_array)
-
-        def loss(f, x, rest=rest):
-            return loss_of(jax.vmap(eqx.combine(f, rest), axis_name="batch"))(x)
-
-        yield f"equinox {n} {type(layer).__name__}", jax.value_and_grad(loss), (floats, jnp.stack([x] * 4))
+@pytest.mark.parametrize(
+    ("family", "module"), [("linen", "flax.linen"), ("nnx", "flax.nnx"), ("equinox", "equinox.nn")], ids=["linen", "nnx", "equinox"]
+)
+def test_every_public_layer_and_transformation_is_trained(family, module):
+    assert missing(family, pytest.importorskip(module), {name for name, *_ in FAMILIES[family][0]()}) == []
 
 
 FAMILIES = {
