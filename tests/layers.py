@@ -357,7 +357,7 @@ def equinox_layers():
         """An embedding whose table is the last layer's, too."""
         return eqx.nn.Shared(pair, lambda pair: pair[1].weight, lambda pair: pair[0].weight)
 
-    moving, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(6, "batch", mode="ema")
+    moving = functools.partial(eqx.nn.make_with_state(eqx.nn.BatchNorm), 6, "batch", mode="ema")
     pair = eqx.nn.Embedding(16, 6, key=KEY), eqx.nn.Linear(6, 16, use_bias=False, key=KEY)
     layers = {
         "MultiheadAttention": (Calls(eqx.nn.MultiheadAttention(2, 6, key=KEY), lambda layer, x: layer(x, x, x)), X),
@@ -367,7 +367,7 @@ def equinox_layers():
         "inference_mode": (eqx.nn.inference_mode(eqx.nn.Sequential([linear, eqx.nn.Dropout(0.5)])), VECTOR),
         "BatchNorm": (Calls(norm, with_state), image),
         "Sequential StatefulLayer": (Calls(eqx.nn.Sequential([Doubled(norm)]), with_state), image),
-        "make_with_state": (Calls(moving, lambda layer, x: layer(x, state)[0]), image),
+        "make_with_state": (Calls(moving()[0], lambda layer, x: layer(x, moving()[1])[0]), image),
         "SpectralNorm": (Calls(eqx.nn.SpectralNorm(linear, "weight", key=KEY), with_state), VECTOR),
         "WeightNorm": (eqx.nn.WeightNorm(linear), VECTOR),
         "Shared": (Calls(tied(pair), lambda s, x: s()[1](jax.vmap(s()[0])(x)[0])), TOKENS[0]),

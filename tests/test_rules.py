@@ -270,15 +270,23 @@ def test_a_rule_that_contradicts_itself_is_refused(mine, pattern, kw, message):
 @pytest.mark.parametrize(
     ("ins", "message"),
     [
-        ([Aval(8, 4, 2)], "rule 'a b -> a  reduce b' does not fit shapes ((8, 4, 2),) -> ((8,),): (('a',), ('b',)) has 2"),
-        ([Aval(6, 4)], "letter 'a' is both 6 and 8"),
-        ([Aval(8, 4), Aval(8)], "it names 1 operands and 1 results, the op has 2 and 1"),
+        ([Aval(8, 4, 2)], "rule 'a b -> a  reduce b' of my_op does not fit [8,4,2] -> [8]: 'a b' names 2 dims, [8,4,2] has 3"
+         "\n  way out: a letter for each, or '...' for leading dims of any number"),
+        ([Aval(6, 4)], "letter 'a' is both 6 and 8\n  way out: a second letter for one of the two, both in whole="),
+        ([Aval(8, 4), Aval(8)], "it names 1 operands and 1 results, the op has 2 and 1: [8,4], [8] -> [8]\n"
+         "  way out: a tensor for each"),
     ],
 )  # fmt: skip
 def test_a_registered_rule_that_does_not_fit_its_op_is_an_error(mine, ins, message):
     register_rule(mine, "a b -> a", reduce="b")
     with pytest.raises(RuleError, match=re.escape(message)):
         rule_for(mine, ins, [Aval(8)], {})
+
+
+def test_a_kernel_that_says_whole_shapes_runs_on_no_shard():
+    with pytest.raises(RuleError, match=r"pallas_call: it says the shapes of the whole.*\n  way out: a primitive of your own"):
+        register_rule("pallas_call", "a b -> a b", local=True)
+    assert "pallas_call" not in RULES
 
 
 def test_every_way_to_put_axes_on_letters_that_divide_is_a_strategy():

@@ -168,10 +168,7 @@ class Rule:
         return self.fusion == "loop" and not self.reduce.keys().isdisjoint(table) and all(table.isdisjoint(x) for x in others)
 
     def __str__(self) -> str:
-        def tensor(dims: Dims) -> str:
-            return " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" if d else "1" for d in dims)
-
-        text = ", ".join(map(tensor, self.operands)) + " -> " + ", ".join(map(tensor, self.results))
+        text = ", ".join(map(written, self.operands)) + " -> " + ", ".join(map(written, self.results))
         if self.reduce:
             text += "  reduce " + " ".join(a if k == "sum" else f"{a}={k}" for a, k in self.reduce.items())
         if self.halo:
@@ -185,6 +182,11 @@ class Rule:
         if self.whole:
             text += "  whole " + " ".join(sorted(self.whole))
         return text + ("  linear" if self.linear else "")
+
+
+def written(dims: Dims) -> str:
+    """One tensor of a pattern as text."""
+    return " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" if d else "1" for d in dims)
 
 
 class RuleError(ValueError):
@@ -242,28 +244,32 @@ def parse(pattern: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     return left, right
 
 
-def letter_sizes(rule: Rule, shapes: tuple[tuple[int, ...], ...], out_shapes: tuple[tuple[int, ...], ...]) -> dict[str, int]:
+def letter_sizes(
+    rule: Rule, shapes: tuple[tuple[int, ...], ...], out_shapes: tuple[tuple[int, ...], ...], primitive: str = ""
+) -> dict[str, int]:
     """Size of every letter, checked against all shapes it appears in; of a windowed one what divides all its dims.
 
     Raises:
-        RuleError: on a wrong rank or contradicting sizes, naming the rule, the shapes and the letter.
+        RuleError: on a wrong rank or contradicting sizes, naming the primitive, the rule, the shapes and the letter.
     """
     sizes = dict(rule.sizes)
 
-    def fail(why: str):
-        raise RuleError(f"rule '{rule}' does not fit shapes {shapes} -> {out_shapes}: {why}")
+    def fail(why: str, way_out: str):
+        op, where = f" of {primitive}" if primitive else "", f"{_shapes(shapes)} -> {_shapes(out_shapes)}"
+        raise RuleError(f"rule '{rule}'{op} does not fit {where}: {why}\n  way out: {way_out}")
 
     tensors = list(zip(rule.operands + rule.results, shapes + out_shapes, strict=False))
     if len(rule.operands) != len(shapes) or len(rule.results) != len(out_shapes):
-        fail(f"it names {len(rule.operands)} operands and {len(rule.results)} results")
+        fail(f"it names {len(rule.operands)} operands and {len(rule.results)} results", "one of each, a scalar as an empty text")
     for dims, shape in tensors:
         if len(dims) != len(shape):
-            fail(f"{dims} has {len(dims)} dims, the tensor {len(shape)}")
+            why = f"'{written(dims)}' names {len(dims)} dims, {_shapes([shape])} has {len(shape)}"
+            fail(why, "a letter for each, or '...' for leading dims of any number")
         for dim, n in zip(dims, shape, strict=True):
             if len(dim) == 1 and dim[0] in rule.halo:
                 sizes[dim[0]] = math.gcd(sizes.get(dim[0], 0), n)
             elif len(dim) == 1 and sizes.setdefault(dim[0], n) != n:
-                fail(f"letter {dim[0]!r} is both {sizes[dim[0]]} and {n}")
+                fail(f"letter {dim[0]!r} is both {sizes[dim[0]]} and {n}", "a second letter for one of the two, both in whole=")
     for dims, shape in tensors:
         for dim, n in zip(dims, shape, strict=True):
             unknown = [a for a in dim if a not in sizes]
@@ -271,10 +277,14 @@ def letter_sizes(rule: Rule, shapes: tuple[tuple[int, ...], ...], out_shapes: tu
                 known = math.prod(sizes[a] for a in dim if a in sizes)
                 sizes[unknown[0]] = n // known if known else 0
             elif unknown:
-                fail(f"sizes of {unknown} in dim {' '.join(dim)!r} are not given")
-            if dim and math.prod(sizes[a] for a in dim) != n and dim[0] not in rule.halo:
-                fail(f"dim '({' '.join(dim)})' is {math.prod(sizes[a] for a in dim)}, the tensor's is {n}")
+                fail(f"sizes of {unknown} in '{written((dim,))}' are not given", "all but one of them in sizes=")
+            if dim and (made := math.prod(sizes[a] for a in dim)) != n and dim[0] not in rule.halo:
+                fail(f"'{written((dim,))}' is {made}, the dim {n}", "letters whose sizes multiply to the dim's")
     return sizes
+
+
+def _shapes(shapes) -> str:
+    return ", ".join(f"[{','.join(map(str, x))}]" for x in shapes)
 
 
 def extents(rule: Rule, letter: str, operand: int, ins, outs) -> tuple[int, int]:
@@ -288,6 +298,9 @@ def extents(rule: Rule, letter: str, operand: int, ins, outs) -> tuple[int, int]
 
 
 KINDS = ("sum", "max", "min", "prod", "and", "or")
+
+WHOLE_SHAPES = ("pallas_call", "ffi_call", "custom_partitioning", "pure_callback", "io_callback")
+"""Primitives whose parameters hold the shapes of what they make."""
 
 
 def register_rule(
@@ -357,6 +370,8 @@ def register_rule(
             "name them in reduce= or whole=",
         )
 
+    if local and name in WHOLE_SHAPES:
+        fail("it says the shapes of the whole, so no device can run it on a shard", "a primitive of your own, lowered to it")
     if local and any(len(d) > 1 for dims in (*left, *right) for d in dims):
         fail("on a device's own shards every dim has to be one letter", "a reshape around the op")
     if local and (others := [a for a, kind in reduce.items() if kind != "sum"]):
@@ -370,7 +385,9 @@ def register_rule(
 
         if (len(ins), len(out)) != (len(left), len(right)):
             fail(
-                f"it names {len(left)} operands and {len(right)} results, the op has {len(ins)} and {len(out)}", "a tensor each"
+                f"it names {len(left)} operands and {len(right)} results, the op has {len(ins)} and {len(out)}"
+                f": {_shapes(x.shape for x in ins)} -> {_shapes(x.shape for x in out)}",
+                "a tensor for each, separated by commas; an empty text for a scalar",
             )
         operands = tuple(expand(d, x) for d, x in zip(left, ins, strict=True))
         results = tuple(expand(d, x) for d, x in zip(right, out, strict=True))
@@ -379,7 +396,7 @@ def register_rule(
         own = frozenset(found(operands)) - kept if local else frozenset()
         made = Rule(operands, results, dict(reduce), kept, local=own, sizes=dict(sizes or {}), linear=linear, fusion=fusion)
         shapes = tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in out)
-        return replace(made, flops=flops(letter_sizes(made, *shapes))) if flops else made
+        return replace(made, flops=flops(letter_sizes(made, *shapes, name))) if flops else made
 
     user.registered = True
     RULES[name] = user

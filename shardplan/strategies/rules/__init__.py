@@ -29,7 +29,7 @@ def rule_for(primitive: str, ins, outs, params, strict: bool = False) -> tuple[R
         return whole_rule(ins, outs), False
     try:
         found = RULES[primitive](*ins, out=tuple(outs), **params)
-        letter_sizes(found, tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in outs))
+        letter_sizes(found, tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in outs), primitive)
         return found, True
     except Exception:  # a parameter of a future jax must cost speed, not the run
         if strict or is_registered(primitive):
