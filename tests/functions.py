@@ -40,7 +40,7 @@ NOT_MEANT = set("""
     padtype_to_pads reduce_window_shape_tuple einsum_path get_scaled_dot_general_config  (of shapes and parameters alone)
     dtype key_dtype key_impl promote_types result_type get_printoptions printoptions set_printoptions  (give no arrays)
     frombuffer fromfile fromiter fromstring from_dlpack load trim_zeros  (not under jit)
-    kaiser  (square roots of what is rounded to zero or below)
+    kaiser  (roots of 1 - 1, which XLA rounds below zero in plain jit, too, once the result is split)
     with_sharding_constraint wrap_key_data  (tested elsewhere)
 """.replace("(", " ").replace(")", " ").split())
 """Public functions that are no programs, each line with its reason."""

@@ -223,8 +223,8 @@ def test_every_public_layer_and_transformation_is_trained(family, module):
 FAMILIES = {
     "jax": (jax_functions, 700), "sparse": (sparse_functions, 15),
     "optax losses": (optax_losses, 20), "optax optimizers": (optax_optimizers, 90),
-    "optax others": (optax_others, 50), "linen": (linen_layers, 30),
-    "nnx": (nnx_layers, 20), "equinox": (equinox_layers, 25),
+    "optax others": (optax_others, 50), "linen": (linen_layers, 50),
+    "nnx": (nnx_layers, 45), "equinox": (equinox_layers, 40),
 }  # fmt: skip
 """Programs as (name, function, operands), and how many there are at least."""
 
