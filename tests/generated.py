@@ -42,7 +42,10 @@ class Case:
     args: tuple
 
     def __repr__(self) -> str:
-        return f"{self.primitive}: {jax.make_jaxpr(self.fn)(*self.args)}"
+        try:
+            return f"{self.primitive}: {jax.make_jaxpr(self.fn)(*self.args)}"
+        except NotImplementedError as error:  # a derivative that this jax lacks
+            return f"{self.primitive}: {error}"
 
     @property
     def is_made(self) -> bool:
