@@ -156,9 +156,9 @@ class _Table:
         key = _key(op)
         if key not in self.rules:
             rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
-            shapes = [tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs)]
-            sizes = letter_sizes(rule, *shapes)
-            nothing = op.primitive != "arg" and any(0 in shape for side in shapes for shape in side)  # XLA does not split it
+            ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
+            sizes = letter_sizes(rule, ins, outs, op.primitive)
+            nothing = op.primitive != "arg" and any(0 in shape for shape in (*ins, *outs))  # XLA does not split it
             if nothing or any(str(getattr(x, "dtype", "")) in UNSPLIT for x in (*op.ins, *op.outs)):
                 rule = replace(rule, whole=frozenset(sizes), linear=False)
             self.rules[key] = rule, known, sizes
