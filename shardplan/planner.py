@@ -43,8 +43,10 @@ SCATTERS = ("scatter-add", "scatter_add")
 """Ops that add rows to an array: untold, XLA has them add to what their sum is added to, which it completes first, or gathers rows."""
 
 CARRIES = ("loop_carry", "loop_next")
+"""Where a loop adds up partial sums: constrained as if they were complete, too, which XLA puts off to the loop's end."""
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
+"""Ops that XLA may split over an axis that the plan leaves idle."""
 
 MANY_AXES = 3
 """Mesh axes from which an answer without a proof is held against recursive search."""

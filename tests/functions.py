@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -31,7 +32,13 @@ MODULES = """
     scipy.stats.vonmises scipy.stats.wrapcauchy
 """
 
-NOT_MEANT = set("""
+
+def names(text: str) -> set[str]:
+    """The words of a text, but for what stands in parentheses: the reasons."""
+    return set(re.sub(r"\([^)]*\)", "", text).split())
+
+
+NOT_MEANT = names("""
     axis_size pbroadcast pcast precv psend psum_scatter_start ragged_all_to_all  (inside shard_map)
     after_all create_token  (tokens are not arrays)
     dce_sink empty  (give nothing, or anything)
@@ -42,7 +49,7 @@ NOT_MEANT = set("""
     frombuffer fromfile fromiter fromstring from_dlpack load trim_zeros  (not under jit)
     kaiser  (roots of 1 - 1, which XLA rounds below zero in plain jit, too, once the result is split)
     with_sharding_constraint wrap_key_data  (tested elsewhere)
-""".replace("(", " ").replace(")", " ").split())
+""")
 """Public functions that are no programs, each line with its reason."""
 
 OPERANDS: list[tuple] = [
@@ -343,12 +350,12 @@ def shapes(fn: Callable, *args):
 
 def left_out(found: set[str]) -> list[str]:
     """Public functions of jax that are neither among these programs, under any of their names, nor said not to be meant."""
-    names: dict = {}
+    public: dict = {}
     for module in MODULES.split():
         for name, fn in functions(importlib.import_module(f"jax.{module}")):
             if str(getattr(fn, "__module__", "")).startswith("jax"):
-                names.setdefault(fn, []).append(f"{module}.{name}")
-    return [same[0] for same in names.values() if found.isdisjoint(same) and NOT_MEANT.isdisjoint(x.split(".")[-1] for x in same)]
+                public.setdefault(fn, []).append(f"{module}.{name}")
+    return [same[0] for same in public.values() if found.isdisjoint(same) and NOT_MEANT.isdisjoint(x.split(".")[-1] for x in same)]
 
 
 def jax_functions() -> Iterator[tuple[str, Callable, tuple]]:

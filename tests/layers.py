@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import pytest
-from functions import KEY, VECTOR, X, loss_of
+from functions import KEY, VECTOR, X, loss_of, names
 from jax import lax
 
 IMAGES, SEQUENCE, VOLUME = (jax.random.normal(KEY, s) for s in [(4, 8, 8, 6), (4, 8, 6), (6, 4, 4, 4)])
@@ -59,14 +59,14 @@ def public(module) -> dict[str, set[str]]:
         theirs = str(getattr(x, "__module__", "")).split(".")[0] == module.__name__.split(".")[0]
         if callable(x) and theirs and not name.startswith("_") and not inspect.ismodule(x):
             found.setdefault(id(x), set()).add(name)
-    return {min(names): names for names in found.values()}
+    return {min(same): same for same in found.values()}
 
 
 def missing(family: str, module, programs: set[str]) -> list[str]:
     """Public names of which there is neither a program nor a reason why not."""
     words = {word for name in programs for word in name.split()}
-    reasons = set(NOT_LAYERS[family].replace("(", " ").replace(")", " ").split())
-    return [name for name, names in public(module).items() if names.isdisjoint(words | reasons)]
+    left = words | names(NOT_LAYERS[family])
+    return [name for name, same in public(module).items() if same.isdisjoint(left)]
 
 
 def linen_layers():

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from functions import KEY, SQUARE, VECTOR, WHOLES, X, functions, jax_functions, left_out, loss_of, shapes, sparse_functions
+from functions import KEY, SQUARE, VECTOR, WHOLES, X, functions, jax_functions, left_out, loss_of, names, shapes, sparse_functions
 from jax import lax
 from layers import SEQUENCE, equinox_layers, linen_layers, missing, nnx_layers
 
@@ -201,13 +201,13 @@ def optax_others():
         yield f"optax.{name}", fn, tuple(args)
 
 
-NOT_TRAINED = set("""
+NOT_TRAINED = names("""
     MaskOrFn OptState Params ScalarOrSchedule Schedule Updates  (types)
     apply_updates chain flatten init_empty_state masked multi_transform partition stateless stateless_with_tree_map
     with_extra_args_support inject_hyperparams apply_if_finite tree_map_params  (in the programs, under another name)
     global_norm safe_increment safe_int32_increment bias_correction update_infinity_moment update_moment
     update_moment_per_elem_norm skip_large_updates skip_not_finite schedule_free_eval_params scale_by_muon  (in optimizers)
-""".replace("(", " ").replace(")", " ").split())
+""")
 """Public functions of optax without a program of their own."""
 
 

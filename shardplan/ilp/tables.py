@@ -155,11 +155,10 @@ class Tables:
 
         XLA lays an array out so that its parts on the devices lie one after the other, and what is computed with it in the same way.
         """
-        device, number = self.space.cluster.device, self.space.mesh.axes.index
+        device = self.space.cluster.device
         later = [d for n, d in enumerate(turned.order) if prod(shape[e] for e in turned.order[:n]) > 1]
         seconds = sum(np.maximum(device.kernel_latency_s, 2 * n / targets.shards / device.memory_rate) for n in turned.bytes)
-        partial = np.array([sum(1 << number(a) for a in s.partial_axes) for s in sources.layouts], np.int64)
-        return np.where(partial[:, None] & self._axes(targets.layouts, later), seconds, 0.0)
+        return np.where(self._sums(sources.layouts)[:, None] & self._axes(targets.layouts, later), seconds, 0.0)
 
     def _put_in_order(self, shape: tuple[int, ...], sliced: float, sources: _Layouts, targets: _Layouts) -> np.ndarray:
         """Seconds [source, target] of turning what is gathered along any dim but the first, for readers inside fusions.
@@ -180,11 +179,15 @@ class Tables:
         Args:
             scatters: whether it does where one dim is split over all axes of the sum, and not if a cast is in between.
         """
-        rank = targets.layouts[0].rank if targets.layouts else 0
-        partial = np.array([sum(1 << self.space.mesh.axes.index(a) for a in x.partial_axes) for x in sources.layouts], np.int64)
-        every, split = partial[:, None], self._axes(targets.layouts, range(rank))
+        rank = targets.layouts[0].rank
+        every, split = self._sums(sources.layouts)[:, None], self._axes(targets.layouts, range(rank))
         whole = [(self._axes(targets.layouts, [d]) & every) == every for d in range(rank)]
-        return ((every & split) != 0) & ~(scatters & np.any(whole, axis=0)) if rank else np.zeros((len(partial), len(split)), bool)
+        return ((every & split) != 0) & ~(scatters & np.any(whole, axis=0))
+
+    def _sums(self, layouts: Iterable[Layout]) -> np.ndarray:
+        """[layout] -> the mesh axes over which these are partial, as bits."""
+        number = self.space.mesh.axes.index
+        return np.array([sum(1 << number(a) for a in x.partial_axes) for x in layouts], np.int64)
 
     def _axes(self, layouts: Iterable[Layout], dims: Iterable[int]) -> np.ndarray:
         """[layout] -> the mesh axes that split these dims, as bits."""

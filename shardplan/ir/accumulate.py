@@ -25,9 +25,7 @@ PASSED_ON = ("share", "reshape", "transpose", "convert_element_type", "neg", "sq
 def accumulated(graph: Graph) -> dict[tuple[int, int], int]:
     """(op, operand) -> the `loop_carry` to which its loop adds that operand and nothing else is done with it."""
     out: dict[tuple[int, int], int] = {}
-    for start, end in graph.tied:
-        if graph.ops[start].primitive != "loop_carry":
-            continue
+    for start, end in _carries(graph).items():
         (v,) = graph.ops[end].inputs
         at = None if v is None else graph.maker(v)
         if at is None or graph.ops[at].primitive not in ADDS or graph.ops[at].loop != graph.ops[end].loop:
@@ -48,8 +46,7 @@ def accumulated(graph: Graph) -> dict[tuple[int, int], int]:
 
 def marked(graph: Graph) -> Graph:
     """The graph in which what may hand partial sums to such a carry, or be one, says so: casts, too, which round every part."""
-    found = accumulated(graph)
-    ends = {start: end for start, end in graph.tied if graph.ops[start].primitive == "loop_carry"}
+    found, ends = accumulated(graph), _carries(graph)
     up = {at for start in found.values() for at in (start, ends[start])}
     up |= {at for at, _ in found if passes_on(graph.ops[at])}
     ops = (replace(op, params={**op.params, UP: True}) if at in up else op for at, op in enumerate(graph.ops))
@@ -62,8 +59,7 @@ def added_up(graph: Graph, found: Mapping[tuple[int, int], int]) -> dict[int, in
     Args:
         found: `accumulated` of the graph.
     """
-    ends = {start: end for start, end in graph.tied if graph.ops[start].primitive == "loop_carry"}
-    out: dict[int, int] = {}
+    ends, out = _carries(graph), {}
     for (at, k), start in found.items():  # from the carry backwards
         v = graph.ops[at].inputs[k]
         assert v is not None
@@ -74,6 +70,11 @@ def added_up(graph: Graph, found: Mapping[tuple[int, int], int]) -> dict[int, in
 def passes_on(op: Op) -> bool:
     """Whether an op only says an array otherwise."""
     return op.primitive in PASSED_ON or (op.primitive == "reduce_sum" and prod(op.ins[0].shape) == prod(op.outs[0].shape))
+
+
+def _carries(graph: Graph) -> dict[int, int]:
+    """`loop_carry` -> its `loop_next`."""
+    return {start: end for start, end in graph.tied if graph.ops[start].primitive == "loop_carry"}
 
 
 def _only(graph: Graph, v: int, reader: int) -> bool:

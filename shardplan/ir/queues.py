@@ -161,7 +161,8 @@ def waits(
                 windows[key] = found
     beside: dict[_Key, float] = {}
     starts: dict[int, int] = {}
-    for chunk in _merged(windows):
+    chunks = _merged(windows)
+    for chunk in chunks:
         room = max(0.0, min(windows[key].needed for key in chunk) - max(windows[key].made for key in chunk))
         whole = sum(windows[key].bytes for key in chunk) or 1.0
         beside.update((key, room * windows[key].bytes / whole) for key in chunk)
@@ -170,7 +171,7 @@ def waits(
             starts.update(dict.fromkeys(made, max(made)))
     alone = ((edge, key) for edge, key in edges.items() if not _fetched_again(graph, edge[0], key))
     slack = {(j, k): beside[key] / graph.ops[j].reads for (j, k), key in alone}
-    begins = _begins(windows, seconds)
+    begins = _begins([{key: windows[key] for key in chunk} for chunk in chunks], seconds)
     times = list(accumulate(reversed(begun), min))[::-1]  # products that wait for the end of a loop begin late
     fetched = {j: bisect_right(times, begins[key]) - 1 for (j, _), key in edges.items() if key in begins}
     return Waits(slack, starts, {j: at for j, at in fetched.items() if at < j})
@@ -209,18 +210,25 @@ def _merged(windows: Mapping[_Key, _Window]) -> list[list[_Key]]:
     return out
 
 
-def _begins(windows: Mapping[_Key, _Window], seconds: Callable[[Any, float], float]) -> dict[_Key, float]:
+def _begins(chunks: Sequence[Mapping[_Key, _Window]], seconds: Callable[[Any, float], float]) -> dict[_Key, float]:
     """When the gathers begin of arrays whose way is known: one after the other, as late as they can be done in time.
 
     The optimizer gathers nothing.
+
+    Args:
+        chunks: arrays that are merged.
+        seconds: as in `waits`.
     """
     out: dict[_Key, float] = {}
+    gathers = []
+    for chunk in chunks:
+        queue, phase, _, way = next(iter(chunk.values())).queue
+        if queue == "gather" and phase != "update" and way is not None:
+            gathers.append((min(w.needed for w in chunk.values()), way, chunk))
     free = inf
-    known = {key: w for key, w in windows.items() if w.queue[0] == "gather" and w.queue[3] is not None and key[1] != "update"}
-    for chunk in sorted(_merged(known), key=lambda chunk: min(known[key].needed for key in chunk), reverse=True):
-        found = [known[key] for key in chunk]
-        takes = seconds(found[0].queue[3], sum(w.bytes for w in found)) * found[0].reads
-        free = max(max(w.made for w in found), min(free, min(w.needed for w in found)) - takes)
+    for needed, way, chunk in sorted(gathers, key=lambda gather: gather[0], reverse=True):
+        takes = seconds(way, sum(w.bytes for w in chunk.values())) * next(iter(chunk.values())).reads
+        free = max(max(w.made for w in chunk.values()), min(free, needed) - takes)
         out.update(dict.fromkeys(chunk, free))
     return out
 

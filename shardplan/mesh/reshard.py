@@ -307,7 +307,8 @@ class _Distances:
 
     def _costs(self, group: np.ndarray, split: np.ndarray, partial: np.ndarray) -> np.ndarray:
         """[edge, start]: what is sliced on a path is not gathered on it, nor what is scattered, which would be an all-reduce; a sum
-        is not scattered beside where it just was: XLA scatters over both axes at once; nor cut up when it is complete."""
+        is not scattered beside where it just was: XLA scatters over both axes at once; nor cut up when it is complete, but for
+        `cuts`."""
         ways = self.region.ways
         summed = ways.beside[group] | (0 if self.cuts else ways.cuts[group])
         never = (ways.gathers[group][:, None] & ~split) | (summed[:, None] & partial)

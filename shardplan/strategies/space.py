@@ -147,8 +147,7 @@ class _Table:
         out: list[_Entry] = []
         for op in graph.ops:
             handed = bool(op.inputs) and all(v is not None and out[graph.values[v].producer[0]].sums for v in op.inputs)
-            begins = op.primitive == "loop_carry" and UP in op.params
-            out.append(self._entry(op, handed or begins, within.get(op.path, others)))
+            out.append(self._entry(op, handed, within.get(op.path, others)))
         return out
 
     def _entry(self, op: Op, handed: bool, within: Sequence[str | None] | None) -> _Entry:
@@ -163,7 +162,7 @@ class _Table:
                 rule = replace(rule, whole=frozenset(sizes), linear=False)
             self.rules[key] = rule, known, sizes
         rule, known, sizes = self.rules[key]
-        linear = (rule.linear or UP in op.params) and handed
+        linear = (rule.linear or UP in op.params) and (handed or rule.begins)
         if (key, linear, within) not in self.entries:
             given = _given(op, self.mesh)
             choices, known = (given, True) if given else (enumerate_choices(rule, sizes, self.mesh, linear, within), known)

@@ -28,7 +28,7 @@ from typing import Any
 
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import _backend, targets
-from shardplan.xla.hlo import Collective, collectives, flops, human_bytes, products
+from shardplan.xla.hlo import Collective, Product, collectives, flops, human_bytes, products
 from shardplan.xla.peak import Buffer, buffers
 from shardplan.xla.remat import Rematerialization, rematerializations
 from shardplan.xla.targets import Target
@@ -118,14 +118,19 @@ class Compiled:
         return collectives(self.module, self.mesh)
 
     @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """Matrix products and convolutions."""
+        return products(self.module)
+
+    @cached_property
     def flops(self) -> float:
         """Of the matrix products and convolutions of one step, on one device."""
-        return flops(self.module)
+        return float(sum(p.total_flops for p in self.products))
 
     @cached_property
     def recomputed_flops(self) -> float:
         """Of those, the flops that XLA spends a second time of its own accord, to save memory."""
-        return float(sum(p.total_flops for p in products(self.module) if p.again))
+        return float(sum(p.total_flops for p in self.products if p.again))
 
     @cached_property
     def balance(self) -> float | None:
