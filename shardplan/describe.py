@@ -18,6 +18,9 @@ from shardplan.strategies.space import exchanged
 
 PROFILE_POINTS = 160
 
+AGAINST = ("all-gather", "all-to-all", "collective-permute")
+"""What is sent because two layouts split an array in ways that do not go together; the others finish sums."""
+
 
 def describe(planned: Planned, context=None) -> Plan:
     """The plan of what was planned; `context` is what `Plan.fix` and the pytree views need."""
@@ -112,12 +115,14 @@ def _moves(planned: Planned, i: int):
         collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in steps)
         made = planned.graph.ops[planned.graph.maker(planned.space.added_up.get(v, v))].source
         place = f"{portable(made.file)}:{made.line}" if made.file else ""
-        yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, place)
+        between = planned.disagreements.get((reader, operand), ())
+        pins = between if any(c.kind in AGAINST for c in collectives) else ()
+        yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, pins, place)
     op, space = planned.graph.ops[i], planned.space
     for x in exchanged(op, space.rules[i], space.choices[i], planned.strategies[i], space.mesh, space.cluster):
         layout, aval = planned.taken(i, x.operand), op.ins[x.operand]
         kind = Collective(x.kind, x.axes, x.bytes, x.seconds)
-        yield Move(x.operand, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", layout, layout, (kind,), "")
+        yield Move(x.operand, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", layout, layout, (kind,))
 
 
 Fetch = tuple[int, int, int, tuple[Step, ...]]

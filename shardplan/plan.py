@@ -70,7 +70,12 @@ class Collective:
 class Move:
     """What brings one operand into the layout in which an op takes it.
 
-    `made_at` is the 'file:line' that makes the operand, where XLA hangs the reduction of partial sums; '' in a plan from a file.
+    Attributes:
+        operand, value: its number and type.
+        before, after: the layouts.
+        collectives: one after the other.
+        pins: where regions meet that grew from different pins (propagation/regions.py), these two in words; otherwise ().
+        made_at: the 'file:line' that makes the operand, where XLA hangs the reduction of partial sums; '' in a plan from a file.
     """
 
     operand: int
@@ -78,6 +83,7 @@ class Move:
     before: Layout
     after: Layout
     collectives: tuple[Collective, ...]
+    pins: tuple[str, ...] = ()
     made_at: str = field(default="", compare=False)
 
 
@@ -124,6 +130,24 @@ class Decision:
     @property
     def comm_seconds(self) -> float:
         return self.runs * sum(c.seconds for m in self.moves for c in m.collectives)
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two pins that disagree at one source line.
+
+    Attributes:
+        pins: in words, in the program's order; equal where a constraint's forward and backward pass disagree.
+        file, line: as in `Decision`.
+        bytes: that a device sends per step because of it.
+        seconds: of these collectives per step, hidden or not.
+    """
+
+    pins: tuple[str, ...]
+    file: str
+    line: int
+    bytes: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -331,6 +355,20 @@ class Plan:
         """Bytes a device sends through collectives in one step (buffer sizes, times runs)."""
         return sum(d.runs * c.bytes for d in self.decisions for m in d.moves for c in m.collectives if c.kind != "slice")
 
+    @cached_property
+    def conflicts(self) -> tuple[Conflict, ...]:
+        """Pins that disagree: between what grew from one and from the other, arrays are sent. Line by line, dear pairs first."""
+        sent: dict[tuple, list[float]] = {}
+        pairs: dict[tuple[str, ...], float] = {}
+        for d, m in ((decision, m) for decision in self.decisions for m in decision.moves if m.pins):
+            at = sent.setdefault((m.pins, d.file, d.line), [0.0, 0.0])
+            seconds = d.runs * sum(c.seconds for c in m.collectives)
+            at[0] += d.runs * sum(c.bytes for c in m.collectives)
+            at[1] += seconds
+            pairs[m.pins] = pairs.get(m.pins, 0.0) + seconds
+        found = (Conflict(*at, *costs) for at, costs in sent.items())
+        return tuple(sorted(found, key=lambda c: (-pairs[c.pins], c.pins, -c.seconds)))
+
     # ---- files
 
     def to_json(self) -> dict[str, Any]:
@@ -478,6 +516,7 @@ def _decision_json(d: Decision) -> dict:
             {
                 "operand": m.operand, "value": m.value, "before": layout_json(m.before), "after": layout_json(m.after),
                 "collectives": [{"kind": c.kind, "axes": list(c.axes), "bytes": c.bytes, "seconds": c.seconds} for c in m.collectives],
+                "pins": list(m.pins),
             }
             for m in d.moves
         ],

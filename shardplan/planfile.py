@@ -378,7 +378,7 @@ def _strategy(value: Any, at: str, mesh: MeshShape) -> Mapping[str, str]:
 
 
 def _move(value: Any, at: str, mesh: MeshShape) -> Move:
-    _object(value, at, ("operand", "value", "before", "after", "collectives"))
+    _object(value, at, ("operand", "value", "before", "after", "collectives", "pins"))
     before, after = (_layout(value[k], f"{at}.{k}", mesh) for k in ("before", "after"))
     if before.rank != after.rank:
         raise _Wrong(f"{at}.after", f"has {after.rank} dims, before has {before.rank}")
@@ -388,6 +388,7 @@ def _move(value: Any, at: str, mesh: MeshShape) -> Move:
         before=before,
         after=after,
         collectives=_items(value["collectives"], f"{at}.collectives", lambda x, where: _collective(x, where, mesh)),
+        pins=_items(_list(value["pins"], f"{at}.pins", longest=2), f"{at}.pins", _text),
     )
 
 

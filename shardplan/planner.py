@@ -18,6 +18,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.errors import ShardingError
+from shardplan.files import portable
 from shardplan.ilp import least_memory, solve
 from shardplan.ilp.build import Charges, Network, build
 from shardplan.ilp.crowds import settled
@@ -26,14 +27,14 @@ from shardplan.ilp.problem import Problem, Solution
 from shardplan.ilp.shrink import shrink
 from shardplan.ilp.tables import Crowds
 from shardplan.ir.emit import ASIDE, Decision
-from shardplan.ir.graph import BORDER, Graph, Path
+from shardplan.ir.graph import BORDER, Graph, Op, Path
 from shardplan.ir.live import ALIASES
 from shardplan.ir.local import on_shards
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder, Step
-from shardplan.propagation import propagate, recursive
+from shardplan.propagation import disagreements, propagate, recursive
 from shardplan.strategies.space import Space, make_space
 
 FREE = "*"
@@ -161,6 +162,16 @@ class Planned:
     def reshards(self, i: int) -> list[tuple[int, tuple[Step, ...]]]:
         """(operand, collectives) that bring an op its operands, in one run."""
         return list(self.network.reshards(i, self.strategies, self.kept))
+
+    @functools.cached_property
+    def disagreements(self) -> Mapping[tuple[int, int], tuple[str, str]]:
+        """(op, operand) -> the two pins between whose regions the operand changes its layout."""
+        graph, pins = self.graph, _pins(self.graph, self.options)
+        if len(pins) < 2:
+            return {}
+        reads = ((i, k, graph.values[v].producer) for i, op in enumerate(graph.ops) for k, v in enumerate(op.inputs) if v is not None)
+        changed = {(i, k) for i, k, made in reads if self.made(*made) != self.taken(i, k)}
+        return disagreements(graph, changed, {i: _told(graph.ops[i], asked) for i, asked in pins.items()})
 
     def in_layouts(self) -> tuple[Layout, ...]:
         return tuple(self.made(i) for i in self.graph.args)
@@ -322,6 +333,12 @@ def _pins(graph: Graph, options: Options) -> dict[int, list[Pin]]:
             dims = tuple(FREE if e is FREE else e for e in pin_dims(spec, len(op.outs[0].shape)))
             pins.setdefault(i, []).append((f"with_sharding_constraint at {op.source}", dims))
     return pins
+
+
+def _told(op: Op, asked: Sequence[Pin]) -> str:
+    """What is asked of an op's result, in words that are the same wherever the program lies."""
+    label, place = f"{op.label}: " if op.label else "", f"{portable(op.source.file)}:{op.source.line}"
+    return label + ", ".join(f"{who.replace(str(op.source), place)} = {pin_text(dims)}" for who, dims in asked)
 
 
 def _loosened(graph: Graph, options: Options) -> Graph:

@@ -2,5 +2,6 @@
 
 from shardplan.propagation.propagate import propagate
 from shardplan.propagation.recursive import recursive
+from shardplan.propagation.regions import disagreements
 
-__all__ = ["propagate", "recursive"]
+__all__ = ["disagreements", "propagate", "recursive"]

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -94,6 +94,7 @@ def _plan(plan: Plan, page: bool) -> Markup:
         inputs=_inputs(plan, axes),
         costs=_costs(plan, lines),
         collectives=_collectives(plan, lines, axes),
+        conflicts=_conflicts(plan, rows.places(lines)),
         unknown=_unknown(plan),
         source=_source(plan, lines, page),
         footer=f"program {plan.fingerprint[:12]}, predicted by shardplan",
@@ -438,6 +439,22 @@ def _line_note(line: rows.Line, note: rows.Note | None, phase: str, text: str) -
         bytes=bytes_text(note.bytes) if note and note.bytes else "",
         time=time_text(note.seconds) if note and note.seconds else "",
     )
+
+
+def _conflicts(plan: Plan, places: Mapping[tuple[str, int], str]) -> Markup:
+    if not plan.conflicts:
+        return Markup("")
+    items = (
+        _piece(
+            "conflict",
+            pins=rows.against(c),
+            bytes=bytes_text(c.bytes),
+            time=time_text(c.seconds),
+            place=places[c.file, c.line],
+        )
+        for c in plan.conflicts[:MOST_ROWS]
+    )
+    return _piece("conflicts", items=_join(items))
 
 
 def _unknown(plan: Plan) -> Markup:

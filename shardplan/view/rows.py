@@ -16,7 +16,7 @@ from functools import cached_property
 
 from shardplan.files import INSTALLED
 from shardplan.mesh.layout import MeshShape
-from shardplan.plan import Decision, Leaf, Move, Plan
+from shardplan.plan import Conflict, Decision, Leaf, Move, Plan
 from shardplan.view.units import axes_text, clean, itemsize, placed, type_text
 
 KINDS = ("parameters", "optimizer", "batch", "constants", "output")
@@ -305,6 +305,17 @@ def told(line: Line) -> Iterator[tuple[Note | None, str, str]]:
         yield from ((note, phase, note.text) for note in shown)
         if left := len(every) - len(shown):
             yield None, phase, f"... and {left} more {what}{'s' * (left != 1)}"
+
+
+def against(conflict: Conflict) -> str:
+    """Which pins disagree."""
+    one, other = conflict.pins
+    return f"{one}, forward against backward" if one == other else f"{one}, against {other}"
+
+
+def places(lines: Sequence[Line]) -> dict[tuple[str, int], str]:
+    """(file, number) -> its place."""
+    return {(line.file, line.number): line.place for line in lines}
 
 
 def where(text: str) -> str:

@@ -59,6 +59,7 @@ def explain(plan: Plan, source: bool = True) -> str:
         _leaf_table(plan),
         _traffic_table(plan, lines),
         _annotated(plan, lines) if source else "",
+        _conflicts(plan, rows.places(lines)),
         _unknown(plan),
         memory_text(plan.memory_),
     ]
@@ -132,7 +133,7 @@ def _traffic_table(plan: Plan, lines: Sequence[rows.Line]) -> str:
     total = plan.seconds["total"] or 1.0
     moved.sort(key=lambda line: (-line.communication_s, line.place))
     head = ["collectives", "per step", "bytes", "time", "of step"]
-    body, titles = [], {}
+    body, titles = [head], {}
     for line in moved[:MOST_ROWS]:
         titles[len(body)] = fit(f"  {line.place}  {line.code.strip()}".rstrip(), WIDTH)
         body += [
@@ -145,11 +146,13 @@ def _traffic_table(plan: Plan, lines: Sequence[rows.Line]) -> str:
             ]
             for t in line.traffic
         ]
-    table = _table([head, *body], right=(1, 2, 3, 4), widths={0: 72}, indent="")
-    out = [table[0]]
-    for n, row in enumerate(table[1:]):
-        out += [titles[n], row] if n in titles else [row]
-    return "\n".join(out + _more(len(moved) - MOST_ROWS, "lines"))
+    table = _table(body, right=(1, 2, 3, 4), widths={0: 72}, indent="")
+    return "\n".join(_titled(table, titles) + _more(len(moved) - MOST_ROWS, "lines"))
+
+
+def _titled(table: Sequence[str], titles: Mapping[int, str]) -> list[str]:
+    """Rows with a title before some of them, by number."""
+    return [line for n, row in enumerate(table) for line in ([titles[n], row] if n in titles else [row])]
 
 
 # ---- the user's lines
@@ -178,6 +181,19 @@ def _file(name: str, here: Sequence[rows.Line]):
             sent = bytes_text(note.bytes) if note and note.bytes else ""
             took = time_text(note.seconds) if note and note.seconds else ""
             yield _columns(f"{' ' * 7}{indent}# {phase:<8}  {text}", times(note.runs) if note else "", sent, took)
+
+
+def _conflicts(plan: Plan, places: Mapping[tuple[str, int], str]) -> str:
+    if not plan.conflicts:
+        return ""
+    total = plan.seconds["total"] or 1.0
+    body, titles = [["pins that disagree", "bytes", "time", "of step"]], {}
+    for n, c in enumerate(shown := plan.conflicts[:MOST_ROWS]):
+        if n == 0 or c.pins != shown[n - 1].pins:
+            titles[len(body)] = fit_middle(f"  {clean(rows.against(c))}", WIDTH)
+        body.append([f"    {places[c.file, c.line]}", bytes_text(c.bytes), time_text(c.seconds), percent(c.seconds / total)])
+    table = _table(body, right=(1, 2, 3), widths={0: 72}, indent="")
+    return "\n".join(_titled(table, titles) + _more(len(plan.conflicts) - MOST_ROWS, "places"))
 
 
 def _unknown(plan: Plan) -> str:
