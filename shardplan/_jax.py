@@ -274,6 +274,22 @@ def within(mesh: Mesh | AbstractMesh):
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh)
 
 
+def without_mesh(fun):
+    """`fun` where it sees no current mesh, so that what only asks for layouts where there is one asks for none."""
+
+    @functools.wraps(fun)
+    def alone(*args, **kwargs):
+        with within(AbstractMesh((), ())):
+            return fun(*args, **kwargs)
+
+    return alone
+
+
+def names_no_axis(error: ValueError) -> bool:
+    """Whether JAX found a PartitionSpec that names an axis which the current mesh lacks."""
+    return "is not found in mesh" in str(error)
+
+
 def sharding(mesh, spec: tuple, memory_kind: str | None = None) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory_kind)
 

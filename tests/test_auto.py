@@ -647,3 +647,21 @@ def test_what_is_pinned_apart_meets_all_the_same(program):
     for got, want in zip(jax.tree.leaves(step(x, y)), jax.tree.leaves(run(x, y)), strict=True):
         np.testing.assert_array_equal(got, want)
     assert [leaf.layout.spec() for leaf in step.plan(x, y).inputs] == [("a", None), (None, "b")]
+
+
+def test_names_that_the_mesh_lacks_are_let_go_where_plain_jit_does_not_ask_for_them(mesh):
+    nn = pytest.importorskip("flax.linen")
+    dense = nn.Dense(64, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tensor")))
+    x = jnp.linspace(-1.0, 1.0, 512 * 64).reshape(512, 64)
+    params = dense.init(jax.random.key(0), x)
+
+    def loss(params, x):
+        return jnp.mean(dense.apply(params, x) ** 2)
+
+    train = shardplan.auto(mesh)(jax.grad(loss))
+    with pytest.warns(ShardingWarning, match=r"no axis for: .*tensor(.|\n)*way out: name axes of data=2, model=4") as told:
+        got = train(params, x)
+    assert told[0].filename == __file__
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, jax.jit(jax.grad(loss))(params, x))
+    with pytest.raises(ShardingError, match=r"no axis for: .*tensor(.|\n)*plan on a mesh that has it"):
+        shardplan.auto(mesh)(lambda x: jax.lax.with_sharding_constraint(x * 2, P("tensor")))(x)
