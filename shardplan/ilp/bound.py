@@ -25,6 +25,8 @@ from .record import Check
 from .relax import Relaxation
 from .shift import Messages
 
+FEW = 0.5  # of the states: shifting on, where no byte has a price, is cheaper on what is left
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -103,9 +105,14 @@ def bound(
     memory, relaxation = Memory(problem), Relaxation(problem, cap, messages, check)
     reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
     quotes: list[Quote] = []
+
+    def few(quote: Quote) -> bool:
+        through = np.concatenate(quote.through())
+        return np.isfinite(worth) and (through <= worth).sum() <= FEW * len(through)
+
     for quote in bargain(relaxation, memory, reach, rounds=rounds, start=start, worth=worth):
         quotes.append(quote)
-        if quote.value > worth or over():
+        if quote.value > worth or over() or (len(quotes) > 1 and not (relaxation.exact or quote.prices.any()) and few(quote)):
             break
     best = max(quotes, key=lambda quote: quote.value)
     return Bound(problem, memory, best, tuple(quotes), relaxation.work + 4 * relaxation.elimination.size, relaxation.messages())
