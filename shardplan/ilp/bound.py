@@ -107,12 +107,14 @@ def bound(
     quotes: list[Quote] = []
 
     def few(quote: Quote) -> bool:
+        if relaxation.exact or quote.prices.any() or not np.isfinite(worth):
+            return False
         through = np.concatenate(quote.through())
-        return np.isfinite(worth) and (through <= worth).sum() <= FEW * len(through)
+        return (through <= worth).sum() <= FEW * len(through)
 
     for quote in bargain(relaxation, memory, reach, rounds=rounds, start=start, worth=worth):
         quotes.append(quote)
-        if quote.value > worth or over() or (len(quotes) > 1 and not (relaxation.exact or quote.prices.any()) and few(quote)):
+        if quote.value > worth or over() or (len(quotes) > 1 and few(quote)):
             break
     best = max(quotes, key=lambda quote: quote.value)
     return Bound(problem, memory, best, tuple(quotes), relaxation.work + 4 * relaxation.elimination.size, relaxation.messages())
