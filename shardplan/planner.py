@@ -222,7 +222,8 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
             return options.memory is None or at.problem.peak(states) <= options.memory
 
         small = shrink(at.problem, tie=True)
-        hint = propagate(at.problem, small)
+        known = options.search != "propagation" and bool(before) and fits(before) and np.isfinite(at.problem.objective(before))
+        hint = Solution("feasible", (), np.inf, 0.0) if known else propagate(at.problem, small)
         for states in (users(at.waiting) if options.constraints == "hint" else (), before):
             if states and (objective := at.problem.objective(states)) < hint.objective and fits(states):
                 hint = replace(hint, states=states, objective=objective)
