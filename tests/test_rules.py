@@ -283,6 +283,21 @@ def test_a_registered_rule_that_does_not_fit_its_op_is_an_error(mine, ins, messa
         rule_for(mine, ins, [Aval(8)], {})
 
 
+@pytest.mark.parametrize(
+    ("flops", "message"),
+    [
+        (lambda n: n["z"], "rule 'a b -> a' for my_op: flops= raised KeyError('z')"),
+        (lambda n: n["a"] - n["b"] * 100, "flops= says -392.0"),
+        (lambda n: "many", "flops= raised ValueError"),
+    ],
+)
+def test_flops_that_cannot_be_counted_are_an_error(mine, flops, message):
+    register_rule(mine, "a b -> a", reduce="b", flops=flops)
+    with pytest.raises(RuleError, match=re.escape(message)) as error:
+        rule_for(mine, [Aval(8, 4)], [Aval(8)], {})
+    assert "way out: a number from the sizes of the letters, here {'a': 8, 'b': 4}" in str(error.value)
+
+
 def test_a_kernel_that_says_whole_shapes_runs_on_no_shard():
     with pytest.raises(RuleError, match=r"pallas_call: it says the shapes of the whole.*\n  way out: a primitive of your own"):
         register_rule("pallas_call", "a b -> a b", local=True)

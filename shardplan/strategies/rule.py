@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -396,7 +396,17 @@ def register_rule(
         own = frozenset(found(operands)) - kept if local else frozenset()
         made = Rule(operands, results, dict(reduce), kept, local=own, sizes=dict(sizes or {}), linear=linear, fusion=fusion)
         shapes = tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in out)
-        return replace(made, flops=flops(letter_sizes(made, *shapes, name))) if flops else made
+        return replace(made, flops=counted(flops, letter_sizes(made, *shapes, name))) if flops else made
+
+    def counted(flops, of: Mapping[str, int]) -> float:
+        way_out = f"a number from the sizes of the letters, here {dict(of)}"
+        try:
+            count = float(flops(of))
+        except Exception as error:
+            raise RuleError(f"rule {pattern!r} for {name}: flops= raised {error!r}\n  way out: {way_out}") from error
+        if not 0 <= count < float("inf"):
+            fail(f"flops= says {count}", way_out)
+        return count
 
     user.registered = True
     RULES[name] = user
