@@ -59,7 +59,7 @@ def settled(
         beside: as in `overlap.cheapest`.
     """
     found, solution = best = _planned(make, search, None, (), beside)
-    merged, optimistic = found, solution.objective
+    optimistic = solution.objective
     least = np.inf, np.inf  # bytes over the limit, and what is paid
     crowds: Crowds = ()
 
@@ -88,7 +88,7 @@ def settled(
             for _ in range(ROUNDS):
                 before = least
                 found, solution = _planned(make, search, crowds, best[1].states, beside)
-                if solution.states and (least[0] or merged.parts(solution.states).total(beside) < least[1]):  # it pays at least that
+                if solution.states:
                     offer(found, solution)
                 if not least < before:
                     break
