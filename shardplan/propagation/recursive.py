@@ -67,12 +67,14 @@ def recursive(
     if not axes:
         return None
 
-    def settle(axis: str, letters: Letters, settled: Sequence[str], budget: float | None) -> _Level | None:
-        def opened(found: Sequence[str | None]) -> tuple[str | None, ...]:
-            return tuple(OPEN if a == axis else x for a, x in zip(mesh.axes, found, strict=True))
+    def opened(axis: str, found: Sequence[str | None]) -> tuple[str | None, ...]:
+        return tuple(OPEN if a == axis else x for a, x in zip(mesh.axes, found, strict=True))
 
-        within = {path: opened(found) for path, found in letters.items()}
-        space = make_space(graph, mesh, resharder.cluster, within, opened([None] * len(mesh.axes)))
+    def others(axis: str, letters: Letters) -> Letters:
+        return {path: opened(axis, found) for path, found in letters.items()}
+
+    def settle(axis: str, within: Letters, settled: Sequence[str], budget: float | None) -> _Level | None:
+        space = make_space(graph, mesh, resharder.cluster, within, opened(axis, [None] * len(mesh.axes)))
         network = build(space, resharder, budget, allowed(space, settled), waiting=waiting)
         small = shrink(network.problem, tie=True)
         hint = propagate(network.problem, small)
@@ -84,10 +86,12 @@ def recursive(
 
     def descend(order: Sequence[str], share: float) -> _Level | None:
         level, letters = None, {}
+        asked: dict[str, Letters] = {}
         for n, axis in enumerate(order):
             rest = mesh.size(*order[n + 1 :])
             budget = None if limit is None else limit * rest * (share if rest > 1 else 1.0)
-            level = settle(axis, letters, order[: n + 1], budget)
+            asked = {axis: others(axis, letters)}  # the last axis knows all others already
+            level = settle(axis, asked[axis], order[: n + 1], budget)
             if level is None:
                 return None
             letters = level.letters
@@ -95,7 +99,11 @@ def recursive(
         for _ in range(SWEEPS if len(order) > 1 else 0):
             before = level
             for axis in order:
-                found = settle(axis, level.letters, order, limit)
+                within = others(axis, level.letters)
+                if within == asked.get(axis):
+                    continue
+                asked[axis] = within
+                found = settle(axis, within, order, limit)
                 level = found if found and found.solution.objective < level.solution.objective else level
             if level is before:
                 break
