@@ -45,6 +45,9 @@ UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib
 THRIFT = {"slight": 0.25, "moderate": 0.5, "heavy": 0.75}
 """Words for memory: part of the way from what the fastest plan needs to what the leanest does."""
 
+LIMITS = {"adaptive": None, "disable": float("inf")}
+"""Words for memory: what the device has, and no limit."""
+
 USER_SHARDINGS = ("keep", "hint", "ignore")
 
 
@@ -85,9 +88,9 @@ def auto(
         in_shardings, out_shardings: as in `jax.jit`, a tree prefix of PartitionSpecs or NamedShardings; what is None, and dims
             that are `P.UNCONSTRAINED`, the planner chooses; the rest is pinned.
         pins: PartitionSpecs by path pattern of the inputs, e.g. {"params/**/kernel": P(None, "model")}.
-        memory: budget per device in bytes or as "80GB"; by default what the device has. `float("inf")` for no limit. "slight",
-            "moderate" or "heavy" saves memory for its own sake: a quarter, half or three quarters of the way from what the
-            fastest plan needs to what the leanest does.
+        memory: budget per device in bytes or as "80GB"; by default ("adaptive") what the device has. `float("inf")` or "disable" for
+            no limit. "slight", "moderate" or "heavy" saves memory for its own sake: a quarter, half or three quarters of the way
+            from what the fastest plan needs to what the leanest does.
         search: "ilp" (an integer program, with a proof), "propagation" (faster, no proof) or "recursive" (one mesh axis after
             the other, no proof, for meshes of many axes).
         time_limit: seconds for the search; by default it stops by counted work, so that a plan is the same on every machine.
@@ -111,6 +114,8 @@ def auto(
         raise ShardingError(f"user_shardings={user_shardings!r} is none of {', '.join(map(repr, USER_SHARDINGS))}")
     if not (isinstance(compute_scale, (int, float)) and 0 < compute_scale < float("inf")):
         raise ShardingError(f"compute_scale={compute_scale!r} is no positive number")
+    if isinstance(memory, str):
+        memory = LIMITS.get(memory, memory)
     if memory in THRIFT and search == "recursive":
         raise ShardingError(
             f"memory={memory!r} needs to know the fastest plan first.\n  ways out: search='ilp', or a number of bytes"
@@ -189,7 +194,7 @@ def parse_bytes(amount: float | str) -> float:
     if not value > 0:
         raise ShardingError(
             f"memory={amount!r} is no amount of memory.\n"
-            f"  ways out: bytes, text like '80GB' or '74.5GiB', or one of {', '.join(THRIFT)}"
+            f"  ways out: bytes, text like '80GB' or '74.5GiB', or one of {', '.join((*LIMITS, *THRIFT))}"
         )
     return value
 

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--cluster", metavar="NAME", help="prices: a preset (h100, a100, ...) or a cluster file; default: this machine"
     )
-    plan.add_argument("--memory", metavar="BYTES", help="budget per device, e.g. 80GB or inf; default: what the device has")
+    plan.add_argument("--memory", metavar="BYTES", help="budget per device, e.g. 80GB, slight or disable; default: what the device has")
     plan.add_argument("--search", choices=SEARCHES, help="default: ilp")
     plan.add_argument("--time-limit", type=_positive, metavar="S", help="seconds for the search; default: by counted work")
     plan.add_argument(
