@@ -493,7 +493,7 @@ class _Step:
         _no_refs(jax.tree.leaves((dynamic, keywords)), "takes")
         abstract = jax.tree.map(_jax.abstract, (dynamic, keywords))
         with _jax.within(twin), _shard_map_meshes():
-            traced = self._trace(*abstract[0], **abstract[1])
+            self.plain, traced = _traced(self.plain, settings.shape, *abstract)
         _no_refs(traced.jaxpr.consts, "closes over")
         self.in_leaves, self.in_tree = jax.tree.flatten(abstract)
         self.out_info = traced.out_info
@@ -507,27 +507,6 @@ class _Step:
             tuple(_tie_state(self.in_tree, self.in_leaves, self.out_tree, self.out_leaves)),
             tuple(self._donated_leaves(dynamic, keywords)),
         )
-
-    def _trace(self, *args, **keywords):
-        """The step's trace; as it is without a mesh when it names axes that this one lacks, if it names none where there is no mesh."""
-        try:
-            return jax.jit(self.plain).trace(*args, **keywords)
-        except ValueError as error:
-            if not _jax.names_no_axis(error):
-                raise
-            unknown = error
-        told, way = f"the step asks for layouts that the mesh has no axis for: {unknown}", f"name axes of {self.settings.shape}"
-        self.plain = _jax.without_mesh(self.plain)
-        try:
-            traced = jax.jit(self.plain).trace(*args, **keywords)
-        except Exception:
-            raise ShardingError(f"{told}\n  way out: {way}, or plan on a mesh that has it") from unknown
-        warnings.warn(
-            f"{told}\n  All that it asks for only where there is a mesh is left to the planner.\n  way out: {way}",
-            ShardingWarning,
-            stacklevel=7,
-        )
-        return traced
 
     def _donated_leaves(self, dynamic, keywords):
         at = 0
@@ -596,7 +575,7 @@ class _Step:
                 warnings.warn(
                     "keyword arguments are donated together or not at all: none is donated.\n  way out: pass donated ones by position",
                     ShardingWarning,
-                    stacklevel=7,
+                    stacklevel=6,
                 )
             else:
                 donate = (*donate, self.n_args)
@@ -612,6 +591,31 @@ class _Step:
         if aside and not _jax.is_auto(self.settings.mesh):
             jitted = _jax.on_twin(jitted, self.twin, self.settings.mesh)
         return jitted, functools.partial(step, keep_types=True), in_flat, bool(donate)
+
+
+def _traced(plain: Callable, shape: MeshShape, args, keywords):
+    """(the function as it can be traced on this mesh, its trace).
+
+    When it names axes that the mesh lacks, and none where there is no mesh, it is traced as it is without one.
+    """
+    try:
+        return plain, jax.jit(plain).trace(*args, **keywords)
+    except ValueError as error:
+        if not _jax.names_no_axis(error):
+            raise
+        unknown = error
+    told, way = f"the step asks for layouts that the mesh has no axis for: {unknown}", f"name axes of {shape}"
+    alone = _jax.without_mesh(plain)
+    try:
+        traced = jax.jit(alone).trace(*args, **keywords)
+    except Exception:
+        raise ShardingError(f"{told}\n  way out: {way}, or plan on a mesh that has it") from unknown
+    warnings.warn(
+        f"{told}\n  All that it asks for only where there is a mesh is left to the planner.\n  way out: {way}",
+        ShardingWarning,
+        stacklevel=7,
+    )
+    return alone, traced
 
 
 @contextlib.contextmanager

@@ -115,7 +115,7 @@ def _moves(planned: Planned, i: int):
         collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in steps)
         made = planned.graph.ops[planned.graph.maker(planned.space.added_up.get(v, v))].source
         place = f"{portable(made.file)}:{made.line}" if made.file else ""
-        between = planned.disagreements.get((reader, operand), ())
+        between = planned.conflicts.get((reader, operand), ())
         pins = between if any(c.kind in AGAINST for c in collectives) else ()
         yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, pins, place)
     op, space = planned.graph.ops[i], planned.space

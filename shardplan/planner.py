@@ -34,7 +34,7 @@ from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder, Step
-from shardplan.propagation import disagreements, propagate, recursive
+from shardplan.propagation import conflicts, propagate, recursive
 from shardplan.strategies.space import Space, make_space
 
 FREE = "*"
@@ -164,14 +164,14 @@ class Planned:
         return list(self.network.reshards(i, self.strategies, self.kept))
 
     @functools.cached_property
-    def disagreements(self) -> Mapping[tuple[int, int], tuple[str, str]]:
+    def conflicts(self) -> Mapping[tuple[int, int], tuple[str, str]]:
         """(op, operand) -> the two pins between whose regions the operand changes its layout."""
         graph, pins = self.graph, _pins(self.graph, self.options)
         if len(pins) < 2:
             return {}
         reads = ((i, k, graph.values[v].producer) for i, op in enumerate(graph.ops) for k, v in enumerate(op.inputs) if v is not None)
         changed = {(i, k) for i, k, made in reads if self.made(*made) != self.taken(i, k)}
-        return disagreements(graph, changed, {i: _told(graph.ops[i], asked) for i, asked in pins.items()})
+        return conflicts(graph, changed, {i: _told(graph.ops[i], asked) for i, asked in pins.items()})
 
     def in_layouts(self) -> tuple[Layout, ...]:
         return tuple(self.made(i) for i in self.graph.args)
@@ -222,10 +222,12 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
             return options.memory is None or at.problem.peak(states) <= options.memory
 
         small = shrink(at.problem, tie=True)
-        known = options.search != "propagation" and bool(before) and fits(before) and np.isfinite(at.problem.objective(before))
-        hint = Solution("feasible", (), np.inf, 0.0) if known else propagate(at.problem, small)
-        for states in (users(at.waiting) if options.constraints == "hint" else (), before):
-            if states and (objective := at.problem.objective(states)) < hint.objective and fits(states):
+        wanted = users(at.waiting) if options.constraints == "hint" else ()
+        known = [(at.problem.objective(states) if states and fits(states) else np.inf, states) for states in (wanted, before)]
+        again = options.search != "propagation" and known[-1][0] < np.inf  # the plan before is hint enough
+        hint = Solution("feasible", (), np.inf, 0.0) if again else propagate(at.problem, small)
+        for objective, states in known:
+            if objective < hint.objective:
                 hint = replace(hint, states=states, objective=objective)
         clock.lap("propagation")
         if options.search == "propagation":
@@ -332,14 +334,19 @@ def _pins(graph: Graph, options: Options) -> dict[int, list[Pin]]:
         spec = _jax.constraint_spec(op.params) if op.primitive == "sharding_constraint" and options.constraints == "keep" else None
         if spec is not None:
             dims = tuple(FREE if e is FREE else e for e in pin_dims(spec, len(op.outs[0].shape)))
-            pins.setdefault(i, []).append((f"with_sharding_constraint at {op.source}", dims))
+            pins.setdefault(i, []).append(("with_sharding_constraint", dims))
     return pins
 
 
 def _told(op: Op, asked: Sequence[Pin]) -> str:
     """What is asked of an op's result, in words that are the same wherever the program lies."""
     label, place = f"{op.label}: " if op.label else "", f"{portable(op.source.file)}:{op.source.line}"
-    return label + ", ".join(f"{who.replace(str(op.source), place)} = {pin_text(dims)}" for who, dims in asked)
+    return label + ", ".join(f"{_asker(op, who, place)} = {pin_text(dims)}" for who, dims in asked)
+
+
+def _asker(op: Op, who: str, place: str) -> str:
+    """Who asks for a layout of an op's result: a constraint by its place, which says who it is."""
+    return f"{who} at {place}" if op.primitive == "sharding_constraint" else who
 
 
 def _loosened(graph: Graph, options: Options) -> Graph:
@@ -358,6 +365,7 @@ def _allowed(space: Space, i: int, wanted: list[Pin], axes: tuple[str, ...]) -> 
     shape = tuple(op.outs[0].shape)
     what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"
     mask = np.ones(len(layouts), dtype=bool)
+    wanted = [(_asker(op, who, str(op.source)), dims) for who, dims in wanted]
     for n, (who, dims) in enumerate(wanted):
         check_pin(f"{who} on {what}", dims, shape, space.mesh)
         before = mask

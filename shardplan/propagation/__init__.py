@@ -2,6 +2,6 @@
 
 from shardplan.propagation.propagate import propagate
 from shardplan.propagation.recursive import recursive
-from shardplan.propagation.regions import disagreements
+from shardplan.propagation.regions import conflicts
 
-__all__ = ["disagreements", "propagate", "recursive"]
+__all__ = ["conflicts", "propagate", "recursive"]

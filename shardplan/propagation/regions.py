@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 
+import numpy as np
+from scipy.sparse import coo_array  # scipy is a requirement of jax itself
+from scipy.sparse.csgraph import connected_components
+
 from shardplan.ir.graph import Graph
 
 Edge = tuple[int, int]
 """An op and the number of its operand."""
 
 
-def disagreements(graph: Graph, changed: Collection[Edge], pinned: Mapping[int, str]) -> dict[Edge, tuple[str, str]]:
+def conflicts(graph: Graph, changed: Collection[Edge], pinned: Mapping[int, str]) -> dict[Edge, tuple[str, str]]:
     """Of the changed edges, those between pinned regions: the pins nearest to either side, in the program's order.
 
     Args:
@@ -29,7 +33,9 @@ def disagreements(graph: Graph, changed: Collection[Edge], pinned: Mapping[int, 
                 j = graph.values[v].producer[0]
                 near[i].append(j)
                 near[j].append(i)
-    region, nearest = _regions(near), _nearest(near, pinned)
+    ends = [i for i, found in enumerate(near) for _ in found], [j for found in near for j in found]
+    _, region = connected_components(coo_array((np.ones(len(ends[0])), ends), shape=(len(near), len(near))), directed=False)
+    nearest = _nearest(near, pinned)
     out = {}
     for i, k in changed:
         v = graph.ops[i].inputs[k]
@@ -39,20 +45,6 @@ def disagreements(graph: Graph, changed: Collection[Edge], pinned: Mapping[int, 
             first, second = sorted((nearest[i], nearest[j]))
             out[i, k] = pinned[first], pinned[second]
     return out
-
-
-def _regions(near: list[list[int]]) -> list[int]:
-    """[op] -> the first op of its region."""
-    region = [-1] * len(near)
-    for first in range(len(near)):
-        if region[first] < 0:
-            region[first], queue = first, [first]
-            while queue:
-                for j in near[queue.pop()]:
-                    if region[j] < 0:
-                        region[j] = first
-                        queue.append(j)
-    return region
 
 
 def _nearest(near: list[list[int]], pinned: Collection[int]) -> list[int]:
