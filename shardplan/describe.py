@@ -13,13 +13,11 @@ from shardplan.ir.graph import BORDER, Op
 from shardplan.mesh.reshard import Step
 from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
 from shardplan.planner import Planned, categories, memory_by_category
+from shardplan.propagation.regions import AGAINST
 from shardplan.strategies.enumerate import PARTIAL
 from shardplan.strategies.space import exchanged
 
 PROFILE_POINTS = 160
-
-AGAINST = ("all-gather", "all-to-all", "collective-permute")
-"""What is sent because two layouts split an array in ways that do not go together; the others finish sums."""
 
 
 def describe(planned: Planned, context=None) -> Plan:

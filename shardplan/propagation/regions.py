@@ -18,6 +18,9 @@ from shardplan.ir.graph import Graph
 Edge = tuple[int, int]
 """An op and the number of its operand."""
 
+AGAINST = ("all-gather", "all-to-all", "collective-permute")
+"""What is sent because two layouts split an array in ways that do not go together; the others finish sums."""
+
 
 def conflicts(graph: Graph, changed: Collection[Edge], pinned: Mapping[int, str]) -> dict[Edge, tuple[str, str]]:
     """Of the changed edges, those between pinned regions: the pins nearest to either side, in the program's order.
