@@ -6,6 +6,7 @@
 `predicted` is `shardplan.xla.seconds` of the program that XLA emitted, at the prices measured here; `planned` is what the planner
 promised for its own. The last lines are rank correlations (Spearman) of predicted and measured seconds. Devices share the machine's
 cores, so what is idle on one device is not idle on the machine: the figures show the order of the ways, not what a cluster would take.
+As on an accelerator, memory that a device once had stays with it (`harness.emulate_devices`).
 """
 
 import argparse
@@ -22,6 +23,7 @@ import experts  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from harness import emulate_devices  # noqa: E402
+from scipy.stats import spearmanr  # noqa: E402
 
 import shardplan  # noqa: E402
 from shardplan.mesh.layout import MeshShape  # noqa: E402
@@ -79,12 +81,9 @@ def run(name: str, mesh, cluster, rounds: int, only=None) -> list[dict]:
     return found
 
 
-def rank_correlation(a, b) -> float:
-    """Spearman's: of the ranks; NaN for fewer than two."""
-    if len(a) < 2:
-        return float("nan")
-    ranks = [np.argsort(np.argsort(x)).astype(float) for x in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+def rank_correlation(rows) -> float:
+    """Of predicted and measured seconds (Spearman's); NaN for fewer than two rows."""
+    return float(spearmanr([r["predicted"] for r in rows], [r["measured"] for r in rows])[0]) if len(rows) > 1 else float("nan")
 
 
 def main(argv=None) -> None:
@@ -109,11 +108,9 @@ def main(argv=None) -> None:
         rows += here
     inside = {}
     for name in dict.fromkeys(row["model"] for row in rows):
-        of = [row for row in rows if row["model"] == name]
-        inside[name] = rank_correlation([r["predicted"] for r in of], [r["measured"] for r in of])
-    every = rank_correlation([r["predicted"] for r in rows], [r["measured"] for r in rows])
+        inside[name] = rank_correlation([row for row in rows if row["model"] == name])
     print("rank correlation of predicted and measured seconds: " + ", ".join(f"{n} {x:.2f}" for n, x in inside.items()))
-    print(f"mean within a model {np.mean(list(inside.values())):.2f}; over all {len(rows)} programs {every:.2f}")
+    print(f"mean within a model {np.mean(list(inside.values())):.2f}; over all {len(rows)} programs {rank_correlation(rows):.2f}")
     for name in inside:
         of = {row["way"]: row["measured"] for row in rows if row["model"] == name}
         others = {way: s for way, s in of.items() if way != OURS}

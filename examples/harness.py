@@ -1,5 +1,6 @@
 """What the examples share: the bundled novel as batches, this machine's mesh, and `run`, which plans, trains and prints."""
 
+import ctypes
 import importlib.util
 import math
 import time
@@ -26,11 +27,18 @@ def text_batches(n: int, batch: int, length: int, seed: int = 0) -> Iterator[dic
 
 
 def emulate_devices(count: int = 8) -> None:
-    """Where there is no accelerator, lets the CPU play `count` devices; call before anything touches a device."""
+    """Where there is no accelerator, lets the CPU play `count` devices; call before anything touches a device.
+
+    A device keeps the memory it once had. XLA's CPU client has malloc return it after every step, and glibc then gives large
+    arrays back to the kernel, which clears each page anew: up to a third of a step. So malloc is told to keep it, too.
+    """
     cuda_without_driver = importlib.util.find_spec("jax_plugins") and not any(Path("/dev").glob("nvidia[0-9]*"))
     if cuda_without_driver and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no array of its own mapping
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: nothing back
 
 
 def local_mesh(names: tuple[str, ...] = ("data", "model")) -> jax.sharding.Mesh:
