@@ -276,6 +276,7 @@ def test_the_core_answers_within_a_cost_or_proves_that_it_cannot():
     best = brute_force(problem)
     assert problem.objective(cpsat.solve_core(problem, work=5.0).states) == best
     assert problem.objective(cpsat.solve_core(problem, work=5.0, most=best).states) == best
+    assert problem.objective(cpsat.solve_core(problem, work=5.0, most=1e30).states) == best
     none = cpsat.solve_core(problem, work=5.0, most=best - 1)
     assert none.status == "infeasible" and none.bound == np.inf and none.states == ()
 

@@ -78,7 +78,7 @@ def solve_core(
             pay(variable, e.cost[a, b])
     _limit(model, problem, x)
     model.minimize(cp_model.LinearExpr.weighted_sum(terms, weights) if terms else 0)
-    if np.isfinite(most) and terms:
+    if np.floor(most / unit) < sum(weights):  # else any answer will do, and the number may be more than CP-SAT takes
         model.add(cp_model.LinearExpr.weighted_sum(terms, weights) <= int(np.floor(most / unit)))
 
     solver = cp_model.CpSolver()
