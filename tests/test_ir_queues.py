@@ -113,6 +113,41 @@ def test_gathers_begin_one_after_the_other_as_late_as_they_can_and_hold_memory_f
     assert begun(1.5) == products[:1] * 2  # the second needs half of the first product's time, and the first begins at once
 
 
+def test_a_gather_has_what_those_before_it_leave_of_the_time_until_it_is_needed():
+    graph = graph_of()
+    everywhere = places(graph, [False] * len(graph.values))
+    work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
+    apart = {at: (at, 1.0) for at in graph.args if graph.values[graph.ops[at].outputs[0]].shape == (64, 64)}  # no two by one way
+    fetched = [at for at, op in enumerate(graph.ops) if op.primitive == "convert_element_type" and op.phase == "forward"
+               and graph.values[op.outputs[0]].shape == (64, 64)]  # fmt: skip
+
+    def found(seconds):
+        slack = waits(graph, everywhere, work, apart, lambda way, size: seconds * size).slack
+        return [slack[at, 0] for at in fetched]
+
+    assert found(0.0) == [0.0, 1.0, 2.0]
+    assert found(0.25) == [0.0, 1.0, 1.75]
+    assert found(5.0) == [0.0, 1.0, 1.0]  # the second sticks out: the third begins when it is there
+
+
+def test_gradients_that_are_scattered_arrive_small_and_are_merged():
+    graph = graph_of(layers=4, width=3600)
+    everywhere = places(graph, [False] * len(graph.values))
+    work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
+    weights = {v for v, x in enumerate(graph.values) if everywhere[v].queue == "gradient" and x.shape == (3600, 3600)}
+    leaves = {(at, k): everywhere[v].origin for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
+              if op.primitive == "transpose" and v in weights}  # fmt: skip
+
+    def windows(moved):
+        found = waits(graph, everywhere, work, moved, shards=8)
+        return [slack[edge] for edge in leaves for slack in (found.slack, found.scattered)]
+
+    alike = pytest.approx([5, 0, 3, 0, 1, 0, 0, 0], abs=0.01)  # each with the bias made after it; scattered, all with the last
+    assert windows(None) == alike
+    known = {origin: (("reduce-scatter", ("data",)), 1e6) for origin in leaves.values()}
+    assert windows(known) == [6, 0, 4, 0, 2, 0, 0, 0]  # moved otherwise, without the biases
+
+
 def scanned(params, x):
     """Layers of two weights and a scale in a loop, computed again in the backward pass, and a matrix behind them."""
 

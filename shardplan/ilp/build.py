@@ -61,8 +61,9 @@ class Network:
         doubled: ops whose states s and s + k are strategy s without and with a buffer of its own; in the last k states of a share
             with an `earlier` reader the copy is kept from there.
         resharders: per value, what prices its reshards.
-        background: (edge, the most picoseconds of it that other work hides, what of it can be hidden at all).
+        background: (edge, picoseconds of it that other work hides).
         waiting: what part of what is hidden is paid in `problem`.
+        crowds: what `problem` takes a plan to move together.
         unpriced: copies that the problem takes for the originals: small ones, and without a limit all.
     """
 
@@ -71,8 +72,9 @@ class Network:
     doubled: frozenset[int]
     unpriced: tuple[Usage, ...]
     resharders: tuple[Resharder, ...]
-    background: tuple[tuple[int, float, np.ndarray], ...]
+    background: tuple[tuple[int, np.ndarray], ...]
     waiting: float
+    crowds: Crowds | None
 
     def parts(self, states) -> Seconds:
         """What a step takes under these states, in whole picoseconds but for the background."""
@@ -80,7 +82,7 @@ class Network:
         compute = sum(float(c[s]) for c, s in zip(problem.costs, states, strict=True))
         paid = [float(e.cost[states[e.i], states[e.j]]) for e in problem.edges]
         edges = problem.edges
-        behind = sum(min(float(sent[states[edges[n].i], states[edges[n].j]]), hides) for n, hides, sent in self.background)
+        behind = sum(float(hidden[states[edges[n].i], states[edges[n].j]]) for n, hidden in self.background)
         inline = sum(paid) - self.waiting * behind
         return Seconds(compute, inline, behind, sum(float(c.min()) for c in problem.costs))
 
@@ -203,20 +205,21 @@ def build(
     def takes(way: Sent, size: float) -> float:
         return collective.seconds(way[0], size, way[1], space.mesh, space.cluster)
 
-    wait = waits(graph, space.places, [float(s.min()) for s in space.seconds], moved, takes)
+    shards = 1 if crowds is None else space.mesh.size(*space.mesh.axes)
+    wait = waits(graph, space.places, [float(s.min()) for s in space.seconds], moved, takes, shards)
     live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules], wait.starts, wait.fetched)
-    tables = Tables(space, resharder, doubled, waiting, pinned, wait.slack, crowds)
+    tables = Tables(space, resharder, doubled, waiting, pinned, wait, crowds)
     edges, background = [], []
     for j, op in enumerate(graph.ops):
         for k, v in enumerate(op.inputs):
             if v is not None:
                 i, r = graph.values[v].producer
-                table, sent = tables.handed(i, r, j, k, v)
+                table, hidden = tables.handed(i, r, j, k, v)
                 for (at, operand, before, after), extra in (charges.reshards if charges else {}).items():
                     if (at, operand) == (j, k):
                         table = table + tables.chosen(i, r, j, k, before, after, table) * np.rint(extra * PS)
-                if hides := tables.hides(j, k):
-                    background.append((len(edges), hides, sent))
+                if hidden.any():
+                    background.append((len(edges), hidden))
                 edges.append(Edge(i, j, table))
     edges += [Edge(i, j, tables.tied(i, j)) for i, j in graph.tied]
     edges += [Edge(i, j, tables.kept(i, k, j)) for j, (i, k) in graph.earlier.items()]
@@ -243,7 +246,7 @@ def build(
     names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
-    return Network(space, problem, doubled, tuple(unpriced), tables.resharders, tuple(background), waiting)
+    return Network(space, problem, doubled, tuple(unpriced), tables.resharders, tuple(background), waiting, crowds)
 
 
 def _doubled(space: Space, limit: float | None) -> frozenset[int]:

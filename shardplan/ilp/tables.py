@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log2, prod
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from shardplan.ir.beside import Beside
 from shardplan.ir.graph import BORDER
+from shardplan.ir.queues import Waits
 from shardplan.ir.share import SMALL_BYTES
 from shardplan.mesh.collective import ALONE, COMBINED_BYTES, Crowd
 from shardplan.mesh.layout import Layout
@@ -62,10 +63,10 @@ class Tables:
         doubled: frozenset[int],
         waiting: float,
         pinned: frozenset[int],
-        slack: Mapping[tuple[int, int], float],
+        waits: Waits,
         crowds: Crowds | None,
     ):
-        self.space, self.doubled, self.waiting, self.pinned, self.slack = space, doubled, waiting, pinned, slack
+        self.space, self.doubled, self.waiting, self.pinned, self.waits = space, doubled, waiting, pinned, waits
         known: dict[int, tuple[tuple[Sent, Crowd], ...]] = {}
         for (crowd, way), arrays in crowds or ():
             together = Crowd(len(arrays), sum(n for _, n in arrays) > COMBINED_BYTES)
@@ -98,13 +99,19 @@ class Tables:
             self.lists[id(layouts)] = _Layouts(tuple(number), at, np.array(names), np.array(dims), np.array(shards), partial)
         return self.lists[id(layouts)]
 
-    def hides(self, j: int, k: int) -> float:
-        """Picoseconds per step of the way to operand k of op j that other work hides at most, a power of two."""
-        seconds = self.slack.get((j, k), 0.0)
-        return 2.0 ** round(log2(seconds * self.space.graph.ops[j].reads * PS)) if seconds > LEAST_SLACK_S else 0.0
+    def hides(self, j: int, k: int) -> tuple[float, float]:
+        """Picoseconds per step of the way to operand k of op j that other work hides at most, and if it is scattered.
+
+        Rounded to powers of the fourth root of two, so that layers that are alike have the same tables.
+        """
+
+        each = self.waits.slack.get((j, k), 0.0), self.waits.scattered.get((j, k), 0.0)
+        times = self.space.graph.ops[j].reads * PS
+        summed, scattered = (np.rint(2 ** (round(4 * log2(s * times)) / 4)) if s > LEAST_SLACK_S else 0.0 for s in each)
+        return summed, scattered
 
     def handed(self, i: int, r: int, j: int, k: int, v: int) -> tuple[np.ndarray, np.ndarray]:
-        """Edge of the array that op i makes as result r and op j takes as operand k, and what of its seconds other work can hide."""
+        """Edge of the array that op i makes as result r and op j takes as operand k, and what of its seconds other work hides."""
         graph, space = self.space.graph, self.space
         value, reads = graph.values[v], graph.ops[j].reads
         made, taken = space.choices[i].results[r], space.choices[j].operands[k]
@@ -115,7 +122,7 @@ class Tables:
         rows = 1 + (i in self.doubled) + (i in graph.earlier)
         resharder = self.resharders[v]
         hides = self.hides(j, k)
-        price = id(resharder), value.shape, value.itemsize, hides if self.waiting < 1 else hides > 0, space.places[v].queue
+        price = id(resharder), value.shape, value.itemsize, hides, space.places[v].queue
         sources, targets = self._distinct(made), self._distinct(taken)
         turned = space.beside[v] if sources.partial.any() else None
         readers = tuple(graph.readers(graph.ops[j].outputs[0])) if graph.ops[j].primitive == "share" else (j,)
@@ -126,14 +133,15 @@ class Tables:
             ways, equal = (value.shape, value.itemsize, sources.layouts, targets.layouts), sources.equal(targets)
             table = resharder.table(*ways) * (reads * PS)
             sent = np.zeros_like(table)
-            if hides:
+            if any(hides):
                 part = GRADIENTS if space.places[v].queue == "gradient" else 1.0
                 sent = np.rint(resharder.bare.table(*ways, last=True) * (reads * PS * part))
+                sent = np.minimum(sent, np.where(self._scattered(sources, targets), *hides[::-1]))
             if turned:
                 table = table + self._turning(value.shape, turned, sources, targets) * (reads * PS)
             if fused:
                 table = table + self._put_in_order(value.shape, sliced, sources, targets) * (reads * PS)
-            table = np.rint(table - (1 - self.waiting) * np.minimum(sent, hides))
+            table = np.rint(table - (1 - self.waiting) * sent)
             if follows:
                 table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)
             if up:
@@ -180,9 +188,13 @@ class Tables:
             scatters: whether it does where one dim is split over all axes of the sum, and not if a cast is in between.
         """
         rank = targets.layouts[0].rank
-        every, split = self._sums(sources.layouts)[:, None], self._axes(targets.layouts, range(rank))
+        every = self._sums(sources.layouts)[:, None]
         whole = [(self._axes(targets.layouts, [d]) & every) == every for d in range(rank)]
-        return ((every & split) != 0) & ~(scatters & np.any(whole, axis=0))
+        return self._scattered(sources, targets) & ~(scatters & np.any(whole, axis=0))
+
+    def _scattered(self, sources: _Layouts, targets: _Layouts) -> np.ndarray:
+        """[source, target] -> whether a sum is split over an axis that it is partial over."""
+        return (self._sums(sources.layouts)[:, None] & self._axes(targets.layouts, range(targets.layouts[0].rank))) != 0
 
     def _sums(self, layouts: Iterable[Layout]) -> np.ndarray:
         """[layout] -> the mesh axes over which these are partial, as bits."""

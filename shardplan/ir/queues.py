@@ -89,11 +89,13 @@ class Waits:
 
     Attributes:
         slack: (op, operand) -> seconds of work, in one run, that a reshard of the operand may run beside.
+        scattered: of operands that are gradients, the same for a reduce-scatter.
         starts: op that makes a gradient -> the op that makes the last of those that are merged with it.
         fetched: op that takes an array that is gathered -> the op beside which that begins, if this is before it.
     """
 
     slack: Mapping[tuple[int, int], float]
+    scattered: Mapping[tuple[int, int], float]
     starts: Mapping[int, int]
     fetched: Mapping[int, int]
 
@@ -119,12 +121,13 @@ def waits(
     work_s: Sequence[float],
     moved: Mapping[int, tuple[Hashable, float]] | None = None,
     seconds: Callable[[Any, float], float] = lambda way, size: 0.0,
+    shards: int = 1,
 ) -> Waits:
     """A reshard may last from when the array is made until somebody computes with it.
 
     XLA starts no gather before a loop that ends before its reader. Of arrays that are merged the one made last is waited for, and the
-    one that is needed first waits for all; each has its part of the time between, by bytes. Gathers run one at a time, each as late
-    as it can be done in time.
+    one that is needed first waits for all; each has its part of the time between, by bytes. Gathers run one at a time, as they are
+    needed, so those that are known to come before leave an array less time. In memory they begin as late as they can be done in time.
 
     Args:
         places: of all values.
@@ -132,6 +135,7 @@ def waits(
         moved: by the op that makes an array, the way that it is moved, which only arrays of the same way can be merged with, and the
             bytes of the result on a device. By default all arrays of a queue are moved alike, and whole.
         seconds: what gathering so many bytes by one of these ways takes.
+        shards: into how many parts gradients are scattered that are not known to be moved so.
     """
     begun, done, now = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0
     for j in _order(graph, places):
@@ -142,6 +146,7 @@ def waits(
     needed = list(range(len(graph.ops)))
     windows: dict[_Key, _Window] = {}
     edges: dict[tuple[int, int], _Key] = {}
+    sizes: dict[_Key, float] = {}
     for j in reversed(range(len(graph.ops))):
         op = graph.ops[j]
         if op.primitive == "out":
@@ -152,6 +157,7 @@ def waits(
             if v is not None and (queue := places[v].queue) in ("gather", "gradient"):
                 at = places[v].origin
                 key = edges[j, k] = at, op.phase, op.loop
+                sizes[key] = min(sizes.get(key, inf), graph.values[v].bytes)
                 way, size = (moved or {}).get(at, (None, graph.values[v].bytes))
                 after = stops[bisect_right(stops, needed[j]) - 1] if queue == "gather" else 0
                 asked = queue, op.phase, places[v].crowd, way
@@ -159,22 +165,34 @@ def waits(
                 if (seen := windows.get(key)) is not None:
                     found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
                 windows[key] = found
-    beside: dict[_Key, float] = {}
-    starts: dict[int, int] = {}
     chunks = _merged(windows)
+    starts: dict[int, int] = {}
     for chunk in chunks:
-        room = max(0.0, min(windows[key].needed for key in chunk) - max(windows[key].made for key in chunk))
-        whole = sum(windows[key].bytes for key in chunk) or 1.0
-        beside.update((key, room * windows[key].bytes / whole) for key in chunk)
-        if windows[chunk[0]].queue[0] == "gradient":
+        if next(iter(chunk.values())).queue[0] == "gradient":
             made = [at for at, *_ in chunk]
             starts.update(dict.fromkeys(made, max(made)))
-    alone = ((edge, key) for edge, key in edges.items() if not _fetched_again(graph, edge[0], key))
-    slack = {(j, k): beside[key] / graph.ops[j].reads for (j, k), key in alone}
-    begins = _begins([{key: windows[key] for key in chunk} for chunk in chunks], seconds)
+
+    def slack(by: Mapping[_Key, _Window]) -> dict[tuple[int, int], float]:
+        beside: dict[_Key, float] = {}
+        merged = _merged(by)
+        for chunk, room in zip(merged, _rooms(merged, seconds), strict=True):
+            whole = sum(window.bytes for window in chunk.values()) or 1.0
+            beside.update((key, room * window.bytes / whole) for key, window in chunk.items())
+        alone = (e for e, key in edges.items() if key in beside and not _fetched_again(graph, e[0], key))
+        return {(j, k): beside[edges[j, k]] / graph.ops[j].reads for j, k in alone}
+
+    def as_all(key: _Key, kind: str, shards: int) -> _Window:
+        """An array moved in another way than it is known to be, as all of its queue then."""
+        return replace(windows[key], queue=(*windows[key].queue[:3], kind), bytes=sizes[key] / shards)
+
+    gone = {key for key, w in windows.items() if isinstance(w.queue[3], tuple) and w.queue[3][0] == "reduce-scatter"}
+    summed = {key: as_all(key, "all-reduce", 1) if key in gone else w for key, w in windows.items()}
+    gradients = {key: w for key, w in windows.items() if w.queue[0] == "gradient"}
+    scattered = {key: w if key in gone else as_all(key, "reduce-scatter", shards) for key, w in gradients.items()}
+    begins = _begins(chunks, seconds)
     times = list(accumulate(reversed(begun), min))[::-1]  # products that wait for the end of a loop begin late
     fetched = {j: bisect_right(times, begins[key]) - 1 for (j, _), key in edges.items() if key in begins}
-    return Waits(slack, starts, {j: at for j, at in fetched.items() if at < j})
+    return Waits(slack(summed), slack(scattered), starts, {j: at for j, at in fetched.items() if at < j})
 
 
 def _order(graph: Graph, places: Sequence[Place]) -> Iterator[int]:
@@ -192,7 +210,7 @@ def _order(graph: Graph, places: Sequence[Place]) -> Iterator[int]:
     yield from late
 
 
-def _merged(windows: Mapping[_Key, _Window]) -> list[list[_Key]]:
+def _merged(windows: Mapping[_Key, _Window]) -> list[dict[_Key, _Window]]:
     """Neighbours in a queue that are made into one together: gathers as they are needed, gradients as they are made."""
 
     def order(key: _Key):
@@ -200,13 +218,36 @@ def _merged(windows: Mapping[_Key, _Window]) -> list[list[_Key]]:
         return number[w.queue], (w.needed, w.made) if w.queue[0] == "gather" else (w.made, w.needed), key
 
     number = {queue: n for n, queue in enumerate(dict.fromkeys(w.queue for w in windows.values()))}
-    out: list[list[_Key]] = []
+    out: list[dict[_Key, _Window]] = []
     for key in sorted(windows, key=order):
-        last = [windows[x] for x in out[-1]] if out else []
+        last = list(out[-1].values()) if out else []
         full = sum(w.bytes for w in last) + windows[key].bytes > COMBINED_BYTES
         if full or not last or last[0].queue != windows[key].queue:
-            out.append([])
-        out[-1].append(key)
+            out.append({})
+        out[-1][key] = windows[key]
+    return out
+
+
+def _rooms(chunks: Sequence[Mapping[_Key, _Window]], seconds: Callable[[Any, float], float]) -> list[float]:
+    """Per chunk, the seconds of work from when it may begin, of gathers after those before it, until it is needed.
+
+    Args:
+        chunks: arrays that are merged.
+        seconds: as in `waits`; gathers whose way is not known take no time.
+    """
+    spans = [(max(w.made for w in chunk.values()), min(w.needed for w in chunk.values())) for chunk in chunks]
+    out, free, gone = [max(0.0, needed - made) for made, needed in spans], 0.0, set()
+    ways = [next(iter(chunk.values())).queue for chunk in chunks]
+    known = [n for n, (queue, _, _, way) in enumerate(ways) if queue == "gather"]
+    for n in sorted(known, key=lambda n: (spans[n][1], ways[n][3] is None, n)):
+        (made, needed), way = spans[n], ways[n][3]
+        begins = max(made, free)
+        out[n] = max(0.0, needed - begins)
+        first = {key: window for key, window in chunks[n].items() if key[0] not in gone}  # later readers find it there
+        if way is not None and first:
+            takes = seconds(way, sum(window.bytes for window in first.values())) * next(iter(first.values())).reads
+            free = begins + min(takes, out[n])
+            gone.update(at for at, *_ in first)
     return out
 
 
