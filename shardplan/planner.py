@@ -49,6 +49,12 @@ CARRIES = ("loop_carry", "loop_next")
 PRODUCTS = ("dot_general", "conv_general_dilated")
 """Ops that XLA may split over an axis that the plan leaves idle."""
 
+APART_WORK, APART_OPS = 3.0, 20_000
+"""Counted work, about seconds, for repeated layers that are not planned alike; and how many ops may be, where memory does not ask."""
+
+ALIKE = 1e-3
+"""Repeated layers stay alike where that costs no more than this part of a step."""
+
 MANY_AXES = 3
 """Mesh axes from which an answer without a proof is held against recursive search."""
 
@@ -215,9 +221,10 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
 
     deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
 
-    def search(at: Network, before: tuple[int, ...]) -> Solution:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    def left() -> float | None:
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
+    def search(at: Network, before: tuple[int, ...]) -> Solution:
         def fits(states: tuple[int, ...]) -> bool:
             return options.memory is None or at.problem.peak(states) <= options.memory
 
@@ -231,15 +238,27 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
                 hint = replace(hint, states=states, objective=objective)
         clock.lap("propagation")
         if options.search == "propagation":
-            return hint if not hint.states or fits(hint.states) else solve(at.problem, hint=hint.states, time_limit=left)
-        solution = solve(at.problem, hint=hint.states or None, time_limit=left, progress=options.progress, small=small)
+            return hint if not hint.states or fits(hint.states) else solve(at.problem, hint=hint.states, time_limit=left())
+        solution = solve(at.problem, hint=hint.states or None, time_limit=left(), progress=options.progress, small=small)
         many = sum(n > 1 for _, n in mesh) >= MANY_AXES
         if solution.status != "optimal" and many and options.search != "recursive":
             solution = _axis_by_axis(at, solution, graph, resharder, options)
         clock.lap("solve")
         return solution
 
-    found, solution = settled(network, search, lambda network: leanest(network.problem), beside)
+    def apart(at: Network, alike: tuple[int, ...]) -> Solution:
+        """Repeated layers each on their own, where that pays; of many ops only where the limit makes layers that are alike costly."""
+        paid, few = at.problem.objective(alike), len(alike) <= APART_OPS
+        found = Solution("fallback", (), np.inf, 0.0)
+        if few or solve(replace(at.problem, usages=(), limit=None), time_limit=left()).objective < paid:
+            own = solve(replace(at.problem, ties=()), hint=alike, time_limit=left(), work_limit=APART_WORK)
+            proven = own.status == "optimal" and own.objective == paid
+            found = own if proven or own.objective < (1 - ALIKE) * paid else found
+        clock.lap("solve")
+        return found
+
+    loose = None if options.search == "propagation" else apart
+    found, solution = settled(network, search, loose, lambda network: leanest(network.problem), beside)
     if not solution.states or not np.isfinite(solution.objective):
         states = leanest(found.problem)
         raise ShardingError(does_not_fit(network(found.waiting, found.moved(states)) if states else found, options))

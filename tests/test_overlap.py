@@ -12,9 +12,13 @@ from models import relu_loss
 import shardplan
 from shardplan.ilp import Edge, Problem, solve
 from shardplan.ilp.overlap import Seconds, cheapest
+from shardplan.xla import available
+from shardplan.xla.compile import compile_lowered, lower_for
+from shardplan.xla.seconds import seconds
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 S = jax.ShapeDtypeStruct
+needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 
 
 def mlp(state, x):
@@ -46,6 +50,45 @@ def test_nothing_hides_where_there_is_nothing_to_hide_behind():
 
 def test_nothing_hides_on_cpu_devices():
     assert plan_of(cluster="cpu", batch=64).seconds["hidden"] == 0
+
+
+def residual(layers, x):
+    def loss(layers):
+        h = x
+        for up, down in layers:
+            h = h + jnp.tanh(h @ up) @ down
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(loss)(layers)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, layers, grads), value
+
+
+RESIDUAL = [(S((1024, 4096), F32), S((4096, 1024), F32))] * 6, S((4096, 1024), F32)
+
+
+def residual_plan(**options):
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    return shardplan.auto(mesh, cluster="h100", donate_argnums=0, **options)(residual).plan(*RESIDUAL)
+
+
+def test_layers_need_not_be_alike_where_the_first_have_nothing_to_hide_behind():
+    """What is gathered for the first layers sticks out, and so do the last gradients."""
+    plan = residual_plan()
+    found = plan.context.planned
+    problem = found.network.problem
+    assert not plan.tied and plan.status == "optimal"
+    assert len({leaf.layout.dims for leaf in plan.inputs if leaf.path.endswith("/0")}) > 1
+    assert problem.objective(found.solution.states) < 0.98 * solve(problem).objective
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("memory", [None, 360 << 20])
+def test_what_sticks_out_of_unrolled_layers_is_what_xla_leaves_exposed(memory):
+    plan = residual_plan(memory=memory)
+    function, args = plan.context.program(plan)
+    compiled = compile_lowered(lower_for("h100:8", function, *args), "h100:8", timeout_s=300)
+    emitted = seconds(compiled, shardplan.Cluster.preset("h100"))
+    assert plan.seconds["total"] == pytest.approx(emitted.compute_s + emitted.exposed_s, rel=0.05)
 
 
 # ---- the two prices

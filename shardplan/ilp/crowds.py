@@ -44,6 +44,7 @@ FAR, AWAY = 0.03, 0.15
 def settled(
     make: Callable[[float, Crowds | None], Network],
     search: Callable[[Network, tuple[int, ...]], Solution],
+    apart: Callable[[Network, tuple[int, ...]], Solution] | None,
     lean: Callable[[Network], tuple[int, ...]],
     beside: float,
 ) -> tuple[Network, Solution]:
@@ -55,12 +56,13 @@ def settled(
     Args:
         make: the network at a price of what is hidden (`overlap.cheapest`), with arrays moved together as told, or all of a queue.
         search: answers it; the states are those of the plan before, or ().
+        apart: answers it with repeated layers that need not be alike, if that can be better, given states in which they are; or None.
         lean: the states of a network that hold the fewest bytes, or ().
         beside: as in `overlap.cheapest`.
     """
     found, solution = best = _planned(make, search, None, (), beside)
     optimistic = solution.objective
-    least = np.inf, np.inf  # bytes over the limit, and what is paid
+    least = np.inf, np.inf, True  # bytes over the limit, what is paid, whether layers had to be alike
     crowds: Crowds = ()
 
     def offer(found: Network, solution: Solution) -> float:
@@ -72,8 +74,8 @@ def settled(
             own = make(found.waiting, crowds)
         paid = own.parts(states).total(beside)
         over = 0.0 if own.problem.limit is None else max(0.0, own.problem.peak(states) - own.problem.limit)
-        if (over, paid) < least:
-            least, bound = (over, paid), paid if solution.status == "optimal" else paid * (1 - solution.gap)
+        if (over, paid, solution.tied) < least:
+            least, bound = (over, paid, solution.tied), paid if solution.status == "optimal" else paid * (1 - solution.gap)
             best = own, replace(solution, objective=paid, bound=bound)
         return paid if not over else np.inf
 
@@ -92,6 +94,10 @@ def settled(
                     offer(found, solution)
                 if not least < before:
                     break
+    if apart and best[1].states and best[1].tied:
+        found, solution = _planned(make, apart, best[0].crowds, best[1].states, beside)
+        if solution.states:
+            offer(found, solution)
     if best[1].states and least[0] and (states := lean(found)):
         offer(found, Solution("feasible", states, found.problem.objective(states), 0.0))
         found, solution = _planned(make, search, crowds, (), beside)
