@@ -1,4 +1,4 @@
-"""What it costs to plan repeated layers alike: every plan again without that, started from the folded one.
+"""What it still costs to plan repeated layers alike first: every plan searched once more without that, and longer.
 
     python benchmarks/folding.py                 all models, with room and under budgets
     python benchmarks/folding.py gpt moe          some of them
