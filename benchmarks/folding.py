@@ -27,6 +27,7 @@ import zoo  # noqa: E402
 import shardplan  # noqa: E402
 from shardplan.ilp import solve  # noqa: E402
 from shardplan.ilp.build import build  # noqa: E402
+from shardplan.ilp.crowds import repriced  # noqa: E402
 from shardplan.ilp.tables import PS  # noqa: E402
 from shardplan.mesh.reshard import Resharder  # noqa: E402
 from shardplan.planner import allowed_strategies  # noqa: E402
@@ -53,10 +54,13 @@ def plans(model: str, mesh) -> Iterator[tuple[str, shardplan.Plan]]:
 
 def pays(planned, states) -> float | None:
     """Picoseconds of a choice of states at the prices of what it moves together; None where it does not fit so."""
-    found, space, options = planned.network, planned.space, planned.options
+    space, options = planned.space, planned.options
     allowed, resharder = allowed_strategies(space, options=options), Resharder(space.mesh, space.cluster)
-    for _ in range(2):
-        found = build(space, resharder, options.memory, allowed, waiting=found.waiting, crowds=found.moved(states))
+
+    def network(waiting, crowds):
+        return build(space, resharder, options.memory, allowed, waiting=waiting, crowds=crowds)
+
+    found = repriced(network, planned.network, states)
     fits = options.memory is None or found.problem.peak(states) <= options.memory
     return found.parts(states).total(planned.beside) if fits else None
 

@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import math
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ def emulate_devices(count: int = 8) -> None:
     if cuda_without_driver and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no array of its own mapping
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: nothing back
 

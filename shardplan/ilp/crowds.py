@@ -63,15 +63,14 @@ def settled(
     found, solution = best = _planned(make, search, None, (), beside)
     optimistic = solution.objective
     least = np.inf, np.inf, True  # bytes over the limit, what is paid, whether layers had to be alike
-    crowds: Crowds = ()
+    crowds: Crowds | None = ()
 
     def offer(found: Network, solution: Solution) -> float:
         """Takes a plan if it is better, at its own prices, which it says."""
         nonlocal best, least, crowds
-        own, states = found, solution.states
-        for _ in range(2):  # at other prices the ways are others, too
-            crowds = own.moved(states)
-            own = make(found.waiting, crowds)
+        states = solution.states
+        own = repriced(make, found, states)
+        crowds = own.crowds
         paid = own.parts(states).total(beside)
         over = 0.0 if own.problem.limit is None else max(0.0, own.problem.peak(states) - own.problem.limit)
         if (over, paid, solution.tied) < least:
@@ -104,6 +103,14 @@ def settled(
         if solution.states:
             offer(found, solution)
     return best if not best[1].states or not least[0] else (best[0], Solution("infeasible", (), np.inf, 0.0))
+
+
+def repriced(make: Callable[[float, Crowds | None], Network], found: Network, states: tuple[int, ...]) -> Network:
+    """The network at the prices of what these states of `found` move together."""
+    own = found
+    for _ in range(2):  # at other prices the ways are others, too
+        own = make(found.waiting, own.moved(states))
+    return own
 
 
 def alike(space: Space) -> Iterator[Crowds]:

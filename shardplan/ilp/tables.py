@@ -104,7 +104,6 @@ class Tables:
 
         Rounded to powers of the fourth root of two, so that layers that are alike have the same tables.
         """
-
         each = self.waits.slack.get((j, k), 0.0), self.waits.scattered.get((j, k), 0.0)
         times = self.space.graph.ops[j].reads * PS
         summed, scattered = (np.rint(2 ** (round(4 * log2(s * times)) / 4)) if s > LEAST_SLACK_S else 0.0 for s in each)
@@ -136,7 +135,8 @@ class Tables:
             if any(hides):
                 part = GRADIENTS if space.places[v].queue == "gradient" else 1.0
                 sent = np.rint(resharder.bare.table(*ways, last=True) * (reads * PS * part))
-                sent = np.minimum(sent, np.where(self._scattered(sources, targets), *hides[::-1]))
+                summed, scattered = hides
+                sent = np.minimum(sent, np.where(self._scattered(sources, targets), scattered, summed))
             if turned:
                 table = table + self._turning(value.shape, turned, sources, targets) * (reads * PS)
             if fused:

@@ -115,6 +115,35 @@ class _Window:
     reads: float
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """The windows of arrays that are merged into one."""
+
+    windows: Mapping[_Key, _Window]
+
+    @property
+    def queue(self) -> tuple[Queue, Phase, int, Hashable]:
+        return next(iter(self.windows.values())).queue
+
+    @property
+    def made(self) -> float:
+        """When the last is there."""
+        return max(w.made for w in self.windows.values())
+
+    @property
+    def needed(self) -> float:
+        """When the first is waited for."""
+        return min(w.needed for w in self.windows.values())
+
+    @property
+    def bytes(self) -> float:
+        return sum(w.bytes for w in self.windows.values())
+
+    def takes(self, seconds: Callable[[Any, float], float]) -> float:
+        """How long it is on its way, in all its runs; `seconds` as in `waits`."""
+        return seconds(self.queue[3], self.bytes) * next(iter(self.windows.values())).reads
+
+
 def waits(
     graph: Graph,
     places: Sequence[Place],
@@ -132,10 +161,10 @@ def waits(
     Args:
         places: of all values.
         work_s: seconds of every op in one run.
-        moved: by the op that makes an array, the way that it is moved, which only arrays of the same way can be merged with, and the
-            bytes of the result on a device. By default all arrays of a queue are moved alike, and whole.
+        moved: by the op that makes an array, the way that it is moved (kind of collective, mesh axes), which only arrays of the
+            same way can be merged with, and the bytes of the result on a device. By default all of a queue are moved alike, and whole.
         seconds: what gathering so many bytes by one of these ways takes.
-        shards: into how many parts gradients are scattered that are not known to be moved so.
+        shards: into how many parts gradients are scattered that are not known to be moved so; 1 as if they arrived whole.
     """
     begun, done, now = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0
     for j in _order(graph, places):
@@ -168,16 +197,16 @@ def waits(
     chunks = _merged(windows)
     starts: dict[int, int] = {}
     for chunk in chunks:
-        if next(iter(chunk.values())).queue[0] == "gradient":
-            made = [at for at, *_ in chunk]
+        if chunk.queue[0] == "gradient":
+            made = [at for at, *_ in chunk.windows]
             starts.update(dict.fromkeys(made, max(made)))
 
     def slack(by: Mapping[_Key, _Window]) -> dict[tuple[int, int], float]:
         beside: dict[_Key, float] = {}
         merged = _merged(by)
         for chunk, room in zip(merged, _rooms(merged, seconds), strict=True):
-            whole = sum(window.bytes for window in chunk.values()) or 1.0
-            beside.update((key, room * window.bytes / whole) for key, window in chunk.items())
+            whole = chunk.bytes or 1.0
+            beside.update((key, room * window.bytes / whole) for key, window in chunk.windows.items())
         alone = (e for e, key in edges.items() if key in beside and not _fetched_again(graph, e[0], key))
         return {(j, k): beside[edges[j, k]] / graph.ops[j].reads for j, k in alone}
 
@@ -210,7 +239,7 @@ def _order(graph: Graph, places: Sequence[Place]) -> Iterator[int]:
     yield from late
 
 
-def _merged(windows: Mapping[_Key, _Window]) -> list[dict[_Key, _Window]]:
+def _merged(windows: Mapping[_Key, _Window]) -> list[_Chunk]:
     """Neighbours in a queue that are made into one together: gathers as they are needed, gradients as they are made."""
 
     def order(key: _Key):
@@ -225,52 +254,41 @@ def _merged(windows: Mapping[_Key, _Window]) -> list[dict[_Key, _Window]]:
         if full or not last or last[0].queue != windows[key].queue:
             out.append({})
         out[-1][key] = windows[key]
-    return out
+    return [_Chunk(chunk) for chunk in out]
 
 
-def _rooms(chunks: Sequence[Mapping[_Key, _Window]], seconds: Callable[[Any, float], float]) -> list[float]:
+def _rooms(chunks: Sequence[_Chunk], seconds: Callable[[Any, float], float]) -> list[float]:
     """Per chunk, the seconds of work from when it may begin, of gathers after those before it, until it is needed.
 
     Args:
-        chunks: arrays that are merged.
         seconds: as in `waits`; gathers whose way is not known take no time.
     """
-    spans = [(max(w.made for w in chunk.values()), min(w.needed for w in chunk.values())) for chunk in chunks]
-    out, free, gone = [max(0.0, needed - made) for made, needed in spans], 0.0, set()
-    ways = [next(iter(chunk.values())).queue for chunk in chunks]
-    known = [n for n, (queue, _, _, way) in enumerate(ways) if queue == "gather"]
-    for n in sorted(known, key=lambda n: (spans[n][1], ways[n][3] is None, n)):
-        (made, needed), way = spans[n], ways[n][3]
-        begins = max(made, free)
+    out, free, gone = [max(0.0, chunk.needed - chunk.made) for chunk in chunks], 0.0, set()
+    gathers = [(chunk.needed, chunk.queue[3] is None, n) for n, chunk in enumerate(chunks) if chunk.queue[0] == "gather"]
+    for needed, unknown, n in sorted(gathers):
+        begins = max(chunks[n].made, free)
         out[n] = max(0.0, needed - begins)
-        first = {key: window for key, window in chunks[n].items() if key[0] not in gone}  # later readers find it there
-        if way is not None and first:
-            takes = seconds(way, sum(window.bytes for window in first.values())) * next(iter(first.values())).reads
-            free = begins + min(takes, out[n])
-            gone.update(at for at, *_ in first)
+        first = _Chunk({key: w for key, w in chunks[n].windows.items() if key[0] not in gone})  # later readers find it there
+        if first.windows and not unknown:
+            free = begins + min(first.takes(seconds), out[n])
+            gone.update(at for at, *_ in first.windows)
     return out
 
 
-def _begins(chunks: Sequence[Mapping[_Key, _Window]], seconds: Callable[[Any, float], float]) -> dict[_Key, float]:
+def _begins(chunks: Sequence[_Chunk], seconds: Callable[[Any, float], float]) -> dict[_Key, float]:
     """When the gathers begin of arrays whose way is known: one after the other, as late as they can be done in time.
 
     The optimizer gathers nothing.
 
     Args:
-        chunks: arrays that are merged.
         seconds: as in `waits`.
     """
     out: dict[_Key, float] = {}
-    gathers = []
-    for chunk in chunks:
-        queue, phase, _, way = next(iter(chunk.values())).queue
-        if queue == "gather" and phase != "update" and way is not None:
-            gathers.append((min(w.needed for w in chunk.values()), way, chunk))
+    gathers = [c for c in chunks if c.queue[0] == "gather" and c.queue[1] != "update" and c.queue[3] is not None]
     free = inf
-    for needed, way, chunk in sorted(gathers, key=lambda gather: gather[0], reverse=True):
-        takes = seconds(way, sum(w.bytes for w in chunk.values())) * next(iter(chunk.values())).reads
-        free = max(max(w.made for w in chunk.values()), min(free, needed) - takes)
-        out.update(dict.fromkeys(chunk, free))
+    for chunk in sorted(gathers, key=lambda chunk: chunk.needed, reverse=True):
+        free = max(chunk.made, min(free, chunk.needed) - chunk.takes(seconds))
+        out.update(dict.fromkeys(chunk.windows, free))
     return out
 
 
