@@ -113,7 +113,7 @@ def test_gathers_begin_one_after_the_other_as_late_as_they_can_and_hold_memory_f
     assert begun(1.5) == products[:1] * 2  # the second needs half of the first product's time, and the first begins at once
 
 
-def test_a_gather_has_what_those_before_it_leave_of_the_time_until_it_is_needed():
+def test_a_gather_has_what_those_after_it_leave_of_the_time_until_it_is_needed():
     graph = graph_of()
     everywhere = places(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
@@ -126,8 +126,8 @@ def test_a_gather_has_what_those_before_it_leave_of_the_time_until_it_is_needed(
         return [slack[at, 0] for at in fetched]
 
     assert found(0.0) == [0.0, 1.0, 2.0]
-    assert found(0.25) == [0.0, 1.0, 1.75]
-    assert found(5.0) == [0.0, 1.0, 1.0]  # the second sticks out: the third begins when it is there
+    assert found(1.0) == [0.0, 1.0, 2.0]  # each beside the product before its own
+    assert found(1.25) == [0.0, 0.0, 2.0]  # the third begins with the first product, and the second is waited for before that
 
 
 def test_gradients_that_are_scattered_arrive_small_and_are_merged():

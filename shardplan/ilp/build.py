@@ -202,11 +202,14 @@ def build(
     pinned |= {start for start, end in graph.tied if end in pinned}
     moved = {at: (way, size) for (_, way), arrays in crowds or () for at, size in arrays}
 
-    def takes(way: Sent, size: float) -> float:
-        return collective.seconds(way[0], size, way[1], space.mesh, space.cluster)
+    def takes(way: Sent | str, size: float) -> float:
+        """Of a way of which only the kind is known, over all axes."""
+        kind, axes = (way, space.mesh.axes) if isinstance(way, str) else way
+        bytes_ = size * space.mesh.size(*axes) if kind == "reduce-scatter" else size
+        return collective.seconds(kind, bytes_, axes, space.mesh, space.cluster)
 
     shards = 1 if crowds is None else space.mesh.size(*space.mesh.axes)
-    wait = waits(graph, space.places, [float(s.min()) for s in space.seconds], moved, takes, shards)
+    wait = waits(graph, space.places, _work(space, {at: size for at, (_, size) in moved.items()}), moved, takes, shards)
     live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules], wait.starts, wait.fetched)
     tables = Tables(space, resharder, doubled, waiting, pinned, wait, crowds)
     edges, background = [], []
@@ -247,6 +250,24 @@ def build(
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
     return Network(space, problem, doubled, tuple(unpriced), tables.resharders, tuple(background), waiting, crowds)
+
+
+def _work(space: Space, sizes: Mapping[int, float]) -> list[float]:
+    """Seconds of every op in one run under its fastest strategy; what is computed with gradients takes them as they arrive.
+
+    Args:
+        sizes: by the op that makes an array that is moved, the bytes of the result on a device.
+    """
+    graph, least = space.graph, [float(s.min()) for s in space.seconds]
+    shards = space.mesh.size(*space.mesh.axes)
+    times = [1.0] * len(graph.ops)
+    for i, op in enumerate(graph.ops):
+        made = [graph.values[v].producer[0] for v in op.inputs if v is not None]
+        if i in sizes and space.places[op.outputs[0]].queue == "gradient":
+            times[i] = max(1.0, sizes[i] * shards / graph.values[op.outputs[0]].bytes)
+        elif op.phase != "forward" and made:
+            times[i] = max(times[at] for at in made)
+    return [s * (n if op.phase == "update" else 1.0) for s, n, op in zip(least, times, graph.ops, strict=True)]
 
 
 def _doubled(space: Space, limit: float | None) -> frozenset[int]:

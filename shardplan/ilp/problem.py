@@ -89,6 +89,11 @@ class Problem:
         total = sum(float(c[s]) for c, s in zip(self.costs, states, strict=True))
         return total + sum(float(e.cost[states[e.i], states[e.j]]) for e in self.edges)
 
+    def ceiling(self) -> float:
+        """What no choice of states costs more than, unless it takes a forbidden entry."""
+        most = {id(c): float(c.max(initial=0.0, where=np.isfinite(c))) for c in (*self.costs, *(e.cost for e in self.edges))}
+        return sum(most[id(c)] for c in self.costs) + sum(most[id(e.cost)] for e in self.edges)
+
     def memory(self, states) -> np.ndarray:
         """Left side of (2) for every time step, shape [T]."""
         return over_time((u.lo, u.hi, float(u.bytes[states[u.node]])) for u in self.usages)

@@ -98,6 +98,7 @@ class Chain:
         self.tree = Tree(record, clock)
         self.runs = _runs(record, clock)
         self.result: Bound | None = None  # the last one of the region
+        self.ceiling = region.problem.ceiling() + region.offset  # nothing costs more
 
     def run(self) -> bool:
         """True when it is proven that nothing better than the record is left."""
@@ -152,7 +153,7 @@ class Chain:
         while not self.clock.over():
             result = self.bounded()
             self.record.prove(result.value + self.region.offset)
-            if self.record.done or np.isinf(result.value):
+            if self.record.done or result.value + self.region.offset > self.ceiling:
                 return True
             self.region = self.region.after(result)
             self.focus(self.region, result)
@@ -213,11 +214,11 @@ class Chain:
         return self.record.worth - value if np.isfinite(self.record.worth) else UNKNOWN_GAP * abs(value) + 1.0
 
     def close(self) -> bool:
-        """Branches below goals, each twice as far from the bound, up to the best answer; True when that is a proof."""
+        """Branches below goals, each twice as far from the bound, up to the best answer, or the dearest; True when that is a proof."""
         reach = REACH * self.way()
         while not self.clock.over():
-            goal = min(self.bounded().value + self.region.offset + reach, self.record.worth)
-            left = self.tree.close(self.parts(goal), goal, GOAL_SHARE if goal < self.record.worth else 1.0)
+            goal = min(self.bounded().value + self.region.offset + reach, most := min(self.record.worth, self.ceiling))
+            left = self.tree.close(self.parts(goal), goal, GOAL_SHARE if goal < most else 1.0)
             while left and not self.clock.over():  # too hard so far: look for better answers, then go on
                 if self.runs is None:
                     self.tree.close(self.parts(self.record.worth), self.record.worth, GOAL_SHARE)
@@ -225,7 +226,7 @@ class Chain:
                     self.runs.run(self.region)
                 left = self.tree.close(left, goal, 1.0 if self.runs is None else GOAL_SHARE)
             self.record.prove(min([goal, *(region.bound for region in left)]))
-            if self.record.done or (goal >= self.record.worth and not left):
+            if self.record.done or (goal >= min(self.record.worth, self.ceiling) and not left):
                 return True
             reach *= 2
             if self.share() < AGAIN and self.narrow():

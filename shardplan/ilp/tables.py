@@ -20,9 +20,6 @@ from shardplan.strategies.space import Space
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
 
-GRADIENTS = 0.6
-"""XLA puts gradients' collectives late: of those that could be hidden whole this part is, where all of a gather is."""
-
 LEAST_SLACK_S = 1e-6
 """Work shorter than this hides nothing."""
 
@@ -133,8 +130,7 @@ class Tables:
             table = resharder.table(*ways) * (reads * PS)
             sent = np.zeros_like(table)
             if any(hides):
-                part = GRADIENTS if space.places[v].queue == "gradient" else 1.0
-                sent = np.rint(resharder.bare.table(*ways, last=True) * (reads * PS * part))
+                sent = np.rint(resharder.table(*ways, last=True) * (reads * PS))
                 summed, scattered = hides
                 sent = np.minimum(sent, np.where(self._scattered(sources, targets), scattered, summed))
             if turned:

@@ -101,7 +101,7 @@ class Waits:
 
 
 _Key = tuple[int, Phase, int]
-"""The op that makes an array; phase and loop of who reads it."""
+"""The op that makes an array; phase and loop of who reads it, of gradients at last."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,7 @@ def waits(
         begun[j] = now
         done[j] = now = now + work_s[j] * graph.ops[j].runs
     begun.append(now)
+    ordered = sorted(begun)
     stops = sorted({0, *(loop.stop for loop in graph.loops)})
     needed = list(range(len(graph.ops)))
     windows: dict[_Key, _Window] = {}
@@ -181,15 +182,17 @@ def waits(
         if op.primitive == "out":
             needed[j] = len(graph.ops)
         elif _hands_on(op):
-            needed[j] = min((needed[at] for v in op.outputs for at, _ in graph.values[v].consumers), default=j)
+            readers = (needed[at] for v in op.outputs for at, _ in graph.values[v].consumers)
+            needed[j] = min(readers, key=begun.__getitem__, default=j)
         for k, v in enumerate(op.inputs):
             if v is not None and (queue := places[v].queue) in ("gather", "gradient"):
                 at = places[v].origin
-                key = edges[j, k] = at, op.phase, op.loop
+                phase = op.phase if queue == "gather" else "update"
+                key = edges[j, k] = at, phase, op.loop
                 sizes[key] = min(sizes.get(key, inf), graph.values[v].bytes)
                 way, size = (moved or {}).get(at, (None, graph.values[v].bytes))
                 after = stops[bisect_right(stops, needed[j]) - 1] if queue == "gather" else 0
-                asked = queue, op.phase, places[v].crowd, way
+                asked = queue, phase, places[v].crowd, way
                 found = _Window(max(done[at], begun[after]), begun[needed[j]], asked, size, op.reads)
                 if (seen := windows.get(key)) is not None:
                     found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
@@ -204,8 +207,8 @@ def waits(
     def slack(by: Mapping[_Key, _Window]) -> dict[tuple[int, int], float]:
         beside: dict[_Key, float] = {}
         merged = _merged(by)
-        for chunk, room in zip(merged, _rooms(merged, seconds), strict=True):
-            whole = chunk.bytes or 1.0
+        for chunk, (_, stops) in zip(merged, _spans(merged, seconds, ordered), strict=True):
+            room, whole = max(0.0, stops - chunk.made), chunk.bytes or 1.0
             beside.update((key, room * window.bytes / whole) for key, window in chunk.windows.items())
         alone = (e for e, key in edges.items() if key in beside and not _fetched_again(graph, e[0], key))
         return {(j, k): beside[edges[j, k]] / graph.ops[j].reads for j, k in alone}
@@ -218,16 +221,23 @@ def waits(
     summed = {key: as_all(key, "all-reduce", 1) if key in gone else w for key, w in windows.items()}
     gradients = {key: w for key, w in windows.items() if w.queue[0] == "gradient"}
     scattered = {key: w if key in gone else as_all(key, "reduce-scatter", shards) for key, w in gradients.items()}
-    begins = _begins(chunks, seconds)
+    spans = zip(chunks, _spans(chunks, seconds, ordered), strict=True)
+    gathers = ((c, begins) for c, (begins, _) in spans if c.queue[0] == "gather" and c.queue[1] != "update" and c.queue[3] is not None)
+    begins = {key: at for chunk, at in gathers for key in chunk.windows}
     times = list(accumulate(reversed(begun), min))[::-1]  # products that wait for the end of a loop begin late
     fetched = {j: bisect_right(times, begins[key]) - 1 for (j, _), key in edges.items() if key in begins}
     return Waits(slack(summed), slack(scattered), starts, {j: at for j, at in fetched.items() if at < j})
 
 
 def _order(graph: Graph, places: Sequence[Place]) -> Iterator[int]:
-    """The ops as XLA runs them: in a loop, products that only make gradients last, just before what leaves the loop."""
+    """The ops as XLA runs them.
+
+    In a loop, products that only make gradients come last, just before what leaves the loop; at the end of the step, what is computed
+    with gradients comes as these arrive.
+    """
+    last = max((j for j, op in enumerate(graph.ops) if op.phase != "update" or op.loop >= 0), default=-1) + 1
     late: list[int] = []
-    for j, op in enumerate(graph.ops):
+    for j, op in enumerate(graph.ops[:last]):
         if late and (op.primitive in PUT_BY or op.loop != graph.ops[late[-1]].loop):
             yield from late
             late.clear()
@@ -237,6 +247,10 @@ def _order(graph: Graph, places: Sequence[Place]) -> Iterator[int]:
         else:
             yield j
     yield from late
+    there = list(range(last))  # per op, the last of the others that it waits for
+    for op in graph.ops[last:]:
+        there.append(max((there[graph.values[v].producer[0]] for v in op.inputs if v is not None), default=-1))
+    yield from sorted(range(last, len(graph.ops)), key=there.__getitem__)
 
 
 def _merged(windows: Mapping[_Key, _Window]) -> list[_Chunk]:
@@ -257,38 +271,37 @@ def _merged(windows: Mapping[_Key, _Window]) -> list[_Chunk]:
     return [_Chunk(chunk) for chunk in out]
 
 
-def _rooms(chunks: Sequence[_Chunk], seconds: Callable[[Any, float], float]) -> list[float]:
-    """Per chunk, the seconds of work from when it may begin, of gathers after those before it, until it is needed.
+def _spans(
+    chunks: Sequence[_Chunk], seconds: Callable[[Any, float], float], starts: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Per chunk, from when until when it runs: one of a queue at a time, as late as can be, from the start of some op.
 
-    Args:
-        seconds: as in `waits`; gathers whose way is not known take no time.
-    """
-    out, free, gone = [max(0.0, chunk.needed - chunk.made) for chunk in chunks], 0.0, set()
-    gathers = [(chunk.needed, chunk.queue[3] is None, n) for n, chunk in enumerate(chunks) if chunk.queue[0] == "gather"]
-    for needed, unknown, n in sorted(gathers):
-        begins = max(chunks[n].made, free)
-        out[n] = max(0.0, needed - begins)
-        first = _Chunk({key: w for key, w in chunks[n].windows.items() if key[0] not in gone})  # later readers find it there
-        if first.windows and not unknown:
-            free = begins + min(first.takes(seconds), out[n])
-            gone.update(at for at, *_ in first.windows)
-    return out
-
-
-def _begins(chunks: Sequence[_Chunk], seconds: Callable[[Any, float], float]) -> dict[_Key, float]:
-    """When the gathers begin of arrays whose way is known: one after the other, as late as they can be done in time.
-
-    The optimizer gathers nothing.
+    What moves by a way that is not known has all the time before the next, and keeps none waiting; nor does a later reader, which may
+    find the array there.
 
     Args:
         seconds: as in `waits`.
+        starts: when ops start, in order.
     """
-    out: dict[_Key, float] = {}
-    gathers = [c for c in chunks if c.queue[0] == "gather" and c.queue[1] != "update" and c.queue[3] is not None]
-    free = inf
-    for chunk in sorted(gathers, key=lambda chunk: chunk.needed, reverse=True):
-        free = max(chunk.made, min(free, chunk.needed) - chunk.takes(seconds))
-        out.update(dict.fromkeys(chunk.windows, free))
+    out = [(0.0, 0.0)] * len(chunks)
+    gathers, gradients = ([n for n, c in enumerate(chunks) if c.queue[0] == queue] for queue in ("gather", "gradient"))
+    gathers.sort(key=lambda n: (chunks[n].needed, chunks[n].queue[3] is None))
+    gradients.sort(key=lambda n: chunks[n].made)
+    for queue in gathers, gradients:
+        gone: set[int] = set()
+        news = {}
+        for n in queue:
+            news[n] = _Chunk({key: w for key, w in chunks[n].windows.items() if key[0] not in gone})
+            if chunks[n].queue[3] is not None:
+                gone.update(at for at, *_ in chunks[n].windows)
+        free = inf
+        for n in reversed(queue):
+            begins, stops = chunks[n].made, min(chunks[n].needed, free)
+            if chunks[n].queue[3] is not None:
+                late = stops - (news[n] if news[n].windows else chunks[n]).takes(seconds)
+                begins = max(begins, starts[bisect_right(starts, late) - 1] if late > 0 else 0.0)
+                free = begins if news[n].windows else free
+            out[n] = begins, stops
     return out
 
 

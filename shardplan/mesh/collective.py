@@ -98,18 +98,20 @@ def lines(kind: str, axes: tuple[str, ...], mesh: MeshShape, cluster: Cluster, c
     return tuple((a / crowd.arrays, b + a * per_byte) for a, b in _lines(kind, link, cluster))
 
 
-def around(kind: str, cluster: Cluster, among: int = 1) -> Line:
-    """Seconds, and seconds per byte, of the kernels that XLA puts around a collective.
+def around(kind: str, cluster: Cluster, among: int = 1) -> tuple[float, float, float]:
+    """Of the kernels that XLA puts around a collective: seconds per byte of one that many arrays share; least seconds, and seconds
+    per byte, of one for each array.
 
     It puts the arrays of a merged all-reduce into one buffer and cuts each out of it again, and rearranges what is exchanged so that
     the part of each device lies together.
     """
     device = cluster.device
+    least, per_byte = device.kernel_latency_s, 2 / device.memory_rate
     if kind == "all-to-all":
-        return device.kernel_latency_s, 2 / device.memory_rate
+        return 0.0, least, per_byte
     if kind == "slice":
-        return device.kernel_latency_s, 0.0
-    return (device.kernel_latency_s, 4 / device.memory_rate) if among > 1 and kind == "all-reduce" else (0.0, 0.0)
+        return 0.0, least, 0.0
+    return (per_byte, least, per_byte) if among > 1 and kind == "all-reduce" else (0.0, 0.0, 0.0)
 
 
 @functools.lru_cache(maxsize=4096)

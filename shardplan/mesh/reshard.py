@@ -66,7 +66,6 @@ class Resharder:
         crowd: the arrays that take such ways at once, of whose collectives XLA makes one for each kind and axes.
         merged: kinds of collectives of which it does.
         known: of some kinds and axes, which arrays really do.
-        kernels: whether the kernels count that XLA puts around collectives (`collective.around`).
         cuts: whether sums may be completed and then cut up, which XLA does as asked where they are merged, and may scatter otherwise.
         wider: kinds of collectives that send this many times the bytes of the array (`collective.wider`).
         lattice: that of another resharder on this mesh, to be shared.
@@ -82,21 +81,20 @@ class Resharder:
         crowd: Crowd = ALONE,
         merged: tuple[str, ...] = MERGED,
         known: tuple[tuple[Sent, Crowd], ...] = (),
-        kernels: bool = True,
         cuts: bool = False,
         wider: tuple[tuple[str, float], ...] = (),
         lattice: Lattice | None = None,
     ):
         self.mesh = mesh
         self.cluster = cluster
-        self.crowd, self.merged, self.known, self.kernels = crowd, merged, dict(known), kernels
+        self.crowd, self.merged, self.known = crowd, merged, dict(known)
         self.wider, self.cuts = dict(wider), cuts
         self._lattice = lattice or Lattice(mesh, cluster.reduce_scatter)
         self._tables: dict[tuple, np.ndarray] = {}
         self._lines: dict[Ways, np.ndarray] = {}
         self._distances: dict[tuple, _Distances] = {}
         self._paths: dict[tuple, tuple[Step, ...]] = {}
-        self._settings = {"crowd": crowd, "merged": merged, "known": known, "kernels": kernels, "cuts": cuts, "wider": wider}
+        self._settings = {"crowd": crowd, "merged": merged, "known": known, "cuts": cuts, "wider": wider}
         self._others: dict[tuple, Resharder] = {}
 
     def combining(
@@ -119,11 +117,6 @@ class Resharder:
             sums[kind] = times * sums.get(kind, 1.0)
         return self._but(wider=tuple(sums.items())) if sums else self
 
-    @functools.cached_property
-    def bare(self) -> Resharder:
-        """The same ways, at the seconds of their collectives alone: what other work can hide."""
-        return self._but(kernels=False)
-
     def _but(self, **changes) -> Resharder:
         """This one but for some settings; the same for the same."""
         settings = self._settings | changes
@@ -142,7 +135,7 @@ class Resharder:
             itemsize: bytes per element.
             srcs: layouts to come from.
             dsts: layouts to go to.
-            last: of the path's last collective alone.
+            last: of the path's last collective alone, without the kernels that XLA puts around it (`collective.around`).
 
         Returns:
             float64 [len(srcs), len(dsts)], read-only; the same object for the same arguments, and for any other shape of
@@ -197,20 +190,20 @@ class Resharder:
         return self._distances[region, total]
 
     def _priced(self, ways: Ways) -> np.ndarray:
-        """[edge class, algorithm] -> (seconds at 0 bytes, seconds per byte)."""
+        """[edge class, algorithm] -> seconds at 0 bytes and per byte of the collective; per byte, at least and per byte of its kernels."""
         if ways not in self._lines:
             found = [self._lines_of(kind, tuple(self._lattice.axes[a] for a in axes)) for kind, axes, _, _ in ways.classes]
             width = max(map(len, found), default=1)
-            self._lines[ways] = np.array([[*x, *[x[-1]] * (width - len(x))] for x in found], float).reshape(-1, width, 2)
+            self._lines[ways] = np.array([[*x, *[x[-1]] * (width - len(x))] for x in found], float).reshape(-1, width, 5)
         return self._lines[ways]
 
-    def _lines_of(self, kind: str, over: tuple[str, ...]) -> list[collective.Line]:
-        others = self.known.get((kind, over), self.crowd) if kind in self.merged else ALONE
+    def _lines_of(self, kind: str, over: tuple[str, ...]) -> list[tuple[float, ...]]:
+        others, wider = self.known.get((kind, over), self.crowd) if kind in self.merged else ALONE, self.wider.get(kind, 1.0)
         found = []
         for crowd in dict.fromkeys((ALONE, others)):
-            more = collective.around(kind, self.cluster, crowd.arrays) if self.kernels else (0.0, 0.0)
+            first, least, second = collective.around(kind, self.cluster, crowd.arrays)
             some = collective.lines(kind, over, self.mesh, self.cluster, crowd)
-            found += [(a + more[0], (b + more[1]) * self.wider.get(kind, 1.0)) for a, b in some]
+            found += [(a, b * wider, first * wider, least, second * wider) for a, b in some]
         return found
 
     def _path(self, shape, itemsize, src: Layout, dst: Layout) -> tuple[Step, ...]:
@@ -246,14 +239,19 @@ class _Distances:
     def __init__(self, region: Region, total_bytes: float, lines: np.ndarray, cuts: bool):
         self.region, self.cuts = region, cuts
         self.bytes = total_bytes / region.ways.class_shards
-        self.cost = (lines[:, :, 0] + self.bytes[:, None] * lines[:, :, 1]).min(axis=1, initial=np.inf)  # per edge class
+        alone, per_byte, first, least, second = np.moveaxis(lines, 2, 0)
+        size = self.bytes[:, None]
+        sent = alone + size * per_byte
+        cost = sent + size * first + np.maximum(least, size * second)
+        best = cost.argmin(axis=1)[:, None] if cost.size else np.zeros((len(cost), 0), np.int64)
+        self.cost, self.sent = (np.take_along_axis(x, best, axis=1).ravel() for x in (cost, sent))  # per edge class
         self.row = np.full(len(region.allowed), -1)
         self.starts = np.empty(0, np.int64)
         self.rows = np.empty((len(region.nodes), 0))  # [place, start]: seconds of the whole way
         self.ends = np.empty((len(region.nodes), 0))  # those of its last step, for as many starts as were asked for
 
     def between(self, src: np.ndarray, dst: np.ndarray, last: bool = False) -> np.ndarray:
-        """Seconds [len(src), len(dst)], of the whole way or of its last collective."""
+        """Seconds [len(src), len(dst)], of the whole way or of its last collective alone."""
         start = self.region.canon[src]
         self._ensure(start)
         if last and (new := len(self.starts) - self.ends.shape[1]):
@@ -268,10 +266,10 @@ class _Distances:
             self.rows = np.hstack([self.rows, self._search(new)])
 
     def _blocks(self, starts: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Per block of edges: where they come from, [edge, start] what they cost, [edge, 1] whether they are collectives."""
+        """Per block of edges: where they come from, [edge, start] what they cost, [edge, 1] what of it a collective takes alone."""
         axes, ways = self._axes(starts), self.region.ways
-        moves = np.array([kind != "slice" for kind, *_ in ways.classes], bool)
-        return [(sources, self._costs(group, *axes), moves[group][:, None]) for sources, group in self.region.blocks]
+        sent = np.where([kind != "slice" for kind, *_ in ways.classes], self.sent, np.nan)
+        return [(sources, self._costs(group, *axes), sent[group][:, None]) for sources, group in self.region.blocks]
 
     def _search(self, starts: np.ndarray) -> np.ndarray:
         """Bellman-Ford from every start at once: [place, start] -> seconds of the whole way."""
@@ -288,13 +286,13 @@ class _Distances:
             best = found
 
     def _last(self, starts: np.ndarray, best: np.ndarray) -> np.ndarray:
-        """Of the shortest ways, the seconds of the last collective; of several such ways, the most."""
+        """Of the shortest ways, the seconds of the last collective alone; of several such ways, the most."""
         blocks, last = self._blocks(starts), np.zeros_like(best)
         while True:
             found = np.zeros_like(best)
-            for sources, cost, moved in blocks:
+            for sources, cost, sent in blocks:
                 head, taken = found[: len(sources)], np.isfinite(cost) & (best[sources] + cost == best[: len(sources)])
-                np.maximum(head, np.where(moved, cost, last[sources]), out=head, where=taken)
+                np.maximum(head, np.where(np.isnan(sent), last[sources], sent), out=head, where=taken)
             if np.array_equal(found, last):
                 return last
             last = found

@@ -53,14 +53,20 @@ def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) ->
             put = len(readers) == 1 and graph.ops[readers[0]].primitive == "loop_stack"  # computed as the row is written
             out[v] = not put and not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
     for op in graph.ops:
-        v = op.inputs[0] if op.primitive == "transpose" and len(op.ins[0].shape) == 2 and out[op.outputs[0]] else None
-        if v is not None and graph.ops[graph.values[v].producer[0]].primitive == "dot_general" and len(graph.values[v].consumers) == 1:
-            out[v] = False  # the product is written in this order
+        if (v := _product(graph, op)) is not None and out[op.outputs[0]]:
+            out[v] = False
     for v in (*_turned(graph, rules), *_also_zeros(graph)):
         out[v] = True
     for v in _cheaper_kept(graph, rules, out, sums):
         out[v] = True
     return tuple(out)
+
+
+def _product(graph: Graph, op: Op) -> int | None:
+    """The product that XLA writes in the order in which op, a transpose and the only one to read it, turns it."""
+    v = op.inputs[0] if op.primitive == "transpose" and len(op.ins[0].shape) == 2 else None
+    alone = v is not None and len(graph.values[v].consumers) == 1
+    return v if alone and graph.ops[graph.values[v].producer[0]].primitive == "dot_general" else None
 
 
 def _also_zeros(graph: Graph) -> Iterator[int]:
@@ -212,6 +218,9 @@ def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
     """
     own = _own(graph, rules, written, sums)
     inside = _kernels(graph, written, own)
+    found = ((_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
+    turned = {v: w for v, w in found if v is not None and written[w]}
+    done = frozenset(turned.values())
     seen: set[tuple[Kernel, int]] = set()  # what a kernel has read or made
     moved: dict[Kernel, float] = {}
     stands: dict[Kernel, int] = {}
@@ -232,7 +241,11 @@ def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
                 seen.add((kernel, root))
                 moved[kernel] = moved.get(kernel, 0.0) + graph.values[op.outputs[0] if partly else root].bytes
         for k, v in enumerate(op.outputs):
-            if written[v] and not idle:
+            if v in turned:
+                results[k] += 1
+            elif v in done:
+                seen.add((own[at], v))
+            elif written[v] and not idle:
                 stands.setdefault(own[at], at)
                 seen.add((own[at], v))
                 if op.primitive in PUTS:
