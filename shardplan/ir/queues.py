@@ -166,12 +166,57 @@ def waits(
         seconds: what gathering so many bytes by one of these ways takes.
         shards: into how many parts gradients are scattered that are not known to be moved so; 1 as if they arrived whole.
     """
+    windows, edges, sizes, begun = _windows(graph, places, work_s, moved or {}, late=False)
+    chunks = _merged(windows)
+    starts: dict[int, int] = {}
+    for chunk in chunks:
+        if chunk.queue[0] == "gradient":
+            made = [at for at, *_ in chunk.windows]
+            starts.update(dict.fromkeys(made, max(made)))
+
+    def slack(by: Mapping[_Key, _Window], begun: Sequence[float]) -> dict[tuple[int, int], float]:
+        beside: dict[_Key, float] = {}
+        merged = _merged(by)
+        for chunk, (_, stops) in zip(merged, _spans(merged, seconds, begun), strict=True):
+            room, whole = max(0.0, stops - chunk.made), chunk.bytes or 1.0
+            beside.update((key, room * window.bytes / whole) for key, window in chunk.windows.items())
+        alone = (e for e, key in edges.items() if key in beside and not _fetched_again(graph, e[0], key))
+        return {(j, k): beside[edges[j, k]] / graph.ops[j].reads for j, k in alone}
+
+    def as_all(key: _Key, window: _Window, kind: str, shards: int) -> _Window:
+        """An array moved in another way than it is known to be, as all of its queue then."""
+        return replace(window, queue=(*window.queue[:3], kind), bytes=sizes[key] / shards)
+
+    gone = {key for key, w in windows.items() if isinstance(w.queue[3], tuple) and w.queue[3][0] == "reduce-scatter"}
+    summed = {key: as_all(key, w, "all-reduce", 1) if key in gone else w for key, w in windows.items()}
+    late, *_, then = _windows(graph, places, work_s, moved or {}, late=True)
+    gradients = {key: w for key, w in late.items() if w.queue[0] == "gradient"}
+    scattered = {key: w if key in gone else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
+    spans = zip(chunks, _spans(chunks, seconds, begun), strict=True)
+    gathers = ((c, begins) for c, (begins, _) in spans if c.queue[0] == "gather" and c.queue[1] != "update" and c.queue[3] is not None)
+    begins = {key: at for chunk, at in gathers for key in chunk.windows}
+    times = list(accumulate(reversed(begun), min))[::-1]  # products that wait for the end of a loop begin late
+    fetched = {j: bisect_right(times, begins[key]) - 1 for (j, _), key in edges.items() if key in begins}
+    return Waits(slack(summed, begun), slack(scattered, then), starts, {j: at for j, at in fetched.items() if at < j})
+
+
+def _windows(
+    graph: Graph,
+    places: Sequence[Place],
+    work_s: Sequence[float],
+    moved: Mapping[int, tuple[Hashable, float]],
+    late: bool,
+) -> tuple[dict[_Key, _Window], dict[tuple[int, int], _Key], dict[_Key, float], list[float]]:
+    """The windows, which one each (op, operand) has, bytes of the whole arrays, and when each op starts, and the step ends.
+
+    Args:
+        late: as in `_order`; the others as in `waits`.
+    """
     begun, done, now = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0
-    for j in _order(graph, places):
+    for j in _order(graph, places, late):
         begun[j] = now
         done[j] = now = now + work_s[j] * graph.ops[j].runs
     begun.append(now)
-    ordered = sorted(begun)
     stops = sorted({0, *(loop.stop for loop in graph.loops)})
     needed = list(range(len(graph.ops)))
     windows: dict[_Key, _Window] = {}
@@ -190,63 +235,37 @@ def waits(
                 phase = op.phase if queue == "gather" else "update"
                 key = edges[j, k] = at, phase, op.loop
                 sizes[key] = min(sizes.get(key, inf), graph.values[v].bytes)
-                way, size = (moved or {}).get(at, (None, graph.values[v].bytes))
+                way, size = moved.get(at, (None, graph.values[v].bytes))
                 after = stops[bisect_right(stops, needed[j]) - 1] if queue == "gather" else 0
                 asked = queue, phase, places[v].crowd, way
                 found = _Window(max(done[at], begun[after]), begun[needed[j]], asked, size, op.reads)
                 if (seen := windows.get(key)) is not None:
                     found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
                 windows[key] = found
-    chunks = _merged(windows)
-    starts: dict[int, int] = {}
-    for chunk in chunks:
-        if chunk.queue[0] == "gradient":
-            made = [at for at, *_ in chunk.windows]
-            starts.update(dict.fromkeys(made, max(made)))
-
-    def slack(by: Mapping[_Key, _Window]) -> dict[tuple[int, int], float]:
-        beside: dict[_Key, float] = {}
-        merged = _merged(by)
-        for chunk, (_, stops) in zip(merged, _spans(merged, seconds, ordered), strict=True):
-            room, whole = max(0.0, stops - chunk.made), chunk.bytes or 1.0
-            beside.update((key, room * window.bytes / whole) for key, window in chunk.windows.items())
-        alone = (e for e, key in edges.items() if key in beside and not _fetched_again(graph, e[0], key))
-        return {(j, k): beside[edges[j, k]] / graph.ops[j].reads for j, k in alone}
-
-    def as_all(key: _Key, kind: str, shards: int) -> _Window:
-        """An array moved in another way than it is known to be, as all of its queue then."""
-        return replace(windows[key], queue=(*windows[key].queue[:3], kind), bytes=sizes[key] / shards)
-
-    gone = {key for key, w in windows.items() if isinstance(w.queue[3], tuple) and w.queue[3][0] == "reduce-scatter"}
-    summed = {key: as_all(key, "all-reduce", 1) if key in gone else w for key, w in windows.items()}
-    gradients = {key: w for key, w in windows.items() if w.queue[0] == "gradient"}
-    scattered = {key: w if key in gone else as_all(key, "reduce-scatter", shards) for key, w in gradients.items()}
-    spans = zip(chunks, _spans(chunks, seconds, ordered), strict=True)
-    gathers = ((c, begins) for c, (begins, _) in spans if c.queue[0] == "gather" and c.queue[1] != "update" and c.queue[3] is not None)
-    begins = {key: at for chunk, at in gathers for key in chunk.windows}
-    times = list(accumulate(reversed(begun), min))[::-1]  # products that wait for the end of a loop begin late
-    fetched = {j: bisect_right(times, begins[key]) - 1 for (j, _), key in edges.items() if key in begins}
-    return Waits(slack(summed), slack(scattered), starts, {j: at for j, at in fetched.items() if at < j})
+    return windows, edges, sizes, begun
 
 
-def _order(graph: Graph, places: Sequence[Place]) -> Iterator[int]:
+def _order(graph: Graph, places: Sequence[Place], late: bool) -> Iterator[int]:
     """The ops as XLA runs them.
 
     In a loop, products that only make gradients come last, just before what leaves the loop; at the end of the step, what is computed
     with gradients comes as these arrive.
+
+    Args:
+        late: whether products that only make gradients come last in the backward pass, too: those that are scattered do.
     """
     last = max((j for j, op in enumerate(graph.ops) if op.phase != "update" or op.loop >= 0), default=-1) + 1
-    late: list[int] = []
+    put_off: list[int] = []
     for j, op in enumerate(graph.ops[:last]):
-        if late and (op.primitive in PUT_BY or op.loop != graph.ops[late[-1]].loop):
-            yield from late
-            late.clear()
-        gradient = op.loop >= 0 and op.phase == "backward" and op.primitive in PUT_OFF
+        if put_off and (op.primitive in PUT_BY or op.loop != graph.ops[put_off[-1]].loop):
+            yield from put_off
+            put_off.clear()
+        gradient = (late or op.loop >= 0) and op.phase == "backward" and op.primitive in PUT_OFF
         if gradient and all(places[v].queue == "gradient" for v in op.outputs):
-            late.append(j)
+            put_off.append(j)
         else:
             yield j
-    yield from late
+    yield from put_off
     there = list(range(last))  # per op, the last of the others that it waits for
     for op in graph.ops[last:]:
         there.append(max((there[graph.values[v].producer[0]] for v in op.inputs if v is not None), default=-1))
@@ -281,9 +300,9 @@ def _spans(
 
     Args:
         seconds: as in `waits`.
-        starts: when ops start, in order.
+        starts: when ops start.
     """
-    out = [(0.0, 0.0)] * len(chunks)
+    out, starts = [(0.0, 0.0)] * len(chunks), sorted(starts)
     gathers, gradients = ([n for n, c in enumerate(chunks) if c.queue[0] == queue] for queue in ("gather", "gradient"))
     gathers.sort(key=lambda n: (chunks[n].needed, chunks[n].queue[3] is None))
     gradients.sort(key=lambda n: chunks[n].made)

@@ -17,7 +17,6 @@ distances per (rank, bytes) answers every table; tables are cached and handed ou
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -190,7 +189,7 @@ class Resharder:
         return self._distances[region, total]
 
     def _priced(self, ways: Ways) -> np.ndarray:
-        """[edge class, algorithm] -> seconds at 0 bytes and per byte of the collective; per byte, at least and per byte of its kernels."""
+        """[edge class, algorithm] -> (seconds at 0 bytes, seconds per byte, and what is `collective.around` it)."""
         if ways not in self._lines:
             found = [self._lines_of(kind, tuple(self._lattice.axes[a] for a in axes)) for kind, axes, _, _ in ways.classes]
             width = max(map(len, found), default=1)
