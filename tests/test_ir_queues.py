@@ -288,12 +288,11 @@ def norm_step(params, x):
     return [p - 0.1 * g / norm for p, g in zip(params, grads, strict=True)]
 
 
-def planned_norm(pins):
+def planned_norm(pins, memory=None):
     params, batch = [S((1024, 1024), F32)] * 8, S((4096, 1024), BF16)
     mesh = AbstractMesh((8, 8), ("node", "gpu"))
-    step = shardplan.auto(mesh, cluster="h100", donate_argnums=0, pins=pins | {"x": P(("node", "gpu"))})(norm_step)
+    step = shardplan.auto(mesh, cluster="h100", donate_argnums=0, pins=pins | {"x": P(("node", "gpu"))}, memory=memory)(norm_step)
     return step, (params, batch)
-
 
 
 def test_the_norm_of_gradients_that_are_split_alike_is_summed_once():
@@ -340,6 +339,6 @@ def test_gradients_are_all_summed_where_scattering_pays_one_latency_more():
 
 def test_gradients_are_scattered_along_the_dim_that_lies_outermost():
     """Along another XLA turns parameters and moments for the update (`ir/beside.py`); what costs the same otherwise is split there."""
-    step, args = planned_norm({})
+    step, args = planned_norm({}, memory=40 << 20)
     layouts = {x.layout.dims for x in step.plan(*args).inputs if x.path.startswith("params")}
     assert layouts and all(rows and not columns for rows, columns in layouts)

@@ -119,8 +119,9 @@ class Network:
                 v = op.inputs[k]
                 assert v is not None
                 place = self.space.places[v]
-                for step in steps if place.members > 1 else ():
-                    if step.kind in MERGED:
+                waited = place.queue == "line" and op.phase == "backward" and op.loop < 0
+                for step in steps if place.members > 1 or waited else ():
+                    if step.kind in MERGED or waited:
                         size = graph.values[v].bytes / step.after.shards(self.space.mesh)
                         moved.setdefault((place.crowd, (step.kind, step.axes)), {})[place.origin] = size
         return tuple((way, tuple(sorted(sizes.items()))) for way, sizes in sorted(moved.items()))
@@ -200,7 +201,9 @@ def build(
 
     pinned = frozenset(allowed or ())
     pinned |= {start for start, end in graph.tied if end in pinned}
-    moved = {at: (way, size) for (_, way), arrays in crowds or () for at, size in arrays}
+    line = {place.crowd for place in space.places if place.queue == "line"}
+    moved, awaited = ({at: (way, size) for (crowd, way), arrays in crowds or () if (crowd in line) == of_line for at, size in arrays}
+                      for of_line in (False, True))  # fmt: skip
 
     def takes(way: Sent | str, size: float) -> float:
         """Of a way of which only the kind is known, over all axes."""
@@ -209,7 +212,7 @@ def build(
         return collective.seconds(kind, bytes_, axes, space.mesh, space.cluster)
 
     shards = 1 if crowds is None else space.mesh.size(*space.mesh.axes)
-    wait = waits(graph, space.places, _work(space, {at: size for at, (_, size) in moved.items()}), moved, takes, shards)
+    wait = waits(graph, space.places, _work(space, {at: size for at, (_, size) in moved.items()}), moved, takes, shards, awaited)
     live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules], wait.starts, wait.fetched)
     tables = Tables(space, resharder, doubled, waiting, pinned, wait, crowds)
     edges, background = [], []

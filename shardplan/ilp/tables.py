@@ -67,7 +67,8 @@ class Tables:
         known: dict[int, tuple[tuple[Sent, Crowd], ...]] = {}
         for (crowd, way), arrays in crowds or ():
             together = Crowd(len(arrays), sum(n for _, n in arrays) > COMBINED_BYTES)
-            known[crowd] = (*known.get(crowd, ()), (way, together))
+            if len(arrays) > 1:
+                known[crowd] = (*known.get(crowd, ()), (way, together))
         # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
         kinds = (("all-reduce", "reduce-scatter") if p.queue == "gradient" else MERGED for p in space.places)
         self.resharders = tuple(

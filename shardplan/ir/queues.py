@@ -151,6 +151,7 @@ def waits(
     moved: Mapping[int, tuple[Hashable, float]] | None = None,
     seconds: Callable[[Any, float], float] = lambda way, size: 0.0,
     shards: int = 1,
+    awaited: Mapping[int, tuple[Hashable, float]] | None = None,
 ) -> Waits:
     """A reshard may last from when the array is made until somebody computes with it.
 
@@ -165,8 +166,10 @@ def waits(
             same way can be merged with, and the bytes of the result on a device. By default all of a queue are moved alike, and whole.
         seconds: what gathering so many bytes by one of these ways takes.
         shards: into how many parts gradients are scattered that are not known to be moved so; 1 as if they arrived whole.
+        awaited: as `moved`, of arrays in line in the backward pass outside of loops.
     """
-    windows, edges, sizes, begun = _windows(graph, places, work_s, moved or {}, late=False)
+    behind = {at: seconds(*asked) for at, asked in (awaited or {}).items()}
+    windows, edges, sizes, begun, beside_line = _windows(graph, places, work_s, moved or {}, behind, bool(behind))
     chunks = _merged(windows)
     starts: dict[int, int] = {}
     for chunk in chunks:
@@ -189,7 +192,7 @@ def waits(
 
     gone = {key for key, w in windows.items() if isinstance(w.queue[3], tuple) and w.queue[3][0] == "reduce-scatter"}
     summed = {key: as_all(key, w, "all-reduce", 1) if key in gone else w for key, w in windows.items()}
-    late, *_, then = _windows(graph, places, work_s, moved or {}, late=True)
+    late, *_, then, _ = _windows(graph, places, work_s, moved or {}, behind, late=True)
     gradients = {key: w for key, w in late.items() if w.queue[0] == "gradient"}
     scattered = {key: w if key in gone else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
     spans = zip(chunks, _spans(chunks, seconds, begun), strict=True)
@@ -197,7 +200,7 @@ def waits(
     begins = {key: at for chunk, at in gathers for key in chunk.windows}
     times = list(accumulate(reversed(begun), min))[::-1]  # products that wait for the end of a loop begin late
     fetched = {j: bisect_right(times, begins[key]) - 1 for (j, _), key in edges.items() if key in begins}
-    return Waits(slack(summed, begun), slack(scattered, then), starts, {j: at for j, at in fetched.items() if at < j})
+    return Waits(slack(summed, begun) | beside_line, slack(scattered, then), starts, {j: at for j, at in fetched.items() if at < j})
 
 
 def _windows(
@@ -205,17 +208,24 @@ def _windows(
     places: Sequence[Place],
     work_s: Sequence[float],
     moved: Mapping[int, tuple[Hashable, float]],
+    awaited: Mapping[int, float],
     late: bool,
-) -> tuple[dict[_Key, _Window], dict[tuple[int, int], _Key], dict[_Key, float], list[float]]:
-    """The windows, which one each (op, operand) has, bytes of the whole arrays, and when each op starts, and the step ends.
+) -> tuple[dict[_Key, _Window], dict[tuple[int, int], _Key], dict[_Key, float], list[float], dict[tuple[int, int], float]]:
+    """The windows, which one each (op, operand) has, bytes of the whole arrays, when each op starts, and the step ends, and seconds of
+    work beside what is awaited.
 
     Args:
-        late: as in `_order`; the others as in `waits`.
+        awaited, late: as in `_order`; the others as in `waits`.
     """
-    begun, done, now = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0
-    for j in _order(graph, places, late):
+    begun, done, now, line = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0, 0.0
+    beside: dict[tuple[int, int], float] = {}
+    put_off = 0.0
+    for j, filler in _order(graph, places, work_s, awaited, late):
         begun[j] = now
         done[j] = now = now + work_s[j] * graph.ops[j].runs
+        put_off += (now - begun[j]) * filler
+        for k in () if filler else _awaits(graph, places, awaited, j):
+            beside[j, k], put_off, line = put_off, 0.0, now
     begun.append(now)
     stops = sorted({0, *(loop.stop for loop in graph.loops)})
     needed = list(range(len(graph.ops)))
@@ -238,38 +248,56 @@ def _windows(
                 way, size = moved.get(at, (None, graph.values[v].bytes))
                 after = stops[bisect_right(stops, needed[j]) - 1] if queue == "gather" else 0
                 asked = queue, phase, places[v].crowd, way
-                found = _Window(max(done[at], begun[after]), begun[needed[j]], asked, size, op.reads)
+                first = begun[after] if queue == "gather" else line  # what is awaited goes first
+                found = _Window(max(done[at], first), begun[needed[j]], asked, size, op.reads)
                 if (seen := windows.get(key)) is not None:
                     found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
                 windows[key] = found
-    return windows, edges, sizes, begun
+    return windows, edges, sizes, begun, beside
 
 
-def _order(graph: Graph, places: Sequence[Place], late: bool) -> Iterator[int]:
-    """The ops as XLA runs them.
+def _awaits(graph: Graph, places: Sequence[Place], awaited: Mapping[int, float], j: int) -> list[int]:
+    """The operands that op j waits for in the backward pass."""
+    op = graph.ops[j]
+    if op.phase != "backward" or op.loop >= 0 or not awaited:
+        return []
+    return [k for k, v in enumerate(op.inputs) if v is not None and places[v].queue == "line" and places[v].origin in awaited]
+
+
+def _order(
+    graph: Graph, places: Sequence[Place], work_s: Sequence[float], awaited: Mapping[int, float], late: bool
+) -> Iterator[tuple[int, bool]]:
+    """The ops as XLA runs them, and whether it does while something else is awaited.
 
     In a loop, products that only make gradients come last, just before what leaves the loop; at the end of the step, what is computed
     with gradients comes as these arrive.
 
     Args:
-        late: whether products that only make gradients come last in the backward pass, too: those that are scattered do.
+        work_s: seconds of every op in one run.
+        awaited: by the op that makes an array that is moved in line, how long that takes.
+        late: whether products that only make gradients come last in the backward pass, too, or while something is awaited.
     """
     last = max((j for j, op in enumerate(graph.ops) if op.phase != "update" or op.loop >= 0), default=-1) + 1
     put_off: list[int] = []
     for j, op in enumerate(graph.ops[:last]):
         if put_off and (op.primitive in PUT_BY or op.loop != graph.ops[put_off[-1]].loop):
-            yield from put_off
+            yield from ((at, False) for at in put_off)
             put_off.clear()
+        for k in _awaits(graph, places, awaited, j):
+            left = awaited[places[op.inputs[k]].origin]
+            while put_off and left > 0:
+                left -= work_s[put_off[0]]
+                yield put_off.pop(0), True
         gradient = (late or op.loop >= 0) and op.phase == "backward" and op.primitive in PUT_OFF
         if gradient and all(places[v].queue == "gradient" for v in op.outputs):
             put_off.append(j)
         else:
-            yield j
-    yield from put_off
+            yield j, False
+    yield from ((at, False) for at in put_off)
     there = list(range(last))  # per op, the last of the others that it waits for
     for op in graph.ops[last:]:
         there.append(max((there[graph.values[v].producer[0]] for v in op.inputs if v is not None), default=-1))
-    yield from sorted(range(last, len(graph.ops)), key=there.__getitem__)
+    yield from ((j, False) for j in sorted(range(last, len(graph.ops)), key=there.__getitem__))
 
 
 def _merged(windows: Mapping[_Key, _Window]) -> list[_Chunk]:
