@@ -202,8 +202,10 @@ def build(
     pinned = frozenset(allowed or ())
     pinned |= {start for start, end in graph.tied if end in pinned}
     line = {place.crowd for place in space.places if place.queue == "line"}
-    moved, awaited = ({at: (way, size) for (crowd, way), arrays in crowds or () if (crowd in line) == of_line for at, size in arrays}
-                      for of_line in (False, True))  # fmt: skip
+    moved: dict[int, tuple[Sent, float]] = {}
+    awaited: dict[int, tuple[Sent, float]] = {}
+    for (crowd, way), arrays in crowds or ():
+        (awaited if crowd in line else moved).update((at, (way, size)) for at, size in arrays)
 
     def takes(way: Sent | str, size: float) -> float:
         """Of a way of which only the kind is known, over all axes."""

@@ -156,8 +156,10 @@ def waits(
     """A reshard may last from when the array is made until somebody computes with it.
 
     XLA starts no gather before a loop that ends before its reader. Of arrays that are merged the one made last is waited for, and the
-    one that is needed first waits for all; each has its part of the time between, by bytes. Gathers run one at a time, as they are
-    needed, so those that are known to come before leave an array less time. In memory they begin as late as they can be done in time.
+    one that is needed first waits for all; each has its part of the time between, by bytes. Gathers run one at a time, and so do
+    gradients, as late as they can be done in time: what is known to come after leaves those before it less. Products whose gradients
+    are scattered come last in the backward pass, each beside the scatter of those before. All do where somebody in the backward pass
+    waits for collectives in line, which go before those of gradients, beside as many of these products as there are.
 
     Args:
         places: of all values.
@@ -168,64 +170,82 @@ def waits(
         shards: into how many parts gradients are scattered that are not known to be moved so; 1 as if they arrived whole.
         awaited: as `moved`, of arrays in line in the backward pass outside of loops.
     """
-    behind = {at: seconds(*asked) for at, asked in (awaited or {}).items()}
-    windows, edges, sizes, begun, beside_line = _windows(graph, places, work_s, moved or {}, behind, bool(behind))
-    chunks = _merged(windows)
+    line = _awaited(graph, places, {at: seconds(*asked) for at, asked in (awaited or {}).items()})
+    early, late = (_schedule(graph, places, work_s, moved or {}, line, put_off) for put_off in (bool(line), True))
+    chunks = _merged(early.windows)
     starts: dict[int, int] = {}
     for chunk in chunks:
         if chunk.queue[0] == "gradient":
             made = [at for at, *_ in chunk.windows]
             starts.update(dict.fromkeys(made, max(made)))
 
-    def slack(by: Mapping[_Key, _Window], begun: Sequence[float]) -> dict[tuple[int, int], float]:
+    def slack(by: Mapping[_Key, _Window], schedule: _Schedule) -> dict[tuple[int, int], float]:
         beside: dict[_Key, float] = {}
         merged = _merged(by)
-        for chunk, (_, stops) in zip(merged, _spans(merged, seconds, begun), strict=True):
+        for chunk, (_, stops) in zip(merged, _spans(merged, seconds, schedule.begun), strict=True):
             room, whole = max(0.0, stops - chunk.made), chunk.bytes or 1.0
             beside.update((key, room * window.bytes / whole) for key, window in chunk.windows.items())
-        alone = (e for e, key in edges.items() if key in beside and not _fetched_again(graph, e[0], key))
-        return {(j, k): beside[edges[j, k]] / graph.ops[j].reads for j, k in alone}
+        alone = (e for e, key in schedule.edges.items() if key in beside and not _fetched_again(graph, e[0], key))
+        return {(j, k): beside[schedule.edges[j, k]] / graph.ops[j].reads for j, k in alone}
 
     def as_all(key: _Key, window: _Window, kind: str, shards: int) -> _Window:
         """An array moved in another way than it is known to be, as all of its queue then."""
-        return replace(window, queue=(*window.queue[:3], kind), bytes=sizes[key] / shards)
+        return replace(window, queue=(*window.queue[:3], kind), bytes=early.sizes[key] / shards)
 
-    gone = {key for key, w in windows.items() if isinstance(w.queue[3], tuple) and w.queue[3][0] == "reduce-scatter"}
-    summed = {key: as_all(key, w, "all-reduce", 1) if key in gone else w for key, w in windows.items()}
-    late, *_, then, _ = _windows(graph, places, work_s, moved or {}, behind, late=True)
-    gradients = {key: w for key, w in late.items() if w.queue[0] == "gradient"}
+    gone = {key for key, w in early.windows.items() if isinstance(w.queue[3], tuple) and w.queue[3][0] == "reduce-scatter"}
+    summed = {key: as_all(key, w, "all-reduce", 1) if key in gone else w for key, w in early.windows.items()}
+    gradients = {key: w for key, w in late.windows.items() if w.queue[0] == "gradient"}
     scattered = {key: w if key in gone else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
-    spans = zip(chunks, _spans(chunks, seconds, begun), strict=True)
+    spans = zip(chunks, _spans(chunks, seconds, early.begun), strict=True)
     gathers = ((c, begins) for c, (begins, _) in spans if c.queue[0] == "gather" and c.queue[1] != "update" and c.queue[3] is not None)
     begins = {key: at for chunk, at in gathers for key in chunk.windows}
-    times = list(accumulate(reversed(begun), min))[::-1]  # products that wait for the end of a loop begin late
-    fetched = {j: bisect_right(times, begins[key]) - 1 for (j, _), key in edges.items() if key in begins}
-    return Waits(slack(summed, begun) | beside_line, slack(scattered, then), starts, {j: at for j, at in fetched.items() if at < j})
+    times = list(accumulate(reversed(early.begun), min))[::-1]  # products that wait for the end of a loop begin late
+    fetched = {j: bisect_right(times, begins[key]) - 1 for (j, _), key in early.edges.items() if key in begins}
+    beside = {**slack(summed, early), **early.beside}
+    return Waits(beside, slack(scattered, late), starts, {j: at for j, at in fetched.items() if at < j})
 
 
-def _windows(
+@dataclass(frozen=True)
+class _Schedule:
+    """When ops run, and what may move meanwhile.
+
+    Attributes:
+        begun: per op, when it starts; and the end of the step.
+        windows: of all arrays that are gathered, and of gradients.
+        edges: (op, operand) -> which window.
+        sizes: bytes of the whole arrays.
+        beside: (op, operand) that is awaited -> seconds of work meanwhile.
+    """
+
+    begun: Sequence[float]
+    windows: Mapping[_Key, _Window]
+    edges: Mapping[tuple[int, int], _Key]
+    sizes: Mapping[_Key, float]
+    beside: Mapping[tuple[int, int], float]
+
+
+def _schedule(
     graph: Graph,
     places: Sequence[Place],
     work_s: Sequence[float],
     moved: Mapping[int, tuple[Hashable, float]],
-    awaited: Mapping[int, float],
+    awaited: Mapping[int, Mapping[int, float]],
     late: bool,
-) -> tuple[dict[_Key, _Window], dict[tuple[int, int], _Key], dict[_Key, float], list[float], dict[tuple[int, int], float]]:
-    """The windows, which one each (op, operand) has, bytes of the whole arrays, when each op starts, and the step ends, and seconds of
-    work beside what is awaited.
+) -> _Schedule:
+    """Ops in the order in which XLA runs them.
 
     Args:
         awaited, late: as in `_order`; the others as in `waits`.
     """
-    begun, done, now, line = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0, 0.0
+    begun, done, now, line, meanwhile = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0, 0.0, 0.0
     beside: dict[tuple[int, int], float] = {}
-    put_off = 0.0
-    for j, filler in _order(graph, places, work_s, awaited, late):
+    for j, put_off in _order(graph, places, work_s, awaited, late):
         begun[j] = now
         done[j] = now = now + work_s[j] * graph.ops[j].runs
-        put_off += (now - begun[j]) * filler
-        for k in () if filler else _awaits(graph, places, awaited, j):
-            beside[j, k], put_off, line = put_off, 0.0, now
+        meanwhile += (done[j] - begun[j]) * put_off
+        if j in awaited:
+            beside.update(((j, k), meanwhile * s / sum(awaited[j].values())) for k, s in awaited[j].items())
+            meanwhile, line = 0.0, begun[j]
     begun.append(now)
     stops = sorted({0, *(loop.stop for loop in graph.loops)})
     needed = list(range(len(graph.ops)))
@@ -248,33 +268,39 @@ def _windows(
                 way, size = moved.get(at, (None, graph.values[v].bytes))
                 after = stops[bisect_right(stops, needed[j]) - 1] if queue == "gather" else 0
                 asked = queue, phase, places[v].crowd, way
-                first = begun[after] if queue == "gather" else line  # what is awaited goes first
+                first = begun[after] if queue == "gather" else line if op.loop < 0 else 0.0  # what is awaited goes before gradients
                 found = _Window(max(done[at], first), begun[needed[j]], asked, size, op.reads)
                 if (seen := windows.get(key)) is not None:
                     found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
                 windows[key] = found
-    return windows, edges, sizes, begun, beside
+    return _Schedule(begun, windows, edges, sizes, beside)
 
 
-def _awaits(graph: Graph, places: Sequence[Place], awaited: Mapping[int, float], j: int) -> list[int]:
-    """The operands that op j waits for in the backward pass."""
-    op = graph.ops[j]
-    if op.phase != "backward" or op.loop >= 0 or not awaited:
-        return []
-    return [k for k, v in enumerate(op.inputs) if v is not None and places[v].queue == "line" and places[v].origin in awaited]
+def _awaited(graph: Graph, places: Sequence[Place], takes: Mapping[int, float]) -> dict[int, dict[int, float]]:
+    """By op of the backward pass that is in no loop, the operands that it waits for in line, and for how long.
+
+    Args:
+        takes: seconds, by the op that makes an array that is moved in line.
+    """
+    out: dict[int, dict[int, float]] = {}
+    for j, op in enumerate(graph.ops):
+        for k, v in enumerate(op.inputs if op.phase == "backward" and op.loop < 0 else ()):
+            if v is not None and places[v].queue == "line" and takes.get(places[v].origin, 0.0) > 0:
+                out.setdefault(j, {})[k] = takes[places[v].origin]
+    return out
 
 
 def _order(
-    graph: Graph, places: Sequence[Place], work_s: Sequence[float], awaited: Mapping[int, float], late: bool
+    graph: Graph, places: Sequence[Place], work_s: Sequence[float], awaited: Mapping[int, Mapping[int, float]], late: bool
 ) -> Iterator[tuple[int, bool]]:
-    """The ops as XLA runs them, and whether it does while something else is awaited.
+    """The ops as XLA runs them, and whether it puts them off until something is awaited.
 
     In a loop, products that only make gradients come last, just before what leaves the loop; at the end of the step, what is computed
     with gradients comes as these arrive.
 
     Args:
         work_s: seconds of every op in one run.
-        awaited: by the op that makes an array that is moved in line, how long that takes.
+        awaited: by op, the operands that it waits for, and for how long.
         late: whether products that only make gradients come last in the backward pass, too, or while something is awaited.
     """
     last = max((j for j, op in enumerate(graph.ops) if op.phase != "update" or op.loop >= 0), default=-1) + 1
@@ -283,11 +309,10 @@ def _order(
         if put_off and (op.primitive in PUT_BY or op.loop != graph.ops[put_off[-1]].loop):
             yield from ((at, False) for at in put_off)
             put_off.clear()
-        for k in _awaits(graph, places, awaited, j):
-            left = awaited[places[op.inputs[k]].origin]
-            while put_off and left > 0:
-                left -= work_s[put_off[0]]
-                yield put_off.pop(0), True
+        left = sum(awaited[j].values()) if j in awaited else 0.0
+        while put_off and left > 0:
+            left -= work_s[put_off[0]]
+            yield put_off.pop(0), True
         gradient = (late or op.loop >= 0) and op.phase == "backward" and op.primitive in PUT_OFF
         if gradient and all(places[v].queue == "gradient" for v in op.outputs):
             put_off.append(j)

@@ -65,8 +65,9 @@ def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) ->
 def _product(graph: Graph, op: Op) -> int | None:
     """The product that XLA writes in the order in which op, a transpose and the only one to read it, turns it."""
     v = op.inputs[0] if op.primitive == "transpose" and len(op.ins[0].shape) == 2 else None
-    alone = v is not None and len(graph.values[v].consumers) == 1
-    return v if alone and graph.ops[graph.values[v].producer[0]].primitive == "dot_general" else None
+    if v is None or len(graph.values[v].consumers) > 1 or graph.ops[graph.values[v].producer[0]].primitive != "dot_general":
+        return None
+    return v
 
 
 def _also_zeros(graph: Graph) -> Iterator[int]:
