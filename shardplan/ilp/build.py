@@ -119,7 +119,7 @@ class Network:
                 v = op.inputs[k]
                 assert v is not None
                 place = self.space.places[v]
-                waited = place.queue == "line" and op.phase == "backward" and op.loop < 0
+                waited = place.queue == "line" and op.phase != "update" and op.loop < 0
                 for step in steps if place.members > 1 or waited else ():
                     if step.kind in MERGED or waited:
                         size = graph.values[v].bytes / step.after.shards(self.space.mesh)

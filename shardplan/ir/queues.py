@@ -15,7 +15,7 @@ while other work goes on, as far as XLA's schedule has any between the op that m
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -159,7 +159,8 @@ def waits(
     one that is needed first waits for all; each has its part of the time between, by bytes. Gathers run one at a time, and so do
     gradients, as late as they can be done in time: what is known to come after leaves those before it less. Products whose gradients
     are scattered come last in the backward pass, each beside the scatter of those before. All do where somebody in the backward pass
-    waits for collectives in line, which go before those of gradients, beside as many of these products as there are.
+    waits for collectives in line, which go before those of gradients, beside as many of these products as there are. Gathers do not
+    last over collectives in line.
 
     Args:
         places: of all values.
@@ -168,10 +169,11 @@ def waits(
             same way can be merged with, and the bytes of the result on a device. By default all of a queue are moved alike, and whole.
         seconds: what gathering so many bytes by one of these ways takes.
         shards: into how many parts gradients are scattered that are not known to be moved so; 1 as if they arrived whole.
-        awaited: as `moved`, of arrays in line in the backward pass outside of loops.
+        awaited: as `moved`, of arrays in line outside of loops.
     """
     line = _awaited(graph, places, {at: seconds(*asked) for at, asked in (awaited or {}).items()})
-    early, late = (_schedule(graph, places, work_s, moved or {}, line, put_off) for put_off in (bool(line), True))
+    waiting = any(graph.ops[j].phase == "backward" for j in line)
+    early, late = (_schedule(graph, places, work_s, moved or {}, line, put_off) for put_off in (waiting, True))
     chunks = _merged(early.windows)
     starts: dict[int, int] = {}
     for chunk in chunks:
@@ -237,7 +239,7 @@ def _schedule(
     Args:
         awaited, late: as in `_order`; the others as in `waits`.
     """
-    begun, done, now, line, meanwhile = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0, 0.0, 0.0
+    begun, done, now, meanwhile = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0, 0.0
     beside: dict[tuple[int, int], float] = {}
     for j, put_off in _order(graph, places, work_s, awaited, late):
         begun[j] = now
@@ -245,8 +247,9 @@ def _schedule(
         meanwhile += (done[j] - begun[j]) * put_off
         if j in awaited:
             beside.update(((j, k), meanwhile * s / sum(awaited[j].values())) for k, s in awaited[j].items())
-            meanwhile, line = 0.0, begun[j]
+            meanwhile = 0.0
     begun.append(now)
+    lines = sorted(begun[j] for j in awaited)
     stops = sorted({0, *(loop.stop for loop in graph.loops)})
     needed = list(range(len(graph.ops)))
     windows: dict[_Key, _Window] = {}
@@ -268,7 +271,9 @@ def _schedule(
                 way, size = moved.get(at, (None, graph.values[v].bytes))
                 after = stops[bisect_right(stops, needed[j]) - 1] if queue == "gather" else 0
                 asked = queue, phase, places[v].crowd, way
-                first = begun[after] if queue == "gather" else line if op.loop < 0 else 0.0  # what is awaited goes before gradients
+                first = begun[after] if queue == "gather" else 0.0
+                if op.loop < 0:  # what is awaited goes before gradients, and gathers go between
+                    first = max([first, *(lines[: bisect_left(lines, begun[needed[j]])] if queue == "gather" else lines)[-1:]])
                 found = _Window(max(done[at], first), begun[needed[j]], asked, size, op.reads)
                 if (seen := windows.get(key)) is not None:
                     found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
@@ -277,14 +282,14 @@ def _schedule(
 
 
 def _awaited(graph: Graph, places: Sequence[Place], takes: Mapping[int, float]) -> dict[int, dict[int, float]]:
-    """By op of the backward pass that is in no loop, the operands that it waits for in line, and for how long.
+    """By op of the forward and backward pass that is in no loop, the operands that it waits for in line, and for how long.
 
     Args:
         takes: seconds, by the op that makes an array that is moved in line.
     """
     out: dict[int, dict[int, float]] = {}
     for j, op in enumerate(graph.ops):
-        for k, v in enumerate(op.inputs if op.phase == "backward" and op.loop < 0 else ()):
+        for k, v in enumerate(op.inputs if op.phase != "update" and op.loop < 0 else ()):
             if v is not None and places[v].queue == "line" and takes.get(places[v].origin, 0.0) > 0:
                 out.setdefault(j, {})[k] = takes[places[v].origin]
     return out
