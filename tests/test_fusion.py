@@ -59,6 +59,12 @@ def test_what_is_read_and_written(fun, moved):
     assert megabytes(fun, X) == pytest.approx(moved, rel=0.01)
 
 
+def test_a_product_is_written_transposed_while_it_is_computed():
+    wide = S((4096, 4096), F32)
+    assert whole(lambda x: (x @ x).T, wide, cluster=H100) == whole(lambda x: x @ x, wide, cluster=H100)
+    assert megabytes(lambda x: (x @ x).T + 1, X) == megabytes(lambda x: x @ x + 1, X)
+
+
 def test_zeros_that_a_scatter_starts_from_are_written_for_other_readers_too():
     def masked(scattered):
         def run(x, rows, at):

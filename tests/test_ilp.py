@@ -206,6 +206,17 @@ def test_a_limit_below_the_least_peak_is_infeasible():
     assert solve(chain(60, 5, limit=least.bound_bytes * 0.99)).status == "infeasible"
 
 
+def test_what_prices_allow_and_no_answer_meets_is_proven_infeasible_below_the_dearest_answer():
+    """An odd number of arrays, each on one of two steps, do not fit where half of them would."""
+    rng, n = np.random.default_rng(0), 15
+    costs = tuple(rng.integers(0, 1000, 2).astype(float) for _ in range(n))
+    edges = tuple(Edge(i, j, rng.integers(0, 1000, (2, 2)).astype(float)) for i in range(n) for j in (i + 1, i + 3) if j < n)
+    usages = tuple(Usage(i, t, t + 1, np.array(held)) for i in range(n) for t, held in ((60, (2.0, 0.0)), (62, (0.0, 2.0))))
+    solution = solve(Problem(costs, edges, usages, float(n)))
+    assert solution.status == "infeasible" and solution.stats["bounds"] < 10
+    assert solve(Problem(costs, edges, usages, n + 1.0)).status == "optimal"
+
+
 def test_time_limit_returns_the_best_answer_so_far():
     problem = chain(120, 6)
     least = least_memory(problem)

@@ -130,6 +130,55 @@ def test_a_gather_has_what_those_after_it_leave_of_the_time_until_it_is_needed()
     assert found(1.25) == [0.0, 0.0, 2.0]  # the third begins with the first product, and the second is waited for before that
 
 
+def test_sums_of_gradients_run_one_at_a_time_beside_what_is_made_of_those_before():
+    graph = graph_of()
+    everywhere = places(graph, [False] * len(graph.values))
+    products = [at for at, op in enumerate(graph.ops) if op.primitive == "dot_general"]
+    made = [at for at in products if graph.ops[at].phase == "backward" and everywhere[graph.ops[at].outputs[0]].queue == "gradient"]
+    updates = {at for at, op in enumerate(graph.ops) if op.primitive == "sub" and op.outs[0].shape == (64, 64)}
+    work = [1.0 if at in products else 0.5 if at in updates else 0.0 for at in range(len(graph.ops))]
+    leaves = [graph.readers(graph.ops[at].outputs[0]) for at in made]
+    edges = [(reader, 0) for readers in leaves for reader in readers]
+    apart = {at: (at, 1.0) for at in made}  # no two by one way
+
+    def found(seconds):
+        slack = waits(graph, everywhere, work, apart, lambda way, size: seconds).slack
+        return [slack[edge] for edge in edges]
+
+    assert len(edges) == 3 and found(0.0) == [4.0, 2.5, 1.0]  # products that are left, and updates with gradients made before
+    assert found(1.0) == [3.0, 2.0, 1.0]  # each until the next begins
+    assert found(2.5) == [2.0, 2.0, 1.0]  # the last begins when it is there
+
+
+def test_gradients_wait_for_what_the_backward_pass_waits_for_and_gathers_go_between():
+    graph = graph_of()
+    everywhere = places(graph, [False] * len(graph.values))
+    products = [at for at, op in enumerate(graph.ops) if op.primitive == "dot_general"]
+    work = [1.0 if at in products else 0.0 for at in range(len(graph.ops))]
+    back = [at for at in products if graph.ops[at].phase == "backward"]
+    chain = [at for at in back if everywhere[graph.ops[at].outputs[0]].queue == "line"]
+    made = [at for at in back if at not in chain]
+    edge = (next(iter(graph.readers(graph.ops[made[0]].outputs[0]))), 0)
+
+    apart = {at: (("free", at), 1.0) for at in (*made, *graph.args)}  # no two by one way
+
+    def found(*line):
+        line = {at: (("line", at), 1.0) for at in line}
+        return waits(graph, everywhere, work, apart, lambda way, size: float(way[0] == "line"), awaited=line)
+
+    assert found().slack[edge] == 4.0
+    last = found(chain[-1])
+    taken = [(at, k) for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
+             if v is not None and everywhere[v].origin == chain[-1]]  # fmt: skip
+    assert max(last.slack.get(e, 0.0) for e in taken) == 1.0  # beside the product of the first gradient, which was put off
+    assert last.slack[edge] < 4.0  # and that leaves only afterwards
+    first = products[0]
+    weights = [(at, 0) for at, op in enumerate(graph.ops) if op.primitive == "convert_element_type" and op.phase == "forward"
+               and op.outs[0].shape == (64, 64)]  # fmt: skip
+    assert [found().slack[e] for e in weights] == [0.0, 1.0, 2.0]
+    assert [found(first).slack[e] for e in weights] == [0.0, 1.0, 1.0]  # the third begins behind what is awaited
+
+
 def test_gradients_that_are_scattered_arrive_small_and_are_merged():
     graph = graph_of(layers=4, width=3600)
     everywhere = places(graph, [False] * len(graph.values))
