@@ -11,6 +11,7 @@ from shardplan import planfile
 from shardplan.view.html import to_html
 
 X, W = jax.ShapeDtypeStruct((4096, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+LONG = jax.ShapeDtypeStruct((16384, 1024), jnp.float32)
 MESH = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
 
 
@@ -57,7 +58,7 @@ def test_a_constraint_may_disagree_with_its_own_gradient():
         return jnp.mean((h @ w["down"]) ** 2)
 
     pins = {"w/up": P(None, "model"), "w/down": P("model", None)}
-    plan = planned(jax.grad(loss), {"up": W, "down": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}, X, pins=pins)
+    plan = planned(jax.grad(loss), {"up": W, "down": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}, LONG, pins=pins)
     names = {c.pins for c in plan.conflicts}
     assert any(one == other and one.startswith("with_sharding_constraint at ") for one, other in names)
     assert any("w/up: pin 'w/up' = P(None, 'model')" in pair for pair in names)
