@@ -188,7 +188,7 @@ def test_gradients_that_are_scattered_arrive_small_and_are_merged():
               if op.primitive == "transpose" and v in weights}  # fmt: skip
 
     def windows(moved):
-        found = waits(graph, everywhere, work, moved, shards=8)
+        found = waits(graph, everywhere, work, moved, shards=8, gone=moved or ())
         return [slack[edge] for edge in leaves for slack in (found.slack, found.scattered)]
 
     alike = pytest.approx([5, 0, 3, 0, 1, 0, 0, 0], abs=0.01)  # each with the bias made after it; scattered, all with the last

@@ -202,19 +202,29 @@ def build(
     pinned = frozenset(allowed or ())
     pinned |= {start for start, end in graph.tied if end in pinned}
     line = {place.crowd for place in space.places if place.queue == "line"}
-    moved: dict[int, tuple[Sent, float]] = {}
-    awaited: dict[int, tuple[Sent, float]] = {}
+    moved: dict[int, list[tuple[Sent, float]]] = {}
+    awaited: dict[int, list[tuple[Sent, float]]] = {}
     for (crowd, way), arrays in crowds or ():
-        (awaited if crowd in line else moved).update((at, (way, size)) for at, size in arrays)
+        for at, size in arrays:
+            (awaited if crowd in line else moved).setdefault(at, []).append((way, size))
 
-    def takes(way: Sent | str, size: float) -> float:
-        """Of a way of which only the kind is known, over all axes."""
-        kind, axes = (way, space.mesh.axes) if isinstance(way, str) else way
-        bytes_ = size * space.mesh.size(*axes) if kind == "reduce-scatter" else size
-        return collective.seconds(kind, bytes_, axes, space.mesh, space.cluster)
+    def takes(way: tuple[tuple[Sent, float], ...] | str, size: float) -> float:
+        """Of all collectives on a way, by what part of `size` each makes; of a way of which only the kind is known, over all axes."""
+        found = 0.0
+        for (kind, axes), part in (((way, space.mesh.axes), 1.0),) if isinstance(way, str) else way:
+            bytes_ = size * part * (space.mesh.size(*axes) if kind == "reduce-scatter" else 1)
+            found += collective.seconds(kind, bytes_, axes, space.mesh, space.cluster)
+        return found
+
+    def whole(steps: list[tuple[Sent, float]]) -> tuple[tuple[tuple[Sent, float], ...], float]:
+        most = max(size for _, size in steps)
+        return tuple((way, size / (most or 1.0)) for way, size in steps), most
 
     shards = 1 if crowds is None else space.mesh.size(*space.mesh.axes)
-    wait = waits(graph, space.places, _work(space, {at: size for at, (_, size) in moved.items()}), moved, takes, shards, awaited)
+    sizes = {at: min(size for _, size in steps) for at, steps in moved.items()}
+    ways, lines = ({at: whole(steps) for at, steps in of.items()} for of in (moved, awaited))
+    scattered = {at for at, steps in moved.items() if any(kind == "reduce-scatter" for (kind, _), _ in steps)}
+    wait = waits(graph, space.places, _work(space, sizes), ways, takes, shards, scattered, lines)
     live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules], wait.starts, wait.fetched)
     tables = Tables(space, resharder, doubled, waiting, pinned, wait, crowds)
     edges, background = [], []
@@ -258,21 +268,28 @@ def build(
 
 
 def _work(space: Space, sizes: Mapping[int, float]) -> list[float]:
-    """Seconds of every op in one run under its fastest strategy; what is computed with gradients takes them as they arrive.
+    """Seconds of every op in one run under its fastest strategy; of what is computed with gradients, as these arrive.
 
     Args:
         sizes: by the op that makes an array that is moved, the bytes of the result on a device.
     """
-    graph, least = space.graph, [float(s.min()) for s in space.seconds]
-    shards = space.mesh.size(*space.mesh.axes)
-    times = [1.0] * len(graph.ops)
+    graph = space.graph
+    part = [0.0] * len(graph.ops)  # of the work, what a device does at least
     for i, op in enumerate(graph.ops):
         made = [graph.values[v].producer[0] for v in op.inputs if v is not None]
         if i in sizes and space.places[op.outputs[0]].queue == "gradient":
-            times[i] = max(1.0, sizes[i] * shards / graph.values[op.outputs[0]].bytes)
+            part[i] = sizes[i] / graph.values[op.outputs[0]].bytes
         elif op.phase != "forward" and made:
-            times[i] = max(times[at] for at in made)
-    return [s * (n if op.phase == "update" else 1.0) for s, n, op in zip(least, times, graph.ops, strict=True)]
+            part[i] = max(part[at] for at in made)
+    least: dict[tuple[int, float], float] = {}
+    out = []
+    for i, op in enumerate(graph.ops):
+        key = id(space.seconds[i]), part[i] if op.phase == "update" else 0.0
+        if key not in least:
+            split = space.choices[i].work >= key[1] * (1 - 1e-9)
+            least[key] = float(space.seconds[i][split].min() if split.any() else space.seconds[i].max())
+        out.append(least[key])
+    return out
 
 
 def _doubled(space: Space, limit: float | None) -> frozenset[int]:

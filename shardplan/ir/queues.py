@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -151,6 +151,7 @@ def waits(
     moved: Mapping[int, tuple[Hashable, float]] | None = None,
     seconds: Callable[[Any, float], float] = lambda way, size: 0.0,
     shards: int = 1,
+    gone: Collection[int] = (),
     awaited: Mapping[int, tuple[Hashable, float]] | None = None,
 ) -> Waits:
     """A reshard may last from when the array is made until somebody computes with it.
@@ -165,10 +166,11 @@ def waits(
     Args:
         places: of all values.
         work_s: seconds of every op in one run.
-        moved: by the op that makes an array, the way that it is moved (kind of collective, mesh axes), which only arrays of the
-            same way can be merged with, and the bytes of the result on a device. By default all of a queue are moved alike, and whole.
-        seconds: what gathering so many bytes by one of these ways takes.
+        moved: by the op that makes an array, the way that it is moved, which only arrays of the same way can be merged with, and the
+            bytes of the result on a device. By default all of a queue are moved alike, and whole.
+        seconds: what moving so many bytes by one of these ways takes, or all of a queue by "all-reduce" or "reduce-scatter".
         shards: into how many parts gradients are scattered that are not known to be moved so; 1 as if they arrived whole.
+        gone: those of `moved` that are scattered.
         awaited: as `moved`, of arrays in line outside of loops.
     """
     line = _awaited(graph, places, {at: seconds(*asked) for at, asked in (awaited or {}).items()})
@@ -194,10 +196,9 @@ def waits(
         """An array moved in another way than it is known to be, as all of its queue then."""
         return replace(window, queue=(*window.queue[:3], kind), bytes=early.sizes[key] / shards)
 
-    gone = {key for key, w in early.windows.items() if isinstance(w.queue[3], tuple) and w.queue[3][0] == "reduce-scatter"}
-    summed = {key: as_all(key, w, "all-reduce", 1) if key in gone else w for key, w in early.windows.items()}
+    summed = {key: as_all(key, w, "all-reduce", 1) if key[0] in gone else w for key, w in early.windows.items()}
     gradients = {key: w for key, w in late.windows.items() if w.queue[0] == "gradient"}
-    scattered = {key: w if key in gone else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
+    scattered = {key: w if key[0] in gone else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
     spans = zip(chunks, _spans(chunks, seconds, early.begun), strict=True)
     gathers = ((c, begins) for c, (begins, _) in spans if c.queue[0] == "gather" and c.queue[1] != "update" and c.queue[3] is not None)
     begins = {key: at for chunk, at in gathers for key in chunk.windows}
