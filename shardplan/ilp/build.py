@@ -29,7 +29,7 @@ from shardplan.ilp.overlap import Seconds
 from shardplan.ilp.problem import Edge, Problem, Usage, over_time
 from shardplan.ilp.tables import PS, Crowds, Tables
 from shardplan.ir.live import ALIASES, intervals, takes_over
-from shardplan.ir.queues import waits
+from shardplan.ir.queues import Waits, waits
 from shardplan.mesh import collective
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import MERGED, Resharder, Sent, Step
@@ -201,30 +201,7 @@ def build(
 
     pinned = frozenset(allowed or ())
     pinned |= {start for start, end in graph.tied if end in pinned}
-    line = {place.crowd for place in space.places if place.queue == "line"}
-    moved: dict[int, list[tuple[Sent, float]]] = {}
-    awaited: dict[int, list[tuple[Sent, float]]] = {}
-    for (crowd, way), arrays in crowds or ():
-        for at, size in arrays:
-            (awaited if crowd in line else moved).setdefault(at, []).append((way, size))
-
-    def takes(way: tuple[tuple[Sent, float], ...] | str, size: float) -> float:
-        """Of all collectives on a way, by what part of `size` each makes; of a way of which only the kind is known, over all axes."""
-        found = 0.0
-        for (kind, axes), part in (((way, space.mesh.axes), 1.0),) if isinstance(way, str) else way:
-            bytes_ = size * part * (space.mesh.size(*axes) if kind == "reduce-scatter" else 1)
-            found += collective.seconds(kind, bytes_, axes, space.mesh, space.cluster)
-        return found
-
-    def whole(steps: list[tuple[Sent, float]]) -> tuple[tuple[tuple[Sent, float], ...], float]:
-        most = max(size for _, size in steps)
-        return tuple((way, size / (most or 1.0)) for way, size in steps), most
-
-    shards = 1 if crowds is None else space.mesh.size(*space.mesh.axes)
-    sizes = {at: min(size for _, size in steps) for at, steps in moved.items()}
-    ways, lines = ({at: whole(steps) for at, steps in of.items()} for of in (moved, awaited))
-    scattered = {at for at, steps in moved.items() if any(kind == "reduce-scatter" for (kind, _), _ in steps)}
-    wait = waits(graph, space.places, _work(space, sizes), ways, takes, shards, scattered, lines)
+    wait = _waits(space, crowds)
     live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules], wait.starts, wait.fetched)
     tables = Tables(space, resharder, doubled, waiting, pinned, wait, crowds)
     edges, background = [], []
@@ -265,6 +242,34 @@ def build(
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
     return Network(space, problem, doubled, tuple(unpriced), tables.resharders, tuple(background), waiting, crowds)
+
+
+def _waits(space: Space, crowds: Crowds | None) -> Waits:
+    """How long reshards may take, if a plan moves these arrays together."""
+    line = {place.crowd for place in space.places if place.queue == "line"}
+    moved: dict[int, list[tuple[Sent, float]]] = {}
+    awaited: dict[int, list[tuple[Sent, float]]] = {}
+    for (crowd, way), arrays in crowds or ():
+        for at, size in arrays:
+            (awaited if crowd in line else moved).setdefault(at, []).append((way, size))
+
+    def takes(way: tuple[tuple[Sent, float], ...] | str, size: float) -> float:
+        """Of all collectives on a way, by what part of `size` each makes; of a way of which only the kind is known, over all axes."""
+        found = 0.0
+        for (kind, axes), part in (((way, space.mesh.axes), 1.0),) if isinstance(way, str) else way:
+            bytes_ = size * part * (space.mesh.size(*axes) if kind == "reduce-scatter" else 1)
+            found += collective.seconds(kind, bytes_, axes, space.mesh, space.cluster)
+        return found
+
+    def whole(steps: list[tuple[Sent, float]]) -> tuple[tuple[tuple[Sent, float], ...], float]:
+        most = max(size for _, size in steps)
+        return tuple((way, size / (most or 1.0)) for way, size in steps), most
+
+    shards = 1 if crowds is None else space.mesh.size(*space.mesh.axes)
+    work = _work(space, {at: min(size for _, size in steps) for at, steps in moved.items()})
+    scattered = {at for at, steps in moved.items() if any(kind == "reduce-scatter" for (kind, _), _ in steps)}
+    ways, lines = ({at: whole(steps) for at, steps in of.items()} for of in (moved, awaited))
+    return waits(space.graph, space.places, work, ways, takes, shards, scattered, lines)
 
 
 def _work(space: Space, sizes: Mapping[int, float]) -> list[float]:

@@ -175,7 +175,8 @@ def waits(
     """
     line = _awaited(graph, places, {at: seconds(*asked) for at, asked in (awaited or {}).items()})
     waiting = any(graph.ops[j].phase == "backward" for j in line)
-    early, late = (_schedule(graph, places, work_s, moved or {}, line, put_off) for put_off in (waiting, True))
+    early = _schedule(graph, places, work_s, moved or {}, line, late=waiting)
+    late = early if waiting else _schedule(graph, places, work_s, moved or {}, line, late=True)
     chunks = _merged(early.windows)
     starts: dict[int, int] = {}
     for chunk in chunks:
@@ -274,7 +275,8 @@ def _schedule(
                 asked = queue, phase, places[v].crowd, way
                 first = begun[after] if queue == "gather" else 0.0
                 if op.loop < 0:  # what is awaited goes before gradients, and gathers go between
-                    first = max([first, *(lines[: bisect_left(lines, begun[needed[j]])] if queue == "gather" else lines)[-1:]])
+                    before = bisect_left(lines, begun[needed[j]]) if queue == "gather" else len(lines)
+                    first = max(first, lines[before - 1]) if before else first
                 found = _Window(max(done[at], first), begun[needed[j]], asked, size, op.reads)
                 if (seen := windows.get(key)) is not None:
                     found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
@@ -366,12 +368,12 @@ def _spans(
     gathers.sort(key=lambda n: (chunks[n].needed, chunks[n].queue[3] is None))
     gradients.sort(key=lambda n: chunks[n].made)
     for queue in gathers, gradients:
-        gone: set[int] = set()
+        there: set[int] = set()
         news = {}
         for n in queue:
-            news[n] = _Chunk({key: w for key, w in chunks[n].windows.items() if key[0] not in gone})
+            news[n] = _Chunk({key: w for key, w in chunks[n].windows.items() if key[0] not in there})
             if chunks[n].queue[3] is not None:
-                gone.update(at for at, *_ in chunks[n].windows)
+                there.update(at for at, *_ in chunks[n].windows)
         free = inf
         for n in reversed(queue):
             begins, stops = chunks[n].made, min(chunks[n].needed, free)
