@@ -204,18 +204,17 @@ def build(
     wait = _waits(space, crowds)
     live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules], wait.starts, wait.fetched)
     tables = Tables(space, resharder, doubled, waiting, pinned, wait, crowds)
+    charged: dict[tuple[int, int], list[tuple[Layout, Layout, float]]] = {}
+    for (j, k, before, after), extra in (charges.reshards if charges else {}).items():
+        charged.setdefault((j, k), []).append((before, after, extra))
     edges, background = [], []
-    for j, op in enumerate(graph.ops):
-        for k, v in enumerate(op.inputs):
-            if v is not None:
-                i, r = graph.values[v].producer
-                table, hidden = tables.handed(i, r, j, k, v)
-                for (at, operand, before, after), extra in (charges.reshards if charges else {}).items():
-                    if (at, operand) == (j, k):
-                        table = table + tables.chosen(i, r, j, k, before, after, table) * np.rint(extra * PS)
-                if hidden.any():
-                    background.append((len(edges), hidden))
-                edges.append(Edge(i, j, table))
+    for i, j, k, v, way in space.ways:
+        table, hidden = tables.handed(i, j, k, v, way)
+        for before, after, extra in charged.get((j, k), ()):
+            table = table + tables.chosen(way, before, after, table) * np.rint(extra * PS)
+        if hidden is not None:
+            background.append((len(edges), hidden))
+        edges.append(Edge(i, j, table))
     edges += [Edge(i, j, tables.tied(i, j)) for i, j in graph.tied]
     edges += [Edge(i, j, tables.kept(i, k, j)) for j, (i, k) in graph.earlier.items()]
 

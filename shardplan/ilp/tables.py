@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log2, prod
+from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.ir.beside import Beside
-from shardplan.ir.graph import BORDER
 from shardplan.ir.queues import Waits
-from shardplan.ir.share import SMALL_BYTES
 from shardplan.mesh.collective import ALONE, COMBINED_BYTES, Crowd
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import MERGED, Resharder, Sent
 from shardplan.strategies.space import Space
+from shardplan.strategies.ways import Way, part_added
 
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
@@ -50,6 +50,13 @@ class _Layouts:
         return self.names[:, None] == others.names
 
 
+class Priced(NamedTuple):
+    """Costs of an edge, and what of them other work hides, picoseconds; None for nothing."""
+
+    cost: np.ndarray
+    hidden: np.ndarray | None
+
+
 class Tables:
     """Edge and usage tables, one array object per distinct content."""
 
@@ -64,27 +71,10 @@ class Tables:
         crowds: Crowds | None,
     ):
         self.space, self.doubled, self.waiting, self.pinned, self.waits = space, doubled, waiting, pinned, waits
-        known: dict[int, tuple[tuple[Sent, Crowd], ...]] = {}
-        for (crowd, way), arrays in crowds or ():
-            together = Crowd(len(arrays), sum(n for _, n in arrays) > COMBINED_BYTES)
-            if len(arrays) > 1:
-                known[crowd] = (*known.get(crowd, ()), (way, together))
-        # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
-        kinds = (("all-reduce", "reduce-scatter") if p.queue == "gradient" else MERGED for p in space.places)
-        self.resharders = tuple(
-            resharder.of(value.dtype, self._part(v)).combining(
-                Crowd(p.members) if crowds is None else ALONE, of, known.get(p.crowd, ())
-            )
-            for v, (value, p, of) in enumerate(zip(space.graph.values, space.places, kinds, strict=True))
-        )
+        self.resharders = _resharders(space, resharder, crowds)
         self.cache: dict = {}
         self.lists: dict[int, _Layouts] = {}
         self.names: dict = {}
-
-    def _part(self, v: int) -> float:
-        """What of a value's bytes its partial sums have: a loop adds them up in the type in which they are made."""
-        values = self.space.graph.values
-        return values[self.space.added_up.get(v, v)].itemsize / (values[v].itemsize or 1)
 
     def _distinct(self, layouts: tuple[Layout, ...]) -> _Layouts:
         """What is to know of a list of layouts."""
@@ -97,63 +87,56 @@ class Tables:
             self.lists[id(layouts)] = _Layouts(tuple(number), at, np.array(names), np.array(dims), np.array(shards), partial)
         return self.lists[id(layouts)]
 
-    def hides(self, j: int, k: int) -> tuple[float, float]:
+    def hides(self, j: int, k: int, reads: float) -> tuple[float, float]:
         """Picoseconds per step of the way to operand k of op j that other work hides at most, and if it is scattered.
 
         Rounded to powers of the fourth root of two, so that layers that are alike have the same tables.
         """
         each = self.waits.slack.get((j, k), 0.0), self.waits.scattered.get((j, k), 0.0)
-        times = self.space.graph.ops[j].reads * PS
-        summed, scattered = (np.rint(2 ** (round(4 * log2(s * times)) / 4)) if s > LEAST_SLACK_S else 0.0 for s in each)
+        summed, scattered = (np.rint(2 ** (round(4 * log2(s * reads * PS)) / 4)) if s > LEAST_SLACK_S else 0.0 for s in each)
         return summed, scattered
 
-    def handed(self, i: int, r: int, j: int, k: int, v: int) -> tuple[np.ndarray, np.ndarray]:
-        """Edge of the array that op i makes as result r and op j takes as operand k, and what of its seconds other work hides."""
-        graph, space = self.space.graph, self.space
-        value, reads = graph.values[v], graph.ops[j].reads
-        made, taken = space.choices[i].results[r], space.choices[j].operands[k]
-        up = self._part(v) if v in space.added_up else 0.0
-        follows = self.follows(i, j) and self.carries(made, taken)
-        copied = graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES
-        later = j in graph.earlier
-        rows = 1 + (i in self.doubled) + (i in graph.earlier)
+    def handed(self, i: int, j: int, k: int, v: int, way: Way) -> Priced:
+        """Edge of the array v that op i makes and op j takes as operand k."""
+        hides = self.hides(j, k, way.reads)
+        copies = i in self.doubled, j in self.doubled
+        follows = way.follows and i not in self.pinned and j not in self.pinned
         resharder = self.resharders[v]
-        hides = self.hides(j, k)
-        price = id(resharder), value.shape, value.itemsize, hides, space.places[v].queue
-        sources, targets = self._distinct(made), self._distinct(taken)
-        turned = space.beside[v] if sources.partial.any() else None
-        readers = tuple(graph.readers(graph.ops[j].outputs[0])) if graph.ops[j].primitive == "share" else (j,)
-        fused = any(space.rules[at].fusion in ("loop", "reduce") for at in readers)
-        sliced = value.bytes if any(graph.ops[at].primitive == "loop_slice" for at in readers) else 0.0
-        key = (id(made), id(taken), price, reads, up, rows, j in self.doubled, later, follows, copied, turned, fused, sliced)
+        key = (id(way), id(resharder), hides, copies, follows)
         if key not in self.cache:
-            ways, equal = (value.shape, value.itemsize, sources.layouts, targets.layouts), sources.equal(targets)
-            table = resharder.table(*ways) * (reads * PS)
-            sent = np.zeros_like(table)
-            if any(hides):
-                sent = np.rint(resharder.table(*ways, last=True) * (reads * PS))
-                summed, scattered = hides
-                sent = np.minimum(sent, np.where(self._scattered(sources, targets), scattered, summed))
-            if turned:
-                table = table + self._turning(value.shape, turned, sources, targets) * (reads * PS)
-            if fused:
-                table = table + self._put_in_order(value.shape, sliced, sources, targets) * (reads * PS)
-            table = np.rint(table - (1 - self.waiting) * sent)
-            if follows:
-                table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)
-            if up:
-                table = np.where(self._cut(sources, targets, up == 1), np.inf, table)
-            if copied:
-                table = np.where(sources.shards[:, None] > targets.shards, np.inf, table)
-            each = np.ix_(sources.at, targets.at)
-            table, sent, equal = table[each], sent[each], equal[each]
-            if j in self.doubled:
-                table = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, table)], axis=1)
-                sent = np.concatenate([np.zeros_like(sent), sent], axis=1)
-            if later:
-                table, sent = (np.concatenate([x, np.zeros(equal.shape)], axis=1) for x in (table, sent))
-            self.cache[key] = (np.tile(table, (rows, 1)), np.tile(sent, (rows, 1))) if rows > 1 else (table, sent)
+            self.cache[key] = self._handed(way, resharder, hides, copies, follows)
         return self.cache[key]
+
+    def _handed(self, way: Way, resharder: Resharder, hides: tuple[float, float], copies: tuple[bool, bool], follows: bool) -> Priced:
+        sources, targets = self._distinct(way.made), self._distinct(way.taken)
+        asked, equal = (way.shape, way.itemsize, sources.layouts, targets.layouts), sources.equal(targets)
+        table = resharder.table(*asked) * (way.reads * PS)
+        sent = np.zeros_like(table)
+        if any(hides):
+            sent = np.rint(resharder.table(*asked, last=True) * (way.reads * PS))
+            summed, scattered = hides
+            sent = np.minimum(sent, np.where(self._scattered(sources, targets), scattered, summed))
+        if way.beside:
+            table = table + self._turning(way.shape, way.beside, sources, targets) * (way.reads * PS)
+        if way.ordered:
+            table = table + self._put_in_order(way.shape, way.sliced, sources, targets) * (way.reads * PS)
+        table = np.rint(table - (1 - self.waiting) * sent)
+        if follows:
+            table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)
+        if way.summed:
+            table = np.where(self._cut(sources, targets, way.summed == 1), np.inf, table)
+        if way.copied:
+            table = np.where(sources.shards[:, None] > targets.shards, np.inf, table)
+        each = np.ix_(sources.at, targets.at)
+        table, sent, equal = table[each], sent[each], equal[each]
+        if copies[1]:
+            table = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, table)], axis=1)
+            sent = np.concatenate([np.zeros_like(sent), sent], axis=1)
+        if way.keeps:
+            table, sent = (np.concatenate([x, np.zeros(equal.shape)], axis=1) for x in (table, sent))
+        if (rows := 1 + copies[0] + way.kept) > 1:
+            table, sent = (np.tile(x, (rows, 1)) for x in (table, sent))
+        return Priced(table, sent if sent.any() else None)
 
     def _turning(self, shape: tuple[int, ...], turned: Beside, sources: _Layouts, targets: _Layouts) -> np.ndarray:
         """Seconds [source, target] of turning what a sum is computed with that is scattered along any dim but the first.
@@ -203,11 +186,10 @@ class Tables:
         number = self.space.mesh.axes.index
         return np.array([sum(1 << number(a) for d in dims for a in x.dims[d]) for x in layouts], np.int64)
 
-    def chosen(self, i: int, r: int, j: int, k: int, before: Layout, after: Layout, table: np.ndarray) -> np.ndarray:
+    def chosen(self, way: Way, before: Layout, after: Layout, table: np.ndarray) -> np.ndarray:
         """Where in the edge's `table` a reshard from `before` to `after` takes place: 1, elsewhere 0."""
-        made, taken = self.space.choices[i].results[r], self.space.choices[j].operands[k]
-        rows, columns = table.shape[0] // len(made), table.shape[1] // len(taken)
-        place = np.outer(np.tile([x == before for x in made], rows), np.tile([x == after for x in taken], columns))
+        rows, columns = table.shape[0] // len(way.made), table.shape[1] // len(way.taken)
+        place = np.outer(np.tile([x == before for x in way.made], rows), np.tile([x == after for x in way.taken], columns))
         return np.where(place & np.isfinite(table) & (table > 0), 1.0, 0.0)
 
     def kept(self, i: int, k: int, j: int) -> np.ndarray:
@@ -219,27 +201,6 @@ class Tables:
         if key not in self.cache:
             equal = self._where_equal(taken, held)
             self.cache[key] = np.tile(np.concatenate([*[np.zeros_like(equal)] * columns, equal], axis=1), (rows, 1))
-        return self.cache[key]
-
-    def follows(self, i: int, j: int) -> bool:
-        """Whether op j, where it can, takes the result of op i in the layout it has."""
-        ops, rules = self.space.graph.ops, self.space.rules
-        if not self.pinned.isdisjoint((i, j)):
-            return False
-        settled = rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER
-        if ops[j].primitive == "share":
-            return ops[j].params["follows"] and settled
-        if not rules[j].follows or ops[j].primitive in BORDER:
-            return False
-        alone = ops[i].primitive == "arg" and len(self.space.graph.values[ops[i].outputs[0]].consumers) == 1
-        return settled or alone or ops[i].primitive == "share"
-
-    def carries(self, made: tuple[Layout, ...], taken: tuple[Layout, ...]) -> bool:
-        """Whether whatever is made can be taken as it is."""
-        key = ("carries", id(made), id(taken))
-        if key not in self.cache:
-            sources, targets = self._distinct(made), self._distinct(taken)
-            self.cache[key] = bool(np.isin(sources.names[~sources.partial], targets.names).all())
         return self.cache[key]
 
     def tied(self, i: int, j: int) -> np.ndarray:
@@ -263,3 +224,24 @@ class Tables:
             found = self._distinct(layouts)
             self.cache[key] = np.ceil(value.bytes / found.shards)[found.at]
         return self.cache[key]
+
+
+def _resharders(space: Space, resharder: Resharder, crowds: Crowds | None) -> tuple[Resharder, ...]:
+    """Per value, what prices its reshards; the same for the same."""
+    known: dict[int, tuple[tuple[Sent, Crowd], ...]] = {}
+    for (crowd, way), arrays in crowds or ():
+        together = Crowd(len(arrays), sum(n for _, n in arrays) > COMBINED_BYTES)
+        if len(arrays) > 1:
+            known[crowd] = (*known.get(crowd, ()), (way, together))
+    found: dict[tuple, Resharder] = {}
+    out = []
+    for v, (value, place) in enumerate(zip(space.graph.values, space.places, strict=True)):
+        part = part_added(space.graph, space.added_up, v)
+        crowd = Crowd(place.members) if crowds is None else ALONE
+        key = (value.dtype, part, place.queue, crowd, place.crowd if place.crowd in known else None)
+        if key not in found:
+            # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
+            kinds = ("all-reduce", "reduce-scatter") if place.queue == "gradient" else MERGED
+            found[key] = resharder.of(value.dtype, part).combining(crowd, kinds, known.get(place.crowd, ()))
+        out.append(found[key])
+    return tuple(out)

@@ -28,6 +28,7 @@ from shardplan.strategies.fusion import Traffic, materialised, traffic
 from shardplan.strategies.halo import Exchange, exchanges
 from shardplan.strategies.rule import Rule, letter_sizes, letters
 from shardplan.strategies.rules import rule_for
+from shardplan.strategies.ways import Way, ways
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,11 @@ class Space:
     def beside(self) -> list[Beside | None]:
         """Per value, what the optimizer computes with beside it."""
         return beside(self.graph, [rule.fusion == "loop" for rule in self.rules])
+
+    @cached_property
+    def ways(self) -> tuple[tuple[int, int, int, int, Way], ...]:
+        """(op that makes an array, op that takes it, as which operand, value, way) of every operand, in program order."""
+        return tuple(ways(self.graph, self.rules, self.choices, self.places, self.beside, self.added_up))
 
 
 SMALL_SUM_BYTES = 1 << 16
