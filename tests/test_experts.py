@@ -122,11 +122,11 @@ def test_finds_hybrid_mlp():
     """Hidden layers data-parallel, the wide output layer model-parallel: found, not configured."""
 
     def loss(params, batch):
-        h = jax.nn.relu(batch["x"] @ params["hidden"])
+        h = jax.nn.relu(jax.nn.relu(batch["x"] @ params["first"]) @ params["hidden"])
         logits = h @ params["out"]
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], 1))
 
-    params = {"hidden": S((4096, 512), F32), "out": S((512, 1048576), F32)}
+    params = {"first": S((4096, 4096), F32), "hidden": S((4096, 512), F32), "out": S((512, 1048576), F32)}
     plan = plan_of(sgd(loss), params, {"x": S((1024, 4096), F32), "y": S((1024,), I32)})
     assert layouts(plan)["params/out"] == split(0, 1)
     assert layouts(plan)["params/hidden"] != split(0, 0) or layouts(plan)["batch/x"] == split(1, 0)

@@ -1,5 +1,6 @@
 """The notebook runs from top to bottom, and shows what it promises."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -42,6 +43,6 @@ def test_lines_of_notebook_cells_are_annotated(explored):
 
 def test_pins_cost_and_tight_memory_is_explained(explored):
     said = text(explored)
-    assert "params/blocks/0/up" in said and "params/blocks/{1-3}/up" in said
+    assert re.search(r"params/blocks/\S+up .*->  f32\[1024@model, 4096\]", said)  # what the pin changes, the layers alike or not
     assert "least possible" in said
     assert "with the saved plan" in said

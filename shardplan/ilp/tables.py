@@ -120,6 +120,8 @@ class Tables:
             table = table + self._turning(way.shape, way.beside, sources, targets) * (way.reads * PS)
         if way.ordered:
             table = table + self._put_in_order(way.shape, way.sliced, sources, targets) * (way.reads * PS)
+        if way.added:
+            table = table + self._adding(way.shape, way.itemsize, sources, targets) * (way.reads * PS)
         table = np.rint(table - (1 - self.waiting) * sent)
         if follows:
             table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)
@@ -160,6 +162,15 @@ class Tables:
         gathered = self._axes(sources.layouts, later)[:, None] & ~self._axes(targets.layouts, range(len(shape)))
         seconds = np.maximum(device.kernel_latency_s, 2 * sliced / targets.shards / device.memory_rate)
         return np.where(gathered, seconds, 0.0)
+
+    def _adding(self, shape: tuple[int, ...], itemsize: float, sources: _Layouts, targets: _Layouts) -> np.ndarray:
+        """Seconds [source, target] of half an addition of two sums that are scattered, beyond that of their shards.
+
+        XLA adds such sums as they are and scatters the result: three arrays as large as a sum on a device are read or written.
+        """
+        whole, split = (prod(shape) * itemsize / x for x in (sources.shards[:, None], targets.shards))
+        seconds = 1.5 * np.maximum(0.0, whole - split) / self.space.cluster.device.memory_rate
+        return np.where(self._scattered(sources, targets), seconds, 0.0)
 
     def _cut(self, sources: _Layouts, targets: _Layouts, scatters: bool) -> np.ndarray:
         """[source, target] -> whether the target splits what a loop added up in a way in which XLA scatters no such sum.

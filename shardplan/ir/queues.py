@@ -90,7 +90,8 @@ class Waits:
     Attributes:
         slack: (op, operand) -> seconds of work, in one run, that a reshard of the operand may run beside.
         scattered: of operands that are gradients, the same for a reduce-scatter.
-        starts: op that makes a gradient -> the op that makes the last of those that are merged with it.
+        starts: op that makes a gradient -> the op when it runs: that makes the last of those that are merged with it, or beside which
+            it was put off.
         fetched: op that takes an array that is gathered -> the op beside which that begins, if this is before it.
     """
 
@@ -183,6 +184,7 @@ def waits(
         if chunk.queue[0] == "gradient":
             made = [at for at, *_ in chunk.windows]
             starts.update(dict.fromkeys(made, max(made)))
+    starts.update((j, max(starts.get(j, j), after)) for j, after in early.put_off.items())
 
     def slack(by: Mapping[_Key, _Window], schedule: _Schedule) -> dict[tuple[int, int], float]:
         beside: dict[_Key, float] = {}
@@ -219,6 +221,7 @@ class _Schedule:
         edges: (op, operand) -> which window.
         sizes: bytes of the whole arrays.
         beside: (op, operand) that is awaited -> seconds of work meanwhile.
+        put_off: op in no loop that runs after others that stand behind it in the program -> the last of these.
     """
 
     begun: Sequence[float]
@@ -226,6 +229,7 @@ class _Schedule:
     edges: Mapping[tuple[int, int], _Key]
     sizes: Mapping[_Key, float]
     beside: Mapping[tuple[int, int], float]
+    put_off: Mapping[int, int]
 
 
 def _schedule(
@@ -233,22 +237,30 @@ def _schedule(
     places: Sequence[Place],
     work_s: Sequence[float],
     moved: Mapping[int, tuple[Hashable, float]],
-    awaited: Mapping[int, Mapping[int, float]],
+    awaited: Mapping[int, Sequence[_Awaited]],
     late: bool,
 ) -> _Schedule:
     """Ops in the order in which XLA runs them.
 
     Args:
-        awaited, late: as in `_order`; the others as in `waits`.
+        awaited: `_awaited`.
+        late: as in `_order`; the others as in `waits`.
     """
     begun, done, now, meanwhile = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0, 0.0
     beside: dict[tuple[int, int], float] = {}
-    for j, put_off in _order(graph, places, work_s, awaited, late):
+    put_off: dict[int, int] = {}
+    latest = -1
+    asked = {j: sum(a.seconds for a in some) for j, some in awaited.items()}
+    for j, meantime in _order(graph, places, work_s, moved, asked, late):
         begun[j] = now
         done[j] = now = now + work_s[j] * graph.ops[j].runs
-        meanwhile += (done[j] - begun[j]) * put_off
+        meanwhile += (done[j] - begun[j]) * meantime
+        if graph.ops[j].phase != "update" and graph.ops[j].loop < 0 and j < latest:
+            put_off[j] = latest
+        elif graph.ops[j].phase != "update":
+            latest = max(latest, j)
         if j in awaited:
-            beside.update(((j, k), meanwhile * s / sum(awaited[j].values())) for k, s in awaited[j].items())
+            beside.update((edge, meanwhile * a.seconds / asked[j]) for a in awaited[j] for edge in a.edges)
             meanwhile = 0.0
     begun.append(now)
     lines = sorted(begun[j] for j in awaited)
@@ -281,25 +293,42 @@ def _schedule(
                 if (seen := windows.get(key)) is not None:
                     found = replace(found, needed=min(seen.needed, found.needed), bytes=min(seen.bytes, found.bytes))
                 windows[key] = found
-    return _Schedule(begun, windows, edges, sizes, beside)
+    return _Schedule(begun, windows, edges, sizes, beside, put_off)
 
 
-def _awaited(graph: Graph, places: Sequence[Place], takes: Mapping[int, float]) -> dict[int, dict[int, float]]:
-    """By op of the forward and backward pass that is in no loop, the operands that it waits for in line, and for how long.
+@dataclass
+class _Awaited:
+    """An array that is moved in line: for how long, and the edges, (op, operand), one of which that is."""
+
+    seconds: float
+    edges: list[tuple[int, int]]
+
+
+def _awaited(graph: Graph, places: Sequence[Place], takes: Mapping[int, float]) -> dict[int, list[_Awaited]]:
+    """By op of the forward and backward pass that is in no loop, the arrays that it is the first to wait for in line.
 
     Args:
         takes: seconds, by the op that makes an array that is moved in line.
     """
-    out: dict[int, dict[int, float]] = {}
+    found: dict[tuple[int, Phase], _Awaited] = {}
+    out: dict[int, list[_Awaited]] = {}
     for j, op in enumerate(graph.ops):
         for k, v in enumerate(op.inputs if op.phase != "update" and op.loop < 0 else ()):
-            if v is not None and places[v].queue == "line" and takes.get(places[v].origin, 0.0) > 0:
-                out.setdefault(j, {})[k] = takes[places[v].origin]
+            if v is not None and places[v].queue == "line" and takes.get(at := places[v].origin, 0.0) > 0:
+                waits = found.setdefault((at, op.phase), _Awaited(takes[at], []))
+                if op.primitive != "share" and all(graph.ops[i].primitive == "share" for i, _ in waits.edges):
+                    out.setdefault(j, []).append(waits)
+                waits.edges.append((j, k))
     return out
 
 
 def _order(
-    graph: Graph, places: Sequence[Place], work_s: Sequence[float], awaited: Mapping[int, Mapping[int, float]], late: bool
+    graph: Graph,
+    places: Sequence[Place],
+    work_s: Sequence[float],
+    moved: Collection[int],
+    awaited: Mapping[int, float],
+    late: bool,
 ) -> Iterator[tuple[int, bool]]:
     """The ops as XLA runs them, and whether it puts them off until something is awaited.
 
@@ -308,29 +337,46 @@ def _order(
 
     Args:
         work_s: seconds of every op in one run.
-        awaited: by op, the operands that it waits for, and for how long.
+        moved: ops that make arrays which are moved.
+        awaited: by op, how long it waits for collectives in line.
         late: whether products that only make gradients come last in the backward pass, too, or while something is awaited.
     """
     last = max((j for j, op in enumerate(graph.ops) if op.phase != "update" or op.loop >= 0), default=-1) + 1
+    makes = [op.phase == "backward" and op.primitive in PUT_OFF for op in graph.ops]
+    makes = [some and all(places[v].queue == "gradient" for v in op.outputs) for op, some in zip(graph.ops, makes, strict=True)]
+    kept = [j for j in range(last) if late and makes[j] and graph.ops[j].loop < 0]
+    there, free = list(range(last)), set(range(last)).difference(kept)  # the last op that one waits for; those that need not wait for
+    for j, op in enumerate(graph.ops[last:], last):  # gradients that are put off, or on their way
+        inputs = [(v, graph.values[v].producer[0]) for v in op.inputs if v is not None]
+        there.append(max((there[at] for _, at in inputs), default=-1))
+        if all(at in free and not (places[v].queue == "gradient" and places[v].origin in moved) for v, at in inputs):
+            free.add(j)
+    update = sorted(range(last, len(graph.ops)), key=there.__getitem__)
+    beside: dict[int, list[int]] = {}
+    ready = [j for j in update if late and j in free and there[j] >= 0]
+    for j in sorted((j for j in awaited if graph.ops[j].phase == "backward"), reverse=True):
+        seconds, some = awaited[j], beside.setdefault(j, [])
+        while ready and there[ready[0]] < j and seconds > 0:
+            some.append(ready.pop(0))
+            seconds -= work_s[some[-1]]
+        n = at = bisect_left(kept, j)
+        while at and seconds > 0:
+            at -= 1
+            seconds -= work_s[kept[at]]
+        some += kept[at:n]
+        del kept[at:n]
     put_off: list[int] = []
     for j, op in enumerate(graph.ops[:last]):
         if put_off and (op.primitive in PUT_BY or op.loop != graph.ops[put_off[-1]].loop):
             yield from ((at, False) for at in put_off)
             put_off.clear()
-        left = sum(awaited[j].values()) if j in awaited else 0.0
-        while put_off and left > 0:
-            left -= work_s[put_off[0]]
-            yield put_off.pop(0), True
-        gradient = (late or op.loop >= 0) and op.phase == "backward" and op.primitive in PUT_OFF
-        if gradient and all(places[v].queue == "gradient" for v in op.outputs):
+        yield from ((at, True) for at in beside.get(j, ()))
+        if makes[j] and op.loop >= 0:
             put_off.append(j)
-        else:
+        elif not makes[j] or not late:
             yield j, False
-    yield from ((at, False) for at in put_off)
-    there = list(range(last))  # per op, the last of the others that it waits for
-    for op in graph.ops[last:]:
-        there.append(max((there[graph.values[v].producer[0]] for v in op.inputs if v is not None), default=-1))
-    yield from ((j, False) for j in sorted(range(last, len(graph.ops)), key=there.__getitem__))
+    done = {at for some in beside.values() for at in some}
+    yield from ((j, False) for j in (*put_off, *kept, *update) if j not in done)
 
 
 def _merged(windows: Mapping[_Key, _Window]) -> list[_Chunk]:

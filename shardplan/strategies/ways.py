@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardplan.ir.accumulate import ADDS
 from shardplan.ir.beside import Beside
 from shardplan.ir.graph import BORDER, Graph
 from shardplan.ir.queues import Place, Queue
@@ -32,6 +33,7 @@ class Way:
         ordered: whether it is read inside a fusion.
         sliced: bytes that a loop cuts rows from, or 0.
         summed: of a sum that a loop adds up, what of its bytes the partial sums have, or 0.
+        added: whether it is added to another sum, and nothing else is done with either.
         kept, keeps: whether the op that makes it, or the one that takes it, may keep an earlier reader's copy.
     """
 
@@ -47,6 +49,7 @@ class Way:
     ordered: bool
     sliced: float
     summed: float
+    added: bool
     kept: bool
     keeps: bool
 
@@ -86,6 +89,9 @@ def ways(
         readers = tuple(graph.readers(graph.ops[j].outputs[0])) if op.primitive == "share" else (j,)
         ordered = any(rules[at].fusion in ("loop", "reduce") for at in readers)
         rows = any(graph.ops[at].primitive == "loop_slice" for at in readers)
+        taken_here = [graph.values[v] for v in op.inputs if v is not None]
+        added = len(taken_here) == 2 and op.primitive in ADDS and all(len(value.consumers) == 1 for value in taken_here)
+        added = added and all(sums(choices[i].results[r]) for i, r in (value.producer for value in taken_here))
         for k, v in enumerate(op.inputs):
             if v is None:
                 continue
@@ -94,9 +100,9 @@ def ways(
             made, taken = choices[i].results[r], choices[j].operands[k]
             copied = graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES
             follows = _follows(graph, rules, i, j) and carries(made, taken)
-            added = part_added(graph, added_up, v) if v in added_up else 0.0
+            summed = part_added(graph, added_up, v) if v in added_up else 0.0
             facts = (value.shape, value.itemsize, places[v].queue, op.reads, follows, copied, besides[v] if sums(made) else None)
-            facts = (*facts, ordered, value.bytes if rows else 0.0, added, i in graph.earlier, j in graph.earlier)
+            facts = (*facts, ordered, value.bytes if rows else 0.0, summed, added, i in graph.earlier, j in graph.earlier)
             if (key := (id(made), id(taken), *facts)) not in known:
                 known[key] = Way(made, taken, *facts)
             yield i, j, k, v, known[key]
