@@ -212,6 +212,39 @@ def scanned(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
+def test_what_waits_last_is_served_first_by_the_optimizer_and_then_by_products_that_are_put_off():
+    """The gradient of what stands behind a loop is made behind its backward pass, where the optimizer can do nothing yet."""
+
+    def loss(params, x):
+        first, layers, last = params
+        h, _ = jax.lax.scan(lambda h, w: (jax.nn.relu(h @ w), None), jnp.tanh(x @ first), layers)
+        return jnp.mean((h @ last) ** 2)
+
+    params = (S((64, 64), F32), S((5, 64, 64), F32), S((64, 96), F32))
+    closed = jax.make_jaxpr(lambda p, x: jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p, x)))(params, S((32, 64), F32))
+    graph = parse(closed, list("abcx"), list("abc"), [(n, n) for n in range(3)], range(3))
+    everywhere = places(graph, [False] * len(graph.values))
+    work = [1.0 if op.primitive in ("dot_general", "sub") else 0.0 for op in graph.ops]
+    behind, before = (
+        next(at for at, op in enumerate(graph.ops) if op.phase == "backward" and op.primitive == kind and op.outs[0].shape == shape)
+        for kind, shape in (("dot_general", (32, 64)), ("mul", (32, 64)))
+    )
+    shapes = {(96, 64), (64, 64), (5, 64, 64)}
+    head, layers, first = (
+        at for at, op in enumerate(graph.ops) if op.loop < 0 or op.primitive == "loop_stack" if op.phase == "backward"
+        if everywhere[op.outputs[0]].queue == "gradient" and op.outs[0].shape in shapes and op.primitive != "transpose"
+    )  # fmt: skip
+
+    def runs(*moved):
+        line = {at: (("line", at), 1.0) for at in (behind, before)}
+        ways = {at: (("gradient", at), 1.0) for at in moved}
+        return waits(graph, everywhere, work, ways, lambda way, size: float(way[0] == "line"), awaited=line).starts[head]
+
+    loop = max(graph.loops, key=lambda loop: loop.start)
+    assert head < runs(head, first) < loop.start  # the last waits beside the update of the layers
+    assert runs(head, first, layers) >= loop.stop  # which waits for a gradient on its way
+
+
 def test_what_xla_runs_beside_collectives_of_a_loop():
     """Rows come while the loop works; gradients leave when all else is done, beside each other's products; what is gathered whole waits
     for the loop before it."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import MODELS, relu_step
@@ -125,3 +126,27 @@ def test_the_leanest_plan_decides_where_others_need_more_than_they_were_found_wi
     budget = float(str(refused.value).split("memory=")[1].split()[0])
     assert plan(memory=budget).memory().peak <= budget
     assert plan(memory="heavy").memory().peak <= plan(memory="slight").memory().peak <= plan().memory().peak
+
+
+def test_sums_of_a_weight_with_two_uses_are_added_before_they_are_scattered():
+    """XLA does so in any case: it would be wrong to think that one of them leaves early, behind other work."""
+    bf16, f32, shape = jnp.bfloat16, jnp.float32, jax.ShapeDtypeStruct
+
+    def loss(params, batch):
+        table = params["table"].astype(bf16)
+        h = table[batch["x"]]
+        for up, down in params["layers"]:
+            h = h + jnp.tanh(h @ up.astype(bf16)) @ down.astype(bf16)
+        logits = jax.nn.log_softmax((h @ table.T).astype(f32))
+        return -jnp.mean(jnp.take_along_axis(logits, batch["y"][..., None], -1))
+
+    def step(state, batch):
+        params, momentum = state
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, jax.grad(loss)(params, batch))
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum
+
+    params = {"table": shape((50304, 768), f32), "layers": [(shape((768, 3072), f32), shape((3072, 768), f32))] * 4}
+    batch = {name: shape((64, 1024), jnp.int32) for name in "xy"}
+    plan = shardplan.auto(jax.sharding.AbstractMesh(*MESH), cluster="h100", donate_argnums=0)(step).plan((params, params), batch)
+    large = [c for d in plan.decisions if d.phase != "forward" for m in d.moves for c in m.collectives if c.bytes >= 50304 * 768 * 2]
+    assert [c.kind for c in large] == ["reduce-scatter"]
