@@ -250,8 +250,8 @@ def _schedule(
     beside: dict[tuple[int, int], float] = {}
     put_off: dict[int, int] = {}
     latest = -1
-    asked = {j: sum(a.seconds for a in some) for j, some in awaited.items()}
-    for j, meantime in _order(graph, places, work_s, moved, asked, late):
+    waiting = {j: sum(a.seconds for a in some) for j, some in awaited.items()}
+    for j, meantime in _order(graph, places, work_s, moved, waiting, late):
         begun[j] = now
         done[j] = now = now + work_s[j] * graph.ops[j].runs
         meanwhile += (done[j] - begun[j]) * meantime
@@ -260,7 +260,7 @@ def _schedule(
         elif graph.ops[j].phase != "update":
             latest = max(latest, j)
         if j in awaited:
-            beside.update((edge, meanwhile * a.seconds / asked[j]) for a in awaited[j] for edge in a.edges)
+            beside.update((edge, meanwhile * a.seconds / waiting[j]) for a in awaited[j] for edge in a.edges)
             meanwhile = 0.0
     begun.append(now)
     lines = sorted(begun[j] for j in awaited)
@@ -342,41 +342,68 @@ def _order(
         late: whether products that only make gradients come last in the backward pass, too, or while something is awaited.
     """
     last = max((j for j, op in enumerate(graph.ops) if op.phase != "update" or op.loop >= 0), default=-1) + 1
-    makes = [op.phase == "backward" and op.primitive in PUT_OFF for op in graph.ops]
-    makes = [some and all(places[v].queue == "gradient" for v in op.outputs) for op, some in zip(graph.ops, makes, strict=True)]
-    kept = [j for j in range(last) if late and makes[j] and graph.ops[j].loop < 0]
-    there, free = list(range(last)), set(range(last)).difference(kept)  # the last op that one waits for; those that need not wait for
-    for j, op in enumerate(graph.ops[last:], last):  # gradients that are put off, or on their way
-        inputs = [(v, graph.values[v].producer[0]) for v in op.inputs if v is not None]
-        there.append(max((there[at] for _, at in inputs), default=-1))
-        if all(at in free and not (places[v].queue == "gradient" and places[v].origin in moved) for v, at in inputs):
-            free.add(j)
+    there = list(range(last))  # per op, the last of the others that it waits for
+    for op in graph.ops[last:]:
+        there.append(max((there[graph.values[v].producer[0]] for v in op.inputs if v is not None), default=-1))
     update = sorted(range(last, len(graph.ops)), key=there.__getitem__)
-    beside: dict[int, list[int]] = {}
-    ready = [j for j in update if late and j in free and there[j] >= 0]
-    for j in sorted((j for j in awaited if graph.ops[j].phase == "backward"), reverse=True):
-        seconds, some = awaited[j], beside.setdefault(j, [])
-        while ready and there[ready[0]] < j and seconds > 0:
-            some.append(ready.pop(0))
-            seconds -= work_s[some[-1]]
-        n = at = bisect_left(kept, j)
-        while at and seconds > 0:
-            at -= 1
-            seconds -= work_s[kept[at]]
-        some += kept[at:n]
-        del kept[at:n]
+    makes = {
+        j for j, op in enumerate(graph.ops[:last])
+        if op.phase == "backward" and op.primitive in PUT_OFF and all(places[v].queue == "gradient" for v in op.outputs)
+    }  # fmt: skip
+    kept = [j for j in sorted(makes) if late and graph.ops[j].loop < 0]
+    beside = _beside(graph, places, work_s, moved, awaited, kept, {j: there[j] for j in update}) if late else {}
     put_off: list[int] = []
     for j, op in enumerate(graph.ops[:last]):
         if put_off and (op.primitive in PUT_BY or op.loop != graph.ops[put_off[-1]].loop):
             yield from ((at, False) for at in put_off)
             put_off.clear()
         yield from ((at, True) for at in beside.get(j, ()))
-        if makes[j] and op.loop >= 0:
+        if j in makes and op.loop >= 0:
             put_off.append(j)
-        elif not makes[j] or not late:
+        elif j not in makes or not late:
             yield j, False
     done = {at for some in beside.values() for at in some}
     yield from ((j, False) for j in (*put_off, *kept, *update) if j not in done)
+
+
+def _beside(
+    graph: Graph,
+    places: Sequence[Place],
+    work_s: Sequence[float],
+    moved: Collection[int],
+    awaited: Mapping[int, float],
+    kept: Sequence[int],
+    update: Mapping[int, int],
+) -> dict[int, list[int]]:
+    """Op of the backward pass that waits -> what runs meanwhile, in order.
+
+    As XLA does, from the end of the step: ops of the optimizer that need no gradient which is put off or on its way, then the products
+    just before.
+
+    Args:
+        work_s, moved, awaited: as in `_order`.
+        kept: products that are put off.
+        update: ops of the optimizer, as gradients arrive -> the last op of the backward pass that each needs, or -1.
+    """
+    late = set(kept)  # and what needs these
+    for j in sorted(update):
+        inputs = [v for v in graph.ops[j].inputs if v is not None]
+        if any(graph.values[v].producer[0] in late or (places[v].queue == "gradient" and places[v].origin in moved) for v in inputs):
+            late.add(j)
+    ready, left = [j for j in update if j not in late and update[j] >= 0], list(kept)
+    out: dict[int, list[int]] = {}
+    for j in sorted((j for j in awaited if graph.ops[j].phase == "backward"), reverse=True):
+        seconds, some = awaited[j], out.setdefault(j, [])
+        while ready and update[ready[0]] < j and seconds > 0:
+            some.append(ready.pop(0))
+            seconds -= work_s[some[-1]]
+        n = at = bisect_left(left, j)
+        while at and seconds > 0:
+            at -= 1
+            seconds -= work_s[left[at]]
+        some += left[at:n]
+        del left[at:n]
+    return out
 
 
 def _merged(windows: Mapping[_Key, _Window]) -> list[_Chunk]:
