@@ -134,8 +134,9 @@ class Tables:
         if copies[1]:
             table = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, table)], axis=1)
             sent = np.concatenate([np.zeros_like(sent), sent], axis=1)
-        if way.keeps:
-            table, sent = (np.concatenate([x, np.zeros(equal.shape)], axis=1) for x in (table, sent))
+        if way.keeps:  # a copy that is none is not kept
+            table = np.concatenate([table, np.where(equal, np.inf, 0.0)], axis=1)
+            sent = np.concatenate([sent, np.zeros(equal.shape)], axis=1)
         if (rows := 1 + copies[0] + way.kept) > 1:
             table, sent = (np.tile(x, (rows, 1)) for x in (table, sent))
         return Priced(table, sent if sent.any() else None)

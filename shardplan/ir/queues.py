@@ -383,14 +383,14 @@ def _beside(
     Args:
         work_s, moved, awaited: as in `_order`.
         kept: products that are put off.
-        update: ops of the optimizer, as gradients arrive -> the last op of the backward pass that each needs, or -1.
+        update: ops of the optimizer, as gradients arrive -> the last of the other ops that each needs, or -1.
     """
     late = set(kept)  # and what needs these
     for j in sorted(update):
         inputs = [v for v in graph.ops[j].inputs if v is not None]
         if any(graph.values[v].producer[0] in late or (places[v].queue == "gradient" and places[v].origin in moved) for v in inputs):
             late.add(j)
-    ready, left = [j for j in update if j not in late and update[j] >= 0], list(kept)
+    ready, left = [j for j in update if j not in late and graph.ops[update[j]].phase == "backward"], list(kept)
     out: dict[int, list[int]] = {}
     for j in sorted((j for j in awaited if graph.ops[j].phase == "backward"), reverse=True):
         seconds, some = awaited[j], out.setdefault(j, [])
