@@ -86,7 +86,7 @@ class Space:
     @cached_property
     def ways(self) -> tuple[tuple[int, int, int, int, Way], ...]:
         """(op that makes an array, op that takes it, as which operand, value, way) of every operand, in program order."""
-        return tuple(ways(self.graph, self.rules, self.choices, self.places, self.beside, self.added_up))
+        return tuple(ways(self.graph, self.rules, self.choices, self.beside, self.added_up))
 
 
 SMALL_SUM_BYTES = 1 << 16

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from shardplan.ir.accumulate import ADDS
 from shardplan.ir.beside import Beside
 from shardplan.ir.graph import BORDER, Graph
-from shardplan.ir.queues import Place, Queue
 from shardplan.ir.share import SMALL_BYTES
 from shardplan.mesh.layout import Layout
 from shardplan.strategies.enumerate import Choices
@@ -25,7 +24,6 @@ class Way:
     Attributes:
         made, taken: its layout under each strategy of the op that makes it, and of the op that takes it.
         shape, itemsize: of the whole array.
-        queue: where its reshards stand.
         reads: how often it is taken in one step.
         follows: whether it is taken in the layout it has; partial sums may be completed on the way.
         copied: whether it is a copy put by, which is never split further than it came.
@@ -41,7 +39,6 @@ class Way:
     taken: tuple[Layout, ...]
     shape: tuple[int, ...]
     itemsize: float
-    queue: Queue
     reads: float
     follows: bool
     copied: bool
@@ -58,7 +55,6 @@ def ways(
     graph: Graph,
     rules: Sequence[Rule],
     choices: Sequence[Choices],
-    places: Sequence[Place],
     besides: Sequence[Beside | None],
     added_up: Mapping[int, int],
 ) -> Iterator[tuple[int, int, int, int, Way]]:
@@ -66,7 +62,7 @@ def ways(
 
     Args:
         rules, choices: per op.
-        places, besides: per value.
+        besides: per value, `Way.beside`.
         added_up: value that a loop made by adding up -> the value in the loop that it is the sum of.
     """
     known: dict[tuple, Way] = {}
@@ -101,7 +97,7 @@ def ways(
             copied = graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES
             follows = _follows(graph, rules, i, j) and carries(made, taken)
             summed = part_added(graph, added_up, v) if v in added_up else 0.0
-            facts = (value.shape, value.itemsize, places[v].queue, op.reads, follows, copied, besides[v] if sums(made) else None)
+            facts = (value.shape, value.itemsize, op.reads, follows, copied, besides[v] if sums(made) else None)
             facts = (*facts, ordered, value.bytes if rows else 0.0, summed, added, i in graph.earlier, j in graph.earlier)
             if (key := (id(made), id(taken), *facts)) not in known:
                 known[key] = Way(made, taken, *facts)
