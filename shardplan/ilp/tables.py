@@ -120,8 +120,13 @@ class Tables:
             table = table + self._turning(way.shape, way.beside, sources, targets) * (way.reads * PS)
         if way.ordered:
             table = table + self._put_in_order(way.shape, way.sliced, sources, targets) * (way.reads * PS)
-        if way.added:
-            table = table + self._adding(way.shape, way.itemsize, sources, targets) * (way.reads * PS)
+        if way.added is not None:
+            alone = self._axes(sources.layouts, way.added)[:, None] != 0
+            table = table + np.where(alone, 0.0, self._adding(way.shape, way.itemsize, sources, targets)) * (way.reads * PS)
+            table = np.where(targets.partial & ~equal, np.inf, table)
+        if way.both:
+            alone = self._axes(sources.layouts, way.both)[:, None] != 0
+            table = np.where(alone & self._scattered(sources, targets), np.inf, table)
         table = np.rint(table - (1 - self.waiting) * sent)
         if follows:
             table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)

@@ -31,7 +31,9 @@ class Way:
         ordered: whether it is read inside a fusion.
         sliced: bytes that a loop cuts rows from, or 0.
         summed: of a sum that a loop adds up, what of its bytes the partial sums have, or 0.
-        added: whether it is added to another sum, and nothing else is done with either.
+        added: of a sum that is added to another one, and nothing else is done with either: the dims that must not be split for XLA to
+            add the two before it scatters them, those along which one picks rows of a table. None for others.
+        both: of what two sums add up to, the same dims.
         kept, keeps: whether the op that makes it, or the one that takes it, may keep an earlier reader's copy.
     """
 
@@ -46,7 +48,8 @@ class Way:
     ordered: bool
     sliced: float
     summed: float
-    added: bool
+    added: tuple[int, ...] | None
+    both: tuple[int, ...]
     kept: bool
     keeps: bool
 
@@ -81,13 +84,15 @@ def ways(
             partial[id(made)] = any(x.partial for x in made)
         return partial[id(made)]
 
+    def makers(j: int) -> list[tuple[int, int]]:
+        return [graph.values[v].producer for v in graph.ops[j].inputs if v is not None]
+
+    added: list[tuple[int, ...] | None] = []
     for j, op in enumerate(graph.ops):
         readers = tuple(graph.readers(graph.ops[j].outputs[0])) if op.primitive == "share" else (j,)
         ordered = any(rules[at].fusion in ("loop", "reduce") for at in readers)
         rows = any(graph.ops[at].primitive == "loop_slice" for at in readers)
-        taken_here = [graph.values[v] for v in op.inputs if v is not None]
-        added = len(taken_here) == 2 and op.primitive in ADDS and all(len(value.consumers) == 1 for value in taken_here)
-        added = added and all(sums(choices[i].results[r]) for i, r in (value.producer for value in taken_here))
+        added.append(_added(graph, j) if all(sums(choices[i].results[r]) for i, r in makers(j)) else None)
         for k, v in enumerate(op.inputs):
             if v is None:
                 continue
@@ -98,10 +103,20 @@ def ways(
             follows = _follows(graph, rules, i, j) and carries(made, taken)
             summed = part_added(graph, added_up, v) if v in added_up else 0.0
             facts = (value.shape, value.itemsize, op.reads, follows, copied, besides[v] if sums(made) else None)
-            facts = (*facts, ordered, value.bytes if rows else 0.0, summed, added, i in graph.earlier, j in graph.earlier)
+            facts = (*facts, ordered, value.bytes if rows else 0.0, summed, added[j], added[i] or ())
+            facts = (*facts, i in graph.earlier, j in graph.earlier)
             if (key := (id(made), id(taken), *facts)) not in known:
                 known[key] = Way(made, taken, *facts)
             yield i, j, k, v, known[key]
+
+
+def _added(graph: Graph, j: int) -> tuple[int, ...] | None:
+    """`Way.added` of both operands of op j, if they are sums."""
+    values = [graph.values[v] for v in graph.ops[j].inputs if v is not None]
+    if graph.ops[j].primitive not in ADDS or len(values) != 2 or any(len(value.consumers) > 1 for value in values):
+        return None
+    tables = [graph.ops[value.producer[0]] for value in values if graph.ops[value.producer[0]].primitive == "scatter-add"]
+    return tuple(d for op in tables for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims)
 
 
 def part_added(graph: Graph, added_up: Mapping[int, int], v: int) -> float:
