@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from models import MODELS, relu_step
 
 import shardplan
@@ -128,8 +129,12 @@ def test_the_leanest_plan_decides_where_others_need_more_than_they_were_found_wi
     assert plan(memory="heavy").memory().peak <= plan(memory="slight").memory().peak <= plan().memory().peak
 
 
-def test_sums_of_a_weight_with_two_uses_are_added_before_they_are_scattered():
-    """XLA does so in any case: it would be wrong to think that one of them leaves early, behind other work."""
+@pytest.mark.parametrize(("table", "scattered"), [(None, 1), (P("model", "data"), 2)])
+def test_sums_of_a_weight_with_two_uses_are_added_before_they_are_scattered(table, scattered):
+    """XLA does so in any case: it would be wrong to think that one of them leaves early, behind other work.
+
+    It does not where the rows that one use picks are split.
+    """
     bf16, f32, shape = jnp.bfloat16, jnp.float32, jax.ShapeDtypeStruct
 
     def loss(params, batch):
@@ -147,6 +152,8 @@ def test_sums_of_a_weight_with_two_uses_are_added_before_they_are_scattered():
 
     params = {"table": shape((50304, 768), f32), "layers": [(shape((768, 3072), f32), shape((3072, 768), f32))] * 4}
     batch = {name: shape((64, 1024), jnp.int32) for name in "xy"}
-    plan = shardplan.auto(jax.sharding.AbstractMesh(*MESH), cluster="h100", donate_argnums=0)(step).plan((params, params), batch)
-    large = [c for d in plan.decisions if d.phase != "forward" for m in d.moves for c in m.collectives if c.bytes >= 50304 * 768 * 2]
-    assert [c.kind for c in large] == ["reduce-scatter"]
+    pins = {"**/table": table} if table else {}
+    auto = shardplan.auto(jax.sharding.AbstractMesh(*MESH), cluster="h100", donate_argnums=0, pins=pins)
+    moves = (m for d in auto(step).plan((params, params), batch).decisions if d.phase != "forward" for m in d.moves)
+    large = [c for m in moves for c in m.collectives if c.bytes >= 50304 * 768 * 2 / 4]
+    assert [c.kind for c in large if c.kind != "all-gather"] == ["reduce-scatter"] * scattered
