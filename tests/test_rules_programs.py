@@ -262,8 +262,7 @@ def test_planned_and_plain_give_the_same(family):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [1, 200])
 def test_strategies_of_ten_thousand_equations_take_less_than_three_seconds(sizes):
-    """Processor seconds on a mesh of three axes, once of three times; ops of one signature share theirs, and so do those whose sizes
-    divide alike."""
+    """Processor seconds on a mesh of three axes; ops of one signature share theirs, and so do those whose sizes divide alike."""
 
     def step(ws, x):
         for n in range(1000):
@@ -275,13 +274,9 @@ def test_strategies_of_ten_thousand_equations_take_less_than_three_seconds(sizes
     ws = [jax.ShapeDtypeStruct((64, 64 * (n + 1)), jnp.float32) for n in range(sizes)]
     graph = parse(jax.make_jaxpr(step)(ws, jax.ShapeDtypeStruct((64, 64), jnp.float32)))
     assert len(graph.ops) > 10_000
-
-    def made():
-        start = time.process_time()
-        return make_space(graph, MeshShape(("a", "b", "c"), (2, 4, 8)), Cluster.preset("h100")), time.process_time() - start
-
-    space = next((space for space, seconds in (made() for _ in range(3)) if seconds < 3), None)
-    assert space is not None
+    start = time.process_time()
+    space = make_space(graph, MeshShape(("a", "b", "c"), (2, 4, 8)), Cluster.preset("h100"))
+    assert time.process_time() - start < 3
     assert len({id(c) for c in space.choices}) < 100 and max(map(len, space.choices)) > 20
 
 

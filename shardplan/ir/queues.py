@@ -351,7 +351,7 @@ def _order(
         if op.phase == "backward" and op.primitive in PUT_OFF and all(places[v].queue == "gradient" for v in op.outputs)
     }  # fmt: skip
     kept = [j for j in sorted(makes) if late and graph.ops[j].loop < 0]
-    beside = _beside(graph, places, work_s, moved, awaited, kept, {j: there[j] for j in update}) if late else {}
+    beside = _meanwhile(graph, places, work_s, moved, awaited, kept, {j: there[j] for j in update}) if late else {}
     put_off: list[int] = []
     for j, op in enumerate(graph.ops[:last]):
         if put_off and (op.primitive in PUT_BY or op.loop != graph.ops[put_off[-1]].loop):
@@ -366,7 +366,7 @@ def _order(
     yield from ((j, False) for j in (*put_off, *kept, *update) if j not in done)
 
 
-def _beside(
+def _meanwhile(
     graph: Graph,
     places: Sequence[Place],
     work_s: Sequence[float],

@@ -89,7 +89,7 @@ def ways(
 
     added: list[tuple[int, ...] | None] = []
     for j, op in enumerate(graph.ops):
-        readers = tuple(graph.readers(graph.ops[j].outputs[0])) if op.primitive == "share" else (j,)
+        readers = tuple(graph.readers(op.outputs[0])) if op.primitive == "share" else (j,)
         ordered = any(rules[at].fusion in ("loop", "reduce") for at in readers)
         rows = any(graph.ops[at].primitive == "loop_slice" for at in readers)
         added.append(_added(graph, j) if all(sums(choices[i].results[r]) for i, r in makers(j)) else None)
@@ -99,14 +99,23 @@ def ways(
             value = graph.values[v]
             i, r = value.producer
             made, taken = choices[i].results[r], choices[j].operands[k]
-            copied = graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES
-            follows = _follows(graph, rules, i, j) and carries(made, taken)
-            summed = part_added(graph, added_up, v) if v in added_up else 0.0
-            facts = (value.shape, value.itemsize, op.reads, follows, copied, besides[v] if sums(made) else None)
-            facts = (*facts, ordered, value.bytes if rows else 0.0, summed, added[j], added[i] or ())
-            facts = (*facts, i in graph.earlier, j in graph.earlier)
-            if (key := (id(made), id(taken), *facts)) not in known:
-                known[key] = Way(made, taken, *facts)
+            facts = {
+                "shape": value.shape,
+                "itemsize": value.itemsize,
+                "reads": op.reads,
+                "follows": _follows(graph, rules, i, j) and carries(made, taken),
+                "copied": graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES,
+                "beside": besides[v] if sums(made) else None,
+                "ordered": ordered,
+                "sliced": value.bytes if rows else 0.0,
+                "summed": part_added(graph, added_up, v) if v in added_up else 0.0,
+                "added": added[j],
+                "both": added[i] or (),
+                "kept": i in graph.earlier,
+                "keeps": j in graph.earlier,
+            }
+            if (key := (id(made), id(taken), *facts.values())) not in known:
+                known[key] = Way(made, taken, **facts)
             yield i, j, k, v, known[key]
 
 
