@@ -1,5 +1,9 @@
 """Laws of the compiled part: what it counts is what the problem says, and its moves never make things worse."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from test_ilp import brute_force, chain
@@ -87,3 +91,26 @@ def test_runs_find_the_optimum_of_a_small_problem_and_repeat_themselves():
 
     assert problem.objective(best()) == brute_force(problem)
     assert best() == best()
+
+
+SIGNATURES = """
+import numba
+from shardplan.ilp import explore, kernels, plans
+from test_ilp import chain
+
+def compiled():
+    jitted = [f for m in (kernels, plans) for f in vars(m).values() if isinstance(f, numba.core.dispatcher.Dispatcher)]
+    return sum(len(f.signatures) for f in jitted)
+
+explore.compile_kernels()
+before = compiled()
+explorer = explore.Explorer(chain(40, 5, seed=1, limit=400), 50)
+assert list(explorer.run(0, 4, lambda turn: turn / 200))
+explorer.ascend(explorer.prices, 3)
+assert before and compiled() == before, (before, compiled())
+"""
+
+
+def test_compiling_ahead_leaves_nothing_to_compile():
+    """In a process of its own, where nothing has been called yet."""
+    subprocess.run([sys.executable, "-c", SIGNATURES], check=True, cwd=Path(__file__).parent)

@@ -25,7 +25,7 @@ from .record import Check
 from .relax import Relaxation
 from .shift import Messages
 
-FEW = 0.5  # of the states: shifting on, where no byte has a price, is cheaper on what is left
+FEW = 0.5  # of the entries that a round of shifting visits: shifting on, where no byte has a price, is cheaper on what is left
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ def bound(
     quotes: list[Quote] = []
 
     def few(quote: Quote) -> bool:
-        if relaxation.exact or quote.prices.any() or not np.isfinite(worth):
+        if relaxation.shift is None or quote.prices.any() or not np.isfinite(worth):
             return False
-        through = np.concatenate(quote.through())
-        return (through <= worth).sum() <= FEW * len(through)
+        left = [int((through <= worth).sum()) for through in quote.through()]
+        return 2 * sum(left[e.i] * left[e.j] for e in problem.edges) <= FEW * relaxation.shift.entries
 
     for quote in bargain(relaxation, memory, reach, rounds=rounds, start=start, worth=worth):
         quotes.append(quote)

@@ -26,7 +26,7 @@ import numpy as np
 from .branch import Region
 from .kernels import anneal, cost_of, fields, flatten, profile, profile_tree, relieve, toll
 from .plans import Plan, make_plan, sweep
-from .problem import Problem
+from .problem import Edge, Problem, Usage
 from .record import LARGE, Clock, Record
 from .shift import Messages, Shift
 
@@ -188,6 +188,18 @@ class Explorer:
         seed = np.array([88172645463325252 + number], dtype=np.uint64)
         anneal(net, states, field, tree, True, 1e-4 * stake, 1e-7 * stake, 20 * len(net.unary), seed, best, gained)
         return best
+
+
+def compile_kernels() -> None:
+    """Compiles what runs call (about ten seconds, once per installation, then kept on disk), so that no time limit pays for it."""
+    costs = tuple(np.arange(3.0) for _ in range(3))
+    edges = tuple(Edge(i, j, np.outer(costs[i], costs[j])) for i, j in ((0, 1), (0, 2), (1, 2)))
+    usages = tuple(Usage(i, i, i + 2, np.arange(3.0)[::-1]) for i in range(3))
+    explorer = Explorer(Problem(costs, edges, usages, limit=3.0), SWEEP_JOINT[0])
+    for _ in explorer.run(1, 1, lambda turn: turn / (3 * SETTLE)):
+        pass
+    assert explorer.prices is not None
+    explorer.ascend(explorer.prices, 1)
 
 
 class Runs:

@@ -127,7 +127,8 @@ def main(argv: list[str]) -> int:
     """`instance.json.gz [--seconds S]`: progress on standard error, the states as the last line of standard output."""
     parser = argparse.ArgumentParser(prog="shardplan solve", description="Solve a file of the IOPDDL benchmark.")
     parser.add_argument("instance", type=Path)
-    parser.add_argument("--seconds", type=float, default=60.0, help="wall-clock limit, reading apart (default 60)")
+    told = "wall-clock limit, reading apart (default 60); of the first large problem's, some ten go into compiling"
+    parser.add_argument("--seconds", type=float, default=60.0, help=told)
     options = parser.parse_args(argv)
     instance = read(options.instance)
     start = time.monotonic()
