@@ -5,6 +5,7 @@ Every primitive has a rule; and one training step of every loss, optimizer and l
 """
 
 import fnmatch
+import gc
 import re
 import subprocess
 import sys
@@ -274,6 +275,7 @@ def test_strategies_of_ten_thousand_equations_take_less_than_three_seconds(sizes
     ws = [jax.ShapeDtypeStruct((64, 64 * (n + 1)), jnp.float32) for n in range(sizes)]
     graph = parse(jax.make_jaxpr(step)(ws, jax.ShapeDtypeStruct((64, 64), jnp.float32)))
     assert len(graph.ops) > 10_000
+    gc.collect()  # of what others left
     start = time.process_time()
     space = make_space(graph, MeshShape(("a", "b", "c"), (2, 4, 8)), Cluster.preset("h100"))
     assert time.process_time() - start < 3

@@ -86,7 +86,7 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], loo
 
     ops: list[Op] = []
     moved: list[int] = []  # old op number -> new
-    values: list[Value] = []
+    values: list[tuple[Value, tuple[int, int]]] = []  # what it was, and what makes it
     renamed: dict[int, int] = {}  # old value -> new
     through: dict[tuple[int, int], int] = {}  # (reader, operand) -> new value of its copy
     copied: dict[tuple[int, int], int] = {}  # (old reader, operand) -> the copy it reads
@@ -110,7 +110,7 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], loo
                 reads=op.reads,
                 loop=op.loop,
             )
-            values.append(replace(value, producer=(len(ops), 0), consumers=()))
+            values.append((value, (len(ops), 0)))
             through.update({reader: len(values) - 1 for reader in readers})
             copied.update({reader: len(ops) for reader in readers})
             if first is not None:
@@ -120,7 +120,7 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], loo
         inputs = tuple(None if v is None else through.get((at, k), renamed.get(v)) for k, v in enumerate(op.inputs))
         outputs = tuple(range(len(values), len(values) + len(op.outputs)))
         renamed.update(zip(op.outputs, outputs, strict=True))
-        values += [replace(graph.values[v], producer=(len(ops), k), consumers=()) for k, v in enumerate(op.outputs)]
+        values += [(graph.values[v], (len(ops), k)) for k, v in enumerate(op.outputs)]
         ops.append(replace(op, inputs=inputs, outputs=outputs))
     consumers: list[list[tuple[int, int]]] = [[] for _ in values]
     for at, op in enumerate(ops):
@@ -130,7 +130,7 @@ def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], loo
     moved.append(len(ops))
     return Graph(
         tuple(ops),
-        tuple(replace(v, consumers=tuple(c)) for v, c in zip(values, consumers, strict=True)),
+        tuple(replace(v, producer=made, consumers=tuple(c)) for (v, made), c in zip(values, consumers, strict=True)),
         tuple(replace(loop, start=moved[loop.start], stop=moved[loop.stop]) for loop in graph.loops),
         tuple((moved[a], moved[b]) for a, b in graph.tied),
         tuple(moved[a] for a in graph.args),

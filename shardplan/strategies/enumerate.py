@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,12 +42,14 @@ class Choices:
         operands: per operand, [s] -> its layout.
         results: per result, [s] -> its layout.
         work: [s], share of the op's flops that one device does (1 when replicated).
+        shards: per operand, then per result, [s] -> the number of its shards.
     """
 
     letters: tuple[Letters, ...]
     operands: tuple[tuple[Layout, ...], ...]
     results: tuple[tuple[Layout, ...], ...]
     work: np.ndarray
+    shards: tuple[np.ndarray, ...]
 
     def __len__(self) -> int:
         return len(self.letters)
@@ -65,18 +68,38 @@ def enumerate_choices(
         within: per axis the letter that is settled, or OPEN; default all OPEN.
     """
     linear = rule.linear if linear is None else linear
-    dims = [d for tensor in rule.operands + rule.results for d in tensor]
-    compound = [d for d in dims if len(d) > 1]
-    usable = [a for a in dict.fromkeys(a for d in dims for a in d) if a not in rule.whole and sizes[a] > 1]
+    parts = tuple((a, math.gcd(n, mesh.n_devices) if n else 1, n > 0 and mesh.n_devices % n == 0) for a, n in sizes.items())
+    kept = _kept(rule.operands + rule.results, rule.whole, parts, linear, None if within is None else tuple(within), mesh)
+    return _choices(kept, rule.operands, rule.results, tuple(rule.reduce.items()), rule.begins, mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(
+    tensors: tuple[Dims, ...],
+    whole: frozenset[str],
+    parts: tuple[tuple[str, int, bool], ...],
+    linear: bool,
+    within: Letters | None,
+    mesh: MeshShape,
+) -> tuple[Letters, ...]:
+    """The letters that may be put on the mesh axes.
+
+    Args:
+        parts: per letter, how many shards it has at most, every number of shards that divides its size divides that, and
+            whether each then holds one. Sizes decide nothing else, so letters of many sizes share an answer.
+    """
+    dims = [d for tensor in tensors for d in tensor]
+    most, single = {a: n for a, n, _ in parts}, {a for a, _, one in parts if one}
+    usable = [a for a in dict.fromkeys(a for d in dims for a in d) if a not in whole]
     per_axis: list[list[str | None]] = []
     for k, (_, n) in enumerate(mesh):
         if within is not None and within[k] != OPEN:
             per_axis.append([within[k]])
             continue
-        fits = [a for a in usable if sizes[a] % n == 0] if n > 1 else []
+        fits = [a for a in usable if most[a] % n == 0] if n > 1 else []
         per_axis.append([None, *fits, *([PARTIAL] if linear and n > 1 else [])])
-    kept = tuple(c for c in itertools.product(*per_axis) if _divides(c, sizes, mesh, compound))
-    return _choices(kept, rule.operands, rule.results, tuple(rule.reduce.items()), rule.begins, mesh)
+    compound = [d for d in dims if len(d) > 1]
+    return tuple(c for c in itertools.product(*per_axis) if _divides(c, most, single, mesh, compound))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,7 +117,7 @@ def _choices(
     )
     left = tuple(tuple(_layout(dims, c, mesh, {}, not begins) for c in kept) for dims in operands)
     right = tuple(tuple(_layout(dims, c, mesh, dict(reduce)) for c in kept) for dims in results)
-    return Choices(kept, left, right, work)
+    return Choices(kept, left, right, work, _shards(left + right, mesh))
 
 
 def given_choices(operands: Sequence[Layout], results: Sequence[Layout], mesh: MeshShape) -> Choices | None:
@@ -107,23 +130,30 @@ def given_choices(operands: Sequence[Layout], results: Sequence[Layout], mesh: M
         return Layout(tuple(tuple(a for a in dim if mesh.size(a) > 1) for dim in layout.dims))
 
     each = tuple((used(x),) for x in operands), tuple((used(x),) for x in results)
-    return Choices(((None,) * len(mesh.axes),), *each, np.array([1.0 / mesh.size(*named)]))
+    work = np.array([1.0 / mesh.size(*named)])
+    return Choices(((None,) * len(mesh.axes),), *each, work, _shards(each[0] + each[1], mesh))
 
 
-def _divides(choice: Sequence[str | None], sizes: dict[str, int], mesh: MeshShape, compound: list[tuple[str, ...]]) -> bool:
+def _shards(tensors: tuple[tuple[Layout, ...], ...], mesh: MeshShape) -> tuple[np.ndarray, ...]:
+    return tuple(np.array([layout.shards(mesh) for layout in of], dtype=float) for of in tensors)
+
+
+def _divides(
+    choice: Letters, most: Mapping[str, int], single: Collection[str], mesh: MeshShape, compound: list[tuple[str, ...]]
+) -> bool:
     """Whether every letter divides by the axes on it, and in a compound dim only fully split letters stand before a split one."""
     over: dict[str, int] = {}
-    for x, (_, n) in zip(choice, mesh, strict=True):
+    for x, n in zip(choice, mesh.sizes, strict=True):
         if x is not None and x != PARTIAL:
             over[x] = over.get(x, 1) * n
-    if any(sizes[a] % n for a, n in over.items()):
+    if any(most[a] % n for a, n in over.items()):
         return False
     for dim in compound:
         open_ = False
         for a in dim:
             if open_ and a in over:
                 return False
-            open_ = open_ or over.get(a, 1) != sizes[a]
+            open_ = open_ or a not in single or over.get(a, 1) != most[a]
     return True
 
 

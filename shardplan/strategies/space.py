@@ -8,6 +8,7 @@ and the op that stands for a small kernel for what this is short of the least ti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -140,13 +141,22 @@ class _Entry:
     choices: Choices
 
 
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """The rule of ops of one signature, whether it is one for their primitive, and the sizes of its letters."""
+
+    rule: Rule
+    known: bool
+    sizes: dict[str, int]
+
+
 class _Table:
     """One entry per op signature."""
 
     def __init__(self, mesh: MeshShape):
         self.mesh = mesh
-        self.rules: dict = {}
-        self.entries: dict = {}
+        self.rules: dict[tuple, _Known] = {}
+        self.entries: dict[tuple, _Entry] = {}
 
     def read(self, graph: Graph, within: Mapping[Path, Sequence[str | None]], others: Sequence[str | None] | None) -> list[_Entry]:
         """The entries of all ops, in order."""
@@ -159,22 +169,26 @@ class _Table:
     def _entry(self, op: Op, handed: bool, within: Sequence[str | None] | None) -> _Entry:
         """`handed`: every operand may be a partial sum."""
         key = _key(op)
-        if key not in self.rules:
-            rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
-            ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
-            sizes = letter_sizes(rule, ins, outs, op.primitive)
-            nothing = op.primitive != "arg" and any(0 in shape for shape in (*ins, *outs))  # XLA does not split it
-            if nothing or any(str(getattr(x, "dtype", "")) in UNSPLIT for x in (*op.ins, *op.outs)):
-                rule = replace(rule, whole=frozenset(sizes), linear=False)
-            self.rules[key] = rule, known, sizes
-        rule, known, sizes = self.rules[key]
+        if (known := self.rules.get(key)) is None:
+            known = self.rules[key] = self._rule(op)
+        rule = known.rule
         linear = (rule.linear or UP in op.params) and (handed or rule.begins)
-        if (key, linear, within) not in self.entries:
+        asked = known, linear, within
+        if (entry := self.entries.get(asked)) is None:
             given = _given(op, self.mesh)
-            choices, known = (given, True) if given else (enumerate_choices(rule, sizes, self.mesh, linear, within), known)
+            choices = given or enumerate_choices(rule, known.sizes, self.mesh, linear, within)
             sums = linear or (op.primitive not in BORDER and bool(rule.reduce))
-            self.entries[key, linear, within] = _Entry(len(self.entries), rule, known, sums, choices)
-        return self.entries[key, linear, within]
+            entry = self.entries[asked] = _Entry(len(self.entries), rule, known.known or given is not None, sums, choices)
+        return entry
+
+    def _rule(self, op: Op) -> _Known:
+        rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
+        ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
+        sizes = letter_sizes(rule, ins, outs, op.primitive)
+        nothing = op.primitive != "arg" and any(0 in shape for shape in (*ins, *outs))  # XLA does not split it
+        if nothing or any(str(getattr(x, "dtype", "")) in UNSPLIT for x in (*op.ins, *op.outs)):
+            rule = replace(rule, whole=frozenset(sizes), linear=False)
+        return _Known(rule, known, sizes)
 
 
 def _given(op: Op, mesh: MeshShape) -> Choices | None:
@@ -253,11 +267,9 @@ def exchanged(op: Op, rule: Rule, choices: Choices, s: int, mesh: MeshShape, clu
 
 def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh: MeshShape, cluster: Cluster, moves: Traffic) -> np.ndarray:
     moved = np.zeros(len(choices))
-    for avals, layouts, counts in ((op.ins, choices.operands, moves.operands), (op.outs, choices.results, moves.results)):
-        for x, of, times in zip(avals, layouts, counts, strict=True):
-            if times:
-                size = float(np.prod(x.shape)) * itemsize(x.dtype)
-                moved += [times * size / layout.shards(mesh) for layout in of]
+    for x, shards, times in zip(op.ins + op.outs, choices.shards, moves.operands + moves.results, strict=True):
+        if times:
+            moved += times * (float(math.prod(x.shape)) * itemsize(x.dtype)) / shards
     if rule.prefix:  # one more pass joins what is made with the totals of the shards before
         moved *= [1 if rule.prefix.isdisjoint(letters) else 2 for letters in choices.letters]
     device = cluster.device
@@ -270,14 +282,14 @@ def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh: MeshShape, cluster: 
     elif moves.kernel is not None:
         seconds = seconds + np.maximum(0.0, device.kernel_latency_s - moves.kernel * choices.work / device.memory_rate)
     if any(moves.results):
-        seconds = seconds + device.kernel_latency_s * _in_two(op, choices, mesh)
+        seconds = seconds + device.kernel_latency_s * _in_two(op, choices)
     if rule.exchanged:
         found = (exchanged(op, rule, choices, s, mesh, cluster) for s in range(len(choices)))
         seconds = seconds + np.array([sum(x.seconds for x in exchange) for exchange in found])
     return seconds
 
 
-def _in_two(op: Op, choices: Choices, mesh: MeshShape) -> np.ndarray:
+def _in_two(op: Op, choices: Choices) -> np.ndarray:
     """[s] -> whether XLA sums up in two kernels, one after the other: what is too much for one block of threads.
 
     The first may be shared by several sums, the second is each one's own.
@@ -289,5 +301,4 @@ def _in_two(op: Op, choices: Choices, mesh: MeshShape) -> np.ndarray:
         return np.zeros(len(choices))
     (x, *_), (y, *_) = op.ins, op.outs
     most = 1 << (14 if len(x.shape) - 1 in axes else 12)
-    parts = zip(choices.operands[0], choices.results[0], strict=True)
-    return np.array([x.size / a.shards(mesh) > most * y.size / b.shards(mesh) for a, b in parts])
+    return x.size / choices.shards[0] > most * y.size / choices.shards[len(op.ins)]
