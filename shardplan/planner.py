@@ -239,7 +239,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     def left() -> float | None:
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-    def search(at: Network, before: tuple[int, ...]) -> Solution:
+    def search(at: Network, before: tuple[int, ...], most: float = np.inf) -> Solution:
         def fits(states: tuple[int, ...]) -> bool:
             return options.memory is None or at.problem.peak(states) <= options.memory
 
@@ -254,9 +254,9 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         clock.lap("propagation")
         if options.search == "propagation":
             return hint if not hint.states or fits(hint.states) else solve(at.problem, hint=hint.states, time_limit=left())
-        solution = solve(at.problem, hint=hint.states or None, time_limit=left(), progress=options.progress, small=small)
+        solution = solve(at.problem, hint=hint.states or None, most=most, time_limit=left(), progress=options.progress, small=small)
         many = sum(n > 1 for _, n in mesh) >= MANY_AXES
-        if solution.status != "optimal" and many and options.search != "recursive":
+        if solution.status in ("feasible", "fallback") and many and options.search != "recursive":
             solution = _axis_by_axis(at, solution, graph, resharder, options)
         clock.lap("solve")
         return solution
@@ -273,7 +273,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         return found
 
     loose = None if options.search == "propagation" else apart
-    found, solution = settled(network, search, loose, lambda network: leanest(network.problem), beside)
+    found, solution = settled(network, search, loose, lambda network: lowest(network.problem), beside)
     if not solution.states or not np.isfinite(solution.objective):
         states = leanest(found.problem)
         raise ShardingError(does_not_fit(network(found.waiting, found.moved(states)) if states else found, options))
@@ -608,8 +608,7 @@ def does_not_fit(network: Network, options: Options) -> str:
     problem, graph = network.problem, network.space.graph
     if problem.limit is None:
         return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
-    found = [s for s in (leanest(problem), least_memory(replace(problem, limit=None)).states) if s]
-    states = min(found, key=problem.peak, default=())
+    states = lowest(problem)
     if not states:
         return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
     memory = problem.memory(states)
@@ -637,6 +636,12 @@ def leanest(problem: Problem) -> tuple[int, ...]:
     tables = {id(e.cost): np.where(np.isfinite(e.cost), 0.0, np.inf) for e in problem.edges}
     edges = tuple(replace(e, cost=tables[id(e.cost)]) for e in problem.edges)
     return solve(replace(problem, costs=tuple(costs), edges=edges, limit=None)).states
+
+
+def lowest(problem: Problem) -> tuple[int, ...]:
+    """The states of the lowest peak found, whatever they cost; () when none go together."""
+    found = (leanest(problem), least_memory(replace(problem, limit=None)).states)
+    return min((states for states in found if states), key=problem.peak, default=())
 
 
 def gib(n: float) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from math import prod
 from typing import TYPE_CHECKING
@@ -40,27 +41,34 @@ NEAR = 0.005
 FAR, AWAY = 0.03, 0.15
 """And where the best costs more than the first was found at, by this part of it or of its communication, we start from others."""
 
+WORSE = 0.1
+"""What costs more than the best by this part of it where we start is not looked for: at its own prices it will not be better."""
+
 
 def settled(
     make: Callable[[float, Crowds | None], Network],
-    search: Callable[[Network, tuple[int, ...]], Solution],
-    apart: Callable[[Network, tuple[int, ...]], Solution] | None,
+    search: Callable[..., Solution],
+    apart: Callable[..., Solution] | None,
     lean: Callable[[Network], tuple[int, ...]],
     beside: float,
 ) -> tuple[Network, Solution]:
     """The best plan found, with the network of its own prices; the bound is as far below as at the prices it was found at.
 
     What a plan moves together also says how long arrays wait for each other in memory, so a plan may need more than it was found with.
-    Where none of those found fits, we plan once more with the waits of the leanest plan, which fits if any does.
+    Where none of those found fits, we look for a lean plan that fits with its own waits, and plan once more with these.
 
     Args:
         make: the network at a price of what is hidden (`overlap.cheapest`), with arrays moved together as told, or all of a queue.
-        search: answers it; the states are those of the plan before, or ().
-        apart: answers it with repeated layers that need not be alike, if that can be better, given states in which they are; or None.
+        search: answers it, given the states of the plan `before`, or (), and what answers may cost at `most` to be of use.
+        apart: answers it with repeated layers that need not be alike, if that can be better, given states in which they are `alike`.
         lean: the states of a network that hold the fewest bytes, or ().
         beside: as in `overlap.cheapest`.
     """
-    found, solution = best = _planned(make, search, None, (), beside)
+
+    def planned(crowds: Crowds | None, ask: Callable[[Network], Solution]) -> tuple[Network, Solution]:
+        return cheapest(lambda price: make(price, crowds), ask, beside)
+
+    found, solution = best = planned(None, partial(search, before=()))
     optimistic = solution.objective
     least = np.inf, np.inf, True  # bytes over the limit, what is paid, whether layers had to be alike
     crowds: Crowds | None = ()
@@ -78,9 +86,14 @@ def settled(
             best = own, replace(solution, objective=paid, bound=bound)
         return paid if not over else np.inf
 
+    def better(at: Network) -> Solution:
+        """What costs too much at the first price, the least, does so at all."""
+        cut = at.waiting == beside and not least[0]
+        return search(at, before=best[1].states, most=(1 + WORSE) * least[1] if cut else np.inf)
+
     for n in range(ROUNDS):
         if n:
-            found, solution = _planned(make, search, crowds, solution.states, beside)
+            found, solution = planned(crowds, partial(search, before=solution.states))
         if not solution.states or offer(found, solution) <= (1 + NEAR) * solution.objective:
             break
     sent = least[1] - best[0].parts(best[1].states).compute if best[1].states else 0.0
@@ -88,18 +101,22 @@ def settled(
         for crowds in alike(found.space):
             for _ in range(ROUNDS):
                 before = least
-                found, solution = _planned(make, search, crowds, best[1].states, beside)
+                found, solution = planned(crowds, better)
                 if solution.states:
                     offer(found, solution)
                 if not least < before:
                     break
     if apart and best[1].states and best[1].tied:
-        found, solution = _planned(make, apart, best[0].crowds, best[1].states, beside)
+        found, solution = planned(best[0].crowds, partial(apart, alike=best[1].states))
         if solution.states:
             offer(found, solution)
-    if best[1].states and least[0] and (states := lean(found)):
-        offer(found, Solution("feasible", states, found.problem.objective(states), 0.0))
-        found, solution = _planned(make, search, crowds, (), beside)
+    if best[1].states and least[0]:
+        for _ in range(ROUNDS):
+            if not least[0] or not (states := lean(found)):
+                break
+            offer(found, Solution("feasible", states, found.problem.objective(states), 0.0))
+            found = make(found.waiting, crowds)
+        found, solution = planned(crowds, partial(search, before=()))
         if solution.states:
             offer(found, solution)
     return best if not best[1].states or not least[0] else (best[0], Solution("infeasible", (), np.inf, 0.0))
@@ -130,7 +147,3 @@ def alike(space: Space) -> Iterator[Crowds]:
             for (crowd, queue), of in sorted(arrays.items())
             for way in sorted(gathers if queue == "gather" else gradients)
         )
-
-
-def _planned(make, search, crowds: Crowds | None, before: tuple[int, ...], beside: float) -> tuple[Network, Solution]:
-    return cheapest(lambda price: make(price, crowds), lambda network: search(network, before), beside)

@@ -352,18 +352,27 @@ def relieve(net, states, field, tree, moves):
 # ---------------------------------------------------------------- costs shifted along edges
 
 
+@numba.njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})  # or a loop that looks for the least is not vectorised
+def least_sum(a, b):
+    low = a[0] + b[0]
+    for s in range(1, len(b)):
+        both = a[s] + b[s]
+        low = both if both < low else low
+    return low
+
+
 @jit
 def shift_rounds(costs, start, first, links, tables, share, messages, rounds):
-    """`Shift.rounds` over flat arrays: the same sums in the same order, so the same messages to the last bit.
+    """`Shift.rounds` over flat arrays: the same sums, so the same messages to the last bit.
 
-    Link d of node i, first[i] <= d < first[i + 1], is (its message, the other node's message, its table with i's states as rows,
-    the other node's states, whether the other node comes later).
+    Link d of node i, first[i] <= d < first[i + 1], is (its message, the other node's message, its table, the other node's states,
+    whether i's states are the table's rows, whether the other node comes later).
     """
     n = len(start) - 1
     widest = 1
     for i in range(n):
         widest = max(widest, start[i + 1] - start[i])
-    cost, rest, given = np.empty(widest), np.empty(widest), np.empty(widest)
+    cost, kept, least = np.empty(widest), np.empty(widest), np.empty(widest)
     for turn in range(2 * rounds):
         forward = 1 - turn % 2
         for x in range(n):
@@ -380,16 +389,22 @@ def shift_rounds(costs, start, first, links, tables, share, messages, rounds):
             for s in range(k):
                 cost[s] = (cost[s] - low) * share[i]
             for d in range(first[i], first[i + 1]):
-                if links[d, 4] != forward:
+                if links[d, 5] != forward:
                     continue
-                mine, other, table, width = links[d, 0], links[d, 1], links[d, 2], links[d, 3]
+                mine, other, at, width = links[d, 0], links[d, 1], links[d, 2], links[d, 3]
+                given = least[:width]
                 for s in range(k):
-                    rest[s] = cost[s] - messages[mine + s]
-                for t in range(width):
-                    given[t] = rest[0] + tables[table + t]
-                for s in range(1, k):
+                    kept[s] = cost[s] - messages[mine + s]
+                if links[d, 4]:
+                    given[:] = np.inf
+                    for s in range(k):
+                        row, own = tables[at + s * width : at + (s + 1) * width], kept[s]
+                        for t in range(width):
+                            both = own + row[t]
+                            given[t] = both if both < given[t] else given[t]
+                else:
                     for t in range(width):
-                        given[t] = min(given[t], rest[s] + tables[table + s * width + t])
+                        given[t] = least_sum(kept[:k], tables[at + t * k : at + (t + 1) * k])
                 low = given[0]
                 for t in range(1, width):
                     low = min(low, given[t])

@@ -71,8 +71,8 @@ class Record:
         self.whole = all((u.bytes == np.floor(u.bytes)).all() for u in problem.usages)  # costs are
 
     def offer(self, states: tuple[int, ...], objective: float, back: Back = tuple) -> bool:
-        """Takes states that fit, if they are better."""
-        if not objective < self.objective:
+        """Takes states that fit, if they are better, and cheap enough to be of use."""
+        if not objective < self.objective or objective > self.most:
             return False
         self.answer, self.objective = (states, back), objective
         self._report()

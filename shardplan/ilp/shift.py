@@ -15,6 +15,7 @@ of a table then have the same least entry, and the least entries add up to the b
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from .problem import Problem
 from .record import Check
 from .shrink import Follow, Restrict, Shrunk
 
-COMPILED = 2_000  # edges from which the rounds are left to compiled code, if it is there; it does the same sums in the same order
+CALLS = 1e4  # table entries that visiting an edge is worth in numpy
+LOADING = 4e8  # table entries that may be visited so before compiled code takes over, if it is there: it takes as long to load
 
 
 Messages = dict[tuple[int, int], np.ndarray]
@@ -32,7 +34,8 @@ Messages = dict[tuple[int, int], np.ndarray]
 class Shift:
     """The messages of a problem's edges, improved in place. Every state must have a finite partner in every edge.
 
-    `compiled` says whether compiled code makes the rounds, if it is there; by default when there are many edges.
+    Rounds are numpy's until a process has visited so many entries that loading compiled code would have taken no longer. That does the
+    same sums, so nobody can tell but by the time. `compiled` asks for it at once.
 
     Attributes:
         at_i, at_j: m_ei and m_ej, per edge.
@@ -42,8 +45,10 @@ class Shift:
         entries: table entries that a round visits.
     """
 
+    visited: ClassVar[float] = 0.0  # by numpy, in this process
+
     def __init__(
-        self, problem: Problem, compiled: bool | None = None, messages: Messages | None = None, check: Check = lambda: None
+        self, problem: Problem, compiled: bool = False, messages: Messages | None = None, check: Check = lambda: None
     ):
         self.problem, self.check = problem, check
         sizes = np.array([e.cost.shape for e in problem.edges], dtype=np.int64).reshape(-1, 2)
@@ -73,17 +78,19 @@ class Shift:
         lengths = np.diff(self.ends)
         self.receiver = np.repeat(self.start[pairs.ravel()] - self.ends[:-1], lengths) + np.arange(self.ends[-1])
         self.earlier = np.repeat((pairs > pairs[:, ::-1]).ravel(), lengths)
-        compiled = len(problem.edges) >= COMPILED if compiled is None else compiled
         self.compiled = self._compile() if compiled else None
 
     def rounds(self, costs, n: int) -> None:
         """n times forwards and backwards, with these node costs."""
+        if self.compiled is None and Shift.visited > LOADING:
+            self.compiled = self._compile()
         if self.compiled is not None:
             flat = np.concatenate(costs)
             for _ in range(n):
                 self.check()
                 self.compiled(flat)
             return
+        Shift.visited += n * (self.entries + CALLS * len(self.problem.edges))
         least = np.minimum.reduce  # half the time of `min` on small arrays
         order = range(len(self.near))
         for _ in range(n):
@@ -109,17 +116,18 @@ class Shift:
         start = np.cumsum([0, *map(len, problem.costs)])
         pool, place, total = [], {}, 0
         for e in problem.edges:
-            for side, table in enumerate((e.cost, e.cost.T)):
-                if (id(e.cost), side) not in place:
-                    place[id(e.cost), side] = total
-                    pool.append(table.ravel())
-                    total += table.size
-        flat = [
-            (self.ends[2 * edge + side], self.ends[2 * edge + 1 - side], place[id(problem.edges[edge].cost), side],
-             problem.edges[edge].cost.shape[1 - side], ahead)
-            for row in self.links for edge, side, ahead in row
-        ]  # fmt: skip
-        links = np.array(flat, dtype=np.int64).reshape(-1, 5)
+            if id(e.cost) not in place:
+                by_rows = e.cost.flags.c_contiguous or not e.cost.flags.f_contiguous
+                place[id(e.cost)] = total, by_rows
+                pool.append((e.cost if by_rows else e.cost.T).ravel())
+                total += e.cost.size
+        flat = []
+        for row in self.links:
+            for edge, side, ahead in row:
+                at, by_rows = place[id(problem.edges[edge].cost)]
+                mine, other = self.ends[2 * edge + side], self.ends[2 * edge + 1 - side]
+                flat.append((mine, other, at, problem.edges[edge].cost.shape[1 - side], by_rows == (side == 0), ahead))
+        links = np.array(flat, dtype=np.int64).reshape(-1, 6)
         first = np.cumsum([0, *map(len, self.links)])
         tables = np.concatenate(pool) if pool else np.zeros(0)
         return lambda costs: shift_rounds(costs, start, first, links, tables, self.share, self.messages, 1)

@@ -45,6 +45,7 @@ def solve(
     time_limit: float | None = None,
     work_limit: float | None = None,
     hint: tuple[int, ...] | None = None,
+    most: float = np.inf,
     progress: Progress | None = None,
     small: Shrunk | None = None,
 ) -> Solution:
@@ -55,6 +56,7 @@ def solve(
         time_limit: seconds; at the limit the best answer so far is returned. None: no clock is read.
         work_limit: counted work, about seconds; by default 20 without a time limit, none with one.
         hint: states to start from, and to return when nothing better is found (status "fallback").
+        most: only answers that cost at most this much are wanted; "infeasible" if there are none.
         progress: called with (states, bound, gap) whenever one of them gets better.
         small: `shrink(problem, tie=True)`, if that is there already.
 
@@ -65,7 +67,7 @@ def solve(
         ValueError: a cost is no whole number; no bound would be exact.
     """
     _check_whole(problem)
-    clock, record = Clock(time_limit, work_limit), Record(problem, progress)
+    clock, record = Clock(time_limit, work_limit), Record(problem, progress, most)
     if hint is not None and (problem.limit is None or problem.peak(hint) <= problem.limit):
         record.offer(tuple(hint), problem.objective(hint))
     hinted = record.answer if record.found else None
