@@ -2,20 +2,24 @@
 
     python benchmarks/budgets.py                 19 models, 3 meshes, 4 budgets
     python benchmarks/budgets.py gpt moe          models whose names begin so
+    python benchmarks/budgets.py --planning       all problems on the way to a plan, also of the models of quality.py
 
 Every problem is one that the planner builds: a step's cost network at its first prices. Budgets are multiples of the least peak that
-any plan could have. `shrink` and `solve` are processor seconds; what takes longer than a second after shrinking, or is not proven, is
-listed, and a table of all stands at the end.
+any plan could have. With `--planning` it is whatever is solved until the prices are settled, with the memory of an H100; "unfolded" are
+those in which repeated layers need not be alike, which have a limit of work. `shrink` and `solve` are processor seconds; what takes
+longer than a second after shrinking, or is not proven, is listed, and a table of all stands at the end.
 """
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).parent.parent
@@ -23,12 +27,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import fidelity  # noqa: E402
 import jax  # noqa: E402
+import quality  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
 from shardplan.ilp import Problem, Solution, solve  # noqa: E402
 from shardplan.ilp.build import build  # noqa: E402
-from shardplan.ilp.shrink import shrink  # noqa: E402
+from shardplan.ilp.shrink import Shrunk, shrink  # noqa: E402
 from shardplan.mesh import Resharder  # noqa: E402
 from shardplan.planner import leanest  # noqa: E402
 from shardplan.propagation import propagate  # noqa: E402
@@ -41,6 +46,10 @@ MODELS = {f"{name} (example)": (lambda name=name: zoo.example(name)) for name in
     name: fidelity.CASES[name] for name in OF_THE_ZOO
 }
 BUDGETS = ("free", 1.5, 1.2, 1.05)
+
+
+Found = tuple[str, str, str, float, float, Solution]
+"""Model, mesh, budget, seconds of shrinking and of what comes after, and the answer."""
 
 
 def problems(model: str, mesh: str) -> Iterator[tuple[str, Problem]]:
@@ -72,20 +81,52 @@ def measure(problem: Problem) -> tuple[float, float, Solution]:
     return shrunk - start, time.process_time() - ready, answer
 
 
+def under_budgets(chosen: Callable[[str], bool]) -> Iterator[Found]:
+    """First problems, with room and under budgets."""
+    for model in filter(chosen, MODELS):
+        for mesh in fidelity.MESHES:
+            for budget, problem in problems(model, mesh):
+                yield model, mesh, budget, *measure(problem)
+
+
+def planning(chosen: Callable[[str], bool]) -> Iterator[Found]:
+    """Whatever is solved on the way to a plan."""
+    places = [(mesh, sizes, axes, fidelity.CASES | MODELS) for mesh, (sizes, axes) in fidelity.MESHES.items()]
+    places += [(target, sizes, quality.AXES, zoo.QUALITY) for target, sizes in quality.TARGETS.items()]
+    for mesh, sizes, axes, models in places:
+        for model in filter(chosen, models):
+            found: list[Found] = []
+
+            def timed(problem: Problem, *, small: Shrunk | None = None, **asked) -> Solution:
+                start = time.process_time()
+                small = small or shrink(problem, tie=True)
+                shrunk = time.process_time()
+                answer = solve(problem, small=small, **asked)
+                kind = "unfolded" if "work_limit" in asked else "free"
+                found.append((model, mesh, kind, shrunk - start, time.process_time() - shrunk, answer))  # noqa: B023
+                return answer
+
+            step, state, batch = models[model]()
+            planned = shardplan.auto(jax.sharding.AbstractMesh(sizes, axes), donate_argnums=0, cluster="h100")(step)
+            with mock.patch("shardplan.planner.solve", timed), contextlib.suppress(shardplan.ShardingError):  # llama-70b on 8
+                planned.plan(state, batch)
+            yield from found
+
+
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("models", nargs="*", help=f"starts of names, of {', '.join(MODELS)}")
+    parser.add_argument("--planning", action="store_true", help="all problems on the way to a plan")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
     rows: dict[tuple[str, str], list[tuple[float, float, bool]]] = {}
-    for model in MODELS:
-        for mesh in fidelity.MESHES if not options.models or model.startswith(tuple(options.models)) else ():
-            for budget, problem in problems(model, mesh):
-                shrinking, after, answer = measure(problem)
-                rows.setdefault((mesh, budget), []).append((shrinking, after, answer.status == "optimal"))
-                if after > 1 or answer.status != "optimal":
-                    print(f"{model:<20} {mesh:<6} {budget:<5} shrink {shrinking:5.2f} solve {after:6.2f} {answer.status} "
-                          f"gap {answer.gap:.2%}", flush=True)  # fmt: skip
+    every = planning if options.planning else under_budgets
+    for model, mesh, budget, shrinking, after, answer in every(lambda name: name.startswith(tuple(options.models or [""]))):
+        proven = answer.status in ("optimal", "infeasible")
+        rows.setdefault((mesh, budget), []).append((shrinking, after, proven))
+        if after > 1 or not proven:
+            print(f"{model:<20} {mesh:<6} {budget:<5} shrink {shrinking:5.2f} solve {after:6.2f} {answer.status} "
+                  f"gap {answer.gap:.2%}", flush=True)  # fmt: skip
     print("\n| mesh | budget | problems | proven | shrinking, median | after it, median | after it, most | over a second |")
     print("|---|---|---|---|---|---|---|---|")
     for (mesh, budget), found in rows.items():

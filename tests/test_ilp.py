@@ -91,6 +91,19 @@ def test_equals_brute_force_under_a_limit(problem):
 
 
 @laws
+@given(networks(), st.integers(-3, 3))
+def test_only_answers_that_cost_so_much_at_most_are_wanted(problem, more):
+    best = brute_force(problem)
+    most = (best if np.isfinite(best) else 10.0) + more
+    hint = next((s for s in choices(problem) if np.isfinite(problem.objective(s))), None)
+    found = solve(problem, most=most, hint=hint)
+    if best <= most:
+        check(problem, found)
+    else:
+        assert found.status == "infeasible" and found.states == ()
+
+
+@laws
 @given(networks(ties=True))
 def test_nodes_of_one_class_take_the_same_state(problem):
     solution = solve(problem)

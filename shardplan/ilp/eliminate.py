@@ -196,12 +196,12 @@ class Pass:
         senders = [self.messages[sent.bucket].transpose(sent.turned).reshape(sent.shape) for sent in bucket.senders]
         return [self.own[number].reshape([1] * (len(bucket.scope) - 1) + [-1]), *bucket.tables, *senders]
 
-    def _joint(self, number: int) -> np.ndarray:
-        """A bucket's joint table, but for what `_less` takes away."""
-        shape = self.elimination.buckets[number].shape
-        total, *parts = sorted(self._parts(number), key=_size)
+    def _joint(self, number: int, outside: np.ndarray | float = 0.0) -> np.ndarray:
+        """A bucket's joint table, but for what `_less` takes away, and what else is to be added to it."""
+        shape, made = self.elimination.buckets[number].shape, None
+        total, *parts = sorted((*self._parts(number), np.asarray(outside)), key=_size)
         for part in parts:
-            total = total + part
+            total = made = np.add(total, part, out=made if made is not None and made.shape == shape else None)
         return total if total.shape == shape else np.broadcast_to(total, shape)
 
     def _given(self, number: int, where) -> np.ndarray:
@@ -248,7 +248,7 @@ class Pass:
         for number, (bucket, outside) in enumerate(zip(self.elimination.buckets, self._backwards[1], strict=True)):
             if bucket.edges:
                 self.elimination.check()
-                joint = self._joint(number) + outside
+                joint = self._joint(number, outside)
                 for edge, side, axis in bucket.edges:
                     least = joint.min(axis=tuple(n for n in range(joint.ndim - 1) if n != axis))
                     yield edge, least if side else least.T
@@ -266,7 +266,7 @@ class Pass:
                 outside[number] = self.value - float(self.messages[number]) if np.isfinite(self.value) else np.inf
             else:
                 outside[number] = self._less(bucket, np.asarray(outside[number]))[..., None]
-            joint = self._joint(number) + outside[number]
+            joint = self._joint(number, outside[number])
             least = joint.min(axis=tuple(range(joint.ndim - 1)))
             np.maximum(marginals[bucket.node], least, out=marginals[bucket.node])
             for sent in bucket.senders:

@@ -107,10 +107,11 @@ class Shift:
                             np.subtract(given, least(given), out=other)
 
     def _compile(self):
-        """`rounds` as compiled code over flat arrays; None without numba."""
+        """`rounds` as compiled code over flat arrays; None without numba, or where it may keep nothing."""
         try:
             from .kernels import shift_rounds
-        except ImportError:
+        except (ImportError, RuntimeError):
+            Shift.visited = -np.inf
             return None
         problem = self.problem
         start = np.cumsum([0, *map(len, problem.costs)])

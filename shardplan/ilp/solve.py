@@ -256,6 +256,6 @@ def _runs(record: Record, clock: Clock) -> Runs | None:
         return None
     try:
         from .explore import Runs
-    except ImportError:
+    except (ImportError, RuntimeError):  # no numba, or one that may keep nothing
         return None
     return Runs(record, clock)
