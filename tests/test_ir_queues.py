@@ -14,6 +14,7 @@ from models import relu_loss, relu_step
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import nets
+import zoo
 
 import shardplan
 from shardplan.ilp.build import build
@@ -424,3 +425,12 @@ def test_gradients_are_scattered_along_the_dim_that_lies_outermost():
     step, args = planned_norm({}, memory=40 << 20)
     layouts = {x.layout.dims for x in step.plan(*args).inputs if x.path.startswith("params")}
     assert layouts and all(rows and not columns for rows, columns in layouts)
+
+
+def test_where_all_fast_plans_wait_too_long_in_memory_a_lean_one_is_found():
+    """Gradients wait for what they are merged with, and hold what they are made of: a plan may need more than it was found with."""
+    step, state, batch = zoo.example("gpt", layers=1, width=512, length=512, batch=64)
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    free = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(state, batch).memory().peak
+    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, memory=0.95 * free)(step).plan(state, batch)
+    assert plan.memory().peak <= 0.95 * free
