@@ -25,12 +25,12 @@ from shardplan.ilp import least_memory, solve
 from shardplan.ilp.build import Charges, Network, build
 from shardplan.ilp.crowds import settled
 from shardplan.ilp.overlap import judged
-from shardplan.ilp.problem import Problem, Solution
+from shardplan.ilp.problem import Problem, Solution, over_time
 from shardplan.ilp.shrink import shrink
 from shardplan.ilp.tables import Crowds
 from shardplan.ir.emit import ASIDE, Decision
 from shardplan.ir.graph import BORDER, Graph, Op, Path
-from shardplan.ir.live import ALIASES
+from shardplan.ir.live import ALIASES, intervals
 from shardplan.ir.local import on_shards
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
@@ -223,16 +223,16 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         options = replace(options, memory=_thrifty(functools.partial(build, space, resharder, allowed=allowed), options))
 
     @functools.lru_cache(maxsize=2)
-    def network(waiting: float, crowds: Crowds | None) -> Network:
-        made = build(space, resharder, options.memory, allowed, charges=options.charges, waiting=waiting, crowds=crowds)
+    def network(limit: float | None, waiting: float, crowds: Crowds | None) -> Network:
+        made = build(space, resharder, limit, allowed, charges=options.charges, waiting=waiting, crowds=crowds)
         clock.lap("network")
         return made
 
     @functools.cache
-    def users(waiting: float) -> tuple[int, ...]:
+    def users(limit: float | None, waiting: float) -> tuple[int, ...]:
         """The states that the program's own constraints ask for."""
         kept = allowed_strategies(space, options=replace(options, constraints="keep"))
-        return propagate(build(space, resharder, options.memory, kept, waiting=waiting).problem).states
+        return propagate(build(space, resharder, limit, kept, waiting=waiting).problem).states
 
     deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
 
@@ -240,11 +240,13 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def search(at: Network, before: tuple[int, ...], most: float = np.inf) -> Solution:
+        limit = at.problem.limit
+
         def fits(states: tuple[int, ...]) -> bool:
-            return options.memory is None or at.problem.peak(states) <= options.memory
+            return limit is None or at.problem.peak(states) <= limit
 
         small = shrink(at.problem, tie=True)
-        wanted = users(at.waiting) if options.constraints == "hint" else ()
+        wanted = users(limit, at.waiting) if options.constraints == "hint" else ()
         known = [(at.problem.objective(states) if states and fits(states) else np.inf, states) for states in (wanted, before)]
         again = options.search != "propagation" and known[-1][0] < np.inf  # the plan before is hint enough
         hint = Solution("feasible", (), np.inf, 0.0) if again else propagate(at.problem, small)
@@ -257,7 +259,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         solution = solve(at.problem, hint=hint.states or None, most=most, time_limit=left(), progress=options.progress, small=small)
         many = sum(n > 1 for _, n in mesh) >= MANY_AXES
         if solution.status in ("feasible", "fallback") and many and options.search != "recursive":
-            solution = _axis_by_axis(at, solution, graph, resharder, options)
+            solution = _axis_by_axis(at, solution, graph, resharder, replace(options, memory=limit))
         clock.lap("solve")
         return solution
 
@@ -273,11 +275,27 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         return found
 
     loose = None if options.search == "propagation" else apart
-    found, solution = settled(network, search, loose, lambda network: lowest(network.problem), beside)
+
+    def planned(limit: float | None) -> tuple[Network, Solution]:
+        return settled(functools.partial(network, limit), search, loose, lambda network: lowest(network.problem), beside)
+
+    roomy = options.memory is not None and _whole_bytes(space) <= options.memory
+    found, solution = planned(None if roomy else options.memory)
+    if roomy and solution.states:  # the limit would tell copies from originals, which takes longer, and hardly ever matters here
+        fits = found.peak(solution.states) <= (options.memory or 0.0)
+        limited = replace(found, problem=replace(found.problem, limit=options.memory)), solution
+        found, solution = limited if fits else planned(options.memory)
     if not solution.states or not np.isfinite(solution.objective):
         states = leanest(found.problem)
-        raise ShardingError(does_not_fit(network(found.waiting, found.moved(states)) if states else found, options))
+        raise ShardingError(does_not_fit(network(options.memory, found.waiting, found.moved(states)) if states else found, options))
     return _planned(traced, found, solution, options, beside, clock)
+
+
+def _whole_bytes(space: Space) -> float:
+    """The most bytes that a device would hold at any time if nothing were split."""
+    live = intervals(space.graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules])
+    held = ((*at, value.bytes) for at, value in zip(live, space.graph.values, strict=True) if at is not None)
+    return float(over_time(held).max(initial=0.0))
 
 
 def _thrifty(network: Callable[..., Network], options: Options) -> float:

@@ -53,9 +53,9 @@ def shifted(problem, shifting):
 
 
 @laws
-@given(shrunk(limit=False))
-def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem):
-    shifting = shift.Shift(problem)
+@given(shrunk(limit=False), st.booleans())
+def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem, compiled):
+    shifting = shift.Shift(problem, compiled)
     shifting.rounds(problem.costs, 5)
     moved = shifted(problem, shifting)
     for states in choices(problem):

@@ -129,6 +129,16 @@ def test_the_leanest_plan_decides_where_others_need_more_than_they_were_found_wi
     assert plan(memory="heavy").memory().peak <= plan(memory="slight").memory().peak <= plan().memory().peak
 
 
+def test_the_limit_is_looked_at_again_where_a_plan_made_without_it_breaks_it(monkeypatch):
+    free, _ = planned("moe")
+    tight = 0.9 * free.memory().peak
+    asked, _ = planned("moe", memory=tight)
+    assert planned("moe", memory=1e12)[0].memory().limit == 1e12
+    monkeypatch.setattr("shardplan.planner._whole_bytes", lambda space: 0.0)  # as if nothing could break it
+    again, _ = planned("moe", memory=tight)
+    assert again.dumps() == asked.dumps() and asked.memory().peak <= tight < free.memory().peak
+
+
 @pytest.mark.parametrize(("table", "scattered"), [(None, 1), (P("model", "data"), 2)])
 def test_sums_of_a_weight_with_two_uses_are_added_before_they_are_scattered(table, scattered):
     """XLA does so in any case: it would be wrong to think that one of them leaves early, behind other work.

@@ -85,7 +85,7 @@ class Shift:
         if self.compiled is None and Shift.visited > LOADING:
             self.compiled = self._compile()
         if self.compiled is not None:
-            flat = np.concatenate(costs)
+            flat = np.concatenate([*costs, np.zeros(0)])
             for _ in range(n):
                 self.check()
                 self.compiled(flat)
