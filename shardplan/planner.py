@@ -279,15 +279,15 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     def planned(limit: float | None) -> tuple[Network, Solution]:
         return settled(functools.partial(network, limit), search, loose, lambda network: lowest(network.problem), beside)
 
-    roomy = options.memory is not None and _whole_bytes(space) <= options.memory
-    found, solution = planned(None if roomy else options.memory)
-    if roomy and solution.states:  # the limit would tell copies from originals, which takes longer, and hardly ever matters here
-        fits = found.peak(solution.states) <= (options.memory or 0.0)
-        limited = replace(found, problem=replace(found.problem, limit=options.memory)), solution
-        found, solution = limited if fits else planned(options.memory)
+    limit = options.memory
+    roomy = limit is not None and _whole_bytes(space) <= limit  # copies need not be told from originals, which takes longer
+    found, solution = planned(None if roomy else limit)
+    if limit is not None and roomy and solution.states:
+        fits, limited = found.peak(solution.states) <= limit, replace(found, problem=replace(found.problem, limit=limit))
+        found, solution = (limited, solution) if fits else planned(limit)
     if not solution.states or not np.isfinite(solution.objective):
         states = leanest(found.problem)
-        raise ShardingError(does_not_fit(network(options.memory, found.waiting, found.moved(states)) if states else found, options))
+        raise ShardingError(does_not_fit(network(limit, found.waiting, found.moved(states)) if states else found, options))
     return _planned(traced, found, solution, options, beside, clock)
 
 

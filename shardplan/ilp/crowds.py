@@ -42,7 +42,7 @@ FAR, AWAY = 0.03, 0.15
 """And where the best costs more than the first was found at, by this part of it or of its communication, we start from others."""
 
 WORSE = 0.1
-"""What costs more than the best by this part of it where we start is not looked for: at its own prices it will not be better."""
+"""What costs more than the best by this part of it where we start is not looked for: at its own prices it would hardly be less."""
 
 
 def settled(
@@ -60,7 +60,8 @@ def settled(
     Args:
         make: the network at a price of what is hidden (`overlap.cheapest`), with arrays moved together as told, or all of a queue.
         search: answers it, given the states of the plan `before`, or (), and what answers may cost at `most` to be of use.
-        apart: answers it with repeated layers that need not be alike, if that can be better, given states in which they are `alike`.
+        apart: answers it with repeated layers that need not be alike, if that can be better, given states in which they are `alike`;
+            or None.
         lean: the states of a network that hold the fewest bytes, or ().
         beside: as in `overlap.cheapest`.
     """
