@@ -12,6 +12,7 @@ longer than a second after shrinking, or is not proven, is listed, and a table o
 
 import argparse
 import contextlib
+import functools
 import os
 import statistics
 import sys
@@ -95,22 +96,27 @@ def planning(chosen: Callable[[str], bool]) -> Iterator[Found]:
     places += [(target, sizes, quality.AXES, zoo.QUALITY) for target, sizes in quality.TARGETS.items()]
     for mesh, sizes, axes, models in places:
         for model in filter(chosen, models):
-            found: list[Found] = []
-
-            def timed(problem: Problem, *, small: Shrunk | None = None, **asked) -> Solution:
-                start = time.process_time()
-                small = small or shrink(problem, tie=True)
-                shrunk = time.process_time()
-                answer = solve(problem, small=small, **asked)
-                kind = "unfolded" if "work_limit" in asked else "free"
-                found.append((model, mesh, kind, shrunk - start, time.process_time() - shrunk, answer))  # noqa: B023
-                return answer
-
             step, state, batch = models[model]()
             planned = shardplan.auto(jax.sharding.AbstractMesh(sizes, axes), donate_argnums=0, cluster="h100")(step)
-            with mock.patch("shardplan.planner.solve", timed), contextlib.suppress(shardplan.ShardingError):  # llama-70b on 8
-                planned.plan(state, batch)
-            yield from found
+            for solved in solves(functools.partial(planned.plan, state, batch)):
+                yield model, mesh, *solved
+
+
+def solves(plan: Callable[[], object]) -> list[tuple[str, float, float, Solution]]:
+    """What a call that plans solves, whether or not a plan fits."""
+    found = []
+
+    def timed(problem: Problem, *, small: Shrunk | None = None, **asked) -> Solution:
+        start = time.process_time()
+        small = small or shrink(problem, tie=True)
+        shrunk = time.process_time()
+        answer = solve(problem, small=small, **asked)
+        found.append(("unfolded" if "work_limit" in asked else "free", shrunk - start, time.process_time() - shrunk, answer))
+        return answer
+
+    with mock.patch("shardplan.planner.solve", timed), contextlib.suppress(shardplan.ShardingError):
+        plan()
+    return found
 
 
 def main(argv=None) -> None:

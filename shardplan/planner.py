@@ -22,15 +22,15 @@ from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.files import portable
 from shardplan.ilp import least_memory, solve
-from shardplan.ilp.build import Charges, Network, build
+from shardplan.ilp.build import Charges, Network, build, whole_bytes
 from shardplan.ilp.crowds import settled
 from shardplan.ilp.overlap import judged
-from shardplan.ilp.problem import Problem, Solution, over_time
+from shardplan.ilp.problem import Problem, Solution
 from shardplan.ilp.shrink import shrink
 from shardplan.ilp.tables import Crowds
 from shardplan.ir.emit import ASIDE, Decision
 from shardplan.ir.graph import BORDER, Graph, Op, Path
-from shardplan.ir.live import ALIASES, intervals
+from shardplan.ir.live import ALIASES
 from shardplan.ir.local import on_shards
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
@@ -276,26 +276,19 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
 
     loose = None if options.search == "propagation" else apart
 
-    def planned(limit: float | None) -> tuple[Network, Solution]:
+    def settle(limit: float | None) -> tuple[Network, Solution]:
         return settled(functools.partial(network, limit), search, loose, lambda network: lowest(network.problem), beside)
 
     limit = options.memory
-    roomy = limit is not None and _whole_bytes(space) <= limit  # copies need not be told from originals, which takes longer
-    found, solution = planned(None if roomy else limit)
+    roomy = limit is not None and whole_bytes(space) <= limit  # copies need not be told from originals, which takes longer
+    found, solution = settle(None if roomy else limit)
     if limit is not None and roomy and solution.states:
         fits, limited = found.peak(solution.states) <= limit, replace(found, problem=replace(found.problem, limit=limit))
-        found, solution = (limited, solution) if fits else planned(limit)
+        found, solution = (limited, solution) if fits else settle(limit)
     if not solution.states or not np.isfinite(solution.objective):
         states = leanest(found.problem)
         raise ShardingError(does_not_fit(network(limit, found.waiting, found.moved(states)) if states else found, options))
     return _planned(traced, found, solution, options, beside, clock)
-
-
-def _whole_bytes(space: Space) -> float:
-    """The most bytes that a device would hold at any time if nothing were split."""
-    live = intervals(space.graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules])
-    held = ((*at, value.bytes) for at, value in zip(live, space.graph.values, strict=True) if at is not None)
-    return float(over_time(held).max(initial=0.0))
 
 
 def _thrifty(network: Callable[..., Network], options: Options) -> float:

@@ -28,7 +28,7 @@ import numpy as np
 from shardplan.ilp.overlap import Seconds
 from shardplan.ilp.problem import Edge, Problem, Usage, over_time
 from shardplan.ilp.tables import PS, Crowds, Tables
-from shardplan.ir.live import ALIASES, intervals, takes_over
+from shardplan.ir.live import ALIASES, Interval, intervals, takes_over
 from shardplan.ir.queues import Waits, waits
 from shardplan.mesh import collective
 from shardplan.mesh.layout import Layout
@@ -202,7 +202,7 @@ def build(
     pinned = frozenset(allowed or ())
     pinned |= {start for start, end in graph.tied if end in pinned}
     wait = _waits(space, crowds)
-    live = intervals(graph, space.materialised, [r.fusion in ("loop", "view") for r in space.rules], wait.starts, wait.fetched)
+    live = _live(space, wait)
     tables = Tables(space, resharder, doubled, waiting, pinned, wait, crowds)
     charged: dict[tuple[int, int], list[tuple[Layout, Layout, float]]] = {}
     for (j, k, before, after), extra in (charges.reshards if charges else {}).items():
@@ -241,6 +241,18 @@ def build(
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
     return Network(space, problem, doubled, tuple(unpriced), tables.resharders, tuple(background), waiting, crowds)
+
+
+def whole_bytes(space: Space) -> float:
+    """The most bytes that a device would hold at any time if nothing were split, and nothing waited."""
+    held = ((*at, value.bytes) for at, value in zip(_live(space), space.graph.values, strict=True) if at is not None)
+    return float(over_time(held).max(initial=0.0))
+
+
+def _live(space: Space, wait: Waits | None = None) -> list[Interval | None]:
+    """When each value is in memory, reshards waiting or not."""
+    in_place = [rule.fusion in ("loop", "view") for rule in space.rules]
+    return intervals(space.graph, space.materialised, in_place, *((wait.starts, wait.fetched) if wait else ()))
 
 
 def _waits(space: Space, crowds: Crowds | None) -> Waits:

@@ -196,10 +196,10 @@ class Pass:
         senders = [self.messages[sent.bucket].transpose(sent.turned).reshape(sent.shape) for sent in bucket.senders]
         return [self.own[number].reshape([1] * (len(bucket.scope) - 1) + [-1]), *bucket.tables, *senders]
 
-    def _joint(self, number: int, outside: np.ndarray | float = 0.0) -> np.ndarray:
+    def _joint(self, number: int, *more: np.ndarray) -> np.ndarray:
         """A bucket's joint table, but for what `_less` takes away, and what else is to be added to it."""
         shape, made = self.elimination.buckets[number].shape, None
-        total, *parts = sorted((*self._parts(number), np.asarray(outside)), key=_size)
+        total, *parts = sorted((*self._parts(number), *more), key=_size)
         for part in parts:
             total = made = np.add(total, part, out=made if made is not None and made.shape == shape else None)
         return total if total.shape == shape else np.broadcast_to(total, shape)
@@ -254,18 +254,18 @@ class Pass:
                     yield edge, least if side else least.T
 
     @functools.cached_property
-    def _backwards(self) -> tuple[list[np.ndarray], list[np.ndarray | float]]:
+    def _backwards(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The marginals, and what the rest of the network adds to every bucket's joint table."""
         marginals = [np.full(len(c), -np.inf) for c in self.costs]
         buckets = self.elimination.buckets
-        outside: list[np.ndarray | float] = [0.0] * len(buckets)
+        outside = [np.zeros(())] * len(buckets)
         for number in range(len(buckets) - 1, -1, -1):
             self.elimination.check()
             bucket = buckets[number]
             if bucket.receiver < 0:
-                outside[number] = self.value - float(self.messages[number]) if np.isfinite(self.value) else np.inf
+                outside[number] = np.asarray(self.value - self.messages[number] if np.isfinite(self.value) else np.inf)
             else:
-                outside[number] = self._less(bucket, np.asarray(outside[number]))[..., None]
+                outside[number] = self._less(bucket, outside[number])[..., None]
             joint = self._joint(number, outside[number])
             least = joint.min(axis=tuple(range(joint.ndim - 1)))
             np.maximum(marginals[bucket.node], least, out=marginals[bucket.node])

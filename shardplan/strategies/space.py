@@ -142,7 +142,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _Ruled:
     """The rule of ops of one signature, whether it is one for their primitive, and the sizes of its letters."""
 
     rule: Rule
@@ -155,7 +155,7 @@ class _Table:
 
     def __init__(self, mesh: MeshShape):
         self.mesh = mesh
-        self.rules: dict[tuple, _Known] = {}
+        self.rules: dict[tuple, _Ruled] = {}
         self.entries: dict[tuple, _Entry] = {}
 
     def read(self, graph: Graph, within: Mapping[Path, Sequence[str | None]], others: Sequence[str | None] | None) -> list[_Entry]:
@@ -169,26 +169,26 @@ class _Table:
     def _entry(self, op: Op, handed: bool, within: Sequence[str | None] | None) -> _Entry:
         """`handed`: every operand may be a partial sum."""
         key = _key(op)
-        if (known := self.rules.get(key)) is None:
-            known = self.rules[key] = self._rule(op)
-        rule = known.rule
+        if (ruled := self.rules.get(key)) is None:
+            ruled = self.rules[key] = self._ruled(op)
+        rule = ruled.rule
         linear = (rule.linear or UP in op.params) and (handed or rule.begins)
-        asked = known, linear, within
+        asked = ruled, linear, within
         if (entry := self.entries.get(asked)) is None:
             given = _given(op, self.mesh)
-            choices = given or enumerate_choices(rule, known.sizes, self.mesh, linear, within)
+            choices = given or enumerate_choices(rule, ruled.sizes, self.mesh, linear, within)
             sums = linear or (op.primitive not in BORDER and bool(rule.reduce))
-            entry = self.entries[asked] = _Entry(len(self.entries), rule, known.known or given is not None, sums, choices)
+            entry = self.entries[asked] = _Entry(len(self.entries), rule, ruled.known or given is not None, sums, choices)
         return entry
 
-    def _rule(self, op: Op) -> _Known:
+    def _ruled(self, op: Op) -> _Ruled:
         rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
         ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
         sizes = letter_sizes(rule, ins, outs, op.primitive)
         nothing = op.primitive != "arg" and any(0 in shape for shape in (*ins, *outs))  # XLA does not split it
         if nothing or any(str(getattr(x, "dtype", "")) in UNSPLIT for x in (*op.ins, *op.outs)):
             rule = replace(rule, whole=frozenset(sizes), linear=False)
-        return _Known(rule, known, sizes)
+        return _Ruled(rule, known, sizes)
 
 
 def _given(op: Op, mesh: MeshShape) -> Choices | None:
