@@ -43,6 +43,9 @@ KICK_RATE = 0.05
 AGREEING = 0.5  # share of a run
 LAST_ROUNDS = 30  # of shifting at the prices of a bound
 SETTLE, SETTLERS = 25, 4  # turns after which a choice is settled, and by how many sweeps
+FIRST_SETTLE, FIRST_TURNS = 5, 50  # turns after which a choice is settled, and the last of them, where there is none yet
+RELIEF = 20, 100  # times, moves each: to make a choice fit
+COOLING, PROPOSALS = (1e-4, 1e-7, 11), 2  # noise as a share of what is at stake, in ten steps; moves proposed in each, per state
 
 
 class Explorer:
@@ -52,22 +55,23 @@ class Explorer:
         prices: cost per byte at every step, after the last run; None before.
     """
 
-    def __init__(self, problem: Problem, cap: int, messages: Messages | None = None):
-        self.problem = problem
-        self.net = flatten(problem)
+    def __init__(self, problem: Problem, cap: int, messages: Messages | None = None, clock: Clock | None = None):
+        self.problem, self.clock = problem, clock or Clock(None, None)
+        self.net = flatten(problem, self.clock.check)
         self.cap = cap
         self.plans: list[Plan] = []
         self.rng = np.random.default_rng(0)
         self.prices: np.ndarray | None = None
-        self.least = sum(float(c.min()) for c in problem.costs) + sum(float(e.cost.min()) for e in problem.edges)
-        self.shift = Shift(problem, compiled=True, messages=messages)
+        self.clock.check()
+        self.shift = Shift(problem, compiled=True, messages=messages, check=self.clock.check)
 
     def plan(self, number: int) -> Plan:
         """Plans made as they are asked for, each holding other nodes."""
         while len(self.plans) <= number:
             degree = np.diff(self.net.near_start) * np.log(np.diff(self.net.start) + 1.0) + 1e-9
             chance = self.rng.random(len(degree)) ** self.rng.choice([1, 3, 6])
-            self.plans.append(make_plan(self.net, self.cap, chance / degree ** self.rng.choice([0.0, 0.5, 1.0, 1.3])))
+            weight = chance / degree ** self.rng.choice([0.0, 0.5, 1.0, 1.3])
+            self.plans.append(make_plan(self.net, self.cap, weight, self.clock.check))
         return self.plans[number]
 
     def agree(self, costs: np.ndarray) -> np.ndarray:
@@ -77,16 +81,33 @@ class Explorer:
         gained = self.shift.gained(costs)
         return np.array([gained[a:b].argmin() for a, b in bounds], dtype=np.int64)
 
-    def settle(self, states: np.ndarray, prices: np.ndarray) -> np.ndarray:
+    def settle(self, states: np.ndarray, prices: np.ndarray, sweeps: int = SETTLERS) -> np.ndarray:
         """What a few sweeps make of the states."""
         states, extra = states.copy(), toll(self.net, prices)
-        for number in range(SETTLERS):
+        for number in range(sweeps):
+            self.clock.check()
             sweep(self.net, self.plan(number), extra, states)
         return states
 
     def priced(self, states: np.ndarray, prices: np.ndarray) -> float:
         """(1) plus what the prices add."""
         return cost_of(self.net, states) + float(prices @ profile(self.net, states))
+
+    def first(self) -> Iterator[tuple[int, ...]]:
+        """Agrees in haste; yields choices that fit, good or bad."""
+        _, prices, stake = self._start(1)
+        for turn in range(FIRST_SETTLE, FIRST_TURNS + 1, FIRST_SETTLE):
+            for _ in range(FIRST_SETTLE):
+                states = self.agree(self.net.unary + toll(self.net, prices))
+                prices = self._follow(prices, states, RATE[0], GAIN[0])
+            yield from self._fitting(self.settle(states, prices, 1), stake, turn)
+
+    def _start(self, sweeps: int) -> tuple[np.ndarray, np.ndarray, float]:
+        """Cheap states, prices to begin with, and what is at stake: how far these states are above the least of all costs."""
+        cheapest = np.array([cost.argmin() for cost in self.problem.costs], dtype=np.int64)
+        states = self.settle(cheapest, np.zeros(self.net.steps), sweeps)
+        stake = max(cost_of(self.net, states) - self.problem.floor(), 1e-9)
+        return states, np.full(self.net.steps, stake / self.net.limit / max(1, self.net.steps)), stake
 
     def run(
         self, number: int, n_plans: int, pace: Callable[[int], float], known: tuple[int, ...] | None = None
@@ -100,11 +121,8 @@ class Explorer:
             known: a choice that fits, which the kicks may start from.
         """
         net, rng = self.net, np.random.default_rng(number)
-        cheapest = np.array([cost.argmin() for cost in self.problem.costs], dtype=np.int64)
-        states = best = self.settle(cheapest, np.zeros(net.steps))
-        stake = max(cost_of(net, states) - self.least, 1e-9)
-        prices = np.full(net.steps, stake / net.limit / max(1, net.steps))
-        turn = 0
+        states, prices, stake = self._start(SETTLERS)
+        best, turn = states, 0
         while (share := pace(turn) / AGREEING) < 1:
             costs = net.unary + toll(net, prices)
             if heat := HEAT[number % len(HEAT)]:
@@ -178,15 +196,26 @@ class Explorer:
             yield tuple(found.tolist())
 
     def fit(self, states: np.ndarray, stake: float, number: int = 0) -> np.ndarray | None:
-        """States near the given ones that fit: repaired, then improved by one-node moves, from a little noise to none."""
-        net = self.net
+        """States near the given ones that fit: repaired, then improved by one-node moves, from a little noise to none.
+
+        At the time limit what fits is returned as it is.
+        """
+        net, over = self.net, self.clock.over
         states = np.array(states, dtype=np.int64)
         field, tree = fields(net, states, np.zeros(len(net.unary))), profile_tree(net, states)
-        if not relieve(net, states, field, tree, 2000):
+        fits = 0
+        for _ in range(RELIEF[0]):
+            if fits or over():
+                break
+            fits = relieve(net, states, field, tree, RELIEF[1])
+        if fits != 1:
             return None
         best, gained = states.copy(), np.zeros(2)
         seed = np.array([88172645463325252 + number], dtype=np.uint64)
-        anneal(net, states, field, tree, True, 1e-4 * stake, 1e-7 * stake, 20 * len(net.unary), seed, best, gained)
+        for hot, cold in pairwise(stake * np.geomspace(*COOLING)):
+            if over():
+                break
+            anneal(net, states, field, tree, True, hot, cold, PROPOSALS * len(net.unary), seed, best, gained)
         return best
 
 
@@ -214,15 +243,17 @@ class Runs:
         self.explorer: Explorer | None = None  # kept as long as the problem stays the same
         self.number, self.seconds, self.last = 0, 0.0, False
 
+    def first(self, region: Region) -> None:
+        """Offers what is found in haste, until that is an answer."""
+        any(self._offer(region, found) for found in self._explorer(region).first())
+
     def run(self, region: Region) -> None:
         """Offers what one more run finds; the last one before the time limit takes what time is left."""
         record, clock, number = self.record, self.clock, self.number
-        large = sum(map(len, region.problem.costs)) > LARGE
-        if self.explorer is None or self.explorer.problem is not region.problem:
-            self.explorer = Explorer(region.problem, SWEEP_JOINT[large], region.messages)
+        explorer, large = self._explorer(region), _large(region)
         sweeps = FIRST_RUN << number if large else min(int(FIRST_RUN * 1.4**number), LONGEST_RUN)
         n_plans = min(MOST_PLANS, 4 << number)
-        self.explorer.plan(n_plans - 1)
+        explorer.plan(n_plans - 1)
         start, left = time.monotonic(), clock.seconds_left
         self.last = left < (6.0 if large else 2.5) * self.seconds  # the one after would not come to its end
 
@@ -230,15 +261,23 @@ class Runs:
             """Share of the run that is over: by sweeps, or by time where the limit ends it; the first run looks for an answer first."""
             spent = (time.monotonic() - start) / max(1e-3, left if self.last else RUN_SHARE * left)
             if number == 0 and not record.found:
-                spent = 0.0
+                spent = float(clock.over())
             return spent if self.last else max(turn / sweeps, spent)
 
         states, back = record.answer
         known = states if back is region.back and (self.last or number % 4 == 3) else None  # most runs look elsewhere
-        for found in self.explorer.run(number, n_plans, pace, known):
-            record.offer(found, region.problem.objective(found) + region.offset, region.back)
+        for found in explorer.run(number, n_plans, pace, known):
+            self._offer(region, found)
         self.seconds = time.monotonic() - start
         self.number += 1
+
+    def _explorer(self, region: Region) -> Explorer:
+        if self.explorer is None or self.explorer.problem is not region.problem:
+            self.explorer = Explorer(region.problem, SWEEP_JOINT[_large(region)], region.messages, self.clock)
+        return self.explorer
+
+    def _offer(self, region: Region, found: tuple[int, ...]) -> bool:
+        return self.record.offer(found, region.problem.objective(found) + region.offset, region.back)
 
     def priced(self, region: Region, share: float) -> Region:
         """The same answers, to be bounded at prices near those of the last bound, or of the last run.
@@ -250,3 +289,7 @@ class Runs:
         assert explorer is not None and explorer.prices is not None
         prices = explorer.ascend(explorer.prices if region.prices is None else region.prices, rounds, self.clock.share(share))
         return replace(region, prices=prices, messages=explorer.shift.told())
+
+
+def _large(region: Region) -> bool:
+    return sum(map(len, region.problem.costs)) > LARGE

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from .least import least_memory
 from .problem import Edge, Problem, Solution, Usage
 from .solve import solve
 
 FORBIDDEN = 10**18
+PATIENCE, SOON = 0.6, 10.0  # of the time, for a first answer without forbidden entries, and seconds for it at least
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Instance:
     Attributes:
         name: the file's name for it.
         problem: forbidden entries are inf; equal tables are one array.
-        exact: the problem's costs as Python integers, (nodes, edges), forbidden entries as 10**18.
+        exact: the problem's costs as Python integers, (nodes, edges), forbidden entries as 10**18; in arrays, which the garbage
+            collector does not look into.
     """
 
     name: str
@@ -62,14 +63,14 @@ def read(path) -> Instance:
     nodes, edges = data["nodes"], data["edges"]
     sizes = [len(c) for c in nodes["costs"]]
 
-    pool: dict[tuple, tuple[list, np.ndarray]] = {}
+    pool: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
 
-    def shared(values: list, shape: tuple[int, ...]) -> tuple[list, np.ndarray]:
+    def shared(values: list, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         key = (shape, tuple(values))
         if key not in pool:
             array = np.array(values, dtype=float).reshape(shape)
             array[array >= FORBIDDEN] = np.inf
-            pool[key] = values, array
+            pool[key] = np.array(values, dtype=object), array
         return pool[key]
 
     costs = [shared(c, (k,)) for c, k in zip(nodes["costs"], sizes, strict=True)]
@@ -100,27 +101,26 @@ def solve_instance(instance: Instance, seconds: float, progress=None) -> Solutio
     Args:
         seconds: wall-clock limit.
         progress: as for `solve`.
+
+    Returns:
+        a solution; without states when none that fits was found in that time, or there is none.
     """
-    start = time.monotonic()
-    solution = solve(instance.problem, time_limit=seconds, progress=progress)
-    if solution.states:
+    start, problem = time.monotonic(), instance.problem
+    patience = min(1.0, max(PATIENCE, SOON / max(seconds, SOON)))
+    solution = solve(problem, time_limit=seconds, progress=progress, patience=patience)
+    left = seconds - (time.monotonic() - start)
+    if solution.states or left <= 0.1 * seconds or (patience == 1.0 and solution.status != "infeasible"):
         return solution
-    problem = instance.problem
-    tables = [*problem.costs, *(e.cost for e in problem.edges)]
-    spread = sum(float(np.ptp(t[np.isfinite(t)])) for t in tables if np.isfinite(t).any())
-    penalty = 2.0 ** np.ceil(np.log2(4 * max(spread, 1.0)))
 
     def allowed(table: np.ndarray) -> np.ndarray:
-        return np.where(np.isinf(table), penalty, table)
+        return np.where(np.isinf(table), problem.forbidding, table)
 
     lenient = replace(
         problem,
         costs=tuple(map(allowed, problem.costs)),
         edges=tuple(replace(e, cost=allowed(e.cost)) for e in problem.edges),
     )
-    left = max(1.0, seconds - (time.monotonic() - start))
-    solution = solve(lenient, time_limit=left, progress=progress)
-    return solution if solution.states else replace(solution, states=least_memory(lenient).states)
+    return solve(lenient, time_limit=left, progress=progress)
 
 
 def main(argv: list[str]) -> int:

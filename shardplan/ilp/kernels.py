@@ -12,6 +12,7 @@ import numba
 import numpy as np
 
 from .problem import Problem
+from .record import Check
 
 jit = numba.njit(cache=True, nogil=True, fastmath=False)
 
@@ -36,49 +37,50 @@ class Net(NamedTuple):
     limit: float
 
 
-def flatten(problem: Problem) -> Net:
-    """The arrays; inf becomes a number above every possible cost."""
-    n = len(problem.costs)
-    finite = [c[np.isfinite(c)] for c in (*problem.costs, *(e.cost for e in problem.edges))]
-    spread = sum(float(np.ptp(c)) for c in finite if len(c))
-    forbidden = 2.0 ** np.ceil(np.log2(4 * max(spread, 1.0)))
+def flatten(problem: Problem, check: Check = lambda: None) -> Net:
+    """The arrays; inf becomes a number above every possible cost. `check` is asked on the way."""
 
-    def bounded(a):
-        return np.where(np.isinf(a), forbidden, a)
+    def row(parts):
+        values = np.concatenate([*parts, np.zeros(0)])
+        values[np.isinf(values)] = problem.forbidding
+        return values
 
-    sizes = [len(c) for c in problem.costs]
+    n, sizes = len(problem.costs), [len(c) for c in problem.costs]
     start = np.cumsum([0, *sizes])
     pool, place, total = [], {}, 0
     rows: list[list[tuple[int, int]]] = [[] for _ in range(n)]
     for e in problem.edges:
+        check()
         for i, j, cost in ((e.i, e.j, e.cost), (e.j, e.i, e.cost.T)):
             key = (id(e.cost), i == e.i)
             if key not in place:
                 place[key] = total
-                pool.append(bounded(cost).ravel())
+                pool.append(cost.ravel())
                 total += cost.size
             rows[i].append((j, place[key]))
-    flat = [entry for row in rows for entry in row]
+    check()
+    flat = [entry for near in rows for entry in near]
     steps = max((u.hi for u in problem.usages), default=0)
     base = np.zeros(steps + 1)
     for u in problem.usages:
-        base[u.lo] += u.bytes.min()
-        base[u.hi] -= u.bytes.min()
-    usages = sorted((u for u in problem.usages if np.ptp(u.bytes) > 0), key=lambda u: u.node)
+        base[u.lo] += u.least
+        base[u.hi] -= u.least
+    usages = sorted((u for u in problem.usages if u.most > u.least), key=lambda u: u.node)
+    check()
     widths = np.array([len(u.bytes) for u in usages], dtype=np.int64)
     return Net(
         start=start,
         node_of=np.repeat(np.arange(n), sizes),
-        unary=bounded(np.concatenate(problem.costs)) if n else np.zeros(0),
+        unary=row(problem.costs),
         near_start=np.cumsum([0, *map(len, rows)]),
         near=np.array([j for j, _ in flat], dtype=np.int64),
         table=np.array([t for _, t in flat], dtype=np.int64),
-        pool=np.concatenate(pool) if pool else np.zeros(0),
+        pool=row(pool),
         use_start=np.searchsorted([u.node for u in usages], np.arange(n + 1)).astype(np.int64),
         lo=np.array([u.lo for u in usages], dtype=np.int64),
         hi=np.array([u.hi for u in usages], dtype=np.int64),
         row=np.cumsum(widths) - widths,
-        bytes=np.concatenate([u.bytes - u.bytes.min() for u in usages]) if usages else np.zeros(0),
+        bytes=np.concatenate([u.bytes - u.least for u in usages]) if usages else np.zeros(0),
         base=np.cumsum(base)[:steps],
         steps=steps,
         limit=np.inf if problem.limit is None else float(problem.limit),
@@ -308,11 +310,13 @@ def anneal(net, states, field, tree, hard, hot, cold, proposals, seed, best, gai
 
 @jit
 def relieve(net, states, field, tree, moves):
-    """Brings the steps above the limit down by one-node moves, least cost per byte first, highest step first; whether it fits."""
+    """Brings the steps above the limit down by one-node moves, least cost per byte first, highest step first.
+
+    1: it fits, 0: not yet, after so many moves, -1: no move is left."""
     leaves = tree.shape[1] // 2
     for _ in range(moves):
         if net.steps == 0 or tree[0, 1] <= net.limit:
-            return True
+            return 1
         vertex = 1  # down to the highest step
         while vertex < leaves:
             vertex = 2 * vertex if tree[0, 2 * vertex] >= tree[0, 2 * vertex + 1] else 2 * vertex + 1
@@ -337,7 +341,7 @@ def relieve(net, states, field, tree, moves):
                         if price < best:
                             best, best_i, best_s = price, i, s
             if best_i < 0:
-                return False
+                return -1
             if hold(net, tree, best_i, states[best_i], best_s):
                 move(net, states, field, best_i, best_s)
                 moved = True
@@ -345,8 +349,8 @@ def relieve(net, states, field, tree, moves):
                 refused[net.start[best_i] + best_s] = True
                 tried += 1
         if not moved:
-            return False
-    return False
+            return -1
+    return 0
 
 
 # ---------------------------------------------------------------- costs shifted along edges

@@ -10,6 +10,7 @@ from .local import Moves
 from .memory import Memory
 from .prices import least_peak
 from .problem import Problem
+from .record import Check
 from .relax import Relaxation
 from .shrink import shrink
 
@@ -34,12 +35,15 @@ class LeastMemory:
     states: tuple[int, ...]
 
 
-def least_memory(problem: Problem, enough: float = -np.inf) -> LeastMemory:
+def least_memory(problem: Problem, enough: float = -np.inf, check: Check = lambda: None) -> LeastMemory:
     """The least possible peak: a lower bound and a choice that comes near it (often equals it).
 
     Args:
         enough: bytes; a choice that holds no more is good enough, and the search ends.
+        check: asked in the midst of it.
     """
+
+    check()
 
     def allowed(table: np.ndarray) -> np.ndarray:
         return np.where(np.isfinite(table), 0.0, np.inf)
@@ -51,10 +55,10 @@ def least_memory(problem: Problem, enough: float = -np.inf) -> LeastMemory:
         edges=tuple(replace(e, cost=tables[id(e.cost)]) for e in problem.edges),
         limit=-np.inf,
     )
-    small = shrink(bare, tie=True, dominance=DOMINANCE)
+    small = shrink(bare, tie=True, dominance=DOMINANCE, check=check)
     if not small.feasible:
         return LeastMemory(np.inf, np.inf, 0, ())
-    memory, relaxation = Memory(small.problem), Relaxation(small.problem, JOINT)
+    memory, relaxation = Memory(small.problem), Relaxation(small.problem, JOINT, check=check)
     moves = Moves(small.problem, memory)
     best, bound = None, 0.0
     if memory.n_steps:
@@ -63,6 +67,7 @@ def least_memory(problem: Problem, enough: float = -np.inf) -> LeastMemory:
     else:
         found = iter([(0.0, relaxation.elimination.run().states())])
     for value, guess in found:
+        check()
         bound = max(bound, value)
         if not np.isfinite(small.problem.objective(guess)):
             continue

@@ -31,7 +31,7 @@ class Moves:
         self.problem, self.memory = problem, memory
         self.start = memory.start
         self.owner = np.repeat(np.arange(len(problem.costs)), np.diff(self.start))
-        self.forbidden = 2.0 ** np.ceil(np.log2(4 * max(sum(high - low for low, high in problem.ranges), 1.0)))
+        self.forbidden = problem.forbidding
         self.near: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]  # (j, table with i's states as rows)
         for e in problem.edges:
             self.near[e.i].append((e.j, e.cost))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from .kernels import Net, jit
+from .record import Check
 
 
 class Plan(NamedTuple):
@@ -38,23 +40,21 @@ class Plan(NamedTuple):
     work: int  # entries of all joint tables
 
 
-def make_plan(net: Net, cap: int, weight: np.ndarray, movable: np.ndarray | None = None) -> Plan:
+def make_plan(net: Net, cap: int, weight: np.ndarray, check: Check = lambda: None) -> Plan:
     """A plan for the network; among nodes that stand in the way, those of large `weight` [n] are held.
 
     Args:
-        movable: mask of the nodes that may move at all (default: all).
+        check: asked between nodes.
     """
     n = len(net.start) - 1
     k = np.diff(net.start).tolist()
-    held = np.zeros(n, dtype=bool) if movable is None else ~movable
-    graph: list[set[int]] = [set() for _ in range(n)]
-    for i in np.flatnonzero(~held).tolist():
-        graph[i] = {j for j in net.near[net.near_start[i] : net.near_start[i + 1]].tolist() if not held[j]}
+    graph = [set(net.near[a:b].tolist()) for a, b in pairwise(net.near_start)]
     order = []
-    heap = [(math.prod([k[j] for j in graph[i]]) * k[i], i) for i in range(n) if not held[i]]
+    heap = [(math.prod([k[j] for j in graph[i]]) * k[i], i) for i in range(n)]
     heapq.heapify(heap)
-    gone = held.copy()
+    held, gone = np.zeros(n, dtype=bool), np.zeros(n, dtype=bool)
     while heap:
+        check()
         size, i = heapq.heappop(heap)
         if gone[i]:
             continue
@@ -81,10 +81,10 @@ def make_plan(net: Net, cap: int, weight: np.ndarray, movable: np.ndarray | None
         for j in touched:
             if not gone[j]:
                 heapq.heappush(heap, (math.prod([k[x] for x in graph[j]]) * k[j], j))
-    return _compile(net, k, held, order)
+    return _compile(net, k, held, order, check)
 
 
-def _compile(net: Net, k: list[int], held: np.ndarray, order: list[int]) -> Plan:
+def _compile(net: Net, k: list[int], held: np.ndarray, order: list[int], check: Check) -> Plan:
     when = {i: b for b, i in enumerate(order)}
     inbox: list[list] = [[] for _ in order]  # parts of each bucket: (sent, where, [(node, stride)])
     for i in order:
@@ -95,6 +95,7 @@ def _compile(net: Net, k: list[int], held: np.ndarray, order: list[int]) -> Plan
     outer_start, outer, message, part_start, part_sent, part_at, stride_start, stride = [0], [], [], [0], [], [], [0], []
     room = work = 0
     for b, i in enumerate(order):
+        check()
         scope = sorted({j for _, _, axes in inbox[b] for j, _ in axes} - {i}, key=when.__getitem__, reverse=True)
         for sent, at, axes in inbox[b]:
             by_node = dict(axes)

@@ -82,17 +82,27 @@ class Problem:
     @functools.cached_property
     def ranges(self) -> list[tuple[float, float]]:
         """The least and the largest finite cost of every node and of every edge."""
-        return [extremes(entries) for entries in (*self.costs, *(e.cost for e in self.edges))]
+        tables = [*self.costs, *(e.cost for e in self.edges)]
+        ranges = {key: extremes(entries) for key, entries in {id(entries): entries for entries in tables}.items()}
+        return [ranges[id(entries)] for entries in tables]
+
+    @functools.cached_property
+    def forbidding(self) -> float:
+        """A power of two above the difference of any two finite objectives: what stands for inf where sums must stay finite."""
+        return 2.0 ** float(np.ceil(np.log2(4 * max(sum(high - low for low, high in self.ranges), 1.0))))
 
     def objective(self, states) -> float:
         """(1) of a full choice of states; inf when it takes a forbidden entry."""
         total = sum(float(c[s]) for c, s in zip(self.costs, states, strict=True))
         return total + sum(float(e.cost[states[e.i], states[e.j]]) for e in self.edges)
 
+    def floor(self) -> float:
+        """What no choice of states costs less than."""
+        return sum(low for low, _ in self.ranges)
+
     def ceiling(self) -> float:
         """What no choice of states costs more than, unless it takes a forbidden entry."""
-        most = {id(c): float(c.max(initial=0.0, where=np.isfinite(c))) for c in (*self.costs, *(e.cost for e in self.edges))}
-        return sum(most[id(c)] for c in self.costs) + sum(most[id(e.cost)] for e in self.edges)
+        return sum(max(high, 0.0) for _, high in self.ranges)
 
     def memory(self, states) -> np.ndarray:
         """Left side of (2) for every time step, shape [T]."""

@@ -24,11 +24,14 @@ class OutOfTime(Exception):
 
 
 class Clock:
-    """What may still be spent: seconds of wall clock if a limit was given, else work (about seconds, counted not measured)."""
+    """What may still be spent: seconds of wall clock if a limit was given, else work (about seconds, counted not measured).
 
-    def __init__(self, seconds: float | None, work: float | None):
+    `patience` says what part of the seconds there is, as things stand.
+    """
+
+    def __init__(self, seconds: float | None, work: float | None, patience: Callable[[], float] = lambda: 1.0):
         self.start = time.monotonic()
-        self.seconds = seconds
+        self.seconds, self.patience = seconds, patience
         self.work = (WORK if seconds is None else np.inf) if work is None else work
         self.spent = 0.0  # table entries
 
@@ -42,7 +45,14 @@ class Clock:
 
     @property
     def seconds_left(self) -> float:
-        return np.inf if self.seconds is None else 0.985 * self.seconds - 0.05 - (time.monotonic() - self.start)
+        if self.seconds is None:
+            return np.inf
+        return self.patience() * (0.985 * self.seconds - 0.05) - (time.monotonic() - self.start)
+
+    @property
+    def used(self) -> float:
+        """The share of the time that is over; 0 where there is no limit."""
+        return (time.monotonic() - self.start) / max(self.seconds, 1e-9) if self.seconds is not None else 0.0
 
     def over(self) -> bool:
         return self.work <= 0 or self.seconds_left <= 0

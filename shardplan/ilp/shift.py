@@ -14,6 +14,7 @@ of a table then have the same least entry, and the least entries add up to the b
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 from typing import ClassVar
 
@@ -66,11 +67,6 @@ class Shift:
             links[e.i].append((number, 0, e.j > e.i))
             links[e.j].append((number, 1, e.i > e.j))
         self.links = links
-        edges, ends = problem.edges, (self.at_i, self.at_j)
-        self.near = [  # (its message, the other node's message, the table with i's states as rows, comes first)
-            [(ends[side][e], ends[1 - side][e], edges[e].cost.T if side else edges[e].cost, ahead) for e, side, ahead in row]
-            for row in links
-        ]
         later = [sum(ahead for *_, ahead in row) for row in links]
         self.share = np.array([1.0 / max(n, len(row) - n, 1) for n, row in zip(later, links, strict=True)])
         self.start = np.cumsum([0, *map(len, problem.costs)])
@@ -79,6 +75,15 @@ class Shift:
         self.receiver = np.repeat(self.start[pairs.ravel()] - self.ends[:-1], lengths) + np.arange(self.ends[-1])
         self.earlier = np.repeat((pairs > pairs[:, ::-1]).ravel(), lengths)
         self.compiled = self._compile() if compiled else None
+
+    @functools.cached_property
+    def near(self) -> list[list[tuple[np.ndarray, np.ndarray, np.ndarray, bool]]]:
+        """Of every node's edges: (its message, the other node's message, the table with i's states as rows, comes first)."""
+        edges, ends = self.problem.edges, (self.at_i, self.at_j)
+        return [
+            [(ends[side][e], ends[1 - side][e], edges[e].cost.T if side else edges[e].cost, ahead) for e, side, ahead in row]
+            for row in self.links
+        ]
 
     def rounds(self, costs, n: int) -> None:
         """n times forwards and backwards, with these node costs."""

@@ -24,6 +24,7 @@ from .record import Check
 
 DOMINANCE_PAIRS = 1 << 14  # table entries a dominance test may touch at one node, by default
 ELIMINATE_SIZE = 1 << 16  # entries of an edge table that elimination may create
+SOME = 1_000  # edges, between which the clock is looked at
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ Block = tuple[np.ndarray, np.ndarray]  # usages of a node: intervals [m, 2], byt
 class Network:
     """Mutable adjacency form of a Problem: `adj[i][j]` is e_ij with i's states as rows, `adj[j][i]` the same transposed."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, check: Check = lambda: None):
         self.costs: list[np.ndarray] = list(problem.costs)
         self.adj: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
         self.uses: list[list[Block]] = [[] for _ in self.costs]
@@ -90,8 +91,10 @@ class Network:
         self.dirty: dict[int, None] = {}  # worklist in order of arrival
         self._finite: dict[int, tuple] = {}
         turned = {id(e.cost): e.cost.T for e in problem.edges}
-        for e in problem.edges:
+        for number, e in enumerate(problem.edges):
             self.join(e.i, e.j, e.cost, turned[id(e.cost)])
+            if number % SOME == 0:
+                check()
         if problem.limit is not None:
             for u in problem.usages:
                 if u.hi > u.lo:
@@ -429,14 +432,18 @@ def tight_steps(problem: Problem, check: Check = lambda: None) -> tuple[Problem,
     usages = [u for u in problem.usages if u.hi > u.lo]
     if problem.limit is None or not usages:
         return replace(problem, usages=(), limit=None), np.zeros(0, dtype=np.int64)
+    check()
     steps = timeline(usages)
+    check()
     lo, hi = (np.searchsorted(steps, [getattr(u, side) for u in usages]) for side in ("lo", "hi"))
     most = np.zeros(len(steps) + 1)
     np.add.at(most, lo, [u.most for u in usages])
     np.add.at(most, hi, [-u.most for u in usages])
     tight = np.cumsum(most)[:-1] > problem.limit
+    check()
     if all((u.bytes == np.rint(u.bytes)).all() for u in usages):  # sums of others are not exact
         tight &= unimplied(usages, lo, hi, len(steps), check)
+    check()
     number = np.concatenate([[0], np.cumsum(tight)])
     merged = _sums(
         (u.node, (int(number[a]), int(number[b])), u.bytes)
@@ -519,7 +526,9 @@ def shrink(
         check()
         timed, tight = tight_steps(problem, check)
         steps = steps[tight]
-        net = Network(timed)
+        check()
+        net = Network(timed, check)
+        check()
         before = sum(map(len, net.costs))
         for i, mask in fitting(timed).items():
             _record(trail, Restrict.apply(net, i, mask), nodes)

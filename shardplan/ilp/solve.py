@@ -12,6 +12,7 @@ Without a time limit no clock is read: every link counts its work, so the answer
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from .least import least_memory
 from .local import Moves, fit
 from .problem import Problem, Solution
 from .record import LARGE, Clock, OutOfTime, Progress, Record
+from .relax import SMALL
 from .shrink import Shrunk, shrink
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ REACH = 0.25  # of the way from bound to answer, for the first goal
 EASE_SHARE = 0.5  # of what may be spent, for the problem without its memory limit
 LARGE_SHARE = 0.15  # of the time, for a bound of a large problem
 DOMINANCE_SHARE = 0.15  # of the time, up to which dominated states are looked for
+HASTE = 0.4  # of the time: where shrinking takes longer, a first answer comes before a bound
 
 
 def solve(
@@ -46,6 +49,7 @@ def solve(
     work_limit: float | None = None,
     hint: tuple[int, ...] | None = None,
     most: float = np.inf,
+    patience: float = 1.0,
     progress: Progress | None = None,
     small: Shrunk | None = None,
 ) -> Solution:
@@ -53,10 +57,12 @@ def solve(
 
     Args:
         problem: the network; nodes of one class in `problem.ties` take the same state.
-        time_limit: seconds; at the limit the best answer so far is returned. None: no clock is read.
+        time_limit: seconds; at the limit the best answer so far is returned, "fallback" without states if there is none. None: no
+            clock is read.
         work_limit: counted work, about seconds; by default 20 without a time limit, none with one.
         hint: states to start from, and to return when nothing better is found (status "fallback").
         most: only answers that cost at most this much are wanted; "infeasible" if there are none.
+        patience: share of the time limit after which the search ends if there is no answer.
         progress: called with (states, bound, gap) whenever one of them gets better.
         small: `shrink(problem, tie=True)`, if that is there already.
 
@@ -66,30 +72,43 @@ def solve(
     Raises:
         ValueError: a cost is no whole number; no bound would be exact.
     """
+    clock = Clock(time_limit, work_limit, lambda: 1.0 if record.found else patience)
     _check_whole(problem)
-    clock, record = Clock(time_limit, work_limit), Record(problem, progress, most)
+    record = Record(problem, progress, most)
     if hint is not None and (problem.limit is None or problem.peak(hint) <= problem.limit):
         record.offer(tuple(hint), problem.objective(hint))
     hinted = record.answer if record.found else None
-    small = small or shrink(problem, tie=True, over=clock.share(DOMINANCE_SHARE))
-    chain = Chain(Region(small.problem, small.invert, small.offset), record, clock)
-    proven = not small.feasible or chain.run()
-    stats = {"nodes": len(problem.costs), "nodes after shrinking": len(small.problem.costs), "bounds": chain.tree.bounds}
+    record.prove(problem.floor())
+    stats, proven = {"nodes": len(problem.costs)}, False
+    try:
+        small = small or shrink(problem, tie=True, over=clock.share(DOMINANCE_SHARE), check=clock.check)
+        chain = Chain(Region(small.problem, small.invert, small.offset), record, clock)
+        proven = not small.feasible or chain.run()
+        stats |= {"nodes after shrinking": len(small.problem.costs), "bounds": chain.tree.bounds}
+    except OutOfTime:
+        pass
     if proven and record.found:
         record.prove(np.inf)
-    if not proven and not record.found and chain.runs is not None:
-        chain.runs.run(chain.region)
     if not proven and not record.found:
-        limit = np.inf if problem.limit is None else problem.limit
-        least = least_memory(problem, limit)
-        if least.states and least.bytes <= limit:
-            record.offer(least.states, problem.objective(least.states))
-        proven = least.bound_bytes > limit
+        proven = _leanest(problem, record, clock)
+    tied = bool(problem.ties)
     if not record.found:
         status = "infeasible" if proven else "fallback"
-        return Solution(status, (), np.inf, np.inf if proven else record.bound, small.tied, stats)
+        return Solution(status, (), np.inf, np.inf if proven else record.bound, tied, stats)
     status = "optimal" if record.done else "fallback" if record.answer is hinted else "feasible"
-    return Solution(status, record.states, record.objective, record.bound, small.tied, stats)
+    return Solution(status, record.states, record.objective, record.bound, tied, stats)
+
+
+def _leanest(problem: Problem, record: Record, clock: Clock) -> bool:
+    """Offers the leanest states, if they fit; True when it is proven that nothing does. Of few states, however little time there is."""
+    limit = np.inf if problem.limit is None else problem.limit
+    try:
+        least = least_memory(problem, limit, clock.check if sum(map(len, problem.costs)) > SMALL else lambda: None)
+    except OutOfTime:
+        return False
+    if least.states and least.bytes <= limit:
+        record.offer(least.states, problem.objective(least.states))
+    return least.bound_bytes > limit
 
 
 class Chain:
@@ -98,14 +117,19 @@ class Chain:
     def __init__(self, region: Region, record: Record, clock: Clock):
         self.region, self.record, self.clock = region, record, clock
         self.tree = Tree(record, clock)
-        self.runs = _runs(record, clock)
         self.result: Bound | None = None  # the last one of the region
         self.ceiling = region.problem.ceiling() + region.offset  # nothing costs more
+
+    @functools.cached_property
+    def runs(self) -> Runs | None:
+        return _runs(self.record, self.clock)
 
     def run(self) -> bool:
         """True when it is proven that nothing better than the record is left."""
         try:
-            if self.runs is not None and sum(map(len, self.region.problem.costs)) > LARGE:
+            if self.clock.used > HASTE:
+                self.haste()
+            if sum(map(len, self.region.problem.costs)) > LARGE and self.runs is not None:
                 return self.explore(self.runs)
             return self.ease() or self.narrow() or self.close()
         except OutOfTime:
@@ -134,6 +158,7 @@ class Chain:
     def explore(self, runs: Runs) -> bool:
         """Runs on a large problem, and a bound after each, until it is no longer large; True when that ends in a proof."""
         self.tree.tries = 0  # the runs are better at that
+        self.haste()
         while not self.clock.over() and sum(map(len, self.region.problem.costs)) > LARGE:
             runs.run(self.region)
             if runs.last:
@@ -155,6 +180,7 @@ class Chain:
         while not self.clock.over():
             result = self.bounded()
             self.record.prove(result.value + self.region.offset)
+            self.haste()
             if self.record.done or result.value + self.region.offset > self.ceiling:
                 return True
             self.region = self.region.after(result)
@@ -167,6 +193,11 @@ class Chain:
                 return True
             self.region, self.result = part, None
         return False
+
+    def haste(self) -> None:
+        """Under a time limit: looks for a first answer, however bad."""
+        if not self.record.found and self.runs is not None:
+            self.runs.first(self.region)
 
     def wanted(self) -> float:
         """What better answers cost at most, by the region's problem."""
