@@ -38,15 +38,16 @@ def run(path: Path, scale: float) -> dict:
     start = time.monotonic()
     solution = iopddl.solve_instance(instance, limit * scale)
     seconds = time.monotonic() - start
-    cost = instance.cost(solution.states)
-    peak = instance.problem.peak(solution.states)
+    found = bool(solution.states)
+    cost = instance.cost(solution.states) if found else float("inf")
+    peak = instance.problem.peak(solution.states) if found else 0.0
     return {
         "instance": letter,
         "status": solution.status,
         "cost": cost,
         "bound": solution.bound,
-        "gap": (cost - solution.bound) / cost if cost else 0.0,
-        "forbidden": instance.forbidden(solution.states),
+        "gap": (cost - solution.bound) / cost if found and cost else float(not found),
+        "forbidden": instance.forbidden(solution.states) if found else 0,
         "memory": peak / instance.problem.limit if instance.problem.limit else 0.0,
         "seconds": seconds,
         "limit_s": limit * scale,
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
     if options.only:
         wanted = set(options.only.split(","))
         files = [f for f in files if f.name.split(".")[0].split("-")[-1] in wanted]
-    print("     status            cost           bound     gap  memory  seconds  limit  process   score")
+    print("     status            cost           bound     gap  memory  seconds   limit  process   score")
     rows, context = [], multiprocessing.get_context("spawn")
     for path in files:
         queue = context.Queue()
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
         forbidden = f"   {row['forbidden']} forbidden" if row["forbidden"] else ""
         print(
             f"{row['instance']:<3}  {row['status']:<9} {row['cost']:>14} {row['bound']:>15.0f}  {row['gap']:>6.2%}"
-            f"  {row['memory']:>6.4f}  {row['seconds']:>7.1f}  {row['limit_s']:>5.0f}  {row['process_gb']:>4.1f} GB"
+            f"  {row['memory']:>6.4f}  {row['seconds']:>7.2f}  {row['limit_s']:>6.1f}  {row['process_gb']:>4.1f} GB"
             f"  {score}{forbidden}",
             flush=True,
         )

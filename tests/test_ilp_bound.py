@@ -1,5 +1,6 @@
 """Laws of the links that prove: shifting changes no choice's cost, goals tell the truth, and no link depends on numba or hashing."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -195,6 +196,34 @@ def test_every_link_stops_within_itself_when_time_is_over():
     ):
         with pytest.raises(OutOfTime):
             link()
+
+
+class Stopwatch:
+    """Time that stands still for so many looks, and is over then."""
+
+    def __init__(self, looks: int):
+        self.left = looks
+
+    def monotonic(self) -> float:
+        self.left -= 1
+        return 0.0 if self.left >= 0 else 1e9
+
+
+@pytest.mark.parametrize("large", [0, 20_000])
+@pytest.mark.parametrize("looks", [1, 30, 1_000, 10_000, 30_000])
+def test_wherever_time_is_over_the_search_ends_there_with_what_it_has(large, looks, monkeypatch):
+    problem, watch = grid(25, 4, tight=0.8), Stopwatch(looks)
+    for module in ("record", "explore"):
+        if importlib.util.find_spec("numba") or module == "record":
+            monkeypatch.setattr(importlib.import_module(f"shardplan.ilp.{module}"), "time", watch)
+    monkeypatch.setitem(Chain.run.__globals__, "LARGE", large)
+    answer = solve(problem, time_limit=1e6)
+    assert -10 <= watch.left < 0
+    assert problem.floor() <= answer.bound <= 541_790.0  # of an answer that is known
+    assert answer.states or looks < 30_000
+    if answer.states:
+        assert problem.objective(answer.states) == answer.objective >= answer.bound
+        assert problem.peak(answer.states) <= problem.limit
 
 
 def test_what_is_not_searched_when_time_is_over_stays_to_be_searched():

@@ -71,6 +71,13 @@ def test_what_is_made_to_fit_fits(problem, some):
     assert all(problem.peak(states) <= problem.limit for states in fitted if states is not None)
 
 
+def test_a_first_choice_fits_where_the_cheapest_is_far_from_it():
+    problem = chain(40, 5, seed=3, limit=600.0)
+    assert problem.peak([int(c.argmin()) for c in problem.costs]) > 1.2 * problem.limit
+    found = next(Explorer(problem, 64).first())
+    assert problem.peak(found) <= problem.limit and np.isfinite(problem.objective(found))
+
+
 def test_prices_that_follow_the_memory_bound_nearly_as_well_as_any():
     problem = chain(40, 5, seed=3, limit=850.0)
     explorer = Explorer(problem, 64)

@@ -67,6 +67,28 @@ def test_the_last_line_of_output_is_the_answer(tmp_path, capsys):
     assert "cost 7" in err
 
 
+def test_a_file_for_which_nothing_fits_is_told_with_numbers(tmp_path, capsys):
+    assert iopddl.main([str(small(tmp_path, [0, 0, 0, 0], limit=4)), "--seconds", "5"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "small: no states fit the usage limit of 4" in err and "a limit of 5, which some fit" in err
+
+
+def test_too_little_time_is_told_with_a_way_out(tmp_path, capsys):
+    layers = range(1000)
+    path = write(
+        tmp_path / "long.json.gz",
+        costs=[[1, 2, 3, 4]] * len(layers),
+        usages=[[4, 3, 2, 1]] * len(layers),
+        intervals=[[i, i + 3] for i in layers],
+        edges=[(i, j, [int(i + x != j) for x in range(16)]) for i in layers for j in (i + 1, i + 5, i + 7) if j in layers],
+        limit=9,
+    )
+    assert iopddl.main([str(path), "--seconds", "0.01"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "no states that fit were found in 0.01 s\n  way out: --seconds 60" in err
+    assert iopddl.main([str(path), "--seconds", "20"]) == 0
+
+
 def test_a_loop_is_a_node_cost(tmp_path):
     path = write(tmp_path / "loop.json.gz", [[0, 0]], [[0, 0]], [[0, 1]], [(0, 0, [9, 0, 0, 4])], 10)
     instance = iopddl.read(path)

@@ -10,7 +10,9 @@ The benchmark marks what is forbidden by 10**18, which is still only a cost; her
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
+import importlib.util
 import json
 import sys
 import time
@@ -19,10 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
+from .least import least_memory
 from .problem import Edge, Problem, Solution, Usage
+from .record import LARGE
 from .solve import solve
 
 FORBIDDEN = 10**18
+FAILED = 2  # exit code
 PATIENCE, SOON = 0.6, 10.0  # of the time, for a first answer without forbidden entries, and seconds for it at least
 
 
@@ -108,29 +113,35 @@ def solve_instance(instance: Instance, seconds: float, progress=None) -> Solutio
     start, problem = time.monotonic(), instance.problem
     patience = min(1.0, max(PATIENCE, SOON / max(seconds, SOON)))
     solution = solve(problem, time_limit=seconds, progress=progress, patience=patience)
-    left = seconds - (time.monotonic() - start)
-    if solution.states or left <= 0.1 * seconds or (patience == 1.0 and solution.status != "infeasible"):
+    if solution.states or (patience == 1.0 and solution.status != "infeasible"):
         return solution
+    return solve(lenient(problem), time_limit=max(0.0, seconds - (time.monotonic() - start)), progress=progress)
+
+
+def lenient(problem: Problem) -> Problem:
+    """The problem with forbidden entries at a cost that is worth avoiding."""
 
     def allowed(table: np.ndarray) -> np.ndarray:
         return np.where(np.isinf(table), problem.forbidding, table)
 
-    lenient = replace(
-        problem,
-        costs=tuple(map(allowed, problem.costs)),
-        edges=tuple(replace(e, cost=allowed(e.cost)) for e in problem.edges),
-    )
-    return solve(lenient, time_limit=left, progress=progress)
+    tables = {id(e.cost): allowed(e.cost) for e in problem.edges}
+    edges = tuple(replace(e, cost=tables[id(e.cost)]) for e in problem.edges)
+    return replace(problem, costs=tuple(map(allowed, problem.costs)), edges=edges)
 
 
 def main(argv: list[str]) -> int:
     """`instance.json.gz [--seconds S]`: progress on standard error, the states as the last line of standard output."""
     parser = argparse.ArgumentParser(prog="shardplan solve", description="Solve a file of the IOPDDL benchmark.")
     parser.add_argument("instance", type=Path)
-    told = "wall-clock limit, reading apart (default 60); of the first large problem's, some ten go into compiling"
+    told = "wall-clock limit, apart from reading and, once per installation, compiling (default 60)"
     parser.add_argument("--seconds", type=float, default=60.0, help=told)
     options = parser.parse_args(argv)
     instance = read(options.instance)
+    if importlib.util.find_spec("numba") and sum(map(len, instance.problem.costs)) > LARGE:
+        with contextlib.suppress(RuntimeError):  # where it may keep nothing
+            from .explore import compile_kernels
+
+            compile_kernels()
     start = time.monotonic()
 
     def progress(states, bound, gap):
@@ -138,6 +149,21 @@ def main(argv: list[str]) -> int:
         print(f"{seconds:8.1f} s   cost {instance.cost(states)}   bound {bound:.0f}   gap {gap:.2%}", file=sys.stderr)
 
     solution = solve_instance(instance, options.seconds, progress)
+    if solution.status == "infeasible":
+        least = least_memory(lenient(instance.problem)).bytes
+        print(
+            f"shardplan: {instance.name}: no states fit the usage limit of {instance.problem.limit:.0f}\n"
+            f"  way out: a limit of {least:.0f}, which some fit",
+            file=sys.stderr,
+        )
+        return FAILED
+    if not solution.states:
+        print(
+            f"shardplan: {instance.name}: no states that fit were found in {options.seconds:g} s\n"
+            f"  way out: --seconds {max(60.0, 10 * options.seconds):g}",
+            file=sys.stderr,
+        )
+        return FAILED
     print(f"{instance.name}: {solution.status}, cost {instance.cost(solution.states)}", file=sys.stderr)
     print(list(solution.states))
     return 0
