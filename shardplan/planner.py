@@ -239,6 +239,9 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     def left() -> float | None:
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
+    def over() -> bool:
+        return left() == 0.0
+
     def search(at: Network, before: tuple[int, ...], most: float = np.inf) -> Solution:
         limit = at.problem.limit
 
@@ -258,8 +261,12 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
             return hint if not hint.states or fits(hint.states) else solve(at.problem, hint=hint.states, time_limit=left())
         solution = solve(at.problem, hint=hint.states or None, most=most, time_limit=left(), progress=options.progress, small=small)
         many = sum(n > 1 for _, n in mesh) >= MANY_AXES
-        if solution.status in ("feasible", "fallback") and many and options.search != "recursive":
+        if solution.status in ("feasible", "fallback") and many and options.search != "recursive" and not over():
             solution = _axis_by_axis(at, solution, graph, resharder, replace(options, memory=limit))
+        if solution.status == "fallback" and not solution.states and over():  # better than an error
+            states = lowest(at.problem)
+            if states and fits(states):
+                solution = replace(solution, states=states, objective=at.problem.objective(states))
         clock.lap("solve")
         return solution
 
@@ -277,7 +284,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     loose = None if options.search == "propagation" else apart
 
     def settle(limit: float | None) -> tuple[Network, Solution]:
-        return settled(functools.partial(network, limit), search, loose, lambda network: lowest(network.problem), beside)
+        return settled(functools.partial(network, limit), search, loose, lambda network: lowest(network.problem), beside, over)
 
     limit = options.memory
     roomy = limit is not None and whole_bytes(space) <= limit  # copies need not be told from originals, which takes longer

@@ -15,6 +15,7 @@ from models import MODELS, relu_step
 
 import shardplan
 from shardplan.ilp import solve
+from shardplan.ilp.build import build
 from shardplan.ilp.shrink import shrink
 from shardplan.planner import matches
 from shardplan.propagation import propagate
@@ -89,6 +90,21 @@ def test_a_time_limit_of_nothing_falls_back_to_an_answer():
     plan, _ = planned("gpt", time_limit=1e-3)
     assert plan.status in ("optimal", "feasible", "fallback")
     assert np.isfinite(plan.seconds["total"])
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "dlrm"])
+def test_when_the_time_is_over_a_plan_that_fits_is_taken_and_no_other_looked_for(name, monkeypatch):
+    made = []
+    monkeypatch.setattr("shardplan.planner.build", lambda *a, **kw: made.append(a) or build(*a, **kw))
+    limit = 0.6 * planned(name)[0].memory().peak
+    made.clear()
+    whole, _ = planned(name, memory=limit)
+    needed = len(made)
+    made.clear()
+    hasty, found = planned(name, memory=limit, time_limit=1e-9)
+    assert 2 * len(made) < needed
+    assert hasty.status == "fallback" and hasty.seconds["total"] >= whole.seconds["total"]
+    assert found.network.peak(found.solution.states) <= limit
 
 
 def test_paths_match_by_segment():

@@ -51,6 +51,7 @@ def settled(
     apart: Callable[..., Solution] | None,
     lean: Callable[[Network], tuple[int, ...]],
     beside: float,
+    over: Callable[[], bool] = lambda: False,
 ) -> tuple[Network, Solution]:
     """The best plan found, with the network of its own prices; the bound is as far below as at the prices it was found at.
 
@@ -63,11 +64,11 @@ def settled(
         apart: answers it with repeated layers that need not be alike, if that can be better, given states in which they are `alike`;
             or None.
         lean: the states of a network that hold the fewest bytes, or ().
-        beside: as in `overlap.cheapest`.
+        beside, over: as in `overlap.cheapest`.
     """
 
     def planned(crowds: Crowds | None, ask: Callable[[Network], Solution]) -> tuple[Network, Solution]:
-        return cheapest(lambda price: make(price, crowds), ask, beside)
+        return cheapest(lambda price: make(price, crowds), ask, beside, over)
 
     found, solution = best = planned(None, partial(search, before=()))
     optimistic = solution.objective
@@ -95,19 +96,19 @@ def settled(
     for n in range(ROUNDS):
         if n:
             found, solution = planned(crowds, partial(search, before=solution.states))
-        if not solution.states or offer(found, solution) <= (1 + NEAR) * solution.objective:
+        if not solution.states or offer(found, solution) <= (1 + NEAR) * solution.objective or over():
             break
     sent = least[1] - best[0].parts(best[1].states).compute if best[1].states else 0.0
     if best[1].states and least[1] - optimistic > min(FAR * optimistic, AWAY * sent):
         for crowds in alike(found.space):
-            for _ in range(ROUNDS):
+            for _ in range(0 if over() else ROUNDS):
                 before = least
                 found, solution = planned(crowds, better)
                 if solution.states:
                     offer(found, solution)
-                if not least < before:
+                if not least < before or over():
                     break
-    if apart and best[1].states and best[1].tied:
+    if apart and not over() and best[1].states and best[1].tied:
         found, solution = planned(best[0].crowds, partial(apart, alike=best[1].states))
         if solution.states:
             offer(found, solution)
@@ -117,9 +118,10 @@ def settled(
                 break
             offer(found, Solution("feasible", states, found.problem.objective(states), 0.0))
             found = make(found.waiting, crowds)
-        found, solution = planned(crowds, partial(search, before=()))
-        if solution.states:
-            offer(found, solution)
+        if least[0] or not over():
+            found, solution = planned(crowds, partial(search, before=()))
+            if solution.states:
+                offer(found, solution)
     return best if not best[1].states or not least[0] else (best[0], Solution("infeasible", (), np.inf, 0.0))
 
 

@@ -43,7 +43,10 @@ class Seconds:
 
 
 def cheapest(
-    make: Callable[[float], Network], search: Callable[[Network], Solution], beside: float
+    make: Callable[[float], Network],
+    search: Callable[[Network], Solution],
+    beside: float,
+    over: Callable[[], bool] = lambda: False,
 ) -> tuple[Network, Solution]:
     """The best plan under (6) with its network; objective and bound are those of (6).
 
@@ -51,6 +54,7 @@ def cheapest(
         make: the network in which background collectives cost a given part of their seconds.
         search: answers it.
         beside: what a collective costs beside other work, as a part of its seconds: 1 where nothing is hidden, 0 where all is.
+        over: whether to be content with what is found.
     """
 
     def at(price: float) -> tuple[Network, Solution, Seconds]:
@@ -59,10 +63,11 @@ def cheapest(
 
     first = at(beside)
     tried = [first]
-    if first[1].states and first[2].background > first[2].room and beside < 1:
+    if first[1].states and first[2].background > first[2].room and beside < 1 and not over():
         last = at(1.0)
         tried.append(last)
-        if last[1].states and (less := first[2].background - last[2].background) > 0 and last[2].background < last[2].room:
+        less = first[2].background - last[2].background
+        if last[1].states and less > 0 and last[2].background < last[2].room and not over():
             price = (last[2].compute + last[2].inline - first[2].compute - first[2].inline) / less
             tried.append(at(min(1.0, max(beside, price))))
     network, solution, _ = min(tried, key=lambda t: t[1].objective)
