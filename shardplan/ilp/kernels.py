@@ -6,6 +6,7 @@ i took that state while all others stay: the change of cost of any one-node move
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
@@ -13,6 +14,8 @@ import numpy as np
 
 from .problem import Problem
 from .record import Check
+
+PIECE = 1 << 20  # entries
 
 jit = numba.njit(cache=True, nogil=True, fastmath=False)
 
@@ -40,9 +43,10 @@ class Net(NamedTuple):
 def flatten(problem: Problem, check: Check = lambda: None) -> Net:
     """The arrays; inf becomes a number above every possible cost. `check` is asked on the way."""
 
-    def row(parts):
-        values = np.concatenate([*parts, np.zeros(0)])
-        values[np.isinf(values)] = problem.forbidding
+    def finite(values: np.ndarray) -> np.ndarray:
+        for part in np.split(values, range(PIECE, len(values), PIECE)):
+            check()
+            part[np.isinf(part)] = problem.forbidding
         return values
 
     n, sizes = len(problem.costs), [len(c) for c in problem.costs]
@@ -55,7 +59,7 @@ def flatten(problem: Problem, check: Check = lambda: None) -> Net:
             key = (id(e.cost), i == e.i)
             if key not in place:
                 place[key] = total
-                pool.append(cost.ravel())
+                pool.append(cost)
                 total += cost.size
             rows[i].append((j, place[key]))
     check()
@@ -71,11 +75,11 @@ def flatten(problem: Problem, check: Check = lambda: None) -> Net:
     return Net(
         start=start,
         node_of=np.repeat(np.arange(n), sizes),
-        unary=row(problem.costs),
+        unary=finite(in_a_row(problem.costs)),
         near_start=np.cumsum([0, *map(len, rows)]),
         near=np.array([j for j, _ in flat], dtype=np.int64),
         table=np.array([t for _, t in flat], dtype=np.int64),
-        pool=row(pool),
+        pool=finite(in_a_row(pool, check)),
         use_start=np.searchsorted([u.node for u in usages], np.arange(n + 1)).astype(np.int64),
         lo=np.array([u.lo for u in usages], dtype=np.int64),
         hi=np.array([u.hi for u in usages], dtype=np.int64),
@@ -85,6 +89,16 @@ def flatten(problem: Problem, check: Check = lambda: None) -> Net:
         steps=steps,
         limit=np.inf if problem.limit is None else float(problem.limit),
     )
+
+
+def in_a_row(tables: Sequence[np.ndarray], check: Check = lambda: None) -> np.ndarray:
+    """All tables' entries, row by row each. Large ones take time, so `check` is asked between them."""
+    entries, at = np.empty(sum(table.size for table in tables)), 0
+    for table in tables:
+        check()
+        entries[at : at + table.size].reshape(table.shape)[...] = table
+        at += table.size
+    return entries
 
 
 # ---------------------------------------------------------------- highest step of a range, under range additions

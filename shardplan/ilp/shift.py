@@ -114,7 +114,7 @@ class Shift:
     def _compile(self):
         """`rounds` as compiled code over flat arrays; None without numba, or where it may keep nothing."""
         try:
-            from .kernels import shift_rounds
+            from .kernels import in_a_row, shift_rounds
         except (ImportError, RuntimeError):
             Shift.visited = -np.inf
             return None
@@ -125,7 +125,7 @@ class Shift:
             if id(e.cost) not in place:
                 by_rows = e.cost.flags.c_contiguous or not e.cost.flags.f_contiguous
                 place[id(e.cost)] = total, by_rows
-                pool.append((e.cost if by_rows else e.cost.T).ravel())
+                pool.append(e.cost if by_rows else e.cost.T)
                 total += e.cost.size
         flat = []
         for row in self.links:
@@ -135,7 +135,7 @@ class Shift:
                 flat.append((mine, other, at, problem.edges[edge].cost.shape[1 - side], by_rows == (side == 0), ahead))
         links = np.array(flat, dtype=np.int64).reshape(-1, 6)
         first = np.cumsum([0, *map(len, self.links)])
-        tables = np.concatenate(pool) if pool else np.zeros(0)
+        tables = in_a_row(pool, self.check)
         return lambda costs: shift_rounds(costs, start, first, links, tables, self.share, self.messages, 1)
 
     def gained(self, costs: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ Without a time limit no clock is read: every link counts its work, so the answer
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ REACH = 0.25  # of the way from bound to answer, for the first goal
 EASE_SHARE = 0.5  # of what may be spent, for the problem without its memory limit
 LARGE_SHARE = 0.15  # of the time, for a bound of a large problem
 DOMINANCE_SHARE = 0.15  # of the time, up to which dominated states are looked for
+LOADING = 1.0  # seconds that loading numba and what it has compiled may take
 HASTE = 0.4  # of the time: where shrinking takes longer, a first answer comes before a bound
 
 
@@ -283,7 +285,7 @@ def _check_whole(problem: Problem) -> None:
 
 def _runs(record: Record, clock: Clock) -> Runs | None:
     """Exploring, which is compiled by numba; only under a time limit, so that other answers do not depend on numba."""
-    if clock.seconds is None:
+    if clock.seconds is None or (f"{__package__}.explore" not in sys.modules and clock.seconds_left < LOADING):
         return None
     try:
         from .explore import Runs
