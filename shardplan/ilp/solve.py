@@ -275,12 +275,12 @@ class Chain:
 
 def _check_whole(problem: Problem) -> None:
     """Raises ValueError for the first cost that is neither whole nor inf."""
-    tables = {id(e.cost): (e.cost, f"edge ({e.i}, {e.j})") for e in reversed(problem.edges)}
-    nodes = ((c, f"node {i}") for i, c in enumerate(problem.costs))
-    for costs, where in (*nodes, *tables.values()):
+    tables = {id(e.cost): (e.cost, "edge", (e.i, e.j)) for e in reversed(problem.edges)}
+    nodes = {id(c): (c, "node", i) for i, c in reversed(list(enumerate(problem.costs)))}
+    for costs, what, which in (*reversed(nodes.values()), *tables.values()):
         if not np.array_equal(costs, np.rint(costs)):
             some = float(costs[costs != np.rint(costs)].flat[0])
-            raise ValueError(f"{where} has cost {some}, which is no whole number.\n  way out: count in a smaller unit and round")
+            raise ValueError(f"{what} {which} has cost {some}, which is no whole number.\n  way out: count in a smaller unit and round")
 
 
 def _runs(record: Record, clock: Clock) -> Runs | None:
