@@ -203,11 +203,10 @@ class Explorer:
         net, over = self.net, self.clock.over
         states = np.array(states, dtype=np.int64)
         field, tree = fields(net, states, np.zeros(len(net.unary))), profile_tree(net, states)
-        fits = 0
         for _ in range(RELIEF[0]):
+            fits = relieve(net, states, field, tree, RELIEF[1])
             if fits or over():
                 break
-            fits = relieve(net, states, field, tree, RELIEF[1])
         if fits != 1:
             return None
         best, gained = states.copy(), np.zeros(2)

@@ -111,7 +111,7 @@ def solve_instance(instance: Instance, seconds: float, progress=None) -> Solutio
         a solution; without states when none that fits was found in that time, or there is none.
     """
     start, problem = time.monotonic(), instance.problem
-    patience = min(1.0, max(PATIENCE, SOON / max(seconds, SOON)))
+    patience = max(PATIENCE, SOON / max(seconds, SOON))
     solution = solve(problem, time_limit=seconds, progress=progress, patience=patience)
     if solution.states or (patience == 1.0 and solution.status != "infeasible"):
         return solution
