@@ -6,11 +6,9 @@ jaxpr -> Graph -> Space -> Network -> Solution -> Decisions -> Plan
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -26,6 +24,7 @@ from shardplan.ilp.build import Charges, Network, build, whole_bytes
 from shardplan.ilp.crowds import settled
 from shardplan.ilp.overlap import judged
 from shardplan.ilp.problem import Problem, Solution
+from shardplan.ilp.record import uncollected
 from shardplan.ilp.shrink import shrink
 from shardplan.ilp.tables import Crowds
 from shardplan.ir.emit import ASIDE, Decision
@@ -188,19 +187,7 @@ class Planned:
         return tuple(self.made(i) for i in self.graph.outs)
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Planning makes millions of objects and hardly a cycle; looking for cycles among them is a fifth of its time."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Options) -> Planned:
     """Plan a step.
 

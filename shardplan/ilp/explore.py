@@ -44,8 +44,8 @@ AGREEING = 0.5  # share of a run
 LAST_ROUNDS = 30  # of shifting at the prices of a bound
 SETTLE, SETTLERS = 25, 4  # turns after which a choice is settled, and by how many sweeps
 FIRST_SETTLE, FIRST_TURNS = 5, 50  # turns after which a choice is settled, and the last of them, where there is none yet
-RELIEF = 20, 100  # times, moves each: to make a choice fit
-COOLING, PROPOSALS = (1e-4, 1e-7, 11), 2  # noise as a share of what is at stake, in ten steps; moves proposed in each, per state
+RELIEF = 40, 50  # times, moves each: to make a choice fit
+COOLING, PROPOSALS = (1e-4, 1e-7, 21), 1  # noise as a share of what is at stake, in twenty steps; moves proposed in each, per state
 
 
 class Explorer:

@@ -69,6 +69,7 @@ def flatten(problem: Problem, check: Check = lambda: None) -> Net:
     for u in problem.usages:
         base[u.lo] += u.least
         base[u.hi] -= u.least
+    check()
     usages = sorted((u for u in problem.usages if u.most > u.least), key=lambda u: u.node)
     check()
     widths = np.array([len(u.bytes) for u in usages], dtype=np.int64)

@@ -35,8 +35,8 @@ Messages = dict[tuple[int, int], np.ndarray]
 class Shift:
     """The messages of a problem's edges, improved in place. Every state must have a finite partner in every edge.
 
-    Rounds are numpy's until a process has visited so many entries that loading compiled code would have taken no longer. That does the
-    same sums, so nobody can tell but by the time. `compiled` asks for it at once.
+    Rounds are numpy's until a process has visited so many entries that loading compiled code would have taken no longer, or has loaded
+    it. That does the same sums, so nobody can tell but by the time. `compiled` asks for it at once.
 
     Attributes:
         at_i, at_j: m_ei and m_ej, per edge.
@@ -46,7 +46,7 @@ class Shift:
         entries: table entries that a round visits.
     """
 
-    visited: ClassVar[float] = 0.0  # by numpy, in this process
+    visited: ClassVar[float] = 0.0  # by numpy, in this process; inf once compiled code is loaded, -inf where it is not there
 
     def __init__(
         self, problem: Problem, compiled: bool = False, messages: Messages | None = None, check: Check = lambda: None
@@ -99,8 +99,8 @@ class Shift:
         least = np.minimum.reduce  # half the time of `min` on small arrays
         order = range(len(self.near))
         for _ in range(n):
-            self.check()
             for forward in (True, False):
+                self.check()
                 for i in order if forward else reversed(order):
                     cost = costs[i]
                     for mine, *_ in self.near[i]:
@@ -118,6 +118,7 @@ class Shift:
         except (ImportError, RuntimeError):
             Shift.visited = -np.inf
             return None
+        Shift.visited = np.inf
         problem = self.problem
         start = np.cumsum([0, *map(len, problem.costs)])
         pool, place, total = [], {}, 0
@@ -136,7 +137,8 @@ class Shift:
         links = np.array(flat, dtype=np.int64).reshape(-1, 6)
         first = np.cumsum([0, *map(len, self.links)])
         tables = in_a_row(pool, self.check)
-        return lambda costs: shift_rounds(costs, start, first, links, tables, self.share, self.messages, 1)
+        share, messages = self.share, self.messages  # without a cycle, for tables are large
+        return lambda costs: shift_rounds(costs, start, first, links, tables, share, messages, 1)
 
     def gained(self, costs: np.ndarray) -> np.ndarray:
         """Costs of all nodes' states in a row, and what the messages add to them."""

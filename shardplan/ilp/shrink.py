@@ -455,7 +455,7 @@ def tight_steps(problem: Problem, check: Check = lambda: None) -> tuple[Problem,
     return replace(problem, usages=usages, limit=problem.limit if merged else None), steps[tight]
 
 
-def fitting(problem: Problem) -> dict[int, np.ndarray]:
+def fitting(problem: Problem, check: Check = lambda: None) -> dict[int, np.ndarray]:
     """Masks of the states that fit beside everyone else's least bytes, for the nodes where some do not."""
     if problem.limit is None or np.isneginf(problem.limit):
         return {}
@@ -466,6 +466,7 @@ def fitting(problem: Problem) -> dict[int, np.ndarray]:
         least[u.lo] += u.least
         least[u.hi] -= u.least
         by_node.setdefault(u.node, []).append(u)
+    check()
     slack = problem.limit - np.cumsum(least)[:-1]
     from_step = _RangeMin(slack)
     masks = {}
@@ -476,6 +477,7 @@ def fitting(problem: Problem) -> dict[int, np.ndarray]:
                 mask &= u.bytes - u.least <= room
         if not mask.all():
             masks[i] = mask
+    check()
     return masks
 
 
@@ -531,7 +533,7 @@ def shrink(
         net = Network(timed, check)
         check()
         before = sum(map(len, net.costs))
-        for i, mask in fitting(timed).items():
+        for i, mask in fitting(timed, check).items():
             _record(trail, Restrict.apply(net, i, mask), nodes)
         _exhaust(net, trail, nodes, check)
         doubtful = [i for i, alive in enumerate(net.alive) if alive]
@@ -541,8 +543,10 @@ def shrink(
                     _record(trail, Restrict.apply(net, i, undominated(net, i, dominance)), nodes)
             doubtful = list(net.dirty)
             _exhaust(net, trail, nodes, check)
+        check()
         offset, feasible = offset + net.offset, net.feasible
         problem, left = net.to_problem()
+        check()
         nodes = tuple(nodes[i] for i in left)
         if sum(map(len, problem.costs)) >= 0.98 * before or over():
             break

@@ -24,7 +24,7 @@ from .branch import CHANGES, Region, Tree
 from .least import least_memory
 from .local import Moves, fit
 from .problem import Problem, Solution
-from .record import LARGE, Clock, OutOfTime, Progress, Record
+from .record import LARGE, Clock, OutOfTime, Progress, Record, uncollected
 from .relax import SMALL
 from .shrink import Shrunk, shrink
 
@@ -44,6 +44,7 @@ LOADING = 1.0  # seconds that loading numba and what it has compiled may take
 HASTE = 0.4  # of the time: where shrinking takes longer, a first answer comes before a bound
 
 
+@uncollected()
 def solve(
     problem: Problem,
     *,
