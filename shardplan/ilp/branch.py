@@ -169,7 +169,7 @@ class Tree:
 
     def attempt(self, region: Region, result: Bound) -> None:
         """Makes priced choices fit, the best priced first."""
-        moves = Moves(region.problem, result.memory)
+        moves = Moves(region.problem, result.memory, self.clock.check)
         quotes = sorted(result.quotes, key=lambda quote: -quote.value)
         for states in list(dict.fromkeys(quote.sweep.states() for quote in quotes))[: self.tries]:
             found = fit(moves, states)

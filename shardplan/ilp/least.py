@@ -59,7 +59,7 @@ def least_memory(problem: Problem, enough: float = -np.inf, check: Check = lambd
     if not small.feasible:
         return LeastMemory(np.inf, np.inf, 0, ())
     memory, relaxation = Memory(small.problem), Relaxation(small.problem, JOINT, check=check)
-    moves = Moves(small.problem, memory)
+    moves = Moves(small.problem, memory, check)
     best, bound = None, 0.0
     if memory.n_steps:
         quotes = ((quote, quote.prices.sum()) for quote in least_peak(relaxation, memory))

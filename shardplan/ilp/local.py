@@ -15,20 +15,21 @@ import numpy as np
 
 from .memory import Memory
 from .problem import Problem
+from .record import Check
 
 REFUSED = 50  # moves that would only shift a broken step elsewhere, before giving up
 
 
 class Moves:
-    """A problem prepared for moves, and the choice that they change.
+    """A problem prepared for moves, and the choice that they change; `check` is asked between moves.
 
     Attributes:
         states: s_i, [n].
         profile: bytes at every step, [T].
     """
 
-    def __init__(self, problem: Problem, memory: Memory):
-        self.problem, self.memory = problem, memory
+    def __init__(self, problem: Problem, memory: Memory, check: Check = lambda: None):
+        self.problem, self.memory, self.check = problem, memory, check
         self.start = memory.start
         self.owner = np.repeat(np.arange(len(problem.costs)), np.diff(self.start))
         self.forbidden = problem.forbidding
@@ -69,6 +70,7 @@ class Moves:
     def relieve(self, limit: float, moves: int = 2_000) -> bool:
         """Brings the steps above the limit down, least cost per byte first, highest step first; whether it fits now."""
         for _ in range(moves):
+            self.check()
             step = int(self.profile.argmax()) if len(self.profile) else 0
             if not len(self.profile) or self.profile[step] <= limit:
                 return True
@@ -101,6 +103,7 @@ class Moves:
                 s = x - int(self.start[i])
                 if self.field[x] >= self.field[self.start[i] + self.states[i]]:
                     continue
+                self.check()
                 after = self.after(i, s)
                 if (after <= np.maximum(self.profile, self.memory.limit)).all():
                     self.move(i, s, after)

@@ -135,8 +135,10 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(objective - bound) / objective, 0 when both are 0."""
-        return 0.0 if self.objective == self.bound else (self.objective - self.bound) / max(abs(self.objective), 1e-30)
+        """(objective - bound) / objective, 0 when both are 0, inf where there is a bound and no answer."""
+        if self.objective == self.bound:
+            return 0.0
+        return (self.objective - self.bound) / max(abs(self.objective), 1e-30) if np.isfinite(self.objective) else np.inf
 
 
 def extremes(entries: np.ndarray) -> tuple[float, float]:

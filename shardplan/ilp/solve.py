@@ -153,7 +153,7 @@ class Chain:
             record.prove(np.inf)
         self.clock.spend(clock.spent)
         self.record.prove(record.bound + region.offset)
-        states = fit(Moves(region.problem, result.memory), record.states) if record.found else None
+        states = fit(Moves(region.problem, result.memory, self.clock.check), record.states) if record.found else None
         if states is not None:
             self.record.offer(states, region.problem.objective(states) + region.offset, region.back)
         return self.record.done
