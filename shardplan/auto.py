@@ -93,7 +93,8 @@ def auto(
             from what the fastest plan needs to what the leanest does.
         search: "ilp" (an integer program, with a proof), "propagation" (faster, no proof) or "recursive" (one mesh axis after
             the other, no proof, for meshes of many axes).
-        time_limit: seconds for the search; by default it stops by counted work, so that a plan is the same on every machine.
+        time_limit: seconds for the search, after which the best plan so far is taken, or the leanest where none was found that fits; by
+            default it stops by counted work, so that a plan is the same on every machine.
         cluster: prices of compute and links: a preset's name, a file made by `calibrate`, or a `Cluster`; by default the
             machine at hand.
         compute_scale: how many times longer compute takes than the cluster says; more weighs communication less.
