@@ -8,7 +8,6 @@ which is done once.
 """
 
 import argparse
-import importlib.util
 import json
 import multiprocessing
 import resource
@@ -31,10 +30,7 @@ def run(path: Path, scale: float) -> dict:
     letter = path.name.split(".")[0].split("-")[-1]
     limit, best = CONTEST.get(letter, DEFAULT)
     instance = iopddl.read(path)
-    if importlib.util.find_spec("numba"):
-        from shardplan.ilp.explore import compile_kernels
-
-        compile_kernels()
+    iopddl.compile_ahead()
     start = time.monotonic()
     solution = iopddl.solve_instance(instance, limit * scale)
     seconds = time.monotonic() - start

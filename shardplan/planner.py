@@ -23,7 +23,7 @@ from shardplan.ilp import least_memory, solve
 from shardplan.ilp.build import Charges, Network, build, whole_bytes
 from shardplan.ilp.crowds import settled
 from shardplan.ilp.overlap import judged
-from shardplan.ilp.problem import Problem, Solution
+from shardplan.ilp.problem import Problem, Solution, costless
 from shardplan.ilp.record import uncollected
 from shardplan.ilp.shrink import shrink
 from shardplan.ilp.tables import Crowds
@@ -635,12 +635,11 @@ def does_not_fit(network: Network, options: Options) -> str:
 
 def leanest(problem: Problem) -> tuple[int, ...]:
     """The states that hold the fewest bytes on average over the step, whatever they cost; () when none go together."""
-    costs = [np.where(np.isfinite(c), 0.0, np.inf) for c in problem.costs]
+    bare = problem.changed(costless)
+    costs = list(bare.costs)
     for u in problem.usages:
         costs[u.node] = costs[u.node] + np.rint(u.bytes * (u.hi - u.lo) / 1024)
-    tables = {id(e.cost): np.where(np.isfinite(e.cost), 0.0, np.inf) for e in problem.edges}
-    edges = tuple(replace(e, cost=tables[id(e.cost)]) for e in problem.edges)
-    return solve(replace(problem, costs=tuple(costs), edges=edges, limit=None)).states
+    return solve(replace(bare, costs=tuple(costs), limit=None)).states
 
 
 def lowest(problem: Problem) -> tuple[int, ...]:

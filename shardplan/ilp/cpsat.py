@@ -31,7 +31,7 @@ class Answer:
 
 def entries(problem: Problem) -> int:
     """Size of the program: variables it would have, and a hundredth of the terms in (2)."""
-    variables = sum(map(len, problem.costs)) + sum(int(np.isfinite(e.cost).sum()) for e in problem.edges)
+    variables = problem.n_states + sum(int(np.isfinite(e.cost).sum()) for e in problem.edges)
     return variables + sum((u.hi - u.lo) * len(u.bytes) for u in problem.usages) // 100
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, takewhile
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -100,8 +100,8 @@ def settled(
             break
     sent = least[1] - best[0].parts(best[1].states).compute if best[1].states else 0.0
     if best[1].states and least[1] - optimistic > min(FAR * optimistic, AWAY * sent):
-        for crowds in alike(found.space):
-            for _ in range(0 if over() else ROUNDS):
+        for crowds in takewhile(lambda _: not over(), alike(found.space)):
+            for _ in range(ROUNDS):
                 before = least
                 found, solution = planned(crowds, better)
                 if solution.states:

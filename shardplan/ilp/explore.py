@@ -249,7 +249,7 @@ class Runs:
     def run(self, region: Region) -> None:
         """Offers what one more run finds; the last one before the time limit takes what time is left."""
         record, clock, number = self.record, self.clock, self.number
-        explorer, large = self._explorer(region), _large(region)
+        explorer, large = self._explorer(region), region.problem.n_states > LARGE
         sweeps = FIRST_RUN << number if large else min(int(FIRST_RUN * 1.4**number), LONGEST_RUN)
         n_plans = min(MOST_PLANS, 4 << number)
         explorer.plan(n_plans - 1)
@@ -272,7 +272,7 @@ class Runs:
 
     def _explorer(self, region: Region) -> Explorer:
         if self.explorer is None or self.explorer.problem is not region.problem:
-            self.explorer = Explorer(region.problem, SWEEP_JOINT[_large(region)], region.messages, self.clock)
+            self.explorer = Explorer(region.problem, SWEEP_JOINT[region.problem.n_states > LARGE], region.messages, self.clock)
         return self.explorer
 
     def _offer(self, region: Region, found: tuple[int, ...]) -> bool:
@@ -288,7 +288,3 @@ class Runs:
         assert explorer is not None and explorer.prices is not None
         prices = explorer.ascend(explorer.prices if region.prices is None else region.prices, rounds, self.clock.share(share))
         return replace(region, prices=prices, messages=explorer.shift.told())
-
-
-def _large(region: Region) -> bool:
-    return sum(map(len, region.problem.costs)) > LARGE

@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gzip
-import importlib.util
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -120,13 +119,15 @@ def solve_instance(instance: Instance, seconds: float, progress=None) -> Solutio
 
 def lenient(problem: Problem) -> Problem:
     """The problem with forbidden entries at a cost that is worth avoiding."""
+    return problem.changed(lambda table: np.where(np.isinf(table), problem.forbidding, table))
 
-    def allowed(table: np.ndarray) -> np.ndarray:
-        return np.where(np.isinf(table), problem.forbidding, table)
 
-    tables = {id(e.cost): allowed(e.cost) for e in problem.edges}
-    edges = tuple(replace(e, cost=tables[id(e.cost)]) for e in problem.edges)
-    return replace(problem, costs=tuple(map(allowed, problem.costs)), edges=edges)
+def compile_ahead() -> None:
+    """Compiles what exploring calls, once per installation, so that no time limit pays for it."""
+    with contextlib.suppress(ImportError, RuntimeError):  # no numba, or one that may keep nothing
+        from .explore import compile_kernels
+
+        compile_kernels()
 
 
 def main(argv: list[str]) -> int:
@@ -137,11 +138,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help=told)
     options = parser.parse_args(argv)
     instance = read(options.instance)
-    if importlib.util.find_spec("numba") and sum(map(len, instance.problem.costs)) > LARGE:
-        with contextlib.suppress(RuntimeError):  # where it may keep nothing
-            from .explore import compile_kernels
-
-            compile_kernels()
+    if instance.problem.n_states > LARGE:
+        compile_ahead()
     start = time.monotonic()
 
     def progress(states, bound, gap):

@@ -9,7 +9,7 @@ import numpy as np
 from .local import Moves
 from .memory import Memory
 from .prices import least_peak
-from .problem import Problem
+from .problem import Problem, costless
 from .record import Check
 from .relax import Relaxation
 from .shrink import shrink
@@ -44,17 +44,7 @@ def least_memory(problem: Problem, enough: float = -np.inf, check: Check = lambd
     """
 
     check()
-
-    def allowed(table: np.ndarray) -> np.ndarray:
-        return np.where(np.isfinite(table), 0.0, np.inf)
-
-    tables = {id(e.cost): allowed(e.cost) for e in problem.edges}
-    bare = replace(
-        problem,
-        costs=tuple(map(allowed, problem.costs)),
-        edges=tuple(replace(e, cost=tables[id(e.cost)]) for e in problem.edges),
-        limit=-np.inf,
-    )
+    bare = replace(problem.changed(costless), limit=-np.inf)
     small = shrink(bare, tie=True, dominance=DOMINANCE, check=check)
     if not small.feasible:
         return LeastMemory(np.inf, np.inf, 0, ())

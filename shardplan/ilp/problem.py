@@ -11,8 +11,8 @@ same on every machine; `inf` forbids a state or a pair. A node may have several 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -80,6 +80,11 @@ class Problem:
     ties: tuple[int, ...] = ()
 
     @functools.cached_property
+    def n_states(self) -> int:
+        """Of all nodes together."""
+        return sum(map(len, self.costs))
+
+    @functools.cached_property
     def ranges(self) -> list[tuple[float, float]]:
         """The least and the largest finite cost of every node and of every edge."""
         tables = [*self.costs, *(e.cost for e in self.edges)]
@@ -90,6 +95,12 @@ class Problem:
     def forbidding(self) -> float:
         """A power of two above the difference of any two finite objectives: what stands for inf where sums must stay finite."""
         return 2.0 ** float(np.ceil(np.log2(4 * max(sum(high - low for low, high in self.ranges), 1.0))))
+
+    def changed(self, change: Callable[[np.ndarray], np.ndarray]) -> Problem:
+        """The problem with other costs, of the same shapes; edges that shared a table share what it became."""
+        tables = {id(table): change(table) for table in {id(e.cost): e.cost for e in self.edges}.values()}
+        edges = tuple(replace(e, cost=tables[id(e.cost)]) for e in self.edges)
+        return replace(self, costs=tuple(map(change, self.costs)), edges=edges)
 
     def objective(self, states) -> float:
         """(1) of a full choice of states; inf when it takes a forbidden entry."""
@@ -110,6 +121,11 @@ class Problem:
 
     def peak(self, states) -> float:
         return float(self.memory(states).max(initial=0.0))
+
+
+def costless(table: np.ndarray) -> np.ndarray:
+    """Costs of 0 for all that is not forbidden."""
+    return np.where(np.isfinite(table), 0.0, np.inf)
 
 
 @dataclass(frozen=True)

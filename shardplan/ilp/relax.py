@@ -51,7 +51,7 @@ class Relaxation:
 
 def _elimination(problem: Problem, cap: int, check: Check) -> Elimination:
     """Without split joints where that is little work; else with joints of at most `cap` entries, fewer if all take too much room."""
-    if sum(map(len, problem.costs)) <= SMALL:
+    if problem.n_states <= SMALL:
         whole = Elimination(problem, int(EXACT), check)
         if whole.exact and whole.size <= EXACT:
             return whole

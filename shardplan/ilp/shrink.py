@@ -548,7 +548,7 @@ def shrink(
         problem, left = net.to_problem()
         check()
         nodes = tuple(nodes[i] for i in left)
-        if sum(map(len, problem.costs)) >= 0.98 * before or over():
+        if problem.n_states >= 0.98 * before or over():
             break
     return Shrunk(problem, offset, feasible, tuple(nodes), tuple(trail), n_nodes, tied, steps)
 

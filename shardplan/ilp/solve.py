@@ -106,7 +106,7 @@ def _leanest(problem: Problem, record: Record, clock: Clock) -> bool:
     """Offers the leanest states, if they fit; True when it is proven that nothing does. Of few states, however little time there is."""
     limit = np.inf if problem.limit is None else problem.limit
     try:
-        least = least_memory(problem, limit, clock.check if sum(map(len, problem.costs)) > SMALL else lambda: None)
+        least = least_memory(problem, limit, clock.check if problem.n_states > SMALL else lambda: None)
     except OutOfTime:
         return False
     if least.states and least.bytes <= limit:
@@ -132,7 +132,7 @@ class Chain:
         try:
             if self.clock.used > HASTE:
                 self.haste()
-            if sum(map(len, self.region.problem.costs)) > LARGE and self.runs is not None:
+            if self.region.problem.n_states > LARGE and self.runs is not None:
                 return self.explore(self.runs)
             return self.ease() or self.narrow() or self.close()
         except OutOfTime:
@@ -162,7 +162,7 @@ class Chain:
         """Runs on a large problem, and a bound after each, until it is no longer large; True when that ends in a proof."""
         self.tree.tries = 0  # the runs are better at that
         self.haste()
-        while not self.clock.over() and sum(map(len, self.region.problem.costs)) > LARGE:
+        while not self.clock.over() and self.region.problem.n_states > LARGE:
             runs.run(self.region)
             if runs.last:
                 continue
