@@ -25,7 +25,7 @@ from .record import Check
 
 DOMINANCE_PAIRS = 1 << 14  # table entries a dominance test may touch at one node, by default
 ELIMINATE_SIZE = 1 << 16  # entries of an edge table that elimination may create
-SOME = 1_000  # edges, between which the clock is looked at
+SOME = 1_000  # edges or usages, between which the clock is looked at
 
 
 @dataclass(frozen=True)
@@ -407,7 +407,9 @@ class _Change:
 def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: int, check: Check) -> np.ndarray:
     """[step] -> whether some choice holds more there than at the next step before and after it that is left."""
     events: list[list[tuple[int, np.ndarray, float, float]]] = [[] for _ in range(n_steps + 1)]
-    for u, a, b in zip(usages, lo.tolist(), hi.tolist(), strict=True):
+    for number, (u, a, b) in enumerate(zip(usages, lo.tolist(), hi.tolist(), strict=True)):
+        if number % SOME == 0:
+            check()
         events[a].append((u.node, u.bytes, u.least, u.most))
         events[b].append((u.node, -u.bytes, -u.most, -u.least))
     left: list[tuple[int, _Change]] = []  # with the change since the one before
@@ -471,13 +473,13 @@ def fitting(problem: Problem, check: Check = lambda: None) -> dict[int, np.ndarr
     from_step = _RangeMin(slack)
     masks = {}
     for i, uses in by_node.items():
+        check()
         mask = np.ones(len(problem.costs[i]), dtype=bool)
         for u in uses:
             if u.most - u.least > (room := from_step(u.lo, u.hi)):
                 mask &= u.bytes - u.least <= room
         if not mask.all():
             masks[i] = mask
-    check()
     return masks
 
 
