@@ -32,11 +32,12 @@ import quality  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
-from shardplan.ilp import Problem, Solution, solve  # noqa: E402
-from shardplan.ilp.build import build  # noqa: E402
-from shardplan.ilp.shrink import Shrunk, shrink  # noqa: E402
+from shardplan.costs.network import build  # noqa: E402
+from shardplan.ilp import Problem, Solution  # noqa: E402
+from shardplan.ilp.solver import solve  # noqa: E402
+from shardplan.ilp.solver.presolve.presolve import Shrunk, shrink  # noqa: E402
 from shardplan.mesh import Resharder  # noqa: E402
-from shardplan.planner import leanest  # noqa: E402
+from shardplan.pipeline import leanest  # noqa: E402
 from shardplan.propagation import propagate  # noqa: E402
 
 EXAMPLES = ("digits_cnn", "dlrm", "face_softmax", "gpt", "hybrid_mlp", "llama", "moe")
@@ -114,7 +115,7 @@ def solves(plan: Callable[[], object]) -> list[tuple[str, float, float, Solution
         found.append(("unfolded" if "work_limit" in asked else "free", shrunk - start, time.process_time() - shrunk, answer))
         return answer
 
-    with mock.patch("shardplan.planner.solve", timed), contextlib.suppress(shardplan.ShardingError):
+    with mock.patch("shardplan.pipeline.solve", timed), contextlib.suppress(shardplan.ShardingError):
         plan()
     return found
 

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardplan import _jax
-from shardplan.ir.emit import Decision, emit
+from shardplan.emit.emit import Decision, emit
 from shardplan.ir.parse import parse
 
 FREE = P.UNCONSTRAINED

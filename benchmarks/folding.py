@@ -25,12 +25,12 @@ import jax  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
-from shardplan.ilp import solve  # noqa: E402
-from shardplan.ilp.build import build  # noqa: E402
-from shardplan.ilp.crowds import repriced  # noqa: E402
-from shardplan.ilp.tables import PS  # noqa: E402
+from shardplan.costs.network import build  # noqa: E402
+from shardplan.costs.tables import PS  # noqa: E402
+from shardplan.ilp.slope_scaling import repriced  # noqa: E402
+from shardplan.ilp.solver import solve  # noqa: E402
 from shardplan.mesh.reshard import Resharder  # noqa: E402
-from shardplan.planner import allowed_strategies  # noqa: E402
+from shardplan.pipeline import allowed_strategies  # noqa: E402
 
 MODELS = {name: (lambda name=name: zoo.example(name)) for name in ("gpt", "moe", "digits_cnn", "dlrm", "hybrid_mlp")} | {
     name: zoo.QUALITY[name] for name in ("gpt2", "resnet-50", "unet", "vit-l", "lstm", "mamba")

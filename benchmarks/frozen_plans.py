@@ -3,7 +3,7 @@
 
     python benchmarks/frozen_plans.py --check plans.json            plan everything again and list what differs
     python benchmarks/frozen_plans.py --write plans.json            store a run; run it on the code before the change
-    python benchmarks/frozen_plans.py --check plans.json gpt2 moe   only the programs whose names contain one of these
+    python benchmarks/frozen_plans.py --check plans.json gpt2 moe   only these, or those whose names contain one of these
     python benchmarks/frozen_plans.py --quick --check plans.json    small programs only, about two minutes
 
 Every program is planned in a process of its own, without devices. A program's record holds a digest of the strategy of every op, one of
@@ -12,6 +12,7 @@ seconds and the process's peak memory. Records depend on the versions of jax, nu
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -95,7 +96,9 @@ def record(name: str) -> dict:
         return {"error": str(error).splitlines()[0]}
     cpu_s = time.process_time() - start
     planned = plan.context.planned
-    emitted = [[d.op, [[face(x) for x in read] for read in d.reads], [face(x) for x in d.results], list(d.copies)] for d in plan.decisions]
+    emitted = [
+        [d.op, [[face(x) for x in read] for read in d.reads], [face(x) for x in d.results], list(d.copies)] for d in plan.decisions
+    ]
     memory = plan.memory()
     return {
         "ops": len(planned.graph.ops),
@@ -136,17 +139,19 @@ def main(argv=None) -> None:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--check", type=Path)
     parser.add_argument("--quick", action="store_true", help="the examples only")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="how many at once; 0: all in this process, quicker")
     options = parser.parse_args(argv)
     stored = json.loads(options.check.read_text()) if options.check else {"plans": {}}
     if options.check and stored["versions"] != versions():
         print(f"versions differ, plans may too: stored {stored['versions']}, here {versions()}")
-    names = [n for n in cases() if not options.names or any(part in n for part in options.names)]
+    every = list(cases())
+    names = [n for n in every if not options.names or any(n == part or (part in n and part not in every) for part in options.names)]
     names = [n for n in names if not options.quick or n.startswith("example ")]
     found: dict[str, dict] = {}
     differing = 0
-    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) as pool:
-        for name, now in zip(names, pool.imap(record, names), strict=True):
+    pool = multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) if options.processes else None
+    with pool or contextlib.nullcontext():
+        for name, now in zip(names, (pool.imap if pool else map)(record, names), strict=True):
             found[name] = now
             before = stored["plans"].get(name)
             changed = same(before, now) if before else []

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from shardplan.ilp import iopddl
+from shardplan.ilp.solver import iopddl
 
 # letter: (limit in seconds, the contest's best cost)
 CONTEST = {

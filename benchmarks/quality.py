@@ -31,9 +31,9 @@ import jax  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
-from shardplan.xla.compare import wire_bytes  # noqa: E402
-from shardplan.xla.compile import compile_lowered, lower_for  # noqa: E402
-from shardplan.xla.seconds import seconds  # noqa: E402
+from shardplan.xla.compiler.compile import compile_lowered, lower_for  # noqa: E402
+from shardplan.xla.report.compare import wire_bytes  # noqa: E402
+from shardplan.xla.report.seconds import seconds  # noqa: E402
 
 OURS = "shardplan"
 TARGETS = {"h100:8": (2, 4), "h100:2x8": (2, 8), "h100:8x8": (8, 8)}

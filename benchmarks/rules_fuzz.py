@@ -32,12 +32,12 @@ import numpy as np
 from hypothesis import HealthCheck, Phase
 
 from shardplan import testing
-from shardplan.ir import local
+from shardplan.costs.space import UNSPLIT
+from shardplan.emit import shard_local as local
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import enumerate_choices
 from shardplan.strategies.rule import RuleError, letter_sizes
 from shardplan.strategies.rules import rule_for
-from shardplan.strategies.space import UNSPLIT
 from shardplan.testing import check_rule
 
 

@@ -4,7 +4,7 @@
     python benchmarks/rules_on_xla.py --only scatter      primitives whose name has a word in it
     python benchmarks/rules_on_xla.py --write             and freezes it in benchmarks/rules_on_xla.txt
 
-`shardplan/xla/one_op.py` says what the programs are. A deviation without a reason in `REASONS` is an error, and so is a reason that
+`shardplan/xla/report/one_op.py` builds the programs. A deviation without a reason in `REASONS` is an error, and so is a reason that
 nothing needs any more.
 """
 
@@ -25,8 +25,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 
 from shardplan.strategies.rules.table import DTYPES, EXAMPLES, equations
-from shardplan.xla import one_op, targets
-from shardplan.xla.compile import compile_here
+from shardplan.xla.compiler import targets
+from shardplan.xla.compiler.compile import compile_here
+from shardplan.xla.report import one_op
 
 GOLDEN = Path(__file__).with_suffix(".txt")
 TARGET = targets.parse("h100:8")
@@ -51,7 +52,7 @@ def equation(number: int):
 
 
 def abstract(operand, scale: int):
-    """"f32[8,4]" as shapes, scaled; typed keys and arrays as they are."""
+    """ "f32[8,4]" as shapes, scaled; typed keys and arrays as they are."""
     if not isinstance(operand, str):
         return operand
     name, dims = operand.removesuffix("]").split("[")

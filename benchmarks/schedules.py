@@ -25,7 +25,7 @@ import quality
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.xla.compile import lower_for
+from shardplan.xla.compiler.compile import lower_for
 
 TARGET = "h100:8"
 NETS = [

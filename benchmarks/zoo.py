@@ -127,6 +127,7 @@ ZOO = {
     "llama-70b": lambda: llama("70b"),
 }
 
+
 def classifier(classes: int, batch=1 << 13, width=1024):
     """A classifier with a huge output layer."""
     module = importlib.import_module("hybrid_mlp")

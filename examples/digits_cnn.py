@@ -1,6 +1,6 @@
 """A flax linen CNN with batch normalisation on scikit-learn's digits: a small model, so data parallelism is expected.
 
-    python examples/digits_cnn.py
+python examples/digits_cnn.py
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """A small GPT in flax nnx, trained on a bundled novel: planned, run, explained, saved, and run again from the saved plan.
 
-    python examples/gpt.py          # or: make demo
+python examples/gpt.py          # or: make demo
 """
 
 import os

@@ -5,15 +5,15 @@
 
 from typing import TYPE_CHECKING
 
-from shardplan.auto import Auto, auto
+from shardplan.api import Auto, auto
 from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
 from shardplan.mesh import Cluster, Layout, MeshShape
 from shardplan.mesh.calibrate import calibrate
-from shardplan.plan import Plan, PlanDiff
+from shardplan.plan.data import Plan, PlanDiff
 from shardplan.strategies.rule import register_rule
 
 if TYPE_CHECKING:
-    from shardplan.xla.check import check
+    from shardplan.xla.report.check import check
 
 __all__ = [
     "Auto",
@@ -34,7 +34,7 @@ __all__ = [
 
 def __getattr__(name: str):
     if name == "check":  # the compiler's room is entered on first use
-        from shardplan.xla.check import check
+        from shardplan.xla.report.check import check
 
         return check
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

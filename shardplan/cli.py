@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
 from shardplan.files import write_atomically
 from shardplan.mesh.cluster import ClusterError
-from shardplan.plan import SEARCHES, Plan
+from shardplan.plan.data import SEARCHES, Plan
 
 SAME, DIFFERENT, ERROR = 0, 1, 2
 
@@ -84,9 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = _command(commands, "plan", _plan, "plan a step; needs no devices")
     _add_target(plan)
     plan.add_argument("--mesh", required=True, metavar="AXIS=N,...", help="mesh axes, major to minor, e.g. data=2,model=4")
-    plan.add_argument(
-        "--cluster", metavar="NAME", help="prices: a preset (h100, a100, ...) or a cluster file; default: this machine"
-    )
+    plan.add_argument("--cluster", metavar="NAME", help="prices: a preset (h100, a100, ...) or a cluster file; default: this machine")
     plan.add_argument("--memory", metavar="BYTES", help="budget per device, e.g. 80GB, slight or disable; default: what the device has")
     plan.add_argument("--search", choices=SEARCHES, help="default: ilp")
     plan.add_argument("--time-limit", type=_positive, metavar="S", help="seconds for the search; default: by counted work")
@@ -194,8 +192,8 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from shardplan.auto import parse_bytes
-    from shardplan.xla.check import check
+    from shardplan.api import parse_bytes
+    from shardplan.xla.report.check import check
 
     amounts: dict[str, Any] = {
         k: parse_bytes(v) for k, v in (("max_bytes", options.max_bytes), ("max_memory", options.max_memory)) if v
@@ -216,7 +214,7 @@ def _rules(options: argparse.Namespace) -> int:
 
 
 def _solve(argv: list[str]) -> int:
-    from shardplan.ilp import iopddl
+    from shardplan.ilp.solver import iopddl
 
     try:
         return iopddl.main(argv) or SAME
@@ -310,7 +308,7 @@ def _needed(p: inspect.Parameter) -> bool:
 
 def _on(step: Callable, mesh, asked: dict[str, Any]):
     """The step, to be planned on `mesh`; one that was made by `auto` keeps what it says itself and is not asked for."""
-    from shardplan.auto import Auto, auto
+    from shardplan.api import Auto, auto
 
     if not isinstance(step, Auto):
         return auto(mesh, **asked)(step)
@@ -377,6 +375,4 @@ def _blamed(options: argparse.Namespace, what: str):
 
 def _users(file: str) -> bool:
     ours = str(Path(__file__).parent) + os.sep
-    return (
-        not file.startswith((ours, "<")) and "site-packages" not in file and not file.startswith(os.path.dirname(os.__file__))
-    )
+    return not file.startswith((ours, "<")) and "site-packages" not in file and not file.startswith(os.path.dirname(os.__file__))

@@ -7,7 +7,7 @@ For a letter put on a mesh axis, every device gets its shard of the operands and
 the few whose params name a size or a position); shards of the result are put together, partial ones with their collective.
 An op with no local form (random bits of one position in the stream) is proven by dependence: what the other devices hold is
 replaced, and the device's own shard of the result must stay the same. With a target every strategy is compiled for absent GPUs, too,
-and what XLA moves compared with the prediction (`xla/one_op.py`).
+and what XLA moves compared with the prediction (`xla/report/one_op.py`).
 
 The devices are real ones; on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count=8 before importing jax.
 """
@@ -28,15 +28,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _jax
-from .ir import places
-from .ir.local import SHARDED, convolution, runs, windows
-from .ir.neighbours import Slide, slides
-from .strategies.rule import Dims, Rule, RuleError, letter_sizes
-from .strategies.rules import rule_for
-from .xla import one_op, targets
-from .xla.compile import compile_lowered
-from .xla.one_op import Verdict
+from shardplan import _jax
+from shardplan.emit import dynamic_index as places
+from shardplan.emit.halo_exchange import Slide, slides
+from shardplan.emit.shard_local import SHARDED, convolution, runs, windows
+from shardplan.strategies.rule import Dims, Rule, RuleError, letter_sizes
+from shardplan.strategies.rules import rule_for
+from shardplan.xla.compiler import targets
+from shardplan.xla.compiler.compile import compile_lowered
+from shardplan.xla.report import one_op
+from shardplan.xla.report.one_op import Verdict
 
 AXES = ("s", "t", "u")
 
@@ -319,9 +320,7 @@ def _prove_local(group: list[_Op], n_devices: int) -> bool:
 
     try:
         everywhere = NamedSharding(Mesh(np.asarray(jax.devices()[:n_devices]), AXES[:1]), PartitionSpec())
-        joined = jax.jit(split_and_join, out_shardings=everywhere)(
-            jax.device_put([jnp.asarray(x) for x in op.operands], everywhere)
-        )
+        joined = jax.jit(split_and_join, out_shardings=everywhere)(jax.device_put([jnp.asarray(x) for x in op.operands], everywhere))
     except _NoLocalFormError:
         return False
     for split, results in zip(group, joined, strict=True):

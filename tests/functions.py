@@ -61,6 +61,7 @@ OPERANDS: list[tuple] = [
 ]  # fmt: skip
 """What a function is tried on; numbers and tuples are static."""
 
+
 def cube_root(x):
     def newton(f, y):
         return lax.fori_loop(0, 20, lambda _, y: y - f(y) / (3 * y**2), y)

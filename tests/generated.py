@@ -375,9 +375,7 @@ def _(draw, name):
 
     def fn(x, w):
         numbers = lax.ConvDimensionNumbers(*specs)
-        return lax.conv_general_dilated(
-            x, w, strides, padding, dilations, spreads, numbers, preferred_element_type=preferred, **counts
-        )
+        return lax.conv_general_dilated(x, w, strides, padding, dilations, spreads, numbers, preferred_element_type=preferred, **counts)
 
     return fn, *(array(draw, placed(sizes, spec), dtype, "sums") for sizes, spec in zip((lhs, rhs), specs, strict=False))
 

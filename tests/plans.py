@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
+from shardplan.plan.data import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
 
 MESH = MeshShape(("data", "model"), (2, 4))
 
@@ -117,9 +117,7 @@ def transformer(layers: int = 3, file: str = "train.py") -> Plan:
         status="feasible",
         gap=0.004,
         tied=True,
-        memory_=Memory(
-            2.91e9, 80e9, "train.py:6 in block", {"activations": 2e9, "optimizer": 6e8, "parameters": 3.1e8}, profile
-        ),
+        memory_=Memory(2.91e9, 80e9, "train.py:6 in block", {"activations": 2e9, "optimizer": 6e8, "parameters": 3.1e8}, profile),
         search="ilp",
         fingerprint="0123456789abcdef" * 4,
         unknown=(("my_kernel", "train.py:13"),),

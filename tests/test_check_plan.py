@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 import shardplan
 from shardplan.xla import CompilerMissing, available, compare
-from shardplan.xla.planned import expected
+from shardplan.xla.report.plan_report import expected
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds, BF16 = jax.ShapeDtypeStruct, jnp.bfloat16
@@ -96,7 +96,7 @@ def test_the_step_itself_checks_and_reused_plans_too(tmp_path):
 
 
 def test_a_missing_compiler_is_told(megatron, monkeypatch):
-    monkeypatch.setattr(sys.modules["shardplan.xla.compile"], "available", lambda: False)
+    monkeypatch.setattr(sys.modules["shardplan.xla.compiler.compile"], "available", lambda: False)
     with pytest.raises(CompilerMissing, match=r'pip install "shardplan\[gpu-check\]"'):
         megatron.check("h100:8")
 

@@ -10,7 +10,7 @@ from plans import transformer
 
 from shardplan import cli
 from shardplan.cli import main
-from shardplan.plan import Plan
+from shardplan.plan.data import Plan
 
 PROGRAM = """\
 import jax, jax.numpy as jnp
@@ -94,7 +94,7 @@ def test_a_step_is_named_by_module_or_file(here, capsys, name):
 def test_saved_plans_of_real_steps_meet_the_schema(here):
     import json
 
-    from shardplan import planfile
+    from shardplan.plan import io as planfile
 
     assert main(["plan", "program.py:example", *MESH, "-o", "plan.json", "--pin", "w/up=None,model", "--brief"]) == 0
     text = (here / "plan.json").read_text()

@@ -6,7 +6,7 @@ import numpy as np
 
 import shardplan
 from shardplan.mesh import Layout
-from shardplan.xla.hlo import collectives
+from shardplan.xla.hlo.collectives import collectives
 
 S = jax.ShapeDtypeStruct
 F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
@@ -24,11 +24,7 @@ def layouts(plan):
 def planned_kinds(plan, least_bytes=1e5):
     """(phase, kind) of every planned collective that moves something."""
     return [
-        (d.phase, c.kind)
-        for d in plan.decisions
-        for m in d.moves
-        for c in m.collectives
-        if c.bytes > least_bytes and c.kind != "slice"
+        (d.phase, c.kind) for d in plan.decisions for m in d.moves for c in m.collectives if c.bytes > least_bytes and c.kind != "slice"
     ]
 
 

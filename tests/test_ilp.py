@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardplan.ilp import Edge, Problem, Usage, least_memory, solve
-from shardplan.ilp.eliminate import Elimination
-from shardplan.ilp.shrink import shrink, tight_steps
+from shardplan.ilp import Edge, Problem, Usage, least_memory
+from shardplan.ilp.solver import solve
+from shardplan.ilp.solver.presolve.presolve import shrink, tight_steps
+from shardplan.ilp.solver.relax.buckets import Elimination
 
 laws = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

@@ -15,15 +15,20 @@ from models import MODELS
 from test_ilp import brute_force, chain, choices, laws, networks
 
 import shardplan
-from shardplan.ilp import Edge, Problem, Usage, branch, cpsat, prices, relax, shift, solve
-from shardplan.ilp.bound import bound
-from shardplan.ilp.branch import Region, Tree
-from shardplan.ilp.eliminate import Elimination
-from shardplan.ilp.local import Moves, fit
-from shardplan.ilp.memory import Memory
-from shardplan.ilp.record import Clock, OutOfTime, Record
-from shardplan.ilp.shrink import shrink
-from shardplan.ilp.solve import Chain
+from shardplan.ilp import Edge, Problem, Usage
+from shardplan.ilp.solver import solve
+from shardplan.ilp.solver.incumbent import Clock, OutOfTime, Record
+from shardplan.ilp.solver.presolve.presolve import shrink
+from shardplan.ilp.solver.relax import dual as prices
+from shardplan.ilp.solver.relax import relaxation as relax
+from shardplan.ilp.solver.relax import trws as shift
+from shardplan.ilp.solver.relax.buckets import Elimination
+from shardplan.ilp.solver.relax.fixing import bound
+from shardplan.ilp.solver.search import branch, cpsat
+from shardplan.ilp.solver.search.branch import Region, Tree
+from shardplan.ilp.solver.search.repair import Moves, fit
+from shardplan.ilp.solver.solve import Chain
+from shardplan.ilp.solver.usage import Memory
 
 
 def grid(side, k, seed=0, tight=None):

@@ -10,11 +10,11 @@ from test_ilp import brute_force, chain
 
 pytest.importorskip("numba")
 
-from shardplan.ilp import kernels, solve
-from shardplan.ilp.bound import bound
-from shardplan.ilp.eliminate import Elimination
-from shardplan.ilp.explore import Explorer
-from shardplan.ilp.plans import make_plan, sweep
+from shardplan.ilp.solver import kernels, solve
+from shardplan.ilp.solver.primal.iterated_search import Explorer
+from shardplan.ilp.solver.primal.tree_moves import make_plan, sweep
+from shardplan.ilp.solver.relax.buckets import Elimination
+from shardplan.ilp.solver.relax.fixing import bound
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 
-from shardplan.ilp import iopddl
+from shardplan.ilp.solver import iopddl
 
 FORBIDDEN = 10**18
 

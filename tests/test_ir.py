@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardplan.ir.emit import emit
+from shardplan.emit.emit import emit
 from shardplan.ir.graph import Graph
-from shardplan.ir.live import intervals
 from shardplan.ir.parse import parse
-from shardplan.ir.share import with_shares
+from shardplan.xla_model.copies import with_shares
+from shardplan.xla_model.liveness import intervals
 
 
 def scan_with_remat(w, x):

@@ -7,10 +7,10 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.ir.accumulate import accumulated
 from shardplan.ir.parse import parse
 from shardplan.xla import available
-from shardplan.xla.planned import expected
+from shardplan.xla.report.plan_report import expected
+from shardplan.xla_model.accumulation import accumulated
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds = jax.ShapeDtypeStruct

@@ -17,12 +17,12 @@ import nets
 import zoo
 
 import shardplan
-from shardplan.ilp.build import build
-from shardplan.ir.live import intervals
+from shardplan.costs.network import build
 from shardplan.ir.parse import parse
-from shardplan.ir.queues import places, waits
-from shardplan.ir.share import with_shares
 from shardplan.xla import available
+from shardplan.xla_model.copies import with_shares
+from shardplan.xla_model.liveness import intervals
+from shardplan.xla_model.schedule import places, waits
 
 S, F32, BF16 = jax.ShapeDtypeStruct, jnp.float32, jnp.bfloat16
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
@@ -421,7 +421,7 @@ def test_gradients_are_all_summed_where_scattering_pays_one_latency_more():
 
 
 def test_gradients_are_scattered_along_the_dim_that_lies_outermost():
-    """Along another XLA turns parameters and moments for the update (`ir/beside.py`); what costs the same otherwise is split there."""
+    """Along another dim XLA transposes parameters and moments for the update; equal costs are split there."""
     step, args = planned_norm({}, memory=40 << 20)
     layouts = {x.layout.dims for x in step.plan(*args).inputs if x.path.startswith("params")}
     assert layouts and all(rows and not columns for rows, columns in layouts)

@@ -296,9 +296,7 @@ def test_all_reduce_is_no_dearer_than_scatter_and_gather():
         for cluster in (c for c in map(Cluster.preset, Cluster.presets()) if not c.measured):
             for n in (1e3, 1e6, 1e9):
                 whole = seconds("all-reduce", n, axes, MESH, cluster)
-                assert whole <= seconds("reduce-scatter", n, axes, MESH, cluster) + seconds(
-                    "all-gather", n, axes, MESH, cluster
-                )
+                assert whole <= seconds("reduce-scatter", n, axes, MESH, cluster) + seconds("all-gather", n, axes, MESH, cluster)
 
 
 def test_unknown_collective_lists_those_there_are():

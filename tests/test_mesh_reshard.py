@@ -12,7 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardplan import _jax
-from shardplan.mesh import Cluster, Layout, MeshShape, Resharder, lattice, seconds
+from shardplan.mesh import Cluster, Layout, MeshShape, Resharder, seconds
+from shardplan.mesh import reshard_graph as lattice
 from shardplan.mesh.collective import COMBINED_BYTES, Crowd, around
 
 CLUSTERS = {name: Cluster.preset(name) for name in ("h100", "cpu")}

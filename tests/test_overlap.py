@@ -10,11 +10,12 @@ import pytest
 from models import relu_loss
 
 import shardplan
-from shardplan.ilp import Edge, Problem, solve
-from shardplan.ilp.overlap import Seconds, cheapest
+from shardplan.ilp import Edge, Problem
+from shardplan.ilp.overlap_price import Seconds, cheapest
+from shardplan.ilp.solver import solve
 from shardplan.xla import available
-from shardplan.xla.compile import compile_lowered, lower_for
-from shardplan.xla.seconds import seconds
+from shardplan.xla.compiler.compile import compile_lowered, lower_for
+from shardplan.xla.report.seconds import seconds
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 S = jax.ShapeDtypeStruct

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plans import transformer
 
-from shardplan import PlanFileError, planfile
-from shardplan.plan import Plan
+from shardplan import PlanFileError
+from shardplan.plan import io as planfile
+from shardplan.plan.data import Plan
 
 PLAN = transformer()
 VALUE = PLAN.to_json()
@@ -127,9 +128,7 @@ SMALL["memory"]["profile"] = SMALL["memory"]["profile"][:1]
 PLACES = [p for p in places(SMALL) if p]
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.sampled_from(["", "data", "model", "x", "sum", "\ud800"]),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["dims", "partial", "data"]), inner, max_size=2)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["dims", "partial", "data"]), inner, max_size=2),
     max_leaves=6,
 )
 

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from models import MODELS, relu_step
 
 import shardplan
-from shardplan.ilp import solve
-from shardplan.ilp.build import build
-from shardplan.ilp.shrink import shrink
-from shardplan.planner import matches
+from shardplan.costs.network import build
+from shardplan.ilp.solver import solve
+from shardplan.ilp.solver.presolve.presolve import shrink
+from shardplan.pipeline import matches
 from shardplan.propagation import propagate
 
 MESH = ((2, 4), ("data", "model"))
@@ -95,7 +95,7 @@ def test_a_time_limit_of_nothing_falls_back_to_an_answer():
 @pytest.mark.parametrize("name", ["digits_cnn", "dlrm"])
 def test_when_the_time_is_over_a_plan_that_fits_is_taken_and_no_other_looked_for(name, monkeypatch):
     made = []
-    monkeypatch.setattr("shardplan.planner.build", lambda *a, **kw: made.append(a) or build(*a, **kw))
+    monkeypatch.setattr("shardplan.pipeline.build", lambda *a, **kw: made.append(a) or build(*a, **kw))
     limit = 0.6 * planned(name)[0].memory().peak
     made.clear()
     whole, _ = planned(name, memory=limit)
@@ -150,7 +150,7 @@ def test_the_limit_is_looked_at_again_where_a_plan_made_without_it_breaks_it(mon
     tight = 0.9 * free.memory().peak
     asked, _ = planned("moe", memory=tight)
     assert planned("moe", memory=1e12)[0].memory().limit == 1e12
-    monkeypatch.setattr("shardplan.planner.whole_bytes", lambda space: 0.0)  # as if nothing could break it
+    monkeypatch.setattr("shardplan.pipeline.whole_bytes", lambda space: 0.0)  # as if nothing could break it
     again, _ = planned("moe", memory=tight)
     assert again.dumps() == asked.dumps() and asked.memory().peak <= tight < free.memory().peak
 

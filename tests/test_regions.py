@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from plans import transformer
 
 import shardplan
-from shardplan import planfile
+from shardplan.plan import io as planfile
 from shardplan.view.html import to_html
 
 X, W = jax.ShapeDtypeStruct((4096, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, 4096), jnp.float32)

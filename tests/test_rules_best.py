@@ -13,7 +13,7 @@ import shardplan
 from shardplan.mesh.layout import MeshShape
 from shardplan.testing import difference
 from shardplan.xla import available
-from shardplan.xla.hlo import collectives
+from shardplan.xla.hlo.collectives import collectives
 
 
 def values(dtype: str):

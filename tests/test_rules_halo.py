@@ -15,14 +15,14 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.ir.local import SHARDED
+from shardplan.emit.shard_local import SHARDED
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rule import Halo
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.table import equations
 from shardplan.testing import check_rule, difference
 from shardplan.xla import available
-from shardplan.xla.hlo import collectives
+from shardplan.xla.hlo.collectives import collectives
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.ir.local import LOCAL
+from shardplan.emit.shard_local import LOCAL
 from shardplan.strategies.rule import RULES, register_rule
 from shardplan.testing import check_rule, difference
-from shardplan.xla.hlo import collectives
+from shardplan.xla.hlo.collectives import collectives
 
 
 def array(*shape, seed=0):

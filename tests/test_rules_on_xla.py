@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 from shardplan.strategies.rule import RULES, register_rule
 from shardplan.testing import check_rule
 from shardplan.xla import available
-from shardplan.xla.one_op import Verdict
+from shardplan.xla.report.one_op import Verdict
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import rules_on_xla
@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"'),
 ]
+
 
 def part(shard: int, shards: int):
     """Programs by a hash of what they are."""

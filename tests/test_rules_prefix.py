@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.mesh.layout import MeshShape
 from shardplan.testing import difference
-from shardplan.xla.hlo import collectives
+from shardplan.xla.hlo.collectives import collectives
 
 OPS = {"cumsum": lax.cumsum, "cumprod": lax.cumprod, "cummax": lax.cummax, "cummin": lax.cummin, "cumlogsumexp": lax.cumlogsumexp}
 

@@ -21,13 +21,13 @@ from jax import lax
 from layers import SEQUENCE, equinox_layers, linen_layers, missing, nnx_layers
 
 from shardplan._jax import EXPANDED, INLINED, inner_jaxpr, without_refs
+from shardplan.costs.space import make_space
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rule import RULES
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.table import equations
-from shardplan.strategies.space import make_space
 
 LOWERED = """
 import functions

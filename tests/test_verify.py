@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 
 import shardplan
 from shardplan.xla import available
-from shardplan.xla.seconds import link, seconds
+from shardplan.xla.report.seconds import link, seconds
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds = jax.ShapeDtypeStruct
@@ -89,9 +89,7 @@ def test_seconds_are_those_of_the_emitted_program():
 
 
 def test_groups_know_their_nodes():
-    assert link(((0, 1, 2, 3), (4, 5, 6, 7)), 4) == shardplan.Cluster.preset("h100").axis(
-        shardplan.MeshShape(("a",), (4,)), "a"
-    )
+    assert link(((0, 1, 2, 3), (4, 5, 6, 7)), 4) == shardplan.Cluster.preset("h100").axis(shardplan.MeshShape(("a",), (4,)), "a")
     across = link(((0, 4), (1, 5), (2, 6), (3, 7)), 4)
     assert (across.members, across.local, across.nodes) == (2, 1, 2)
     both = link((tuple(range(8)),), 4)

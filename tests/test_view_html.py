@@ -9,7 +9,7 @@ import pytest
 from plans import MESH, decision, layout, leaf, transformer
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan import Collective, Leaf, Memory, Move, SourceLine
+from shardplan.plan.data import Collective, Leaf, Memory, Move, SourceLine
 from shardplan.view.html import _axes, picture, to_html
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from plans import MESH, decision, layout, leaf, transformer
 
+from shardplan import units
 from shardplan.mesh.layout import Layout
-from shardplan.plan import Memory
-from shardplan.view import rows, units
+from shardplan.plan.data import Memory
+from shardplan.view import rows
 
 GOLDEN = Path(__file__).parent / "data" / "view"
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import Expected, collectives, compare
-from shardplan.xla.compare import wire_bytes
-from shardplan.xla.text import Array
+from shardplan.xla.hlo.text import Array
+from shardplan.xla.report.compare import wire_bytes
 
 MESH = MeshShape(("data", "model"), (4, 2))
 TEXT = gzip.decompress((pathlib.Path(__file__).parent / "data" / "hlo" / "fsdp_gpu_0.12.hlo.gz").read_bytes()).decode()

@@ -11,10 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.xla import _backend, check, targets
-from shardplan.xla.compile import CompilerMissing, available, compile
-from shardplan.xla.hlo import collectives
-from shardplan.xla.remat import layout_of, rematerializations
+from shardplan.xla import check
+from shardplan.xla.compiler import _backend, targets
+from shardplan.xla.compiler.compile import CompilerMissing, available, compile
+from shardplan.xla.hlo.collectives import collectives
+from shardplan.xla.hlo.remat import layout_of, rematerializations
 
 MESH = MeshShape(("data", "model"), (4, 2))
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
@@ -58,7 +59,7 @@ def test_the_users_line_is_told_and_our_own_frames_are_not():
     done = compile(*mlp(abstract()))
     sources = {p.source for c in done.collectives for p in c.parts}
     assert {re.sub(r".*/", "", s).split(":")[0] for s in sources} == {"test_xla_compile.py"}
-    assert "xla/compile.py" not in done.text
+    assert "xla/compiler/compile.py" not in done.text
 
 
 @needs_gpu_compiler
@@ -110,9 +111,7 @@ def test_only_what_does_not_fit_is_computed_again_and_is_told(layers, again):
 
 @needs_gpu_compiler
 def test_shard_map_on_an_abstract_mesh_alone():
-    fn = jax.shard_map(
-        lambda x: jax.lax.psum(x, "data"), mesh=abstract(), in_specs=P("data", "model"), out_specs=P(None, "model")
-    )
+    fn = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=abstract(), in_specs=P("data", "model"), out_specs=P(None, "model"))
     (c,) = compile(fn, sds((64, 32), jnp.float32), target="h100:8").collectives
     assert (c.kind, c.axes, c.bytes) == ("all-reduce", ("data",), 16 * 16 * 4)
 
@@ -203,9 +202,7 @@ def test_targets_are_read_in_nodes():
 
 @pytest.mark.parametrize("gpu", targets.gpus().values(), ids=lambda g: g.key)
 def test_configurations_reach_the_published_peak(gpu):
-    rates = re.findall(
-        r"key: (\d+) value \{ clock_rate_ghz: ([\d.]+) units_per_core: 4 ops_per_clock: (\d+)", targets.config(gpu)
-    )
+    rates = re.findall(r"key: (\d+) value \{ clock_rate_ghz: ([\d.]+) units_per_core: 4 ops_per_clock: (\d+)", targets.config(gpu))
     peak = {int(k): gpu.sms * 4 * 2 * float(ghz) * int(ops) / 1e3 for k, ghz, ops in rates}
     assert peak[16] == pytest.approx(gpu.dense_tflops["bf16"], rel=1e-3)
 
@@ -221,9 +218,7 @@ WARNED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "before", ["devices=[2,1,1,4]<=[4,2]T(1,0)", "mesh['data'=4,'model'=2], [{'model'}, {}, {}, {'data'}]"]
-)
+@pytest.mark.parametrize("before", ["devices=[2,1,1,4]<=[4,2]T(1,0)", "mesh['data'=4,'model'=2], [{'model'}, {}, {}, {'data'}]"])
 def test_rematerialization_warnings_in_both_spellings(before):
     (found,) = rematerializations(2 * WARNED.replace("BEFORE", before), MESH)
     assert str(found) == (

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.mesh.layout import MeshShape
-from shardplan.xla.groups import axes_of, axes_of_pairs, components, groups, pairs
-from shardplan.xla.hlo import collectives, flops, human_bytes, products
-from shardplan.xla.text import Array, arrays, elements, read
+from shardplan.xla.hlo.collectives import collectives, flops, human_bytes, products
+from shardplan.xla.hlo.groups import axes_of, axes_of_pairs, components, groups, pairs
+from shardplan.xla.hlo.text import Array, arrays, elements, read
 
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
 MESH = MeshShape(("data", "model"), (4, 2))

@@ -78,9 +78,7 @@ def parse(
         g.record("out", [v], [var.aval], [var.aval], ("out", k), label=label)
     values = tuple(replace(v, consumers=tuple(c)) for v, c in zip(g.values, g.consumers, strict=True))
     pairs = [*g.tied, *((args[a], outs[o]) for a, o in tied)]
-    return Graph(
-        tuple(g.ops), values, tuple(g.loops), tuple(pairs), tuple(args), tuple(outs), frozenset(args[d] for d in donated)
-    )
+    return Graph(tuple(g.ops), values, tuple(g.loops), tuple(pairs), tuple(args), tuple(outs), frozenset(args[d] for d in donated))
 
 
 def _read(g: _Recorder, jaxpr, env: dict, path: Path) -> list[int | None]:
@@ -202,9 +200,7 @@ def _scan(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
         out = _carry_out(g, results[:n_carry], avals[n_consts:split], carries, path, outside)
         out += [
             g.border("loop_stack", v, row.aval, (*path, "ys", k), result=var.aval, holds=loop)
-            for k, (v, row, var) in enumerate(
-                zip(results[n_carry:], body.jaxpr.outvars[n_carry:], eqn.outvars[n_carry:], strict=True)
-            )
+            for k, (v, row, var) in enumerate(zip(results[n_carry:], body.jaxpr.outvars[n_carry:], eqn.outvars[n_carry:], strict=True))
         ]
     return out
 
@@ -250,9 +246,7 @@ def _cond(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
     g.record("branch_index", inputs[:1], [eqn.invars[0].aval], [], (*path, "index"))
     ends = []
     for b, branch in enumerate(_jax.branches(eqn)):
-        entered = [
-            g.border("branch_in", v, a, (*path, b, "in", k)) for k, (v, a) in enumerate(zip(inputs[1:], avals, strict=True))
-        ]
+        entered = [g.border("branch_in", v, a, (*path, b, "in", k)) for k, (v, a) in enumerate(zip(inputs[1:], avals, strict=True))]
         ends.append(_call(g, branch, entered, (*path, b)))
     return [
         g.record("branch_out", [e[k] for e in ends], [var.aval] * len(ends), [var.aval], (*path, "out", k))[0]

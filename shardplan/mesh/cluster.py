@@ -230,9 +230,7 @@ class Cluster:
         """The same cluster with devices on which everything takes `compute` times as long; links stay."""
         d = self.device
         flops = {dtype: rate / compute for dtype, rate in d.flops.items()}
-        device = dataclasses.replace(
-            d, flops=flops, bytes_per_s=d.bytes_per_s / compute, kernel_latency_s=d.kernel_latency_s * compute
-        )
+        device = dataclasses.replace(d, flops=flops, bytes_per_s=d.bytes_per_s / compute, kernel_latency_s=d.kernel_latency_s * compute)
         return dataclasses.replace(self, name=f"{self.name}, compute x {compute:g}", device=device)
 
     def save(self, path: str | os.PathLike[str]) -> None:

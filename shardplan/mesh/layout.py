@@ -123,9 +123,7 @@ class Layout:
         """Per dim, the device-matrix dim that splits it counted from the right (last axis is 0), -1 for none;
         a tuple where several axes split one dim."""
         number = {a: len(mesh.axes) - 1 - i for i, a in enumerate(mesh.axes)}
-        return tuple(
-            -1 if not axes else number[axes[0]] if len(axes) == 1 else tuple(number[a] for a in axes) for axes in self.dims
-        )
+        return tuple(-1 if not axes else number[axes[0]] if len(axes) == 1 else tuple(number[a] for a in axes) for axes in self.dims)
 
     @staticmethod
     def from_tensor_map(mesh: MeshShape, tensor_map, partial: tuple[tuple[str, str], ...] = ()) -> Layout:
@@ -171,8 +169,6 @@ class Layout:
         return Layout(tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries))
 
     def __str__(self) -> str:
-        entries = ", ".join(
-            "None" if not axes else repr(axes[0]) if len(axes) == 1 else repr(tuple(axes)) for axes in self.dims
-        )
+        entries = ", ".join("None" if not axes else repr(axes[0]) if len(axes) == 1 else repr(tuple(axes)) for axes in self.dims)
         partial = "".join(f" + {kind} over {axis}" for axis, kind in self.partial)
         return f"P({entries}){partial}"

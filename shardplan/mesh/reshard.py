@@ -25,8 +25,8 @@ import numpy as np
 from shardplan.mesh import collective
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import ALONE, Crowd
-from shardplan.mesh.lattice import Lattice, Part, Question, Region, State, Ways, bits
 from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.mesh.reshard_graph import Lattice, Part, Question, Region, State, Ways, bits
 
 MERGED = ("all-gather", "all-reduce", "reduce-scatter")
 """What XLA makes into one where several do not wait for each other."""
@@ -96,9 +96,7 @@ class Resharder:
         self._settings = {"crowd": crowd, "merged": merged, "known": known, "cuts": cuts, "wider": wider}
         self._others: dict[tuple, Resharder] = {}
 
-    def combining(
-        self, crowd: Crowd, kinds: tuple[str, ...] = MERGED, known: tuple[tuple[Sent, Crowd], ...] = ()
-    ) -> Resharder:
+    def combining(self, crowd: Crowd, kinds: tuple[str, ...] = MERGED, known: tuple[tuple[Sent, Crowd], ...] = ()) -> Resharder:
         """Ways whose collectives are made into one with those of other arrays, and share their latency."""
         if crowd.arrays == 1 and not known:
             return self

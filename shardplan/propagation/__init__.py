@@ -1,7 +1,7 @@
 """The planner's other searches, linear in the size of the network: over producers and consumers, and axis by axis."""
 
+from shardplan.propagation.axis_by_axis import recursive
+from shardplan.propagation.conflicts import conflicts
 from shardplan.propagation.propagate import propagate
-from shardplan.propagation.recursive import recursive
-from shardplan.propagation.regions import conflicts
 
 __all__ = ["conflicts", "propagate", "recursive"]

@@ -14,8 +14,8 @@ from collections import deque
 
 import numpy as np
 
-from shardplan.ilp.problem import Problem, Solution
-from shardplan.ilp.shrink import Shrunk, shrink
+from shardplan.ilp.solver.presolve.presolve import Shrunk, shrink
+from shardplan.ilp.solver.problem import Problem, Solution
 
 SWEEPS = 12
 

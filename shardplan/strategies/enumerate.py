@@ -112,9 +112,7 @@ def _choices(
     mesh: MeshShape,
 ) -> Choices:
     """The strategies that put these letters on the mesh axes; sizes decide only which these are, so ops of many sizes share them."""
-    work = np.array(
-        [1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in kept]
-    )
+    work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in kept])
     left = tuple(tuple(_layout(dims, c, mesh, {}, not begins) for c in kept) for dims in operands)
     right = tuple(tuple(_layout(dims, c, mesh, dict(reduce)) for c in kept) for dims in results)
     return Choices(kept, left, right, work, _shards(left + right, mesh))

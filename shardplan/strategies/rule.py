@@ -127,7 +127,7 @@ class Rule:
         prefix: letters along which an element is joined of all up to it; splitting one costs the totals of all shards.
         best: letter -> how many elements along it are chosen; splitting it costs what all shards choose, and the places of that.
         first: letters of operands only of which the first element is all that is read; splitting one sends that to all.
-        local: letters that, when split, have every device run the op on its own shards (`ir/local.py`), where XLA would move more.
+        local: letters that, when split, have every device run the op on its own shards (`emit`), where XLA would move more.
         sizes: letter -> size; needed for letters inside compound dims, others are read from the shapes.
         linear: partial sums of the operands pass through: every operand partial over an axis gives results partial over it.
         begins: where the result is partial, what the operand holds is a part of the sum, and whole itself.

@@ -17,10 +17,10 @@ from pathlib import Path
 from string import Template
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan import Leaf, Plan
+from shardplan.plan.data import Leaf, Plan
+from shardplan.units import bytes_text, clean, fit, memory_size, percent, time_text, times
 from shardplan.view import rows
 from shardplan.view.text import parts, quality
-from shardplan.view.units import bytes_text, clean, fit, memory_size, percent, time_text, times
 
 HERE = Path(__file__).parent
 COLOURS = 6  # of mesh axes, in plan.css

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardplan.view.units import percent
+from shardplan.units import percent
 
 AFTER_S = 2.0
 EVERY_S = 0.1

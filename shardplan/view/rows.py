@@ -16,8 +16,8 @@ from functools import cached_property
 
 from shardplan.files import INSTALLED
 from shardplan.mesh.layout import MeshShape
-from shardplan.plan import Conflict, Decision, Leaf, Move, Plan
-from shardplan.view.units import axes_text, clean, itemsize, placed, type_text
+from shardplan.plan.data import Conflict, Decision, Leaf, Move, Plan
+from shardplan.units import axes_text, clean, itemsize, placed, type_text
 
 KINDS = ("parameters", "optimizer", "batch", "constants", "output")
 PHASES = ("forward", "backward", "update")

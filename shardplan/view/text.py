@@ -9,9 +9,9 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardplan.plan import Decision, Memory, Plan, PlanComparison, PlanDiff
+from shardplan.plan.data import Decision, Memory, Plan, PlanComparison, PlanDiff
+from shardplan.units import bytes_text, clean, fit, fit_middle, memory_size, percent, time_text, times
 from shardplan.view import rows
-from shardplan.view.units import bytes_text, clean, fit, fit_middle, memory_size, percent, time_text, times
 
 WIDTH = 120
 MOST_ROWS = 48

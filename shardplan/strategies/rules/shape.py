@@ -111,9 +111,7 @@ def _(x, *, out, dimensions, **_):
 @rule("broadcast_in_dim")
 def _(x, *rest, out, broadcast_dimensions, **_):
     a = letters(out[0])
-    return move(
-        (tuple(() if n == 1 else a[d] for d, n in zip(broadcast_dimensions, x.shape, strict=True)), *((),) * len(rest)), (a,)
-    )
+    return move((tuple(() if n == 1 else a[d] for d, n in zip(broadcast_dimensions, x.shape, strict=True)), *((),) * len(rest)), (a,))
 
 
 @rule("broadcast_to")

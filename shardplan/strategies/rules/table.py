@@ -189,8 +189,14 @@ add("dot_general", lambda x, y: jnp.dot(x, y, preferred_element_type="float32"),
 add("dot_general", lambda x, y: jnp.dot(x, y, preferred_element_type="int32"), "i8[8,4]", "i8[4,6]")
 add("dot_general", lambda x, y: jnp.tensordot(x, y, 2), "c64[8,4,2]", "c64[4,2,6]")
 add("dot_general", lambda x, y: lax.dot(x, y), "bool[8,4]", "bool[4,2]")
-add("scaled_dot", lambda x, y, *scales: lax.scaled_dot(x, y, lhs_scale=scales[0], rhs_scale=scales[1]),
-    "bf16[8,16]", "bf16[16,6]", "bf16[8,4]", "bf16[8,6]")
+add(
+    "scaled_dot",
+    lambda x, y, *scales: lax.scaled_dot(x, y, lhs_scale=scales[0], rhs_scale=scales[1]),
+    "bf16[8,16]",
+    "bf16[16,6]",
+    "bf16[8,4]",
+    "bf16[8,6]",
+)
 add("ragged_dot_general", lambda x, y: lax.ragged_dot(x, y, jnp.array([3, 5], "int32")), "f32[8,4]", "f32[2,4,6]")
 
 
@@ -258,8 +264,12 @@ add("reduce_window_min", lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2)
 add("reduce_window_sum", lambda x: lax.reduce_window(x, 0.0, lax.add, (3,), (1,), ((4, 2),), (2,), (3,)), "f32[8]")
 add("reduce_window_max", lambda x: lax.reduce_window(x, 0, lax.max, (7, 1), (2, 1), "SAME"), "i32[8,4]")
 add("reduce_window", lambda x: lax.reduce_window(x, 0.0, lambda a, b: a + b + a * b, (1, 2), (1, 1), "SAME"), "f32[4,8]")
-add("reduce_window", lambda *x: lax.reduce_window(x, (0.0, 1.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (3,), (1,), "SAME"),
-    "f32[8]", "f32[8]")
+add(
+    "reduce_window",
+    lambda *x: lax.reduce_window(x, (0.0, 1.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (3,), (1,), "SAME"),
+    "f32[8]",
+    "f32[8]",
+)
 
 
 def max_pool(x):
@@ -267,6 +277,8 @@ def max_pool(x):
 
 
 add("select_and_scatter_add", jax.grad(lambda x: (max_pool(x) ** 2).sum()), "f32[4,6,6,8]")
+
+
 def overlapping(x, stride):
     return lax.reduce_window(x, -jnp.inf, lax.max, (3,), (stride,), "SAME")
 
@@ -372,9 +384,7 @@ def rules_table(examples: list[Example] | None = None) -> str:
         if eqn is not None:
             ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
             rule, _ = rule_for(example.primitive, ins, outs, eqn.params, strict=True)
-            shapes = " -> ".join(
-                ", ".join(str(x.shape).replace(" ", "").replace(",)", ")") for x in side) for side in (ins, outs)
-            )
+            shapes = " -> ".join(", ".join(str(x.shape).replace(" ", "").replace(",)", ")") for x in side) for side in (ins, outs))
             lines.add((example.primitive, shapes, str(plain(rule))))
     widths = [max(len(line[i]) for line in lines) for i in range(2)]
     return "".join(f"{name:{widths[0]}}  {shapes:{widths[1]}}  {text}".rstrip() + "\n" for name, shapes, text in sorted(lines))

@@ -111,7 +111,7 @@ if __name__ == "__main__":
 
     from jax.sharding import AbstractMesh, AxisType
 
-    from shardplan.xla.compile import compile
+    from shardplan.xla.compiler.compile import compile
 
     here, version = pathlib.Path(__file__).parent, ".".join(jax.__version__.split(".")[:2])
     mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

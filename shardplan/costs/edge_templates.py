@@ -1,0 +1,145 @@
+"""What is known of every array that one op hands to another before it is priced.
+
+Layers that are alike hand on thousands of arrays in a few ways; a way is read off the graph once, and priced once per network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardplan.ir.graph import BORDER, Graph
+from shardplan.mesh.layout import Layout
+from shardplan.strategies.enumerate import Choices
+from shardplan.strategies.rule import Rule
+from shardplan.xla_model.accumulation import ADDS
+from shardplan.xla_model.copies import SMALL_BYTES
+from shardplan.xla_model.coupled_state import Beside
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How an array is handed on: one object for all arrays of which the planner sees no difference.
+
+    Attributes:
+        made, taken: its layout under each strategy of the op that makes it, and of the op that takes it.
+        shape, itemsize: of the whole array.
+        reads: how often it is taken in one step.
+        follows: whether it is taken in the layout it has; partial sums may be completed on the way.
+        copied: whether it is a copy put by, which is never split further than it came.
+        beside: what the optimizer computes with beside a sum.
+        ordered: whether it is read inside a fusion.
+        sliced: bytes that a loop cuts rows from, or 0.
+        summed: of a sum that a loop adds up, what of its bytes the partial sums have, or 0.
+        added: of a sum that is added to another one, and nothing else is done with either: the dims that must not be split for XLA to
+            add the two before it scatters them, those along which one picks rows of a table. None for others.
+        both: of what two sums add up to, the same dims.
+        kept, keeps: whether the op that makes it, or the one that takes it, may keep an earlier reader's copy.
+    """
+
+    made: tuple[Layout, ...]
+    taken: tuple[Layout, ...]
+    shape: tuple[int, ...]
+    itemsize: float
+    reads: float
+    follows: bool
+    copied: bool
+    beside: Beside | None
+    ordered: bool
+    sliced: float
+    summed: float
+    added: tuple[int, ...] | None
+    both: tuple[int, ...]
+    kept: bool
+    keeps: bool
+
+
+def ways(
+    graph: Graph,
+    rules: Sequence[Rule],
+    choices: Sequence[Choices],
+    besides: Sequence[Beside | None],
+    added_up: Mapping[int, int],
+) -> Iterator[tuple[int, int, int, int, Way]]:
+    """(op that makes an array, op that takes it, as which operand, value, way) of every operand, in program order.
+
+    Args:
+        rules, choices: per op.
+        besides: per value, `Way.beside`.
+        added_up: value that a loop made by adding up -> the value in the loop that it is the sum of.
+    """
+    known: dict[tuple, Way] = {}
+    fits: dict[tuple[int, int], bool] = {}
+    partial: dict[int, bool] = {}
+
+    def carries(made: tuple[Layout, ...], taken: tuple[Layout, ...]) -> bool:
+        """Whether whatever is made can be taken as it is."""
+        key = id(made), id(taken)
+        if key not in fits:
+            fits[key] = {x for x in made if not x.partial} <= set(taken)
+        return fits[key]
+
+    def sums(made: tuple[Layout, ...]) -> bool:
+        if id(made) not in partial:
+            partial[id(made)] = any(x.partial for x in made)
+        return partial[id(made)]
+
+    def makers(j: int) -> list[tuple[int, int]]:
+        return [graph.values[v].producer for v in graph.ops[j].inputs if v is not None]
+
+    added: list[tuple[int, ...] | None] = []
+    for j, op in enumerate(graph.ops):
+        readers = tuple(graph.readers(op.outputs[0])) if op.primitive == "share" else (j,)
+        ordered = any(rules[at].fusion in ("loop", "reduce") for at in readers)
+        rows = any(graph.ops[at].primitive == "loop_slice" for at in readers)
+        added.append(_added(graph, j) if all(sums(choices[i].results[r]) for i, r in makers(j)) else None)
+        for k, v in enumerate(op.inputs):
+            if v is None:
+                continue
+            value = graph.values[v]
+            i, r = value.producer
+            made, taken = choices[i].results[r], choices[j].operands[k]
+            facts = {
+                "shape": value.shape,
+                "itemsize": value.itemsize,
+                "reads": op.reads,
+                "follows": _follows(graph, rules, i, j) and carries(made, taken),
+                "copied": graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES,
+                "beside": besides[v] if sums(made) else None,
+                "ordered": ordered,
+                "sliced": value.bytes if rows else 0.0,
+                "summed": part_added(graph, added_up, v) if v in added_up else 0.0,
+                "added": added[j],
+                "both": added[i] or (),
+                "kept": i in graph.earlier,
+                "keeps": j in graph.earlier,
+            }
+            if (key := (id(made), id(taken), *facts.values())) not in known:
+                known[key] = Way(made, taken, **facts)
+            yield i, j, k, v, known[key]
+
+
+def _added(graph: Graph, j: int) -> tuple[int, ...] | None:
+    """`Way.added` of both operands of op j, if they are sums."""
+    values = [graph.values[v] for v in graph.ops[j].inputs if v is not None]
+    if graph.ops[j].primitive not in ADDS or len(values) != 2 or any(len(value.consumers) > 1 for value in values):
+        return None
+    tables = [graph.ops[value.producer[0]] for value in values if graph.ops[value.producer[0]].primitive == "scatter-add"]
+    return tuple(d for op in tables for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims)
+
+
+def part_added(graph: Graph, added_up: Mapping[int, int], v: int) -> float:
+    """What of a value's bytes its partial sums have: a loop adds them up in the type in which they are made."""
+    return graph.values[added_up.get(v, v)].itemsize / (graph.values[v].itemsize or 1)
+
+
+def _follows(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
+    """Whether op j, where it can, takes the result of op i in the layout it has."""
+    ops = graph.ops
+    settled = rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER
+    if ops[j].primitive == "share":
+        return ops[j].params["follows"] and settled
+    if not rules[j].follows or ops[j].primitive in BORDER:
+        return False
+    alone = ops[i].primitive == "arg" and len(graph.values[ops[i].outputs[0]].consumers) == 1
+    return settled or alone or ops[i].primitive == "share"

@@ -1,0 +1,304 @@
+"""What every op of a graph may do on a mesh, and the compute seconds of each way: the graph x the rules x the mesh.
+
+Compute is a roofline over XLA's kernels (`fusion.py`). An op pays for what the kernels that compute it read and write on its behalf,
+and the op that stands for a small kernel for what this is short of the least time of any kernel.
+
+    seconds(s) = max(flops / n_shards / peak(dtype), bytes moved locally / bandwidth)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from shardplan._jax import itemsize, shard_map_specs
+from shardplan.costs.edge_templates import Way, ways
+from shardplan.costs.halo_exchange import Exchange, exchanges
+from shardplan.ir.graph import BORDER, Graph, Op, Path
+from shardplan.ir.repeated_layers import repeated_layers
+from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.strategies.enumerate import Choices, enumerate_choices, given_choices
+from shardplan.strategies.rule import Rule, letter_sizes, letters
+from shardplan.strategies.rules import rule_for
+from shardplan.xla_model.accumulation import UP, accumulated, added_up, marked
+from shardplan.xla_model.copies import with_shares
+from shardplan.xla_model.coupled_state import Beside, beside
+from shardplan.xla_model.fusion import Traffic, materialised, traffic
+from shardplan.xla_model.schedule import Place, places
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The strategies of every op, and what the rooms of `ir/` say of the graph by them.
+
+    Attributes:
+        rules, choices: per op.
+        signature: per op, equal numbers for ops that differ in nothing the planner looks at.
+        materialised: per value, whether it is ever written to memory.
+        seconds: per op, [s] -> seconds of one run on one device.
+        unknown: (primitive, source) of ops without a rule, kept whole.
+    """
+
+    graph: Graph
+    mesh: MeshShape
+    cluster: Cluster
+    rules: tuple[Rule, ...]
+    choices: tuple[Choices, ...]
+    signature: tuple[int, ...]
+    materialised: tuple[bool, ...]
+    seconds: tuple[np.ndarray, ...]
+    unknown: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Per op, its class among repeated layers."""
+        return repeated_layers(self.graph, self.signature)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Per value, where its reshards stand."""
+        rules = [self.rules[v.producer[0]] for v in self.graph.values]
+        sums = [
+            v.bytes < SMALL_SUM_BYTES and (bool(rule.reduce) or (rule.linear and not v.shape))
+            for v, rule in zip(self.graph.values, rules, strict=True)
+        ]
+        return places(self.graph, sums)
+
+    @cached_property
+    def accumulated(self) -> dict[tuple[int, int], int]:
+        """(op, operand) that may be partial sums which a loop adds up -> that loop's `loop_carry`."""
+        return accumulated(self.graph)
+
+    @cached_property
+    def added_up(self) -> dict[int, int]:
+        """Value that a loop made by adding up, which may be partial -> the value in the loop that it is the sum of."""
+        return added_up(self.graph, self.accumulated)
+
+    @cached_property
+    def beside(self) -> list[Beside | None]:
+        """Per value, what the optimizer computes with beside it."""
+        return beside(self.graph, [rule.fusion == "loop" for rule in self.rules])
+
+    @cached_property
+    def ways(self) -> tuple[tuple[int, int, int, int, Way], ...]:
+        """(op that makes an array, op that takes it, as which operand, value, way) of every operand, in program order."""
+        return tuple(ways(self.graph, self.rules, self.choices, self.beside, self.added_up))
+
+
+SMALL_SUM_BYTES = 1 << 16
+"""Sums below this are merged with those as far down the line."""
+
+
+def make_space(
+    graph: Graph,
+    mesh: MeshShape,
+    cluster: Cluster,
+    within: Mapping[Path, Sequence[str | None]] | None = None,
+    others: Sequence[str | None] | None = None,
+) -> Space:
+    """Rules, strategies and compute seconds of every op of a step, copies for shared readers put in between.
+
+    Ops of one signature share rule and strategies.
+
+    Args:
+        graph, mesh, cluster: the step, and what it runs on.
+        within: by path of an op, what is settled on each axis (`enumerate_choices`), and the same for all `others`.
+    """
+    table = _Table(mesh)
+    nothing = (None,) * len(mesh.axes)
+    first = table.read(graph := marked(graph), {}, nothing)
+    lookups = frozenset(at for at, e in enumerate(first) if e.rule.looks_up)
+    graph = marked(with_shares(graph, [e.rule.follows for e in first], [e.sums for e in first], lookups))
+    entries = table.read(graph, within or {}, others)
+    rules = tuple(e.rule for e in entries)
+    choices = tuple(e.choices for e in entries)
+    signature = tuple(e.number for e in entries)
+    sums = [e.sums for e in entries]
+    written = materialised(graph, rules, sums)
+    unknown = dict.fromkeys((op.primitive, str(op.source)) for op, e in zip(graph.ops, entries, strict=True) if not e.known)
+    moves = traffic(graph, rules, written, sums)
+    seconds = _seconds(graph, mesh, cluster, rules, choices, signature, moves)
+    return Space(graph, mesh, cluster, rules, choices, signature, written, seconds, tuple(unknown))
+
+
+UNSPLIT = ("int2", "uint2")
+"""Types of which XLA has no sums over devices, and whose gathers write past their buffers (jax 0.10.2)."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """What ops of one signature share; `sums` tells whether the result may be partial."""
+
+    number: int
+    rule: Rule
+    known: bool
+    sums: bool
+    choices: Choices
+
+
+@dataclass(frozen=True, eq=False)
+class _Ruled:
+    """The rule of ops of one signature, whether it is one for their primitive, and the sizes of its letters."""
+
+    rule: Rule
+    known: bool
+    sizes: dict[str, int]
+
+
+class _Table:
+    """One entry per op signature."""
+
+    def __init__(self, mesh: MeshShape):
+        self.mesh = mesh
+        self.rules: dict[tuple, _Ruled] = {}
+        self.entries: dict[tuple, _Entry] = {}
+
+    def read(self, graph: Graph, within: Mapping[Path, Sequence[str | None]], others: Sequence[str | None] | None) -> list[_Entry]:
+        """The entries of all ops, in order."""
+        out: list[_Entry] = []
+        for op in graph.ops:
+            handed = bool(op.inputs) and all(v is not None and out[graph.values[v].producer[0]].sums for v in op.inputs)
+            out.append(self._entry(op, handed, within.get(op.path, others)))
+        return out
+
+    def _entry(self, op: Op, handed: bool, within: Sequence[str | None] | None) -> _Entry:
+        """`handed`: every operand may be a partial sum."""
+        key = _key(op)
+        if (ruled := self.rules.get(key)) is None:
+            ruled = self.rules[key] = self._ruled(op)
+        rule = ruled.rule
+        linear = (rule.linear or UP in op.params) and (handed or rule.begins)
+        asked = ruled, linear, within
+        if (entry := self.entries.get(asked)) is None:
+            given = _given(op, self.mesh)
+            choices = given or enumerate_choices(rule, ruled.sizes, self.mesh, linear, within)
+            sums = linear or (op.primitive not in BORDER and bool(rule.reduce))
+            entry = self.entries[asked] = _Entry(len(self.entries), rule, ruled.known or given is not None, sums, choices)
+        return entry
+
+    def _ruled(self, op: Op) -> _Ruled:
+        rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
+        ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
+        sizes = letter_sizes(rule, ins, outs, op.primitive)
+        nothing = op.primitive != "arg" and any(0 in shape for shape in (*ins, *outs))  # XLA does not split it
+        if nothing or any(str(getattr(x, "dtype", "")) in UNSPLIT for x in (*op.ins, *op.outs)):
+            rule = replace(rule, whole=frozenset(sizes), linear=False)
+        return _Ruled(rule, known, sizes)
+
+
+def _given(op: Op, mesh: MeshShape) -> Choices | None:
+    """What a `shard_map` says of its operands and results: its specs are pins."""
+    specs = shard_map_specs(op.params) if op.primitive == "shard_map" else None
+    if specs is None:
+        return None
+
+    def layouts(specs, avals):
+        return [Layout.from_spec(spec, len(aval.shape)) for spec, aval in zip(specs, avals, strict=True)]
+
+    return given_choices(layouts(specs[0], op.ins), layouts(specs[1], op.outs), mesh)
+
+
+def border_rule(op: Op) -> tuple[Rule, bool] | None:
+    """The rule of an op that carries values over a border of the program; None for a JAX primitive."""
+    match op.primitive:
+        case "arg":
+            return Rule((), (letters(op.outs[0]),)), True
+        case "const":
+            a = letters(op.outs[0])
+            return Rule((), (a,), whole=frozenset(x for d in a for x in d)), True
+        case "out" | "share" | "loop_const" | "loop_carry" | "loop_next" | "barrier" | "branch_in" | "branch_out":
+            a = letters(op.outs[0])
+            begins = UP in op.params and op.primitive == "loop_carry"
+            return Rule((a,) * len(op.ins), (a,), begins=begins, fusion="view"), True
+        case "branch_index":
+            return Rule(((),), ()), True
+        case "loop_slice":
+            a = letters(op.outs[0])
+            return Rule(((("trip",), *a),), (a,), whole=frozenset({"trip"}), fusion="loop"), True
+        case "loop_stack":
+            a = letters(op.ins[0])
+            return Rule((a,), ((("trip",), *a),), whole=frozenset({"trip"}), fusion="none"), True
+    return None
+
+
+def _key(op: Op):
+    def aval(x):
+        return tuple(getattr(x, "shape", ())), getattr(x, "dtype", None)
+
+    literal = tuple(v is None for v in op.inputs)
+    return op.primitive, _freeze(op.params), tuple(map(aval, op.ins)), tuple(map(aval, op.outs)), literal
+
+
+def _freeze(params: Mapping):
+    out = []
+    for name, value in sorted(params.items()):
+        try:
+            hash(value)
+            out.append((name, value))
+        except TypeError:
+            out.append((name, repr(value)))
+    return tuple(out)
+
+
+def _seconds(graph, mesh, cluster, rules, choices, signature, moves: Sequence[Traffic]) -> tuple[np.ndarray, ...]:
+    cache: dict = {}
+    out = []
+    for at, op in enumerate(graph.ops):
+        key = signature[at], moves[at]
+        if key not in cache:
+            cache[key] = _op_seconds(op, rules[at], choices[at], mesh, cluster, moves[at])
+        out.append(cache[key])
+    for loop in graph.loops:
+        if loop.trips > 1 and loop.start < loop.stop:  # a kernel counts the rounds
+            out[loop.start] = out[loop.start] + cluster.device.kernel_latency_s
+    return tuple(out)
+
+
+def exchanged(op: Op, rule: Rule, choices: Choices, s: int, mesh: MeshShape, cluster: Cluster) -> list[Exchange]:
+    """What an op exchanges with its neighbours under strategy s."""
+    layouts = [of[s] for of in choices.operands]
+    return exchanges(rule, choices.letters[s], op.ins, op.outs, layouts, mesh, cluster) if rule.exchanged else []
+
+
+def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh: MeshShape, cluster: Cluster, moves: Traffic) -> np.ndarray:
+    moved = np.zeros(len(choices))
+    for x, shards, times in zip(op.ins + op.outs, choices.shards, moves.operands + moves.results, strict=True):
+        if times:
+            moved += times * (float(math.prod(x.shape)) * itemsize(x.dtype)) / shards
+    if rule.prefix:  # one more pass joins what is made with the totals of the shards before
+        moved *= [1 if rule.prefix.isdisjoint(letters) else 2 for letters in choices.letters]
+    device = cluster.device
+    seconds = moved / device.memory_rate
+    if rule.flops and op.ins:
+        dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
+        seconds = np.maximum(rule.flops * choices.work / device.flops_per_s(dtype), seconds)
+    if rule.fusion == "none" and moved.any():
+        seconds = np.maximum(seconds, device.kernel_latency_s)
+    elif moves.kernel is not None:
+        seconds = seconds + np.maximum(0.0, device.kernel_latency_s - moves.kernel * choices.work / device.memory_rate)
+    if any(moves.results):
+        seconds = seconds + device.kernel_latency_s * _in_two(op, choices)
+    if rule.exchanged:
+        found = (exchanged(op, rule, choices, s, mesh, cluster) for s in range(len(choices)))
+        seconds = seconds + np.array([sum(x.seconds for x in exchange) for exchange in found])
+    return seconds
+
+
+def _in_two(op: Op, choices: Choices) -> np.ndarray:
+    """[s] -> whether XLA sums up in two kernels, one after the other: what is too much for one block of threads.
+
+    The first may be shared by several sums, the second is each one's own.
+
+    The bounds are those of `ReductionDimensionRaceFreeBound` in XLA's reduction_utils.cc.
+    """
+    axes = op.params.get("axes")
+    if not axes or not op.primitive.startswith("reduce_"):
+        return np.zeros(len(choices))
+    (x, *_), (y, *_) = op.ins, op.outs
+    most = 1 << (14 if len(x.shape) - 1 in axes else 12)
+    return x.size / choices.shards[0] > most * y.size / choices.shards[len(op.ins)]

@@ -1,0 +1,218 @@
+"""A plan put back into the program: the jaxpr is run again with a sharding constraint wherever the plan decided something.
+
+Same skeleton as `parse`, same paths. A `Decision` says, for one op, through which layouts each operand is read and in which
+layout each result is made. Every constraint stands in a name scope `shardplan`, so profilers and HLO show whose it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+
+from shardplan import _jax
+from shardplan.emit import shard_local as local
+from shardplan.ir.graph import Path
+from shardplan.mesh.layout import Layout
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Constraints at one op.
+
+    Attributes:
+        reads: per operand, the layouts it is brought to, one after the other; () leaves it as it is.
+        results: per result, the layout it is made in, or None to leave it to XLA (partial results, scalars).
+        copies: per operand, which copy of the array it reads: 0 the first, n the one made again after n were let go, ASIDE the
+            first, but out of reach of fusions with its other readers; () is all 0.
+    """
+
+    reads: tuple[tuple[Layout, ...], ...] = ()
+    results: tuple[Layout | None, ...] = ()
+    copies: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return any(self.reads) or any(r is not None for r in self.results) or any(self.copies)
+
+
+ASIDE = -1
+NOTHING = Decision()
+
+
+def emit(closed, decisions: Mapping[Path, Decision], mesh) -> Callable[..., list]:
+    """A function of the flat inputs that computes what `closed` does, constrained as decided.
+
+    Args:
+        closed: the closed jaxpr that `parse` read.
+        decisions: by path; ops without one are left alone.
+        mesh: all axes of type Auto (`_jax.auto_twin`); where several meshes are in play it must be the current one.
+    """
+
+    def run(*args):
+        scope = _Scope(decisions, mesh)
+        consts = [scope.made(("const", k), 0, c) for k, c in enumerate(closed.consts)]
+        args = [scope.made(("arg", k), 0, a) for k, a in enumerate(args)]
+        results = scope.evaluate(closed.jaxpr, consts, args, ())
+        return [scope.read(("out", k), 0, x) for k, x in enumerate(results)]
+
+    return run
+
+
+class _Scope:
+    """One function body being traced: remembers which copies of an array it already made."""
+
+    def __init__(self, decisions: Mapping[Path, Decision], mesh):
+        self.decisions, self.mesh = decisions, mesh
+        self.copies: dict[tuple[int, Layout | int], tuple] = {}
+
+    def inner(self) -> _Scope:
+        return _Scope(self.decisions, self.mesh)
+
+    def constrain(self, x, layout: Layout):
+        if not layout.rank:
+            return x
+        with jax.named_scope("shardplan"):
+            return jax.lax.with_sharding_constraint(x, _jax.sharding(self.mesh, layout.spec()))
+
+    def read(self, path: Path, k: int, x):
+        """Operand k of the op at `path`, in the layout it is to be read in; copies are shared between readers."""
+        reads = self.decisions.get(path, NOTHING).reads
+        for layout in reads[k] if k < len(reads) else ():
+            key = (id(x), layout)
+            if key not in self.copies:
+                self.copies[key] = (self.constrain(x, layout), x)  # x is kept alive: its id is the key
+            x = self.copies[key][0]
+        return x
+
+    def operands(self, path: Path, xs) -> list:
+        """All operands of the op at `path`, in the layouts they are to be read in."""
+        copies = self.decisions.get(path, NOTHING).copies
+        xs = [self.again(n, x, xs) if n else x for n, x in zip(copies or (0,) * len(xs), xs, strict=True)]
+        return [self.read(path, k, x) for k, x in enumerate(xs)]
+
+    def again(self, n: int, x, operands):
+        """Array x as the source of its copy number n, which exists only once all operands of its first reader do.
+
+        The barrier keeps XLA from taking the copy for an earlier one and from making it before it is needed. What is read ASIDE
+        waits for nothing.
+        """
+        if (id(x), n) not in self.copies:
+            others = [y for y in operands if y is not x and isinstance(y, jax.Array) and n != ASIDE]
+            self.copies[id(x), n] = (jax.lax.optimization_barrier((x, *others))[0], x)
+        return self.copies[id(x), n][0]
+
+    def made(self, path: Path, r: int, x):
+        """Result r of the op at `path`."""
+        results = self.decisions.get(path, NOTHING).results
+        layout = results[r] if r < len(results) else None
+        return x if layout is None else self.constrain(x, layout)
+
+    def reads(self, path: Path, name: str, xs):
+        return [self.read((*path, name, k), 0, x) for k, x in enumerate(xs)]
+
+    def mades(self, path: Path, name: str, xs):
+        return [self.made((*path, name, k), 0, x) for k, x in enumerate(xs)]
+
+    def evaluate(self, jaxpr, consts, args, path: Path) -> list:
+        env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom):
+            return atom.val if isinstance(atom, _jax.Literal) else env[atom]
+
+        for n, eqn in enumerate(jaxpr.eqns):
+            where, operands = (*path, n), [read(a) for a in eqn.invars]
+            match eqn.primitive.name:
+                case _ if (inner := _jax.inner_jaxpr(eqn)) is not None:
+                    results = self.call(eqn, inner, operands, where)
+                case "scan":
+                    results = self.scan(eqn, operands, where)
+                case "while" if not _jax.while_parts(eqn)[0].out_avals[0].shape:  # a batched condition stays as it is
+                    results = self.while_(eqn, operands, where)
+                case "cond":
+                    results = self.cond(eqn, operands, where)
+                case _ if where in self.decisions:
+                    with _jax.at_source(eqn):  # so that XLA hangs collectives on the user's line
+                        operands = self.operands(where, operands)
+                    decision = self.decisions[where]
+                    taken = [reads[-1] if reads else None for reads in decision.reads or [()] * len(operands)]
+                    if _jax.is_placement(eqn) and decision.results[0] is not None:  # the plan says where instead
+                        results = operands
+                    else:
+                        results = local.run(eqn, operands, taken, decision.results, self.mesh)
+                    with _jax.at_source(eqn):
+                        results = [self.made(where, r, x) for r, x in enumerate(results)]
+                case _:
+                    results = local.bind(eqn, operands)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def call(self, eqn, inner, operands, path: Path) -> list:
+        with _jax.at_source(eqn):
+            if _jax.is_recompute(eqn):
+                operands = self.reads(path, "barrier", operands)
+                operands = self.mades(path, "barrier", jax.lax.optimization_barrier(operands))
+            if eqn.primitive.name == "custom_vmap_call":
+                run = _jax.batched_as(eqn, lambda *xs: self.inner().evaluate(inner.jaxpr, inner.consts, xs, path))
+                return list(run(*operands))
+            return self.evaluate(inner.jaxpr, inner.consts, operands, path)
+
+    def scan(self, eqn, operands, path: Path) -> list:
+        p = eqn.params
+        inner, n_consts, n_carry = _jax.scan_parts(eqn)
+        with _jax.at_source(eqn):
+            consts = self.reads(path, "const_in", operands[:n_consts])
+            carries = self.reads(path, "carry", operands[n_consts : n_consts + n_carry])
+            rows = self.reads(path, "xs", operands[n_consts + n_carry :])
+
+        def body(carry, row):
+            scope = self.inner()
+            args = scope.mades(path, "const_in", consts) + scope.mades(path, "carry", carry) + scope.mades(path, "xs", row)
+            out = scope.evaluate(inner.jaxpr, inner.consts, args, (*path, "body"))
+            return scope.leave(path, "next", out[:n_carry]), scope.reads(path, "ys", out[n_carry:])
+
+        with _jax.at_source(eqn):
+            carries, stacks = jax.lax.scan(body, carries, rows, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
+            return [*self.mades(path, "next", carries), *self.mades(path, "ys", stacks)]
+
+    def leave(self, path: Path, name: str, xs):
+        """What a body hands to its next iteration, constrained even where no reshard is needed."""
+        return self.mades(path, name, self.reads(path, name, xs))
+
+    def while_(self, eqn, operands, path: Path) -> list:
+        test, n_cond, inner, n_body = _jax.while_parts(eqn)
+        with _jax.at_source(eqn):
+            consts = self.reads(path, "const_in", operands[: n_cond + n_body])
+            carries = self.reads(path, "carry", operands[n_cond + n_body :])
+
+        def enter(carry):
+            scope = self.inner()
+            return scope, scope.mades(path, "const_in", consts), scope.mades(path, "carry", carry)
+
+        def cond(carry):
+            scope, fixed, carry = enter(carry)
+            return scope.evaluate(test.jaxpr, test.consts, [*fixed[:n_cond], *carry], (*path, "cond"))[0]
+
+        def body(carry):
+            scope, fixed, carry = enter(carry)
+            out = scope.evaluate(inner.jaxpr, inner.consts, [*fixed[n_cond:], *carry], (*path, "body"))
+            return scope.leave(path, "next", out)
+
+        with _jax.at_source(eqn):
+            return self.mades(path, "next", jax.lax.while_loop(cond, body, carries))
+
+    def cond(self, eqn, operands, path: Path) -> list:
+        index, operands = self.read((*path, "index"), 0, operands[0]), operands[1:]
+
+        def branch(b, inner):
+            def run(*args):
+                scope = self.inner()
+                args = scope.leave((*path, b), "in", args)
+                out = scope.evaluate(inner.jaxpr, inner.consts, args, (*path, b))
+                return [scope.read((*path, "out", k), b, x) for k, x in enumerate(out)]
+
+            return run
+
+        with _jax.at_source(eqn):
+            branches = [branch(b, inner) for b, inner in enumerate(_jax.branches(eqn))]
+            return self.mades(path, "out", jax.lax.switch(index, branches, *operands))

@@ -1,0 +1,165 @@
+"""How a problem is read from, and an answer written to, the files of the public IOPDDL benchmark.
+
+    {"problem": {"name": ..., "usage_limit": M,
+                 "nodes": {"intervals": [[lo, hi), ...], "costs": [[c_i ...] ...], "usages": [[u_i ...] ...]},
+                 "edges": {"nodes": [[i, j] ...], "costs": [[e_ij, row-major ...] ...]}}}
+
+The benchmark marks what is forbidden by 10**18, which is still only a cost; here it becomes `inf`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardplan.ilp.solver.incumbent import LARGE
+from shardplan.ilp.solver.min_peak import least_memory
+from shardplan.ilp.solver.problem import Edge, Problem, Solution, Usage
+from shardplan.ilp.solver.solve import solve
+
+FORBIDDEN = 10**18
+FAILED = 2  # exit code
+PATIENCE, SOON = 0.6, 10.0  # of the time, for a first answer without forbidden entries, and seconds for it at least
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A benchmark file: the problem solved here, and what is needed to count an answer exactly.
+
+    Attributes:
+        name: the file's name for it.
+        problem: forbidden entries are inf; equal tables are one array.
+        exact: the problem's costs as Python integers, (nodes, edges), forbidden entries as 10**18; in arrays, which the garbage
+            collector does not look into.
+    """
+
+    name: str
+    problem: Problem
+    exact: tuple[list, list]
+
+    def cost(self, states) -> int:
+        """The benchmark's objective, in integers of any size."""
+        nodes, edges = self.exact
+        total = sum(c[s] for c, s in zip(nodes, states, strict=True))
+        return total + sum(cost[states[i] * len(nodes[j]) + states[j]] for i, j, cost in edges)
+
+    def forbidden(self, states) -> int:
+        """How many forbidden entries the states take."""
+        nodes, edges = self.exact
+        count = sum(c[s] >= FORBIDDEN for c, s in zip(nodes, states, strict=True))
+        return count + sum(cost[states[i] * len(nodes[j]) + states[j]] >= FORBIDDEN for i, j, cost in edges)
+
+
+def read(path) -> Instance:
+    """An instance from `.json` or `.json.gz`."""
+    path = Path(path)
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as file:
+        data = json.loads(file.read())["problem"]
+    nodes, edges = data["nodes"], data["edges"]
+    sizes = [len(c) for c in nodes["costs"]]
+
+    pool: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+
+    def shared(values: list, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        key = (shape, tuple(values))
+        if key not in pool:
+            array = np.array(values, dtype=float).reshape(shape)
+            array[array >= FORBIDDEN] = np.inf
+            pool[key] = np.array(values, dtype=object), array
+        return pool[key]
+
+    costs = [shared(c, (k,)) for c, k in zip(nodes["costs"], sizes, strict=True)]
+    pairs = [(i, j, *shared(c, (sizes[i], sizes[j]))) for (i, j), c in zip(edges["nodes"], edges["costs"], strict=True)]
+    exact = [values for values, _ in costs]
+    arrays = [array for _, array in costs]
+    for i, j, _, array in pairs:  # the format allows a loop; the network does not
+        if i == j:
+            arrays[i] = arrays[i] + np.diag(array)
+    problem = Problem(
+        costs=tuple(arrays),
+        edges=tuple(Edge(i, j, array) for i, j, _, array in pairs if i != j),
+        usages=tuple(
+            Usage(i, lo, hi, np.array(u, dtype=float))
+            for i, ((lo, hi), u) in enumerate(zip(nodes["intervals"], nodes["usages"], strict=True))
+            if hi > lo and any(u)
+        ),
+        limit=data.get("usage_limit"),
+    )
+    return Instance(data["name"], problem, (exact, [(i, j, values) for i, j, values, _ in pairs]))
+
+
+def solve_instance(instance: Instance, seconds: float, progress=None) -> Solution:
+    """Solves a benchmark file; forbidden entries are taken only when there is no choice without them.
+
+    Args:
+        seconds: wall-clock limit.
+        progress: as for `solve`.
+
+    Returns:
+        a solution; without states when none that fits was found in that time, or there is none.
+    """
+    start, problem = time.monotonic(), instance.problem
+    patience = max(PATIENCE, SOON / max(seconds, SOON))
+    solution = solve(problem, time_limit=seconds, progress=progress, patience=patience)
+    if solution.states or (patience == 1.0 and solution.status != "infeasible"):
+        return solution
+    return solve(lenient(problem), time_limit=max(0.0, seconds - (time.monotonic() - start)), progress=progress)
+
+
+def lenient(problem: Problem) -> Problem:
+    """The problem with forbidden entries at a cost that is worth avoiding."""
+    return problem.changed(lambda table: np.where(np.isinf(table), problem.forbidding, table))
+
+
+def compile_ahead() -> None:
+    """Compiles what exploring calls, once per installation, so that no time limit pays for it."""
+    with contextlib.suppress(ImportError, RuntimeError):  # no numba, or one that may keep nothing
+        from shardplan.ilp.solver.primal.iterated_search import compile_kernels
+
+        compile_kernels()
+
+
+def main(argv: list[str]) -> int:
+    """`instance.json.gz [--seconds S]`: progress on standard error, the states as the last line of standard output."""
+    parser = argparse.ArgumentParser(prog="shardplan solve", description="Solve a file of the IOPDDL benchmark.")
+    parser.add_argument("instance", type=Path)
+    told = "wall-clock limit, apart from reading and, once per installation, compiling (default 60)"
+    parser.add_argument("--seconds", type=float, default=60.0, help=told)
+    options = parser.parse_args(argv)
+    instance = read(options.instance)
+    if instance.problem.n_states > LARGE:
+        compile_ahead()
+    start = time.monotonic()
+
+    def progress(states, bound, gap):
+        seconds = time.monotonic() - start
+        print(f"{seconds:8.1f} s   cost {instance.cost(states)}   bound {bound:.0f}   gap {gap:.2%}", file=sys.stderr)
+
+    solution = solve_instance(instance, options.seconds, progress)
+    if solution.status == "infeasible":
+        least = least_memory(lenient(instance.problem)).bytes
+        print(
+            f"shardplan: {instance.name}: no states fit the usage limit of {instance.problem.limit:.0f}\n"
+            f"  way out: a limit of {least:.0f}, which some fit",
+            file=sys.stderr,
+        )
+        return FAILED
+    if not solution.states:
+        print(
+            f"shardplan: {instance.name}: no states that fit were found in {options.seconds:g} s\n"
+            f"  way out: --seconds {max(60.0, 10 * options.seconds):g}",
+            file=sys.stderr,
+        )
+        return FAILED
+    print(f"{instance.name}: {solution.status}, cost {instance.cost(solution.states)}", file=sys.stderr)
+    print(list(solution.states))
+    return 0

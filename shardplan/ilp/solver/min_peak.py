@@ -1,0 +1,75 @@
+"""How little memory is possible, whatever it costs: what a person is told when nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.presolve.presolve import shrink
+from shardplan.ilp.solver.problem import Problem, costless
+from shardplan.ilp.solver.relax.dual import least_peak
+from shardplan.ilp.solver.relax.relaxation import Relaxation
+from shardplan.ilp.solver.search.repair import Moves
+from shardplan.ilp.solver.usage import Memory
+
+JOINT = 1 << 14  # entries of a joint table
+DOMINANCE = 1 << 22  # table entries a dominance test may touch at one node: where nothing costs anything, most states are dominated
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """How little memory is possible.
+
+    Attributes:
+        bound_bytes: no choice of states has a lower peak.
+        bytes: peak of `states`.
+        step: the time step at which it peaks.
+        states: the choice found.
+    """
+
+    bound_bytes: float
+    bytes: float
+    step: int
+    states: tuple[int, ...]
+
+
+def least_memory(problem: Problem, enough: float = -np.inf, check: Check = lambda: None) -> LeastMemory:
+    """The least possible peak: a lower bound and a choice that comes near it (often equals it).
+
+    Args:
+        enough: bytes; a choice that holds no more is good enough, and the search ends.
+        check: asked in the midst of it.
+    """
+
+    check()
+    bare = replace(problem.changed(costless), limit=-np.inf)
+    small = shrink(bare, tie=True, dominance=DOMINANCE, check=check)
+    if not small.feasible:
+        return LeastMemory(np.inf, np.inf, 0, ())
+    memory, relaxation = Memory(small.problem), Relaxation(small.problem, JOINT, check=check)
+    moves = Moves(small.problem, memory, check)
+    best, bound = None, 0.0
+    if memory.n_steps:
+        quotes = ((quote, quote.prices.sum()) for quote in least_peak(relaxation, memory))
+        found = ((quote.value / total, quote.sweep.states()) for quote, total in quotes if total)
+    else:
+        found = iter([(0.0, relaxation.elimination.run().states())])
+    for value, guess in found:
+        check()
+        bound = max(bound, value)
+        if not np.isfinite(small.problem.objective(guess)):
+            continue
+        moves.settle(guess)
+        while best is None or memory.peak(moves.states) < memory.peak(best):
+            best = moves.states.copy()
+            if not moves.relieve(memory.peak(best) * (1 - 1e-12) - 1e-9, 200):
+                break
+        if best is not None and memory.peak(best) <= max(bound * (1 + 1e-12), enough):
+            break
+    if best is None:
+        return LeastMemory(bound, np.inf, 0, ())
+    states = small.invert(best.tolist())
+    profile = problem.memory(states)
+    return LeastMemory(bound, float(profile.max(initial=0.0)), int(profile.argmax()) if len(profile) else 0, states)

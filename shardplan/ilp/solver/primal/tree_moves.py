@@ -1,0 +1,207 @@
+"""Which nodes move together: a few are held where they are, all others take their joint optimum, exactly, in one sweep.
+
+Holding a node cuts its edges. A plan holds just so many nodes that the rest can be eliminated with joint tables of at most
+`cap` entries; the sweep then finds the best of exponentially many neighbours of the current states. Different plans hold
+different nodes (`weight` says which are held rather than others), so what one plan cannot change the next one can.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.kernels import Net, jit
+
+
+class Plan(NamedTuple):
+    """Elimination as a program for `sweep`: bucket b minimises node[b] out, for each value of its outer nodes.
+
+    A part is a table to be summed, in the pool of edge tables or among the messages, with a stride per outer node and one for
+    the bucket's own node.
+    """
+
+    held: np.ndarray  # [n], whether each node stays
+    node: np.ndarray
+    outer_start: np.ndarray
+    outer: np.ndarray
+    size: np.ndarray  # states of each outer node
+    message: np.ndarray  # where the bucket's message starts
+    part_start: np.ndarray
+    part_sent: np.ndarray  # 1: a message, 0: an edge table
+    part_at: np.ndarray
+    stride_start: np.ndarray
+    stride: np.ndarray
+    room: int  # entries of all messages
+    work: int  # entries of all joint tables
+
+
+def make_plan(net: Net, cap: int, weight: np.ndarray, check: Check = lambda: None) -> Plan:
+    """A plan for the network; among nodes that stand in the way, those of large `weight` [n] are held.
+
+    Args:
+        check: asked between nodes.
+    """
+    n = len(net.start) - 1
+    k = np.diff(net.start).tolist()
+    graph = [set(net.near[a:b].tolist()) for a, b in pairwise(net.near_start)]
+    order = []
+    heap = [(math.prod([k[j] for j in graph[i]]) * k[i], i) for i in range(n)]
+    heapq.heapify(heap)
+    held, gone = np.zeros(n, dtype=bool), np.zeros(n, dtype=bool)
+    while heap:
+        check()
+        size, i = heapq.heappop(heap)
+        if gone[i]:
+            continue
+        now = math.prod([k[j] for j in graph[i]]) * k[i]
+        if now != size:
+            heapq.heappush(heap, (now, i))
+            continue
+        around = graph[i]
+        if size > cap:  # hold the heaviest of the joint's nodes
+            h = max((*around, i), key=lambda j: (weight[j] * len(graph[j]) * math.log(k[j] + 1), j))
+            held[h] = gone[h] = True
+            touched = graph[h]
+            for j in touched:
+                graph[j].discard(h)
+            if h != i:
+                heapq.heappush(heap, (math.prod([k[j] for j in graph[i]]) * k[i], i))
+        else:
+            gone[i] = True
+            order.append(i)
+            touched = around
+            for j in around:
+                graph[j] |= around
+                graph[j] -= {i, j}
+        for j in touched:
+            if not gone[j]:
+                heapq.heappush(heap, (math.prod([k[x] for x in graph[j]]) * k[j], j))
+    return _compile(net, k, held, order, check)
+
+
+def _compile(net: Net, k: list[int], held: np.ndarray, order: list[int], check: Check) -> Plan:
+    when = {i: b for b, i in enumerate(order)}
+    inbox: list[list] = [[] for _ in order]  # parts of each bucket: (sent, where, [(node, stride)])
+    for i in order:
+        for e in range(net.near_start[i], net.near_start[i + 1]):
+            j = int(net.near[e])
+            if i < j and not held[j]:
+                inbox[min(when[i], when[j])].append((0, int(net.table[e]), ((i, k[j]), (j, 1))))
+    outer_start, outer, message, part_start, part_sent, part_at, stride_start, stride = [0], [], [], [0], [], [], [0], []
+    room = work = 0
+    for b, i in enumerate(order):
+        check()
+        scope = sorted({j for _, _, axes in inbox[b] for j, _ in axes} - {i}, key=when.__getitem__, reverse=True)
+        for sent, at, axes in inbox[b]:
+            by_node = dict(axes)
+            stride += [by_node.get(j, 0) for j in scope] + [by_node.get(i, 0)]
+            stride_start.append(len(stride))
+            part_sent.append(sent)
+            part_at.append(at)
+        part_start.append(len(part_at))
+        outer += scope
+        outer_start.append(len(outer))
+        message.append(room)
+        entries = 1
+        axes = []
+        for j in reversed(scope):
+            axes.append((j, entries))
+            entries *= k[j]
+        if scope:
+            inbox[when[scope[-1]]].append((1, room, tuple(axes)))
+        room += entries
+        work += entries * k[i]
+        inbox[b] = []
+
+    def ints(values):
+        return np.array(values, dtype=np.int64)
+
+    outer = ints(outer)
+    return Plan(
+        held, ints(order), ints(outer_start), outer, ints(k)[outer], ints(message), ints(part_start), ints(part_sent),
+        ints(part_at), ints(stride_start), ints(stride), room, work,
+    )  # fmt: skip
+
+
+@jit
+def sweep(net, plan, extra, states):
+    """Moves every node that is not held to the joint optimum of (1) plus `extra`, the held ones as they are."""
+    messages = np.empty(plan.room)
+    best = np.empty(plan.room, dtype=np.int16)
+    total = np.empty(1 + max_states(net))
+    at = np.empty(1 + most_parts(plan), dtype=np.int64)
+    digit = np.empty(64, dtype=np.int64)
+    for b in range(len(plan.node)):
+        i = plan.node[b]
+        first, k = net.start[i], net.start[i + 1] - net.start[i]
+        own = net.unary[first : first + k] + extra[first : first + k]
+        for e in range(net.near_start[i], net.near_start[i + 1]):
+            j = net.near[e]
+            if plan.held[j]:
+                width = net.start[j + 1] - net.start[j]
+                for s in range(k):
+                    own[s] += net.pool[net.table[e] + s * width + states[j]]
+        d0, d1 = plan.outer_start[b], plan.outer_start[b + 1]
+        p0, p1 = plan.part_start[b], plan.part_start[b + 1]
+        dims = d1 - d0
+        for p in range(p0, p1):
+            at[p - p0] = plan.part_at[p]
+        entries = 1
+        for d in range(dims):
+            digit[d] = 0
+            entries *= plan.size[d0 + d]
+        out = plan.message[b]
+        for x in range(entries):
+            for s in range(k):
+                total[s] = own[s]
+            for p in range(p0, p1):
+                where, step = at[p - p0], plan.stride[plan.stride_start[p] + dims]
+                if plan.part_sent[p]:
+                    for s in range(k):
+                        total[s] += messages[where + s * step]
+                else:
+                    for s in range(k):
+                        total[s] += net.pool[where + s * step]
+            least, arg = total[0], 0
+            for s in range(1, k):
+                if total[s] < least:
+                    least, arg = total[s], s
+            messages[out + x] = least
+            best[out + x] = arg
+            d = dims - 1
+            while d >= 0:
+                digit[d] += 1
+                wrapped = digit[d] == plan.size[d0 + d]
+                for p in range(p0, p1):
+                    step = plan.stride[plan.stride_start[p] + d]
+                    at[p - p0] += step - (step * plan.size[d0 + d] if wrapped else 0)
+                if not wrapped:
+                    break
+                digit[d] = 0
+                d -= 1
+    for b in range(len(plan.node) - 1, -1, -1):
+        x = 0
+        for d in range(plan.outer_start[b], plan.outer_start[b + 1]):
+            x = x * plan.size[d] + states[plan.outer[d]]
+        states[plan.node[b]] = best[plan.message[b] + x]
+
+
+@jit
+def max_states(net):
+    most = 1
+    for i in range(len(net.start) - 1):
+        most = max(most, net.start[i + 1] - net.start[i])
+    return most
+
+
+@jit
+def most_parts(plan):
+    most = 0
+    for b in range(len(plan.node)):
+        most = max(most, plan.part_start[b + 1] - plan.part_start[b])
+    return most

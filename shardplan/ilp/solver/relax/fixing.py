@@ -1,0 +1,120 @@
+"""What no answer can beat, and which states no better answer takes.
+
+With prices p on bytes (prices.py), elimination gives L(p) <= optimum, and for every state the least priced cost of a choice
+through it. A state whose priced cost is above the best answer's cost cannot be part of a better one:
+
+    min over s with s_i = a of  (1)(s) + sum_t p_t (memory_t(s) - limit)  >  best answer        =>  drop a of node i     (5)
+
+and the same holds for a pair of states of an edge. On real networks, where silly states cost orders of magnitude more, (5) with a good
+answer deletes nearly everything, also when the elimination has to split joints. Pairs go long before all pairs of a state do, and where
+a state of one node leaves a single one of the other, the other follows. What is left is shrunk again, and bounded again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.problem import Problem
+from shardplan.ilp.solver.relax.dual import Quote, bargain
+from shardplan.ilp.solver.relax.relaxation import Relaxation
+from shardplan.ilp.solver.relax.trws import Messages
+from shardplan.ilp.solver.usage import Memory
+
+FEW = 0.5  # of the entries that a round of shifting visits: shifting on, where no byte has a price, is cheaper on what is left
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Outcome of one round.
+
+    Attributes:
+        problem: what was bounded.
+        memory: its usages.
+        best: the highest of the quotes; its value is a lower bound of (1) under (2)-(3).
+        quotes: the priced choices met.
+        work: table entries visited.
+        messages: where shifting has got to.
+    """
+
+    problem: Problem
+    memory: Memory
+    best: Quote
+    quotes: tuple[Quote, ...]
+    work: float
+    messages: Messages
+
+    @property
+    def value(self) -> float:
+        return self.best.value
+
+    @functools.cached_property
+    def through(self) -> list[np.ndarray]:
+        """Left side of (5) for every state of every node, the greatest over the prices met: heavy states show at high prices."""
+        last = {quote.prices.tobytes(): quote for quote in self.quotes}  # at the same prices, the one shifted longest
+        rows = [quote.through() for quote in last.values()]
+        return [np.maximum.reduce(row) for row in zip(*rows, strict=True)]
+
+    def kept(self, worth: float) -> list[np.ndarray]:
+        """Masks of the states that answers of at most this cost may take."""
+        return [through <= worth for through in self.through]
+
+    def left(self, problem: Problem, worth: float, kept: list[np.ndarray] | None = None) -> Problem:
+        """What (5) leaves for answers of at most this cost: all other states and pairs of states are forbidden.
+
+        Args:
+            problem: the one that was bounded, or that one without its limit if no byte had a price.
+            kept: masks of states, of those that (5) leaves, by default all of these.
+        """
+        kept = self.kept(worth) if kept is None else kept
+        costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(kept, problem.costs, strict=True))
+        edges = list(problem.edges)
+        for number, least in self.best.sweep.pairs():
+            e = edges[number]
+            gone = least - self.best.paid > worth
+            if gone[np.ix_(kept[e.i], kept[e.j])].any():
+                edges[number] = replace(e, cost=np.where(gone, np.inf, e.cost))
+        return replace(problem, costs=costs, edges=tuple(edges))
+
+
+def bound(
+    problem: Problem,
+    worth: float,
+    cap: int,
+    rounds: int,
+    start: np.ndarray | None = None,
+    messages: Messages | None = None,
+    over: Callable[[], bool] = lambda: False,
+    check: Check = lambda: None,
+) -> Bound:
+    """A lower bound, and what is left of the problem for answers that cost at most `worth`.
+
+    Args:
+        worth: a better answer costs at most this much.
+        cap: entries of a joint table.
+        rounds: how often prices may be changed.
+        start: prices to begin with.
+        messages: of shifting, to begin with.
+        over: asked between rounds whether to stop.
+        check: asked within rounds.
+    """
+    memory, relaxation = Memory(problem), Relaxation(problem, cap, messages, check)
+    reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
+    quotes: list[Quote] = []
+
+    def few(quote: Quote) -> bool:
+        if relaxation.shift is None or quote.prices.any() or not np.isfinite(worth):
+            return False
+        left = [int((through <= worth).sum()) for through in quote.through()]
+        return 2 * sum(left[e.i] * left[e.j] for e in problem.edges) <= FEW * relaxation.shift.entries
+
+    for quote in bargain(relaxation, memory, reach, rounds=rounds, start=start, worth=worth):
+        quotes.append(quote)
+        if quote.value > worth or over() or (len(quotes) > 1 and few(quote)):
+            break
+    best = max(quotes, key=lambda quote: quote.value)
+    return Bound(problem, memory, best, tuple(quotes), relaxation.work + 4 * relaxation.elimination.size, relaxation.messages())

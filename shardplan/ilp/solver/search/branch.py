@@ -1,0 +1,230 @@
+"""How the search ends with a proof: goals between bound and answer, and branch and bound below each goal.
+
+A goal g is a cost that a better answer might have. (5) with g instead of the best answer leaves a part of the problem that is
+smaller the nearer g is to the bound; searching that part either finds an answer of at most g or proves that there is none:
+
+    regions = [what (5) leaves for g]
+    while regions:  take the one with the least bound; bound it; drop what costs more than g and shrink
+                    little is left: CP-SAT;   much went: bound it again;   else: split the states of one node     (branch)
+
+The node to split is the one over whose bytes the priced choices disagree most; one half holds more than the other. Before that,
+whatever else keeps the bound down is tried: larger joints where no byte has a price, and more of CP-SAT where no joint is split.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardplan.ilp.solver.incumbent import UNIT, Back, Check, Clock, OutOfTime, Record
+from shardplan.ilp.solver.presolve.presolve import shrink
+from shardplan.ilp.solver.problem import Problem
+from shardplan.ilp.solver.relax.fixing import Bound, bound
+from shardplan.ilp.solver.relax.relaxation import ROOM
+from shardplan.ilp.solver.relax.trws import Messages, carried
+from shardplan.ilp.solver.search import cpsat
+from shardplan.ilp.solver.search.repair import Moves, fit
+
+JOINT = 1 << 16  # entries of a joint table at first
+WIDER = 16  # how often as many, where that helps little
+CHANGES = 6  # of prices in a bound
+KEPT = 0.8  # share of states up to which a region is bounded again before it is split
+TRIES = 3  # priced choices of a bound that are made to fit
+CORE = 4_000  # variables up to which CP-SAT takes over
+CORE_WORK = 0.3
+HARD, HARD_WORK = 8_000, 1.0  # the same, where elimination is exact: only the limit makes it hard, and splitting proves little
+CORE_AGAIN = 0.6  # as many variables, after a failure, up to which CP-SAT tries again
+CALLS = 2e5  # table entries that shrinking and preparing a node are worth
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the problem: all answers that are left when some states are dropped.
+
+    Attributes:
+        problem: shrunk.
+        back: its states as states of the whole problem.
+        offset: what the whole problem's cost is above its cost.
+        bound: no answer in it costs less.
+        prices, messages: to begin with, or None; prices are [T].
+        core, hard: variables up to which CP-SAT has a chance in little time, and in more.
+        joint: entries of a joint table, where no edge has more.
+    """
+
+    problem: Problem
+    back: Back
+    offset: float
+    bound: float = -np.inf
+    prices: np.ndarray | None = None
+    core: int = CORE
+    messages: Messages | None = None
+    joint: int = JOINT
+    hard: int = HARD
+
+    def after(self, result: Bound) -> Region:
+        """The same answers; the next bound begins where this one has got to."""
+        value = max(self.bound, result.value + self.offset)
+        return replace(self, bound=value, prices=result.best.prices, messages=result.messages)
+
+    def part(self, result: Bound, worth: float, kept: list[np.ndarray] | None = None, check: Check = lambda: None) -> Region | None:
+        """What its bound leaves of the region for answers of at most so much, by the region's problem; None when nothing is left.
+
+        Args:
+            kept: masks of states, of those that (5) leaves, by default all of these.
+            check: asked in the midst of it.
+        """
+        prices, value = result.best.prices, result.value
+        small = shrink(result.left(self.problem, worth, kept), dominance=0, check=check)
+        if not small.feasible:
+            return None
+        outer, horizon = self.back, max((u.hi for u in small.problem.usages), default=0)
+        return Region(
+            small.problem,
+            lambda states: outer(small.invert(states)),
+            self.offset + small.offset,
+            max(self.bound, value + self.offset),
+            prices[small.steps][:horizon],
+            self.core,
+            carried(result.messages, small),
+            self.joint,
+            self.hard,
+        )
+
+
+class Tree:
+    """Branch and bound for answers better than the record's.
+
+    Attributes:
+        bounds: how many were made.
+        tries: how many priced choices of a bound are made to fit.
+    """
+
+    def __init__(self, record: Record, clock: Clock):
+        self.record, self.clock = record, clock
+        self.bounds, self.tries = 0, TRIES
+
+    def close(self, regions: list[Region], goal: float, share: float) -> list[Region]:
+        """Searches regions for answers of at most `goal`, the least bound first; returns those that are left to be searched.
+
+        Args:
+            share: of what may still be spent.
+        """
+        over, number = self.clock.share(share), 0
+        open_ = [(region.bound, number := number - 1, region) for region in regions]
+        heapq.heapify(open_)
+        while open_ and not over():
+            value, _, region = heapq.heappop(open_)
+            if value > min(goal, self.record.worth):
+                return []
+            try:
+                parts = self._expand(region, goal)
+            except OutOfTime:
+                return [region, *(region for _, _, region in sorted(open_, key=lambda item: item[:2]))]
+            for part in parts:
+                heapq.heappush(open_, (part.bound, number := number - 1, part))
+        return [region for _, _, region in sorted(open_, key=lambda item: item[:2])]
+
+    def _expand(self, region: Region, goal: float) -> list[Region]:
+        """Parts that hold all answers of the region that are still wanted."""
+
+        def worth() -> float:
+            return min(goal, self.record.worth) - region.offset
+
+        left = self.core(region, goal)
+        if left is None:
+            return []
+        region = left
+        result = self.bound(region, worth(), region.joint, CHANGES)
+        if result.value > worth():
+            return []
+        region, kept = region.after(result), result.kept(worth())
+        share, joints = sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept))), result.best.sweep.elimination
+        if share <= KEPT:
+            halves = [kept]
+        elif not joints.exact and not result.best.prices.any() and WIDER * joints.size <= ROOM:
+            return [replace(region, joint=WIDER * region.joint)]
+        else:
+            if joints.exact:
+                left = self.core(replace(region, core=region.hard), goal, HARD_WORK)
+                if left is None:
+                    return []
+                region = replace(region, hard=left.core)
+            halves = split(result, kept)
+        parts = (region.part(result, worth(), half, self.clock.check) for half in halves)
+        return [part for part in parts if part is not None]
+
+    def bound(self, region: Region, worth: float, joint: int, changes: int, share: float = 1.0) -> Bound:
+        """A bound of a region, for at most a share of what may still be spent; answers are tried on the way."""
+        over, check = self.clock.share(share), self.clock.check
+        result = bound(region.problem, worth, joint, changes, region.prices, region.messages, over, check)
+        self.bounds += 1
+        self.clock.spend(result.work + CALLS * len(region.problem.costs))
+        if self.tries and result.value <= worth and np.isfinite(result.value):
+            self.attempt(region, result)
+        return result
+
+    def attempt(self, region: Region, result: Bound) -> None:
+        """Makes priced choices fit, the best priced first."""
+        moves = Moves(region.problem, result.memory, self.clock.check)
+        quotes = sorted(result.quotes, key=lambda quote: -quote.value)
+        for states in list(dict.fromkeys(quote.sweep.states() for quote in quotes))[: self.tries]:
+            found = fit(moves, states)
+            if found is not None:
+                self.record.offer(found, region.problem.objective(found) + region.offset, region.back)
+
+    def core(self, region: Region, goal: float, work: float = CORE_WORK) -> Region | None:
+        """CP-SAT on a region, if that is small enough; None when that ends with a proof that nothing wanted is left of it.
+
+        Args:
+            work: of CP-SAT at most, about seconds.
+        """
+        variables = cpsat.entries(region.problem)
+        if variables > region.core:
+            return region
+        wanted = min(goal, self.record.worth) - region.offset
+        seconds = None if self.clock.seconds is None else self.clock.seconds_left / 2
+        answer = cpsat.solve_core(region.problem, work=min(work, self.clock.work), seconds=seconds, most=wanted)
+        self.clock.spend(UNIT * answer.work)
+        limit = np.inf if region.problem.limit is None else region.problem.limit
+        if answer.status in ("optimal", "feasible") and region.problem.peak(answer.states) <= limit:
+            self.record.offer(answer.states, region.problem.objective(answer.states) + region.offset, region.back)
+        done = answer.bound + region.offset > min(goal, self.record.worth)
+        return None if done else replace(region, core=int(CORE_AGAIN * variables))
+
+
+def split(result: Bound, kept: list[np.ndarray]) -> list[list[np.ndarray]]:
+    """Two halves of the states of one node, the others as they are."""
+    node, heavy = _disagreement(result, kept)
+    if node is None:  # priced choices agree: the node with most states, the dear half of them
+        node = max(range(len(kept)), key=lambda i: (int(kept[i].sum()), -i))
+        through = result.through[node]
+        heavy = through > np.sort(through[kept[node]])[(int(kept[node].sum()) - 1) // 2]
+        if not (heavy & kept[node]).any():
+            heavy = np.arange(len(heavy)) > np.flatnonzero(kept[node])[0]
+    halves = []
+    for half in (~heavy, heavy):
+        masks = list(kept)
+        masks[node] = kept[node] & half
+        halves.append(masks)
+    return halves
+
+
+def _disagreement(result: Bound, kept: list[np.ndarray]) -> tuple[int | None, np.ndarray]:
+    """The node over whose bytes the best priced choices disagree most, and which of its states hold more than half way."""
+    best = result.best
+    tolls = result.memory.toll(best.prices)
+    chosen = [best.relaxed, np.array(best.sweep.states())]
+    near = sorted(result.quotes, key=lambda quote: quote.plane(best.prices))[:4]
+    chosen += [quote.relaxed for quote in near]
+    most, node, middle = 0.0, None, 0.0
+    for i, toll in enumerate(tolls):
+        if kept[i].sum() < 2:
+            continue
+        paid = [float(toll[states[i]]) for states in chosen]
+        apart = max(paid) - min(paid)
+        light = toll <= (max(paid) + min(paid)) / 2
+        if apart > most and (kept[i] & light).any() and (kept[i] & ~light).any():
+            most, node, middle = apart, i, (max(paid) + min(paid)) / 2
+    return node, (tolls[node] > middle if node is not None else np.zeros(0, dtype=bool))

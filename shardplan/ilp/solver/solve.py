@@ -1,0 +1,295 @@
+"""How a problem gets its answer: the chain of links on one page.
+
+    shrink      exact reductions                                                                            shrink.py
+    bound       prices on bytes, costs shifted along edges, elimination: what no answer can beat, first answers, and the states
+                and pairs of states that no better answer takes; shrink again          bound.py, prices.py, shift.py, eliminate.py
+    focus       answers among the states that are best by the bound, and again among the best of these
+    close       branch and bound for answers that are better than the best, CP-SAT on small cores           branch.py, cpsat.py
+    explore     under a time limit only: shifting under prices that follow the memory, sweeps and kicks     explore.py, plans.py
+
+Without a time limit no clock is read: every link counts its work, so the answer is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardplan.ilp.solver.incumbent import LARGE, Clock, OutOfTime, Progress, Record, uncollected
+from shardplan.ilp.solver.min_peak import least_memory
+from shardplan.ilp.solver.presolve.presolve import Shrunk, shrink
+from shardplan.ilp.solver.problem import Problem, Solution
+from shardplan.ilp.solver.relax.fixing import Bound
+from shardplan.ilp.solver.relax.relaxation import SMALL
+from shardplan.ilp.solver.search.branch import CHANGES, Region, Tree
+from shardplan.ilp.solver.search.repair import Moves, fit
+
+if TYPE_CHECKING:
+    from shardplan.ilp.solver.primal.iterated_search import Runs
+
+JOINT = 1 << 14  # entries of a joint table
+FOCUS = 0.3  # share of the states among which an answer is looked for
+ALIKE, AGAIN = 0.8, 0.6  # share of states that are left from which, up to which another bound of the whole does not pay, does
+GOAL_SHARE = 0.35  # of what may still be spent, for each goal but the last
+UNKNOWN_GAP = 0.3  # of the bound: how far away the first answer may be, as long as there is none
+REACH = 0.25  # of the way from bound to answer, for the first goal
+EASE_SHARE = 0.5  # of what may be spent, for the problem without its memory limit
+LARGE_SHARE = 0.15  # of the time, for a bound of a large problem
+DOMINANCE_SHARE = 0.15  # of the time, up to which dominated states are looked for
+LOADING = 1.0  # seconds that loading numba and what it has compiled may take
+HASTE = 0.4  # of the time: where shrinking takes longer, a first answer comes before a bound
+
+
+@uncollected()
+def solve(
+    problem: Problem,
+    *,
+    time_limit: float | None = None,
+    work_limit: float | None = None,
+    hint: tuple[int, ...] | None = None,
+    most: float = np.inf,
+    patience: float = 1.0,
+    progress: Progress | None = None,
+    small: Shrunk | None = None,
+) -> Solution:
+    """The cheapest states of (1) under (2)-(3), with a proof of how good they are.
+
+    Args:
+        problem: the network; nodes of one class in `problem.ties` take the same state.
+        time_limit: seconds; at the limit the best answer so far is returned, "fallback" without states if there is none. None: no
+            clock is read.
+        work_limit: counted work, about seconds; by default 20 without a time limit, none with one.
+        hint: states to start from, and to return when nothing better is found (status "fallback").
+        most: only answers that cost at most this much are wanted; "infeasible" if there are none.
+        patience: share of the time limit after which the search ends if there is no answer.
+        progress: called with (states, bound, gap) whenever one of them gets better.
+        small: `shrink(problem, tie=True)`, if that is there already.
+
+    Returns:
+        "optimal", "feasible" (with a gap), "infeasible" (proven) or "fallback".
+
+    Raises:
+        ValueError: a cost is no whole number; no bound would be exact.
+    """
+    clock = Clock(time_limit, work_limit, lambda: 1.0 if record.found else patience)
+    _check_whole(problem)
+    record = Record(problem, progress, most)
+    if hint is not None and (problem.limit is None or problem.peak(hint) <= problem.limit):
+        record.offer(tuple(hint), problem.objective(hint))
+    hinted = record.answer if record.found else None
+    record.prove(problem.floor())
+    stats, proven = {"nodes": len(problem.costs)}, False
+    try:
+        small = small or shrink(problem, tie=True, over=clock.share(DOMINANCE_SHARE), check=clock.check)
+        chain = Chain(Region(small.problem, small.invert, small.offset), record, clock)
+        proven = not small.feasible or chain.run()
+        stats |= {"nodes after shrinking": len(small.problem.costs), "bounds": chain.tree.bounds}
+    except OutOfTime:
+        pass
+    if proven and record.found:
+        record.prove(np.inf)
+    if not proven and not record.found:
+        proven = _leanest(problem, record, clock)
+    tied = bool(problem.ties)
+    if not record.found:
+        status = "infeasible" if proven else "fallback"
+        return Solution(status, (), np.inf, np.inf if proven else record.bound, tied, stats)
+    status = "optimal" if record.done else "fallback" if record.answer is hinted else "feasible"
+    return Solution(status, record.states, record.objective, record.bound, tied, stats)
+
+
+def _leanest(problem: Problem, record: Record, clock: Clock) -> bool:
+    """Offers the leanest states, if they fit; True when it is proven that nothing does. Of few states, however little time there is."""
+    limit = np.inf if problem.limit is None else problem.limit
+    try:
+        least = least_memory(problem, limit, clock.check if problem.n_states > SMALL else lambda: None)
+    except OutOfTime:
+        return False
+    if least.states and least.bytes <= limit:
+        record.offer(least.states, problem.objective(least.states))
+    return least.bound_bytes > limit
+
+
+class Chain:
+    """The links after the first shrink, on a region that gets smaller as answers and bounds get better."""
+
+    def __init__(self, region: Region, record: Record, clock: Clock):
+        self.region, self.record, self.clock = region, record, clock
+        self.tree = Tree(record, clock)
+        self.result: Bound | None = None  # the last one of the region
+        self.ceiling = region.problem.ceiling() + region.offset  # nothing costs more
+
+    @functools.cached_property
+    def runs(self) -> Runs | None:
+        return _runs(self.record, self.clock)
+
+    def run(self) -> bool:
+        """True when it is proven that nothing better than the record is left."""
+        try:
+            if self.clock.used > HASTE:
+                self.haste()
+            if self.region.problem.n_states > LARGE and self.runs is not None:
+                return self.explore(self.runs)
+            return self.ease() or self.narrow() or self.close()
+        except OutOfTime:
+            return False
+
+    def ease(self) -> bool:
+        """Without the memory limit the problem is small: its optimum is a bound, and often fits, or nearly, and is made to fit.
+
+        Where prices on bytes raise the bound the limit costs something, and the optimum without it is no help.
+        """
+        region, result = self.region, self.bounded()
+        if region.problem.limit is None or result.best.prices.any():
+            return False
+        free = replace(region.problem, usages=(), limit=None)
+        part = replace(region, problem=free, back=tuple, offset=0.0, bound=-np.inf).part(result, self.wanted(), check=self.clock.check)
+        clock, record = self.clock.part(EASE_SHARE), Record(free, None, self.wanted())
+        if part is None or Chain(part, record, clock).run():
+            record.prove(np.inf)
+        self.clock.spend(clock.spent)
+        self.record.prove(record.bound + region.offset)
+        states = fit(Moves(region.problem, result.memory, self.clock.check), record.states) if record.found else None
+        if states is not None:
+            self.record.offer(states, region.problem.objective(states) + region.offset, region.back)
+        return self.record.done
+
+    def explore(self, runs: Runs) -> bool:
+        """Runs on a large problem, and a bound after each, until it is no longer large; True when that ends in a proof."""
+        self.tree.tries = 0  # the runs are better at that
+        self.haste()
+        while not self.clock.over() and self.region.problem.n_states > LARGE:
+            runs.run(self.region)
+            if runs.last:
+                continue
+            result = self.tree.bound(runs.priced(self.region, LARGE_SHARE), self.wanted(), JOINT, 0, LARGE_SHARE)
+            self.record.prove(result.value + self.region.offset)
+            if result.value + self.region.offset > self.region.bound:
+                self.region = self.region.after(result)
+            kept = result.kept(self.wanted())
+            if sum(int(mask.sum()) for mask in kept) < ALIKE * sum(map(len, kept)):  # a new problem costs the runs their plans
+                part = self.region.part(result, self.wanted(), check=self.clock.check)
+                if part is None:
+                    return True
+                self.region = part
+        return not self.clock.over() and (self.narrow() or self.close())
+
+    def narrow(self) -> bool:
+        """Bounds the region and drops what costs more than the best answer, while that helps; True when that ends in a proof."""
+        while not self.clock.over():
+            result = self.bounded()
+            self.record.prove(result.value + self.region.offset)
+            self.haste()
+            if self.record.done or result.value + self.region.offset > self.ceiling:
+                return True
+            self.region = self.region.after(result)
+            self.focus(self.region, result)
+            if self.share() > ALIKE or self.clock.over():
+                return False
+            part = self.part(self.record.worth)
+            part = part and self.tree.core(part, np.inf)
+            if part is None:
+                return True
+            self.region, self.result = part, None
+        return False
+
+    def haste(self) -> None:
+        """Under a time limit: looks for a first answer, however bad."""
+        if not self.record.found and self.runs is not None:
+            self.runs.first(self.region)
+
+    def wanted(self) -> float:
+        """What better answers cost at most, by the region's problem."""
+        return self.record.worth - self.region.offset
+
+    def share(self) -> float:
+        """The part of the region's states that answers better than the record's may take."""
+        kept = self.bounded().kept(self.wanted())
+        return sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept)))
+
+    def focus(self, region: Region, result: Bound) -> None:
+        """Looks for answers among the states that are best by the bound, and again among the best of these, until CP-SAT can.
+
+        Where a bound proves that there are none among so few, among more.
+        """
+        share, before = FOCUS, self.record.worth
+        while share <= ALIKE and result.value <= (worth := self.record.worth - region.offset) and not self.clock.over():
+            through = np.concatenate(result.through)
+            if not len(through) or (through <= worth).mean() <= FOCUS:
+                return
+            most = max(np.quantile(through, share), *(t.min() for t in result.through))
+            part = region.part(result, most, check=self.clock.check)
+            part = part and self.tree.core(part, np.inf)
+            if part is not None:
+                region, result = part, self._bound(part)
+            elif self.record.worth < before:
+                return
+            else:
+                share = (share + 1) / 2
+
+    def part(self, goal: float) -> Region | None:
+        """What (5) leaves of the region for answers that cost at most `goal`."""
+        result = self.bounded()
+        return self.region.part(result, goal - self.region.offset, check=self.clock.check)
+
+    def bounded(self) -> Bound:
+        if self.result is None:
+            self.result = self._bound(self.region)
+        return self.result
+
+    def _bound(self, region: Region) -> Bound:
+        return self.tree.bound(region, self.record.worth - region.offset, JOINT, CHANGES)
+
+    def way(self) -> float:
+        """How far the best answer is above the bound of the region."""
+        value = self.bounded().value + self.region.offset
+        return self.record.worth - value if np.isfinite(self.record.worth) else UNKNOWN_GAP * abs(value) + 1.0
+
+    def close(self) -> bool:
+        """Branches below goals, each twice as far from the bound, up to the best answer, or the dearest; True when that is a proof."""
+        reach = REACH * self.way()
+        while not self.clock.over():
+            goal = min(self.bounded().value + self.region.offset + reach, most := min(self.record.worth, self.ceiling))
+            left = self.tree.close(self.parts(goal), goal, GOAL_SHARE if goal < most else 1.0)
+            while left and not self.clock.over():  # too hard so far: look for better answers, then go on
+                if self.runs is None:
+                    self.tree.close(self.parts(self.record.worth), self.record.worth, GOAL_SHARE)
+                else:
+                    self.runs.run(self.region)
+                left = self.tree.close(left, goal, 1.0 if self.runs is None else GOAL_SHARE)
+            self.record.prove(min([goal, *(region.bound for region in left)]))
+            if self.record.done or (goal >= min(self.record.worth, self.ceiling) and not left):
+                return True
+            reach *= 2
+            if self.share() < AGAIN and self.narrow():
+                return True
+        return False
+
+    def parts(self, goal: float) -> list[Region]:
+        part = self.part(goal)
+        return [] if part is None else [part]
+
+
+def _check_whole(problem: Problem) -> None:
+    """Raises ValueError for the first cost that is neither whole nor inf."""
+    tables = {id(e.cost): (e.cost, "edge", (e.i, e.j)) for e in reversed(problem.edges)}
+    nodes = {id(c): (c, "node", i) for i, c in reversed(list(enumerate(problem.costs)))}
+    for costs, what, which in (*reversed(nodes.values()), *tables.values()):
+        if not np.array_equal(costs, np.rint(costs)):
+            some = float(costs[costs != np.rint(costs)].flat[0])
+            raise ValueError(f"{what} {which} has cost {some}, which is no whole number.\n  way out: count in a smaller unit and round")
+
+
+def _runs(record: Record, clock: Clock) -> Runs | None:
+    """Exploring, which is compiled by numba; only under a time limit, so that other answers do not depend on numba."""
+    if clock.seconds is None or (f"{__package__}.explore" not in sys.modules and clock.seconds_left < LOADING):
+        return None
+    try:
+        from shardplan.ilp.solver.primal.iterated_search import Runs
+    except (ImportError, RuntimeError):  # no numba, or one that may keep nothing
+        return None
+    return Runs(record, clock)

@@ -1,0 +1,81 @@
+"""A saved plan applied to a step: exactly when the program is the same, as far as it still matches when it was edited."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardplan.emit.emit import Decision
+from shardplan.errors import PlanFileError, ShardingWarning
+from shardplan.ir.graph import Path
+from shardplan.ir.parse import parse
+from shardplan.mesh.layout import MeshShape
+from shardplan.pipeline import Options, Traced
+from shardplan.plan.data import Plan
+
+SHOWN = 5
+
+
+def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path, Decision] | None:
+    """What a saved plan decides for the very program it was made for, wherever its lines are now; None when it is another program.
+
+    Raises:
+        PlanFileError: when the plan is for another mesh.
+    """
+    if plan.mesh != mesh:
+        raise PlanFileError(
+            f"the plan is for mesh {plan.mesh}, the step runs on mesh {mesh}.\n  ways out: that mesh, or plan anew without plan="
+        )
+    if plan.fingerprint != traced.fingerprint():
+        return None
+    graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
+    if plan.donated != traced.donated_names():
+        then, now = (", ".join(names) or "nothing" for names in (plan.donated, traced.donated_names()))
+        warnings.warn(
+            f"the plan was made for a step that donates {then}; this one donates {now}, so its memory is another than the plan says.\n"
+            "  ways out: donate_argnums as it was, or plan anew without plan=",
+            ShardingWarning,
+            stacklevel=6,
+        )
+    found = {}
+    for d in plan.decisions:
+        op = graph.ops[d.op] if d.op < len(graph.ops) else None
+        if op is None or op.primitive != d.primitive:
+            raise PlanFileError(
+                f"the plan decides op {d.op}, a {d.primitive}, which the step does not have.\n  way out: plan anew without plan="
+            )
+        found[op.path] = Decision(d.reads, d.results, d.copies)
+    return found
+
+
+def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
+    """The options with every input that still matches pinned to the saved plan's layout; warns of what does not match.
+
+    Raises:
+        PlanFileError: when the plan has nothing in common with the step.
+    """
+    leaves = {x.path: x for x in plan.inputs}
+    pins, lost = {}, []
+    avals = [v.aval for v in traced.jaxpr.jaxpr.invars]
+    for n, (label, aval) in enumerate(zip(traced.in_labels, avals, strict=True)):
+        leaf = leaves.pop(label, None)
+        if leaf is not None and leaf.shape == tuple(aval.shape):
+            pins[n] = leaf.layout.dims
+        else:
+            lost.append(f"{label} {aval.dtype}[{','.join(map(str, aval.shape))}]")
+    if not pins:
+        raise PlanFileError(
+            "the plan is for another model: none of its inputs is one of this step.\n"
+            f"  plan: {', '.join([x.path for x in plan.inputs][:SHOWN])}, ...\n  step: {', '.join(traced.in_labels[:SHOWN])}, ...\n"
+            "  way out: plan anew without plan="
+        )
+    gone = [f"{path} (no longer there)" for path in leaves]
+    listed = [*lost, *gone]
+    warnings.warn(
+        f"the plan was made for another version of this step: {len(pins)} of {len(avals)} inputs keep its layouts, the rest is planned "
+        "again." + (f"\n  not matched: {', '.join(listed[:SHOWN])}{', ...' if len(listed) > SHOWN else ''}" if listed else ""),
+        ShardingWarning,
+        stacklevel=6,
+    )
+    return replace(options, in_pins={**pins, **(options.in_pins or {})})

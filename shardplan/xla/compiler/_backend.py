@@ -1,0 +1,168 @@
+"""Compiles one lowered module for devices that need not exist: what the parent hands over, and the child that compiles it.
+
+The parent writes `module.mlirbc` (StableHLO with its shardings, no user code) and `request.json` into a folder; the child,
+started as `python -P _backend.py FOLDER`, writes `module.hlo`, `before.hlo`, `dump/` and `result.json`. It imports jax and
+nothing of this package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+
+def lower(function, args, kwargs, platform: str):
+    """Traces and lowers for a platform that need not be here; this package's own frames stay out of the user's lines."""
+    import jax
+    from jax._src import source_info_util
+
+    source_info_util.register_exclusion(str(Path(__file__).parents[2]))
+    if not hasattr(function, "trace"):
+        function = jax.jit(function)
+    return function.trace(*args, **kwargs).lower(lowering_platforms=(platform,))
+
+
+def payload(lowered) -> tuple[bytes, dict]:
+    """A `jax.stages.Lowered` as (StableHLO bytecode, what `jit` would tell the compiler besides)."""
+    import io
+
+    from jax._src import config
+    from jax._src.interpreters import pxla
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+
+    args = lowered._lowering.compile_args
+    module = lowered.compiler_ir("stablehlo")
+    meshes = _meshes(lowered)
+    n_devices = args["num_devices"]
+    if n_devices == 1 and meshes:
+        # Only constraints or shard_maps on an abstract mesh: jit cannot tell the number of devices, the meshes can.
+        n_devices = max(math.prod(sizes) for _, sizes in meshes)
+        with module.context:
+            module = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
+            module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), n_devices)
+    bytecode = io.BytesIO()
+    module.operation.write_bytecode(bytecode)
+    inputs, outputs = pxla.get_prop_to_input_output(args["in_shardings"], args["out_shardings"], len(args["ordered_effects"]))
+    request = {
+        "n_devices": n_devices,
+        "meshes": [m for m in meshes if math.prod(m[1]) == n_devices],
+        "tuple_args": bool(args["tuple_args"]),
+        "propagate_to_inputs": list(map(bool, inputs)),
+        "propagate_to_outputs": list(map(bool, outputs)),
+        "shardy": bool(config.use_shardy_partitioner.value),
+    }
+    return bytecode.getvalue(), request
+
+
+def arguments(lowered) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(path, dtype, whole shape) of every argument the compiled program takes, in its order."""
+    import jax
+
+    args, named = lowered.args_info
+    names = lowered._lowering.compile_args["all_args_info"].debug_info.arg_names
+    paths = jax.tree_util.tree_flatten_with_path((args, named))[0]
+    kept = sorted(lowered._lowering.compile_args["kept_var_idx"])
+    shown = names if names and len(names) == len(paths) else [jax.tree_util.keystr(path) for path, _ in paths]
+    return [(shown[i], str(paths[i][1].dtype), tuple(paths[i][1].shape)) for i in kept if i < len(paths)]
+
+
+def _meshes(lowered) -> list[tuple[list[str], list[int]]]:
+    """(axis names, sizes) of the meshes the program is sharded on, the most used first."""
+    args = lowered._lowering.compile_args
+    shardings = (*args["in_shardings"], *args["out_shardings"], *args["intermediate_shardings"])
+    meshes = [s.mesh for s in shardings if getattr(s, "mesh", None) is not None] + [args["context_mesh"]]
+    found = Counter((tuple(map(str, m.axis_names)), tuple(m.axis_sizes)) for m in meshes if m.size > 1)
+    for op in lowered.compiler_ir("stablehlo").body.operations:
+        if op.operation.name == "sdy.mesh":
+            axes = re.findall(r'"([^"]+)"=(\d+)', str(op).split("]")[0])
+            found[tuple(a for a, _ in axes), tuple(int(n) for _, n in axes)] += 1
+    return [(list(names), list(sizes)) for (names, sizes), _ in found.most_common() if math.prod(sizes) > 1]
+
+
+def compiled(module: bytes, request: dict, folder: Path):
+    """(executable, flags that this XLA does not have) of a module, compiled in this process."""
+    import jax
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+
+    jax.config.update("jax_use_shardy_partitioner", request["shardy"])
+    if request["platform"] == "cuda":
+        from jax.experimental import topologies
+
+        devices = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=request["name"],
+            topology=request["topology"],
+            target_config=request["target_config"],
+        ).devices
+    else:
+        devices = jax.devices("cpu")
+    devices = np.array(devices[: request["n_devices"]]).reshape(1, -1)
+    client = devices.flat[0].client
+    flags, dropped = dict(request["flags"]), []
+    if request["platform"] == "cuda":
+        flags["xla_dump_to"] = str(folder / "dump")
+    while True:
+        options = compiler.get_compile_options(
+            1, devices.size, devices, env_options_overrides={**flags, **request["options"]}, backend=client
+        )
+        options.parameter_is_tupled_arguments = request["tuple_args"]
+        build = options.executable_build_options
+        build.allow_spmd_sharding_propagation_to_parameters = request["propagate_to_inputs"]
+        build.allow_spmd_sharding_propagation_to_output = request["propagate_to_outputs"]
+        with mlir.make_ir_context():
+            parsed = ir.Module.parse(module)
+        try:
+            listed = xla_client.DeviceList(tuple(devices.flat))
+            return compiler.backend_compile_and_load(client, parsed, listed, options, []), dropped
+        except Exception as error:  # a flag of ours that this XLA does not have yet or has no longer
+            unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+            if not unknown or unknown[1] not in flags:
+                raise
+            dropped.append(unknown[1])
+            del flags[unknown[1]]
+
+
+def _before(module: bytes) -> str:
+    """The program as HLO text before any pass, with the user's lines; '' when it cannot be had."""
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+    try:
+        to_hlo = xla_client._xla.mlir.mlir_module_to_xla_computation  # pyright: ignore[reportPrivateImportUsage]
+        computation = to_hlo(module, use_tuple_args=False, return_tuple=False)
+        return computation.get_hlo_module().to_string()
+    except Exception:
+        return ""
+
+
+def main(folder: Path) -> None:
+    request = json.loads((folder / "request.json").read_text())
+    started = time.perf_counter()
+    try:
+        executable, dropped = compiled((folder / "module.mlirbc").read_bytes(), request, folder)
+        text = executable.hlo_modules()[0].to_string()
+        stats = executable.get_compiled_memory_stats()
+    except Exception as error:
+        (folder / "result.json").write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        return
+    (folder / "module.hlo").write_text(text)
+    (folder / "before.hlo").write_text(_before((folder / "module.mlirbc").read_bytes()))
+    memory = {
+        name.removesuffix("_in_bytes").removesuffix("_size"): int(value)
+        for name in dir(stats)
+        if name.endswith("_in_bytes") and isinstance(value := getattr(stats, name), int)
+    }
+    seconds = time.perf_counter() - started
+    (folder / "result.json").write_text(json.dumps({"memory": memory, "seconds": seconds, "dropped": dropped}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

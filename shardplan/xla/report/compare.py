@@ -1,0 +1,273 @@
+"""Prediction against truth: the collectives a plan expects and those XLA emitted, joined by the user's source line.
+
+    same        moved as planned, within `tolerance`
+    cheaper     XLA found something better (it merged two reductions, or gathered once for two readers)
+    dearer      XLA moves more than planned, or in a dearer way (an all-reduce where a reduce-scatter was planned)
+    unplanned   nobody planned it
+    missing     planned and never emitted
+
+Sizes are compared on the wire: what one device sends over links in one step by the ring algorithm, so that an all-reduce counts
+twice what a reduce-scatter of the same buffer does. XLA may hang a collective on another line than the plan, or make one over
+several axes of what was planned axis by axis; what is left over is joined once more, first whole lines by axes and size alone,
+then collective by collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from shardplan.xla.compiler.compile import Compiled
+from shardplan.xla.hlo.collectives import Collective, Part, human_bytes
+from shardplan.xla.hlo.text import users_line
+
+VERDICTS = ("unplanned", "dearer", "missing", "cheaper", "same")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A collective somebody planned.
+
+    Attributes:
+        kind: as in `Collective`.
+        axes: mesh axes it runs over, in any order.
+        bytes: of one run on one device: the larger of what it puts in and gets out.
+        group_size: how many devices take part together.
+        runs: per step.
+        source: 'file:line' of the user's program; '' when unknown.
+        note: whatever the planner wants to find again in the result.
+        way: a number shared by the steps that bring one tensor from one layout to another.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    group_size: int
+    runs: float = 1.0
+    source: str = ""
+    note: str = ""
+    way: int | None = None
+
+    @property
+    def wire_bytes(self) -> float:
+        return self.runs * wire_bytes(self.kind, self.bytes, self.group_size)
+
+    def __str__(self) -> str:
+        runs = f" x {self.runs:g}" if self.runs != 1 else ""
+        return f"{self.kind} over {', '.join(self.axes)}, {human_bytes(self.bytes)}{runs}"
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """One tensor of a collective that XLA emitted."""
+
+    collective: Collective
+    part: Part
+
+    @property
+    def wire_bytes(self) -> float:
+        c = self.collective
+        return c.runs * wire_bytes(c.kind, self.part.array.bytes, c.group_size)
+
+    @property
+    def source(self) -> str:
+        frame = users_line(self.part.stack) or users_line(self.collective.stack)
+        return str(frame) if frame else ""
+
+    def __str__(self) -> str:
+        c = self.collective
+        runs = f" x {c.runs:g}" if c.runs != 1 else ""
+        return f"{c.kind} over {', '.join(c.axes)}, {human_bytes(self.part.array.bytes)}{runs}, {self.part.array}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was planned and what was emitted on one line over the same axes.
+
+    Attributes:
+        verdict: one of `VERDICTS`.
+        source: 'file:line', the plan's where it has one.
+        planned_bytes, emitted_bytes: on the wire, per device and step.
+    """
+
+    verdict: str
+    source: str
+    axes: tuple[str, ...]
+    planned: tuple[Expected, ...]
+    emitted: tuple[Emitted, ...]
+
+    @property
+    def planned_bytes(self) -> float:
+        return sum(e.wire_bytes for e in self.planned)
+
+    @property
+    def emitted_bytes(self) -> float:
+        return sum(e.wire_bytes for e in self.emitted)
+
+    @property
+    def difference_bytes(self) -> float:
+        return abs(self.emitted_bytes - self.planned_bytes)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All findings, the greatest difference first within a verdict; `print` for people."""
+
+    findings: tuple[Finding, ...]
+
+    def of(self, verdict: str) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.verdict == verdict)
+
+    @property
+    def planned_bytes(self) -> float:
+        return sum(f.planned_bytes for f in self.findings)
+
+    @property
+    def emitted_bytes(self) -> float:
+        return sum(f.emitted_bytes for f in self.findings)
+
+    @property
+    def ratio(self) -> float:
+        """Planned over emitted; 1 when neither moves anything."""
+        if not self.emitted_bytes:
+            return 1.0 if not self.planned_bytes else float("inf")
+        return self.planned_bytes / self.emitted_bytes
+
+    def __str__(self) -> str:
+        lines = [
+            f"planned {human_bytes(self.planned_bytes)}, emitted {human_bytes(self.emitted_bytes)} on the wire "
+            f"per device and step: {self.ratio:.2f}"
+        ]
+        for f in self.findings:
+            place = f"{PurePath(f.source.rpartition(':')[0]).name}:{f.source.rpartition(':')[2]}" if f.source else "no line known"
+            if f.verdict == "same":
+                continue
+            lines += ["", f"{f.verdict}  {place}"]
+            lines += [f"   planned  {e}" for e in _few(f.planned)] + [f"   emitted  {e}" for e in _few(f.emitted)]
+        lines += ["", f"{len(self.of('same'))} of {len(self.findings)} as planned"]
+        return "\n".join(lines)
+
+
+def compare(planned: Iterable[Expected], compiled: Compiled | Iterable[Collective], tolerance: float = 0.1) -> Comparison:
+    """Joins what was planned with what was emitted.
+
+    Args:
+        planned: every collective the plan expects; local slices are none.
+        compiled: of the same step on the same mesh.
+        tolerance: relative difference on the wire that still counts as the same.
+    """
+    collectives = compiled.collectives if isinstance(compiled, Compiled) else compiled
+    emitted = [Emitted(c, p) for c in collectives if c.group_size > 1 for p in c.parts]
+    left: dict[tuple, list[Expected]] = {}
+    right: dict[tuple, list[Emitted]] = {}
+    for e in planned:
+        if e.group_size > 1 and e.bytes:
+            left.setdefault((_place(e.source), frozenset(e.axes)), []).append(e)
+    for m in emitted:
+        right.setdefault((_place(m.source), frozenset(m.collective.axes)), []).append(m)
+    findings = [_finding(left.pop(k), right.pop(k), tolerance) for k in sorted(left.keys() & right.keys(), key=str)]
+    findings += _elsewhere(left, right, tolerance)
+    findings += [_finding(group, [], tolerance) for group in left.values()]
+    findings += [_finding([], group, tolerance) for group in right.values()]
+    findings = _at_once(_astray(findings, tolerance), tolerance)
+    return Comparison(tuple(sorted(findings, key=lambda f: (VERDICTS.index(f.verdict), -f.difference_bytes, f.source))))
+
+
+def wire_bytes(kind: str, n_bytes: float, group_size: int) -> float:
+    """What one device sends in one run, by the ring algorithm; `n_bytes` is the larger of its input and output."""
+    share = (group_size - 1) / group_size
+    if kind == "all-reduce":
+        return 2 * share * n_bytes
+    return n_bytes if kind == "collective-permute" else share * n_bytes
+
+
+def _elsewhere(left: dict, right: dict, tolerance: float) -> list[Finding]:
+    """Leftovers on different lines that move the same amount over the same axes; taken out of both."""
+    out = []
+    for key in sorted(left, key=lambda k: (-sum(e.wire_bytes for e in left[k]), str(k))):
+        size = sum(e.wire_bytes for e in left[key])
+        fits = [
+            (abs(sum(m.wire_bytes for m in group) - size), str(k), k)
+            for k, group in right.items()
+            if k[1] == key[1] and abs(sum(m.wire_bytes for m in group) - size) <= tolerance * size
+        ]
+        if fits:
+            out.append(_finding(left[key], right.pop(min(fits)[2]), tolerance))
+            left[key] = []
+    for key in [k for k, group in left.items() if not group]:
+        del left[key]
+    return out
+
+
+def _astray(findings: list[Finding], tolerance: float) -> list[Finding]:
+    """With collectives of lines that have too many handed to lines that lack one of their kind, axes and size."""
+    found = [(list(f.planned), list(f.emitted)) for f in findings]
+    over = [n for n, f in enumerate(findings) if f.verdict in ("unplanned", "dearer")]
+    short = [n for n, f in enumerate(findings) if f.verdict in ("missing", "cheaper")]
+
+    def excess(n: int) -> float:
+        planned, emitted = found[n]
+        return sum(m.wire_bytes for m in emitted) - sum(e.wire_bytes for e in planned)
+
+    for n in over:
+        for m in sorted(found[n][1], key=lambda m: (-m.wire_bytes, str(m))):
+            least = (1 - tolerance) * m.wire_bytes
+            takers = [k for k in short if -excess(k) >= least and any(_alike(e, m, tolerance) for e in found[k][0])]
+            if takers and excess(n) >= least:
+                found[n][1].remove(m)
+                found[takers[0]][1].append(m)
+    return [_finding(*f, tolerance) for f in found if any(f)]
+
+
+def _alike(e: Expected, m: Emitted, tolerance: float) -> bool:
+    c = m.collective
+    return e.kind == c.kind and {*e.axes} == {*c.axes} and abs(e.wire_bytes - m.wire_bytes) <= tolerance * e.wire_bytes
+
+
+def _at_once(findings: list[Finding], tolerance: float) -> list[Finding]:
+    """With what was planned in steps over one axis after another, and emitted as one over all of them, in one finding."""
+    found = [(list(f.planned), list(f.emitted)) for f in findings]
+    ways: dict[int, list[tuple[int, Expected]]] = {}
+    for n, (planned, _) in enumerate(found):
+        for e in planned:
+            if e.way is not None:
+                ways.setdefault(e.way, []).append((n, e))
+    for n, f in enumerate(findings):
+        for m in f.emitted if f.verdict == "unplanned" else ():
+            for way, steps in ways.items():
+                first = max((e for _, e in steps), key=lambda e: e.bytes)
+                covers = {a for _, e in steps for a in e.axes} == {*m.collective.axes} and _place(first.source) == _place(f.source)
+                if covers and len(steps) > 1 and abs(first.bytes - m.part.array.bytes) <= tolerance * first.bytes:
+                    for k, e in steps:
+                        found[k][0].remove(e)
+                        found[n][0].append(e)
+                    del ways[way]
+                    break
+    return [_finding(*f, tolerance) for f in found if any(f)]
+
+
+def _finding(planned: list[Expected], emitted: list[Emitted], tolerance: float) -> Finding:
+    before, after = sum(e.wire_bytes for e in planned), sum(m.wire_bytes for m in emitted)
+    if not planned or not emitted:
+        verdict = "missing" if planned else "unplanned"
+    elif abs(after - before) <= tolerance * before:
+        verdict = "same"
+    else:
+        verdict = "dearer" if after > before else "cheaper"
+    source = planned[0].source if planned else emitted[0].source
+    axes = max([*(e.axes for e in planned), *(m.collective.axes for m in emitted)], key=len)
+    return Finding(verdict, source, axes, tuple(planned), tuple(emitted))
+
+
+def _place(source: str) -> str:
+    """'dir/train.py:41' -> 'train.py:41': the two sides may spell the folder differently."""
+    return PurePath(source).name
+
+
+def _few(entries) -> list[str]:
+    shown: dict[str, int] = {}
+    for e in map(str, entries):
+        shown[e] = shown.get(e, 0) + 1
+    lines = [text if n == 1 else f"{text}   ({n} times)" for text, n in shown.items()]
+    return lines[:4] + ([f"... and {len(lines) - 4} more"] if len(lines) > 4 else [])

@@ -1,0 +1,77 @@
+"""Seconds of a compiled step on a cluster, read from nothing but the emitted HLO: one ruler for every plan, whoever made it.
+
+    total_s = compute_s + collective_s          nothing overlaps
+    compute_s = sum over kernels of max(flops / peak(dtype), bytes / memory rate, kernel latency), times runs
+    collective_s = sum over collectives of the cluster model's seconds for its bytes and its device groups, times runs
+
+`exposed_s` is what is left of the collectives when they hide as far as XLA's own schedule lets them (`simulate`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from shardplan.mesh.cluster import KINDS, AxisLink, Cluster
+from shardplan.mesh.collective import over
+from shardplan.mesh.layout import MeshShape
+from shardplan.xla.compiler.compile import Compiled
+from shardplan.xla.hlo.collectives import Collective
+from shardplan.xla.hlo.schedule import Work, simulate
+from shardplan.xla.hlo.text import Module
+
+LIKE = {"collective-broadcast": "collective-permute", "ragged-all-to-all": "all-to-all"}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of one step on one device."""
+
+    compute_s: float
+    collective_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.collective_s
+
+
+def seconds(compiled: Compiled, cluster: Cluster) -> Seconds:
+    """How long the compiled step takes on `cluster`; RuntimeError when the compile failed."""
+    return seconds_of(compiled.module, cluster, compiled.mesh)
+
+
+def seconds_of(text: str | Module, cluster: Cluster, mesh: MeshShape | None = None) -> Seconds:
+    """As `seconds`, of any compiled module's HLO."""
+    device = cluster.device
+
+    def work_s(work: Work) -> float:
+        if not work.flops and not work.bytes:
+            return 0.0
+        products = sum(n / device.flops_per_s(_dtype(dtype)) for dtype, n in work.flops)
+        return max(products, work.bytes / device.memory_rate, device.kernel_latency_s)
+
+    line = simulate(text, lambda c: collective_s(c, cluster), work_s, mesh)
+    return Seconds(line.compute_s, line.collective_s, line.exposed_s)
+
+
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8", "u8": "uint8", "c128": "complex128"}
+"""HLO's names of the dtypes that clusters list; all others count as float32, but for those of 8 bits."""
+
+
+def _dtype(name: str) -> str:
+    return "float8" if name.startswith("f8") else DTYPES.get(name, "float32")
+
+
+def collective_s(c: Collective, cluster: Cluster) -> float:
+    """Seconds of one run of an emitted collective, by its device groups."""
+    kind = LIKE.get(c.kind, c.kind)
+    assert kind in KINDS, kind
+    return over(kind, c.bytes, link(c.groups, cluster.node_size), cluster)
+
+
+def link(groups: tuple[tuple[int, ...], ...], node_size: int) -> AxisLink:
+    """What the groups of a collective run over: members, the fewest that share a node, the most nodes a group spans."""
+    members = max(map(len, groups), default=1)
+    on_nodes = [[len(list(some)) for _, some in groupby(sorted(d // node_size for d in group))] for group in groups]
+    return AxisLink(members, min((min(n) for n in on_nodes if n), default=1), max(map(len, on_nodes), default=1))
