@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardplan import _jax
-from shardplan.emit.emit import Decision, emit
+from shardplan.emit.emit import EmitDecision, emit
 from shardplan.ir.parse import parse
 
 FREE = P.UNCONSTRAINED
@@ -172,7 +172,7 @@ def laid_out(expert: Expert, step, state, batch, mesh):
             big = op.primitive in ("dot_general", "conv_general_dilated", "gather") or (op.primitive == "add" and len(shape) == 3)
             if big and d is not None and len(shape) > d + 1 and shape[d] == length and shape not in params:
                 entries = tuple(expert.batch if k == d else kept for k in range(len(shape)))
-                hints[op.path] = Decision(results=(_Hint(len(shape), entries),))  # pyright: ignore[reportArgumentType]
+                hints[op.path] = EmitDecision(results=(_Hint(len(shape), entries),))  # pyright: ignore[reportArgumentType]
     run = emit(traced.jaxpr, hints, mesh)
     tree = jax.tree.structure(traced.out_info)
 

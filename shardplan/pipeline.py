@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -20,8 +19,8 @@ from shardplan import _jax
 from shardplan.costs.network import Charges, Network, build, whole_bytes
 from shardplan.costs.space import Space, make_space
 from shardplan.costs.tables import Crowds
-from shardplan.emit.emit import ASIDE, Decision
-from shardplan.emit.shard_local import on_shards
+from shardplan.emit.decide import decide
+from shardplan.emit.emit import EmitDecision
 from shardplan.errors import ShardingError
 from shardplan.files import portable
 from shardplan.ilp import least_memory
@@ -31,7 +30,7 @@ from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.incumbent import uncollected
 from shardplan.ilp.solver.presolve.presolve import shrink
 from shardplan.ilp.solver.problem import Problem, Solution, costless
-from shardplan.ir.graph import BORDER, Graph, Op, Path
+from shardplan.ir.graph import Graph, Op, Path
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
@@ -41,15 +40,6 @@ from shardplan.xla_model.liveness import ALIASES
 
 FREE = "*"
 """A dim of a pin that the planner may split as it likes."""
-
-SCATTERS = ("scatter-add", "scatter_add")
-"""Ops that add rows to an array: untold, XLA has them add to what their sum is added to, which it completes first, or gathers rows."""
-
-CARRIES = ("loop_carry", "loop_next")
-"""Where a loop adds up partial sums: constrained as if they were complete, too, which XLA puts off to the loop's end."""
-
-PRODUCTS = ("dot_general", "conv_general_dilated")
-"""Ops that XLA may split over an axis that the plan leaves idle."""
 
 APART_WORK, APART_OPS = 3.0, 20_000
 """Counted work, about seconds, for repeated layers that are not planned alike; and how many ops may be, where memory does not ask."""
@@ -141,7 +131,7 @@ class Planned:
     network: Network
     solution: Solution
     strategies: tuple[int, ...]
-    decisions: Mapping[Path, Decision]
+    decisions: Mapping[Path, EmitDecision]
     options: Options
     beside: float
     seconds: Mapping[str, float]
@@ -316,7 +306,7 @@ def _axis_by_axis(network: Network, solution: Solution, graph: Graph, resharder:
 
 def _planned(traced: Traced, network: Network, solution: Solution, options: Options, beside: float, clock: _Clock) -> Planned:
     strategies = network.strategies(solution.states)
-    decided = decisions(network, strategies, network.kept(solution.states))
+    decided = decide(network, strategies, network.kept(solution.states))
     clock.lap("decisions")
     return Planned(traced, network, solution, strategies, decided, options, beside, clock.seconds)
 
@@ -468,136 +458,6 @@ def matches(label: str, pattern: str) -> bool:
         return bool(path) and fnmatchcase(path[0], want[0]) and match(path[1:], want[1:])
 
     return match(label.split("/"), ["**", *pattern.strip("/").split("/")])
-
-
-# ---- from strategies to constraints
-
-
-def decisions(network: Network, strategies: Sequence[int], kept: Collection[int]) -> dict[Path, Decision]:
-    """What emission applies: every reshard, and the layout of every array that is written to memory or leaves a big op.
-
-    A reshard of several collectives is spelled out one by one: XLA, asked for the whole way at once, may know no better than to
-    gather the array on every device first, or to sum the whole where two scatters do. What is resharded for one reader is constrained
-    where it is made, or XLA would take the reader's layout for its own; so is what a loop reads, whose layout XLA chooses anew
-    otherwise. A copy that is let go and gathered again (an `earlier` share that is not `kept`) is told apart from the first: XLA would
-    find the two alike and keep the array.
-    """
-    space = network.space
-    graph, choices = space.graph, space.choices
-
-    def made(v: int) -> Layout:
-        i, r = graph.values[v].producer
-        return choices[i].results[r][strategies[i]]
-
-    def chain(v: int) -> tuple[Layout, ...]:
-        """Layouts a value goes through in its copies."""
-        op = graph.ops[graph.values[v].producer[0]]
-        if op.primitive != "share":
-            return ()
-        source = op.inputs[0]
-        assert source is not None
-        return (*chain(source), *way(source, made(v)))
-
-    def origin(v: int, copy: int) -> tuple[Layout, ...]:
-        """What a copy that is made again starts from."""
-        source = graph.ops[graph.values[v].producer[0]].inputs[0] if copy > 0 else None
-        return () if source is None or made(source).partial else (made(source),)
-
-    def way(v: int, wanted: Layout) -> tuple[Layout, ...]:
-        """Layouts from the one a value is made in to the one it is wanted in; of a sum still partial, what is split so far."""
-        if wanted == made(v) or wanted.partial:
-            return ()
-        shape, steps = graph.values[v].shape, network.path(v, made(v), wanted)
-        said = [s.after for s, t in pairwise(steps) if not s.after.partial or s.kind == t.kind == "reduce-scatter"]
-        if made(v).partial and graph.ops[graph.values[v].producer[0]].primitive == "gather":
-            said.insert(0, made(v))  # of what is looked up in parts XLA may lose its way, or abort
-        passed = (replace(layout, partial=()) for layout in said)
-        return (*(layout for layout in passed if layout != wanted and layout.divides(shape, space.mesh)), wanted)
-
-    def spread(i: int) -> bool:
-        """Whether op i is one number spread out, or hands such to a loop."""
-        source = graph.ops[i].inputs[0] if graph.ops[i].primitive == "loop_const" else None
-        return graph.ops[i if source is None else graph.maker(source)].spread
-
-    again: dict[int, int] = {}  # share -> how often its array was let go before
-    for j, (i, k) in graph.earlier.items():
-        v, wanted = graph.ops[j].inputs[0], made(graph.ops[j].outputs[0])
-        assert v is not None
-        moved = any(step.kind != "slice" for step in network.path(v, made(v), wanted))
-        again[j] = again.get(i, 0) + (j not in kept and moved and choices[i].operands[k][strategies[i]] == wanted)
-
-    def resharded() -> Iterator[int]:
-        """Values from which somebody's reshard starts, in the layout that stays for the others."""
-        for i, op in enumerate(graph.ops):
-            for k, v in enumerate(op.inputs):
-                while v is not None and way(v, choices[i].operands[k][strategies[i]]):
-                    yield v
-                    copy = graph.ops[graph.values[v].producer[0]]
-                    source = copy.inputs[0] if copy.primitive == "share" else None
-                    v = source if source is not None and made(source) == made(v) else None
-
-    def aside(i: int, v: int | None) -> bool:
-        """Whether op i updates a parameter that the step also computes with.
-
-        XLA may fuse the two readers, since they read the same array; then the next layer waits until this layer's gradient is
-        reduced, and no reductions are made into one.
-        """
-        if v is None or graph.ops[i].phase != "update":
-            return False
-        source = graph.ops[graph.maker(v)]
-        return source.primitive == "arg" and source.outputs[0] in computed
-
-    def completed(v: int) -> bool:
-        """Whether all that is done with a sum that is still partial is to turn it and to complete it."""
-        for at, k in graph.values[v].consumers:
-            turned = graph.ops[at].primitive in ("share", "transpose") and made(v).partial == made(graph.ops[at].outputs[0]).partial
-            if not (way(v, choices[at].operands[k][strategies[at]]) or (turned and completed(graph.ops[at].outputs[0]))):
-                return False
-        return True
-
-    def idle(i: int) -> bool:
-        """Whether an axis splits nothing of op i: untold, XLA may split a product over it after all, and move what comes of that."""
-        letters = choices[i].letters[strategies[i]]
-        return any(n > 1 and letter is None for (_, n), letter in zip(space.mesh, letters, strict=True))
-
-    computed = {graph.ops[i].outputs[0] for i in graph.args if _computed(graph, graph.ops[i].outputs[0])}
-    starts = frozenset(resharded())
-    out: dict[Path, Decision] = {}
-    for i, op in enumerate(graph.ops):
-        if op.primitive == "share":
-            continue
-        s = strategies[i]
-        local = on_shards(op.primitive, space.rules[i], choices[i].letters[s])
-        copies = [ASIDE if aside(i, v) else 0 if v is None else again.get(graph.values[v].producer[0], 0) for v in op.inputs]
-        reads = []
-        for k, v in enumerate(op.inputs):
-            taken = choices[i].operands[k][s]
-            found = () if v is None else (*origin(v, copies[k]), *chain(v), *way(v, taken))
-            if taken.partial and (i, k) in space.accumulated:  # of a sum that is complete here XLA knows to put it off
-                found = (replace(taken, partial=()),)
-            fixed = local or (op.primitive in ("loop_slice", "loop_const") and not spread(i))
-            reads.append(found or ((taken,) if fixed and taken.rank and not taken.partial else ()))
-        results = []
-        for r, v in enumerate(op.outputs):
-            layout = choices[i].results[r][s]
-            written = local or op.primitive in (*BORDER, "sharding_constraint") or space.rules[i].fusion in ("none", "reduce")
-            written = (written or v in starts or space.materialised[v]) and not spread(i)
-            if op.primitive in (*SCATTERS, *CARRIES) or (layout.partial and op.primitive in PRODUCTS and idle(i) and completed(v)):
-                layout = replace(layout, partial=())
-            results.append(layout if written and layout.rank and not layout.partial and op.primitive != "out" else None)
-        decision = Decision(tuple(reads), tuple(results), tuple(copies) if any(copies) else ())
-        if decision:
-            out[op.path] = decision
-    return out
-
-
-def _computed(graph: Graph, v: int) -> bool:
-    """Whether the forward or backward pass reads a parameter, itself or through a copy."""
-    return any(
-        _computed(graph, graph.ops[at].outputs[0]) if graph.ops[at].primitive == "share" else graph.ops[at].phase != "update"
-        for at, _ in graph.values[v].consumers
-        if graph.ops[at].primitive != "out"
-    )
 
 
 # ---- when nothing fits

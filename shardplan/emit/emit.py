@@ -1,6 +1,6 @@
 """A plan put back into the program: the jaxpr is run again with a sharding constraint wherever the plan decided something.
 
-Same skeleton as `parse`, same paths. A `Decision` says, for one op, through which layouts each operand is read and in which
+Same skeleton as `parse`, same paths. A `EmitDecision` says, for one op, through which layouts each operand is read and in which
 layout each result is made. Every constraint stands in a name scope `shardplan`, so profilers and HLO show whose it is.
 """
 
@@ -18,13 +18,13 @@ from shardplan.mesh.layout import Layout
 
 
 @dataclass(frozen=True)
-class Decision:
+class EmitDecision:
     """Constraints at one op.
 
     Attributes:
         reads: per operand, the layouts it is brought to, one after the other; () leaves it as it is.
         results: per result, the layout it is made in, or None to leave it to XLA (partial results, scalars).
-        copies: per operand, which copy of the array it reads: 0 the first, n the one made again after n were let go, ASIDE the
+        copies: per operand, which copy of the array it reads: 0 the first, n the one made again after n were let go, BARRIER the
             first, but out of reach of fusions with its other readers; () is all 0.
     """
 
@@ -36,11 +36,11 @@ class Decision:
         return any(self.reads) or any(r is not None for r in self.results) or any(self.copies)
 
 
-ASIDE = -1
-NOTHING = Decision()
+BARRIER = -1
+NOTHING = EmitDecision()
 
 
-def emit(closed, decisions: Mapping[Path, Decision], mesh) -> Callable[..., list]:
+def emit(closed, decisions: Mapping[Path, EmitDecision], mesh) -> Callable[..., list]:
     """A function of the flat inputs that computes what `closed` does, constrained as decided.
 
     Args:
@@ -62,7 +62,7 @@ def emit(closed, decisions: Mapping[Path, Decision], mesh) -> Callable[..., list
 class _Scope:
     """One function body being traced: remembers which copies of an array it already made."""
 
-    def __init__(self, decisions: Mapping[Path, Decision], mesh):
+    def __init__(self, decisions: Mapping[Path, EmitDecision], mesh):
         self.decisions, self.mesh = decisions, mesh
         self.copies: dict[tuple[int, Layout | int], tuple] = {}
 
@@ -94,11 +94,11 @@ class _Scope:
     def again(self, n: int, x, operands):
         """Array x as the source of its copy number n, which exists only once all operands of its first reader do.
 
-        The barrier keeps XLA from taking the copy for an earlier one and from making it before it is needed. What is read ASIDE
+        The barrier keeps XLA from taking the copy for an earlier one and from making it before it is needed. What is read BARRIER
         waits for nothing.
         """
         if (id(x), n) not in self.copies:
-            others = [y for y in operands if y is not x and isinstance(y, jax.Array) and n != ASIDE]
+            others = [y for y in operands if y is not x and isinstance(y, jax.Array) and n != BARRIER]
             self.copies[id(x), n] = (jax.lax.optimization_barrier((x, *others))[0], x)
         return self.copies[id(x), n][0]
 

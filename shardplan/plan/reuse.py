@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardplan.emit.emit import Decision
+from shardplan.emit.emit import EmitDecision
 from shardplan.errors import PlanFileError, ShardingWarning
 from shardplan.ir.graph import Path
 from shardplan.ir.parse import parse
@@ -17,7 +17,7 @@ from shardplan.plan.data import Plan
 SHOWN = 5
 
 
-def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path, Decision] | None:
+def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path, EmitDecision] | None:
     """What a saved plan decides for the very program it was made for, wherever its lines are now; None when it is another program.
 
     Raises:
@@ -45,7 +45,7 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
             raise PlanFileError(
                 f"the plan decides op {d.op}, a {d.primitive}, which the step does not have.\n  way out: plan anew without plan="
             )
-        found[op.path] = Decision(d.reads, d.results, d.copies)
+        found[op.path] = EmitDecision(d.reads, d.results, d.copies)
     return found
 
 

@@ -1,0 +1,225 @@
+"""Which sharding constraints emission puts into the program, given the strategy of every op.
+
+Two things are constrained: every reshard, at the op that reads the array; and every array that is written to memory or leaves a big
+op, where it is made. Inside fusions XLA propagates shardings by itself. The rest of this file are the places where XLA, given just
+these, would build another program than the planned one: one function each, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from shardplan.costs.network import Network
+from shardplan.costs.space import Space
+from shardplan.emit.emit import BARRIER, EmitDecision
+from shardplan.emit.shard_local import on_shards
+from shardplan.ir.graph import BORDER, Graph, Op, Path
+from shardplan.mesh.layout import Layout
+
+SCATTER_ADDS = ("scatter-add", "scatter_add")
+"""Constrained to their complete sum: XLA otherwise completes the array that they add to first, or gathers the rows."""
+
+CARRIES = ("loop_carry", "loop_next")
+"""Constrained to their complete sum, even where a loop accumulates partial sums: XLA then defers the all-reduce to the loop's end."""
+
+PRODUCTS = ("dot_general", "conv_general_dilated")
+"""Ops that XLA may shard over a mesh axis that the plan leaves idle."""
+
+
+def decide(network: Network, strategies: Sequence[int], retained: Collection[int]) -> dict[Path, EmitDecision]:
+    """The constraints of a decided program.
+
+    Args:
+        network: the cost network that was solved; its reshard paths are emitted.
+        strategies: per op of the graph, the number of its strategy.
+        retained: copies that reuse the copy of an earlier phase: they move nothing.
+
+    Returns:
+        By path in the nested jaxprs, what is constrained at that op; ops without constraints are left out.
+    """
+    decided = _Decided(network, strategies, retained)
+    ops = enumerate(decided.graph.ops)
+    found = ((op.path, decided.decision(i)) for i, op in ops if op.primitive != "share")
+    return {path: decision for path, decision in found if decision}
+
+
+@dataclass(frozen=True, eq=False)
+class _Decided:
+    """A cost network with one strategy per op."""
+
+    network: Network
+    strategies: Sequence[int]
+    retained: Collection[int]
+
+    @property
+    def space(self) -> Space:
+        return self.network.space
+
+    @property
+    def graph(self) -> Graph:
+        return self.space.graph
+
+    def producer(self, v: int) -> Op:
+        return self.graph.ops[self.graph.values[v].producer[0]]
+
+    def copied(self, v: int) -> int | None:
+        """The value that `v` is a copy of, if it is one."""
+        op = self.producer(v)
+        return op.inputs[0] if op.primitive == "share" else None
+
+    def layout(self, v: int) -> Layout:
+        """The layout that a value is made in."""
+        i, r = self.graph.values[v].producer
+        return self.space.choices[i].results[r][self.strategies[i]]
+
+    def operand_layout(self, i: int, k: int) -> Layout:
+        """The layout that op i reads its operand k in."""
+        return self.space.choices[i].operands[k][self.strategies[i]]
+
+    # ---- one op
+
+    def decision(self, i: int) -> EmitDecision:
+        op = self.graph.ops[i]
+        local = on_shards(op.primitive, self.space.rules[i], self.space.choices[i].letters[self.strategies[i]])
+        copies = tuple(self.copy_number(i, v) for v in op.inputs)
+        reads = tuple(self.read(i, k, v, copies[k], local) for k, v in enumerate(op.inputs))
+        results = tuple(self.result(i, v, local) for v in op.outputs)
+        return EmitDecision(reads, results, copies if any(copies) else ())
+
+    def copy_number(self, i: int, v: int | None) -> int:
+        """Which copy of an array op i reads: `EmitDecision.copies`."""
+        if v is None:
+            return 0
+        return BARRIER if self.reads_behind_barrier(i, v) else self.regathers.get(self.graph.values[v].producer[0], 0)
+
+    def read(self, i: int, k: int, v: int | None, copy: int, local: bool) -> tuple[Layout, ...]:
+        """The layouts that operand k of op i goes through, the last the one that it is read in; () leaves it to XLA."""
+        wanted = self.operand_layout(i, k)
+        if wanted.partial and (i, k) in self.space.accumulated:
+            return (replace(wanted, partial=()),)  # as CARRIES
+        path = () if v is None else (*self.regather_source(v, copy), *self.copy_path(v), *self.reshard_path(v, wanted))
+        # A loop's operands are constrained in any case: XLA chooses their layouts anew inside the loop.
+        fixed = local or (self.graph.ops[i].primitive in ("loop_slice", "loop_const") and not self.is_spread(i))
+        return path or ((wanted,) if fixed and wanted.rank and not wanted.partial else ())
+
+    def result(self, i: int, v: int, local: bool) -> Layout | None:
+        """The layout that op i makes value v in; None leaves it to XLA."""
+        op, layout, fusion = self.graph.ops[i], self.layout(v), self.space.rules[i].fusion
+        written = local or op.primitive in (*BORDER, "sharding_constraint") or fusion in ("none", "reduce")
+        if op.primitive == "out" or self.is_spread(i) or not (written or v in self.reshard_sources or self.space.materialised[v]):
+            return None
+        if op.primitive in (*SCATTER_ADDS, *CARRIES) or self.completed_over_idle_axis(i, v):
+            layout = replace(layout, partial=())
+        return layout if layout.rank and not layout.partial else None
+
+    # ---- reshards
+
+    def reshard_path(self, v: int, wanted: Layout) -> tuple[Layout, ...]:
+        """The layouts between the one that a value is made in and the one it is wanted in, that one included.
+
+        One constraint per collective: XLA's partitioner, given only the last layout, may replicate the array first, or all-reduce a
+        partial sum where the path has two reduce-scatters. A partial sum is constrained to what of it is sharded so far; the
+        partial result of a gather also where it is made, since XLA otherwise loses the path, or aborts.
+        """
+        made = self.layout(v)
+        if wanted == made or wanted.partial:
+            return ()
+        steps = self.network.path(v, made, wanted)
+        passed = [s.after for s, t in pairwise(steps) if not s.after.partial or s.kind == t.kind == "reduce-scatter"]
+        if made.partial and self.producer(v).primitive == "gather":
+            passed.insert(0, made)
+        complete = (replace(layout, partial=()) for layout in passed)
+        shape = self.graph.values[v].shape
+        return (*(layout for layout in complete if layout != wanted and layout.divides(shape, self.space.mesh)), wanted)
+
+    def copy_path(self, v: int) -> tuple[Layout, ...]:
+        """The layouts that a copy, or a copy of a copy, went through."""
+        source = self.copied(v)
+        return () if source is None else (*self.copy_path(source), *self.reshard_path(source, self.layout(v)))
+
+    @cached_property
+    def reshard_sources(self) -> frozenset[int]:
+        """Values that some reader reshards.
+
+        They are constrained where they are made: sharding propagation runs backwards, too, and would make them in that reader's layout.
+        """
+        return frozenset(self._reshard_sources())
+
+    def _reshard_sources(self) -> Iterator[int]:
+        for i, op in enumerate(self.graph.ops):
+            for k, v in enumerate(op.inputs):
+                while v is not None and self.reshard_path(v, self.operand_layout(i, k)):
+                    yield v
+                    source = self.copied(v)
+                    v = source if source is not None and self.layout(source) == self.layout(v) else None
+
+    # ---- copies that XLA would merge
+
+    @cached_property
+    def regathers(self) -> dict[int, int]:
+        """Copy -> how many times its array was gathered and freed before.
+
+        Regathered copies are numbered: XLA's common subexpression elimination would merge them and keep the first one alive.
+        """
+        found: dict[int, int] = {}
+        for j, (i, k) in self.graph.earlier.items():
+            v, wanted = self.graph.ops[j].inputs[0], self.layout(self.graph.ops[j].outputs[0])
+            assert v is not None
+            moved = any(step.kind != "slice" for step in self.network.path(v, self.layout(v), wanted))
+            found[j] = found.get(i, 0) + (j not in self.retained and moved and self.operand_layout(i, k) == wanted)
+        return found
+
+    def regather_source(self, v: int, copy: int) -> tuple[Layout, ...]:
+        """The layout that a regathered copy starts from."""
+        source = self.producer(v).inputs[0] if copy > 0 else None
+        return () if source is None or self.layout(source).partial else (self.layout(source),)
+
+    def reads_behind_barrier(self, i: int, v: int) -> bool:
+        """Whether op i updates a parameter that the step also computes with.
+
+        XLA's multi-output fusion may fuse the two readers of the parameter. Then the next layer waits for the reduction of this
+        layer's gradient, and gradient reductions are not combined.
+        """
+        if self.graph.ops[i].phase != "update":
+            return False
+        source = self.graph.ops[self.graph.maker(v)]
+        return source.primitive == "arg" and _is_computed_with(self.graph, source.outputs[0])
+
+    # ---- ops that XLA would shard otherwise
+
+    def is_spread(self, i: int) -> bool:
+        """Whether op i broadcasts a scalar, or hands such a broadcast to a loop: XLA makes it where it is read, in any layout."""
+        source = self.graph.ops[i].inputs[0] if self.graph.ops[i].primitive == "loop_const" else None
+        return self.graph.ops[i if source is None else self.graph.maker(source)].spread
+
+    def completed_over_idle_axis(self, i: int, v: int) -> bool:
+        """Whether a partial product with an idle mesh axis is only ever completed.
+
+        XLA may shard the product over the idle axis after all, and move what comes of that; a constraint to the complete sum, which
+        costs nothing where all readers complete it, keeps it from doing so.
+        """
+        if not self.layout(v).partial or self.graph.ops[i].primitive not in PRODUCTS:
+            return False
+        factors = self.space.choices[i].letters[self.strategies[i]]
+        idle = any(n > 1 and factor is None for (_, n), factor in zip(self.space.mesh, factors, strict=True))
+        return idle and self.is_only_completed(v)
+
+    def is_only_completed(self, v: int) -> bool:
+        """Whether every reader of a partial sum completes it, some after a transpose."""
+        for i, k in self.graph.values[v].consumers:
+            if self.reshard_path(v, self.operand_layout(i, k)):
+                continue
+            op = self.graph.ops[i]
+            passes = op.primitive in ("share", "transpose") and self.layout(v).partial == self.layout(op.outputs[0]).partial
+            if not (passes and self.is_only_completed(op.outputs[0])):
+                return False
+        return True
+
+
+def _is_computed_with(graph: Graph, v: int) -> bool:
+    """Whether the forward or backward pass reads a parameter, itself or through a copy."""
+    readers = (graph.ops[i] for i in graph.readers(v))
+    return any(op.primitive != "out" and op.phase != "update" for op in readers)
