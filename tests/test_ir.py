@@ -8,8 +8,8 @@ import pytest
 from shardplan.emit.emit import emit
 from shardplan.ir.graph import Graph
 from shardplan.ir.parse import parse
-from shardplan.xla_model.copies import with_shares
-from shardplan.xla_model.liveness import intervals
+from shardplan.xla_model.copies import with_copies
+from shardplan.xla_model.liveness import live_intervals
 
 
 def scan_with_remat(w, x):
@@ -83,8 +83,8 @@ def test_emitting_without_decisions_gives_the_same_program(fun, args):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
     check(graph)
-    check(with_shares(graph, [True] * len(graph.ops), [False] * len(graph.ops)))
-    check(with_shares(graph, [False] * len(graph.ops), [True] * len(graph.ops)))
+    check(with_copies(graph, [True] * len(graph.ops), [False] * len(graph.ops)))
+    check(with_copies(graph, [False] * len(graph.ops), [True] * len(graph.ops)))
 
 
 def check(graph: Graph):
@@ -132,7 +132,7 @@ def test_a_donated_input_dies_with_its_last_reader_and_others_stay():
     traced = jax.jit(fun).trace(X, X)
     for donated in ((), (0,)):
         graph = parse(traced.jaxpr, donated=donated)
-        live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+        live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
         first_dot = next(i for i, op in enumerate(graph.ops) if op.primitive == "dot_general")
         assert live[0] == ((0, first_dot + 1) if donated else (0, len(graph.ops)))
         assert live[1] == (0, len(graph.ops))
@@ -145,7 +145,7 @@ def test_donated_state_is_written_over_once_nobody_reads_it():
 
     state = {"mean": X, "late": X}
     graph = parse(jax.jit(step).trace(state, X).jaxpr, tied=((0, 0), (1, 1)), donated=(0, 1))
-    live = intervals(graph, [True] * len(graph.values), [op.primitive != "dot_general" for op in graph.ops])
+    live = live_intervals(graph, [True] * len(graph.values), [op.primitive != "dot_general" for op in graph.ops])
     made = {op.primitive: live[op.outputs[0]] for op in graph.ops if op.outputs}
     assert made["add"] is None and made["sin"] is not None  # the product reads the old "late" after the sine
 
@@ -159,7 +159,7 @@ def test_only_a_result_of_the_same_size_takes_an_operands_place():
         graph = parse(jax.jit(fun).trace(X, X).jaxpr)
         sine = next(i for i, op in enumerate(graph.ops) if op.primitive == "sin")
         fused = [v != graph.ops[sine].outputs[0] or same for v in range(len(graph.values))]
-        live = intervals(graph, fused, [op.primitive != "dot_general" for op in graph.ops])
+        live = live_intervals(graph, fused, [op.primitive != "dot_general" for op in graph.ops])
         (product,) = graph.ops[sine].inputs
         assert product is not None
         written = sine if same else sine + 1
@@ -172,7 +172,7 @@ def test_what_scatters_writes_into_the_array_that_it_is_the_last_to_read(how):
         return getattr((x * 2).at[jnp.array([1, 3])].set(y).at[jnp.array([0, 1])], how)(y)
 
     graph = parse(jax.jit(fun).trace(X, X[:2]).jaxpr)
-    live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
     first, second = (i for i, op in enumerate(graph.ops) if op.primitive.startswith("scatter"))
     for at in (first, second):
         (v, *_) = graph.ops[at].inputs
@@ -184,13 +184,13 @@ def test_a_copy_of_what_a_loop_slices_is_one_of_the_whole_stack_until_the_loop_e
         return jax.lax.scan(lambda c, w: (c @ w, None), x, w)[0]
 
     graph = parse(jax.jit(steps).trace(np.ones((3, 256, 256)), np.ones((4, 256))).jaxpr)
-    graph = with_shares(graph, [op.primitive == "loop_slice" for op in graph.ops], [False] * len(graph.ops))
+    graph = with_copies(graph, [op.primitive == "loop_slice" for op in graph.ops], [False] * len(graph.ops))
     (sliced,) = (op for op in graph.ops if op.primitive == "loop_slice")
     (stack,) = sliced.inputs
     assert stack is not None
     at = graph.values[stack].producer[0]
     assert graph.ops[at].primitive == "share" and graph.values[stack].shape == (3, 256, 256) and graph.ops[at].runs == 1
-    live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
     assert live[stack] == (at, graph.loops[0].stop)
 
 
@@ -202,7 +202,7 @@ def test_a_copy_for_the_backward_pass_is_made_after_what_the_forward_pass_read()
         return (jnp.tanh(gate) * up).sum()
 
     graph = parse(jax.make_jaxpr(jax.grad(loss))(np.zeros((64, 1024), np.float32), np.zeros((128, 64), np.float32)))
-    shared = with_shares(graph, [op.primitive not in ("slice", "dot_general") for op in graph.ops], [False] * len(graph.ops))
+    shared = with_copies(graph, [op.primitive not in ("slice", "dot_general") for op in graph.ops], [False] * len(graph.ops))
     assert any(shared.ops[copy].primitive == "share" for copy in shared.earlier)
     for copy, (reader, k) in shared.earlier.items():
         assert reader < copy and shared.ops[reader].inputs[k] == shared.ops[copy].inputs[0]
@@ -213,7 +213,7 @@ def test_max_pooling_has_the_zeros_its_gradient_starts_from_since_it_had_its_win
         return (jax.lax.reduce_window(jnp.sin(x), -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID") ** 2).sum()
 
     graph = parse(jax.jit(jax.grad(pooled)).trace(X).jaxpr)
-    live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
     (scatter,) = (op for op in graph.ops if op.primitive == "select_and_scatter_add")
     sine = next(op for op in graph.ops if op.primitive == "sin")
     born, died = live[scatter.outputs[0]] or (0, 0)
@@ -225,7 +225,7 @@ def test_a_product_of_the_backward_pass_holds_its_operands_until_its_result_is_n
         return (jnp.tanh(p @ (v @ w)) ** 2).sum()
 
     graph = parse(jax.jit(jax.grad(loss, argnums=(0, 2))).trace(X, X, X).jaxpr)
-    live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
     products = [i for i, op in enumerate(graph.ops) if op.primitive == "dot_general" and op.phase == "backward"]
     handed = [i for i in products if any(at in products for at in _readers_through_views(graph, i))]
     assert len(handed) == 1

@@ -10,7 +10,7 @@ import shardplan
 from shardplan.ir.parse import parse
 from shardplan.xla import available
 from shardplan.xla.report.plan_report import expected
-from shardplan.xla_model.accumulation import accumulated
+from shardplan.xla_model.accumulation import accumulated_operands
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds = jax.ShapeDtypeStruct
@@ -115,5 +115,5 @@ def test_a_carry_that_the_loop_reads_is_reduced_in_every_round():
 
         return jax.lax.scan(add, jnp.zeros_like(w), batch)[0]
 
-    assert accumulated(parse(jax.make_jaxpr(step)(W, BATCH)))
-    assert not accumulated(parse(jax.make_jaxpr(reads)(W, BATCH)))
+    assert accumulated_operands(parse(jax.make_jaxpr(step)(W, BATCH)))
+    assert not accumulated_operands(parse(jax.make_jaxpr(reads)(W, BATCH)))

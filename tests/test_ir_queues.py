@@ -20,9 +20,9 @@ import shardplan
 from shardplan.costs.network import build
 from shardplan.ir.parse import parse
 from shardplan.xla import available
-from shardplan.xla_model.copies import with_shares
-from shardplan.xla_model.liveness import intervals
-from shardplan.xla_model.schedule import places, waits
+from shardplan.xla_model.copies import with_copies
+from shardplan.xla_model.liveness import live_intervals
+from shardplan.xla_model.schedule import collective_sites, overlap_windows
 
 S, F32, BF16 = jax.ShapeDtypeStruct, jnp.float32, jnp.bfloat16
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
@@ -47,16 +47,16 @@ def graph_of(layers=3, width=64):
 
 def test_queues_of_a_train_step():
     graph = graph_of()
-    found = places(graph, [False] * len(graph.values))
+    found = collective_sites(graph, [False] * len(graph.values))
     queues: dict[tuple[str, str], set[str]] = {}
     for op in graph.ops:
-        queues.setdefault((op.primitive, op.phase), set()).update(found[v].queue for v in op.outputs)
-    assert queues["arg", "forward"] == {"gather"}
-    assert queues["convert_element_type", "forward"] == {"gather", "line"}  # weights as bfloat16; activations as float32
+        queues.setdefault((op.primitive, op.phase), set()).update(found[v].collective_class for v in op.outputs)
+    assert queues["arg", "forward"] == {"prefetch"}
+    assert queues["convert_element_type", "forward"] == {"prefetch", "blocking"}  # weights as bfloat16; activations as float32
     weights = [v for v, x in enumerate(graph.values) if x.shape == (64, 64) and graph.ops[x.producer[0]].primitive == "dot_general"]
-    assert len(weights) == 3 and {(found[v].queue, found[v].members) for v in weights} == {("gradient", 6)}
+    assert len(weights) == 3 and {(found[v].collective_class, found[v].group_size) for v in weights} == {("gradient", 6)}
     assert queues["sub", "update"] == {"update"}
-    assert queues["max", "forward"] == {"line"}
+    assert queues["max", "forward"] == {"blocking"}
 
 
 def test_small_sums_one_after_the_other_are_not_merged():
@@ -72,15 +72,15 @@ def test_small_sums_one_after_the_other_are_not_merged():
         closed = jax.make_jaxpr(fun)(jnp.zeros((8, 8)))
         graph = parse(closed, ["x"], [f"y{n}" for n in range(len(closed.out_avals))], (), ())
         sums = [graph.ops[v.producer[0]].primitive == "reduce_sum" for v in graph.values]
-        assert {p.members for p, s in zip(places(graph, sums), sums, strict=True) if s} == {members}
+        assert {p.group_size for p, s in zip(collective_sites(graph, sums), sums, strict=True) if s} == {members}
 
 
 def test_slack_is_the_work_in_between():
     graph = graph_of()
-    everywhere = places(graph, [False] * len(graph.values))
+    everywhere = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
     apart = {place.origin: (place.origin, 1.0) for place in everywhere}  # no two by one way
-    found, merged = waits(graph, everywhere, work, apart).slack, waits(graph, everywhere, work).slack
+    found, merged = overlap_windows(graph, everywhere, work, apart).seconds, overlap_windows(graph, everywhere, work).seconds
     fetched = [(at, k) for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
                if op.primitive == "convert_element_type" and v is not None and graph.values[v].shape == (64, 64) and (at, k) in found
                and op.phase == "forward"]  # fmt: skip
@@ -95,7 +95,7 @@ def test_slack_is_the_work_in_between():
 
 def test_gathers_begin_one_after_the_other_as_late_as_they_can_and_hold_memory_from_then_on():
     graph = graph_of()
-    everywhere = places(graph, [False] * len(graph.values))
+    everywhere = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
     weights = [at for at in graph.args if graph.values[graph.ops[at].outputs[0]].shape == (64, 64)]
     apart = {at: (at, 1.0) for at in weights}  # no two by one way
@@ -104,8 +104,8 @@ def test_gathers_begin_one_after_the_other_as_late_as_they_can_and_hold_memory_f
              and graph.values[op.outputs[0]].shape == (64, 64)]  # fmt: skip
 
     def begun(seconds):
-        fetched = waits(graph, everywhere, work, apart, lambda way, size: seconds * size).fetched
-        live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), {}, fetched)
+        fetched = overlap_windows(graph, everywhere, work, apart, lambda way, size: seconds * size).prefetch_start
+        live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), {}, fetched)
         assert [live[graph.ops[at].outputs[0]][0] for at in taken] == [fetched.get(at, at) for at in taken]
         return [fetched.get(at, at) for at in taken[1:]]
 
@@ -116,14 +116,14 @@ def test_gathers_begin_one_after_the_other_as_late_as_they_can_and_hold_memory_f
 
 def test_a_gather_has_what_those_after_it_leave_of_the_time_until_it_is_needed():
     graph = graph_of()
-    everywhere = places(graph, [False] * len(graph.values))
+    everywhere = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
     apart = {at: (at, 1.0) for at in graph.args if graph.values[graph.ops[at].outputs[0]].shape == (64, 64)}  # no two by one way
     fetched = [at for at, op in enumerate(graph.ops) if op.primitive == "convert_element_type" and op.phase == "forward"
                and graph.values[op.outputs[0]].shape == (64, 64)]  # fmt: skip
 
     def found(seconds):
-        slack = waits(graph, everywhere, work, apart, lambda way, size: seconds * size).slack
+        slack = overlap_windows(graph, everywhere, work, apart, lambda way, size: seconds * size).seconds
         return [slack[at, 0] for at in fetched]
 
     assert found(0.0) == [0.0, 1.0, 2.0]
@@ -133,9 +133,9 @@ def test_a_gather_has_what_those_after_it_leave_of_the_time_until_it_is_needed()
 
 def test_sums_of_gradients_run_one_at_a_time_beside_what_is_made_of_those_before():
     graph = graph_of()
-    everywhere = places(graph, [False] * len(graph.values))
+    everywhere = collective_sites(graph, [False] * len(graph.values))
     products = [at for at, op in enumerate(graph.ops) if op.primitive == "dot_general"]
-    made = [at for at in products if graph.ops[at].phase == "backward" and everywhere[graph.ops[at].outputs[0]].queue == "gradient"]
+    made = [at for at in products if graph.ops[at].phase == "backward" and everywhere[graph.ops[at].outputs[0]].collective_class == "gradient"]
     updates = {at for at, op in enumerate(graph.ops) if op.primitive == "sub" and op.outs[0].shape == (64, 64)}
     work = [1.0 if at in products else 0.5 if at in updates else 0.0 for at in range(len(graph.ops))]
     leaves = [graph.readers(graph.ops[at].outputs[0]) for at in made]
@@ -143,7 +143,7 @@ def test_sums_of_gradients_run_one_at_a_time_beside_what_is_made_of_those_before
     apart = {at: (at, 1.0) for at in made}  # no two by one way
 
     def found(seconds):
-        slack = waits(graph, everywhere, work, apart, lambda way, size: seconds).slack
+        slack = overlap_windows(graph, everywhere, work, apart, lambda way, size: seconds).seconds
         return [slack[edge] for edge in edges]
 
     assert len(edges) == 3 and found(0.0) == [4.0, 2.5, 1.0]  # products that are left, and updates with gradients made before
@@ -153,11 +153,11 @@ def test_sums_of_gradients_run_one_at_a_time_beside_what_is_made_of_those_before
 
 def test_gradients_wait_for_what_the_backward_pass_waits_for_and_gathers_go_between():
     graph = graph_of()
-    everywhere = places(graph, [False] * len(graph.values))
+    everywhere = collective_sites(graph, [False] * len(graph.values))
     products = [at for at, op in enumerate(graph.ops) if op.primitive == "dot_general"]
     work = [1.0 if at in products else 0.0 for at in range(len(graph.ops))]
     back = [at for at in products if graph.ops[at].phase == "backward"]
-    chain = [at for at in back if everywhere[graph.ops[at].outputs[0]].queue == "line"]
+    chain = [at for at in back if everywhere[graph.ops[at].outputs[0]].collective_class == "blocking"]
     made = [at for at in back if at not in chain]
     edge = (next(iter(graph.readers(graph.ops[made[0]].outputs[0]))), 0)
 
@@ -165,32 +165,32 @@ def test_gradients_wait_for_what_the_backward_pass_waits_for_and_gathers_go_betw
 
     def found(*line):
         line = {at: (("line", at), 1.0) for at in line}
-        return waits(graph, everywhere, work, apart, lambda way, size: float(way[0] == "line"), awaited=line)
+        return overlap_windows(graph, everywhere, work, apart, lambda way, size: float(way[0] == "line"), blocking=line)
 
-    assert found().slack[edge] == 4.0
+    assert found().seconds[edge] == 4.0
     last = found(chain[-1])
     taken = [(at, k) for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
              if v is not None and everywhere[v].origin == chain[-1]]  # fmt: skip
-    assert max(last.slack.get(e, 0.0) for e in taken) == 1.0  # beside the product of the first gradient, which was put off
-    assert last.slack[edge] < 4.0  # and that leaves only afterwards
+    assert max(last.seconds.get(e, 0.0) for e in taken) == 1.0  # beside the product of the first gradient, which was put off
+    assert last.seconds[edge] < 4.0  # and that leaves only afterwards
     first = products[0]
     weights = [(at, 0) for at, op in enumerate(graph.ops) if op.primitive == "convert_element_type" and op.phase == "forward"
                and op.outs[0].shape == (64, 64)]  # fmt: skip
-    assert [found().slack[e] for e in weights] == [0.0, 1.0, 2.0]
-    assert [found(first).slack[e] for e in weights] == [0.0, 1.0, 1.0]  # the third begins behind what is awaited
+    assert [found().seconds[e] for e in weights] == [0.0, 1.0, 2.0]
+    assert [found(first).seconds[e] for e in weights] == [0.0, 1.0, 1.0]  # the third begins behind what is awaited
 
 
 def test_gradients_that_are_scattered_arrive_small_and_are_merged():
     graph = graph_of(layers=4, width=3600)
-    everywhere = places(graph, [False] * len(graph.values))
+    everywhere = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
-    weights = {v for v, x in enumerate(graph.values) if everywhere[v].queue == "gradient" and x.shape == (3600, 3600)}
+    weights = {v for v, x in enumerate(graph.values) if everywhere[v].collective_class == "gradient" and x.shape == (3600, 3600)}
     leaves = {(at, k): everywhere[v].origin for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
               if op.primitive == "transpose" and v in weights}  # fmt: skip
 
     def windows(moved):
-        found = waits(graph, everywhere, work, moved, shards=8, gone=moved or ())
-        return [slack[edge] for edge in leaves for slack in (found.slack, found.scattered)]
+        found = overlap_windows(graph, everywhere, work, moved, shards=8, scattered=moved or ())
+        return [slack[edge] for edge in leaves for slack in (found.seconds, found.scatter_seconds)]
 
     alike = pytest.approx([5, 0, 3, 0, 1, 0, 0, 0], abs=0.01)  # each with the bias made after it; scattered, all with the last
     assert windows(None) == alike
@@ -224,7 +224,7 @@ def test_what_waits_last_is_served_first_by_the_optimizer_and_then_by_products_t
     params = (S((64, 64), F32), S((5, 64, 64), F32), S((64, 96), F32))
     closed = jax.make_jaxpr(lambda p, x: jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p, x)))(params, S((32, 64), F32))
     graph = parse(closed, list("abcx"), list("abc"), [(n, n) for n in range(3)], range(3))
-    everywhere = places(graph, [False] * len(graph.values))
+    everywhere = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive in ("dot_general", "sub") else 0.0 for op in graph.ops]
     behind, before = (
         next(at for at, op in enumerate(graph.ops) if op.phase == "backward" and op.primitive == kind and op.outs[0].shape == shape)
@@ -233,13 +233,13 @@ def test_what_waits_last_is_served_first_by_the_optimizer_and_then_by_products_t
     shapes = {(96, 64), (64, 64), (5, 64, 64)}
     head, layers, first = (
         at for at, op in enumerate(graph.ops) if op.loop < 0 or op.primitive == "loop_stack" if op.phase == "backward"
-        if everywhere[op.outputs[0]].queue == "gradient" and op.outs[0].shape in shapes and op.primitive != "transpose"
+        if everywhere[op.outputs[0]].collective_class == "gradient" and op.outs[0].shape in shapes and op.primitive != "transpose"
     )  # fmt: skip
 
     def runs(*moved):
         line = {at: (("line", at), 1.0) for at in (behind, before)}
         ways = {at: (("gradient", at), 1.0) for at in moved}
-        return waits(graph, everywhere, work, ways, lambda way, size: float(way[0] == "line"), awaited=line).starts[head]
+        return overlap_windows(graph, everywhere, work, ways, lambda way, size: float(way[0] == "line"), blocking=line).deferred_until[head]
 
     loop = max(graph.loops, key=lambda loop: loop.start)
     assert head < runs(head, first) < loop.start  # the last waits beside the update of the layers
@@ -253,9 +253,9 @@ def test_what_xla_runs_beside_collectives_of_a_loop():
     closed = jax.make_jaxpr(scanned)((layers, jnp.zeros((64, 32))), jnp.zeros((128, 64)))
     names = ["up", "down", "scale", "last"]
     graph = parse(closed, [*names, "x"], names, [(n, n) for n in range(4)], range(4))
-    everywhere = places(graph, [False] * len(graph.values))
+    everywhere = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
-    found = waits(graph, everywhere, work, {place.origin: (place.origin, 1.0) for place in everywhere}).slack
+    found = overlap_windows(graph, everywhere, work, {place.origin: (place.origin, 1.0) for place in everywhere}).seconds
 
     def edges(primitive, phase, shape):
         return [found.get((at, k), 0.0) for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
@@ -271,26 +271,26 @@ def test_what_xla_runs_beside_collectives_of_a_loop():
 def test_gradients_that_are_merged_wait_for_the_last_and_are_made_then():
     """Neighbours are merged that are moved alike, as far as their results are few; what they are computed from waits for the last."""
     graph = graph_of(layers=4, width=256)
-    everywhere = places(graph, [False] * len(graph.values))
+    everywhere = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
-    made = [v for v, p in enumerate(everywhere) if p.queue == "gradient" and graph.values[v].shape == (256, 256)]
+    made = [v for v, p in enumerate(everywhere) if p.collective_class == "gradient" and graph.values[v].shape == (256, 256)]
     products = sorted({everywhere[v].origin for v in made})
     assert len(products) == 4
 
     def found(ways, size):
-        return waits(graph, everywhere, work, {at: (way, size) for at, way in zip(products, ways, strict=True)})
+        return overlap_windows(graph, everywhere, work, {at: (way, size) for at, way in zip(products, ways, strict=True)})
 
     alike, apart, large = found("rrrr", 1e3), found("rras", 1e3), found("rrrr", 2e7)
-    assert [alike.starts[at] for at in products] == [products[-1]] * 4
-    assert [apart.starts[at] for at in products] == [products[1], *products[1:]]
-    assert [large.starts[at] for at in products] == products
+    assert [alike.deferred_until[at] for at in products] == [products[-1]] * 4
+    assert [apart.deferred_until[at] for at in products] == [products[1], *products[1:]]
+    assert [large.deferred_until[at] for at in products] == products
 
     def dies(starts):
-        live = intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), starts)
+        live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), starts)
         return [max(live[v][1] for v in graph.ops[at].inputs) for at in products]
 
-    assert all(end <= after for end, after in zip(dies(large.starts), products[1:], strict=False))
-    assert all(end > products[-1] for end in dies(alike.starts))
+    assert all(end <= after for end, after in zip(dies(large.deferred_until), products[1:], strict=False))
+    assert all(end > products[-1] for end in dies(alike.deferred_until))
 
 
 @needs_gpu_compiler
@@ -315,7 +315,7 @@ def test_copies_that_a_loop_stacks_are_made_in_every_round():
     closed = jax.make_jaxpr(run)(jnp.zeros((256, 256)))
     graph = parse(closed, ["x"], ["y"], (), ())
     follows = [op.primitive in ("tanh", "mul") for op in graph.ops]
-    shared = with_shares(graph, follows, [op.primitive == "dot_general" for op in graph.ops])
+    shared = with_copies(graph, follows, [op.primitive == "dot_general" for op in graph.ops])
     rows = [op.inputs[0] for op in shared.ops if op.primitive == "loop_stack"]
     stacked = [shared.ops[shared.values[v].producer[0]] for v in rows if v is not None]
     assert stacked and all(op.runs == op.reads == 7 for op in stacked if op.primitive == "share")
@@ -354,7 +354,7 @@ def test_arrays_that_are_merged_wait_for_the_last_made_and_the_first_needed(widt
     w = [S((3, width, width), F32)] * 2
     graph = parse(jax.make_jaxpr(jax.grad(loss))(w, S((8, width), F32)))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
-    found = waits(graph, places(graph, [False] * len(graph.values)), work).slack
+    found = overlap_windows(graph, collective_sites(graph, [False] * len(graph.values)), work).seconds
     read = [found[at, k] for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
             if op.primitive == "dot_general" and op.phase == "forward" and v is not None
             and graph.ops[graph.values[v].producer[0]].primitive == "loop_slice"]  # fmt: skip
@@ -414,8 +414,8 @@ def test_gradients_are_all_summed_where_scattering_pays_one_latency_more():
     step, state, batch = nets.vit(layers=6)
     plan = shardplan.auto(AbstractMesh((8, 8), ("node", "gpu")), cluster="h100", donate_argnums=0)(step).plan(state, batch)
     found = plan.context.planned
-    large = {place.crowd for v, place in zip(found.graph.values, found.space.places, strict=True)
-             if place.queue == "gradient" and v.dtype == BF16 and found.graph.ops[v.producer[0]].loop >= 0}  # fmt: skip
+    large = {place.group for v, place in zip(found.graph.values, found.space.collective_sites, strict=True)
+             if place.collective_class == "gradient" and v.dtype == BF16 and found.graph.ops[v.producer[0]].loop >= 0}  # fmt: skip
     ways = [way for (crowd, way), _ in found.network.moved(found.solution.states) if crowd in large]
     assert ways == [("all-reduce", ("node", "gpu"))]
 

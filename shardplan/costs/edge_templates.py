@@ -14,7 +14,7 @@ from shardplan.strategies.enumerate import Choices
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.accumulation import ADDS
 from shardplan.xla_model.copies import SMALL_BYTES
-from shardplan.xla_model.coupled_state import Beside
+from shardplan.xla_model.coupled_state import CoupledState
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Way:
     reads: float
     follows: bool
     copied: bool
-    beside: Beside | None
+    beside: CoupledState | None
     ordered: bool
     sliced: float
     summed: float
@@ -58,8 +58,8 @@ def ways(
     graph: Graph,
     rules: Sequence[Rule],
     choices: Sequence[Choices],
-    besides: Sequence[Beside | None],
-    added_up: Mapping[int, int],
+    besides: Sequence[CoupledState | None],
+    accumulated_sums: Mapping[int, int],
 ) -> Iterator[tuple[int, int, int, int, Way]]:
     """(op that makes an array, op that takes it, as which operand, value, way) of every operand, in program order.
 
@@ -108,7 +108,7 @@ def ways(
                 "beside": besides[v] if sums(made) else None,
                 "ordered": ordered,
                 "sliced": value.bytes if rows else 0.0,
-                "summed": part_added(graph, added_up, v) if v in added_up else 0.0,
+                "summed": part_added(graph, accumulated_sums, v) if v in accumulated_sums else 0.0,
                 "added": added[j],
                 "both": added[i] or (),
                 "kept": i in graph.earlier,
@@ -128,9 +128,9 @@ def _added(graph: Graph, j: int) -> tuple[int, ...] | None:
     return tuple(d for op in tables for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims)
 
 
-def part_added(graph: Graph, added_up: Mapping[int, int], v: int) -> float:
+def part_added(graph: Graph, accumulated_sums: Mapping[int, int], v: int) -> float:
     """What of a value's bytes its partial sums have: a loop adds them up in the type in which they are made."""
-    return graph.values[added_up.get(v, v)].itemsize / (graph.values[v].itemsize or 1)
+    return graph.values[accumulated_sums.get(v, v)].itemsize / (graph.values[v].itemsize or 1)
 
 
 def _follows(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:

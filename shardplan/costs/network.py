@@ -32,8 +32,8 @@ from shardplan.ilp.solver.problem import Edge, Problem, Usage, over_time
 from shardplan.mesh import collective
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import MERGED, Resharder, Sent, Step
-from shardplan.xla_model.liveness import ALIASES, Interval, intervals, takes_over
-from shardplan.xla_model.schedule import Waits, waits
+from shardplan.xla_model.liveness import ALIASES, Interval, live_intervals, takes_over_buffer
+from shardplan.xla_model.schedule import OverlapWindows, overlap_windows
 
 SMALL = 1e-3
 """Copies smaller than this share of the memory limit are not told apart from their originals."""
@@ -118,12 +118,12 @@ class Network:
             for k, steps in self.reshards(j, strategies, kept):
                 v = op.inputs[k]
                 assert v is not None
-                place = self.space.places[v]
-                waited = place.queue == "line" and op.phase != "update" and op.loop < 0
-                for step in steps if place.members > 1 or waited else ():
+                place = self.space.collective_sites[v]
+                waited = place.collective_class == "blocking" and op.phase != "update" and op.loop < 0
+                for step in steps if place.group_size > 1 or waited else ():
                     if step.kind in MERGED or waited:
                         size = graph.values[v].bytes / step.after.shards(self.space.mesh)
-                        moved.setdefault((place.crowd, (step.kind, step.axes)), {})[place.origin] = size
+                        moved.setdefault((place.group, (step.kind, step.axes)), {})[place.origin] = size
         return tuple((way, tuple(sorted(sizes.items()))) for way, sizes in sorted(moved.items()))
 
     def restated(self, other: Network, states) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ def build(
         if interval is None or interval[0] >= interval[1]:
             continue
         i, r = graph.values[v].producer
-        alias = graph.ops[i].primitive in ALIASES and not takes_over(graph, i)
+        alias = graph.ops[i].primitive in ALIASES and not takes_over_buffer(graph, i)
         held, told = tables.held(i, r, v), not alias or i in doubled
         nothing = [0 * held] * (blocks(i) - 1)
         own = np.tile(held, blocks(i)) if not told else np.concatenate([0 * held, *[held] * len(nothing)]) if nothing else held
@@ -248,15 +248,15 @@ def whole_bytes(space: Space) -> float:
     return float(over_time(held).max(initial=0.0))
 
 
-def _live(space: Space, wait: Waits | None = None) -> list[Interval | None]:
+def _live(space: Space, wait: OverlapWindows | None = None) -> list[Interval | None]:
     """When each value is in memory, reshards waiting or not."""
     in_place = [rule.fusion in ("loop", "view") for rule in space.rules]
-    return intervals(space.graph, space.materialised, in_place, *((wait.starts, wait.fetched) if wait else ()))
+    return live_intervals(space.graph, space.materialised, in_place, *((wait.deferred_until, wait.prefetch_start) if wait else ()))
 
 
-def _waits(space: Space, crowds: Crowds | None) -> Waits:
+def _waits(space: Space, crowds: Crowds | None) -> OverlapWindows:
     """How long reshards may take, if a plan moves these arrays together."""
-    line = {place.crowd for place in space.places if place.queue == "line"}
+    line = {place.group for place in space.collective_sites if place.collective_class == "blocking"}
     moved: dict[int, list[tuple[Sent, float]]] = {}
     awaited: dict[int, list[tuple[Sent, float]]] = {}
     for (crowd, way), arrays in crowds or ():
@@ -279,7 +279,7 @@ def _waits(space: Space, crowds: Crowds | None) -> Waits:
     work = _work(space, {at: min(size for _, size in steps) for at, steps in moved.items()})
     scattered = {at for at, steps in moved.items() if any(kind == "reduce-scatter" for (kind, _), _ in steps)}
     ways, lines = ({at: whole(steps) for at, steps in of.items()} for of in (moved, awaited))
-    return waits(space.graph, space.places, work, ways, takes, shards, scattered, lines)
+    return overlap_windows(space.graph, space.collective_sites, work, ways, takes, shards, scattered, lines)
 
 
 def _work(space: Space, sizes: Mapping[int, float]) -> list[float]:
@@ -292,7 +292,7 @@ def _work(space: Space, sizes: Mapping[int, float]) -> list[float]:
     part = [0.0] * len(graph.ops)  # of the work, what a device does at least
     for i, op in enumerate(graph.ops):
         made = [graph.values[v].producer[0] for v in op.inputs if v is not None]
-        if i in sizes and space.places[op.outputs[0]].queue == "gradient":
+        if i in sizes and space.collective_sites[op.outputs[0]].collective_class == "gradient":
             part[i] = sizes[i] / graph.values[op.outputs[0]].bytes
         elif op.phase != "forward" and made:
             part[i] = max(part[at] for at in made)
@@ -315,7 +315,7 @@ def _doubled(space: Space, limit: float | None) -> frozenset[int]:
         if limit is not None
         and op.primitive in ALIASES
         and op.inputs[0] is not None
-        and not takes_over(graph, i)
+        and not takes_over_buffer(graph, i)
         and graph.values[op.outputs[0]].bytes > SMALL * limit
     )
 

@@ -25,11 +25,11 @@ from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.strategies.enumerate import Choices, enumerate_choices, given_choices
 from shardplan.strategies.rule import Rule, letter_sizes, letters
 from shardplan.strategies.rules import rule_for
-from shardplan.xla_model.accumulation import UP, accumulated, added_up, marked
-from shardplan.xla_model.copies import with_shares
-from shardplan.xla_model.coupled_state import Beside, beside
-from shardplan.xla_model.fusion import Traffic, materialised, traffic
-from shardplan.xla_model.schedule import Place, places
+from shardplan.xla_model.accumulation import ACCUMULATES, accumulated_operands, accumulated_sums, mark_accumulation
+from shardplan.xla_model.copies import with_copies
+from shardplan.xla_model.coupled_state import CoupledState, coupled_state
+from shardplan.xla_model.fusion import KernelTraffic, materialised, kernel_traffic
+from shardplan.xla_model.schedule import CollectiveSite, collective_sites
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,34 +60,34 @@ class Space:
         return repeated_layers(self.graph, self.signature)
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def collective_sites(self) -> tuple[CollectiveSite, ...]:
         """Per value, where its reshards stand."""
         rules = [self.rules[v.producer[0]] for v in self.graph.values]
         sums = [
             v.bytes < SMALL_SUM_BYTES and (bool(rule.reduce) or (rule.linear and not v.shape))
             for v, rule in zip(self.graph.values, rules, strict=True)
         ]
-        return places(self.graph, sums)
+        return collective_sites(self.graph, sums)
 
     @cached_property
-    def accumulated(self) -> dict[tuple[int, int], int]:
+    def accumulated_operands(self) -> dict[tuple[int, int], int]:
         """(op, operand) that may be partial sums which a loop adds up -> that loop's `loop_carry`."""
-        return accumulated(self.graph)
+        return accumulated_operands(self.graph)
 
     @cached_property
-    def added_up(self) -> dict[int, int]:
+    def accumulated_sums(self) -> dict[int, int]:
         """Value that a loop made by adding up, which may be partial -> the value in the loop that it is the sum of."""
-        return added_up(self.graph, self.accumulated)
+        return accumulated_sums(self.graph, self.accumulated_operands)
 
     @cached_property
-    def beside(self) -> list[Beside | None]:
+    def coupled_state(self) -> list[CoupledState | None]:
         """Per value, what the optimizer computes with beside it."""
-        return beside(self.graph, [rule.fusion == "loop" for rule in self.rules])
+        return coupled_state(self.graph, [rule.fusion == "loop" for rule in self.rules])
 
     @cached_property
     def ways(self) -> tuple[tuple[int, int, int, int, Way], ...]:
         """(op that makes an array, op that takes it, as which operand, value, way) of every operand, in program order."""
-        return tuple(ways(self.graph, self.rules, self.choices, self.beside, self.added_up))
+        return tuple(ways(self.graph, self.rules, self.choices, self.coupled_state, self.accumulated_sums))
 
 
 SMALL_SUM_BYTES = 1 << 16
@@ -111,9 +111,9 @@ def make_space(
     """
     table = _Table(mesh)
     nothing = (None,) * len(mesh.axes)
-    first = table.read(graph := marked(graph), {}, nothing)
+    first = table.read(graph := mark_accumulation(graph), {}, nothing)
     lookups = frozenset(at for at, e in enumerate(first) if e.rule.looks_up)
-    graph = marked(with_shares(graph, [e.rule.follows for e in first], [e.sums for e in first], lookups))
+    graph = mark_accumulation(with_copies(graph, [e.rule.follows for e in first], [e.sums for e in first], lookups))
     entries = table.read(graph, within or {}, others)
     rules = tuple(e.rule for e in entries)
     choices = tuple(e.choices for e in entries)
@@ -121,7 +121,7 @@ def make_space(
     sums = [e.sums for e in entries]
     written = materialised(graph, rules, sums)
     unknown = dict.fromkeys((op.primitive, str(op.source)) for op, e in zip(graph.ops, entries, strict=True) if not e.known)
-    moves = traffic(graph, rules, written, sums)
+    moves = kernel_traffic(graph, rules, written, sums)
     seconds = _seconds(graph, mesh, cluster, rules, choices, signature, moves)
     return Space(graph, mesh, cluster, rules, choices, signature, written, seconds, tuple(unknown))
 
@@ -172,7 +172,7 @@ class _Table:
         if (ruled := self.rules.get(key)) is None:
             ruled = self.rules[key] = self._ruled(op)
         rule = ruled.rule
-        linear = (rule.linear or UP in op.params) and (handed or rule.begins)
+        linear = (rule.linear or ACCUMULATES in op.params) and (handed or rule.begins)
         asked = ruled, linear, within
         if (entry := self.entries.get(asked)) is None:
             given = _given(op, self.mesh)
@@ -213,7 +213,7 @@ def border_rule(op: Op) -> tuple[Rule, bool] | None:
             return Rule((), (a,), whole=frozenset(x for d in a for x in d)), True
         case "out" | "share" | "loop_const" | "loop_carry" | "loop_next" | "barrier" | "branch_in" | "branch_out":
             a = letters(op.outs[0])
-            begins = UP in op.params and op.primitive == "loop_carry"
+            begins = ACCUMULATES in op.params and op.primitive == "loop_carry"
             return Rule((a,) * len(op.ins), (a,), begins=begins, fusion="view"), True
         case "branch_index":
             return Rule(((),), ()), True
@@ -245,7 +245,7 @@ def _freeze(params: Mapping):
     return tuple(out)
 
 
-def _seconds(graph, mesh, cluster, rules, choices, signature, moves: Sequence[Traffic]) -> tuple[np.ndarray, ...]:
+def _seconds(graph, mesh, cluster, rules, choices, signature, moves: Sequence[KernelTraffic]) -> tuple[np.ndarray, ...]:
     cache: dict = {}
     out = []
     for at, op in enumerate(graph.ops):
@@ -265,9 +265,9 @@ def exchanged(op: Op, rule: Rule, choices: Choices, s: int, mesh: MeshShape, clu
     return exchanges(rule, choices.letters[s], op.ins, op.outs, layouts, mesh, cluster) if rule.exchanged else []
 
 
-def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh: MeshShape, cluster: Cluster, moves: Traffic) -> np.ndarray:
+def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh: MeshShape, cluster: Cluster, moves: KernelTraffic) -> np.ndarray:
     moved = np.zeros(len(choices))
-    for x, shards, times in zip(op.ins + op.outs, choices.shards, moves.operands + moves.results, strict=True):
+    for x, shards, times in zip(op.ins + op.outs, choices.shards, moves.operand_reads + moves.result_writes, strict=True):
         if times:
             moved += times * (float(math.prod(x.shape)) * itemsize(x.dtype)) / shards
     if rule.prefix:  # one more pass joins what is made with the totals of the shards before
@@ -279,9 +279,9 @@ def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh: MeshShape, cluster: 
         seconds = np.maximum(rule.flops * choices.work / device.flops_per_s(dtype), seconds)
     if rule.fusion == "none" and moved.any():
         seconds = np.maximum(seconds, device.kernel_latency_s)
-    elif moves.kernel is not None:
-        seconds = seconds + np.maximum(0.0, device.kernel_latency_s - moves.kernel * choices.work / device.memory_rate)
-    if any(moves.results):
+    elif moves.kernel_bytes is not None:
+        seconds = seconds + np.maximum(0.0, device.kernel_latency_s - moves.kernel_bytes * choices.work / device.memory_rate)
+    if any(moves.result_writes):
         seconds = seconds + device.kernel_latency_s * _in_two(op, choices)
     if rule.exchanged:
         found = (exchanged(op, rule, choices, s, mesh, cluster) for s in range(len(choices)))

@@ -14,8 +14,8 @@ from shardplan.costs.space import Space
 from shardplan.mesh.collective import ALONE, COMBINED_BYTES, Crowd
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import MERGED, Resharder, Sent
-from shardplan.xla_model.coupled_state import Beside
-from shardplan.xla_model.schedule import Waits
+from shardplan.xla_model.coupled_state import CoupledState
+from shardplan.xla_model.schedule import OverlapWindows
 
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
@@ -67,10 +67,10 @@ class Tables:
         doubled: frozenset[int],
         waiting: float,
         pinned: frozenset[int],
-        waits: Waits,
+        overlap_windows: OverlapWindows,
         crowds: Crowds | None,
     ):
-        self.space, self.doubled, self.waiting, self.pinned, self.waits = space, doubled, waiting, pinned, waits
+        self.space, self.doubled, self.waiting, self.pinned, self.overlap_windows = space, doubled, waiting, pinned, overlap_windows
         self.resharders = _resharders(space, resharder, crowds)
         self.cache: dict = {}
         self.lists: dict[int, _Layouts] = {}
@@ -92,7 +92,7 @@ class Tables:
 
         Rounded to powers of the fourth root of two, so that layers that are alike have the same tables.
         """
-        each = self.waits.slack.get((j, k), 0.0), self.waits.scattered.get((j, k), 0.0)
+        each = self.overlap_windows.seconds.get((j, k), 0.0), self.overlap_windows.scatter_seconds.get((j, k), 0.0)
         summed, scattered = (np.rint(2 ** (round(4 * log2(s * reads * PS)) / 4)) if s > LEAST_SLACK_S else 0.0 for s in each)
         return summed, scattered
 
@@ -146,7 +146,7 @@ class Tables:
             table, sent = (np.tile(x, (rows, 1)) for x in (table, sent))
         return Priced(table, sent if sent.any() else None)
 
-    def _turning(self, shape: tuple[int, ...], turned: Beside, sources: _Layouts, targets: _Layouts) -> np.ndarray:
+    def _turning(self, shape: tuple[int, ...], turned: CoupledState, sources: _Layouts, targets: _Layouts) -> np.ndarray:
         """Seconds [source, target] of turning what a sum is computed with that is scattered along any dim but the first.
 
         XLA lays an array out so that its parts on the devices lie one after the other, and what is computed with it in the same way.
@@ -252,13 +252,13 @@ def _resharders(space: Space, resharder: Resharder, crowds: Crowds | None) -> tu
             known[crowd] = (*known.get(crowd, ()), (way, together))
     found: dict[tuple, Resharder] = {}
     out = []
-    for v, (value, place) in enumerate(zip(space.graph.values, space.places, strict=True)):
-        part = part_added(space.graph, space.added_up, v)
-        crowd = Crowd(place.members) if crowds is None else ALONE
-        key = (value.dtype, part, place.queue, crowd, place.crowd if place.crowd in known else None)
+    for v, (value, place) in enumerate(zip(space.graph.values, space.collective_sites, strict=True)):
+        part = part_added(space.graph, space.accumulated_sums, v)
+        crowd = Crowd(place.group_size) if crowds is None else ALONE
+        key = (value.dtype, part, place.collective_class, crowd, place.group if place.group in known else None)
         if key not in found:
             # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
-            kinds = ("all-reduce", "reduce-scatter") if place.queue == "gradient" else MERGED
-            found[key] = resharder.of(value.dtype, part).combining(crowd, kinds, known.get(place.crowd, ()))
+            kinds = ("all-reduce", "reduce-scatter") if place.collective_class == "gradient" else MERGED
+            found[key] = resharder.of(value.dtype, part).combining(crowd, kinds, known.get(place.group, ()))
         out.append(found[key])
     return tuple(out)

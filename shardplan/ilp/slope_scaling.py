@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardplan.costs.network import Network
     from shardplan.costs.space import Space
     from shardplan.costs.tables import Crowds
-    from shardplan.xla_model.schedule import Queue
+    from shardplan.xla_model.schedule import CollectiveClass
 
 ROUNDS = 3
 """How often the prices are settled at most."""
@@ -136,10 +136,10 @@ def repriced(make: Callable[[float, Crowds | None], Network], found: Network, st
 def alike(space: Space) -> Iterator[Crowds]:
     """What plans move together that treat all gradients alike: scatter them over no axes, the innermost, the two innermost, ..."""
     axes = tuple(axis for axis, n in space.mesh if n > 1)
-    arrays: dict[tuple[int, Queue], dict[int, float]] = {}
-    for value, place in zip(space.graph.values, space.places, strict=True):
-        if place.members > 1 and place.queue in ("gather", "gradient"):
-            arrays.setdefault((place.crowd, place.queue), {})[place.origin] = value.bytes
+    arrays: dict[tuple[int, CollectiveClass], dict[int, float]] = {}
+    for value, place in zip(space.graph.values, space.collective_sites, strict=True):
+        if place.group_size > 1 and place.collective_class in ("prefetch", "gradient"):
+            arrays.setdefault((place.group, place.collective_class), {})[place.origin] = value.bytes
     gathers = [("all-gather", some) for n in range(len(axes)) for some in combinations(axes, n + 1)]
     for n in range(len(axes) + 1):
         summed, scattered = axes[: len(axes) - n], axes[len(axes) - n :]
@@ -148,5 +148,5 @@ def alike(space: Space) -> Iterator[Crowds]:
         yield tuple(
             ((crowd, way), tuple(sorted((at, size / shards) for at, size in of.items())))
             for (crowd, queue), of in sorted(arrays.items())
-            for way in sorted(gathers if queue == "gather" else gradients)
+            for way in sorted(gathers if queue == "prefetch" else gradients)
         )

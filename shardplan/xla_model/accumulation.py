@@ -16,13 +16,13 @@ from math import prod
 from shardplan.ir.graph import Graph, Op
 
 ADDS = ("add", "add_any")
-UP = "adds up"
+ACCUMULATES = "accumulates"
 """The param that marks the border ops of such a carry, and what only hands on what is added to it."""
 
 PASSED_ON = ("share", "reshape", "transpose", "convert_element_type", "neg", "squeeze", "expand_dims")
 
 
-def accumulated(graph: Graph) -> dict[tuple[int, int], int]:
+def accumulated_operands(graph: Graph) -> dict[tuple[int, int], int]:
     """(op, operand) -> the `loop_carry` to which its loop adds that operand and nothing else is done with it."""
     out: dict[tuple[int, int], int] = {}
     for start, end in _carries(graph).items():
@@ -44,20 +44,20 @@ def accumulated(graph: Graph) -> dict[tuple[int, int], int]:
     return out
 
 
-def marked(graph: Graph) -> Graph:
+def mark_accumulation(graph: Graph) -> Graph:
     """The graph in which what may hand partial sums to such a carry, or be one, says so: casts, too, which round every part."""
-    found, ends = accumulated(graph), _carries(graph)
+    found, ends = accumulated_operands(graph), _carries(graph)
     up = {at for start in found.values() for at in (start, ends[start])}
     up |= {at for at, _ in found if passes_on(graph.ops[at])}
-    ops = (replace(op, params={**op.params, UP: True}) if at in up else op for at, op in enumerate(graph.ops))
+    ops = (replace(op, params={**op.params, ACCUMULATES: True}) if at in up else op for at, op in enumerate(graph.ops))
     return replace(graph, ops=tuple(ops)) if up else graph
 
 
-def added_up(graph: Graph, found: Mapping[tuple[int, int], int]) -> dict[int, int]:
+def accumulated_sums(graph: Graph, found: Mapping[tuple[int, int], int]) -> dict[int, int]:
     """Value that a `loop_next` makes of such a carry -> the value in the loop whose sums it adds up, before casts and the like.
 
     Args:
-        found: `accumulated` of the graph.
+        found: `accumulated_operands` of the graph.
     """
     ends, out = _carries(graph), {}
     for (at, k), start in found.items():  # from the carry backwards

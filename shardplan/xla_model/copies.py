@@ -64,7 +64,7 @@ def _groups(
     return out
 
 
-def with_shares(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups: Collection[int] = ()) -> Graph:
+def with_copies(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups: Collection[int] = ()) -> Graph:
     """The same graph with a `share` op before every group of at least two readers; numbers of ops and values change.
 
     Args:

@@ -12,7 +12,7 @@ from shardplan.ir.graph import Graph
 
 
 @dataclass(frozen=True)
-class Beside:
+class CoupledState:
     """Inputs of the step that the optimizer computes with beside an array.
 
     Attributes:
@@ -24,7 +24,7 @@ class Beside:
     bytes: tuple[float, ...]
 
 
-def beside(graph: Graph, elementwise: Sequence[bool]) -> list[Beside | None]:
+def coupled_state(graph: Graph, elementwise: Sequence[bool]) -> list[CoupledState | None]:
     """Per value, what elementwise ops of the update compute with beside it; None where that is nothing.
 
     Args:
@@ -44,4 +44,4 @@ def beside(graph: Graph, elementwise: Sequence[bool]) -> list[Beside | None]:
             for v in arrays if inputs else ():
                 here = found[v] or (order, frozenset())
                 found[v] = here[0], here[1] | inputs
-    return [m and Beside(m[0], tuple(sorted(graph.values[v].bytes for v in m[1]))) for m in found]
+    return [m and CoupledState(m[0], tuple(sorted(graph.values[v].bytes for v in m[1]))) for m in found]

@@ -197,20 +197,20 @@ def _absorbs(graph: Graph, rules: tuple[Rule, ...], producer: Op, at: int, prolo
 
 
 @dataclass(frozen=True)
-class Traffic:
+class KernelTraffic:
     """What an op moves between memory and the device in one run.
 
     Attributes:
-        operands, results: how often as many bytes as the operand, or the result, has are read or written.
-        kernel: bytes that the kernel moves which the op stands for, all shards together; None if it stands for none.
+        operand_reads, result_writes: how often as many bytes as the operand, or the result, has are read or written.
+        kernel_bytes: bytes that the kernel moves which the op stands for, all shards together; None if it stands for none.
     """
 
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    kernel: float | None
+    operand_reads: tuple[int, ...]
+    result_writes: tuple[int, ...]
+    kernel_bytes: float | None
 
 
-def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> tuple[Traffic, ...]:
+def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> tuple[KernelTraffic, ...]:
     """What every op moves.
 
     Args:
@@ -257,7 +257,7 @@ def traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
                     moved[own[at]] = moved.get(own[at], 0.0) + graph.values[v].bytes
         counts.append((tuple(operands), tuple(results)))
     kernel = {at: moved.get(key, 0.0) for key, at in stands.items()}
-    return tuple(Traffic(operands, results, kernel.get(at)) for at, (operands, results) in enumerate(counts))
+    return tuple(KernelTraffic(operands, results, kernel.get(at)) for at, (operands, results) in enumerate(counts))
 
 
 def _own(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> list[Kernel]:
@@ -336,6 +336,6 @@ def _levels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: 
         for v in op.inputs:
             if v is not None:
                 before = graph.values[v].producer[0]
-                waits = written[v] and (rules[before].fusion in ("reduce", "none") or sums[before])
-                out[at] = max(out[at], out[before] + waits)
+                overlap_windows = written[v] and (rules[before].fusion in ("reduce", "none") or sums[before])
+                out[at] = max(out[at], out[before] + overlap_windows)
     return out

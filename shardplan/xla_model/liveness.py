@@ -33,7 +33,7 @@ INTO_ZEROS = {"select_and_scatter_add": 1, "select_and_scatter": 0}
 Interval = tuple[int, int]
 
 
-def takes_over(graph: Graph, at: int) -> bool:
+def takes_over_buffer(graph: Graph, at: int) -> bool:
     """Whether a share is the only reader of a value that dies with it."""
     if graph.ops[at].primitive != "share":
         return False
@@ -42,7 +42,7 @@ def takes_over(graph: Graph, at: int) -> bool:
     return len(graph.values[v].consumers) == 1 and graph.ops[graph.values[v].producer[0]].primitive not in KEPT
 
 
-def intervals(
+def live_intervals(
     graph: Graph,
     materialised: Sequence[bool],
     in_place: Sequence[bool],
@@ -57,7 +57,7 @@ def intervals(
         graph: the step.
         materialised: per value, whether it is written to memory.
         in_place: per op, whether a result may take the place of an operand that dies there.
-        starts: op that makes a gradient -> the op when its collective starts (`queues.Waits`); by default at once.
+        starts: op that makes a gradient -> the op when its collective starts (`queues.OverlapWindows`); by default at once.
         fetched: op that takes an array from elsewhere -> the op beside which it is fetched; by default itself.
     """
     end = len(graph.ops)
@@ -84,7 +84,7 @@ def intervals(
                 kept[v] = max(kept[v], at if at in replaced else end)
             elif op.holds >= 0 and op.primitive != "loop_stack":
                 kept[v] = max(kept[v], graph.loops[op.holds].stop)
-            elif takes_over(graph, at):
+            elif takes_over_buffer(graph, at):
                 kept[v] = max(kept[v], at)
             else:
                 read[v] = max(read[v], late[at])

@@ -28,7 +28,7 @@ from shardplan.mesh.collective import COMBINED_BYTES
 from shardplan.xla_model.accumulation import ADDS, passes_on
 from shardplan.xla_model.liveness import PUT_OFF
 
-Queue = Literal["gather", "gradient", "update", "line"]
+CollectiveClass = Literal["prefetch", "gradient", "update", "blocking"]
 
 KNOWN = frozenset({"arg", "const", "loop_slice"})
 COPIES = frozenset({"share", "barrier", "loop_const"})
@@ -36,7 +36,7 @@ PUT_BY = frozenset({"loop_stack", "loop_next", "out"})
 
 
 @dataclass(frozen=True)
-class Place:
+class CollectiveSite:
     """Where the reshards of a value stand.
 
     Attributes:
@@ -47,13 +47,13 @@ class Place:
         origin: the op that makes the array of which this is a cast or a copy.
     """
 
-    queue: Queue
+    queue: CollectiveClass
     members: int
     crowd: int
     origin: int
 
 
-def places(graph: Graph, sums: Sequence[bool]) -> tuple[Place, ...]:
+def places(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite, ...]:
     """Per value, where its reshards stand.
 
     Args:
@@ -71,20 +71,20 @@ def places(graph: Graph, sums: Sequence[bool]) -> tuple[Place, ...]:
         op = graph.ops[value.producer[0]]
         loop = graph.ops[value.consumers[0][0]].loop if value.consumers else op.loop
         if graph.ops[origins[v]].primitive in KNOWN:
-            keys.append(("gather", loop))
+            keys.append(("prefetch", loop))
         elif later[v] and op.phase == "backward":
             keys.append(("gradient", loop, str(value.dtype)))  # sums of different types are not merged
         elif op.phase == "update" and not sums[v]:
             keys.append(("update", loop))
         else:
-            keys.append(("line", loop, str(value.dtype), op.phase, depth[v] if sums[v] else ~v))
+            keys.append(("blocking", loop, str(value.dtype), op.phase, depth[v] if sums[v] else ~v))
     members = Counter(key for key, _ in set(zip(keys, origins, strict=True)))
     number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
-    return tuple(Place(key[0], members[key], number[key], at) for key, at in zip(keys, origins, strict=True))
+    return tuple(CollectiveSite(key[0], members[key], number[key], at) for key, at in zip(keys, origins, strict=True))
 
 
 @dataclass(frozen=True)
-class Waits:
+class OverlapWindows:
     """How long reshards may take, and what they wait for.
 
     Attributes:
@@ -111,7 +111,7 @@ class _Window:
 
     made: float
     needed: float
-    queue: tuple[Queue, Phase, int, Hashable]
+    queue: tuple[CollectiveClass, Phase, int, Hashable]
     bytes: float
     reads: float
 
@@ -123,8 +123,8 @@ class _Chunk:
     windows: Mapping[_Key, _Window]
 
     @property
-    def queue(self) -> tuple[Queue, Phase, int, Hashable]:
-        return next(iter(self.windows.values())).queue
+    def queue(self) -> tuple[CollectiveClass, Phase, int, Hashable]:
+        return next(iter(self.windows.values())).collective_class
 
     @property
     def made(self) -> float:
@@ -141,20 +141,20 @@ class _Chunk:
         return sum(w.bytes for w in self.windows.values())
 
     def takes(self, seconds: Callable[[Any, float], float]) -> float:
-        """How long it is on its way, in all its runs; `seconds` as in `waits`."""
-        return seconds(self.queue[3], self.bytes) * next(iter(self.windows.values())).reads
+        """How long it is on its way, in all its runs; `seconds` as in `overlap_windows`."""
+        return seconds(self.collective_class[3], self.bytes) * next(iter(self.windows.values())).reads
 
 
-def waits(
+def overlap_windows(
     graph: Graph,
-    places: Sequence[Place],
+    places: Sequence[CollectiveSite],
     work_s: Sequence[float],
     moved: Mapping[int, tuple[Hashable, float]] | None = None,
     seconds: Callable[[Any, float], float] = lambda way, size: 0.0,
     shards: int = 1,
     gone: Collection[int] = (),
     awaited: Mapping[int, tuple[Hashable, float]] | None = None,
-) -> Waits:
+) -> OverlapWindows:
     """A reshard may last from when the array is made until somebody computes with it.
 
     XLA starts no gather before a loop that ends before its reader. Of arrays that are merged the one made last is waited for, and the
@@ -181,7 +181,7 @@ def waits(
     chunks = _merged(early.windows)
     starts: dict[int, int] = {}
     for chunk in chunks:
-        if chunk.queue[0] == "gradient":
+        if chunk.collective_class[0] == "gradient":
             made = [at for at, *_ in chunk.windows]
             starts.update(dict.fromkeys(made, max(made)))
     starts.update((j, max(starts.get(j, j), after)) for j, after in early.put_off.items())
@@ -197,18 +197,18 @@ def waits(
 
     def as_all(key: _Key, window: _Window, kind: str, shards: int) -> _Window:
         """An array moved in another way than it is known to be, as all of its queue then."""
-        return replace(window, queue=(*window.queue[:3], kind), bytes=early.sizes[key] / shards)
+        return replace(window, queue=(*window.collective_class[:3], kind), bytes=early.sizes[key] / shards)
 
     summed = {key: as_all(key, w, "all-reduce", 1) if key[0] in gone else w for key, w in early.windows.items()}
-    gradients = {key: w for key, w in late.windows.items() if w.queue[0] == "gradient"}
+    gradients = {key: w for key, w in late.windows.items() if w.collective_class[0] == "gradient"}
     scattered = {key: w if key[0] in gone else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
     spans = zip(chunks, _spans(chunks, seconds, early.begun), strict=True)
-    gathers = ((c, begins) for c, (begins, _) in spans if c.queue[0] == "gather" and c.queue[1] != "update" and c.queue[3] is not None)
+    gathers = ((c, begins) for c, (begins, _) in spans if c.collective_class[0] == "prefetch" and c.collective_class[1] != "update" and c.collective_class[3] is not None)
     begins = {key: at for chunk, at in gathers for key in chunk.windows}
     times = list(accumulate(reversed(early.begun), min))[::-1]  # products that wait for the end of a loop begin late
     fetched = {j: bisect_right(times, begins[key]) - 1 for (j, _), key in early.edges.items() if key in begins}
     beside = {**slack(summed, early), **early.beside}
-    return Waits(beside, slack(scattered, late), starts, {j: at for j, at in fetched.items() if at < j})
+    return OverlapWindows(beside, slack(scattered, late), starts, {j: at for j, at in fetched.items() if at < j})
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class _Schedule:
 
 def _schedule(
     graph: Graph,
-    places: Sequence[Place],
+    places: Sequence[CollectiveSite],
     work_s: Sequence[float],
     moved: Mapping[int, tuple[Hashable, float]],
     awaited: Mapping[int, Sequence[_Awaited]],
@@ -244,7 +244,7 @@ def _schedule(
 
     Args:
         awaited: `_awaited`.
-        late: as in `_order`; the others as in `waits`.
+        late: as in `_order`; the others as in `overlap_windows`.
     """
     begun, done, now, meanwhile = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0, 0.0
     beside: dict[tuple[int, int], float] = {}
@@ -277,17 +277,17 @@ def _schedule(
             readers = (needed[at] for v in op.outputs for at, _ in graph.values[v].consumers)
             needed[j] = min(readers, key=begun.__getitem__, default=j)
         for k, v in enumerate(op.inputs):
-            if v is not None and (queue := places[v].queue) in ("gather", "gradient"):
+            if v is not None and (queue := places[v].collective_class) in ("prefetch", "gradient"):
                 at = places[v].origin
-                phase = op.phase if queue == "gather" else "update"
+                phase = op.phase if queue == "prefetch" else "update"
                 key = edges[j, k] = at, phase, op.loop
                 sizes[key] = min(sizes.get(key, inf), graph.values[v].bytes)
                 way, size = moved.get(at, (None, graph.values[v].bytes))
-                after = stops[bisect_right(stops, needed[j]) - 1] if queue == "gather" else 0
-                asked = queue, phase, places[v].crowd, way
-                first = begun[after] if queue == "gather" else 0.0
+                after = stops[bisect_right(stops, needed[j]) - 1] if queue == "prefetch" else 0
+                asked = queue, phase, places[v].group, way
+                first = begun[after] if queue == "prefetch" else 0.0
                 if op.loop < 0:  # what is awaited goes before gradients, and gathers go between
-                    before = bisect_left(lines, begun[needed[j]]) if queue == "gather" else len(lines)
+                    before = bisect_left(lines, begun[needed[j]]) if queue == "prefetch" else len(lines)
                     first = max(first, lines[before - 1]) if before else first
                 found = _Window(max(done[at], first), begun[needed[j]], asked, size, op.reads)
                 if (seen := windows.get(key)) is not None:
@@ -304,7 +304,7 @@ class _Awaited:
     edges: list[tuple[int, int]]
 
 
-def _awaited(graph: Graph, places: Sequence[Place], takes: Mapping[int, float]) -> dict[int, list[_Awaited]]:
+def _awaited(graph: Graph, places: Sequence[CollectiveSite], takes: Mapping[int, float]) -> dict[int, list[_Awaited]]:
     """By op of the forward and backward pass that is in no loop, the arrays that it is the first to wait for in line.
 
     Args:
@@ -314,17 +314,17 @@ def _awaited(graph: Graph, places: Sequence[Place], takes: Mapping[int, float]) 
     out: dict[int, list[_Awaited]] = {}
     for j, op in enumerate(graph.ops):
         for k, v in enumerate(op.inputs if op.phase != "update" and op.loop < 0 else ()):
-            if v is not None and places[v].queue == "line" and takes.get(at := places[v].origin, 0.0) > 0:
-                waits = found.setdefault((at, op.phase), _Awaited(takes[at], []))
-                if op.primitive != "share" and all(graph.ops[i].primitive == "share" for i, _ in waits.edges):
-                    out.setdefault(j, []).append(waits)
-                waits.edges.append((j, k))
+            if v is not None and places[v].collective_class == "blocking" and takes.get(at := places[v].origin, 0.0) > 0:
+                overlap_windows = found.setdefault((at, op.phase), _Awaited(takes[at], []))
+                if op.primitive != "share" and all(graph.ops[i].primitive == "share" for i, _ in overlap_windows.edges):
+                    out.setdefault(j, []).append(overlap_windows)
+                overlap_windows.edges.append((j, k))
     return out
 
 
 def _order(
     graph: Graph,
-    places: Sequence[Place],
+    places: Sequence[CollectiveSite],
     work_s: Sequence[float],
     moved: Collection[int],
     awaited: Mapping[int, float],
@@ -348,7 +348,7 @@ def _order(
     update = sorted(range(last, len(graph.ops)), key=there.__getitem__)
     makes = {
         j for j, op in enumerate(graph.ops[:last])
-        if op.phase == "backward" and op.primitive in PUT_OFF and all(places[v].queue == "gradient" for v in op.outputs)
+        if op.phase == "backward" and op.primitive in PUT_OFF and all(places[v].collective_class == "gradient" for v in op.outputs)
     }  # fmt: skip
     kept = [j for j in sorted(makes) if late and graph.ops[j].loop < 0]
     beside = _meanwhile(graph, places, work_s, moved, awaited, kept, {j: there[j] for j in update}) if late else {}
@@ -368,7 +368,7 @@ def _order(
 
 def _meanwhile(
     graph: Graph,
-    places: Sequence[Place],
+    places: Sequence[CollectiveSite],
     work_s: Sequence[float],
     moved: Collection[int],
     awaited: Mapping[int, float],
@@ -388,7 +388,7 @@ def _meanwhile(
     late = set(kept)  # and what needs these
     for j in sorted(update):
         inputs = [v for v in graph.ops[j].inputs if v is not None]
-        if any(graph.values[v].producer[0] in late or (places[v].queue == "gradient" and places[v].origin in moved) for v in inputs):
+        if any(graph.values[v].producer[0] in late or (places[v].collective_class == "gradient" and places[v].origin in moved) for v in inputs):
             late.add(j)
     ready, left = [j for j in update if j not in late and graph.ops[update[j]].phase == "backward"], list(kept)
     out: dict[int, list[int]] = {}
@@ -411,14 +411,14 @@ def _merged(windows: Mapping[_Key, _Window]) -> list[_Chunk]:
 
     def order(key: _Key):
         w = windows[key]
-        return number[w.queue], (w.needed, w.made) if w.queue[0] == "gather" else (w.made, w.needed), key
+        return number[w.collective_class], (w.needed, w.made) if w.collective_class[0] == "prefetch" else (w.made, w.needed), key
 
-    number = {queue: n for n, queue in enumerate(dict.fromkeys(w.queue for w in windows.values()))}
+    number = {queue: n for n, queue in enumerate(dict.fromkeys(w.collective_class for w in windows.values()))}
     out: list[dict[_Key, _Window]] = []
     for key in sorted(windows, key=order):
         last = list(out[-1].values()) if out else []
         full = sum(w.bytes for w in last) + windows[key].bytes > COMBINED_BYTES
-        if full or not last or last[0].queue != windows[key].queue:
+        if full or not last or last[0].collective_class != windows[key].collective_class:
             out.append({})
         out[-1][key] = windows[key]
     return [_Chunk(chunk) for chunk in out]
@@ -431,24 +431,24 @@ def _spans(chunks: Sequence[_Chunk], seconds: Callable[[Any, float], float], sta
     find the array there.
 
     Args:
-        seconds: as in `waits`.
+        seconds: as in `overlap_windows`.
         starts: when ops start.
     """
     out, starts = [(0.0, 0.0)] * len(chunks), sorted(starts)
-    gathers, gradients = ([n for n, c in enumerate(chunks) if c.queue[0] == queue] for queue in ("gather", "gradient"))
-    gathers.sort(key=lambda n: (chunks[n].needed, chunks[n].queue[3] is None))
+    gathers, gradients = ([n for n, c in enumerate(chunks) if c.collective_class[0] == queue] for queue in ("prefetch", "gradient"))
+    gathers.sort(key=lambda n: (chunks[n].needed, chunks[n].collective_class[3] is None))
     gradients.sort(key=lambda n: chunks[n].made)
     for queue in gathers, gradients:
         there: set[int] = set()
         news = {}
         for n in queue:
             news[n] = _Chunk({key: w for key, w in chunks[n].windows.items() if key[0] not in there})
-            if chunks[n].queue[3] is not None:
+            if chunks[n].collective_class[3] is not None:
                 there.update(at for at, *_ in chunks[n].windows)
         free = inf
         for n in reversed(queue):
             begins, stops = chunks[n].made, min(chunks[n].needed, free)
-            if chunks[n].queue[3] is not None:
+            if chunks[n].collective_class[3] is not None:
                 late = stops - (news[n] if news[n].windows else chunks[n]).takes(seconds)
                 begins = max(begins, starts[bisect_right(starts, late) - 1] if late > 0 else 0.0)
                 free = begins if news[n].windows else free
