@@ -135,7 +135,11 @@ def test_sums_of_gradients_run_one_at_a_time_beside_what_is_made_of_those_before
     graph = graph_of()
     everywhere = collective_sites(graph, [False] * len(graph.values))
     products = [at for at, op in enumerate(graph.ops) if op.primitive == "dot_general"]
-    made = [at for at in products if graph.ops[at].phase == "backward" and everywhere[graph.ops[at].outputs[0]].collective_class == "gradient"]
+    made = [
+        at
+        for at in products
+        if graph.ops[at].phase == "backward" and everywhere[graph.ops[at].outputs[0]].collective_class == "gradient"
+    ]
     updates = {at for at, op in enumerate(graph.ops) if op.primitive == "sub" and op.outs[0].shape == (64, 64)}
     work = [1.0 if at in products else 0.5 if at in updates else 0.0 for at in range(len(graph.ops))]
     leaves = [graph.readers(graph.ops[at].outputs[0]) for at in made]
@@ -239,7 +243,9 @@ def test_what_waits_last_is_served_first_by_the_optimizer_and_then_by_products_t
     def runs(*moved):
         line = {at: (("line", at), 1.0) for at in (behind, before)}
         ways = {at: (("gradient", at), 1.0) for at in moved}
-        return overlap_windows(graph, everywhere, work, ways, lambda way, size: float(way[0] == "line"), blocking=line).deferred_until[head]
+        return overlap_windows(graph, everywhere, work, ways, lambda way, size: float(way[0] == "line"), blocking=line).deferred_until[
+            head
+        ]
 
     loop = max(graph.loops, key=lambda loop: loop.start)
     assert head < runs(head, first) < loop.start  # the last waits beside the update of the layers

@@ -98,7 +98,7 @@ class _Decided:
     def read(self, i: int, k: int, v: int | None, copy: int, local: bool) -> tuple[Layout, ...]:
         """The layouts that operand k of op i goes through, the last the one that it is read in; () leaves it to XLA."""
         wanted = self.operand_layout(i, k)
-        if wanted.partial and (i, k) in self.space.accumulated:
+        if wanted.partial and (i, k) in self.space.accumulated_operands:
             return (replace(wanted, partial=()),)  # as CARRIES
         path = () if v is None else (*self.regather_source(v, copy), *self.copy_path(v), *self.reshard_path(v, wanted))
         # A loop's operands are constrained in any case: XLA chooses their layouts anew inside the loop.

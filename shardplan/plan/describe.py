@@ -111,7 +111,7 @@ def _moves(planned: Planned, i: int):
         value = planned.graph.values[v]
         before, after = planned.made(*value.producer), planned.taken(reader, operand)
         collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in steps)
-        made = planned.graph.ops[planned.graph.maker(planned.space.added_up.get(v, v))].source
+        made = planned.graph.ops[planned.graph.maker(planned.space.accumulated_sums.get(v, v))].source
         place = f"{portable(made.file)}:{made.line}" if made.file else ""
         between = planned.conflicts.get((reader, operand), ())
         pins = between if any(c.kind in AGAINST for c in collectives) else ()

@@ -40,20 +40,20 @@ class CollectiveSite:
     """Where the reshards of a value stand.
 
     Attributes:
-        queue: see the module's head.
-        members: arrays in this queue of the same loop, casts and copies of one counted once, of sums those of one type; in line,
+        collective_class: see the module's head.
+        group_size: arrays in this queue of the same loop, casts and copies of one counted once, of sums those of one type; in line,
             the small sums as far down the line as this one.
-        crowd: the same number for all members.
+        group: the same number for all members.
         origin: the op that makes the array of which this is a cast or a copy.
     """
 
-    queue: CollectiveClass
-    members: int
-    crowd: int
+    collective_class: CollectiveClass
+    group_size: int
+    group: int
     origin: int
 
 
-def places(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite, ...]:
+def collective_sites(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite, ...]:
     """Per value, where its reshards stand.
 
     Args:
@@ -88,17 +88,17 @@ class OverlapWindows:
     """How long reshards may take, and what they wait for.
 
     Attributes:
-        slack: (op, operand) -> seconds of work, in one run, that a reshard of the operand may run beside.
-        scattered: of operands that are gradients, the same for a reduce-scatter.
-        starts: op that makes a gradient -> the op when it runs: that makes the last of those that are merged with it, or beside which
+        seconds: (op, operand) -> seconds of work, in one run, that a reshard of the operand may run beside.
+        scatter_seconds: of operands that are gradients, the same for a reduce-scatter.
+        deferred_until: op that makes a gradient -> the op when it runs: that makes the last of those that are merged with it, or beside which
             it was put off.
-        fetched: op that takes an array that is gathered -> the op beside which that begins, if this is before it.
+        prefetch_start: op that takes an array that is gathered -> the op beside which that begins, if this is before it.
     """
 
-    slack: Mapping[tuple[int, int], float]
-    scattered: Mapping[tuple[int, int], float]
-    starts: Mapping[int, int]
-    fetched: Mapping[int, int]
+    seconds: Mapping[tuple[int, int], float]
+    scatter_seconds: Mapping[tuple[int, int], float]
+    deferred_until: Mapping[int, int]
+    prefetch_start: Mapping[int, int]
 
 
 _Key = tuple[int, Phase, int]
@@ -124,7 +124,7 @@ class _Chunk:
 
     @property
     def queue(self) -> tuple[CollectiveClass, Phase, int, Hashable]:
-        return next(iter(self.windows.values())).collective_class
+        return next(iter(self.windows.values())).queue
 
     @property
     def made(self) -> float:
@@ -142,18 +142,18 @@ class _Chunk:
 
     def takes(self, seconds: Callable[[Any, float], float]) -> float:
         """How long it is on its way, in all its runs; `seconds` as in `overlap_windows`."""
-        return seconds(self.collective_class[3], self.bytes) * next(iter(self.windows.values())).reads
+        return seconds(self.queue[3], self.bytes) * next(iter(self.windows.values())).reads
 
 
 def overlap_windows(
     graph: Graph,
-    places: Sequence[CollectiveSite],
+    sites: Sequence[CollectiveSite],
     work_s: Sequence[float],
     moved: Mapping[int, tuple[Hashable, float]] | None = None,
     seconds: Callable[[Any, float], float] = lambda way, size: 0.0,
     shards: int = 1,
-    gone: Collection[int] = (),
-    awaited: Mapping[int, tuple[Hashable, float]] | None = None,
+    scattered: Collection[int] = (),
+    blocking: Mapping[int, tuple[Hashable, float]] | None = None,
 ) -> OverlapWindows:
     """A reshard may last from when the array is made until somebody computes with it.
 
@@ -165,23 +165,23 @@ def overlap_windows(
     last over collectives in line.
 
     Args:
-        places: of all values.
+        sites: of all values.
         work_s: seconds of every op in one run.
         moved: by the op that makes an array, the way that it is moved, which only arrays of the same way can be merged with, and the
             bytes of the result on a device. By default all of a queue are moved alike, and whole.
         seconds: what moving so many bytes by one of these ways takes, or all of a queue by "all-reduce" or "reduce-scatter".
         shards: into how many parts gradients are scattered that are not known to be moved so; 1 as if they arrived whole.
-        gone: those of `moved` that are scattered.
-        awaited: as `moved`, of arrays in line outside of loops.
+        scattered: those of `moved` that are scattered.
+        blocking: as `moved`, of arrays in line outside of loops.
     """
-    line = _awaited(graph, places, {at: seconds(*asked) for at, asked in (awaited or {}).items()})
+    line = _awaited(graph, sites, {at: seconds(*asked) for at, asked in (blocking or {}).items()})
     waiting = any(graph.ops[j].phase == "backward" for j in line)
-    early = _schedule(graph, places, work_s, moved or {}, line, late=waiting)
-    late = early if waiting else _schedule(graph, places, work_s, moved or {}, line, late=True)
+    early = _schedule(graph, sites, work_s, moved or {}, line, late=waiting)
+    late = early if waiting else _schedule(graph, sites, work_s, moved or {}, line, late=True)
     chunks = _merged(early.windows)
     starts: dict[int, int] = {}
     for chunk in chunks:
-        if chunk.collective_class[0] == "gradient":
+        if chunk.queue[0] == "gradient":
             made = [at for at, *_ in chunk.windows]
             starts.update(dict.fromkeys(made, max(made)))
     starts.update((j, max(starts.get(j, j), after)) for j, after in early.put_off.items())
@@ -197,18 +197,20 @@ def overlap_windows(
 
     def as_all(key: _Key, window: _Window, kind: str, shards: int) -> _Window:
         """An array moved in another way than it is known to be, as all of its queue then."""
-        return replace(window, queue=(*window.collective_class[:3], kind), bytes=early.sizes[key] / shards)
+        return replace(window, queue=(*window.queue[:3], kind), bytes=early.sizes[key] / shards)
 
-    summed = {key: as_all(key, w, "all-reduce", 1) if key[0] in gone else w for key, w in early.windows.items()}
-    gradients = {key: w for key, w in late.windows.items() if w.collective_class[0] == "gradient"}
-    scattered = {key: w if key[0] in gone else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
+    summed = {key: as_all(key, w, "all-reduce", 1) if key[0] in scattered else w for key, w in early.windows.items()}
+    gradients = {key: w for key, w in late.windows.items() if w.queue[0] == "gradient"}
+    scatter_windows = {key: w if key[0] in scattered else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
     spans = zip(chunks, _spans(chunks, seconds, early.begun), strict=True)
-    gathers = ((c, begins) for c, (begins, _) in spans if c.collective_class[0] == "prefetch" and c.collective_class[1] != "update" and c.collective_class[3] is not None)
+    gathers = (
+        (c, begins) for c, (begins, _) in spans if c.queue[0] == "prefetch" and c.queue[1] != "update" and c.queue[3] is not None
+    )
     begins = {key: at for chunk, at in gathers for key in chunk.windows}
     times = list(accumulate(reversed(early.begun), min))[::-1]  # products that wait for the end of a loop begin late
     fetched = {j: bisect_right(times, begins[key]) - 1 for (j, _), key in early.edges.items() if key in begins}
     beside = {**slack(summed, early), **early.beside}
-    return OverlapWindows(beside, slack(scattered, late), starts, {j: at for j, at in fetched.items() if at < j})
+    return OverlapWindows(beside, slack(scatter_windows, late), starts, {j: at for j, at in fetched.items() if at < j})
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ class _Schedule:
 
 def _schedule(
     graph: Graph,
-    places: Sequence[CollectiveSite],
+    sites: Sequence[CollectiveSite],
     work_s: Sequence[float],
     moved: Mapping[int, tuple[Hashable, float]],
     awaited: Mapping[int, Sequence[_Awaited]],
@@ -251,7 +253,7 @@ def _schedule(
     put_off: dict[int, int] = {}
     latest = -1
     waiting = {j: sum(a.seconds for a in some) for j, some in awaited.items()}
-    for j, meantime in _order(graph, places, work_s, moved, waiting, late):
+    for j, meantime in _order(graph, sites, work_s, moved, waiting, late):
         begun[j] = now
         done[j] = now = now + work_s[j] * graph.ops[j].runs
         meanwhile += (done[j] - begun[j]) * meantime
@@ -277,14 +279,14 @@ def _schedule(
             readers = (needed[at] for v in op.outputs for at, _ in graph.values[v].consumers)
             needed[j] = min(readers, key=begun.__getitem__, default=j)
         for k, v in enumerate(op.inputs):
-            if v is not None and (queue := places[v].collective_class) in ("prefetch", "gradient"):
-                at = places[v].origin
+            if v is not None and (queue := sites[v].collective_class) in ("prefetch", "gradient"):
+                at = sites[v].origin
                 phase = op.phase if queue == "prefetch" else "update"
                 key = edges[j, k] = at, phase, op.loop
                 sizes[key] = min(sizes.get(key, inf), graph.values[v].bytes)
                 way, size = moved.get(at, (None, graph.values[v].bytes))
                 after = stops[bisect_right(stops, needed[j]) - 1] if queue == "prefetch" else 0
-                asked = queue, phase, places[v].group, way
+                asked = queue, phase, sites[v].group, way
                 first = begun[after] if queue == "prefetch" else 0.0
                 if op.loop < 0:  # what is awaited goes before gradients, and gathers go between
                     before = bisect_left(lines, begun[needed[j]]) if queue == "prefetch" else len(lines)
@@ -304,7 +306,7 @@ class _Awaited:
     edges: list[tuple[int, int]]
 
 
-def _awaited(graph: Graph, places: Sequence[CollectiveSite], takes: Mapping[int, float]) -> dict[int, list[_Awaited]]:
+def _awaited(graph: Graph, sites: Sequence[CollectiveSite], takes: Mapping[int, float]) -> dict[int, list[_Awaited]]:
     """By op of the forward and backward pass that is in no loop, the arrays that it is the first to wait for in line.
 
     Args:
@@ -314,17 +316,17 @@ def _awaited(graph: Graph, places: Sequence[CollectiveSite], takes: Mapping[int,
     out: dict[int, list[_Awaited]] = {}
     for j, op in enumerate(graph.ops):
         for k, v in enumerate(op.inputs if op.phase != "update" and op.loop < 0 else ()):
-            if v is not None and places[v].collective_class == "blocking" and takes.get(at := places[v].origin, 0.0) > 0:
-                overlap_windows = found.setdefault((at, op.phase), _Awaited(takes[at], []))
-                if op.primitive != "share" and all(graph.ops[i].primitive == "share" for i, _ in overlap_windows.edges):
-                    out.setdefault(j, []).append(overlap_windows)
-                overlap_windows.edges.append((j, k))
+            if v is not None and sites[v].collective_class == "blocking" and takes.get(at := sites[v].origin, 0.0) > 0:
+                arrival = found.setdefault((at, op.phase), _Awaited(takes[at], []))
+                if op.primitive != "share" and all(graph.ops[i].primitive == "share" for i, _ in arrival.edges):
+                    out.setdefault(j, []).append(arrival)
+                arrival.edges.append((j, k))
     return out
 
 
 def _order(
     graph: Graph,
-    places: Sequence[CollectiveSite],
+    sites: Sequence[CollectiveSite],
     work_s: Sequence[float],
     moved: Collection[int],
     awaited: Mapping[int, float],
@@ -348,10 +350,10 @@ def _order(
     update = sorted(range(last, len(graph.ops)), key=there.__getitem__)
     makes = {
         j for j, op in enumerate(graph.ops[:last])
-        if op.phase == "backward" and op.primitive in PUT_OFF and all(places[v].collective_class == "gradient" for v in op.outputs)
+        if op.phase == "backward" and op.primitive in PUT_OFF and all(sites[v].collective_class == "gradient" for v in op.outputs)
     }  # fmt: skip
     kept = [j for j in sorted(makes) if late and graph.ops[j].loop < 0]
-    beside = _meanwhile(graph, places, work_s, moved, awaited, kept, {j: there[j] for j in update}) if late else {}
+    beside = _meanwhile(graph, sites, work_s, moved, awaited, kept, {j: there[j] for j in update}) if late else {}
     put_off: list[int] = []
     for j, op in enumerate(graph.ops[:last]):
         if put_off and (op.primitive in PUT_BY or op.loop != graph.ops[put_off[-1]].loop):
@@ -368,7 +370,7 @@ def _order(
 
 def _meanwhile(
     graph: Graph,
-    places: Sequence[CollectiveSite],
+    sites: Sequence[CollectiveSite],
     work_s: Sequence[float],
     moved: Collection[int],
     awaited: Mapping[int, float],
@@ -388,7 +390,10 @@ def _meanwhile(
     late = set(kept)  # and what needs these
     for j in sorted(update):
         inputs = [v for v in graph.ops[j].inputs if v is not None]
-        if any(graph.values[v].producer[0] in late or (places[v].collective_class == "gradient" and places[v].origin in moved) for v in inputs):
+        if any(
+            graph.values[v].producer[0] in late or (sites[v].collective_class == "gradient" and sites[v].origin in moved)
+            for v in inputs
+        ):
             late.add(j)
     ready, left = [j for j in update if j not in late and graph.ops[update[j]].phase == "backward"], list(kept)
     out: dict[int, list[int]] = {}
@@ -411,14 +416,14 @@ def _merged(windows: Mapping[_Key, _Window]) -> list[_Chunk]:
 
     def order(key: _Key):
         w = windows[key]
-        return number[w.collective_class], (w.needed, w.made) if w.collective_class[0] == "prefetch" else (w.made, w.needed), key
+        return number[w.queue], (w.needed, w.made) if w.queue[0] == "prefetch" else (w.made, w.needed), key
 
-    number = {queue: n for n, queue in enumerate(dict.fromkeys(w.collective_class for w in windows.values()))}
+    number = {queue: n for n, queue in enumerate(dict.fromkeys(w.queue for w in windows.values()))}
     out: list[dict[_Key, _Window]] = []
     for key in sorted(windows, key=order):
         last = list(out[-1].values()) if out else []
         full = sum(w.bytes for w in last) + windows[key].bytes > COMBINED_BYTES
-        if full or not last or last[0].collective_class != windows[key].collective_class:
+        if full or not last or last[0].queue != windows[key].queue:
             out.append({})
         out[-1][key] = windows[key]
     return [_Chunk(chunk) for chunk in out]
@@ -435,20 +440,20 @@ def _spans(chunks: Sequence[_Chunk], seconds: Callable[[Any, float], float], sta
         starts: when ops start.
     """
     out, starts = [(0.0, 0.0)] * len(chunks), sorted(starts)
-    gathers, gradients = ([n for n, c in enumerate(chunks) if c.collective_class[0] == queue] for queue in ("prefetch", "gradient"))
-    gathers.sort(key=lambda n: (chunks[n].needed, chunks[n].collective_class[3] is None))
+    gathers, gradients = ([n for n, c in enumerate(chunks) if c.queue[0] == queue] for queue in ("prefetch", "gradient"))
+    gathers.sort(key=lambda n: (chunks[n].needed, chunks[n].queue[3] is None))
     gradients.sort(key=lambda n: chunks[n].made)
     for queue in gathers, gradients:
         there: set[int] = set()
         news = {}
         for n in queue:
             news[n] = _Chunk({key: w for key, w in chunks[n].windows.items() if key[0] not in there})
-            if chunks[n].collective_class[3] is not None:
+            if chunks[n].queue[3] is not None:
                 there.update(at for at, *_ in chunks[n].windows)
         free = inf
         for n in reversed(queue):
             begins, stops = chunks[n].made, min(chunks[n].needed, free)
-            if chunks[n].collective_class[3] is not None:
+            if chunks[n].queue[3] is not None:
                 late = stops - (news[n] if news[n].windows else chunks[n]).takes(seconds)
                 begins = max(begins, starts[bisect_right(starts, late) - 1] if late > 0 else 0.0)
                 free = begins if news[n].windows else free
