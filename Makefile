@@ -1,4 +1,4 @@
-# make demo: train a GPT by plan.   make test: everything CI checks.   make lint: style and types.
+# make demo: train a GPT by plan.   make test: everything CI checks.   make lint: style, types, imports.   make docs: the site in out/site.
 # The first call makes .venv with $(PYTHON), which must be 3.11 or newer; PYTHON=/path/to/python chooses another.
 
 PYTHON ?= python3
@@ -8,18 +8,24 @@ NEWER ?= $(shell for p in python3.12 python3.13 python3.14 $$HOME/.pyenv/version
 PIP = -m pip install --quiet --disable-pip-version-check
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
-.PHONY: demo test lint smoke-newest clean
+.PHONY: demo test lint docs smoke-newest clean
 
 demo: .venv/demo
 	.venv/bin/python examples/gpt.py
 
-test: lint
+test: lint docs
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
 	$(if $(NEWER),$(MAKE) smoke-newest,@echo "no Python 3.12 found: the newest jax was not tried")
 
 lint: .venv/test
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports --no-logo
 	.venv/bin/pyright --pythonpath .venv/bin/python
+
+docs: .venv/test
+	.venv/bin/python docs/generate.py --check
+	.venv/bin/mkdocs build --strict --quiet
 
 smoke-newest: .venv312/smoke
 	.venv312/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
@@ -33,7 +39,7 @@ smoke-newest: .venv312/smoke
 	touch $@
 
 .venv/test: .venv/demo
-	.venv/bin/python $(PIP) --group test --editable ".[solver,examples,view,gpu-check]"
+	.venv/bin/python $(PIP) --group test --group docs --editable ".[solver,examples,view,gpu-check]"
 	touch $@
 
 .venv312/smoke: pyproject.toml
