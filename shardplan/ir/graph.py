@@ -19,26 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
+
+from shardplan.ir.traits import TRAITS, Traits, traits_of
 
 Phase = Literal["forward", "backward", "update"]
 
-BORDER = frozenset(
-    (
-        "arg",
-        "out",
-        "const",
-        "loop_const",
-        "loop_carry",
-        "loop_slice",
-        "loop_next",
-        "loop_stack",
-        "branch_in",
-        "branch_out",
-        "barrier",
-        "share",
-    )
-)
+BORDER = frozenset(name for name, traits in TRAITS.items() if traits.border)
 """Ops of our own; all but loop_slice and loop_stack hand on every dim of their operand."""
 
 Path = tuple[int | str, ...]
@@ -117,15 +105,20 @@ class Op:
     holds: int = -1
     label: str = ""
 
+    @cached_property
+    def traits(self) -> Traits:
+        """What is known of the primitive."""
+        return traits_of(self.primitive)
+
     @property
     def updates(self) -> bool:
         """Whether it writes into its first operand, where that dies with it."""
-        return self.primitive == "dynamic_update_slice" or self.primitive.startswith("scatter")
+        return self.traits.in_place
 
     @property
     def spread(self) -> bool:
         """Whether it is one number spread out, which XLA writes where it is read and nowhere else, in loops too."""
-        return self.primitive == "broadcast_in_dim" and not self.ins[0].shape
+        return self.traits.broadcast and not self.ins[0].shape
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ class Graph:
     def original(self, v: int) -> int:
         """The value that a copy, or a copy of a copy, is made of; any other is its own."""
         op = self.ops[self.values[v].producer[0]]
-        while op.primitive == "share" and (source := op.inputs[0]) is not None:
+        while op.traits.copy and (source := op.inputs[0]) is not None:
             v, op = source, self.ops[self.values[source].producer[0]]
         return v
 
@@ -162,7 +155,7 @@ class Graph:
     def readers(self, v: int) -> Iterator[int]:
         """The ops that read a value, itself or through a `share`."""
         for at, _ in self.values[v].consumers:
-            if self.ops[at].primitive == "share":
+            if self.ops[at].traits.copy:
                 yield from self.readers(self.ops[at].outputs[0])
             else:
                 yield at

@@ -19,7 +19,6 @@ from shardplan.ir.graph import Graph, components
 
 ROUNDS = 3
 COPIES = 3
-ENDS = ("arg", "out", "const")
 
 
 def repeated_layers(graph: Graph, signature: Sequence[int]) -> tuple[int, ...]:
@@ -35,12 +34,12 @@ def repeated_layers(graph: Graph, signature: Sequence[int]) -> tuple[int, ...]:
     leaf = _leaves(graph, pattern)
     for i, op in enumerate(graph.ops):
         made_from = [graph.values[v].producer[0] for v in op.inputs if v is not None]
-        if op.primitive in ENDS:
+        if op.traits.endpoint:
             key = (op.primitive, signature[i], pattern[i])
         elif op.phase == "update":
             key = (signature[i], leaf.get(i), *(colour[p] for p in made_from))
         else:
-            read = tuple(colour[p] for p in made_from if graph.ops[p].primitive == "arg")
+            read = tuple(colour[p] for p in made_from if graph.ops[p].traits.step_input)
             key = (signature[i], op.phase, op.source, op.runs, read)
         colour.append(numbers.setdefault(key, len(numbers)))
     neighbours = _neighbours(graph)
@@ -56,7 +55,7 @@ def repeated_layers(graph: Graph, signature: Sequence[int]) -> tuple[int, ...]:
 
 def _patterns(graph: Graph) -> dict[int, str]:
     """Paths of inputs and outputs with the numbers of layers left out: a number that takes at least `COPIES` values in its place."""
-    labels = {i: op.label for i, op in enumerate(graph.ops) if op.primitive in ENDS}
+    labels = {i: op.label for i, op in enumerate(graph.ops) if op.traits.endpoint}
     values: dict[str, set[str]] = {}
 
     for label in labels.values():
@@ -81,7 +80,7 @@ def _leaves(graph: Graph, pattern: dict[int, str]) -> dict[int, tuple[str, ...]]
     """Per op of the optimizer, the paths of the inputs and outputs it is joined to by arrays (not by single numbers)."""
 
     def joins(i: int) -> bool:
-        return graph.ops[i].phase == "update" or graph.ops[i].primitive in ENDS
+        return graph.ops[i].phase == "update" or graph.ops[i].traits.endpoint
 
     def pairs():
         for value in graph.values:
@@ -91,12 +90,12 @@ def _leaves(graph: Graph, pattern: dict[int, str]) -> dict[int, tuple[str, ...]]
     component = components(len(graph.ops), pairs())
     labels: dict[int, set[str]] = {}
     for i, op in enumerate(graph.ops):
-        if op.primitive in ENDS:
+        if op.traits.endpoint:
             labels.setdefault(component[i], set()).add(pattern[i])
     return {
         i: tuple(sorted(labels.get(component[i], ())))
         for i, op in enumerate(graph.ops)
-        if op.phase == "update" and op.primitive not in ENDS
+        if op.phase == "update" and not op.traits.endpoint
     }
 
 
@@ -104,7 +103,7 @@ def _neighbours(graph: Graph) -> list[tuple[list[int], ...]]:
     """(producers, readers) per op over arrays; inputs and outputs have their paths, and numbers tell nothing of a layer."""
     out: list[tuple[list[int], ...]] = []
     for op in graph.ops:
-        if op.primitive in ENDS:
+        if op.traits.endpoint:
             out.append(())
             continue
         producers = [graph.values[v].producer[0] for v in op.inputs if v is not None and graph.values[v].shape]

@@ -29,6 +29,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from shardplan.ir.traits import Traits, declare_traits
+
 Dims = tuple[tuple[str, ...], ...]
 """One tensor: per dim, its letters, major to minor; () for a dim of size one that belongs to no loop."""
 
@@ -196,12 +198,14 @@ class RuleError(ValueError):
 RULES: dict[str, Callable[..., Rule]] = {}
 
 
-def rule(*primitives: str):
-    """Register one rule function for the named primitives."""
+def rule(*primitives: str, traits: Traits | None = None):
+    """Register one rule function for the named primitives, and the traits that all of them have."""
 
     def register(fn):
         for name in primitives:
             RULES[name] = fn
+        if traits is not None:
+            declare_traits(primitives, traits)
         return fn
 
     return register

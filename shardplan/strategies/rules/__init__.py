@@ -5,8 +5,13 @@
 
 from __future__ import annotations
 
+from shardplan.ir.traits import Traits, declare_traits
+
 from ..rule import RULES, Rule, is_registered, letter_sizes, letters
 from . import elementwise, index, linalg, linear, random, reduce, shape, window  # noqa: F401
+
+declare_traits(("pallas_call", "ffi_call", "custom_partitioning", "pure_callback", "io_callback"), Traits(shapes_in_params=True))
+declare_traits(("shard_map",), Traits(layouts_in_params=True))
 
 
 def whole_rule(ins, outs) -> Rule:

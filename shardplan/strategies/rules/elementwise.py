@@ -6,6 +6,8 @@ select_n  1, a b, a b -> a b       with a scalar predicate the first operand is 
 
 from __future__ import annotations
 
+from shardplan.ir.traits import Traits
+
 from ..rule import Rule, letters, rule
 
 
@@ -20,30 +22,35 @@ def elementwise(*ins, out, **kw) -> Rule:
 
 
 PLAIN = """
-    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz convert_element_type cos
-    cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow
-    is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi ne nextafter not one_minus_square or
+    acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos
+    cosh digamma div eq eq_to erf erf_inv erfc exp2 expm1 floor ge gt integer_pow
+    is_finite le le_to lgamma log1p log2 lt lt_to mulhi ne nextafter not one_minus_square or
     philox2x32 philox4x32 polygamma polynomial population_count pow reduce_precision rem
-    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh
-    threefry2x32 threefry4x32 xor zeta sub neg real imag complex conj
+    round select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh square tan
+    threefry2x32 threefry4x32 xor zeta real imag complex conj
 """
+PROLOGUES = "abs exp log logistic max min mul rsqrt sqrt sub tanh"
 ITERATED = "igamma igamma_grad_a igammac regularized_incomplete_beta"
-LINEAR = "add add_any copy name stop_gradient xla_metadata_value zeros_like"
+LINEAR = "copy name stop_gradient xla_metadata_value zeros_like"
 
 
 @rule(*PLAIN.split())
+@rule(*PROLOGUES.split(), traits=Traits(matmul_prologue=True))
+@rule("neg", traits=Traits(matmul_prologue=True, forwards_value=True))
+@rule("convert_element_type", traits=Traits(forwards_value=True, runs_with_reader=True))
 def _(*ins, out, **_):
     return elementwise(*ins, out=out)
 
 
 # A loop inside, so no part of a fusion.
-@rule(*ITERATED.split())
+@rule(*ITERATED.split(), traits=Traits(runs_on_shards=True))
 def _(*ins, out, **_):
     return elementwise(*ins, out=out, fusion="none")
 
 
 # Partial sums pass through where XLA adds first and reduces then. It does not for neg and sub, linear as they are.
 @rule(*LINEAR.split())
+@rule("add", "add_any", traits=Traits(addition=True, deferrable=True, matmul_prologue=True))
 def _(*ins, out, **_):
     return elementwise(*ins, out=out, linear=True)
 
@@ -53,7 +60,8 @@ def _(*ins, out, **_):
     return elementwise(*ins, out=out, fusion="view", flops=0)
 
 
-@rule("sharding_constraint", "reshard", "layout_constraint", "relayout", "with_memory_space_constraint")
+@rule("sharding_constraint", traits=Traits(sharding_constraint=True))
+@rule("reshard", "layout_constraint", "relayout", "with_memory_space_constraint")
 def _(x, *, out, **_):
     a = letters(x)
     return Rule((a,), (a,), fusion="view", flops=0)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from math import prod
 
+from shardplan.ir.traits import Traits
+
 from ..rule import Rule, letters, rule
 from .reduce import ordered
 
@@ -24,7 +26,7 @@ def index_letters(indices, batching: dict[int, tuple[str, ...]]):
     return tuple(own)
 
 
-@rule("gather")
+@rule("gather", traits=Traits(gather=True, reads_part=True))
 def _(x, indices, *rest, out, dimension_numbers, slice_sizes, **_):
     n, a, b = dimension_numbers, letters(x), letters(x, "s")
     kind = "or" if str(x.dtype) == "bool" else "sum"
@@ -83,26 +85,27 @@ def alone(indices, letters) -> frozenset[str]:
 
 
 # XLA partitions sums of updates, not differences: it would gather them.
-@rule("scatter", "scatter-sub", "scatter_sub")
+@rule("scatter", traits=Traits(scatter="set", in_place=True))
+@rule("scatter-sub", "scatter_sub", traits=Traits(scatter="sub", in_place=True))
 def _(x, indices, updates, *, out, dimension_numbers, **_):
     return scattered(x, indices, updates, dimension_numbers, None)
 
 
-@rule("scatter-add", "scatter_add")
+@rule("scatter-add", "scatter_add", traits=Traits(scatter="add", in_place=True))
 def _(x, indices, updates, *, out, dimension_numbers, **_):
     return scattered(x, indices, updates, dimension_numbers, "sum")
 
 
-@rule("scatter-mul", "scatter_mul")
+@rule("scatter-mul", "scatter_mul", traits=Traits(scatter="mul", in_place=True))
 def _(x, indices, updates, *, out, dimension_numbers, **_):
     return scattered(x, indices, updates, dimension_numbers, "prod")
 
 
-@rule("scatter-max", "scatter_max")
+@rule("scatter-max", "scatter_max", traits=Traits(scatter="max", in_place=True))
 def _(x, indices, updates, *, out, dimension_numbers, **_):
     return scattered(x, indices, updates, dimension_numbers, "max")
 
 
-@rule("scatter-min", "scatter_min")
+@rule("scatter-min", "scatter_min", traits=Traits(scatter="min", in_place=True))
 def _(x, indices, updates, *, out, dimension_numbers, **_):
     return scattered(x, indices, updates, dimension_numbers, "min")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from math import prod
 
+from shardplan.ir.traits import Traits
+
 from ..rule import Rule, letters, rule
 
 
@@ -21,10 +23,11 @@ def batched(ins, out, core: int, flops=None) -> Rule:
     return Rule(dims[: len(ins)], dims[len(ins) :], whole=frozenset(a for o in own for d in o for a in d), flops=flops)
 
 
-MATRIX = "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product tridiagonal"
+MATRIX = "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd tridiagonal"
 
 
 @rule(*MATRIX.split())
+@rule("symmetric_product", traits=Traits(runs_on_shards=True))
 def _(*ins, out, **_):
     return batched(ins, out, 2, flops=prod(ins[0].shape) * min(ins[0].shape[-2:]))
 
@@ -34,20 +37,20 @@ def _(*ins, out, **_):
     return batched(ins, out, 1 if len(ins) == 1 else 2)
 
 
-@rule("fft")
+@rule("fft", traits=Traits(runs_on_shards=True, row_major=True))
 def _(x, *, out, fft_lengths, **_):
     return batched((x,), out, len(fft_lengths), flops=5 * prod(x.shape) * max(1, prod(fft_lengths).bit_length()))
 
 
 # op(a) x = b or x op(a) = b: columns of b, or its rows, are independent.
-@rule("triangular_solve")
+@rule("triangular_solve", traits=Traits(runs_on_shards=True))
 def _(a, b, *, out, left_side, **_):
     *batch, m, k = letters(b) if left_side else (*letters(b)[:-2], letters(b)[-1], letters(b)[-2])
     x = (*batch, m, k) if left_side else (*batch, k, m)
     return Rule(((*batch, ("p",), ("q",)), x), (x,), whole=frozenset({"p", "q", *m}), flops=prod(b.shape) * a.shape[-1])
 
 
-@rule("tridiagonal_solve")
+@rule("tridiagonal_solve", traits=Traits(runs_on_shards=True))
 def _(lower, diagonal, upper, b, *, out, **_):
     *batch, m, _ = letters(b)
     return Rule(((*batch, m),) * 3 + (letters(b),), (letters(b),), whole=frozenset(m), flops=8 * prod(b.shape))

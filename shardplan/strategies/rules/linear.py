@@ -11,6 +11,8 @@ from math import gcd, prod
 
 import numpy as np
 
+from shardplan.ir.traits import Traits
+
 from ..rule import Fusion, Halo, Rule, letters, rule
 
 
@@ -57,7 +59,7 @@ def fused(x, y, dimension_numbers) -> Fusion:
     return "reduce" if 1 in (rows, columns) and (rows + columns) * inner < SMALL_PRODUCT else "none"
 
 
-@rule("dot_general")
+@rule("dot_general", traits=Traits(matmul=True, deferrable=True))
 def _(x, y, *, out, dimension_numbers, **_):
     a, b, c = contract(x, y, dimension_numbers)
     contracted = dimension_numbers[0][0]
@@ -84,7 +86,7 @@ def _(x, y, x_scale, y_scale, *, out, dimension_numbers, **_):
 
 
 # Rows of the left operand come in groups, each with its own right operand: the ragged dim and the groups are whole.
-@rule("ragged_dot_general")
+@rule("ragged_dot_general", traits=Traits(grouped_matmul=True))
 def _(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, **_):
     n = ragged_dot_dimension_numbers
     (left, right), batch = n.dot_dimension_numbers
@@ -110,7 +112,7 @@ def ways(*sizes: int) -> tuple[int, int]:
 
 # Windows slide over spatial dims. Where they divide better than the result, as in a filter's gradient, it is the sum over window
 # positions that is split.
-@rule("conv_general_dilated")
+@rule("conv_general_dilated", traits=Traits(convolution=True, runs_on_shards=True))
 def _(
     x,
     w,

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
+from shardplan.ir.traits import Traits
+
 from ..rule import Rule, letters, rule
 from .shape import resized
 
@@ -27,17 +29,17 @@ def reduction(x, axes, n_results: int = 1, kind: str | None = None, **kw) -> Rul
     return Rule((a,), (kept,) * n_results, **how, fusion=fusion, flops=prod(x.shape), **kw)
 
 
-@rule("reduce_sum")
+@rule("reduce_sum", traits=Traits(reduction=True, sum_reduction=True))
 def _(x, *, out, axes, **_):
     return reduction(x, axes, kind="sum", linear=all(x.shape[d] == 1 for d in axes))  # a sum of one is a reshape
 
 
-@rule("reduce_max")
+@rule("reduce_max", traits=Traits(reduction=True))
 def _(x, *, out, axes, **_):
     return reduction(x, axes, kind=ordered(x, "max"))
 
 
-@rule("reduce_min")
+@rule("reduce_min", traits=Traits(reduction=True))
 def _(x, *, out, axes, **_):
     return reduction(x, axes, kind=ordered(x, "min"))
 
@@ -47,23 +49,23 @@ def ordered(x, kind: str | None) -> str | None:
     return None if "complex" in str(x.dtype) and kind in ("max", "min") else kind
 
 
-@rule("reduce_prod")
+@rule("reduce_prod", traits=Traits(reduction=True))
 def _(x, *, out, axes, **_):
     return reduction(x, axes, kind="prod")
 
 
 # No collective has the bitwise functions of integers, nor the exclusive one.
-@rule("reduce_and")
+@rule("reduce_and", traits=Traits(reduction=True))
 def _(x, *, out, axes, **_):
     return reduction(x, axes, kind="and" if str(x.dtype) == "bool" else None)
 
 
-@rule("reduce_or")
+@rule("reduce_or", traits=Traits(reduction=True))
 def _(x, *, out, axes, **_):
     return reduction(x, axes, kind="or" if str(x.dtype) == "bool" else None)
 
 
-@rule("reduce_xor")
+@rule("reduce_xor", traits=Traits(reduction=True))
 def _(x, *, out, axes, **_):
     return reduction(x, axes)
 
@@ -88,7 +90,7 @@ def _(x, *, out, axes, **_):
 
 
 # Operands, then their initial values; the function that joins two elements is the user's.
-@rule("reduce")
+@rule("reduce", traits=Traits(barrier_operands=True))
 def _(*ins, out, dimensions, **_):
     r, n = reduction(ins[0], dimensions, len(out)), len(out)
     return Rule(r.operands * n + ((),) * n, r.results, whole=r.whole, fusion="reduce", flops=n * prod(ins[0].shape))

@@ -11,6 +11,8 @@ from dataclasses import replace
 from itertools import accumulate, count
 from math import gcd
 
+from shardplan.ir.traits import Traits
+
 from ..rule import Halo, Rule, letters, rule
 
 
@@ -87,7 +89,7 @@ def factors(left: tuple[int, ...], right: tuple[int, ...]):
             give(side, letter, rest[side])
 
 
-@rule("reshape")
+@rule("reshape", traits=Traits(forwards_value=True, runs_with_reader=True))
 def _(x, *rest, out, dimensions=None, **_):
     order = dimensions or range(len(x.shape))  # the dims are transposed into this order first
     left, right, sizes, whole = factors(tuple(x.shape[d] for d in order), out[0].shape)
@@ -96,19 +98,19 @@ def _(x, *rest, out, dimensions=None, **_):
     return Rule((left, *((),) * len(rest)), (right,), sizes=sizes, whole=whole, linear=True, fusion=fusion, flops=0)
 
 
-@rule("transpose")
+@rule("transpose", traits=Traits(transpose=True, forwards_value=True, runs_with_reader=True))
 def _(x, *, out, permutation, **_):
     a = letters(x)
     return move((a,), (tuple(a[p] for p in permutation),), linear=True)
 
 
-@rule("squeeze")
+@rule("squeeze", traits=Traits(forwards_value=True))
 def _(x, *, out, dimensions, **_):
     a = tuple(() if d in dimensions else b for d, b in enumerate(letters(x)))
     return move((a,), (tuple(b for d, b in enumerate(a) if d not in dimensions),), linear=True, fusion="view")
 
 
-@rule("broadcast_in_dim")
+@rule("broadcast_in_dim", traits=Traits(broadcast=True))
 def _(x, *rest, out, broadcast_dimensions, **_):
     a = letters(out[0])
     return move((tuple(() if n == 1 else a[d] for d, n in zip(broadcast_dimensions, x.shape, strict=True)), *((),) * len(rest)), (a,))
@@ -162,13 +164,13 @@ def _(x, value, *, out, padding_config, **_):
     return replace(r, operands=(*r.operands, ()))
 
 
-@rule("slice")
+@rule("slice", traits=Traits(reads_part=True))
 def _(x, *, out, start_indices, limit_indices, strides, **_):
     kept = zip(start_indices, strides or (1,) * len(x.shape), x.shape, out[0].shape, strict=True)
     return shifted((x,), out, {d: [Halo(stride=step, low=-start)] for d, (start, step, n, m) in enumerate(kept) if n != m})
 
 
-@rule("dynamic_slice")
+@rule("dynamic_slice", traits=Traits(reads_part=True))
 def _(x, *starts, out, **_):
     a, small, cut, whole = cutting(x, out[0])
     kept = "key<" in str(x.dtype)
@@ -177,7 +179,7 @@ def _(x, *starts, out, **_):
 
 
 # What of an update falls in a device's shard is written there, so all dims of the operand pass through.
-@rule("dynamic_update_slice")
+@rule("dynamic_update_slice", traits=Traits(in_place=True, writes_part=(1, 1)))
 def _(x, update, *starts, out, **_):
     a, small, cut, whole = cutting(x, update)
     return move((a, small, *((),) * len(starts)), (a,), [whole], local=frozenset(cut))

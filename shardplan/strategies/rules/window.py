@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from math import prod
 
+from shardplan.ir.traits import Traits
+
 from ..rule import Halo, Rule, letters, rule
 
 
@@ -53,7 +55,7 @@ def _(tangents, x, *, out, window_dimensions, **params):
 
 # An element reads the windows it is in, and a shard all that these see. Shards begin where a window does; where windows leave
 # elements out between them, the dim is whole.
-@rule("select_and_scatter_add")
+@rule("select_and_scatter_add", traits=Traits(zeros_after=1))
 def _(source, x, *, out, window_dimensions, **params):
     a, found = slid(1, x, window_dimensions, **params)
     sizes, halo = {name: each for (name,), *each in zip(a, source.shape, x.shape, strict=True)}, {}
@@ -69,7 +71,7 @@ def _(source, x, *, out, window_dimensions, **params):
     return Rule((b, a), (a,), halo=halo, local=frozenset(halo), whole=whole, flops=flops)
 
 
-@rule("select_and_scatter")
+@rule("select_and_scatter", traits=Traits(zeros_after=0))
 def _(x, source, init, *, out, window_dimensions, **params):
     a, halo = slid(1, x, window_dimensions, **params)
     b = tuple((f"y{n}",) if n in halo else (n,) for (n,) in a)
