@@ -103,7 +103,7 @@ def run(name: str, build, config, steps: int = 30, axes: tuple[str, ...] = ("dat
     print(f"{name} on mesh {', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())}; its largest parameters:")
     print(layouts(plan))
     peak, proof = plan.memory().peak / 1e6, "optimal" if plan.status == "optimal" else f"{plan.status}, gap {plan.gap:.2%}"
-    moved = sorted({c.kind for d in plan.decisions for m in d.moves for c in m.collectives} - {"slice"})
+    moved = sorted({c.kind for d in plan.decisions for m in d.reshards for c in m.collectives} - {"slice"})
     print(f"collectives: {', '.join(moved) or 'none'}; peak {peak:.1f} MB per device; {proof}")
     state = step.init(create_state, key)  # born split, as the plan wants it
     losses, seconds = train(step, state, batches(steps))

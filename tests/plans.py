@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan.data import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
+from shardplan.plan.data import Leaf, MemoryReport, Plan, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
 
 MESH = MeshShape(("data", "model"), (2, 4))
 
@@ -34,19 +34,19 @@ def leaf(path: str, shape: tuple[int, ...], *dims: str, kind: str = "parameters"
     return Leaf(path, shape, dtype, layout(*dims), kind)
 
 
-def decision(file: str, line: int, function: str, primitive: str, occurrence: int = 0, **more) -> Decision:
+def decision(file: str, line: int, function: str, primitive: str, occurrence: int = 0, **more) -> PlanDecision:
     return replace(
-        Decision(file, line, function, primitive, occurrence, "forward", {}, (), (), (), 0.0, 1.0, "", 0),
+        PlanDecision(file, line, function, primitive, occurrence, "forward", {}, (), (), (), 0.0, 1.0, "", 0),
         **more,
     )
 
 
-def numbered(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
+def numbered(decisions: Sequence[PlanDecision]) -> tuple[PlanDecision, ...]:
     """Decisions as about one op after the other."""
     return tuple(replace(d, op=n) for n, d in enumerate(decisions))
 
 
-def source_lines(decisions: Sequence[Decision], text: str = SOURCE) -> tuple[SourceLine, ...]:
+def source_lines(decisions: Sequence[PlanDecision], text: str = SOURCE) -> tuple[SourceLine, ...]:
     """The lines of a program on which the decisions stand."""
     seconds: dict[tuple[str, int], float] = {}
     for d in decisions:
@@ -70,32 +70,32 @@ def transformer(layers: int = 3, file: str = "train.py") -> Plan:
 
     over_model = layout("data", "", "", partial=(("model", "sum"),))
     over_data = layout("", "model", partial=(("data", "sum"),))
-    row = Collective("all-reduce", ("model",), 12_582_912.0, 41e-6)
-    whole = Collective("all-reduce", ("data",), 2_359_296.0, 18e-6)
+    row = PlannedCollective("all-reduce", ("model",), 12_582_912.0, 41e-6)
+    whole = PlannedCollective("all-reduce", ("data",), 2_359_296.0, 18e-6)
     moved.append(
         decision(
-            file, 10, "loss_fn", "gather", strategy={"data": "a"}, seconds=11e-6, result="float32[16,512,768]",
-            results=(layout("data", "", ""),),
+            file, 10, "loss_fn", "gather", strategy={"data": "a"}, seconds=11e-6, result_type="float32[16,512,768]",
+            result_layouts=(layout("data", "", ""),),
         )
     )  # fmt: skip
     for n in range(layers):
         moved += [
             decision(
                 file, 5, "block", "dot_general", n, strategy={"data": "a", "model": "c"}, seconds=110e-6,
-                result="float32[16,512,3072]", results=(layout("data", "", "model"),),
+                result_type="float32[16,512,3072]", result_layouts=(layout("data", "", "model"),),
             ),
             decision(
-                file, 6, "block", "add", n, seconds=5e-6, result="float32[16,512,768]", results=(layout("data", "", ""),),
-                reads=((), (layout("data", "", ""),)),
-                moves=(Move(1, "float32[16,512,768]", over_model, layout("data", "", ""), (row,)),),
+                file, 6, "block", "add", n, seconds=5e-6, result_type="float32[16,512,768]", result_layouts=(layout("data", "", ""),),
+                operand_layouts=((), (layout("data", "", ""),)),
+                reshards=(PlannedReshard(1, "float32[16,512,768]", over_model, layout("data", "", ""), (row,)),),
             ),
         ]  # fmt: skip
     for n in range(layers):
         moved.append(
             decision(
-                file, 5, "block", "transpose", n, phase="backward", seconds=3e-6, result="float32[768,3072]",
-                results=(layout("", "model"),),
-                moves=(Move(0, "float32[768,3072]", over_data, layout("", "model"), (whole,)),),
+                file, 5, "block", "transpose", n, phase="backward", seconds=3e-6, result_type="float32[768,3072]",
+                result_layouts=(layout("", "model"),),
+                reshards=(PlannedReshard(0, "float32[768,3072]", over_data, layout("", "model"), (whole,)),),
             )
         )  # fmt: skip
     profile = tuple({"activations": 1e8 * min(n, 40 - n), "optimizer": 6e8, "parameters": 3.1e8} for n in range(41))
@@ -116,8 +116,10 @@ def transformer(layers: int = 3, file: str = "train.py") -> Plan:
         },
         status="feasible",
         gap=0.004,
-        tied=True,
-        memory_=Memory(2.91e9, 80e9, "train.py:6 in block", {"activations": 2e9, "optimizer": 6e8, "parameters": 3.1e8}, profile),
+        symmetric_layers=True,
+        memory_report=MemoryReport(
+            2.91e9, 80e9, "train.py:6 in block", {"activations": 2e9, "optimizer": 6e8, "parameters": 3.1e8}, profile
+        ),
         search="ilp",
         fingerprint="0123456789abcdef" * 4,
         unknown=(("my_kernel", "train.py:13"),),

@@ -287,7 +287,7 @@ def test_the_specs_of_a_shard_map_are_pins(mesh, params, axes):
         plan = planned.plan(params, batch())
     assert not plan.unknown
     split = tuple(() if d == 0 else (axes,) if isinstance(axes, str) else axes for d in range(2))
-    assert [x.dims for d in plan.decisions if d.primitive == "shard_map" for x in d.results if x] == [split]
+    assert [x.dims for d in plan.decisions if d.primitive == "shard_map" for x in d.result_layouts if x] == [split]
     with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
         want = jax.jit(step)(params, batch())
     same(planned(params, batch()), want)
@@ -320,7 +320,7 @@ def test_the_users_own_constraint_is_kept(mesh, params):
     planned = shardplan.auto(mesh)(constrained)
     same(planned(params, batch()), jnp.sum(batch()["x"] @ params["up"] @ params["down"]), 1e-3)
     decision = next(d for d in planned.plan(params, batch()).decisions if d.primitive == "sharding_constraint")
-    assert decision.results[0].spec() == ("model", None)
+    assert decision.result_layouts[0].spec() == ("model", None)
 
 
 @pytest.mark.parametrize("search", ["ilp", "propagation", "recursive"])

@@ -121,7 +121,7 @@ def test_options_reach_the_planner(here, capsys):
     options = ["--search", "propagation", "--memory", "inf", "--time-limit", "5", "--donate", "0", "--pin", "w/up=model,None"]
     assert main(["plan", "program.py:example", *MESH, *options, "-o", "plan.json"]) == 0
     plan = Plan.load("plan.json")
-    assert (plan.search, plan.memory_.limit) == ("propagation", None)
+    assert (plan.search, plan.memory_report.limit) == ("propagation", None)
     assert next(x for x in plan.inputs if x.path == "w/up").layout.dims == (("model",), ())
 
 

@@ -24,7 +24,7 @@ def layouts(plan):
 def planned_kinds(plan, least_bytes=1e5):
     """(phase, kind) of every planned collective that moves something."""
     return [
-        (d.phase, c.kind) for d in plan.decisions for m in d.moves for c in m.collectives if c.bytes > least_bytes and c.kind != "slice"
+        (d.phase, c.kind) for d in plan.decisions for m in d.reshards for c in m.collectives if c.bytes > least_bytes and c.kind != "slice"
     ]
 
 
@@ -126,7 +126,7 @@ def test_finds_hybrid_mlp():
     plan = plan_of(sgd(loss), params, {"x": S((1024, 4096), F32), "y": S((1024,), I32)})
     assert layouts(plan)["params/out"] == split(0, 1)
     assert layouts(plan)["params/hidden"] != split(0, 0) or layouts(plan)["batch/x"] == split(1, 0)
-    assert not any(m.after == split(0, 0) and "1048576" in m.value for d in plan.decisions for m in d.moves)
+    assert not any(m.after == split(0, 0) and "1048576" in m.array for d in plan.decisions for m in d.reshards)
 
 
 def test_finds_vocabulary_split_softmax():

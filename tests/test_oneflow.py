@@ -48,7 +48,7 @@ def test_wait_time_is_the_latency_of_a_collective():
     usual, late = planned(), planned(cluster=slow_links(100))
 
     def count(plan):
-        return sum(c.kind != "slice" for d in plan.decisions for m in d.moves for c in m.collectives)
+        return sum(c.kind != "slice" for d in plan.decisions for m in d.reshards for c in m.collectives)
 
     assert count(late) < count(usual) and late.seconds["total"] > usual.seconds["total"]
 
@@ -62,7 +62,7 @@ def test_sbp_collector_shares_what_several_ops_read():
     a = shape(4096, 1 << 15)
     options = {"in_shardings": (P(None, "x"), P(None, "x"), P(None, "x")), "out_shardings": P(None, "x")}
     plan = planned(both, shape(512, 4096), a, a, **options)
-    moved = [c for d in plan.decisions for m in d.moves for c in m.collectives]
+    moved = [c for d in plan.decisions for m in d.reshards for c in m.collectives]
     assert [c.kind for c in moved] == ["all-gather"] and plan.comm_bytes == 512 * 4096 * 4
 
 

@@ -180,6 +180,6 @@ def test_sums_of_a_weight_with_two_uses_are_added_before_they_are_scattered(tabl
     batch = {name: shape((64, 1024), jnp.int32) for name in "xy"}
     pins = {"**/table": table} if table else {}
     auto = shardplan.auto(jax.sharding.AbstractMesh(*MESH), cluster="h100", donate_argnums=0, pins=pins)
-    moves = (m for d in auto(step).plan((params, params), batch).decisions if d.phase != "forward" for m in d.moves)
+    moves = (m for d in auto(step).plan((params, params), batch).decisions if d.phase != "forward" for m in d.reshards)
     large = [c for m in moves for c in m.collectives if c.bytes >= 50304 * 768 * 2 / 4]
     assert [c.kind for c in large if c.kind != "all-gather"] == ["reduce-scatter"] * scattered

@@ -46,7 +46,7 @@ def test_same_places_the_first_of_equals(dtype, axes, kind):
 def test_what_is_emitted_is_what_the_plan_says():
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P(None, ("x", "y")))(lambda x: (x.argmax(1), lax.top_k(x, 3)))
-    planned = [(c.kind, c.bytes, c.axes) for d in step.plan(values("float32")).decisions for m in d.moves for c in m.collectives]
+    planned = [(c.kind, c.bytes, c.axes) for d in step.plan(values("float32")).decisions for m in d.reshards for c in m.collectives]
     assert planned == [("all-gather", 5 * n * 8 * 4, ("x", "y")) for n in (1, 1, 3, 3)]
     found = collectives(step.compile(values("float32")).as_text(), MeshShape(("x", "y"), (2, 4)))
     assert sorted(p.array.bytes for c in found for p in c.parts) == sorted(b for _, b, _ in planned)

@@ -155,7 +155,7 @@ def test_what_is_emitted_is_what_the_plan_says(op):
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (64, 5)), "float32")
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P("x"), out_shardings=P("x"))(op)
     assert difference(step(x), jax.jit(op)(x)) is None
-    planned = [(c.kind, c.bytes) for d in step.plan(x).decisions for m in d.moves for c in m.collectives]
+    planned = [(c.kind, c.bytes) for d in step.plan(x).decisions for m in d.reshards for c in m.collectives]
     emitted = [(c.kind, p.array.bytes) for c in collectives(step.compile(x).as_text(), MeshShape(("x",), (8,))) for p in c.parts]
     assert sorted(emitted) == sorted(planned) and {kind for kind, _ in planned} == {"collective-permute"}
 
@@ -176,7 +176,7 @@ def test_loops_and_branches_fetch_too(kind):
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P(("x", "y")))(jax.value_and_grad(run))
     for got, want in zip(step(x), jax.jit(jax.value_and_grad(run))(x), strict=True):
         assert difference(got, want) is None
-    fetched = {d.primitive for d in step.plan(x).decisions for m in d.moves for c in m.collectives if c.kind == "collective-permute"}
+    fetched = {d.primitive for d in step.plan(x).decisions for m in d.reshards for c in m.collectives if c.kind == "collective-permute"}
     assert fetched >= {"pad", "rev"}
 
 
@@ -239,7 +239,7 @@ def test_rows_and_columns_of_images_are_split_and_nothing_changes(pin):
     planned = shardplan.auto(mesh, cluster=NEAR, pins={"images": pin})(step)
     for got, want in itertools.zip_longest(jax.tree.leaves(planned(*args)), jax.tree.leaves(jax.jit(step)(*args))):
         assert difference(got, want) is None
-    assert any(c.kind == "collective-permute" for d in planned.plan(*args).decisions for m in d.moves for c in m.collectives)
+    assert any(c.kind == "collective-permute" for d in planned.plan(*args).decisions for m in d.reshards for c in m.collectives)
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_xla_exchanges_what_the_plan_says():
     planned = shardplan.auto(mesh, cluster="h100", pins={"images": P(None, "x", "y")}, static_argnums=2)(step)
     report = planned.check(params, images, False, target="h100:8")
     emitted = [int(p.array.bytes) for c in report.compiled.collectives if c.kind == "collective-permute" for p in c.parts]
-    moves = [c for d in planned.plan(params, images, False).decisions for m in d.moves for c in m.collectives]
+    moves = [c for d in planned.plan(params, images, False).decisions for m in d.reshards for c in m.collectives]
     exchanged = [int(c.bytes) for c in moves if c.kind == "collective-permute"]
     first, second, back = 2048 * 8 * 4, 1024 * 64 * 4, 512 * 64 * 4  # bytes of a row
     assert Counter(emitted) == {first: 2, second: 1, back: 1}
@@ -275,7 +275,7 @@ def test_a_reversed_kernel_reads_the_copy_that_was_gathered_for_the_forward_pass
     x = jax.ShapeDtypeStruct((64, 32, 32, 512), "bfloat16")
     pins = {"params/**": P(None, None, "x"), "x": P("x")}
     plan = shardplan.auto(AbstractMesh((8,), ("x",)), cluster="h100", donate_argnums=0, pins=pins)(train).plan(params, x)
-    gathered = [d.primitive for d in plan.decisions for m in d.moves for c in m.collectives if c.kind == "all-gather"]
+    gathered = [d.primitive for d in plan.decisions for m in d.reshards for c in m.collectives if c.kind == "all-gather"]
     assert gathered == ["conv_general_dilated"] * 4
 
 

@@ -57,7 +57,7 @@ def test_a_slice_is_the_sum_of_what_shards_hold_of_it(spec, rows, dtype, mesh):
     step = shardplan.auto(mesh, cluster=FAR, in_shardings=(spec, P()), out_shardings=P())(run)
     for at in (-100, -1, 0, 3, 7, 8, 12, 29, 31, 100):
         np.testing.assert_array_equal(step(x, jnp.int8(at)), run(x, jnp.int8(at)))
-    planned = [(c.kind, c.bytes) for d in step.plan(x, jnp.int8(0)).decisions for m in d.moves for c in m.collectives]
+    planned = [(c.kind, c.bytes) for d in step.plan(x, jnp.int8(0)).decisions for m in d.reshards for c in m.collectives]
     assert emitted(step, x, jnp.int8(0)) == planned
     assert {kind for kind, _ in planned} == {"all-reduce"}
 
@@ -153,5 +153,5 @@ def test_rows_of_a_table_split_along_both_dims_reach_any_layout(at, to):
     table, rows = array(4096, 16), array(8, 16, dtype="int32") * 37 % 4096
     step = shardplan.auto(mesh, cluster=FAR, in_shardings=(P("b", "c"), at), out_shardings=to)(lambda t, i: t.at[i].get(mode="clip"))
     np.testing.assert_array_equal(step(table, rows), table[rows])
-    sums = [(d.reads[m.operand][0], m.before) for d in step.plan(table, rows).decisions for m in d.moves if m.before.partial]
+    sums = [(d.operand_layouts[m.operand][0], m.before) for d in step.plan(table, rows).decisions for m in d.reshards if m.before.partial]
     assert sums and all(first == replace(before, partial=()) for first, before in sums)

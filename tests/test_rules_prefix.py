@@ -51,7 +51,7 @@ def test_what_is_emitted_is_what_the_plan_says():
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (64, 5)), "float32")
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P(("x", "y")), out_shardings=P(("x", "y")))(lambda x: lax.cumsum(x, axis=0))
-    planned = [(c.kind, c.bytes, c.axes) for d in step.plan(x).decisions for m in d.moves for c in m.collectives]
+    planned = [(c.kind, c.bytes, c.axes) for d in step.plan(x).decisions for m in d.reshards for c in m.collectives]
     found = collectives(step.compile(x).as_text(), MeshShape(("x", "y"), (2, 4)))
     assert planned == [("all-gather", 8 * 5 * 4, ("x", "y"))]
     assert [(c.kind, p.array.bytes) for c in found for p in c.parts] == [("all-gather", 8 * 5 * 4)]
@@ -78,7 +78,7 @@ def test_experts_places_and_their_gradients_under_a_loop(kind):
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(None, P(("x", "y"))))(run)
     for got, want in zip(jax.tree.leaves(step(w, x)), jax.tree.leaves(jax.jit(run)(w, x)), strict=True):
         assert difference(got, want) is None
-    split = {d.primitive for d in step.plan(w, x).decisions for m in d.moves for c in m.collectives if c.kind == "all-gather"}
+    split = {d.primitive for d in step.plan(w, x).decisions for m in d.reshards for c in m.collectives if c.kind == "all-gather"}
     assert split >= {"cumsum"}
 
 
@@ -87,5 +87,5 @@ def test_splitting_is_priced_by_its_totals():
     mesh = jax.sharding.AbstractMesh((8,), ("x",))
     x = jax.ShapeDtypeStruct((1 << 20, 64), "float32")
     plan = shardplan.auto(mesh, cluster="h100", in_shardings=P("x"), out_shardings=P("x"))(lambda x: lax.cumsum(x, axis=0)).plan(x)
-    (move,) = [c for d in plan.decisions for m in d.moves for c in m.collectives]
+    (move,) = [c for d in plan.decisions for m in d.reshards for c in m.collectives]
     assert (move.kind, move.bytes) == ("all-gather", 8 * 64 * 4)

@@ -9,7 +9,7 @@ import pytest
 from plans import MESH, decision, layout, leaf, transformer
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan.data import Collective, Leaf, Memory, Move, SourceLine
+from shardplan.plan.data import Leaf, MemoryReport, PlannedCollective, PlannedReshard, SourceLine
 from shardplan.view.html import _axes, picture, to_html
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
@@ -80,7 +80,7 @@ def test_it_shows_what_the_plan_says(plan):
 
 
 def test_a_budget_near_the_peak_is_a_line(plan):
-    near = replace(plan, memory_=replace(plan.memory_, limit=3.2e9))
+    near = replace(plan, memory_report=replace(plan.memory_report, limit=3.2e9))
     assert Page(to_html(near, page=True)).count("path", class_="budget") == 1
 
 
@@ -92,18 +92,18 @@ def test_names_from_the_program_cannot_break_out(plan):
     evil = '"><script>alert(1)</script><img src=x onerror=alert(2)>${css}&lt;'
     mesh = MeshShape((evil, "model"), (2, 4))
     split = Layout(((evil,), ()))
-    move = Move(0, evil, split, Layout(((), ())), (Collective("all-gather", (evil,), 8.0, 1e-6),))
+    move = PlannedReshard(0, evil, split, Layout(((), ())), (PlannedCollective("all-gather", (evil,), 8.0, 1e-6),))
     found = replace(
         plan,
         mesh=mesh,
         cluster=evil,
         inputs=(Leaf(evil, (8, 8), evil, split, evil),),
         decisions=(
-            decision("evil.py", 1, evil, evil, results=(split,), result=evil, moves=(move,), phase=evil),
-            decision(evil, 2, evil, evil, moves=(move,), seconds=1e-3),
+            decision("evil.py", 1, evil, evil, result_layouts=(split,), result_type=evil, reshards=(move,), phase=evil),
+            decision(evil, 2, evil, evil, reshards=(move,), seconds=1e-3),
         ),
         lines=(SourceLine("evil.py", 1, f"x = 1  # {evil}", 1e-3),),
-        memory_=Memory(8.0, 9.0, evil, {evil: 8.0}, ({evil: 8.0}, {evil: 4.0, "</script>": 1.0})),
+        memory_report=MemoryReport(8.0, 9.0, evil, {evil: 8.0}, ({evil: 8.0}, {evil: 4.0, "</script>": 1.0})),
         unknown=((evil, evil),),
         fingerprint=evil,
     )
@@ -128,7 +128,14 @@ def test_in_a_notebook_its_style_stays_inside(plan):
 
 def test_an_empty_plan_is_a_page_too(plan):
     empty = replace(
-        plan, inputs=(), outputs=(), decisions=(), lines=(), unknown=(), memory_=Memory(0.0, None, "", {}), mesh=MeshShape((), ())
+        plan,
+        inputs=(),
+        outputs=(),
+        decisions=(),
+        lines=(),
+        unknown=(),
+        memory_report=MemoryReport(0.0, None, "", {}),
+        mesh=MeshShape((), ()),
     )
     assert "nothing costs anything" in to_html(replace(empty, seconds=dict.fromkeys(plan.seconds, 0.0)), page=True)
 

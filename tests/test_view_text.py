@@ -9,8 +9,8 @@ from plans import MESH, decision, layout, leaf, transformer
 
 from shardplan import units
 from shardplan.mesh.layout import Layout
-from shardplan.plan.data import Memory
-from shardplan.view import rows
+from shardplan.plan.data import MemoryReport
+from shardplan.view import rows, types
 
 GOLDEN = Path(__file__).parent / "data" / "view"
 
@@ -95,7 +95,7 @@ def test_memory(plan):
         "  together     2.71 GiB  100 %",
         "  budget       74.5 GiB  3.6 %  used",
     ]
-    assert str(Memory(0.0, None, "", {})) == "memory per device at the peak\n  together  0 B"
+    assert str(MemoryReport(0.0, None, "", {})) == "memory per device at the peak\n  together  0 B"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_is_proven_is_said(plan, status, gap, text):
 
 
 def test_nothing_to_tell(plan):
-    empty = replace(plan, inputs=(), decisions=(), unknown=(), memory_=Memory(0.0, None, "", {}))
+    empty = replace(plan, inputs=(), decisions=(), unknown=(), memory_report=MemoryReport(0.0, None, "", {}))
     text = empty.explain()
     assert "inputs: none" in text
     assert "collectives: none" in text
@@ -125,10 +125,10 @@ def test_names_cannot_steer_the_terminal_or_break_the_table(plan):
     named = replace(
         plan,
         inputs=(leaf(evil, (8, 8), "data", ""),),
-        decisions=(decision(file, 3, "f\n", "dot\x1b", results=(layout("data"),), result="float32[8]\x1b"),),
+        decisions=(decision(file, 3, "f\n", "dot\x1b", result_layouts=(layout("data"),), result_type="float32[8]\x1b"),),
         unknown=(("\x1b[2J", "a\nb"),),
         cluster="h\x1b[0m",
-        memory_=replace(plan.memory_, where="x\ny\x1b"),
+        memory_report=replace(plan.memory_report, where="x\ny\x1b"),
     )
     for text in (named.explain(), str(named), str(plan.diff(named))):
         assert "\x1b" not in text
@@ -180,22 +180,22 @@ def test_files_of_one_name_are_told_apart():
     ],
 )
 def test_seconds_are_humane(n, text):
-    assert units.time_text(n) == text
+    assert units.format_seconds(n) == text
 
 
 def test_bytes_are_humane():
-    assert [units.bytes_text(n) for n in (0, 512, 12_582_912, 999_950)] == ["0 B", "512 B", "12.6 MB", "1 MB"]
-    assert units.memory_size(80e9) == "74.5 GiB"
-    assert [units.percent(x) for x in (0, 1e-6, 0.004, 0.0996, 0.54)] == ["0 %", "<0.01 %", "0.4 %", "10 %", "54 %"]
-    assert [units.times(n) for n in (1, 12, 2.5)] == ["", "×12", "×2.5"]
+    assert [units.format_bytes(n) for n in (0, 512, 12_582_912, 999_950)] == ["0 B", "512 B", "12.6 MB", "1 MB"]
+    assert units.format_memory(80e9) == "74.5 GiB"
+    assert [units.format_percent(x) for x in (0, 1e-6, 0.004, 0.0996, 0.54)] == ["0 %", "<0.01 %", "0.4 %", "10 %", "54 %"]
+    assert [units.format_count(n) for n in (1, 12, 2.5)] == ["", "×12", "×2.5"]
 
 
 def test_types_read_as_jax_prints_them():
-    assert units.type_text("float32", (8, 4, 2), layout("data", "", "")) == "f32[8@data, 4, 2]"
-    assert units.type_text("bfloat16", (8,), layout("data model")) == "bf16[8@(data,model)]"
-    assert units.type_text("float32", (), Layout((), (("data", "sum"), ("model", "sum")))) == "f32[] {sum over data,model}"
-    assert units.placed("key<fry>[2]", layout("")) == "key<fry>[2]"
-    assert [units.itemsize(t) for t in ("float32", "bfloat16", "int4", "bool", "float8_e4m3fn", "key<fry>")] == [
+    assert types.type_text("float32", (8, 4, 2), layout("data", "", "")) == "f32[8@data, 4, 2]"
+    assert types.type_text("bfloat16", (8,), layout("data model")) == "bf16[8@(data,model)]"
+    assert types.type_text("float32", (), Layout((), (("data", "sum"), ("model", "sum")))) == "f32[] {sum over data,model}"
+    assert types.array_type("key<fry>[2]", layout("")) == "key<fry>[2]"
+    assert [types.itemsize(t) for t in ("float32", "bfloat16", "int4", "bool", "float8_e4m3fn", "key<fry>")] == [
         4,
         2,
         0.5,

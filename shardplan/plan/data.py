@@ -50,7 +50,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Collective:
+class PlannedCollective:
     """One planned redistribution step.
 
     Attributes:
@@ -67,43 +67,44 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Move:
+class PlannedReshard:
     """What brings one operand into the layout in which an op takes it.
 
     Attributes:
-        operand, value: its number and type.
+        operand: its number.
+        array: its type, "float32[8,4]".
         before, after: the layouts.
         collectives: one after the other.
         pins: where regions meet that grew from different pins (propagation/conflicts.py), these two in words; otherwise ().
-        made_at: the 'file:line' that makes the operand, where XLA hangs the reduction of partial sums; '' in a plan from a file.
+        producer_source: the 'file:line' that makes the operand, where XLA hangs the reduction of partial sums; '' in a plan from a file.
     """
 
     operand: int
-    value: str
+    array: str
     before: Layout
     after: Layout
-    collectives: tuple[Collective, ...]
+    collectives: tuple[PlannedCollective, ...]
     pins: tuple[str, ...] = ()
-    made_at: str = field(default="", compare=False)
+    producer_source: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
-class Decision:
+class PlanDecision:
     """One op on which the plan says something.
 
     Attributes:
         file, line, function: the user's source line; the file by its portable name (`shardplan.files.portable`).
         primitive, occurrence: which op of that line and phase, counted from 0.
         strategy: mesh axis -> what it splits, in the rule's letters.
-        reads: per operand, the layouts it is constrained to.
-        results: per result, the layout it is constrained to, or None.
-        moves: collectives at its operands.
+        operand_layouts: per operand, the layouts it is constrained to.
+        result_layouts: per result, the layout it is constrained to, or None.
+        reshards: collectives at its operands.
         seconds: compute on one device, per run.
         runs: how often per step.
-        result: type of the first result, for people.
+        result_type: type of the first result, for people.
         op: its number among the ops of the program, which tells it from all others.
-        copies: per operand, which copy of the array it reads: 0 the first, n the one gathered again after n were let go, -1 the
-            first, but kept from being fused with its other readers; () is all 0.
+        copy_numbers: per operand, which resharded copy of the array it reads: 0 the first one, n the n-th one regathered, -1 the
+            first one behind an optimization barrier, so that XLA does not fuse it with its other readers; () is all 0.
     """
 
     file: str
@@ -113,14 +114,14 @@ class Decision:
     occurrence: int
     phase: str
     strategy: Mapping[str, str]
-    reads: tuple[tuple[Layout, ...], ...]
-    results: tuple[Layout | None, ...]
-    moves: tuple[Move, ...]
+    operand_layouts: tuple[tuple[Layout, ...], ...]
+    result_layouts: tuple[Layout | None, ...]
+    reshards: tuple[PlannedReshard, ...]
     seconds: float
     runs: float
-    result: str
+    result_type: str
     op: int
-    copies: tuple[int, ...] = ()
+    copy_numbers: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple:
@@ -129,7 +130,7 @@ class Decision:
 
     @property
     def comm_seconds(self) -> float:
-        return self.runs * sum(c.seconds for m in self.moves for c in m.collectives)
+        return self.runs * sum(c.seconds for m in self.reshards for c in m.collectives)
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Conflict:
 
     Attributes:
         pins: in words, in the program's order; equal where a constraint's forward and backward pass disagree.
-        file, line: as in `Decision`.
+        file, line: as in `PlanDecision`.
         bytes: that a device sends per step because of it.
         seconds: of these collectives per step, hidden or not.
     """
@@ -155,7 +156,7 @@ class SourceLine:
     """A line of the program as it was when it was planned.
 
     Attributes:
-        file, line: as in `Decision`; ("", 0) gathers the ops of no line.
+        file, line: as in `PlanDecision`; ("", 0) gathers the ops of no line.
         code: its text, "" where it could not be read.
         seconds: compute of all its ops on one device in one step.
     """
@@ -167,7 +168,7 @@ class SourceLine:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryReport:
     """Bytes per device over the step.
 
     Attributes:
@@ -202,8 +203,8 @@ class Plan:
         seconds: predicted seconds of a step: "compute", "communication", what of that is "hidden" behind compute,
             "total" (the first two less the third), and its lower "bound".
         status: "optimal", "feasible", "fallback"; gap: proven relative distance from the optimum.
-        tied: whether repeated layers were planned alike (the bound then holds for such plans).
-        memory_: see `memory()`.
+        symmetric_layers: whether repeated layers were given equal strategies (the bound then holds for such plans).
+        memory_report: see `memory()`.
         search: one of `SEARCHES`.
         fingerprint: of the program.
         donated: names of the donated arguments, or of leaves where only some of an argument are.
@@ -215,12 +216,12 @@ class Plan:
     cluster: str
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
-    decisions: tuple[Decision, ...]
+    decisions: tuple[PlanDecision, ...]
     seconds: Mapping[str, float]
     status: str
     gap: float
-    tied: bool
-    memory_: Memory
+    symmetric_layers: bool
+    memory_report: MemoryReport
     search: str
     fingerprint: str
     donated: tuple[str, ...] = ()
@@ -270,9 +271,9 @@ class Plan:
 
         return explain(self, source=source)
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryReport:
         """Predicted bytes per device: the peak, where it is, and what it is made of."""
-        return self.memory_
+        return self.memory_report
 
     def __str__(self) -> str:
         from shardplan.view.text import summary
@@ -353,14 +354,14 @@ class Plan:
     @cached_property
     def comm_bytes(self) -> float:
         """Bytes a device sends through collectives in one step (buffer sizes, times runs)."""
-        return sum(d.runs * c.bytes for d in self.decisions for m in d.moves for c in m.collectives if c.kind != "slice")
+        return sum(d.runs * c.bytes for d in self.decisions for m in d.reshards for c in m.collectives if c.kind != "slice")
 
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
         """Pins that disagree: between what grew from one and from the other, arrays are sent. Line by line, dear pairs first."""
         sent: dict[tuple, list[float]] = {}
         pairs: dict[tuple[str, ...], float] = {}
-        for d, m in ((decision, m) for decision in self.decisions for m in decision.moves if m.pins):
+        for d, m in ((decision, m) for decision in self.decisions for m in decision.reshards if m.pins):
             at = sent.setdefault((m.pins, d.file, d.line), [0.0, 0.0])
             seconds = d.runs * sum(c.seconds for c in m.collectives)
             at[0] += d.runs * sum(c.bytes for c in m.collectives)
@@ -381,14 +382,14 @@ class Plan:
             "search": self.search,
             "status": self.status,
             "gap": self.gap,
-            "tied": self.tied,
+            "tied": self.symmetric_layers,
             "seconds": dict(self.seconds),
             "memory": {
-                "peak": self.memory_.peak,
-                "limit": self.memory_.limit,
-                "where": self.memory_.where,
-                "at_peak": dict(self.memory_.at_peak),
-                "profile": [dict(p) for p in self.memory_.profile],
+                "peak": self.memory_report.peak,
+                "limit": self.memory_report.limit,
+                "where": self.memory_report.where,
+                "at_peak": dict(self.memory_report.at_peak),
+                "profile": [dict(p) for p in self.memory_report.profile],
             },
             "fingerprint": self.fingerprint,
             "donated": list(self.donated),
@@ -444,11 +445,11 @@ class PlanDiff:
         return _changed({x.path: x.layout for x in self.a.inputs}, {x.path: x.layout for x in self.b.inputs})
 
     @cached_property
-    def decisions(self) -> tuple[tuple[tuple, Decision | None, Decision | None], ...]:
+    def decisions(self) -> tuple[tuple[tuple, PlanDecision | None, PlanDecision | None], ...]:
         """(key, decision in a, decision in b) of ops that differ in strategy or reshards."""
 
-        def body(d: Decision):
-            return (d.strategy, d.reads, d.results)
+        def body(d: PlanDecision):
+            return (d.strategy, d.operand_layouts, d.result_layouts)
 
         a, b = ({d.key: d for d in p.decisions} for p in (self.a, self.b))
         keys = dict.fromkeys([*a, *b])
@@ -505,20 +506,20 @@ def _leaf_json(x: Leaf) -> dict:
     return {"shape": list(x.shape), "dtype": x.dtype, "layout": layout_json(x.layout), "kind": x.kind}
 
 
-def _decision_json(d: Decision) -> dict:
+def _decision_json(d: PlanDecision) -> dict:
     out = {
         "op": d.op, "file": d.file, "line": d.line, "function": d.function, "primitive": d.primitive, "occurrence": d.occurrence,
-        "phase": d.phase, "result": d.result, "runs": d.runs, "seconds": d.seconds, "strategy": dict(d.strategy),
-        "reads": [[layout_json(x) for x in chain] for chain in d.reads],
-        "copies": list(d.copies),
-        "results": [layout_json(x) for x in d.results],
+        "phase": d.phase, "result": d.result_type, "runs": d.runs, "seconds": d.seconds, "strategy": dict(d.strategy),
+        "reads": [[layout_json(x) for x in chain] for chain in d.operand_layouts],
+        "copies": list(d.copy_numbers),
+        "results": [layout_json(x) for x in d.result_layouts],
         "moves": [
             {
-                "operand": m.operand, "value": m.value, "before": layout_json(m.before), "after": layout_json(m.after),
+                "operand": m.operand, "value": m.array, "before": layout_json(m.before), "after": layout_json(m.after),
                 "collectives": [{"kind": c.kind, "axes": list(c.axes), "bytes": c.bytes, "seconds": c.seconds} for c in m.collectives],
                 "pins": list(m.pins),
             }
-            for m in d.moves
+            for m in d.reshards
         ],
     }  # fmt: skip
     return out

@@ -13,7 +13,7 @@ from shardplan.files import portable, source_line
 from shardplan.ir.graph import BORDER, Op
 from shardplan.mesh.reshard import Step
 from shardplan.pipeline import Planned, categories, memory_by_category
-from shardplan.plan.data import Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
+from shardplan.plan.data import Leaf, MemoryReport, Plan, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
 from shardplan.propagation.conflicts import AGAINST
 from shardplan.strategies.enumerate import PARTIAL
 
@@ -41,8 +41,8 @@ def describe(planned: Planned, context=None) -> Plan:
         },
         status=planned.solution.status,
         gap=float(planned.solution.gap),
-        tied=planned.solution.tied,
-        memory_=_memory(planned.network, planned.solution.states),
+        symmetric_layers=planned.solution.tied,
+        memory_report=_memory(planned.network, planned.solution.states),
         search=planned.options.search,
         fingerprint=planned.traced.fingerprint(),
         donated=planned.traced.donated_names(),
@@ -81,11 +81,11 @@ def _decisions(planned: Planned):
         name = (file, op.source.line, op.primitive, op.phase)
         occurrence = seen[name] = seen.get(name, -1) + 1
         decided = planned.decisions.get(op.path)
-        moves = tuple(_moves(planned, i))
-        if decided is None and not moves:
+        reshards = tuple(_moves(planned, i))
+        if decided is None and not reshards:
             continue
         runs = op.runs if op.primitive not in BORDER else op.reads
-        yield Decision(
+        yield PlanDecision(
             file=file,
             line=op.source.line,
             function=op.source.function,
@@ -93,14 +93,14 @@ def _decisions(planned: Planned):
             occurrence=occurrence,
             phase=op.phase,
             strategy=_strategy(planned, i),
-            reads=decided.reads if decided else (),
-            results=decided.results if decided else (),
-            moves=moves,
+            operand_layouts=decided.reads if decided else (),
+            result_layouts=decided.results if decided else (),
+            reshards=reshards,
             seconds=float(space.seconds[i][planned.strategies[i]]) * op.runs / runs,
             runs=runs,
-            result=_type(op),
+            result_type=_type(op),
             op=number,
-            copies=decided.copies if decided else (),
+            copy_numbers=decided.copies if decided else (),
         )
 
 
@@ -110,17 +110,17 @@ def _moves(planned: Planned, i: int):
         assert v is not None
         value = planned.graph.values[v]
         before, after = planned.made(*value.producer), planned.taken(reader, operand)
-        collectives = tuple(Collective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in steps)
+        collectives = tuple(PlannedCollective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in steps)
         made = planned.graph.ops[planned.graph.maker(planned.space.accumulated_sums.get(v, v))].source
         place = f"{portable(made.file)}:{made.line}" if made.file else ""
         between = planned.conflicts.get((reader, operand), ())
         pins = between if any(c.kind in AGAINST for c in collectives) else ()
-        yield Move(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, pins, place)
+        yield PlannedReshard(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, pins, place)
     op, space = planned.graph.ops[i], planned.space
     for x in exchanged(op, space.rules[i], space.choices[i], planned.strategies[i], space.mesh, space.cluster):
         layout, aval = planned.taken(i, x.operand), op.ins[x.operand]
-        kind = Collective(x.kind, x.axes, x.bytes, x.seconds)
-        yield Move(x.operand, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", layout, layout, (kind,))
+        kind = PlannedCollective(x.kind, x.axes, x.bytes, x.seconds)
+        yield PlannedReshard(x.operand, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", layout, layout, (kind,))
 
 
 Fetch = tuple[int, int, int, tuple[Step, ...]]
@@ -161,12 +161,12 @@ def _type(op: Op) -> str:
     return f"{op.outs[0].dtype}[{','.join(map(str, op.outs[0].shape))}]"
 
 
-def _memory(network: Network, states) -> Memory:
+def _memory(network: Network, states) -> MemoryReport:
     graph, limit = network.space.graph, network.problem.limit
     holdings = network.holdings(states)
     horizon = max((hi for *_, hi, _ in holdings), default=0)
     if not horizon:
-        return Memory(0.0, limit, "", {})
+        return MemoryReport(0.0, limit, "", {})
     kinds = categories(graph)
     names = sorted(set(kinds.values()))
     number = {name: n for n, name in enumerate(names)}
@@ -179,7 +179,7 @@ def _memory(network: Network, states) -> Memory:
     peak = int(profile.argmax())
     op = graph.ops[min(peak, len(graph.ops) - 1)]
     points = np.unique(np.append(np.linspace(0, horizon - 1, PROFILE_POINTS).astype(int), peak))
-    return Memory(
+    return MemoryReport(
         peak=float(profile[peak]),
         limit=None if limit is None else float(limit),
         where=f"{op.source}" + (f" in {op.source.function}" if op.source.function else ""),

@@ -17,7 +17,19 @@ from typing import Any
 
 from shardplan.errors import PlanFileError
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan.data import FORMAT, MAX_FILE_BYTES, SEARCHES, VERSION, Collective, Decision, Leaf, Memory, Move, Plan, SourceLine
+from shardplan.plan.data import (
+    FORMAT,
+    MAX_FILE_BYTES,
+    SEARCHES,
+    VERSION,
+    Leaf,
+    MemoryReport,
+    Plan,
+    PlanDecision,
+    PlannedCollective,
+    PlannedReshard,
+    SourceLine,
+)
 
 STATUSES = ("optimal", "feasible", "fallback")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "slice")
@@ -220,8 +232,8 @@ def _plan(value: Any) -> Plan:
         seconds=_seconds(value["seconds"], "seconds"),
         status=_one_of(STATUSES)(value["status"], "status"),
         gap=_number(value["gap"], "gap"),
-        tied=_bool(value["tied"], "tied"),
-        memory_=_memory(value["memory"], "memory"),
+        symmetric_layers=_bool(value["tied"], "tied"),
+        memory_report=_memory(value["memory"], "memory"),
         search=_one_of(SEARCHES)(value["search"], "search"),
         fingerprint=_filled(value["fingerprint"], "fingerprint"),
         donated=_items(value["donated"], "donated", _text),
@@ -247,9 +259,9 @@ def _seconds(value: Any, at: str) -> dict[str, float]:
     return {k: _number(x, f"{at}.{k}") for k, x in _object(value, at, names).items()}
 
 
-def _memory(value: Any, at: str) -> Memory:
+def _memory(value: Any, at: str) -> MemoryReport:
     _object(value, at, ("peak", "limit", "where", "at_peak", "profile"))
-    return Memory(
+    return MemoryReport(
         peak=_number(value["peak"], f"{at}.peak"),
         limit=None if value["limit"] is None else _number(value["limit"], f"{at}.limit"),
         where=_text(value["where"], f"{at}.where"),
@@ -332,7 +344,7 @@ DECISION = (
 )  # fmt: skip
 
 
-def _decisions(value: Any, at: str, mesh: MeshShape) -> tuple[Decision, ...]:
+def _decisions(value: Any, at: str, mesh: MeshShape) -> tuple[PlanDecision, ...]:
     found = _items(value, at, lambda x, where: _decision(x, where, mesh))
     for n in range(1, len(found)):
         if found[n].op <= found[n - 1].op:
@@ -340,13 +352,13 @@ def _decisions(value: Any, at: str, mesh: MeshShape) -> tuple[Decision, ...]:
     return found
 
 
-def _decision(value: Any, at: str, mesh: MeshShape) -> Decision:
+def _decision(value: Any, at: str, mesh: MeshShape) -> PlanDecision:
     _object(value, at, DECISION)
 
     def layout(x: Any, where: str) -> Layout:
         return _layout(x, where, mesh)
 
-    return Decision(
+    return PlanDecision(
         file=_text(value["file"], f"{at}.file"),
         line=_int(0)(value["line"], f"{at}.line"),
         function=_text(value["function"], f"{at}.function"),
@@ -354,14 +366,14 @@ def _decision(value: Any, at: str, mesh: MeshShape) -> Decision:
         occurrence=_int(0)(value["occurrence"], f"{at}.occurrence"),
         phase=_text(value["phase"], f"{at}.phase"),
         strategy=_strategy(value["strategy"], f"{at}.strategy", mesh),
-        reads=_items(value["reads"], f"{at}.reads", lambda chain, where: _items(chain, where, layout)),
-        results=_items(value["results"], f"{at}.results", lambda x, where: None if x is None else layout(x, where)),
-        moves=_items(value["moves"], f"{at}.moves", lambda x, where: _move(x, where, mesh)),
+        operand_layouts=_items(value["reads"], f"{at}.reads", lambda chain, where: _items(chain, where, layout)),
+        result_layouts=_items(value["results"], f"{at}.results", lambda x, where: None if x is None else layout(x, where)),
+        reshards=_items(value["moves"], f"{at}.moves", lambda x, where: _move(x, where, mesh)),
         seconds=_number(value["seconds"], f"{at}.seconds"),
         runs=_number(value["runs"], f"{at}.runs"),
-        result=_text(value["result"], f"{at}.result"),
+        result_type=_text(value["result"], f"{at}.result"),
         op=_int(0)(value["op"], f"{at}.op"),
-        copies=_items(value["copies"], f"{at}.copies", _int(-1)),
+        copy_numbers=_items(value["copies"], f"{at}.copies", _int(-1)),
     )
 
 
@@ -369,14 +381,14 @@ def _strategy(value: Any, at: str, mesh: MeshShape) -> Mapping[str, str]:
     return {_axis(k, at, mesh, None): _text(x, f"{at}[{_short(k)}]") for k, x in _object(value, at).items()}
 
 
-def _move(value: Any, at: str, mesh: MeshShape) -> Move:
+def _move(value: Any, at: str, mesh: MeshShape) -> PlannedReshard:
     _object(value, at, ("operand", "value", "before", "after", "collectives", "pins"))
     before, after = (_layout(value[k], f"{at}.{k}", mesh) for k in ("before", "after"))
     if before.rank != after.rank:
         raise _Wrong(f"{at}.after", f"has {after.rank} dims, before has {before.rank}")
-    return Move(
+    return PlannedReshard(
         operand=_int(0)(value["operand"], f"{at}.operand"),
-        value=_text(value["value"], f"{at}.value"),
+        array=_text(value["value"], f"{at}.value"),
         before=before,
         after=after,
         collectives=_items(value["collectives"], f"{at}.collectives", lambda x, where: _collective(x, where, mesh)),
@@ -384,10 +396,10 @@ def _move(value: Any, at: str, mesh: MeshShape) -> Move:
     )
 
 
-def _collective(value: Any, at: str, mesh: MeshShape) -> Collective:
+def _collective(value: Any, at: str, mesh: MeshShape) -> PlannedCollective:
     _object(value, at, ("kind", "axes", "bytes", "seconds"))
     used: dict[str, str] = {}
-    return Collective(
+    return PlannedCollective(
         kind=_one_of(COLLECTIVES)(value["kind"], f"{at}.kind"),
         axes=_items(value["axes"], f"{at}.axes", lambda x, where: _axis(x, where, mesh, used)),
         bytes=_number(value["bytes"], f"{at}.bytes"),

@@ -45,7 +45,7 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
             raise PlanFileError(
                 f"the plan decides op {d.op}, a {d.primitive}, which the step does not have.\n  way out: plan anew without plan="
             )
-        found[op.path] = EmitDecision(d.reads, d.results, d.copies)
+        found[op.path] = EmitDecision(d.operand_layouts, d.result_layouts, d.copy_numbers)
     return found
 
 

@@ -18,7 +18,7 @@ from string import Template
 
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.plan.data import Leaf, Plan
-from shardplan.units import bytes_text, clean, fit, memory_size, percent, time_text, times
+from shardplan.units import clean, fit, format_bytes, format_count, format_memory, format_percent, format_seconds
 from shardplan.view import rows
 from shardplan.view.text import parts, quality
 
@@ -94,11 +94,11 @@ def _plan(plan: Plan, page: bool) -> Markup:
         inputs=_inputs(plan, axes),
         costs=_costs(plan, lines),
         collectives=_collectives(plan, lines, axes),
-        conflicts=_conflicts(plan, rows.places(lines)),
+        conflicts=_conflicts(plan, rows.source_labels(lines)),
         unknown=_unknown(plan),
         source=_source(plan, lines, page),
         footer=f"program {plan.fingerprint[:12]}, predicted by shardplan",
-        data=_json({"points": [_reading(point) for point in plan.memory_.profile]}),
+        data=_json({"points": [_reading(point) for point in plan.memory_report.profile]}),
     )
 
 
@@ -110,39 +110,39 @@ def _axes(mesh: MeshShape) -> dict[str, int]:
 def _reading(point) -> list[str]:
     total = sum(point.values())
     return [
-        memory_size(total),
-        *(f"{clean(k)}  {memory_size(v)}" for k, v in sorted(point.items(), key=lambda kv: -kv[1]) if v),
+        format_memory(total),
+        *(f"{clean(k)}  {format_memory(v)}" for k, v in sorted(point.items(), key=lambda kv: -kv[1]) if v),
     ]
 
 
 def _tiles(plan: Plan) -> Markup:
-    s, memory = plan.seconds, plan.memory_
+    s, memory = plan.seconds, plan.memory_report
     exposed = s["communication"] - s["hidden"]
     shares = [(kind, share / (s["total"] or 1.0)) for kind, share in (("compute", s["compute"]), ("communication", exposed))]
-    count = sum(d.runs * sum(c.kind != "slice" for m in d.moves for c in m.collectives) for d in plan.decisions)
+    count = sum(d.runs * sum(c.kind != "slice" for m in d.reshards for c in m.collectives) for d in plan.decisions)
     most = max(memory.limit or 0.0, memory.peak) or 1.0
     return _join(
         [
             _piece(
                 "tile",
                 label="Predicted step",
-                value=time_text(s["total"]),
-                meter=_meter([(kind, share, f"{kind} {percent(share)}") for kind, share in shares]),
+                value=format_seconds(s["total"]),
+                meter=_meter([(kind, share, f"{kind} {format_percent(share)}") for kind, share in shares]),
                 more=parts(plan),
             ),
             _piece(
                 "tile",
                 label="Peak memory per device",
-                value=memory_size(memory.peak),
-                meter=_meter([(_memory_class(k), v / most, f"{k} {memory_size(v)}") for k, v in _at_peak(plan)]),
-                more=f"{percent(memory.peak / memory.limit)} of the budget, {memory_size(memory.limit)}"
+                value=format_memory(memory.peak),
+                meter=_meter([(_memory_class(k), v / most, f"{k} {format_memory(v)}") for k, v in _at_peak(plan)]),
+                more=f"{format_percent(memory.peak / memory.limit)} of the budget, {format_memory(memory.limit)}"
                 if memory.limit
                 else "no limit",
             ),
             _piece(
                 "tile",
                 label="Through collectives",
-                value=bytes_text(plan.comm_bytes) if plan.comm_bytes else "nothing",
+                value=format_bytes(plan.comm_bytes) if plan.comm_bytes else "nothing",
                 meter="",
                 more=f"{count:.10g} collectives per step and device" if count else "no device waits for another",
             ),
@@ -158,7 +158,7 @@ def _meter(parts: Sequence[tuple[str, float, str]]) -> Markup:
 
 
 def _at_peak(plan: Plan) -> list[tuple[str, float]]:
-    return [(k, plan.memory_.at_peak[k]) for k in rows.categories(plan) if plan.memory_.at_peak.get(k)]
+    return [(k, plan.memory_report.at_peak[k]) for k in rows.categories(plan) if plan.memory_report.at_peak.get(k)]
 
 
 def _memory_class(kind: str) -> str:
@@ -221,8 +221,8 @@ def _inputs(plan: Plan, axes: dict[str, int]) -> Markup:
                 path=_breakable(row.path),
                 type=_coloured(row.type, axes),
                 spec=_coloured(str(row.first.layout), axes) if row.first.layout.split_axes else "whole",
-                times=times(row.count),
-                bytes=memory_size(row.device_bytes),
+                times=format_count(row.count),
+                bytes=format_memory(row.device_bytes),
             )
         )
     hidden = len(found) - MOST_ROWS
@@ -254,8 +254,8 @@ def picture(leaf: Leaf, mesh: MeshShape, axes: dict[str, int]) -> Markup:
     width, height = _box(shape)
     behind = [axes[layout.dims[d][0]] for d in range(layout.rank) if layout.dims[d] and d not in chosen]
     x0 = y0 = 1 + 3 * len(behind)
-    places = [1 + 3 * k for k in range(len(behind))]
-    plates = [_piece("plate", n=n, x=at, y=at, w=width, h=height) for n, at in zip(behind, places, strict=True)]
+    offsets = [1 + 3 * k for k in range(len(behind))]
+    plates = [_piece("plate", n=n, x=at, y=at, w=width, h=height) for n, at in zip(behind, offsets, strict=True)]
     if not layout.split_axes:
         blocks = [_piece("whole", x=x0, y=y0, w=width, h=height)]
     else:
@@ -302,7 +302,7 @@ def _blocks(x0, y0, width, height, mesh: MeshShape, axes: dict[str, int], down: 
 # ---- cost and memory over the step
 
 
-def _costs(plan: Plan, lines: Sequence[rows.Line]) -> Markup:
+def _costs(plan: Plan, lines: Sequence[rows.LineRow]) -> Markup:
     bars = [(line.place, line.code.strip(), line.compute_s, line.communication_s) for line in lines if line.seconds > 0]
     kept = set(sorted(range(len(bars)), key=lambda n: (-(bars[n][2] + bars[n][3]), n))[:MOST_BARS])
     rest = [bar for n, bar in enumerate(bars) if n not in kept]
@@ -318,31 +318,31 @@ def _costs(plan: Plan, lines: Sequence[rows.Line]) -> Markup:
             "cost",
             place=place,
             code=code,
-            title=f"{time_text(compute)} compute, {time_text(communication)} communication",
+            title=f"{format_seconds(compute)} compute, {format_seconds(communication)} communication",
             compute=_px(100 * compute / most),
             communication=_px(100 * communication / most),
-            time=time_text(compute + communication),
+            time=format_seconds(compute + communication),
         )
 
     return _piece("costs", rows=_join(bar(*b) for b in shown))
 
 
 def _memory(plan: Plan) -> Markup:
-    memory, profile = plan.memory_, plan.memory_.profile
+    memory, profile = plan.memory_report, plan.memory_report.profile
     if len(profile) < 2:
-        return _piece("note", text=f"{memory_size(memory.peak)} per device at the peak")
+        return _piece("note", text=f"{format_memory(memory.peak)} per device at the peak")
     kinds = rows.categories(plan)
     totals = [sum(p.values()) for p in profile]
     near = memory.limit is not None and memory.limit <= 1.6 * max(totals)
     top = 1.06 * max(max(totals), memory.limit if near and memory.limit else 0.0) or 1.0
     peak = max(range(len(totals)), key=lambda n: totals[n])
-    ticks = [_piece("tick", bottom=_px(100 * t / top), text=memory_size(t)) for t in _ticks(top)]
+    ticks = [_piece("tick", bottom=_px(100 * t / top), text=format_memory(t)) for t in _ticks(top)]
     budget, note = Markup(""), Markup("")
     if near and memory.limit:
         budget = _piece("budget", y=_px(200 - 200 * memory.limit / top))
-        ticks.append(_piece("budget_label", bottom=_px(100 * memory.limit / top), text=f"budget {memory_size(memory.limit)}"))
+        ticks.append(_piece("budget_label", bottom=_px(100 * memory.limit / top), text=f"budget {format_memory(memory.limit)}"))
     elif memory.limit:
-        text = f"The budget, {memory_size(memory.limit)}, is {memory.limit / (memory.peak or 1):.3g} times the peak."
+        text = f"The budget, {format_memory(memory.limit)}, is {memory.limit / (memory.peak or 1):.3g} times the peak."
         note = _piece("note", text=text)
     share = peak / (len(profile) - 1)
     return _piece(
@@ -355,9 +355,9 @@ def _memory(plan: Plan) -> Markup:
         peak_x=_px(1000 * share),
         peak_left=_px(100 * share),
         side="left" if share > 0.4 else "right",
-        peak=fit(f"peak {memory_size(memory.peak)}{', ' + rows.where(memory.where) if memory.where else ''}", 64),
+        peak=fit(f"peak {format_memory(memory.peak)}{', ' + rows.where(memory.where) if memory.where else ''}", 64),
         legend=_join(
-            _piece("legend", kind=_memory_class(k), name=k, amount=memory_size(memory.at_peak[k]) if k in memory.at_peak else "")
+            _piece("legend", kind=_memory_class(k), name=k, amount=format_memory(memory.at_peak[k]) if k in memory.at_peak else "")
             for k in reversed(kinds)
         ),
         note=note,
@@ -385,7 +385,7 @@ def _ticks(top: float) -> list[float]:
 # ---- collectives and source
 
 
-def _collectives(plan: Plan, lines: Sequence[rows.Line], axes: dict[str, int]) -> Markup:
+def _collectives(plan: Plan, lines: Sequence[rows.LineRow], axes: dict[str, int]) -> Markup:
     moved = sorted((line for line in lines if line.traffic), key=lambda line: (-line.communication_s, line.place))
     if not moved:
         return _piece("note", text="none: no device waits for another")
@@ -398,10 +398,10 @@ def _collectives(plan: Plan, lines: Sequence[rows.Line], axes: dict[str, int]) -
             what=_coloured(str(t), axes),
             phase=t.phase,
             runs=f"{t.runs:.10g}",
-            bytes=bytes_text(t.bytes) if t.kind != "slice" else "",
-            time=time_text(t.seconds),
+            bytes=format_bytes(t.bytes) if t.kind != "slice" else "",
+            time=format_seconds(t.seconds),
             width=_px(100 * t.seconds / most),
-            share=percent(t.seconds / total),
+            share=format_percent(t.seconds / total),
         )
         for line in moved[:MOST_ROWS]
         for n, t in enumerate(line.traffic)
@@ -409,7 +409,7 @@ def _collectives(plan: Plan, lines: Sequence[rows.Line], axes: dict[str, int]) -
     return _piece("collectives", rows=_join(out))
 
 
-def _source(plan: Plan, lines: Sequence[rows.Line], page: bool) -> Markup:
+def _source(plan: Plan, lines: Sequence[rows.LineRow], page: bool) -> Markup:
     found = rows.annotated(plan, lines)
     if not found:
         return _piece("note", text="the plan has no source lines")
@@ -421,36 +421,36 @@ def _source(plan: Plan, lines: Sequence[rows.Line], page: bool) -> Markup:
                 body.append(_piece("gap"))
             before = line.number
             body.append(_piece("line", number=line.number, code=line.code))
-            body += [_line_note(line, *told) for told in rows.told(line)]
+            body += [_line_note(line, *line_notes) for line_notes in rows.line_notes(line)]
         mine = not rows.is_library(here[0].file)
         count = f"{len(here)} line{'s' * (len(here) != 1)}"
         out.append(_piece("file", name=name, count=count, open="open" if page and mine else "", lines=_join(body)))
     return _join(out)
 
 
-def _line_note(line: rows.Line, note: rows.Note | None, phase: str, text: str) -> Markup:
+def _line_note(line: rows.LineRow, note: rows.LineNote | None, phase: str, text: str) -> Markup:
     return _piece(
         "line_note",
         what=note.what if note else "more",
         indent=len(line.code) - len(line.code.lstrip()),
         phase=phase,
         text=text,
-        times=times(note.runs) if note else "",
-        bytes=bytes_text(note.bytes) if note and note.bytes else "",
-        time=time_text(note.seconds) if note and note.seconds else "",
+        times=format_count(note.runs) if note else "",
+        bytes=format_bytes(note.bytes) if note and note.bytes else "",
+        time=format_seconds(note.seconds) if note and note.seconds else "",
     )
 
 
-def _conflicts(plan: Plan, places: Mapping[tuple[str, int], str]) -> Markup:
+def _conflicts(plan: Plan, source_labels: Mapping[tuple[str, int], str]) -> Markup:
     if not plan.conflicts:
         return Markup("")
     items = (
         _piece(
             "conflict",
-            pins=rows.against(c),
-            bytes=bytes_text(c.bytes),
-            time=time_text(c.seconds),
-            place=places[c.file, c.line],
+            pins=rows.disagreement(c),
+            bytes=format_bytes(c.bytes),
+            time=format_seconds(c.seconds),
+            place=source_labels[c.file, c.line],
         )
         for c in plan.conflicts[:MOST_ROWS]
     )

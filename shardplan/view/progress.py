@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardplan.units import percent
+from shardplan.units import format_percent
 
 AFTER_S = 2.0
 EVERY_S = 0.1
@@ -37,7 +37,7 @@ class State:
         if self.gap is None:
             proof = "no bound yet"
         else:
-            proof = f"at most {percent(self.gap)} from the optimum" if self.gap < 1 else "nothing proven yet"
+            proof = f"at most {format_percent(self.gap)} from the optimum" if self.gap < 1 else "nothing proven yet"
         return f"planning, {self.seconds:.0f} s: {found}, {proof}"
 
     @property

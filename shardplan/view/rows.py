@@ -16,12 +16,13 @@ from functools import cached_property
 
 from shardplan.files import INSTALLED
 from shardplan.mesh.layout import MeshShape
-from shardplan.plan.data import Conflict, Decision, Leaf, Move, Plan
-from shardplan.units import axes_text, clean, itemsize, placed, type_text
+from shardplan.plan.data import Conflict, Leaf, Plan, PlanDecision, PlannedReshard
+from shardplan.units import clean
+from shardplan.view.types import array_type, itemsize, join_axes, type_text
 
 KINDS = ("parameters", "optimizer", "batch", "constants", "output")
 PHASES = ("forward", "backward", "update")
-MOST_NOTES = 3  # layouts told under one line, per phase; twice as many reshards
+MOST_NOTES = 3  # layouts shown under one line, per phase; twice as many reshards
 NEGLIGIBLE = 0.02  # of the line's dearest result; a layout of less is only counted
 WORTH = 0.01  # share of the step from which a line that splits nothing is shown all the same
 
@@ -147,7 +148,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class LineCollectives:
     """Collectives of one kind, over the same axes, in one phase of one line; all runs of a step together."""
 
     phase: str
@@ -158,11 +159,11 @@ class Traffic:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.kind} over {axes_text(self.axes)}"
+        return f"{self.kind} over {join_axes(self.axes)}"
 
 
 @dataclass(frozen=True)
-class Note:
+class LineNote:
     """Something to say beside a line: a layout of its results ("layout") or a reshard of an operand ("reshard")."""
 
     what: str
@@ -174,7 +175,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Line:
+class LineRow:
     """One line of the user's program, or what stands on none (`number` 0).
 
     Attributes:
@@ -190,8 +191,8 @@ class Line:
     code: str
     compute_s: float
     communication_s: float
-    traffic: tuple[Traffic, ...]
-    notes: tuple[Note, ...]
+    traffic: tuple[LineCollectives, ...]
+    notes: tuple[LineNote, ...]
     splits: bool
 
     @property
@@ -199,18 +200,18 @@ class Line:
         return self.compute_s + self.communication_s
 
 
-def lines(plan: Plan, source: bool = True) -> tuple[Line, ...]:
+def lines(plan: Plan, source: bool = True) -> tuple[LineRow, ...]:
     """The user's lines in the order in which they first run; without `source`, without their code."""
     known = {(x.file, x.line, ""): x for x in plan.lines}
-    found: dict[tuple[str, int, str], list[Decision]] = {key: [] for key in known}
+    found: dict[tuple[str, int, str], list[PlanDecision]] = {key: [] for key in known}
     for d in plan.decisions:
-        if d.primitive == "arg" and not d.moves:
+        if d.primitive == "arg" and not d.reshards:
             continue
         border = d.primitive if not d.file and d.primitive in ("arg", "out") else ""
         found.setdefault((d.file, d.line, border), []).append(d)
     names = file_names(file for file, *_ in found)
     return tuple(
-        Line(
+        LineRow(
             file,
             number,
             here[0].function if here else "",
@@ -220,43 +221,43 @@ def lines(plan: Plan, source: bool = True) -> tuple[Line, ...]:
             sum(d.comm_seconds for d in here),
             _traffic(here),
             _notes(here),
-            any(x is not None and x.split_axes for d in here for x in d.results),
+            any(x is not None and x.split_axes for d in here for x in d.result_layouts),
         )
         for (file, number, border), here in found.items()
     )
 
 
-def _traffic(decisions: Sequence[Decision]) -> tuple[Traffic, ...]:
+def _traffic(decisions: Sequence[PlanDecision]) -> tuple[LineCollectives, ...]:
     sums: dict[tuple, list[float]] = {}
     for d in decisions:
-        for move in d.moves:
-            for c in move.collectives:
+        for reshard in d.reshards:
+            for c in reshard.collectives:
                 total = sums.setdefault((d.phase, c.kind, c.axes), [0.0, 0.0, 0.0])
                 for k, x in enumerate((1.0, c.bytes, c.seconds)):
                     total[k] += d.runs * x
-    rows = [Traffic(*key, *total) for key, total in sums.items()]
+    rows = [LineCollectives(*key, *total) for key, total in sums.items()]
     return tuple(sorted(rows, key=lambda t: (_phase_order(t.phase), -t.seconds, t.kind, t.axes)))
 
 
-def _notes(decisions: Sequence[Decision]) -> tuple[Note, ...]:
+def _notes(decisions: Sequence[PlanDecision]) -> tuple[LineNote, ...]:
     sums: dict[tuple, list[float]] = {}
     for d in decisions:
-        if d.primitive not in ("arg", "out") and d.results and (layout := d.results[0]) is not None:
-            total = sums.setdefault(("layout", d.phase, placed(d.result, layout)), [0.0] * 3)
+        if d.primitive not in ("arg", "out") and d.result_layouts and (layout := d.result_layouts[0]) is not None:
+            total = sums.setdefault(("layout", d.phase, array_type(d.result_type, layout)), [0.0] * 3)
             total[0] += d.runs
             total[2] += d.runs * d.seconds
-        for move in d.moves:
-            total = sums.setdefault(("reshard", d.phase, _reshard(move)), [0.0] * 3)
+        for reshard in d.reshards:
+            total = sums.setdefault(("reshard", d.phase, _reshard(reshard)), [0.0] * 3)
             total[0] += d.runs
-            total[1] += d.runs * sum(c.bytes for c in move.collectives if c.kind != "slice")
-            total[2] += d.runs * sum(c.seconds for c in move.collectives)
-    rows = [Note(*key, *total) for key, total in sums.items()]
+            total[1] += d.runs * sum(c.bytes for c in reshard.collectives if c.kind != "slice")
+            total[2] += d.runs * sum(c.seconds for c in reshard.collectives)
+    rows = [LineNote(*key, *total) for key, total in sums.items()]
     return tuple(sorted(rows, key=lambda n: (_phase_order(n.phase), n.what == "reshard", -n.seconds, n.text)))
 
 
-def _reshard(move: Move) -> str:
-    steps = ", ".join(f"{c.kind} over {axes_text(c.axes)}" for c in move.collectives)
-    return f"{steps} -> {placed(move.value, move.after)}"
+def _reshard(reshard: PlannedReshard) -> str:
+    steps = ", ".join(f"{c.kind} over {join_axes(c.axes)}" for c in reshard.collectives)
+    return f"{steps} -> {array_type(reshard.array, reshard.after)}"
 
 
 def _phase_order(phase: str) -> tuple[int, str]:
@@ -284,10 +285,10 @@ def _tail(file: str, n: int) -> list[str]:
     return re.split(r"[/\\]", file)[-n:]
 
 
-def annotated(plan: Plan, lines: Sequence[Line]) -> list[tuple[str, list[Line]]]:
+def annotated(plan: Plan, lines: Sequence[LineRow]) -> list[tuple[str, list[LineRow]]]:
     """(file, its lines that have something to say), the user's own files first, then libraries."""
     total = plan.seconds["total"] or 1.0
-    files: dict[str, list[Line]] = {}
+    files: dict[str, list[LineRow]] = {}
     for line in sorted(lines, key=lambda line: is_library(line.file)):
         heavy = line.seconds >= WORTH * total
         if line.code and (line.traffic or heavy or (line.splits and not is_library(line.file))):
@@ -295,7 +296,7 @@ def annotated(plan: Plan, lines: Sequence[Line]) -> list[tuple[str, list[Line]]]
     return [(here[0].place.rsplit(":", 1)[0], sorted(here, key=lambda line: line.number)) for here in files.values()]
 
 
-def told(line: Line) -> Iterator[tuple[Note | None, str, str]]:
+def line_notes(line: LineRow) -> Iterator[tuple[LineNote | None, str, str]]:
     """(note, phase, text) of what is said under a line: the layouts and reshards that cost most, then how many are left out."""
     for (phase, what), notes in itertools.groupby(line.notes, key=lambda note: (note.phase, note.what)):
         every = list(notes)
@@ -307,13 +308,13 @@ def told(line: Line) -> Iterator[tuple[Note | None, str, str]]:
             yield None, phase, f"... and {left} more {what}{'s' * (left != 1)}"
 
 
-def against(conflict: Conflict) -> str:
+def disagreement(conflict: Conflict) -> str:
     """Which pins disagree."""
     one, other = conflict.pins
     return f"{one}, forward against backward" if one == other else f"{one}, against {other}"
 
 
-def places(lines: Sequence[Line]) -> dict[tuple[str, int], str]:
+def source_labels(lines: Sequence[LineRow]) -> dict[tuple[str, int], str]:
     """(file, number) -> its place."""
     return {(line.file, line.number): line.place for line in lines}
 
@@ -331,5 +332,5 @@ MEMORY_KINDS = ("parameters", "optimizer", "constants", "batch", "gathered", "ac
 
 def categories(plan: Plan) -> tuple[str, ...]:
     """What memory is made of over the step, what stays longest first."""
-    found = dict.fromkeys(k for p in (plan.memory_.at_peak, *plan.memory_.profile) for k in p)
+    found = dict.fromkeys(k for p in (plan.memory_report.at_peak, *plan.memory_report.profile) for k in p)
     return tuple(sorted(found, key=lambda k: (MEMORY_KINDS.index(k) if k in MEMORY_KINDS else len(MEMORY_KINDS), k)))

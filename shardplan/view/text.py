@@ -9,8 +9,8 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardplan.plan.data import Decision, Memory, Plan, PlanComparison, PlanDiff
-from shardplan.units import bytes_text, clean, fit, fit_middle, memory_size, percent, time_text, times
+from shardplan.plan.data import MemoryReport, Plan, PlanComparison, PlanDecision, PlanDiff
+from shardplan.units import clean, fit, fit_middle, format_bytes, format_count, format_memory, format_percent, format_seconds
 from shardplan.view import rows
 
 WIDTH = 120
@@ -26,9 +26,9 @@ def summary(plan: Plan) -> str:
         [
             fit(clean(f"mesh    {plan.mesh} ({devices}), priced as {plan.cluster}"), WIDTH),
             f"plan    {quality(plan)}",
-            f"step    {time_text(s['total'])} predicted = {parts(plan, ' + ')}"
-            + (f"; {bytes_text(sent)} through collectives per device" if sent else "; nothing is sent"),
-            f"memory  {_peak(plan.memory_)}",
+            f"step    {format_seconds(s['total'])} predicted = {parts(plan, ' + ')}"
+            + (f"; {format_bytes(sent)} through collectives per device" if sent else "; nothing is sent"),
+            f"memory  {_peak(plan.memory_report)}",
         ]
     )
 
@@ -36,17 +36,17 @@ def summary(plan: Plan) -> str:
 def parts(plan: Plan, joint: str = ", ") -> str:
     """What the seconds of a step are made of."""
     s = plan.seconds
-    behind = f" ({time_text(s['hidden'])} of it behind compute)" if s["hidden"] else ""
-    return f"{time_text(s['compute'])} compute{joint}{time_text(s['communication'])} communication{behind}"
+    behind = f" ({format_seconds(s['hidden'])} of it behind compute)" if s["hidden"] else ""
+    return f"{format_seconds(s['compute'])} compute{joint}{format_seconds(s['communication'])} communication{behind}"
 
 
 def quality(plan: Plan) -> str:
     """How the plan was found and what is proven of it."""
     by = {"ilp": "integer program", "propagation": "propagation", "recursive": "recursive search"}.get(plan.search, clean(plan.search))
-    alike = ", repeated layers alike" if plan.tied else ""
+    alike = ", repeated layers alike" if plan.symmetric_layers else ""
     if plan.status == "optimal" or plan.gap <= 1e-6:
         return f"optimal ({by}{alike})"
-    proof = f"at most {percent(plan.gap)} from the optimum" if plan.gap < 1 else "nothing proven"
+    proof = f"at most {format_percent(plan.gap)} from the optimum" if plan.gap < 1 else "nothing proven"
     found = "what propagation found" if plan.status == "fallback" else "feasible"
     return f"{found}, {proof} ({by}{alike})"
 
@@ -59,9 +59,9 @@ def explain(plan: Plan, source: bool = True) -> str:
         _leaf_table(plan),
         _traffic_table(plan, lines),
         _annotated(plan, lines) if source else "",
-        _conflicts(plan, rows.places(lines)),
+        _conflicts(plan, rows.source_labels(lines)),
         _unknown(plan),
-        memory_text(plan.memory_),
+        memory_text(plan.memory_report),
     ]
     return "\n\n".join(p for p in parts if p) + "\n"
 
@@ -104,7 +104,7 @@ def _leaf_table(plan: Plan) -> str:
             cells.append([f"{clean(kind)}:", "", "", "", ""])
         if title:
             cells.append([f"  {title}", "", "", "", ""])
-        cells.append([f"  {path}", types[n], specs[n], times(shown[n].count), memory_size(shown[n].device_bytes)])
+        cells.append([f"  {path}", types[n], specs[n], format_count(shown[n].count), format_memory(shown[n].device_bytes)])
     table = _table(cells, right=(3, 4), widths={0: room, 1: 40, 2: 30}, indent="")
     return "\n".join(table + _more(len(found) - MOST_ROWS, "rows"))
 
@@ -126,7 +126,7 @@ def _common_start(paths: Sequence[str]) -> str:
     return "".join(f"{at[0]}/" for at in shared)
 
 
-def _traffic_table(plan: Plan, lines: Sequence[rows.Line]) -> str:
+def _traffic_table(plan: Plan, lines: Sequence[rows.LineRow]) -> str:
     moved = [line for line in lines if line.traffic]
     if not moved:
         return "collectives: none"
@@ -140,9 +140,9 @@ def _traffic_table(plan: Plan, lines: Sequence[rows.Line]) -> str:
             [
                 f"    {t.phase:<8}  {t}",
                 f"{t.runs:.10g}",
-                bytes_text(t.bytes) if t.kind != "slice" else "",
-                time_text(t.seconds),
-                percent(t.seconds / total),
+                format_bytes(t.bytes) if t.kind != "slice" else "",
+                format_seconds(t.seconds),
+                format_percent(t.seconds / total),
             ]
             for t in line.traffic
         ]
@@ -158,7 +158,7 @@ def _titled(table: Sequence[str], titles: Mapping[int, str]) -> list[str]:
 # ---- the user's lines
 
 
-def _annotated(plan: Plan, lines: Sequence[rows.Line]) -> str:
+def _annotated(plan: Plan, lines: Sequence[rows.LineRow]) -> str:
     texts = ["\n".join(_file(name, here)) for name, here in rows.annotated(plan, lines)]
     head = _columns("source lines, each with its results and reshards", "per step", "bytes", "time")
     return "\n\n".join([head, *texts]) if texts else ""
@@ -168,7 +168,7 @@ def _columns(left: str, runs: str, sent: str, seconds: str) -> str:
     return f"{fit(left, WIDTH - 28).ljust(WIDTH - 27)}{runs:>8}{sent:>10}{seconds:>9}".rstrip()
 
 
-def _file(name: str, here: Sequence[rows.Line]):
+def _file(name: str, here: Sequence[rows.LineRow]):
     yield fit_middle(name, WIDTH)
     before = None
     for line in here:
@@ -177,21 +177,28 @@ def _file(name: str, here: Sequence[rows.Line]):
         before = line.number
         indent = " " * min(len(line.code) - len(line.code.lstrip()), 24)
         yield f"{line.number:5d}  {fit(line.code, WIDTH - 7)}"
-        for note, phase, text in rows.told(line):
-            sent = bytes_text(note.bytes) if note and note.bytes else ""
-            took = time_text(note.seconds) if note and note.seconds else ""
-            yield _columns(f"{' ' * 7}{indent}# {phase:<8}  {text}", times(note.runs) if note else "", sent, took)
+        for note, phase, text in rows.line_notes(line):
+            sent = format_bytes(note.bytes) if note and note.bytes else ""
+            took = format_seconds(note.seconds) if note and note.seconds else ""
+            yield _columns(f"{' ' * 7}{indent}# {phase:<8}  {text}", format_count(note.runs) if note else "", sent, took)
 
 
-def _conflicts(plan: Plan, places: Mapping[tuple[str, int], str]) -> str:
+def _conflicts(plan: Plan, source_labels: Mapping[tuple[str, int], str]) -> str:
     if not plan.conflicts:
         return ""
     total = plan.seconds["total"] or 1.0
     body, titles = [["pins that disagree", "bytes", "time", "of step"]], {}
     for n, c in enumerate(shown := plan.conflicts[:MOST_ROWS]):
         if n == 0 or c.pins != shown[n - 1].pins:
-            titles[len(body)] = fit_middle(f"  {clean(rows.against(c))}", WIDTH)
-        body.append([f"    {places[c.file, c.line]}", bytes_text(c.bytes), time_text(c.seconds), percent(c.seconds / total)])
+            titles[len(body)] = fit_middle(f"  {clean(rows.disagreement(c))}", WIDTH)
+        body.append(
+            [
+                f"    {source_labels[c.file, c.line]}",
+                format_bytes(c.bytes),
+                format_seconds(c.seconds),
+                format_percent(c.seconds / total),
+            ]
+        )
     table = _table(body, right=(1, 2, 3), widths={0: 72}, indent="")
     return "\n".join(_titled(table, titles) + _more(len(plan.conflicts) - MOST_ROWS, "places"))
 
@@ -210,18 +217,20 @@ def _unknown(plan: Plan) -> str:
 # ---- memory
 
 
-def _peak(memory: Memory) -> str:
-    of = f" of {memory_size(memory.limit)} per device at the peak" if memory.limit else " per device at the peak, without a limit"
+def _peak(memory: MemoryReport) -> str:
+    of = f" of {format_memory(memory.limit)} per device at the peak" if memory.limit else " per device at the peak, without a limit"
     where = f", {rows.where(memory.where)}" if memory.where else ""
-    return fit(f"{memory_size(memory.peak)}{of}{where}", WIDTH - 8)
+    return fit(f"{format_memory(memory.peak)}{of}{where}", WIDTH - 8)
 
 
-def memory_text(memory: Memory) -> str:
+def memory_text(memory: MemoryReport) -> str:
     """Bytes per device at the peak, by category."""
-    cells = [[clean(k), memory_size(v), percent(v / memory.peak if memory.peak else 0.0)] for k, v in memory.at_peak.items() if v]
-    cells.append(["together", memory_size(memory.peak), "100 %" if memory.peak else ""])
+    cells = [
+        [clean(k), format_memory(v), format_percent(v / memory.peak if memory.peak else 0.0)] for k, v in memory.at_peak.items() if v
+    ]
+    cells.append(["together", format_memory(memory.peak), "100 %" if memory.peak else ""])
     if memory.limit:
-        cells.append(["budget", memory_size(memory.limit), f"{percent(memory.peak / memory.limit)}", "used"])
+        cells.append(["budget", format_memory(memory.limit), f"{format_percent(memory.peak / memory.limit)}", "used"])
     cells = [[*row, ""][:4] for row in cells]
     head = fit(f"memory per device at the peak{f', {rows.where(memory.where)}' if memory.where else ''}", WIDTH)
     return "\n".join([head, *_table(cells, right=(1, 2), widths={0: 40})])
@@ -238,11 +247,11 @@ def comparison_text(comparison: PlanComparison) -> str:
         cells.append(
             [
                 name,
-                time_text(plan.seconds["total"]),
-                time_text(plan.seconds["communication"]),
-                memory_size(plan.memory_.peak),
-                "nothing proven" if not comparison.bound else percent(gap) if gap > 1e-6 else "optimal",
-                time_text(sum(plan.planning_seconds.values())),
+                format_seconds(plan.seconds["total"]),
+                format_seconds(plan.seconds["communication"]),
+                format_memory(plan.memory_report.peak),
+                "nothing proven" if not comparison.bound else format_percent(gap) if gap > 1e-6 else "optimal",
+                format_seconds(sum(plan.planning_seconds.values())),
             ]
         )
     return "\n".join(_table(cells, right=range(1, 6), widths={}, indent=""))
@@ -262,12 +271,12 @@ def diff_text(diff: PlanDiff) -> str:
     if a.fingerprint != b.fingerprint:
         out.append("program   the plans are for different programs")
     for name, x, y, text in (
-        ("step", a.seconds["total"], b.seconds["total"], time_text),
-        ("compute", a.seconds["compute"], b.seconds["compute"], time_text),
-        ("sent", a.comm_bytes, b.comm_bytes, bytes_text),
-        ("memory", a.memory_.peak, b.memory_.peak, memory_size),
+        ("step", a.seconds["total"], b.seconds["total"], format_seconds),
+        ("compute", a.seconds["compute"], b.seconds["compute"], format_seconds),
+        ("sent", a.comm_bytes, b.comm_bytes, format_bytes),
+        ("memory", a.memory_report.peak, b.memory_report.peak, format_memory),
     ):
-        change = "same" if x == y else f"{'+' if y > x else '-'}{percent(abs(y - x) / x)}" if x else "new"
+        change = "same" if x == y else f"{'+' if y > x else '-'}{format_percent(abs(y - x) / x)}" if x else "new"
         out.append(f"{name:<8}  {text(x):>9} -> {text(y):>9}   {change}")
     out += _diff_leaves(diff) + _diff_decisions(diff)
     if not diff:
@@ -286,7 +295,7 @@ def _diff_leaves(diff: PlanDiff) -> list[str]:
         alike.setdefault((texts[0], texts[1]), []).append((path, n))
     cells = []
     for (x, y), paths in alike.items():
-        cells += [(n[0], [short_path(path), x, "->", y, times(len(n))]) for path, n in rows.fold(paths, list(known))]
+        cells += [(n[0], [short_path(path), x, "->", y, format_count(len(n))]) for path, n in rows.fold(paths, list(known))]
     cells.sort(key=lambda row: row[0])
     table = _table([c for _, c in cells[:MOST_ROWS]], right=(4,), widths={0: 48, 1: 27, 3: 27})
     return ["", "inputs", *table, *_more(len(cells) - MOST_ROWS, "rows")]
@@ -305,7 +314,7 @@ def _diff_decisions(diff: PlanDiff) -> list[str]:
         return []
     dearest = set(sorted(alike, key=lambda key: -alike[key][1])[:MOST_CHANGES])
     cells = [
-        [place, phase, primitive, x, "->", y if x != y else "other layouts", times(n)]
+        [place, phase, primitive, x, "->", y if x != y else "other layouts", format_count(n)]
         for (place, phase, primitive, x, y), (n, _) in alike.items()
         if (place, phase, primitive, x, y) in dearest
     ]
@@ -314,7 +323,7 @@ def _diff_decisions(diff: PlanDiff) -> list[str]:
     return ["", title, *table, *_more(len(alike) - len(cells), "rows, of cheaper ops")]
 
 
-def _strategy(decision: Decision | None) -> str:
+def _strategy(decision: PlanDecision | None) -> str:
     if decision is None:
         return "left open"
     return clean(", ".join(f"{axis}: {letter}" for axis, letter in decision.strategy.items())) or "whole"

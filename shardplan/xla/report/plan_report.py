@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from shardplan.errors import ShardingError
-from shardplan.plan.data import Collective, Decision, Move, Plan
+from shardplan.plan.data import Plan, PlanDecision, PlannedCollective, PlannedReshard
 from shardplan.xla.compiler.compile import Compiled, lower_for
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import human_bytes
@@ -115,13 +115,13 @@ def check_plan(plan: Plan, target: str | Target | None = None, fail_on: Collecti
 def expected(plan: Plan) -> tuple[Expected, ...]:
     """Every collective that a plan expects XLA to emit; reductions on the line that makes the partial sums."""
 
-    def source(d: Decision, m: Move, c: Collective) -> str:
-        at = m.made_at if c.kind in ("all-reduce", "reduce-scatter") else ""
+    def source(d: PlanDecision, m: PlannedReshard, c: PlannedCollective) -> str:
+        at = m.producer_source if c.kind in ("all-reduce", "reduce-scatter") else ""
         return at or (f"{d.file}:{d.line}" if d.file else "")
 
-    ways = [(d, m) for d in plan.decisions for m in d.moves]
+    ways = [(d, m) for d in plan.decisions for m in d.reshards]
     return tuple(
-        Expected(c.kind, c.axes, c.bytes, plan.mesh.size(*c.axes), d.runs, source(d, m, c), m.value, way)
+        Expected(c.kind, c.axes, c.bytes, plan.mesh.size(*c.axes), d.runs, source(d, m, c), m.array, way)
         for way, (d, m) in enumerate(ways)
         for c in m.collectives
         if c.kind != "slice"
