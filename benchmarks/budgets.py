@@ -79,7 +79,7 @@ def measure(problem: Problem) -> tuple[float, float, Solution]:
     shrunk = time.process_time()
     hint = propagate(problem, small)
     ready = time.process_time()
-    answer = solve(problem, hint=hint.states or None, small=small)
+    answer = solve(problem, hint=hint.states or None, presolved=small)
     return shrunk - start, time.process_time() - ready, answer
 
 
@@ -107,11 +107,11 @@ def solves(plan: Callable[[], object]) -> list[tuple[str, float, float, Solution
     """What a call that plans solves, whether or not a plan fits."""
     found = []
 
-    def timed(problem: Problem, *, small: Shrunk | None = None, **asked) -> Solution:
+    def timed(problem: Problem, *, presolved: Shrunk | None = None, **asked) -> Solution:
         start = time.process_time()
-        small = small or shrink(problem, tie=True)
+        small = presolved or shrink(problem, tie=True)
         shrunk = time.process_time()
-        answer = solve(problem, small=small, **asked)
+        answer = solve(problem, presolved=small, **asked)
         found.append(("unfolded" if "work_limit" in asked else "free", shrunk - start, time.process_time() - shrunk, answer))
         return answer
 

@@ -237,7 +237,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         clock.lap("propagation")
         if options.search == "propagation":
             return hint if not hint.states or fits(hint.states) else solve(at.problem, hint=hint.states, time_limit=left())
-        solution = solve(at.problem, hint=hint.states or None, most=most, time_limit=left(), progress=options.progress, small=small)
+        solution = solve(at.problem, hint=hint.states or None, cutoff=most, time_limit=left(), progress=options.progress, presolved=small)
         many = sum(n > 1 for _, n in mesh) >= MANY_AXES
         if solution.status in ("feasible", "fallback") and many and options.search != "recursive" and not over():
             solution = _axis_by_axis(at, solution, graph, resharder, replace(options, memory=limit))

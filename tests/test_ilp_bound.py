@@ -17,7 +17,8 @@ from test_ilp import brute_force, chain, choices, laws, networks
 import shardplan
 from shardplan.ilp import Edge, Problem, Usage
 from shardplan.ilp.solver import solve
-from shardplan.ilp.solver.incumbent import Clock, OutOfTime, Record
+from shardplan.ilp.solver.deadline import Deadline, OutOfTime
+from shardplan.ilp.solver.incumbent import Incumbent
 from shardplan.ilp.solver.presolve.presolve import shrink
 from shardplan.ilp.solver.relax import dual as prices
 from shardplan.ilp.solver.relax import relaxation as relax
@@ -25,8 +26,8 @@ from shardplan.ilp.solver.relax import trws as shift
 from shardplan.ilp.solver.relax.buckets import Elimination
 from shardplan.ilp.solver.relax.fixing import bound
 from shardplan.ilp.solver.search import branch, cpsat
-from shardplan.ilp.solver.search.branch import Region, Tree
-from shardplan.ilp.solver.search.repair import Moves, fit
+from shardplan.ilp.solver.search.branch import BranchAndBound, Subproblem
+from shardplan.ilp.solver.search.repair import LocalSearch, fit
 from shardplan.ilp.solver.solve import Chain
 from shardplan.ilp.solver.usage import Memory
 
@@ -160,10 +161,10 @@ def test_pairs_are_dropped_whose_states_stay():
 def test_focus_looks_among_more_states_where_few_hold_no_answer(share, monkeypatch):
     monkeypatch.setitem(Chain.focus.__globals__, "FOCUS", share)
     problem = grid(6, 4)
-    chain = Chain(Region(problem, tuple, 0.0), Record(problem, None), Clock(None, 2.0))
+    chain = Chain(Subproblem(problem, tuple, 0.0), Incumbent(problem, None), Deadline(None, 2.0))
     chain.tree.tries = 0
-    chain.focus(chain.region, chain.bounded())
-    assert chain.record.found
+    chain.focus(chain.subproblem, chain.bounded())
+    assert chain.incumbent.found
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -173,31 +174,30 @@ def test_goals_below_the_optimum_are_closed_and_goals_above_find_it(seed, how, m
     problem = chain(9, 3, seed=seed, limit=250.0)
     best = brute_force(problem)
     small = shrink(problem)
-    region = Region(small.problem, small.invert, small.offset, **how)
+    subproblem = Subproblem(small.problem, small.invert, small.offset, **how)
     for goal, found in ((best - 1, np.inf), (best, best), (2 * best, best)):
-        record = Record(problem, None)
-        tree = Tree(record, Clock(None, 20.0))
+        incumbent = Incumbent(problem, None)
+        tree = BranchAndBound(incumbent, Deadline(None, 20.0))
         tree.tries = 0  # answers come from the search alone
-        assert tree.close([region], goal, 1.0) == []
-        assert record.objective == found
+        assert tree.close([subproblem], goal, 1.0) == []
+        assert incumbent.objective == found
         if np.isfinite(found):
-            assert problem.objective(record.states) == best and problem.peak(record.states) <= problem.limit
+            assert problem.objective(incumbent.states) == best and problem.peak(incumbent.states) <= problem.limit
 
 
-def out_of_time():
-    raise OutOfTime
+OVER = Deadline(0.0)
 
 
 def test_every_link_stops_within_itself_when_time_is_over():
     problem = grid(6, 4, tight=0.8)
     result = bound(problem, np.inf, 16, 0)
-    region = Region(problem, tuple, 0.0)
+    subproblem = Subproblem(problem, tuple, 0.0)
     for link in (
-        lambda: shrink(problem, check=out_of_time),
-        lambda: shift.Shift(problem, check=out_of_time).rounds(problem.costs, 1),
-        lambda: Elimination(problem, 16, out_of_time),
-        lambda: bound(problem, np.inf, 16, 0, check=out_of_time),
-        lambda: region.part(result, result.value * 1.1, check=out_of_time),
+        lambda: shrink(problem, deadline=OVER),
+        lambda: shift.Shift(problem, deadline=OVER).rounds(problem.costs, 1),
+        lambda: Elimination(problem, 16, OVER),
+        lambda: bound(problem, np.inf, 16, 0, deadline=OVER),
+        lambda: subproblem.part(result, result.value * 1.1, deadline=OVER),
     ):
         with pytest.raises(OutOfTime):
             link()
@@ -218,9 +218,9 @@ class Stopwatch:
 @pytest.mark.parametrize("looks", [1, 30, 1_000, 10_000, 30_000])
 def test_wherever_time_is_over_the_search_ends_there_with_what_it_has(large, looks, monkeypatch):
     problem, watch = grid(25, 4, tight=0.8), Stopwatch(looks)
-    for module in ("record", "explore"):
-        if importlib.util.find_spec("numba") or module == "record":
-            monkeypatch.setattr(importlib.import_module(f"shardplan.ilp.{module}"), "time", watch)
+    for module in ("deadline", "primal.iterated_search"):
+        if importlib.util.find_spec("numba") or module == "deadline":
+            monkeypatch.setattr(importlib.import_module(f"shardplan.ilp.solver.{module}"), "time", watch)
     monkeypatch.setitem(Chain.run.__globals__, "LARGE", large)
     answer = solve(problem, time_limit=1e6)
     assert -10 <= watch.left < 0
@@ -233,10 +233,11 @@ def test_wherever_time_is_over_the_search_ends_there_with_what_it_has(large, loo
 
 def test_what_is_not_searched_when_time_is_over_stays_to_be_searched():
     problem = grid(6, 4, tight=0.8)
-    tree = Tree(Record(problem, None), Clock(1e3, None))
-    tree.clock.check = out_of_time
-    region = Region(problem, tuple, 0.0, core=0)
-    assert tree.close([region], np.inf, 1.0) == [region]
+    deadline = Deadline(1e3)
+    deadline.check = OVER.check
+    tree = BranchAndBound(Incumbent(problem, None), deadline)
+    subproblem = Subproblem(problem, tuple, 0.0, core=0)
+    assert tree.close([subproblem], np.inf, 1.0) == [subproblem]
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -244,7 +245,7 @@ def test_what_is_not_searched_when_time_is_over_stays_to_be_searched():
 def test_an_answer_is_given_though_there_is_no_time(compiled, large, monkeypatch):
     monkeypatch.setitem(Chain.run.__globals__, "LARGE", large)
     if not compiled:
-        monkeypatch.setitem(Chain.__init__.__globals__, "_runs", lambda record, clock: None)
+        monkeypatch.setitem(Chain.__init__.__globals__, "_runs", lambda incumbent, deadline: None)
     problem = grid(6, 4, tight=0.8)
     answer = solve(problem, time_limit=0.0)
     assert answer.status == "feasible" and np.isfinite(answer.objective) and problem.peak(answer.states) <= problem.limit
@@ -253,7 +254,7 @@ def test_an_answer_is_given_though_there_is_no_time(compiled, large, monkeypatch
 @laws
 @given(networks())
 def test_dominated_states_that_are_left_for_want_of_time_change_no_optimum(problem):
-    small, whole = shrink(problem, over=lambda: True), solve(problem)
+    small, whole = shrink(problem, deadline=Deadline(work=0.0)), solve(problem)
     if small.feasible and whole.states:
         assert solve(small.problem).objective + small.offset == whole.objective
 
@@ -266,16 +267,16 @@ def test_a_region_without_a_limit_gets_larger_joints_before_it_is_split(monkeypa
     best = solve(problem).objective
     monkeypatch.setattr(relax, "SMALL", 0)
     monkeypatch.setattr(branch, "split", never)
-    tree = Tree(Record(problem, None), Clock(None, 20.0))
-    assert tree.close([Region(problem, tuple, 0.0, core=0, joint=16)], best - 1, 1.0) == []
+    tree = BranchAndBound(Incumbent(problem, None), Deadline(None, 20.0))
+    assert tree.close([Subproblem(problem, tuple, 0.0, core=0, joint=16)], best - 1, 1.0) == []
 
 
 def test_the_optimum_without_the_limit_is_looked_for_where_no_byte_has_a_price():
     for tight, looked in ((0.8, True), (0.6, False)):
         problem = grid(6, 4, tight=tight)
         small = shrink(problem)
-        eased = Chain(Region(small.problem, small.invert, small.offset), Record(problem, None), Clock(None, 2.0))
-        assert not eased.ease() and np.isfinite(eased.record.bound) == looked != eased.bounded().best.prices.any()
+        eased = Chain(Subproblem(small.problem, small.invert, small.offset), Incumbent(problem, None), Deadline(None, 2.0))
+        assert not eased.ease() and np.isfinite(eased.incumbent.bound) == looked != eased.bounded().best.prices.any()
 
 
 @laws
@@ -325,7 +326,7 @@ def test_the_core_answers_within_a_cost_or_proves_that_it_cannot():
 def test_what_moves_make_fit_fits_and_no_single_move_pays():
     problem = grid(6, 4, tight=0.9)
     memory = Memory(problem)
-    moves = Moves(problem, memory)
+    moves = LocalSearch(problem, memory)
     rng = np.random.default_rng(1)
     for _ in range(5):
         states = fit(moves, [int(rng.integers(len(c))) for c in problem.costs])
@@ -343,7 +344,8 @@ import sys; sys.path.insert(0, "tests")
 if sys.argv[1] == "without": sys.modules["numba"] = None
 from test_ilp_bound import grid
 from test_ilp import chain
-from shardplan.ilp import shift, solve
+from shardplan.ilp.solver import solve
+from shardplan.ilp.solver.relax import trws as shift
 if sys.argv[1] == "compiled": shift.LOADING = -1.0
 print([solve(p, work_limit=2.0) for p in (grid(7, 5, tight=0.9), grid(5, 6, 1, tight=0.8), chain(40, 5, limit=1000.0))])
 """

@@ -11,8 +11,8 @@ from test_ilp import brute_force, chain
 pytest.importorskip("numba")
 
 from shardplan.ilp.solver import kernels, solve
-from shardplan.ilp.solver.primal.iterated_search import Explorer
-from shardplan.ilp.solver.primal.tree_moves import make_plan, sweep
+from shardplan.ilp.solver.primal.iterated_search import IteratedLocalSearch
+from shardplan.ilp.solver.primal.tree_moves import elimination_schedule, tree_move
 from shardplan.ilp.solver.relax.buckets import Elimination
 from shardplan.ilp.solver.relax.fixing import bound
 
@@ -53,10 +53,10 @@ def test_a_field_is_the_change_of_cost(problem, some):
 @pytest.mark.parametrize("cap", [4, 16, 64, 1 << 20])
 def test_a_sweep_is_the_optimum_given_the_held_nodes(problem, some, cap):
     net = kernels.flatten(problem)
-    plan = make_plan(net, cap, np.linspace(1, 2, len(problem.costs)))
+    plan = elimination_schedule(net, cap, np.linspace(1, 2, len(problem.costs)))
     for states in some:
         after = states.copy()
-        sweep(net, plan, np.zeros(len(net.unary)), after)
+        tree_move(net, plan, np.zeros(len(net.unary)), after)
         assert (after[plan.held] == states[plan.held]).all()
         assert problem.objective(after) <= problem.objective(states)
         if not plan.held.any():
@@ -65,8 +65,8 @@ def test_a_sweep_is_the_optimum_given_the_held_nodes(problem, some, cap):
 
 
 def test_what_is_made_to_fit_fits(problem, some):
-    explorer = Explorer(problem, 64)
-    fitted = [explorer.fit(states, 1e4) for states in some]
+    iterated = IteratedLocalSearch(problem, 64)
+    fitted = [iterated.fit(states, 1e4) for states in some]
     assert any(states is not None for states in fitted)
     assert all(problem.peak(states) <= problem.limit for states in fitted if states is not None)
 
@@ -74,16 +74,16 @@ def test_what_is_made_to_fit_fits(problem, some):
 def test_a_first_choice_fits_where_the_cheapest_is_far_from_it():
     problem = chain(40, 5, seed=3, limit=600.0)
     assert problem.peak([int(c.argmin()) for c in problem.costs]) > 1.2 * problem.limit
-    found = next(Explorer(problem, 64).first())
+    found = next(IteratedLocalSearch(problem, 64).first())
     assert problem.peak(found) <= problem.limit and np.isfinite(problem.objective(found))
 
 
 def test_prices_that_follow_the_memory_bound_nearly_as_well_as_any():
     problem = chain(40, 5, seed=3, limit=850.0)
-    explorer = Explorer(problem, 64)
-    list(explorer.run(0, 4, lambda turn: turn / 20))
-    prices, best = explorer.ascend(explorer.prices, 300), solve(problem).objective
-    high, free = (bound(problem, np.inf, 1, 0, p, explorer.shift.told()).value for p in (prices, np.zeros(len(prices))))
+    iterated = IteratedLocalSearch(problem, 64)
+    list(iterated.run(0, 4, lambda turn: turn / 20))
+    prices, best = iterated.ascend(iterated.prices, 300), solve(problem).objective
+    high, free = (bound(problem, np.inf, 1, 0, p, iterated.shift.told()).value for p in (prices, np.zeros(len(prices))))
     assert free < high <= best and high - free > 0.8 * (best - free)
 
 
@@ -91,8 +91,8 @@ def test_runs_find_the_optimum_of_a_small_problem_and_repeat_themselves():
     problem = chain(8, 3, seed=1, limit=250.0)
 
     def best():
-        explorer = Explorer(problem, 64)
-        found = [s for number in range(4) for s in explorer.run(number, 4, lambda turn: turn / 60)]
+        iterated = IteratedLocalSearch(problem, 64)
+        found = [s for number in range(4) for s in iterated.run(number, 4, lambda turn: turn / 60)]
         assert all(problem.peak(s) <= problem.limit for s in found)
         return min(found, key=problem.objective)
 
@@ -102,16 +102,17 @@ def test_runs_find_the_optimum_of_a_small_problem_and_repeat_themselves():
 
 SIGNATURES = """
 import numba
-from shardplan.ilp import explore, kernels, plans
+from shardplan.ilp.solver import kernels
+from shardplan.ilp.solver.primal import iterated_search, tree_moves
 from test_ilp import chain
 
 def compiled():
-    jitted = [f for m in (kernels, plans) for f in vars(m).values() if isinstance(f, numba.core.dispatcher.Dispatcher)]
+    jitted = [f for m in (kernels, tree_moves) for f in vars(m).values() if isinstance(f, numba.core.dispatcher.Dispatcher)]
     return sum(len(f.signatures) for f in jitted)
 
-explore.compile_kernels()
+iterated_search.compile_kernels()
 before = compiled()
-explorer = explore.Explorer(chain(40, 5, seed=1, limit=400), 50)
+explorer = iterated_search.IteratedLocalSearch(chain(40, 5, seed=1, limit=400), 50)
 assert list(explorer.run(0, 4, lambda turn: turn / 200))
 explorer.ascend(explorer.prices, 3)
 assert before and compiled() == before, (before, compiled())

@@ -78,7 +78,7 @@ def recursive(
         network = build(space, resharder, budget, allowed(space, settled), waiting=waiting)
         small = shrink(network.problem, tie=True)
         hint = propagate(network.problem, small)
-        solution = solve(network.problem, hint=hint.states or None, work_limit=WORK, small=small)
+        solution = solve(network.problem, hint=hint.states or None, work_limit=WORK, presolved=small)
         if not solution.states or not np.isfinite(solution.objective):
             return None
         chosen = network.strategies(solution.states)

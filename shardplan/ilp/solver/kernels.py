@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
 
 PIECE = 1 << 20  # entries
@@ -40,12 +40,12 @@ class Net(NamedTuple):
     limit: float
 
 
-def flatten(problem: Problem, check: Check = lambda: None) -> Net:
-    """The arrays; inf becomes a number above every possible cost. `check` is asked on the way."""
+def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> Net:
+    """The arrays; inf becomes a number above every possible cost."""
 
     def finite(values: np.ndarray) -> np.ndarray:
         for part in np.split(values, range(PIECE, len(values), PIECE)):
-            check()
+            deadline.check()
             part[np.isinf(part)] = problem.forbidding
         return values
 
@@ -54,7 +54,7 @@ def flatten(problem: Problem, check: Check = lambda: None) -> Net:
     pool, place, total = [], {}, 0
     rows: list[list[tuple[int, int]]] = [[] for _ in range(n)]
     for e in problem.edges:
-        check()
+        deadline.check()
         for i, j, cost in ((e.i, e.j, e.cost), (e.j, e.i, e.cost.T)):
             key = (id(e.cost), i == e.i)
             if key not in place:
@@ -62,16 +62,16 @@ def flatten(problem: Problem, check: Check = lambda: None) -> Net:
                 pool.append(cost)
                 total += cost.size
             rows[i].append((j, place[key]))
-    check()
+    deadline.check()
     flat = [entry for near in rows for entry in near]
     steps = max((u.hi for u in problem.usages), default=0)
     base = np.zeros(steps + 1)
     for u in problem.usages:
         base[u.lo] += u.least
         base[u.hi] -= u.least
-    check()
+    deadline.check()
     usages = sorted((u for u in problem.usages if u.most > u.least), key=lambda u: u.node)
-    check()
+    deadline.check()
     widths = np.array([len(u.bytes) for u in usages], dtype=np.int64)
     return Net(
         start=start,
@@ -80,7 +80,7 @@ def flatten(problem: Problem, check: Check = lambda: None) -> Net:
         near_start=np.cumsum([0, *map(len, rows)]),
         near=np.array([j for j, _ in flat], dtype=np.int64),
         table=np.array([t for _, t in flat], dtype=np.int64),
-        pool=finite(in_a_row(pool, check)),
+        pool=finite(in_a_row(pool, deadline)),
         use_start=np.searchsorted([u.node for u in usages], np.arange(n + 1)).astype(np.int64),
         lo=np.array([u.lo for u in usages], dtype=np.int64),
         hi=np.array([u.hi for u in usages], dtype=np.int64),
@@ -92,11 +92,11 @@ def flatten(problem: Problem, check: Check = lambda: None) -> Net:
     )
 
 
-def in_a_row(tables: Sequence[np.ndarray], check: Check = lambda: None) -> np.ndarray:
-    """All tables' entries, row by row each. Large ones take time, so `check` is asked between them."""
+def in_a_row(tables: Sequence[np.ndarray], deadline: Deadline = UNLIMITED) -> np.ndarray:
+    """All tables' entries, row by row each. Large ones take time, so the deadline is checked between them."""
     entries, at = np.empty(sum(table.size for table in tables)), 0
     for table in tables:
-        check()
+        deadline.check()
         entries[at : at + table.size].reshape(table.shape)[...] = table
         at += table.size
     return entries

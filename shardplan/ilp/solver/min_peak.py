@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.presolve.presolve import shrink
 from shardplan.ilp.solver.problem import Problem, costless
 from shardplan.ilp.solver.relax.dual import least_peak
 from shardplan.ilp.solver.relax.relaxation import Relaxation
-from shardplan.ilp.solver.search.repair import Moves
+from shardplan.ilp.solver.search.repair import LocalSearch
 from shardplan.ilp.solver.usage import Memory
 
 JOINT = 1 << 14  # entries of a joint table
@@ -35,21 +35,20 @@ class LeastMemory:
     states: tuple[int, ...]
 
 
-def least_memory(problem: Problem, enough: float = -np.inf, check: Check = lambda: None) -> LeastMemory:
+def least_memory(problem: Problem, enough: float = -np.inf, deadline: Deadline = UNLIMITED) -> LeastMemory:
     """The least possible peak: a lower bound and a choice that comes near it (often equals it).
 
     Args:
         enough: bytes; a choice that holds no more is good enough, and the search ends.
-        check: asked in the midst of it.
     """
 
-    check()
+    deadline.check()
     bare = replace(problem.changed(costless), limit=-np.inf)
-    small = shrink(bare, tie=True, dominance=DOMINANCE, check=check)
+    small = shrink(bare, tie=True, dominance=DOMINANCE, deadline=deadline)
     if not small.feasible:
         return LeastMemory(np.inf, np.inf, 0, ())
-    memory, relaxation = Memory(small.problem), Relaxation(small.problem, JOINT, check=check)
-    moves = Moves(small.problem, memory, check)
+    memory, relaxation = Memory(small.problem), Relaxation(small.problem, JOINT, deadline=deadline)
+    moves = LocalSearch(small.problem, memory, deadline)
     best, bound = None, 0.0
     if memory.n_steps:
         quotes = ((quote, quote.prices.sum()) for quote in least_peak(relaxation, memory))
@@ -57,7 +56,7 @@ def least_memory(problem: Problem, enough: float = -np.inf, check: Check = lambd
     else:
         found = iter([(0.0, relaxation.elimination.run().states())])
     for value, guess in found:
-        check()
+        deadline.check()
         bound = max(bound, value)
         if not np.isfinite(small.problem.objective(guess)):
             continue

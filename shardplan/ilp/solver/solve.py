@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import LARGE, Clock, OutOfTime, Progress, Record, uncollected
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline, OutOfTime
+from shardplan.ilp.solver.incumbent import LARGE, Incumbent, Progress, uncollected
 from shardplan.ilp.solver.min_peak import least_memory
 from shardplan.ilp.solver.presolve.presolve import Shrunk, shrink
 from shardplan.ilp.solver.problem import Problem, Solution
 from shardplan.ilp.solver.relax.fixing import Bound
 from shardplan.ilp.solver.relax.relaxation import SMALL
-from shardplan.ilp.solver.search.branch import CHANGES, Region, Tree
-from shardplan.ilp.solver.search.repair import Moves, fit
+from shardplan.ilp.solver.search.branch import CHANGES, BranchAndBound, Subproblem
+from shardplan.ilp.solver.search.repair import LocalSearch, fit
 
 if TYPE_CHECKING:
-    from shardplan.ilp.solver.primal.iterated_search import Runs
+    from shardplan.ilp.solver.primal.iterated_search import PrimalSearch
 
 JOINT = 1 << 14  # entries of a joint table
 FOCUS = 0.3  # share of the states among which an answer is looked for
@@ -51,10 +52,10 @@ def solve(
     time_limit: float | None = None,
     work_limit: float | None = None,
     hint: tuple[int, ...] | None = None,
-    most: float = np.inf,
+    cutoff: float = np.inf,
     patience: float = 1.0,
     progress: Progress | None = None,
-    small: Shrunk | None = None,
+    presolved: Shrunk | None = None,
 ) -> Solution:
     """The cheapest states of (1) under (2)-(3), with a proof of how good they are.
 
@@ -64,10 +65,10 @@ def solve(
             clock is read.
         work_limit: counted work, about seconds; by default 20 without a time limit, none with one.
         hint: states to start from, and to return when nothing better is found (status "fallback").
-        most: only answers that cost at most this much are wanted; "infeasible" if there are none.
+        cutoff: only answers that cost at most this much are wanted; "infeasible" if there are none.
         patience: share of the time limit after which the search ends if there is no answer.
         progress: called with (states, bound, gap) whenever one of them gets better.
-        small: `shrink(problem, tie=True)`, if that is there already.
+        presolved: `shrink(problem, tie=True)`, if that is there already.
 
     Returns:
         "optimal", "feasible" (with a gap), "infeasible" (proven) or "fallback".
@@ -75,64 +76,64 @@ def solve(
     Raises:
         ValueError: a cost is no whole number; no bound would be exact.
     """
-    clock = Clock(time_limit, work_limit, lambda: 1.0 if record.found else patience)
+    deadline = Deadline(time_limit, work_limit, lambda: 1.0 if incumbent.found else patience)
     _check_whole(problem)
-    record = Record(problem, progress, most)
+    incumbent = Incumbent(problem, progress, cutoff)
     if hint is not None and (problem.limit is None or problem.peak(hint) <= problem.limit):
-        record.offer(tuple(hint), problem.objective(hint))
-    hinted = record.answer if record.found else None
-    record.prove(problem.floor())
+        incumbent.offer(tuple(hint), problem.objective(hint))
+    hinted = incumbent.answer if incumbent.found else None
+    incumbent.prove(problem.floor())
     stats, proven = {"nodes": len(problem.costs)}, False
     try:
-        small = small or shrink(problem, tie=True, over=clock.share(DOMINANCE_SHARE), check=clock.check)
-        chain = Chain(Region(small.problem, small.invert, small.offset), record, clock)
+        small = presolved or shrink(problem, tie=True, deadline=deadline.share(DOMINANCE_SHARE))
+        chain = Chain(Subproblem(small.problem, small.invert, small.offset), incumbent, deadline)
         proven = not small.feasible or chain.run()
         stats |= {"nodes after shrinking": len(small.problem.costs), "bounds": chain.tree.bounds}
     except OutOfTime:
         pass
-    if proven and record.found:
-        record.prove(np.inf)
-    if not proven and not record.found:
-        proven = _leanest(problem, record, clock)
+    if proven and incumbent.found:
+        incumbent.prove(np.inf)
+    if not proven and not incumbent.found:
+        proven = _leanest(problem, incumbent, deadline)
     tied = bool(problem.ties)
-    if not record.found:
+    if not incumbent.found:
         status = "infeasible" if proven else "fallback"
-        return Solution(status, (), np.inf, np.inf if proven else record.bound, tied, stats)
-    status = "optimal" if record.done else "fallback" if record.answer is hinted else "feasible"
-    return Solution(status, record.states, record.objective, record.bound, tied, stats)
+        return Solution(status, (), np.inf, np.inf if proven else incumbent.bound, tied, stats)
+    status = "optimal" if incumbent.done else "fallback" if incumbent.answer is hinted else "feasible"
+    return Solution(status, incumbent.states, incumbent.objective, incumbent.bound, tied, stats)
 
 
-def _leanest(problem: Problem, record: Record, clock: Clock) -> bool:
+def _leanest(problem: Problem, incumbent: Incumbent, deadline: Deadline) -> bool:
     """Offers the leanest states, if they fit; True when it is proven that nothing does. Of few states, however little time there is."""
     limit = np.inf if problem.limit is None else problem.limit
     try:
-        least = least_memory(problem, limit, clock.check if problem.n_states > SMALL else lambda: None)
+        least = least_memory(problem, limit, deadline if problem.n_states > SMALL else UNLIMITED)
     except OutOfTime:
         return False
     if least.states and least.bytes <= limit:
-        record.offer(least.states, problem.objective(least.states))
+        incumbent.offer(least.states, problem.objective(least.states))
     return least.bound_bytes > limit
 
 
 class Chain:
     """The links after the first shrink, on a region that gets smaller as answers and bounds get better."""
 
-    def __init__(self, region: Region, record: Record, clock: Clock):
-        self.region, self.record, self.clock = region, record, clock
-        self.tree = Tree(record, clock)
+    def __init__(self, subproblem: Subproblem, incumbent: Incumbent, deadline: Deadline):
+        self.subproblem, self.incumbent, self.deadline = subproblem, incumbent, deadline
+        self.tree = BranchAndBound(incumbent, deadline)
         self.result: Bound | None = None  # the last one of the region
-        self.ceiling = region.problem.ceiling() + region.offset  # nothing costs more
+        self.ceiling = subproblem.problem.ceiling() + subproblem.offset  # nothing costs more
 
     @functools.cached_property
-    def runs(self) -> Runs | None:
-        return _runs(self.record, self.clock)
+    def runs(self) -> PrimalSearch | None:
+        return _runs(self.incumbent, self.deadline)
 
     def run(self) -> bool:
         """True when it is proven that nothing better than the record is left."""
         try:
-            if self.clock.used > HASTE:
+            if self.deadline.used > HASTE:
                 self.haste()
-            if self.region.problem.n_states > LARGE and self.runs is not None:
+            if self.subproblem.problem.n_states > LARGE and self.runs is not None:
                 return self.explore(self.runs)
             return self.ease() or self.narrow() or self.close()
         except OutOfTime:
@@ -143,133 +144,135 @@ class Chain:
 
         Where prices on bytes raise the bound the limit costs something, and the optimum without it is no help.
         """
-        region, result = self.region, self.bounded()
-        if region.problem.limit is None or result.best.prices.any():
+        subproblem, result = self.subproblem, self.bounded()
+        if subproblem.problem.limit is None or result.best.prices.any():
             return False
-        free = replace(region.problem, usages=(), limit=None)
-        part = replace(region, problem=free, back=tuple, offset=0.0, bound=-np.inf).part(result, self.wanted(), check=self.clock.check)
-        clock, record = self.clock.part(EASE_SHARE), Record(free, None, self.wanted())
-        if part is None or Chain(part, record, clock).run():
-            record.prove(np.inf)
-        self.clock.spend(clock.spent)
-        self.record.prove(record.bound + region.offset)
-        states = fit(Moves(region.problem, result.memory, self.clock.check), record.states) if record.found else None
+        free = replace(subproblem.problem, usages=(), limit=None)
+        part = replace(subproblem, problem=free, back=tuple, offset=0.0, bound=-np.inf).part(
+            result, self.wanted(), deadline=self.deadline
+        )
+        deadline, incumbent = self.deadline.part(EASE_SHARE), Incumbent(free, None, self.wanted())
+        if part is None or Chain(part, incumbent, deadline).run():
+            incumbent.prove(np.inf)
+        self.deadline.spend(deadline.spent)
+        self.incumbent.prove(incumbent.bound + subproblem.offset)
+        states = fit(LocalSearch(subproblem.problem, result.memory, self.deadline), incumbent.states) if incumbent.found else None
         if states is not None:
-            self.record.offer(states, region.problem.objective(states) + region.offset, region.back)
-        return self.record.done
+            self.incumbent.offer(states, subproblem.problem.objective(states) + subproblem.offset, subproblem.back)
+        return self.incumbent.done
 
-    def explore(self, runs: Runs) -> bool:
+    def explore(self, runs: PrimalSearch) -> bool:
         """Runs on a large problem, and a bound after each, until it is no longer large; True when that ends in a proof."""
         self.tree.tries = 0  # the runs are better at that
         self.haste()
-        while not self.clock.over() and self.region.problem.n_states > LARGE:
-            runs.run(self.region)
+        while not self.deadline.over() and self.subproblem.problem.n_states > LARGE:
+            runs.run(self.subproblem)
             if runs.last:
                 continue
-            result = self.tree.bound(runs.priced(self.region, LARGE_SHARE), self.wanted(), JOINT, 0, LARGE_SHARE)
-            self.record.prove(result.value + self.region.offset)
-            if result.value + self.region.offset > self.region.bound:
-                self.region = self.region.after(result)
+            result = self.tree.bound(runs.priced(self.subproblem, LARGE_SHARE), self.wanted(), JOINT, 0, LARGE_SHARE)
+            self.incumbent.prove(result.value + self.subproblem.offset)
+            if result.value + self.subproblem.offset > self.subproblem.bound:
+                self.subproblem = self.subproblem.after(result)
             kept = result.kept(self.wanted())
             if sum(int(mask.sum()) for mask in kept) < ALIKE * sum(map(len, kept)):  # a new problem costs the runs their plans
-                part = self.region.part(result, self.wanted(), check=self.clock.check)
+                part = self.subproblem.part(result, self.wanted(), deadline=self.deadline)
                 if part is None:
                     return True
-                self.region = part
-        return not self.clock.over() and (self.narrow() or self.close())
+                self.subproblem = part
+        return not self.deadline.over() and (self.narrow() or self.close())
 
     def narrow(self) -> bool:
         """Bounds the region and drops what costs more than the best answer, while that helps; True when that ends in a proof."""
-        while not self.clock.over():
+        while not self.deadline.over():
             result = self.bounded()
-            self.record.prove(result.value + self.region.offset)
+            self.incumbent.prove(result.value + self.subproblem.offset)
             self.haste()
-            if self.record.done or result.value + self.region.offset > self.ceiling:
+            if self.incumbent.done or result.value + self.subproblem.offset > self.ceiling:
                 return True
-            self.region = self.region.after(result)
-            self.focus(self.region, result)
-            if self.share() > ALIKE or self.clock.over():
+            self.subproblem = self.subproblem.after(result)
+            self.focus(self.subproblem, result)
+            if self.share() > ALIKE or self.deadline.over():
                 return False
-            part = self.part(self.record.worth)
+            part = self.part(self.incumbent.cutoff)
             part = part and self.tree.core(part, np.inf)
             if part is None:
                 return True
-            self.region, self.result = part, None
+            self.subproblem, self.result = part, None
         return False
 
     def haste(self) -> None:
         """Under a time limit: looks for a first answer, however bad."""
-        if not self.record.found and self.runs is not None:
-            self.runs.first(self.region)
+        if not self.incumbent.found and self.runs is not None:
+            self.runs.first(self.subproblem)
 
     def wanted(self) -> float:
         """What better answers cost at most, by the region's problem."""
-        return self.record.worth - self.region.offset
+        return self.incumbent.cutoff - self.subproblem.offset
 
     def share(self) -> float:
         """The part of the region's states that answers better than the record's may take."""
         kept = self.bounded().kept(self.wanted())
         return sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept)))
 
-    def focus(self, region: Region, result: Bound) -> None:
+    def focus(self, subproblem: Subproblem, result: Bound) -> None:
         """Looks for answers among the states that are best by the bound, and again among the best of these, until CP-SAT can.
 
         Where a bound proves that there are none among so few, among more.
         """
-        share, before = FOCUS, self.record.worth
-        while share <= ALIKE and result.value <= (worth := self.record.worth - region.offset) and not self.clock.over():
+        share, before = FOCUS, self.incumbent.cutoff
+        while share <= ALIKE and result.value <= (cutoff := self.incumbent.cutoff - subproblem.offset) and not self.deadline.over():
             through = np.concatenate(result.through)
-            if not len(through) or (through <= worth).mean() <= FOCUS:
+            if not len(through) or (through <= cutoff).mean() <= FOCUS:
                 return
             most = max(np.quantile(through, share), *(t.min() for t in result.through))
-            part = region.part(result, most, check=self.clock.check)
+            part = subproblem.part(result, most, deadline=self.deadline)
             part = part and self.tree.core(part, np.inf)
             if part is not None:
-                region, result = part, self._bound(part)
-            elif self.record.worth < before:
+                subproblem, result = part, self._bound(part)
+            elif self.incumbent.cutoff < before:
                 return
             else:
                 share = (share + 1) / 2
 
-    def part(self, goal: float) -> Region | None:
+    def part(self, goal: float) -> Subproblem | None:
         """What (5) leaves of the region for answers that cost at most `goal`."""
         result = self.bounded()
-        return self.region.part(result, goal - self.region.offset, check=self.clock.check)
+        return self.subproblem.part(result, goal - self.subproblem.offset, deadline=self.deadline)
 
     def bounded(self) -> Bound:
         if self.result is None:
-            self.result = self._bound(self.region)
+            self.result = self._bound(self.subproblem)
         return self.result
 
-    def _bound(self, region: Region) -> Bound:
-        return self.tree.bound(region, self.record.worth - region.offset, JOINT, CHANGES)
+    def _bound(self, subproblem: Subproblem) -> Bound:
+        return self.tree.bound(subproblem, self.incumbent.cutoff - subproblem.offset, JOINT, CHANGES)
 
     def way(self) -> float:
         """How far the best answer is above the bound of the region."""
-        value = self.bounded().value + self.region.offset
-        return self.record.worth - value if np.isfinite(self.record.worth) else UNKNOWN_GAP * abs(value) + 1.0
+        value = self.bounded().value + self.subproblem.offset
+        return self.incumbent.cutoff - value if np.isfinite(self.incumbent.cutoff) else UNKNOWN_GAP * abs(value) + 1.0
 
     def close(self) -> bool:
         """Branches below goals, each twice as far from the bound, up to the best answer, or the dearest; True when that is a proof."""
         reach = REACH * self.way()
-        while not self.clock.over():
-            goal = min(self.bounded().value + self.region.offset + reach, most := min(self.record.worth, self.ceiling))
+        while not self.deadline.over():
+            goal = min(self.bounded().value + self.subproblem.offset + reach, most := min(self.incumbent.cutoff, self.ceiling))
             left = self.tree.close(self.parts(goal), goal, GOAL_SHARE if goal < most else 1.0)
-            while left and not self.clock.over():  # too hard so far: look for better answers, then go on
+            while left and not self.deadline.over():  # too hard so far: look for better answers, then go on
                 if self.runs is None:
-                    self.tree.close(self.parts(self.record.worth), self.record.worth, GOAL_SHARE)
+                    self.tree.close(self.parts(self.incumbent.cutoff), self.incumbent.cutoff, GOAL_SHARE)
                 else:
-                    self.runs.run(self.region)
+                    self.runs.run(self.subproblem)
                 left = self.tree.close(left, goal, 1.0 if self.runs is None else GOAL_SHARE)
-            self.record.prove(min([goal, *(region.bound for region in left)]))
-            if self.record.done or (goal >= min(self.record.worth, self.ceiling) and not left):
+            self.incumbent.prove(min([goal, *(subproblem.bound for subproblem in left)]))
+            if self.incumbent.done or (goal >= min(self.incumbent.cutoff, self.ceiling) and not left):
                 return True
             reach *= 2
             if self.share() < AGAIN and self.narrow():
                 return True
         return False
 
-    def parts(self, goal: float) -> list[Region]:
+    def parts(self, goal: float) -> list[Subproblem]:
         part = self.part(goal)
         return [] if part is None else [part]
 
@@ -284,12 +287,12 @@ def _check_whole(problem: Problem) -> None:
             raise ValueError(f"{what} {which} has cost {some}, which is no whole number.\n  way out: count in a smaller unit and round")
 
 
-def _runs(record: Record, clock: Clock) -> Runs | None:
+def _runs(incumbent: Incumbent, deadline: Deadline) -> PrimalSearch | None:
     """Exploring, which is compiled by numba; only under a time limit, so that other answers do not depend on numba."""
-    if clock.seconds is None or (f"{__package__}.explore" not in sys.modules and clock.seconds_left < LOADING):
+    if deadline.time_limit is None or (f"{__package__}.primal.iterated_search" not in sys.modules and deadline.seconds_left < LOADING):
         return None
     try:
-        from shardplan.ilp.solver.primal.iterated_search import Runs
+        from shardplan.ilp.solver.primal.iterated_search import PrimalSearch
     except (ImportError, RuntimeError):  # no numba, or one that may keep nothing
         return None
-    return Runs(record, clock)
+    return PrimalSearch(incumbent, deadline)

@@ -15,12 +15,12 @@ finds nothing; the record's `invert(states)` puts back the states it decided. `s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Edge, Problem, Usage
 
 DOMINANCE_PAIRS = 1 << 14  # table entries a dominance test may touch at one node, by default
@@ -80,7 +80,7 @@ Block = tuple[np.ndarray, np.ndarray]  # usages of a node: intervals [m, 2], byt
 class Network:
     """Mutable adjacency form of a Problem: `adj[i][j]` is e_ij with i's states as rows, `adj[j][i]` the same transposed."""
 
-    def __init__(self, problem: Problem, check: Check = lambda: None):
+    def __init__(self, problem: Problem, deadline: Deadline = UNLIMITED):
         self.costs: list[np.ndarray] = list(problem.costs)
         self.adj: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
         self.uses: list[list[Block]] = [[] for _ in self.costs]
@@ -95,7 +95,7 @@ class Network:
         for number, e in enumerate(problem.edges):
             self.join(e.i, e.j, e.cost, turned[id(e.cost)])
             if number % SOME == 0:
-                check()
+                deadline.check()
         if problem.limit is not None:
             for u in problem.usages:
                 if u.hi > u.lo:
@@ -404,18 +404,18 @@ class _Change:
         return large
 
 
-def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: int, check: Check) -> np.ndarray:
+def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: int, deadline: Deadline) -> np.ndarray:
     """[step] -> whether some choice holds more there than at the next step before and after it that is left."""
     events: list[list[tuple[int, np.ndarray, float, float]]] = [[] for _ in range(n_steps + 1)]
     for number, (u, a, b) in enumerate(zip(usages, lo.tolist(), hi.tolist(), strict=True)):
         if number % SOME == 0:
-            check()
+            deadline.check()
         events[a].append((u.node, u.bytes, u.least, u.most))
         events[b].append((u.node, -u.bytes, -u.most, -u.least))
     left: list[tuple[int, _Change]] = []  # with the change since the one before
     since = _Change()
     for t in range(n_steps):
-        check()
+        deadline.check()
         for change in events[t]:
             since.add(*change)
         while left and since.least >= 0:
@@ -428,25 +428,25 @@ def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: 
     return mask
 
 
-def tight_steps(problem: Problem, check: Check = lambda: None) -> tuple[Problem, np.ndarray]:
+def tight_steps(problem: Problem, deadline: Deadline = UNLIMITED) -> tuple[Problem, np.ndarray]:
     """The problem with time renumbered to the steps at which the limit can be broken at all, and which steps those are.
 
     Without a limit if there are none."""
     usages = [u for u in problem.usages if u.hi > u.lo]
     if problem.limit is None or not usages:
         return replace(problem, usages=(), limit=None), np.zeros(0, dtype=np.int64)
-    check()
+    deadline.check()
     steps = timeline(usages)
-    check()
+    deadline.check()
     lo, hi = (np.searchsorted(steps, [getattr(u, side) for u in usages]) for side in ("lo", "hi"))
     most = np.zeros(len(steps) + 1)
     np.add.at(most, lo, [u.most for u in usages])
     np.add.at(most, hi, [-u.most for u in usages])
     tight = np.cumsum(most)[:-1] > problem.limit
-    check()
+    deadline.check()
     if all((u.bytes == np.rint(u.bytes)).all() for u in usages):  # sums of others are not exact
-        tight &= unimplied(usages, lo, hi, len(steps), check)
-    check()
+        tight &= unimplied(usages, lo, hi, len(steps), deadline)
+    deadline.check()
     number = np.concatenate([[0], np.cumsum(tight)])
     merged = _sums(
         (u.node, (int(number[a]), int(number[b])), u.bytes)
@@ -457,7 +457,7 @@ def tight_steps(problem: Problem, check: Check = lambda: None) -> tuple[Problem,
     return replace(problem, usages=usages, limit=problem.limit if merged else None), steps[tight]
 
 
-def fitting(problem: Problem, check: Check = lambda: None) -> dict[int, np.ndarray]:
+def fitting(problem: Problem, deadline: Deadline = UNLIMITED) -> dict[int, np.ndarray]:
     """Masks of the states that fit beside everyone else's least bytes, for the nodes where some do not."""
     if problem.limit is None or np.isneginf(problem.limit):
         return {}
@@ -468,12 +468,12 @@ def fitting(problem: Problem, check: Check = lambda: None) -> dict[int, np.ndarr
         least[u.lo] += u.least
         least[u.hi] -= u.least
         by_node.setdefault(u.node, []).append(u)
-    check()
+    deadline.check()
     slack = problem.limit - np.cumsum(least)[:-1]
     from_step = _RangeMin(slack)
     masks = {}
     for i, uses in by_node.items():
-        check()
+        deadline.check()
         mask = np.ones(len(problem.costs[i]), dtype=bool)
         for u in uses:
             if u.most - u.least > (room := from_step(u.lo, u.hi)):
@@ -506,8 +506,7 @@ def shrink(
     *,
     tie: bool = False,
     dominance: int = DOMINANCE_PAIRS,
-    over: Callable[[], bool] = lambda: False,
-    check: Check = lambda: None,
+    deadline: Deadline = UNLIMITED,
 ) -> Shrunk:
     """Applies every reduction until none finds anything.
 
@@ -516,8 +515,7 @@ def shrink(
         tie: make one node of every class in `problem.ties` first (a restriction, not a reduction).
         dominance: table entries that the search for dominated states may touch at one node; it takes longest, finds most where all
             costs are alike, and next to nothing in a part of a shrunk problem.
-        over: asked between nodes whether to look for no more dominated states, and to be content with what is found.
-        check: asked between reductions.
+        deadline: once it is over, no more dominated states are looked for.
     """
     trail: list = []
     n_nodes, tied = len(problem.costs), bool(tie and problem.ties)
@@ -528,37 +526,37 @@ def shrink(
     offset, feasible = 0.0, True
     steps = np.arange(max((u.hi for u in problem.usages), default=0))
     while feasible:
-        check()
-        timed, tight = tight_steps(problem, check)
+        deadline.check()
+        timed, tight = tight_steps(problem, deadline)
         steps = steps[tight]
-        check()
-        net = Network(timed, check)
-        check()
+        deadline.check()
+        net = Network(timed, deadline)
+        deadline.check()
         before = sum(map(len, net.costs))
-        for i, mask in fitting(timed, check).items():
+        for i, mask in fitting(timed, deadline).items():
             _record(trail, Restrict.apply(net, i, mask), nodes)
-        _exhaust(net, trail, nodes, check)
+        _exhaust(net, trail, nodes, deadline)
         doubtful = [i for i, alive in enumerate(net.alive) if alive]
-        while dominance and doubtful and net.feasible and not over():  # costs more, so it waits until the rest is done
+        while dominance and doubtful and net.feasible and not deadline.over():  # costs more, so it waits until the rest is done
             for i in doubtful:
-                if net.alive[i] and not over():
+                if net.alive[i] and not deadline.over():
                     _record(trail, Restrict.apply(net, i, undominated(net, i, dominance)), nodes)
             doubtful = list(net.dirty)
-            _exhaust(net, trail, nodes, check)
-        check()
+            _exhaust(net, trail, nodes, deadline)
+        deadline.check()
         offset, feasible = offset + net.offset, net.feasible
         problem, left = net.to_problem()
-        check()
+        deadline.check()
         nodes = tuple(nodes[i] for i in left)
-        if problem.n_states >= 0.98 * before or over():
+        if problem.n_states >= 0.98 * before or (dominance and deadline.over()):
             break
     return Shrunk(problem, offset, feasible, tuple(nodes), tuple(trail), n_nodes, tied, steps)
 
 
-def _exhaust(net: Network, trail: list, nodes: Sequence[int], check: Check) -> None:
+def _exhaust(net: Network, trail: list, nodes: Sequence[int], deadline: Deadline) -> None:
     """Runs the reductions at every node whose surroundings changed."""
     while net.dirty and net.feasible:
-        check()
+        deadline.check()
         i, _ = net.dirty.popitem(last=False)
         if not net.alive[i]:
             continue

@@ -23,12 +23,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import LARGE, Clock, Record
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
+from shardplan.ilp.solver.incumbent import LARGE, Incumbent
 from shardplan.ilp.solver.kernels import anneal, cost_of, fields, flatten, profile, profile_tree, relieve, toll
-from shardplan.ilp.solver.primal.tree_moves import Plan, make_plan, sweep
+from shardplan.ilp.solver.primal.tree_moves import EliminationSchedule, elimination_schedule, tree_move
 from shardplan.ilp.solver.problem import Edge, Problem, Usage
 from shardplan.ilp.solver.relax.trws import Messages, Shift
-from shardplan.ilp.solver.search.branch import Region
+from shardplan.ilp.solver.search.branch import Subproblem
 
 SWEEP_JOINT = (20_000, 4_000)  # entries of a joint table for sweeps, on small and on large problems
 FIRST_RUN, LONGEST_RUN = 400, 3000  # turns
@@ -48,30 +49,30 @@ RELIEF = 40, 50  # times, moves each: to make a choice fit
 COOLING, PROPOSALS = (1e-4, 1e-7, 21), 1  # noise as a share of what is at stake, in twenty steps; moves proposed in each, per state
 
 
-class Explorer:
+class IteratedLocalSearch:
     """A problem prepared for runs.
 
     Attributes:
         prices: cost per byte at every step, after the last run; None before.
     """
 
-    def __init__(self, problem: Problem, cap: int, messages: Messages | None = None, clock: Clock | None = None):
-        self.problem, self.clock = problem, clock or Clock(None, None)
-        self.net = flatten(problem, self.clock.check)
+    def __init__(self, problem: Problem, cap: int, messages: Messages | None = None, deadline: Deadline | None = None):
+        self.problem, self.deadline = problem, deadline or UNLIMITED
+        self.net = flatten(problem, self.deadline)
         self.cap = cap
-        self.plans: list[Plan] = []
+        self.plans: list[EliminationSchedule] = []
         self.rng = np.random.default_rng(0)
         self.prices: np.ndarray | None = None
-        self.clock.check()
-        self.shift = Shift(problem, compiled=True, messages=messages, check=self.clock.check)
+        self.deadline.check()
+        self.shift = Shift(problem, compiled=True, messages=messages, deadline=self.deadline)
 
-    def plan(self, number: int) -> Plan:
+    def plan(self, number: int) -> EliminationSchedule:
         """Plans made as they are asked for, each holding other nodes."""
         while len(self.plans) <= number:
             degree = np.diff(self.net.near_start) * np.log(np.diff(self.net.start) + 1.0) + 1e-9
             chance = self.rng.random(len(degree)) ** self.rng.choice([1, 3, 6])
             weight = chance / degree ** self.rng.choice([0.0, 0.5, 1.0, 1.3])
-            self.plans.append(make_plan(self.net, self.cap, weight, self.clock.check))
+            self.plans.append(elimination_schedule(self.net, self.cap, weight, self.deadline))
         return self.plans[number]
 
     def agree(self, costs: np.ndarray) -> np.ndarray:
@@ -85,8 +86,8 @@ class Explorer:
         """What a few sweeps make of the states."""
         states, extra = states.copy(), toll(self.net, prices)
         for number in range(sweeps):
-            self.clock.check()
-            sweep(self.net, self.plan(number), extra, states)
+            self.deadline.check()
+            tree_move(self.net, self.plan(number), extra, states)
         return states
 
     def priced(self, states: np.ndarray, prices: np.ndarray) -> float:
@@ -152,11 +153,11 @@ class Explorer:
                 other[node] = (states[node] + rng.integers(1, k[node])) % k[node]
                 holding = np.flatnonzero(held[:, node])
                 for number in (*rng.choice(holding, 2), *rng.integers(0, n_plans, 2)):
-                    sweep(net, self.plan(int(number)), extra, other)
+                    tree_move(net, self.plan(int(number)), extra, other)
                 turn += 4
             else:
                 other = states.copy()
-                sweep(net, self.plan(0), extra, other)
+                tree_move(net, self.plan(0), extra, other)
                 turn += 1
             kicks += 1
             if self.priced(other, prices) < now:
@@ -167,15 +168,15 @@ class Explorer:
             else:
                 continue
             extra = toll(net, prices)
-            sweep(net, self.plan(int(rng.integers(n_plans))), extra, states)
+            tree_move(net, self.plan(int(rng.integers(n_plans))), extra, states)
             now = self.priced(states, prices)
             yield from self._fitting(states, stake, turn)
         self.prices = prices
 
-    def ascend(self, prices: np.ndarray, rounds: int, over: Callable[[], bool] = lambda: False) -> np.ndarray:
+    def ascend(self, prices: np.ndarray, rounds: int, deadline: Deadline = UNLIMITED) -> np.ndarray:
         """Prices near these at which costs, shifted on, bound more: (7) without noise, for so many rounds or until it is over."""
         for n in range(rounds):
-            if over():
+            if deadline.over():
                 break
             states = self.agree(self.net.unary + toll(self.net, prices))
             prices = self._follow(prices, states, RATE[0] * (RATE[1] / RATE[0]) ** (n / rounds), GAIN[0])
@@ -200,7 +201,7 @@ class Explorer:
 
         At the time limit what fits is returned as it is.
         """
-        net, over = self.net, self.clock.over
+        net, over = self.net, self.deadline.over
         states = np.array(states, dtype=np.int64)
         field, tree = fields(net, states, np.zeros(len(net.unary))), profile_tree(net, states)
         for _ in range(RELIEF[0]):
@@ -223,68 +224,72 @@ def compile_kernels() -> None:
     costs = tuple(np.arange(3.0) for _ in range(3))
     edges = tuple(Edge(i, j, np.outer(costs[i], costs[j])) for i, j in ((0, 1), (0, 2), (1, 2)))
     usages = tuple(Usage(i, i, i + 2, np.arange(3.0)[::-1]) for i in range(3))
-    explorer = Explorer(Problem(costs, edges, usages, limit=3.0), SWEEP_JOINT[0])
-    for _ in explorer.run(1, 1, lambda turn: turn / (3 * SETTLE)):
+    iterated = IteratedLocalSearch(Problem(costs, edges, usages, limit=3.0), SWEEP_JOINT[0])
+    for _ in iterated.run(1, 1, lambda turn: turn / (3 * SETTLE)):
         pass
-    assert explorer.prices is not None
-    explorer.ascend(explorer.prices, 1)
+    assert iterated.prices is not None
+    iterated.ascend(iterated.prices, 1)
 
 
-class Runs:
+class PrimalSearch:
     """Runs one after the other under a time limit, each longer than the one before.
 
     Attributes:
         last: the last run was the last one that the limit allows.
     """
 
-    def __init__(self, record: Record, clock: Clock):
-        self.record, self.clock = record, clock
-        self.explorer: Explorer | None = None  # kept as long as the problem stays the same
+    def __init__(self, incumbent: Incumbent, deadline: Deadline):
+        self.incumbent, self.deadline = incumbent, deadline
+        self.iterated: IteratedLocalSearch | None = None  # kept as long as the problem stays the same
         self.number, self.seconds, self.last = 0, 0.0, False
 
-    def first(self, region: Region) -> None:
+    def first(self, subproblem: Subproblem) -> None:
         """Offers what is found in haste, until that is an answer."""
-        any(self._offer(region, found) for found in self._explorer(region).first())
+        any(self._offer(subproblem, found) for found in self._explorer(subproblem).first())
 
-    def run(self, region: Region) -> None:
+    def run(self, subproblem: Subproblem) -> None:
         """Offers what one more run finds; the last one before the time limit takes what time is left."""
-        record, clock, number = self.record, self.clock, self.number
-        explorer, large = self._explorer(region), region.problem.n_states > LARGE
+        incumbent, deadline, number = self.incumbent, self.deadline, self.number
+        iterated, large = self._explorer(subproblem), subproblem.problem.n_states > LARGE
         sweeps = FIRST_RUN << number if large else min(int(FIRST_RUN * 1.4**number), LONGEST_RUN)
         n_plans = min(MOST_PLANS, 4 << number)
-        explorer.plan(n_plans - 1)
-        start, left = time.monotonic(), clock.seconds_left
+        iterated.plan(n_plans - 1)
+        start, left = time.monotonic(), deadline.seconds_left
         self.last = left < (6.0 if large else 2.5) * self.seconds  # the one after would not come to its end
 
         def pace(turn: int) -> float:
             """Share of the run that is over: by sweeps, or by time where the limit ends it; the first run looks for an answer first."""
             spent = (time.monotonic() - start) / max(1e-3, left if self.last else RUN_SHARE * left)
-            if number == 0 and not record.found:
-                spent = float(clock.over())
+            if number == 0 and not incumbent.found:
+                spent = float(deadline.over())
             return spent if self.last else max(turn / sweeps, spent)
 
-        states, back = record.answer
-        known = states if back is region.back and (self.last or number % 4 == 3) else None  # most runs look elsewhere
-        for found in explorer.run(number, n_plans, pace, known):
-            self._offer(region, found)
+        states, back = incumbent.answer
+        known = states if back is subproblem.back and (self.last or number % 4 == 3) else None  # most runs look elsewhere
+        for found in iterated.run(number, n_plans, pace, known):
+            self._offer(subproblem, found)
         self.seconds = time.monotonic() - start
         self.number += 1
 
-    def _explorer(self, region: Region) -> Explorer:
-        if self.explorer is None or self.explorer.problem is not region.problem:
-            self.explorer = Explorer(region.problem, SWEEP_JOINT[region.problem.n_states > LARGE], region.messages, self.clock)
-        return self.explorer
+    def _explorer(self, subproblem: Subproblem) -> IteratedLocalSearch:
+        if self.iterated is None or self.iterated.problem is not subproblem.problem:
+            self.iterated = IteratedLocalSearch(
+                subproblem.problem, SWEEP_JOINT[subproblem.problem.n_states > LARGE], subproblem.messages, self.deadline
+            )
+        return self.iterated
 
-    def _offer(self, region: Region, found: tuple[int, ...]) -> bool:
-        return self.record.offer(found, region.problem.objective(found) + region.offset, region.back)
+    def _offer(self, subproblem: Subproblem, found: tuple[int, ...]) -> bool:
+        return self.incumbent.offer(found, subproblem.problem.objective(found) + subproblem.offset, subproblem.back)
 
-    def priced(self, region: Region, share: float) -> Region:
+    def priced(self, subproblem: Subproblem, share: float) -> Subproblem:
         """The same answers, to be bounded at prices near those of the last bound, or of the last run.
 
         Args:
             share: of the time that is left, at most.
         """
-        explorer, rounds = self.explorer, int(AGREEING * FIRST_RUN) << self.number
-        assert explorer is not None and explorer.prices is not None
-        prices = explorer.ascend(explorer.prices if region.prices is None else region.prices, rounds, self.clock.share(share))
-        return replace(region, prices=prices, messages=explorer.shift.told())
+        iterated, rounds = self.iterated, int(AGREEING * FIRST_RUN) << self.number
+        assert iterated is not None and iterated.prices is not None
+        prices = iterated.ascend(
+            iterated.prices if subproblem.prices is None else subproblem.prices, rounds, self.deadline.share(share)
+        )
+        return replace(subproblem, prices=prices, messages=iterated.shift.told())

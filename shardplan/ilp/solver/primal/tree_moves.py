@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.kernels import Net, jit
 
 
-class Plan(NamedTuple):
-    """Elimination as a program for `sweep`: bucket b minimises node[b] out, for each value of its outer nodes.
+class EliminationSchedule(NamedTuple):
+    """Elimination as a program for `tree_move`: bucket b minimises node[b] out, for each value of its outer nodes.
 
     A part is a table to be summed, in the pool of edge tables or among the messages, with a stride per outer node and one for
     the bucket's own node.
@@ -40,12 +40,8 @@ class Plan(NamedTuple):
     work: int  # entries of all joint tables
 
 
-def make_plan(net: Net, cap: int, weight: np.ndarray, check: Check = lambda: None) -> Plan:
-    """A plan for the network; among nodes that stand in the way, those of large `weight` [n] are held.
-
-    Args:
-        check: asked between nodes.
-    """
+def elimination_schedule(net: Net, cap: int, weight: np.ndarray, deadline: Deadline = UNLIMITED) -> EliminationSchedule:
+    """A plan for the network; among nodes that stand in the way, those of large `weight` [n] are held."""
     n = len(net.start) - 1
     k = np.diff(net.start).tolist()
     graph = [set(net.near[a:b].tolist()) for a, b in pairwise(net.near_start)]
@@ -54,7 +50,7 @@ def make_plan(net: Net, cap: int, weight: np.ndarray, check: Check = lambda: Non
     heapq.heapify(heap)
     held, gone = np.zeros(n, dtype=bool), np.zeros(n, dtype=bool)
     while heap:
-        check()
+        deadline.check()
         size, i = heapq.heappop(heap)
         if gone[i]:
             continue
@@ -81,10 +77,10 @@ def make_plan(net: Net, cap: int, weight: np.ndarray, check: Check = lambda: Non
         for j in touched:
             if not gone[j]:
                 heapq.heappush(heap, (math.prod([k[x] for x in graph[j]]) * k[j], j))
-    return _compile(net, k, held, order, check)
+    return _compile(net, k, held, order, deadline)
 
 
-def _compile(net: Net, k: list[int], held: np.ndarray, order: list[int], check: Check) -> Plan:
+def _compile(net: Net, k: list[int], held: np.ndarray, order: list[int], deadline: Deadline) -> EliminationSchedule:
     when = {i: b for b, i in enumerate(order)}
     inbox: list[list] = [[] for _ in order]  # parts of each bucket: (sent, where, [(node, stride)])
     for i in order:
@@ -95,7 +91,7 @@ def _compile(net: Net, k: list[int], held: np.ndarray, order: list[int], check: 
     outer_start, outer, message, part_start, part_sent, part_at, stride_start, stride = [0], [], [], [0], [], [], [0], []
     room = work = 0
     for b, i in enumerate(order):
-        check()
+        deadline.check()
         scope = sorted({j for _, _, axes in inbox[b] for j, _ in axes} - {i}, key=when.__getitem__, reverse=True)
         for sent, at, axes in inbox[b]:
             by_node = dict(axes)
@@ -122,14 +118,14 @@ def _compile(net: Net, k: list[int], held: np.ndarray, order: list[int], check: 
         return np.array(values, dtype=np.int64)
 
     outer = ints(outer)
-    return Plan(
+    return EliminationSchedule(
         held, ints(order), ints(outer_start), outer, ints(k)[outer], ints(message), ints(part_start), ints(part_sent),
         ints(part_at), ints(stride_start), ints(stride), room, work,
     )  # fmt: skip
 
 
 @jit
-def sweep(net, plan, extra, states):
+def tree_move(net, plan, extra, states):
     """Moves every node that is not held to the joint optimum of (1) plus `extra`, the held ones as they are."""
     messages = np.empty(plan.room)
     best = np.empty(plan.room, dtype=np.int16)

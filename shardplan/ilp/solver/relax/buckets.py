@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
 
 
@@ -60,8 +60,8 @@ class Elimination:
         size: entries of all joint tables: the work of one run.
     """
 
-    def __init__(self, problem: Problem, cap: int = 1 << 20, check: Check = lambda: None):
-        self.problem, self.check = problem, check
+    def __init__(self, problem: Problem, cap: int = 1 << 20, deadline: Deadline = UNLIMITED):
+        self.problem, self.deadline = problem, deadline
         self.buckets: list[Bucket] = []
         self.of_node: list[list[int]] = [[] for _ in problem.costs]
         self.exact = True
@@ -90,7 +90,7 @@ class Elimination:
             if weight != (now := size(i)):
                 heapq.heappush(heap, (now, i))
                 continue
-            check()
+            deadline.check()
             done[i] = True
             self.order.append(i)
             touched = neighbours(i) - {i}
@@ -170,7 +170,7 @@ class Pass:
         self.messages: list[np.ndarray] = []
         self.value = 0.0
         for number, bucket in enumerate(elimination.buckets):
-            elimination.check()
+            elimination.deadline.check()
             message = self._less(bucket, self._joint(number).min(axis=-1))
             self.messages.append(message)
             if bucket.receiver < 0:
@@ -247,7 +247,7 @@ class Pass:
         """For every edge and pair of states a lower bound of the cost of a choice that takes both: (edge, [k_i, k_j])."""
         for number, (bucket, outside) in enumerate(zip(self.elimination.buckets, self._backwards[1], strict=True)):
             if bucket.edges:
-                self.elimination.check()
+                self.elimination.deadline.check()
                 joint = self._joint(number, outside)
                 for edge, side, axis in bucket.edges:
                     least = joint.min(axis=tuple(n for n in range(joint.ndim - 1) if n != axis))
@@ -260,7 +260,7 @@ class Pass:
         buckets = self.elimination.buckets
         outside = [np.zeros(())] * len(buckets)
         for number in range(len(buckets) - 1, -1, -1):
-            self.elimination.check()
+            self.elimination.deadline.check()
             bucket = buckets[number]
             if bucket.receiver < 0:
                 outside[number] = np.asarray(self.value - self.messages[number] if np.isfinite(self.value) else np.inf)

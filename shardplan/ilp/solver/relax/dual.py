@@ -93,7 +93,7 @@ def bargain(
     *,
     rounds: int = 60,
     start: np.ndarray | None = None,
-    worth: float = np.inf,
+    cutoff: float = np.inf,
     costs=None,
 ) -> Iterator[Quote]:
     """Quotes at better and better prices, first at `start`; ends when no price can raise L any more.
@@ -119,7 +119,7 @@ def bargain(
             plane[0] = max(plane[0], point.value - float((point.prices * plane[1]).sum()))
         steps += [t for t in memory.peaks(point.over, 0.0).tolist() if t not in steps]
         steps += [t for t in np.flatnonzero(point.prices).tolist() if t not in steps]
-        way, least = ENOUGH * min(worth - best.value, abs(best.value)), 1e-9 * max(1.0, abs(best.value))
+        way, least = ENOUGH * min(cutoff - best.value, abs(best.value)), 1e-9 * max(1.0, abs(best.value))
         promise, prices = _highest(planes, steps, best.prices, box) if steps else (best.value, best.prices)
         if promise - best.value <= max(ROUNDS * way, least):  # no price raises L: more shifting may
             if relaxation.exact:

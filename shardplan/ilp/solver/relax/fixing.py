@@ -13,12 +13,11 @@ a state of one node leaves a single one of the other, the other follows. What is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
 from shardplan.ilp.solver.relax.dual import Quote, bargain
 from shardplan.ilp.solver.relax.relaxation import Relaxation
@@ -59,23 +58,23 @@ class Bound:
         rows = [quote.through() for quote in last.values()]
         return [np.maximum.reduce(row) for row in zip(*rows, strict=True)]
 
-    def kept(self, worth: float) -> list[np.ndarray]:
+    def kept(self, cutoff: float) -> list[np.ndarray]:
         """Masks of the states that answers of at most this cost may take."""
-        return [through <= worth for through in self.through]
+        return [through <= cutoff for through in self.through]
 
-    def left(self, problem: Problem, worth: float, kept: list[np.ndarray] | None = None) -> Problem:
+    def left(self, problem: Problem, cutoff: float, kept: list[np.ndarray] | None = None) -> Problem:
         """What (5) leaves for answers of at most this cost: all other states and pairs of states are forbidden.
 
         Args:
             problem: the one that was bounded, or that one without its limit if no byte had a price.
             kept: masks of states, of those that (5) leaves, by default all of these.
         """
-        kept = self.kept(worth) if kept is None else kept
+        kept = self.kept(cutoff) if kept is None else kept
         costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(kept, problem.costs, strict=True))
         edges = list(problem.edges)
         for number, least in self.best.sweep.pairs():
             e = edges[number]
-            gone = least - self.best.paid > worth
+            gone = least - self.best.paid > cutoff
             if gone[np.ix_(kept[e.i], kept[e.j])].any():
                 edges[number] = replace(e, cost=np.where(gone, np.inf, e.cost))
         return replace(problem, costs=costs, edges=tuple(edges))
@@ -83,15 +82,14 @@ class Bound:
 
 def bound(
     problem: Problem,
-    worth: float,
+    cutoff: float,
     cap: int,
     rounds: int,
     start: np.ndarray | None = None,
     messages: Messages | None = None,
-    over: Callable[[], bool] = lambda: False,
-    check: Check = lambda: None,
+    deadline: Deadline = UNLIMITED,
 ) -> Bound:
-    """A lower bound, and what is left of the problem for answers that cost at most `worth`.
+    """A lower bound, and what is left of the problem for answers that cost at most `cutoff`.
 
     Args:
         worth: a better answer costs at most this much.
@@ -99,22 +97,21 @@ def bound(
         rounds: how often prices may be changed.
         start: prices to begin with.
         messages: of shifting, to begin with.
-        over: asked between rounds whether to stop.
-        check: asked within rounds.
+        deadline: no further round once it is over.
     """
-    memory, relaxation = Memory(problem), Relaxation(problem, cap, messages, check)
+    memory, relaxation = Memory(problem), Relaxation(problem, cap, messages, deadline)
     reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
     quotes: list[Quote] = []
 
     def few(quote: Quote) -> bool:
-        if relaxation.shift is None or quote.prices.any() or not np.isfinite(worth):
+        if relaxation.shift is None or quote.prices.any() or not np.isfinite(cutoff):
             return False
-        left = [int((through <= worth).sum()) for through in quote.through()]
+        left = [int((through <= cutoff).sum()) for through in quote.through()]
         return 2 * sum(left[e.i] * left[e.j] for e in problem.edges) <= FEW * relaxation.shift.entries
 
-    for quote in bargain(relaxation, memory, reach, rounds=rounds, start=start, worth=worth):
+    for quote in bargain(relaxation, memory, reach, rounds=rounds, start=start, cutoff=cutoff):
         quotes.append(quote)
-        if quote.value > worth or over() or (len(quotes) > 1 and few(quote)):
+        if quote.value > cutoff or deadline.over() or (len(quotes) > 1 and few(quote)):
             break
     best = max(quotes, key=lambda quote: quote.value)
     return Bound(problem, memory, best, tuple(quotes), relaxation.work + 4 * relaxation.elimination.size, relaxation.messages())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
 from shardplan.ilp.solver.relax.buckets import Elimination, Pass
 from shardplan.ilp.solver.relax.trws import Messages, Shift
@@ -22,11 +22,11 @@ class Relaxation:
         work: table entries visited so far.
     """
 
-    def __init__(self, problem: Problem, cap: int, messages: Messages | None = None, check: Check = lambda: None):
+    def __init__(self, problem: Problem, cap: int, messages: Messages | None = None, deadline: Deadline = UNLIMITED):
         self.problem = problem
-        self.elimination, self.warm = _elimination(problem, cap, check), bool(messages)
+        self.elimination, self.warm = _elimination(problem, cap, deadline), bool(messages)
         self.exact = self.elimination.exact
-        self.shift = None if self.exact else Shift(problem, messages=messages, check=check)
+        self.shift = None if self.exact else Shift(problem, messages=messages, deadline=deadline)
         self.total = sum(max(-low, high) for low, high in problem.ranges) + 1.0
         self.work = 0.0
 
@@ -49,12 +49,12 @@ class Relaxation:
         return {} if self.shift is None else self.shift.told()
 
 
-def _elimination(problem: Problem, cap: int, check: Check) -> Elimination:
+def _elimination(problem: Problem, cap: int, deadline: Deadline) -> Elimination:
     """Without split joints where that is little work; else with joints of at most `cap` entries, fewer if all take too much room."""
     if problem.n_states <= SMALL:
-        whole = Elimination(problem, int(EXACT), check)
+        whole = Elimination(problem, int(EXACT), deadline)
         if whole.exact and whole.size <= EXACT:
             return whole
-    while (split := Elimination(problem, cap, check)).size > ROOM and cap > 1:
+    while (split := Elimination(problem, cap, deadline)).size > ROOM and cap > 1:
         cap //= 4
     return split

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.presolve.presolve import Follow, Restrict, Shrunk
 from shardplan.ilp.solver.problem import Problem
 
@@ -48,8 +48,8 @@ class Shift:
 
     visited: ClassVar[float] = 0.0  # by numpy, in this process; inf once compiled code is loaded, -inf where it is not there
 
-    def __init__(self, problem: Problem, compiled: bool = False, messages: Messages | None = None, check: Check = lambda: None):
-        self.problem, self.check = problem, check
+    def __init__(self, problem: Problem, compiled: bool = False, messages: Messages | None = None, deadline: Deadline = UNLIMITED):
+        self.problem, self.deadline = problem, deadline
         sizes = np.array([e.cost.shape for e in problem.edges], dtype=np.int64).reshape(-1, 2)
         self.ends = np.cumsum(np.concatenate([[0], sizes.ravel()]))
         self.messages = np.zeros(self.ends[-1])
@@ -90,7 +90,7 @@ class Shift:
         if self.compiled is not None:
             flat = np.concatenate([*costs, np.zeros(0)])
             for _ in range(n):
-                self.check()
+                self.deadline.check()
                 self.compiled(flat)
             return
         Shift.visited += n * (self.entries + CALLS * len(self.problem.edges))
@@ -98,7 +98,7 @@ class Shift:
         order = range(len(self.near))
         for _ in range(n):
             for forward in (True, False):
-                self.check()
+                self.deadline.check()
                 for i in order if forward else reversed(order):
                     cost = costs[i]
                     for mine, *_ in self.near[i]:
@@ -134,7 +134,7 @@ class Shift:
                 flat.append((mine, other, at, problem.edges[edge].cost.shape[1 - side], by_rows == (side == 0), ahead))
         links = np.array(flat, dtype=np.int64).reshape(-1, 6)
         first = np.cumsum([0, *map(len, self.links)])
-        tables = in_a_row(pool, self.check)
+        tables = in_a_row(pool, self.deadline)
         share, messages = self.share, self.messages  # without a cycle, for tables are large
         return lambda costs: shift_rounds(costs, start, first, links, tables, share, messages, 1)
 

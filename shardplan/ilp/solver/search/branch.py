@@ -18,14 +18,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import UNIT, Back, Check, Clock, OutOfTime, Record
+from shardplan.ilp.solver.deadline import ENTRIES_PER_WORK, UNLIMITED, Deadline, OutOfTime
+from shardplan.ilp.solver.incumbent import Back, Incumbent
 from shardplan.ilp.solver.presolve.presolve import shrink
 from shardplan.ilp.solver.problem import Problem
 from shardplan.ilp.solver.relax.fixing import Bound, bound
 from shardplan.ilp.solver.relax.relaxation import ROOM
 from shardplan.ilp.solver.relax.trws import Messages, carried
 from shardplan.ilp.solver.search import cpsat
-from shardplan.ilp.solver.search.repair import Moves, fit
+from shardplan.ilp.solver.search.repair import LocalSearch, fit
 
 JOINT = 1 << 16  # entries of a joint table at first
 WIDER = 16  # how often as many, where that helps little
@@ -40,7 +41,7 @@ CALLS = 2e5  # table entries that shrinking and preparing a node are worth
 
 
 @dataclass(frozen=True)
-class Region:
+class Subproblem:
     """A part of the problem: all answers that are left when some states are dropped.
 
     Attributes:
@@ -63,24 +64,25 @@ class Region:
     joint: int = JOINT
     hard: int = HARD
 
-    def after(self, result: Bound) -> Region:
+    def after(self, result: Bound) -> Subproblem:
         """The same answers; the next bound begins where this one has got to."""
         value = max(self.bound, result.value + self.offset)
         return replace(self, bound=value, prices=result.best.prices, messages=result.messages)
 
-    def part(self, result: Bound, worth: float, kept: list[np.ndarray] | None = None, check: Check = lambda: None) -> Region | None:
+    def part(
+        self, result: Bound, cutoff: float, kept: list[np.ndarray] | None = None, deadline: Deadline = UNLIMITED
+    ) -> Subproblem | None:
         """What its bound leaves of the region for answers of at most so much, by the region's problem; None when nothing is left.
 
         Args:
             kept: masks of states, of those that (5) leaves, by default all of these.
-            check: asked in the midst of it.
         """
         prices, value = result.best.prices, result.value
-        small = shrink(result.left(self.problem, worth, kept), dominance=0, check=check)
+        small = shrink(result.left(self.problem, cutoff, kept), dominance=0, deadline=deadline)
         if not small.feasible:
             return None
         outer, horizon = self.back, max((u.hi for u in small.problem.usages), default=0)
-        return Region(
+        return Subproblem(
             small.problem,
             lambda states: outer(small.invert(states)),
             self.offset + small.offset,
@@ -93,7 +95,7 @@ class Region:
         )
 
 
-class Tree:
+class BranchAndBound:
     """Branch and bound for answers better than the record's.
 
     Attributes:
@@ -101,97 +103,96 @@ class Tree:
         tries: how many priced choices of a bound are made to fit.
     """
 
-    def __init__(self, record: Record, clock: Clock):
-        self.record, self.clock = record, clock
+    def __init__(self, incumbent: Incumbent, deadline: Deadline):
+        self.incumbent, self.deadline = incumbent, deadline
         self.bounds, self.tries = 0, TRIES
 
-    def close(self, regions: list[Region], goal: float, share: float) -> list[Region]:
+    def close(self, subproblems: list[Subproblem], goal: float, share: float) -> list[Subproblem]:
         """Searches regions for answers of at most `goal`, the least bound first; returns those that are left to be searched.
 
         Args:
             share: of what may still be spent.
         """
-        over, number = self.clock.share(share), 0
-        open_ = [(region.bound, number := number - 1, region) for region in regions]
+        deadline, number = self.deadline.share(share), 0
+        open_ = [(subproblem.bound, number := number - 1, subproblem) for subproblem in subproblems]
         heapq.heapify(open_)
-        while open_ and not over():
-            value, _, region = heapq.heappop(open_)
-            if value > min(goal, self.record.worth):
+        while open_ and not deadline.over():
+            value, _, subproblem = heapq.heappop(open_)
+            if value > min(goal, self.incumbent.cutoff):
                 return []
             try:
-                parts = self._expand(region, goal)
+                parts = self._expand(subproblem, goal)
             except OutOfTime:
-                return [region, *(region for _, _, region in sorted(open_, key=lambda item: item[:2]))]
+                return [subproblem, *(subproblem for _, _, subproblem in sorted(open_, key=lambda item: item[:2]))]
             for part in parts:
                 heapq.heappush(open_, (part.bound, number := number - 1, part))
-        return [region for _, _, region in sorted(open_, key=lambda item: item[:2])]
+        return [subproblem for _, _, subproblem in sorted(open_, key=lambda item: item[:2])]
 
-    def _expand(self, region: Region, goal: float) -> list[Region]:
+    def _expand(self, subproblem: Subproblem, goal: float) -> list[Subproblem]:
         """Parts that hold all answers of the region that are still wanted."""
 
-        def worth() -> float:
-            return min(goal, self.record.worth) - region.offset
+        def cutoff() -> float:
+            return min(goal, self.incumbent.cutoff) - subproblem.offset
 
-        left = self.core(region, goal)
+        left = self.core(subproblem, goal)
         if left is None:
             return []
-        region = left
-        result = self.bound(region, worth(), region.joint, CHANGES)
-        if result.value > worth():
+        subproblem = left
+        result = self.bound(subproblem, cutoff(), subproblem.joint, CHANGES)
+        if result.value > cutoff():
             return []
-        region, kept = region.after(result), result.kept(worth())
+        subproblem, kept = subproblem.after(result), result.kept(cutoff())
         share, joints = sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept))), result.best.sweep.elimination
         if share <= KEPT:
             halves = [kept]
         elif not joints.exact and not result.best.prices.any() and WIDER * joints.size <= ROOM:
-            return [replace(region, joint=WIDER * region.joint)]
+            return [replace(subproblem, joint=WIDER * subproblem.joint)]
         else:
             if joints.exact:
-                left = self.core(replace(region, core=region.hard), goal, HARD_WORK)
+                left = self.core(replace(subproblem, core=subproblem.hard), goal, HARD_WORK)
                 if left is None:
                     return []
-                region = replace(region, hard=left.core)
+                subproblem = replace(subproblem, hard=left.core)
             halves = split(result, kept)
-        parts = (region.part(result, worth(), half, self.clock.check) for half in halves)
+        parts = (subproblem.part(result, cutoff(), half, self.deadline) for half in halves)
         return [part for part in parts if part is not None]
 
-    def bound(self, region: Region, worth: float, joint: int, changes: int, share: float = 1.0) -> Bound:
+    def bound(self, subproblem: Subproblem, cutoff: float, joint: int, changes: int, share: float = 1.0) -> Bound:
         """A bound of a region, for at most a share of what may still be spent; answers are tried on the way."""
-        over, check = self.clock.share(share), self.clock.check
-        result = bound(region.problem, worth, joint, changes, region.prices, region.messages, over, check)
+        result = bound(subproblem.problem, cutoff, joint, changes, subproblem.prices, subproblem.messages, self.deadline.share(share))
         self.bounds += 1
-        self.clock.spend(result.work + CALLS * len(region.problem.costs))
-        if self.tries and result.value <= worth and np.isfinite(result.value):
-            self.attempt(region, result)
+        self.deadline.spend(result.work + CALLS * len(subproblem.problem.costs))
+        if self.tries and result.value <= cutoff and np.isfinite(result.value):
+            self.attempt(subproblem, result)
         return result
 
-    def attempt(self, region: Region, result: Bound) -> None:
+    def attempt(self, subproblem: Subproblem, result: Bound) -> None:
         """Makes priced choices fit, the best priced first."""
-        moves = Moves(region.problem, result.memory, self.clock.check)
+        moves = LocalSearch(subproblem.problem, result.memory, self.deadline)
         quotes = sorted(result.quotes, key=lambda quote: -quote.value)
         for states in list(dict.fromkeys(quote.sweep.states() for quote in quotes))[: self.tries]:
             found = fit(moves, states)
             if found is not None:
-                self.record.offer(found, region.problem.objective(found) + region.offset, region.back)
+                self.incumbent.offer(found, subproblem.problem.objective(found) + subproblem.offset, subproblem.back)
 
-    def core(self, region: Region, goal: float, work: float = CORE_WORK) -> Region | None:
+    def core(self, subproblem: Subproblem, goal: float, work: float = CORE_WORK) -> Subproblem | None:
         """CP-SAT on a region, if that is small enough; None when that ends with a proof that nothing wanted is left of it.
 
         Args:
             work: of CP-SAT at most, about seconds.
         """
-        variables = cpsat.entries(region.problem)
-        if variables > region.core:
-            return region
-        wanted = min(goal, self.record.worth) - region.offset
-        seconds = None if self.clock.seconds is None else self.clock.seconds_left / 2
-        answer = cpsat.solve_core(region.problem, work=min(work, self.clock.work), seconds=seconds, most=wanted)
-        self.clock.spend(UNIT * answer.work)
-        limit = np.inf if region.problem.limit is None else region.problem.limit
-        if answer.status in ("optimal", "feasible") and region.problem.peak(answer.states) <= limit:
-            self.record.offer(answer.states, region.problem.objective(answer.states) + region.offset, region.back)
-        done = answer.bound + region.offset > min(goal, self.record.worth)
-        return None if done else replace(region, core=int(CORE_AGAIN * variables))
+        variables = cpsat.entries(subproblem.problem)
+        if variables > subproblem.core:
+            return subproblem
+        wanted = min(goal, self.incumbent.cutoff) - subproblem.offset
+        seconds = None if self.deadline.time_limit is None else self.deadline.seconds_left / 2
+        answer = cpsat.solve_core(subproblem.problem, work=min(work, self.deadline.work), seconds=seconds, most=wanted)
+        self.deadline.spend(ENTRIES_PER_WORK * answer.work)
+        limit = np.inf if subproblem.problem.limit is None else subproblem.problem.limit
+        if answer.status in ("optimal", "feasible") and subproblem.problem.peak(answer.states) <= limit:
+            self.incumbent.offer(answer.states, subproblem.problem.objective(answer.states) + subproblem.offset, subproblem.back)
+        done = answer.bound + subproblem.offset > min(goal, self.incumbent.cutoff)
+        return None if done else replace(subproblem, core=int(CORE_AGAIN * variables))
 
 
 def split(result: Bound, kept: list[np.ndarray]) -> list[list[np.ndarray]]:

@@ -13,23 +13,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import Check
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
 from shardplan.ilp.solver.usage import Memory
 
 REFUSED = 50  # moves that would only shift a broken step elsewhere, before giving up
 
 
-class Moves:
-    """A problem prepared for moves, and the choice that they change; `check` is asked between moves.
+class LocalSearch:
+    """A problem prepared for moves, and the choice that they change.
 
     Attributes:
         states: s_i, [n].
         profile: bytes at every step, [T].
     """
 
-    def __init__(self, problem: Problem, memory: Memory, check: Check = lambda: None):
-        self.problem, self.memory, self.check = problem, memory, check
+    def __init__(self, problem: Problem, memory: Memory, deadline: Deadline = UNLIMITED):
+        self.problem, self.memory, self.deadline = problem, memory, deadline
         self.start = memory.start
         self.owner = np.repeat(np.arange(len(problem.costs)), np.diff(self.start))
         self.forbidden = problem.forbidding
@@ -70,7 +70,7 @@ class Moves:
     def relieve(self, limit: float, moves: int = 2_000) -> bool:
         """Brings the steps above the limit down, least cost per byte first, highest step first; whether it fits now."""
         for _ in range(moves):
-            self.check()
+            self.deadline.check()
             step = int(self.profile.argmax()) if len(self.profile) else 0
             if not len(self.profile) or self.profile[step] <= limit:
                 return True
@@ -103,14 +103,14 @@ class Moves:
                 s = x - int(self.start[i])
                 if self.field[x] >= self.field[self.start[i] + self.states[i]]:
                     continue
-                self.check()
+                self.deadline.check()
                 after = self.after(i, s)
                 if (after <= np.maximum(self.profile, self.memory.limit)).all():
                     self.move(i, s, after)
                     moved = True
 
 
-def fit(moves: Moves, states: Sequence[int]) -> tuple[int, ...] | None:
+def fit(moves: LocalSearch, states: Sequence[int]) -> tuple[int, ...] | None:
     """States near the given ones that fit, repaired and improved by moves; None when moves get stuck above the limit."""
     moves.settle(states)
     if not moves.relieve(moves.memory.limit):
