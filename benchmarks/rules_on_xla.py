@@ -61,13 +61,13 @@ def abstract(operand, scale: int):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def programs(number: int) -> Iterator[one_op.Program]:
+def programs(number: int) -> Iterator[one_op.OneOpProgram]:
     """All strategies of one example on one mesh axis."""
     eqn = equation(number)
     return iter(()) if eqn is None else one_op.programs(eqn, TARGET)
 
 
-def emitted(number: int, program: one_op.Program) -> one_op.Moved | str:
+def emitted(number: int, program: one_op.OneOpProgram) -> one_op.Moved | str:
     """What XLA makes of one strategy of an example; a text where it does not compile."""
     try:
         text = compile_here(one_op.lowered(equation(number), program, TARGET), str(TARGET))
@@ -100,7 +100,7 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Found(one_op.Verdict):
+class Found(one_op.OneOpVerdict):
     """What XLA made of one strategy of an example."""
 
     example: int
@@ -125,7 +125,7 @@ class Found(one_op.Verdict):
         return f"{self.kind:<10} {self.primitive:<24} {shapes:<44} {self}"
 
 
-def measure(asked: list[tuple[int, one_op.Program]]) -> Iterator[Found]:
+def measure(asked: list[tuple[int, one_op.OneOpProgram]]) -> Iterator[Found]:
     """Verdicts in order; a worker process compiles, and one that crashes is told and replaced."""
     context, left = multiprocessing.get_context("spawn"), list(asked)
     while left:

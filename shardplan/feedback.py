@@ -24,9 +24,9 @@ from shardplan.pipeline import Planned
 from shardplan.plan.data import Plan
 from shardplan.plan.describe import fetches
 from shardplan.xla.hlo.collectives import human_bytes
-from shardplan.xla.report.compare import Emitted, Expected, Finding
+from shardplan.xla.report.compare import CollectiveFinding, EmittedTensor, ExpectedCollective
 from shardplan.xla.report.plan_report import PlanReport, check_plan
-from shardplan.xla.report.seconds import Seconds, collective_s, seconds
+from shardplan.xla.report.seconds import CompiledSeconds, collective_s, seconds
 
 ROUNDS = 3
 WORTH = 0.005
@@ -43,7 +43,7 @@ class Charge:
         paid: how it is charged from the next round on; nothing when no op of the plan stands there.
     """
 
-    finding: Finding
+    finding: CollectiveFinding
     seconds: float
     paid: Charges
 
@@ -67,7 +67,7 @@ class Round:
 
     report: PlanReport
     budget: float | None
-    seconds: Seconds | None
+    seconds: CompiledSeconds | None
     charges: tuple[Charge, ...]
     fits: bool
 
@@ -185,7 +185,7 @@ def _charges(report: PlanReport, step_s: float, cluster: Cluster) -> tuple[Charg
     return tuple(out)
 
 
-def _paid(planned: Planned, finding: Finding, extra_s: float) -> Charges:
+def _paid(planned: Planned, finding: CollectiveFinding, extra_s: float) -> Charges:
     """The extra seconds of a line, shared out among what the plan decided there.
 
     Reshards over the finding's axes of which XLA made something else pay in proportion to what they cost; where none is planned,
@@ -213,7 +213,7 @@ def _paid(planned: Planned, finding: Finding, extra_s: float) -> Charges:
     return Charges({(i, planned.strategies[i]): extra_s / len(ops) for i in ops}, {})
 
 
-def _unmatched(finding: Finding) -> tuple[list[Expected], list[Emitted]]:
+def _unmatched(finding: CollectiveFinding) -> tuple[list[ExpectedCollective], list[EmittedTensor]]:
     """What of a line was planned and not emitted, and emitted and not planned, by kind and size."""
     planned, emitted = list(finding.planned), []
     for m in sorted(finding.emitted, key=lambda m: -m.wire_bytes):

@@ -34,7 +34,7 @@ from shardplan.ir.graph import Graph, Op, Path
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.mesh.reshard import Resharder, Step
+from shardplan.mesh.reshard import Resharder, ReshardStep
 from shardplan.propagation import conflicts, propagate, recursive
 from shardplan.xla_model.liveness import ALIASES
 
@@ -157,7 +157,7 @@ class Planned:
         """Shares that take the copy of an earlier phase: they move nothing."""
         return self.network.kept(self.solution.states)
 
-    def reshards(self, i: int) -> list[tuple[int, tuple[Step, ...]]]:
+    def reshards(self, i: int) -> list[tuple[int, tuple[ReshardStep, ...]]]:
         """(operand, collectives) that bring an op its operands, in one run."""
         return list(self.network.reshards(i, self.strategies, self.kept))
 

@@ -37,7 +37,7 @@ from shardplan.strategies.rules import rule_for
 from shardplan.xla.compiler import targets
 from shardplan.xla.compiler.compile import compile_lowered
 from shardplan.xla.report import one_op
-from shardplan.xla.report.one_op import Verdict
+from shardplan.xla.report.one_op import OneOpVerdict
 
 AXES = ("s", "t", "u")
 
@@ -60,7 +60,7 @@ class Proof:
     splits: tuple[str, ...]
     how: str
     types: str
-    deviations: tuple[Verdict, ...] = ()
+    deviations: tuple[OneOpVerdict, ...] = ()
 
     def __str__(self) -> str:
         """The op's line of the rule table, and one for every deviation."""
@@ -120,7 +120,7 @@ def _hold(golden: Path, text: str) -> None:
         )
 
 
-def _deviations(eqn, target: str) -> tuple[Verdict, ...]:
+def _deviations(eqn, target: str) -> tuple[OneOpVerdict, ...]:
     """What XLA makes of every strategy otherwise than predicted."""
     cluster = targets.parse(target)
     verdicts = []
@@ -128,9 +128,9 @@ def _deviations(eqn, target: str) -> tuple[Verdict, ...]:
         try:
             done = compile_lowered(one_op.lowered(eqn, program, cluster), cluster)
         except NotImplementedError as error:  # the primitive has no lowering for GPUs
-            verdicts.append(Verdict(program, str(error)))
+            verdicts.append(OneOpVerdict(program, str(error)))
         else:
-            verdicts.append(Verdict(program, one_op.moved(done.text, program, cluster) if done.ok else done.error))
+            verdicts.append(OneOpVerdict(program, one_op.moved(done.text, program, cluster) if done.ok else done.error))
     return tuple(v for v in verdicts if v.kind != "same")
 
 

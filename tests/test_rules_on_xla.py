@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 from shardplan.strategies.rule import RULES, register_rule
 from shardplan.testing import check_rule
 from shardplan.xla import available
-from shardplan.xla.report.one_op import Verdict
+from shardplan.xla.report.one_op import OneOpVerdict
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import rules_on_xla
@@ -46,10 +46,10 @@ def test_every_frozen_deviation_has_its_reason():
 
 def test_a_deviation_is_seen():
     program = next(p for n in range(len(rules_on_xla.EXAMPLES)) for p in rules_on_xla.programs(n) if p.planned)
-    assert Verdict(program, ()).kind == "cheaper"
-    assert Verdict(program, (*program.planned, ("all-gather", 1e9))).kind == "dearer"
-    assert Verdict(program, program.planned).kind == "same"
-    assert Verdict(program, "crash").kind == "uncompiled"
+    assert OneOpVerdict(program, ()).kind == "cheaper"
+    assert OneOpVerdict(program, (*program.planned, ("all-gather", 1e9))).kind == "dearer"
+    assert OneOpVerdict(program, program.planned).kind == "same"
+    assert OneOpVerdict(program, "crash").kind == "uncompiled"
 
 
 @pytest.fixture

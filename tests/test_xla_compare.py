@@ -5,8 +5,8 @@ import pathlib
 from dataclasses import replace
 
 from shardplan.mesh.layout import MeshShape
-from shardplan.xla import Expected, collectives, compare
-from shardplan.xla.hlo.text import Array
+from shardplan.xla import ExpectedCollective, collectives, compare
+from shardplan.xla.hlo.text import HloArray
 from shardplan.xla.report.compare import wire_bytes
 
 MESH = MeshShape(("data", "model"), (4, 2))
@@ -16,13 +16,13 @@ W = 256 * 512 * 4
 
 # Gathered forward, recomputed and backward for the first product, forward and backward for the second; gradients scattered.
 PLAN = [
-    Expected("all-gather", ("data",), W, 4, 18, "src/programs.py:19"),
-    Expected("all-gather", ("data",), W, 4, 12, "src/programs.py:20"),
-    Expected("reduce-scatter", ("data",), W, 4, 6, "src/programs.py:19"),
-    Expected("reduce-scatter", ("data",), W, 4, 6, "src/programs.py:20"),
-    Expected("all-reduce", ("model",), 16 * 256 * 4, 2, 6, "src/programs.py:19"),
-    Expected("all-reduce", ("model",), 16 * 256 * 4, 2, 6, "src/programs.py:20"),
-    Expected("all-reduce", ("data",), 4, 4, 1, "src/programs.py:23"),
+    ExpectedCollective("all-gather", ("data",), W, 4, 18, "src/programs.py:19"),
+    ExpectedCollective("all-gather", ("data",), W, 4, 12, "src/programs.py:20"),
+    ExpectedCollective("reduce-scatter", ("data",), W, 4, 6, "src/programs.py:19"),
+    ExpectedCollective("reduce-scatter", ("data",), W, 4, 6, "src/programs.py:20"),
+    ExpectedCollective("all-reduce", ("model",), 16 * 256 * 4, 2, 6, "src/programs.py:19"),
+    ExpectedCollective("all-reduce", ("model",), 16 * 256 * 4, 2, 6, "src/programs.py:20"),
+    ExpectedCollective("all-reduce", ("data",), 4, 4, 1, "src/programs.py:23"),
 ]
 
 
@@ -39,7 +39,7 @@ def test_a_right_plan_is_the_same_everywhere():
 
 def test_unplanned_and_missing():
     assert verdicts(PLAN[:-1]) == {("unplanned", "programs.py:23", ("data",))}
-    extra = Expected("all-to-all", ("model",), 4096, 2, 1, "src/programs.py:30")
+    extra = ExpectedCollective("all-to-all", ("model",), 4096, 2, 1, "src/programs.py:30")
     assert verdicts([*PLAN, extra]) == {("missing", "programs.py:30", ("model",))}
 
 
@@ -49,7 +49,7 @@ def test_a_gather_planned_once_too_often_is_cheaper_and_once_too_seldom_dearer()
 
 
 def test_an_all_reduce_where_a_scatter_was_planned_is_dearer():
-    planned = [Expected("reduce-scatter", ("model",), 16 * 256 * 4, 2, 6, "programs.py:19"), *PLAN[:4], *PLAN[5:]]
+    planned = [ExpectedCollective("reduce-scatter", ("model",), 16 * 256 * 4, 2, 6, "programs.py:19"), *PLAN[:4], *PLAN[5:]]
     assert verdicts(planned) == {("dearer", "programs.py:19", ("model",))}
 
 
@@ -58,9 +58,9 @@ def test_the_same_transfer_on_another_line_is_found():
 
 
 def test_one_of_several_transfers_of_a_line_is_found_on_another():
-    moved = Expected("all-to-all", ("model",), 1 << 20, 2, 1, "programs.py:19")
+    moved = ExpectedCollective("all-to-all", ("model",), 1 << 20, 2, 1, "programs.py:19")
     sums = next(c for c in EMITTED if c.axes == ("model",))
-    part = replace(sums.parts[0], array=Array("f32", (1 << 18,)), stack=())
+    part = replace(sums.parts[0], array=HloArray("f32", (1 << 18,)), stack=())
     there = replace(sums, kind="all-to-all", parts=(part,), bytes=1 << 20, runs=1, stack=())
     found = compare([*PLAN, moved], [*EMITTED, there])
     assert {f.verdict for f in found.findings} == {"same"}
@@ -72,8 +72,8 @@ def test_two_scatters_emitted_as_one_sum_are_dearer_and_not_unplanned():
     whole = replace(sums, axes=("data", "model"), groups=(tuple(range(8)),))
     size, line = whole.parts[0].array.bytes, whole.source or ""
     steps = [
-        Expected("reduce-scatter", ("model",), size, 2, whole.runs, line, way=7),
-        Expected("reduce-scatter", ("data",), size / 2, 4, whole.runs, line, way=7),
+        ExpectedCollective("reduce-scatter", ("model",), size, 2, whole.runs, line, way=7),
+        ExpectedCollective("reduce-scatter", ("data",), size / 2, 4, whole.runs, line, way=7),
     ]
     (found,) = compare(steps, [whole]).findings
     assert (found.verdict, found.axes, len(found.planned)) == ("dearer", ("data", "model"), 2)
@@ -83,7 +83,7 @@ def test_two_scatters_emitted_as_one_sum_are_dearer_and_not_unplanned():
 def test_axes_may_be_written_in_any_order():
     both = next(c for c in EMITTED if c.axes == ("model",))
     both = replace(both, axes=("data", "model"))
-    expected = Expected("all-reduce", ("model", "data"), both.bytes, 2, both.runs, both.source or "")
+    expected = ExpectedCollective("all-reduce", ("model", "data"), both.bytes, 2, both.runs, both.source or "")
     assert compare([expected], [both]).findings[0].verdict == "same"
 
 

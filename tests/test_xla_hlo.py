@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla.hlo.collectives import collectives, flops, human_bytes, products
 from shardplan.xla.hlo.groups import axes_of, axes_of_pairs, components, groups, pairs
-from shardplan.xla.hlo.text import Array, arrays, elements, read
+from shardplan.xla.hlo.text import HloArray, arrays, elements, read
 
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
 MESH = MeshShape(("data", "model"), (4, 2))
@@ -140,11 +140,11 @@ def test_permutes_join_devices_into_rings():
 def test_types_are_read_through_tuples_layouts_and_comments():
     text = "((f32[16,8]{1,0:T(8,128)}, /*index=1*/s4[6]{0}), bf16[2,3]{1,0:S(7)}, u32[], token[])"
     assert arrays(text) == (
-        Array("f32", (16, 8)),
-        Array("s4", (6,)),
-        Array("bf16", (2, 3)),
-        Array("u32", ()),
-        Array("token", ()),
+        HloArray("f32", (16, 8)),
+        HloArray("s4", (6,)),
+        HloArray("bf16", (2, 3)),
+        HloArray("u32", ()),
+        HloArray("token", ()),
     )
     assert [a.bytes for a in arrays(text)] == [512, 3, 12, 4, 0]
     assert len(elements(text)) == 4

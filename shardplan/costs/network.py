@@ -30,8 +30,9 @@ from shardplan.costs.tables import PS, Crowds, Tables
 from shardplan.ilp.overlap_price import Seconds
 from shardplan.ilp.solver.problem import Edge, Problem, Usage, over_time
 from shardplan.mesh import collective
+from shardplan.mesh.collective import CollectiveKey
 from shardplan.mesh.layout import Layout
-from shardplan.mesh.reshard import MERGED, Resharder, Sent, Step
+from shardplan.mesh.reshard import COMBINABLE, Resharder, ReshardStep
 from shardplan.xla_model.liveness import ALIASES, Interval, live_intervals, takes_over_buffer
 from shardplan.xla_model.schedule import OverlapWindows, overlap_windows
 
@@ -95,12 +96,12 @@ class Network:
         n = self.space.choices
         return frozenset(j for j in self.space.graph.earlier if states[j] >= len(n[j]) * (1 + (j in self.doubled)))
 
-    def path(self, v: int, before: Layout, after: Layout) -> tuple[Step, ...]:
+    def path(self, v: int, before: Layout, after: Layout) -> tuple[ReshardStep, ...]:
         """The collectives that bring value v from one layout to another."""
         value = self.space.graph.values[v]
         return self.resharders[v].path(value.shape, value.itemsize, before, after)
 
-    def reshards(self, j: int, strategies: Sequence[int], kept: Collection[int]) -> Iterator[tuple[int, tuple[Step, ...]]]:
+    def reshards(self, j: int, strategies: Sequence[int], kept: Collection[int]) -> Iterator[tuple[int, tuple[ReshardStep, ...]]]:
         """(operand, collectives) that bring op j its operands, in one run; nothing is moved for shares that are `kept`."""
         values, choices = self.space.graph.values, self.space.choices
         for k, v in enumerate(self.space.graph.ops[j].inputs if j not in kept else ()):
@@ -113,7 +114,7 @@ class Network:
     def moved(self, states) -> Crowds:
         """What these states move together."""
         graph, strategies, kept = self.space.graph, self.strategies(states), self.kept(states)
-        moved: dict[tuple[int, Sent], dict[int, float]] = {}
+        moved: dict[tuple[int, CollectiveKey], dict[int, float]] = {}
         for j, op in enumerate(graph.ops):
             for k, steps in self.reshards(j, strategies, kept):
                 v = op.inputs[k]
@@ -121,7 +122,7 @@ class Network:
                 place = self.space.collective_sites[v]
                 waited = place.collective_class == "blocking" and op.phase != "update" and op.loop < 0
                 for step in steps if place.group_size > 1 or waited else ():
-                    if step.kind in MERGED or waited:
+                    if step.kind in COMBINABLE or waited:
                         size = graph.values[v].bytes / step.after.shards(self.space.mesh)
                         moved.setdefault((place.group, (step.kind, step.axes)), {})[place.origin] = size
         return tuple((way, tuple(sorted(sizes.items()))) for way, sizes in sorted(moved.items()))
@@ -257,13 +258,13 @@ def _live(space: Space, wait: OverlapWindows | None = None) -> list[Interval | N
 def _waits(space: Space, crowds: Crowds | None) -> OverlapWindows:
     """How long reshards may take, if a plan moves these arrays together."""
     line = {place.group for place in space.collective_sites if place.collective_class == "blocking"}
-    moved: dict[int, list[tuple[Sent, float]]] = {}
-    awaited: dict[int, list[tuple[Sent, float]]] = {}
+    moved: dict[int, list[tuple[CollectiveKey, float]]] = {}
+    awaited: dict[int, list[tuple[CollectiveKey, float]]] = {}
     for (crowd, way), arrays in crowds or ():
         for at, size in arrays:
             (awaited if crowd in line else moved).setdefault(at, []).append((way, size))
 
-    def takes(way: tuple[tuple[Sent, float], ...] | str, size: float) -> float:
+    def takes(way: tuple[tuple[CollectiveKey, float], ...] | str, size: float) -> float:
         """Of all collectives on a way, by what part of `size` each makes; of a way of which only the kind is known, over all axes."""
         found = 0.0
         for (kind, axes), part in (((way, space.mesh.axes), 1.0),) if isinstance(way, str) else way:
@@ -271,7 +272,7 @@ def _waits(space: Space, crowds: Crowds | None) -> OverlapWindows:
             found += collective.seconds(kind, bytes_, axes, space.mesh, space.cluster)
         return found
 
-    def whole(steps: list[tuple[Sent, float]]) -> tuple[tuple[tuple[Sent, float], ...], float]:
+    def whole(steps: list[tuple[CollectiveKey, float]]) -> tuple[tuple[tuple[CollectiveKey, float], ...], float]:
         most = max(size for _, size in steps)
         return tuple((way, size / (most or 1.0)) for way, size in steps), most
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import log2, prod
+from math import inf, log2, prod
 from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.costs.edge_templates import Way, part_added
 from shardplan.costs.space import Space
-from shardplan.mesh.collective import ALONE, COMBINED_BYTES, Crowd
+from shardplan.mesh.collective import COMBINE_THRESHOLD_BYTES, UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.layout import Layout
-from shardplan.mesh.reshard import MERGED, Resharder, Sent
+from shardplan.mesh.reshard import COMBINABLE, Resharder
 from shardplan.xla_model.coupled_state import CoupledState
 from shardplan.xla_model.schedule import OverlapWindows
 
@@ -23,7 +23,7 @@ PS = 1e12
 LEAST_SLACK_S = 1e-6
 """Work shorter than this hides nothing."""
 
-Crowds = tuple[tuple[tuple[int, Sent], tuple[tuple[int, float], ...]], ...]
+Crowds = tuple[tuple[tuple[int, CollectiveKey], tuple[tuple[int, float], ...]], ...]
 """What a plan moves together: per crowd of places and way, the ops that make the arrays, and bytes of each result on a device."""
 
 
@@ -245,20 +245,21 @@ class Tables:
 
 def _resharders(space: Space, resharder: Resharder, crowds: Crowds | None) -> tuple[Resharder, ...]:
     """Per value, what prices its reshards; the same for the same."""
-    known: dict[int, tuple[tuple[Sent, Crowd], ...]] = {}
+    known: dict[int, tuple[tuple[CollectiveKey, CombinedCollectives], ...]] = {}
     for (crowd, way), arrays in crowds or ():
-        together = Crowd(len(arrays), sum(n for _, n in arrays) > COMBINED_BYTES)
+        above = sum(n for _, n in arrays) > COMBINE_THRESHOLD_BYTES
+        together = CombinedCollectives(len(arrays), COMBINE_THRESHOLD_BYTES if above else inf)
         if len(arrays) > 1:
             known[crowd] = (*known.get(crowd, ()), (way, together))
     found: dict[tuple, Resharder] = {}
     out = []
     for v, (value, place) in enumerate(zip(space.graph.values, space.collective_sites, strict=True)):
         part = part_added(space.graph, space.accumulated_sums, v)
-        crowd = Crowd(place.group_size) if crowds is None else ALONE
+        crowd = CombinedCollectives(place.group_size) if crowds is None else UNCOMBINED
         key = (value.dtype, part, place.collective_class, crowd, place.group if place.group in known else None)
         if key not in found:
             # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
-            kinds = ("all-reduce", "reduce-scatter") if place.collective_class == "gradient" else MERGED
+            kinds = ("all-reduce", "reduce-scatter") if place.collective_class == "gradient" else COMBINABLE
             found[key] = resharder.of(value.dtype, part).combining(crowd, kinds, known.get(place.group, ()))
         out.append(found[key])
     return tuple(out)

@@ -1,10 +1,10 @@
-"""What the machine is: mesh axes, layouts, clusters, seconds of a collective, and the cheapest way between two layouts."""
+"""What the machine is: mesh axes, layouts, clusters, seconds of a collective, and the cheapest reshard between two layouts."""
 
 from shardplan.mesh.calibrate import calibrate
 from shardplan.mesh.cluster import AxisLink, Cluster, ClusterError, Device, Link, Measured, physical_memory_bytes, resolve
 from shardplan.mesh.collective import seconds
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.mesh.reshard import Resharder, Step
+from shardplan.mesh.reshard import Resharder, ReshardStep
 
 __all__ = [
     "AxisLink",
@@ -15,8 +15,8 @@ __all__ = [
     "Link",
     "Measured",
     "MeshShape",
+    "ReshardStep",
     "Resharder",
-    "Step",
     "calibrate",
     "physical_memory_bytes",
     "resolve",

@@ -234,9 +234,9 @@ def _agreed(value: float) -> float:
 
 def _cluster(bench: _Bench, found: dict[Key, float]) -> Cluster:
     """The measurements as a cluster."""
-    lines: dict[tuple[str, AxisLink], tuple[float, float]] = {}
+    alpha_beta: dict[tuple[str, AxisLink], tuple[float, float]] = {}
     for kind, link in itertools.product(KINDS, bench.groups):
-        lines[kind, link] = fit(bench.sizes, [found[kind, link, size] for size in bench.sizes])
+        alpha_beta[kind, link] = fit(bench.sizes, [found[kind, link, size] for size in bench.sizes])
     kind, platform = bench.device.device_kind, bench.device.platform
     try:
         base = resolve(None, platform, kind, n_devices=bench.n)
@@ -245,14 +245,14 @@ def _cluster(bench: _Bench, found: dict[Key, float]) -> Cluster:
 
     flops = {d: base.device.flops_per_s(d) for d in base.device.flops} if base else {}
     flops |= {d: found["matmul", d] for d in DTYPES}
-    launch = min((constant for (kind, _), (constant, _) in lines.items() if kind == "collective-permute"), default=0.0)
+    launch = min((constant for (kind, _), (constant, _) in alpha_beta.items() if kind == "collective-permute"), default=0.0)
     guess = base.intra if base else Link(found[("memory",)], 0.0)
     intra = guess
     for link in (x for x in bench.groups if x.nodes == 1):  # the largest last
-        intra = _link(link.members, 1, lines["all-gather", link], launch, 0.0)
+        intra = _link(link.members, 1, alpha_beta["all-gather", link], launch, 0.0)
     inter = base.inter if base else intra
     for link in (x for x in bench.groups if x.nodes > 1):
-        inter = _link(link.members, link.nodes, lines["all-gather", link], launch, intra.latency_s, link.local)
+        inter = _link(link.members, link.nodes, alpha_beta["all-gather", link], launch, intra.latency_s, link.local)
     return Cluster(
         name=f"measured {kind} x{bench.n}",
         device=Device(kind, flops, found[("memory",)], _memory_bytes(bench), found[("kernel",)]),
@@ -265,7 +265,7 @@ def _cluster(bench: _Bench, found: dict[Key, float]) -> Cluster:
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         launch_s=launch,
         platforms=(platform,),
-        measured=tuple(Measured(kind, link.members, link.nodes, *line) for (kind, link), line in lines.items()),
+        measured=tuple(Measured(kind, link.members, link.nodes, *line) for (kind, link), line in alpha_beta.items()),
     )
 
 

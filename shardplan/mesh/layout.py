@@ -121,7 +121,8 @@ class Layout:
 
     def tensor_map(self, mesh: MeshShape) -> tuple[int | tuple[int, ...], ...]:
         """Per dim, the device-matrix dim that splits it counted from the right (last axis is 0), -1 for none;
-        a tuple where several axes split one dim."""
+        a tuple where several axes split one dim.
+        """
         number = {a: len(mesh.axes) - 1 - i for i, a in enumerate(mesh.axes)}
         return tuple(-1 if not axes else number[axes[0]] if len(axes) == 1 else tuple(number[a] for a in axes) for axes in self.dims)
 

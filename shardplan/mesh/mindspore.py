@@ -24,7 +24,7 @@ REPEATED = "repeated"
 
 
 @dataclass(frozen=True)
-class Operator:
+class MindSporeOperator:
     """An operator's device matrix (as a mesh) and the layouts of its tensors.
 
     Attributes:
@@ -38,7 +38,7 @@ class Operator:
     output: Layout
 
 
-def operator(equation: str, strategy: tuple[tuple[int, ...], ...], n_devices: int) -> Operator:
+def operator(equation: str, strategy: tuple[tuple[int, ...], ...], n_devices: int) -> MindSporeOperator:
     """Derives device matrix and layouts from a strategy.
 
     Args:
@@ -64,7 +64,7 @@ def operator(equation: str, strategy: tuple[tuple[int, ...], ...], n_devices: in
         raise ValueError(f"strategy {strategy} makes {pieces.n_devices} pieces, which do not divide {n_devices} devices")
     mesh = pieces if repeated == 1 else MeshShape((REPEATED, *pieces.axes), (repeated, *pieces.sizes))
     partial = tuple(sorted((a, "sum") for a, n in pieces if a not in output and n > 1))
-    return Operator(mesh, tuple(_layout(x) for x in inputs), Layout(_layout(output).dims, partial))
+    return MindSporeOperator(mesh, tuple(_layout(x) for x in inputs), Layout(_layout(output).dims, partial))
 
 
 def _layout(letters: str) -> Layout:

@@ -1,7 +1,7 @@
-"""How a tensor gets from one layout to another: the cheapest path over collectives, and what it costs in seconds.
+"""How a tensor gets from one layout to another: the cheapest path over collectives, and its seconds.
 
-The layouts of one tensor are the nodes of a graph and the collectives its edges; a path is a shortest path. Example, on
-mesh x=2, y=4, a tensor split P('x', 'y') that is needed as P('y', None):
+The layouts of one tensor are the nodes of a graph and the collectives its edges; a reshard is a shortest path. Example, on
+mesh x=2, y=4, a tensor laid out P('x', 'y') that is needed as P('y', None):
 
     all-gather over y          P('x', 'y') -> P('x', None)        drops the minor-most axes of a dim
     slice over y               P('x', None) -> P(('x','y'), None) adds axes to a dim, each device keeps a part of what it has
@@ -12,38 +12,36 @@ mesh x=2, y=4, a tensor split P('x', 'y') that is needed as P('y', None):
     all-reduce over x          P(None, None) + sum over x -> P(None, None)
 
 Seconds depend on the tensor only through its total bytes, and on the names of dims not at all. So one small array of
-distances per (rank, bytes) answers every table; tables are cached and handed out as the same read-only array.
+distances per (rank, bytes) answers every table; tables are cached and returned as the same read-only array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.mesh import collective
 from shardplan.mesh.cluster import Cluster
-from shardplan.mesh.collective import ALONE, Crowd
+from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.mesh.reshard_graph import Lattice, Part, Question, Region, State, Ways, bits
+from shardplan.mesh.reshard_graph import EvenSubgraph, LayoutState, ReshardGraph, ReshardGraphs, TablePart, TableQuery, bits
 
-MERGED = ("all-gather", "all-reduce", "reduce-scatter")
-"""What XLA makes into one where several do not wait for each other."""
-
-Sent = tuple[str, tuple[str, ...]]
-"""A kind of collective, and over which axes."""
+COMBINABLE = ("all-gather", "all-reduce", "reduce-scatter")
+"""Kinds of collectives that XLA combines where they do not depend on each other."""
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One collective of a path.
 
     Attributes:
         kind: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute" or "slice".
         axes: the mesh axes it runs over, jointly, in mesh order.
         bytes: bytes per device of its larger buffer (see `shardplan.mesh.collective`).
-        seconds: what it costs.
+        seconds: of one run.
         before: layout it starts from.
         after: layout it leaves.
     """
@@ -57,70 +55,77 @@ class Step:
 
 
 class Resharder:
-    """Cheapest ways between layouts on one mesh of one cluster.
+    """Cheapest paths between layouts on one mesh of one cluster.
 
     Args:
         mesh: names and sizes of the axes.
         cluster: the machine.
-        crowd: the arrays that take such ways at once, of whose collectives XLA makes one for each kind and axes.
-        merged: kinds of collectives of which it does.
-        known: of some kinds and axes, which arrays really do.
-        cuts: whether sums may be completed and then cut up, which XLA does as asked where they are merged, and may scatter otherwise.
-        wider: kinds of collectives that send this many times the bytes of the array (`collective.wider`).
-        lattice: that of another resharder on this mesh, to be shared.
+        combined: the arrays that are resharded at once; their collectives of one kind and axes are combined.
+        combinable: kinds of collectives that are combined.
+        known: the arrays that are really combined, by kind and axes; they win over `combined`.
+        sliced_sums: whether a path may complete a sum and then slice it. XLA does so where the all-reduces are combined, and may
+            reduce-scatter otherwise.
+        promotion: kinds of collectives that send this many times the bytes of the array (`collective.promotion`).
+        graphs: those of another resharder on this mesh, to be shared.
 
-    A path uses only layouts that divide the tensor evenly, besides the two it is asked for. Results are remembered; they
-    are read-only and never change.
+    A path uses only layouts that divide the tensor evenly, besides its source and target. Results are cached; they are read-only
+    and never change.
     """
 
     def __init__(
         self,
         mesh: MeshShape,
         cluster: Cluster,
-        crowd: Crowd = ALONE,
-        merged: tuple[str, ...] = MERGED,
-        known: tuple[tuple[Sent, Crowd], ...] = (),
-        cuts: bool = False,
-        wider: tuple[tuple[str, float], ...] = (),
-        lattice: Lattice | None = None,
+        combined: CombinedCollectives = UNCOMBINED,
+        combinable: tuple[str, ...] = COMBINABLE,
+        known: tuple[tuple[CollectiveKey, CombinedCollectives], ...] = (),
+        sliced_sums: bool = False,
+        promotion: tuple[tuple[str, float], ...] = (),
+        graphs: ReshardGraphs | None = None,
     ):
-        self.mesh = mesh
-        self.cluster = cluster
-        self.crowd, self.merged, self.known = crowd, merged, dict(known)
-        self.wider, self.cuts = dict(wider), cuts
-        self._lattice = lattice or Lattice(mesh, cluster.reduce_scatter)
+        self.mesh, self.cluster = mesh, cluster
+        self.combined, self.combinable, self.known = combined, combinable, dict(known)
+        self.promotion, self.sliced_sums = dict(promotion), sliced_sums
+        self._graphs = graphs or ReshardGraphs(mesh, cluster.reduce_scatter)
         self._tables: dict[tuple, np.ndarray] = {}
-        self._lines: dict[Ways, np.ndarray] = {}
+        self._prices: dict[ReshardGraph, np.ndarray] = {}
         self._distances: dict[tuple, _Distances] = {}
-        self._paths: dict[tuple, tuple[Step, ...]] = {}
-        self._settings = {"crowd": crowd, "merged": merged, "known": known, "cuts": cuts, "wider": wider}
-        self._others: dict[tuple, Resharder] = {}
+        self._paths: dict[tuple, tuple[ReshardStep, ...]] = {}
+        self._settings = {
+            "combined": combined, "combinable": combinable, "known": known, "sliced_sums": sliced_sums, "promotion": promotion,
+        }  # fmt: skip
+        self._variants: dict[tuple, Resharder] = {}
 
-    def combining(self, crowd: Crowd, kinds: tuple[str, ...] = MERGED, known: tuple[tuple[Sent, Crowd], ...] = ()) -> Resharder:
-        """Ways whose collectives are made into one with those of other arrays, and share their latency."""
-        if crowd.arrays == 1 and not known:
+    def combining(
+        self,
+        combined: CombinedCollectives,
+        kinds: tuple[str, ...] = COMBINABLE,
+        known: tuple[tuple[CollectiveKey, CombinedCollectives], ...] = (),
+    ) -> Resharder:
+        """A resharder whose collectives are combined with those of other arrays and share their latency."""
+        if combined.arrays == 1 and not known:
             return self
-        return self._but(crowd=crowd, merged=kinds, known=known, cuts=True)
+        return self._variant(combined=combined, combinable=kinds, known=known, sliced_sums=True)
 
-    def of(self, dtype, part: float = 1.0) -> Resharder:
-        """Ways of arrays of this type, some of which XLA sends as another one.
+    def of(self, dtype, summed_fraction: float = 1.0) -> Resharder:
+        """A resharder of arrays of one dtype, which XLA may send as a wider one.
 
         Args:
-            dtype: the arrays' type.
-            part: what of the arrays' bytes partial sums have, which may have been added up before a cast.
+            dtype: the arrays' dtype.
+            summed_fraction: bytes of a partial sum over those of the array: below 1 where XLA reduces before a cast.
         """
-        sums: dict[str, float] = dict.fromkeys(("all-reduce", "reduce-scatter"), part) if part != 1 else {}
-        for kind, times in collective.wider(str(dtype)):
-            sums[kind] = times * sums.get(kind, 1.0)
-        return self._but(wider=tuple(sums.items())) if sums else self
+        sums = dict.fromkeys(("all-reduce", "reduce-scatter"), summed_fraction) if summed_fraction != 1 else {}
+        for kind, factor in collective.promotion(str(dtype)):
+            sums[kind] = factor * sums.get(kind, 1.0)
+        return self._variant(promotion=tuple(sums.items())) if sums else self
 
-    def _but(self, **changes) -> Resharder:
-        """This one but for some settings; the same for the same."""
+    def _variant(self, **changes) -> Resharder:
+        """This resharder with some settings changed; one object per settings."""
         settings = self._settings | changes
         key = tuple(settings.values())
-        if key not in self._others:
-            self._others[key] = Resharder(self.mesh, self.cluster, **settings, lattice=self._lattice)
-        return self._others[key]
+        if key not in self._variants:
+            self._variants[key] = Resharder(self.mesh, self.cluster, **settings, graphs=self._graphs)
+        return self._variants[key]
 
     def table(
         self, shape: tuple[int, ...], itemsize: float, srcs: Sequence[Layout], dsts: Sequence[Layout], last: bool = False
@@ -130,21 +135,21 @@ class Resharder:
         Args:
             shape: shape of the whole tensor.
             itemsize: bytes per element.
-            srcs: layouts to come from.
-            dsts: layouts to go to.
-            last: of the path's last collective alone, without the kernels that XLA puts around it (`collective.around`).
+            srcs: source layouts.
+            dsts: target layouts.
+            last: of the path's last collective alone, without its staging kernels (`collective.staging_kernels`).
 
         Returns:
             float64 [len(srcs), len(dsts)], read-only; the same object for the same arguments, and for any other shape of
             as many bytes that divides as evenly.
         """
-        question = self._lattice.question(tuple(srcs), tuple(dsts))
-        key = (question, tuple(shape), itemsize, last)
+        query = self._graphs.query(tuple(srcs), tuple(dsts))
+        key = (query, tuple(shape), itemsize, last)
         if key not in self._tables:
             self._tables[key] = self._table(*key)
         return self._tables[key]
 
-    def path(self, shape: tuple[int, ...], itemsize: float, src: Layout, dst: Layout) -> tuple[Step, ...]:
+    def path(self, shape: tuple[int, ...], itemsize: float, src: Layout, dst: Layout) -> tuple[ReshardStep, ...]:
         """The steps of the cheapest path; () where src is dst. Equal costs are decided the same way every time.
 
         Raises:
@@ -156,104 +161,125 @@ class Resharder:
             found = self._paths[key] = self._path(*key)
         return found
 
-    def describe(self, step: Step) -> str:
-        """One line for people: "all-gather 12.6 MB over model, 41 µs: P('model', None) -> P(None, None)"."""
-        over = ", ".join(step.axes)
-        return f"{step.kind} {_bytes(step.bytes)} over {over}, {_seconds(step.seconds)}: {step.before} -> {step.after}"
-
     # ---- inside
 
-    def _table(self, question: Question, shape: tuple[int, ...], itemsize: float, last: bool) -> np.ndarray:
-        if len(shape) != question.rank and question.parts:
-            raise ValueError(f"layouts have {question.rank} dims, the tensor of shape {shape} has {len(shape)}")
-        found = [self._shortest(question, part, shape, itemsize) for part in question.parts]
-        key = (question, *found, last)
+    def _table(self, query: TableQuery, shape: tuple[int, ...], itemsize: float, last: bool) -> np.ndarray:
+        if len(shape) != query.rank and query.parts:
+            raise ValueError(f"layouts have {query.rank} dims, the tensor of shape {shape} has {len(shape)}")
+        found = [self._shortest(query, part, shape, itemsize) for part in query.parts]
+        key = (query, *found, last)
         if key not in self._tables:
-            out = np.empty(question.size)
-            for distances, part in zip(found, question.parts, strict=True):
+            out = np.empty(query.size)
+            for distances, part in zip(found, query.parts, strict=True):
                 out[part.rows] = distances.between(part.src, part.dst, last)
-            out[question.never[:, 0], question.never[:, 1]] = np.inf
+            out[query.never[:, 0], query.never[:, 1]] = np.inf
             out.flags.writeable = False
             self._tables[key] = out
         return self._tables[key]
 
-    def _shortest(self, question: Question, part: Part, shape: tuple[int, ...], itemsize: float) -> _Distances:
+    def _shortest(self, query: TableQuery, part: TablePart, shape: tuple[int, ...], itemsize: float) -> _Distances:
         total = float(itemsize)
         for n in shape:
             total *= n
-        region = part.ways.region(tuple(shape[d] for d in question.dims), part.src, part.dst)
-        if (region, total) not in self._distances:
-            self._distances[region, total] = _Distances(region, total, self._priced(part.ways), self.cuts)
-        return self._distances[region, total]
+        subgraph = part.graph.subgraph(tuple(shape[d] for d in query.dims), part.src, part.dst)
+        if (subgraph, total) not in self._distances:
+            self._distances[subgraph, total] = _Distances(subgraph, total, self._priced(part.graph), self.sliced_sums)
+        return self._distances[subgraph, total]
 
-    def _priced(self, ways: Ways) -> np.ndarray:
-        """[edge class, algorithm] -> (seconds at 0 bytes, seconds per byte, and what is `collective.around` it)."""
-        if ways not in self._lines:
-            found = [self._lines_of(kind, tuple(self._lattice.axes[a] for a in axes)) for kind, axes, _, _ in ways.classes]
+    def _priced(self, graph: ReshardGraph) -> np.ndarray:
+        """[edge class, algorithm, field of `_EdgePrice`]; the last algorithm is repeated where a class has fewer."""
+        if graph not in self._prices:
+            found = [self._edge_prices(e.kind, tuple(self._graphs.axes[a] for a in e.axes)) for e in graph.classes]
             width = max(map(len, found), default=1)
-            self._lines[ways] = np.array([[*x, *[x[-1]] * (width - len(x))] for x in found], float).reshape(-1, width, 5)
-        return self._lines[ways]
+            padded = [[*x, *[x[-1]] * (width - len(x))] for x in found]
+            self._prices[graph] = np.array(padded, float).reshape(-1, width, len(_EdgePrice._fields))
+        return self._prices[graph]
 
-    def _lines_of(self, kind: str, over: tuple[str, ...]) -> list[tuple[float, ...]]:
-        others, wider = self.known.get((kind, over), self.crowd) if kind in self.merged else ALONE, self.wider.get(kind, 1.0)
-        found = []
-        for crowd in dict.fromkeys((ALONE, others)):
-            first, least, second = collective.around(kind, self.cluster, crowd.arrays)
-            some = collective.lines(kind, over, self.mesh, self.cluster, crowd)
-            found += [(a, b * wider, first * wider, least, second * wider) for a, b in some]
+    def _edge_prices(self, kind: str, axes: tuple[str, ...]) -> list[_EdgePrice]:
+        """Every algorithm of a collective, alone and combined."""
+        known = self.known.get(CollectiveKey(kind, axes), self.combined) if kind in self.combinable else UNCOMBINED
+        factor, found = self.promotion.get(kind, 1.0), []
+        for combined in dict.fromkeys((UNCOMBINED, known)):
+            shared, latency_s, own = collective.staging_kernels(kind, self.cluster, combined.arrays)
+            for a, b in collective.algorithms(kind, axes, self.mesh, self.cluster, combined):
+                found.append(_EdgePrice(a, b * factor, shared * factor, latency_s, own * factor))
         return found
 
-    def _path(self, shape, itemsize, src: Layout, dst: Layout) -> tuple[Step, ...]:
-        lattice = self._lattice
-        if src != dst and (partial := lattice.partial(dst)):
-            kept = ", ".join(f"{kind} over {axis}" for axis, kind in sorted(partial))
-            raise ValueError(f"no reshard leads from {src} to {dst}: nothing is moved and stays partial ({kept})")
+    def _path(self, shape, itemsize, src: Layout, dst: Layout) -> tuple[ReshardStep, ...]:
+        graphs = self._graphs
+        if src != dst and (partial := graphs.partial(dst)):
+            unreduced = ", ".join(f"{kind} over {axis}" for axis, kind in sorted(partial))
+            raise ValueError(f"no reshard leads from {src} to {dst}: nothing is moved and stays partial ({unreduced})")
         if len(shape) != src.rank:
             raise ValueError(f"layout {src} has {src.rank} dims, the tensor of shape {shape} has {len(shape)}")
-        question = lattice.question((src,), (dst,))
-        (part,) = question.parts
+        query = graphs.query((src,), (dst,))
+        (part,) = query.parts
         kind_of = dict(src.partial)
 
-        def layout(state: State) -> Layout:
+        def layout(state: LayoutState) -> Layout:
             dims: list[tuple[str, ...]] = [()] * len(shape)
-            for d, axes in zip(question.dims, state[0], strict=True):
-                dims[d] = tuple(lattice.axes[a] for a in axes)
-            return Layout(tuple(dims), tuple(sorted((lattice.axes[a], kind_of[lattice.axes[a]]) for a in state[1])))
+            for d, axes in zip(query.dims, state[0], strict=True):
+                dims[d] = tuple(graphs.axes[a] for a in axes)
+            return Layout(tuple(dims), tuple(sorted((graphs.axes[a], kind_of[graphs.axes[a]]) for a in state[1])))
 
-        walk = self._shortest(question, part, shape, itemsize).walk(int(part.src[0]), int(part.dst[0]))
+        walk = self._shortest(query, part, shape, itemsize).walk(int(part.src[0]), int(part.dst[0]))
         steps = []
-        for i, (kind, axes, before, after, bytes_, cost) in enumerate(walk):
-            here = src if i == 0 else layout(before)
-            there = dst if i == len(walk) - 1 else layout(after)
-            sent = bytes_ * self.wider.get(kind, 1.0)
-            steps.append(Step(kind, tuple(lattice.axes[a] for a in axes), sent, cost, here, there))
+        for i, edge in enumerate(walk):
+            before = src if i == 0 else layout(edge.before)
+            after = dst if i == len(walk) - 1 else layout(edge.after)
+            sent = edge.bytes * self.promotion.get(edge.kind, 1.0)
+            steps.append(ReshardStep(edge.kind, tuple(graphs.axes[a] for a in edge.axes), sent, edge.seconds, before, after))
         return tuple(steps)
 
 
-class _Distances:
-    """Shortest distances from layouts asked for, for one number of bytes; rows are added as they are needed."""
+class _EdgePrice(NamedTuple):
+    """One algorithm of one edge: a collective (`collective.AlphaBeta`) and the kernels around it (`collective.StagingKernels`)."""
 
-    def __init__(self, region: Region, total_bytes: float, lines: np.ndarray, cuts: bool):
-        self.region, self.cuts = region, cuts
-        self.bytes = total_bytes / region.ways.class_shards
-        alone, per_byte, first, least, second = np.moveaxis(lines, 2, 0)
+    latency_s: float
+    s_per_byte: float
+    shared_kernel_s_per_byte: float
+    kernel_latency_s: float
+    kernel_s_per_byte: float
+
+
+class _PathEdge(NamedTuple):
+    """One edge of a shortest path; axes are numbers, bytes those of the larger buffer of one device."""
+
+    kind: str
+    axes: tuple[int, ...]
+    before: LayoutState
+    after: LayoutState
+    bytes: float
+    seconds: float
+
+
+class _Distances:
+    """Shortest paths from every source asked for, for one number of bytes; a source is added when it is first needed.
+
+    Also known as multi-source Bellman-Ford, vectorised over sources.
+    """
+
+    def __init__(self, subgraph: EvenSubgraph, total_bytes: float, prices: np.ndarray, sliced_sums: bool):
+        self.subgraph, self.sliced_sums = subgraph, sliced_sums
+        self.bytes = total_bytes / subgraph.graph.class_shards
+        latency, per_byte, shared, kernel_latency, kernel_per_byte = np.moveaxis(prices, 2, 0)
         size = self.bytes[:, None]
-        sent = alone + size * per_byte
-        cost = sent + size * first + np.maximum(least, size * second)
+        sent = latency + size * per_byte
+        cost = sent + size * shared + np.maximum(kernel_latency, size * kernel_per_byte)
         best = cost.argmin(axis=1)[:, None] if cost.size else np.zeros((len(cost), 0), np.int64)
         self.cost, self.sent = (np.take_along_axis(x, best, axis=1).ravel() for x in (cost, sent))  # per edge class
-        self.row = np.full(len(region.allowed), -1)
+        self.row = np.full(len(subgraph.allowed), -1)
         self.starts = np.empty(0, np.int64)
-        self.rows = np.empty((len(region.nodes), 0))  # [place, start]: seconds of the whole way
-        self.ends = np.empty((len(region.nodes), 0))  # those of its last step, for as many starts as were asked for
+        self.rows = np.empty((len(subgraph.nodes), 0))  # [place, start]: seconds of the whole path
+        self.ends = np.empty((len(subgraph.nodes), 0))  # those of its last collective, for as many starts as were asked for
 
     def between(self, src: np.ndarray, dst: np.ndarray, last: bool = False) -> np.ndarray:
-        """Seconds [len(src), len(dst)], of the whole way or of its last collective alone."""
-        start = self.region.canon[src]
+        """Seconds [len(src), len(dst)], of the whole path or of its last collective alone."""
+        start = self.subgraph.canon[src]
         self._ensure(start)
         if last and (new := len(self.starts) - self.ends.shape[1]):
             self.ends = np.hstack([self.ends, self._last(self.starts[-new:], self.rows[:, -new:])])
-        return (self.ends if last else self.rows)[self.region.place[self.region.renamed(src, dst)], self.row[start][:, None]]
+        return (self.ends if last else self.rows)[self.subgraph.place[self.subgraph.renamed(src, dst)], self.row[start][:, None]]
 
     def _ensure(self, start: np.ndarray) -> None:
         new = np.unique(start[self.row[start] < 0])
@@ -263,16 +289,16 @@ class _Distances:
             self.rows = np.hstack([self.rows, self._search(new)])
 
     def _blocks(self, starts: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Per block of edges: where they come from, [edge, start] what they cost, [edge, 1] what of it a collective takes alone."""
-        axes, ways = self._axes(starts), self.region.ways
-        sent = np.where([kind != "slice" for kind, *_ in ways.classes], self.sent, np.nan)
-        return [(sources, self._costs(group, *axes), sent[group][:, None]) for sources, group in self.region.blocks]
+        """Per block of edges: sources, [edge, start] costs, and [edge, 1] seconds of the collective without staging kernels."""
+        axes, graph = self._axes(starts), self.subgraph.graph
+        sent = np.where([e.kind != "slice" for e in graph.classes], self.sent, np.nan)
+        return [(sources, self._costs(group, *axes), sent[group][:, None]) for sources, group in self.subgraph.blocks]
 
     def _search(self, starts: np.ndarray) -> np.ndarray:
-        """Bellman-Ford from every start at once: [place, start] -> seconds of the whole way."""
+        """Bellman-Ford from every start at once: [place, start] -> seconds of the whole path."""
         blocks = self._blocks(starts)
-        best = np.full((len(self.region.nodes), len(starts)), np.inf)
-        best[self.region.place[starts], np.arange(len(starts))] = 0
+        best = np.full((len(self.subgraph.nodes), len(starts)), np.inf)
+        best[self.subgraph.place[starts], np.arange(len(starts))] = 0
         while True:
             found = best.copy()
             for sources, cost, _ in blocks:
@@ -283,7 +309,7 @@ class _Distances:
             best = found
 
     def _last(self, starts: np.ndarray, best: np.ndarray) -> np.ndarray:
-        """Of the shortest ways, the seconds of the last collective alone; of several such ways, the most."""
+        """[place, start] -> seconds of the last collective of the shortest path; the most of several shortest paths."""
         blocks, last = self._blocks(starts), np.zeros_like(best)
         while True:
             found = np.zeros_like(best)
@@ -295,57 +321,45 @@ class _Distances:
             last = found
 
     def _axes(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[start]: the axes, as bits, over which a layout is split, and those over which it is partial."""
-        found = [self.region.ways.states[i] for i in starts.tolist()]
-        split = [bits(a for axes in dims for a in axes) for dims, _ in found]
-        return np.array(split, np.int64), np.array([bits(axes) for _, axes in found], np.int64)
+        """[start]: the axes, as bits, over which a layout is sharded, and those over which it is partial."""
+        found = [self.subgraph.graph.states[i] for i in starts.tolist()]
+        sharded = [bits(a for axes in dims for a in axes) for dims, _ in found]
+        return np.array(sharded, np.int64), np.array([bits(axes) for _, axes in found], np.int64)
 
-    def _costs(self, group: np.ndarray, split: np.ndarray, partial: np.ndarray) -> np.ndarray:
-        """[edge, start]: what is sliced on a path is not gathered on it, nor what is scattered, which would be an all-reduce; a sum
-        is not scattered beside where it just was: XLA scatters over both axes at once; nor cut up when it is complete, but for
-        `cuts`."""
-        ways = self.region.ways
-        summed = ways.beside[group] | (0 if self.cuts else ways.cuts[group])
-        never = (ways.gathers[group][:, None] & ~split) | (summed[:, None] & partial)
+    def _costs(self, group: np.ndarray, sharded: np.ndarray, partial: np.ndarray) -> np.ndarray:
+        """[edge, start] -> seconds; inf for edges that XLA would not follow on a path from that start.
+
+        Axes that the path sliced are not gathered again, nor axes that it scattered, which XLA turns into an all-reduce. A sum is
+        not scattered along a dim that the path just scattered: XLA scatters over both axes at once. A completed sum is not
+        sliced, unless `sliced_sums`.
+        """
+        graph = self.subgraph.graph
+        summed = graph.outer_axes[group] | (0 if self.sliced_sums else graph.slices[group])
+        never = (graph.gathers[group][:, None] & ~sharded) | (summed[:, None] & partial)
         return np.where(never, np.inf, self.cost[group][:, None])
 
-    def walk(self, src: int, dst: int) -> list[tuple[str, tuple[int, ...], State, State, float, float]]:
-        """One shortest path: kind, axes, before, after, bytes, seconds per edge; of equal edges the first listed."""
-        region, ways, one = self.region, self.region.ways, np.array([src])
-        start = region.canon[one]
+    def walk(self, src: int, dst: int) -> list[_PathEdge]:
+        """One shortest path; of equal edges the first listed."""
+        subgraph, graph, one = self.subgraph, self.subgraph.graph, np.array([src])
+        start = subgraph.canon[one]
         self._ensure(start)
         distance = self.rows[:, self.row[start[0]]]
-        at, stop = int(region.place[region.renamed(one, np.array([dst]))[0, 0]]), int(region.place[start[0]])
-        order, steps = region.order(src), []
+        at, stop = int(subgraph.place[subgraph.renamed(one, np.array([dst]))[0, 0]]), int(subgraph.place[start[0]])
+        order, path = subgraph.order(src), []
 
-        def state(place: int) -> State:
-            canonical, partial = ways.states[region.nodes[place]]
-            dims: list[tuple[int, ...]] = [()] * ways.rank
+        def state(place: int) -> LayoutState:
+            canonical, partial = graph.states[subgraph.nodes[place]]
+            dims: list[tuple[int, ...]] = [()] * graph.rank
             for d, axes in zip(order, canonical, strict=True):
                 dims[d] = axes
             return tuple(dims), partial
 
         while at != stop:
-            into = [(sources[at], group[at]) for sources, group in region.blocks if at < len(sources)]
+            into = [(sources[at], group[at]) for sources, group in subgraph.blocks if at < len(sources)]
             costs = self._costs(np.array([c for _, c in into]), *self._axes(start))[:, 0]
             n = min(range(len(into)), key=lambda n: distance[into[n][0]] + costs[n])
             before, c = into[n]
-            kind, axes, _, _ = ways.classes[c]
-            steps.append((kind, axes, state(before), state(at), float(self.bytes[c]), float(self.cost[c])))
+            edge = graph.classes[c]
+            path.append(_PathEdge(edge.kind, edge.axes, state(before), state(at), float(self.bytes[c]), float(self.cost[c])))
             at = int(before)
-        return steps[::-1]
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000 or unit == "GB":
-            break
-        n /= 1000
-    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}" if n < 1000 else f"{n:.0f} {unit}"
-
-
-def _seconds(s: float) -> str:
-    for scale, unit in ((1e6, "µs"), (1e3, "ms"), (1, "s")):
-        if s * scale < 1000 or unit == "s":
-            break
-    return f"{s * scale:.3g} {unit}"
+        return path[::-1]

@@ -1,6 +1,7 @@
-"""The layouts that a tensor can have on a mesh, as nodes, and the collectives between them, as edges: what ways there are.
+"""Which layouts a tensor can have on a mesh, and which collectives lead from one to another: the graph that reshards are paths in.
 
-What they cost, and so which of them is taken, is `reshard.py`'s. Nothing here depends on prices, so all resharders of a mesh share it.
+Prices, and so which path is the cheapest, are decided in `reshard.py`. Nothing here depends on prices, so all resharders of a mesh
+share one `ReshardGraphs`.
 """
 
 from __future__ import annotations
@@ -8,20 +9,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.mesh.layout import Layout, MeshShape
 
-# A layout without the names of its reductions, axes as numbers: (per dim its axes, the partial axes sorted).
-State = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+LayoutState = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+"""A layout without the kinds of its reductions, mesh axes as numbers: (per dim its axes, the partial axes sorted)."""
 
 MAX_STATES = 8000
 """With more layouts of one rank than this (five axes, three dims), paths mostly pass through layouts in mesh order."""
 
 
-class Lattice:
-    """The layouts of tensors on one mesh and what leads from one to the other, whatever it costs.
+class ReshardGraphs:
+    """The reshard graphs of one mesh, one per rank (and per mix of reductions), built when first asked for.
 
     Args:
         mesh: names and sizes of the axes.
@@ -30,16 +32,20 @@ class Lattice:
 
     def __init__(self, mesh: MeshShape, reduce_scatter: bool):
         self.mesh, self.reduce_scatter = mesh, reduce_scatter
-        self.axes = tuple(a for a, n in mesh if n > 1)  # an axis of size 1 splits nothing
+        self.axes = tuple(a for a, n in mesh if n > 1)  # an axis of size 1 shards nothing
         self.number = {a: i for i, a in enumerate(self.axes)}
         self.sizes = tuple(mesh.size(a) for a in self.axes)
-        self._found: dict[tuple, Ways] = {}
-        self._states: dict[Layout, State] = {}
-        self._questions: dict[tuple, Question] = {}
+        self._graphs: dict[tuple, ReshardGraph] = {}
+        self._states: dict[Layout, LayoutState] = {}
+        self._queries: dict[tuple, TableQuery] = {}
 
-    def question(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...]) -> Question:
-        """A table's rows and columns reduced to what decides it: the dims that any layout splits, and node numbers."""
-        found = self._questions.get((srcs, dsts))
+    def query(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...]) -> TableQuery:
+        """A table's rows and columns reduced to what decides it: the dims that any layout shards, and node numbers.
+
+        Raises:
+            ValueError: the layouts differ in rank, name an axis that the mesh lacks, or use an axis twice.
+        """
+        found = self._queries.get((srcs, dsts))
         if found is None:
             ranks = {x.rank for x in srcs} | {x.rank for x in dsts}
             if len(ranks) > 1:
@@ -52,18 +58,19 @@ class Lattice:
             parts = []
             for kinds in dict.fromkeys(_mixed(s) for s in srcs):
                 rows = np.array([i for i, s in enumerate(srcs) if _mixed(s) == kinds])
-                ways = self._ways(len(dims), kinds, [*src_states, *dst_states])
-                parts.append(Part(rows, ways, ways.ids([src_states[i] for i in rows]), ways.ids(dst_states)))
+                graph = self._graph(len(dims), kinds, [*src_states, *dst_states])
+                parts.append(TablePart(rows, graph, graph.ids([src_states[i] for i in rows]), graph.ids(dst_states)))
             never = [(i, j) for j, d in enumerate(dsts) if self.partial(d) for i, s in enumerate(srcs) if s != d]
-            found = self._questions[srcs, dsts] = Question(
+            found = self._queries[srcs, dsts] = TableQuery(
                 max(ranks, default=0), dims, (len(srcs), len(dsts)), tuple(parts), np.array(never, np.int64).reshape(-1, 2)
             )
         return found
 
     def partial(self, layout: Layout) -> set[tuple[str, str]]:
+        """(axis, kind) of the reductions over axes of more than one device."""
         return {(a, kind) for a, kind in layout.partial if a in self.number}
 
-    def _state(self, layout: Layout) -> State:
+    def _state(self, layout: Layout) -> LayoutState:
         found = self._states.get(layout)
         if found is None:
             every = (*layout.split_axes, *layout.partial_axes)
@@ -77,31 +84,50 @@ class Lattice:
             found = self._states[layout] = dims, _sorted(number[a] for a in layout.partial_axes if a in number)
         return found
 
-    def _ways(self, rank: int, kinds: tuple[tuple[str, ...], ...], wanted: list[State]) -> Ways:
+    def _graph(self, rank: int, kinds: tuple[tuple[str, ...], ...], wanted: list[LayoutState]) -> ReshardGraph:
         full = _count(rank, len(self.axes)) <= MAX_STATES
         key = (rank, kinds) if full else (rank, kinds, frozenset(wanted))
-        if key not in self._found:
+        if key not in self._graphs:
             states = _all_states(rank, len(self.axes)) if full else _some_states(rank, len(self.axes), wanted)
             groups = {self.number[a]: i for i, axes in enumerate(kinds) for a in axes if a in self.number}
-            self._found[key] = Ways(self.sizes, rank, states, groups, self.reduce_scatter, symmetric=full)
-        return self._found[key]
+            self._graphs[key] = ReshardGraph(self.sizes, rank, states, groups, self.reduce_scatter, symmetric=full)
+        return self._graphs[key]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    rows: np.ndarray  # the rows of the table that this part answers
-    ways: Ways
-    src: np.ndarray  # node numbers
+class TablePart:
+    """Rows of a table whose sources live in one graph.
+
+    Attributes:
+        rows: [n] rows of the table.
+        graph: holds every source and target.
+        src: [n] node numbers of the sources.
+        dst: [columns] node numbers of the targets.
+    """
+
+    rows: np.ndarray
+    graph: ReshardGraph
+    src: np.ndarray
     dst: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class TableQuery:
+    """One table of reshards, without shape and prices.
+
+    Attributes:
+        rank: dims of the tensor.
+        dims: the tensor dims that the dims of the graph's layouts stand for.
+        size: rows and columns.
+        parts: the rows, by graph.
+        never: [n, 2] (row, column) pairs that no path joins.
+    """
+
     rank: int
-    dims: tuple[int, ...]  # the tensor dims that those of the ways' layouts stand for
+    dims: tuple[int, ...]
     size: tuple[int, int]
-    parts: tuple[Part, ...]
-    never: np.ndarray  # (row, column) pairs that no path joins
+    parts: tuple[TablePart, ...]
+    never: np.ndarray
 
 
 def _mixed(layout: Layout) -> tuple[tuple[str, ...], ...]:
@@ -113,15 +139,15 @@ def _mixed(layout: Layout) -> tuple[tuple[str, ...], ...]:
 def _count(rank: int, n_axes: int) -> int:
     """How many layouts a tensor has on a mesh, partial ones included."""
     total, orders = 0, 1
-    for split in range(n_axes + 1):  # `split` axes on dims, in order; the others whole or partial
+    for split in range(n_axes + 1):  # `split` axes on dims, in order; the others replicated or partial
         choose = len(list(itertools.combinations(range(n_axes), split)))
         total += choose * orders * 2 ** (n_axes - split)
         orders *= rank + split
     return total
 
 
-def _all_states(rank: int, n_axes: int) -> list[State]:
-    found: list[State] = [(((),) * rank, ())]
+def _all_states(rank: int, n_axes: int) -> list[LayoutState]:
+    found: list[LayoutState] = [(((),) * rank, ())]
     for axis in range(n_axes):
         more = []
         for dims, partial in found:
@@ -133,7 +159,7 @@ def _all_states(rank: int, n_axes: int) -> list[State]:
     return sorted(found)
 
 
-def _some_states(rank: int, n_axes: int, wanted: Sequence[State]) -> list[State]:
+def _some_states(rank: int, n_axes: int, wanted: Sequence[LayoutState]) -> list[LayoutState]:
     """The layouts with axes in mesh order, if these are few enough, and everything below `wanted`."""
     found = set(_below(wanted))
     if (rank + 2) ** n_axes <= MAX_STATES:
@@ -143,8 +169,8 @@ def _some_states(rank: int, n_axes: int, wanted: Sequence[State]) -> list[State]
     return sorted(found)
 
 
-def _below(wanted: Sequence[State]) -> list[State]:
-    """Everything got from `wanted` by dropping minor-most axes and finishing reductions."""
+def _below(wanted: Sequence[LayoutState]) -> list[LayoutState]:
+    """The layouts reached from `wanted` by dropping minor-most axes and completing reductions."""
     found = set()
     for dims, partial in set(wanted):
         prefixes = [[axes[:k] for k in range(len(axes) + 1)] for axes in dims]
@@ -153,69 +179,93 @@ def _below(wanted: Sequence[State]) -> list[State]:
     return sorted(found)
 
 
-class Ways:
-    """Layouts of one rank as nodes 0..N-1, collectives as edges."""
+class EdgeClass(NamedTuple):
+    """Edges of one price: kind, axes, shards of the larger buffer, and the axes that already shard the dim a sum is scattered along."""
 
-    def __init__(self, sizes, rank, states: list[State], groups, reduce_scatter: bool, symmetric: bool):
+    kind: str
+    axes: tuple[int, ...]
+    shards: int
+    outer_axes: tuple[int, ...]
+
+
+class ReshardGraph:
+    """Layouts of one rank as nodes 0..N-1, collectives as edges.
+
+    Attributes:
+        states: [node] the layouts.
+        classes: [edge class].
+        edges: [edge, 3] target, source, edge class; sorted.
+        class_shards, gathers, slices, outer_axes: [edge class] shards of the larger buffer; axes as bits that an all-gather gathers,
+            that a slice shards where a reduce-scatter could, and `EdgeClass.outer_axes`.
+        symmetric: whether all layouts of the rank are nodes, so that dims can be renamed.
+    """
+
+    def __init__(self, sizes, rank, states: list[LayoutState], groups, reduce_scatter: bool, symmetric: bool):
         self.sizes, self.rank, self.states, self.symmetric = sizes, rank, states, symmetric
         self.id = {s: i for i, s in enumerate(states)}
         shards = [_shards(s, sizes) for s in states]
-        same_shards: dict[tuple, list[State]] = {}
+        same_shards: dict[tuple, list[LayoutState]] = {}
         for s in states:
             same_shards.setdefault(_shard_key(s, sizes), []).append(s)
 
-        # Edges, grouped by (kind, axes, shards of the larger buffer): all of one group cost the same.
-        classes: dict[tuple, int] = {}
+        classes: dict[EdgeClass, int] = {}
         edges = []
         for u, state in enumerate(states):
-            for kind, axes, after, larger in _moves(state, sizes, groups, reduce_scatter, same_shards):
+            for kind, axes, after, larger in _edges(state, sizes, groups, reduce_scatter, same_shards):
                 v = self.id.get(after)
                 if v is not None:
-                    beside = _beside(state, after) if kind == "reduce-scatter" else ()
-                    group = (kind, axes, shards[u if larger == "before" else v], beside)
-                    edges.append((v, u, classes.setdefault(group, len(classes))))
+                    outer = _outer_axes(state, after) if kind == "reduce-scatter" else ()
+                    edge = EdgeClass(kind, axes, shards[u if larger == "before" else v], outer)
+                    edges.append((v, u, classes.setdefault(edge, len(classes))))
         self.classes = list(classes)
-        self.edges = np.array(sorted(edges), np.int64).reshape(-1, 3)  # target, source, class
-        self.class_shards = np.array([n for _, _, n, _ in self.classes], float)
-        self.gathers = np.array([bits(axes) if kind == "all-gather" else 0 for kind, axes, _, _ in self.classes], np.int64)
-        scattered = reduce_scatter and symmetric  # instead of being summed and cut up; layouts in between may be missing otherwise
-        self.cuts = np.array([bits(axes) if kind == "slice" and scattered else 0 for kind, axes, _, _ in self.classes], np.int64)
-        self.beside = np.array([bits(axes) for _, _, _, axes in self.classes], np.int64)
+        self.edges = np.array(sorted(edges), np.int64).reshape(-1, 3)
+        self.class_shards = np.array([e.shards for e in self.classes], float)
+        self.gathers = np.array([bits(e.axes) if e.kind == "all-gather" else 0 for e in self.classes], np.int64)
+        scattered = reduce_scatter and symmetric  # instead of all-reduced and sliced; layouts in between may be missing otherwise
+        self.slices = np.array([bits(e.axes) if e.kind == "slice" and scattered else 0 for e in self.classes], np.int64)
+        self.outer_axes = np.array([bits(e.outer_axes) for e in self.classes], np.int64)
 
-        self._products = sorted(
-            {_product(axes, sizes) for k in range(1, len(sizes) + 1) for axes in itertools.combinations(range(len(sizes)), k)}
-        )
-        self._regions: dict[tuple, Region] = {}
+        axes = range(len(sizes))
+        self._products = sorted({_product(c, sizes) for k in range(1, len(sizes) + 1) for c in itertools.combinations(axes, k)})
+        self._subgraphs: dict[tuple, EvenSubgraph] = {}
 
-    def ids(self, states: Sequence[State]) -> np.ndarray:
+    def ids(self, states: Sequence[LayoutState]) -> np.ndarray:
+        """[n] node numbers."""
         return np.fromiter((self.id[s] for s in states), np.int64, len(states))
 
-    def region(self, shape: tuple[int, ...], src: np.ndarray, dst: np.ndarray) -> Region:
-        """The layouts that split a tensor of this shape evenly, and those asked for with what leads to them."""
+    def subgraph(self, shape: tuple[int, ...], src: np.ndarray, dst: np.ndarray) -> EvenSubgraph:
+        """The layouts that divide a tensor of this shape evenly, and the sources and targets that do not, with what leads to them."""
         divides = tuple(tuple(n % p == 0 for p in self._products) for n in shape)
-        found = self._regions.get(divides)
+        found = self._subgraphs.get(divides)
         if found is None:
             even = [dict(zip(self._products, row, strict=True)) | {1: True} for row in divides]
             allowed = np.array([all(even[d][_product(a, self.sizes)] for d, a in enumerate(dims)) for dims, _ in self.states])
-            alike = tuple(divides.index(row) for row in divides)  # dims that divide alike may be renamed
-            found = self._regions[divides] = Region(self, allowed, alike if self.symmetric else tuple(range(self.rank)))
+            interchangeable = tuple(divides.index(row) for row in divides)
+            found = EvenSubgraph(self, allowed, interchangeable if self.symmetric else tuple(range(self.rank)))
+            self._subgraphs[divides] = found
         uneven = np.unique([*src[~found.allowed[src]], *dst[~found.allowed[dst]]])
         if len(uneven):
             key = (divides, uneven.tobytes())
-            if key not in self._regions:
+            if key not in self._subgraphs:
                 allowed = found.allowed.copy()
                 allowed[self.ids(_below([self.states[i] for i in uneven.astype(int)]))] = True
-                self._regions[key] = Region(self, allowed, tuple(range(self.rank)))
-            found = self._regions[key]
+                self._subgraphs[key] = EvenSubgraph(self, allowed, tuple(range(self.rank)))
+            found = self._subgraphs[key]
         return found
 
 
-class Region:
-    """The layouts that paths of one shape may use, ready for searching; dims that are `alike` can be renamed at no cost."""
+class EvenSubgraph:
+    """The layouts that paths of one shape may use, ready for searching.
 
-    def __init__(self, ways: Ways, allowed: np.ndarray, alike: tuple[int, ...]):
-        self.ways, self.allowed = ways, allowed
-        target, source, group = ways.edges[allowed[ways.edges[:, 0]] & allowed[ways.edges[:, 1]]].T
+    Args:
+        graph: the layouts of this rank.
+        allowed: [node] whether a path may use it.
+        interchangeable: [dim] equal numbers for dims that divide evenly by the same numbers: renaming them changes no price.
+    """
+
+    def __init__(self, graph: ReshardGraph, allowed: np.ndarray, interchangeable: tuple[int, ...]):
+        self.graph, self.allowed = graph, allowed
+        target, source, group = graph.edges[allowed[graph.edges[:, 0]] & allowed[graph.edges[:, 1]]].T
 
         # Nodes by falling number of edges into them, so that the d-th edges of all nodes are one block: those of the first few.
         degree = np.bincount(target, minlength=len(allowed))
@@ -233,17 +283,18 @@ class Region:
         # `canon[s]` is s with its dims ordered by their axes, and `renamed` does the same to any other layout.
         self.canon = np.arange(len(allowed))
         self._renaming = np.zeros(len(allowed), np.int64)
-        number = {tuple(range(ways.rank)): 0}
-        if len(set(alike)) < ways.rank:
-            last = (len(ways.sizes),)
-            slots = [d for c in dict.fromkeys(alike) for d in range(ways.rank) if alike[d] == c]
+        number = {tuple(range(graph.rank)): 0}
+        same = interchangeable
+        if len(set(same)) < graph.rank:
+            last = (len(graph.sizes),)
+            slots = [d for c in dict.fromkeys(same) for d in range(graph.rank) if same[d] == c]
             for i in self.nodes.tolist():
-                dims, partial = ways.states[i]
-                order = [0] * ways.rank
-                for slot, d in zip(slots, sorted(range(ways.rank), key=lambda d: (alike[d], dims[d] or last, d)), strict=True):
+                dims, partial = graph.states[i]
+                order = [0] * graph.rank
+                for slot, d in zip(slots, sorted(range(graph.rank), key=lambda d: (same[d], dims[d] or last, d)), strict=True):
                     order[slot] = d
                 self._renaming[i] = number.setdefault(tuple(order), len(number))
-                self.canon[i] = ways.id[tuple(dims[d] for d in order), partial]
+                self.canon[i] = graph.id[tuple(dims[d] for d in order), partial]
         self._orders = list(number)
         self._renamed = {0: np.arange(len(allowed))}
 
@@ -254,7 +305,7 @@ class Region:
         for r in np.unique(which).tolist():
             if r not in self._renamed:
                 order = self._orders[r]
-                self._renamed[r] = self.ways.ids([(tuple(dims[d] for d in order), p) for dims, p in self.ways.states])
+                self._renamed[r] = self.graph.ids([(tuple(dims[d] for d in order), p) for dims, p in self.graph.states])
             out[which == r] = self._renamed[r][dst]
         return out
 
@@ -264,16 +315,14 @@ class Region:
 
 
 def bits(axes: Iterable[int]) -> int:
+    """A set of axes as an integer, one bit per axis."""
     return sum(1 << a for a in axes)
 
 
-# ---- the moves
+# ---- edges
 
 
-Move = tuple[str, tuple[int, ...], State, str]
-
-
-def _moves(state: State, sizes, groups, reduce_scatter, same_shards) -> Iterator[Move]:
+def _edges(state: LayoutState, sizes, groups, reduce_scatter, same_shards) -> Iterator[tuple[str, tuple[int, ...], LayoutState, str]]:
     """Every collective out of a layout: (kind, axes, layout after, which side has the larger buffer)."""
     dims, partial = state
     idle = [a for a in range(len(sizes)) if a not in partial and all(a not in axes for axes in dims)]
@@ -283,12 +332,12 @@ def _moves(state: State, sizes, groups, reduce_scatter, same_shards) -> Iterator
 
     for d, axes in enumerate(dims):
         for k in range(len(axes)):
-            kept, tail = axes[:k], axes[k:]
-            yield "all-gather", _sorted(tail), (put(d, kept), partial), "after"
+            head, tail = axes[:k], axes[k:]
+            yield "all-gather", _sorted(tail), (put(d, head), partial), "after"
             for e in range(len(dims)):
                 if e != d:
-                    yield "all-to-all", _sorted(tail), (put(e, (*dims[e], *tail), put(d, kept)), partial), "before"
-        for a in () if partial else idle:  # of a sum still partial XLA would make only a slice, and of what it is the sum
+                    yield "all-to-all", _sorted(tail), (put(e, (*dims[e], *tail), put(d, head)), partial), "before"
+        for a in () if partial else idle:  # XLA would slice the operands of a sum that is still partial
             yield "slice", (a,), (put(d, (*axes, a)), partial), "before"
     for k in range(1, len(partial) + 1):
         for some in itertools.combinations(partial, k):
@@ -306,28 +355,28 @@ def _moves(state: State, sizes, groups, reduce_scatter, same_shards) -> Iterator
             yield "collective-permute", _displaced(state, other, sizes), other, "before"
 
 
-def _beside(before: State, after: State) -> tuple[int, ...]:
-    """Axes that already split the dim along which a sum is scattered."""
+def _outer_axes(before: LayoutState, after: LayoutState) -> tuple[int, ...]:
+    """Axes that already shard the dim along which a sum is scattered."""
     return next(_sorted(a) for a, b in zip(before[0], after[0], strict=True) if a != b)
 
 
-def _displaced(a: State, b: State, sizes) -> tuple[int, ...]:
+def _displaced(a: LayoutState, b: LayoutState, sizes) -> tuple[int, ...]:
     """Axes whose place (the dim, and how many shards one step along the axis is) differs between two layouts."""
 
-    def places(s: State) -> dict[int, tuple[int, int]]:
+    def places(s: LayoutState) -> dict[int, tuple[int, int]]:
         return {axis: (d, _product(axes[i + 1 :], sizes)) for d, axes in enumerate(s[0]) for i, axis in enumerate(axes)}
 
     before, after = places(a), places(b)
     return _sorted({x for x in before.keys() | after.keys() if before.get(x) != after.get(x)})
 
 
-def _shard_key(state: State, sizes) -> tuple:
+def _shard_key(state: LayoutState, sizes) -> tuple:
     """Layouts with equal keys hold the same shards, on other devices."""
     dims, partial = state
     return tuple(_product(axes, sizes) for axes in dims), partial
 
 
-def _shards(state: State, sizes) -> int:
+def _shards(state: LayoutState, sizes) -> int:
     return _product((a for axes in state[0] for a in axes), sizes)
 
 

@@ -11,7 +11,7 @@ from shardplan.costs.space import exchanged
 from shardplan.costs.tables import PS
 from shardplan.files import portable, source_line
 from shardplan.ir.graph import BORDER, Op
-from shardplan.mesh.reshard import Step
+from shardplan.mesh.reshard import ReshardStep
 from shardplan.pipeline import Planned, categories, memory_by_category
 from shardplan.plan.data import Leaf, MemoryReport, Plan, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
 from shardplan.propagation.conflicts import AGAINST
@@ -123,7 +123,7 @@ def _moves(planned: Planned, i: int):
         yield PlannedReshard(x.operand, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", layout, layout, (kind,))
 
 
-Fetch = tuple[int, int, int, tuple[Step, ...]]
+Fetch = tuple[int, int, int, tuple[ReshardStep, ...]]
 
 
 def fetches(planned: Planned, i: int) -> Iterator[Fetch]:

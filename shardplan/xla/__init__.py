@@ -1,39 +1,39 @@
 """What XLA made of it: compile for devices present or absent, read the result, check it, compare it with what was planned."""
 
-from shardplan.xla.compiler.compile import Compiled, CompilerMissing, Memory, available, compile, lower
+from shardplan.xla.compiler.compile import Compiled, CompilerMissing, XlaMemory, available, compile, lower
 from shardplan.xla.compiler.targets import Gpu, Target, gpus
-from shardplan.xla.hlo.collectives import Collective, Part, Product, collectives, flops, products
+from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective, HloProduct, collectives, flops, products
 from shardplan.xla.hlo.peak import Buffer
 from shardplan.xla.hlo.remat import Rematerialization, rematerializations
-from shardplan.xla.hlo.schedule import Overlap, Timeline, Work, overlaps, simulate
-from shardplan.xla.report.check import Line, Replica, Report, check
-from shardplan.xla.report.compare import Comparison, Emitted, Expected, Finding, compare
+from shardplan.xla.hlo.schedule import KernelWork, Overlap, Timeline, overlaps, simulate
+from shardplan.xla.report.check import LineCollectives, ReplicatedArgument, XlaReport, check
+from shardplan.xla.report.compare import CollectiveComparison, CollectiveFinding, EmittedTensor, ExpectedCollective, compare
 from shardplan.xla.report.plan_report import PlanReport
-from shardplan.xla.report.seconds import Seconds, seconds
+from shardplan.xla.report.seconds import CompiledSeconds, seconds
 
 __all__ = [
     "Buffer",
-    "Collective",
-    "Comparison",
+    "CollectiveComparison",
+    "CollectiveFinding",
+    "CombinedTensor",
     "Compiled",
+    "CompiledSeconds",
     "CompilerMissing",
-    "Emitted",
-    "Expected",
-    "Finding",
+    "EmittedTensor",
+    "ExpectedCollective",
     "Gpu",
-    "Line",
-    "Memory",
+    "HloCollective",
+    "HloProduct",
+    "KernelWork",
+    "LineCollectives",
     "Overlap",
-    "Part",
     "PlanReport",
-    "Product",
     "Rematerialization",
-    "Replica",
-    "Report",
-    "Seconds",
+    "ReplicatedArgument",
     "Target",
     "Timeline",
-    "Work",
+    "XlaMemory",
+    "XlaReport",
     "available",
     "check",
     "collectives",

@@ -24,7 +24,7 @@ from math import inf
 from typing import Any, Literal
 
 from shardplan.ir.graph import Graph, Op, Phase
-from shardplan.mesh.collective import COMBINED_BYTES
+from shardplan.mesh.collective import COMBINE_THRESHOLD_BYTES
 from shardplan.xla_model.accumulation import ADDS, passes_on
 from shardplan.xla_model.liveness import PUT_OFF
 
@@ -422,7 +422,7 @@ def _merged(windows: Mapping[_Key, _Window]) -> list[_Chunk]:
     out: list[dict[_Key, _Window]] = []
     for key in sorted(windows, key=order):
         last = list(out[-1].values()) if out else []
-        full = sum(w.bytes for w in last) + windows[key].bytes > COMBINED_BYTES
+        full = sum(w.bytes for w in last) + windows[key].bytes > COMBINE_THRESHOLD_BYTES
         if full or not last or last[0].queue != windows[key].queue:
             out.append({})
         out[-1][key] = windows[key]

@@ -29,10 +29,10 @@ from typing import Any
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla.compiler import _backend, targets
 from shardplan.xla.compiler.targets import Target
-from shardplan.xla.hlo.collectives import Collective, Product, collectives, flops, human_bytes, products
+from shardplan.xla.hlo.collectives import HloCollective, HloProduct, collectives, flops, human_bytes, products
 from shardplan.xla.hlo.peak import Buffer, buffers
 from shardplan.xla.hlo.remat import Rematerialization, rematerializations
-from shardplan.xla.hlo.text import Module, read
+from shardplan.xla.hlo.text import HloModule, read
 
 # Kernels picked by running them need the GPU; the other two make XLA emit collective kernels that abort without one.
 FLAGS: Mapping[str, bool | int | float | str] = {
@@ -47,7 +47,7 @@ class CompilerMissing(ImportError):
 
 
 @dataclass(frozen=True)
-class Memory:
+class XlaMemory:
     """Bytes per device, as XLA assigned them; `alias_bytes` of the outputs share the buffers of donated arguments."""
 
     argument_bytes: int
@@ -86,7 +86,7 @@ class Compiled:
     ok: bool
     error: str
     text: str
-    memory: Memory | None
+    memory: XlaMemory | None
     stderr: str
     target: Target | None
     mesh: MeshShape | None
@@ -107,18 +107,18 @@ class Compiled:
         return None if self.target is None or self.memory is None else self.memory.peak_bytes <= self.target.gpu.memory_bytes
 
     @cached_property
-    def module(self) -> Module:
+    def module(self) -> HloModule:
         """The text, read. RuntimeError when the compile failed."""
         if not self.ok:
             raise RuntimeError(f"there is no compiled module: {self.error}")
         return read(self.text)
 
     @cached_property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[HloCollective, ...]:
         return collectives(self.module, self.mesh)
 
     @cached_property
-    def products(self) -> tuple[Product, ...]:
+    def products(self) -> tuple[HloProduct, ...]:
         """Matrix products and convolutions."""
         return products(self.module)
 
@@ -343,10 +343,10 @@ def _text(folder: Path, pattern: str) -> str:
     return next((p.read_text(errors="replace") for p in sorted(folder.glob(pattern))), "")
 
 
-def _memory(sizes: Mapping[str, int], target: Target | None) -> Memory:
+def _memory(sizes: Mapping[str, int], target: Target | None) -> XlaMemory:
     whole = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]
     peak = (target and sizes.get("peak_memory")) or whole  # XLA for CPU leaves the temporaries out of its peak
-    return Memory(sizes["argument"], sizes["output"], sizes["temp"], sizes["alias"], peak)
+    return XlaMemory(sizes["argument"], sizes["output"], sizes["temp"], sizes["alias"], peak)
 
 
 def _kill(child: subprocess.Popen) -> None:

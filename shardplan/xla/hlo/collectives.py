@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rules.linear import touched
 from shardplan.xla.hlo import groups as _groups
-from shardplan.xla.hlo.text import Array, Frame, Instruction, Module, arrays, elements, read, users_line
+from shardplan.xla.hlo.text import Frame, HloArray, HloInstruction, HloModule, arrays, elements, read, users_line
 
 KINDS = (
     "all-gather",
@@ -36,7 +36,7 @@ _REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "pr
 
 
 @dataclass(frozen=True)
-class Part:
+class CombinedTensor:
     """One tensor of a collective that XLA combined out of several.
 
     Attributes:
@@ -45,7 +45,7 @@ class Part:
         stack: the user's places, innermost first: of the op that needs a tensor gathered, of the op that makes any other.
     """
 
-    array: Array
+    array: HloArray
     op_name: str = ""
     stack: tuple[Frame, ...] = ()
 
@@ -57,7 +57,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Collective:
+class HloCollective:
     """One collective of the compiled program; an asynchronous start and done are one.
 
     Attributes:
@@ -72,13 +72,13 @@ class Collective:
         computation: where it sits: the entry, a loop body, a branch.
         reduction: 'sum', 'max', ...; '' when nothing is reduced.
         asynchronous: whether other work may run between its start and its done.
-        op_name, stack: as in `Part`, of the whole.
+        op_name, stack: as in `CombinedTensor`, of the whole.
         pairs: (source, target) devices of a collective-permute.
     """
 
     kind: str
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[CombinedTensor, ...]
     bytes: int
     groups: tuple[tuple[int, ...], ...]
     axes: tuple[str, ...]
@@ -120,7 +120,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Product:
+class HloProduct:
     """One matrix product or convolution of the compiled program, on one device.
 
     Attributes:
@@ -133,7 +133,7 @@ class Product:
 
     kind: str
     name: str
-    result: Array
+    result: HloArray
     dtype: str
     flops: float
     runs: float
@@ -152,7 +152,7 @@ class Product:
         return str(frame) if frame else None
 
 
-def collectives(text: str | Module, mesh: MeshShape | None = None) -> tuple[Collective, ...]:
+def collectives(text: str | HloModule, mesh: MeshShape | None = None) -> tuple[HloCollective, ...]:
     """Every collective of a compiled module, in schedule order of each computation, callees first.
 
     Args:
@@ -174,7 +174,7 @@ def collectives(text: str | Module, mesh: MeshShape | None = None) -> tuple[Coll
     )
 
 
-def kind_of(instruction: Instruction) -> str | None:
+def kind_of(instruction: HloInstruction) -> str | None:
     """Kind of the collective this instruction starts (or is); None for the rest."""
     opcode = instruction.opcode.removesuffix("-start")
     if opcode in KINDS:
@@ -188,7 +188,7 @@ AGAIN = ".remat"
 """In the names of instructions that XLA's rematerialization made."""
 
 
-def products(text: str | Module) -> tuple[Product, ...]:
+def products(text: str | HloModule) -> tuple[HloProduct, ...]:
     """Every matrix product and convolution, those inside fusions and library calls too."""
     module = read(text)
     again = {c for body in module.computations.values() for i in body if AGAIN in i.name for of in i.callees.values() for c in of}
@@ -203,11 +203,11 @@ def products(text: str | Module) -> tuple[Product, ...]:
                     kind, n, dtype = found
                     op_name, stack = origin(module, i)
                     twice, runs = AGAIN in i.name or computation in again, module.runs[computation]
-                    out.append(Product(kind, i.name, i.arrays[0], dtype, n, runs, computation, op_name, stack, twice))
+                    out.append(HloProduct(kind, i.name, i.arrays[0], dtype, n, runs, computation, op_name, stack, twice))
     return tuple(out)
 
 
-def flops(text: str | Module) -> float:
+def flops(text: str | HloModule) -> float:
     """Floating-point operations of one step on one device, in matrix products and convolutions (2mnk for m,k x k,n)."""
     return float(sum(p.total_flops for p in products(text)))
 
@@ -223,7 +223,7 @@ def human_bytes(n: float) -> str:
 # ---- collectives
 
 
-def _collective(module: Module, i: Instruction, kind: str, mesh: MeshShape | None) -> Collective:
+def _collective(module: HloModule, i: HloInstruction, kind: str, mesh: MeshShape | None) -> HloCollective:
     operands = module.operands(i)
     if kind == "ragged-all-to-all":
         operands = operands[:1]
@@ -244,7 +244,7 @@ def _collective(module: Module, i: Instruction, kind: str, mesh: MeshShape | Non
     if parts and (len(parts) == 1 or not stack):
         known = next((p for p in parts if p.stack), parts[0])
         op_name, stack = known.op_name or op_name, known.stack
-    return Collective(
+    return HloCollective(
         kind=kind,
         name=i.name,
         parts=parts,
@@ -262,13 +262,13 @@ def _collective(module: Module, i: Instruction, kind: str, mesh: MeshShape | Non
     )
 
 
-def _replica_groups(i: Instruction) -> str | None:
+def _replica_groups(i: HloInstruction) -> str | None:
     """The value of `replica_groups`, whose iota and mesh spellings are not one bracketed group."""
     found = re.search(r"replica_groups=(\{\}|\{\{.*?\}\}|mesh\[.*?\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", i.attributes)
     return found[1] if found else None
 
 
-def _results(i: Instruction, put_in: tuple[Array, ...]) -> tuple[Array, ...]:
+def _results(i: HloInstruction, put_in: tuple[HloArray, ...]) -> tuple[HloArray, ...]:
     """What a device gets out: the result, or the second half of what an asynchronous start carries."""
     if not i.opcode.endswith("-start"):
         return put_in if i.opcode == "send" else i.arrays
@@ -278,7 +278,7 @@ def _results(i: Instruction, put_in: tuple[Array, ...]) -> tuple[Array, ...]:
     return arrays(carried[1])
 
 
-def _reduction(module: Module, i: Instruction) -> str:
+def _reduction(module: HloModule, i: HloInstruction) -> str:
     reducer = re.search(r"to_apply=%?([\w.\-]+)", i.attributes)
     root = module.root(reducer[1]) if reducer else None
     while root and root.opcode in ("convert", "bitcast", "copy"):
@@ -289,10 +289,12 @@ def _reduction(module: Module, i: Instruction) -> str:
     return _REDUCTIONS.get(root.opcode, root.opcode) if root else ""
 
 
-def _parts(module: Module, i: Instruction, operands: tuple[Instruction, ...], larger: tuple[Array, ...]) -> tuple[Part, ...]:
+def _parts(
+    module: HloModule, i: HloInstruction, operands: tuple[HloInstruction, ...], larger: tuple[HloArray, ...]
+) -> tuple[CombinedTensor, ...]:
     """One part per tensor: an operand each, or each piece of the one flat buffer they were copied into."""
     if kind_of(i) == "all-to-all" and len(larger) > 1 and i.attribute("dimensions") is None:
-        whole = Array(larger[0].dtype, (len(larger), *larger[0].shape))  # one tensor, a piece for each member
+        whole = HloArray(larger[0].dtype, (len(larger), *larger[0].shape))  # one tensor, a piece for each member
         return (_part(module, i, whole, operands[0] if operands else i, None),)
     if len(operands) == 1 and len(larger) == 1:
         pieces = _pieces(module, operands[0])
@@ -301,11 +303,11 @@ def _parts(module: Module, i: Instruction, operands: tuple[Instruction, ...], la
         scale = larger[0].size / max(1, operands[0].arrays[0].size)
         return tuple(_part(module, i, _scaled(p.arrays[0], scale), p, -1) for p in pieces)
     if len(operands) != len(larger):
-        return tuple(Part(a) for a in larger)
+        return tuple(CombinedTensor(a) for a in larger)
     return tuple(_part(module, i, a, o, n) for n, (a, o) in enumerate(zip(larger, operands, strict=True)))
 
 
-def _part(module: Module, i: Instruction, array: Array, operand: Instruction, element: int | None) -> Part:
+def _part(module: HloModule, i: HloInstruction, array: HloArray, operand: HloInstruction, element: int | None) -> CombinedTensor:
     """The part that is element `element` of the result; None: the whole of it, -1: a piece of a flat buffer."""
     consumer = _consumer(module, i, element) if element != -1 else ()
     op_name, stack = origin(module, operand) if element is not None else (i.op_name, module.stack(i))
@@ -314,10 +316,10 @@ def _part(module: Module, i: Instruction, array: Array, operand: Instruction, el
     by_hand = "all_gather" in i.op_name.rsplit("/", 1)[-1]
     if consumer and (not stack or (kind_of(i) == "all-gather" and not by_hand)):
         stack = consumer
-    return Part(array, op_name or i.op_name, stack)
+    return CombinedTensor(array, op_name or i.op_name, stack)
 
 
-def _consumer(module: Module, i: Instruction, element: int | None) -> tuple[Frame, ...]:
+def _consumer(module: HloModule, i: HloInstruction, element: int | None) -> tuple[Frame, ...]:
     """Place of the first op that reads element `element` of the result (the whole for None), copies looked through."""
     users = module.users[i.computation]
     todo, seen = [(i, element)], 0
@@ -339,7 +341,7 @@ def _consumer(module: Module, i: Instruction, element: int | None) -> tuple[Fram
     return ()
 
 
-def _pieces(module: Module, i: Instruction) -> tuple[Instruction, ...]:
+def _pieces(module: HloModule, i: HloInstruction) -> tuple[HloInstruction, ...]:
     """The tensors behind a flat buffer that XLA concatenated to reduce or gather them at once."""
     if len(i.arrays) != 1 or len(i.arrays[0].shape) != 1:
         return (i,)
@@ -356,11 +358,11 @@ def _pieces(module: Module, i: Instruction) -> tuple[Instruction, ...]:
     return (i,)
 
 
-def _scaled(a: Array, scale: float) -> Array:
-    return a if scale == 1 else Array(a.dtype, (int(a.size * scale),))
+def _scaled(a: HloArray, scale: float) -> HloArray:
+    return a if scale == 1 else HloArray(a.dtype, (int(a.size * scale),))
 
 
-def origin(module: Module, i: Instruction) -> tuple[str, tuple[Frame, ...]]:
+def origin(module: HloModule, i: HloInstruction) -> tuple[str, tuple[Frame, ...]]:
     """Name and place of an instruction, or of the nearest one it is only a copy of that has them."""
     seen = i
     for _ in range(12):
@@ -381,7 +383,7 @@ def origin(module: Module, i: Instruction) -> tuple[str, tuple[Frame, ...]]:
 # ---- flops
 
 
-def _flops(module: Module, i: Instruction) -> tuple[str, float, str] | None:
+def _flops(module: HloModule, i: HloInstruction) -> tuple[str, float, str] | None:
     """(kind, flops of one run, dtype of the left operand); None for a library call that is no product."""
     operands = [o.arrays[0] for o in module.operands(i) if o.arrays]
     out = i.arrays[0]
@@ -421,14 +423,14 @@ def _flops(module: Module, i: Instruction) -> tuple[str, float, str] | None:
     return None
 
 
-def _config(i: Instruction) -> dict:
+def _config(i: HloInstruction) -> dict:
     try:
         return json.loads(i.attribute("backend_config") or "{}")
     except ValueError:
         return {}
 
 
-def _conv_flops(i: Instruction, image: Array, kernel: Array, result: Array) -> float:
+def _conv_flops(i: HloInstruction, image: HloArray, kernel: HloArray, result: HloArray) -> float:
     """2 x (multiplications that touch no padding), counted dim by dim, as XLA's own cost analysis counts them.
 
     `window={size=3x3 stride=2x2 pad=0_1x0_1 lhs_dilate=1x1 rhs_dilate=1x1}`, `dim_labels=b01f_01io->b01f`.

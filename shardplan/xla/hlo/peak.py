@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardplan.xla.hlo.collectives import origin
-from shardplan.xla.hlo.text import Array, Frame, Instruction, Module, arrays, elements, users_line
+from shardplan.xla.hlo.text import Frame, HloArray, HloInstruction, HloModule, arrays, elements, users_line
 
 _ENTRY = re.compile(r"\s+(\S+)\{([\d,]*)\}: (\d+) bytes \(cumulative")
 _PLACE = re.compile(r" value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?.*?@\d+> \(size=(\d+),offset=(\d+)\)")
@@ -35,7 +35,7 @@ class Buffer:
     """
 
     name: str
-    array: Array | None
+    array: HloArray | None
     bytes: int
     kind: str
     whole: tuple[int, ...] | None
@@ -50,7 +50,7 @@ class Buffer:
         return str(frame) if frame else None
 
 
-def buffers(live_range: str, assignment: str, module: Module, before: Module | None = None) -> tuple[Buffer, ...]:
+def buffers(live_range: str, assignment: str, module: HloModule, before: HloModule | None = None) -> tuple[Buffer, ...]:
     """The values alive at the peak, the largest first; () when the dump has no peak.
 
     Args:
@@ -108,9 +108,9 @@ def _stem(name: str) -> str:
     return re.sub(r"^(loop|input|fused)_|_fusion$", "", re.sub(r"[.\d]+(\.clone)*$", "", name)).removeprefix("fused_")
 
 
-def _asynchronous(module: Module) -> dict[tuple[str, int, tuple[int, ...]], list[Instruction]]:
+def _asynchronous(module: HloModule) -> dict[tuple[str, int, tuple[int, ...]], list[HloInstruction]]:
     """What runs asynchronously: the text shows the start and not its own name, so by kind, bytes and element."""
-    out: dict[tuple[str, int, tuple[int, ...]], list[Instruction]] = {}
+    out: dict[tuple[str, int, tuple[int, ...]], list[HloInstruction]] = {}
     for body in module.computations.values():
         for i in body:
             carried = elements(i.type)
@@ -123,12 +123,12 @@ def _asynchronous(module: Module) -> dict[tuple[str, int, tuple[int, ...]], list
     return out
 
 
-def _loops(module: Module) -> Mapping[str, Instruction]:
+def _loops(module: HloModule) -> Mapping[str, HloInstruction]:
     """Loop body -> its `while`."""
     return {name: i for body in module.computations.values() for i in body if i.opcode == "while" for name in i.callees.get("body", ())}
 
 
-def _element(type_: str, index: tuple[int, ...]) -> Array | None:
+def _element(type_: str, index: tuple[int, ...]) -> HloArray | None:
     for n in index:
         parts = elements(type_)
         if n >= len(parts):
@@ -139,8 +139,8 @@ def _element(type_: str, index: tuple[int, ...]) -> Array | None:
 
 
 def _maker(
-    module: Module, i: Instruction, index: tuple[int, ...], loops: Mapping[str, Instruction], depth: int = 0
-) -> tuple[str, Instruction]:
+    module: HloModule, i: HloInstruction, index: tuple[int, ...], loops: Mapping[str, HloInstruction], depth: int = 0
+) -> tuple[str, HloInstruction]:
     """What a value is, and the instruction that fills it: for a loop's carry, what the body puts there."""
     if i.opcode == "parameter":
         loop = loops.get(i.computation)
@@ -164,7 +164,7 @@ def _maker(
     return kind, maker
 
 
-def _source(module: Module, i: Instruction, loops: Mapping[str, Instruction]) -> Instruction:
+def _source(module: HloModule, i: HloInstruction, loops: Mapping[str, HloInstruction]) -> HloInstruction:
     """The instruction that computes a value, seen through copies, saved residuals and loop carries."""
     start = i
     for _ in range(8):
@@ -179,7 +179,7 @@ def _source(module: Module, i: Instruction, loops: Mapping[str, Instruction]) ->
     return start
 
 
-def _written(module: Module, i: Instruction) -> Instruction:
+def _written(module: HloModule, i: HloInstruction) -> HloInstruction:
     """What a fusion writes into its buffer (a loop's saved residuals); any other instruction itself."""
     if not i.opcode.startswith("fusion") or "calls" not in i.callees:
         return i
@@ -200,18 +200,18 @@ def _written(module: Module, i: Instruction) -> Instruction:
     return outer[int(inner.literal)] if int(inner.literal) < len(outer) else i
 
 
-def _operand(module: Module, i: Instruction | None, number: int) -> Instruction | None:
+def _operand(module: HloModule, i: HloInstruction | None, number: int) -> HloInstruction | None:
     if i is None or i.opcode != "tuple" or number >= len(i.operands):
         return None
     return module.table[i.computation].get(i.operands[number])
 
 
-def _passes_through(module: Module, i: Instruction) -> bool:
+def _passes_through(module: HloModule, i: HloInstruction) -> bool:
     operands = module.operands(i)
     return i.opcode == "get-tuple-element" and bool(operands) and operands[0].opcode == "parameter"
 
 
-def _wholes(before: Module) -> Mapping[str, frozenset[tuple[int, ...]]]:
+def _wholes(before: HloModule) -> Mapping[str, frozenset[tuple[int, ...]]]:
     """op_name -> shapes that ops of that name make in the program."""
     out: dict[str, set[tuple[int, ...]]] = {}
     for body in before.computations.values():
@@ -221,7 +221,7 @@ def _wholes(before: Module) -> Mapping[str, frozenset[tuple[int, ...]]]:
     return {k: frozenset(v) for k, v in out.items()}
 
 
-def _whole(array: Array, shapes) -> tuple[int, ...] | None:
+def _whole(array: HloArray, shapes) -> tuple[int, ...] | None:
     """The one shape that `array` can be a part of; None when there is none or several."""
     fits = [s for s in shapes if len(s) == len(array.shape) and all(w % n == 0 for w, n in zip(s, array.shape, strict=True) if n)]
     return fits[0] if len(fits) == 1 else None

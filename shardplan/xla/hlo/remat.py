@@ -18,7 +18,7 @@ import numpy as np
 
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.xla.hlo.groups import axes_of
-from shardplan.xla.hlo.text import Array, Frame, Module, arrays
+from shardplan.xla.hlo.text import Frame, HloArray, HloModule, arrays
 
 _WARNING = re.compile(
     r"Involuntary full rematerialization\. The compiler cannot go from sharding (?P<before>\{.*?\}) to (?P<after>\{.*?\}) "
@@ -37,7 +37,7 @@ class Rematerialization:
         op_name, stack: JAX's name of the op, and the user's places, innermost first.
     """
 
-    array: Array
+    array: HloArray
     before: Layout | None
     after: Layout | None
     sharding_before: str
@@ -56,7 +56,7 @@ class Rematerialization:
         return f"full rematerialization of {self.array}, {before} -> {after}{source}"
 
 
-def rematerializations(stderr: str, mesh: MeshShape | None = None, before: Module | None = None) -> tuple[Rematerialization, ...]:
+def rematerializations(stderr: str, mesh: MeshShape | None = None, before: HloModule | None = None) -> tuple[Rematerialization, ...]:
     """The warnings in a compiler's stderr, each once, in order.
 
     Args:
@@ -71,7 +71,7 @@ def rematerializations(stderr: str, mesh: MeshShape | None = None, before: Modul
         was, is_ = (layout_of(found[k], mesh, rank) if mesh else None for k in ("before", "after"))
         if mesh and was:
             whole = tuple(n * mesh.size(*axes) for n, axes in zip(array.shape, was.dims, strict=True))
-            array = Array(array.dtype, whole)
+            array = HloArray(array.dtype, whole)
         op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', found["rest"])
         name = op_name[1] if op_name else ""
         file, line = (re.search(rf"{k}=\"?([^\"\s}}]+)", found["rest"]) for k in ("source_file", "source_line"))
@@ -80,7 +80,7 @@ def rematerializations(stderr: str, mesh: MeshShape | None = None, before: Modul
     return tuple(dict.fromkeys(out))
 
 
-def _place(before: Module, op_name: str, array: Array) -> tuple[Frame, ...]:
+def _place(before: HloModule, op_name: str, array: HloArray) -> tuple[Frame, ...]:
     """Where the user wrote the op of this name that makes this array; frame numbers differ from pass to pass, names stay."""
     named = [i for body in before.computations.values() for i in body if op_name and i.op_name == op_name]
     same = [i for i in named if i.arrays[:1] == (array,)]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardplan.mesh.layout import MeshShape
-from shardplan.xla.hlo.collectives import Collective, Product, collectives, products
-from shardplan.xla.hlo.text import Instruction, Module, read
+from shardplan.xla.hlo.collectives import HloCollective, HloProduct, collectives, products
+from shardplan.xla.hlo.text import HloInstruction, HloModule, read
 
 _FREE = ("after-all", "bitcast", "constant", "get-tuple-element", "iota", "parameter", "partition-id", "replica-id", "tuple")
 _SLICES = ("dynamic-slice", "slice", "gather")
@@ -22,7 +22,7 @@ _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand they 
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelWork:
     """What one top-level instruction asks of the device, per run.
 
     Attributes:
@@ -43,7 +43,7 @@ class Overlap:
         flops, bytes: their work, loops in between counted with all their runs.
     """
 
-    collective: Collective
+    collective: HloCollective
     steps: tuple[str, ...]
     flops: float
     bytes: float
@@ -67,9 +67,9 @@ class Timeline:
 
 
 def simulate(
-    text: str | Module,
-    collective_s: Callable[[Collective], float],
-    work_s: Callable[[Work], float],
+    text: str | HloModule,
+    collective_s: Callable[[HloCollective], float],
+    work_s: Callable[[KernelWork], float],
     mesh: MeshShape | None = None,
 ) -> Timeline:
     """Walks the schedule with one compute queue and one network queue.
@@ -120,7 +120,7 @@ def simulate(
     return run(walk.module.entry)
 
 
-def overlaps(text: str | Module, mesh: MeshShape | None = None) -> tuple[Overlap, ...]:
+def overlaps(text: str | HloModule, mesh: MeshShape | None = None) -> tuple[Overlap, ...]:
     """Every asynchronous collective with what runs between its start and its done."""
     walk, out = _Walk(read(text), mesh), []
     for computation, instructions in walk.module.computations.items():
@@ -144,21 +144,21 @@ def overlaps(text: str | Module, mesh: MeshShape | None = None) -> tuple[Overlap
 
 @dataclass(frozen=True)
 class _Walk:
-    module: Module
+    module: HloModule
     mesh: MeshShape | None
 
     @cached_property
-    def collective(self) -> dict[str, Collective]:
+    def collective(self) -> dict[str, HloCollective]:
         return {c.name: c for c in collectives(self.module, self.mesh)}
 
     @cached_property
-    def products(self) -> dict[str, list[Product]]:
-        out: dict[str, list[Product]] = {}
+    def products(self) -> dict[str, list[HloProduct]]:
+        out: dict[str, list[HloProduct]] = {}
         for p in products(self.module):
             out.setdefault(p.computation, []).append(p)
         return out
 
-    def inside(self, i: Instruction) -> list[tuple[str, float]]:
+    def inside(self, i: HloInstruction) -> list[tuple[str, float]]:
         """(computation, times it runs when `i` runs once) of a loop, conditional or call."""
         callees = i.callees
         if i.opcode == "while":
@@ -166,16 +166,16 @@ class _Walk:
         names = [n for group in callees.values() for n in group]
         return [(n, 1 / len(names) if i.opcode == "conditional" else 1) for n in names]
 
-    def work(self, i: Instruction) -> Work:
+    def work(self, i: HloInstruction) -> KernelWork:
         inner = [n for group in i.callees.values() for n in group] if i.opcode.startswith("fusion") else []
         found = [p for n in inner for p in self.products.get(n, ())]
         found += [p for p in self.products.get(i.computation, ()) if p.name == i.name]
         flops: dict[str, float] = {}
         for p in found:
             flops[p.dtype] = flops.get(p.dtype, 0.0) + p.flops
-        return Work(tuple(sorted(flops.items())), self._bytes(i, inner[0] if inner else None))
+        return KernelWork(tuple(sorted(flops.items())), self._bytes(i, inner[0] if inner else None))
 
-    def total(self, i: Instruction) -> tuple[float, float]:
+    def total(self, i: HloInstruction) -> tuple[float, float]:
         """Flops and bytes of an instruction, loops with all their runs."""
         if i.opcode in ("while", "conditional", "call"):
             flops = moved = 0.0
@@ -188,7 +188,7 @@ class _Walk:
         work = self.work(i)
         return sum(n for _, n in work.flops), work.bytes
 
-    def _bytes(self, i: Instruction, fused: str | None) -> int:
+    def _bytes(self, i: HloInstruction, fused: str | None) -> int:
         if i.opcode.endswith("-done"):
             return 0
         operands = [sum(a.bytes for a in o.arrays) for o in self.module.operands(i)]
@@ -204,12 +204,12 @@ class _Walk:
             return 2 * sum(operands[at : at + 1])
         return sum(operands) + results
 
-    def _fused(self, i: Instruction, fused: str, operands: list[int], results: int) -> int:
+    def _fused(self, i: HloInstruction, fused: str, operands: list[int], results: int) -> int:
         """Bytes of a fusion: operands it only slices count as the slices, a buffer it updates in place as the update."""
         inner, table = self.module.users.get(fused, {}), self.module.table[fused]
         parameters = {p.name: int(p.literal) for p in self.module.computations[fused] if p.opcode == "parameter"}
 
-        def uses(name: str) -> Iterator[tuple[Instruction, bool]]:
+        def uses(name: str) -> Iterator[tuple[HloInstruction, bool]]:
             """What reads an array, bitcasts looked through, and whether as its first operand."""
             for u in inner.get(name, ()):
                 if u.opcode == "bitcast":

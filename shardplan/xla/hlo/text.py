@@ -27,7 +27,7 @@ def bits(dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class Array:
+class HloArray:
     """Dtype and per-device shape of one buffer."""
 
     dtype: str
@@ -46,7 +46,7 @@ class Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Instruction:
+class HloInstruction:
     """One line of HLO.
 
     Attributes:
@@ -66,7 +66,7 @@ class Instruction:
     root: bool
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[HloArray, ...]:
         """The arrays of the result, tuples flattened."""
         return arrays(self.type)
 
@@ -115,24 +115,24 @@ def users_line(stack: tuple[Frame, ...]) -> Frame | None:
 
 
 @dataclass(frozen=True)
-class Module:
+class HloModule:
     """A whole HLO module; computations in text order, callees before callers, the entry last."""
 
     name: str
     n_devices: int
-    computations: Mapping[str, tuple[Instruction, ...]]
+    computations: Mapping[str, tuple[HloInstruction, ...]]
     entry: str
     frames: Mapping[int, tuple[Frame, int]]
 
     @cached_property
-    def table(self) -> Mapping[str, Mapping[str, Instruction]]:
-        """computation -> instruction name -> instruction."""
+    def table(self) -> Mapping[str, Mapping[str, HloInstruction]]:
+        """Computation -> instruction name -> instruction."""
         return {c: {i.name: i for i in body} for c, body in self.computations.items()}
 
     @cached_property
-    def users(self) -> Mapping[str, Mapping[str, list[Instruction]]]:
-        """computation -> instruction name -> the instructions that read it, in schedule order."""
-        out: dict[str, dict[str, list[Instruction]]] = {}
+    def users(self) -> Mapping[str, Mapping[str, list[HloInstruction]]]:
+        """Computation -> instruction name -> the instructions that read it, in schedule order."""
+        out: dict[str, dict[str, list[HloInstruction]]] = {}
         for computation, body in self.computations.items():
             readers = out.setdefault(computation, {})
             for instruction in body:
@@ -140,14 +140,14 @@ class Module:
                     readers.setdefault(operand, []).append(instruction)
         return out
 
-    def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
+    def operands(self, instruction: HloInstruction) -> tuple[HloInstruction, ...]:
         table = self.table[instruction.computation]
         return tuple(table[o] for o in instruction.operands if o in table)
 
-    def root(self, computation: str) -> Instruction | None:
+    def root(self, computation: str) -> HloInstruction | None:
         return next((i for i in reversed(self.computations.get(computation, ())) if i.root), None)
 
-    def stack(self, instruction: Instruction) -> tuple[Frame, ...]:
+    def stack(self, instruction: HloInstruction) -> tuple[Frame, ...]:
         """Where the user wrote it, innermost call first; () when the compiler kept no trace."""
         found = _STACK_FRAME.search(instruction.attributes)
         if found:
@@ -192,7 +192,7 @@ class Module:
         """Computations inside a loop of unknown trip count."""
         return self._counts[1]
 
-    def trip_count(self, loop: Instruction) -> int | None:
+    def trip_count(self, loop: HloInstruction) -> int | None:
         """Trips of a `while`: from its backend_config, else from the one constant its condition compares with."""
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if known:
@@ -210,19 +210,19 @@ class Module:
         return None
 
 
-def read(text: str | Module) -> Module:
+def read(text: str | HloModule) -> HloModule:
     """Reads the text of a compiled module; a Module passes through. ValueError when there is no entry computation."""
-    return text if isinstance(text, Module) else _read(text)
+    return text if isinstance(text, HloModule) else _read(text)
 
 
 @lru_cache(maxsize=4)
-def _read(text: str) -> Module:
+def _read(text: str) -> HloModule:
     lines = iter(text.splitlines())
     header = next((line for line in lines if line.startswith("HloModule")), "")
     tables: dict[str, dict[int, str]] = {}
-    computations: dict[str, tuple[Instruction, ...]] = {}
+    computations: dict[str, tuple[HloInstruction, ...]] = {}
     entry, computation, section = None, "", ""
-    body: list[Instruction] = []
+    body: list[HloInstruction] = []
     for line in lines:
         if line.startswith(" "):
             instruction = _instruction(line, computation)
@@ -244,12 +244,12 @@ def _read(text: str) -> Module:
         raise ValueError(f"this is not the text of a compiled HLO module: no ENTRY computation in {len(text)} characters")
     count = {k: int(m[1]) if (m := re.search(rf"\b{k}=(\d+)", header)) else 1 for k in ("num_partitions", "replica_count")}
     name = re.match(r"HloModule ([^,\s]+)", header)
-    return Module(name[1] if name else "", math.prod(count.values()), computations, entry, _frames(tables))
+    return HloModule(name[1] if name else "", math.prod(count.values()), computations, entry, _frames(tables))
 
 
-def arrays(type_: str) -> tuple[Array, ...]:
+def arrays(type_: str) -> tuple[HloArray, ...]:
     """Arrays of a printed type, tuples flattened: '(f32[2,3]{1,0}, token[])' -> f32[2,3] and token[]."""
-    return tuple(Array(d, tuple(int(n.lstrip("<=")) for n in s.split(",") if n)) for d, s in _ARRAY.findall(type_))
+    return tuple(HloArray(d, tuple(int(n.lstrip("<=")) for n in s.split(",") if n)) for d, s in _ARRAY.findall(type_))
 
 
 def elements(type_: str) -> tuple[str, ...]:
@@ -304,7 +304,7 @@ def _closing(text: str, at: int) -> int:
     return len(text) - 1
 
 
-def _instruction(line: str, computation: str) -> Instruction | None:
+def _instruction(line: str, computation: str) -> HloInstruction | None:
     left, equals, right = line.partition(" = ")
     if not equals:
         return None
@@ -318,7 +318,7 @@ def _instruction(line: str, computation: str) -> Instruction | None:
     if right.find("(", opening + 1, closing) >= 0 or right.find('"', opening + 1, closing) >= 0:
         closing = _closing(right, opening)
     inside = right[opening + 1 : closing]
-    return Instruction(
+    return HloInstruction(
         name=left.removeprefix("ROOT ").lstrip("%"),
         opcode=right[end:opening].strip(),
         type=right[:end],

@@ -28,17 +28,17 @@ from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.xla.compiler import _backend
 from shardplan.xla.compiler.compile import Compiled, compile_lowered, lower_for
 from shardplan.xla.compiler.targets import Target
-from shardplan.xla.hlo.collectives import Collective, Part, human_bytes
+from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective, human_bytes
 from shardplan.xla.hlo.peak import Buffer
 from shardplan.xla.hlo.remat import Rematerialization
 from shardplan.xla.hlo.schedule import Overlap, overlaps
-from shardplan.xla.hlo.text import Array, Frame, users_line
+from shardplan.xla.hlo.text import Frame, HloArray, users_line
 
 FAIL_ON = ("guess", "memory", "remat", "replicated", "twice")
 
 
 @dataclass(frozen=True)
-class Line:
+class LineCollectives:
     """Collectives of one kind that one line of the user's program causes.
 
     Attributes:
@@ -54,7 +54,7 @@ class Line:
     reduction: str
     axes: tuple[str, ...]
     phase: str
-    tensors: tuple[tuple[Array, float], ...]
+    tensors: tuple[tuple[HloArray, float], ...]
     bytes: float
     asynchronous_bytes: float
 
@@ -74,7 +74,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Replica:
+class ReplicatedArgument:
     """An argument of the step of which devices hold copies.
 
     Attributes:
@@ -85,7 +85,7 @@ class Replica:
     """
 
     path: str
-    array: Array
+    array: HloArray
     bytes: int
     copies: int
 
@@ -99,7 +99,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Report:
+class XlaReport:
     """What `check` found. `print(report)` for people; every figure is per device and step.
 
     Attributes:
@@ -109,7 +109,7 @@ class Report:
     """
 
     compiled: Compiled
-    replicas: tuple[Replica, ...]
+    replicas: tuple[ReplicatedArgument, ...]
     failures: tuple[str, ...]
 
     @property
@@ -117,7 +117,7 @@ class Report:
         return not self.failures
 
     @cached_property
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[LineCollectives, ...]:
         """Collectives by source line, kind, axes and phase, the most bytes first."""
         return _lines(self.compiled.collectives) if self.compiled.ok else ()
 
@@ -151,7 +151,7 @@ def check(
     options: Mapping[str, bool | int | float | str] | None = None,
     timeout_s: float = 900,
     **kwargs: Any,
-) -> Report:
+) -> XlaReport:
     """Compiles a jitted function as its author sharded it, runs nothing, and tells what XLA made of it.
 
     Args:
@@ -191,14 +191,14 @@ def check_lowered(
     mesh: MeshShape | None = None,
     options: Mapping[str, bool | int | float | str] | None = None,
     timeout_s: float = 900,
-) -> Report:
+) -> XlaReport:
     """As `check`, of what `lower_for` returned for the same target."""
     compiled = compile_lowered(lowered, target, mesh=mesh, options=options, timeout_s=timeout_s)
-    report = Report(compiled, _replicas(lowered, compiled) if compiled.ok else (), ())
-    return Report(compiled, report.replicas, tuple(_failures(report, max_bytes, max_memory, frozenset(fail_on), large_bytes)))
+    report = XlaReport(compiled, _replicas(lowered, compiled) if compiled.ok else (), ())
+    return XlaReport(compiled, report.replicas, tuple(_failures(report, max_bytes, max_memory, frozenset(fail_on), large_bytes)))
 
 
-def _failures(report: Report, max_bytes, max_memory, fail_on: frozenset[str], large_bytes: float):
+def _failures(report: XlaReport, max_bytes, max_memory, fail_on: frozenset[str], large_bytes: float):
     compiled = report.compiled
     if not compiled.ok or compiled.memory is None:
         yield compiled.error
@@ -220,8 +220,8 @@ def _failures(report: Report, max_bytes, max_memory, fail_on: frozenset[str], la
         yield from (f"{c}: in a loop of unknown length" for c in compiled.collectives if c.guessed)
 
 
-def _lines(collectives: tuple[Collective, ...]) -> tuple[Line, ...]:
-    groups: dict[tuple, list[tuple[Collective, Part]]] = {}
+def _lines(collectives: tuple[HloCollective, ...]) -> tuple[LineCollectives, ...]:
+    groups: dict[tuple, list[tuple[HloCollective, CombinedTensor]]] = {}
     for c in collectives:
         if c.group_size == 1:
             continue
@@ -229,7 +229,7 @@ def _lines(collectives: tuple[Collective, ...]) -> tuple[Line, ...]:
             frame = users_line(part.stack) or users_line(c.stack)
             groups.setdefault((frame, c.kind, c.reduction, c.axes, _phase(part.op_name or c.op_name)), []).append((c, part))
     lines = [
-        Line(
+        LineCollectives(
             frame,
             kind,
             reduction,
@@ -242,7 +242,7 @@ def _lines(collectives: tuple[Collective, ...]) -> tuple[Line, ...]:
         for (frame, kind, reduction, axes, phase), moved in groups.items()
     ]
 
-    def order(line: Line):
+    def order(line: LineCollectives):
         place = (line.frame.file, line.frame.line) if line.frame else ("", 0)
         return -line.bytes, place, line.kind, line.axes, line.phase
 
@@ -257,7 +257,7 @@ def _phase(op_name: str) -> str:
     return "forward" if "jvp(" in op_name else ""
 
 
-def _replicas(lowered, compiled: Compiled) -> tuple[Replica, ...]:
+def _replicas(lowered, compiled: Compiled) -> tuple[ReplicatedArgument, ...]:
     """Arguments whose part on one device, in the compiled entry, is more than their share."""
     entry = compiled.module.computations[compiled.module.entry]
     local = {int(i.literal): i.arrays[0] for i in entry if i.opcode == "parameter" and len(i.arrays) == 1}
@@ -268,14 +268,14 @@ def _replicas(lowered, compiled: Compiled) -> tuple[Replica, ...]:
             continue
         copies = round(compiled.n_devices * held.size / max(1, math.prod(shape)))
         if copies > 1:
-            out.append(Replica(path, Array(held.dtype, shape), held.bytes, copies))
+            out.append(ReplicatedArgument(path, HloArray(held.dtype, shape), held.bytes, copies))
     return tuple(sorted(out, key=lambda r: (-r.wasted_bytes, r.path)))
 
 
 # ---- for people
 
 
-def _describe(report: Report) -> str:
+def _describe(report: XlaReport) -> str:
     compiled = report.compiled
     where = compiled.target or f"{compiled.n_devices} CPU devices"
     mesh = f", mesh {compiled.mesh}" if compiled.mesh else ""
@@ -301,8 +301,8 @@ def _describe(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _describe_lines(found: tuple[Line, ...]) -> list[str]:
-    places: dict[Frame | None, list[Line]] = {}
+def _describe_lines(found: tuple[LineCollectives, ...]) -> list[str]:
+    places: dict[Frame | None, list[LineCollectives]] = {}
     for line in found:
         places.setdefault(line.frame, []).append(line)
     out = []

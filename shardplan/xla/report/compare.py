@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from shardplan.xla.compiler.compile import Compiled
-from shardplan.xla.hlo.collectives import Collective, Part, human_bytes
+from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective, human_bytes
 from shardplan.xla.hlo.text import users_line
 
 VERDICTS = ("unplanned", "dearer", "missing", "cheaper", "same")
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedCollective:
     """A collective somebody planned.
 
     Attributes:
-        kind: as in `Collective`.
+        kind: as in `HloCollective`.
         axes: mesh axes it runs over, in any order.
         bytes: of one run on one device: the larger of what it puts in and gets out.
         group_size: how many devices take part together.
@@ -59,11 +59,11 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Emitted:
+class EmittedTensor:
     """One tensor of a collective that XLA emitted."""
 
-    collective: Collective
-    part: Part
+    collective: HloCollective
+    part: CombinedTensor
 
     @property
     def wire_bytes(self) -> float:
@@ -82,7 +82,7 @@ class Emitted:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CollectiveFinding:
     """What was planned and what was emitted on one line over the same axes.
 
     Attributes:
@@ -94,8 +94,8 @@ class Finding:
     verdict: str
     source: str
     axes: tuple[str, ...]
-    planned: tuple[Expected, ...]
-    emitted: tuple[Emitted, ...]
+    planned: tuple[ExpectedCollective, ...]
+    emitted: tuple[EmittedTensor, ...]
 
     @property
     def planned_bytes(self) -> float:
@@ -111,12 +111,12 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CollectiveComparison:
     """All findings, the greatest difference first within a verdict; `print` for people."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[CollectiveFinding, ...]
 
-    def of(self, verdict: str) -> tuple[Finding, ...]:
+    def of(self, verdict: str) -> tuple[CollectiveFinding, ...]:
         return tuple(f for f in self.findings if f.verdict == verdict)
 
     @property
@@ -149,7 +149,9 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(planned: Iterable[Expected], compiled: Compiled | Iterable[Collective], tolerance: float = 0.1) -> Comparison:
+def compare(
+    planned: Iterable[ExpectedCollective], compiled: Compiled | Iterable[HloCollective], tolerance: float = 0.1
+) -> CollectiveComparison:
     """Joins what was planned with what was emitted.
 
     Args:
@@ -158,9 +160,9 @@ def compare(planned: Iterable[Expected], compiled: Compiled | Iterable[Collectiv
         tolerance: relative difference on the wire that still counts as the same.
     """
     collectives = compiled.collectives if isinstance(compiled, Compiled) else compiled
-    emitted = [Emitted(c, p) for c in collectives if c.group_size > 1 for p in c.parts]
-    left: dict[tuple, list[Expected]] = {}
-    right: dict[tuple, list[Emitted]] = {}
+    emitted = [EmittedTensor(c, p) for c in collectives if c.group_size > 1 for p in c.parts]
+    left: dict[tuple, list[ExpectedCollective]] = {}
+    right: dict[tuple, list[EmittedTensor]] = {}
     for e in planned:
         if e.group_size > 1 and e.bytes:
             left.setdefault((_place(e.source), frozenset(e.axes)), []).append(e)
@@ -171,7 +173,7 @@ def compare(planned: Iterable[Expected], compiled: Compiled | Iterable[Collectiv
     findings += [_finding(group, [], tolerance) for group in left.values()]
     findings += [_finding([], group, tolerance) for group in right.values()]
     findings = _at_once(_astray(findings, tolerance), tolerance)
-    return Comparison(tuple(sorted(findings, key=lambda f: (VERDICTS.index(f.verdict), -f.difference_bytes, f.source))))
+    return CollectiveComparison(tuple(sorted(findings, key=lambda f: (VERDICTS.index(f.verdict), -f.difference_bytes, f.source))))
 
 
 def wire_bytes(kind: str, n_bytes: float, group_size: int) -> float:
@@ -182,7 +184,7 @@ def wire_bytes(kind: str, n_bytes: float, group_size: int) -> float:
     return n_bytes if kind == "collective-permute" else share * n_bytes
 
 
-def _elsewhere(left: dict, right: dict, tolerance: float) -> list[Finding]:
+def _elsewhere(left: dict, right: dict, tolerance: float) -> list[CollectiveFinding]:
     """Leftovers on different lines that move the same amount over the same axes; taken out of both."""
     out = []
     for key in sorted(left, key=lambda k: (-sum(e.wire_bytes for e in left[k]), str(k))):
@@ -200,7 +202,7 @@ def _elsewhere(left: dict, right: dict, tolerance: float) -> list[Finding]:
     return out
 
 
-def _astray(findings: list[Finding], tolerance: float) -> list[Finding]:
+def _astray(findings: list[CollectiveFinding], tolerance: float) -> list[CollectiveFinding]:
     """With collectives of lines that have too many handed to lines that lack one of their kind, axes and size."""
     found = [(list(f.planned), list(f.emitted)) for f in findings]
     over = [n for n, f in enumerate(findings) if f.verdict in ("unplanned", "dearer")]
@@ -220,15 +222,15 @@ def _astray(findings: list[Finding], tolerance: float) -> list[Finding]:
     return [_finding(*f, tolerance) for f in found if any(f)]
 
 
-def _alike(e: Expected, m: Emitted, tolerance: float) -> bool:
+def _alike(e: ExpectedCollective, m: EmittedTensor, tolerance: float) -> bool:
     c = m.collective
     return e.kind == c.kind and {*e.axes} == {*c.axes} and abs(e.wire_bytes - m.wire_bytes) <= tolerance * e.wire_bytes
 
 
-def _at_once(findings: list[Finding], tolerance: float) -> list[Finding]:
+def _at_once(findings: list[CollectiveFinding], tolerance: float) -> list[CollectiveFinding]:
     """With what was planned in steps over one axis after another, and emitted as one over all of them, in one finding."""
     found = [(list(f.planned), list(f.emitted)) for f in findings]
-    ways: dict[int, list[tuple[int, Expected]]] = {}
+    ways: dict[int, list[tuple[int, ExpectedCollective]]] = {}
     for n, (planned, _) in enumerate(found):
         for e in planned:
             if e.way is not None:
@@ -247,7 +249,7 @@ def _at_once(findings: list[Finding], tolerance: float) -> list[Finding]:
     return [_finding(*f, tolerance) for f in found if any(f)]
 
 
-def _finding(planned: list[Expected], emitted: list[Emitted], tolerance: float) -> Finding:
+def _finding(planned: list[ExpectedCollective], emitted: list[EmittedTensor], tolerance: float) -> CollectiveFinding:
     before, after = sum(e.wire_bytes for e in planned), sum(m.wire_bytes for m in emitted)
     if not planned or not emitted:
         verdict = "missing" if planned else "unplanned"
@@ -257,7 +259,7 @@ def _finding(planned: list[Expected], emitted: list[Emitted], tolerance: float) 
         verdict = "dearer" if after > before else "cheaper"
     source = planned[0].source if planned else emitted[0].source
     axes = max([*(e.axes for e in planned), *(m.collective.axes for m in emitted)], key=len)
-    return Finding(verdict, source, axes, tuple(planned), tuple(emitted))
+    return CollectiveFinding(verdict, source, axes, tuple(planned), tuple(emitted))
 
 
 def _place(source: str) -> str:

@@ -40,7 +40,7 @@ Moved = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
-class Program:
+class OneOpProgram:
     """One op under one strategy.
 
     Attributes:
@@ -63,7 +63,7 @@ class Program:
         return self.split.startswith("partial")
 
 
-def programs(eqn, target: Target) -> Iterator[Program]:
+def programs(eqn, target: Target) -> Iterator[OneOpProgram]:
     """All strategies of one equation on one mesh axis: every letter over the most devices of the target that divide it."""
     if eqn.effects:
         return
@@ -99,7 +99,7 @@ class _Op:
         steps = self.resharder.of(x.dtype).path(tuple(x.shape), _jax.itemsize(x.dtype), source, wanted)
         return [(s.kind, s.bytes) for s in steps if s.kind != "slice"]
 
-    def split(self, s: int, letter: str) -> Iterator[Program]:
+    def split(self, s: int, letter: str) -> Iterator[OneOpProgram]:
         """Strategy s: partial results asked for whole, and scattered."""
         operands = tuple(layouts[s] for layouts in self.choices.operands)
         made = tuple(layouts[s] for layouts in self.choices.results)
@@ -115,9 +115,9 @@ class _Op:
         for name, wanted in {"": whole, " scattered": scattered}.items():
             if not name or wanted != whole:
                 planned = [c for x, a, b in zip(self.outs, made, wanted, strict=True) for c in self.way(x, a, b)]
-                yield Program(f"{kind} {letter}:{self.k}{name}", self.k, operands, decided, wanted, (*planned, *exchanged))
+                yield OneOpProgram(f"{kind} {letter}:{self.k}{name}", self.k, operands, decided, wanted, (*planned, *exchanged))
 
-    def whole(self, d: int, letter: str) -> Program:
+    def whole(self, d: int, letter: str) -> OneOpProgram:
         """Dim d, which the rule keeps whole, split wherever it stands: the cheapest strategy has the reshards it takes."""
 
         def cut(x, dims) -> Layout:
@@ -134,7 +134,7 @@ class _Op:
 
         ways = [reshards(s) for s, letters in enumerate(self.choices.letters) if letters != (PARTIAL,)]
         planned = min(ways, key=lambda found: sum(wire_bytes(kind, n, self.k) for kind, n in found))
-        return Program(f"whole {letter}:{self.k}", self.k, operands, (None,) * len(self.outs), results, tuple(planned))
+        return OneOpProgram(f"whole {letter}:{self.k}", self.k, operands, (None,) * len(self.outs), results, tuple(planned))
 
 
 def scatter(x, layout: Layout, k: int) -> Layout:
@@ -143,7 +143,7 @@ def scatter(x, layout: Layout, k: int) -> Layout:
     return Layout(tuple((AXIS,) if d == free else axes for d, axes in enumerate(layout.dims)))
 
 
-def lowered(eqn, program: Program, target: Target):
+def lowered(eqn, program: OneOpProgram, target: Target):
     """The program for the target's devices, of which the strategy's axis may take a part."""
     found = _mesh(program, target)
     mesh = AbstractMesh(found.sizes, found.axes, axis_types=(AxisType.Auto,) * 2)
@@ -168,21 +168,21 @@ def lowered(eqn, program: Program, target: Target):
     return lower_for(target, step, *shapes)
 
 
-def _mesh(program: Program, target: Target) -> MeshShape:
+def _mesh(program: OneOpProgram, target: Target) -> MeshShape:
     return MeshShape((AXIS, REST), (program.shards, target.n_devices // program.shards))
 
 
-def moved(text: str, program: Program, target: Target) -> Moved:
+def moved(text: str, program: OneOpProgram, target: Target) -> Moved:
     """The collectives in a compiled program, sorted."""
     found = collectives(text, _mesh(program, target))
     return tuple(sorted((c.kind, float(p.array.bytes)) for c in found if c.group_size > 1 for p in c.parts for _ in range(int(c.runs))))
 
 
 @dataclass(frozen=True)
-class Verdict:
+class OneOpVerdict:
     """What XLA made of a program; `emitted` is a text where it does not compile."""
 
-    program: Program
+    program: OneOpProgram
     emitted: Moved | str
 
     @property

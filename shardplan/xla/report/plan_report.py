@@ -24,7 +24,7 @@ from shardplan.xla.compiler.compile import Compiled, lower_for
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import human_bytes
 from shardplan.xla.report.check import (
-    Report,
+    XlaReport,
     check_lowered,
     describe_buffer,
     describe_remat,
@@ -33,7 +33,7 @@ from shardplan.xla.report.check import (
     refuse_unknown,
     section,
 )
-from shardplan.xla.report.compare import Comparison, Expected, compare
+from shardplan.xla.report.compare import CollectiveComparison, ExpectedCollective, compare
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated")
 
@@ -48,7 +48,7 @@ class PlanReport:
     """
 
     plan: Plan
-    report: Report
+    report: XlaReport
 
     @property
     def compiled(self) -> Compiled:
@@ -64,7 +64,7 @@ class PlanReport:
         return self.report.failures
 
     @cached_property
-    def comparison(self) -> Comparison:
+    def comparison(self) -> CollectiveComparison:
         """Planned against emitted collectives; RuntimeError when the compile failed."""
         if not self.compiled.ok:
             raise RuntimeError(f"nothing to compare: {self.compiled.error}")
@@ -112,7 +112,7 @@ def check_plan(plan: Plan, target: str | Target | None = None, fail_on: Collecti
     return PlanReport(plan, check_lowered(lowered, target, fail_on=fail_on, mesh=plan.mesh, **options))
 
 
-def expected(plan: Plan) -> tuple[Expected, ...]:
+def expected(plan: Plan) -> tuple[ExpectedCollective, ...]:
     """Every collective that a plan expects XLA to emit; reductions on the line that makes the partial sums."""
 
     def source(d: PlanDecision, m: PlannedReshard, c: PlannedCollective) -> str:
@@ -121,7 +121,7 @@ def expected(plan: Plan) -> tuple[Expected, ...]:
 
     ways = [(d, m) for d in plan.decisions for m in d.reshards]
     return tuple(
-        Expected(c.kind, c.axes, c.bytes, plan.mesh.size(*c.axes), d.runs, source(d, m, c), m.array, way)
+        ExpectedCollective(c.kind, c.axes, c.bytes, plan.mesh.size(*c.axes), d.runs, source(d, m, c), m.array, way)
         for way, (d, m) in enumerate(ways)
         for c in m.collectives
         if c.kind != "slice"

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from shardplan.mesh.cluster import KINDS, AxisLink, Cluster
-from shardplan.mesh.collective import over
+from shardplan.mesh.collective import seconds_on_link
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla.compiler.compile import Compiled
-from shardplan.xla.hlo.collectives import Collective
-from shardplan.xla.hlo.schedule import Work, simulate
-from shardplan.xla.hlo.text import Module
+from shardplan.xla.hlo.collectives import HloCollective
+from shardplan.xla.hlo.schedule import KernelWork, simulate
+from shardplan.xla.hlo.text import HloModule
 
 LIKE = {"collective-broadcast": "collective-permute", "ragged-all-to-all": "all-to-all"}
 
 
 @dataclass(frozen=True)
-class Seconds:
+class CompiledSeconds:
     """Seconds of one step on one device."""
 
     compute_s: float
@@ -36,23 +36,23 @@ class Seconds:
         return self.compute_s + self.collective_s
 
 
-def seconds(compiled: Compiled, cluster: Cluster) -> Seconds:
+def seconds(compiled: Compiled, cluster: Cluster) -> CompiledSeconds:
     """How long the compiled step takes on `cluster`; RuntimeError when the compile failed."""
     return seconds_of(compiled.module, cluster, compiled.mesh)
 
 
-def seconds_of(text: str | Module, cluster: Cluster, mesh: MeshShape | None = None) -> Seconds:
+def seconds_of(text: str | HloModule, cluster: Cluster, mesh: MeshShape | None = None) -> CompiledSeconds:
     """As `seconds`, of any compiled module's HLO."""
     device = cluster.device
 
-    def work_s(work: Work) -> float:
+    def work_s(work: KernelWork) -> float:
         if not work.flops and not work.bytes:
             return 0.0
         products = sum(n / device.flops_per_s(_dtype(dtype)) for dtype, n in work.flops)
         return max(products, work.bytes / device.memory_rate, device.kernel_latency_s)
 
     line = simulate(text, lambda c: collective_s(c, cluster), work_s, mesh)
-    return Seconds(line.compute_s, line.collective_s, line.exposed_s)
+    return CompiledSeconds(line.compute_s, line.collective_s, line.exposed_s)
 
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8", "u8": "uint8", "c128": "complex128"}
@@ -63,11 +63,11 @@ def _dtype(name: str) -> str:
     return "float8" if name.startswith("f8") else DTYPES.get(name, "float32")
 
 
-def collective_s(c: Collective, cluster: Cluster) -> float:
+def collective_s(c: HloCollective, cluster: Cluster) -> float:
     """Seconds of one run of an emitted collective, by its device groups."""
     kind = LIKE.get(c.kind, c.kind)
     assert kind in KINDS, kind
-    return over(kind, c.bytes, link(c.groups, cluster.node_size), cluster)
+    return seconds_on_link(kind, c.bytes, link(c.groups, cluster.node_size), cluster)
 
 
 def link(groups: tuple[tuple[int, ...], ...], node_size: int) -> AxisLink:
