@@ -29,9 +29,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.emit import dynamic_index as places
-from shardplan.emit.halo_exchange import Slide, slides
-from shardplan.emit.shard_local import SHARDED, convolution, runs, windows
+from shardplan.emit.shard_local import dynamic_index
+from shardplan.emit.shard_local.forms import FORMS, run_form
+from shardplan.emit.shard_local.halo import HaloDim, halo_dims
+from shardplan.emit.shard_local.window import convolution, windows
 from shardplan.strategies.rule import Dims, Rule, RuleError, letter_sizes
 from shardplan.strategies.rules import rule_for
 from shardplan.xla.compiler import targets
@@ -203,14 +204,14 @@ class _Op:
         """This device's number along a letter."""
         return lax.axis_index(AXES[list(self.shards).index(letter)]) if letter in self.shards else 0
 
-    def slides(self, k: int) -> list[Slide]:
+    def halo_dims(self, k: int) -> list[HaloDim]:
         """Dims of operand k that are split and slid over."""
         axes = {a: (axis,) for a, axis in zip(self.shards, AXES, strict=False)}
-        return slides(self.rule, k, axes, self.shards, self.operands, self.results)
+        return halo_dims(self.rule, k, axes, self.shards, self.operands, self.results)
 
-    def everywhere(self, k: int) -> list[Slide]:
+    def everywhere(self, k: int) -> list[HaloDim]:
         """All dims of operand k that are split."""
-        return replace(self, rule=replace(self.rule, local=frozenset(self.shards))).slides(k)
+        return replace(self, rule=replace(self.rule, local=frozenset(self.shards))).halo_dims(k)
 
     def first(self, dim: tuple[str, ...]):
         """Position along a dim of one letter at which this device's shard begins."""
@@ -298,8 +299,8 @@ def _prove_local(group: list[_Op], n_devices: int) -> bool:
             ]
             if split.rule.first:
                 raise _NoLocalFormError
-            if op.eqn.primitive.name not in LOCAL or (split.rule.local and op.eqn.primitive.name in SHARDED):
-                results = runs(op.eqn, shards, [split.slides(k) for k in range(len(shards))])
+            if op.eqn.primitive.name not in LOCAL or (split.rule.local and op.eqn.primitive.name in FORMS):
+                results = run_form(op.eqn, shards, [split.halo_dims(k) for k in range(len(shards))])
             else:
                 form = LOCAL[op.eqn.primitive.name]
                 results = form(split, shards) if form else []
@@ -378,7 +379,7 @@ def _iota(op: _Op, shards):
 
 
 def _gather(op: _Op, shards):
-    return places.gather(op.eqn, shards, [op.everywhere(0)])
+    return dynamic_index.gather(op.eqn, shards, [op.everywhere(0)])
 
 
 IDENTITY = {"sum": lambda t: 0, "prod": lambda t: 1, "max": lambda t: _limit(t, -1), "min": lambda t: _limit(t, 1)}
@@ -395,19 +396,19 @@ def _scatter(op: _Op, shards):
     for letter, kind in op.rule.reduce.items():
         if letter in op.shards:
             x = jnp.where(op.where(letter) == 0, x, jnp.asarray(IDENTITY[kind](x.dtype), x.dtype))
-    return places.scatter(op.eqn, [x, *rest], [op.everywhere(0)])
+    return dynamic_index.scatter(op.eqn, [x, *rest], [op.everywhere(0)])
 
 
 def _conv(op: _Op, shards):
     k, p = op.shards.get("g", 1), op.eqn.params
     groups = {name: max(1, p[name] // k) for name in ("feature_group_count", "batch_group_count")}
-    return convolution(op.eqn, shards, [op.slides(0)], groups)
+    return convolution(op.eqn, shards, [op.halo_dims(0)], groups)
 
 
 def _windows(op: _Op, shards):
     kind = op.eqn.primitive.name.removeprefix("reduce_window").removeprefix("_")
     fill = IDENTITY[kind](shards[0].dtype) if kind else shards[1]
-    return windows(op.eqn, shards, [op.slides(0)], [fill])
+    return windows(op.eqn, shards, [op.halo_dims(0)], [fill])
 
 
 def _tile(op: _Op, shards):

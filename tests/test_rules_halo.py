@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.emit.shard_local import SHARDED
+from shardplan.emit.shard_local.forms import FORMS
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rule import Halo
 from shardplan.strategies.rules import rule_for
@@ -195,7 +195,7 @@ def test_a_pad_that_spreads_rows_apart_where_they_are_needs_no_neighbour_and_com
 
 def test_what_cannot_be_fetched_stays_whole():
     def whole(fn, *args):
-        eqn = next(e for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name in SHARDED)
+        eqn = next(e for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name in FORMS)
         return rule_for(eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], eqn.params)[0].whole
 
     def pool(window, stride, padding):

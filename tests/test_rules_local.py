@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.emit.shard_local import LOCAL
+from shardplan.emit.shard_local.forms import ALWAYS
 from shardplan.strategies.rule import RULES, register_rule
 from shardplan.testing import check_rule, difference
 from shardplan.xla.hlo.collectives import collectives
@@ -53,7 +53,7 @@ def test_runs_on_shards_and_moves_nothing(case, kind):
     for got, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         assert difference(got, want) is None
     planned = step.plan(*args).context.planned
-    at = next(i for i, op in enumerate(planned.graph.ops) if op.primitive in LOCAL)
+    at = next(i for i, op in enumerate(planned.graph.ops) if op.primitive in ALWAYS)
     assert any(planned.space.choices[at].letters[planned.strategies[at]]), "the case is not split"
     assert collectives(step.compile(*args).as_text()) == ()
 

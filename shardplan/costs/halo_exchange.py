@@ -9,7 +9,7 @@
     random   k -> n                         first k     the first element: all sum it up, those without it nothing
 
 XLA sends the shares that lack to whoever lacks them, one collective-permute for every distance they come from; an op that fetches
-them itself (`Rule.local`, run by `emit/shard_local.py`) uses as few as it can. With several such dims split it is one dim after the other:
+them itself (`Rule.local`, run by `emit/shard_local/forms.py`) uses as few as it can. With several such dims split it is one dim after the other:
 XLA sends on all rows it has by then, an op that fetches those that its windows see (measured: `benchmarks/rules_on_xla.py`).
 """
 

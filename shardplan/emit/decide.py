@@ -15,7 +15,7 @@ from itertools import pairwise
 from shardplan.costs.network import Network
 from shardplan.costs.space import Space
 from shardplan.emit.emit import BARRIER, EmitDecision
-from shardplan.emit.shard_local import on_shards
+from shardplan.emit.shard_local.forms import is_local
 from shardplan.ir.graph import BORDER, Graph, Op, Path
 from shardplan.mesh.layout import Layout
 
@@ -83,7 +83,7 @@ class _Decided:
 
     def decision(self, i: int) -> EmitDecision:
         op = self.graph.ops[i]
-        local = on_shards(op.primitive, self.space.rules[i], self.space.choices[i].letters[self.strategies[i]])
+        local = is_local(op.primitive, self.space.rules[i], self.space.choices[i].letters[self.strategies[i]])
         copies = tuple(self.copy_number(i, v) for v in op.inputs)
         reads = tuple(self.read(i, k, v, copies[k], local) for k, v in enumerate(op.inputs))
         results = tuple(self.result(i, v, local) for v in op.outputs)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 
 from shardplan import _jax
-from shardplan.emit import shard_local as local
+from shardplan.emit.shard_local import forms
 from shardplan.ir.graph import Path
 from shardplan.mesh.layout import Layout
 
@@ -139,11 +139,11 @@ class _Scope:
                     if _jax.is_placement(eqn) and decision.results[0] is not None:  # the plan says where instead
                         results = operands
                     else:
-                        results = local.run(eqn, operands, taken, decision.results, self.mesh)
+                        results = forms.run(eqn, operands, taken, decision.results, self.mesh)
                     with _jax.at_source(eqn):
                         results = [self.made(where, r, x) for r, x in enumerate(results)]
                 case _:
-                    results = local.bind(eqn, operands)
+                    results = forms.bind(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 

@@ -1,0 +1,225 @@
+"""Ops that every device runs on its own shards, under `shard_map`, where XLA would move more than necessary or compute wrongly.
+
+What XLA's partitioner makes of them in the layouts that their rules allow (`benchmarks/rules_on_xla.py`, jax 0.10.2):
+
+    fft, triangular_solve, tridiagonal_solve, symmetric_product    all-gather, also of batch dims, and the whole op on every device
+    conv_general_dilated with groups                               all-gather of the input, or a move between the groups' devices
+    conv_general_dilated over a sharded spatial dim                wrong if output channels are sharded, too: summed over their devices
+    igamma, betainc, ...                                           while loops in which all devices wait for each other each iteration
+    reduce                                                         the initial value counted once per piece of the operand
+    slice, pad, rev, concatenate of a sharded dim                  more collective-permutes than necessary; aborts on some pads
+    select_and_scatter_add, select_and_gather_add,                 halo exchanges of three arrays; aborts on some
+    reduce_window over several arrays
+    cumsum, ... along a sharded dim                                a window as long as the dim, hence an all-gather
+    argmax, argmin, top_k, approx_top_k along a sharded dim        all-gather
+    dynamic_slice, dynamic_update_slice, gather and scatter        all-gather of the sharded dim
+    of one window
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+
+from shardplan import _jax
+from shardplan.emit.shard_local import dynamic_index, gathered, window
+from shardplan.emit.shard_local.halo import HaloDims, halo_dims
+from shardplan.mesh.layout import Layout
+from shardplan.strategies.rule import Rule, is_registered
+from shardplan.strategies.rules import rule_for
+
+
+@dataclass(frozen=True)
+class LocalOp:
+    """An op as a device runs it.
+
+    Attributes:
+        run: shards of the operands -> shards of the results.
+        results: layouts of the results; partial ones are summed over their axes.
+    """
+
+    run: Callable[..., list]
+    results: tuple[Layout, ...]
+
+
+Layouts = Sequence[Layout | None]
+"""Per operand or result of an equation; None where nothing was decided."""
+
+
+# ---- ops that run on their shards in every layout
+
+
+def unchanged(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
+    """The op itself on the shards."""
+    decided = tuple(x for x in results if x is not None)
+    return LocalOp(lambda *shards: bind(eqn, shards, context=False), decided) if len(decided) == len(results) else None
+
+
+def convolution(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
+    """A device's share of the groups, over its halo; None where there are neither groups nor halos."""
+    p, ins, outs = eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+    rule, _ = rule_for(eqn.primitive.name, ins, outs, p)
+    axes = factor_axes(rule, (*operands, *results))
+    if axes is None:
+        return None
+    (lhs, rhs, out), (x, w) = p["dimension_numbers"], (layout.dims for layout in operands if layout)
+    halos = [halo_dims(rule, 0, axes, {a: prod(sizes[n] for n in of) for a, of in axes.items()}, ins, outs)]
+    if p["feature_group_count"] == p["batch_group_count"] == 1 and not halos[0]:
+        return None
+    counts = {"batch_group_count": lhs[0], "feature_group_count": lhs[1]}
+    groups = {name: max(1, p[name] // prod(sizes[a] for a in x[d])) for name, d in counts.items()}
+    dims = [axes.get(dim[0], ()) if dim else () for dim in rule.results[0]]
+    dims[out[0]] = tuple(a for a in x[lhs[0]] if a not in w[rhs[0]])  # not those of the groups
+    dims[out[1]] = w[rhs[0]]
+    summed = tuple((a, "sum") for factor in rule.reduce for a in axes.get(factor, ()))
+    return LocalOp(lambda *shards: window.convolution(eqn, shards, halos, groups), (Layout(tuple(dims), summed),))
+
+
+ALWAYS: dict[str, Callable[..., LocalOp | None]] = {
+    **dict.fromkeys(("fft", "triangular_solve", "tridiagonal_solve", "symmetric_product"), unchanged),
+    **dict.fromkeys(("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta"), unchanged),
+    "conv_general_dilated": convolution,
+}
+"""Primitive -> (equation, layouts of operands, of results, sizes of mesh axes) -> its local op, or None to leave it to XLA."""
+
+
+# ---- ops that run on their shards where a factor is sharded of which their rule says so
+
+SCATTERS = ("scatter", *(f"scatter{to}{how}" for to in "-_" for how in ("add", "sub", "mul", "max", "min")))
+
+FORMS: dict[str, Callable[..., list]] = {
+    "slice": window.slice_,
+    "pad": window.pad,
+    "rev": window.rev,
+    "concatenate": window.concatenate,
+    "reduce_window": window.reduce_window,
+    "select_and_gather_add": window.select_and_gather_add,
+    "select_and_scatter_add": window.select_and_scatter_add,
+    "cumsum": partial(gathered.cumulative, jnp.add),
+    "cumprod": partial(gathered.cumulative, jnp.multiply),
+    "cummax": partial(gathered.cumulative, jnp.maximum),
+    "cummin": partial(gathered.cumulative, jnp.minimum),
+    "cumlogsumexp": partial(gathered.cumulative, jnp.logaddexp),
+    **dict.fromkeys(("argmax", "argmin"), gathered.arg_reduce),
+    **dict.fromkeys(("top_k", "approx_top_k"), gathered.top_k),
+    "dynamic_slice": dynamic_index.dynamic_slice,
+    "dynamic_update_slice": dynamic_index.dynamic_update_slice,
+    "gather": dynamic_index.gather,
+    **dict.fromkeys(SCATTERS, dynamic_index.scatter),
+}
+"""Primitive -> (equation, shards of the operands, their halo dims) -> shards of the results."""
+
+
+def run_form(eqn, shards, halos: HaloDims) -> list:
+    """An op with shard-local factors, on shards: its form, by default the op itself."""
+    form = FORMS.get(eqn.primitive.name)
+    return form(eqn, shards, halos) if form else _jax.bind(eqn, shards, context=False)
+
+
+def by_rule(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
+    """An op of which some shard-local factor is sharded; None where XLA does as well."""
+    name, ins, outs = eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+    if name not in FORMS and not is_registered(name):
+        return None
+    rule, _ = rule_for(name, ins, outs, eqn.params)
+    axes = factor_axes(rule, (*operands, *results)) if rule.local else None
+    if axes is None:
+        return None
+    shards = {a: prod(sizes[x] for x in of) for a, of in axes.items()}
+    halos = [halo_dims(rule, k, axes, shards, ins, outs) for k in range(len(ins))]
+    every = [s for dims in halos for s in dims]
+    if not any(not rule.halo or max(s.halo.window, s.halo.dilation) > 1 or s.halo.permutes(s.n, s.m, s.shards) for s in every):
+        return None
+    summed = tuple((axis, kind) for a, kind in rule.reduce.items() for axis in axes.get(a, ()))
+    layouts = [Layout(tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in dims), summed) for dims in rule.results]
+    return LocalOp(lambda *shards: run_form(eqn, shards, halos), tuple(layouts))
+
+
+def factor_axes(rule: Rule, tensors: Layouts) -> dict[str, tuple[str, ...]] | None:
+    """Factor -> the mesh axes it is sharded over; None where tensors do not agree."""
+    found: dict[str, tuple[str, ...]] = {}
+    for dims, layout in zip(rule.operands + rule.results, tensors, strict=True):
+        for dim, axes in zip(dims, layout.dims if layout else (), strict=bool(layout)):
+            if len(dim) == 1 and found.setdefault(dim[0], axes) != axes:
+                return None
+    return found
+
+
+def is_local(primitive: str, rule: Rule, factors: Sequence[str | None]) -> bool:
+    """Whether an op may run on its shards with mesh axes on these factors: then all its layouts have to be decided."""
+    return primitive in ALWAYS or not rule.local.isdisjoint(factors)
+
+
+# ---- one equation
+
+
+def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> list:
+    """One equation, on shards where that is better.
+
+    Args:
+        eqn: the equation.
+        values: its operands.
+        operands, results: layouts as decided; None where nothing was (a scalar, a partial result).
+        mesh: all axes of type Auto.
+    """
+    if eqn.primitive.name in RESHARDED and any(x is not None for x in operands):
+        return RESHARDED[eqn.primitive.name](eqn, values)
+    layouts = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.invars, operands, strict=True)]
+    made = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.outvars, results, strict=True)]
+    read = [x for x in layouts if x is not None]
+    if len(read) < len(layouts) or not any(x.split_axes for x in read):
+        return bind(eqn, values)
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    local = ALWAYS.get(eqn.primitive.name, by_rule)(eqn, layouts, made, sizes)
+    if local is None:
+        return bind(eqn, values)
+    # A partial result leaves with a dim in front, one row from every device.
+    rows = [Layout((tuple(axis for axis, _ in x.partial), *x.dims)) if x.partial else x for x in local.results]
+    on_shards = jax.shard_map(
+        lambda *shards: tuple(x[None] if of.partial else x for x, of in zip(local.run(*shards), local.results, strict=True)),
+        mesh=mesh,
+        in_specs=tuple(jax.sharding.PartitionSpec(*x.spec()) for x in read),
+        out_specs=tuple(jax.sharding.PartitionSpec(*x.spec()) for x in rows),
+        check_vma=False,
+    )
+    return [sum_rows(x) if of.partial else x for x, of in zip(on_shards(*values), local.results, strict=True)]
+
+
+def sum_rows(parts):
+    """The sum over the first dim; of booleans, whether any is true."""
+    join = jax.lax.bitwise_or if parts.dtype == bool else jax.lax.add
+    return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), join, (0,))
+
+
+def bind(eqn, values: Sequence, context: bool = True) -> list:
+    """The equation itself, in a form that XLA compiles correctly."""
+    return CORRECTED.get(eqn.primitive.name, _jax.bind)(eqn, values, context=context)
+
+
+def _fft(eqn, values: Sequence, context: bool) -> list:
+    """With row-major arrays: XLA for CPU assigns them other layouts next to collectives, and then fails."""
+    return [_jax.row_major(x) for x in _jax.bind(eqn, [_jax.row_major(x) for x in values], context=context)]
+
+
+def _gather(eqn, values: Sequence, context: bool) -> list:
+    """With indices of at least 32 bits: XLA's partitioner aborts on shorter ones."""
+    x, indices, *rest = values
+    short = indices.dtype.itemsize < 4
+    return _jax.bind(eqn, [x, jnp.asarray(indices, "int32") if short else indices, *rest], context=context)
+
+
+def _reduce(eqn, values: Sequence) -> list:
+    """With resharded operands behind a barrier: XLA otherwise counts the initial value once per piece in which an operand arrives."""
+    return _jax.bind(eqn, jax.lax.optimization_barrier(list(values)))
+
+
+CORRECTED: dict[str, Callable[..., list]] = {"fft": _fft, "gather": _gather}
+"""Primitives that need another form than the user's."""
+
+RESHARDED: dict[str, Callable[..., list]] = {"reduce": _reduce}
+"""Primitives that need another form where operands are constrained."""

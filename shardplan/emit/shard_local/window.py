@@ -1,0 +1,112 @@
+"""Slices, pads, windows and convolutions over sharded dims: a shard fetches the halo that its results read, then runs the op on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from shardplan import _jax
+from shardplan.emit.shard_local.halo import HaloDim, HaloDims, gather_halo
+from shardplan.strategies.rule import Halo
+
+
+def slice_(eqn, shards, halo_dims: HaloDims) -> list:
+    p, done = eqn.params, {s.dim for s in halo_dims[0]}
+    x = gather_halo(shards[0], halo_dims[0], 0)
+    cuts = zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * x.ndim, x.shape, strict=True)
+    local = zip(*((0, n, 1) if d in done else (a, min(b, n), step) for d, (a, b, step, n) in enumerate(cuts)), strict=True)
+    return _jax.bind(eqn, [x], dict(zip(("start_indices", "limit_indices", "strides"), local, strict=True)), context=False)
+
+
+def pad(eqn, shards, halo_dims: HaloDims) -> list:
+    x, value = shards
+    edges = without(eqn.params["padding_config"], halo_dims[0], (0, 0, 0))
+    return _jax.bind(eqn, [gather_halo(x, halo_dims[0], value), value], {"padding_config": edges}, context=False)
+
+
+def rev(eqn, shards, halo_dims: HaloDims) -> list:
+    done = {s.dim for s in halo_dims[0]}
+    dimensions = tuple(d for d in eqn.params["dimensions"] if d not in done)
+    return _jax.bind(eqn, [gather_halo(shards[0], halo_dims[0], 0)], {"dimensions": dimensions}, context=False)
+
+
+def concatenate(eqn, shards, halo_dims: HaloDims) -> list:
+    if not halo_dims[0]:
+        return _jax.bind(eqn, shards, context=False)
+    (dim,) = halo_dims[0]
+    joined = jnp.zeros([dim.made if d == dim.dim else n for d, n in enumerate(shards[0].shape)], shards[0].dtype)
+    for x, dims in zip(shards, halo_dims, strict=True):
+        joined = gather_halo(x, dims, joined)
+    return [joined]
+
+
+def convolution(eqn, shards, halo_dims: HaloDims, groups: Mapping[str, int]) -> list:
+    """A convolution over a shard's halo, with as many groups (`feature_group_count`, `batch_group_count`) as a device has."""
+    p, dilated = eqn.params, {s.dim: keep_dilation(s) for s in halo_dims[0]}
+    strided = {s.dim for s in halo_dims[0] if s.halo.window == 1}  # a halo of single points has the strides taken
+    local: dict[str, list] = {name: list(p[name]) for name in ("padding", "lhs_dilation", "window_strides", "rhs_dilation")}
+    for i, d in enumerate(p["dimension_numbers"].lhs_spec[2:]):
+        if d in dilated:
+            _, local["padding"][i], local["lhs_dilation"][i] = dilated[d]
+        if d in strided:
+            local["window_strides"][i] = local["rhs_dilation"][i] = 1
+    x = gather_halo(shards[0], [s for s, *_ in dilated.values()], 0)
+    return _jax.bind(eqn, [x, *shards[1:]], {name: tuple(each) for name, each in local.items()} | dict(groups), context=False)
+
+
+def keep_dilation(dim: HaloDim) -> tuple[HaloDim, tuple[int, int], int]:
+    """(halo without the zeros between dilated elements, padding, dilation left to the op, so that it multiplies no zeros).
+
+    Only where the windows of all shards begin alike; else the zeros are part of the halo.
+    """
+    halo = dim.halo
+    span, low, dilation = halo.span(dim.made), halo.low % halo.dilation, halo.dilation
+    elements = (span - 1 - low) // dilation + 1
+    if halo.window == 1 or dilation == 1 or dim.made * halo.stride % dilation or elements < 1:
+        return dim, (0, 0), 1
+    dense = Halo(elements, dim.made * halo.stride // dilation, halo.low // dilation)
+    return replace(dim, halo=dense, m=dim.shards), (low, span - low - (elements - 1) * dilation - 1), dilation
+
+
+def windows(eqn, shards, halo_dims: HaloDims, fills: Sequence) -> list:
+    """A window op over the halos of its first operands, each with one of `fills` beyond the array's ends."""
+    p = eqn.params
+    arrays = [gather_halo(x, dims, fill) for x, dims, fill in zip(shards, halo_dims, fills, strict=False)]
+    strided = [s for s in halo_dims[0] if s.halo.window == 1]
+    params = {
+        "padding": without(p["padding"], halo_dims[0], (0, 0)),
+        "base_dilation": without(p["base_dilation"], halo_dims[0], 1),
+        "window_strides": without(p["window_strides"], strided, 1),
+    }
+    return _jax.bind(eqn, [*arrays, *shards[len(fills) :]], params, context=False)
+
+
+def reduce_window(eqn, shards, halo_dims: HaloDims) -> list:
+    return windows(eqn, shards, halo_dims, shards[len(shards) // 2 :])
+
+
+def select_and_gather_add(eqn, shards, halo_dims: HaloDims) -> list:
+    return windows(eqn, shards, halo_dims, (0, never_selected(eqn)))
+
+
+def select_and_scatter_add(eqn, shards, halo_dims: HaloDims) -> list:
+    source, x = (gather_halo(x, dims, fill) for x, dims, fill in zip(shards, halo_dims, (0, never_selected(eqn)), strict=True))
+    for s in halo_dims[0]:  # one element per window, from the first window that reads this shard
+        stride = eqn.params["window_strides"][s.dim]
+        source = jax.lax.slice_in_dim(source, s.halo.low % stride, None, stride, s.dim)
+    (out,) = _jax.bind(eqn, [source, x], {"padding": without(eqn.params["padding"], halo_dims[0], (0, 0))}, context=False)
+    for s in halo_dims[1]:
+        out = jax.lax.slice_in_dim(out, s.halo.low, s.halo.low + s.held, axis=s.dim)
+    return [out]
+
+
+def never_selected(eqn) -> float:
+    return -jnp.inf if eqn.params["select_prim"].name == "ge" else jnp.inf
+
+
+def without(params: Sequence, done: Sequence[HaloDim], neutral) -> tuple:
+    """A parameter per dim, `neutral` for the dims that are done."""
+    return tuple(neutral if d in {s.dim for s in done} else p for d, p in enumerate(params))
