@@ -6,7 +6,7 @@
 
 Every problem is one that the planner builds: a step's cost network at its first prices. Budgets are multiples of the least peak that
 any plan could have. With `--planning` it is whatever is solved until the prices are settled, with the memory of an H100; "unfolded" are
-those in which repeated layers need not be alike, which have a limit of work. `shrink` and `solve` are processor seconds; what takes
+those in which repeated layers need not be alike, which have a limit of work. `presolve` and `solve` are processor seconds; what takes
 longer than a second after shrinking, or is not proven, is listed, and a table of all stands at the end.
 """
 
@@ -35,7 +35,7 @@ import shardplan  # noqa: E402
 from shardplan.costs.network import build  # noqa: E402
 from shardplan.ilp import Problem, Solution  # noqa: E402
 from shardplan.ilp.solver import solve  # noqa: E402
-from shardplan.ilp.solver.presolve.presolve import Shrunk, shrink  # noqa: E402
+from shardplan.ilp.solver.presolve.presolve import Presolved, presolve  # noqa: E402
 from shardplan.mesh import Resharder  # noqa: E402
 from shardplan.pipeline import leanest  # noqa: E402
 from shardplan.propagation import propagate  # noqa: E402
@@ -75,11 +75,11 @@ def problems(model: str, mesh: str) -> Iterator[tuple[str, Problem]]:
 def measure(problem: Problem) -> tuple[float, float, Solution]:
     """Seconds of shrinking and of what comes after, and the answer."""
     start = time.process_time()
-    small = shrink(problem, tie=True)
+    presolved = presolve(problem, tie=True)
     shrunk = time.process_time()
-    hint = propagate(problem, small)
+    hint = propagate(problem, presolved)
     ready = time.process_time()
-    answer = solve(problem, hint=hint.states or None, presolved=small)
+    answer = solve(problem, hint=hint.states or None, presolved=presolved)
     return shrunk - start, time.process_time() - ready, answer
 
 
@@ -107,11 +107,11 @@ def solves(plan: Callable[[], object]) -> list[tuple[str, float, float, Solution
     """What a call that plans solves, whether or not a plan fits."""
     found = []
 
-    def timed(problem: Problem, *, presolved: Shrunk | None = None, **asked) -> Solution:
+    def timed(problem: Problem, *, presolved: Presolved | None = None, **asked) -> Solution:
         start = time.process_time()
-        small = presolved or shrink(problem, tie=True)
+        presolved = presolved or presolve(problem, tie=True)
         shrunk = time.process_time()
-        answer = solve(problem, presolved=small, **asked)
+        answer = solve(problem, presolved=presolved, **asked)
         found.append(("unfolded" if "work_limit" in asked else "free", shrunk - start, time.process_time() - shrunk, answer))
         return answer
 

@@ -23,13 +23,13 @@ from shardplan.emit.decide import decide
 from shardplan.emit.emit import EmitDecision
 from shardplan.errors import ShardingError
 from shardplan.files import portable
-from shardplan.ilp import least_memory
+from shardplan.ilp import minimize_peak
 from shardplan.ilp.overlap_price import judged
 from shardplan.ilp.slope_scaling import settled
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.incumbent import uncollected
-from shardplan.ilp.solver.presolve.presolve import shrink
-from shardplan.ilp.solver.problem import Problem, Solution, costless
+from shardplan.ilp.solver.presolve.presolve import presolve
+from shardplan.ilp.solver.problem import Problem, Solution, indicator_costs
 from shardplan.ir.graph import Graph, Op, Path
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
@@ -226,18 +226,20 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         def fits(states: tuple[int, ...]) -> bool:
             return limit is None or at.problem.peak(states) <= limit
 
-        small = shrink(at.problem, tie=True)
+        presolved = presolve(at.problem, tie=True)
         wanted = users(limit, at.waiting) if options.constraints == "hint" else ()
         known = [(at.problem.objective(states) if states and fits(states) else np.inf, states) for states in (wanted, before)]
         again = options.search != "propagation" and known[-1][0] < np.inf  # the plan before is hint enough
-        hint = Solution("feasible", (), np.inf, 0.0) if again else propagate(at.problem, small)
+        hint = Solution("feasible", (), np.inf, 0.0) if again else propagate(at.problem, presolved)
         for objective, states in known:
             if objective < hint.objective:
                 hint = replace(hint, states=states, objective=objective)
         clock.lap("propagation")
         if options.search == "propagation":
             return hint if not hint.states or fits(hint.states) else solve(at.problem, hint=hint.states, time_limit=left())
-        solution = solve(at.problem, hint=hint.states or None, cutoff=most, time_limit=left(), progress=options.progress, presolved=small)
+        solution = solve(
+            at.problem, hint=hint.states or None, cutoff=most, time_limit=left(), progress=options.progress, presolved=presolved
+        )
         many = sum(n > 1 for _, n in mesh) >= MANY_AXES
         if solution.status in ("feasible", "fallback") and many and options.search != "recursive" and not over():
             solution = _axis_by_axis(at, solution, graph, resharder, replace(options, memory=limit))
@@ -490,7 +492,7 @@ def does_not_fit(network: Network, options: Options) -> str:
 
 def leanest(problem: Problem) -> tuple[int, ...]:
     """The states that hold the fewest bytes on average over the step, whatever they cost; () when none go together."""
-    bare = problem.changed(costless)
+    bare = problem.map_costs(indicator_costs)
     costs = list(bare.costs)
     for u in problem.usages:
         costs[u.node] = costs[u.node] + np.rint(u.bytes * (u.hi - u.lo) / 1024)
@@ -499,7 +501,7 @@ def leanest(problem: Problem) -> tuple[int, ...]:
 
 def lowest(problem: Problem) -> tuple[int, ...]:
     """The states of the lowest peak found, whatever they cost; () when none go together."""
-    found = (leanest(problem), least_memory(replace(problem, limit=None)).states)
+    found = (leanest(problem), minimize_peak(replace(problem, limit=None)).states)
     return min((states for states in found if states), key=problem.peak, default=())
 
 

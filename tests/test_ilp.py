@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardplan.ilp import Edge, Problem, Usage, least_memory
+from shardplan.ilp import Edge, Problem, Usage, minimize_peak
 from shardplan.ilp.solver import solve
-from shardplan.ilp.solver.presolve.presolve import shrink, tight_steps
-from shardplan.ilp.solver.relax.buckets import Elimination
+from shardplan.ilp.solver.presolve.presolve import presolve, remove_redundant_steps
+from shardplan.ilp.solver.relax.buckets import BucketElimination
 
 laws = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -97,7 +97,7 @@ def test_only_answers_that_cost_so_much_at_most_are_wanted(problem, more):
     best = brute_force(problem)
     most = (best if np.isfinite(best) else 10.0) + more
     hint = next((s for s in choices(problem) if np.isfinite(problem.objective(s))), None)
-    found = solve(problem, most=most, hint=hint)
+    found = solve(problem, cutoff=most, hint=hint)
     if best <= most:
         check(problem, found)
     else:
@@ -115,7 +115,7 @@ def test_nodes_of_one_class_take_the_same_state(problem):
 @laws
 @given(networks(), st.booleans())
 def test_shrink_solve_invert_is_solve(problem, tie):
-    small = shrink(problem, tie=tie)
+    small = presolve(problem, tie=tie)
     if not small.feasible:
         assert np.isinf(brute_force(problem))
         return
@@ -138,7 +138,7 @@ def test_shrink_solve_invert_is_solve(problem, tie):
 @laws
 @given(networks())
 def test_time_steps_that_are_left_out_decide_nothing(problem):
-    timed, steps = tight_steps(problem)
+    timed, steps = remove_redundant_steps(problem)
     assert len(steps) == max((u.hi for u in timed.usages), default=len(steps))
     for states in itertools.product(*(range(len(c)) for c in problem.costs)):
         assert (problem.peak(states) <= problem.limit) == (timed.limit is None or timed.peak(states) <= timed.limit)
@@ -147,14 +147,14 @@ def test_time_steps_that_are_left_out_decide_nothing(problem):
 @laws
 @given(networks(limit=False), st.sampled_from([2, 8, 1 << 20]))
 def test_elimination_is_exact_or_a_lower_bound(problem, cap):
-    elimination = Elimination(problem, cap)
+    elimination = BucketElimination(problem, cap)
     sweep = elimination.run()
     best = brute_force(problem)
     assert sweep.value == best if elimination.exact else sweep.value <= best
-    for i, marginal in enumerate(sweep.marginals()):
+    for i, marginal in enumerate(sweep.min_marginals()):
         for s, value in enumerate(marginal):
-            through = min((problem.objective(c) for c in choices(problem) if c[i] == s), default=np.inf)
-            assert value == through if elimination.exact else value <= through
+            min_marginals = min((problem.objective(c) for c in choices(problem) if c[i] == s), default=np.inf)
+            assert value == min_marginals if elimination.exact else value <= min_marginals
 
 
 @laws
@@ -171,7 +171,7 @@ def test_bound_never_exceeds_the_optimum(problem):
 @laws
 @given(networks(forbidden=0.1))
 def test_least_memory_is_the_least_peak_or_a_bound_of_it(problem):
-    least = least_memory(problem)
+    least = minimize_peak(problem)
     peak = min((problem.peak(s) for s in choices(problem) if np.isfinite(problem.objective(s))), default=np.inf)
     assert least.bound_bytes <= peak + 1e-6
     assert least.bytes >= peak
@@ -194,7 +194,7 @@ def test_of_rising_and_falling_memory_only_the_peaks_are_left():
     """What each of many steps adds to, or takes from, the bytes of the step before decides which of them can break a limit."""
     up = [Usage(i, i, 40 - i, np.array([1.0, 2.0])) for i in range(20)]
     problem = Problem((np.zeros(2),) * 20, (), (*up, Usage(0, 60, 61, np.array([30.0, 20.0]))), 25.0)
-    timed, steps = tight_steps(problem)
+    timed, steps = remove_redundant_steps(problem)
     assert steps.tolist() == [19, 60] and timed.peak([1] * 20) == problem.peak([1] * 20) == 40
 
 
@@ -205,7 +205,7 @@ def test_large_chain_without_pressure_is_solved_by_elimination():
 
 def test_tight_limit_gives_a_proof_or_an_honest_gap():
     free = solve(chain(60, 5))
-    least = least_memory(chain(60, 5))
+    least = minimize_peak(chain(60, 5))
     loose = chain(60, 5).peak(free.states)
     tight = chain(60, 5, limit=float(np.ceil((least.bytes + loose) / 2)))
     solution = solve(tight)
@@ -216,7 +216,7 @@ def test_tight_limit_gives_a_proof_or_an_honest_gap():
 
 
 def test_a_limit_below_the_least_peak_is_infeasible():
-    least = least_memory(chain(60, 5))
+    least = minimize_peak(chain(60, 5))
     assert solve(chain(60, 5, limit=least.bound_bytes * 0.99)).status == "infeasible"
 
 
@@ -233,7 +233,7 @@ def test_what_prices_allow_and_no_answer_meets_is_proven_infeasible_below_the_de
 
 def test_time_limit_returns_the_best_answer_so_far():
     problem = chain(120, 6)
-    least = least_memory(problem)
+    least = minimize_peak(problem)
     problem = chain(120, 6, limit=float(np.ceil(least.bytes * 1.05)))
     solution = solve(problem, time_limit=0.5, hint=least.states)
     assert solution.states and problem.peak(solution.states) <= problem.limit
@@ -242,7 +242,7 @@ def test_time_limit_returns_the_best_answer_so_far():
 
 def test_hint_is_returned_when_nothing_better_is_found_in_the_work_limit():
     problem = chain(60, 5)
-    hint = least_memory(problem).states
+    hint = minimize_peak(problem).states
     problem = chain(60, 5, limit=float(problem.peak(hint)))
     solution = solve(problem, work_limit=0.0, hint=hint)
     assert solution.objective <= problem.objective(hint)
@@ -252,8 +252,8 @@ def test_hint_is_returned_when_nothing_better_is_found_in_the_work_limit():
 SCRIPT = """
 import sys; sys.path.insert(0, "tests")
 from test_ilp import chain
-from shardplan.ilp import solve, least_memory
-least = least_memory(chain(60, 5))
+from shardplan.ilp import solve, minimize_peak
+least = minimize_peak(chain(60, 5))
 print(solve(chain(60, 5, limit=float(int(least.bytes * 1.1)))).states, least.states)
 """
 

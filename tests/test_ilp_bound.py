@@ -19,17 +19,17 @@ from shardplan.ilp import Edge, Problem, Usage
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.deadline import Deadline, OutOfTime
 from shardplan.ilp.solver.incumbent import Incumbent
-from shardplan.ilp.solver.presolve.presolve import shrink
+from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.relax import dual as prices
 from shardplan.ilp.solver.relax import relaxation as relax
 from shardplan.ilp.solver.relax import trws as shift
-from shardplan.ilp.solver.relax.buckets import Elimination
+from shardplan.ilp.solver.relax.buckets import BucketElimination
 from shardplan.ilp.solver.relax.fixing import bound
 from shardplan.ilp.solver.search import branch, cpsat
 from shardplan.ilp.solver.search.branch import BranchAndBound, Subproblem
 from shardplan.ilp.solver.search.repair import LocalSearch, fit
 from shardplan.ilp.solver.solve import Chain
-from shardplan.ilp.solver.usage import Memory
+from shardplan.ilp.solver.usage import UsageTable
 
 
 def grid(side, k, seed=0, tight=None):
@@ -49,12 +49,12 @@ def grid(side, k, seed=0, tight=None):
 
 def shrunk(**kinds):
     """What shrinking leaves of networks that have an answer."""
-    return networks(**kinds).map(shrink).filter(lambda small: small.feasible).map(lambda small: small.problem)
+    return networks(**kinds).map(presolve).filter(lambda small: small.feasible).map(lambda small: small.problem)
 
 
 def shifted(problem, shifting):
     """The same problem, with the costs that were shifted along its edges."""
-    costs, shifts = shifting.shifted(problem.costs, 2.0**-20)
+    costs, shifts = shifting.commit(problem.costs, 2.0**-20)
     tables = [e.cost - m_i[:, None] - m_j for e, (m_i, m_j) in zip(problem.edges, shifts, strict=True)]
     return Problem(tuple(costs), tuple(Edge(e.i, e.j, t) for e, t in zip(problem.edges, tables, strict=True)))
 
@@ -62,8 +62,8 @@ def shifted(problem, shifting):
 @laws
 @given(shrunk(limit=False), st.booleans())
 def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem, compiled):
-    shifting = shift.Shift(problem, compiled)
-    shifting.rounds(problem.costs, 5)
+    shifting = shift.TRWS(problem, compiled)
+    shifting.iterate(problem.costs, 5)
     moved = shifted(problem, shifting)
     for states in choices(problem):
         assert moved.objective(states) == problem.objective(states)
@@ -75,23 +75,25 @@ def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem, compiled)
 def test_every_round_of_shifting_bounds_more_and_so_does_any_elimination(tight):
     """What each node is said to keep is handed over, so the least entries add up to a bound that only rises."""
     problem, before = grid(7, 5, tight=tight), -np.inf
-    shifting = shift.Shift(problem)
+    shifting = shift.TRWS(problem)
     for _ in range(6):
-        shifting.rounds(problem.costs, 1)
+        shifting.iterate(problem.costs, 1)
         moved = shifted(problem, shifting)
         least = sum(c.min() for c in moved.costs) + sum(e.cost.min() for e in moved.edges)
         assert least >= before - 1e-3
-        assert all(Elimination(problem, cap).run(*shifting.shifted(problem.costs, 2.0**-20)).value >= least for cap in (1, 30, 200))
+        assert all(
+            BucketElimination(problem, cap).run(*shifting.commit(problem.costs, 2.0**-20)).value >= least for cap in (1, 30, 200)
+        )
         before = least
 
 
 @pytest.mark.parametrize("room", [5e3, 2e4, 1e5])
 def test_all_joint_tables_together_stay_within_their_room(room, monkeypatch):
     """Memory that a bound takes does not grow with the joints it is allowed, nor with the largest edge."""
-    monkeypatch.setattr(relax, "SMALL", 0)
-    monkeypatch.setattr(relax, "ROOM", room)
+    monkeypatch.setattr(relax, "EXACT_STATES", 0)
+    monkeypatch.setattr(relax, "MAX_TABLE_ENTRIES", room)
     problem = grid(8, 6)
-    assert Elimination(problem, 1 << 16).size > room >= relax.Relaxation(problem, 1 << 16).elimination.size
+    assert BucketElimination(problem, 1 << 16).size > room >= relax.Relaxation(problem, 1 << 16).elimination.size
     assert bound(problem, np.inf, 1 << 16, 0).value <= sum(e.cost.max() for e in problem.edges) + sum(c.max() for c in problem.costs)
 
 
@@ -105,8 +107,8 @@ def test_prices_are_told_apart_however_large_some_costs_are():
 
 
 def test_shifting_makes_small_joints_bound_well(monkeypatch):
-    monkeypatch.setattr(relax, "SMALL", 0)
-    monkeypatch.setattr(prices, "FIRST", (4, 4))  # after many rounds single edges bound as well
+    monkeypatch.setattr(relax, "EXACT_STATES", 0)
+    monkeypatch.setattr(prices, "FIRST_ROUNDS", (4, 4))  # after many rounds single edges bound as well
     problem = grid(8, 6)
     best = solve(problem, work_limit=40.0)
     bare, good = (bound(problem, np.inf, cap, 0).value for cap in (1, 300))
@@ -121,40 +123,40 @@ def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
     whole = grid(6, 5)
     orders = (np.ascontiguousarray, np.asfortranarray, lambda table: np.repeat(table, 2, axis=1)[:, ::2])
     problem = replace(whole, edges=tuple(replace(e, cost=orders[n % 3](e.cost)) for n, e in enumerate(whole.edges)))
-    plain, later, compiled = shift.Shift(problem), shift.Shift(problem), shift.Shift(problem, compiled=True)
+    plain, later, compiled = shift.TRWS(problem), shift.TRWS(problem), shift.TRWS(problem, compiled=True)
     monkeypatch.setattr(shift, "LOADING", np.inf)
-    plain.rounds(problem.costs, 7)
+    plain.iterate(problem.costs, 7)
     monkeypatch.setattr(shift, "LOADING", 0.0)
-    monkeypatch.setattr(shift.Shift, "visited", 0.0)
-    later.rounds(problem.costs, 3)
+    monkeypatch.setattr(shift.TRWS, "visited", 0.0)
+    later.iterate(problem.costs, 3)
     assert later.compiled is None
-    later.rounds(problem.costs, 4)
-    compiled.rounds(problem.costs, 7)
+    later.iterate(problem.costs, 4)
+    compiled.iterate(problem.costs, 7)
     assert plain.compiled is None and later.compiled is not None
     assert plain.messages.tobytes() == later.messages.tobytes() == compiled.messages.tobytes() and plain.messages.any()
 
 
 @laws
-@given(shrunk(), st.sampled_from([0, relax.SMALL]))
+@given(shrunk(), st.sampled_from([0, relax.EXACT_STATES]))
 def test_through_is_a_bound_of_every_choice_that_takes_the_state(problem, small):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relax, "SMALL", small)
+        patch.setattr(relax, "EXACT_STATES", small)
         result = bound(problem, np.inf, 8, 4)
     fitting = [s for s in choices(problem) if problem.limit is None or problem.peak(s) <= problem.limit]
     for states in fitting:
         cost = problem.objective(states)
         assert result.value <= cost
-        assert all(result.through[i][s] <= cost for i, s in enumerate(states))
-        assert result.left(problem, cost).objective(states) == cost
+        assert all(result.min_marginals[i][s] <= cost for i, s in enumerate(states))
+        assert result.reduced_cost_fixing(problem, cost).objective(states) == cost
 
 
 def test_pairs_are_dropped_whose_states_stay():
     equal, costs = np.where(np.eye(2), 0.0, 9.0), (np.zeros(2),) * 3
     problem = Problem(costs, (Edge(0, 1, equal), Edge(1, 2, equal)))
-    left = bound(problem, np.inf, 8, 4).left(problem, 5.0)
+    left = bound(problem, np.inf, 8, 4).reduced_cost_fixing(problem, 5.0)
     assert all(map(np.array_equal, left.costs, costs))
     assert all(np.array_equal(e.cost, np.where(np.eye(2), 0.0, np.inf)) for e in left.edges)
-    assert not shrink(left, dominance=0).problem.edges  # what follows is decided
+    assert not presolve(left, dominance=0).problem.edges  # what follows is decided
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3])
@@ -170,10 +172,10 @@ def test_focus_looks_among_more_states_where_few_hold_no_answer(share, monkeypat
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("how", [{}, {"core": 0}, {"core": 0, "hard": 0}, {"core": 0, "hard": 0, "joint": 1}])
 def test_goals_below_the_optimum_are_closed_and_goals_above_find_it(seed, how, monkeypatch):
-    monkeypatch.setattr(relax, "SMALL", 0 if "joint" in how else relax.SMALL)
+    monkeypatch.setattr(relax, "EXACT_STATES", 0 if "joint" in how else relax.EXACT_STATES)
     problem = chain(9, 3, seed=seed, limit=250.0)
     best = brute_force(problem)
-    small = shrink(problem)
+    small = presolve(problem)
     subproblem = Subproblem(small.problem, small.invert, small.offset, **how)
     for goal, found in ((best - 1, np.inf), (best, best), (2 * best, best)):
         incumbent = Incumbent(problem, None)
@@ -193,9 +195,9 @@ def test_every_link_stops_within_itself_when_time_is_over():
     result = bound(problem, np.inf, 16, 0)
     subproblem = Subproblem(problem, tuple, 0.0)
     for link in (
-        lambda: shrink(problem, deadline=OVER),
-        lambda: shift.Shift(problem, deadline=OVER).rounds(problem.costs, 1),
-        lambda: Elimination(problem, 16, OVER),
+        lambda: presolve(problem, deadline=OVER),
+        lambda: shift.TRWS(problem, deadline=OVER).iterate(problem.costs, 1),
+        lambda: BucketElimination(problem, 16, OVER),
         lambda: bound(problem, np.inf, 16, 0, deadline=OVER),
         lambda: subproblem.part(result, result.value * 1.1, deadline=OVER),
     ):
@@ -224,7 +226,7 @@ def test_wherever_time_is_over_the_search_ends_there_with_what_it_has(large, loo
     monkeypatch.setitem(Chain.run.__globals__, "LARGE", large)
     answer = solve(problem, time_limit=1e6)
     assert -10 <= watch.left < 0
-    assert problem.floor() <= answer.bound <= 541_790.0  # of an answer that is known
+    assert problem.lower_bound() <= answer.bound <= 541_790.0  # of an answer that is known
     assert answer.states or looks < 30_000
     if answer.states:
         assert problem.objective(answer.states) == answer.objective >= answer.bound
@@ -254,7 +256,7 @@ def test_an_answer_is_given_though_there_is_no_time(compiled, large, monkeypatch
 @laws
 @given(networks())
 def test_dominated_states_that_are_left_for_want_of_time_change_no_optimum(problem):
-    small, whole = shrink(problem, deadline=Deadline(work=0.0)), solve(problem)
+    small, whole = presolve(problem, deadline=Deadline(work=0.0)), solve(problem)
     if small.feasible and whole.states:
         assert solve(small.problem).objective + small.offset == whole.objective
 
@@ -265,7 +267,7 @@ def test_a_region_without_a_limit_gets_larger_joints_before_it_is_split(monkeypa
 
     problem = replace(grid(5, 4), usages=())
     best = solve(problem).objective
-    monkeypatch.setattr(relax, "SMALL", 0)
+    monkeypatch.setattr(relax, "EXACT_STATES", 0)
     monkeypatch.setattr(branch, "split", never)
     tree = BranchAndBound(Incumbent(problem, None), Deadline(None, 20.0))
     assert tree.close([Subproblem(problem, tuple, 0.0, core=0, joint=16)], best - 1, 1.0) == []
@@ -274,7 +276,7 @@ def test_a_region_without_a_limit_gets_larger_joints_before_it_is_split(monkeypa
 def test_the_optimum_without_the_limit_is_looked_for_where_no_byte_has_a_price():
     for tight, looked in ((0.8, True), (0.6, False)):
         problem = grid(6, 4, tight=tight)
-        small = shrink(problem)
+        small = presolve(problem)
         eased = Chain(Subproblem(small.problem, small.invert, small.offset), Incumbent(problem, None), Deadline(None, 2.0))
         assert not eased.ease() and np.isfinite(eased.incumbent.bound) == looked != eased.bounded().best.prices.any()
 
@@ -282,21 +284,21 @@ def test_the_optimum_without_the_limit_is_looked_for_where_no_byte_has_a_price()
 @laws
 @given(shrunk())
 def test_messages_carried_through_a_shrink_change_no_choices_cost(problem):
-    shifting = shift.Shift(problem)
-    shifting.rounds(problem.costs, 5)
-    small = shrink(Problem(tuple(np.where(np.arange(len(c)) % 3 < 2, c, np.inf) for c in problem.costs), problem.edges))
+    shifting = shift.TRWS(problem)
+    shifting.iterate(problem.costs, 5)
+    small = presolve(Problem(tuple(np.where(np.arange(len(c)) % 3 < 2, c, np.inf) for c in problem.costs), problem.edges))
     if not small.feasible:
         return
-    part, told = small.problem, shift.carried(shifting.told(), small)
+    part, told = small.problem, shift.carry_messages(shifting.sent_messages(), small)
     assert all(len(m) == len(part.costs[i]) for (i, _), m in told.items())
-    moved = shifted(part, shift.Shift(part, messages=told))
+    moved = shifted(part, shift.TRWS(part, messages=told))
     assert all(moved.objective(states) == part.objective(states) for states in choices(part))
 
 
 @laws
 @given(networks())
 def test_parts_without_a_search_for_dominated_states_keep_the_optimum(problem):
-    small = shrink(problem, dominance=0)
+    small = presolve(problem, dominance=0)
     whole = solve(problem)
     if small.feasible and whole.states:
         best = solve(small.problem)
@@ -325,7 +327,7 @@ def test_the_core_answers_within_a_cost_or_proves_that_it_cannot():
 
 def test_what_moves_make_fit_fits_and_no_single_move_pays():
     problem = grid(6, 4, tight=0.9)
-    memory = Memory(problem)
+    memory = UsageTable(problem)
     moves = LocalSearch(problem, memory)
     rng = np.random.default_rng(1)
     for _ in range(5):

@@ -13,7 +13,7 @@ pytest.importorskip("numba")
 from shardplan.ilp.solver import kernels, solve
 from shardplan.ilp.solver.primal.iterated_search import IteratedLocalSearch
 from shardplan.ilp.solver.primal.tree_moves import elimination_schedule, tree_move
-from shardplan.ilp.solver.relax.buckets import Elimination
+from shardplan.ilp.solver.relax.buckets import BucketElimination
 from shardplan.ilp.solver.relax.fixing import bound
 
 
@@ -31,7 +31,7 @@ def some(problem):
 def test_flat_arrays_say_what_the_problem_says(problem, some):
     net = kernels.flatten(problem)
     for states in some:
-        assert kernels.cost_of(net, states) == problem.objective(states)
+        assert kernels.objective(net, states) == problem.objective(states)
         assert np.array_equal(kernels.profile(net, states), problem.memory(states))
         tree = kernels.profile_tree(net, states)
         for lo, hi in ((0, net.steps), (2, 5), (7, 8)):
@@ -41,7 +41,7 @@ def test_flat_arrays_say_what_the_problem_says(problem, some):
 def test_a_field_is_the_change_of_cost(problem, some):
     net = kernels.flatten(problem)
     for states in some:
-        field = kernels.fields(net, states, np.zeros(len(net.unary)))
+        field = kernels.conditional_costs(net, states, np.zeros(len(net.unary)))
         for i in range(len(states)):
             for s in range(len(problem.costs[i])):
                 other = states.copy()
@@ -61,7 +61,7 @@ def test_a_sweep_is_the_optimum_given_the_held_nodes(problem, some, cap):
         assert problem.objective(after) <= problem.objective(states)
         if not plan.held.any():
             free = chain(12, 4, seed=3)
-            assert problem.objective(after) == Elimination(free).run().value
+            assert problem.objective(after) == BucketElimination(free).run().value
 
 
 def test_what_is_made_to_fit_fits(problem, some):
@@ -83,7 +83,7 @@ def test_prices_that_follow_the_memory_bound_nearly_as_well_as_any():
     iterated = IteratedLocalSearch(problem, 64)
     list(iterated.run(0, 4, lambda turn: turn / 20))
     prices, best = iterated.ascend(iterated.prices, 300), solve(problem).objective
-    high, free = (bound(problem, np.inf, 1, 0, p, iterated.shift.told()).value for p in (prices, np.zeros(len(prices))))
+    high, free = (bound(problem, np.inf, 1, 0, p, iterated.trws.sent_messages()).value for p in (prices, np.zeros(len(prices))))
     assert free < high <= best and high - free > 0.8 * (best - free)
 
 

@@ -16,7 +16,7 @@ from models import MODELS, relu_step
 import shardplan
 from shardplan.costs.network import build
 from shardplan.ilp.solver import solve
-from shardplan.ilp.solver.presolve.presolve import shrink
+from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.pipeline import matches
 from shardplan.propagation import propagate
 
@@ -47,12 +47,12 @@ def test_examples_are_proven_optimal_and_tying_loses_nothing(name):
 def test_shrinking_keeps_the_objective(name):
     _, found = planned(name)
     problem = replace(found.network.problem, limit=None)
-    small = shrink(problem, tie=True)
+    presolved = presolve(problem, tie=True)
     for states in (found.solution.states, propagate(problem).states):
-        projected = small.project(states)
+        projected = presolved.project(states)
         if projected is not None:
-            whole = small.invert(projected)
-            assert small.problem.objective(projected) + small.offset == problem.objective(whole)
+            whole = presolved.invert(projected)
+            assert presolved.problem.objective(projected) + presolved.offset == problem.objective(whole)
             assert problem.objective(whole) <= problem.objective(states)
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from shardplan.costs.space import Space
 from shardplan.costs.tables import PS, Crowds, Tables
 from shardplan.ilp.overlap_price import Seconds
-from shardplan.ilp.solver.problem import Edge, Problem, Usage, over_time
+from shardplan.ilp.solver.problem import Edge, Problem, Usage, sum_over_intervals
 from shardplan.mesh import collective
 from shardplan.mesh.collective import CollectiveKey
 from shardplan.mesh.layout import Layout
@@ -151,7 +151,7 @@ class Network:
 
     def peak(self, states) -> float:
         """The most bytes that a device has in memory at any time, of everything."""
-        return float(over_time((lo, hi, n) for _, lo, hi, n in self.holdings(states)).max(initial=0.0))
+        return float(sum_over_intervals((lo, hi, n) for _, lo, hi, n in self.holdings(states)).max(initial=0.0))
 
 
 def build(
@@ -246,7 +246,7 @@ def build(
 def whole_bytes(space: Space) -> float:
     """The most bytes that a device would hold at any time if nothing were split, and nothing waited."""
     held = ((*at, value.bytes) for at, value in zip(_live(space), space.graph.values, strict=True) if at is not None)
-    return float(over_time(held).max(initial=0.0))
+    return float(sum_over_intervals(held).max(initial=0.0))
 
 
 def _live(space: Space, wait: OverlapWindows | None = None) -> list[Interval | None]:

@@ -22,7 +22,7 @@ import numpy as np
 from shardplan.costs.network import Network, build
 from shardplan.costs.space import Space, make_space
 from shardplan.ilp.solver import solve
-from shardplan.ilp.solver.presolve.presolve import shrink
+from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Solution
 from shardplan.ir.graph import Graph, Path
 from shardplan.mesh.reshard import Resharder
@@ -76,9 +76,9 @@ def recursive(
     def settle(axis: str, within: Letters, settled: Sequence[str], budget: float | None) -> _Level | None:
         space = make_space(graph, mesh, resharder.cluster, within, opened(axis, [None] * len(mesh.axes)))
         network = build(space, resharder, budget, allowed(space, settled), waiting=waiting)
-        small = shrink(network.problem, tie=True)
-        hint = propagate(network.problem, small)
-        solution = solve(network.problem, hint=hint.states or None, work_limit=WORK, presolved=small)
+        presolved = presolve(network.problem, tie=True)
+        hint = propagate(network.problem, presolved)
+        solution = solve(network.problem, hint=hint.states or None, work_limit=WORK, presolved=presolved)
         if not solution.states or not np.isfinite(solution.objective):
             return None
         chosen = network.strategies(solution.states)

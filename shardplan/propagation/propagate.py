@@ -14,36 +14,36 @@ from collections import deque
 
 import numpy as np
 
-from shardplan.ilp.solver.presolve.presolve import Shrunk, shrink
+from shardplan.ilp.solver.presolve.presolve import Presolved, presolve
 from shardplan.ilp.solver.problem import Problem, Solution
 
 SWEEPS = 12
 
 
-def propagate(problem: Problem, small: Shrunk | None = None) -> Solution:
+def propagate(problem: Problem, presolved: Presolved | None = None) -> Solution:
     """Choose a state for every node, linear in the size of the network.
 
     Args:
         problem: the network; followers are merged and repeated layers tied before the propagation.
-        small: `shrink(problem, tie=True)`, if that is there already.
+        small: `presolve(problem, tie=True)`, if that is there already.
 
     Returns:
         "feasible" with the cheapest propagation that fits the limit, or the one with the least peak when none does;
         "infeasible" with no states when the pins contradict each other. The bound is the trivial one, 0.
     """
-    small = small or shrink(problem, tie=True)
+    presolved = presolved or presolve(problem, tie=True)
     best: tuple[tuple, tuple[int, ...]] | None = None
-    if small.feasible:
-        network = _Network(small.problem)
+    if presolved.feasible:
+        network = _Network(presolved.problem)
         for start in network.starts():
-            states = small.invert(network.propagate(start))
+            states = presolved.invert(network.propagate(start))
             over = max(0.0, problem.peak(states) - problem.limit) if problem.limit is not None else 0.0
             rank = (over, problem.objective(states))
             if np.isfinite(rank[1]) and (best is None or rank < best[0]):
                 best = rank, states
     if best is None:
-        return Solution("infeasible", (), np.inf, 0.0, tied=small.tied)
-    return Solution("feasible", best[1], best[0][1], 0.0, tied=small.tied)
+        return Solution("infeasible", (), np.inf, 0.0, tied=presolved.tied)
+    return Solution("feasible", best[1], best[0][1], 0.0, tied=presolved.tied)
 
 
 class _Network:

@@ -5,8 +5,8 @@
 >>> solution.status, solution.states, solution.objective, solution.bound
 """
 
-from shardplan.ilp.solver.min_peak import LeastMemory, least_memory
+from shardplan.ilp.solver.min_peak import MinPeak, minimize_peak
 from shardplan.ilp.solver.problem import Edge, Problem, Solution, Usage
 from shardplan.ilp.solver.solve import solve
 
-__all__ = ["Edge", "LeastMemory", "Problem", "Solution", "Usage", "least_memory", "solve"]
+__all__ = ["Edge", "MinPeak", "Problem", "Solution", "Usage", "minimize_peak", "solve"]

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from shardplan.ilp.solver.incumbent import LARGE
-from shardplan.ilp.solver.min_peak import least_memory
+from shardplan.ilp.solver.min_peak import minimize_peak
 from shardplan.ilp.solver.problem import Edge, Problem, Solution, Usage
 from shardplan.ilp.solver.solve import solve
 
@@ -117,7 +117,7 @@ def solve_instance(instance: Instance, seconds: float, progress=None) -> Solutio
 
 def lenient(problem: Problem) -> Problem:
     """The problem with forbidden entries at a cost that is worth avoiding."""
-    return problem.changed(lambda table: np.where(np.isinf(table), problem.forbidding, table))
+    return problem.map_costs(lambda table: np.where(np.isinf(table), problem.big_m, table))
 
 
 def compile_ahead() -> None:
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
 
     solution = solve_instance(instance, options.seconds, progress)
     if solution.status == "infeasible":
-        least = least_memory(lenient(instance.problem)).bytes
+        least = minimize_peak(lenient(instance.problem)).bytes
         print(
             f"shardplan: {instance.name}: no states fit the usage limit of {instance.problem.limit:.0f}\n"
             f"  way out: a limit of {least:.0f}, which some fit",

@@ -1,6 +1,6 @@
 """The loops that numpy cannot vectorise, compiled by numba: flat arrays in, flat arrays out, no Python objects.
 
-A network is one tuple of arrays (`Net`), made by `flatten`. `field[x]`, for x a state of node i, is what (1) would pay at i if
+A network is one tuple of arrays (`FlatNetwork`), made by `flatten`. `field[x]`, for x a state of node i, is what (1) would pay at i if
 i took that state while all others stay: the change of cost of any one-node move is a difference of two fields.
 """
 
@@ -20,7 +20,7 @@ PIECE = 1 << 20  # entries
 jit = numba.njit(cache=True, nogil=True, fastmath=False)
 
 
-class Net(NamedTuple):
+class FlatNetwork(NamedTuple):
     """States of all nodes in one row, node i's at start[i] .. start[i + 1]; tables and bytes likewise."""
 
     start: np.ndarray
@@ -40,13 +40,13 @@ class Net(NamedTuple):
     limit: float
 
 
-def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> Net:
+def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> FlatNetwork:
     """The arrays; inf becomes a number above every possible cost."""
 
     def finite(values: np.ndarray) -> np.ndarray:
         for part in np.split(values, range(PIECE, len(values), PIECE)):
             deadline.check()
-            part[np.isinf(part)] = problem.forbidding
+            part[np.isinf(part)] = problem.big_m
         return values
 
     n, sizes = len(problem.costs), [len(c) for c in problem.costs]
@@ -67,32 +67,32 @@ def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> Net:
     steps = max((u.hi for u in problem.usages), default=0)
     base = np.zeros(steps + 1)
     for u in problem.usages:
-        base[u.lo] += u.least
-        base[u.hi] -= u.least
+        base[u.lo] += u.min_bytes
+        base[u.hi] -= u.min_bytes
     deadline.check()
-    usages = sorted((u for u in problem.usages if u.most > u.least), key=lambda u: u.node)
+    usages = sorted((u for u in problem.usages if u.max_bytes > u.min_bytes), key=lambda u: u.node)
     deadline.check()
     widths = np.array([len(u.bytes) for u in usages], dtype=np.int64)
-    return Net(
+    return FlatNetwork(
         start=start,
         node_of=np.repeat(np.arange(n), sizes),
-        unary=finite(in_a_row(problem.costs)),
+        unary=finite(concatenate_tables(problem.costs)),
         near_start=np.cumsum([0, *map(len, rows)]),
         near=np.array([j for j, _ in flat], dtype=np.int64),
         table=np.array([t for _, t in flat], dtype=np.int64),
-        pool=finite(in_a_row(pool, deadline)),
+        pool=finite(concatenate_tables(pool, deadline)),
         use_start=np.searchsorted([u.node for u in usages], np.arange(n + 1)).astype(np.int64),
         lo=np.array([u.lo for u in usages], dtype=np.int64),
         hi=np.array([u.hi for u in usages], dtype=np.int64),
         row=np.cumsum(widths) - widths,
-        bytes=np.concatenate([u.bytes - u.least for u in usages]) if usages else np.zeros(0),
+        bytes=np.concatenate([u.bytes - u.min_bytes for u in usages]) if usages else np.zeros(0),
         base=np.cumsum(base)[:steps],
         steps=steps,
         limit=np.inf if problem.limit is None else float(problem.limit),
     )
 
 
-def in_a_row(tables: Sequence[np.ndarray], deadline: Deadline = UNLIMITED) -> np.ndarray:
+def concatenate_tables(tables: Sequence[np.ndarray], deadline: Deadline = UNLIMITED) -> np.ndarray:
     """All tables' entries, row by row each. Large ones take time, so the deadline is checked between them."""
     entries, at = np.empty(sum(table.size for table in tables)), 0
     for table in tables:
@@ -163,7 +163,7 @@ def tree_max(tree, lo, hi):
 
 
 @jit
-def fields(net, states, extra):
+def conditional_costs(net, states, extra):
     """`field` of every state; `extra` is added to the node costs."""
     field = net.unary + extra
     for i in range(len(states)):
@@ -202,7 +202,7 @@ def profile(net, states):
 
 
 @jit
-def toll(net, prices):
+def penalty(net, prices):
     """What prices on bytes add to every state."""
     paid = np.zeros(net.steps + 1)
     for t in range(net.steps):
@@ -218,7 +218,7 @@ def toll(net, prices):
 
 
 @jit
-def cost_of(net, states):
+def objective(net, states):
     """(1), forbidden entries at their number."""
     total = 0.0
     for i in range(len(states)):
@@ -234,7 +234,7 @@ def cost_of(net, states):
 
 
 @jit
-def move(net, states, field, i, s):
+def flip(net, states, field, i, s):
     """Node i takes state s: its neighbours' fields follow."""
     old = states[i]
     states[i] = s
@@ -247,10 +247,11 @@ def move(net, states, field, i, s):
 
 
 @jit
-def hold(net, tree, i, old, new):
+def try_bytes(net, tree, i, old, new):
     """Tries to hold the bytes of state `new` instead of `old`: the tree changes and True, or it stays and False.
 
-    Steps that are above the limit already may not rise."""
+    Steps that are above the limit already may not rise.
+    """
     first, last = net.use_start[i], net.use_start[i + 1]
     if last - first == 1:
         delta = net.bytes[net.row[first] + new] - net.bytes[net.row[first] + old]
@@ -312,9 +313,9 @@ def anneal(net, states, field, tree, hard, hot, cold, proposals, seed, best, gai
         delta = field[x] - field[net.start[i] + states[i]]
         if delta > 0 and delta > -temperature * np.log(random_unit(seed)):
             continue
-        if hard and not hold(net, tree, i, states[i], s):
+        if hard and not try_bytes(net, tree, i, states[i], s):
             continue
-        move(net, states, field, i, s)
+        flip(net, states, field, i, s)
         gained[0] += delta
         accepted += 1
     if gained[0] < gained[1]:
@@ -324,10 +325,11 @@ def anneal(net, states, field, tree, hard, hot, cold, proposals, seed, best, gai
 
 
 @jit
-def relieve(net, states, field, tree, moves):
+def repair(net, states, field, tree, moves):
     """Brings the steps above the limit down by one-node moves, least cost per byte first, highest step first.
 
-    1: it fits, 0: not yet, after so many moves, -1: no move is left."""
+    1: it fits, 0: not yet, after so many moves, -1: no move is left.
+    """
     leaves = tree.shape[1] // 2
     for _ in range(moves):
         if net.steps == 0 or tree[0, 1] <= net.limit:
@@ -357,8 +359,8 @@ def relieve(net, states, field, tree, moves):
                             best, best_i, best_s = price, i, s
             if best_i < 0:
                 return -1
-            if hold(net, tree, best_i, states[best_i], best_s):
-                move(net, states, field, best_i, best_s)
+            if try_bytes(net, tree, best_i, states[best_i], best_s):
+                flip(net, states, field, best_i, best_s)
                 moved = True
             else:
                 refused[net.start[best_i] + best_s] = True
@@ -381,7 +383,7 @@ def least_sum(a, b):
 
 
 @jit
-def shift_rounds(costs, start, first, links, tables, share, messages, rounds):
+def trws_rounds(costs, start, first, links, tables, share, messages, rounds):
     """`Shift.rounds` over flat arrays: the same sums, so the same messages to the last bit.
 
     Link d of node i, first[i] <= d < first[i + 1], is (its message, the other node's message, its table, the other node's states,

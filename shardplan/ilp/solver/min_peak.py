@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.presolve.presolve import shrink
-from shardplan.ilp.solver.problem import Problem, costless
-from shardplan.ilp.solver.relax.dual import least_peak
+from shardplan.ilp.solver.presolve.presolve import presolve
+from shardplan.ilp.solver.problem import Problem, indicator_costs
+from shardplan.ilp.solver.relax.dual import min_peak_dual
 from shardplan.ilp.solver.relax.relaxation import Relaxation
 from shardplan.ilp.solver.search.repair import LocalSearch
-from shardplan.ilp.solver.usage import Memory
+from shardplan.ilp.solver.usage import UsageTable
 
 JOINT = 1 << 14  # entries of a joint table
 DOMINANCE = 1 << 22  # table entries a dominance test may touch at one node: where nothing costs anything, most states are dominated
 
 
 @dataclass(frozen=True)
-class LeastMemory:
+class MinPeak:
     """How little memory is possible.
 
     Attributes:
@@ -35,24 +35,23 @@ class LeastMemory:
     states: tuple[int, ...]
 
 
-def least_memory(problem: Problem, enough: float = -np.inf, deadline: Deadline = UNLIMITED) -> LeastMemory:
+def minimize_peak(problem: Problem, enough: float = -np.inf, deadline: Deadline = UNLIMITED) -> MinPeak:
     """The least possible peak: a lower bound and a choice that comes near it (often equals it).
 
     Args:
         enough: bytes; a choice that holds no more is good enough, and the search ends.
     """
-
     deadline.check()
-    bare = replace(problem.changed(costless), limit=-np.inf)
-    small = shrink(bare, tie=True, dominance=DOMINANCE, deadline=deadline)
+    bare = replace(problem.map_costs(indicator_costs), limit=-np.inf)
+    small = presolve(bare, tie=True, dominance=DOMINANCE, deadline=deadline)
     if not small.feasible:
-        return LeastMemory(np.inf, np.inf, 0, ())
-    memory, relaxation = Memory(small.problem), Relaxation(small.problem, JOINT, deadline=deadline)
+        return MinPeak(np.inf, np.inf, 0, ())
+    memory, relaxation = UsageTable(small.problem), Relaxation(small.problem, JOINT, deadline=deadline)
     moves = LocalSearch(small.problem, memory, deadline)
     best, bound = None, 0.0
     if memory.n_steps:
-        quotes = ((quote, quote.prices.sum()) for quote in least_peak(relaxation, memory))
-        found = ((quote.value / total, quote.sweep.states()) for quote, total in quotes if total)
+        points = ((point, point.prices.sum()) for point in min_peak_dual(relaxation, memory))
+        found = ((point.value / total, point.elimination_pass.states()) for point, total in points if total)
     else:
         found = iter([(0.0, relaxation.elimination.run().states())])
     for value, guess in found:
@@ -68,7 +67,7 @@ def least_memory(problem: Problem, enough: float = -np.inf, deadline: Deadline =
         if best is not None and memory.peak(best) <= max(bound * (1 + 1e-12), enough):
             break
     if best is None:
-        return LeastMemory(bound, np.inf, 0, ())
+        return MinPeak(bound, np.inf, 0, ())
     states = small.invert(best.tolist())
     profile = problem.memory(states)
-    return LeastMemory(bound, float(profile.max(initial=0.0)), int(profile.argmax()) if len(profile) else 0, states)
+    return MinPeak(bound, float(profile.max(initial=0.0)), int(profile.argmax()) if len(profile) else 0, states)

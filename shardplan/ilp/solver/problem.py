@@ -39,15 +39,15 @@ class Usage:
     bytes: np.ndarray
 
     @functools.cached_property
-    def least(self) -> float:
+    def min_bytes(self) -> float:
         return float(self.bytes.min(initial=np.inf))
 
     @functools.cached_property
-    def most(self) -> float:
+    def max_bytes(self) -> float:
         return float(self.bytes.max(initial=-np.inf))
 
 
-def over_time(held: Iterable[tuple[int, int, float]]) -> np.ndarray:
+def sum_over_intervals(held: Iterable[tuple[int, int, float]]) -> np.ndarray:
     """Bytes in memory at every time, shape [T], of (lo, hi, bytes) held while lo <= t < hi."""
     held = list(held)
     change = np.zeros(max((hi for _, hi, _ in held), default=0) + 1)
@@ -85,18 +85,18 @@ class Problem:
         return sum(map(len, self.costs))
 
     @functools.cached_property
-    def ranges(self) -> list[tuple[float, float]]:
+    def finite_ranges(self) -> list[tuple[float, float]]:
         """The least and the largest finite cost of every node and of every edge."""
         tables = [*self.costs, *(e.cost for e in self.edges)]
-        ranges = {key: extremes(entries) for key, entries in {id(entries): entries for entries in tables}.items()}
+        ranges = {key: finite_range(entries) for key, entries in {id(entries): entries for entries in tables}.items()}
         return [ranges[id(entries)] for entries in tables]
 
     @functools.cached_property
-    def forbidding(self) -> float:
+    def big_m(self) -> float:
         """A power of two above the difference of any two finite objectives: what stands for inf where sums must stay finite."""
-        return 2.0 ** float(np.ceil(np.log2(4 * max(sum(high - low for low, high in self.ranges), 1.0))))
+        return 2.0 ** float(np.ceil(np.log2(4 * max(sum(high - low for low, high in self.finite_ranges), 1.0))))
 
-    def changed(self, change: Callable[[np.ndarray], np.ndarray]) -> Problem:
+    def map_costs(self, change: Callable[[np.ndarray], np.ndarray]) -> Problem:
         """The problem with other costs, of the same shapes; edges that shared a table share what it became."""
         tables = {id(table): change(table) for table in {id(e.cost): e.cost for e in self.edges}.values()}
         edges = tuple(replace(e, cost=tables[id(e.cost)]) for e in self.edges)
@@ -107,23 +107,23 @@ class Problem:
         total = sum(float(c[s]) for c, s in zip(self.costs, states, strict=True))
         return total + sum(float(e.cost[states[e.i], states[e.j]]) for e in self.edges)
 
-    def floor(self) -> float:
+    def lower_bound(self) -> float:
         """What no choice of states costs less than."""
-        return sum(low for low, _ in self.ranges)
+        return sum(low for low, _ in self.finite_ranges)
 
-    def ceiling(self) -> float:
+    def upper_bound(self) -> float:
         """What no choice of states costs more than, unless it takes a forbidden entry."""
-        return sum(max(high, 0.0) for _, high in self.ranges)
+        return sum(max(high, 0.0) for _, high in self.finite_ranges)
 
     def memory(self, states) -> np.ndarray:
         """Left side of (2) for every time step, shape [T]."""
-        return over_time((u.lo, u.hi, float(u.bytes[states[u.node]])) for u in self.usages)
+        return sum_over_intervals((u.lo, u.hi, float(u.bytes[states[u.node]])) for u in self.usages)
 
     def peak(self, states) -> float:
         return float(self.memory(states).max(initial=0.0))
 
 
-def costless(table: np.ndarray) -> np.ndarray:
+def indicator_costs(table: np.ndarray) -> np.ndarray:
     """Costs of 0 for all that is not forbidden."""
     return np.where(np.isfinite(table), 0.0, np.inf)
 
@@ -157,7 +157,7 @@ class Solution:
         return (self.objective - self.bound) / max(abs(self.objective), 1e-30) if np.isfinite(self.objective) else np.inf
 
 
-def extremes(entries: np.ndarray) -> tuple[float, float]:
+def finite_range(entries: np.ndarray) -> tuple[float, float]:
     """The least and the largest finite entry; (0, 0) where there is none."""
     low, high = float(entries.min(initial=np.inf)), float(entries.max(initial=-np.inf))
     if high == np.inf:

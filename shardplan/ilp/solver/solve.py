@@ -21,11 +21,11 @@ import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline, OutOfTime
 from shardplan.ilp.solver.incumbent import LARGE, Incumbent, Progress, uncollected
-from shardplan.ilp.solver.min_peak import least_memory
-from shardplan.ilp.solver.presolve.presolve import Shrunk, shrink
+from shardplan.ilp.solver.min_peak import minimize_peak
+from shardplan.ilp.solver.presolve.presolve import Presolved, presolve
 from shardplan.ilp.solver.problem import Problem, Solution
 from shardplan.ilp.solver.relax.fixing import Bound
-from shardplan.ilp.solver.relax.relaxation import SMALL
+from shardplan.ilp.solver.relax.relaxation import EXACT_STATES
 from shardplan.ilp.solver.search.branch import CHANGES, BranchAndBound, Subproblem
 from shardplan.ilp.solver.search.repair import LocalSearch, fit
 
@@ -55,7 +55,7 @@ def solve(
     cutoff: float = np.inf,
     patience: float = 1.0,
     progress: Progress | None = None,
-    presolved: Shrunk | None = None,
+    presolved: Presolved | None = None,
 ) -> Solution:
     """The cheapest states of (1) under (2)-(3), with a proof of how good they are.
 
@@ -68,7 +68,7 @@ def solve(
         cutoff: only answers that cost at most this much are wanted; "infeasible" if there are none.
         patience: share of the time limit after which the search ends if there is no answer.
         progress: called with (states, bound, gap) whenever one of them gets better.
-        presolved: `shrink(problem, tie=True)`, if that is there already.
+        presolved: `presolve(problem, tie=True)`, if that is there already.
 
     Returns:
         "optimal", "feasible" (with a gap), "infeasible" (proven) or "fallback".
@@ -82,13 +82,13 @@ def solve(
     if hint is not None and (problem.limit is None or problem.peak(hint) <= problem.limit):
         incumbent.offer(tuple(hint), problem.objective(hint))
     hinted = incumbent.answer if incumbent.found else None
-    incumbent.prove(problem.floor())
+    incumbent.prove(problem.lower_bound())
     stats, proven = {"nodes": len(problem.costs)}, False
     try:
-        small = presolved or shrink(problem, tie=True, deadline=deadline.share(DOMINANCE_SHARE))
-        chain = Chain(Subproblem(small.problem, small.invert, small.offset), incumbent, deadline)
-        proven = not small.feasible or chain.run()
-        stats |= {"nodes after shrinking": len(small.problem.costs), "bounds": chain.tree.bounds}
+        presolved = presolved or presolve(problem, tie=True, deadline=deadline.share(DOMINANCE_SHARE))
+        chain = Chain(Subproblem(presolved.problem, presolved.invert, presolved.offset), incumbent, deadline)
+        proven = not presolved.feasible or chain.run()
+        stats |= {"nodes after shrinking": len(presolved.problem.costs), "bounds": chain.tree.bounds}
     except OutOfTime:
         pass
     if proven and incumbent.found:
@@ -107,7 +107,7 @@ def _leanest(problem: Problem, incumbent: Incumbent, deadline: Deadline) -> bool
     """Offers the leanest states, if they fit; True when it is proven that nothing does. Of few states, however little time there is."""
     limit = np.inf if problem.limit is None else problem.limit
     try:
-        least = least_memory(problem, limit, deadline if problem.n_states > SMALL else UNLIMITED)
+        least = minimize_peak(problem, limit, deadline if problem.n_states > EXACT_STATES else UNLIMITED)
     except OutOfTime:
         return False
     if least.states and least.bytes <= limit:
@@ -122,7 +122,7 @@ class Chain:
         self.subproblem, self.incumbent, self.deadline = subproblem, incumbent, deadline
         self.tree = BranchAndBound(incumbent, deadline)
         self.result: Bound | None = None  # the last one of the region
-        self.ceiling = subproblem.problem.ceiling() + subproblem.offset  # nothing costs more
+        self.ceiling = subproblem.problem.upper_bound() + subproblem.offset  # nothing costs more
 
     @functools.cached_property
     def runs(self) -> PrimalSearch | None:
@@ -173,7 +173,7 @@ class Chain:
             self.incumbent.prove(result.value + self.subproblem.offset)
             if result.value + self.subproblem.offset > self.subproblem.bound:
                 self.subproblem = self.subproblem.after(result)
-            kept = result.kept(self.wanted())
+            kept = result.surviving_states(self.wanted())
             if sum(int(mask.sum()) for mask in kept) < ALIKE * sum(map(len, kept)):  # a new problem costs the runs their plans
                 part = self.subproblem.part(result, self.wanted(), deadline=self.deadline)
                 if part is None:
@@ -211,7 +211,7 @@ class Chain:
 
     def share(self) -> float:
         """The part of the region's states that answers better than the record's may take."""
-        kept = self.bounded().kept(self.wanted())
+        kept = self.bounded().surviving_states(self.wanted())
         return sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept)))
 
     def focus(self, subproblem: Subproblem, result: Bound) -> None:
@@ -221,10 +221,10 @@ class Chain:
         """
         share, before = FOCUS, self.incumbent.cutoff
         while share <= ALIKE and result.value <= (cutoff := self.incumbent.cutoff - subproblem.offset) and not self.deadline.over():
-            through = np.concatenate(result.through)
-            if not len(through) or (through <= cutoff).mean() <= FOCUS:
+            min_marginals = np.concatenate(result.min_marginals)
+            if not len(min_marginals) or (min_marginals <= cutoff).mean() <= FOCUS:
                 return
-            most = max(np.quantile(through, share), *(t.min() for t in result.through))
+            most = max(np.quantile(min_marginals, share), *(t.min() for t in result.min_marginals))
             part = subproblem.part(result, most, deadline=self.deadline)
             part = part and self.tree.core(part, np.inf)
             if part is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from shardplan.ilp.solver.problem import Problem
 
 
-class Memory:
+class UsageTable:
     """The usages of a problem as flat arrays, sorted by node; none where there is no limit.
 
     Attributes:
@@ -65,7 +65,7 @@ class Memory:
     def fits(self, states: Sequence[int] | np.ndarray) -> bool:
         return self.peak(states) <= self.limit
 
-    def toll(self, prices: np.ndarray, grain: float = 1.0) -> list[np.ndarray]:
+    def penalty(self, prices: np.ndarray, grain: float = 1.0) -> list[np.ndarray]:
         """What the prices [T] add to every node's costs, [k_i] each; bytes are rounded down to multiples of `grain`."""
         paid = np.concatenate([[0.0], np.cumsum(prices)])
         per_byte = paid[self.hi] - paid[self.lo]

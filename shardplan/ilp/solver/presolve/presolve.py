@@ -1,7 +1,7 @@
 """Which nodes, states and time steps can be left out without losing an optimum: exact reductions, each undone on the answer.
 
 A reduction is a class with two verbs: `apply(net, ...)` changes the working network and returns a record, or None when it
-finds nothing; the record's `invert(states)` puts back the states it decided. `shrink` runs them until none applies:
+finds nothing; the record's `invert(states)` puts back the states it decided. `presolve` runs them until none applies:
 
     Tie        nodes of one class are one node: costs, usages and edges summed, a loop's diagonal becomes a node cost
     Restrict   states that cannot be taken (no finite partner, or too many bytes) and dominated ones are dropped
@@ -29,7 +29,7 @@ SOME = 1_000  # edges or usages, between which the clock is looked at
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class Presolved:
     """A smaller problem and the way back.
 
     Attributes:
@@ -276,7 +276,7 @@ _REACH = 1e300
 
 
 def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """after - before; where `before` is forbidden nothing can be lost: -inf."""
+    """After - before; where `before` is forbidden nothing can be lost: -inf."""
     with np.errstate(invalid="ignore"):
         return np.where(np.isinf(before), -np.inf, after - before)
 
@@ -374,7 +374,7 @@ def timeline(usages: Sequence[Usage]) -> np.ndarray:
     if not usages:
         return np.zeros(0, dtype=np.int64)
     starts = np.unique([u.lo for u in usages])
-    if any(u.least < 0 for u in usages):  # bytes that come back: every start and end counts
+    if any(u.min_bytes < 0 for u in usages):  # bytes that come back: every start and end counts
         return np.unique(np.concatenate([starts, [u.hi for u in usages]]))
     ends = np.unique([u.hi for u in usages])
     return starts[np.unique(np.searchsorted(starts, ends) - 1)]
@@ -385,17 +385,17 @@ class _Change:
 
     def __init__(self):
         self.bytes: dict[int, tuple[np.ndarray, float, float]] = {}  # of each node, with the least and the most
-        self.least = self.most = 0.0  # of any choice
+        self.min_bytes = self.max_bytes = 0.0  # of any choice
 
     def add(self, i: int, amount: np.ndarray, least: float, most: float) -> None:
         """Adds what node i's states change by: `amount`, at least and at most so much."""
         if i in self.bytes:
             before, low, high = self.bytes[i]
-            self.least, self.most = self.least - low, self.most - high
+            self.min_bytes, self.max_bytes = self.min_bytes - low, self.max_bytes - high
             amount = before + amount
             least, most = float(amount.min()), float(amount.max())
         self.bytes[i] = amount, least, most
-        self.least, self.most = self.least + least, self.most + most
+        self.min_bytes, self.max_bytes = self.min_bytes + least, self.max_bytes + most
 
     def then(self, later: _Change) -> _Change:
         small, large = sorted((self, later), key=lambda c: len(c.bytes))
@@ -410,17 +410,17 @@ def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: 
     for number, (u, a, b) in enumerate(zip(usages, lo.tolist(), hi.tolist(), strict=True)):
         if number % SOME == 0:
             deadline.check()
-        events[a].append((u.node, u.bytes, u.least, u.most))
-        events[b].append((u.node, -u.bytes, -u.most, -u.least))
+        events[a].append((u.node, u.bytes, u.min_bytes, u.max_bytes))
+        events[b].append((u.node, -u.bytes, -u.max_bytes, -u.min_bytes))
     left: list[tuple[int, _Change]] = []  # with the change since the one before
     since = _Change()
     for t in range(n_steps):
         deadline.check()
         for change in events[t]:
             since.add(*change)
-        while left and since.least >= 0:
+        while left and since.min_bytes >= 0:
             since = left.pop()[1].then(since)
-        if not left or since.most > 0:
+        if not left or since.max_bytes > 0:
             left.append((t, since))
             since = _Change()
     mask = np.zeros(n_steps, dtype=bool)
@@ -428,10 +428,11 @@ def unimplied(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: 
     return mask
 
 
-def tight_steps(problem: Problem, deadline: Deadline = UNLIMITED) -> tuple[Problem, np.ndarray]:
+def remove_redundant_steps(problem: Problem, deadline: Deadline = UNLIMITED) -> tuple[Problem, np.ndarray]:
     """The problem with time renumbered to the steps at which the limit can be broken at all, and which steps those are.
 
-    Without a limit if there are none."""
+    Without a limit if there are none.
+    """
     usages = [u for u in problem.usages if u.hi > u.lo]
     if problem.limit is None or not usages:
         return replace(problem, usages=(), limit=None), np.zeros(0, dtype=np.int64)
@@ -440,8 +441,8 @@ def tight_steps(problem: Problem, deadline: Deadline = UNLIMITED) -> tuple[Probl
     deadline.check()
     lo, hi = (np.searchsorted(steps, [getattr(u, side) for u in usages]) for side in ("lo", "hi"))
     most = np.zeros(len(steps) + 1)
-    np.add.at(most, lo, [u.most for u in usages])
-    np.add.at(most, hi, [-u.most for u in usages])
+    np.add.at(most, lo, [u.max_bytes for u in usages])
+    np.add.at(most, hi, [-u.max_bytes for u in usages])
     tight = np.cumsum(most)[:-1] > problem.limit
     deadline.check()
     if all((u.bytes == np.rint(u.bytes)).all() for u in usages):  # sums of others are not exact
@@ -465,8 +466,8 @@ def fitting(problem: Problem, deadline: Deadline = UNLIMITED) -> dict[int, np.nd
     least = np.zeros(horizon + 1)
     by_node: dict[int, list[Usage]] = {}
     for u in problem.usages:
-        least[u.lo] += u.least
-        least[u.hi] -= u.least
+        least[u.lo] += u.min_bytes
+        least[u.hi] -= u.min_bytes
         by_node.setdefault(u.node, []).append(u)
     deadline.check()
     slack = problem.limit - np.cumsum(least)[:-1]
@@ -476,8 +477,8 @@ def fitting(problem: Problem, deadline: Deadline = UNLIMITED) -> dict[int, np.nd
         deadline.check()
         mask = np.ones(len(problem.costs[i]), dtype=bool)
         for u in uses:
-            if u.most - u.least > (room := from_step(u.lo, u.hi)):
-                mask &= u.bytes - u.least <= room
+            if u.max_bytes - u.min_bytes > (room := from_step(u.lo, u.hi)):
+                mask &= u.bytes - u.min_bytes <= room
         if not mask.all():
             masks[i] = mask
     return masks
@@ -501,13 +502,13 @@ class _RangeMin:
 # ---------------------------------------------------------------- the chain
 
 
-def shrink(
+def presolve(
     problem: Problem,
     *,
     tie: bool = False,
     dominance: int = DOMINANCE_PAIRS,
     deadline: Deadline = UNLIMITED,
-) -> Shrunk:
+) -> Presolved:
     """Applies every reduction until none finds anything.
 
     Args:
@@ -527,7 +528,7 @@ def shrink(
     steps = np.arange(max((u.hi for u in problem.usages), default=0))
     while feasible:
         deadline.check()
-        timed, tight = tight_steps(problem, deadline)
+        timed, tight = remove_redundant_steps(problem, deadline)
         steps = steps[tight]
         deadline.check()
         net = Network(timed, deadline)
@@ -550,7 +551,7 @@ def shrink(
         nodes = tuple(nodes[i] for i in left)
         if problem.n_states >= 0.98 * before or (dominance and deadline.over()):
             break
-    return Shrunk(problem, offset, feasible, tuple(nodes), tuple(trail), n_nodes, tied, steps)
+    return Presolved(problem, offset, feasible, tuple(nodes), tuple(trail), n_nodes, tied, steps)
 
 
 def _exhaust(net: Network, trail: list, nodes: Sequence[int], deadline: Deadline) -> None:

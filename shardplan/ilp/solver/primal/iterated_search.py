@@ -25,10 +25,10 @@ import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.incumbent import LARGE, Incumbent
-from shardplan.ilp.solver.kernels import anneal, cost_of, fields, flatten, profile, profile_tree, relieve, toll
+from shardplan.ilp.solver.kernels import anneal, conditional_costs, flatten, objective, penalty, profile, profile_tree, repair
 from shardplan.ilp.solver.primal.tree_moves import EliminationSchedule, elimination_schedule, tree_move
 from shardplan.ilp.solver.problem import Edge, Problem, Usage
-from shardplan.ilp.solver.relax.trws import Messages, Shift
+from shardplan.ilp.solver.relax.trws import TRWS, Messages
 from shardplan.ilp.solver.search.branch import Subproblem
 
 SWEEP_JOINT = (20_000, 4_000)  # entries of a joint table for sweeps, on small and on large problems
@@ -64,7 +64,7 @@ class IteratedLocalSearch:
         self.rng = np.random.default_rng(0)
         self.prices: np.ndarray | None = None
         self.deadline.check()
-        self.shift = Shift(problem, compiled=True, messages=messages, deadline=self.deadline)
+        self.trws = TRWS(problem, compiled=True, messages=messages, deadline=self.deadline)
 
     def plan(self, number: int) -> EliminationSchedule:
         """Plans made as they are asked for, each holding other nodes."""
@@ -78,13 +78,13 @@ class IteratedLocalSearch:
     def agree(self, costs: np.ndarray) -> np.ndarray:
         """One more round of shifting with these node costs (of all states in a row), and every node's cheapest state then."""
         bounds = list(pairwise(self.net.start))
-        self.shift.rounds([costs[a:b] for a, b in bounds], 1)
-        gained = self.shift.gained(costs)
+        self.trws.iterate([costs[a:b] for a, b in bounds], 1)
+        gained = self.trws.reparametrized_costs(costs)
         return np.array([gained[a:b].argmin() for a, b in bounds], dtype=np.int64)
 
     def settle(self, states: np.ndarray, prices: np.ndarray, sweeps: int = SETTLERS) -> np.ndarray:
         """What a few sweeps make of the states."""
-        states, extra = states.copy(), toll(self.net, prices)
+        states, extra = states.copy(), penalty(self.net, prices)
         for number in range(sweeps):
             self.deadline.check()
             tree_move(self.net, self.plan(number), extra, states)
@@ -92,14 +92,14 @@ class IteratedLocalSearch:
 
     def priced(self, states: np.ndarray, prices: np.ndarray) -> float:
         """(1) plus what the prices add."""
-        return cost_of(self.net, states) + float(prices @ profile(self.net, states))
+        return objective(self.net, states) + float(prices @ profile(self.net, states))
 
     def first(self) -> Iterator[tuple[int, ...]]:
         """Agrees in haste; yields choices that fit, good or bad."""
         _, prices, stake = self._start(1)
         for turn in range(FIRST_SETTLE, FIRST_TURNS + 1, FIRST_SETTLE):
             for _ in range(FIRST_SETTLE):
-                states = self.agree(self.net.unary + toll(self.net, prices))
+                states = self.agree(self.net.unary + penalty(self.net, prices))
                 prices = self._follow(prices, states, RATE[0], GAIN[0])
             yield from self._fitting(self.settle(states, prices, 1), stake, turn)
 
@@ -107,7 +107,7 @@ class IteratedLocalSearch:
         """Cheap states, prices to begin with, and what is at stake: how far these states are above the least of all costs."""
         cheapest = np.array([cost.argmin() for cost in self.problem.costs], dtype=np.int64)
         states = self.settle(cheapest, np.zeros(self.net.steps), sweeps)
-        stake = max(cost_of(self.net, states) - self.problem.floor(), 1e-9)
+        stake = max(objective(self.net, states) - self.problem.lower_bound(), 1e-9)
         return states, np.full(self.net.steps, stake / self.net.limit / max(1, self.net.steps)), stake
 
     def run(
@@ -125,7 +125,7 @@ class IteratedLocalSearch:
         states, prices, stake = self._start(SETTLERS)
         best, turn = states, 0
         while (share := pace(turn) / AGREEING) < 1:
-            costs = net.unary + toll(net, prices)
+            costs = net.unary + penalty(net, prices)
             if heat := HEAT[number % len(HEAT)]:
                 costs += stake * heat * COLD**share * rng.gumbel(size=len(costs))
             states = self.agree(costs)
@@ -145,7 +145,7 @@ class IteratedLocalSearch:
         k, degree = np.diff(net.start), np.diff(net.near_start)
         held = np.array([self.plan(number).held for number in range(n_plans)])
         chance = held.mean(axis=0) * np.log(k) * degree**0.7
-        extra, now, kicks = toll(net, prices), self.priced(states, prices), 0
+        extra, now, kicks = penalty(net, prices), self.priced(states, prices), 0
         while pace(turn) < 1:
             if chance.any():
                 other = states.copy()
@@ -167,7 +167,7 @@ class IteratedLocalSearch:
                 prices = self._follow(prices, states, KICK_RATE, GAIN[1])
             else:
                 continue
-            extra = toll(net, prices)
+            extra = penalty(net, prices)
             tree_move(net, self.plan(int(rng.integers(n_plans))), extra, states)
             now = self.priced(states, prices)
             yield from self._fitting(states, stake, turn)
@@ -178,10 +178,10 @@ class IteratedLocalSearch:
         for n in range(rounds):
             if deadline.over():
                 break
-            states = self.agree(self.net.unary + toll(self.net, prices))
+            states = self.agree(self.net.unary + penalty(self.net, prices))
             prices = self._follow(prices, states, RATE[0] * (RATE[1] / RATE[0]) ** (n / rounds), GAIN[0])
-        costs = self.net.unary + toll(self.net, prices)
-        self.shift.rounds(np.split(costs, self.net.start[1:-1]), LAST_ROUNDS)
+        costs = self.net.unary + penalty(self.net, prices)
+        self.trws.iterate(np.split(costs, self.net.start[1:-1]), LAST_ROUNDS)
         return prices
 
     def _follow(self, prices: np.ndarray, states: np.ndarray, rate: float, gain: float) -> np.ndarray:
@@ -203,9 +203,9 @@ class IteratedLocalSearch:
         """
         net, over = self.net, self.deadline.over
         states = np.array(states, dtype=np.int64)
-        field, tree = fields(net, states, np.zeros(len(net.unary))), profile_tree(net, states)
+        field, tree = conditional_costs(net, states, np.zeros(len(net.unary))), profile_tree(net, states)
         for _ in range(RELIEF[0]):
-            fits = relieve(net, states, field, tree, RELIEF[1])
+            fits = repair(net, states, field, tree, RELIEF[1])
             if fits or over():
                 break
         if fits != 1:
@@ -292,4 +292,4 @@ class PrimalSearch:
         prices = iterated.ascend(
             iterated.prices if subproblem.prices is None else subproblem.prices, rounds, self.deadline.share(share)
         )
-        return replace(subproblem, prices=prices, messages=iterated.shift.told())
+        return replace(subproblem, prices=prices, messages=iterated.trws.sent_messages())

@@ -52,7 +52,7 @@ class Bucket:
     receiver: int = -1  # bucket that takes the message; -1 when the message is a number
 
 
-class Elimination:
+class BucketElimination:
     """The order, prepared for any node costs.
 
     Attributes:
@@ -148,23 +148,23 @@ class Elimination:
         self.of_node[i].append(number)
         return number
 
-    def run(self, costs=None, shifts=()) -> Pass:
+    def run(self, costs=None, shifts=()) -> EliminationPass:
         """One sweep with these node costs, the problem's own by default.
 
         Args:
             shifts: m_ei and m_ej of every edge: what its table loses in (6).
         """
-        return Pass(self, self.problem.costs if costs is None else costs, shifts)
+        return EliminationPass(self, self.problem.costs if costs is None else costs, shifts)
 
 
-class Pass:
+class EliminationPass:
     """One sweep of elimination.
 
     Attributes:
         value: the least cost; a lower bound of it when the elimination is not exact; inf when no states are allowed.
     """
 
-    def __init__(self, elimination: Elimination, costs, shifts):
+    def __init__(self, elimination: BucketElimination, costs, shifts):
         self.elimination, self.costs, self.shifts = elimination, costs, shifts
         self.own = [self._own(bucket) for bucket in elimination.buckets]
         self.messages: list[np.ndarray] = []
@@ -224,7 +224,7 @@ class Pass:
             chosen[i] = int(total.argmin())
         return tuple(chosen)
 
-    def relaxed(self) -> np.ndarray:
+    def relaxed_states(self) -> np.ndarray:
         """The states behind `value`: where a node has several joints, the state it takes in the one that holds its own cost."""
         elimination = self.elimination
         chosen = np.zeros(len(self.costs), dtype=np.int64)
@@ -239,7 +239,7 @@ class Pass:
                 chosen[bucket.node] = state
         return chosen
 
-    def marginals(self) -> list[np.ndarray]:
+    def min_marginals(self) -> list[np.ndarray]:
         """For every node and state the least cost (or a lower bound of it) of a choice that takes this state, [k_i] each."""
         return self._backwards[0]
 
@@ -256,7 +256,7 @@ class Pass:
     @functools.cached_property
     def _backwards(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The marginals, and what the rest of the network adds to every bucket's joint table."""
-        marginals = [np.full(len(c), -np.inf) for c in self.costs]
+        min_marginals = [np.full(len(c), -np.inf) for c in self.costs]
         buckets = self.elimination.buckets
         outside = [np.zeros(())] * len(buckets)
         for number in range(len(buckets) - 1, -1, -1):
@@ -268,14 +268,14 @@ class Pass:
                 outside[number] = self._less(bucket, outside[number])[..., None]
             joint = self._joint(number, outside[number])
             least = joint.min(axis=tuple(range(joint.ndim - 1)))
-            np.maximum(marginals[bucket.node], least, out=marginals[bucket.node])
+            np.maximum(min_marginals[bucket.node], least, out=min_marginals[bucket.node])
             for sent in bucket.senders:
                 message = self.messages[sent.bucket]
                 gone = tuple(n for n in range(joint.ndim) if n not in sent.at)
                 with np.errstate(invalid="ignore"):
                     rest = joint.min(axis=gone).transpose(sent.back) - message
                 outside[sent.bucket] = np.where(np.isinf(message), np.inf, rest)
-        return marginals, outside
+        return min_marginals, outside
 
 
 def _size(table: np.ndarray) -> int:

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog  # scipy is a requirement of jax itself
 
-from shardplan.ilp.solver.relax.buckets import Pass
+from shardplan.ilp.solver.relax.buckets import EliminationPass
 from shardplan.ilp.solver.relax.relaxation import Relaxation
-from shardplan.ilp.solver.usage import Memory
+from shardplan.ilp.solver.usage import UsageTable
 
 ROUNDS = 2  # of shifting, after a change of prices
-FIRST, VISITS = (4, 16), 6e7  # rounds at the first prices: as many as visit so many table entries, but within these numbers
+FIRST_ROUNDS, VISITS = (4, 16), 6e7  # rounds at the first prices: as many as visit so many table entries, but within these numbers
 GROWTH = 2  # as many rounds as before, each time that only shifting may raise the bound
 ENOUGH = 0.01  # of the way from bound to answer: what each round must raise the bound by, for more of them to pay
 PRECISION = 50  # bits of a sum of all entries: 3 less than float64 has, for costs are shifted
@@ -33,35 +33,35 @@ FINE = 12  # bits of the highest price at most; fewer where bytes would have few
 
 
 @dataclass(frozen=True)
-class Quote:
+class DualPoint:
     """One evaluation of L, or of a lower bound of it where joints are split.
 
     Attributes:
         prices: cost per byte, [T].
         value: L(prices).
-        sweep: the elimination behind it.
-        relaxed: the states behind `value`; where joints are split they need not go together.
-        over: bytes that `relaxed` holds above the limit, [T]: the slope of the plane.
-        paid: sum_t p_t limit, which the sweep's costs are above `value`.
+        elimination_pass: the elimination behind it.
+        relaxed_states: the states behind `value`; where joints are split they need not go together.
+        subgradient: bytes that `relaxed` holds above the limit, [T]: the slope of the plane.
+        limit_cost: sum_t p_t limit, which the sweep's costs are above `value`.
     """
 
     prices: np.ndarray
     value: float
-    sweep: Pass
-    relaxed: np.ndarray
-    over: np.ndarray
-    paid: float
+    elimination_pass: EliminationPass
+    relaxed_states: np.ndarray
+    subgradient: np.ndarray
+    limit_cost: float
 
-    def plane(self, prices: np.ndarray) -> float:
+    def cutting_plane(self, prices: np.ndarray) -> float:
         """The plane's value at other prices. (No `@`: its rounding depends on the machine.)"""
-        return self.value + float(((prices - self.prices) * self.over).sum())
+        return self.value + float(((prices - self.prices) * self.subgradient).sum())
 
-    def through(self) -> list[np.ndarray]:
+    def min_marginals(self) -> list[np.ndarray]:
         """For every state of every node a lower bound of the priced cost of a choice through it, [k_i] each."""
-        return [marginal - self.paid for marginal in self.sweep.marginals()]
+        return [marginal - self.limit_cost for marginal in self.elimination_pass.min_marginals()]
 
 
-def quote(relaxation: Relaxation, memory: Memory, prices: np.ndarray, rounds: int, costs=None) -> Quote:
+def evaluate_dual(relaxation: Relaxation, memory: UsageTable, prices: np.ndarray, rounds: int, costs=None) -> DualPoint:
     """L at the given prices, rounded so that sums are exact.
 
     Args:
@@ -74,28 +74,28 @@ def quote(relaxation: Relaxation, memory: Memory, prices: np.ndarray, rounds: in
     prices = np.diff(np.rint(np.cumsum(prices) * (grain / unit)), prepend=0.0) * (unit / grain)
     paid = float(prices.sum() * (memory.limit // grain * grain)) if prices.any() else 0.0
     costs = relaxation.problem.costs if costs is None else costs
-    sweep = relaxation.run([c + toll for c, toll in zip(costs, memory.toll(prices, grain), strict=True)], rounds, unit)
-    relaxed = sweep.relaxed() if memory.n_steps and np.isfinite(sweep.value) else np.zeros(len(costs), dtype=np.int64)
-    return Quote(prices, sweep.value - paid, sweep, relaxed, memory.profile(relaxed) - memory.limit, paid)
+    sweep = relaxation.run([c + penalty for c, penalty in zip(costs, memory.penalty(prices, grain), strict=True)], rounds, unit)
+    relaxed = sweep.relaxed_states() if memory.n_steps and np.isfinite(sweep.value) else np.zeros(len(costs), dtype=np.int64)
+    return DualPoint(prices, sweep.value - paid, sweep, relaxed, memory.profile(relaxed) - memory.limit, paid)
 
 
 def _first(relaxation: Relaxation) -> int:
     """Rounds of shifting before the first quote."""
-    if relaxation.shift is None or relaxation.warm:
+    if relaxation.trws is None or relaxation.warm:
         return ROUNDS
-    return int(np.clip(VISITS / max(relaxation.shift.entries, 1.0), *FIRST))
+    return int(np.clip(VISITS / max(relaxation.trws.entries, 1.0), *FIRST_ROUNDS))
 
 
-def bargain(
+def maximize_dual(
     relaxation: Relaxation,
-    memory: Memory,
+    memory: UsageTable,
     reach: float,
     *,
     rounds: int = 60,
     start: np.ndarray | None = None,
     cutoff: float = np.inf,
     costs=None,
-) -> Iterator[Quote]:
+) -> Iterator[DualPoint]:
     """Quotes at better and better prices, first at `start`; ends when no price can raise L any more.
 
     Args:
@@ -106,7 +106,7 @@ def bargain(
         costs: node costs, the problem's own by default.
     """
     prices = np.zeros(memory.n_steps) if start is None else start
-    point = best = quote(relaxation, memory, prices, _first(relaxation), costs)
+    point = best = evaluate_dual(relaxation, memory, prices, _first(relaxation), costs)
     yield best
     steps: list[int] = []
     planes: list[list] = []
@@ -114,10 +114,10 @@ def bargain(
     for _ in range(rounds):
         if not np.isfinite(point.value):
             return
-        planes.append([point.plane(np.zeros(memory.n_steps)), point.over])
+        planes.append([point.cutting_plane(np.zeros(memory.n_steps)), point.subgradient])
         for plane in planes:  # shifting on may have raised L above an older plane
             plane[0] = max(plane[0], point.value - float((point.prices * plane[1]).sum()))
-        steps += [t for t in memory.peaks(point.over, 0.0).tolist() if t not in steps]
+        steps += [t for t in memory.peaks(point.subgradient, 0.0).tolist() if t not in steps]
         steps += [t for t in np.flatnonzero(point.prices).tolist() if t not in steps]
         way, least = ENOUGH * min(cutoff - best.value, abs(best.value)), 1e-9 * max(1.0, abs(best.value))
         promise, prices = _highest(planes, steps, best.prices, box) if steps else (best.value, best.prices)
@@ -125,13 +125,13 @@ def bargain(
             if relaxation.exact:
                 return
             shifts *= GROWTH
-            point = quote(relaxation, memory, best.prices, shifts, costs)
+            point = evaluate_dual(relaxation, memory, best.prices, shifts, costs)
             yield point
             if point.value - best.value <= max(shifts * way, least):
                 return
             best = point
             continue
-        point = quote(relaxation, memory, prices, ROUNDS, costs)
+        point = evaluate_dual(relaxation, memory, prices, ROUNDS, costs)
         improved = point.value > best.value
         hit = (np.abs(prices - best.prices) >= box * (1 - 1e-9)).any()
         if improved and hit:
@@ -143,26 +143,26 @@ def bargain(
         yield point
 
 
-def least_peak(relaxation: Relaxation, memory: Memory, *, rounds: int = 60) -> Iterator[Quote]:
+def min_peak_dual(relaxation: Relaxation, memory: UsageTable, *, rounds: int = 60) -> Iterator[DualPoint]:
     """Quotes whose value is a lower bound of the least possible peak, and whose sweeps guess states that come near it.
 
     Costs must be 0 or inf. Prices that sum to 1 make an average over steps, and no average exceeds the peak:
     max over p of min over s of  sum_t p_t memory_t(s).
     """
-    free = Memory.__new__(Memory)
+    free = UsageTable.__new__(UsageTable)
     free.__dict__ = {**memory.__dict__, "limit": 0.0}
-    best = quote(relaxation, free, np.full(memory.n_steps, 1.0 / memory.n_steps), _first(relaxation))
+    best = evaluate_dual(relaxation, free, np.full(memory.n_steps, 1.0 / memory.n_steps), _first(relaxation))
     yield best
     planes: list = []
     steps: list[int] = []
     point = best
     for _ in range(rounds):
-        planes.append([0.0, point.over])
-        steps += [t for t in memory.peaks(point.over, point.over.max() * 0.95).tolist() if t not in steps]
+        planes.append([0.0, point.subgradient])
+        steps += [t for t in memory.peaks(point.subgradient, point.subgradient.max() * 0.95).tolist() if t not in steps]
         promise, prices = _highest(planes, steps, np.zeros(memory.n_steps), np.inf, total=1.0)
         if promise - best.value <= 1e-9 * max(1.0, abs(best.value)):
             return
-        point = quote(relaxation, free, prices, ROUNDS)
+        point = evaluate_dual(relaxation, free, prices, ROUNDS)
         if point.value > best.value:
             best = point
         yield point

@@ -19,10 +19,10 @@ import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
-from shardplan.ilp.solver.relax.dual import Quote, bargain
+from shardplan.ilp.solver.relax.dual import DualPoint, maximize_dual
 from shardplan.ilp.solver.relax.relaxation import Relaxation
 from shardplan.ilp.solver.relax.trws import Messages
-from shardplan.ilp.solver.usage import Memory
+from shardplan.ilp.solver.usage import UsageTable
 
 FEW = 0.5  # of the entries that a round of shifting visits: shifting on, where no byte has a price, is cheaper on what is left
 
@@ -35,15 +35,15 @@ class Bound:
         problem: what was bounded.
         memory: its usages.
         best: the highest of the quotes; its value is a lower bound of (1) under (2)-(3).
-        quotes: the priced choices met.
+        points: the priced choices met.
         work: table entries visited.
         messages: where shifting has got to.
     """
 
     problem: Problem
-    memory: Memory
-    best: Quote
-    quotes: tuple[Quote, ...]
+    memory: UsageTable
+    best: DualPoint
+    points: tuple[DualPoint, ...]
     work: float
     messages: Messages
 
@@ -52,29 +52,29 @@ class Bound:
         return self.best.value
 
     @functools.cached_property
-    def through(self) -> list[np.ndarray]:
+    def min_marginals(self) -> list[np.ndarray]:
         """Left side of (5) for every state of every node, the greatest over the prices met: heavy states show at high prices."""
-        last = {quote.prices.tobytes(): quote for quote in self.quotes}  # at the same prices, the one shifted longest
-        rows = [quote.through() for quote in last.values()]
+        last = {point.prices.tobytes(): point for point in self.points}  # at the same prices, the one shifted longest
+        rows = [point.min_marginals() for point in last.values()]
         return [np.maximum.reduce(row) for row in zip(*rows, strict=True)]
 
-    def kept(self, cutoff: float) -> list[np.ndarray]:
+    def surviving_states(self, cutoff: float) -> list[np.ndarray]:
         """Masks of the states that answers of at most this cost may take."""
-        return [through <= cutoff for through in self.through]
+        return [min_marginals <= cutoff for min_marginals in self.min_marginals]
 
-    def left(self, problem: Problem, cutoff: float, kept: list[np.ndarray] | None = None) -> Problem:
+    def reduced_cost_fixing(self, problem: Problem, cutoff: float, kept: list[np.ndarray] | None = None) -> Problem:
         """What (5) leaves for answers of at most this cost: all other states and pairs of states are forbidden.
 
         Args:
             problem: the one that was bounded, or that one without its limit if no byte had a price.
             kept: masks of states, of those that (5) leaves, by default all of these.
         """
-        kept = self.kept(cutoff) if kept is None else kept
+        kept = self.surviving_states(cutoff) if kept is None else kept
         costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(kept, problem.costs, strict=True))
         edges = list(problem.edges)
-        for number, least in self.best.sweep.pairs():
+        for number, least in self.best.elimination_pass.pairs():
             e = edges[number]
-            gone = least - self.best.paid > cutoff
+            gone = least - self.best.limit_cost > cutoff
             if gone[np.ix_(kept[e.i], kept[e.j])].any():
                 edges[number] = replace(e, cost=np.where(gone, np.inf, e.cost))
         return replace(problem, costs=costs, edges=tuple(edges))
@@ -99,19 +99,19 @@ def bound(
         messages: of shifting, to begin with.
         deadline: no further round once it is over.
     """
-    memory, relaxation = Memory(problem), Relaxation(problem, cap, messages, deadline)
+    memory, relaxation = UsageTable(problem), Relaxation(problem, cap, messages, deadline)
     reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
-    quotes: list[Quote] = []
+    points: list[DualPoint] = []
 
-    def few(quote: Quote) -> bool:
-        if relaxation.shift is None or quote.prices.any() or not np.isfinite(cutoff):
+    def few(point: DualPoint) -> bool:
+        if relaxation.trws is None or point.prices.any() or not np.isfinite(cutoff):
             return False
-        left = [int((through <= cutoff).sum()) for through in quote.through()]
-        return 2 * sum(left[e.i] * left[e.j] for e in problem.edges) <= FEW * relaxation.shift.entries
+        left = [int((min_marginals <= cutoff).sum()) for min_marginals in point.min_marginals()]
+        return 2 * sum(left[e.i] * left[e.j] for e in problem.edges) <= FEW * relaxation.trws.entries
 
-    for quote in bargain(relaxation, memory, reach, rounds=rounds, start=start, cutoff=cutoff):
-        quotes.append(quote)
-        if quote.value > cutoff or deadline.over() or (len(quotes) > 1 and few(quote)):
+    for point in maximize_dual(relaxation, memory, reach, rounds=rounds, start=start, cutoff=cutoff):
+        points.append(point)
+        if point.value > cutoff or deadline.over() or (len(points) > 1 and few(point)):
             break
-    best = max(quotes, key=lambda quote: quote.value)
-    return Bound(problem, memory, best, tuple(quotes), relaxation.work + 4 * relaxation.elimination.size, relaxation.messages())
+    best = max(points, key=lambda point: point.value)
+    return Bound(problem, memory, best, tuple(points), relaxation.work + 4 * relaxation.elimination.size, relaxation.messages())

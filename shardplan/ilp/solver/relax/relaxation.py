@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
-from shardplan.ilp.solver.relax.buckets import Elimination, Pass
-from shardplan.ilp.solver.relax.trws import Messages, Shift
+from shardplan.ilp.solver.relax.buckets import BucketElimination, EliminationPass
+from shardplan.ilp.solver.relax.trws import TRWS, Messages
 
-SMALL, EXACT = 2_000, 2e6  # states up to which, and entries of all joint tables up to which no joint is split
-ROOM = 4e7  # entries of all joint tables, at most: a bound keeps what some ten sweeps send between these, up to a gigabyte
-CALL = 2_500.0  # table entries that the overhead of an array operation is worth
+EXACT_STATES, EXACT_ENTRIES = 2_000, 2e6  # states up to which, and entries of all joint tables up to which no joint is split
+MAX_TABLE_ENTRIES = 4e7  # entries of all joint tables, at most: a bound keeps what some ten sweeps send between these, up to a gigabyte
+CALL_ENTRIES = 2_500.0  # table entries that the overhead of an array operation is worth
 
 
 class Relaxation:
@@ -26,35 +26,35 @@ class Relaxation:
         self.problem = problem
         self.elimination, self.warm = _elimination(problem, cap, deadline), bool(messages)
         self.exact = self.elimination.exact
-        self.shift = None if self.exact else Shift(problem, messages=messages, deadline=deadline)
-        self.total = sum(max(-low, high) for low, high in problem.ranges) + 1.0
+        self.trws = None if self.exact else TRWS(problem, messages=messages, deadline=deadline)
+        self.total = sum(max(-low, high) for low, high in problem.finite_ranges) + 1.0
         self.work = 0.0
 
-    def run(self, costs, rounds: int, unit: float) -> Pass:
+    def run(self, costs, rounds: int, unit: float) -> EliminationPass:
         """Elimination after so many rounds of shifting.
 
         Args:
             costs: node costs, multiples of `unit`.
             unit: a power of two; messages become multiples of it, which keeps the sums exact.
         """
-        self.work += self.elimination.size + 4 * CALL * len(self.elimination.buckets)
-        if self.shift is None:
+        self.work += self.elimination.size + 4 * CALL_ENTRIES * len(self.elimination.buckets)
+        if self.trws is None:
             return self.elimination.run(costs)
-        self.shift.rounds(costs, rounds)
-        self.work += rounds * (self.shift.entries + 4 * CALL * len(self.problem.edges))
-        return self.elimination.run(*self.shift.shifted(costs, unit))
+        self.trws.iterate(costs, rounds)
+        self.work += rounds * (self.trws.entries + 4 * CALL_ENTRIES * len(self.problem.edges))
+        return self.elimination.run(*self.trws.commit(costs, unit))
 
     def messages(self) -> Messages:
         """Where shifting has got to."""
-        return {} if self.shift is None else self.shift.told()
+        return {} if self.trws is None else self.trws.sent_messages()
 
 
-def _elimination(problem: Problem, cap: int, deadline: Deadline) -> Elimination:
+def _elimination(problem: Problem, cap: int, deadline: Deadline) -> BucketElimination:
     """Without split joints where that is little work; else with joints of at most `cap` entries, fewer if all take too much room."""
-    if problem.n_states <= SMALL:
-        whole = Elimination(problem, int(EXACT), deadline)
-        if whole.exact and whole.size <= EXACT:
+    if problem.n_states <= EXACT_STATES:
+        whole = BucketElimination(problem, int(EXACT_ENTRIES), deadline)
+        if whole.exact and whole.size <= EXACT_ENTRIES:
             return whole
-    while (split := Elimination(problem, cap, deadline)).size > ROOM and cap > 1:
+    while (split := BucketElimination(problem, cap, deadline)).size > MAX_TABLE_ENTRIES and cap > 1:
         cap //= 4
     return split

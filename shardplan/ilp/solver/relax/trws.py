@@ -21,7 +21,7 @@ from typing import ClassVar
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.presolve.presolve import Follow, Restrict, Shrunk
+from shardplan.ilp.solver.presolve.presolve import Follow, Presolved, Restrict
 from shardplan.ilp.solver.problem import Problem
 
 CALLS = 1e4  # table entries that visiting an edge is worth in numpy
@@ -32,7 +32,7 @@ Messages = dict[tuple[int, int], np.ndarray]
 """(i, j) -> what node i is sent by its edge to j, [k_i]."""
 
 
-class Shift:
+class TRWS:
     """The messages of a problem's edges, improved in place. Every state must have a finite partner in every edge.
 
     Rounds are numpy's until a process has visited so many entries that loading compiled code would have taken no longer, or has loaded
@@ -83,9 +83,9 @@ class Shift:
             for row in self.links
         ]
 
-    def rounds(self, costs, n: int) -> None:
-        """n times forwards and backwards, with these node costs."""
-        if self.compiled is None and Shift.visited > LOADING:
+    def iterate(self, costs, n: int) -> None:
+        """N times forwards and backwards, with these node costs."""
+        if self.compiled is None and TRWS.visited > LOADING:
             self.compiled = self._compile()
         if self.compiled is not None:
             flat = np.concatenate([*costs, np.zeros(0)])
@@ -93,7 +93,7 @@ class Shift:
                 self.deadline.check()
                 self.compiled(flat)
             return
-        Shift.visited += n * (self.entries + CALLS * len(self.problem.edges))
+        TRWS.visited += n * (self.entries + CALLS * len(self.problem.edges))
         least = np.minimum.reduce  # half the time of `min` on small arrays
         order = range(len(self.near))
         for _ in range(n):
@@ -112,11 +112,11 @@ class Shift:
     def _compile(self):
         """`rounds` as compiled code over flat arrays; None without numba, or where it may keep nothing."""
         try:
-            from shardplan.ilp.solver.kernels import in_a_row, shift_rounds
+            from shardplan.ilp.solver.kernels import concatenate_tables, trws_rounds
         except (ImportError, RuntimeError):
-            Shift.visited = -np.inf
+            TRWS.visited = -np.inf
             return None
-        Shift.visited = np.inf
+        TRWS.visited = np.inf
         problem = self.problem
         start = np.cumsum([0, *map(len, problem.costs)])
         pool, place, total = [], {}, 0
@@ -134,18 +134,18 @@ class Shift:
                 flat.append((mine, other, at, problem.edges[edge].cost.shape[1 - side], by_rows == (side == 0), ahead))
         links = np.array(flat, dtype=np.int64).reshape(-1, 6)
         first = np.cumsum([0, *map(len, self.links)])
-        tables = in_a_row(pool, self.deadline)
+        tables = concatenate_tables(pool, self.deadline)
         share, messages = self.share, self.messages  # without a cycle, for tables are large
-        return lambda costs: shift_rounds(costs, start, first, links, tables, share, messages, 1)
+        return lambda costs: trws_rounds(costs, start, first, links, tables, share, messages, 1)
 
-    def gained(self, costs: np.ndarray) -> np.ndarray:
+    def reparametrized_costs(self, costs: np.ndarray) -> np.ndarray:
         """Costs of all nodes' states in a row, and what the messages add to them."""
         return costs + np.bincount(self.receiver, self.messages, len(costs))
 
-    def shifted(self, costs, unit: float) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
-        """c' of (6) and the messages that the tables lose, after the last pass backwards; both rounded to multiples of `unit`."""
+    def commit(self, costs, unit: float) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
+        """C' of (6) and the messages that the tables lose, after the last pass backwards; both rounded to multiples of `unit`."""
         flat = np.concatenate([*costs, np.zeros(0)])
-        gained = self.gained(flat)
+        gained = self.reparametrized_costs(flat)
         over = gained - np.repeat(np.minimum.reduceat(gained, self.start[:-1]), np.diff(self.start))
         told = (over * np.repeat(self.share, np.diff(self.start)))[self.receiver]
         messages = np.rint(np.where(self.earlier, self.messages - told, self.messages) / unit) * unit
@@ -153,7 +153,7 @@ class Shift:
         parts = [messages[a:b] for a, b in pairwise(self.ends)]
         return [flat[a:b] for a, b in pairwise(self.start)], list(zip(parts[0::2], parts[1::2], strict=True))
 
-    def told(self) -> Messages:
+    def sent_messages(self) -> Messages:
         """The messages as they are now."""
         told: Messages = {}
         for edge, e in enumerate(self.problem.edges):
@@ -161,7 +161,7 @@ class Shift:
         return told
 
 
-def carried(messages: Messages, small: Shrunk) -> Messages:
+def carry_messages(messages: Messages, small: Presolved) -> Messages:
     """Messages of a problem as messages of what it shrank to."""
     near: dict[int, dict[int, np.ndarray]] = {}
     for (i, j), m in messages.items():

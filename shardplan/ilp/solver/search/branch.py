@@ -20,11 +20,11 @@ import numpy as np
 
 from shardplan.ilp.solver.deadline import ENTRIES_PER_WORK, UNLIMITED, Deadline, OutOfTime
 from shardplan.ilp.solver.incumbent import Back, Incumbent
-from shardplan.ilp.solver.presolve.presolve import shrink
+from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Problem
 from shardplan.ilp.solver.relax.fixing import Bound, bound
-from shardplan.ilp.solver.relax.relaxation import ROOM
-from shardplan.ilp.solver.relax.trws import Messages, carried
+from shardplan.ilp.solver.relax.relaxation import MAX_TABLE_ENTRIES
+from shardplan.ilp.solver.relax.trws import Messages, carry_messages
 from shardplan.ilp.solver.search import cpsat
 from shardplan.ilp.solver.search.repair import LocalSearch, fit
 
@@ -78,7 +78,7 @@ class Subproblem:
             kept: masks of states, of those that (5) leaves, by default all of these.
         """
         prices, value = result.best.prices, result.value
-        small = shrink(result.left(self.problem, cutoff, kept), dominance=0, deadline=deadline)
+        small = presolve(result.reduced_cost_fixing(self.problem, cutoff, kept), dominance=0, deadline=deadline)
         if not small.feasible:
             return None
         outer, horizon = self.back, max((u.hi for u in small.problem.usages), default=0)
@@ -89,7 +89,7 @@ class Subproblem:
             max(self.bound, value + self.offset),
             prices[small.steps][:horizon],
             self.core,
-            carried(result.messages, small),
+            carry_messages(result.messages, small),
             self.joint,
             self.hard,
         )
@@ -141,11 +141,11 @@ class BranchAndBound:
         result = self.bound(subproblem, cutoff(), subproblem.joint, CHANGES)
         if result.value > cutoff():
             return []
-        subproblem, kept = subproblem.after(result), result.kept(cutoff())
-        share, joints = sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept))), result.best.sweep.elimination
+        subproblem, kept = subproblem.after(result), result.surviving_states(cutoff())
+        share, joints = sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept))), result.best.elimination_pass.elimination
         if share <= KEPT:
             halves = [kept]
-        elif not joints.exact and not result.best.prices.any() and WIDER * joints.size <= ROOM:
+        elif not joints.exact and not result.best.prices.any() and WIDER * joints.size <= MAX_TABLE_ENTRIES:
             return [replace(subproblem, joint=WIDER * subproblem.joint)]
         else:
             if joints.exact:
@@ -169,8 +169,8 @@ class BranchAndBound:
     def attempt(self, subproblem: Subproblem, result: Bound) -> None:
         """Makes priced choices fit, the best priced first."""
         moves = LocalSearch(subproblem.problem, result.memory, self.deadline)
-        quotes = sorted(result.quotes, key=lambda quote: -quote.value)
-        for states in list(dict.fromkeys(quote.sweep.states() for quote in quotes))[: self.tries]:
+        points = sorted(result.points, key=lambda point: -point.value)
+        for states in list(dict.fromkeys(point.elimination_pass.states() for point in points))[: self.tries]:
             found = fit(moves, states)
             if found is not None:
                 self.incumbent.offer(found, subproblem.problem.objective(found) + subproblem.offset, subproblem.back)
@@ -200,8 +200,8 @@ def split(result: Bound, kept: list[np.ndarray]) -> list[list[np.ndarray]]:
     node, heavy = _disagreement(result, kept)
     if node is None:  # priced choices agree: the node with most states, the dear half of them
         node = max(range(len(kept)), key=lambda i: (int(kept[i].sum()), -i))
-        through = result.through[node]
-        heavy = through > np.sort(through[kept[node]])[(int(kept[node].sum()) - 1) // 2]
+        min_marginals = result.min_marginals[node]
+        heavy = min_marginals > np.sort(min_marginals[kept[node]])[(int(kept[node].sum()) - 1) // 2]
         if not (heavy & kept[node]).any():
             heavy = np.arange(len(heavy)) > np.flatnonzero(kept[node])[0]
     halves = []
@@ -215,17 +215,17 @@ def split(result: Bound, kept: list[np.ndarray]) -> list[list[np.ndarray]]:
 def _disagreement(result: Bound, kept: list[np.ndarray]) -> tuple[int | None, np.ndarray]:
     """The node over whose bytes the best priced choices disagree most, and which of its states hold more than half way."""
     best = result.best
-    tolls = result.memory.toll(best.prices)
-    chosen = [best.relaxed, np.array(best.sweep.states())]
-    near = sorted(result.quotes, key=lambda quote: quote.plane(best.prices))[:4]
-    chosen += [quote.relaxed for quote in near]
+    penalties = result.memory.penalty(best.prices)
+    chosen = [best.relaxed_states, np.array(best.elimination_pass.states())]
+    near = sorted(result.points, key=lambda point: point.cutting_plane(best.prices))[:4]
+    chosen += [point.relaxed_states for point in near]
     most, node, middle = 0.0, None, 0.0
-    for i, toll in enumerate(tolls):
+    for i, penalty in enumerate(penalties):
         if kept[i].sum() < 2:
             continue
-        paid = [float(toll[states[i]]) for states in chosen]
+        paid = [float(penalty[states[i]]) for states in chosen]
         apart = max(paid) - min(paid)
-        light = toll <= (max(paid) + min(paid)) / 2
+        light = penalty <= (max(paid) + min(paid)) / 2
         if apart > most and (kept[i] & light).any() and (kept[i] & ~light).any():
             most, node, middle = apart, i, (max(paid) + min(paid)) / 2
-    return node, (tolls[node] > middle if node is not None else np.zeros(0, dtype=bool))
+    return node, (penalties[node] > middle if node is not None else np.zeros(0, dtype=bool))

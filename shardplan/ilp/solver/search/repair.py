@@ -15,7 +15,7 @@ import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
-from shardplan.ilp.solver.usage import Memory
+from shardplan.ilp.solver.usage import UsageTable
 
 REFUSED = 50  # moves that would only shift a broken step elsewhere, before giving up
 
@@ -28,11 +28,11 @@ class LocalSearch:
         profile: bytes at every step, [T].
     """
 
-    def __init__(self, problem: Problem, memory: Memory, deadline: Deadline = UNLIMITED):
+    def __init__(self, problem: Problem, memory: UsageTable, deadline: Deadline = UNLIMITED):
         self.problem, self.memory, self.deadline = problem, memory, deadline
         self.start = memory.start
         self.owner = np.repeat(np.arange(len(problem.costs)), np.diff(self.start))
-        self.forbidden = problem.forbidding
+        self.forbidden = problem.big_m
         self.near: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]  # (j, table with i's states as rows)
         for e in problem.edges:
             self.near[e.i].append((e.j, e.cost))
