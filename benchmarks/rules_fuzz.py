@@ -35,8 +35,8 @@ from shardplan import testing
 from shardplan.costs.space import UNSPLIT
 from shardplan.emit import shard_local as local
 from shardplan.mesh.layout import MeshShape
-from shardplan.strategies.enumerate import enumerate_choices
-from shardplan.strategies.rule import RuleError, letter_sizes
+from shardplan.strategies.enumerate import enumerate_strategies
+from shardplan.strategies.rule import RuleError, factor_sizes
 from shardplan.strategies.rules import rule_for
 from shardplan.testing import check_rule
 
@@ -77,7 +77,7 @@ def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
                 ways = list(strategies_of(eqn, axes))
                 want = jax.jit(lambda *xs, eqn=eqn: local.bind(eqn, xs))(*operands) if ways else []
                 for n in random.permutation(len(ways))[:most]:
-                    letters, *layouts = ways[n]
+                    factors, *layouts = ways[n]
                     split = "split"
                     try:
                         got = one_strategy(eqn, operands, layouts, mesh)
@@ -97,11 +97,11 @@ def strategies_of(eqn, mesh: MeshShape):
     rule, _ = rule_for(eqn.primitive.name, ins, outs, eqn.params, strict=True)
     if any(str(x.dtype) in UNSPLIT or 0 in x.shape for x in (*ins, *outs)):
         return
-    sizes = letter_sizes(rule, tuple(x.shape for x in ins), tuple(x.shape for x in outs))
-    choices = enumerate_choices(rule, sizes, mesh, linear=False)
-    for s, letters in enumerate(choices.letters):
-        if any(letters):
-            yield letters, [of[s] for of in choices.operands], [of[s] for of in choices.results]
+    sizes = factor_sizes(rule, tuple(x.shape for x in ins), tuple(x.shape for x in outs))
+    choices = enumerate_strategies(rule, sizes, mesh, linear=False)
+    for s, factors in enumerate(choices.factors):
+        if any(factors):
+            yield factors, [of[s] for of in choices.operands], [of[s] for of in choices.results]
 
 
 def one_strategy(eqn, operands, layouts, mesh):

@@ -10,7 +10,7 @@ from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
 from shardplan.mesh import Cluster, Layout, MeshShape
 from shardplan.mesh.calibrate import calibrate
 from shardplan.plan.data import Plan, PlanDiff
-from shardplan.strategies.rule import register_rule
+from shardplan.strategies.register import register_rule
 
 if TYPE_CHECKING:
     from shardplan.xla.report.check import check

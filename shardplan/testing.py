@@ -33,7 +33,7 @@ from shardplan.emit.shard_local import dynamic_index
 from shardplan.emit.shard_local.forms import FORMS, run_form
 from shardplan.emit.shard_local.halo import HaloDim, halo_dims
 from shardplan.emit.shard_local.window import convolution, windows
-from shardplan.strategies.rule import Dims, Rule, RuleError, letter_sizes
+from shardplan.strategies.rule import Dims, Rule, RuleError, factor_sizes
 from shardplan.strategies.rules import rule_for
 from shardplan.xla.compiler import targets
 from shardplan.xla.compiler.compile import compile_lowered
@@ -211,7 +211,7 @@ class _Op:
 
     def everywhere(self, k: int) -> list[HaloDim]:
         """All dims of operand k that are split."""
-        return replace(self, rule=replace(self.rule, local=frozenset(self.shards))).halo_dims(k)
+        return replace(self, rule=replace(self.rule, shard_local=frozenset(self.shards))).halo_dims(k)
 
     def first(self, dim: tuple[str, ...]):
         """Position along a dim of one letter at which this device's shard begins."""
@@ -235,7 +235,7 @@ def _prove(eqn, operands, seen: set, pairs: int) -> list[Proof]:
     if not known or eqn.effects or signature in seen:
         return []
     seen.add(signature)
-    sizes = letter_sizes(rule, tuple(x.shape for x in ins), tuple(x.shape for x in outs))
+    sizes = factor_sizes(rule, tuple(x.shape for x in ins), tuple(x.shape for x in outs))
     operands = [x if hasattr(x, "shape") else jnp.asarray(x, a.dtype) for x, a in zip(operands, ins, strict=True)]
     op = _Op(eqn, rule, sizes, tuple(operands), tuple(_jax.bind(eqn, operands)), {})
     for dims in rule.operands + rule.results:
@@ -266,7 +266,7 @@ def _n_devices(shards: dict[str, int]) -> int:
 def _splits(rule: Rule, sizes: dict[str, int], pairs: int) -> Iterator[dict[str, int]]:
     """Every letter alone, then `pairs` of them together."""
     found = [a for dims in rule.operands + rule.results for d in dims for a in d]
-    free = [a for a in dict.fromkeys(found) if a not in rule.whole and sizes[a] > 1]
+    free = [a for a in dict.fromkeys(found) if a not in rule.replicated and sizes[a] > 1]
     for a in free:
         counts = [k for k in (8, 4, 2, 3, 5, 7) if sizes[a] % k == 0 and k <= jax.device_count()]
         if counts:
@@ -297,9 +297,9 @@ def _prove_local(group: list[_Op], n_devices: int) -> bool:
                 x.reshape(split.part(dims, whole.shape))
                 for x, dims, whole in zip(shards, split.rule.operands, split.operands, strict=True)
             ]
-            if split.rule.first:
+            if split.rule.head:
                 raise _NoLocalFormError
-            if op.eqn.primitive.name not in LOCAL or (split.rule.local and op.eqn.primitive.name in FORMS):
+            if op.eqn.primitive.name not in LOCAL or (split.rule.shard_local and op.eqn.primitive.name in FORMS):
                 results = run_form(op.eqn, shards, [split.halo_dims(k) for k in range(len(shards))])
             else:
                 form = LOCAL[op.eqn.primitive.name]
@@ -453,7 +453,7 @@ def _own(op: _Op, dims: Dims, shape, mine: dict[str, int]) -> np.ndarray:
     for axis, a in enumerate(op.loops(dims)):
         if a in mine:
             at = np.arange(op.sizes[a])
-            block = at == 0 if a in op.rule.first else at // (op.sizes[a] // op.shards[a]) == mine[a]
+            block = at == 0 if a in op.rule.head else at // (op.sizes[a] // op.shards[a]) == mine[a]
             own &= block.reshape([-1 if i == axis else 1 for i in range(own.ndim)])
     return own.reshape(shape)
 

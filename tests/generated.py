@@ -458,7 +458,7 @@ def _(draw, name):
         extra = [shape[places.index(d)] if d in places else one_of(draw, *SMALL) for d in range(rank + added)]
         return (lambda x: lax.broadcast_in_dim(x, extra, places)), array(draw, stretched, one_of(draw, *ALL))
     if name == "reshape":
-        primes = [p for n in shape for p in factors(n)]
+        primes = [p for n in shape for p in prime_factors(n)]
         cuts = sorted(draw(st.lists(st.integers(0, len(primes)), max_size=3)))
         new = [int(np.prod(primes[a:b], dtype=int)) for a, b in zip([0, *cuts], [*cuts, len(primes)], strict=True)]
         new, order = draw(st.permutations(new)), one_of(draw, None, tuple(draw(st.permutations(range(rank)))))
@@ -477,9 +477,9 @@ def _(draw, name):
     return (lambda x: lax.unstack(x, axis) if hasattr(lax, "unstack") else jnp.unstack(x, axis=axis)), x
 
 
-def factors(n: int) -> list[int]:
+def prime_factors(n: int) -> list[int]:
     """Prime ones."""
-    return next(([p, *factors(n // p)] for p in range(2, n + 1) if n % p == 0), [])
+    return next(([p, *prime_factors(n // p)] for p in range(2, n + 1) if n % p == 0), [])
 
 
 @made("cuts", "slice pad concatenate split")

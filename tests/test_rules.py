@@ -16,10 +16,11 @@ from jax import lax
 
 import shardplan
 from shardplan.mesh.layout import MeshShape
-from shardplan.strategies.enumerate import enumerate_choices
-from shardplan.strategies.rule import RULES, Rule, RuleError, letters, parse, register_rule
+from shardplan.strategies.enumerate import enumerate_strategies
+from shardplan.strategies.register import parse, register_rule
+from shardplan.strategies.rule import RULES, Rule, RuleError, factors
 from shardplan.strategies.rules import rule_for
-from shardplan.strategies.rules.shape import factors
+from shardplan.strategies.rules.shape import reshape_factors
 from shardplan.strategies.rules.table import EXAMPLES, equations, rules_table
 from shardplan.testing import check_rule
 
@@ -81,25 +82,25 @@ def test_the_split_op_equals_the_whole_one(example):
     ],
 )
 def test_finds_a_letter_that_should_be_whole(primitive, fn, why):
-    with ruled(primitive, lambda x, *, out, **_: Rule((letters(x),), (letters(x),))), pytest.raises(RuleError, match=why):
+    with ruled(primitive, lambda x, *, out, **_: Rule((factors(x),), (factors(x),))), pytest.raises(RuleError, match=why):
         check_rule(fn, jnp.arange(32.0).reshape(8, 4))
 
 
 def test_finds_a_wrong_kind_of_reduction():
     why = re.escape("reduce_max on float32[8] -> float32[] is wrong when split as a:4: 1 of 1 elements differ by up to 9 (allowed")
-    wrong = ruled("reduce_max", lambda x, *, out, **_: Rule((letters(x),), ((),), reduce={"a": "sum"}))
+    wrong = ruled("reduce_max", lambda x, *, out, **_: Rule((factors(x),), ((),), reduce={"a": "sum"}))
     with wrong, pytest.raises(RuleError, match=why):
         check_rule(jnp.max, jnp.arange(8.0))
 
 
 def test_finds_what_is_not_linear():
-    wrong = ruled("exp", lambda x, *, out, **_: Rule((letters(x),), (letters(x),), linear=True))
+    wrong = ruled("exp", lambda x, *, out, **_: Rule((factors(x),), (factors(x),), linear=True))
     with wrong, pytest.raises(RuleError, match="marked linear"):
         check_rule(jnp.exp, jnp.arange(8.0))
 
 
 def test_finds_a_partial_result_that_cannot_be_formed():
-    wrong = ruled("random_bits", lambda x, *, out, **_: Rule((letters(x),), (letters(out[0], "o"),), reduce={"a": "sum"}))
+    wrong = ruled("random_bits", lambda x, *, out, **_: Rule((factors(x),), (factors(out[0], "o"),), reduce={"a": "sum"}))
     with wrong, pytest.raises(RuleError, match="partial result cannot be formed"):
         check_rule(jax.vmap(lambda k: jax.random.bits(k, (4,))), jax.random.split(jax.random.key(0), 8))
 
@@ -147,7 +148,7 @@ def reshapes(draw):
 def test_a_split_reshape_keeps_every_element_at_its_place(shapes):
     """A letter's index at an element's place in the left shape equals that in the right shape."""
     left, right = shapes
-    a, b, sizes, whole = factors(left, right)
+    a, b, sizes, whole = reshape_factors(left, right)
 
     def index(dims, letter):
         grid = [n for d in dims for n in [sizes[x] for x in d]]
@@ -161,10 +162,10 @@ def test_a_split_reshape_keeps_every_element_at_its_place(shapes):
 
 
 def test_a_reshape_shares_every_factor_it_can():
-    assert factors((8, 6), (2, 4, 6)) == ((("a", "b"), ("c",)), (("a",), ("b",), ("c",)), {"a": 2, "b": 4, "c": 6}, frozenset())
-    assert factors((2, 3), (3, 2))[3] == {"a", "b", "c", "d"}
-    assert factors((12, 5), (6, 10))[:2] == ((("a", "b"), ("c",)), (("a",), ("b", "c")))
-    assert factors((0, 3), (3, 0))[3] == {"a", "b", "c", "d"}
+    assert reshape_factors((8, 6), (2, 4, 6)) == ((("a", "b"), ("c",)), (("a",), ("b",), ("c",)), {"a": 2, "b": 4, "c": 6}, frozenset())
+    assert reshape_factors((2, 3), (3, 2))[3] == {"a", "b", "c", "d"}
+    assert reshape_factors((12, 5), (6, 10))[:2] == ((("a", "b"), ("c",)), (("a",), ("b", "c")))
+    assert reshape_factors((0, 3), (3, 0))[3] == {"a", "b", "c", "d"}
 
 
 # ---- unknown primitives, and the user's rules
@@ -198,7 +199,7 @@ def test_flops_of_a_convolution_are_what_xla_counts(kernel, params):
 
 def test_an_unknown_primitive_is_whole_and_says_so():
     rule, known = rule_for("warp_drive", [Aval(8, 4), Aval()], [Aval(8)], {"speed": 9})
-    assert not known and rule.whole == {"x0_a", "x0_b", "y0_a"}
+    assert not known and rule.replicated == {"x0_a", "x0_b", "y0_a"}
 
 
 @pytest.mark.parametrize("dtype", ["int2", "uint2"])
@@ -220,7 +221,7 @@ def test_what_xla_cannot_send_stays_whole(dtype):
 def test_a_rule_that_fails_keeps_the_op_whole():
     with ruled("neg", lambda x, **_: 1 / 0):
         rule, known = rule_for("neg", [Aval(8)], [Aval(8)], {})
-        assert not known and rule.whole == {"x0_a", "y0_a"}
+        assert not known and rule.replicated == {"x0_a", "y0_a"}
         with pytest.raises(ZeroDivisionError):
             rule_for("neg", [Aval(8)], [Aval(8)], {}, strict=True)
 
@@ -237,24 +238,24 @@ def test_a_registered_rule_is_used(mine):
     assert known and str(rule) == "...0 ...1 d, d f -> ...0 ...1 f  reduce d" and rule.flops == 2 * 2 * 8 * 4 * 6
     register_rule(mine, "a b -> a", reduce="b=max")
     assert rule_for(mine, [Aval(8, 4)], [Aval(8)], {})[0].reduce == {"b": "max"}
-    register_rule(mine, "... d -> ... d", whole="... d")
-    assert rule_for(mine, [Aval(8, 4)], [Aval(8, 4)], {})[0].whole == {"...0", "d"}
+    register_rule(mine, "... d -> ... d", replicated="... d")
+    assert rule_for(mine, [Aval(8, 4)], [Aval(8, 4)], {})[0].replicated == {"...0", "d"}
 
 
 @pytest.mark.parametrize(
     ("pattern", "kw", "message"),
     [
-        ("a b -> a", {}, "rule 'a b -> a' for my_op: ['b'] are in operands only, so a split leaves a partial result"
-         " of unknown kind\n  way out: name them in reduce= or whole="),
+        ("a b -> a", {}, "rule 'a b -> a' for my_op: ['b'] are in operands only, so sharding leaves a partial result"
+         " of unknown kind\n  way out: name them in reduce= or replicated="),
         ("a b -> a b", {"reduce": "b"}, "'b' is reduced but stands in a result"),
         ("a b -> a", {"reduce": "c"}, "reduce= names 'c', which is in no operand\n  way out: one of ['b']"),
         ("a b -> a", {"reduce": "b=mean"}, "'b' is reduced by 'mean'\n  way out: one of sum, max, min, prod, and, or"),
         ("a a -> a", {}, "'a' stands twice in 'a a'"),
-        ("a b -> a b", {"whole": "z"}, "whole= names ['z'], which are in no tensor"),
+        ("a b -> a b", {"replicated": "z"}, "replicated= names ['z'], which are in no tensor"),
         ("a b, a b", {}, "needs operands and results separated by one '->'"),
         ("a (b c -> a", {}, "parentheses in 'a (b c' are nested or unbalanced"),
-        ("(a b) -> a b", {"local": True}, "every dim has to be one letter\n  way out: a reshape around the op"),
-        ("a b -> a", {"local": True, "reduce": "b=max"}, "['b'] can only be summed\n  way out: these letters in whole="),
+        ("(a b) -> a b", {"shard_local": True}, "every dim has to be one factor\n  way out: a reshape around the op"),
+        ("a b -> a", {"shard_local": True, "reduce": "b=max"}, "['b'] can only be summed\n  way out: these factors in replicated="),
     ],
 )  # fmt: skip
 def test_a_rule_that_contradicts_itself_is_refused(mine, pattern, kw, message):
@@ -267,8 +268,8 @@ def test_a_rule_that_contradicts_itself_is_refused(mine, pattern, kw, message):
     ("ins", "message"),
     [
         ([Aval(8, 4, 2)], "rule 'a b -> a  reduce b' of my_op does not fit [8,4,2] -> [8]: 'a b' names 2 dims, [8,4,2] has 3"
-         "\n  way out: a letter for each, or '...' for leading dims of any number"),
-        ([Aval(6, 4)], "letter 'a' is both 6 and 8\n  way out: a second letter for one of the two, both in whole="),
+         "\n  way out: a factor for each, or '...' for leading dims of any number"),
+        ([Aval(6, 4)], "factor 'a' is both 6 and 8\n  way out: a second factor for one of the two, both in replicated="),
         ([Aval(8, 4), Aval(8)], "it names 1 operands and 1 results, the op has 2 and 1: [8,4], [8] -> [8]\n"
          "  way out: a tensor for each"),
     ],
@@ -291,12 +292,12 @@ def test_flops_that_cannot_be_counted_are_an_error(mine, flops, message):
     register_rule(mine, "a b -> a", reduce="b", flops=flops)
     with pytest.raises(RuleError, match=re.escape(message)) as error:
         rule_for(mine, [Aval(8, 4)], [Aval(8)], {})
-    assert "way out: a number from the sizes of the letters, here {'a': 8, 'b': 4}" in str(error.value)
+    assert "way out: a number from the sizes of the factors, here {'a': 8, 'b': 4}" in str(error.value)
 
 
-def test_a_kernel_that_says_whole_shapes_runs_on_no_shard():
-    with pytest.raises(RuleError, match=r"pallas_call: it says the shapes of the whole.*\n  way out: a primitive of your own"):
-        register_rule("pallas_call", "a b -> a b", local=True)
+def test_a_kernel_that_says_global_shapes_runs_on_no_shard():
+    with pytest.raises(RuleError, match=r"pallas_call: it says the global shapes.*\n  way out: a primitive of your own"):
+        register_rule("pallas_call", "a b -> a b", shard_local=True)
     assert "pallas_call" not in RULES
 
 
@@ -304,8 +305,8 @@ def test_every_way_to_put_axes_on_letters_that_divide_is_a_strategy():
     left, right = parse("a b c, c d e -> a b d e")
     rule, sizes = Rule(left, right, reduce={"c": "sum"}), dict.fromkeys("abcde", 8)
     mesh = MeshShape(("x", "y", "z"), (2, 2, 2))
-    assert set(enumerate_choices(rule, sizes, mesh).letters) == set(itertools.product([None, *"abcde"], repeat=3))
-    fewer = enumerate_choices(rule, sizes | {"a": 4, "b": 1}, mesh).letters
+    assert set(enumerate_strategies(rule, sizes, mesh).factors) == set(itertools.product([None, *"abcde"], repeat=3))
+    fewer = enumerate_strategies(rule, sizes | {"a": 4, "b": 1}, mesh).factors
     assert set(fewer) == {c for c in itertools.product([None, *"acde"], repeat=3) if c.count("a") < 3}
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.emit.shard_local.forms import FORMS
 from shardplan.mesh.layout import MeshShape
-from shardplan.strategies.rule import Halo
+from shardplan.strategies.halo import Halo
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.table import equations
 from shardplan.testing import check_rule, difference
@@ -134,7 +134,7 @@ def test_what_is_moved_along_a_split_dim_is_fetched_from_the_shards_that_hold_it
     split = {
         op.primitive
         for op, s, choices, rule in zip(found.graph.ops, found.strategies, found.space.choices, found.space.rules, strict=True)
-        if rule.local and set(choices.letters[s]) & set(rule.halo)
+        if rule.shard_local and set(choices.factors[s]) & set(rule.halo)
     }
     assert split >= {"slice", "pad", "rev", "concatenate", "select_and_scatter_add"}
 
@@ -196,7 +196,7 @@ def test_a_pad_that_spreads_rows_apart_where_they_are_needs_no_neighbour_and_com
 def test_what_cannot_be_fetched_stays_whole():
     def whole(fn, *args):
         eqn = next(e for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name in FORMS)
-        return rule_for(eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], eqn.params)[0].whole
+        return rule_for(eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], eqn.params)[0].replicated
 
     def pool(window, stride, padding):
         return jax.grad(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (window,), (stride,), padding).sum())

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.emit.shard_local.forms import ALWAYS
-from shardplan.strategies.rule import RULES, register_rule
+from shardplan.strategies.register import register_rule
+from shardplan.strategies.rule import RULES
 from shardplan.testing import check_rule, difference
 from shardplan.xla.hlo.collectives import collectives
 
@@ -54,7 +55,7 @@ def test_runs_on_shards_and_moves_nothing(case, kind):
         assert difference(got, want) is None
     planned = step.plan(*args).context.planned
     at = next(i for i, op in enumerate(planned.graph.ops) if op.primitive in ALWAYS)
-    assert any(planned.space.choices[at].letters[planned.strategies[at]]), "the case is not split"
+    assert any(planned.space.choices[at].options[planned.strategies[at]]), "the case is not split"
     assert collectives(step.compile(*args).as_text()) == ()
 
 
@@ -73,23 +74,23 @@ def test_groups_and_the_channels_of_a_group_are_split_at_once(kernel):
     assert {c.kind for c in collectives(step.compile(x, w).as_text())} == {"all-reduce"}
 
 
-def factors(x):
+def factorial_like(x):
     """A call of a library that XLA knows nothing of."""
     return jax.ffi.ffi_call("lapack_spotrf_ffi", [x, jax.ShapeDtypeStruct(x.shape[:-2], "int32")])(x, uplo=np.uint8(ord("L")))[0]
 
 
 @pytest.mark.parametrize(
     ("fn", "pattern", "letters"),
-    [(factors, "a b c -> a b c", {}), (lambda x: factors(x).sum(0), "a b c -> b c", {"reduce": "a"})],
+    [(factorial_like, "a b c -> a b c", {}), (lambda x: factorial_like(x).sum(0), "a b c -> b c", {"reduce": "a"})],
     ids=["split", "summed"],
 )
 @pytest.mark.parametrize("local", [False, True])
-def test_a_primitive_of_the_users_runs_on_shards_where_its_rule_says_so(local, fn, pattern, letters):
+def test_a_primitive_of_the_users_runs_on_shards_where_its_rule_says_so(local, fn, pattern, options):
     mine = Primitive("my_factors")
     mine.def_impl(jax.jit(fn))
     mine.def_abstract_eval(lambda x: jax.typeof(jax.eval_shape(fn, x)))
     mlir.register_lowering(mine, mlir.lower_fun(fn, multiple_results=False))
-    register_rule(mine, pattern, whole="b c", **letters, local=local)
+    register_rule(mine, pattern, replicated="b c", **options, shard_local=local)
     try:
         x, mesh = jnp.tile(jnp.eye(6), (8, 1, 1)) + 0.1, jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
         jnp.linalg.cholesky(x)  # has jax load the library

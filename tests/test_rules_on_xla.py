@@ -10,7 +10,8 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from shardplan.strategies.rule import RULES, register_rule
+from shardplan.strategies.register import register_rule
+from shardplan.strategies.rule import RULES
 from shardplan.testing import check_rule
 from shardplan.xla import available
 from shardplan.xla.report.one_op import OneOpVerdict
@@ -73,7 +74,7 @@ def mine():
 def test_a_rule_of_the_users_is_proven_three_ways_with_one_call(mine, tmp_path):
     product, transform = mine("my_product", jnp.dot), mine("my_transform", jnp.fft.fft)
     register_rule(product, "a b, b c -> a c", reduce="b")
-    register_rule(transform, "a b -> a b", whole="b")
+    register_rule(transform, "a b -> a b", replicated="b")
 
     def both(x, y):
         return transform.bind(product.bind(x, y))
@@ -85,5 +86,5 @@ def test_a_rule_of_the_users_is_proven_three_ways_with_one_call(mine, tmp_path):
     text = (tmp_path / "rules.txt").read_text()
     assert text.startswith("my_product  float32[16,64], float32[64,32] -> float32[16,32]  a b, b c -> a c  reduce b\nmy_transform  ")
     assert "\n    dearer     split a:2              -                            all-gather " in text
-    register_rule(transform, "a b -> a b", whole="b", local=True)
+    register_rule(transform, "a b -> a b", replicated="b", shard_local=True)
     assert [proof.deviations for proof in check_rule(both, *args, target="h100:2")] == [(), ()]

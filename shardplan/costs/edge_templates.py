@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardplan.ir.graph import BORDER, Graph
 from shardplan.mesh.layout import Layout
-from shardplan.strategies.enumerate import Choices
+from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.accumulation import ADDS
 from shardplan.xla_model.copies import SMALL_BYTES
@@ -57,7 +57,7 @@ class Way:
 def ways(
     graph: Graph,
     rules: Sequence[Rule],
-    choices: Sequence[Choices],
+    choices: Sequence[OpStrategies],
     besides: Sequence[CoupledState | None],
     accumulated_sums: Mapping[int, int],
 ) -> Iterator[tuple[int, int, int, int, Way]]:
@@ -139,7 +139,7 @@ def _follows(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
     settled = rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER
     if ops[j].primitive == "share":
         return ops[j].params["follows"] and settled
-    if not rules[j].follows or ops[j].primitive in BORDER:
+    if not rules[j].is_follower or ops[j].primitive in BORDER:
         return False
     alone = ops[i].primitive == "arg" and len(graph.values[ops[i].outputs[0]].consumers) == 1
     return settled or alone or ops[i].primitive == "share"

@@ -132,9 +132,9 @@ class Network:
         number: dict[int, dict] = {}
         out = []
         for found, wide, s in zip(other.space.choices, self.space.choices, states, strict=True):
-            at = number.setdefault(id(wide), {x: n for n, x in enumerate(wide.letters)})
+            at = number.setdefault(id(wide), {x: n for n, x in enumerate(wide.factors)})
             block, s = divmod(s, len(found))
-            out.append(block * len(wide) + at[found.letters[s]])
+            out.append(block * len(wide) + at[found.factors[s]])
         return tuple(out)
 
     def holdings(self, states) -> list[tuple[int, int, int, float]]:

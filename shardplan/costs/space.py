@@ -22,13 +22,13 @@ from shardplan.ir.graph import BORDER, Graph, Op, Path
 from shardplan.ir.repeated_layers import repeated_layers
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.strategies.enumerate import Choices, enumerate_choices, given_choices
-from shardplan.strategies.rule import Rule, letter_sizes, letters
+from shardplan.strategies.enumerate import OpStrategies, enumerate_strategies, given_strategies
+from shardplan.strategies.rule import Rule, factor_sizes, factors
 from shardplan.strategies.rules import rule_for
 from shardplan.xla_model.accumulation import ACCUMULATES, accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.coupled_state import CoupledState, coupled_state
-from shardplan.xla_model.fusion import KernelTraffic, materialised, kernel_traffic
+from shardplan.xla_model.fusion import KernelTraffic, kernel_traffic, materialised
 from shardplan.xla_model.schedule import CollectiveSite, collective_sites
 
 
@@ -48,7 +48,7 @@ class Space:
     mesh: MeshShape
     cluster: Cluster
     rules: tuple[Rule, ...]
-    choices: tuple[Choices, ...]
+    choices: tuple[OpStrategies, ...]
     signature: tuple[int, ...]
     materialised: tuple[bool, ...]
     seconds: tuple[np.ndarray, ...]
@@ -107,13 +107,13 @@ def make_space(
 
     Args:
         graph, mesh, cluster: the step, and what it runs on.
-        within: by path of an op, what is settled on each axis (`enumerate_choices`), and the same for all `others`.
+        within: by path of an op, what is settled on each axis (`enumerate_strategies`), and the same for all `others`.
     """
     table = _Table(mesh)
     nothing = (None,) * len(mesh.axes)
     first = table.read(graph := mark_accumulation(graph), {}, nothing)
-    lookups = frozenset(at for at, e in enumerate(first) if e.rule.looks_up)
-    graph = mark_accumulation(with_copies(graph, [e.rule.follows for e in first], [e.sums for e in first], lookups))
+    lookups = frozenset(at for at, e in enumerate(first) if e.rule.is_lookup)
+    graph = mark_accumulation(with_copies(graph, [e.rule.is_follower for e in first], [e.sums for e in first], lookups))
     entries = table.read(graph, within or {}, others)
     rules = tuple(e.rule for e in entries)
     choices = tuple(e.choices for e in entries)
@@ -138,7 +138,7 @@ class _Entry:
     rule: Rule
     known: bool
     sums: bool
-    choices: Choices
+    choices: OpStrategies
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +172,11 @@ class _Table:
         if (ruled := self.rules.get(key)) is None:
             ruled = self.rules[key] = self._ruled(op)
         rule = ruled.rule
-        linear = (rule.linear or ACCUMULATES in op.params) and (handed or rule.begins)
+        linear = (rule.linear or ACCUMULATES in op.params) and (handed or rule.accumulator_init)
         asked = ruled, linear, within
         if (entry := self.entries.get(asked)) is None:
             given = _given(op, self.mesh)
-            choices = given or enumerate_choices(rule, ruled.sizes, self.mesh, linear, within)
+            choices = given or enumerate_strategies(rule, ruled.sizes, self.mesh, linear, within)
             sums = linear or (op.primitive not in BORDER and bool(rule.reduce))
             entry = self.entries[asked] = _Entry(len(self.entries), rule, ruled.known or given is not None, sums, choices)
         return entry
@@ -184,14 +184,14 @@ class _Table:
     def _ruled(self, op: Op) -> _Ruled:
         rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
         ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
-        sizes = letter_sizes(rule, ins, outs, op.primitive)
+        sizes = factor_sizes(rule, ins, outs, op.primitive)
         nothing = op.primitive != "arg" and any(0 in shape for shape in (*ins, *outs))  # XLA does not split it
         if nothing or any(str(getattr(x, "dtype", "")) in UNSPLIT for x in (*op.ins, *op.outs)):
-            rule = replace(rule, whole=frozenset(sizes), linear=False)
+            rule = replace(rule, replicated=frozenset(sizes), linear=False)
         return _Ruled(rule, known, sizes)
 
 
-def _given(op: Op, mesh: MeshShape) -> Choices | None:
+def _given(op: Op, mesh: MeshShape) -> OpStrategies | None:
     """What a `shard_map` says of its operands and results: its specs are pins."""
     specs = shard_map_specs(op.params) if op.primitive == "shard_map" else None
     if specs is None:
@@ -200,29 +200,29 @@ def _given(op: Op, mesh: MeshShape) -> Choices | None:
     def layouts(specs, avals):
         return [Layout.from_spec(spec, len(aval.shape)) for spec, aval in zip(specs, avals, strict=True)]
 
-    return given_choices(layouts(specs[0], op.ins), layouts(specs[1], op.outs), mesh)
+    return given_strategies(layouts(specs[0], op.ins), layouts(specs[1], op.outs), mesh)
 
 
 def border_rule(op: Op) -> tuple[Rule, bool] | None:
     """The rule of an op that carries values over a border of the program; None for a JAX primitive."""
     match op.primitive:
         case "arg":
-            return Rule((), (letters(op.outs[0]),)), True
+            return Rule((), (factors(op.outs[0]),)), True
         case "const":
-            a = letters(op.outs[0])
-            return Rule((), (a,), whole=frozenset(x for d in a for x in d)), True
+            a = factors(op.outs[0])
+            return Rule((), (a,), replicated=frozenset(x for d in a for x in d)), True
         case "out" | "share" | "loop_const" | "loop_carry" | "loop_next" | "barrier" | "branch_in" | "branch_out":
-            a = letters(op.outs[0])
+            a = factors(op.outs[0])
             begins = ACCUMULATES in op.params and op.primitive == "loop_carry"
-            return Rule((a,) * len(op.ins), (a,), begins=begins, fusion="view"), True
+            return Rule((a,) * len(op.ins), (a,), accumulator_init=begins, fusion="view"), True
         case "branch_index":
             return Rule(((),), ()), True
         case "loop_slice":
-            a = letters(op.outs[0])
-            return Rule(((("trip",), *a),), (a,), whole=frozenset({"trip"}), fusion="loop"), True
+            a = factors(op.outs[0])
+            return Rule(((("trip",), *a),), (a,), replicated=frozenset({"trip"}), fusion="loop"), True
         case "loop_stack":
-            a = letters(op.ins[0])
-            return Rule((a,), ((("trip",), *a),), whole=frozenset({"trip"}), fusion="none"), True
+            a = factors(op.ins[0])
+            return Rule((a,), ((("trip",), *a),), replicated=frozenset({"trip"}), fusion="none"), True
     return None
 
 
@@ -259,19 +259,19 @@ def _seconds(graph, mesh, cluster, rules, choices, signature, moves: Sequence[Ke
     return tuple(out)
 
 
-def exchanged(op: Op, rule: Rule, choices: Choices, s: int, mesh: MeshShape, cluster: Cluster) -> list[Exchange]:
+def exchanged(op: Op, rule: Rule, choices: OpStrategies, s: int, mesh: MeshShape, cluster: Cluster) -> list[Exchange]:
     """What an op exchanges with its neighbours under strategy s."""
     layouts = [of[s] for of in choices.operands]
-    return exchanges(rule, choices.letters[s], op.ins, op.outs, layouts, mesh, cluster) if rule.exchanged else []
+    return exchanges(rule, choices.factors[s], op.ins, op.outs, layouts, mesh, cluster) if rule.exchanged else []
 
 
-def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh: MeshShape, cluster: Cluster, moves: KernelTraffic) -> np.ndarray:
+def _op_seconds(op: Op, rule: Rule, choices: OpStrategies, mesh: MeshShape, cluster: Cluster, moves: KernelTraffic) -> np.ndarray:
     moved = np.zeros(len(choices))
     for x, shards, times in zip(op.ins + op.outs, choices.shards, moves.operand_reads + moves.result_writes, strict=True):
         if times:
             moved += times * (float(math.prod(x.shape)) * itemsize(x.dtype)) / shards
-    if rule.prefix:  # one more pass joins what is made with the totals of the shards before
-        moved *= [1 if rule.prefix.isdisjoint(letters) else 2 for letters in choices.letters]
+    if rule.scan:  # one more pass joins what is made with the totals of the shards before
+        moved *= [1 if rule.scan.isdisjoint(factors) else 2 for factors in choices.factors]
     device = cluster.device
     seconds = moved / device.memory_rate
     if rule.flops and op.ins:
@@ -289,7 +289,7 @@ def _op_seconds(op: Op, rule: Rule, choices: Choices, mesh: MeshShape, cluster: 
     return seconds
 
 
-def _in_two(op: Op, choices: Choices) -> np.ndarray:
+def _in_two(op: Op, choices: OpStrategies) -> np.ndarray:
     """[s] -> whether XLA sums up in two kernels, one after the other: what is too much for one block of threads.
 
     The first may be shared by several sums, the second is each one's own.

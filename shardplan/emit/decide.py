@@ -83,7 +83,7 @@ class _Decided:
 
     def decision(self, i: int) -> EmitDecision:
         op = self.graph.ops[i]
-        local = is_local(op.primitive, self.space.rules[i], self.space.choices[i].letters[self.strategies[i]])
+        local = is_local(op.primitive, self.space.rules[i], self.space.choices[i].factors[self.strategies[i]])
         copies = tuple(self.copy_number(i, v) for v in op.inputs)
         reads = tuple(self.read(i, k, v, copies[k], local) for k, v in enumerate(op.inputs))
         results = tuple(self.result(i, v, local) for v in op.outputs)
@@ -203,7 +203,7 @@ class _Decided:
         """
         if not self.layout(v).partial or self.graph.ops[i].primitive not in PRODUCTS:
             return False
-        factors = self.space.choices[i].letters[self.strategies[i]]
+        factors = self.space.choices[i].factors[self.strategies[i]]
         idle = any(n > 1 and factor is None for (_, n), factor in zip(self.space.mesh, factors, strict=True))
         return idle and self.is_only_completed(v)
 

@@ -150,7 +150,7 @@ def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int) -> I
 
 
 def _strategy(planned: Planned, i: int) -> Mapping[str, str]:
-    chosen = planned.space.choices[i].letters[planned.strategies[i]]
+    chosen = planned.space.choices[i].factors[planned.strategies[i]]
     mesh = planned.space.mesh
     return {axis: "partial sums" if x == PARTIAL else x for axis, x in zip(mesh.axes, chosen, strict=True) if x is not None}
 

@@ -37,7 +37,7 @@ SWEEPS = 3
 WORK = 2.0
 """Work limit of one level."""
 
-Letters = Mapping[Path, tuple[str | None, ...]]
+AxisFactors = Mapping[Path, tuple[str | None, ...]]
 Allowed = Callable[[Space, Sequence[str]], Mapping[int, np.ndarray]]
 
 
@@ -47,7 +47,7 @@ class _Level:
 
     network: Network
     solution: Solution
-    letters: Letters
+    factors: AxisFactors
 
 
 def recursive(
@@ -70,10 +70,10 @@ def recursive(
     def opened(axis: str, found: Sequence[str | None]) -> tuple[str | None, ...]:
         return tuple(OPEN if a == axis else x for a, x in zip(mesh.axes, found, strict=True))
 
-    def others(axis: str, letters: Letters) -> Letters:
-        return {path: opened(axis, found) for path, found in letters.items()}
+    def others(axis: str, factors: AxisFactors) -> AxisFactors:
+        return {path: opened(axis, found) for path, found in factors.items()}
 
-    def settle(axis: str, within: Letters, settled: Sequence[str], budget: float | None) -> _Level | None:
+    def settle(axis: str, within: AxisFactors, settled: Sequence[str], budget: float | None) -> _Level | None:
         space = make_space(graph, mesh, resharder.cluster, within, opened(axis, [None] * len(mesh.axes)))
         network = build(space, resharder, budget, allowed(space, settled), waiting=waiting)
         presolved = presolve(network.problem, tie=True)
@@ -82,24 +82,24 @@ def recursive(
         if not solution.states or not np.isfinite(solution.objective):
             return None
         chosen = network.strategies(solution.states)
-        return _Level(network, solution, {op.path: space.choices[i].letters[chosen[i]] for i, op in enumerate(space.graph.ops)})
+        return _Level(network, solution, {op.path: space.choices[i].factors[chosen[i]] for i, op in enumerate(space.graph.ops)})
 
     def descend(order: Sequence[str], share: float) -> _Level | None:
-        level, letters = None, {}
-        asked: dict[str, Letters] = {}
+        level, factors = None, {}
+        asked: dict[str, AxisFactors] = {}
         for n, axis in enumerate(order):
             rest = mesh.size(*order[n + 1 :])
             budget = None if limit is None else limit * rest * (share if rest > 1 else 1.0)
-            asked = {axis: others(axis, letters)}  # the last axis knows all others already
+            asked = {axis: others(axis, factors)}  # the last axis knows all others already
             level = settle(axis, asked[axis], order[: n + 1], budget)
             if level is None:
                 return None
-            letters = level.letters
+            factors = level.factors
         assert level is not None
         for _ in range(SWEEPS if len(order) > 1 else 0):
             before = level
             for axis in order:
-                within = others(axis, level.letters)
+                within = others(axis, level.factors)
                 if within == asked.get(axis):
                     continue
                 asked[axis] = within

@@ -29,12 +29,12 @@ OPEN = "*"
 """Stands for the letter of an axis that is still to be chosen."""
 
 
-Letters = tuple[str | None, ...]
+AxisFactors = tuple[str | None, ...]
 """Of one strategy: per mesh axis the letter it is put on, None, or PARTIAL."""
 
 
 @dataclass(frozen=True, eq=False)
-class Choices:
+class OpStrategies:
     """Every strategy of one op on one mesh; index s runs over strategies.
 
     Attributes:
@@ -45,43 +45,43 @@ class Choices:
         shards: per operand, then per result, [s] -> the number of its shards.
     """
 
-    letters: tuple[Letters, ...]
+    factors: tuple[AxisFactors, ...]
     operands: tuple[tuple[Layout, ...], ...]
     results: tuple[tuple[Layout, ...], ...]
     work: np.ndarray
     shards: tuple[np.ndarray, ...]
 
     def __len__(self) -> int:
-        return len(self.letters)
+        return len(self.factors)
 
 
-def enumerate_choices(
+def enumerate_strategies(
     rule: Rule, sizes: dict[str, int], mesh: MeshShape, linear: bool | None = None, within: Sequence[str | None] | None = None
-) -> Choices:
+) -> OpStrategies:
     """All strategies of a rule on a mesh.
 
     Args:
         rule: the op's rule.
-        sizes: size of every letter (`letter_sizes`).
+        sizes: size of every letter (`factor_sizes`).
         mesh: axis names and sizes; axes of size 1 are never used.
         linear: whether partial operands pass; default `rule.linear`.
         within: per axis the letter that is settled, or OPEN; default all OPEN.
     """
     linear = rule.linear if linear is None else linear
     parts = tuple((a, math.gcd(n, mesh.n_devices) if n else 1, n > 0 and mesh.n_devices % n == 0) for a, n in sizes.items())
-    kept = _kept(rule.operands + rule.results, rule.whole, parts, linear, None if within is None else tuple(within), mesh)
-    return _choices(kept, rule.operands, rule.results, tuple(rule.reduce.items()), rule.begins, mesh)
+    kept = _kept(rule.operands + rule.results, rule.replicated, parts, linear, None if within is None else tuple(within), mesh)
+    return _choices(kept, rule.operands, rule.results, tuple(rule.reduce.items()), rule.accumulator_init, mesh)
 
 
 @functools.lru_cache(maxsize=4096)
 def _kept(
     tensors: tuple[Dims, ...],
-    whole: frozenset[str],
+    replicated: frozenset[str],
     parts: tuple[tuple[str, int, bool], ...],
     linear: bool,
-    within: Letters | None,
+    within: AxisFactors | None,
     mesh: MeshShape,
-) -> tuple[Letters, ...]:
+) -> tuple[AxisFactors, ...]:
     """The letters that may be put on the mesh axes.
 
     Args:
@@ -90,7 +90,7 @@ def _kept(
     """
     dims = [d for tensor in tensors for d in tensor]
     most, single = {a: n for a, n, _ in parts}, {a for a, _, one in parts if one}
-    usable = [a for a in dict.fromkeys(a for d in dims for a in d) if a not in whole]
+    usable = [a for a in dict.fromkeys(a for d in dims for a in d) if a not in replicated]
     per_axis: list[list[str | None]] = []
     for k, (_, n) in enumerate(mesh):
         if within is not None and within[k] != OPEN:
@@ -104,21 +104,21 @@ def _kept(
 
 @functools.lru_cache(maxsize=4096)
 def _choices(
-    kept: tuple[Letters, ...],
+    kept: tuple[AxisFactors, ...],
     operands: tuple[Dims, ...],
     results: tuple[Dims, ...],
     reduce: tuple[tuple[str, str], ...],
-    begins: bool,
+    accumulator_init: bool,
     mesh: MeshShape,
-) -> Choices:
+) -> OpStrategies:
     """The strategies that put these letters on the mesh axes; sizes decide only which these are, so ops of many sizes share them."""
     work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in kept])
-    left = tuple(tuple(_layout(dims, c, mesh, {}, not begins) for c in kept) for dims in operands)
+    left = tuple(tuple(_layout(dims, c, mesh, {}, not accumulator_init) for c in kept) for dims in operands)
     right = tuple(tuple(_layout(dims, c, mesh, dict(reduce)) for c in kept) for dims in results)
-    return Choices(kept, left, right, work, _shards(left + right, mesh))
+    return OpStrategies(kept, left, right, work, _shards(left + right, mesh))
 
 
-def given_choices(operands: Sequence[Layout], results: Sequence[Layout], mesh: MeshShape) -> Choices | None:
+def given_strategies(operands: Sequence[Layout], results: Sequence[Layout], mesh: MeshShape) -> OpStrategies | None:
     """The one strategy of an op whose layouts are written in the program; None where they name axes that the mesh does not have."""
     named = {a for layout in (*operands, *results) for a in layout.split_axes}
     if not named <= set(mesh.axes):
@@ -129,7 +129,7 @@ def given_choices(operands: Sequence[Layout], results: Sequence[Layout], mesh: M
 
     each = tuple((used(x),) for x in operands), tuple((used(x),) for x in results)
     work = np.array([1.0 / mesh.size(*named)])
-    return Choices(((None,) * len(mesh.axes),), *each, work, _shards(each[0] + each[1], mesh))
+    return OpStrategies(((None,) * len(mesh.axes),), *each, work, _shards(each[0] + each[1], mesh))
 
 
 def _shards(tensors: tuple[tuple[Layout, ...], ...], mesh: MeshShape) -> tuple[np.ndarray, ...]:
@@ -137,7 +137,7 @@ def _shards(tensors: tuple[tuple[Layout, ...], ...], mesh: MeshShape) -> tuple[n
 
 
 def _divides(
-    choice: Letters, most: Mapping[str, int], single: Collection[str], mesh: MeshShape, compound: list[tuple[str, ...]]
+    choice: AxisFactors, most: Mapping[str, int], single: Collection[str], mesh: MeshShape, compound: list[tuple[str, ...]]
 ) -> bool:
     """Whether every letter divides by the axes on it, and in a compound dim only fully split letters stand before a split one."""
     over: dict[str, int] = {}
@@ -155,7 +155,7 @@ def _divides(
     return True
 
 
-def _layout(dims: Dims, choice: Letters, mesh: MeshShape, reduce: Mapping[str, str], sums: bool = True) -> Layout:
+def _layout(dims: Dims, choice: AxisFactors, mesh: MeshShape, reduce: Mapping[str, str], sums: bool = True) -> Layout:
     """Where a tensor lies; of a result, which of its letters are reduced; and whether it has a part in sums that are handed on."""
     on: dict[str, tuple[str, ...]] = {}
     partial = []

@@ -30,7 +30,8 @@ from shardplan import _jax
 from shardplan.emit.shard_local import dynamic_index, gathered, window
 from shardplan.emit.shard_local.halo import HaloDims, halo_dims
 from shardplan.mesh.layout import Layout
-from shardplan.strategies.rule import Rule, is_registered
+from shardplan.strategies.register import is_registered
+from shardplan.strategies.rule import Rule
 from shardplan.strategies.rules import rule_for
 
 
@@ -127,7 +128,7 @@ def by_rule(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) 
     if name not in FORMS and not is_registered(name):
         return None
     rule, _ = rule_for(name, ins, outs, eqn.params)
-    axes = factor_axes(rule, (*operands, *results)) if rule.local else None
+    axes = factor_axes(rule, (*operands, *results)) if rule.shard_local else None
     if axes is None:
         return None
     shards = {a: prod(sizes[x] for x in of) for a, of in axes.items()}
@@ -152,7 +153,7 @@ def factor_axes(rule: Rule, tensors: Layouts) -> dict[str, tuple[str, ...]] | No
 
 def is_local(primitive: str, rule: Rule, factors: Sequence[str | None]) -> bool:
     """Whether an op may run on its shards with mesh axes on these factors: then all its layouts have to be decided."""
-    return primitive in ALWAYS or not rule.local.isdisjoint(factors)
+    return primitive in ALWAYS or not rule.shard_local.isdisjoint(factors)
 
 
 # ---- one equation

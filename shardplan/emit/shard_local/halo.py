@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import lax
 
-from shardplan.strategies.rule import Halo, Rule, extents
+from shardplan.strategies.halo import Halo
+from shardplan.strategies.rule import Rule, exchanged_sizes
 
 FAR = 2**30
 """Positions; beyond every window, and still an int32."""
@@ -75,8 +76,8 @@ def halo_dims(rule: Rule, k: int, axes: Mapping[str, tuple[str, ...]], sizes: Ma
     """
     sharded = [(d, dim[0]) for d, dim in enumerate(rule.operands[k]) if len(dim) == 1 and axes.get(dim[0])]
     halos = [(d, a, rule.halo[a][k]) for d, a in sharded if k in rule.halo.get(a, ())]
-    halos += [(d, a, Halo()) for d, a in sharded if a in rule.local and a not in rule.halo]
-    return [HaloDim(d, halo, *extents(rule, a, k, ins, outs), axes[a], sizes[a]) for d, a, halo in halos]
+    halos += [(d, a, Halo()) for d, a in sharded if a in rule.shard_local and a not in rule.halo]
+    return [HaloDim(d, halo, *exchanged_sizes(rule, a, k, ins, outs), axes[a], sizes[a]) for d, a, halo in halos]
 
 
 def gather_halo(x, dims: Sequence[HaloDim], fill):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from shardplan import _jax
 from shardplan.emit.shard_local.halo import HaloDim, HaloDims, gather_halo
-from shardplan.strategies.rule import Halo
+from shardplan.strategies.halo import Halo
 
 
 def slice_(eqn, shards, halo_dims: HaloDims) -> list:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from shardplan.ir.traits import Traits
 
-from ..rule import Rule, letters, rule
+from ..rule import Rule, factors, rule
 
 
 def elementwise(*ins, out, **kw) -> Rule:
     """Every dim passes through."""
-    result = letters(out[0])
+    result = factors(out[0])
 
     def dims(x):
         return tuple(a if n == m else () for a, n, m in zip(result, x.shape, out[0].shape, strict=True)) if x.shape else ()
@@ -63,18 +63,18 @@ def _(*ins, out, **_):
 @rule("sharding_constraint", traits=Traits(sharding_constraint=True))
 @rule("reshard", "layout_constraint", "relayout", "with_memory_space_constraint")
 def _(x, *, out, **_):
-    a = letters(x)
+    a = factors(x)
     return Rule((a,), (a,), fusion="view", flops=0)
 
 
 # The second operand, when the first is there.
 @rule("tie")
 def _(x, y, *, out, **_):
-    a, b = letters(x, "x"), letters(y)
-    return Rule((a, b), (b,), whole=frozenset(n for dim in a for n in dim), fusion="view", flops=0)
+    a, b = factors(x, "x"), factors(y)
+    return Rule((a, b), (b,), replicated=frozenset(n for dim in a for n in dim), fusion="view", flops=0)
 
 
 @rule("optimization_barrier", "device_put", "dce_sink")
 def _(*ins, out, **_):
-    dims = tuple(letters(x, f"x{i}_") for i, x in enumerate(ins))
+    dims = tuple(factors(x, f"x{i}_") for i, x in enumerate(ins))
     return Rule(dims, dims[: len(out)], fusion="view", flops=0)

@@ -15,23 +15,23 @@ from math import prod
 
 from shardplan.ir.traits import Traits
 
-from ..rule import Rule, letters, rule
+from ..rule import Rule, factors, rule
 from .reduce import ordered
 
 
 def index_letters(indices, batching: dict[int, tuple[str, ...]]):
     """Letters of the indices' dims; `batching` gives those shared with the operand. The last dim holds one index."""
-    own = [batching.get(d, n) for d, n in enumerate(letters(indices, "i"))]
+    own = [batching.get(d, n) for d, n in enumerate(factors(indices, "i"))]
     own[-1] = () if indices.shape[-1] == 1 else own[-1]
     return tuple(own)
 
 
 @rule("gather", traits=Traits(gather=True, reads_part=True))
 def _(x, indices, *rest, out, dimension_numbers, slice_sizes, **_):
-    n, a, b = dimension_numbers, letters(x), letters(x, "s")
+    n, a, b = dimension_numbers, factors(x), factors(x, "s")
     kind = "or" if str(x.dtype) == "bool" else "sum"
     i = index_letters(indices, {j: a[d] for d, j in zip(n.operand_batching_dims, n.start_indices_batching_dims, strict=True)})
-    reduce, whole, window = {}, set(i[-1]), []
+    reduce, replicated, window = {}, set(i[-1]), []
     for d, (size, taken) in enumerate(zip(x.shape, slice_sizes, strict=True)):
         indexed = d in n.start_index_map
         if d in n.operand_batching_dims:
@@ -42,28 +42,28 @@ def _(x, indices, *rest, out, dimension_numbers, slice_sizes, **_):
             kept, reduce[a[d][0]] = (), kind
         else:
             kept = b[d]
-            whole |= {*a[d], *(() if d in n.collapsed_slice_dims else b[d])}
+            replicated |= {*a[d], *(() if d in n.collapsed_slice_dims else b[d])}
         if d not in n.collapsed_slice_dims:
             window.append(kept)
     window, batch = iter(window), iter(i[:-1])
     result = tuple(next(window) if d in n.offset_dims else next(batch) for d in range(len(out[0].shape)))
-    operands, local = (a, i, *((),) * len(rest)), alone(indices, reduce)
-    return Rule(operands, (result,), reduce=reduce, whole=frozenset(whole), local=local, fusion="loop")
+    operands, shard_local = (a, i, *((),) * len(rest)), alone(indices, reduce)
+    return Rule(operands, (result,), reduce=reduce, replicated=frozenset(replicated), shard_local=shard_local, fusion="loop")
 
 
 def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
     """`kind` joins updates at one place; None when the last one wins."""
     kind = ordered(x, kind)
-    n, a, b = dimension_numbers, letters(x), letters(updates, "u")
+    n, a, b = dimension_numbers, factors(x), factors(updates, "u")
     i = index_letters(indices, {j: a[d] for d, j in zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True)})
-    whole, window, batch = set(i[-1]), iter(n.update_window_dims), iter(i[:-1])
+    replicated, window, batch = set(i[-1]), iter(n.update_window_dims), iter(i[:-1])
     u = [b[d] if d in n.update_window_dims else next(batch) for d in range(len(updates.shape))]
     for d, size in enumerate(x.shape):
         indexed = d in n.scatter_dims_to_operand_dims
         if d in n.operand_batching_dims or (d in n.inserted_window_dims and indexed):
             continue
         if d in n.inserted_window_dims:
-            whole |= {*a[d]}
+            replicated |= {*a[d]}
             continue
         w = next(window)
         if updates.shape[w] == size and not indexed:
@@ -71,17 +71,17 @@ def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
         elif updates.shape[w] == 1 and indexed:
             u[w] = ()
         else:
-            whole |= {*a[d], *b[w]}
+            replicated |= {*a[d], *b[w]}
     free = {j for dim in i[:-1] for j in dim} - {c for d in a for c in d}
     reduce = dict.fromkeys(sorted(free), kind) if kind else {}
-    whole = frozenset(whole if kind else whole | free)
-    local = alone(indices, [c for d in n.scatter_dims_to_operand_dims for c in a[d]])
-    return Rule((a, i, tuple(u)), (a,), reduce=reduce, whole=whole, local=local)
+    replicated = frozenset(replicated if kind else replicated | free)
+    shard_local = alone(indices, [c for d in n.scatter_dims_to_operand_dims for c in a[d]])
+    return Rule((a, i, tuple(u)), (a,), reduce=reduce, replicated=replicated, shard_local=shard_local)
 
 
-def alone(indices, letters) -> frozenset[str]:
+def alone(indices, factors) -> frozenset[str]:
     """Letters along which one place is looked up: XLA makes a slice of it, for which it gathers the operand."""
-    return frozenset(letters if prod(indices.shape[:-1]) == 1 else ())
+    return frozenset(factors if prod(indices.shape[:-1]) == 1 else ())
 
 
 # XLA partitions sums of updates, not differences: it would gather them.

@@ -11,16 +11,16 @@ from math import prod
 
 from shardplan.ir.traits import Traits
 
-from ..rule import Rule, letters, rule
+from ..rule import Rule, factors, rule
 
 
 def batched(ins, out, core: int, flops=None) -> Rule:
     """All tensors share the leading dims of the first operand, but its last `core` ones; the other dims are whole."""
     n = len(ins[0].shape) - core
-    batch = letters(ins[0])[:n]
-    own = [letters(x, f"x{i}_")[n:] for i, x in enumerate((*ins, *out))]
+    batch = factors(ins[0])[:n]
+    own = [factors(x, f"x{i}_")[n:] for i, x in enumerate((*ins, *out))]
     dims = tuple(batch + o for o in own)
-    return Rule(dims[: len(ins)], dims[len(ins) :], whole=frozenset(a for o in own for d in o for a in d), flops=flops)
+    return Rule(dims[: len(ins)], dims[len(ins) :], replicated=frozenset(a for o in own for d in o for a in d), flops=flops)
 
 
 MATRIX = "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd tridiagonal"
@@ -45,12 +45,12 @@ def _(x, *, out, fft_lengths, **_):
 # op(a) x = b or x op(a) = b: columns of b, or its rows, are independent.
 @rule("triangular_solve", traits=Traits(runs_on_shards=True))
 def _(a, b, *, out, left_side, **_):
-    *batch, m, k = letters(b) if left_side else (*letters(b)[:-2], letters(b)[-1], letters(b)[-2])
+    *batch, m, k = factors(b) if left_side else (*factors(b)[:-2], factors(b)[-1], factors(b)[-2])
     x = (*batch, m, k) if left_side else (*batch, k, m)
-    return Rule(((*batch, ("p",), ("q",)), x), (x,), whole=frozenset({"p", "q", *m}), flops=prod(b.shape) * a.shape[-1])
+    return Rule(((*batch, ("p",), ("q",)), x), (x,), replicated=frozenset({"p", "q", *m}), flops=prod(b.shape) * a.shape[-1])
 
 
 @rule("tridiagonal_solve", traits=Traits(runs_on_shards=True))
 def _(lower, diagonal, upper, b, *, out, **_):
-    *batch, m, _ = letters(b)
-    return Rule(((*batch, m),) * 3 + (letters(b),), (letters(b),), whole=frozenset(m), flops=8 * prod(b.shape))
+    *batch, m, _ = factors(b)
+    return Rule(((*batch, m),) * 3 + (factors(b),), (factors(b),), replicated=frozenset(m), flops=8 * prod(b.shape))

@@ -13,13 +13,14 @@ import numpy as np
 
 from shardplan.ir.traits import Traits
 
-from ..rule import Fusion, Halo, Rule, letters, rule
+from ..halo import Halo
+from ..rule import Fusion, Rule, factors, rule
 
 
 def contract(x, y, dimension_numbers):
     """Letters of both operands and of the result: batch dims, then free dims of the left, then of the right."""
     (left, right), (left_batch, right_batch) = dimension_numbers
-    a, b = list(letters(x)), list(letters(y, "y"))
+    a, b = list(factors(x)), list(factors(y, "y"))
     for i, j in zip((*left, *left_batch), (*right, *right_batch), strict=True):
         b[j] = a[i]
     free = [d for i, d in enumerate(a) if i not in (*left, *left_batch)] + [
@@ -82,7 +83,7 @@ def _(x, y, x_scale, y_scale, *, out, dimension_numbers, **_):
             tensor[d] = (name, f"{name}{k}")
     reduce, inner = {a[i][0]: "sum" for i in left}, {f"{a[i][0]}{k}" for i in left for k in "xpq"}
     flops = multiply_adds(x, (*out[0].shape, *(x.shape[i] for i in left)))
-    return Rule(tuple(map(tuple, dims)), (c,), reduce=reduce, whole=frozenset(inner), sizes=sizes, flops=flops)
+    return Rule(tuple(map(tuple, dims)), (c,), reduce=reduce, replicated=frozenset(inner), sizes=sizes, flops=flops)
 
 
 # Rows of the left operand come in groups, each with its own right operand: the ragged dim and the groups are whole.
@@ -91,17 +92,17 @@ def _(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, **_):
     n = ragged_dot_dimension_numbers
     (left, right), batch = n.dot_dimension_numbers
     group = {d: ("g",) for d in n.rhs_group_dimensions}
-    ragged, (ragged_dim,) = letters(x)[n.lhs_ragged_dimensions[0]], n.lhs_ragged_dimensions
+    ragged, (ragged_dim,) = factors(x)[n.lhs_ragged_dimensions[0]], n.lhs_ragged_dimensions
     a, b, c = contract(x, y, ((left, right), batch))
     c = tuple(d for d in c if d not in [b[i] for i in group])
     b = tuple(group.get(i, d) for i, d in enumerate(b))
     if ragged_dim in left or ragged_dim in batch[0]:
         c = (("g",), *c) if ragged_dim in left else c
-    sizes = tuple(("s" + d[0],) for d in letters(group_sizes))
-    whole = {"g", *ragged, *(s[0] for s in sizes)}
+    sizes = tuple(("s" + d[0],) for d in factors(group_sizes))
+    replicated = {"g", *ragged, *(s[0] for s in sizes)}
     reduce = {a[i][0]: "sum" for i in left if i != ragged_dim}
     flops = multiply_adds(x, (*x.shape, out[0].shape[-1]))
-    return Rule((a, b, sizes), (c,), reduce=reduce, whole=frozenset(whole), flops=flops)
+    return Rule((a, b, sizes), (c,), reduce=reduce, replicated=frozenset(replicated), flops=flops)
 
 
 def ways(*sizes: int) -> tuple[int, int]:
@@ -128,7 +129,7 @@ def _(
     **_,
 ):
     lhs, rhs, res = dimension_numbers
-    names, halo, reduce, whole, met = [], {}, {"c": "sum"}, [], []
+    names, halo, reduce, replicated, met = [], {}, {"c": "sum"}, [], []
     for i, (r, o, stride, (low, high), dilation, spread) in enumerate(
         zip(rhs[2:], res[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
     ):
@@ -139,11 +140,11 @@ def _(
         elif ways(x.shape[lhs[2 + i]], taps) > ways(x.shape[lhs[2 + i]], made):
             names.append((h, h, f"y{i}"))
             halo[h], reduce[h] = {0: Halo((made - 1) * stride + 1, spread, low, dilation)}, "sum"
-            whole.append(f"y{i}")
+            replicated.append(f"y{i}")
         else:
             names.append((h, f"w{i}", h))
             halo[h] = {0: Halo((taps - 1) * spread + 1, stride, low, dilation)}
-            whole.append(f"w{i}")
+            replicated.append(f"w{i}")
     batch, feature = ("n",), ("c",)
     made = ("o",)
     sizes = {"n": x.shape[lhs[0]] // batch_group_count, "c": w.shape[rhs[1]], "o": w.shape[rhs[0]]}
@@ -163,4 +164,4 @@ def _(
     operands = (place(lhs, batch, feature, [n[0] for n in names]), place(rhs, made, ("c",), [n[1] for n in names]))
     results = (place(res, ("n",), made, [n[2] for n in names]),)
     flops = multiply_adds(x, (out[0].shape[res[0]], out[0].shape[res[1]], w.shape[rhs[1]], *met))
-    return Rule(operands, results, reduce=reduce, halo=halo, local=frozenset(halo), whole=frozenset(whole), sizes=sizes, flops=flops)
+    return Rule(operands, results, reduce=reduce, halo=halo, shard_local=frozenset(halo), replicated=frozenset(replicated), sizes=sizes, flops=flops)

@@ -7,7 +7,7 @@ random_wrap   a b -> a         whole b: the words of one key
 
 from __future__ import annotations
 
-from ..rule import Rule, letters, rule
+from ..rule import Rule, factors, rule
 from .shape import leading, move
 
 
@@ -17,11 +17,11 @@ def drawn(keys, *by: str) -> bool:
 
 
 def made(keys, out, in_order: bool) -> Rule:
-    a = letters(keys) + letters(out[0], "o")[len(keys.shape) :]
+    a = factors(keys) + factors(out[0], "o")[len(keys.shape) :]
     if not in_order:
-        return move((letters(keys),), (a,), flops=None)
-    k = letters(keys, "k")
-    return move((k,), (a,), a, flops=None, first=frozenset(x for (x,) in k))
+        return move((factors(keys),), (a,), flops=None)
+    k = factors(keys, "k")
+    return move((k,), (a,), a, flops=None, head=frozenset(x for (x,) in k))
 
 
 @rule("random_bits")
@@ -37,19 +37,19 @@ def _(keys, *, out, **_):
 
 @rule("random_seed", "random_clone")
 def _(x, *, out, **_):
-    a = letters(out[0])
+    a = factors(out[0])
     return move((a,), (a,), flops=None)
 
 
 # What is folded into unchecked keys is drawn for all of them from its first.
 @rule("random_fold_in")
 def _(keys, data, *, out, **_):
-    a = letters(out[0])
+    a = factors(out[0])
     k, d = (a if x.shape else () for x in (keys, data))
     if not drawn(keys, "urbg"):
         return move((k, d), (a,), flops=None)
-    d = letters(data, "d")
-    return move((k, d), (a,), flops=None, first=frozenset(x for (x,) in d))
+    d = factors(data, "d")
+    return move((k, d), (a,), flops=None, head=frozenset(x for (x,) in d))
 
 
 @rule("random_wrap", "random_unwrap")
@@ -59,16 +59,16 @@ def _(x, *, out, **_):
 
 @rule("random_gamma")
 def _(keys, shape, *, out, **_):
-    a = letters(out[0])
+    a = factors(out[0])
     return move((a[: len(keys.shape)], a), (a,), a if drawn(keys, "rbg", "urbg") else (), fusion="none", flops=None)
 
 
 @rule("iota_2x32_shape")
 def _(*, out, **_):
-    return move((), (letters(out[0]),) * len(out))
+    return move((), (factors(out[0]),) * len(out))
 
 
 @rule("rng_bit_generator", "rng_uniform")
 def _(*ins, out, **_):
-    x, y = ([letters(t, f"{side}{i}_") for i, t in enumerate(ts)] for side, ts in (("x", ins), ("y", out)))
+    x, y = ([factors(t, f"{side}{i}_") for i, t in enumerate(ts)] for side, ts in (("x", ins), ("y", out)))
     return move(x, y, [d for t in (*x, *y) for d in t], fusion="none", flops=None)

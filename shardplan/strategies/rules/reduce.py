@@ -15,16 +15,16 @@ from math import prod
 
 from shardplan.ir.traits import Traits
 
-from ..rule import Rule, letters, rule
+from ..rule import Rule, factors, rule
 from .shape import resized
 
 
 def reduction(x, axes, n_results: int = 1, kind: str | None = None, **kw) -> Rule:
     """One operand; `axes` are reduced with `kind`, or whole without one."""
-    a = letters(x)
+    a = factors(x)
     gone = [a[d][0] for d in axes]
     kept = tuple(b for d, b in enumerate(a) if d not in axes)
-    how = {"reduce": dict.fromkeys(gone, kind)} if kind else {"whole": frozenset(gone)}
+    how = {"reduce": dict.fromkeys(gone, kind)} if kind else {"replicated": frozenset(gone)}
     fusion = "view" if n_results == 1 and kind and all(x.shape[d] == 1 for d in axes) else "reduce"
     return Rule((a,), (kept,) * n_results, **how, fusion=fusion, flops=prod(x.shape), **kw)
 
@@ -72,11 +72,11 @@ def _(x, *, out, axes, **_):
 
 # Over dims that a vmap has named.
 def named(kind: str, *ins, out, axes, **_) -> Rule:
-    operands = tuple(letters(x, f"x{i}_") for i, x in enumerate(ins))
+    operands = tuple(factors(x, f"x{i}_") for i, x in enumerate(ins))
     gone = {a[d][0]: ordered(x, kind) for a, x in zip(operands, ins, strict=True) for d in axes}
     results = tuple(tuple(b for d, b in enumerate(a) if d not in axes) for a in operands)
-    reduce, whole = {a: k for a, k in gone.items() if k}, frozenset(a for a, k in gone.items() if not k)
-    return Rule(operands, results, reduce=reduce, whole=whole, fusion="reduce", flops=sum(prod(x.shape) for x in ins))
+    reduce, replicated = {a: k for a, k in gone.items() if k}, frozenset(a for a, k in gone.items() if not k)
+    return Rule(operands, results, reduce=reduce, replicated=replicated, fusion="reduce", flops=sum(prod(x.shape) for x in ins))
 
 
 for _name, _kind in (("psum", "sum"), ("pmax", "max"), ("pmin", "min")):
@@ -86,33 +86,33 @@ for _name, _kind in (("psum", "sum"), ("pmax", "max"), ("pmin", "min")):
 @rule("argmax", "argmin")
 def _(x, *, out, axes, **_):
     r = reduction(x, axes)
-    return replace(r, whole=frozenset(), best=dict.fromkeys(r.whole, 1), local=r.whole)
+    return replace(r, replicated=frozenset(), arg_reduce=dict.fromkeys(r.replicated, 1), shard_local=r.replicated)
 
 
 # Operands, then their initial values; the function that joins two elements is the user's.
 @rule("reduce", traits=Traits(barrier_operands=True))
 def _(*ins, out, dimensions, **_):
     r, n = reduction(ins[0], dimensions, len(out)), len(out)
-    return Rule(r.operands * n + ((),) * n, r.results, whole=r.whole, fusion="reduce", flops=n * prod(ins[0].shape))
+    return Rule(r.operands * n + ((),) * n, r.results, replicated=r.replicated, fusion="reduce", flops=n * prod(ins[0].shape))
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def _(x, *, out, axis, **_):
-    a = letters(x)
-    return Rule((a,), (a,), prefix=frozenset(a[axis]), local=frozenset(a[axis]))
+    a = factors(x)
+    return Rule((a,), (a,), scan=frozenset(a[axis]), shard_local=frozenset(a[axis]))
 
 
 @rule("sort")
 def _(*ins, out, dimension, **_):
-    a = letters(ins[0])
-    return Rule((a,) * len(ins), (a,) * len(out), whole=frozenset(a[dimension]))
+    a = factors(ins[0])
+    return Rule((a,) * len(ins), (a,) * len(out), replicated=frozenset(a[dimension]))
 
 
 def chosen(x, out, axis: int, k: int) -> Rule:
     """The k best along an axis."""
     r = resized((x,), out, (axis % len(x.shape),), fusion="none", flops=prod(x.shape))
     among = frozenset(r.operands[0][axis])
-    return replace(r, whole=r.whole - among, best=dict.fromkeys(among, k), local=among)
+    return replace(r, replicated=r.replicated - among, arg_reduce=dict.fromkeys(among, k), shard_local=among)
 
 
 @rule("top_k")

@@ -13,35 +13,36 @@ from math import gcd
 
 from shardplan.ir.traits import Traits
 
-from ..rule import Halo, Rule, letters, rule
+from ..halo import Halo
+from ..rule import Rule, factors, rule
 
 
-def move(operands, results, whole=(), **kw) -> Rule:
-    """A rule that computes nothing; `whole` is a list of dims."""
+def move(operands, results, replicated=(), **kw) -> Rule:
+    """A rule that computes nothing; `replicated` is a list of dims."""
     return Rule(
-        tuple(operands), tuple(results), **{"whole": frozenset(a for d in whole for a in d), "fusion": "loop", "flops": 0, **kw}
+        tuple(operands), tuple(results), **{"replicated": frozenset(a for d in replicated for a in d), "fusion": "loop", "flops": 0, **kw}
     )
 
 
 def resized(ins, outs, changed=(), **kw) -> Rule:
     """Tensors of one rank: dims that are `changed` or differ in size are whole on every side, the others pass through."""
-    tensors, shared = (*ins, *outs), letters(outs[0])
+    tensors, shared = (*ins, *outs), factors(outs[0])
     cut = {d for d, sizes in enumerate(zip(*(x.shape for x in tensors), strict=True)) if d in changed or len(set(sizes)) > 1}
-    own = [letters(x, f"x{i}_") for i, x in enumerate(tensors)]
+    own = [factors(x, f"x{i}_") for i, x in enumerate(tensors)]
     dims = [tuple(o[d] if d in cut else a for d, a in enumerate(shared)) for o in own]
     return move(dims[: len(ins)], dims[len(ins) :], [o[d] for o in own for d in cut], **kw)
 
 
 def shifted(ins, out, halos, **kw) -> Rule:
     """Tensors of one rank: along dim d, operand k of `ins` is read as `halos[d][k]` says; the other dims pass through."""
-    a = letters(out[0])
+    a = factors(out[0])
     if 0 in out[0].shape or "key<" in str(out[0].dtype):
         return resized(ins, out, halos, **kw)
     halo = {a[d][0]: dict(enumerate(each)) for d, each in halos.items()}
-    return move((a,) * len(ins), (a,), halo=halo, local=frozenset(halo), **kw)
+    return move((a,) * len(ins), (a,), halo=halo, shard_local=frozenset(halo), **kw)
 
 
-def factors(left: tuple[int, ...], right: tuple[int, ...]):
+def reshape_factors(left: tuple[int, ...], right: tuple[int, ...]):
     """Letters of a reshape: the common factors of both shapes, walked major to minor; what has none stays whole.
 
     Returns:
@@ -52,7 +53,7 @@ def factors(left: tuple[int, ...], right: tuple[int, ...]):
     """
     names = (f"{chr(97 + i % 26)}{i // 26 or ''}" for i in count())
     shapes, dims, at, rest = (left, right), ([], []), [0, 0], [1, 1]
-    sizes, whole = {}, set()
+    sizes, replicated = {}, set()
     if 0 in left:
         dims = [[(next(names),) for _ in shape] for shape in shapes]
         return *map(tuple, dims), {}, frozenset(a for side in dims for d in side for a in d)
@@ -73,7 +74,7 @@ def factors(left: tuple[int, ...], right: tuple[int, ...]):
         advance(0)
         advance(1)
         if rest == [1, 1]:
-            return tuple(dims[0]), tuple(dims[1]), sizes, frozenset(whole)
+            return tuple(dims[0]), tuple(dims[1]), sizes, frozenset(replicated)
         if (common := gcd(*rest)) > 1:
             letter = next(names)
             give(0, letter, common)
@@ -85,53 +86,53 @@ def factors(left: tuple[int, ...], right: tuple[int, ...]):
             side = 0 if done[0] < done[1] or done == [1, 1] else 1
             advance(side)
             done[side] *= rest[side]
-            whole.add(letter := next(names))
+            replicated.add(letter := next(names))
             give(side, letter, rest[side])
 
 
 @rule("reshape", traits=Traits(forwards_value=True, runs_with_reader=True))
 def _(x, *rest, out, dimensions=None, **_):
     order = dimensions or range(len(x.shape))  # the dims are transposed into this order first
-    left, right, sizes, whole = factors(tuple(x.shape[d] for d in order), out[0].shape)
+    left, right, sizes, replicated = reshape_factors(tuple(x.shape[d] for d in order), out[0].shape)
     left = tuple(dim for _, dim in sorted(zip(order, left, strict=True)))
     fusion = "loop" if dimensions else "view"
-    return Rule((left, *((),) * len(rest)), (right,), sizes=sizes, whole=whole, linear=True, fusion=fusion, flops=0)
+    return Rule((left, *((),) * len(rest)), (right,), sizes=sizes, replicated=replicated, linear=True, fusion=fusion, flops=0)
 
 
 @rule("transpose", traits=Traits(transpose=True, forwards_value=True, runs_with_reader=True))
 def _(x, *, out, permutation, **_):
-    a = letters(x)
+    a = factors(x)
     return move((a,), (tuple(a[p] for p in permutation),), linear=True)
 
 
 @rule("squeeze", traits=Traits(forwards_value=True))
 def _(x, *, out, dimensions, **_):
-    a = tuple(() if d in dimensions else b for d, b in enumerate(letters(x)))
+    a = tuple(() if d in dimensions else b for d, b in enumerate(factors(x)))
     return move((a,), (tuple(b for d, b in enumerate(a) if d not in dimensions),), linear=True, fusion="view")
 
 
 @rule("broadcast_in_dim", traits=Traits(broadcast=True))
 def _(x, *rest, out, broadcast_dimensions, **_):
-    a = letters(out[0])
+    a = factors(out[0])
     return move((tuple(() if n == 1 else a[d] for d, n in zip(broadcast_dimensions, x.shape, strict=True)), *((),) * len(rest)), (a,))
 
 
 @rule("broadcast_to")
 def _(x, *, out, **_):
-    a = letters(out[0])
+    a = factors(out[0])
     return move((tuple(() if n == 1 else b for n, b in zip(x.shape, a[len(a) - len(x.shape) :], strict=True)),), (a,))
 
 
 @rule("tile")
 def _(x, *, out, reps, **_):
-    a, r = letters(x), letters(x, "r")
+    a, r = factors(x), factors(x, "r")
     sizes = {b[0]: n for b, n in zip(a, x.shape, strict=True)} | {b[0]: n for b, n in zip(r, reps, strict=True)}
     return move((a,), (tuple(b if n == 1 else (*c, *b) for b, c, n in zip(a, r, reps, strict=True)),), sizes=sizes)
 
 
 @rule("iota", "empty", "empty2", "platform_index")
 def _(*ins, out, **_):
-    return move(((),) * len(ins), (letters(out[0]),))
+    return move(((),) * len(ins), (factors(out[0]),))
 
 
 @rule("concatenate")
@@ -147,13 +148,13 @@ def _(x, *, out, dimensions, **_):
 
 @rule("stack")
 def _(*ins, out, axis, **_):
-    a = letters(out[0])
+    a = factors(out[0])
     return move((a[:axis] + a[axis + 1 :],) * len(ins), (a,), (a[axis],))
 
 
 @rule("unstack")
 def _(x, *, out, axis, **_):
-    a = letters(x)
+    a = factors(x)
     return move((a,), (a[:axis] + a[axis + 1 :],) * len(out), (a[axis],))
 
 
@@ -172,22 +173,22 @@ def _(x, *, out, start_indices, limit_indices, strides, **_):
 
 @rule("dynamic_slice", traits=Traits(reads_part=True))
 def _(x, *starts, out, **_):
-    a, small, cut, whole = cutting(x, out[0])
+    a, small, cut, replicated = cutting(x, out[0])
     kept = "key<" in str(x.dtype)
     reduce = {} if kept else dict.fromkeys(cut, "or" if str(x.dtype) == "bool" else "sum")
-    return move((a, *((),) * len(starts)), (small,), [whole, cut if kept else ()], reduce=reduce, local=frozenset(reduce))
+    return move((a, *((),) * len(starts)), (small,), [replicated, cut if kept else ()], reduce=reduce, shard_local=frozenset(reduce))
 
 
 # What of an update falls in a device's shard is written there, so all dims of the operand pass through.
 @rule("dynamic_update_slice", traits=Traits(in_place=True, writes_part=(1, 1)))
 def _(x, update, *starts, out, **_):
-    a, small, cut, whole = cutting(x, update)
-    return move((a, small, *((),) * len(starts)), (a,), [whole], local=frozenset(cut))
+    a, small, cut, replicated = cutting(x, update)
+    return move((a, small, *((),) * len(starts)), (a,), [replicated], shard_local=frozenset(cut))
 
 
 def cutting(x, part):
     """Letters of an array and of a part of it; those along which it is smaller, and those of the part that may not be split."""
-    a, b = letters(x), letters(part, "s")
+    a, b = factors(x), factors(part, "s")
     sizes = list(zip(x.shape, part.shape, strict=True))
     small = tuple(c if n == m else () if m == 1 else d for c, d, (n, m) in zip(a, b, sizes, strict=True))
     cut = tuple(c for (c,), (n, m) in zip(a, sizes, strict=True) if n != m)
@@ -197,7 +198,7 @@ def cutting(x, part):
 def leading(x, y, **kw) -> Rule:
     """Two tensors that share leading dims; the further ones of either are whole."""
     n = min(len(x.shape), len(y.shape))
-    a, b = letters(x), letters(x)[:n] + letters(y, "y")[n:]
+    a, b = factors(x), factors(x)[:n] + factors(y, "y")[n:]
     return move((a,), (b,), a[n:] + b[n:], fusion="view", **kw)
 
 

@@ -361,17 +361,17 @@ def plain(rule: Rule) -> Rule:
 
     reduce = {new[a]: k for a, k in rule.reduce.items()}
     halo = {new[a]: h for a, h in rule.halo.items()}
-    best = {new[a]: n for a, n in rule.best.items()}
+    arg_reduce = {new[a]: n for a, n in rule.arg_reduce.items()}
     return replace(
         rule,
         operands=tensors(rule.operands),
         results=tensors(rule.results),
         reduce=reduce,
         halo=halo,
-        prefix=frozenset(map(new.get, rule.prefix)),
-        best=best,
-        first=frozenset(map(new.get, rule.first)),
-        whole=frozenset(map(new.get, rule.whole)),
+        scan=frozenset(map(new.get, rule.scan)),
+        arg_reduce=arg_reduce,
+        head=frozenset(map(new.get, rule.head)),
+        replicated=frozenset(map(new.get, rule.replicated)),
     )
 
 

@@ -10,12 +10,13 @@ from math import prod
 
 from shardplan.ir.traits import Traits
 
-from ..rule import Halo, Rule, letters, rule
+from ..halo import Halo
+from ..rule import Rule, factors, rule
 
 
 def slid(k: int, x, window_dimensions, window_strides, padding, base_dilation=None, window_dilation=None, **_):
     """Letters of all tensors, and how windows slide over the first k; a dim whose window is one point just passes through."""
-    a, halo = letters(x), {}
+    a, halo = factors(x), {}
     ones = (1,) * len(a)
     sizes = zip(window_dimensions, window_strides, padding, base_dilation or ones, window_dilation or ones, strict=True)
     for (name,), (window, stride, edges, dilation, spread) in zip(a, sizes, strict=True):
@@ -33,7 +34,7 @@ def cut_and_spread(halo) -> frozenset[str]:
 def _(x, *, out, window_dimensions, **params):
     a, halo = slid(1, x, window_dimensions, **params)
     flops = prod(out[0].shape) * prod(window_dimensions)
-    return Rule((a,), (a,), halo=halo, whole=cut_and_spread(halo), fusion="reduce", flops=flops)
+    return Rule((a,), (a,), halo=halo, replicated=cut_and_spread(halo), fusion="reduce", flops=flops)
 
 
 # Operands, then their initial values.
@@ -42,15 +43,15 @@ def _(*ins, out, window_dimensions, **params):
     k = len(out)
     a, halo = slid(k, ins[0], window_dimensions, **params)
     flops = k * prod(out[0].shape) * prod(window_dimensions)
-    local, whole = (frozenset(halo), frozenset()) if k > 1 else (frozenset(), cut_and_spread(halo))
-    return Rule((a,) * k + ((),) * k, (a,) * k, halo=halo, local=local, whole=whole, fusion="reduce", flops=flops)
+    shard_local, replicated = (frozenset(halo), frozenset()) if k > 1 else (frozenset(), cut_and_spread(halo))
+    return Rule((a,) * k + ((),) * k, (a,) * k, halo=halo, shard_local=shard_local, replicated=replicated, fusion="reduce", flops=flops)
 
 
 @rule("select_and_gather_add")
 def _(tangents, x, *, out, window_dimensions, **params):
     a, halo = slid(2, x, window_dimensions, **params)
     flops = 2 * prod(out[0].shape) * prod(window_dimensions)
-    return Rule((a, a), (a,), halo=halo, local=frozenset(halo), fusion="reduce", flops=flops)
+    return Rule((a, a), (a,), halo=halo, shard_local=frozenset(halo), fusion="reduce", flops=flops)
 
 
 # An element reads the windows it is in, and a shard all that these see. Shards begin where a window does; where windows leave
@@ -66,14 +67,14 @@ def _(source, x, *, out, window_dimensions, **params):
             after = (low - 1) // stride * stride - low + window
             halo[name] = {0: Halo(window, 1, window - 1 - low, stride), 1: Halo(before + 1 + after, 1, before)}
     b = tuple((f"y{n}",) if n in found and n not in halo else (n,) for (n,) in a)
-    whole = frozenset(n for own, other in zip(a, b, strict=True) if own != other for n in own + other)
+    replicated = frozenset(n for own, other in zip(a, b, strict=True) if own != other for n in own + other)
     flops = prod(source.shape) * prod(window_dimensions)
-    return Rule((b, a), (a,), halo=halo, local=frozenset(halo), whole=whole, flops=flops)
+    return Rule((b, a), (a,), halo=halo, shard_local=frozenset(halo), replicated=replicated, flops=flops)
 
 
 @rule("select_and_scatter", traits=Traits(zeros_after=0))
 def _(x, source, init, *, out, window_dimensions, **params):
     a, halo = slid(1, x, window_dimensions, **params)
     b = tuple((f"y{n}",) if n in halo else (n,) for (n,) in a)
-    whole = frozenset(n for own, other in zip(a, b, strict=True) if own != other for n in own + other)
-    return Rule((a, b, ()), (a,), whole=whole, flops=prod(source.shape) * prod(window_dimensions))
+    replicated = frozenset(n for own, other in zip(a, b, strict=True) if own != other for n in own + other)
+    return Rule((a, b, ()), (a,), replicated=replicated, flops=prod(source.shape) * prod(window_dimensions))

@@ -25,8 +25,8 @@ from shardplan.emit import shard_local as local
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder
-from shardplan.strategies.enumerate import PARTIAL, Choices, enumerate_choices
-from shardplan.strategies.rule import Rule, letter_sizes
+from shardplan.strategies.enumerate import PARTIAL, OpStrategies, enumerate_strategies
+from shardplan.strategies.rule import Rule, factor_sizes
 from shardplan.strategies.rules import rule_for
 from shardplan.xla.compiler.compile import lower_for
 from shardplan.xla.compiler.targets import Target
@@ -69,19 +69,19 @@ def programs(eqn, target: Target) -> Iterator[OneOpProgram]:
         return
     ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
     rule, _ = rule_for(eqn.primitive.name, ins, outs, eqn.params, strict=True)
-    sizes = letter_sizes(rule, tuple(x.shape for x in ins), tuple(x.shape for x in outs))
+    sizes = factor_sizes(rule, tuple(x.shape for x in ins), tuple(x.shape for x in outs))
     cluster, done = Cluster.preset(target.gpu.key), set()
     for k in (k for k in range(target.n_devices, 1, -1) if target.n_devices % k == 0):
         mesh = MeshShape((AXIS,), (k,))
-        op = _Op(rule, ins, outs, enumerate_choices(rule, sizes, mesh), Resharder(mesh, cluster), k)
-        for s, (letter,) in enumerate(op.choices.letters):
+        op = _Op(rule, ins, outs, enumerate_strategies(rule, sizes, mesh), Resharder(mesh, cluster), k)
+        for s, (letter,) in enumerate(op.choices.factors):
             if letter is not None and letter not in done:
                 done.add(letter)
                 yield from op.split(s, letter)
-        for d, letters in enumerate(rule.operands[0] if ins else ()):
-            if letters and letters[0] in rule.whole - done and ins[0].shape[d] % k == 0:
-                done.add(letters[0])
-                yield op.whole(d, letters[0])
+        for d, factors in enumerate(rule.operands[0] if ins else ()):
+            if factors and factors[0] in rule.replicated - done and ins[0].shape[d] % k == 0:
+                done.add(factors[0])
+                yield op.whole(d, factors[0])
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Op:
     rule: Rule
     ins: list
     outs: list
-    choices: Choices
+    choices: OpStrategies
     resharder: Resharder
     k: int
 
@@ -121,7 +121,7 @@ class _Op:
         """Dim d, which the rule keeps whole, split wherever it stands: the cheapest strategy has the reshards it takes."""
 
         def cut(x, dims) -> Layout:
-            same = len(dims) == len(self.rule.operands[0]) and set(dims[d]) & self.rule.whole and x.shape[d] % self.k == 0
+            same = len(dims) == len(self.rule.operands[0]) and set(dims[d]) & self.rule.replicated and x.shape[d] % self.k == 0
             return Layout(tuple((AXIS,) if same and i == d else () for i in range(len(dims))))
 
         operands = tuple(map(cut, self.ins, self.rule.operands))
@@ -132,7 +132,7 @@ class _Op:
             after = [self.way(x, of[s], a) for x, a, of in zip(self.outs, results, self.choices.results, strict=True)]
             return [c for found in (*before, *after) for c in found]
 
-        ways = [reshards(s) for s, letters in enumerate(self.choices.letters) if letters != (PARTIAL,)]
+        ways = [reshards(s) for s, factors in enumerate(self.choices.factors) if factors != (PARTIAL,)]
         planned = min(ways, key=lambda found: sum(wire_bytes(kind, n, self.k) for kind, n in found))
         return OneOpProgram(f"whole {letter}:{self.k}", self.k, operands, (None,) * len(self.outs), results, tuple(planned))
 
