@@ -82,10 +82,10 @@ def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
                     try:
                         got = one_strategy(eqn, operands, layouts, mesh)
                     except Exception as error:
-                        return "failed", f"{eqn}\npartitioned as {letters}: {jax_harness.first_line(error)}"
+                        return "failed", f"{eqn}\npartitioned as {factors}: {jax_harness.first_line(error)}"
                     for x, y in zip(got, want, strict=True):
                         if (why := testing.difference(x, y)) is not None:
-                            return "failed", f"{eqn}\npartitioned as {letters}: {why}"
+                            return "failed", f"{eqn}\npartitioned as {factors}: {why}"
     except Exception as error:
         return "skipped", jax_harness.first_line(error)
     return split, ""
