@@ -32,12 +32,12 @@ import quality  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
-from shardplan.costs.network import build  # noqa: E402
+from shardplan.costs.network import build_network  # noqa: E402
 from shardplan.ilp import Problem, Solution  # noqa: E402
+from shardplan.ilp.min_memory import min_average_memory  # noqa: E402
 from shardplan.ilp.solver import solve  # noqa: E402
 from shardplan.ilp.solver.presolve.presolve import Presolved, presolve  # noqa: E402
 from shardplan.mesh import Resharder  # noqa: E402
-from shardplan.pipeline import leanest  # noqa: E402
 from shardplan.propagation import propagate  # noqa: E402
 
 EXAMPLES = ("digits_cnn", "dlrm", "face_softmax", "gpt", "hybrid_mlp", "llama", "moe")
@@ -64,10 +64,10 @@ def problems(model: str, mesh: str) -> Iterator[tuple[str, Problem]]:
     resharder = Resharder(found.space.mesh, found.space.cluster)
 
     def problem(limit: float | None) -> Problem:
-        return build(found.space, resharder, limit, waiting=found.beside).problem
+        return build_network(found.space, resharder, limit, background_price=found.exposed_fraction).problem
 
     told = problem(plan.memory().peak)
-    least = told.peak(leanest(told))
+    least = told.peak(min_average_memory(told))
     for budget in BUDGETS:
         yield str(budget), problem(None if budget == "free" else budget * least)
 

@@ -25,12 +25,12 @@ import jax  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
-from shardplan.costs.network import build  # noqa: E402
+from shardplan.costs.network import build_network  # noqa: E402
+from shardplan.costs.pins import allowed_strategies  # noqa: E402
 from shardplan.costs.tables import PS  # noqa: E402
 from shardplan.ilp.slope_scaling import repriced  # noqa: E402
 from shardplan.ilp.solver import solve  # noqa: E402
 from shardplan.mesh.reshard import Resharder  # noqa: E402
-from shardplan.pipeline import allowed_strategies  # noqa: E402
 
 MODELS = {name: (lambda name=name: zoo.example(name)) for name in ("gpt", "moe", "digits_cnn", "dlrm", "hybrid_mlp")} | {
     name: zoo.QUALITY[name] for name in ("gpt2", "resnet-50", "unet", "vit-l", "lstm", "mamba")
@@ -57,12 +57,12 @@ def pays(planned, states) -> float | None:
     space, options = planned.space, planned.options
     allowed, resharder = allowed_strategies(space, options=options), Resharder(space.mesh, space.cluster)
 
-    def network(waiting, crowds):
-        return build(space, resharder, options.memory, allowed, waiting=waiting, crowds=crowds)
+    def network(background_price, combined):
+        return build_network(space, resharder, options.memory, allowed, background_price=background_price, combined=combined)
 
     found = repriced(network, planned.network, states)
     fits = options.memory is None or found.problem.peak(states) <= options.memory
-    return found.parts(states).total(planned.beside) if fits else None
+    return found.step_seconds(states).total(planned.exposed_fraction) if fits else None
 
 
 def main(argv=None) -> None:

@@ -100,7 +100,7 @@ def is_split(planned) -> bool:
     """Whether a mesh axis stands on a letter of some op that is no border of the program."""
     space = planned.space
     return any(
-        any(space.choices[i].factors[s])
+        any(space.strategies[i].factors[s])
         for i, (op, s) in enumerate(zip(space.graph.ops, planned.strategies, strict=True))
         if op.primitive not in BORDER
     )

@@ -26,15 +26,18 @@ import jax
 import numpy as np
 
 from shardplan import _jax
-from shardplan import pipeline as planner
-from shardplan.costs.network import Charges
+from shardplan.costs.charges import Charges
+from shardplan.costs.options import Options
+from shardplan.costs.pins import pin_dims
 from shardplan.emit.emit import emit
 from shardplan.errors import ShardingError, ShardingWarning
+from shardplan.ir.traced import Traced
 from shardplan.mesh.cluster import Cluster, resolve
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.pipeline import Options, Traced, make_plan, pin_dims
+from shardplan.pipeline import make_plan
 from shardplan.plan.data import SEARCHES, Plan
 from shardplan.plan.describe import describe
+from shardplan.plan.planned import Planned
 from shardplan.plan.reuse import matching_pins, saved_decisions
 
 if TYPE_CHECKING:
@@ -267,7 +270,7 @@ class _Context:
     in_dtypes: Mapping[str, Any]
     replan: Callable[..., Plan]
     program: Callable[[Plan], tuple[Callable, tuple]]
-    planned: planner.Planned | None = None
+    planned: Planned | None = None
     verified: Verified | None = None
 
 
@@ -439,7 +442,7 @@ class Auto:
             asked = replace(settings, pins={**settings.pins, **pins}, search=search or settings.search, plan=None, verify=None)
             return self._make(dynamic, keywords, static, asked).plan
 
-        def context(decisions, planned: planner.Planned | None = None) -> _Context:
+        def context(decisions, planned: Planned | None = None) -> _Context:
             def program(plan: Plan) -> tuple[Callable, tuple]:
                 args, keywords = jax.tree.unflatten(step.in_tree, step.in_leaves)
                 return step.jitted(decisions, plan)[0], (*args, keywords) if step.has_keywords else args
@@ -522,7 +525,7 @@ class _Step:
 
         return Options(
             settings.budget, settings.search, settings.time_limit, in_pins, out_pins, pins, Progress(),
-            thrift=thrift, overlap=settings.overlap, constraints=settings.user_shardings,
+            memory_saving=thrift, overlap=settings.overlap, constraints=settings.user_shardings,
         )  # fmt: skip
 
     def _args_tree(self):

@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from shardplan.costs.network import Charges
+from shardplan.costs.charges import Charges
 from shardplan.errors import ShardingError
 from shardplan.ir.graph import BORDER, Source
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import seconds as planned_s
-from shardplan.pipeline import Planned
 from shardplan.plan.data import Plan
 from shardplan.plan.describe import fetches
+from shardplan.plan.planned import Planned
 from shardplan.xla.hlo.collectives import human_bytes
 from shardplan.xla.report.compare import CollectiveFinding, EmittedTensor, ExpectedCollective
 from shardplan.xla.report.plan_report import PlanReport, check_plan
@@ -203,7 +203,7 @@ def _paid(planned: Planned, finding: CollectiveFinding, extra_s: float) -> Charg
             axes = {a for s in steps if s.kind != "slice" for a in s.axes}
             other = any((s.kind, s.bytes) in missed for s in steps)
             if other and axes >= set(finding.axes) and _is_at(at, finding.source):
-                key = reader, operand, planned.made(*graph.values[v].producer), planned.taken(reader, operand)
+                key = reader, operand, planned.result_layout(*graph.values[v].producer), planned.operand_layout(reader, operand)
                 moves[key] = moves.get(key, 0.0) + graph.ops[reader].reads * sum(s.seconds for s in steps)
     if finding.planned and moves:
         return Charges({}, {key: extra_s * s / sum(moves.values()) for key, s in moves.items()})
@@ -251,4 +251,4 @@ def _planned(plan: Plan) -> Planned:
 
 
 def _same(a: Plan, b: Plan) -> bool:
-    return _planned(a).strategies == _planned(b).strategies and _planned(a).kept == _planned(b).kept
+    return _planned(a).strategies == _planned(b).strategies and _planned(a).retained == _planned(b).retained

@@ -9,7 +9,7 @@ from clusters import H100
 from jax import lax
 
 import shardplan
-from shardplan.costs.space import make_space
+from shardplan.costs.space import make_strategy_space
 from shardplan.ir.parse import parse
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import available
@@ -24,7 +24,7 @@ needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip insta
 
 def whole(fun, *args, cluster=BYTES) -> float:
     """Seconds of a step that is not split."""
-    space = make_space(parse(jax.make_jaxpr(fun)(*args)), MeshShape(("x",), (1,)), cluster)
+    space = make_strategy_space(parse(jax.make_jaxpr(fun)(*args)), MeshShape(("x",), (1,)), cluster)
     return sum(op.runs * s[0] for op, s in zip(space.graph.ops, space.seconds, strict=True))
 
 
@@ -134,7 +134,7 @@ def test_no_kernel_takes_less_than_the_least_time(steps):
         return x
 
     assert whole(chain, small, cluster=H100) == pytest.approx((steps + 1) * H100.device.kernel_latency_s, rel=0.05)
-    split = make_space(parse(jax.make_jaxpr(chain)(small)), MeshShape(("x",), (8,)), H100)
+    split = make_strategy_space(parse(jax.make_jaxpr(chain)(small)), MeshShape(("x",), (8,)), H100)
     least = sum(op.runs * s.min() for op, s in zip(split.graph.ops, split.seconds, strict=True))
     assert least > 0.9 * whole(chain, small, cluster=H100)  # eight devices are no faster
 

@@ -104,7 +104,7 @@ def test_what_the_carry_starts_from_is_counted_once(split):
     step = shardplan.auto(mesh, cluster="h100", pins={"w": split, "batch": P(None, "data")})(more)
     found = step.plan(w, batch).context.planned
     carry = next(i for i, op in enumerate(found.graph.ops) if op.primitive == "loop_carry" and op.outs[0].shape == w.shape)
-    assert found.made(carry).partial == (("data", "sum"),)
+    assert found.result_layout(carry).partial == (("data", "sum"),)
     assert jnp.allclose(step(w, batch), more(w, batch), rtol=1e-3, atol=1e-2)
 
 

@@ -17,7 +17,7 @@ import nets
 import zoo
 
 import shardplan
-from shardplan.costs.network import build
+from shardplan.costs.network import build_network
 from shardplan.ir.parse import parse
 from shardplan.xla import available
 from shardplan.xla_model.copies import with_copies
@@ -306,7 +306,7 @@ def test_xla_holds_what_gradients_that_are_merged_are_computed_from():
     pins = {"params/**": P("data"), "x": P("data")}
     planned = shardplan.auto(AbstractMesh((8,), ("data",)), cluster="h100", donate_argnums=0, pins=pins)(relu_step)
     report = planned.check(params, batch, target="h100:8")
-    scattered = [len(c.parts) for c in report.compiled.collectives if c.kind == "reduce-scatter"]
+    scattered = [len(c.step_seconds) for c in report.compiled.collectives if c.kind == "reduce-scatter"]
     assert scattered == [8] and report.memory_ratio == pytest.approx(1, abs=0.2)
 
 
@@ -399,7 +399,7 @@ def test_the_norm_of_gradients_that_are_split_alike_is_summed_once():
 def test_xla_sums_that_norm_once_and_scatters_small_gradients_together():
     step, args = planned_norm({"params/**": P(("node", "gpu"))})
     report = step.check(*args, target="h100:8x8")
-    kinds = [(c.kind, len(c.parts)) for c in report.compiled.collectives]
+    kinds = [(c.kind, len(c.step_seconds)) for c in report.compiled.collectives]
     assert kinds.count(("all-reduce", 1)) == 1 and [n for kind, n in kinds if kind == "reduce-scatter"] == [8]
 
 
@@ -408,11 +408,13 @@ def test_what_a_plan_moves_together_settles_its_prices():
     step, args = planned_norm({})
     plan = step.plan(*args)
     found = plan.context.planned
-    moved = found.network.moved(found.solution.states)
+    moved = found.network.combined_collectives(found.solution.states)
     kinds = Counter(crowd for (crowd, _), _ in moved)
     assert plan.status == "optimal" and max(kinds.values()) <= 2
-    again = build(found.space, found.network.resharders[0], None, waiting=found.network.waiting, crowds=moved)
-    assert again.parts(found.solution.states).total(found.beside) == pytest.approx(found.solution.objective, rel=0.02)
+    again = build_network(
+        found.space, found.network.resharders[0], None, background_price=found.network.background_price, combined=moved
+    )
+    assert again.step_seconds(found.solution.states).total(found.exposed_fraction) == pytest.approx(found.solution.objective, rel=0.02)
 
 
 def test_gradients_are_all_summed_where_scattering_pays_one_latency_more():
@@ -422,7 +424,7 @@ def test_gradients_are_all_summed_where_scattering_pays_one_latency_more():
     found = plan.context.planned
     large = {place.group for v, place in zip(found.graph.values, found.space.collective_sites, strict=True)
              if place.collective_class == "gradient" and v.dtype == BF16 and found.graph.ops[v.producer[0]].loop >= 0}  # fmt: skip
-    ways = [way for (crowd, way), _ in found.network.moved(found.solution.states) if crowd in large]
+    ways = [way for (crowd, way), _ in found.network.combined_collectives(found.solution.states) if crowd in large]
     assert ways == [("all-reduce", ("node", "gpu"))]
 
 

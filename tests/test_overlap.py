@@ -10,8 +10,9 @@ import pytest
 from models import relu_loss
 
 import shardplan
+from shardplan.costs.step_seconds import StepSeconds
 from shardplan.ilp import Edge, Problem
-from shardplan.ilp.overlap_price import Seconds, cheapest
+from shardplan.ilp.overlap_price import cheapest
 from shardplan.ilp.solver import solve
 from shardplan.xla import available
 from shardplan.xla.compiler.compile import compile_lowered, lower_for
@@ -98,7 +99,7 @@ class Toy:
 
     def __init__(self, rng, waiting):
         n, k = 6, 3
-        self.room = float(1e3 * rng.integers(1, 60))
+        self.overlap_capacity = float(1e3 * rng.integers(1, 60))
         costs = [1e3 * rng.integers(0, 30, k) for _ in range(n)]
         pairs = list(itertools.combinations(range(n), 2))[::2]
         tables = [1e3 * rng.integers(0, 40, (k, k)) for _ in pairs]
@@ -108,10 +109,10 @@ class Toy:
         self.problem = Problem(tuple(costs), tuple(Edge(i, j, t) for (i, j), t in zip(pairs, paid, strict=True)))
         self.half = half
 
-    def parts(self, states):
+    def step_seconds(self, states):
         edges = [float(e.cost[states[e.i], states[e.j]]) for e in self.full.edges]
         compute = sum(float(c[s]) for c, s in zip(self.full.costs, states, strict=True))
-        return Seconds(compute, sum(edges[: self.half]), sum(edges[self.half :]), self.room)
+        return StepSeconds(compute, sum(edges[: self.half]), sum(edges[self.half :]), self.overlap_capacity)
 
 
 @pytest.mark.parametrize("beside", [0.0, 0.5, 1.0])
@@ -119,9 +120,9 @@ def test_bound_is_below_every_plan_and_the_answer_near_the_best(beside):
     gaps = []
     for seed in range(12):
         network, found = cheapest(lambda w: Toy(np.random.default_rng(seed), w), lambda n: solve(n.problem), beside)  # noqa: B023
-        every = [network.parts(s).total(beside) for s in itertools.product(range(3), repeat=6)]
+        every = [network.step_seconds(s).total(beside) for s in itertools.product(range(3), repeat=6)]
         assert found.bound - len(network.problem.edges) <= min(every) <= found.objective + 1e-6
-        assert found.objective == pytest.approx(network.parts(found.states).total(beside))
+        assert found.objective == pytest.approx(network.step_seconds(found.states).total(beside))
         assert found.status != "optimal" or found.objective == pytest.approx(min(every))
         gaps.append(found.objective / min(every) - 1)
     assert np.mean(gaps) < 0.02
@@ -129,6 +130,6 @@ def test_bound_is_below_every_plan_and_the_answer_near_the_best(beside):
 
 def test_a_single_price_is_one_search():
     asked = []
-    network = SimpleNamespace(parts=lambda s: Seconds(5.0, 1.0, 100.0, 5.0))
+    network = SimpleNamespace(step_seconds=lambda s: StepSeconds(5.0, 1.0, 100.0, 5.0))
     cheapest(lambda w: asked.append(w) or network, lambda n: solve(Problem((np.array([0.0]),))), 1.0)
     assert asked == [1.0]

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from models import MODELS, relu_step
 
 import shardplan
-from shardplan.costs.network import build
+from shardplan.costs.network import build_network
+from shardplan.costs.pins import matches
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import presolve
-from shardplan.pipeline import matches
 from shardplan.propagation import propagate
 
 MESH = ((2, 4), ("data", "model"))
@@ -95,7 +95,7 @@ def test_a_time_limit_of_nothing_falls_back_to_an_answer():
 @pytest.mark.parametrize("name", ["digits_cnn", "dlrm"])
 def test_when_the_time_is_over_a_plan_that_fits_is_taken_and_no_other_looked_for(name, monkeypatch):
     made = []
-    monkeypatch.setattr("shardplan.pipeline.build", lambda *a, **kw: made.append(a) or build(*a, **kw))
+    monkeypatch.setattr("shardplan.pipeline.build_network", lambda *a, **kw: made.append(a) or build_network(*a, **kw))
     limit = 0.6 * planned(name)[0].memory().peak
     made.clear()
     whole, _ = planned(name, memory=limit)

@@ -133,7 +133,7 @@ def test_what_is_moved_along_a_split_dim_is_fetched_from_the_shards_that_hold_it
     found = planned.plan(x).context.planned
     split = {
         op.primitive
-        for op, s, choices, rule in zip(found.graph.ops, found.strategies, found.space.choices, found.space.rules, strict=True)
+        for op, s, choices, rule in zip(found.graph.ops, found.strategies, found.space.strategies, found.space.rules, strict=True)
         if rule.shard_local and set(choices.factors[s]) & set(rule.halo)
     }
     assert split >= {"slice", "pad", "rev", "concatenate", "select_and_scatter_add"}

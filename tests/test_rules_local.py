@@ -55,7 +55,7 @@ def test_runs_on_shards_and_moves_nothing(case, kind):
         assert difference(got, want) is None
     planned = step.plan(*args).context.planned
     at = next(i for i, op in enumerate(planned.graph.ops) if op.primitive in ALWAYS)
-    assert any(planned.space.choices[at].options[planned.strategies[at]]), "the case is not split"
+    assert any(planned.space.strategies[at].factors[planned.strategies[at]]), "the case is not split"
     assert collectives(step.compile(*args).as_text()) == ()
 
 

@@ -18,7 +18,7 @@ from shardplan.xla_model.coupled_state import CoupledState
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class EdgeTemplate:
     """How an array is handed on: one object for all arrays of which the planner sees no difference.
 
     Attributes:
@@ -60,7 +60,7 @@ def ways(
     choices: Sequence[OpStrategies],
     besides: Sequence[CoupledState | None],
     accumulated_sums: Mapping[int, int],
-) -> Iterator[tuple[int, int, int, int, Way]]:
+) -> Iterator[tuple[int, int, int, int, EdgeTemplate]]:
     """(op that makes an array, op that takes it, as which operand, value, way) of every operand, in program order.
 
     Args:
@@ -68,7 +68,7 @@ def ways(
         besides: per value, `Way.beside`.
         added_up: value that a loop made by adding up -> the value in the loop that it is the sum of.
     """
-    known: dict[tuple, Way] = {}
+    known: dict[tuple, EdgeTemplate] = {}
     fits: dict[tuple[int, int], bool] = {}
     partial: dict[int, bool] = {}
 
@@ -115,7 +115,7 @@ def ways(
                 "keeps": j in graph.earlier,
             }
             if (key := (id(made), id(taken), *facts.values())) not in known:
-                known[key] = Way(made, taken, **facts)
+                known[key] = EdgeTemplate(made, taken, **facts)
             yield i, j, k, v, known[key]
 
 

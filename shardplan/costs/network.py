@@ -25,9 +25,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.costs.space import Space
-from shardplan.costs.tables import PS, Crowds, Tables
-from shardplan.ilp.overlap_price import Seconds
+from shardplan.costs.charges import Charges
+from shardplan.costs.space import StrategySpace
+from shardplan.costs.step_seconds import StepSeconds
+from shardplan.costs.tables import PS, CombinedGroups, Tables
 from shardplan.ilp.solver.problem import Edge, Problem, Usage, sum_over_intervals
 from shardplan.mesh import collective
 from shardplan.mesh.collective import CollectiveKey
@@ -40,21 +41,8 @@ SMALL = 1e-3
 """Copies smaller than this share of the memory limit are not told apart from their originals."""
 
 
-@dataclass(frozen=True)
-class Charges:
-    """Seconds per step beyond the model's, as seen in a compiled plan.
-
-    Attributes:
-        strategies: by (op, strategy).
-        reshards: by (op, operand, layout it is made in, layout it is taken in).
-    """
-
-    strategies: Mapping[tuple[int, int], float]
-    reshards: Mapping[tuple[int, int, Layout, Layout], float]
-
-
 @dataclass(frozen=True, eq=False)
-class Network:
+class CostNetwork:
     """A problem and how to read its answer.
 
     Attributes:
@@ -68,32 +56,32 @@ class Network:
         unpriced: copies that the problem takes for the originals: small ones, and without a limit all.
     """
 
-    space: Space
+    space: StrategySpace
     problem: Problem
     doubled: frozenset[int]
     unpriced: tuple[Usage, ...]
     resharders: tuple[Resharder, ...]
     background: tuple[tuple[int, np.ndarray], ...]
-    waiting: float
-    crowds: Crowds | None
+    background_price: float
+    combined: CombinedGroups | None
 
-    def parts(self, states) -> Seconds:
+    def step_seconds(self, states) -> StepSeconds:
         """What a step takes under these states, in whole picoseconds but for the background."""
         problem = self.problem
         compute = sum(float(c[s]) for c, s in zip(problem.costs, states, strict=True))
         paid = [float(e.cost[states[e.i], states[e.j]]) for e in problem.edges]
         edges = problem.edges
         behind = sum(float(hidden[states[edges[n].i], states[edges[n].j]]) for n, hidden in self.background)
-        inline = sum(paid) - self.waiting * behind
-        return Seconds(compute, inline, behind, sum(float(c.min()) for c in problem.costs))
+        inline = sum(paid) - self.background_price * behind
+        return StepSeconds(compute, inline, behind, sum(float(c.min()) for c in problem.costs))
 
     def strategies(self, states) -> tuple[int, ...]:
         """The strategy number of every op."""
-        return tuple(s % len(c) for s, c in zip(states, self.space.choices, strict=True))
+        return tuple(s % len(c) for s, c in zip(states, self.space.strategies, strict=True))
 
-    def kept(self, states) -> frozenset[int]:
+    def retained(self, states) -> frozenset[int]:
         """Shares that take the copy of an earlier phase."""
-        n = self.space.choices
+        n = self.space.strategies
         return frozenset(j for j in self.space.graph.earlier if states[j] >= len(n[j]) * (1 + (j in self.doubled)))
 
     def path(self, v: int, before: Layout, after: Layout) -> tuple[ReshardStep, ...]:
@@ -103,7 +91,7 @@ class Network:
 
     def reshards(self, j: int, strategies: Sequence[int], kept: Collection[int]) -> Iterator[tuple[int, tuple[ReshardStep, ...]]]:
         """(operand, collectives) that bring op j its operands, in one run; nothing is moved for shares that are `kept`."""
-        values, choices = self.space.graph.values, self.space.choices
+        values, choices = self.space.graph.values, self.space.strategies
         for k, v in enumerate(self.space.graph.ops[j].inputs if j not in kept else ()):
             if v is not None:
                 i, r = values[v].producer
@@ -111,9 +99,9 @@ class Network:
                 if before != after and (steps := self.path(v, before, after)):
                     yield k, steps
 
-    def moved(self, states) -> Crowds:
+    def combined_collectives(self, states) -> CombinedGroups:
         """What these states move together."""
-        graph, strategies, kept = self.space.graph, self.strategies(states), self.kept(states)
+        graph, strategies, kept = self.space.graph, self.strategies(states), self.retained(states)
         moved: dict[tuple[int, CollectiveKey], dict[int, float]] = {}
         for j, op in enumerate(graph.ops):
             for k, steps in self.reshards(j, strategies, kept):
@@ -127,19 +115,19 @@ class Network:
                         moved.setdefault((place.group, (step.kind, step.axes)), {})[place.origin] = size
         return tuple((way, tuple(sorted(sizes.items()))) for way, sizes in sorted(moved.items()))
 
-    def restated(self, other: Network, states) -> tuple[int, ...]:
+    def translate(self, other: CostNetwork, states) -> tuple[int, ...]:
         """The states in which every op does what it does in `states` of another network of the same graph."""
         number: dict[int, dict] = {}
         out = []
-        for found, wide, s in zip(other.space.choices, self.space.choices, states, strict=True):
+        for found, wide, s in zip(other.space.strategies, self.space.strategies, states, strict=True):
             at = number.setdefault(id(wide), {x: n for n, x in enumerate(wide.factors)})
             block, s = divmod(s, len(found))
             out.append(block * len(wide) + at[found.factors[s]])
         return tuple(out)
 
-    def holdings(self, states) -> list[tuple[int, int, int, float]]:
+    def allocations(self, states) -> list[tuple[int, int, int, float]]:
         """(op, lo, hi, bytes) of everything a device has in memory at the times lo <= t < hi."""
-        graph, choices = self.space.graph, self.space.choices
+        graph, choices = self.space.graph, self.space.strategies
         out = [(u.node, u.lo, u.hi, float(u.bytes[states[u.node]])) for u in self.problem.usages]
         chosen = self.strategies(states)
         for u in self.unpriced:
@@ -151,19 +139,19 @@ class Network:
 
     def peak(self, states) -> float:
         """The most bytes that a device has in memory at any time, of everything."""
-        return float(sum_over_intervals((lo, hi, n) for _, lo, hi, n in self.holdings(states)).max(initial=0.0))
+        return float(sum_over_intervals((lo, hi, n) for _, lo, hi, n in self.allocations(states)).max(initial=0.0))
 
 
-def build(
-    space: Space,
+def build_network(
+    space: StrategySpace,
     resharder: Resharder,
     limit: float | None,
     allowed: Mapping[int, np.ndarray] | None = None,
     tie: bool = True,
     charges: Charges | None = None,
-    waiting: float = 1.0,
-    crowds: Crowds | None = None,
-) -> Network:
+    background_price: float = 1.0,
+    combined: CombinedGroups | None = None,
+) -> CostNetwork:
     """The network of a space.
 
     Args:
@@ -176,7 +164,7 @@ def build(
         waiting: what part of the seconds is paid that a reshard spends beside other work.
         crowds: what a plan moves together; None takes all arrays of a queue to be moved alike, however that is.
     """
-    graph, choices = space.graph, space.choices
+    graph, choices = space.graph, space.strategies
     doubled = _doubled(space, limit)
 
     def blocks(i: int) -> int:
@@ -201,9 +189,9 @@ def build(
 
     pinned = frozenset(allowed or ())
     pinned |= {start for start, end in graph.tied if end in pinned}
-    wait = _waits(space, crowds)
+    wait = _waits(space, combined)
     live = _live(space, wait)
-    tables = Tables(space, resharder, doubled, waiting, pinned, wait, crowds)
+    tables = Tables(space, resharder, doubled, background_price, pinned, wait, combined)
     charged: dict[tuple[int, int], list[tuple[Layout, Layout, float]]] = {}
     for (j, k, before, after), extra in (charges.reshards if charges else {}).items():
         charged.setdefault((j, k), []).append((before, after, extra))
@@ -216,7 +204,7 @@ def build(
             background.append((len(edges), hidden))
         edges.append(Edge(i, j, table))
     edges += [Edge(i, j, tables.tied(i, j)) for i, j in graph.tied]
-    edges += [Edge(i, j, tables.kept(i, k, j)) for j, (i, k) in graph.earlier.items()]
+    edges += [Edge(i, j, tables.retained(i, k, j)) for j, (i, k) in graph.earlier.items()]
 
     usages, unpriced = [], []
     for v, interval in enumerate(live):
@@ -240,27 +228,27 @@ def build(
     names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
-    return Network(space, problem, doubled, tuple(unpriced), tables.resharders, tuple(background), waiting, crowds)
+    return CostNetwork(space, problem, doubled, tuple(unpriced), tables.resharders, tuple(background), background_price, combined)
 
 
-def whole_bytes(space: Space) -> float:
+def whole_bytes(space: StrategySpace) -> float:
     """The most bytes that a device would hold at any time if nothing were split, and nothing waited."""
     held = ((*at, value.bytes) for at, value in zip(_live(space), space.graph.values, strict=True) if at is not None)
     return float(sum_over_intervals(held).max(initial=0.0))
 
 
-def _live(space: Space, wait: OverlapWindows | None = None) -> list[Interval | None]:
+def _live(space: StrategySpace, wait: OverlapWindows | None = None) -> list[Interval | None]:
     """When each value is in memory, reshards waiting or not."""
     in_place = [rule.fusion in ("loop", "view") for rule in space.rules]
     return live_intervals(space.graph, space.materialised, in_place, *((wait.deferred_until, wait.prefetch_start) if wait else ()))
 
 
-def _waits(space: Space, crowds: Crowds | None) -> OverlapWindows:
+def _waits(space: StrategySpace, combined: CombinedGroups | None) -> OverlapWindows:
     """How long reshards may take, if a plan moves these arrays together."""
     line = {place.group for place in space.collective_sites if place.collective_class == "blocking"}
     moved: dict[int, list[tuple[CollectiveKey, float]]] = {}
     awaited: dict[int, list[tuple[CollectiveKey, float]]] = {}
-    for (crowd, way), arrays in crowds or ():
+    for (crowd, way), arrays in combined or ():
         for at, size in arrays:
             (awaited if crowd in line else moved).setdefault(at, []).append((way, size))
 
@@ -276,14 +264,14 @@ def _waits(space: Space, crowds: Crowds | None) -> OverlapWindows:
         most = max(size for _, size in steps)
         return tuple((way, size / (most or 1.0)) for way, size in steps), most
 
-    shards = 1 if crowds is None else space.mesh.size(*space.mesh.axes)
+    shards = 1 if combined is None else space.mesh.size(*space.mesh.axes)
     work = _work(space, {at: min(size for _, size in steps) for at, steps in moved.items()})
     scattered = {at for at, steps in moved.items() if any(kind == "reduce-scatter" for (kind, _), _ in steps)}
     ways, lines = ({at: whole(steps) for at, steps in of.items()} for of in (moved, awaited))
     return overlap_windows(space.graph, space.collective_sites, work, ways, takes, shards, scattered, lines)
 
 
-def _work(space: Space, sizes: Mapping[int, float]) -> list[float]:
+def _work(space: StrategySpace, sizes: Mapping[int, float]) -> list[float]:
     """Seconds of every op in one run under its fastest strategy; of what is computed with gradients, as these arrive.
 
     Args:
@@ -302,13 +290,13 @@ def _work(space: Space, sizes: Mapping[int, float]) -> list[float]:
     for i, op in enumerate(graph.ops):
         key = id(space.seconds[i]), part[i] if op.phase == "update" else 0.0
         if key not in least:
-            split = space.choices[i].work >= key[1] * (1 - 1e-9)
+            split = space.strategies[i].work >= key[1] * (1 - 1e-9)
             least[key] = float(space.seconds[i][split].min() if split.any() else space.seconds[i].max())
         out.append(least[key])
     return out
 
 
-def _doubled(space: Space, limit: float | None) -> frozenset[int]:
+def _doubled(space: StrategySpace, limit: float | None) -> frozenset[int]:
     graph = space.graph
     return frozenset(
         i

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from shardplan._jax import itemsize, shard_map_specs
-from shardplan.costs.edge_templates import Way, ways
+from shardplan.costs.edge_templates import EdgeTemplate, ways
 from shardplan.costs.halo_exchange import Exchange, exchanges
 from shardplan.ir.graph import BORDER, Graph, Op, Path
 from shardplan.ir.repeated_layers import repeated_layers
@@ -33,11 +33,11 @@ from shardplan.xla_model.schedule import CollectiveSite, collective_sites
 
 
 @dataclass(frozen=True, eq=False)
-class Space:
+class StrategySpace:
     """The strategies of every op, and what the rooms of `ir/` say of the graph by them.
 
     Attributes:
-        rules, choices: per op.
+        rules, strategies: per op.
         signature: per op, equal numbers for ops that differ in nothing the planner looks at.
         materialised: per value, whether it is ever written to memory.
         seconds: per op, [s] -> seconds of one run on one device.
@@ -48,7 +48,7 @@ class Space:
     mesh: MeshShape
     cluster: Cluster
     rules: tuple[Rule, ...]
-    choices: tuple[OpStrategies, ...]
+    strategies: tuple[OpStrategies, ...]
     signature: tuple[int, ...]
     materialised: tuple[bool, ...]
     seconds: tuple[np.ndarray, ...]
@@ -85,22 +85,22 @@ class Space:
         return coupled_state(self.graph, [rule.fusion == "loop" for rule in self.rules])
 
     @cached_property
-    def ways(self) -> tuple[tuple[int, int, int, int, Way], ...]:
+    def ways(self) -> tuple[tuple[int, int, int, int, EdgeTemplate], ...]:
         """(op that makes an array, op that takes it, as which operand, value, way) of every operand, in program order."""
-        return tuple(ways(self.graph, self.rules, self.choices, self.coupled_state, self.accumulated_sums))
+        return tuple(ways(self.graph, self.rules, self.strategies, self.coupled_state, self.accumulated_sums))
 
 
 SMALL_SUM_BYTES = 1 << 16
 """Sums below this are merged with those as far down the line."""
 
 
-def make_space(
+def make_strategy_space(
     graph: Graph,
     mesh: MeshShape,
     cluster: Cluster,
     within: Mapping[Path, Sequence[str | None]] | None = None,
     others: Sequence[str | None] | None = None,
-) -> Space:
+) -> StrategySpace:
     """Rules, strategies and compute seconds of every op of a step, copies for shared readers put in between.
 
     Ops of one signature share rule and strategies.
@@ -123,7 +123,7 @@ def make_space(
     unknown = dict.fromkeys((op.primitive, str(op.source)) for op, e in zip(graph.ops, entries, strict=True) if not e.known)
     moves = kernel_traffic(graph, rules, written, sums)
     seconds = _seconds(graph, mesh, cluster, rules, choices, signature, moves)
-    return Space(graph, mesh, cluster, rules, choices, signature, written, seconds, tuple(unknown))
+    return StrategySpace(graph, mesh, cluster, rules, choices, signature, written, seconds, tuple(unknown))
 
 
 UNSPLIT = ("int2", "uint2")

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.costs.edge_templates import Way, part_added
-from shardplan.costs.space import Space
+from shardplan.costs.edge_templates import EdgeTemplate, part_added
+from shardplan.costs.space import StrategySpace
 from shardplan.mesh.collective import COMBINE_THRESHOLD_BYTES, UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import COMBINABLE, Resharder
@@ -23,7 +23,7 @@ PS = 1e12
 LEAST_SLACK_S = 1e-6
 """Work shorter than this hides nothing."""
 
-Crowds = tuple[tuple[tuple[int, CollectiveKey], tuple[tuple[int, float], ...]], ...]
+CombinedGroups = tuple[tuple[tuple[int, CollectiveKey], tuple[tuple[int, float], ...]], ...]
 """What a plan moves together: per crowd of places and way, the ops that make the arrays, and bytes of each result on a device."""
 
 
@@ -62,16 +62,22 @@ class Tables:
 
     def __init__(
         self,
-        space: Space,
+        space: StrategySpace,
         resharder: Resharder,
         doubled: frozenset[int],
-        waiting: float,
+        background_price: float,
         pinned: frozenset[int],
         overlap_windows: OverlapWindows,
-        crowds: Crowds | None,
+        combined: CombinedGroups | None,
     ):
-        self.space, self.doubled, self.waiting, self.pinned, self.overlap_windows = space, doubled, waiting, pinned, overlap_windows
-        self.resharders = _resharders(space, resharder, crowds)
+        self.space, self.doubled, self.background_price, self.pinned, self.overlap_windows = (
+            space,
+            doubled,
+            background_price,
+            pinned,
+            overlap_windows,
+        )
+        self.resharders = _resharders(space, resharder, combined)
         self.cache: dict = {}
         self.lists: dict[int, _Layouts] = {}
         self.names: dict = {}
@@ -96,7 +102,7 @@ class Tables:
         summed, scattered = (np.rint(2 ** (round(4 * log2(s * reads * PS)) / 4)) if s > LEAST_SLACK_S else 0.0 for s in each)
         return summed, scattered
 
-    def handed(self, i: int, j: int, k: int, v: int, way: Way) -> Priced:
+    def handed(self, i: int, j: int, k: int, v: int, way: EdgeTemplate) -> Priced:
         """Edge of the array v that op i makes and op j takes as operand k."""
         hides = self.hides(j, k, way.reads)
         copies = i in self.doubled, j in self.doubled
@@ -107,7 +113,9 @@ class Tables:
             self.cache[key] = self._handed(way, resharder, hides, copies, follows)
         return self.cache[key]
 
-    def _handed(self, way: Way, resharder: Resharder, hides: tuple[float, float], copies: tuple[bool, bool], follows: bool) -> Priced:
+    def _handed(
+        self, way: EdgeTemplate, resharder: Resharder, hides: tuple[float, float], copies: tuple[bool, bool], follows: bool
+    ) -> Priced:
         sources, targets = self._distinct(way.made), self._distinct(way.taken)
         asked, equal = (way.shape, way.itemsize, sources.layouts, targets.layouts), sources.equal(targets)
         table = resharder.table(*asked) * (way.reads * PS)
@@ -127,7 +135,7 @@ class Tables:
         if way.both:
             alone = self._axes(sources.layouts, way.both)[:, None] != 0
             table = np.where(alone & self._scattered(sources, targets), np.inf, table)
-        table = np.rint(table - (1 - self.waiting) * sent)
+        table = np.rint(table - (1 - self.background_price) * sent)
         if follows:
             table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)
         if way.summed:
@@ -203,16 +211,16 @@ class Tables:
         number = self.space.mesh.axes.index
         return np.array([sum(1 << number(a) for d in dims for a in x.dims[d]) for x in layouts], np.int64)
 
-    def chosen(self, way: Way, before: Layout, after: Layout, table: np.ndarray) -> np.ndarray:
+    def chosen(self, way: EdgeTemplate, before: Layout, after: Layout, table: np.ndarray) -> np.ndarray:
         """Where in the edge's `table` a reshard from `before` to `after` takes place: 1, elsewhere 0."""
         rows, columns = table.shape[0] // len(way.made), table.shape[1] // len(way.taken)
         place = np.outer(np.tile([x == before for x in way.made], rows), np.tile([x == after for x in way.taken], columns))
         return np.where(place & np.isfinite(table) & (table > 0), 1.0, 0.0)
 
-    def kept(self, i: int, k: int, j: int) -> np.ndarray:
+    def retained(self, i: int, k: int, j: int) -> np.ndarray:
         """Edge of the op that took a copy as its operand k and the share that may keep that copy: where it does, layouts agree."""
         graph, space = self.space.graph, self.space
-        taken, held = space.choices[i].operands[k], space.choices[j].results[0]
+        taken, held = space.strategies[i].operands[k], space.strategies[j].results[0]
         rows, columns = 1 + (i in self.doubled) + (i in graph.earlier), 1 + (j in self.doubled)
         key = ("kept", id(taken), id(held), rows, columns)
         if key not in self.cache:
@@ -222,7 +230,7 @@ class Tables:
 
     def tied(self, i: int, j: int) -> np.ndarray:
         """Edge of two ops that must have one layout: what i makes is what j makes."""
-        a, b = self.space.choices[i].results[0], self.space.choices[j].results[0]
+        a, b = self.space.strategies[i].results[0], self.space.strategies[j].results[0]
         key = ("tied", id(a), id(b), i in self.doubled, j in self.doubled)
         if key not in self.cache:
             self.cache[key] = np.tile(self._where_equal(a, b), (1 + (i in self.doubled), 1 + (j in self.doubled)))
@@ -235,7 +243,7 @@ class Tables:
 
     def held(self, i: int, r: int, v: int) -> np.ndarray:
         """Bytes per device of result r of op i under each strategy."""
-        value, layouts = self.space.graph.values[v], self.space.choices[i].results[r]
+        value, layouts = self.space.graph.values[v], self.space.strategies[i].results[r]
         key = ("held", id(layouts), value.bytes)
         if key not in self.cache:
             found = self._distinct(layouts)
@@ -243,10 +251,10 @@ class Tables:
         return self.cache[key]
 
 
-def _resharders(space: Space, resharder: Resharder, crowds: Crowds | None) -> tuple[Resharder, ...]:
+def _resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGroups | None) -> tuple[Resharder, ...]:
     """Per value, what prices its reshards; the same for the same."""
     known: dict[int, tuple[tuple[CollectiveKey, CombinedCollectives], ...]] = {}
-    for (crowd, way), arrays in crowds or ():
+    for (crowd, way), arrays in combined or ():
         above = sum(n for _, n in arrays) > COMBINE_THRESHOLD_BYTES
         together = CombinedCollectives(len(arrays), COMBINE_THRESHOLD_BYTES if above else inf)
         if len(arrays) > 1:
@@ -255,7 +263,7 @@ def _resharders(space: Space, resharder: Resharder, crowds: Crowds | None) -> tu
     out = []
     for v, (value, place) in enumerate(zip(space.graph.values, space.collective_sites, strict=True)):
         part = part_added(space.graph, space.accumulated_sums, v)
-        crowd = CombinedCollectives(place.group_size) if crowds is None else UNCOMBINED
+        crowd = CombinedCollectives(place.group_size) if combined is None else UNCOMBINED
         key = (value.dtype, part, place.collective_class, crowd, place.group if place.group in known else None)
         if key not in found:
             # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from shardplan.costs.network import Network
-from shardplan.costs.space import Space
+from shardplan.costs.network import CostNetwork
+from shardplan.costs.space import StrategySpace
 from shardplan.emit.emit import BARRIER, EmitDecision
 from shardplan.emit.shard_local.forms import is_local
 from shardplan.ir.graph import BORDER, Graph, Op, Path
@@ -29,7 +29,7 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 """Ops that XLA may shard over a mesh axis that the plan leaves idle."""
 
 
-def decide(network: Network, strategies: Sequence[int], retained: Collection[int]) -> dict[Path, EmitDecision]:
+def decide(network: CostNetwork, strategies: Sequence[int], retained: Collection[int]) -> dict[Path, EmitDecision]:
     """The constraints of a decided program.
 
     Args:
@@ -50,12 +50,12 @@ def decide(network: Network, strategies: Sequence[int], retained: Collection[int
 class _Decided:
     """A cost network with one strategy per op."""
 
-    network: Network
+    network: CostNetwork
     strategies: Sequence[int]
     retained: Collection[int]
 
     @property
-    def space(self) -> Space:
+    def space(self) -> StrategySpace:
         return self.network.space
 
     @property
@@ -73,17 +73,17 @@ class _Decided:
     def layout(self, v: int) -> Layout:
         """The layout that a value is made in."""
         i, r = self.graph.values[v].producer
-        return self.space.choices[i].results[r][self.strategies[i]]
+        return self.space.strategies[i].results[r][self.strategies[i]]
 
     def operand_layout(self, i: int, k: int) -> Layout:
         """The layout that op i reads its operand k in."""
-        return self.space.choices[i].operands[k][self.strategies[i]]
+        return self.space.strategies[i].operands[k][self.strategies[i]]
 
     # ---- one op
 
     def decision(self, i: int) -> EmitDecision:
         op = self.graph.ops[i]
-        local = is_local(op.primitive, self.space.rules[i], self.space.choices[i].factors[self.strategies[i]])
+        local = is_local(op.primitive, self.space.rules[i], self.space.strategies[i].factors[self.strategies[i]])
         copies = tuple(self.copy_number(i, v) for v in op.inputs)
         reads = tuple(self.read(i, k, v, copies[k], local) for k, v in enumerate(op.inputs))
         results = tuple(self.result(i, v, local) for v in op.outputs)
@@ -203,7 +203,7 @@ class _Decided:
         """
         if not self.layout(v).partial or self.graph.ops[i].primitive not in PRODUCTS:
             return False
-        factors = self.space.choices[i].factors[self.strategies[i]]
+        factors = self.space.strategies[i].factors[self.strategies[i]]
         idle = any(n > 1 and factor is None for (_, n), factor in zip(self.space.mesh, factors, strict=True))
         return idle and self.is_only_completed(v)
 

@@ -3,7 +3,7 @@
     seconds = compute + inline + background - hidden,   hidden = (1 - beside) * min(background, room)          (6)
 
 `background` are the collectives that nobody waits for (`schedule.py`), `room` the work that is there under every plan. The min makes
-(6) the larger of two lines in `background`, with slopes `beside` and 1. A network knows one price, so we solve it at the first slope;
+(6) the larger of two lines in `background`, with slopes `exposed_fraction` and 1. A network knows one price, so we solve it at the first slope;
 where that plan has more in the background than there is room, at the second; and where that one has less, in between, at the price
 at which both plans cost the same. The optimum at any price w, less (w - beside) * room, is a lower bound of (6).
 """
@@ -11,44 +11,22 @@ at which both plans cost the same. The optimum at any price w, less (w - beside)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardplan.costs.step_seconds import StepSeconds
 from shardplan.ilp.solver.problem import Solution
 
 if TYPE_CHECKING:
-    from shardplan.costs.network import Network
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """What a step consists of, in any unit of time.
-
-    Attributes:
-        compute: work of the devices.
-        inline: collectives that somebody waits for.
-        background: collectives that may run beside other work.
-        room: work that is there under every plan.
-    """
-
-    compute: float
-    inline: float
-    background: float
-    room: float
-
-    def hidden(self, beside: float) -> float:
-        return (1 - beside) * min(self.background, self.room)
-
-    def total(self, beside: float) -> float:
-        return self.compute + self.inline + self.background - self.hidden(beside)
+    from shardplan.costs.network import CostNetwork
 
 
 def cheapest(
-    make: Callable[[float], Network],
-    search: Callable[[Network], Solution],
-    beside: float,
+    make: Callable[[float], CostNetwork],
+    search: Callable[[CostNetwork], Solution],
+    exposed_fraction: float,
     over: Callable[[], bool] = lambda: False,
-) -> tuple[Network, Solution]:
+) -> tuple[CostNetwork, Solution]:
     """The best plan under (6) with its network; objective and bound are those of (6).
 
     Args:
@@ -58,19 +36,19 @@ def cheapest(
         over: whether to be content with what is found.
     """
 
-    def at(price: float) -> tuple[Network, Solution, Seconds]:
+    def at(price: float) -> tuple[CostNetwork, Solution, StepSeconds]:
         network = make(price)
-        return network, *judged(network, search(network), price, beside)
+        return network, *judged(network, search(network), price, exposed_fraction)
 
-    first = at(beside)
+    first = at(exposed_fraction)
     tried = [first]
-    if first[1].states and first[2].background > first[2].room and beside < 1 and not over():
+    if first[1].states and first[2].background > first[2].overlap_capacity and exposed_fraction < 1 and not over():
         last = at(1.0)
         tried.append(last)
         less = first[2].background - last[2].background
-        if last[1].states and less > 0 and last[2].background < last[2].room and not over():
-            price = (last[2].compute + last[2].inline - first[2].compute - first[2].inline) / less
-            tried.append(at(min(1.0, max(beside, price))))
+        if last[1].states and less > 0 and last[2].background < last[2].overlap_capacity and not over():
+            price = (last[2].compute + last[2].blocking - first[2].compute - first[2].blocking) / less
+            tried.append(at(min(1.0, max(exposed_fraction, price))))
     network, solution, _ = min(tried, key=lambda t: t[1].objective)
     bound = max(t[1].bound for t in tried)
     proven = bound > solution.objective - 1.0  # costs are whole; what is hidden of them may not be
@@ -79,9 +57,13 @@ def cheapest(
     return network, replace(solution, bound=min(bound, solution.objective), status=status)
 
 
-def judged(network: Network, solution: Solution, price: float, beside: float) -> tuple[Solution, Seconds]:
+def judged(network: CostNetwork, solution: Solution, price: float, exposed_fraction: float) -> tuple[Solution, StepSeconds]:
     """An answer found at a price, with the objective and bound of (6), and what its step consists of."""
     if not solution.states:
-        return solution, Seconds(0.0, 0.0, 0.0, 0.0)
-    parts = network.parts(solution.states)
-    return replace(solution, objective=parts.total(beside), bound=max(0.0, solution.bound - (price - beside) * parts.room)), parts
+        return solution, StepSeconds(0.0, 0.0, 0.0, 0.0)
+    parts = network.step_seconds(solution.states)
+    return replace(
+        solution,
+        objective=parts.total(exposed_fraction),
+        bound=max(0.0, solution.bound - (price - exposed_fraction) * parts.overlap_capacity),
+    ), parts

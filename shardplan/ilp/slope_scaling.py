@@ -27,9 +27,9 @@ from shardplan.ilp.overlap_price import cheapest
 from shardplan.ilp.solver.problem import Solution
 
 if TYPE_CHECKING:
-    from shardplan.costs.network import Network
-    from shardplan.costs.space import Space
-    from shardplan.costs.tables import Crowds
+    from shardplan.costs.network import CostNetwork
+    from shardplan.costs.space import StrategySpace
+    from shardplan.costs.tables import CombinedGroups
     from shardplan.xla_model.schedule import CollectiveClass
 
 ROUNDS = 3
@@ -46,13 +46,13 @@ WORSE = 0.1
 
 
 def settled(
-    make: Callable[[float, Crowds | None], Network],
+    make: Callable[[float, CombinedGroups | None], CostNetwork],
     search: Callable[..., Solution],
     apart: Callable[..., Solution] | None,
-    lean: Callable[[Network], tuple[int, ...]],
-    beside: float,
+    lean: Callable[[CostNetwork], tuple[int, ...]],
+    exposed_fraction: float,
     over: Callable[[], bool] = lambda: False,
-) -> tuple[Network, Solution]:
+) -> tuple[CostNetwork, Solution]:
     """The best plan found, with the network of its own prices; the bound is as far below as at the prices it was found at.
 
     What a plan moves together also says how long arrays wait for each other in memory, so a plan may need more than it was found with.
@@ -67,49 +67,49 @@ def settled(
         beside, over: as in `overlap.cheapest`.
     """
 
-    def planned(crowds: Crowds | None, ask: Callable[[Network], Solution]) -> tuple[Network, Solution]:
-        return cheapest(lambda price: make(price, crowds), ask, beside, over)
+    def planned(combined: CombinedGroups | None, ask: Callable[[CostNetwork], Solution]) -> tuple[CostNetwork, Solution]:
+        return cheapest(lambda price: make(price, combined), ask, exposed_fraction, over)
 
     found, solution = best = planned(None, partial(search, before=()))
     optimistic = solution.objective
     least = np.inf, np.inf, True  # bytes over the limit, what is paid, whether layers had to be alike
-    crowds: Crowds | None = ()
+    combined: CombinedGroups | None = ()
 
-    def offer(found: Network, solution: Solution) -> float:
+    def offer(found: CostNetwork, solution: Solution) -> float:
         """Takes a plan if it is better, at its own prices, which it says."""
-        nonlocal best, least, crowds
+        nonlocal best, least, combined
         states = solution.states
         own = repriced(make, found, states)
-        crowds = own.crowds
-        paid = own.parts(states).total(beside)
+        combined = own.combined
+        paid = own.step_seconds(states).total(exposed_fraction)
         over = 0.0 if own.problem.limit is None else max(0.0, own.problem.peak(states) - own.problem.limit)
         if (over, paid, solution.tied) < least:
             least, bound = (over, paid, solution.tied), paid if solution.status == "optimal" else paid * (1 - solution.gap)
             best = own, replace(solution, objective=paid, bound=bound)
         return paid if not over else np.inf
 
-    def better(at: Network) -> Solution:
+    def better(at: CostNetwork) -> Solution:
         """What costs too much at the first price, the least, does so at all."""
-        cut = at.waiting == beside and not least[0]
+        cut = at.background_price == exposed_fraction and not least[0]
         return search(at, before=best[1].states, most=(1 + WORSE) * least[1] if cut else np.inf)
 
     for n in range(ROUNDS):
         if n:
-            found, solution = planned(crowds, partial(search, before=solution.states))
+            found, solution = planned(combined, partial(search, before=solution.states))
         if not solution.states or offer(found, solution) <= (1 + NEAR) * solution.objective or over():
             break
-    sent = least[1] - best[0].parts(best[1].states).compute if best[1].states else 0.0
+    sent = least[1] - best[0].step_seconds(best[1].states).compute if best[1].states else 0.0
     if best[1].states and least[1] - optimistic > min(FAR * optimistic, AWAY * sent):
-        for crowds in takewhile(lambda _: not over(), alike(found.space)):
+        for combined in takewhile(lambda _: not over(), alike(found.space)):
             for _ in range(ROUNDS):
                 before = least
-                found, solution = planned(crowds, better)
+                found, solution = planned(combined, better)
                 if solution.states:
                     offer(found, solution)
                 if not least < before or over():
                     break
     if apart and not over() and best[1].states and best[1].tied:
-        found, solution = planned(best[0].crowds, partial(apart, alike=best[1].states))
+        found, solution = planned(best[0].combined, partial(apart, alike=best[1].states))
         if solution.states:
             offer(found, solution)
     if best[1].states and least[0]:
@@ -117,23 +117,25 @@ def settled(
             if not least[0] or not (states := lean(found)):
                 break
             offer(found, Solution("feasible", states, found.problem.objective(states), 0.0))
-            found = make(found.waiting, crowds)
+            found = make(found.background_price, combined)
         if least[0] or not over():
-            found, solution = planned(crowds, partial(search, before=()))
+            found, solution = planned(combined, partial(search, before=()))
             if solution.states:
                 offer(found, solution)
     return best if not best[1].states or not least[0] else (best[0], Solution("infeasible", (), np.inf, 0.0))
 
 
-def repriced(make: Callable[[float, Crowds | None], Network], found: Network, states: tuple[int, ...]) -> Network:
+def repriced(
+    make: Callable[[float, CombinedGroups | None], CostNetwork], found: CostNetwork, states: tuple[int, ...]
+) -> CostNetwork:
     """The network at the prices of what these states of `found` move together."""
     own = found
     for _ in range(2):  # at other prices the ways are others, too
-        own = make(found.waiting, own.moved(states))
+        own = make(found.background_price, own.combined_collectives(states))
     return own
 
 
-def alike(space: Space) -> Iterator[Crowds]:
+def alike(space: StrategySpace) -> Iterator[CombinedGroups]:
     """What plans move together that treat all gradients alike: scatter them over no axes, the innermost, the two innermost, ..."""
     axes = tuple(axis for axis, n in space.mesh if n > 1)
     arrays: dict[tuple[int, CollectiveClass], dict[int, float]] = {}

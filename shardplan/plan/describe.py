@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from shardplan.costs.network import Network
+from shardplan.costs.memory_categories import categories, memory_by_category
+from shardplan.costs.network import CostNetwork
 from shardplan.costs.space import exchanged
 from shardplan.costs.tables import PS
 from shardplan.files import portable, source_line
 from shardplan.ir.graph import BORDER, Op
 from shardplan.mesh.reshard import ReshardStep
-from shardplan.pipeline import Planned, categories, memory_by_category
 from shardplan.plan.data import Leaf, MemoryReport, Plan, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
+from shardplan.plan.planned import Planned
 from shardplan.propagation.conflicts import AGAINST
 from shardplan.strategies.enumerate import PARTIAL
 
@@ -24,8 +25,8 @@ def describe(planned: Planned, context=None) -> Plan:
     """The plan of what was planned; `context` is what `Plan.fix` and the pytree views need."""
     space, graph = planned.space, planned.graph
     kinds = categories(graph)
-    parts = planned.network.parts(planned.solution.states)
-    total = parts.total(planned.beside) / PS
+    parts = planned.network.step_seconds(planned.solution.states)
+    total = parts.total(planned.exposed_fraction) / PS
     return Plan(
         mesh=space.mesh,
         cluster=space.cluster.name,
@@ -34,8 +35,8 @@ def describe(planned: Planned, context=None) -> Plan:
         decisions=tuple(_decisions(planned)),
         seconds={
             "compute": parts.compute / PS,
-            "communication": (parts.inline + parts.background) / PS,
-            "hidden": parts.hidden(planned.beside) / PS,
+            "communication": (parts.blocking + parts.background) / PS,
+            "hidden": parts.hidden(planned.exposed_fraction) / PS,
             "total": total,
             "bound": total * (1 - planned.solution.gap),
         },
@@ -67,7 +68,7 @@ def _lines(planned: Planned):
 def _leaf(planned: Planned, i: int, kind: str) -> Leaf:
     op = planned.graph.ops[i]
     aval = op.outs[0]
-    return Leaf(op.label, tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", "token")), planned.made(i), kind)
+    return Leaf(op.label, tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", "token")), planned.result_layout(i), kind)
 
 
 def _decisions(planned: Planned):
@@ -109,7 +110,7 @@ def _moves(planned: Planned, i: int):
         v = planned.graph.ops[reader].inputs[operand]
         assert v is not None
         value = planned.graph.values[v]
-        before, after = planned.made(*value.producer), planned.taken(reader, operand)
+        before, after = planned.result_layout(*value.producer), planned.operand_layout(reader, operand)
         collectives = tuple(PlannedCollective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in steps)
         made = planned.graph.ops[planned.graph.maker(planned.space.accumulated_sums.get(v, v))].source
         place = f"{portable(made.file)}:{made.line}" if made.file else ""
@@ -117,8 +118,8 @@ def _moves(planned: Planned, i: int):
         pins = between if any(c.kind in AGAINST for c in collectives) else ()
         yield PlannedReshard(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, pins, place)
     op, space = planned.graph.ops[i], planned.space
-    for x in exchanged(op, space.rules[i], space.choices[i], planned.strategies[i], space.mesh, space.cluster):
-        layout, aval = planned.taken(i, x.operand), op.ins[x.operand]
+    for x in exchanged(op, space.rules[i], space.strategies[i], planned.strategies[i], space.mesh, space.cluster):
+        layout, aval = planned.operand_layout(i, x.operand), op.ins[x.operand]
         kind = PlannedCollective(x.kind, x.axes, x.bytes, x.seconds)
         yield PlannedReshard(x.operand, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", layout, layout, (kind,))
 
@@ -134,7 +135,7 @@ def fetches(planned: Planned, i: int) -> Iterator[Fetch]:
 
 
 def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int) -> Iterator[Fetch]:
-    if reader in planned.kept:
+    if reader in planned.retained:
         return
     graph = planned.graph
     value = graph.values[v]
@@ -143,14 +144,14 @@ def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int) -> I
         source = copy.inputs[0]
         assert source is not None
         yield from _fetch(planned, source, value.producer[0], 0, shown)
-    before, after = planned.made(*value.producer), planned.taken(reader, operand)
+    before, after = planned.result_layout(*value.producer), planned.operand_layout(reader, operand)
     steps = planned.network.path(v, before, after)
     if steps:
         yield shown, reader, operand, steps
 
 
 def _strategy(planned: Planned, i: int) -> Mapping[str, str]:
-    chosen = planned.space.choices[i].factors[planned.strategies[i]]
+    chosen = planned.space.strategies[i].factors[planned.strategies[i]]
     mesh = planned.space.mesh
     return {axis: "partial sums" if x == PARTIAL else x for axis, x in zip(mesh.axes, chosen, strict=True) if x is not None}
 
@@ -161,9 +162,9 @@ def _type(op: Op) -> str:
     return f"{op.outs[0].dtype}[{','.join(map(str, op.outs[0].shape))}]"
 
 
-def _memory(network: Network, states) -> MemoryReport:
+def _memory(network: CostNetwork, states) -> MemoryReport:
     graph, limit = network.space.graph, network.problem.limit
-    holdings = network.holdings(states)
+    holdings = network.allocations(states)
     horizon = max((hi for *_, hi, _ in holdings), default=0)
     if not horizon:
         return MemoryReport(0.0, limit, "", {})

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
+from shardplan.costs.options import Options
 from shardplan.emit.emit import EmitDecision
 from shardplan.errors import PlanFileError, ShardingWarning
 from shardplan.ir.graph import Path
 from shardplan.ir.parse import parse
+from shardplan.ir.traced import Traced
 from shardplan.mesh.layout import MeshShape
-from shardplan.pipeline import Options, Traced
 from shardplan.plan.data import Plan
 
 SHOWN = 5

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardplan.costs.network import Network, build
-from shardplan.costs.space import Space, make_space
+from shardplan.costs.network import CostNetwork, build_network
+from shardplan.costs.space import StrategySpace, make_strategy_space
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Solution
@@ -37,22 +37,23 @@ SWEEPS = 3
 WORK = 2.0
 """Work limit of one level."""
 
+
 AxisFactors = Mapping[Path, tuple[str | None, ...]]
-Allowed = Callable[[Space, Sequence[str]], Mapping[int, np.ndarray]]
+Allowed = Callable[[StrategySpace, Sequence[str]], Mapping[int, np.ndarray]]
 
 
 @dataclass(frozen=True, eq=False)
 class _Level:
     """One axis settled: the network it was settled in, and what every op does on every axis."""
 
-    network: Network
+    network: CostNetwork
     solution: Solution
     factors: AxisFactors
 
 
 def recursive(
-    graph: Graph, resharder: Resharder, limit: float | None, allowed: Allowed, waiting: float = 1.0
-) -> tuple[Network, Solution] | None:
+    graph: Graph, resharder: Resharder, limit: float | None, allowed: Allowed, background_price: float = 1.0
+) -> tuple[CostNetwork, Solution] | None:
     """The last axis's network and its answer; None when no direction ends in a plan that fits.
 
     Args:
@@ -60,7 +61,7 @@ def recursive(
         resharder: prices redistribution on the mesh.
         limit: bytes per device, or None.
         allowed: which strategies of pinned ops remain, when only the given axes are settled.
-        waiting: as in `build`.
+        waiting: as in `build_network`.
     """
     mesh = resharder.mesh
     axes = [a for a, n in mesh if n > 1]
@@ -74,15 +75,15 @@ def recursive(
         return {path: opened(axis, found) for path, found in factors.items()}
 
     def settle(axis: str, within: AxisFactors, settled: Sequence[str], budget: float | None) -> _Level | None:
-        space = make_space(graph, mesh, resharder.cluster, within, opened(axis, [None] * len(mesh.axes)))
-        network = build(space, resharder, budget, allowed(space, settled), waiting=waiting)
+        space = make_strategy_space(graph, mesh, resharder.cluster, within, opened(axis, [None] * len(mesh.axes)))
+        network = build_network(space, resharder, budget, allowed(space, settled), background_price=background_price)
         presolved = presolve(network.problem, tie=True)
         hint = propagate(network.problem, presolved)
         solution = solve(network.problem, hint=hint.states or None, work_limit=WORK, presolved=presolved)
         if not solution.states or not np.isfinite(solution.objective):
             return None
         chosen = network.strategies(solution.states)
-        return _Level(network, solution, {op.path: space.choices[i].factors[chosen[i]] for i, op in enumerate(space.graph.ops)})
+        return _Level(network, solution, {op.path: space.strategies[i].factors[chosen[i]] for i, op in enumerate(space.graph.ops)})
 
     def descend(order: Sequence[str], share: float) -> _Level | None:
         level, factors = None, {}

@@ -136,7 +136,7 @@ def planned_flops(plan: Plan) -> float | None:
     space = planned.space
     return float(
         sum(
-            (space.rules[i].flops or 0) * space.choices[i].work[planned.strategies[i]] * op.runs
+            (space.rules[i].flops or 0) * space.strategies[i].work[planned.strategies[i]] * op.runs
             for i, op in enumerate(space.graph.ops)
             if op.primitive in PRODUCTS
         )

@@ -1,0 +1,158 @@
+"""Which strategies pins leave to an op: in_shardings, out_shardings, path patterns, and the program's own constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from shardplan import _jax
+from shardplan.costs.options import Options
+from shardplan.costs.space import StrategySpace
+from shardplan.errors import ShardingError
+from shardplan.files import portable
+from shardplan.ir.graph import Graph, Op
+from shardplan.mesh.layout import MeshShape
+
+FREE = "*"
+"""A dim of a pin that the planner may split as it likes."""
+
+PinDims = tuple[tuple[str, ...] | str, ...]
+"""A pin: per dim its mesh axes, or FREE; dims left out at the end are unsplit."""
+
+
+Pin = tuple[str, PinDims]
+"""Who says so, and what."""
+
+
+def allowed_strategies(space: StrategySpace, settled: Collection[str] | None = None, *, options: Options) -> dict[int, np.ndarray]:
+    """Per pinned op, which of its strategies remain; of its pins only what they say of the `settled` axes, by default all.
+
+    Raises:
+        ShardingError: on a pin that no strategy meets, saying why.
+    """
+    axes = space.mesh.axes if settled is None else tuple(settled)
+    return {i: _allowed(space, i, wanted, axes) for i, wanted in sorted(pins_by_op(space.graph, options).items())}
+
+
+def pins_by_op(graph: Graph, options: Options) -> dict[int, list[Pin]]:
+    """By op, what is asked of its result.
+
+    Raises:
+        ShardingError: on a pin that matches no input.
+    """
+    pins: dict[int, list[Pin]] = {}
+    for ops, by_number in ((graph.args, options.in_pins), (graph.outs, options.out_pins)):
+        for n, dims in (by_number or {}).items():
+            pins.setdefault(ops[n], []).append((f"{'in' if ops is graph.args else 'out'}_shardings", dims))
+    for pattern, dims in (options.pins or {}).items():
+        hits = [i for i in graph.args if matches(graph.ops[i].label, pattern)]
+        if not hits:
+            some = ", ".join(graph.ops[i].label for i in graph.args[:5])
+            raise ShardingError(
+                f"pin {pattern!r} matches no input of the step.\n  inputs: {some}{', ...' if len(graph.args) > 5 else ''}\n"
+                "  ways out: '**' matches any number of path segments, '*' any part of one"
+            )
+        for i in hits:
+            rank = len(graph.ops[i].outs[0].shape)
+            pins.setdefault(i, []).append((f"pin {pattern!r}", pin_dims(dims, max(rank, len(dims)))))
+    for i, op in enumerate(graph.ops):
+        spec = _jax.constraint_spec(op.params) if op.primitive == "sharding_constraint" and options.constraints == "keep" else None
+        if spec is not None:
+            dims = tuple(FREE if e is FREE else e for e in pin_dims(spec, len(op.outs[0].shape)))
+            pins.setdefault(i, []).append(("with_sharding_constraint", dims))
+    return pins
+
+
+def pin_description(op: Op, asked: Sequence[Pin]) -> str:
+    """What is asked of an op's result, in words that are the same wherever the program lies."""
+    label, place = f"{op.label}: " if op.label else "", f"{portable(op.source.file)}:{op.source.line}"
+    return label + ", ".join(f"{_author(op, who, place)} = {pin_text(dims)}" for who, dims in asked)
+
+
+def _author(op: Op, who: str, place: str) -> str:
+    """Who asks for a layout of an op's result: a constraint by its place, which says who it is."""
+    return f"{who} at {place}" if op.primitive == "sharding_constraint" else who
+
+
+def untie_pinned_state(graph: Graph, options: Options) -> Graph:
+    """The graph without the ties of inputs to outputs that are pinned to other layouts: what looks like state is none."""
+    pins = pins_by_op(graph, options)
+
+    def agree(start: int, end: int) -> bool:
+        both = ((x, y) for _, a in pins.get(start, ()) for _, b in pins.get(end, ()) for x, y in zip(a, b, strict=False))
+        return all(x == y or FREE in (x, y) for x, y in both)
+
+    return replace(graph, tied=tuple(pair for pair in graph.tied if agree(*pair)))
+
+
+def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, ...]) -> np.ndarray:
+    op, layouts = space.graph.ops[i], space.strategies[i].results[0]
+    shape = tuple(op.outs[0].shape)
+    what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"
+    mask = np.ones(len(layouts), dtype=bool)
+    wanted = [(_author(op, who, str(op.source)), dims) for who, dims in wanted]
+    for n, (who, dims) in enumerate(wanted):
+        check_pin(f"{who} on {what}", dims, shape, space.mesh)
+        before = mask
+        known = [d if d == FREE else tuple(a for a in d if a in axes) for d in dims]
+        mask = mask & np.array([all(d in (FREE, x) for d, x in zip(known, layout.dims, strict=True)) for layout in layouts])
+        if not mask.any():
+            if n and before.any():
+                others = " and ".join(f"{w} = {pin_text(d)}" for w, d in wanted[: n + 1])
+                raise ShardingError(f"conflicting pins on {what}: {others}.\n  way out: keep one of them")
+            raise ShardingError(
+                f"{who} on {what}: {pin_text(dims)} is no layout the planner can give it on mesh {space.mesh}.\n"
+                f"  way out: axes of one dim in mesh order, each axis once"
+            )
+    return mask
+
+
+def check_pin(who: str, dims: PinDims, shape: tuple[int, ...], mesh: MeshShape) -> None:
+    """Raises ShardingError for a pin of the wrong rank, an axis the mesh lacks, or a dim that does not divide."""
+    text = pin_text(dims)
+    if len(dims) != len(shape):
+        raise ShardingError(f"{who}: {text} has {len(dims)} entries, the array {len(shape)} dims.\n  way out: one entry per dim")
+    seen: set[str] = set()
+    for d, axes in enumerate(dims):
+        if axes == FREE:
+            continue
+        for axis in axes:
+            if axis not in mesh.axes:
+                raise ShardingError(f"{who}: {text} names mesh axis {axis!r}, the mesh has {mesh}.\n  way out: one of {mesh.axes}")
+            if axis in seen:
+                raise ShardingError(f"{who}: {text} uses mesh axis {axis!r} twice.\n  way out: each axis on one dim")
+            seen.add(axis)
+        if shape[d] % mesh.size(*axes):
+            raise ShardingError(
+                f"{who}: {text} splits dim {d} of size {shape[d]} over {mesh.size(*axes)} devices, which does not divide.\n"
+                f"  way out: pad dim {d} to {-(-shape[d] // mesh.size(*axes)) * mesh.size(*axes)}, or leave it unsplit"
+            )
+
+
+def pin_dims(spec, rank: int) -> PinDims:
+    """Entries of a PartitionSpec as a pin; a spec shorter than the rank leaves the last dims unsplit, as in JAX."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return tuple(FREE if e is _jax.UNCONSTRAINED else () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+
+
+def pin_text(dims: PinDims) -> str:
+    def one(d):
+        return "*" if d == FREE else "None" if not d else repr(d[0]) if len(d) == 1 else repr(tuple(d))
+
+    return f"P({', '.join(map(one, dims))})"
+
+
+def matches(label: str, pattern: str) -> bool:
+    """Whether a path ends in what `pattern` describes: '**' any segments, '*' and '?' inside one segment."""
+
+    def match(path: list[str], want: list[str]) -> bool:
+        if not want:
+            return not path
+        if want[0] == "**":
+            return any(match(path[n:], want[1:]) for n in range(len(path) + 1))
+        return bool(path) and fnmatchcase(path[0], want[0]) and match(path[1:], want[1:])
+
+    return match(label.split("/"), ["**", *pattern.strip("/").split("/")])

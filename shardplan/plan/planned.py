@@ -1,0 +1,81 @@
+"""What planning found, with everything it was found from; `describe` turns it into a `Plan`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardplan.costs.network import CostNetwork
+from shardplan.costs.options import Options
+from shardplan.costs.pins import pin_description, pins_by_op
+from shardplan.costs.space import StrategySpace
+from shardplan.emit.emit import EmitDecision
+from shardplan.ilp.solver.problem import Solution
+from shardplan.ir.graph import Graph, Path
+from shardplan.ir.traced import Traced
+from shardplan.mesh.layout import Layout
+from shardplan.mesh.reshard import ReshardStep
+from shardplan.propagation import conflicts
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """What planning found, with everything it was found from.
+
+    Attributes:
+        strategies: per op of the graph, the number of its strategy.
+        decisions: by path, what emission applies.
+        beside: what a hidden collective costs, as a part of its seconds; 1 where none is hidden.
+        seconds: planning time by stage.
+    """
+
+    traced: Traced
+    network: CostNetwork
+    solution: Solution
+    strategies: tuple[int, ...]
+    decisions: Mapping[Path, EmitDecision]
+    options: Options
+    exposed_fraction: float
+    seconds: Mapping[str, float]
+
+    @property
+    def space(self) -> StrategySpace:
+        return self.network.space
+
+    @property
+    def graph(self) -> Graph:
+        return self.space.graph
+
+    def result_layout(self, i: int, r: int = 0) -> Layout:
+        """Layout in which op i makes its result r."""
+        return self.space.strategies[i].results[r][self.strategies[i]]
+
+    def operand_layout(self, i: int, k: int) -> Layout:
+        """Layout in which op i takes its operand k."""
+        return self.space.strategies[i].operands[k][self.strategies[i]]
+
+    @functools.cached_property
+    def retained(self) -> frozenset[int]:
+        """Shares that take the copy of an earlier phase: they move nothing."""
+        return self.network.retained(self.solution.states)
+
+    def reshards(self, i: int) -> list[tuple[int, tuple[ReshardStep, ...]]]:
+        """(operand, collectives) that bring an op its operands, in one run."""
+        return list(self.network.reshards(i, self.strategies, self.retained))
+
+    @functools.cached_property
+    def conflicts(self) -> Mapping[tuple[int, int], tuple[str, str]]:
+        """(op, operand) -> the two pins between whose regions the operand changes its layout."""
+        graph, pins = self.graph, pins_by_op(self.graph, self.options)
+        if len(pins) < 2:
+            return {}
+        reads = ((i, k, graph.values[v].producer) for i, op in enumerate(graph.ops) for k, v in enumerate(op.inputs) if v is not None)
+        changed = {(i, k) for i, k, made in reads if self.result_layout(*made) != self.operand_layout(i, k)}
+        return conflicts(graph, changed, {i: pin_description(graph.ops[i], asked) for i, asked in pins.items()})
+
+    def in_layouts(self) -> tuple[Layout, ...]:
+        return tuple(self.result_layout(i) for i in self.graph.args)
+
+    def out_layouts(self) -> tuple[Layout, ...]:
+        return tuple(self.result_layout(i) for i in self.graph.outs)
