@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import jax  # noqa: E402
+import measurements  # noqa: E402
 import quality  # noqa: E402
 import zoo  # noqa: E402
 
@@ -61,6 +62,7 @@ CASES = {
     "long": lambda: zoo.nets.long_context(length=1 << 15),
 }
 
+SHOWN = ("collectives", "unplanned", "peak", "live", "products", "compute")
 COLUMNS = ("collectives", "peak", "live", "products", "compute")
 HEAD = (
     f"{'case':<14} {'mesh':<6} {'sent':>9} {'collectives':>11} {'unplanned':>9} {'memory':>8} {'peak':>5} {'live':>5} "
@@ -108,13 +110,14 @@ def main(argv=None) -> None:
     parser.add_argument("--target", default="h100:8")
     parser.add_argument("--clusters", action="store_true", help="models, sizes and clusters of quality.py instead")
     parser.add_argument("--show", action="store_true", help="print each comparison")
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/measurements.md")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
     cases = zoo.QUALITY if options.clusters else CASES
     places = {n: (*MESHES[n], options.target) for n in options.mesh or ("8", "2,4")}
     if options.clusters:
         places = {target.partition(":")[2]: (shape, quality.AXES, target) for target, shape in quality.TARGETS.items()}
-    found = []
+    found, lines = [], []
     print(f"planned over emitted, {', '.join({t: None for *_, t in places.values()})}, jax {jax.__version__}\n{HEAD}", flush=True)
     for name in (n for n in cases if not options.cases or any(n.startswith(c) for c in options.cases)):
         for place, (shape, axes, target) in places.items():
@@ -123,12 +126,17 @@ def main(argv=None) -> None:
             print(row(name, place, measured, time.perf_counter() - start), flush=True)
             if measured:
                 found.append(measured)
+                lines.append((name, place, f"{measured['sent'] / 1e6:.0f}", *(f"{measured[c]:.3f}" for c in SHOWN)))
             if options.show or not measured:
                 print(report, "\n", flush=True)
     print(f"{'median':<14} {len(found):<6} {'':>9} {_median(found, 'collectives'):>11.2f} {_median(found, 'unplanned'):>9.1%} {'':>8} "
           f"{_median(found, 'peak'):>5.2f} {_median(found, 'live'):>5.2f} {_median(found, 'products'):>8.2f} "
           f"{_median(found, 'compute'):>7.2f}")  # fmt: skip
     worst = {c: max((abs(math.log(m[c])) for m in found if m[c] > 0 and math.isfinite(m[c])), default=0.0) for c in COLUMNS}
+    if options.docs:
+        section, flag = ("fidelity-clusters", " --clusters") if options.clusters else ("fidelity", "")
+        text = measurements.table(("model", "mesh", "MB sent", *SHOWN), lines)
+        measurements.write(section, f"python benchmarks/fidelity.py{flag} --docs", text)
     print("largest factor between planned and emitted: " + ", ".join(f"{c} {math.exp(w):.2f}" for c, w in worst.items()))
 
 

@@ -97,7 +97,8 @@ def record(name: str) -> dict:
     cpu_s = time.process_time() - start
     planned = plan.context.planned
     emitted = [
-        [d.op, [[face(x) for x in read] for read in d.operand_layouts], [face(x) for x in d.result_layouts], list(d.copy_numbers)] for d in plan.decisions
+        [d.op, [[face(x) for x in read] for read in d.operand_layouts], [face(x) for x in d.result_layouts], list(d.copy_numbers)]
+        for d in plan.decisions
     ]
     memory = plan.memory()
     return {

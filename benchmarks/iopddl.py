@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import measurements
+
 from shardplan.ilp.solver import iopddl
 
 # letter: (limit in seconds, the contest's best cost)
@@ -63,6 +65,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", help="letters, separated by commas")
     parser.add_argument("--seconds-scale", type=float, default=1.0, help="multiplies every time limit")
     parser.add_argument("--json", type=Path, help="also write the rows there")
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/measurements.md")
     options = parser.parse_args(argv)
     files = sorted(options.folder.glob("*.json*"))
     if options.only:
@@ -89,6 +92,15 @@ def main(argv: list[str]) -> int:
     print(f"sum of {len(scores)} scores: {sum(scores):.3f}   worst: {min(scores, default=0):.4f}")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
+    if options.docs:
+        head = ("instance", "status", "cost", "bound", "gap", "seconds of limit", "process, GB", "contest's best / cost")
+        cells = (
+            (r["instance"], r["status"], r["cost"], f"{r['bound']:.0f}", f"{r['gap']:.2%}", f"{r['seconds']:.1f} of {r['limit_s']:.0f}",
+             f"{r['process_gb']:.1f}", "–" if r["score"] is None else f"{r['score']:.4f}")
+            for r in rows
+        )  # fmt: skip
+        text = f"{measurements.table(head, cells)}\n\nSum of scores: {sum(scores):.3f}."
+        measurements.write("iopddl", f"python benchmarks/iopddl.py FOLDER --seconds-scale {options.seconds_scale:g} --docs", text)
     return 0
 
 

@@ -9,6 +9,7 @@ A section stands between two comments that name it. `write` replaces it, with th
 import datetime
 import re
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,6 +34,11 @@ def write(name: str, command: str, text: str) -> None:
     made = f"`{command}`, {datetime.date.today()}, Python {sys.version.split()[0]}, jax {version('jax')}, OR-Tools {version('ortools')}"
     body = f"<!-- begin {name} -->\n{made}\n\n{text.strip()}\n\n<!-- end {name} -->"
     PAGE.write_text(SECTION.sub(lambda m: body if m["name"] == name else m[0], page))
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple]) -> str:
+    """A markdown table."""
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ("---",) * len(head), *rows))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import measurements
+
 STAGES = ("graph", "strategies", "network", "propagation", "solve", "decisions")
 CALLS = 400  # of each step, in turns
 
@@ -175,12 +177,22 @@ def said(row: dict) -> str:
     return f"{row['name']:<14}{size}  {row['status']:<9}{row['gap']:>7.2%}{seconds}{row['rss_gb']:>7.2f} GB  {' '.join(missed)}"
 
 
+def page(rows: list[dict]) -> str:
+    """All cases as markdown."""
+    head = ("training step", "mesh", "equations", "tracing, s", "planning, processor s", "status", "planner's peak memory, GB")
+    plans = [row for row in rows if "plan_s" in row]
+    keys = ("name", "mesh", "equations", "trace_s", "cpu_s", "status", "rss_gb")
+    cells = ([f"{row[k]:.1f}" if isinstance(row[k], float) else row[k] for k in keys] for row in plans)
+    return "\n\n".join([measurements.table(head, cells), *(said(row) for row in rows if "overhead_us" in row)])
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*(case.name for case in CASES), "dispatch"]
     parser.add_argument("--only", help=f"names, separated by commas: {', '.join(names)}")
     parser.add_argument("--cluster", default="h100", help="a preset or a cluster file")
     parser.add_argument("--json", type=Path, help="also write the rows there")
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/measurements.md")
     options = parser.parse_args(argv)
     wanted = options.only.split(",") if options.only else names
     if unknown := [name for name in wanted if name not in names]:
@@ -197,6 +209,8 @@ def main(argv: list[str]) -> int:
         print(f"{name}: {row['error']}" if "error" in row else said(row), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
+    if options.docs:
+        measurements.write("planning", "python benchmarks/planning.py --docs", page(rows))
     return 1 if any("error" in row for row in rows) else 0
 
 

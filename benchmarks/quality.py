@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import experts  # noqa: E402
 import jax  # noqa: E402
+import measurements  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
@@ -163,6 +164,7 @@ def main(argv=None) -> None:
     parser.add_argument("--store", type=Path, help="JSON of what was compiled; read and written")
     parser.add_argument("--again", action="append", default=[], help="compile these ways anew though the store has them")
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/measurements.md")
     parser.add_argument("--timeout", type=float, default=600.0)
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
@@ -186,6 +188,9 @@ def main(argv=None) -> None:
     print(summary(shown))
     if options.markdown:
         options.markdown.write_text(markdown(shown))
+    if options.docs:
+        text = f"{markdown(shown)}\n```text\n{summary(shown)}\n```"
+        measurements.write("quality", "python benchmarks/quality.py --docs", text)
 
 
 if __name__ == "__main__":
