@@ -97,7 +97,7 @@ def check(graph: Graph):
             assert reader > at and graph.ops[reader].inputs[operand] == v
     for loop in graph.loops:
         assert 0 <= loop.start <= loop.stop <= len(graph.ops)
-    for a, b in graph.tied:
+    for a, b in graph.same_layout:
         assert graph.ops[a].outs[0].shape == graph.ops[b].outs[0].shape
 
 
@@ -144,7 +144,7 @@ def test_donated_state_is_written_over_once_nobody_reads_it():
         return {"mean": mean, "late": jnp.sin(mean)}, mean @ state["late"]
 
     state = {"mean": X, "late": X}
-    graph = parse(jax.jit(step).trace(state, X).jaxpr, tied=((0, 0), (1, 1)), donated=(0, 1))
+    graph = parse(jax.jit(step).trace(state, X).jaxpr, same_layout=((0, 0), (1, 1)), donated=(0, 1))
     live = live_intervals(graph, [True] * len(graph.values), [op.primitive != "dot_general" for op in graph.ops])
     made = {op.primitive: live[op.outputs[0]] for op in graph.ops if op.outputs}
     assert made["add"] is None and made["sin"] is not None  # the product reads the old "late" after the sine
@@ -203,8 +203,8 @@ def test_a_copy_for_the_backward_pass_is_made_after_what_the_forward_pass_read()
 
     graph = parse(jax.make_jaxpr(jax.grad(loss))(np.zeros((64, 1024), np.float32), np.zeros((128, 64), np.float32)))
     shared = with_copies(graph, [op.primitive not in ("slice", "dot_general") for op in graph.ops], [False] * len(graph.ops))
-    assert any(shared.ops[copy].primitive == "share" for copy in shared.earlier)
-    for copy, (reader, k) in shared.earlier.items():
+    assert any(shared.ops[copy].primitive == "share" for copy in shared.retainable_from)
+    for copy, (reader, k) in shared.retainable_from.items():
         assert reader < copy and shared.ops[reader].inputs[k] == shared.ops[copy].inputs[0]
 
 

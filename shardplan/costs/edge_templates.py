@@ -104,15 +104,15 @@ def ways(
                 "itemsize": value.itemsize,
                 "reads": op.reads,
                 "follows": _follows(graph, rules, i, j) and carries(made, taken),
-                "copied": graph.ops[i].primitive == "share" and not graph.ops[i].params["follows"] and value.bytes > SMALL_BYTES,
+                "copied": graph.ops[i].primitive == "share" and not graph.ops[i].is_follower and value.bytes > SMALL_BYTES,
                 "beside": besides[v] if sums(made) else None,
                 "ordered": ordered,
                 "sliced": value.bytes if rows else 0.0,
                 "summed": part_added(graph, accumulated_sums, v) if v in accumulated_sums else 0.0,
                 "added": added[j],
                 "both": added[i] or (),
-                "kept": i in graph.earlier,
-                "keeps": j in graph.earlier,
+                "kept": i in graph.retainable_from,
+                "keeps": j in graph.retainable_from,
             }
             if (key := (id(made), id(taken), *facts.values())) not in known:
                 known[key] = EdgeTemplate(made, taken, **facts)
@@ -138,7 +138,7 @@ def _follows(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
     ops = graph.ops
     settled = rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER
     if ops[j].primitive == "share":
-        return ops[j].params["follows"] and settled
+        return ops[j].is_follower and settled
     if not rules[j].is_follower or ops[j].primitive in BORDER:
         return False
     alone = ops[i].primitive == "arg" and len(graph.values[ops[i].outputs[0]].consumers) == 1

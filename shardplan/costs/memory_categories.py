@@ -12,7 +12,7 @@ COPIES = ALIASES | {"loop_slice"}
 
 def categories(graph: Graph) -> dict[int, str]:
     """Per op that makes arrays, what they are to a person; "gathered" is what is fetched from inputs for their readers."""
-    state = {a for a, _ in graph.tied}
+    state = {a for a, _ in graph.same_layout}
     out = {}
     for i, op in enumerate(graph.ops):
         if op.primitive == "arg":

@@ -82,7 +82,7 @@ class CostNetwork:
     def retained(self, states) -> frozenset[int]:
         """Shares that take the copy of an earlier phase."""
         n = self.space.strategies
-        return frozenset(j for j in self.space.graph.earlier if states[j] >= len(n[j]) * (1 + (j in self.doubled)))
+        return frozenset(j for j in self.space.graph.retainable_from if states[j] >= len(n[j]) * (1 + (j in self.doubled)))
 
     def path(self, v: int, before: Layout, after: Layout) -> tuple[ReshardStep, ...]:
         """The collectives that bring value v from one layout to another."""
@@ -169,7 +169,7 @@ def build_network(
 
     def blocks(i: int) -> int:
         """How many states each strategy of op i has."""
-        return 1 + (i in doubled) + (i in graph.earlier)
+        return 1 + (i in doubled) + (i in graph.retainable_from)
 
     costs = []
     cache: dict = {}
@@ -188,7 +188,7 @@ def build_network(
         costs[i] = costs[i] + np.where(np.arange(len(costs[i])) % len(choices[i]) == s, np.rint(extra * PS), 0.0)
 
     pinned = frozenset(allowed or ())
-    pinned |= {start for start, end in graph.tied if end in pinned}
+    pinned |= {start for start, end in graph.same_layout if end in pinned}
     wait = _waits(space, combined)
     live = _live(space, wait)
     tables = Tables(space, resharder, doubled, background_price, pinned, wait, combined)
@@ -203,8 +203,8 @@ def build_network(
         if hidden is not None:
             background.append((len(edges), hidden))
         edges.append(Edge(i, j, table))
-    edges += [Edge(i, j, tables.tied(i, j)) for i, j in graph.tied]
-    edges += [Edge(i, j, tables.retained(i, k, j)) for j, (i, k) in graph.earlier.items()]
+    edges += [Edge(i, j, tables.tied(i, j)) for i, j in graph.same_layout]
+    edges += [Edge(i, j, tables.retained(i, k, j)) for j, (i, k) in graph.retainable_from.items()]
 
     usages, unpriced = [], []
     for v, interval in enumerate(live):
@@ -216,15 +216,15 @@ def build_network(
         nothing = [0 * held] * (blocks(i) - 1)
         own = np.tile(held, blocks(i)) if not told else np.concatenate([0 * held, *[held] * len(nothing)]) if nothing else held
         (usages if told else unpriced).append(Usage(i, *interval, own))
-        if i in graph.earlier:
-            at, _ = graph.earlier[i]
+        if i in graph.retainable_from:
+            at, _ = graph.retainable_from[i]
             before = live[graph.ops[at].outputs[0]] if graph.ops[at].primitive == "share" else None
             since = before[1] if before else at + 1
             if since < interval[0]:
                 (usages if told else unpriced).append(Usage(i, since, interval[0], np.concatenate([*nothing, held])))
     ties = space.layers if tie else ()
     if ties:
-        ties = _split_unequal(ties, costs, [(i in doubled, i in graph.earlier) for i in range(len(costs))], graph.tied)
+        ties = _split_unequal(ties, costs, [(i in doubled, i in graph.retainable_from) for i in range(len(costs))], graph.same_layout)
     names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)

@@ -85,7 +85,7 @@ def untie_pinned_state(graph: Graph, options: Options) -> Graph:
         both = ((x, y) for _, a in pins.get(start, ()) for _, b in pins.get(end, ()) for x, y in zip(a, b, strict=False))
         return all(x == y or FREE in (x, y) for x, y in both)
 
-    return replace(graph, tied=tuple(pair for pair in graph.tied if agree(*pair)))
+    return replace(graph, same_layout=tuple(pair for pair in graph.same_layout if agree(*pair)))
 
 
 def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, ...]) -> np.ndarray:

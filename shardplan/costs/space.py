@@ -25,7 +25,7 @@ from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.strategies.enumerate import OpStrategies, enumerate_strategies, given_strategies
 from shardplan.strategies.rule import Rule, factor_sizes, factors
 from shardplan.strategies.rules import rule_for
-from shardplan.xla_model.accumulation import ACCUMULATES, accumulated_operands, accumulated_sums, mark_accumulation
+from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.coupled_state import CoupledState, coupled_state
 from shardplan.xla_model.fusion import KernelTraffic, kernel_traffic, materialised
@@ -172,7 +172,7 @@ class _Table:
         if (ruled := self.rules.get(key)) is None:
             ruled = self.rules[key] = self._ruled(op)
         rule = ruled.rule
-        linear = (rule.linear or ACCUMULATES in op.params) and (handed or rule.accumulator_init)
+        linear = (rule.linear or op.accumulates) and (handed or rule.accumulator_init)
         asked = ruled, linear, within
         if (entry := self.entries.get(asked)) is None:
             given = _given(op, self.mesh)
@@ -213,7 +213,7 @@ def border_rule(op: Op) -> tuple[Rule, bool] | None:
             return Rule((), (a,), replicated=frozenset(x for d in a for x in d)), True
         case "out" | "share" | "loop_const" | "loop_carry" | "loop_next" | "barrier" | "branch_in" | "branch_out":
             a = factors(op.outs[0])
-            begins = ACCUMULATES in op.params and op.primitive == "loop_carry"
+            begins = op.accumulates and op.primitive == "loop_carry"
             return Rule((a,) * len(op.ins), (a,), accumulator_init=begins, fusion="view"), True
         case "branch_index":
             return Rule(((),), ()), True
@@ -231,7 +231,8 @@ def _key(op: Op):
         return tuple(getattr(x, "shape", ())), getattr(x, "dtype", None)
 
     literal = tuple(v is None for v in op.inputs)
-    return op.primitive, _freeze(op.params), tuple(map(aval, op.ins)), tuple(map(aval, op.outs)), literal
+    flags = op.is_follower, op.accumulates
+    return op.primitive, _freeze(op.params), flags, tuple(map(aval, op.ins)), tuple(map(aval, op.outs)), literal
 
 
 def _freeze(params: Mapping):

@@ -221,7 +221,7 @@ class Tables:
         """Edge of the op that took a copy as its operand k and the share that may keep that copy: where it does, layouts agree."""
         graph, space = self.space.graph, self.space
         taken, held = space.strategies[i].operands[k], space.strategies[j].results[0]
-        rows, columns = 1 + (i in self.doubled) + (i in graph.earlier), 1 + (j in self.doubled)
+        rows, columns = 1 + (i in self.doubled) + (i in graph.retainable_from), 1 + (j in self.doubled)
         key = ("kept", id(taken), id(held), rows, columns)
         if key not in self.cache:
             equal = self._where_equal(taken, held)

@@ -165,7 +165,7 @@ class _Decided:
         Regathered copies are numbered: XLA's common subexpression elimination would merge them and keep the first one alive.
         """
         found: dict[int, int] = {}
-        for j, (i, k) in self.graph.earlier.items():
+        for j, (i, k) in self.graph.retainable_from.items():
             v, wanted = self.graph.ops[j].inputs[0], self.layout(self.graph.ops[j].outputs[0])
             assert v is not None
             moved = any(step.kind != "slice" for step in self.network.path(v, self.layout(v), wanted))
@@ -193,7 +193,7 @@ class _Decided:
     def is_spread(self, i: int) -> bool:
         """Whether op i broadcasts a scalar, or hands such a broadcast to a loop: XLA makes it where it is read, in any layout."""
         source = self.graph.ops[i].inputs[0] if self.graph.ops[i].primitive == "loop_const" else None
-        return self.graph.ops[i if source is None else self.graph.maker(source)].spread
+        return self.graph.ops[i if source is None else self.graph.maker(source)].scalar_broadcast
 
     def completed_over_idle_axis(self, i: int, v: int) -> bool:
         """Whether a partial product with an idle mesh axis is only ever completed.

@@ -10,9 +10,9 @@ same list between ops of our own that carry values over the border, so that one 
     loop_slice   xs -> x                one iteration's row of xs
     branch_in    v -> v'                operand of one branch                       branch_out   v, w -> u results of the branches
     barrier      v -> v'                operand of a body that XLA must recompute
-    share        v -> v'                one copy of a value for several readers (see `share.py`)
+    copy         v -> v'                one copy of a value for several readers (`xla_model/copies.py`)
 
-`loop_carry` and `loop_next` of one carry are *tied*: they have one layout. So have an input and the output that replaces it.
+`loop_carry` and `loop_next` of one carry have one layout. So have an input and the output that replaces it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 from shardplan.ir.traits import TRAITS, Traits, traits_of
@@ -77,17 +78,19 @@ class Op:
     """One op.
 
     Attributes:
-        primitive: name of the JAX primitive, or one of `BORDER`.
+        primitive: name of the JAX primitive, or of a border op (`ir/traits.py`).
         inputs: value numbers; None for a literal.
         outputs: value numbers.
         ins, outs: avals of all operands and results (anything with shape and dtype).
         params: the equation's parameters.
-        path: where the op stands in the nested jaxprs; unique.
-        runs: how often per step it runs (trip counts multiplied; an unknown count is taken as 1).
-        reads: how often per step each operand is fetched: `runs`, or that of the outside for a border op.
+        path: position of the op in the nested jaxprs; unique.
+        runs: runs per step (trip counts multiplied; an unknown count is taken as 1).
+        reads: fetches of each operand per step: `runs`, or that of the outside for a border op.
         loop: number of the innermost loop it stands in, or -1; a loop's entering border ops stand outside, its leaving ones inside.
-        holds: number of the loop during which the operand stays alive (loop_const, loop_slice) or the result does (loop_stack), or -1.
+        held_during: number of the loop that keeps the operand (loop_const, loop_slice) or the result (loop_stack) alive, or -1.
         label: for `arg` and `out` the pytree path, else "".
+        is_follower: of a copy, whether its readers take the value in whatever layout it has.
+        accumulates: whether it carries, or passes on, partial sums that a loop accumulates.
     """
 
     primitive: str
@@ -102,23 +105,25 @@ class Op:
     runs: float = 1.0
     reads: float = 1.0
     loop: int = -1
-    holds: int = -1
+    held_during: int = -1
     label: str = ""
+    is_follower: bool = False
+    accumulates: bool = False
 
     @cached_property
     def traits(self) -> Traits:
-        """What is known of the primitive."""
+        """What holds for every op of the primitive."""
         return traits_of(self.primitive)
 
     @property
-    def updates(self) -> bool:
-        """Whether it writes into its first operand, where that dies with it."""
-        return self.traits.in_place
+    def scalar_broadcast(self) -> bool:
+        """Whether it broadcasts one number: XLA writes it where it is read and nowhere else, in loops too."""
+        return self.traits.broadcast and not self.ins[0].shape
 
     @property
-    def spread(self) -> bool:
-        """Whether it is one number spread out, which XLA writes where it is read and nowhere else, in loops too."""
-        return self.traits.broadcast and not self.ins[0].shape
+    def forwards_value(self) -> bool:
+        """Whether the result has its operand's elements in another form; so has a sum over dims of size one."""
+        return self.traits.forwards_value or (self.traits.sum_reduction and prod(self.ins[0].shape) == prod(self.outs[0].shape))
 
 
 @dataclass(frozen=True)
@@ -126,34 +131,35 @@ class Graph:
     """A step.
 
     Attributes:
-        tied: pairs of ops that must choose one layout: (loop_carry, loop_next) and (arg, out) of state.
+        same_layout: pairs of ops that must have one layout: (loop_carry, loop_next) and (arg, out) of state.
         args, outs: op numbers of inputs and outputs in flat pytree order (outs may be -1 for an output that is no array).
         donated: op numbers of donated inputs.
-        earlier: share -> (op, operand) that reads the same value before it, in an earlier phase of the same loop.
+        retainable_from: copy -> (op, operand) that reads the same value in an earlier phase of the same loop; the copy may retain
+            that operand's array or fetch it again.
     """
 
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     loops: tuple[Loop, ...] = ()
-    tied: tuple[tuple[int, int], ...] = ()
+    same_layout: tuple[tuple[int, int], ...] = ()
     args: tuple[int, ...] = ()
     outs: tuple[int, ...] = ()
     donated: frozenset[int] = frozenset()
-    earlier: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    retainable_from: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def original(self, v: int) -> int:
-        """The value that a copy, or a copy of a copy, is made of; any other is its own."""
+        """The value that a chain of copies starts from; v itself if it is no copy."""
         op = self.ops[self.values[v].producer[0]]
         while op.traits.copy and (source := op.inputs[0]) is not None:
             v, op = source, self.ops[self.values[source].producer[0]]
         return v
 
     def maker(self, v: int) -> int:
-        """The op that makes a value, looking through copies."""
+        """The op that produces a value, looking through copies."""
         return self.values[self.original(v)].producer[0]
 
     def readers(self, v: int) -> Iterator[int]:
-        """The ops that read a value, itself or through a `share`."""
+        """The ops that read a value, directly or through copies."""
         for at, _ in self.values[v].consumers:
             if self.ops[at].traits.copy:
                 yield from self.readers(self.ops[at].outputs[0])

@@ -21,7 +21,7 @@ class _Recorder:
         self.values: list[Value] = []
         self.consumers: list[list[tuple[int, int]]] = []
         self.loops: list[Loop] = []
-        self.tied: list[tuple[int, int]] = []
+        self.same_layout: list[tuple[int, int]] = []
         self.source = Source()
         self.phase: Phase = "forward"
         self.runs, self.loop = 1.0, -1
@@ -50,7 +50,7 @@ def parse(
     closed,
     arg_labels: Sequence[str] = (),
     out_labels: Sequence[str] = (),
-    tied: Sequence[tuple[int, int]] = (),
+    same_layout: Sequence[tuple[int, int]] = (),
     donated: Sequence[int] = (),
 ) -> Graph:
     """The graph of a closed jaxpr.
@@ -58,7 +58,7 @@ def parse(
     Args:
         closed: what `jax.make_jaxpr` or `jax.jit(f).trace(...).jaxpr` gives.
         arg_labels, out_labels: pytree paths of the flat inputs and outputs.
-        tied: (input, output) numbers of state: the output keeps the input's layout.
+        same_layout: (input, output) numbers of state: the output keeps the input's layout.
         donated: numbers of donated inputs.
     """
     g, jaxpr = _Recorder(), closed.jaxpr
@@ -77,7 +77,7 @@ def parse(
         outs.append(len(g.ops))
         g.record("out", [v], [var.aval], [var.aval], ("out", k), label=label)
     values = tuple(replace(v, consumers=tuple(c)) for v, c in zip(g.values, g.consumers, strict=True))
-    pairs = [*g.tied, *((args[a], outs[o]) for a, o in tied)]
+    pairs = [*g.same_layout, *((args[a], outs[o]) for a, o in same_layout)]
     return Graph(tuple(g.ops), values, tuple(g.loops), tuple(pairs), tuple(args), tuple(outs), frozenset(args[d] for d in donated))
 
 
@@ -175,7 +175,7 @@ def _carry_in(g, values, avals, path, inside: float) -> list[int]:
 def _carry_out(g, values, avals, carries, path, outside: float) -> list[int]:
     out = []
     for k, (v, a, carry) in enumerate(zip(values, avals, carries, strict=True)):
-        g.tied.append((g.values[carry].producer[0], len(g.ops)))
+        g.same_layout.append((g.values[carry].producer[0], len(g.ops)))
         out.append(g.record("loop_next", [v], [a], [a], (*path, "next", k), runs=outside)[0])
     return out
 
@@ -186,20 +186,20 @@ def _scan(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
     avals = [a.aval for a in eqn.invars]
     inside, outside, loop = min(g.runs * trips, MAX_TRIPS), g.runs, len(g.loops)
     consts = [
-        g.border("loop_const", v, a, (*path, "const_in", k), runs=inside, holds=loop)
+        g.border("loop_const", v, a, (*path, "const_in", k), runs=inside, held_during=loop)
         for k, (v, a) in enumerate(zip(inputs[:n_consts], avals[:n_consts], strict=True))
     ]
     split = n_consts + n_carry
     carries = _carry_in(g, inputs[n_consts:split], avals[n_consts:split], path, inside)
     rows = [
-        g.border("loop_slice", v, a, (*path, "xs", k), result=x.aval, runs=inside, holds=loop)
+        g.border("loop_slice", v, a, (*path, "xs", k), result=x.aval, runs=inside, held_during=loop)
         for k, (v, a, x) in enumerate(zip(inputs[split:], avals[split:], body.jaxpr.invars[split:], strict=True))
     ]
     with _In(g, trips):
         results = _call(g, body, [*consts, *carries, *rows], (*path, "body"))
         out = _carry_out(g, results[:n_carry], avals[n_consts:split], carries, path, outside)
         out += [
-            g.border("loop_stack", v, row.aval, (*path, "ys", k), result=var.aval, holds=loop)
+            g.border("loop_stack", v, row.aval, (*path, "ys", k), result=var.aval, held_during=loop)
             for k, (v, row, var) in enumerate(zip(results[n_carry:], body.jaxpr.outvars[n_carry:], eqn.outvars[n_carry:], strict=True))
         ]
     return out
@@ -211,7 +211,7 @@ def _while(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
     trips = _trip_count(eqn)
     inside, outside, loop = min(g.runs * trips, MAX_TRIPS), g.runs, len(g.loops)
     consts = [
-        g.border("loop_const", v, a, (*path, "const_in", k), runs=inside, holds=loop)
+        g.border("loop_const", v, a, (*path, "const_in", k), runs=inside, held_during=loop)
         for k, (v, a) in enumerate(zip(inputs[: n_cond + n_body], avals, strict=False))
     ]
     start = n_cond + n_body

@@ -1,6 +1,6 @@
 """Rules of the user's own: `register_rule` checks a pattern once and turns it into a rule function.
 
-    register_rule("my_matmul", "... d, d f -> ... f", reduce="d", flops=lambda n: 2 * math.prod(n.values()))
+register_rule("my_matmul", "... d, d f -> ... f", reduce="d", flops=lambda n: 2 * math.prod(n.values()))
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def register_rule(
     if not isinstance(reduce, dict):
         reduce = dict([*item.split("="), "sum"][:2] for item in reduce.split())
     operands, results = parse(pattern)
-    template = Rule(operands, results, dict(reduce), frozenset(replicated.split()), sizes=dict(sizes or {}), linear=linear, fusion=fusion)
+    template = Rule(
+        operands, results, dict(reduce), frozenset(replicated.split()), sizes=dict(sizes or {}), linear=linear, fusion=fusion
+    )
     RULES[name] = UserRule(name, pattern, template, shard_local, flops)
 
 
@@ -112,7 +114,9 @@ class UserRule:
         for text, dims in zip(self.pattern.replace("->", ",").split(","), rule.operands + rule.results, strict=False):
             for a, times in Counter(_factors_of([dims])).items():
                 if times > 1:
-                    self._fail(f"{a!r} stands twice in {text.strip()!r}", "a second factor for one of the two dims, both in replicated=")
+                    self._fail(
+                        f"{a!r} stands twice in {text.strip()!r}", "a second factor for one of the two dims, both in replicated="
+                    )
         for a, kind in rule.reduce.items():
             if a not in left:
                 self._fail(f"reduce= names {a!r}, which is in no operand", f"one of {sorted(set(left) - set(right))}")

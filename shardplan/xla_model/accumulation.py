@@ -11,15 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 
 from shardplan.ir.graph import Graph, Op
 
 ADDS = ("add", "add_any")
-ACCUMULATES = "accumulates"
-"""The param that marks the border ops of such a carry, and what only hands on what is added to it."""
-
-PASSED_ON = ("share", "reshape", "transpose", "convert_element_type", "neg", "squeeze", "expand_dims")
 
 
 def accumulated_operands(graph: Graph) -> dict[tuple[int, int], int]:
@@ -49,7 +44,7 @@ def mark_accumulation(graph: Graph) -> Graph:
     found, ends = accumulated_operands(graph), _carries(graph)
     up = {at for start in found.values() for at in (start, ends[start])}
     up |= {at for at, _ in found if passes_on(graph.ops[at])}
-    ops = (replace(op, params={**op.params, ACCUMULATES: True}) if at in up else op for at, op in enumerate(graph.ops))
+    ops = (replace(op, accumulates=True) if at in up else op for at, op in enumerate(graph.ops))
     return replace(graph, ops=tuple(ops)) if up else graph
 
 
@@ -69,12 +64,12 @@ def accumulated_sums(graph: Graph, found: Mapping[tuple[int, int], int]) -> dict
 
 def passes_on(op: Op) -> bool:
     """Whether an op only says an array otherwise."""
-    return op.primitive in PASSED_ON or (op.primitive == "reduce_sum" and prod(op.ins[0].shape) == prod(op.outs[0].shape))
+    return op.forwards_value
 
 
 def _carries(graph: Graph) -> dict[int, int]:
     """`loop_carry` -> its `loop_next`."""
-    return {start: end for start, end in graph.tied if graph.ops[start].primitive == "loop_carry"}
+    return {start: end for start, end in graph.same_layout if graph.ops[start].primitive == "loop_carry"}
 
 
 def _only(graph: Graph, v: int, reader: int) -> bool:

@@ -4,7 +4,7 @@ Elementwise ops, views and reductions *follow*: they take an array in the layout
 want it otherwise, and the way there is paid once for all that want the same. So a value is read through *copies*: one `share`
 op for the big readers of one phase (forward, backward, update) of one loop; and one for the followers, when the value may
 be partial (a big op's result, or a sum of such) or placed otherwise. Readers in different phases have different copies: a
-parameter gathered for the forward pass may be let go and gathered again, or kept (`Graph.earlier`): one collective, and memory in
+parameter gathered for the forward pass may be let go and gathered again, or kept (`Graph.retainable_from`): one collective, and memory in
 between; small arrays are kept. A lookup shares its copy of a table with the followers: gathered for a product, turned, the table is
 there to look things up. A large array that a big op reads has a copy even for a single reader, so that a gathered one is counted in
 memory.
@@ -44,7 +44,7 @@ def _groups(
         op = graph.ops[at]
         phase = op.phase if value.bytes > SMALL_BYTES or "update" in (op.phase, born) else born
         following = follows[at] and op.primitive not in FETCHED
-        if op.primitive in PASSIVE or (op.primitive == "loop_const" and graph.ops[made].spread):
+        if op.primitive in PASSIVE or (op.primitive == "loop_const" and graph.ops[made].scalar_broadcast):
             continue
         alone = following and (settled or (sums[at] and len(value.consumers) == 1))
         (others if alone else found).setdefault((phase, op.loop, following), []).append((at, k))
@@ -102,13 +102,14 @@ def with_copies(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], loo
                 (len(values),),
                 (aval,),
                 (aval,),
-                {"follows": following},
+                {},
                 (*maker.path, "share", value.producer[1], g),
                 source=op.source,
                 phase=op.phase,
                 runs=op.reads,
                 reads=op.reads,
                 loop=op.loop,
+                is_follower=following,
             )
             values.append((value, (len(ops), 0)))
             through.update({reader: len(values) - 1 for reader in readers})
@@ -132,9 +133,9 @@ def with_copies(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], loo
         tuple(ops),
         tuple(replace(v, producer=made, consumers=tuple(c)) for (v, made), c in zip(values, consumers, strict=True)),
         tuple(replace(loop, start=moved[loop.start], stop=moved[loop.stop]) for loop in graph.loops),
-        tuple((moved[a], moved[b]) for a, b in graph.tied),
+        tuple((moved[a], moved[b]) for a, b in graph.same_layout),
         tuple(moved[a] for a in graph.args),
         tuple(moved[o] for o in graph.outs),
         frozenset(moved[d] for d in graph.donated),
-        earlier=earlier,
+        retainable_from=earlier,
     )

@@ -44,11 +44,11 @@ def materialised(graph: Graph, rules: tuple[Rule, ...], sums: Sequence[bool]) ->
             out[v] = op.primitive == "out"
             continue
         seen = list(_seen_by(graph, rules, v))
-        if op.spread and not any(graph.ops[c].primitive in STORED for c in seen):
+        if op.scalar_broadcast and not any(graph.ops[c].primitive in STORED for c in seen):
             out[v] = False
         elif sums[at] and any(graph.ops[c].primitive == "share" for c in seen):
             continue  # partial sums are written, reduced and read again
-        elif fusion == "loop" and not op.spread:
+        elif fusion == "loop" and not op.scalar_broadcast:
             readers = [c for c in seen if not _looked_through(graph, rules, c)]
             put = len(readers) == 1 and graph.ops[readers[0]].primitive == "loop_stack"  # computed as the row is written
             out[v] = not put and not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
@@ -72,8 +72,8 @@ def _product(graph: Graph, op: Op) -> int | None:
 
 def _also_zeros(graph: Graph) -> Iterator[int]:
     """Numbers spread out like those that a scatter writes into, taken to be zeros, too: XLA makes one array of both, and a copy."""
-    spread = [op for op in graph.ops if op.spread and op.loop < 0]
-    into = [any(graph.ops[reader].updates for reader in graph.readers(op.outputs[0])) for op in spread]
+    spread = [op for op in graph.ops if op.scalar_broadcast and op.loop < 0]
+    into = [any(graph.ops[reader].traits.in_place for reader in graph.readers(op.outputs[0])) for op in spread]
     alike = {(op.outs[0].shape, op.outs[0].dtype) for op, updated in zip(spread, into, strict=True) if updated}
     for op, updated in zip(spread, into, strict=True):
         if not updated and (op.outs[0].shape, op.outs[0].dtype) in alike:
@@ -113,7 +113,7 @@ def _cheaper_kept(graph: Graph, rules: tuple[Rule, ...], written: Sequence[bool]
                 root = _root(graph, rules, u)
                 found |= {root: graph.values[root].bytes} if written[root] or root in out else sources[root]
         sources.append(found)
-        if written[v] or rules[at].fusion != "loop" or op.spread:
+        if written[v] or rules[at].fusion != "loop" or op.scalar_broadcast:
             continue
         k = len(inside[at])
         if (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
@@ -230,7 +230,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
         operands, results = [0] * len(op.inputs), [0] * len(op.outputs)
         idle = op.primitive in IDLE
         for k, v in enumerate(op.inputs):
-            if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.updates):
+            if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):
                 continue
             root = _root(graph, rules, v)
             if not written[root]:
@@ -279,7 +279,7 @@ def _own(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Seq
 
 def _runs_in(op: Op) -> int:
     """The loop in which an op is computed; rows are cut out in the loop that reads them."""
-    return op.holds if op.primitive == "loop_slice" else op.loop
+    return op.held_during if op.primitive == "loop_slice" else op.loop
 
 
 def _summed(op: Op) -> tuple:

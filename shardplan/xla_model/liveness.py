@@ -61,8 +61,8 @@ def live_intervals(
         fetched: op that takes an array from elsewhere -> the op beside which it is fetched; by default itself.
     """
     end = len(graph.ops)
-    replaced = {o: graph.ops[a].outputs[0] for a, o in graph.tied if a in graph.donated}  # out -> the state that it replaces
-    state = {a for a, _ in graph.tied}
+    replaced = {o: graph.ops[a].outputs[0] for a, o in graph.same_layout if a in graph.donated}  # out -> the state that it replaces
+    state = {a for a, _ in graph.same_layout}
     kept = [0] * len(graph.values)  # until when it is needed, and the last op that reads it, itself or in a fusion
     read = [-1] * len(graph.values)
     late = _late(graph, starts or {})
@@ -70,7 +70,7 @@ def live_intervals(
     def reuses(at: int, v: int) -> bool:
         if in_place[at]:
             return any(graph.values[w].bytes == graph.values[v].bytes for w in graph.ops[at].outputs)
-        return graph.ops[at].updates and graph.ops[at].inputs[0] == v
+        return graph.ops[at].traits.in_place and graph.ops[at].inputs[0] == v
 
     def death(v: int) -> int:
         return max(kept[v], read[v] + (read[v] >= 0 and not reuses(read[v], v)))
@@ -82,8 +82,8 @@ def live_intervals(
             op = graph.ops[at]
             if op.primitive == "out":
                 kept[v] = max(kept[v], at if at in replaced else end)
-            elif op.holds >= 0 and op.primitive != "loop_stack":
-                kept[v] = max(kept[v], graph.loops[op.holds].stop)
+            elif op.held_during >= 0 and op.primitive != "loop_stack":
+                kept[v] = max(kept[v], graph.loops[op.held_during].stop)
             elif takes_over_buffer(graph, at):
                 kept[v] = max(kept[v], at)
             else:
@@ -108,7 +108,7 @@ def live_intervals(
         elif op.primitive == "out" or not (materialised[v] or op.primitive in ALIASES) or in_its_place(v):
             out.append(None)
         else:
-            birth = graph.loops[op.holds].start if op.primitive == "loop_stack" else at
+            birth = graph.loops[op.held_during].start if op.primitive == "loop_stack" else at
             birth = graph.loops[op.loop].stop if op.primitive == "loop_next" else (fetched or {}).get(birth, birth)
             if op.primitive in INTO_ZEROS:
                 where = op.inputs[INTO_ZEROS[op.primitive]]

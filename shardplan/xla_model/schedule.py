@@ -484,7 +484,7 @@ def _later(graph: Graph) -> list[bool]:
 def _fetched_again(graph: Graph, j: int, key: _Key) -> bool:
     """Whether op j only casts an array that is on its way from the inputs: of two gathers one behind the other XLA hides the second."""
     behind = (graph.ops[at] for v in graph.ops[j].outputs for at, _ in graph.values[v].consumers)
-    copied = any(op.primitive == "share" and not op.params["follows"] for op in behind)
+    copied = any(op.primitive == "share" and not op.is_follower for op in behind)
     return copied and passes_on(graph.ops[j]) and graph.ops[key[0]].primitive in KNOWN
 
 

@@ -164,4 +164,13 @@ def _(
     operands = (place(lhs, batch, feature, [n[0] for n in names]), place(rhs, made, ("c",), [n[1] for n in names]))
     results = (place(res, ("n",), made, [n[2] for n in names]),)
     flops = multiply_adds(x, (out[0].shape[res[0]], out[0].shape[res[1]], w.shape[rhs[1]], *met))
-    return Rule(operands, results, reduce=reduce, halo=halo, shard_local=frozenset(halo), replicated=frozenset(replicated), sizes=sizes, flops=flops)
+    return Rule(
+        operands,
+        results,
+        reduce=reduce,
+        halo=halo,
+        shard_local=frozenset(halo),
+        replicated=frozenset(replicated),
+        sizes=sizes,
+        flops=flops,
+    )

@@ -20,7 +20,9 @@ from ..rule import Rule, factors, rule
 def move(operands, results, replicated=(), **kw) -> Rule:
     """A rule that computes nothing; `replicated` is a list of dims."""
     return Rule(
-        tuple(operands), tuple(results), **{"replicated": frozenset(a for d in replicated for a in d), "fusion": "loop", "flops": 0, **kw}
+        tuple(operands),
+        tuple(results),
+        **{"replicated": frozenset(a for d in replicated for a in d), "fusion": "loop", "flops": 0, **kw},
     )
 
 
