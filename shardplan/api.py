@@ -32,8 +32,9 @@ from shardplan.costs.pins import pin_dims
 from shardplan.emit.emit import emit
 from shardplan.errors import ShardingError, ShardingWarning
 from shardplan.ir.traced import Traced
-from shardplan.mesh.cluster import Cluster, resolve
+from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.mesh.machine import resolve
 from shardplan.pipeline import make_plan
 from shardplan.plan.data import SEARCHES, Plan
 from shardplan.plan.describe import describe

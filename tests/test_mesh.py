@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.mesh import Cluster, ClusterError, Device, Layout, Link, Measured, MeshShape, Resharder, resolve, seconds
-from shardplan.mesh import cluster as cluster_module
+from shardplan.mesh import Cluster, ClusterError, Device, Layout, Link, Measured, MeshShape, Resharder, machine, resolve, seconds
+from shardplan.mesh.gpus import gpus, node
 from shardplan.mesh.mindspore import operator
 
 H100 = Cluster.preset("h100")
@@ -89,6 +89,12 @@ def test_preset_is_sourced_and_survives_a_file(name, tmp_path):
     assert hash(Cluster.load(tmp_path / "c.json")) == hash(preset)
 
 
+@pytest.mark.parametrize("gpu", gpus().values(), ids=lambda g: g.key)
+def test_every_figure_of_a_gpu_has_a_source(gpu):
+    sourced = {name for names in (*gpu.sources, *node().sources) for name in names.split(", ")}
+    assert sourced | {"key", "name", "device_kinds", "sources"} >= set(gpu.__struct_fields__)
+
+
 @pytest.mark.parametrize("name", Cluster.presets())
 def test_preset_prices_every_dtype(name):
     device = Cluster.preset(name).device
@@ -140,6 +146,11 @@ def body(**changes):
         (body(overlap=2), 'field "overlap" must be a number from 0, less than 1'),
         (body(colour="red"), 'field "colour" is not known'),
         (body(measured=[{"kind": "gossip"}]), 'field "measured\\[0\\]'),
+        (body(measured=[7]), 'field "measured\\[0\\]" must be an object, not 7'),
+        (body(measured=7), 'field "measured" must be a list, not 7'),
+        (body(intra__colour="red"), 'field "intra.colour" is not known; known: bytes_per_s, latency_s'),
+        (body(device__flops={"float32": -1}), 'field "device.flops" must be an object of dtype names and positive FLOP/s'),
+        (body(platforms=["cuda", 7]), 'field "platforms" must be a list of texts'),
         (" " * 1_000_001, "larger than 1000000 bytes"),
     ],
 )
@@ -219,7 +230,7 @@ def test_unknown_cluster_lists_presets():
 
 
 def test_emulated_devices_share_the_machine(monkeypatch):
-    monkeypatch.setattr(cluster_module, "physical_memory_bytes", lambda: 16e9)
+    monkeypatch.setattr(machine, "physical_memory_bytes", lambda: 16e9)
     eight, four = resolve("cpu", n_devices=8), resolve("cpu", n_devices=4)
     assert (eight.device.memory_bytes, four.device.memory_bytes) == (2e9, 4e9)
     assert four.device.peak("float32") == 2 * eight.device.peak("float32")
@@ -227,16 +238,16 @@ def test_emulated_devices_share_the_machine(monkeypatch):
     assert resolve("cpu", memory_bytes=5e9).device.memory_bytes == 5e9
 
 
-def test_the_mesh_room_imports_numpy_and_no_other_room():
-    folder = Path(cluster_module.__file__).parent
+def test_the_mesh_room_imports_numpy_and_msgspec_and_no_other_room():
+    folder = Path(machine.__file__).parent
     for file in folder.glob("*.py"):
-        for node in ast.parse(file.read_text()).body:  # what runs at import
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+        for statement in ast.parse(file.read_text()).body:  # what runs at import
+            names = [a.name for a in statement.names] if isinstance(statement, ast.Import) else []
+            names += [statement.module] if isinstance(statement, ast.ImportFrom) else []
             for name in names:
                 root = name.split(".")[0]
                 below = name.startswith(("shardplan.mesh", "shardplan.files"))
-                assert root in sys.stdlib_module_names or root == "numpy" or below, (file, name)
+                assert root in sys.stdlib_module_names or root in ("numpy", "msgspec") or below, (file, name)
 
 
 # ---- axes and seconds

@@ -34,10 +34,9 @@ from shardplan.mesh.cluster import (
     Device,
     Link,
     Measured,
-    physical_memory_bytes,
-    resolve,
 )
 from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.machine import physical_memory_bytes, resolve
 
 if TYPE_CHECKING:
     import jax

@@ -1,7 +1,8 @@
 """What the machine is: one device, the links inside a node and between nodes, and which of them a mesh axis runs over.
 
-A cluster is data (JSON): peaks as the maker states them, and beside them the fraction of each peak that real programs
-reach. Devices are numbered row-major over the mesh; `node_size` consecutive devices share a node.
+A cluster is data: peaks as the maker states them, and the fraction of each peak that real programs reach. Presets are made of the
+figures in `gpus.json` and of `presets/cpu.json`; users write cluster files (JSON). Devices are numbered row-major over the mesh;
+`node_size` consecutive devices share a node.
 
     >>> h100 = Cluster.preset("h100")                          # nodes of 8
     >>> mesh = MeshShape(("data", "model"), (4, 8))
@@ -15,20 +16,37 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from shardplan.files import write_atomically
+from shardplan.mesh.gpus import gpus, node
 from shardplan.mesh.layout import MeshShape
 
 FORMAT = "shardplan-cluster"
 VERSION = 1
 MAX_FILE_BYTES = 1_000_000
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+CPU_PRESET_DEVICES = 8
+"""Emulated devices of the machine that `cpu.json` was measured on."""
+
+CollectiveKind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
+KINDS: tuple[str, ...] = get_args(CollectiveKind)
+
+# Types of a cluster file's fields: what msgspec checks, and how errors say it.
+_Positive = Annotated[float, Meta(gt=0, lt=1e300, description="a positive number")]
+_NotNegative = Annotated[float, Meta(ge=0, lt=1e300, description="a number from 0")]
+_Count = Annotated[int, Meta(ge=1, le=1 << 20, description="a whole number from 1")]
+_Text = Annotated[str, Meta(max_length=10_000, description="text")]
+_Texts = Annotated[tuple[_Text, ...], Meta(max_length=1000, description="a list of texts")]
+_FLOPS = 'an object of dtype names and positive FLOP/s, "float32" among them'
+_Flag = Annotated[bool, Meta(description="true or false")]
 
 
 class ClusterError(ValueError):
@@ -47,10 +65,10 @@ class Link:
             as measured; None where switches only forward.
     """
 
-    bytes_per_s: float
-    latency_s: float
-    efficiency: float = 1.0
-    reduce_bytes_per_s: float | None = None
+    bytes_per_s: _Positive
+    latency_s: _NotNegative
+    efficiency: _Positive = 1.0
+    reduce_bytes_per_s: Annotated[_Positive | None, Meta(description="a positive number or null")] = None
 
     @property
     def rate(self) -> float:
@@ -72,13 +90,13 @@ class Device:
         bytes_efficiency: fraction of `bytes_per_s` that large elementwise kernels reach.
     """
 
-    name: str
-    flops: Mapping[str, float] = field(hash=False)
-    bytes_per_s: float
-    memory_bytes: float
-    kernel_latency_s: float
-    flops_efficiency: float = 1.0
-    bytes_efficiency: float = 1.0
+    name: _Text
+    flops: Annotated[Mapping[_Text, _Positive], Meta(description=_FLOPS)] = field(hash=False)
+    bytes_per_s: _Positive
+    memory_bytes: _Positive
+    kernel_latency_s: _NotNegative
+    flops_efficiency: _Positive = 1.0
+    bytes_efficiency: _Positive = 1.0
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for a dtype by name; the nearest family where the exact one is not listed."""
@@ -128,11 +146,11 @@ class Measured:
         s_per_byte: the fitted slope.
     """
 
-    kind: str
-    members: int
-    nodes: int
-    latency_s: float
-    s_per_byte: float
+    kind: Annotated[CollectiveKind, Meta(description=f"one of {', '.join(KINDS)}")]
+    members: _Count
+    nodes: _Count
+    latency_s: _NotNegative
+    s_per_byte: _NotNegative
 
 
 @dataclass(frozen=True)
@@ -170,18 +188,18 @@ class Cluster:
         measured: collectives measured on the real machine; they win over the formulas where they fit.
     """
 
-    name: str
+    name: _Text
     device: Device
-    node_size: int
+    node_size: _Count
     intra: Link
     inter: Link
-    reduce_scatter: bool = True
-    overlap: float = 0.9
-    source: str = ""
-    launch_s: float = 0.0
-    platforms: tuple[str, ...] = ()
-    device_kinds: tuple[str, ...] = ()
-    measured: tuple[Measured, ...] = ()
+    reduce_scatter: _Flag = True
+    overlap: Annotated[float, Meta(ge=0, lt=1, description="a number from 0, less than 1")] = 0.9
+    source: _Text = ""
+    launch_s: _NotNegative = 0.0
+    platforms: _Texts = ()
+    device_kinds: _Texts = ()
+    measured: Annotated[tuple[Measured, ...], Meta(description="a list")] = ()
 
     def axis(self, mesh: MeshShape, axis: str | Sequence[str]) -> AxisLink:
         """How many members of a mesh axis (or of several axes jointly) share a node, and how many nodes a group spans."""
@@ -192,8 +210,7 @@ class Cluster:
     @staticmethod
     def presets() -> tuple[str, ...]:
         """Names of the built-in clusters."""
-        folder = resources.files("shardplan.mesh") / "presets"
-        return tuple(sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json")))
+        return tuple(sorted((*gpus(), "cpu")))
 
     @staticmethod
     def preset(name: str) -> Cluster:
@@ -207,7 +224,7 @@ class Cluster:
                 f"cluster {name!r} is not known.\n  presets: {', '.join(Cluster.presets())}\n"
                 "  ways out: one of these, the path of a cluster file (.json), or a Cluster"
             )
-        return _read_preset(name)
+        return _preset(name)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
@@ -239,9 +256,8 @@ class Cluster:
 
     def to_json(self) -> dict[str, Any]:
         """The cluster as plain JSON values."""
-        body = dataclasses.asdict(dataclasses.replace(self, device=dataclasses.replace(self.device, flops={})))
-        body["device"]["flops"] = dict(self.device.flops)
-        return {"format": FORMAT, "version": VERSION, **body}
+        device = dataclasses.replace(self.device, flops=dict(self.device.flops))
+        return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(dataclasses.replace(self, device=device))}
 
     @staticmethod
     def from_json(value: Any, where: str = "cluster") -> Cluster:
@@ -251,26 +267,40 @@ class Cluster:
         if value.get("version") != VERSION:
             raise ClusterError(f'{where}: field "version" is {value.get("version")!r}; this release reads version {VERSION}')
         body = {k: v for k, v in value.items() if k not in ("format", "version")}
-        fields = _record(Cluster, body, where, "")
-        if not isinstance(fields["device"], dict):
-            raise ClusterError(f'{where}: field "device" must be an object')
-        fields["device"] = Device(**_record(Device, fields["device"], where, "device."))
-        for level in ("intra", "inter"):
-            if not isinstance(fields[level], dict):
-                raise ClusterError(f'{where}: field "{level}" must be an object')
-            fields[level] = Link(**_record(Link, fields[level], where, f"{level}."))
-        if not isinstance(fields.get("measured", []), list):
-            raise ClusterError(f'{where}: field "measured" must be a list')
-        fields["measured"] = tuple(
-            Measured(**_record(Measured, entry, where, f"measured[{i}].")) for i, entry in enumerate(fields.get("measured", []))
-        )
-        return Cluster(**fields)
+        if unknown := _unknown_field(Cluster, body):
+            name, known = unknown
+            raise ClusterError(f'{where}: field "{name}" is not known; known: {", ".join(known)}')
+        try:
+            found = msgspec.convert(body, Cluster)
+        except msgspec.ValidationError as error:
+            raise ClusterError(f"{where}: {_reason(str(error), body)}") from None
+        if "float32" not in found.device.flops:
+            raise ClusterError(f'{where}: field "device.flops" must be {_FLOPS}')
+        return found
 
 
 @functools.cache
-def _read_preset(name: str) -> Cluster:
-    raw = (resources.files("shardplan.mesh") / "presets" / f"{name}.json").read_bytes()
-    return _parse(raw, f"preset {name}")
+def _preset(name: str) -> Cluster:
+    if name not in gpus():
+        return _parse((resources.files("shardplan.mesh") / "presets" / f"{name}.json").read_bytes(), f"preset {name}")
+    gpu, of = gpus()[name], node()
+    intra, inter = (
+        Link(link.bytes_per_s, latency_s, link.efficiency, link.reduce_bytes_per_s)
+        for link, latency_s in ((gpu.intra, of.intra_latency_s), (gpu.inter, of.inter_latency_s))
+    )
+    return Cluster(
+        name=name,
+        device=Device(
+            gpu.name, gpu.flops, gpu.bytes_per_s, gpu.memory_bytes, of.kernel_latency_s, gpu.flops_efficiency, gpu.bytes_efficiency
+        ),
+        node_size=of.size,
+        intra=intra,
+        inter=inter,
+        source=". ".join(f"{figures}: {source}" for figures, source in {**gpu.sources, **of.sources}.items()),
+        launch_s=of.launch_s,
+        platforms=("cuda", "gpu"),
+        device_kinds=gpu.device_kinds,
+    )
 
 
 def _parse(raw: bytes, where: str) -> Cluster:
@@ -281,72 +311,46 @@ def _parse(raw: bytes, where: str) -> Cluster:
     return Cluster.from_json(value, where)
 
 
-# ---- the schema: one check per field name, the same for every record
+def _unknown_field(cls: type, value: Any, prefix: str = "") -> tuple[str, tuple[str, ...]] | None:
+    """(path of a field that a record of the file has and `cls` lacks, the fields of `cls`); None where all are known."""
+    if isinstance(value, list):
+        found = (_unknown_field(cls, x, f"{prefix.rstrip('.')}[{i}].") for i, x in enumerate(value))
+        return next((x for x in found if x), None)
+    if not isinstance(value, dict):
+        return None
+    known = tuple(f.name for f in dataclasses.fields(cls))
+    if extra := [name for name in value if name not in known]:
+        return f"{prefix}{extra[0]}", known
+    inner = (_unknown_field(_RECORDS[name], value[name], f"{prefix}{name}.") for name in known if name in _RECORDS and name in value)
+    return next((x for x in inner if x), None)
 
 
-def _positive(v) -> bool:
-    return isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < 1e300
-
-
-def _not_negative(v) -> bool:
-    return _positive(v) or (isinstance(v, (int, float)) and not isinstance(v, bool) and v == 0)
-
-
-def _text(v) -> bool:
-    return isinstance(v, str) and len(v) <= 10_000
-
-
-def _texts(v) -> bool:
-    return isinstance(v, list) and len(v) <= 1000 and all(_text(x) for x in v)
-
-
-def _flops(v) -> bool:
-    return isinstance(v, dict) and "float32" in v and all(_text(k) and _positive(x) for k, x in v.items())
-
-
-_NESTED = {"device", "intra", "inter", "measured"}
-_CHECKS: dict[str, tuple[Any, str]] = {
-    "name": (_text, "text"),
-    "source": (_text, "text"),
-    "platforms": (_texts, "a list of texts"),
-    "device_kinds": (_texts, "a list of texts"),
-    "node_size": (lambda v: type(v) is int and 1 <= v <= 1 << 20, "a whole number from 1"),
-    "members": (lambda v: type(v) is int and v >= 1, "a whole number from 1"),
-    "nodes": (lambda v: type(v) is int and v >= 1, "a whole number from 1"),
-    "reduce_scatter": (lambda v: isinstance(v, bool), "true or false"),
-    "overlap": (lambda v: _not_negative(v) and v < 1, "a number from 0, less than 1"),
-    "flops": (_flops, 'an object of dtype names and positive FLOP/s, "float32" among them'),
-    "bytes_per_s": (_positive, "a positive number"),
-    "memory_bytes": (_positive, "a positive number"),
-    "latency_s": (_not_negative, "a number from 0"),
-    "kernel_latency_s": (_not_negative, "a number from 0"),
-    "launch_s": (_not_negative, "a number from 0"),
-    "s_per_byte": (_not_negative, "a number from 0"),
-    "efficiency": (_positive, "a positive number"),
-    "flops_efficiency": (_positive, "a positive number"),
-    "bytes_efficiency": (_positive, "a positive number"),
-    "reduce_bytes_per_s": (lambda v: v is None or _positive(v), "a positive number or null"),
-    "kind": (lambda v: v in KINDS, f"one of {', '.join(KINDS)}"),
+_RECORDS: dict[str, type] = {"device": Device, "intra": Link, "inter": Link, "measured": Measured}
+_WANTED: dict[str, str] = {
+    name: next((m.description for m in getattr(hint, "__metadata__", ())), "an object")
+    for cls in (Cluster, Device, Link, Measured)
+    for name, hint in get_type_hints(cls, include_extras=True).items()
 }
 
 
-def _record(cls, value: Any, where: str, prefix: str) -> dict[str, Any]:
-    """Checks one JSON object against the fields of a dataclass; lists become tuples."""
-    if not isinstance(value, dict):
-        raise ClusterError(f'{where}: field "{prefix.rstrip(".")}" must be an object')
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    for name in value:
-        if name not in known:
-            raise ClusterError(f'{where}: field "{prefix}{name}" is not known; known: {", ".join(known)}')
-    for name, f in known.items():
-        if name not in value and f.default is dataclasses.MISSING:
-            raise ClusterError(f'{where}: field "{prefix}{name}" is missing')
-    for name, v in value.items():
-        if name not in _NESTED:
-            check, wanted = _CHECKS[name]
-            if not check(v):
-                raise ClusterError(f'{where}: field "{prefix}{name}" must be {wanted}, not {_short(v)}')
-    return {k: tuple(v) if isinstance(v, list) and k not in _NESTED else v for k, v in value.items()}
+def _reason(error: str, body: dict[str, Any]) -> str:
+    """Why a field is refused, from msgspec's text and the path in it: "Expected `float` > 0.0 - at `$.device.bytes_per_s`"."""
+    text, _, path = error.partition(" - at `$.")
+    steps = re.findall(r"[^.\[\]]+", path.rstrip("`").removesuffix("[...]"))
+    if missing := re.search(r"missing required field `(.*)`", text):
+        return f'field "{_dotted([*steps, missing[1]])}" is missing'
+    if steps[-1].isdigit() and steps[-2] not in _RECORDS:
+        steps.pop()  # an entry of a list of texts: the field is named, not the entry
+    value: Any = body
+    for step in steps:
+        value = value[int(step) if isinstance(value, list | tuple) else step]
+    wanted = "an object" if steps[-1].isdigit() else _WANTED[steps[-1]]
+    return f'field "{_dotted(steps)}" must be {wanted}, not {_short(value)}'
+
+
+def _dotted(steps: Sequence[str]) -> str:
+    """["measured", "0", "kind"] -> 'measured[0].kind'."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", ".".join(steps))
 
 
 def _short(value: Any) -> str:
@@ -369,84 +373,3 @@ def _axis_link(mesh: MeshShape, axes: tuple[str, ...], node_size: int) -> AxisLi
     nodes = int(starts.sum(axis=1).max(initial=1))
     runs = np.diff(np.append(np.flatnonzero(starts), groups.size))  # members of a group on each of its nodes
     return AxisLink(members, int(runs.min(initial=members)), nodes)
-
-
-# ---- the machine at hand
-
-
-def resolve(
-    cluster: str | os.PathLike[str] | Cluster | None = None,
-    platform: str = "cpu",
-    device_kind: str = "cpu",
-    n_devices: int = 8,
-    memory_bytes: float | None = None,
-) -> Cluster:
-    """The cluster that a person means.
-
-    Args:
-        cluster: None for the machine at hand, a preset's name, the path of a cluster file, or a Cluster.
-        platform: jax platform of the devices at hand ("cuda", "gpu", "cpu", ...).
-        device_kind: `jax.Device.device_kind` of the devices at hand, e.g. "NVIDIA H100 80GB HBM3".
-        n_devices: devices of the mesh; emulated CPU devices share one machine, so each has its part of it.
-        memory_bytes: memory of one device where it is known better than the preset does.
-
-    Raises:
-        ClusterError: nothing fits; the text lists the presets.
-    """
-    if isinstance(cluster, Cluster):
-        return cluster
-    if cluster is None:
-        found = _by_kind(platform, device_kind)
-    elif isinstance(cluster, str) and (cluster in Cluster.presets() or not _looks_like_path(cluster)):
-        found = Cluster.preset(cluster)
-    else:
-        return Cluster.load(cluster)
-    if "cpu" in found.platforms:
-        return _share_of_machine(found, n_devices, memory_bytes)
-    if memory_bytes is not None:
-        return dataclasses.replace(found, device=dataclasses.replace(found.device, memory_bytes=memory_bytes))
-    return found
-
-
-def _looks_like_path(text: str) -> bool:
-    return text.endswith(".json") or os.sep in text or os.path.exists(text)
-
-
-def _by_kind(platform: str, device_kind: str) -> Cluster:
-    kind = device_kind.lower()
-    matches = [
-        (len(piece), name)
-        for name in Cluster.presets()
-        for piece in Cluster.preset(name).device_kinds
-        if piece in kind or (piece == "cpu" and platform == "cpu")
-    ]
-    if not matches:
-        raise ClusterError(
-            f"no preset describes {device_kind!r} (platform {platform!r}).\n  presets: {', '.join(Cluster.presets())}\n"
-            "  ways out: cluster= one of these, or shardplan.calibrate(mesh) to measure this machine"
-        )
-    return Cluster.preset(max(matches)[1])
-
-
-def _share_of_machine(cluster: Cluster, n_devices: int, memory_bytes: float | None) -> Cluster:
-    """One of `n_devices` emulated devices on this machine; the preset states one of eight."""
-    share = 8 / max(1, n_devices)
-    device = cluster.device
-    if memory_bytes is None:
-        memory_bytes = (physical_memory_bytes() or device.memory_bytes * 8) // max(1, n_devices)
-    device = dataclasses.replace(
-        device,
-        flops={k: v * share for k, v in device.flops.items()},
-        bytes_per_s=device.bytes_per_s * share,
-        memory_bytes=memory_bytes,
-    )
-    intra = dataclasses.replace(cluster.intra, bytes_per_s=cluster.intra.bytes_per_s * share)
-    return dataclasses.replace(cluster, device=device, intra=intra)
-
-
-def physical_memory_bytes() -> int | None:
-    """Memory of this machine; None where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None

@@ -1,7 +1,8 @@
 """What XLA made of it: compile for devices present or absent, read the result, check it, compare it with what was planned."""
 
+from shardplan.mesh.gpus import Gpu, gpus
 from shardplan.xla.compiler.compile import Compiled, CompilerMissing, XlaMemory, available, compile, lower
-from shardplan.xla.compiler.targets import Gpu, Target, gpus
+from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective, HloProduct, collectives, flops, products
 from shardplan.xla.hlo.peak import Buffer
 from shardplan.xla.hlo.remat import Rematerialization, rematerializations

@@ -26,6 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardplan.mesh.gpus import gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla.compiler import _backend, targets
 from shardplan.xla.compiler.targets import Target
@@ -379,7 +380,7 @@ def _target_at_hand() -> str | None:
 
     if jax.default_backend() != "gpu":
         return None
-    gpu = targets.for_device(jax.devices()[0].device_kind)
+    gpu = gpu_of_device_kind(jax.devices()[0].device_kind)
     return gpu.key if gpu else None
 
 

@@ -1,62 +1,26 @@
 """Machines to compile for that need not be here: `"h200:8"` is one node of 8 H200s, `"h100:8x8"` eight nodes of 8 H100s.
 
-`targets.json` holds the published figures of each GPU with their source; `config` writes them in the text form that XLA's
-compiler reads (`GpuTargetConfigProto`).
+The figures of each GPU are those of `shardplan/mesh/gpus.json`; `config` writes them in the text form that XLA's compiler reads
+(`GpuTargetConfigProto`).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from types import MappingProxyType
 
-GPUS_PER_NODE = 8
+from shardplan.mesh.gpus import Gpu, gpus, node
 
-# XLA's numbers for element types (xla_data.proto), by the names used in targets.json.
 _XLA_TYPES = {
-    "s8": (2, 6),
-    "f16": (10,),
-    "bf16": (16,),
-    "tf32": (11,),
-    "f64": (12,),
-    "f8": (19, 20, 23, 24, 25, 28, 29, 33),
+    "int8": (2, 6),
+    "float16": (10,),
+    "bfloat16": (16,),
+    "float32": (11,),
+    "float64": (12,),
+    "float8": (19, 20, 23, 24, 25, 28, 29, 33),
 }
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Published figures of one GPU.
-
-    Attributes:
-        memory_gib: what the driver lets programs use, in GiB.
-        memory_gb_per_s: peak memory bandwidth, in 1e9 bytes per second.
-        dense_tflops: peak tensor-core rates without sparsity, by dtype.
-        nvlinks: links to the other GPUs.
-        source: documents the figures are from.
-    """
-
-    key: str
-    name: str
-    compute_capability: tuple[int, int]
-    sms: int
-    fp32_lanes_per_sm: int
-    boost_ghz: float
-    memory_gib: float
-    memory_gb_per_s: float
-    l2_mib: float
-    shared_kib_per_sm: int
-    nvlinks: int
-    dense_tflops: Mapping[str, float]
-    source: str
-
-    @property
-    def memory_bytes(self) -> int:
-        return int(self.memory_gib * 2**30)
+"""XLA's numbers of element types (xla_data.proto), by the names that `Gpu.flops` uses."""
 
 
 @dataclass(frozen=True)
@@ -75,23 +39,6 @@ class Target:
         return f"{self.gpu.key}:{self.nodes}x{self.per_node}" if self.nodes > 1 else f"{self.gpu.key}:{self.per_node}"
 
 
-@lru_cache
-def gpus() -> Mapping[str, Gpu]:
-    """The GPUs of targets.json by their short name."""
-    table = json.loads((Path(__file__).parent / "targets.json").read_text())
-    return {
-        key: Gpu(
-            key=key,
-            **{
-                **figures,
-                "compute_capability": tuple(figures["compute_capability"]),
-                "dense_tflops": MappingProxyType(figures["dense_tflops"]),
-            },
-        )
-        for key, figures in table.items()
-    }
-
-
 def parse(text: str | Target, n_devices: int | None = None) -> Target:
     """Reads a target.
 
@@ -106,44 +53,38 @@ def parse(text: str | Target, n_devices: int | None = None) -> Target:
     if isinstance(text, Target):
         target = text
     else:
-        found = re.fullmatch(r"\s*(\w+)(?::(\d+)(?:x(\d+))?)?\s*", text.lower())
+        found = re.fullmatch(r"\s*([\w-]+)(?::(\d+)(?:x(\d+))?)?\s*", text.lower())
         if not found or found[1] not in gpus():
             raise ValueError(
                 f"target {text!r} is not known; write GPU:count or GPU:nodesxcount with one of {', '.join(gpus())}, "
                 'as in "h200:8" or "h100:8x8"'
             )
-        gpu, count, per_node = gpus()[found[1]], found[2] or n_devices or GPUS_PER_NODE, found[3]
+        gpu, count, per_node = gpus()[found[1]], found[2] or n_devices or node().size, found[3]
         nodes, per_node = (int(count), int(per_node)) if per_node else _in_nodes(int(count), text)
         if nodes * per_node < 1:
             raise ValueError(f"target {text!r} has no devices")
         target = Target(gpu, nodes, per_node)
     if n_devices is not None and n_devices != target.n_devices:
-        ways = (
+        way_out = (
             "nothing in it is sharded: give it arguments or in_shardings on a mesh"
             if n_devices == 1
             else f'name target "{target.gpu.key}:{n_devices}", or shard it over an AbstractMesh of {target.n_devices} devices '
             "(no devices are needed for that)"
         )
-        raise ValueError(f"the program is for {n_devices} devices and target {target} has {target.n_devices}: {ways}")
+        raise ValueError(f"the program is for {n_devices} devices and target {target} has {target.n_devices}: {way_out}")
     return target
 
 
-def for_device(kind: str) -> Gpu | None:
-    """The GPU whose `device_kind` this is: 'NVIDIA H100 80GB HBM3' -> h100; None when none of ours."""
-    words = re.findall(r"[a-z]+\d+", kind.lower())
-    return next((gpu for key, gpu in gpus().items() if key in words), None)
-
-
-TAKEN = 0.8
-"""What XLA's compiler counts on of a GPU's memory where no allocator says how much it has (`GetSchedulerMemoryLimit` in XLA's
-gpu_hlo_schedule.cc). It computes again what does not fit there."""
+SCHEDULER_MEMORY_FRACTION = 0.8
+"""Fraction of a GPU's memory that XLA's compiler schedules for where no allocator states a limit (`GetSchedulerMemoryLimit` in XLA's
+gpu_hlo_schedule.cc); it rematerialises what does not fit there."""
 
 
 def config(gpu: Gpu) -> str:
-    """The GPU in the text form of XLA's GpuTargetConfigProto, with so much memory that XLA counts on what programs have."""
+    """The GPU in the text form of XLA's GpuTargetConfigProto, with so much memory that XLA schedules for `memory_bytes`."""
     major, minor = gpu.compute_capability
     accelerated = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
-    rates = "\n".join(_rate(gpu, dtype, number) for dtype in gpu.dense_tflops for number in _XLA_TYPES[dtype])
+    rates = "\n".join(_rate(gpu, dtype, number) for dtype in gpu.flops for number in _XLA_TYPES[dtype])
     return f"""\
 gpu_device_info {{
   name: "{gpu.name}"
@@ -151,8 +92,8 @@ gpu_device_info {{
   core_count: {gpu.sms}
   fpus_per_core: {gpu.fp32_lanes_per_sm}
   clock_rate_ghz: {gpu.boost_ghz}
-  device_memory_size: {int(gpu.memory_bytes / TAKEN)}
-  memory_bandwidth: {int(gpu.memory_gb_per_s * 1e9)}
+  device_memory_size: {int(gpu.memory_bytes / SCHEDULER_MEMORY_FRACTION)}
+  memory_bandwidth: {int(gpu.bytes_per_s)}
   l2_cache_size: {int(gpu.l2_mib * 2**20)}
   shared_memory_per_block: 49152
   shared_memory_per_core: {gpu.shared_kib_per_sm * 1024}
@@ -184,17 +125,17 @@ device_description_str: "{gpu.name}"
 
 
 def _rate(gpu: Gpu, dtype: str, number: int) -> str:
-    """One entry of the tensor cores' rates: 4 units per SM at the boost clock, so many multiply-adds per clock."""
-    per_clock = gpu.dense_tflops[dtype] * 1e12 / (gpu.sms * 4 * 2 * gpu.boost_ghz * 1e9)
-    whole = 2 ** round(math.log2(per_clock))
-    clock = gpu.boost_ghz * per_clock / whole
-    value = f"clock_rate_ghz: {clock:.4f} units_per_core: 4 ops_per_clock: {whole}"
+    """One rate of the tensor cores: 4 units per SM and a power of two of multiply-adds per clock, at the clock that gives the peak."""
+    per_clock = gpu.flops[dtype] / (gpu.sms * 4 * 2 * gpu.boost_ghz * 1e9)
+    ops = 2 ** round(math.log2(per_clock))
+    clock = gpu.boost_ghz * per_clock / ops
+    value = f"clock_rate_ghz: {clock:.4f} units_per_core: 4 ops_per_clock: {ops}"
     return f"    rate_infos {{ key: {number} value {{ {value} }} }}"
 
 
 def _in_nodes(count: int, text: str) -> tuple[int, int]:
-    if count <= GPUS_PER_NODE:
+    if count <= node().size:
         return 1, count
-    if count % GPUS_PER_NODE:
-        raise ValueError(f"target {text!r}: {count} devices do not fill nodes of 8; write the nodes, as in GPU:nodesxcount")
-    return count // GPUS_PER_NODE, GPUS_PER_NODE
+    if count % node().size:
+        raise ValueError(f"target {text!r}: {count} devices do not fill nodes of {node().size}; write the nodes, as in GPU:nodesxcount")
+    return count // node().size, node().size
