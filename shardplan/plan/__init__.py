@@ -1,5 +1,6 @@
 """The plan: data that is read, written, described, compared and used again."""
 
-from shardplan.plan.data import SEARCHES, Plan, PlanComparison, PlanDiff
+from shardplan.plan.data import SEARCHES
+from shardplan.plan.plan import Plan, PlanComparison, PlanDiff
 
 __all__ = ["SEARCHES", "Plan", "PlanComparison", "PlanDiff"]

@@ -1,0 +1,261 @@
+"""The plan of a step: its record with the verbs of people, who read, question, pin, compare, save and reuse it.
+
+    plan = step.plan(state, batch)
+    print(plan.explain())
+    plan.fix("state/params/**/kernel", P(None, "model")).diff(plan)
+    plan.save("plan.json")
+
+A plan fresh from the planner has a `context`, what it was planned from; one read from a file has none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+from msgspec import structs
+
+from shardplan import _jax
+from shardplan.errors import ShardingError
+from shardplan.files import write_atomically
+from shardplan.mesh.layout import Layout
+from shardplan.plan import io
+from shardplan.plan.data import SEARCHES, Conflict, Leaf, MemoryReport, PlanDecision, PlanRecord
+from shardplan.plan.verbs import verb
+
+
+class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT):
+    context: ClassVar[Any] = None
+    """What the plan was planned from, for `fix`, `check` and the pytree views; set by `with_context`, no part of the record."""
+
+    def with_context(self, context: Any) -> Plan:
+        """This plan with another context."""
+        plan = structs.replace(self)
+        structs.force_setattr(plan, "context", context)
+        return plan
+
+    def _planned_from(self, verb_: str, way_out: str) -> Any:
+        if self.context is None:
+            raise ShardingError(
+                f"{verb_} needs a plan that remembers its program; this one was read from a file.\n  way out: {way_out}"
+            )
+        return self.context
+
+    # ---- as pytrees
+
+    def _tree(self, leaves: tuple[Leaf, ...], tree, make: Callable[[Leaf], Any]):
+        if tree is None:
+            return {leaf.path: make(leaf) for leaf in leaves}
+        return jax.tree.unflatten(tree, [make(leaf) for leaf in leaves])
+
+    def _sharding(self, leaf: Leaf):
+        if self.context is None or self.context.mesh is None:
+            return jax.sharding.PartitionSpec(*leaf.layout.spec())
+        return _jax.sharding(self.context.mesh, leaf.layout.spec())
+
+    @property
+    def in_shardings(self):
+        """Shardings of the arguments: a pytree (args, kwargs) of NamedSharding; a dict by path for a plan read from a file."""
+        return self._tree(self.inputs, self.context and self.context.in_tree, self._sharding)
+
+    @property
+    def out_shardings(self):
+        """Shardings of the result, as a pytree of NamedSharding; a dict by path for a plan read from a file."""
+        return self._tree(self.outputs, self.context and self.context.out_tree, self._sharding)
+
+    def abstract(self):
+        """The arguments as `jax.ShapeDtypeStruct`s with their shardings, for checkpoint restoring: a pytree (args, kwargs)."""
+
+        def make(leaf: Leaf):
+            sharding = self._sharding(leaf)
+            named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+            dtype = self.context.in_dtypes[leaf.path] if self.context else leaf.dtype
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named)
+
+        return self._tree(self.inputs, self.context and self.context.in_tree, make)
+
+    # ---- to read
+
+    def explain(self, source: bool = True) -> str:
+        """The plan as text: costs, shardings of inputs, collectives by source line, and the annotated source lines.
+
+        Args:
+            source: whether source lines are annotated.
+        """
+        return verb("explain")(self, source=source)
+
+    def memory(self) -> MemoryReport:
+        """Predicted bytes per device: the peak, its source line, and its categories."""
+        return self.memory_report
+
+    def __str__(self) -> str:
+        return verb("summary")(self)
+
+    def _repr_html_(self) -> str:
+        return verb("to_html")(self, page=False)
+
+    def html(self) -> str:
+        """A page of its own."""
+        return verb("to_html")(self, page=True)
+
+    @cached_property
+    def comm_bytes(self) -> float:
+        """Bytes a device sends through collectives in one step (buffer sizes, times runs)."""
+        return sum(d.runs * c.bytes for d in self.decisions for r in d.reshards for c in r.collectives if c.kind != "slice")
+
+    @cached_property
+    def conflicts(self) -> tuple[Conflict, ...]:
+        """Pins that disagree: arrays are resharded between their regions. One entry per line, the most expensive pair first."""
+        sent: dict[tuple, list[float]] = {}
+        pairs: dict[tuple[str, ...], float] = {}
+        for d, r in ((decision, reshard) for decision in self.decisions for reshard in decision.reshards if reshard.pins):
+            at = sent.setdefault((r.pins, d.file, d.line), [0.0, 0.0])
+            seconds = d.runs * sum(c.seconds for c in r.collectives)
+            at[0] += d.runs * sum(c.bytes for c in r.collectives)
+            at[1] += seconds
+            pairs[r.pins] = pairs.get(r.pins, 0.0) + seconds
+        found = (Conflict(*at, *costs) for at, costs in sent.items())
+        return tuple(sorted(found, key=lambda c: (-pairs[c.pins], c.pins, -c.seconds)))
+
+    # ---- to question
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What `other` does differently."""
+        return PlanDiff(self, other)
+
+    def fix(self, path: str, spec) -> Plan:
+        """What if: the best plan in which inputs matching `path` have the PartitionSpec `spec`.
+
+        Args:
+            path: a path or pattern as in `pins`.
+            spec: a PartitionSpec; UNCONSTRAINED dims stay free.
+
+        Raises:
+            ShardingError: when this plan was read from a file, or the pin cannot hold.
+        """
+        return self._planned_from("fix()", "step.plan(...) with pins={...}").replan({path: spec})
+
+    def compare(self, search: Sequence[str] = SEARCHES) -> PlanComparison:
+        """The same step planned by each search, judged by the one objective; `print` it.
+
+        Args:
+            search: names out of `SEARCHES`.
+
+        Raises:
+            ShardingError: when this plan was read from a file, or a search does not exist.
+        """
+        if unknown := [name for name in search if name not in SEARCHES]:
+            raise ShardingError(f"search={unknown[0]!r} is none of {', '.join(map(repr, SEARCHES))}")
+        context = self._planned_from("compare()", "step.plan(...).compare()")
+        mine = self.search if context.verified is None else None  # this plan itself, unless it learned from XLA
+        return PlanComparison({name: self if name == mine else context.replan({}, search=name) for name in search})
+
+    def check(self, target: str | None = None, **options) -> PlanReport:
+        """Compile the planned step, run nothing, and compare what XLA emitted with what was planned.
+
+        Args:
+            target: a GPU cluster that need not be here, "h200:8" or "h100:8x8"; None for the devices at hand (a known GPU, else
+                emulated CPU devices).
+            options: thresholds and compiler options, as for `shardplan.check`.
+
+        Raises:
+            ShardingError: when this plan was read from a file.
+            CompilerMissing: the target needs packages that are not installed.
+        """
+        return verb("check_plan")(self, target, **options)
+
+    @property
+    def verified(self) -> Verified | None:
+        """How `auto(mesh, verify=target)` came to this plan, round by round; None for a plan made without, or read from a file."""
+        return self.context and self.context.verified
+
+    @property
+    def planning_seconds(self) -> Mapping[str, float]:
+        """Stage of planning -> seconds it took; {} for a plan read from a file."""
+        planned = self.context and self.context.planned
+        return dict(planned.seconds) if planned else {}
+
+    # ---- files
+
+    def dumps(self) -> str:
+        """The JSON text: one line per input, output, source line and decision, so that files diff well."""
+        return io.dumps(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; a crash leaves the old file intact."""
+        write_atomically(path, self.dumps())
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan file.
+
+        Raises:
+            PlanFileError: naming the file and the field that is wrong.
+        """
+        return io.read(path, Plan)
+
+    @staticmethod
+    def schema() -> dict[str, Any]:
+        """The JSON schema (draft 2020-12) of plan files. A reader also checks layouts against the mesh and the shapes."""
+        return io.schema(Plan)
+
+
+Plan.__doc__ = PlanRecord.__doc__
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """Two plans side by side; `print` it."""
+
+    a: Plan
+    b: Plan
+
+    @cached_property
+    def leaves(self) -> tuple[tuple[str, Layout | None, Layout | None], ...]:
+        """(path, layout in a, layout in b) of inputs that differ."""
+        a, b = ({x.path: x.layout for x in p.inputs} for p in (self.a, self.b))
+        return tuple((k, a.get(k), b.get(k)) for k in dict.fromkeys([*a, *b]) if a.get(k) != b.get(k))
+
+    @cached_property
+    def decisions(self) -> tuple[tuple[tuple, PlanDecision | None, PlanDecision | None], ...]:
+        """(key, decision in a, decision in b) of ops that differ in strategy or layouts."""
+
+        def choice(d: PlanDecision | None):
+            return d and (d.strategy, d.operand_layouts, d.result_layouts)
+
+        a, b = ({d.key: d for d in p.decisions} for p in (self.a, self.b))
+        return tuple((k, a.get(k), b.get(k)) for k in dict.fromkeys([*a, *b]) if choice(a.get(k)) != choice(b.get(k)))
+
+    def __bool__(self) -> bool:
+        return bool(self.a.mesh != self.b.mesh or self.leaves or self.decisions)
+
+    def __str__(self) -> str:
+        return verb("diff_text")(self)
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """Plans of one step by several searches; `print` it.
+
+    Attributes:
+        plans: by the name of the search.
+    """
+
+    plans: Mapping[str, Plan]
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds per step that no plan is below, as far as any of the searches proved."""
+        return max((p.seconds["bound"] for p in self.plans.values()), default=0.0)
+
+    def gap(self, search: str) -> float:
+        """How far a search's plan is from the bound, relative to the plan."""
+        total = self.plans[search].seconds["total"]
+        return (total - self.bound) / total if total else 0.0
+
+    def __str__(self) -> str:
+        return verb("comparison_text")(self)
