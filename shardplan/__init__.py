@@ -9,7 +9,7 @@ from shardplan.api import Auto, auto
 from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
 from shardplan.mesh import Cluster, Layout, MeshShape
 from shardplan.mesh.calibrate import calibrate
-from shardplan.plan.data import Plan, PlanDiff
+from shardplan.plan import Plan, PlanDiff
 from shardplan.strategies.register import register_rule
 
 if TYPE_CHECKING:

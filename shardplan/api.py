@@ -36,7 +36,7 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.machine import resolve
 from shardplan.pipeline import make_plan
-from shardplan.plan.data import SEARCHES, Plan
+from shardplan.plan import SEARCHES, Plan
 from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
 from shardplan.plan.reuse import matching_pins, saved_decisions
@@ -452,7 +452,7 @@ class Auto:
 
         if saved is not None:
             if decisions is not None:
-                return step.jit(decisions, replace(saved, context=context(decisions)))
+                return step.jit(decisions, saved.with_context(context(decisions)))
             options = matching_pins(saved, step.traced, options)
 
         def solve(memory: float | None, charges: Charges | None = None) -> Plan:
@@ -468,7 +468,7 @@ class Auto:
 
             target = None if settings.verify is True else settings.verify
             found = verified(solve, target, options.memory, settings.machine)
-            plan = replace(found.plan, context=replace(found.plan.context, verified=found))
+            plan = found.plan.with_context(replace(found.plan.context, verified=found))
         for primitive, source in plan.unknown:
             warnings.warn(
                 f"no rule for primitive {primitive!r} at {source}: it is kept whole on every device.\n"

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
 from shardplan.files import write_atomically
 from shardplan.mesh.cluster import ClusterError
-from shardplan.plan.data import SEARCHES, Plan
+from shardplan.plan import SEARCHES, Plan
 
 SAME, DIFFERENT, ERROR = 0, 1, 2
 

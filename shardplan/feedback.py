@@ -20,7 +20,7 @@ from shardplan.errors import ShardingError
 from shardplan.ir.graph import BORDER, Source
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import seconds as planned_s
-from shardplan.plan.data import Plan
+from shardplan.plan import Plan
 from shardplan.plan.describe import fetches
 from shardplan.plan.planned import Planned
 from shardplan.xla.hlo.collectives import human_bytes

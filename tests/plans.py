@@ -1,10 +1,12 @@
 """Plans made by hand for tests of what reads and shows them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan.data import Leaf, MemoryReport, Plan, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
+from shardplan.plan import Plan
+from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
 
 MESH = MeshShape(("data", "model"), (2, 4))
 
@@ -35,10 +37,9 @@ def leaf(path: str, shape: tuple[int, ...], *dims: str, kind: str = "parameters"
 
 
 def decision(file: str, line: int, function: str, primitive: str, occurrence: int = 0, **more) -> PlanDecision:
-    return replace(
-        PlanDecision(file, line, function, primitive, occurrence, "forward", {}, (), (), (), 0.0, 1.0, "", 0),
-        **more,
-    )
+    rest = dict(op=0, phase="forward", strategy={}, operand_layouts=(), copy_numbers=(), result_layouts=(), result_type="")
+    rest |= dict(reshards=(), seconds=0.0, runs=1.0)
+    return PlanDecision(file=file, line=line, function=function, primitive=primitive, occurrence=occurrence, **(rest | more))
 
 
 def numbered(decisions: Sequence[PlanDecision]) -> tuple[PlanDecision, ...]:
@@ -122,5 +123,6 @@ def transformer(layers: int = 3, file: str = "train.py") -> Plan:
         ),
         search="ilp",
         fingerprint="0123456789abcdef" * 4,
+        donated=(),
         unknown=(("my_kernel", "train.py:13"),),
     )

@@ -10,7 +10,7 @@ from plans import transformer
 
 from shardplan import cli
 from shardplan.cli import main
-from shardplan.plan.data import Plan
+from shardplan.plan import Plan
 
 PROGRAM = """\
 import jax, jax.numpy as jnp
@@ -94,11 +94,9 @@ def test_a_step_is_named_by_module_or_file(here, capsys, name):
 def test_saved_plans_of_real_steps_meet_the_schema(here):
     import json
 
-    from shardplan.plan import io as planfile
-
     assert main(["plan", "program.py:example", *MESH, "-o", "plan.json", "--pin", "w/up=None,model", "--brief"]) == 0
     text = (here / "plan.json").read_text()
-    jsonschema.Draft202012Validator(json.loads(planfile.SCHEMA.read_text())).validate(json.loads(text))
+    jsonschema.Draft202012Validator(Plan.schema()).validate(json.loads(text))
     assert Plan.load("plan.json").dumps() == text
 
 

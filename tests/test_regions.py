@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from plans import transformer
 
 import shardplan
-from shardplan.plan import io as planfile
+from shardplan.plan import Plan
 from shardplan.view.html import to_html
 
 X, W = jax.ShapeDtypeStruct((4096, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
@@ -69,5 +69,5 @@ def test_a_constraint_may_disagree_with_its_own_gradient():
 def test_conflicts_stay_with_the_file(tmp_path):
     plan = planned(turned, X, in_shardings=(P("model", None),), out_shardings=P(None, "model"))
     plan.save(tmp_path / "plan.json")
-    assert planfile.read(tmp_path / "plan.json").conflicts == plan.conflicts
+    assert Plan.load(tmp_path / "plan.json").conflicts == plan.conflicts
     assert transformer().conflicts == ()

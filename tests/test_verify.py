@@ -48,7 +48,7 @@ def test_what_xla_adds_is_priced_and_planned_around():
 
 def test_the_same_twice():
     one, two = (auto("a100", verify=True, pins=SPLIT).plan(STATE, BATCH) for _ in range(2))
-    assert one.to_json() == two.to_json() and str(one.verified) == str(two.verified)
+    assert one == two and str(one.verified) == str(two.verified)
 
 
 def test_a_plan_without_says_nothing():

@@ -2,10 +2,10 @@
 
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from msgspec.structs import replace
 from plans import MESH, decision, layout, leaf, transformer
 
 from shardplan.mesh.layout import Layout, MeshShape

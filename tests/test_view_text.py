@@ -1,10 +1,11 @@
 """What people read about a plan, as text. SHARDPLAN_GOLDEN=write rewrites the stored texts."""
 
+import dataclasses
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from plans import MESH, decision, layout, leaf, transformer
 
 from shardplan import units
@@ -78,7 +79,7 @@ def test_a_plan_differs_from_itself_in_nothing(plan):
 
 
 def test_diff_of_plans_with_other_inputs_and_meshes(plan):
-    fewer = replace(plan, inputs=plan.inputs[2:], mesh=replace(MESH, sizes=(4, 2)), cluster="a100", fingerprint="f")
+    fewer = replace(plan, inputs=plan.inputs[2:], mesh=dataclasses.replace(MESH, sizes=(4, 2)), cluster="a100", fingerprint="f")
     text = str(plan.diff(fewer))
     assert "mesh      data=2, model=4 -> data=4, model=2" in text
     assert "cluster   h100 -> a100" in text

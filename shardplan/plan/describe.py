@@ -13,7 +13,8 @@ from shardplan.costs.tables import PS
 from shardplan.files import portable, source_line
 from shardplan.ir.graph import BORDER, Op
 from shardplan.mesh.reshard import ReshardStep
-from shardplan.plan.data import Leaf, MemoryReport, Plan, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
+from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
+from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.propagation.conflicts import AGAINST
 from shardplan.strategies.enumerate import PARTIAL
@@ -49,9 +50,7 @@ def describe(planned: Planned, context=None) -> Plan:
         donated=planned.traced.donated_names(),
         lines=tuple(_lines(planned)),
         unknown=space.unknown,
-        planning_seconds=dict(planned.seconds),
-        context=context,
-    )
+    ).with_context(context)
 
 
 def _lines(planned: Planned):
@@ -98,7 +97,7 @@ def _decisions(planned: Planned):
             result_layouts=decided.results if decided else (),
             reshards=reshards,
             seconds=float(space.seconds[i][planned.strategies[i]]) * op.runs / runs,
-            runs=runs,
+            runs=float(runs),
             result_type=_type(op),
             op=number,
             copy_numbers=decided.copies if decided else (),
@@ -120,7 +119,7 @@ def _moves(planned: Planned, i: int):
     op, space = planned.graph.ops[i], planned.space
     for x in exchanged(op, space.rules[i], space.strategies[i], planned.strategies[i], space.mesh, space.cluster):
         layout, aval = planned.operand_layout(i, x.operand), op.ins[x.operand]
-        kind = PlannedCollective(x.kind, x.axes, x.bytes, x.seconds)
+        kind = PlannedCollective(x.kind, x.axes, float(x.bytes), float(x.seconds))
         yield PlannedReshard(x.operand, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", layout, layout, (kind,))
 
 

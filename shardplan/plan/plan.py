@@ -27,10 +27,19 @@ from shardplan.plan import io
 from shardplan.plan.data import SEARCHES, Conflict, Leaf, MemoryReport, PlanDecision, PlanRecord
 from shardplan.plan.verbs import verb
 
+if TYPE_CHECKING:
+    from shardplan.feedback import Verified
+    from shardplan.xla.report.plan_report import PlanReport
+
 
 class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT):
+    """How one step is sharded over one mesh. Besides the attributes of `PlanRecord`, those of its file:
+
+    Attributes:
+        context: what the plan was planned from, for `fix`, `check` and the pytree views; None for a plan read from a file.
+    """
+
     context: ClassVar[Any] = None
-    """What the plan was planned from, for `fix`, `check` and the pytree views; set by `with_context`, no part of the record."""
 
     def with_context(self, context: Any) -> Plan:
         """This plan with another context."""
@@ -202,9 +211,6 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     def schema() -> dict[str, Any]:
         """The JSON schema (draft 2020-12) of plan files. A reader also checks layouts against the mesh and the shapes."""
         return io.schema(Plan)
-
-
-Plan.__doc__ = PlanRecord.__doc__
 
 
 @dataclass(frozen=True)

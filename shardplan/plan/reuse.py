@@ -13,7 +13,7 @@ from shardplan.ir.graph import Path
 from shardplan.ir.parse import parse
 from shardplan.ir.traced import Traced
 from shardplan.mesh.layout import MeshShape
-from shardplan.plan.data import Plan
+from shardplan.plan.plan import Plan
 
 SHOWN = 5
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from string import Template
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan.data import Leaf, Plan
+from shardplan.plan import Plan
+from shardplan.plan.data import Leaf
 from shardplan.units import clean, fit, format_bytes, format_count, format_memory, format_percent, format_seconds
 from shardplan.view import rows
 from shardplan.view.text import parts, quality

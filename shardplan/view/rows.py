@@ -16,7 +16,8 @@ from functools import cached_property
 
 from shardplan.files import INSTALLED
 from shardplan.mesh.layout import MeshShape
-from shardplan.plan.data import Conflict, Leaf, Plan, PlanDecision, PlannedReshard
+from shardplan.plan import Plan
+from shardplan.plan.data import Conflict, Leaf, PlanDecision, PlannedReshard
 from shardplan.units import clean
 from shardplan.view.types import array_type, itemsize, join_axes, type_text
 

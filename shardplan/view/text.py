@@ -9,7 +9,8 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from shardplan.plan.data import MemoryReport, Plan, PlanComparison, PlanDecision, PlanDiff
+from shardplan.plan import Plan, PlanComparison, PlanDiff
+from shardplan.plan.data import MemoryReport, PlanDecision
 from shardplan.units import clean, fit, fit_middle, format_bytes, format_count, format_memory, format_percent, format_seconds
 from shardplan.view import rows
 

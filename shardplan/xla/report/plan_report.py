@@ -19,7 +19,8 @@ from functools import cached_property
 from typing import Any
 
 from shardplan.errors import ShardingError
-from shardplan.plan.data import Plan, PlanDecision, PlannedCollective, PlannedReshard
+from shardplan.plan import Plan
+from shardplan.plan.data import PlanDecision, PlannedCollective, PlannedReshard
 from shardplan.xla.compiler.compile import Compiled, lower_for
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import human_bytes
