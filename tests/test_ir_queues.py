@@ -20,9 +20,10 @@ import shardplan
 from shardplan.costs.network import build_network
 from shardplan.ir.parse import parse
 from shardplan.xla import available
+from shardplan.xla_model.combining import collective_sites
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.liveness import live_intervals
-from shardplan.xla_model.schedule import collective_sites, overlap_windows
+from shardplan.xla_model.overlap_windows import OverlapWindows, overlap_windows
 
 S, F32, BF16 = jax.ShapeDtypeStruct, jnp.float32, jnp.bfloat16
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
@@ -105,7 +106,7 @@ def test_gathers_begin_one_after_the_other_as_late_as_they_can_and_hold_memory_f
 
     def begun(seconds):
         fetched = overlap_windows(graph, everywhere, work, apart, lambda way, size: seconds * size).prefetch_start
-        live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), {}, fetched)
+        live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), OverlapWindows(prefetch_start=fetched))
         assert [live[graph.ops[at].outputs[0]][0] for at in taken] == [fetched.get(at, at) for at in taken]
         return [fetched.get(at, at) for at in taken[1:]]
 
@@ -292,7 +293,7 @@ def test_gradients_that_are_merged_wait_for_the_last_and_are_made_then():
     assert [large.deferred_until[at] for at in products] == products
 
     def dies(starts):
-        live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), starts)
+        live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), OverlapWindows(deferred_until=starts))
         return [max(live[v][1] for v in graph.ops[at].inputs) for at in products]
 
     assert all(end <= after for end, after in zip(dies(large.deferred_until), products[1:], strict=False))

@@ -12,7 +12,6 @@ from shardplan.ir.graph import BORDER, Graph
 from shardplan.mesh.layout import Layout
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.accumulation import ADDS
 from shardplan.xla_model.copies import SMALL_BYTES
 from shardplan.xla_model.coupled_state import CoupledState
 
@@ -122,7 +121,7 @@ def ways(
 def _added(graph: Graph, j: int) -> tuple[int, ...] | None:
     """`Way.added` of both operands of op j, if they are sums."""
     values = [graph.values[v] for v in graph.ops[j].inputs if v is not None]
-    if graph.ops[j].primitive not in ADDS or len(values) != 2 or any(len(value.consumers) > 1 for value in values):
+    if not graph.ops[j].traits.addition or len(values) != 2 or any(len(value.consumers) > 1 for value in values):
         return None
     tables = [graph.ops[value.producer[0]] for value in values if graph.ops[value.producer[0]].primitive == "scatter-add"]
     return tuple(d for op in tables for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims)

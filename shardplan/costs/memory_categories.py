@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from shardplan.costs.network import CostNetwork
 from shardplan.ir.graph import Graph
-from shardplan.xla_model.liveness import ALIASES
 
 HELD = frozenset({"parameters", "optimizer", "constants", "batch", "gathered"})
-COPIES = ALIASES | {"loop_slice"}
 
 
 def categories(graph: Graph) -> dict[int, str]:
@@ -21,7 +19,11 @@ def categories(graph: Graph) -> dict[int, str]:
             out[i] = kind if i in state else "batch"
         elif op.primitive == "const":
             out[i] = "constants"
-        elif op.primitive in COPIES and op.inputs[0] is not None and out[graph.values[op.inputs[0]].producer[0]] in HELD:
+        elif (
+            (op.traits.alias or op.traits.loop_slice)
+            and op.inputs[0] is not None
+            and out[graph.values[op.inputs[0]].producer[0]] in HELD
+        ):
             out[i] = "gathered"
         else:
             out[i] = {"forward": "activations", "backward": "gradients", "update": "update"}[op.phase]

@@ -34,8 +34,8 @@ from shardplan.mesh import collective
 from shardplan.mesh.collective import CollectiveKey
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import COMBINABLE, Resharder, ReshardStep
-from shardplan.xla_model.liveness import ALIASES, Interval, live_intervals, takes_over_buffer
-from shardplan.xla_model.schedule import OverlapWindows, overlap_windows
+from shardplan.xla_model.liveness import Interval, live_intervals, takes_over_buffer
+from shardplan.xla_model.overlap_windows import OverlapWindows, overlap_windows
 
 SMALL = 1e-3
 """Copies smaller than this share of the memory limit are not told apart from their originals."""
@@ -211,7 +211,7 @@ def build_network(
         if interval is None or interval[0] >= interval[1]:
             continue
         i, r = graph.values[v].producer
-        alias = graph.ops[i].primitive in ALIASES and not takes_over_buffer(graph, i)
+        alias = graph.ops[i].traits.alias and not takes_over_buffer(graph, i)
         held, told = tables.held(i, r, v), not alias or i in doubled
         nothing = [0 * held] * (blocks(i) - 1)
         own = np.tile(held, blocks(i)) if not told else np.concatenate([0 * held, *[held] * len(nothing)]) if nothing else held
@@ -240,7 +240,7 @@ def whole_bytes(space: StrategySpace) -> float:
 def _live(space: StrategySpace, wait: OverlapWindows | None = None) -> list[Interval | None]:
     """When each value is in memory, reshards waiting or not."""
     in_place = [rule.fusion in ("loop", "view") for rule in space.rules]
-    return live_intervals(space.graph, space.materialised, in_place, *((wait.deferred_until, wait.prefetch_start) if wait else ()))
+    return live_intervals(space.graph, space.materialised, in_place, wait)
 
 
 def _waits(space: StrategySpace, combined: CombinedGroups | None) -> OverlapWindows:
@@ -302,7 +302,7 @@ def _doubled(space: StrategySpace, limit: float | None) -> frozenset[int]:
         i
         for i, op in enumerate(graph.ops)
         if limit is not None
-        and op.primitive in ALIASES
+        and op.traits.alias
         and op.inputs[0] is not None
         and not takes_over_buffer(graph, i)
         and graph.values[op.outputs[0]].bytes > SMALL * limit

@@ -26,10 +26,11 @@ from shardplan.strategies.enumerate import OpStrategies, enumerate_strategies, g
 from shardplan.strategies.rule import Rule, factor_sizes, factors
 from shardplan.strategies.rules import rule_for
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
+from shardplan.xla_model.combining import CollectiveSite, collective_sites
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.coupled_state import CoupledState, coupled_state
-from shardplan.xla_model.fusion import KernelTraffic, kernel_traffic, materialised
-from shardplan.xla_model.schedule import CollectiveSite, collective_sites
+from shardplan.xla_model.fusion import materialised
+from shardplan.xla_model.kernels import KernelTraffic, kernel_traffic
 
 
 @dataclass(frozen=True, eq=False)

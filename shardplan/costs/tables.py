@@ -15,7 +15,7 @@ from shardplan.mesh.collective import COMBINE_THRESHOLD_BYTES, UNCOMBINED, Colle
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import COMBINABLE, Resharder
 from shardplan.xla_model.coupled_state import CoupledState
-from shardplan.xla_model.schedule import OverlapWindows
+from shardplan.xla_model.overlap_windows import OverlapWindows
 
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardplan.costs.network import CostNetwork
     from shardplan.costs.space import StrategySpace
     from shardplan.costs.tables import CombinedGroups
-    from shardplan.xla_model.schedule import CollectiveClass
+    from shardplan.xla_model.combining import CollectiveClass
 
 ROUNDS = 3
 """How often the prices are settled at most."""

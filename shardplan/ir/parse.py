@@ -131,7 +131,8 @@ def _unchanged(eqn, inputs: list[int | None]) -> int | None:
 
 def _phase(g: _Recorder, eqn, path: Path) -> Phase:
     """Backward ops carry `transpose(` in their name scope, also around them; what follows the first of them and is not
-    differentiated updates state."""
+    differentiated updates state.
+    """
     if _jax.is_backward(eqn) or (g.phase == "backward" and path):
         g.seen_backward = True
         return "backward"

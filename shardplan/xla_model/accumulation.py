@@ -1,10 +1,12 @@
-"""What a loop only adds up: sums over devices that are finished once, after the loop, and not in every round.
+"""What a loop only accumulates: sums over devices that XLA reduces once, after the loop, instead of in every iteration.
 
-    carry' = carry + f(x)          f(x) partial over `data`: XLA keeps adding partial sums and reduces the carry when the loop ends
+    carry' = carry + f(x)          f(x) partial over `data`: XLA accumulates partial sums and reduces the carry when the loop ends
 
-So a carry that nobody else reads inside the loop may be partial, on top of what it starts from, and gradients of weights that a scan
-uses in every round (microbatches, steps of time) cost one all-reduce, or one reduce-scatter where that is what they go on to. What is
-scattered inside is scattered in every round.
+So a carry that nobody else reads inside the loop may be partial, on top of its initial value. Gradients of weights that a scan uses in every
+iteration (microbatches, time steps) cost one all-reduce, or one reduce-scatter where the sum is used sharded. A reduce-scatter inside the
+loop is paid in every iteration.
+
+Facts: accumulate-reduces-after-loop, accumulate-scatters-inside.
 """
 
 from __future__ import annotations
@@ -12,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardplan.ir.graph import Graph, Op
-
-ADDS = ("add", "add_any")
+from shardplan.ir.graph import Graph
 
 
 def accumulated_operands(graph: Graph) -> dict[tuple[int, int], int]:
@@ -23,10 +23,10 @@ def accumulated_operands(graph: Graph) -> dict[tuple[int, int], int]:
     for start, end in _carries(graph).items():
         (v,) = graph.ops[end].inputs
         at = None if v is None else graph.maker(v)
-        if at is None or graph.ops[at].primitive not in ADDS or graph.ops[at].loop != graph.ops[end].loop:
+        if at is None or not graph.ops[at].traits.addition or graph.ops[at].loop != graph.ops[end].loop:
             continue
         makers = [None if v is None else graph.maker(v) for v in graph.ops[at].inputs]
-        if start not in makers or not _only(graph, graph.ops[start].outputs[0], at):
+        if start not in makers or any(reader != at for reader in graph.readers(graph.ops[start].outputs[0])):
             continue
         k = 1 - makers.index(start)
         while (v := graph.ops[at].inputs[k]) is not None:
@@ -34,24 +34,28 @@ def accumulated_operands(graph: Graph) -> dict[tuple[int, int], int]:
             if len(graph.values[v].consumers) > 1:
                 break
             at, k = graph.values[v].producer[0], 0
-            if not passes_on(graph.ops[at]) or graph.ops[at].loop != graph.ops[end].loop:
+            if not graph.ops[at].forwards_value or graph.ops[at].loop != graph.ops[end].loop:
                 break
     return out
 
 
 def mark_accumulation(graph: Graph) -> Graph:
-    """The graph in which what may hand partial sums to such a carry, or be one, says so: casts, too, which round every part."""
+    """The graph with `Op.accumulates` set for the carries that may be partial and for the ops that hand partial sums to them.
+
+    Casts are among these ops, although they round every part.
+    """
     found, ends = accumulated_operands(graph), _carries(graph)
-    up = {at for start in found.values() for at in (start, ends[start])}
-    up |= {at for at, _ in found if passes_on(graph.ops[at])}
-    ops = (replace(op, accumulates=True) if at in up else op for at, op in enumerate(graph.ops))
-    return replace(graph, ops=tuple(ops)) if up else graph
+    marked = {at for start in found.values() for at in (start, ends[start])}
+    marked |= {at for at, _ in found if graph.ops[at].forwards_value}
+    ops = (replace(op, accumulates=True) if at in marked else op for at, op in enumerate(graph.ops))
+    return replace(graph, ops=tuple(ops)) if marked else graph
 
 
 def accumulated_sums(graph: Graph, found: Mapping[tuple[int, int], int]) -> dict[int, int]:
-    """Value that a `loop_next` makes of such a carry -> the value in the loop whose sums it adds up, before casts and the like.
+    """Value that a `loop_next` makes of such a carry -> the value in the loop that is accumulated, before casts and the like.
 
     Args:
+        graph: the step.
         found: `accumulated_operands` of the graph.
     """
     ends, out = _carries(graph), {}
@@ -62,19 +66,6 @@ def accumulated_sums(graph: Graph, found: Mapping[tuple[int, int], int]) -> dict
     return out
 
 
-def passes_on(op: Op) -> bool:
-    """Whether an op only says an array otherwise."""
-    return op.forwards_value
-
-
 def _carries(graph: Graph) -> dict[int, int]:
     """`loop_carry` -> its `loop_next`."""
-    return {start: end for start, end in graph.same_layout if graph.ops[start].primitive == "loop_carry"}
-
-
-def _only(graph: Graph, v: int, reader: int) -> bool:
-    """Whether `reader` alone reads a value, through copies or not."""
-    return all(
-        at == reader or (graph.ops[at].primitive == "share" and _only(graph, graph.ops[at].outputs[0], reader))
-        for at, _ in graph.values[v].consumers
-    )
+    return {start: end for start, end in graph.same_layout if graph.ops[start].traits.loop_carry}

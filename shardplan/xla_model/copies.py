@@ -1,141 +1,168 @@
-"""Which readers of a value share one copy of it.
+"""Which readers of a value share one resharded copy of it.
 
-Elementwise ops, views and reductions *follow*: they take an array in the layout it has. Big ops (products, gathers, ...) may
-want it otherwise, and the way there is paid once for all that want the same. So a value is read through *copies*: one `share`
-op for the big readers of one phase (forward, backward, update) of one loop; and one for the followers, when the value may
-be partial (a big op's result, or a sum of such) or placed otherwise. Readers in different phases have different copies: a
-parameter gathered for the forward pass may be let go and gathered again, or kept (`Graph.retainable_from`): one collective, and memory in
-between; small arrays are kept. A lookup shares its copy of a table with the followers: gathered for a product, turned, the table is
-there to look things up. A large array that a big op reads has a copy even for a single reader, so that a gathered one is counted in
-memory.
+Elementwise ops, views and reductions are *followers*: they take an operand in the layout it has. Products, gathers and other big ops may
+want another layout, and the reshard is paid once for all readers that want the same one. So values are read through *copies*:
 
-The first copy of a big op's result stands right behind it, so that a partial sum is reduced at once and not kept whole until
-somebody reads it, a gradient until the optimizer runs. All other copies are made just before they are read.
+    w -+-> copy 1 -+-> dot (forward)            one copy for the big readers of one phase and loop
+       |           +-> gather (forward)
+       +-> copy 2 ---> dot (backward)           regathered, or the retained copy 1 (`Graph.retainable_from`)
+       +-> copy 3 -+-> add                      one for followers, if w may be partial or lies otherwise
+                   +-> mul
+
+A retained copy costs memory between the phases, a regathered one a second collective; small arrays are always retained. Followers
+share the copy of a lookup: gathered for a product and transposed, the table is there to look things up. A large array that a big
+op reads has a copy even for a single reader, so that memory counts the gathered array.
+
+The first copy of a big op's result stands right behind the op, so that a partial sum is reduced at once and not held in full until
+somebody reads it (a gradient: until the optimizer). All other copies stand before their first reader.
+
+Facts: cse-merges-equal-reshards, gather-cast-first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from shardplan.ir.graph import BORDER, Graph, Op, Value
-
-PASSIVE = frozenset({"out", "barrier", "branch_in"})
-"""Readers that fetch for themselves: each already is a copy."""
-
-FETCHED = ("loop_const", "loop_slice")
-"""Readers that hand a loop what was gathered as a whole, before it begins."""
+from shardplan.ir.graph import Graph, Op, Value
 
 SMALL_BYTES = 1 << 16
-"""Arrays that are kept from the forward to the backward pass: one copy serves both."""
+"""Arrays of up to so many bytes are retained from the forward to the backward pass: one copy serves both."""
 
-Readers = list[tuple[int, int]]
+Reader = tuple[int, int]
+"""(op, operand)."""
 
 
-def _groups(
-    graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups: Collection[int], v: int
-) -> list[tuple[bool, Readers, tuple[int, int] | None]]:
-    """(whether followers, readers, first reader of the same kind in the phase before) of every copy to be made of a value."""
-    value, found, others = graph.values[v], {}, {}
+@dataclass(frozen=True)
+class _Copy:
+    """One copy to be made of a value.
+
+    Attributes:
+        follows: whether its readers are followers.
+        readers: who reads it.
+        earlier: first reader of the same kind in the phase before.
+    """
+
+    follows: bool
+    readers: list[Reader]
+    earlier: Reader | None
+
+
+def _copies(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups: Collection[int], v: int) -> list[_Copy]:
+    """The copies to be made of value v; arguments as in `with_copies`."""
+    value, found, direct = graph.values[v], {}, {}
     made = value.producer[0]
-    settled = follows[made] and not sums[made]
-    born = graph.ops[made].phase
+    fixed = follows[made] and not sums[made]  # lies as its operands do, complete
+    born, large = graph.ops[made].phase, value.bytes > SMALL_BYTES
     for at, k in value.consumers:
         op = graph.ops[at]
-        phase = op.phase if value.bytes > SMALL_BYTES or "update" in (op.phase, born) else born
-        following = follows[at] and op.primitive not in FETCHED
-        if op.primitive in PASSIVE or (op.primitive == "loop_const" and graph.ops[made].scalar_broadcast):
+        phase = op.phase if large or "update" in (op.phase, born) else born
+        following = follows[at] and not op.traits.loop_operand
+        if op.traits.own_copy or (op.traits.loop_const and graph.ops[made].scalar_broadcast):
             continue
-        alone = following and (settled or (sums[at] and len(value.consumers) == 1))
-        (others if alone else found).setdefault((phase, op.loop, following), []).append((at, k))
+        alone = following and (fixed or (sums[at] and len(value.consumers) == 1))
+        (direct if alone else found).setdefault((phase, op.loop, following), []).append((at, k))
     for phase, loop, following in [*found]:
         if not following and any(at in lookups for at, _ in found[phase, loop, False]):
-            for some in (others, found):
+            for some in (direct, found):
                 found[phase, loop, False] += some.pop((phase, loop, True), ())
-    late = {key for key in found if not settled and (key[0] != born or sums[made])}
-    before: dict[tuple, tuple[int, int]] = {}
+    needed = {key for key in found if not fixed and (key[0] != born or sums[made])}
+    before: dict[tuple, Reader] = {}
     out = []
     for key, readers in found.items():
-        earlier = before.get(key[1:]) if value.bytes > SMALL_BYTES else None
-        large = value.bytes > SMALL_BYTES and not key[2]
-        if key in late or large or len({at for at, _ in readers}) > 1:
-            out.append((key[2], readers, earlier))
+        earlier = before.get(key[1:]) if large else None
+        if key in needed or (large and not key[2]) or len({at for at, _ in readers}) > 1:
+            out.append(_Copy(key[2], readers, earlier))
         before[key[1:]] = readers[0]
     return out
 
 
 def with_copies(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups: Collection[int] = ()) -> Graph:
-    """The same graph with a `share` op before every group of at least two readers; numbers of ops and values change.
+    """The same graph with a copy before every group of readers; numbers of ops and values change.
 
     Args:
         graph: the step.
-        follows: per op, whether it takes arrays in the layout they have.
+        follows: per op, whether it takes operands in the layout they have.
         sums: per op, whether its result may be partial.
         lookups: ops that read places of a table, in whatever layout.
     """
-    groups: dict[int, list[tuple[bool, Readers, tuple[int, int] | None]]] = {}
-    before: dict[int, list[tuple[int, int]]] = {}
+    copies: dict[int, list[_Copy]] = {}
+    before: dict[int, list[tuple[int, int]]] = {}  # op -> (value, number of the copy) that stand before it
     for v in range(len(graph.values)):
-        if many := _groups(graph, follows, sums, lookups, v):
-            groups[v] = many
+        if some := _copies(graph, follows, sums, lookups, v):
+            copies[v] = some
             made = graph.values[v].producer[0]
-            at_once = (sums[made] or not follows[made]) and graph.ops[made].primitive not in BORDER
-            for g, (_, readers, first) in enumerate(many):
-                place = made + 1 if at_once and g == 0 and first is None else min(at for at, _ in readers)
-                before.setdefault(place, []).append((v, g))
-
-    ops: list[Op] = []
-    moved: list[int] = []  # old op number -> new
-    values: list[tuple[Value, tuple[int, int]]] = []  # what it was, and what makes it
-    renamed: dict[int, int] = {}  # old value -> new
-    through: dict[tuple[int, int], int] = {}  # (reader, operand) -> new value of its copy
-    copied: dict[tuple[int, int], int] = {}  # (old reader, operand) -> the copy it reads
-    earlier: dict[int, tuple[int, int]] = {}
+            at_once = (sums[made] or not follows[made]) and not graph.ops[made].traits.border
+            for n, copy in enumerate(some):
+                place = made + 1 if at_once and n == 0 and copy.earlier is None else min(at for at, _ in copy.readers)
+                before.setdefault(place, []).append((v, n))
+    new = _Rewritten()
     for at, op in enumerate(graph.ops):
-        for v, g in before.get(at, ()):
-            value, (following, readers, first) = graph.values[v], groups[v][g]
-            maker = graph.ops[value.producer[0]]
-            aval = maker.outs[value.producer[1]]
-            copy = Op(
-                "share",
-                (renamed[v],),
-                (len(values),),
-                (aval,),
-                (aval,),
-                {},
-                (*maker.path, "share", value.producer[1], g),
-                source=op.source,
-                phase=op.phase,
-                runs=op.reads,
-                reads=op.reads,
-                loop=op.loop,
-                is_follower=following,
-            )
-            values.append((value, (len(ops), 0)))
-            through.update({reader: len(values) - 1 for reader in readers})
-            copied.update({reader: len(ops) for reader in readers})
-            if first is not None:
-                earlier[len(ops)] = (copied[first], 0) if first in copied else (moved[first[0]], first[1])
-            ops.append(copy)
-        moved.append(len(ops))
-        inputs = tuple(None if v is None else through.get((at, k), renamed.get(v)) for k, v in enumerate(op.inputs))
-        outputs = tuple(range(len(values), len(values) + len(op.outputs)))
-        renamed.update(zip(op.outputs, outputs, strict=True))
-        values += [(graph.values[v], (len(ops), k)) for k, v in enumerate(op.outputs)]
-        ops.append(replace(op, inputs=inputs, outputs=outputs))
-    consumers: list[list[tuple[int, int]]] = [[] for _ in values]
-    for at, op in enumerate(ops):
-        for k, v in enumerate(op.inputs):
-            if v is not None:
-                consumers[v].append((at, k))
-    moved.append(len(ops))
-    return Graph(
-        tuple(ops),
-        tuple(replace(v, producer=made, consumers=tuple(c)) for (v, made), c in zip(values, consumers, strict=True)),
-        tuple(replace(loop, start=moved[loop.start], stop=moved[loop.stop]) for loop in graph.loops),
-        tuple((moved[a], moved[b]) for a, b in graph.same_layout),
-        tuple(moved[a] for a in graph.args),
-        tuple(moved[o] for o in graph.outs),
-        frozenset(moved[d] for d in graph.donated),
-        retainable_from=earlier,
-    )
+        for v, n in before.get(at, ()):
+            new.copy(graph, op, v, n, copies[v][n])
+        new.op(graph, at, op)
+    return new.graph(graph)
+
+
+@dataclass
+class _Rewritten:
+    """A graph as it is written anew, with copies; lives for one call of `with_copies`.
+
+    Attributes:
+        ops: the new ops.
+        moved: old op number -> new.
+        values: per new value, what it was, and its (op, result).
+        renamed: old value -> new.
+        through: (old reader, operand) -> the new value of the copy it reads, and the new number of that copy.
+        earlier: `Graph.retainable_from`.
+    """
+
+    ops: list[Op] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+    values: list[tuple[Value, tuple[int, int]]] = field(default_factory=list)
+    renamed: dict[int, int] = field(default_factory=dict)
+    through: dict[Reader, tuple[int, int]] = field(default_factory=dict)
+    earlier: dict[int, Reader] = field(default_factory=dict)
+
+    def copy(self, graph: Graph, before: Op, v: int, n: int, copy: _Copy) -> None:
+        """Append copy n of old value v, right before an op."""
+        value = graph.values[v]
+        maker, k = graph.ops[value.producer[0]], value.producer[1]
+        avals, at, made = (maker.outs[k],), len(self.ops), len(self.values)
+        path = (*maker.path, "share", k, n)
+        times = {"runs": before.reads, "reads": before.reads, "loop": before.loop, "is_follower": copy.follows}
+        self.ops.append(
+            Op("share", (self.renamed[v],), (made,), avals, avals, {}, path, source=before.source, phase=before.phase, **times)
+        )
+        self.values.append((value, (at, 0)))
+        self.through.update(dict.fromkeys(copy.readers, (made, at)))
+        if (first := copy.earlier) is not None:
+            self.earlier[at] = (self.through[first][1], 0) if first in self.through else (self.moved[first[0]], first[1])
+
+    def op(self, graph: Graph, at: int, op: Op) -> None:
+        """Append old op `at`."""
+        self.moved.append(len(self.ops))
+        read = (self.through.get((at, k), (None if v is None else self.renamed.get(v),)) for k, v in enumerate(op.inputs))
+        outputs = tuple(range(len(self.values), len(self.values) + len(op.outputs)))
+        self.renamed.update(zip(op.outputs, outputs, strict=True))
+        self.values += [(graph.values[v], (len(self.ops), k)) for k, v in enumerate(op.outputs)]
+        self.ops.append(replace(op, inputs=tuple(made for made, *_ in read), outputs=outputs))
+
+    def graph(self, old: Graph) -> Graph:
+        """The new graph."""
+        consumers: list[list[Reader]] = [[] for _ in self.values]
+        for at, op in enumerate(self.ops):
+            for k, v in enumerate(op.inputs):
+                if v is not None:
+                    consumers[v].append((at, k))
+        moved = [*self.moved, len(self.ops)]
+        return Graph(
+            tuple(self.ops),
+            tuple(replace(v, producer=made, consumers=tuple(c)) for (v, made), c in zip(self.values, consumers, strict=True)),
+            tuple(replace(loop, start=moved[loop.start], stop=moved[loop.stop]) for loop in old.loops),
+            tuple((moved[a], moved[b]) for a, b in old.same_layout),
+            tuple(moved[a] for a in old.args),
+            tuple(moved[o] for o in old.outs),
+            frozenset(moved[d] for d in old.donated),
+            retainable_from=self.earlier,
+        )

@@ -1,6 +1,9 @@
-"""What the optimizer computes with beside an array: a parameter and its moments, beside its gradient.
+"""Which inputs the optimizer computes with together with a gradient: the parameter and its moments.
 
-XLA lays these out as it lays out the array. So what a gradient's layout in memory costs, each of them pays, too.
+XLA gives all arrays of one elementwise computation one physical layout. So whatever a gradient's physical layout costs, each of these
+arrays pays as well.
+
+Fact: layout-elementwise-coupled.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from shardplan.ir.graph import Graph
 
 @dataclass(frozen=True)
 class CoupledState:
-    """Inputs of the step that the optimizer computes with beside an array.
+    """Inputs of the step that the optimizer computes with together with an array.
 
     Attributes:
         order: the array's dims in their order there.
-        bytes: of each of them, in rising order.
+        bytes: bytes of each input, in rising order.
     """
 
     order: tuple[int, ...]
@@ -25,19 +28,20 @@ class CoupledState:
 
 
 def coupled_state(graph: Graph, elementwise: Sequence[bool]) -> list[CoupledState | None]:
-    """Per value, what elementwise ops of the update compute with beside it; None where that is nothing.
+    """Per value, the inputs that elementwise ops of the optimizer compute with together with it; None where there are none.
 
     Args:
+        graph: the step.
         elementwise: per op.
     """
     found: list[tuple[tuple[int, ...], frozenset[int]] | None] = [None] * len(graph.values)  # (order, values)
     for op, plain in zip(reversed(graph.ops), reversed(elementwise), strict=True):
-        if op.primitive == "transpose":
+        if op.traits.transpose:
             if (before := op.inputs[0]) is not None and (after := found[op.outputs[0]]):
                 found[before] = tuple(op.params["permutation"][d] for d in after[0]), after[1]
-        elif op.primitive == "share" or plain:
+        elif op.traits.copy or plain:
             arrays = [v for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.shape == op.outs[0].shape]
-            own = {graph.original(v) for v in arrays if graph.ops[graph.maker(v)].primitive == "arg" and op.phase == "update"}
+            own = {graph.original(v) for v in arrays if graph.ops[graph.maker(v)].traits.step_input and op.phase == "update"}
             later = [m for v in op.outputs if (m := found[v])]
             order = later[0][0] if later else tuple(range(len(op.outs[0].shape)))
             inputs = frozenset(own).union(*(others for _, others in later))

@@ -1,0 +1,240 @@
+"""How long a collective may be in flight before somebody waits for it: its overlap window.
+
+Rule 9, prefetches. The window opens at the end of the last loop that ends before the reader, and of the last blocking collective before
+it; it closes when the first reader starts.
+
+    compute   |-- loop 1 --|-- op --|-- blocking --|-- op --|-- reader --|
+    window                                         |========|
+
+Rule 10, gradients. The window opens when the gradient is made, outside of loops not before the last blocking collective; it closes when
+the optimizer, or what leaves the loop, computes with it.
+
+Rule 11, one in flight. One prefetch and one gradient reduction are in flight at a time, each as late as it is done in time, from the start of an
+op on. The window of one closes where the next begins.
+
+    compute     |-- op 1 --|-- op 2 --|-- reader of a --|-- reader of b --|
+    prefetch               |=== a ====|======= b =======|
+
+Rule 12, two in a row. Where an array is gathered, cast and gathered again, the second gather overlaps and the first blocks.
+
+Facts: overlap-one-per-kind, overlap-not-across-loops, overlap-second-of-two.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import inf
+from typing import Any
+
+from shardplan.ir.graph import Graph
+from shardplan.xla_model.combining import CollectiveSite, CombinedWindow, Key, Window, combined, hands_on
+from shardplan.xla_model.schedule import Schedule, blocking_collectives, schedule
+
+Edge = tuple[int, int]
+"""(op, operand)."""
+Transfer = tuple[Hashable, float]
+"""How an array moves, and the bytes of the result on one device; only arrays that move alike are combined."""
+
+
+@dataclass(frozen=True)
+class OverlapWindows:
+    """The schedule as prices and memory see it.
+
+    Attributes:
+        seconds: (op, operand) -> seconds of work, in one run, during which a reshard of the operand may be in flight.
+        scatter_seconds: the same for gradients that are reduce-scattered.
+        deferred_until: op that makes a gradient -> the op at whose place it runs (rule 8).
+        prefetch_start: op that reads a prefetched array -> the op at whose start the prefetch starts, if that is before it.
+    """
+
+    seconds: Mapping[Edge, float] = field(default_factory=dict)
+    scatter_seconds: Mapping[Edge, float] = field(default_factory=dict)
+    deferred_until: Mapping[int, int] = field(default_factory=dict)
+    prefetch_start: Mapping[int, int] = field(default_factory=dict)
+
+
+def overlap_windows(
+    graph: Graph,
+    sites: Sequence[CollectiveSite],
+    work_s: Sequence[float],
+    transfers: Mapping[int, Transfer] | None = None,
+    seconds: Callable[[Any, float], float] = lambda transfer, size: 0.0,
+    shards: int = 1,
+    scattered: Collection[int] = (),
+    blocking: Mapping[int, Transfer] | None = None,
+) -> OverlapWindows:
+    """The overlap window of every reshard.
+
+    Args:
+        sites: per value.
+        work_s: seconds of every op in one run.
+        transfers: by the op that makes an array, its transfer; by default all arrays of a group move alike, and in full.
+        seconds: (transfer, bytes) -> seconds; also of a whole group by "all-reduce" or "reduce-scatter".
+        shards: number of shards of gradients that are scattered but not in `transfers`; 1 as if they arrived in full.
+        scattered: those of `transfers` that are reduce-scattered.
+        blocking: transfers of blocking collectives outside of loops.
+    """
+    blocks = blocking_collectives(graph, sites, {at: seconds(*transfer) for at, transfer in (blocking or {}).items()})
+    defer = any(graph.ops[j].phase == "backward" for j in blocks)
+    early = _Windows.of(graph, sites, transfers or {}, schedule(graph, sites, work_s, transfers or {}, blocks, defer))
+    late = early
+    if not defer:
+        late = _Windows.of(graph, sites, transfers or {}, schedule(graph, sites, work_s, transfers or {}, blocks, defer=True))
+
+    def as_all(key: Key, window: Window, kind: str, shards: int) -> Window:
+        """An array that moves otherwise than `transfers` says, as all of its group then."""
+        return replace(window, stream=(*window.stream[:3], kind), bytes=early.bytes[key] / shards)
+
+    reduced = {key: as_all(key, w, "all-reduce", 1) if key[0] in scattered else w for key, w in early.windows.items()}
+    gradients = {key: w for key, w in late.windows.items() if w.stream[0] == "gradient"}
+    scatters = {key: w if key[0] in scattered else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
+    known = combined(early.windows)
+    return OverlapWindows(
+        {**early.exposed(graph, reduced, seconds), **early.schedule.hidden_s},
+        late.exposed(graph, scatters, seconds),
+        _deferred_until(known, early.schedule),
+        dict(_prefetch_start(known, early, seconds)),
+    )
+
+
+def _deferred_until(known: Sequence[CombinedWindow], early: Schedule) -> dict[int, int]:
+    """`OverlapWindows.deferred_until`."""
+    out: dict[int, int] = {}
+    for some in known:
+        if some.stream[0] == "gradient":
+            made = [at for at, *_ in some.windows]
+            out.update(dict.fromkeys(made, max(made)))
+    out.update((j, max(out.get(j, j), after)) for j, after in early.runs_after.items())
+    return out
+
+
+def _prefetch_start(
+    known: Sequence[CombinedWindow], early: _Windows, seconds: Callable[[Any, float], float]
+) -> Iterator[tuple[int, int]]:
+    """`OverlapWindows.prefetch_start`."""
+    start_s = early.schedule.start_s
+    begins = {
+        key: begin
+        for some, (begin, _) in zip(known, _in_flight(known, seconds, start_s), strict=True)
+        if some.stream[0] == "prefetch" and some.stream[1] != "update" and some.stream[3] is not None
+        for key in some.windows
+    }
+    times = list(accumulate(reversed(start_s), min))[::-1]  # products that wait for the end of a loop begin late
+    for (j, _), key in early.edges.items():
+        if key in begins and (at := bisect_right(times, begins[key]) - 1) < j:
+            yield j, at
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Windows of all prefetches and gradients under one schedule.
+
+    Attributes:
+        windows: by array.
+        edges: (op, operand) -> array.
+        bytes: of the arrays in full.
+    """
+
+    schedule: Schedule
+    windows: Mapping[Key, Window]
+    edges: Mapping[Edge, Key]
+    bytes: Mapping[Key, float]
+
+    @staticmethod
+    def of(graph: Graph, sites: Sequence[CollectiveSite], transfers: Mapping[int, Transfer], schedule: Schedule) -> _Windows:
+        """Rules 9 and 10."""
+        start_s = schedule.start_s
+        blocked = sorted(start_s[j] for j in schedule.blocks)
+        stops = sorted({0, *(loop.stop for loop in graph.loops)})
+        needed = _needed(graph, start_s)
+        windows: dict[Key, Window] = {}
+        edges: dict[Edge, Key] = {}
+        sizes: dict[Key, float] = {}
+        for j in reversed(range(len(graph.ops))):
+            op = graph.ops[j]
+            for k, v in enumerate(op.inputs):
+                if v is None or (kind := sites[v].collective_class) not in ("prefetch", "gradient"):
+                    continue
+                at = sites[v].origin
+                prefetch = kind == "prefetch"
+                phase = op.phase if prefetch else "update"
+                key = edges[j, k] = at, phase, op.loop
+                sizes[key] = min(sizes.get(key, inf), graph.values[v].bytes)
+                transfer, size = transfers.get(at, (None, graph.values[v].bytes))
+                first = start_s[stops[bisect_right(stops, needed[j]) - 1]] if prefetch else 0.0
+                if op.loop < 0:
+                    before = bisect_left(blocked, start_s[needed[j]]) if prefetch else len(blocked)
+                    first = max(first, blocked[before - 1]) if before else first
+                opens, closes = max(schedule.end_s[at], first), start_s[needed[j]]
+                window = Window(opens, closes, (kind, phase, sites[v].group, transfer), size, op.reads)
+                if (seen := windows.get(key)) is not None:
+                    window = replace(window, needed=min(seen.needed, closes), bytes=min(seen.bytes, size))
+                windows[key] = window
+        return _Windows(schedule, windows, edges, sizes)
+
+    def exposed(self, graph: Graph, windows: Mapping[Key, Window], seconds: Callable[[Any, float], float]) -> dict[Edge, float]:
+        """(op, operand) -> seconds of its window in one run, when `windows` are in flight."""
+        room: dict[Key, float] = {}
+        some = combined(windows)
+        for together, (_, stops) in zip(some, _in_flight(some, seconds, self.schedule.start_s), strict=True):
+            whole, size = max(0.0, stops - together.made), together.bytes or 1.0
+            room.update((key, whole * window.bytes / size) for key, window in together.windows.items())
+        edges = (e for e, key in self.edges.items() if key in room and not _gathered_twice(graph, e[0], key))
+        return {(j, k): room[self.edges[j, k]] / graph.ops[j].reads for j, k in edges}
+
+
+def _needed(graph: Graph, start_s: Sequence[float]) -> list[int]:
+    """Per op, the first op that computes with its result, or itself."""
+    out = list(range(len(graph.ops)))
+    for j in reversed(range(len(graph.ops))):
+        op = graph.ops[j]
+        if op.traits.step_output:
+            out[j] = len(graph.ops)
+        elif hands_on(op):
+            readers = (out[at] for v in op.outputs for at, _ in graph.values[v].consumers)
+            out[j] = min(readers, key=start_s.__getitem__, default=j)
+    return out
+
+
+def _in_flight(
+    some: Sequence[CombinedWindow], seconds: Callable[[Any, float], float], start_s: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Per combined collective, from when until when it is in flight (rule 11), in seconds after the step's start.
+
+    One whose transfer is not known has all the time before the next, and delays none. Neither does a later reader of an array, which
+    may find it there.
+
+    Args:
+        seconds: as in `overlap_windows`.
+        start_s: when ops start.
+    """
+    out, starts = [(0.0, 0.0)] * len(some), sorted(start_s)
+    prefetches, gradients = ([n for n, c in enumerate(some) if c.stream[0] == kind] for kind in ("prefetch", "gradient"))
+    prefetches.sort(key=lambda n: (some[n].needed, some[n].stream[3] is None))
+    gradients.sort(key=lambda n: some[n].made)
+    for line in prefetches, gradients:
+        there: set[int] = set()
+        news = {}
+        for n in line:
+            news[n] = CombinedWindow({key: w for key, w in some[n].windows.items() if key[0] not in there})
+            if some[n].stream[3] is not None:
+                there.update(at for at, *_ in some[n].windows)
+        free = inf
+        for n in reversed(line):
+            begins, stops = some[n].made, min(some[n].needed, free)
+            if some[n].stream[3] is not None:
+                late = stops - (news[n] if news[n].windows else some[n]).takes(seconds)
+                begins = max(begins, starts[bisect_right(starts, late) - 1] if late > 0 else 0.0)
+                free = begins if news[n].windows else free
+            out[n] = begins, stops
+    return out
+
+
+def _gathered_twice(graph: Graph, j: int, key: Key) -> bool:
+    """Whether op j only casts an array in flight from the inputs, and a copy of the result is gathered again (rule 12)."""
+    readers = (graph.ops[at] for v in graph.ops[j].outputs for at, _ in graph.values[v].consumers)
+    copied = any(op.traits.copy and not op.is_follower for op in readers)
+    return copied and graph.ops[j].forwards_value and graph.ops[key[0]].traits.known_early
