@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from shardplan.ilp import Edge, Problem, Usage, minimize_peak
 from shardplan.ilp.solver import solve
-from shardplan.ilp.solver.presolve.presolve import presolve, remove_redundant_steps
+from shardplan.ilp.solver.presolve.presolve import presolve
+from shardplan.ilp.solver.presolve.timeline import remove_redundant_steps
 from shardplan.ilp.solver.relax.buckets import BucketElimination
 
 laws = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -289,7 +289,7 @@ def test_messages_carried_through_a_shrink_change_no_choices_cost(problem):
     small = presolve(Problem(tuple(np.where(np.arange(len(c)) % 3 < 2, c, np.inf) for c in problem.costs), problem.edges))
     if not small.feasible:
         return
-    part, told = small.problem, shift.carry_messages(shifting.sent_messages(), small)
+    part, told = small.problem, small.carry_messages(shifting.sent_messages())
     assert all(len(m) == len(part.costs[i]) for (i, _), m in told.items())
     moved = shifted(part, shift.TRWS(part, messages=told))
     assert all(moved.objective(states) == part.objective(states) for states in choices(part))

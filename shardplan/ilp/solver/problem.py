@@ -1,11 +1,13 @@
-"""What every planning question becomes: a pairwise cost network with interval memory.
+"""The problem of the solver: a pairwise cost network with interval memory.
 
-    minimise    sum_i c_i[s_i]  +  sum_(i,j) e_ij[s_i, s_j]                      (1)
-    subject to  sum_(i alive at t) u_i[s_i]  <=  limit       for every time t     (2)
-                s_i in {0 .. k_i - 1}                        for every node i     (3)
+    minimize    sum_i c_i[s_i]  +  sum_(i,j) e_ij[s_i, s_j]                       (1) objective
+    subject to  s_i in {0 .. k_i - 1}                        for every node i     (2) one state per node
+                sum_(i alive at t) u_i[s_i]  <=  limit       for every time t     (3) memory limit
 
-Costs are float64 arrays of **integral** values (the planner counts picoseconds), so sums below 2**53 are exact and the
-same on every machine; `inf` forbids a state or a pair. A node may have several usages (a buffer kept over two intervals).
+Also known as a cost function network, or the energy of a pairwise Markov random field, with time-indexed knapsack constraints.
+
+Costs are float64 arrays of **integral** values (the planner counts picoseconds), so sums below 2**53 are exact and the same on
+every machine; `inf` forbids a state or a pair of states. A node may have several usages (a buffer that lives in two intervals).
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ import numpy as np
 
 Status = Literal["optimal", "feasible", "infeasible", "fallback"]
 
+Messages = dict[tuple[int, int], np.ndarray]
+"""Messages of TRW-S: (i, j) -> what node i receives by its edge to j, [k_i]."""
+
 
 @dataclass(frozen=True)
 class Edge:
@@ -31,7 +36,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes a node's state holds at every time t with lo <= t < hi: `bytes[s_node]`, shape [k_node]."""
+    """Bytes that a node's state holds at every time t with lo <= t < hi: `bytes[s_node]`, shape [k_node]."""
 
     node: int
     lo: int
@@ -40,15 +45,17 @@ class Usage:
 
     @functools.cached_property
     def min_bytes(self) -> float:
+        """Bytes of the state that holds fewest."""
         return float(self.bytes.min(initial=np.inf))
 
     @functools.cached_property
     def max_bytes(self) -> float:
+        """Bytes of the state that holds most."""
         return float(self.bytes.max(initial=-np.inf))
 
 
 def sum_over_intervals(held: Iterable[tuple[int, int, float]]) -> np.ndarray:
-    """Bytes in memory at every time, shape [T], of (lo, hi, bytes) held while lo <= t < hi."""
+    """Bytes at every time, shape [T], given (lo, hi, bytes): `bytes` are held while lo <= t < hi."""
     held = list(held)
     change = np.zeros(max((hi for _, hi, _ in held), default=0) + 1)
     for lo, hi, n in held:
@@ -64,12 +71,12 @@ class Problem:
 
     Attributes:
         costs: c_i, one float64 array [k_i] per node.
-        edges: e_ij; arrays may be shared between edges (repeated layers), which the reductions exploit by identity.
+        edges: e_ij; repeated layers share their arrays, which presolve exploits by identity.
         usages: u_i with their intervals.
-        limit: bytes; None leaves out (2).
+        limit: bytes; None leaves out (3).
         names: one label per node for messages, or ().
-        ties: one class number per node, or (): nodes of one class (repeated layers) have equally many states and are meant
-            to take the same one. Tying is a restriction, not a reduction: the answer says so.
+        ties: symmetry class of every node, or (): the nodes of a class (repeated layers) have equally many states and take the same
+            one. Ties restrict the problem; `Solution.tied` records that they were applied.
     """
 
     costs: tuple[np.ndarray, ...]
@@ -81,50 +88,51 @@ class Problem:
 
     @functools.cached_property
     def n_states(self) -> int:
-        """Of all nodes together."""
+        """Number of states of all nodes together."""
         return sum(map(len, self.costs))
 
     @functools.cached_property
     def finite_ranges(self) -> list[tuple[float, float]]:
-        """The least and the largest finite cost of every node and of every edge."""
+        """The least and the greatest finite cost of every node, then of every edge."""
         tables = [*self.costs, *(e.cost for e in self.edges)]
         ranges = {key: finite_range(entries) for key, entries in {id(entries): entries for entries in tables}.items()}
         return [ranges[id(entries)] for entries in tables]
 
     @functools.cached_property
     def big_m(self) -> float:
-        """A power of two above the difference of any two finite objectives: what stands for inf where sums must stay finite."""
+        """A power of two above the difference of any two finite objectives; replaces inf where sums have to stay finite."""
         return 2.0 ** float(np.ceil(np.log2(4 * max(sum(high - low for low, high in self.finite_ranges), 1.0))))
 
     def map_costs(self, change: Callable[[np.ndarray], np.ndarray]) -> Problem:
-        """The problem with other costs, of the same shapes; edges that shared a table share what it became."""
+        """The problem with every cost array replaced by `change(array)` of the same shape; shared arrays stay shared."""
         tables = {id(table): change(table) for table in {id(e.cost): e.cost for e in self.edges}.values()}
         edges = tuple(replace(e, cost=tables[id(e.cost)]) for e in self.edges)
         return replace(self, costs=tuple(map(change, self.costs)), edges=edges)
 
     def objective(self, states) -> float:
-        """(1) of a full choice of states; inf when it takes a forbidden entry."""
+        """(1) of one state per node; inf if a forbidden entry is taken."""
         total = sum(float(c[s]) for c, s in zip(self.costs, states, strict=True))
         return total + sum(float(e.cost[states[e.i], states[e.j]]) for e in self.edges)
 
     def lower_bound(self) -> float:
-        """What no choice of states costs less than."""
+        """The trivial lower bound of (1): the sum of all least entries."""
         return sum(low for low, _ in self.finite_ranges)
 
     def upper_bound(self) -> float:
-        """What no choice of states costs more than, unless it takes a forbidden entry."""
+        """The trivial upper bound of (1) over states that take no forbidden entry."""
         return sum(max(high, 0.0) for _, high in self.finite_ranges)
 
     def memory(self, states) -> np.ndarray:
-        """Left side of (2) for every time step, shape [T]."""
+        """Left side of (3) at every time, shape [T], bytes."""
         return sum_over_intervals((u.lo, u.hi, float(u.bytes[states[u.node]])) for u in self.usages)
 
     def peak(self, states) -> float:
+        """The greatest left side of (3), bytes."""
         return float(self.memory(states).max(initial=0.0))
 
 
 def indicator_costs(table: np.ndarray) -> np.ndarray:
-    """Costs of 0 for all that is not forbidden."""
+    """The indicator function of the allowed entries: 0 where finite, inf where forbidden."""
     return np.where(np.isfinite(table), 0.0, np.inf)
 
 
@@ -133,13 +141,13 @@ class Solution:
     """An answer with its proof.
 
     Attributes:
-        status: "optimal" (bound reached), "feasible" (an incumbent and a gap), "infeasible" (proven: nothing fits),
-            "fallback" (the hint or propagation's answer, nothing better in time).
-        states: s_i, one per node; () when infeasible.
+        status: "optimal" (the bound is reached), "feasible" (an incumbent and a gap), "infeasible" (proven), "fallback" (the hint,
+            or nothing: no better answer within the limits).
+        states: s_i, one per node; () if none were found.
         objective: (1) of `states`.
-        bound: a valid lower bound of (1) over all choices that satisfy (2)-(3) (and the ties, when `tied`).
+        bound: a lower bound of (1) over all states that satisfy (2), (3) and, if `tied`, the ties.
         tied: whether states were restricted by `Problem.ties`.
-        stats: what each link of the chain did (counts, seconds), for people.
+        stats: counts and seconds of the steps of the search.
     """
 
     status: Status
@@ -151,14 +159,14 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """(objective - bound) / objective, 0 when both are 0, inf where there is a bound and no answer."""
+        """(objective - bound) / |objective|; 0 if both are equal, inf without states."""
         if self.objective == self.bound:
             return 0.0
         return (self.objective - self.bound) / max(abs(self.objective), 1e-30) if np.isfinite(self.objective) else np.inf
 
 
 def finite_range(entries: np.ndarray) -> tuple[float, float]:
-    """The least and the largest finite entry; (0, 0) where there is none."""
+    """The least and the greatest finite entry; (0, 0) if there is none."""
     low, high = float(entries.min(initial=np.inf)), float(entries.max(initial=-np.inf))
     if high == np.inf:
         high = float(np.where(entries < np.inf, entries, -np.inf).max(initial=-np.inf))

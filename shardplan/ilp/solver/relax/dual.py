@@ -22,7 +22,7 @@ from scipy.optimize import linprog  # scipy is a requirement of jax itself
 
 from shardplan.ilp.solver.relax.buckets import EliminationPass
 from shardplan.ilp.solver.relax.relaxation import Relaxation
-from shardplan.ilp.solver.usage import UsageTable
+from shardplan.ilp.solver.usage import UsageTable, local_peaks
 
 ROUNDS = 2  # of shifting, after a change of prices
 FIRST_ROUNDS, VISITS = (4, 16), 6e7  # rounds at the first prices: as many as visit so many table entries, but within these numbers
@@ -67,10 +67,10 @@ def evaluate_dual(relaxation: Relaxation, memory: UsageTable, prices: np.ndarray
     Args:
         costs: node costs, the problem's own by default.
     """
-    unit = 2.0 ** min(0.0, np.ceil(np.log2(relaxation.total + prices.sum() * memory.most)) - PRECISION)
+    unit = 2.0 ** min(0.0, np.ceil(np.log2(relaxation.total + prices.sum() * memory.max_bytes)) - PRECISION)
     highest = float(prices.max(initial=0.0))
     coarse = np.log2(unit / highest) if highest else -np.inf
-    grain = 2.0 ** max(0.0, np.floor(min(coarse + FINE, (coarse + np.log2(max(1.0, memory.most))) / 2)))
+    grain = 2.0 ** max(0.0, np.floor(min(coarse + FINE, (coarse + np.log2(max(1.0, memory.max_bytes))) / 2)))
     prices = np.diff(np.rint(np.cumsum(prices) * (grain / unit)), prepend=0.0) * (unit / grain)
     paid = float(prices.sum() * (memory.limit // grain * grain)) if prices.any() else 0.0
     costs = relaxation.problem.costs if costs is None else costs
@@ -117,7 +117,7 @@ def maximize_dual(
         planes.append([point.cutting_plane(np.zeros(memory.n_steps)), point.subgradient])
         for plane in planes:  # shifting on may have raised L above an older plane
             plane[0] = max(plane[0], point.value - float((point.prices * plane[1]).sum()))
-        steps += [t for t in memory.peaks(point.subgradient, 0.0).tolist() if t not in steps]
+        steps += [t for t in local_peaks(point.subgradient, 0.0).tolist() if t not in steps]
         steps += [t for t in np.flatnonzero(point.prices).tolist() if t not in steps]
         way, least = ENOUGH * min(cutoff - best.value, abs(best.value)), 1e-9 * max(1.0, abs(best.value))
         promise, prices = _highest(planes, steps, best.prices, box) if steps else (best.value, best.prices)
@@ -158,7 +158,7 @@ def min_peak_dual(relaxation: Relaxation, memory: UsageTable, *, rounds: int = 6
     point = best
     for _ in range(rounds):
         planes.append([0.0, point.subgradient])
-        steps += [t for t in memory.peaks(point.subgradient, point.subgradient.max() * 0.95).tolist() if t not in steps]
+        steps += [t for t in local_peaks(point.subgradient, point.subgradient.max() * 0.95).tolist() if t not in steps]
         promise, prices = _highest(planes, steps, np.zeros(memory.n_steps), np.inf, total=1.0)
         if promise - best.value <= 1e-9 * max(1.0, abs(best.value)):
             return

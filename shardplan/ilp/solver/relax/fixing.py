@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.problem import Problem
+from shardplan.ilp.solver.problem import Messages, Problem
 from shardplan.ilp.solver.relax.dual import DualPoint, maximize_dual
 from shardplan.ilp.solver.relax.relaxation import Relaxation
-from shardplan.ilp.solver.relax.trws import Messages
 from shardplan.ilp.solver.usage import UsageTable
 
 FEW = 0.5  # of the entries that a round of shifting visits: shifting on, where no byte has a price, is cheaper on what is left

@@ -21,15 +21,10 @@ from typing import ClassVar
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.presolve.presolve import Follow, Presolved, Restrict
-from shardplan.ilp.solver.problem import Problem
+from shardplan.ilp.solver.problem import Messages, Problem
 
 CALLS = 1e4  # table entries that visiting an edge is worth in numpy
 LOADING = 4e8  # table entries that may be visited so before compiled code takes over, if it is there: it takes as long to load
-
-
-Messages = dict[tuple[int, int], np.ndarray]
-"""(i, j) -> what node i is sent by its edge to j, [k_i]."""
 
 
 class TRWS:
@@ -159,34 +154,3 @@ class TRWS:
         for edge, e in enumerate(self.problem.edges):
             told[e.i, e.j], told[e.j, e.i] = self.at_i[edge].copy(), self.at_j[edge].copy()
         return told
-
-
-def carry_messages(messages: Messages, small: Presolved) -> Messages:
-    """Messages of a problem as messages of what it shrank to."""
-    near: dict[int, dict[int, np.ndarray]] = {}
-    for (i, j), m in messages.items():
-        near.setdefault(i, {})[j] = m
-
-    def join(i: int, j: int, at_i: np.ndarray, at_j: np.ndarray) -> None:
-        for a, b, m in ((i, j, at_i), (j, i, at_j)):
-            row = near.setdefault(a, {})
-            row[b] = row[b] + m if b in row else m
-
-    for record in small.trail:
-        i = record.node
-        if i not in near:
-            continue
-        if isinstance(record, Restrict):
-            near[i] = {j: m[record.keep] for j, m in near[i].items()}
-            continue
-        gone = near.pop(i)
-        back = {j: near[j].pop(i) for j in gone}
-        if isinstance(record, Follow):
-            for k in gone:
-                if k != record.leader and len(gone[k]) > 1:
-                    join(record.leader, k, gone[k][record.f], back[k])
-        elif len(record.neighbours) == 2:
-            j, k = record.neighbours
-            join(j, k, back[j], back[k])
-    number = {i: n for n, i in enumerate(small.nodes)}
-    return {(number[i], number[j]): m for i, row in near.items() for j, m in row.items()}

@@ -21,10 +21,9 @@ import numpy as np
 from shardplan.ilp.solver.deadline import ENTRIES_PER_WORK, UNLIMITED, Deadline, OutOfTime
 from shardplan.ilp.solver.incumbent import Back, Incumbent
 from shardplan.ilp.solver.presolve.presolve import presolve
-from shardplan.ilp.solver.problem import Problem
+from shardplan.ilp.solver.problem import Messages, Problem
 from shardplan.ilp.solver.relax.fixing import Bound, bound
 from shardplan.ilp.solver.relax.relaxation import MAX_TABLE_ENTRIES
-from shardplan.ilp.solver.relax.trws import Messages, carry_messages
 from shardplan.ilp.solver.search import cpsat
 from shardplan.ilp.solver.search.repair import LocalSearch, fit
 
@@ -89,7 +88,7 @@ class Subproblem:
             max(self.bound, value + self.offset),
             prices[small.steps][:horizon],
             self.core,
-            carry_messages(result.messages, small),
+            small.carry_messages(result.messages),
             self.joint,
             self.hard,
         )

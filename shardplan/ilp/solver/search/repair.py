@@ -55,10 +55,7 @@ class LocalSearch:
 
     def after(self, i: int, s: int) -> np.ndarray:
         """The profile if i took s."""
-        memory, (a, b) = self.memory, self.memory.usages_of(i)
-        held = memory.bytes[memory.row[a:b] + s] - memory.bytes[memory.row[a:b] + self.states[i]]
-        n = memory.n_steps + 1
-        return self.profile + np.cumsum(np.bincount(memory.lo[a:b], held, n) - np.bincount(memory.hi[a:b], held, n))[:-1]
+        return self.profile + self.memory.profile_change(i, self.states[i], s)
 
     def move(self, i: int, s: int, after: np.ndarray) -> None:
         old = self.states[i]
@@ -74,7 +71,7 @@ class LocalSearch:
             step = int(self.profile.argmax()) if len(self.profile) else 0
             if not len(self.profile) or self.profile[step] <= limit:
                 return True
-            held = self.memory.held(step)
+            held = self.memory.bytes_at(step)
             saved = held[self.start[:-1] + self.states][self.owner] - held
             gains = self.gains
             with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,0 +1,160 @@
+"""The memory limit in presolve: removes redundant time steps, and states that fit at no choice of the other nodes.
+
+Also known as: redundant-constraint removal; capacity propagation (bounds propagation of knapsack constraints).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
+from shardplan.ilp.solver.presolve.network import CHECK_EVERY
+from shardplan.ilp.solver.presolve.reductions import sum_by_key
+from shardplan.ilp.solver.problem import Problem, Usage
+
+
+def peak_steps(usages: Sequence[Usage]) -> np.ndarray:
+    """The time steps whose constraints (3) imply all others: the last start before an end. [steps], rising."""
+    if not usages:
+        return np.zeros(0, dtype=np.int64)
+    starts = np.unique([u.lo for u in usages])
+    if any(u.min_bytes < 0 for u in usages):  # negative bytes: every start and end counts
+        return np.unique(np.concatenate([starts, [u.hi for u in usages]]))
+    ends = np.unique([u.hi for u in usages])
+    return starts[np.unique(np.searchsorted(starts, ends) - 1)]
+
+
+class _ByteChange:
+    """Change of every node's bytes from one step to another, with bounds of its sum.
+
+    Attributes:
+        of_node: node -> (change per state [k], its least, its greatest entry).
+        low, high: bounds of the change of any choice.
+    """
+
+    def __init__(self):
+        self.of_node: dict[int, tuple[np.ndarray, float, float]] = {}
+        self.low = self.high = 0.0
+
+    def add(self, i: int, amount: np.ndarray, low: float, high: float) -> None:
+        """Adds a change of node i: `amount` [k], and its least and greatest entry."""
+        if i in self.of_node:
+            before, old_low, old_high = self.of_node[i]
+            self.low, self.high = self.low - old_low, self.high - old_high
+            amount = before + amount
+            low, high = float(amount.min()), float(amount.max())
+        self.of_node[i] = amount, low, high
+        self.low, self.high = self.low + low, self.high + high
+
+    def then(self, later: _ByteChange) -> _ByteChange:
+        """This change followed by a later one; one of the two is changed in place."""
+        small, large = sorted((self, later), key=lambda c: len(c.of_node))
+        for i, change in small.of_node.items():
+            large.add(i, *change)
+        return large
+
+
+def irredundant_steps(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: int, deadline: Deadline) -> np.ndarray:
+    """Mask [n_steps] of the steps where some choice holds more bytes than at both remaining neighboring steps.
+
+    Args:
+        usages: the usages.
+        lo: first step of each usage.
+        hi: last step of each usage, exclusive.
+        n_steps: number of steps.
+        deadline: checked on the way.
+    """
+    events: list[list[tuple[int, np.ndarray, float, float]]] = [[] for _ in range(n_steps + 1)]
+    for number, (u, a, b) in enumerate(zip(usages, lo.tolist(), hi.tolist(), strict=True)):
+        if number % CHECK_EVERY == 0:
+            deadline.check()
+        events[a].append((u.node, u.bytes, u.min_bytes, u.max_bytes))
+        events[b].append((u.node, -u.bytes, -u.max_bytes, -u.min_bytes))
+    remaining: list[tuple[int, _ByteChange]] = []  # each with the change since the one before
+    since = _ByteChange()
+    for t in range(n_steps):
+        deadline.check()
+        for change in events[t]:
+            since.add(*change)
+        while remaining and since.low >= 0:
+            since = remaining.pop()[1].then(since)
+        if not remaining or since.high > 0:
+            remaining.append((t, since))
+            since = _ByteChange()
+    mask = np.zeros(n_steps, dtype=bool)
+    mask[[t for t, _ in remaining]] = True
+    return mask
+
+
+def remove_redundant_steps(problem: Problem, deadline: Deadline = UNLIMITED) -> tuple[Problem, np.ndarray]:
+    """The problem with time renumbered to the steps at which the limit can be exceeded and that no other step implies.
+
+    Returns:
+        The problem, without a limit if no step remains, and the remaining steps in the old numbers.
+    """
+    usages = [u for u in problem.usages if u.hi > u.lo]
+    if problem.limit is None or not usages:
+        return replace(problem, usages=(), limit=None), np.zeros(0, dtype=np.int64)
+    deadline.check()
+    steps = peak_steps(usages)
+    deadline.check()
+    lo, hi = (np.searchsorted(steps, [getattr(u, side) for u in usages]) for side in ("lo", "hi"))
+    upper = np.zeros(len(steps) + 1)
+    np.add.at(upper, lo, [u.max_bytes for u in usages])
+    np.add.at(upper, hi, [-u.max_bytes for u in usages])
+    remaining = np.cumsum(upper)[:-1] > problem.limit
+    deadline.check()
+    if all((u.bytes == np.rint(u.bytes)).all() for u in usages):  # sums of fractions are not exact
+        remaining &= irredundant_steps(usages, lo, hi, len(steps), deadline)
+    deadline.check()
+    number = np.concatenate([[0], np.cumsum(remaining)])
+    merged = sum_by_key(
+        (u.node, (int(number[a]), int(number[b])), u.bytes)
+        for u, a, b in zip(usages, lo, hi, strict=True)
+        if number[b] > number[a] and u.bytes.any()
+    )
+    usages = tuple(Usage(i, a, b, amount) for (i, (a, b)), amount in merged.items())
+    return replace(problem, usages=usages, limit=problem.limit if merged else None), steps[remaining]
+
+
+def capacity_masks(problem: Problem, deadline: Deadline = UNLIMITED) -> dict[int, np.ndarray]:
+    """Masks of the states that fit with every other usage at its least bytes, of the nodes where some do not."""
+    if problem.limit is None or np.isneginf(problem.limit):
+        return {}
+    horizon = max(u.hi for u in problem.usages)
+    least = np.zeros(horizon + 1)
+    by_node: dict[int, list[Usage]] = {}
+    for u in problem.usages:
+        least[u.lo] += u.min_bytes
+        least[u.hi] -= u.min_bytes
+        by_node.setdefault(u.node, []).append(u)
+    deadline.check()
+    slack_of = _RangeMin(problem.limit - np.cumsum(least)[:-1])
+    masks = {}
+    for i, usages in by_node.items():
+        deadline.check()
+        mask = np.ones(len(problem.costs[i]), dtype=bool)
+        for u in usages:
+            if u.max_bytes - u.min_bytes > (slack := slack_of(u.lo, u.hi)):
+                mask &= u.bytes - u.min_bytes <= slack
+        if not mask.all():
+            masks[i] = mask
+    return masks
+
+
+class _RangeMin:
+    """Minimum over any range of steps, from minima over powers of two (sparse table)."""
+
+    def __init__(self, values: np.ndarray):
+        self.levels = [values]
+        while len(self.levels[-1]) > (half := 1 << (len(self.levels) - 1)):
+            previous = self.levels[-1]
+            self.levels.append(np.minimum(previous[:-half], previous[half:]))
+
+    def __call__(self, lo: int, hi: int) -> float:
+        level = (hi - lo).bit_length() - 1
+        row = self.levels[level]
+        return min(row[lo], row[hi - (1 << level)])
