@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from jax.extend.core import Literal as Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardplan.files import INSTALLED
+from shardplan.files import is_library
 
 CALLS = """
     jit pjit call closed_call core_call core_closed_call eval_jaxpr remat remat2 remat_opt checkpoint composite linear_call
@@ -148,17 +148,22 @@ def _source(traceback) -> tuple[str, int, str]:
     first = None
     for frame in source_info_util.user_frames(traceback):
         first = first or frame
-        if not any(f"/{folder}/" in frame.file_name for folder in INSTALLED):
+        if not is_library(frame.file_name):
             return frame.file_name, frame.start_line, frame.function_name
     return (first.file_name, first.start_line, first.function_name) if first else ("", 0, "")
 
 
+BACKWARD, DIFFERENTIATED, REMATERIALISED = "transpose(", "jvp(", "rematted_computation"
+"""What JAX writes into the name stack of an op, and so into HLO's `op_name`: of a backward pass, of a pass that is differentiated, of
+what `jax.checkpoint` recomputes."""
+
+
 def is_backward(eqn) -> bool:
-    return "transpose(" in str(eqn.source_info.name_stack)
+    return BACKWARD in str(eqn.source_info.name_stack)
 
 
 def is_differentiated(eqn) -> bool:
-    return "jvp(" in str(eqn.source_info.name_stack)
+    return DIFFERENTIATED in str(eqn.source_info.name_stack)
 
 
 def bind(eqn, operands, params=None, context: bool = True):

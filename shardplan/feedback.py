@@ -23,7 +23,7 @@ from shardplan.mesh.collective import seconds as planned_s
 from shardplan.plan import Plan
 from shardplan.plan.describe import fetches
 from shardplan.plan.planned import Planned
-from shardplan.xla.hlo.collectives import human_bytes
+from shardplan.units import format_memory
 from shardplan.xla.report.compare import CollectiveFinding, EmittedTensor, ExpectedCollective
 from shardplan.xla.report.plan_report import PlanReport, check_plan
 from shardplan.xla.report.seconds import CompiledSeconds, collective_s, seconds
@@ -100,8 +100,8 @@ class Verified:
             if r.seconds is None or r.report.compiled.memory is None:
                 lines.append(f"round {n + 1}  {planned}; {r.report.compiled.error}")
                 continue
-            budget = f" for a budget of {human_bytes(r.budget)}" if r.budget is not None and r.budget != self.rounds[0].budget else ""
-            peak = human_bytes(r.report.compiled.memory.peak_bytes)
+            budget = f" for a budget of {format_memory(r.budget)}" if r.budget is not None and r.budget != self.rounds[0].budget else ""
+            peak = format_memory(r.report.compiled.memory.peak_bytes)
             lines.append(
                 f"round {n + 1}  {planned}{budget}; XLA's program {r.seconds.total_s * 1e3:.3g} ms, "
                 f"{r.seconds.collective_s * 1e3:.3g} ms of it collectives, {peak}"

@@ -16,6 +16,11 @@ INSTALLED = ("site-packages", "dist-packages")
 MAX_SOURCE_BYTES = 4_000_000
 
 
+def is_library(file: str) -> bool:
+    """Whether a source file, by its path or its `portable` name, belongs to an installed package."""
+    return any(f"/{folder}/" in f"/{file}" for folder in INSTALLED)
+
+
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file so that a crash leaves either the old or the new one."""
     target = Path(path)

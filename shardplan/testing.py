@@ -96,7 +96,7 @@ def check_rule(
     Raises:
         RuleError: when the split op differs from the whole one, with the rule, the shapes, the split and the largest error; when
             the proofs are not as in `golden`.
-        CompilerMissing: when the target's compiler is not installed.
+        CompilerMissingError: when the target's compiler is not installed.
     """
     seen = set() if seen is None else seen
     closed, leaves = _jax.without_refs(jax.make_jaxpr(fn)(*args)), jax.tree.leaves(args)

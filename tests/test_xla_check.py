@@ -52,7 +52,7 @@ def megatron(**wanted):
     return check(fn, params, sds((32, 64), jnp.float32), **wanted)
 
 
-def test_collectives_are_told_by_the_line_that_causes_them():
+def test_collectives_are_listed_by_the_line_that_causes_them():
     report = megatron()
     assert report.ok
     assert places(report) == {
@@ -79,7 +79,7 @@ def test_replicated_arguments_are_named():
     assert [(r.path, r.copies, r.bytes) for r in report.replicas] == [
         ("p['w']", 4, 65_536), ("x", 2, 16_384), ("p['b']", 8, 256),
     ]  # fmt: skip
-    assert report.failures == ("p['w']  f32[512,64], 65.5 kB on each device, the same on 4",)
+    assert report.failures == ("p['w']  f32[512,64], 64 KiB on each device, the same on 4",)
 
 
 def test_thresholds_in_bytes():
@@ -117,19 +117,19 @@ def test_a_failed_compile_is_a_failure():
 def test_what_does_not_fit_fails():
     fn = jax.jit(lambda x: x * 2, in_shardings=split("data"))
     report = check(fn, sds((8, 2**16, 2**18), jnp.float32), target="a100:8", fail_on={"memory"})
-    assert report.failures == ("a device needs 275 GB and a100:8 has 85.1 GB",)
+    assert report.failures == ("a device needs 256 GiB and a100:8 has 79.3 GiB",)
     assert "DOES NOT FIT" in str(report)
 
 
 def test_printed_report():
     text = re.sub(r"in \d+\.\d s", "in 0.1 s", str(megatron(max_bytes=1e4)))
-    text = re.sub(r"(memory +|temporaries )[\d.]+ kB", r"\1N kB", text)
+    text = re.sub(r"(memory +|temporaries )[\d.]+ KiB", r"\1N KiB", text)
     assert text == PRINTED.replace("DOWN:", line_of("DOWN")).replace("UP:", line_of("UP"))
 
 
 PRINTED = """\
 compiled for 8 CPU devices in 0.1 s, mesh data=4, model=2
-memory       N kB per device: arguments 67.6 kB, temporaries N kB
+memory       N KiB per device: arguments 66 KiB, temporaries N KiB
 products     655 kflop per device, 1.00 of its share
 collectives  67.6 kB per device and step, 0 B of it while other work may run
 
@@ -141,16 +141,16 @@ collectives  67.6 kB per device and step, 0 B of it while other work may run
      all-reduce (sum) over model                         2.05 kB   2.05 kB  forward
 
 held by several devices, the most wasteful first
-  params['down']  f32[256,64], 32.8 kB on each device, the same on 4
-  params['up']  f32[64,256], 32.8 kB on each device, the same on 4
-  x  f32[32,64], 2.05 kB on each device, the same on 2
+  params['down']  f32[256,64], 32 KiB on each device, the same on 4
+  params['up']  f32[64,256], 32 KiB on each device, the same on 4
+  x  f32[32,64], 2 KiB on each device, the same on 2
 
 failed
   collectives move 67.6 kB per device and step, more than 10 kB"""
 
 
 @needs_gpu_compiler
-def test_the_peak_is_told_tensor_by_tensor():
+def test_the_peak_is_listed_tensor_by_tensor():
     def step(ws, x):
         def body(x, w):
             return jnp.tanh(x @ w), None  # BODY

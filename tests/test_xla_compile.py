@@ -14,7 +14,7 @@ from shardplan.mesh.gpus import gpu_of_device_kind, gpus
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.xla import check
 from shardplan.xla.compiler import _backend, targets
-from shardplan.xla.compiler.compile import CompilerMissing, available, compile
+from shardplan.xla.compiler.compile import CompilerMissingError, available, compile
 from shardplan.xla.hlo.collectives import collectives
 from shardplan.xla.hlo.remat import layout_of, rematerializations
 
@@ -169,7 +169,7 @@ def test_an_unknown_option_is_a_result():
 
 def test_missing_packages_say_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(CompilerMissing, match=r'pip install "shardplan\[gpu-check\]"'):
+    with pytest.raises(CompilerMissingError, match=r'pip install "shardplan\[gpu-check\]"'):
         compile(*mlp(abstract()), target="h200:8")
 
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.mesh.layout import MeshShape
-from shardplan.xla.hlo.collectives import collectives, flops, human_bytes, products
-from shardplan.xla.hlo.groups import axes_of, axes_of_pairs, components, groups, pairs
+from shardplan.xla.hlo.collectives import collectives
+from shardplan.xla.hlo.groups import axes_of, axes_of_pairs, groups, linked_groups, pairs
+from shardplan.xla.hlo.products import flops, products
 from shardplan.xla.hlo.text import HloArray, arrays, elements, read
 
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
@@ -133,7 +134,7 @@ def test_axes_of_finds_the_axes_that_made_the_groups(order, n_grouped, sizes):
 
 def test_permutes_join_devices_into_rings():
     links = pairs("{{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}")
-    assert components(links) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert linked_groups(links) == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert axes_of_pairs(links, MESH) == ("data",)
 
 
@@ -210,9 +211,3 @@ def test_stack_runs_from_the_inside_out():
     dots = [i for body in module.computations.values() for i in body if i.opcode == "dot"]
     lines = {tuple(f.line for f in module.stack(i)[:2]) for i in dots}
     assert (19, 22) in lines and (20, 22) in lines
-
-
-def test_human_bytes():
-    assert [human_bytes(n) for n in (0, 999, 1000, 16_384, 524_288, 1.5e9, 999_999)] == [
-        "0 B", "999 B", "1 kB", "16.4 kB", "524 kB", "1.5 GB", "1000 kB",
-    ]  # fmt: skip

@@ -74,6 +74,19 @@ class Planned:
         changed = {(i, k) for i, k, made in reads if self.result_layout(*made) != self.operand_layout(i, k)}
         return conflicts(graph, changed, {i: pin_description(graph.ops[i], asked) for i, asked in pins.items()})
 
+    @property
+    def product_flops(self) -> float:
+        """Flops of the matrix products and convolutions that one device does in one step."""
+        space, chosen = self.space, self.strategies
+        product = (op.traits.matmul or op.traits.grouped_matmul or op.traits.convolution for op in self.graph.ops)
+        return float(
+            sum(
+                (space.rules[i].flops or 0) * space.strategies[i].work[chosen[i]] * self.graph.ops[i].runs
+                for i, counted in enumerate(product)
+                if counted
+            )
+        )
+
     def in_layouts(self) -> tuple[Layout, ...]:
         return tuple(self.result_layout(i) for i in self.graph.args)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardplan.files import INSTALLED
+from shardplan.files import is_library
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Plan
 from shardplan.plan.data import Conflict, Leaf, PlanDecision, PlannedReshard
@@ -263,10 +263,6 @@ def _reshard(reshard: PlannedReshard) -> str:
 
 def _phase_order(phase: str) -> tuple[int, str]:
     return (PHASES.index(phase), "") if phase in PHASES else (len(PHASES), phase)
-
-
-def is_library(file: str) -> bool:
-    return file.startswith(f"{INSTALLED[0]}/")
 
 
 def file_names(files: Iterable[str]) -> dict[str, str]:

@@ -1,10 +1,11 @@
 """What XLA made of it: compile for devices present or absent, read the result, check it, compare it with what was planned."""
 
 from shardplan.mesh.gpus import Gpu, gpus
-from shardplan.xla.compiler.compile import Compiled, CompilerMissing, XlaMemory, available, compile, lower
+from shardplan.xla.compiler.compile import Compiled, CompilerMissingError, XlaMemory, available, compile, lower
 from shardplan.xla.compiler.targets import Target
-from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective, HloProduct, collectives, flops, products
+from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective, collectives
 from shardplan.xla.hlo.peak import Buffer
+from shardplan.xla.hlo.products import HloProduct, flops, products
 from shardplan.xla.hlo.remat import Rematerialization, rematerializations
 from shardplan.xla.hlo.schedule import KernelWork, Overlap, Timeline, overlaps, simulate
 from shardplan.xla.report.check import LineCollectives, ReplicatedArgument, XlaReport, check
@@ -19,7 +20,7 @@ __all__ = [
     "CombinedTensor",
     "Compiled",
     "CompiledSeconds",
-    "CompilerMissing",
+    "CompilerMissingError",
     "EmittedTensor",
     "ExpectedCollective",
     "Gpu",

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from math import gcd, prod
 
-import numpy as np
-
 from shardplan.ir.traits import Traits
+from shardplan.ir.windows import window_hits
 
 from ..halo import Halo
 from ..rule import Fusion, Rule, factors, rule
@@ -27,19 +26,6 @@ def contract(x, y, dimension_numbers):
         d for i, d in enumerate(b) if i not in (*right, *right_batch)
     ]
     return tuple(a), tuple(b), (*(a[i] for i in left_batch), *free)
-
-
-def touched(n: int, taps: int, made: int, stride: int = 1, low: int = 0, dilation: int = 1, spread: int = 1) -> int:
-    """How many pairs of a window's `taps` and the `made` results meet one of `n` elements, not padding or the gaps between them.
-
-    Tap k of result i stands at position i * stride + k * spread - low, element j at j * dilation.
-    """
-    few, many = sorted(((taps, spread), (made, stride)))
-    places = np.arange(many[0]) * many[1] - low
-    return sum(
-        int(np.count_nonzero((p >= 0) & (p <= (n - 1) * dilation) & (p % dilation == 0)))
-        for p in (places + k * few[1] for k in range(few[0]))
-    )
 
 
 def multiply_adds(x, sizes) -> float:
@@ -134,7 +120,7 @@ def _(
         zip(rhs[2:], res[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
     ):
         h, taps, made = f"x{i}", w.shape[r], out[0].shape[o]
-        met.append(touched(x.shape[lhs[2 + i]], taps, made, stride, low, dilation, spread))
+        met.append(window_hits(x.shape[lhs[2 + i]], taps, made, stride, low, dilation, spread))
         if taps == stride == dilation == spread == 1 and low == high == 0:
             names.append((h, "", h))
         elif ways(x.shape[lhs[2 + i]], taps) > ways(x.shape[lhs[2 + i]], made):

@@ -28,10 +28,12 @@ from typing import Any
 
 from shardplan.mesh.gpus import gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
+from shardplan.units import format_memory
 from shardplan.xla.compiler import _backend, targets
 from shardplan.xla.compiler.targets import Target
-from shardplan.xla.hlo.collectives import HloCollective, HloProduct, collectives, flops, human_bytes, products
+from shardplan.xla.hlo.collectives import HloCollective, collectives
 from shardplan.xla.hlo.peak import Buffer, buffers
+from shardplan.xla.hlo.products import HloProduct, flops, products
 from shardplan.xla.hlo.remat import Rematerialization, rematerializations
 from shardplan.xla.hlo.text import HloModule, read
 
@@ -43,7 +45,7 @@ FLAGS: Mapping[str, bool | int | float | str] = {
 }
 
 
-class CompilerMissing(ImportError):
+class CompilerMissingError(ImportError):
     """The packages that compile for absent GPUs are not installed."""
 
 
@@ -59,9 +61,9 @@ class XlaMemory:
 
     def __str__(self) -> str:
         return (
-            f"peak {human_bytes(self.peak_bytes)} (arguments {human_bytes(self.argument_bytes)}, "
-            f"outputs {human_bytes(self.output_bytes)} of which {human_bytes(self.alias_bytes)} reuse arguments, "
-            f"temporaries {human_bytes(self.temp_bytes)})"
+            f"peak {format_memory(self.peak_bytes)} (arguments {format_memory(self.argument_bytes)}, "
+            f"outputs {format_memory(self.output_bytes)} of which {format_memory(self.alias_bytes)} reuse arguments, "
+            f"temporaries {format_memory(self.temp_bytes)})"
         )
 
 
@@ -131,7 +133,7 @@ class Compiled:
     @cached_property
     def recomputed_flops(self) -> float:
         """Of those, the flops that XLA spends a second time of its own accord, to save memory."""
-        return float(sum(p.total_flops for p in self.products if p.again))
+        return float(sum(p.total_flops for p in self.products if p.rematerialised))
 
     @cached_property
     def balance(self) -> float | None:
@@ -195,7 +197,7 @@ def lower_for(target: str | Target | None, function, *args: Any, **kwargs: Any):
     if isinstance(target, str):
         targets.parse(target)  # a misspelt target is told before a long trace
     if target is not None and not available():
-        raise CompilerMissing(
+        raise CompilerMissingError(
             f'compiling for target {str(target)!r} needs XLA\'s GPU compiler: pip install "shardplan[gpu-check]" '
             "(no GPU, driver or CUDA toolkit is needed)"
         )

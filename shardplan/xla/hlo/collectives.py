@@ -1,26 +1,22 @@
-"""What a compiled step really does on one device: its collectives and its matrix products, read out of the HLO text.
+"""What a compiled step moves between devices: its collectives, read out of the HLO text.
 
     >>> for c in collectives(compiled.as_text(), mesh): print(c)
-    all-gather over data, 1.0 MB x 6, f32[256,512] + f32[256,512], train.py:19
-    reduce-scatter (sum) over data, 1.0 MB x 6, f32[256,512] + f32[256,512], train.py:19
+    all-gather over data, 1.05 MB x 6, f32[256,512] + f32[256,512], train.py:19
+    reduce-scatter (sum) over data, 1.05 MB x 6, f32[256,512] + f32[256,512], train.py:19
     all-reduce (sum) over data, 4 B, f32[], train.py:22
-    >>> flops(compiled.as_text())
-    805306368.0
 
 Bytes are per device and per run: the larger of what a device puts in and what it gets out. Reading needs no device and no XLA.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from dataclasses import dataclass, field
 
 from shardplan.mesh.layout import MeshShape
-from shardplan.strategies.rules.linear import touched
+from shardplan.units import format_bytes
 from shardplan.xla.hlo import groups as _groups
-from shardplan.xla.hlo.text import Frame, HloArray, HloInstruction, HloModule, arrays, elements, read, users_line
+from shardplan.xla.hlo.text import Frame, HloArray, HloInstruction, HloModule, arrays, elements, origin, read, source_of
 
 KINDS = (
     "all-gather",
@@ -40,9 +36,9 @@ class CombinedTensor:
     """One tensor of a collective that XLA combined out of several.
 
     Attributes:
-        array: its larger side, as one device sees it.
+        array: the larger of its operand and its result, on one device.
         op_name: JAX's name of the op it comes from, '' when unknown.
-        stack: the user's places, innermost first: of the op that needs a tensor gathered, of the op that makes any other.
+        stack: the user's lines, innermost first: of the op that reads a gathered tensor, of the op that makes any other.
     """
 
     array: HloArray
@@ -52,8 +48,7 @@ class CombinedTensor:
     @property
     def source(self) -> str | None:
         """'file:line' in the user's own code, innermost; None when XLA kept none."""
-        frame = users_line(self.stack)
-        return str(frame) if frame else None
+        return source_of(self.stack)
 
 
 @dataclass(frozen=True)
@@ -107,8 +102,7 @@ class HloCollective:
     @property
     def source(self) -> str | None:
         """'file:line' in the user's own code, innermost; None when XLA kept none."""
-        frame = users_line(self.stack)
-        return str(frame) if frame else None
+        return source_of(self.stack)
 
     def __str__(self) -> str:
         reduction = f" ({self.reduction})" if self.reduction else ""
@@ -116,40 +110,7 @@ class HloCollective:
         runs = f" x {self.runs:g}" if self.runs != 1 else ""
         shown = " + ".join(str(p.array) for p in self.parts[:3]) + (" + ..." if len(self.parts) > 3 else "")
         source = f", {self.source}" if self.source else ""
-        return f"{self.kind}{reduction}{where}, {human_bytes(self.bytes)}{runs}, {shown}{source}"
-
-
-@dataclass(frozen=True)
-class HloProduct:
-    """One matrix product or convolution of the compiled program, on one device.
-
-    Attributes:
-        kind: 'dot', 'convolution', 'attention' or 'ragged-dot'.
-        result: the array it makes.
-        dtype: dtype of its left operand, which sets the device's peak.
-        flops: of one run, multiply and add counted apart.
-        again: whether XLA computes it a second time of its own accord, since what it makes found no room.
-    """
-
-    kind: str
-    name: str
-    result: HloArray
-    dtype: str
-    flops: float
-    runs: float
-    computation: str
-    op_name: str
-    stack: tuple[Frame, ...] = ()
-    again: bool = False
-
-    @property
-    def total_flops(self) -> float:
-        return self.flops * self.runs
-
-    @property
-    def source(self) -> str | None:
-        frame = users_line(self.stack)
-        return str(frame) if frame else None
+        return f"{self.kind}{reduction}{where}, {format_bytes(self.bytes)}{runs}, {shown}{source}"
 
 
 def collectives(text: str | HloModule, mesh: MeshShape | None = None) -> tuple[HloCollective, ...]:
@@ -184,42 +145,6 @@ def kind_of(instruction: HloInstruction) -> str | None:
     return None
 
 
-AGAIN = ".remat"
-"""In the names of instructions that XLA's rematerialization made."""
-
-
-def products(text: str | HloModule) -> tuple[HloProduct, ...]:
-    """Every matrix product and convolution, those inside fusions and library calls too."""
-    module = read(text)
-    again = {c for body in module.computations.values() for i in body if AGAIN in i.name for of in i.callees.values() for c in of}
-    out = []
-    for computation, body in module.computations.items():
-        if not module.runs[computation]:
-            continue
-        for i in body:
-            if i.opcode in ("dot", "convolution", "ragged-dot") or (i.opcode == "custom-call" and "__cu" in i.attributes):
-                found = _flops(module, i)
-                if found:
-                    kind, n, dtype = found
-                    op_name, stack = origin(module, i)
-                    twice, runs = AGAIN in i.name or computation in again, module.runs[computation]
-                    out.append(HloProduct(kind, i.name, i.arrays[0], dtype, n, runs, computation, op_name, stack, twice))
-    return tuple(out)
-
-
-def flops(text: str | HloModule) -> float:
-    """Floating-point operations of one step on one device, in matrix products and convolutions (2mnk for m,k x k,n)."""
-    return float(sum(p.total_flops for p in products(text)))
-
-
-def human_bytes(n: float) -> str:
-    """'1.5 MB' (1 MB = 1e6 bytes)."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}" if n < 999.5 * size else f"{n / size:.0f} {unit}"
-    return f"{n:.0f} B"
-
-
 # ---- collectives
 
 
@@ -234,7 +159,7 @@ def _collective(module: HloModule, i: HloInstruction, kind: str, mesh: MeshShape
     larger = got_out if sum(a.bytes for a in got_out) > sum(a.bytes for a in put_in) else put_in
     links = _groups.pairs(i.attribute("source_target_pairs") or i.attribute("_xla_send_recv_source_target_pairs"))
     if kind == "collective-permute":
-        members = _groups.components(links)
+        members = _groups.linked_groups(links)
         axes = _groups.axes_of_pairs(links, mesh) if mesh else ()
     else:
         members = _groups.groups(_replica_groups(i), module.n_devices)
@@ -269,7 +194,7 @@ def _replica_groups(i: HloInstruction) -> str | None:
 
 
 def _results(i: HloInstruction, put_in: tuple[HloArray, ...]) -> tuple[HloArray, ...]:
-    """What a device gets out: the result, or the second half of what an asynchronous start carries."""
+    """What a device receives: the result, or the second half of what an asynchronous start carries."""
     if not i.opcode.endswith("-start"):
         return put_in if i.opcode == "send" else i.arrays
     carried = elements(i.type)
@@ -360,99 +285,3 @@ def _pieces(module: HloModule, i: HloInstruction) -> tuple[HloInstruction, ...]:
 
 def _scaled(a: HloArray, scale: float) -> HloArray:
     return a if scale == 1 else HloArray(a.dtype, (int(a.size * scale),))
-
-
-def origin(module: HloModule, i: HloInstruction) -> tuple[str, tuple[Frame, ...]]:
-    """Name and place of an instruction, or of the nearest one it is only a copy of that has them."""
-    seen = i
-    for _ in range(12):
-        stack = module.stack(seen)
-        if stack:
-            return seen.op_name, stack
-        if seen.opcode == "fusion":
-            inner = module.root(seen.callees["calls"][0])
-            if inner and module.stack(inner):
-                return inner.op_name, module.stack(inner)
-        before = module.operands(seen)
-        if not before or seen.opcode in ("while", "conditional", "call"):
-            break
-        seen = before[0]
-    return i.op_name, ()
-
-
-# ---- flops
-
-
-def _flops(module: HloModule, i: HloInstruction) -> tuple[str, float, str] | None:
-    """(kind, flops of one run, dtype of the left operand); None for a library call that is no product."""
-    operands = [o.arrays[0] for o in module.operands(i) if o.arrays]
-    out = i.arrays[0]
-    if len(operands) < 2:
-        return None
-    left, right = operands[:2]
-    if i.opcode == "dot":
-        contracted = [left.shape[int(d)] for d in re.findall(r"\d+", i.attribute("lhs_contracting_dims") or "")]
-        return "dot", 2.0 * out.size * math.prod(contracted), left.dtype
-    if i.opcode == "convolution":
-        return "convolution", _conv_flops(i, left, right, out), left.dtype
-    if i.opcode == "ragged-dot":
-        group = {int(d) for d in re.findall(r"\d+", i.attribute("rhs_group_dims") or "")}
-        contracted = {int(d) for d in re.findall(r"\d+", i.attribute("rhs_contracting_dims") or "")}
-        batch = {int(d) for d in re.findall(r"\d+", i.attribute("rhs_batch_dims") or "")}
-        free = [n for d, n in enumerate(right.shape) if d not in group | contracted | batch]
-        return "ragged-dot", 2.0 * left.size * math.prod(free), left.dtype
-    target = (i.attribute("custom_call_target") or "").strip('"')
-    config = _config(i)
-    if target.startswith("__cublas"):
-        gemm = config.get("gemm_backend_config", config.get("grouped_gemm_backend_config", config))
-        dims = gemm.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", ())
-        return "dot", 2.0 * out.size * math.prod(left.shape[int(d)] for d in dims), left.dtype
-    if target.startswith("__cudnn$conv"):
-        if "BackwardInput" in target:
-            image, kernel, result = out, right, left
-        elif "BackwardFilter" in target:
-            image, kernel, result = left, out, right
-        else:
-            image, kernel, result = left, right, out
-        return "convolution", _conv_flops(i, image, kernel, result), left.dtype
-    if target.startswith("__cudnn$fmha"):
-        scores = config.get("cudnn_fmha_backend_config", config).get("intermediate_tensor_shape", {}).get("dimensions", ())
-        width = min(left.shape[-1], right.shape[-1])
-        n_products = 5 if "Backward" in target else 2
-        return "attention", 2.0 * n_products * math.prod(map(int, scores)) * width, left.dtype
-    return None
-
-
-def _config(i: HloInstruction) -> dict:
-    try:
-        return json.loads(i.attribute("backend_config") or "{}")
-    except ValueError:
-        return {}
-
-
-def _conv_flops(i: HloInstruction, image: HloArray, kernel: HloArray, result: HloArray) -> float:
-    """2 x (multiplications that touch no padding), counted dim by dim, as XLA's own cost analysis counts them.
-
-    `window={size=3x3 stride=2x2 pad=0_1x0_1 lhs_dilate=1x1 rhs_dilate=1x1}`, `dim_labels=b01f_01io->b01f`.
-    """
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", i.attribute("dim_labels") or "")
-    if not labels:
-        return 0.0
-    image_of, kernel_of, result_of = labels.groups()
-    window = dict(re.findall(r"(\w+)=([\d_x\-]+)", i.attribute("window") or ""))
-
-    def per_dim(key: str, default: str) -> list[str]:
-        return window[key].split("x") if key in window else [default] * len(spatial)
-
-    spatial = [c for c in image_of if c.isdigit()]
-    spatial.sort()
-    strides = [int(s) for s in per_dim("stride", "1")]
-    pads = [int(p.split("_")[0]) for p in per_dim("pad", "0_0")]
-    spread, gaps = [int(d) for d in per_dim("lhs_dilate", "1")], [int(d) for d in per_dim("rhs_dilate", "1")]
-    met = 1
-    for d, label in enumerate(spatial):
-        n, taps, made = (x.shape[of.index(label)] for x, of in ((image, image_of), (kernel, kernel_of), (result, result_of)))
-        met *= touched(n, taps, made, strides[d], pads[d], spread[d], gaps[d])
-    groups = int(i.attribute("batch_group_count") or 1)
-    features = kernel.shape[kernel_of.index("i")] * result.shape[result_of.index("f")]
-    return 2.0 * met * features * image.shape[image_of.index("b")] / groups

@@ -2,7 +2,7 @@
 
 Spellings:
     {{0,1},{2,3}}                        listed
-    [2,4]<=[4,2]T(1,0)                   iota: 0..7 as a 4x2 array, transposed, cut into 2 groups of 4
+    [2,4]<=[4,2]T(1,0)                   iota: 0..7 as a 4x2 array, transposed, in 2 groups of 4
     mesh['data'=4,'model'=2] {'data'}    named: devices that differ in 'data' only; 'data':(2)2 is part of an axis
     {}                                   everybody
 
@@ -19,6 +19,7 @@ import re
 
 import numpy as np
 
+from shardplan.ir.graph import components
 from shardplan.mesh.layout import MeshShape
 
 Groups = tuple[tuple[int, ...], ...]
@@ -52,22 +53,14 @@ def pairs(text: str | None) -> tuple[tuple[int, int], ...]:
     return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),\s*(\d+)\}", text or ""))
 
 
-def components(links: tuple[tuple[int, int], ...]) -> Groups:
+def linked_groups(links: tuple[tuple[int, int], ...]) -> Groups:
     """Devices that are connected by `links`, as groups, smallest member first."""
-    head: dict[int, int] = {}
-
-    def find(x: int) -> int:
-        while head.setdefault(x, x) != x:
-            x = head[x]
-        return x
-
-    for a, b in links:
-        low, high = sorted((find(a), find(b)))
-        head[high] = low
+    devices = sorted({device for link in links for device in link})
+    component = components(max(devices, default=-1) + 1, links)
     members: dict[int, list[int]] = {}
-    for device in sorted(head):
-        members.setdefault(find(device), []).append(device)
-    return tuple(tuple(m) for _, m in sorted(members.items()))
+    for device in devices:
+        members.setdefault(component[device], []).append(device)
+    return tuple(map(tuple, members.values()))
 
 
 def axes_of(members: Groups, mesh: MeshShape) -> tuple[str, ...]:
@@ -107,20 +100,20 @@ def _named(mesh: str, device_ids: str | None, axes: str) -> Groups:
         ids = np.array(_ints(device_ids)) if device_ids else np.arange(np.prod(list(sizes.values())))
     parts = {name: [(1, size)] for name, size in sizes.items()}
     wanted: list[tuple[str, int]] = []
-    for name, before, size, whole in _AXIS.findall(axes.replace('"', "'")):
-        wanted.append((name.strip(), int(before)) if name else (whole.strip(), 1))
+    for name, before, size, full in _AXIS.findall(axes.replace('"', "'")):
+        wanted.append((name.strip(), int(before)) if name else (full.strip(), 1))
         if name:
-            parts[name.strip()] = _cut(parts[name.strip()], int(before), int(size))
+            parts[name.strip()] = _divide(parts[name.strip()], int(before), int(size))
     dims = [(name, before, size) for name in sizes for before, size in parts[name]]
     together = [next(i for i, (n, b, _) in enumerate(dims) if (n, b) == w) for w in wanted]
-    apart = [i for i in range(len(dims)) if i not in together]
+    others = [i for i in range(len(dims)) if i not in together]
     shape = [size for _, _, size in dims]
     per_group = int(np.prod([shape[i] for i in together]))
-    return _tuples(ids.reshape(shape).transpose(apart + together).reshape(-1, per_group))
+    return _tuples(ids.reshape(shape).transpose(others + together).reshape(-1, per_group))
 
 
-def _cut(parts: list[tuple[int, int]], before: int, size: int) -> list[tuple[int, int]]:
-    """Splits an axis, given as (elements before, size) pieces, so that the piece (before, size) stands alone."""
+def _divide(parts: list[tuple[int, int]], before: int, size: int) -> list[tuple[int, int]]:
+    """An axis, given as (elements before, size) pieces, divided so that (before, size) is a piece of its own."""
     out = []
     for start, length in parts:
         stops = sorted({start, start * length} | {s for s in (before, before * size) if start < s < start * length})

@@ -14,8 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardplan.xla.hlo.collectives import origin
-from shardplan.xla.hlo.text import Frame, HloArray, HloInstruction, HloModule, arrays, elements, users_line
+from shardplan.xla.hlo.text import Frame, HloArray, HloInstruction, HloModule, arrays, elements, origin, source_of
 
 _ENTRY = re.compile(r"\s+(\S+)\{([\d,]*)\}: (\d+) bytes \(cumulative")
 _PLACE = re.compile(r" value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?.*?@\d+> \(size=(\d+),offset=(\d+)\)")
@@ -46,8 +45,7 @@ class Buffer:
     @property
     def source(self) -> str | None:
         """'file:line' in the user's own code, innermost; None when XLA kept none."""
-        frame = users_line(self.stack)
-        return str(frame) if frame else None
+        return source_of(self.stack)
 
 
 def buffers(live_range: str, assignment: str, module: HloModule, before: HloModule | None = None) -> tuple[Buffer, ...]:

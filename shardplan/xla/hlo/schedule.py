@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardplan.mesh.layout import MeshShape
-from shardplan.xla.hlo.collectives import HloCollective, HloProduct, collectives, products
+from shardplan.xla.hlo.collectives import HloCollective, collectives
+from shardplan.xla.hlo.products import HloProduct, products
 from shardplan.xla.hlo.text import HloInstruction, HloModule, read
 
 _FREE = ("after-all", "bitcast", "constant", "get-tuple-element", "iota", "parameter", "partition-id", "replica-id", "tuple")

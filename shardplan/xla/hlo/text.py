@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from shardplan.files import is_library
+
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 
 
@@ -110,8 +112,13 @@ class Frame:
 
 def users_line(stack: tuple[Frame, ...]) -> Frame | None:
     """The innermost frame outside installed packages, else the innermost one."""
-    own = (f for f in stack if "site-packages" not in f.file and "dist-packages" not in f.file)
-    return next(own, stack[0] if stack else None)
+    return next((f for f in stack if not is_library(f.file)), stack[0] if stack else None)
+
+
+def source_of(stack: tuple[Frame, ...]) -> str | None:
+    """'file:line' of `users_line`; None when XLA kept no trace."""
+    frame = users_line(stack)
+    return str(frame) if frame else None
 
 
 @dataclass(frozen=True)
@@ -245,6 +252,24 @@ def _read(text: str) -> HloModule:
     count = {k: int(m[1]) if (m := re.search(rf"\b{k}=(\d+)", header)) else 1 for k in ("num_partitions", "replica_count")}
     name = re.match(r"HloModule ([^,\s]+)", header)
     return HloModule(name[1] if name else "", math.prod(count.values()), computations, entry, _frames(tables))
+
+
+def origin(module: HloModule, i: HloInstruction) -> tuple[str, tuple[Frame, ...]]:
+    """Name and place of an instruction, or of the nearest one it is only a copy of that has them."""
+    seen = i
+    for _ in range(12):
+        stack = module.stack(seen)
+        if stack:
+            return seen.op_name, stack
+        if seen.opcode == "fusion":
+            inner = module.root(seen.callees["calls"][0])
+            if inner and module.stack(inner):
+                return inner.op_name, module.stack(inner)
+        before = module.operands(seen)
+        if not before or seen.opcode in ("while", "conditional", "call"):
+            break
+        seen = before[0]
+    return i.op_name, ()
 
 
 def arrays(type_: str) -> tuple[HloArray, ...]:

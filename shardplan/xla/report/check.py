@@ -24,11 +24,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardplan import _jax
 from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.units import format_bytes, format_flops, format_memory
 from shardplan.xla.compiler import _backend
 from shardplan.xla.compiler.compile import Compiled, compile_lowered, lower_for
 from shardplan.xla.compiler.targets import Target
-from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective, human_bytes
+from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective
 from shardplan.xla.hlo.peak import Buffer
 from shardplan.xla.hlo.remat import Rematerialization
 from shardplan.xla.hlo.schedule import Overlap, overlaps
@@ -95,7 +97,7 @@ class ReplicatedArgument:
         return self.bytes * (1 - 1 / self.copies)
 
     def __str__(self) -> str:
-        return f"{self.path}  {self.array}, {human_bytes(self.bytes)} on each device, the same on {self.copies}"
+        return f"{self.path}  {self.array}, {format_memory(self.bytes)} on each device, the same on {self.copies}"
 
 
 @dataclass(frozen=True)
@@ -204,12 +206,12 @@ def _failures(report: XlaReport, max_bytes, max_memory, fail_on: frozenset[str],
         yield compiled.error
         return
     if max_bytes is not None and report.collective_bytes > max_bytes:
-        yield f"collectives move {human_bytes(report.collective_bytes)} per device and step, more than {human_bytes(max_bytes)}"
+        yield f"collectives move {format_bytes(report.collective_bytes)} per device and step, more than {format_bytes(max_bytes)}"
     peak = compiled.memory.peak_bytes
     if max_memory is not None and peak > max_memory:
-        yield f"a device needs {human_bytes(peak)}, more than {human_bytes(max_memory)}"
+        yield f"a device needs {format_memory(peak)}, more than {format_memory(max_memory)}"
     if "memory" in fail_on and compiled.fits is False and compiled.target:
-        yield f"a device needs {human_bytes(peak)} and {compiled.target} has {human_bytes(compiled.target.gpu.memory_bytes)}"
+        yield f"a device needs {format_memory(peak)} and {compiled.target} has {format_memory(compiled.target.gpu.memory_bytes)}"
     if "remat" in fail_on:
         yield from map(str, report.rematerializations)
     if "replicated" in fail_on:
@@ -250,11 +252,11 @@ def _lines(collectives: tuple[HloCollective, ...]) -> tuple[LineCollectives, ...
 
 
 def _phase(op_name: str) -> str:
-    if "rematted_computation" in op_name:
+    if _jax.REMATERIALISED in op_name:
         return "recomputed"
-    if "transpose(" in op_name:
+    if _jax.BACKWARD in op_name:
         return "backward"
-    return "forward" if "jvp(" in op_name else ""
+    return "forward" if _jax.DIFFERENTIATED in op_name else ""
 
 
 def _replicas(lowered, compiled: Compiled) -> tuple[ReplicatedArgument, ...]:
@@ -282,16 +284,16 @@ def _describe(report: XlaReport) -> str:
     if not compiled.ok or compiled.memory is None:
         return f"compiling for {where} failed{mesh}\n{compiled.error}"
     memory, device = compiled.memory, compiled.target.gpu.memory_bytes if compiled.target else None
-    of = f" of {human_bytes(device)}" if device else ""
+    of = f" of {format_memory(device)}" if device else ""
     hidden = sum(line.asynchronous_bytes for line in report.lines)
     balance = (f", {compiled.balance:.2f} of its share" if compiled.balance else "") + recomputed(compiled)
     lines = [
         f"compiled for {where} in {compiled.seconds:.1f} s{mesh}",
-        f"memory       {human_bytes(memory.peak_bytes)}{of} per device: arguments {human_bytes(memory.argument_bytes)}, "
-        f"temporaries {human_bytes(memory.temp_bytes)}" + ("" if compiled.fits is not False else "   DOES NOT FIT"),
-        f"products     {human_flops(compiled.flops)} per device{balance}",
-        f"collectives  {human_bytes(report.collective_bytes)} per device and step, "
-        f"{human_bytes(hidden)} of it while other work may run",
+        f"memory       {format_memory(memory.peak_bytes)}{of} per device: arguments {format_memory(memory.argument_bytes)}, "
+        f"temporaries {format_memory(memory.temp_bytes)}" + ("" if compiled.fits is not False else "   DOES NOT FIT"),
+        f"products     {format_flops(compiled.flops)} per device{balance}",
+        f"collectives  {format_bytes(report.collective_bytes)} per device and step, "
+        f"{format_bytes(hidden)} of it while other work may run",
     ]
     lines += _describe_lines(report.lines)
     lines += section("largest at the memory's peak", [describe_buffer(b, compiled.n_devices) for b in compiled.peak[:6]])
@@ -312,8 +314,8 @@ def _describe_lines(found: tuple[LineCollectives, ...]) -> list[str]:
         for line in here:
             what = f"{line.kind}{f' ({line.reduction})' if line.reduction else ''} over {', '.join(line.axes) or 'devices'}"
             biggest = max((a.bytes for a, _ in line.tensors), default=0)
-            times = f"up to {human_bytes(biggest)} x {line.count:g}" if line.count != 1 else human_bytes(biggest)
-            out.append(f"     {what:<38} {times:>20}  {human_bytes(line.bytes):>8}  {line.phase}".rstrip())
+            times = f"up to {format_bytes(biggest)} x {line.count:g}" if line.count != 1 else format_bytes(biggest)
+            out.append(f"     {what:<38} {times:>20}  {format_bytes(line.bytes):>8}  {line.phase}".rstrip())
     return out
 
 
@@ -322,7 +324,7 @@ def describe_buffer(b: Buffer, n_devices: int) -> str:
     where = f"{Path(frame.file).name}:{frame.line}  {linecache.getline(frame.file, frame.line).strip()}" if frame else b.op_name
     what = str(b.array or b.name)
     whole = "  whole on every device" if b.copies == n_devices else ""
-    return f"{human_bytes(b.bytes):>8}  {what:<24} {where}{whole}".rstrip()
+    return f"{format_memory(b.bytes):>8}  {what:<24} {where}{whole}".rstrip()
 
 
 def describe_remat(r: Rematerialization) -> str:
@@ -335,15 +337,8 @@ def describe_remat(r: Rematerialization) -> str:
 
 def recomputed(compiled: Compiled) -> str:
     again = compiled.recomputed_flops
-    return f", {human_flops(again)} of it computed again by XLA to save memory" if again else ""
+    return f", {format_flops(again)} of it computed again by XLA to save memory" if again else ""
 
 
 def section(title: str, entries: list[str]) -> list[str]:
     return ["", title, *(f"  {e}" for e in entries)] if entries else []
-
-
-def human_flops(n: float) -> str:
-    for unit, size in (("Pflop", 1e15), ("Tflop", 1e12), ("Gflop", 1e9), ("Mflop", 1e6), ("kflop", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n:.0f} flop"

@@ -18,8 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from shardplan.units import format_bytes
 from shardplan.xla.compiler.compile import Compiled
-from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective, human_bytes
+from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective
 from shardplan.xla.hlo.text import users_line
 
 VERDICTS = ("unplanned", "dearer", "missing", "cheaper", "same")
@@ -55,7 +56,7 @@ class ExpectedCollective:
 
     def __str__(self) -> str:
         runs = f" x {self.runs:g}" if self.runs != 1 else ""
-        return f"{self.kind} over {', '.join(self.axes)}, {human_bytes(self.bytes)}{runs}"
+        return f"{self.kind} over {', '.join(self.axes)}, {format_bytes(self.bytes)}{runs}"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class EmittedTensor:
     def __str__(self) -> str:
         c = self.collective
         runs = f" x {c.runs:g}" if c.runs != 1 else ""
-        return f"{c.kind} over {', '.join(c.axes)}, {human_bytes(self.part.array.bytes)}{runs}, {self.part.array}"
+        return f"{c.kind} over {', '.join(c.axes)}, {format_bytes(self.part.array.bytes)}{runs}, {self.part.array}"
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class CollectiveComparison:
 
     def __str__(self) -> str:
         lines = [
-            f"planned {human_bytes(self.planned_bytes)}, emitted {human_bytes(self.emitted_bytes)} on the wire "
+            f"planned {format_bytes(self.planned_bytes)}, emitted {format_bytes(self.emitted_bytes)} on the wire "
             f"per device and step: {self.ratio:.2f}"
         ]
         for f in self.findings:

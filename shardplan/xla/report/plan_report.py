@@ -21,22 +21,19 @@ from typing import Any
 from shardplan.errors import ShardingError
 from shardplan.plan import Plan
 from shardplan.plan.data import PlanDecision, PlannedCollective, PlannedReshard
+from shardplan.units import format_bytes, format_flops, format_memory
 from shardplan.xla.compiler.compile import Compiled, lower_for
 from shardplan.xla.compiler.targets import Target
-from shardplan.xla.hlo.collectives import human_bytes
 from shardplan.xla.report.check import (
     XlaReport,
     check_lowered,
     describe_buffer,
     describe_remat,
-    human_flops,
     recomputed,
     refuse_unknown,
     section,
 )
 from shardplan.xla.report.compare import CollectiveComparison, ExpectedCollective, compare
-
-PRODUCTS = ("dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
@@ -132,16 +129,7 @@ def expected(plan: Plan) -> tuple[ExpectedCollective, ...]:
 def planned_flops(plan: Plan) -> float | None:
     """Flops of the products and convolutions that one device does in one step; None for a plan read from a file."""
     planned = plan.context.planned if plan.context is not None else None
-    if planned is None:
-        return None
-    space = planned.space
-    return float(
-        sum(
-            (space.rules[i].flops or 0) * space.strategies[i].work[planned.strategies[i]] * op.runs
-            for i, op in enumerate(space.graph.ops)
-            if op.primitive in PRODUCTS
-        )
-    )
+    return None if planned is None else planned.product_flops
 
 
 def _describe(found: PlanReport) -> str:
@@ -154,20 +142,20 @@ def _describe(found: PlanReport) -> str:
         ("", "planned", "XLA", ""),
         (
             "collectives",
-            human_bytes(comparison.planned_bytes),
-            human_bytes(comparison.emitted_bytes),
+            format_bytes(comparison.planned_bytes),
+            format_bytes(comparison.emitted_bytes),
             f"{comparison.ratio:.2f}   bytes that a device sends in one step",
         ),
         (
             "memory",
-            human_bytes(found.plan.memory().peak),
-            human_bytes(memory.peak_bytes),
+            format_memory(found.plan.memory().peak),
+            format_memory(memory.peak_bytes),
             f"{found.memory_ratio:.2f}   at its peak" + ("" if compiled.fits is not False else "   DOES NOT FIT"),
         ),
     ]
     if found.flops is not None:
         ratio = "" if found.flops_ratio is None else f"{found.flops_ratio:.2f}   products and convolutions{recomputed(compiled)}"
-        rows.append(("products", human_flops(found.flops), human_flops(compiled.flops), ratio))
+        rows.append(("products", format_flops(found.flops), format_flops(compiled.flops), ratio))
     lines = [f"compiled for {where} in {compiled.seconds:.1f} s, mesh {found.plan.mesh}"]
     lines += [f"{name:<12} {a:>10} {b:>10}  {ratio}".rstrip() for name, a, b, ratio in rows]
     lines += str(comparison).split("\n")[1:]
