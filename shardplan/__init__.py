@@ -1,19 +1,37 @@
 """shardplan: automatic sharding for JAX.
 
-`@shardplan.auto(mesh)` on a train step that knows nothing of devices plans how it is split over the mesh, and runs it so.
+`@shardplan.auto(mesh)` on a train step that knows nothing of devices plans how it is sharded over the mesh, and runs it so.
+
+Names are imported on first use (PEP 562): `import shardplan` loads neither jax nor a solver.
 """
 
-from typing import TYPE_CHECKING
-
-from shardplan.api import Auto, auto
-from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
-from shardplan.mesh import Cluster, Layout, MeshShape
-from shardplan.mesh.calibrate import calibrate
-from shardplan.plan import Plan, PlanDiff
-from shardplan.strategies.register import register_rule
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardplan.api import Auto, auto
+    from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
+    from shardplan.mesh import Cluster, Layout, MeshShape
+    from shardplan.mesh.calibrate import calibrate
+    from shardplan.plan import Plan, PlanDiff
+    from shardplan.strategies.register import register_rule
     from shardplan.xla.report.check import check
+
+HOME = {
+    "Auto": "api",
+    "Cluster": "mesh",
+    "Layout": "mesh",
+    "MeshShape": "mesh",
+    "Plan": "plan",
+    "PlanDiff": "plan",
+    "PlanFileError": "errors",
+    "ShardingError": "errors",
+    "ShardingWarning": "errors",
+    "auto": "api",
+    "calibrate": "mesh.calibrate",
+    "check": "xla.report.check",
+    "register_rule": "strategies.register",
+}
 
 __all__ = [
     "Auto",
@@ -32,9 +50,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
-    if name == "check":  # the compiler's room is entered on first use
-        from shardplan.xla.report.check import check
+def __getattr__(name: str) -> Any:
+    if name not in HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
-        return check
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOME})

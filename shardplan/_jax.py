@@ -13,7 +13,7 @@ import numpy as np
 from jax._src import core, source_info_util
 from jax._src.interpreters import partial_eval, pxla
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.core import Literal as Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -138,8 +138,10 @@ def is_recompute(eqn) -> bool:
 
 
 def source(eqn) -> tuple[str, int, str]:
-    """File, line and function of the user's own frame that made this equation: the innermost outside installed packages,
-    else the innermost outside jax; ("", 0, "") when there is none."""
+    """File, line and function of the user's own frame that made this equation; ("", 0, "") when there is none.
+
+    The innermost frame outside installed packages, else the innermost outside jax.
+    """
     return _source(eqn.source_info.traceback)
 
 
@@ -290,11 +292,6 @@ def without_mesh(fun):
     return alone
 
 
-def names_no_axis(error: ValueError) -> bool:
-    """Whether JAX found a PartitionSpec that names an axis which the current mesh lacks."""
-    return "is not found in mesh" in str(error)
-
-
 def sharding(mesh, spec: tuple, memory_kind: str | None = None) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory_kind)
 
@@ -359,22 +356,54 @@ def batched_as(eqn, run: Callable) -> Callable:
     return wrapped
 
 
-def differentiable_as(run, plain, in_tree, closed):
-    """`run` on flat leaves; its derivatives are those of `plain`, the function as the user wrote it.
+def differentiable_as(run: Callable, traced: ClosedJaxpr) -> Callable:
+    """`run` on flat leaves; its derivatives are those of `traced`, the step as the user wrote it.
 
     A step with effects stays as it is: custom derivatives do not carry them.
     """
-    if closed.effects:
+    if traced.effects:
         return run
-
-    def flat_plain(*leaves):
-        args, keywords = jax.tree.unflatten(in_tree, leaves)
-        return tuple(jax.tree.leaves(plain(*args, **keywords)))
-
     wrapped = jax.custom_jvp(lambda *leaves: tuple(run(*leaves)))
 
     @wrapped.defjvp
-    def _(primals, tangents):
-        return jax.jvp(flat_plain, primals, tangents)
+    def _jvp(primals, tangents):
+        return jax.jvp(lambda *leaves: tuple(jaxpr_as_fun(traced)(*leaves)), primals, tangents)
 
     return wrapped
+
+
+def static_arguments(jitted) -> tuple[frozenset[int], frozenset[str]]:
+    """Numbers and names of a jitted function's static arguments, each completed from the other by its signature."""
+    info = jitted._jit_info
+    return frozenset(info.static_argnums), frozenset(info.static_argnames)
+
+
+# ---- what JAX's errors say
+
+
+class ForeignMeshError(ValueError):
+    """A planned step was called with arrays that are typed with the axes of another mesh."""
+
+
+REFUSED_PLACEMENT = (
+    "does not match the sharding",
+    "incompatible devices",
+    "should be equal",
+    "mesh should be the same",
+    "aval mesh",
+)
+
+
+def refuses_placement(error: ValueError) -> bool:
+    """Whether jit refused arguments because of the devices they are on; `device_put` helps."""
+    return isinstance(error, ForeignMeshError) or any(text in str(error) for text in REFUSED_PLACEMENT)
+
+
+def refuses_shard_map_mesh(error: ValueError) -> bool:
+    """Whether a `shard_map` was given another mesh than the one in use."""
+    return "should match the mesh passed to shard_map" in str(error)
+
+
+def refuses_axis_name(error: ValueError) -> bool:
+    """Whether a PartitionSpec names an axis that the current mesh lacks."""
+    return "is not found in mesh" in str(error)

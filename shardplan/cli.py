@@ -7,40 +7,45 @@
 What `plan` and `check` are given is a function without parameters that returns the step and what it is called with, arrays or
 `jax.ShapeDtypeStruct`s: `return train_step, (state, batch)` or `return train_step, state, batch`.
 
-Exit status: 0 all is well; 1 `diff` found differences or `check` found faults; 2 an error, told in one message.
+Exit status: 0 all is well; 1 `diff` found differences or `check` found faults; 2 an error, reported in one message.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import importlib
+import functools
 import importlib.util
 import inspect
 import os
 import sys
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
+from jax.sharding import PartitionSpec
+
+from shardplan.api import Auto, auto
 from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
 from shardplan.files import write_atomically
 from shardplan.mesh.cluster import ClusterError
 from shardplan.plan import SEARCHES, Plan
+from shardplan.units import parse_bytes
 
 SAME, DIFFERENT, ERROR = 0, 1, 2
 
 
-class _Told(Exception):
-    """An error whose text is all there is to say."""
+class _UsageError(Exception):
+    """An error of the user, with all there is to say."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _Told(f"{message}\n  see: {self.prog} --help")
+        raise _UsageError(f"{message}\n  see: {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _warn
             warnings.simplefilter("always", ShardingWarning)
             return options.run(options)
-    except (_Told, ShardingError, PlanFileError, ClusterError) as error:
+    except (_UsageError, ShardingError, PlanFileError, ClusterError) as error:
         print(f"shardplan: {error}", file=sys.stderr)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough
@@ -74,11 +79,11 @@ def _warn(message, category, filename, lineno, file=None, line=None) -> None:
     print(f"shardplan: warning: {name}{message}", file=sys.stderr)
 
 
-# ---- what may be said
+# ---- arguments
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="shardplan", description="Plans how a JAX step is split over a device mesh.")
+    parser = _Parser(prog="shardplan", description="Plans how a JAX step is sharded over a device mesh.")
     commands = parser.add_subparsers(metavar="command", required=True, parser_class=_Parser)
 
     plan = _command(commands, "plan", _plan, "plan a step; needs no devices")
@@ -88,14 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--memory", metavar="BYTES", help="budget per device, e.g. 80GB, slight or disable; default: what the device has")
     plan.add_argument("--search", choices=SEARCHES, help="default: ilp")
     plan.add_argument("--time-limit", type=_positive, metavar="S", help="seconds for the search; default: by counted work")
-    plan.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="PATH=SPEC",
-        help="e.g. 'params/**/kernel=None,model'; * leaves a dim free, data+model splits one dim over both",
-    )
-    plan.add_argument("--donate", type=_numbers, metavar="N,...", help="numbers of donated arguments, as donate_argnums")
+    pin = "e.g. 'params/**/kernel=None,model'; * leaves a dim free, data+model shards one dim over both"
+    plan.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help=pin)
+    donate = "numbers of donated arguments, as donate_argnums"
+    plan.add_argument("--donate", dest="donate_argnums", type=_numbers, metavar="N,...", help=donate)
     plan.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     _add_views(plan)
 
@@ -103,17 +104,15 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("file")
     _add_views(show)
 
-    diff = _command(commands, "diff", _diff, "what the second plan splits differently; exit status 1 if anything")
+    diff = _command(commands, "diff", _diff, "what the second plan shards otherwise; exit status 1 if anything")
     diff.add_argument("a")
     diff.add_argument("b")
 
     check = _command(commands, "check", _check, "what XLA makes of a step as it is sharded; exit status 1 on a fault")
     _add_target(check)
-    check.add_argument(
-        "--target", metavar="GPU:N", help="GPUs that need not be here, e.g. h100:8 or h100:8x8; default: devices at hand"
-    )
-    check.add_argument("--max-bytes", metavar="BYTES", help="most that collectives may move per device and step")
-    check.add_argument("--max-memory", metavar="BYTES", help="most memory that a device may need")
+    check.add_argument("--target", metavar="GPU:N", help="GPUs, present or not, e.g. h100:8 or h100:8x8; default: devices at hand")
+    check.add_argument("--max-bytes", type=_amount, metavar="BYTES", help="most that collectives may move per device and step")
+    check.add_argument("--max-memory", type=_amount, metavar="BYTES", help="most memory that a device may need")
     check.add_argument("--fail-on", default="", metavar="WORD,...", help="remat, memory, replicated, twice, guess")
 
     _command(commands, "rules", _rules, "print the rule of every primitive")
@@ -128,11 +127,8 @@ def _command(commands, name: str, run: Callable, text: str) -> argparse.Argument
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "step",
-        metavar="module:function",
-        help="or file.py:function; it takes nothing and returns (step, args) or (step, arg, ...)",
-    )
+    text = "or file.py:function; it takes nothing and returns (step, args) or (step, arg, ...)"
+    parser.add_argument("step", metavar="module:function", help=text)
     parser.add_argument("--traceback", action="store_true", help="show where an error in the step comes from")
 
 
@@ -148,6 +144,13 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
 
 
+def _amount(text: str) -> float:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(n) for n in text.split(",") if n.strip())
@@ -159,20 +162,14 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    import jax
-
     axes = parse_mesh(options.mesh)
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-    asked = {
-        "cluster": options.cluster,
-        "memory": options.memory,
-        "search": options.search,
-        "time_limit": options.time_limit,
-        "donate_argnums": options.donate,
-        "pins": dict(map(parse_pin, options.pin)) or None,
-    }
+    names = "cluster", "memory", "search", "time_limit", "donate_argnums"
+    asked = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.pin:
+        asked["pins"] = dict(map(parse_pin, options.pin))
     step, args = _step(options)
-    planned = _on(step, mesh, {k: v for k, v in asked.items() if v is not None})
+    planned = _planned_by(step, mesh, asked)
     with _blamed(options, "planning"):
         plan = planned.plan(*args)
     if options.output:
@@ -185,19 +182,15 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    a, b = Plan.load(options.a), Plan.load(options.b)
-    diff = a.diff(b)
+    diff = Plan.load(options.a).diff(Plan.load(options.b))
     print(str(diff).rstrip("\n"))
     return DIFFERENT if diff else SAME
 
 
 def _check(options: argparse.Namespace) -> int:
-    from shardplan.api import parse_bytes
     from shardplan.xla.report.check import check
 
-    amounts: dict[str, Any] = {
-        k: parse_bytes(v) for k, v in (("max_bytes", options.max_bytes), ("max_memory", options.max_memory)) if v
-    }
+    amounts = {k: v for k, v in (("max_bytes", options.max_bytes), ("max_memory", options.max_memory)) if v is not None}
     words = tuple(w.strip() for w in options.fail_on.split(",") if w.strip())
     step, args = _step(options)
     with _blamed(options, "checking"):
@@ -219,9 +212,9 @@ def _solve(argv: list[str]) -> int:
     try:
         return iopddl.main(argv) or SAME
     except OSError as error:
-        raise _Told(f"{error.filename}: cannot be read: {error.strerror}") from None
+        raise _UsageError(f"{error.filename}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise _Told(f"this is no instance of the IOPDDL benchmark ({type(error).__name__}: {error})") from None
+        raise _UsageError(f"this is no instance of the IOPDDL benchmark ({type(error).__name__}: {error})") from None
 
 
 def _print(plan: Plan, options: argparse.Namespace) -> int:
@@ -235,20 +228,18 @@ def _write(path: str, text: str) -> None:
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise _Told(f"{path}: cannot be written: {error.strerror}") from None
+        raise _UsageError(f"{path}: cannot be written: {error.strerror}") from None
     print(f"wrote {path}", file=sys.stderr)
 
 
 def _stay_on_cpu() -> None:
-    """Nothing here needs a device; without a word from the user, JAX need not look for any."""
-    import jax
-
+    """Keeps JAX from looking for devices, which nothing here needs, unless the user chose a platform."""
     if not os.environ.get("JAX_PLATFORMS") and not getattr(jax.config, "jax_platforms", None):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes
         jax.config.update("jax_platforms", "cpu")
 
 
-# ---- what people write
+# ---- parsing
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -257,20 +248,18 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = (x.strip() for x in part.partition("="))
         if not name or not size.isdecimal() or int(size) < 1:
-            raise _Told(f"--mesh {text}: {part!r} is no axis with a size.\n  way out: --mesh data=2,model=4")
+            raise _UsageError(f"--mesh {text}: {part!r} is no axis with a size.\n  way out: --mesh data=2,model=4")
         if name in axes:
-            raise _Told(f"--mesh {text}: axis {name!r} stands twice")
+            raise _UsageError(f"--mesh {text}: axis {name!r} stands twice")
         axes[name] = int(size)
     return axes
 
 
 def parse_pin(text: str) -> tuple[str, Any]:
     """("params/**/kernel", P(None, "model")) of "params/**/kernel=None,model"."""
-    from jax.sharding import PartitionSpec
-
     path, equals, spec = text.rpartition("=")
     if not equals or not path.strip():
-        raise _Told(f"--pin {text}: has no path and spec.\n  way out: --pin 'params/**/kernel=None,model'")
+        raise _UsageError(f"--pin {text}: has no path and spec.\n  way out: --pin 'params/**/kernel=None,model'")
 
     def entry(word: str):
         if word in ("None", "-", ""):
@@ -287,14 +276,14 @@ def _step(options: argparse.Namespace) -> tuple[Callable, tuple]:
     with contextlib.suppress(TypeError, ValueError):
         needed = [p.name for p in inspect.signature(make).parameters.values() if _needed(p)]
         if needed:
-            raise _Told(
+            raise _UsageError(
                 f"{options.step} takes {', '.join(needed)}.\n"
                 "  way out: name a function that takes nothing and returns (step, args), args being arrays or ShapeDtypeStructs"
             )
     with _blamed(options, options.step):
         made = make()
     if not isinstance(made, (tuple, list)) or len(made) < 2 or not callable(made[0]):
-        raise _Told(
+        raise _UsageError(
             f"{options.step} returned {type(made).__name__}, not a step with its arguments.\n"
             "  way out: return train_step, (state, batch)"
         )
@@ -306,62 +295,55 @@ def _needed(p: inspect.Parameter) -> bool:
     return p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
 
 
-def _on(step: Callable, mesh, asked: dict[str, Any]):
-    """The step, to be planned on `mesh`; one that was made by `auto` keeps what it says itself and is not asked for."""
-    from shardplan.api import Auto, auto
-
+def _planned_by(step: Callable, mesh, asked: dict[str, Any]):
+    """The step, to be planned on `mesh`; one that was made by `auto` keeps its own options where none is asked for."""
     if not isinstance(step, Auto):
         return auto(mesh, **asked)(step)
     if asked.pop("donate_argnums", None) is not None:
-        raise _Told("--donate: the step was made by shardplan.auto, which says what is donated")
-    pins = {**step._settings.pins, **asked.pop("pins", {})}
-    return Auto(step._fun, dataclasses.replace(step._settings, mesh=mesh, plan=None, pins=pins, **asked), step._arguments)
+        raise _UsageError("--donate: the step was made by shardplan.auto, which says what is donated")
+    return step.with_options(mesh=mesh, plan=None, pins={**step.options.pins, **asked.pop("pins", {})}, **asked)
 
 
 def _function(options: argparse.Namespace) -> Callable:
     where, colon, name = options.step.rpartition(":")
     if not colon or not where or not name:
-        raise _Told(f"{options.step!r} names no function.\n  way out: module:function or path/to/file.py:function")
+        raise _UsageError(f"{options.step!r} names no function.\n  way out: module:function or path/to/file.py:function")
     with _blamed(options, where):
-        module = _file(where) if where.endswith(".py") else _module(where)
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
+        module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
+    found = functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), module)
     if not callable(found):
         some = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
-        raise _Told(f"{where} has no function {name!r}" + (f".\n  it has: {', '.join(some[:8])}" if some else ""))
+        raise _UsageError(f"{where} has no function {name!r}" + (f".\n  it has: {', '.join(some[:8])}" if some else ""))
     return found
 
 
-def _file(where: str):
-    path = Path(where)
+def _load_file(path: Path) -> types.ModuleType:
     if not path.is_file():
-        raise _Told(f"{where}: no such file")
+        raise _UsageError(f"{path}: no such file")
     sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _module(where: str):
+def _load_module(name: str) -> types.ModuleType:
     sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(where)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name and (where == error.name or where.startswith(f"{error.name}.")):
-            raise _Told(f"no module {error.name!r} here or among the installed ones") from None
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise _UsageError(f"no module {error.name!r} here or among the installed ones") from None
         raise
 
 
 @contextlib.contextmanager
 def _blamed(options: argparse.Namespace, what: str):
-    """Errors of the user's own code, told in one message with the line they come from."""
+    """Turns errors of the user's own code into one message with the line that they come from."""
     try:
         yield
-    except (_Told, ShardingError, PlanFileError, ClusterError):
+    except (_UsageError, ShardingError, PlanFileError, ClusterError):
         raise
     except (Exception, SystemExit) as error:
         if options.traceback:
@@ -370,7 +352,7 @@ def _blamed(options: argparse.Namespace, what: str):
         frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
         at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         hint = "" if options.traceback else "\n  --traceback shows more"
-        raise _Told(f"{what} failed{at}: {type(error).__name__}{f': {text}' if text else ''}{hint}") from None
+        raise _UsageError(f"{what} failed{at}: {type(error).__name__}{f': {text}' if text else ''}{hint}") from None
 
 
 def _users(file: str) -> bool:

@@ -9,6 +9,7 @@ floating-point operations                  kflop ... Pflop           176 Mflop
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 Units = tuple[tuple[str, float], ...]
@@ -55,6 +56,23 @@ def format_percent(x: float) -> str:
 def format_count(n: float) -> str:
     """ "×12"; nothing for once."""
     return "" if n == 1 else f"×{n:.0f}" if n == int(n) else f"×{n:.3g}"
+
+
+def parse_bytes(amount: float | str) -> float:
+    """Bytes of 80e9, "80GB" or "74.5GiB", in any case of letters; `inf` stays.
+
+    Raises:
+        ValueError: when the text is no amount of memory, or is not positive.
+    """
+    found = re.fullmatch(r"(.*?)\s*((?:[kmgt]i?)?b)?", str(amount).strip().lower())
+    sizes = {unit.lower(): size for unit, size in (*DECIMAL, *BINARY)}
+    try:
+        value = float(found[1]) * sizes[found[2] or "b"] if found else 0.0
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ValueError(f"{amount!r} is no amount of memory, such as 80e9, '80GB' or '74.5GiB'")
+    return value
 
 
 # ---- text that fits

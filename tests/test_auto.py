@@ -198,7 +198,7 @@ def test_same_input_gives_the_same_bytes(mesh, params):
 
 def test_a_saved_plan_is_reused_without_solving(mesh, params, tmp_path, monkeypatch):
     shardplan.auto(mesh)(step).plan(params, batch()).save(tmp_path / "plan.json")
-    monkeypatch.setattr(sys.modules["shardplan.api"], "make_plan", lambda *a: pytest.fail("it solved again"))
+    monkeypatch.setattr(sys.modules["shardplan.step"], "make_plan", lambda *a: pytest.fail("it solved again"))
     planned = shardplan.auto(mesh, plan=tmp_path / "plan.json")(step)
     same(planned(params, batch()), step(params, batch()))
 
@@ -223,7 +223,7 @@ def test_a_plan_for_moved_lines_is_used_without_solving(mesh, params, tmp_path, 
     exec(compile(text, "model.py", "exec"), names)
     shardplan.auto(mesh)(names["step"]).plan(params, batch()).save(tmp_path / "plan.json")
     exec(compile("\n\n" + text, "model.py", "exec"), names)
-    monkeypatch.setattr(sys.modules["shardplan.api"], "make_plan", lambda *a: pytest.fail("it solved again"))
+    monkeypatch.setattr(sys.modules["shardplan.step"], "make_plan", lambda *a: pytest.fail("it solved again"))
     out = shardplan.auto(mesh, plan=tmp_path / "plan.json")(names["step"])(params, batch())
     same(out, names["step"](params, batch()))
 

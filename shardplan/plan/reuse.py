@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
 from shardplan.costs.options import Options
 from shardplan.emit.emit import EmitDecision
-from shardplan.errors import PlanFileError, ShardingWarning
+from shardplan.errors import PlanFileError, warn
 from shardplan.ir.graph import Path
 from shardplan.ir.parse import parse
 from shardplan.ir.traced import Traced
@@ -33,11 +32,9 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
     graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
     if plan.donated != traced.donated_names():
         then, now = (", ".join(names) or "nothing" for names in (plan.donated, traced.donated_names()))
-        warnings.warn(
+        warn(
             f"the plan was made for a step that donates {then}; this one donates {now}, so its memory is another than the plan says.\n"
-            "  ways out: donate_argnums as it was, or plan anew without plan=",
-            ShardingWarning,
-            stacklevel=6,
+            "  ways out: donate_argnums as it was, or plan anew without plan="
         )
     found = {}
     for d in plan.decisions:
@@ -73,10 +70,8 @@ def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
         )
     gone = [f"{path} (no longer there)" for path in leaves]
     listed = [*lost, *gone]
-    warnings.warn(
+    warn(
         f"the plan was made for another version of this step: {len(pins)} of {len(avals)} inputs keep its layouts, the rest is planned "
-        "again." + (f"\n  not matched: {', '.join(listed[:SHOWN])}{', ...' if len(listed) > SHOWN else ''}" if listed else ""),
-        ShardingWarning,
-        stacklevel=6,
+        "again." + (f"\n  not matched: {', '.join(listed[:SHOWN])}{', ...' if len(listed) > SHOWN else ''}" if listed else "")
     )
     return replace(options, in_pins={**pins, **(options.in_pins or {})})

@@ -1,0 +1,166 @@
+"""The signature of a call: which arguments are operands of the step, how their leaves are called, and which of them are state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardplan import _jax
+from shardplan.errors import ShardingError
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The arguments of one call.
+
+    Attributes:
+        args, kwargs: as given, keyword arguments sorted by name.
+        static: numbers of the positional and names of the keyword arguments that are static.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+    static: frozenset[int | str]
+
+    @classmethod
+    def of(cls, args: tuple, kwargs: Mapping[str, Any], numbers: frozenset[int], names: frozenset[str]) -> Call:
+        """A call of a function with these static arguments."""
+        n = len(args)
+        static = {k % n for k in numbers if -n <= k < n} | (names & kwargs.keys())
+        return cls(args, {k: kwargs[k] for k in sorted(kwargs)}, frozenset(static))
+
+    @property
+    def positional(self) -> tuple:
+        """Positional arguments that are not static."""
+        return tuple(x for n, x in enumerate(self.args) if n not in self.static)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments that are not static."""
+        return {k: x for k, x in self.kwargs.items() if k not in self.static}
+
+    @property
+    def operands(self) -> tuple:
+        """What is not static, keyword arguments last."""
+        return (*self.positional, *self.keywords.values())
+
+    @property
+    def signature(self):
+        """Equal for calls that share a plan.
+
+        Raises:
+            ShardingError: a static argument is not hashable.
+        """
+        static = [(n, x) for n, x in (*enumerate(self.args), *self.kwargs.items()) if n in self.static]
+        for n, x in static:
+            try:
+                hash(x)
+            except TypeError:
+                raise ShardingError(
+                    f"static argument {n!r} of type {type(x).__name__} is not hashable.\n"
+                    "  way out: make it hashable, or leave it out of static_argnums"
+                ) from None
+        leaves, tree = jax.tree.flatten((self.positional, self.keywords))
+        return tree, tuple(map(_leaf_signature, leaves)), tuple(static)
+
+    def abstract(self) -> tuple[list, dict[str, Any]]:
+        """The call with shapes for arrays, as `jax.jit(f).trace` takes it."""
+
+        def one(n: int | str, x):
+            return x if n in self.static else jax.tree.map(_jax.abstract, x)
+
+        return [one(n, x) for n, x in enumerate(self.args)], {k: one(k, x) for k, x in self.kwargs.items()}
+
+    def labels(self, fun: Callable) -> tuple[str, ...]:
+        """Pytree path of every leaf of the operands, each once: "params/dense/kernel"; "[n]" for arguments without a name."""
+        try:
+            parameters = list(inspect.signature(fun).parameters.values())
+        except (ValueError, TypeError):
+            parameters = []
+        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        heads = [name for n, name in enumerate(named) if n not in self.static][: len(self.positional)]
+        heads += [f"[{n}]" for n in range(len(heads), len(self.positional))]
+        paths = jax.tree_util.tree_leaves_with_path(dict(enumerate(self.operands)))
+        heads += self.keywords
+        return unique("/".join(x for x in (heads[keys[0].key], path_text(keys[1:])) if x) for keys, _ in paths)
+
+
+def _leaf_signature(leaf):
+    try:
+        weak = getattr(leaf, "weak_type", getattr(getattr(leaf, "aval", None), "weak_type", False))
+        return leaf.shape, leaf.dtype, bool(weak)
+    except AttributeError:
+        return type(leaf)
+
+
+def path_text(keys: Sequence) -> str:
+    """A pytree path: "dense/kernel"."""
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+
+def unique(labels: Iterable[str]) -> tuple[str, ...]:
+    """The labels; a number is appended where keys with slashes make two paths equal."""
+    seen: dict[str, int] = {}
+    found = []
+    for label in labels:
+        seen[label] = seen.get(label, 0) + 1
+        found.append(label if seen[label] == 1 else f"{label}~{seen[label]}")
+    return tuple(found)
+
+
+def refuse_what_is_no_array(call: Call, fun: Callable) -> None:
+    """Raises ShardingError if a leaf of an operand is neither an array nor a number, or is a mutable array."""
+    for n, leaf in enumerate(jax.tree.leaves(call.operands)):
+        if _jax.is_ref(leaf):
+            refuse_refs([leaf], "takes")
+        array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not (isinstance(leaf, np.ndarray) and leaf.dtype == object)
+        if not array and not isinstance(leaf, (bool, int, float, complex)):
+            raise ShardingError(
+                f"argument {call.labels(fun)[n]} is {type(leaf).__name__} {str(leaf)[:40]!r}, not an array.\n"
+                "  ways out: make it an array, or name it in static_argnums or static_argnames"
+            )
+
+
+def refuse_refs(values: Iterable, how: str) -> None:
+    """Raises ShardingError if a value is a mutable array."""
+    if found := [jax.typeof(x) for x in values if _jax.is_ref(x)]:
+        raise ShardingError(
+            f"the step {how} a mutable array, {found[0]}, which a plan cannot place.\n"
+            "  ways out: take the array and return the new one; or jax.new_ref inside the step"
+        )
+
+
+# ---- state
+
+
+def arguments(in_tree) -> list:
+    """Structures of the single arguments of a call, from that of (args, kwargs)."""
+    return [part for side in in_tree.children() for part in side.children()]
+
+
+def state_pairs(in_tree, in_leaves: Sequence, out_tree, out_leaves: Sequence) -> Iterator[tuple[int, int]]:
+    """(input, output) leaf numbers of state: arguments that are returned with the same structure, shapes and dtypes.
+
+    Either the result is one such argument, or its parts are.
+    """
+
+    def parts(trees, leaves) -> list[tuple]:
+        at, out = 0, []
+        for tree in trees:
+            out.append((at, (tree, [(x.shape, x.dtype) for x in leaves[at : at + tree.num_leaves]])))
+            at += tree.num_leaves
+        return out
+
+    taken = parts(arguments(in_tree), in_leaves)
+    (result,) = parts([out_tree], out_leaves)
+    whole = result[1] in [part for _, part in taken] or not out_tree.children()
+    for start, part in [result] if whole else parts(out_tree.children(), out_leaves):
+        found = next((k for k, (_, other) in enumerate(taken) if other == part), None) if part[1] else None
+        if found is not None:
+            in_start, _ = taken.pop(found)
+            yield from ((in_start + n, start + n) for n in range(len(part[1])))

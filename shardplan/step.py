@@ -1,0 +1,313 @@
+"""The planned step of one signature: traced by `jax.jit`, planned, and jitted again with the plan's constraints and shardings.
+
+The operands of a step are the arguments of a call that are not static: positional ones, then keyword arguments by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from shardplan import _jax
+from shardplan.costs.charges import Charges
+from shardplan.costs.options import Options
+from shardplan.costs.pins import pin_dims
+from shardplan.emit.emit import EmitDecision, emit
+from shardplan.errors import OtherSignature, ShardingError, warn
+from shardplan.feedback import Verified, verified
+from shardplan.ir.graph import Path
+from shardplan.ir.traced import Traced
+from shardplan.pipeline import make_plan
+from shardplan.plan import Plan
+from shardplan.plan.data import Leaf
+from shardplan.plan.describe import describe
+from shardplan.plan.planned import Planned
+from shardplan.plan.reuse import matching_pins, saved_decisions
+from shardplan.signature import Call, arguments, path_text, refuse_refs, refuse_what_is_no_array, state_pairs, unique
+from shardplan.view.progress import Progress
+
+if TYPE_CHECKING:
+    from shardplan.api import AutoOptions
+
+Decisions = Mapping[Path, EmitDecision]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """The planned step of one signature; call it with the operands of a call.
+
+    Attributes:
+        plan: what it runs.
+        jitted: the jitted step; raises `OtherSignature` when it is traced for other operands.
+        traceable: the step to be traced into a larger program on a mesh with Explicit axes.
+        in_shardings: per leaf of the operands.
+        donated: numbers of donated leaves.
+    """
+
+    plan: Plan
+    jitted: Callable
+    traceable: Callable
+    in_shardings: Sequence
+    donated: Sequence[int]
+
+    def __call__(self, *operands):
+        """Runs the step; operands that jit refuses for the devices they are on are moved first."""
+        try:
+            return self.jitted(*operands)
+        except ValueError as error:
+            if not _jax.refuses_placement(error):
+                raise
+        leaves, tree = jax.tree.flatten(operands)
+        placed = [x if _is_number(x) else jax.device_put(x, s) for x, s in zip(leaves, self.in_shardings, strict=True)]
+        out = self.jitted(*jax.tree.unflatten(tree, placed))
+        for n in self.donated:  # what was donated is gone, also where a copy of it was moved first
+            if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
+                leaves[n].delete()
+        return out
+
+    def argument_leaves(self, tree) -> list[list[Leaf]]:
+        """Planned leaves of every argument of this structure."""
+        inputs = iter(self.plan.inputs)
+        parts = [(part, [next(inputs) for _ in range(part.num_leaves)]) for part in arguments(self.plan.context.in_tree)]
+        return [leaves for part, leaves in parts if part == tree]
+
+
+def _is_number(x) -> bool:
+    return isinstance(x, (bool, int, float, complex))
+
+
+@dataclass(frozen=True, eq=False)
+class PlanContext:
+    """What a fresh plan was planned from; `program` gives the jitted step and shapes to trace it with, devices or not."""
+
+    mesh: Any
+    in_tree: Any
+    out_tree: Any
+    in_dtypes: Mapping[str, Any]
+    replan: Callable[..., Plan]
+    program: Callable[[Plan], tuple[Callable, tuple]]
+    planned: Planned | None = None
+    verified: Verified | None = None
+
+
+def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
+    """Traces and plans a step for a call's signature; nothing runs.
+
+    Raises:
+        ShardingError: an argument is no array, a pin cannot hold, or nothing fits the memory.
+        PlanFileError: the saved plan is for another mesh or model.
+    """
+    step = TracedStep.of(fun, call, options)
+
+    def replan(pins: Mapping[str, Any], search: str | None = None) -> Plan:
+        changed = {**(options.pins or {}), **pins}
+        return plan_step(fun, call, replace(options, pins=changed, search=search or options.search, plan=None, verify=None)).plan
+
+    def context(decisions: Decisions, planned: Planned | None = None) -> PlanContext:
+        def program(plan: Plan) -> tuple[Callable, tuple]:
+            return step.jit(decisions, plan).jitted, step.operands
+
+        dtypes = dict(zip(step.traced.in_labels, [x.dtype for x in jax.tree.leaves(step.operands)], strict=True))
+        return PlanContext(options.mesh, step.in_tree, jax.tree.structure(step.out_info), dtypes, replan, program, planned)
+
+    asked = step.options()
+    if (saved := options.saved_plan) is not None:
+        if (decisions := saved_decisions(saved, step.traced, options.shape)) is not None:
+            return step.jit(decisions, saved.with_context(context(decisions)))
+        asked = matching_pins(saved, step.traced, asked)
+
+    def solve(memory: float | None, charges: Charges | None = None) -> Plan:
+        with asked.progress or contextlib.nullcontext():
+            planned = make_plan(step.traced, options.shape, options.machine, replace(asked, memory=memory, charges=charges))
+        return describe(planned, context(planned.decisions, planned))
+
+    if options.verify is None:
+        plan = solve(asked.memory)
+    else:
+        found = verified(solve, None if options.verify is True else options.verify, asked.memory, options.machine)
+        plan = found.plan.with_context(replace(found.plan.context, verified=found))
+    for primitive, source in plan.unknown:
+        warn(
+            f"no rule for primitive {primitive!r} at {source}: it runs replicated on every device.\n  way out: shardplan.register_rule"
+        )
+    return step.jit(plan.context.planned.decisions, plan)
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A step traced for one signature.
+
+    Attributes:
+        auto: the options of `auto`.
+        twin: the mesh with axes of type Auto, on which the step is traced and emitted.
+        name: of the user's function.
+        program: the jaxpr as traced.
+        traced: what is planned.
+        operands: as shapes.
+        donated: numbers of the donated operands.
+        in_tree: structure of (positional arguments, keyword arguments).
+        out_info: what the step returns, as shapes.
+    """
+
+    auto: AutoOptions
+    twin: Any
+    name: str
+    program: Any
+    traced: Traced
+    operands: tuple
+    donated: tuple[int, ...]
+    in_tree: Any
+    out_info: Any
+
+    @classmethod
+    def of(cls, fun: Callable, call: Call, auto: AutoOptions) -> TracedStep:
+        """Traces a function for a call's shapes, as `jax.jit` does."""
+        refuse_what_is_no_array(call, fun)
+        twin = _jax.auto_twin(auto.mesh)
+        with _jax.within(twin):
+            traced = _trace(fun, call, auto)
+        refuse_refs(traced.jaxpr.consts, "closes over")
+        in_leaves, in_tree = jax.tree.flatten(traced.args_info)
+        avals, infos = ((*args, *(kwargs[k] for k in call.keywords)) for args, kwargs in (traced.in_avals, traced.args_info))
+        operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), avals)
+        out_leaves, out_tree = jax.tree.flatten(traced.out_info)
+        flat = Traced(
+            _jax.without_refs(traced.jaxpr),
+            call.labels(fun),
+            unique(path_text(path) or "result" for path, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)),
+            tuple(state_pairs(in_tree, in_leaves, out_tree, out_leaves)),
+            tuple(n for n, x in enumerate(in_leaves) if x.donated),
+        )
+        donated = tuple(n for n, info in enumerate(infos) if any(x.donated for x in jax.tree.leaves(info)))
+        return cls(auto, twin, getattr(fun, "__name__", "step"), traced.jaxpr, flat, operands, donated, in_tree, traced.out_info)
+
+    def options(self) -> Options:
+        """The options of `auto` as planning takes them."""
+        auto, out_leaves, out_tree = self.auto, *jax.tree.flatten(self.out_info)
+        args, _ = self.in_tree.children()
+        return Options(
+            auto.memory_limit,
+            auto.search,
+            auto.time_limit,
+            _prefix_pins(auto.in_shardings, args, jax.tree.leaves(self.operands), "in_shardings"),
+            _prefix_pins(auto.out_shardings, out_tree, out_leaves, "out_shardings"),
+            {pattern: tuple(_spec(spec, f"pin {pattern!r}")) for pattern, spec in (auto.pins or {}).items()},
+            Progress(),
+            memory_saving=auto.memory_saving,
+            overlap=auto.overlap,
+            constraints=auto.user_shardings,
+        )
+
+    def jit(self, decisions: Decisions, plan: Plan) -> PlannedStep:
+        """The step of a plan, jitted with its constraints and shardings."""
+        if not isinstance(self.auto.mesh, jax.sharding.Mesh):
+            return PlannedStep(plan, _no_devices, _no_devices, (), ())
+        # Callbacks know their mesh: with them the step runs on the twin, and its results are handed to the user's mesh.
+        on_twin = bool(self.traced.jaxpr.effects) or _jax.knows_its_mesh(self.traced.jaxpr)
+        mesh = self.twin if on_twin else self.auto.mesh
+        in_shardings = [_jax.sharding(mesh, leaf.layout.spec()) for leaf in plan.inputs]
+        out_shardings = [_jax.sharding(mesh, leaf.layout.spec()) for leaf in plan.outputs]
+        step = self._on_operands(decisions, mesh, out_shardings)
+        step.__name__ = self.name
+        jitted = jax.jit(
+            step,
+            in_shardings=jax.tree.unflatten(jax.tree.structure(self.operands), in_shardings),
+            out_shardings=jax.tree.unflatten(jax.tree.structure(self.out_info), out_shardings),
+            donate_argnums=self.donated,
+            keep_unused=self.auto.keep_unused,
+            **self.auto.jit_options,
+        )
+        if on_twin and not _jax.is_auto(self.auto.mesh):
+            jitted = _jax.on_twin(jitted, self.twin, self.auto.mesh)
+        return PlannedStep(plan, jitted, functools.partial(step, keep_types=True), in_shardings, self.traced.donated)
+
+    def _on_operands(self, decisions: Decisions, mesh, out_shardings: list) -> Callable:
+        """The emitted program as a function of the operands."""
+        flat = _jax.differentiable_as(emit(self.traced.jaxpr, decisions, self.twin), self.program)
+        expected, out_tree = _types(self.operands), jax.tree.structure(self.out_info)
+
+        def flat_step(*leaves):
+            with _jax.within(self.twin):
+                return tuple(flat(*leaves))
+
+        def step(*operands, keep_types: bool = False):
+            leaves = jax.tree.leaves(operands)
+            if _types(jax.tree.map(_jax.abstract, operands)) != expected:
+                raise OtherSignature
+            if any(_jax.is_foreign(x, mesh) for x in leaves):
+                raise _jax.ForeignMeshError
+            out = list(out_shardings)
+            for a, o in self.traced.tied if keep_types else ():  # state comes out with the type that it went in with
+                out[o] = _jax.typed_sharding(leaves[a], mesh) or out[o]
+            return jax.tree.unflatten(out_tree, _jax.on_auto_axes(flat_step, mesh, tuple(out))(*leaves))
+
+        return step
+
+
+def _types(operands):
+    leaves, tree = jax.tree.flatten(operands)
+    return tree, [(x.shape, x.dtype, x.weak_type) for x in leaves]
+
+
+def _trace(fun: Callable, call: Call, auto: AutoOptions):
+    """`jax.jit(fun).trace` on this mesh.
+
+    A function that names axes which the mesh lacks, and none where there is no mesh, is traced as it is without one.
+    """
+    args, kwargs = call.abstract()
+    try:
+        return auto.jit(fun).trace(*args, **kwargs)
+    except ValueError as error:
+        if _jax.refuses_shard_map_mesh(error):
+            raise ShardingError(
+                "a shard_map inside the step is given a mesh whose axes are Explicit; a planned step is traced on the same mesh with "
+                "Auto axes.\n  ways out: leave mesh= out of that jax.shard_map (it takes the mesh in use), or plan on "
+                "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)"
+            ) from error
+        if not _jax.refuses_axis_name(error):
+            raise
+        unknown = error
+    why, way = f"the step asks for layouts that the mesh has no axis for: {unknown}", f"name axes of {auto.shape}"
+    try:
+        traced = auto.jit(_jax.without_mesh(fun)).trace(*args, **kwargs)
+    except Exception:
+        raise ShardingError(f"{why}\n  way out: {way}, or plan on a mesh that has it") from unknown
+    warn(f"{why}\n  All that it asks for only where there is a mesh is left to the planner.\n  way out: {way}")
+    return traced
+
+
+def _no_devices(*_):
+    raise ShardingError(
+        "this step was planned on an AbstractMesh, which has no devices to run on.\n  way out: auto(jax.make_mesh(...))"
+    )
+
+
+# ---- pins
+
+
+def _prefix_pins(prefix, tree, leaves: Sequence, who: str) -> dict[int, Any]:
+    """Pins by flat number from a tree prefix of shardings."""
+    if prefix is None:
+        return {}
+
+    def is_leaf(x):
+        return x is None or isinstance(x, (jax.sharding.PartitionSpec, jax.sharding.Sharding))
+
+    try:
+        spread = _jax.broadcast_prefix(prefix, jax.tree.unflatten(tree, range(tree.num_leaves)), is_leaf)
+    except ValueError as error:
+        raise ShardingError(f"{who} is no tree prefix of what the step {'takes' if who[0] == 'i' else 'returns'}: {error}") from None
+    specs = {n: _spec(sharding, who) for n, sharding in enumerate(spread) if sharding is not None}
+    return {n: pin_dims(spec, max(len(leaves[n].shape), len(spec))) for n, spec in specs.items()}
+
+
+def _spec(sharding, who: str):
+    spec = getattr(sharding, "spec", sharding)
+    if not isinstance(spec, (jax.sharding.PartitionSpec, tuple)):
+        raise ShardingError(f"{who}: {sharding!r} is no PartitionSpec or NamedSharding")
+    return spec
