@@ -4,7 +4,6 @@ import functools
 import itertools
 import time
 from dataclasses import replace
-from math import inf
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,9 @@ from hypothesis import strategies as st
 
 from shardplan import _jax
 from shardplan.mesh import Cluster, Layout, MeshShape, Resharder, reshard_graph, seconds
-from shardplan.mesh.collective import COMBINE_THRESHOLD_BYTES, UNCOMBINED, CombinedCollectives, staging_kernels
+from shardplan.mesh.collective import UNCOMBINED, CombinedCollectives, staging_kernels
+from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES
+from shardplan.xla_model.promotion import byte_factors
 
 CLUSTERS = {name: Cluster.preset(name) for name in ("h100", "cpu")}
 MESHES = (
@@ -194,7 +195,7 @@ def test_table_path_and_collectives_agree(question, name, itemsize):
 def test_a_layout_has_one_price_whoever_else_is_asked_for(arrays):
     """Also where a merged all-reduce costs more than a scatter and a gather: those are one all-reduce for XLA, and priced as one."""
     mesh = MeshShape(("x", "y"), (2, 4))
-    r = resharder(mesh, "h100").combining(CombinedCollectives(arrays))
+    r = resharder(mesh, "h100").combining(CombinedCollectives(arrays, COMBINE_THRESHOLD_BYTES), COMBINABLE)
     splits = [Layout((a, b), ()) for a in ((), ("x",), ("y",), ("x", "y")) for b in ((), ("x",), ("y",)) if not set(a) & set(b)]
     sums = [Layout(((), ()), tuple((a, "sum") for a in axes)) for axes in (("x",), ("y",), ("x", "y"))]
     table = r.table((64, 64), 4, [*splits, *sums], splits)
@@ -304,8 +305,8 @@ def test_arrays_moved_together_pay_one_latency_between_them():
         r.table(shape, 4, [src], [dst])[0, 0]
         for r in (
             Resharder(NODES, h100),
-            Resharder(NODES, h100, CombinedCollectives(4, inf)),
-            Resharder(NODES, h100, CombinedCollectives(n, inf)),
+            Resharder(NODES, h100, CombinedCollectives(4), COMBINABLE),
+            Resharder(NODES, h100, CombinedCollectives(n), COMBINABLE),
         )
     )
     assert n * all_ == pytest.approx(one, rel=0.01) and n * all_ < n * few < n * alone
@@ -314,7 +315,7 @@ def test_arrays_moved_together_pay_one_latency_between_them():
 def test_a_scatters_results_fill_what_is_combined_not_its_operands():
     """64 arrays that are scattered over 64 devices are one collective as long as the shards are no more than XLA combines."""
     src, dst = case(((),), ("node", "gpu")), Layout((("node", "gpu"),))
-    combined = Resharder(NODES, CLUSTERS["h100"], CombinedCollectives(64))
+    combined = Resharder(NODES, CLUSTERS["h100"], CombinedCollectives(64, COMBINE_THRESHOLD_BYTES), COMBINABLE)
     shape = (COMBINE_THRESHOLD_BYTES // 4,)
     scatter, reduce = (combined.table(shape, 4, [src], [to])[0, 0] for to in (dst, Layout(((),))))
     latency = [seconds(kind, 0, ("node", "gpu"), NODES, CLUSTERS["h100"]) for kind in ("reduce-scatter", "all-reduce")]
@@ -323,12 +324,12 @@ def test_a_scatters_results_fill_what_is_combined_not_its_operands():
 
 
 def test_a_sum_is_not_scattered_twice_on_one_dim_and_what_was_sliced_is_not_gathered():
-    known = (("reduce-scatter", ("gpu",)), CombinedCollectives(99, inf)), (("reduce-scatter", ("node",)), CombinedCollectives(99, inf))
-    r = Resharder(NODES, CLUSTERS["h100"], UNCOMBINED, known=known)
+    known = (("reduce-scatter", ("gpu",)), CombinedCollectives(99)), (("reduce-scatter", ("node",)), CombinedCollectives(99))
+    r = Resharder(NODES, CLUSTERS["h100"], UNCOMBINED, COMBINABLE, known=known)
     path = r.path((64, 64), 4, case(((), ()), ("node", "gpu")), Layout((("node", "gpu"), ())))
     assert [s.kind for s in path].count("reduce-scatter") == 1
-    known = ((("all-gather", ("node", "gpu")), CombinedCollectives(99, inf)),)
-    r = Resharder(NODES, CLUSTERS["h100"], UNCOMBINED, known=known)
+    known = ((("all-gather", ("node", "gpu")), CombinedCollectives(99)),)
+    r = Resharder(NODES, CLUSTERS["h100"], UNCOMBINED, COMBINABLE, known=known)
     path = r.path((64, 64), 4, Layout((("node",), ())), Layout(((), ())))
     assert [(s.kind, s.axes) for s in path] == [("all-gather", ("node",))]
 
@@ -336,7 +337,9 @@ def test_a_sum_is_not_scattered_twice_on_one_dim_and_what_was_sliced_is_not_gath
 def test_a_sum_is_completed_to_be_cut_up_only_where_it_is_merged_with_others():
     """The whole goes faster than its parts, but alone XLA may make the parts of it."""
     r, (src, dst) = Resharder(NODES, CLUSTERS["h100"]), (case(((), ()), ("node", "gpu")), Layout((("gpu",), ())))
-    alone, merged = (x.path((8192, 1024), 4, src, dst) for x in (r, r.combining(CombinedCollectives(2))))
+    alone, merged = (
+        x.path((8192, 1024), 4, src, dst) for x in (r, r.combining(CombinedCollectives(2, COMBINE_THRESHOLD_BYTES), COMBINABLE))
+    )
     assert [(s.kind, s.axes) for s in alone] == [("reduce-scatter", ("gpu",)), ("all-reduce", ("node",))]
     assert [(s.kind, s.axes) for s in merged] == [("all-reduce", ("node", "gpu")), ("slice", ("gpu",))]
 
@@ -431,7 +434,7 @@ def test_a_thousand_tables_take_about_two_seconds(sizes):
 def test_sums_of_narrow_integers_are_sent_as_twice_as_wide_ones(dtype, bytes_):
     """As XLA for GPUs does: `benchmarks/rules_on_xla.py` holds it against what is emitted."""
     mesh = MeshShape(("x",), (8,))
-    ways, partial = Resharder(mesh, Cluster.preset("h100")).of(dtype), Layout(((),), (("x", "sum"),))
+    ways, partial = Resharder(mesh, Cluster.preset("h100")).sending(byte_factors(dtype)), Layout(((),), (("x", "sum"),))
     (summed,) = ways.path((1 << 20,), _jax.itemsize(jnp.dtype(dtype)), partial, Layout(((),)))
     assert (summed.kind, summed.bytes) == ("all-reduce", bytes_ * (1 << 20))
     plain = Resharder(mesh, Cluster.preset("h100")).path((1 << 20,), bytes_, partial, Layout(((),)))

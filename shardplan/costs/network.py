@@ -33,7 +33,8 @@ from shardplan.ilp.solver.problem import Edge, Problem, Usage, sum_over_interval
 from shardplan.mesh import collective
 from shardplan.mesh.collective import CollectiveKey
 from shardplan.mesh.layout import Layout
-from shardplan.mesh.reshard import COMBINABLE, Resharder, ReshardStep
+from shardplan.mesh.reshard import Resharder, ReshardStep
+from shardplan.xla_model.combining import COMBINABLE
 from shardplan.xla_model.liveness import Interval, live_intervals, takes_over_buffer
 from shardplan.xla_model.overlap_windows import OverlapWindows, overlap_windows
 

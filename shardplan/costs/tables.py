@@ -11,11 +11,13 @@ import numpy as np
 
 from shardplan.costs.edge_templates import EdgeTemplate, part_added
 from shardplan.costs.space import StrategySpace
-from shardplan.mesh.collective import COMBINE_THRESHOLD_BYTES, UNCOMBINED, CollectiveKey, CombinedCollectives
+from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.layout import Layout
-from shardplan.mesh.reshard import COMBINABLE, Resharder
+from shardplan.mesh.reshard import Resharder
+from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES
 from shardplan.xla_model.coupled_state import CoupledState
 from shardplan.xla_model.overlap_windows import OverlapWindows
+from shardplan.xla_model.promotion import byte_factors
 
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
@@ -263,11 +265,11 @@ def _resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGr
     out = []
     for v, (value, place) in enumerate(zip(space.graph.values, space.collective_sites, strict=True)):
         part = part_added(space.graph, space.accumulated_sums, v)
-        crowd = CombinedCollectives(place.group_size) if combined is None else UNCOMBINED
+        crowd = CombinedCollectives(place.group_size, COMBINE_THRESHOLD_BYTES) if combined is None else UNCOMBINED
         key = (value.dtype, part, place.collective_class, crowd, place.group if place.group in known else None)
         if key not in found:
             # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
             kinds = ("all-reduce", "reduce-scatter") if place.collective_class == "gradient" else COMBINABLE
-            found[key] = resharder.of(value.dtype, part).combining(crowd, kinds, known.get(place.group, ()))
+            found[key] = resharder.sending(byte_factors(value.dtype, part)).combining(crowd, kinds, known.get(place.group, ()))
         out.append(found[key])
     return tuple(out)

@@ -38,12 +38,9 @@ from shardplan.mesh.layout import MeshShape
 MIN_LATENCY_S = 1e-12
 """Least latency of any algorithm: where costs tie, on empty tensors too, no collective is the cheapest."""
 
-COMBINE_THRESHOLD_BYTES = 30 << 20
-"""Bytes of results up to which XLA combines collectives (`xla_gpu_all_gather_combine_threshold_bytes` and its like)."""
-
 
 class CollectiveKey(NamedTuple):
-    """What collectives must agree in for XLA to combine them: their kind, and the mesh axes they run over."""
+    """What collectives must agree in to be combined: their kind, and the mesh axes they run over."""
 
     kind: str
     axes: tuple[str, ...]
@@ -79,19 +76,10 @@ class CombinedCollectives:
     """
 
     arrays: int
-    max_bytes: float = COMBINE_THRESHOLD_BYTES
+    max_bytes: float = math.inf
 
 
-UNCOMBINED = CombinedCollectives(1, math.inf)
-
-
-def promotion(dtype: str) -> tuple[tuple[str, float], ...]:
-    """(kind, factor) of the collectives that XLA for GPU runs in a wider type: `factor` times the bytes (AllReducePromotion)."""
-    if dtype in ("int16", "uint16"):
-        return ("all-reduce", 2.0), ("reduce-scatter", 2.0)
-    if dtype in ("int4", "uint4"):
-        return ("all-reduce", 2.0), ("reduce-scatter", 2.0), ("all-to-all", 2.0)
-    return ()
+UNCOMBINED = CombinedCollectives(1)
 
 
 def seconds(kind: str, bytes_: float, axes: Sequence[str], mesh: MeshShape, cluster: Cluster) -> float:
@@ -131,7 +119,7 @@ def algorithms(
 
 
 def staging_kernels(kind: str, cluster: Cluster, arrays: int = 1) -> StagingKernels:
-    """The kernels that XLA puts around a collective of `arrays` arrays.
+    """The kernels that run around a collective of `arrays` arrays, as XLA for GPU issues it (fact `collective-staging`).
 
     A combined all-reduce copies its arrays into one buffer and slices each out of it again; an all-to-all is transposed so that the
     part for each device is contiguous.

@@ -29,9 +29,6 @@ from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollect
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard_graph import EvenSubgraph, LayoutState, ReshardGraph, ReshardGraphs, TablePart, TableQuery, bits
 
-COMBINABLE = ("all-gather", "all-reduce", "reduce-scatter")
-"""Kinds of collectives that XLA combines where they do not depend on each other."""
-
 
 @dataclass(frozen=True)
 class ReshardStep:
@@ -65,7 +62,7 @@ class Resharder:
         known: the arrays that are really combined, by kind and axes; they win over `combined`.
         sliced_sums: whether a path may complete a sum and then slice it. XLA does so where the all-reduces are combined, and may
             reduce-scatter otherwise.
-        promotion: kinds of collectives that send this many times the bytes of the array (`collective.promotion`).
+        byte_factors: (kind, factor) of collectives that send `factor` times the bytes of the array.
         graphs: those of another resharder on this mesh, to be shared.
 
     A path uses only layouts that divide the tensor evenly, besides its source and target. Results are cached; they are read-only
@@ -77,29 +74,29 @@ class Resharder:
         mesh: MeshShape,
         cluster: Cluster,
         combined: CombinedCollectives = UNCOMBINED,
-        combinable: tuple[str, ...] = COMBINABLE,
+        combinable: tuple[str, ...] = (),
         known: tuple[tuple[CollectiveKey, CombinedCollectives], ...] = (),
         sliced_sums: bool = False,
-        promotion: tuple[tuple[str, float], ...] = (),
+        byte_factors: tuple[tuple[str, float], ...] = (),
         graphs: ReshardGraphs | None = None,
     ):
         self.mesh, self.cluster = mesh, cluster
         self.combined, self.combinable, self.known = combined, combinable, dict(known)
-        self.promotion, self.sliced_sums = dict(promotion), sliced_sums
+        self.byte_factors, self.sliced_sums = dict(byte_factors), sliced_sums
         self._graphs = graphs or ReshardGraphs(mesh, cluster.reduce_scatter)
         self._tables: dict[tuple, np.ndarray] = {}
         self._prices: dict[ReshardGraph, np.ndarray] = {}
         self._distances: dict[tuple, _Distances] = {}
         self._paths: dict[tuple, tuple[ReshardStep, ...]] = {}
         self._settings = {
-            "combined": combined, "combinable": combinable, "known": known, "sliced_sums": sliced_sums, "promotion": promotion,
+            "combined": combined, "combinable": combinable, "known": known, "sliced_sums": sliced_sums, "byte_factors": byte_factors,
         }  # fmt: skip
         self._variants: dict[tuple, Resharder] = {}
 
     def combining(
         self,
         combined: CombinedCollectives,
-        kinds: tuple[str, ...] = COMBINABLE,
+        kinds: tuple[str, ...],
         known: tuple[tuple[CollectiveKey, CombinedCollectives], ...] = (),
     ) -> Resharder:
         """A resharder whose collectives are combined with those of other arrays and share their latency."""
@@ -107,17 +104,9 @@ class Resharder:
             return self
         return self._variant(combined=combined, combinable=kinds, known=known, sliced_sums=True)
 
-    def of(self, dtype, summed_fraction: float = 1.0) -> Resharder:
-        """A resharder of arrays of one dtype, which XLA may send as a wider one.
-
-        Args:
-            dtype: the arrays' dtype.
-            summed_fraction: bytes of a partial sum over those of the array: below 1 where XLA reduces before a cast.
-        """
-        sums = dict.fromkeys(("all-reduce", "reduce-scatter"), summed_fraction) if summed_fraction != 1 else {}
-        for kind, factor in collective.promotion(str(dtype)):
-            sums[kind] = factor * sums.get(kind, 1.0)
-        return self._variant(promotion=tuple(sums.items())) if sums else self
+    def sending(self, byte_factors: tuple[tuple[str, float], ...]) -> Resharder:
+        """A resharder whose collectives send `factor` times the bytes of the array, by kind; others its bytes."""
+        return self._variant(byte_factors=byte_factors) if byte_factors else self
 
     def _variant(self, **changes) -> Resharder:
         """This resharder with some settings changed; one object per settings."""
@@ -198,7 +187,7 @@ class Resharder:
     def _edge_prices(self, kind: str, axes: tuple[str, ...]) -> list[_EdgePrice]:
         """Every algorithm of a collective, alone and combined."""
         known = self.known.get(CollectiveKey(kind, axes), self.combined) if kind in self.combinable else UNCOMBINED
-        factor, found = self.promotion.get(kind, 1.0), []
+        factor, found = self.byte_factors.get(kind, 1.0), []
         for combined in dict.fromkeys((UNCOMBINED, known)):
             shared, latency_s, own = collective.staging_kernels(kind, self.cluster, combined.arrays)
             for a, b in collective.algorithms(kind, axes, self.mesh, self.cluster, combined):
@@ -227,7 +216,7 @@ class Resharder:
         for i, edge in enumerate(walk):
             before = src if i == 0 else layout(edge.before)
             after = dst if i == len(walk) - 1 else layout(edge.after)
-            sent = edge.bytes * self.promotion.get(edge.kind, 1.0)
+            sent = edge.bytes * self.byte_factors.get(edge.kind, 1.0)
             steps.append(ReshardStep(edge.kind, tuple(graphs.axes[a] for a in edge.axes), sent, edge.seconds, before, after))
         return tuple(steps)
 

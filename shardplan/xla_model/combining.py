@@ -27,7 +27,12 @@ from typing import Any, Literal
 
 from shardplan.ir import walk
 from shardplan.ir.graph import Graph, Op, Phase
-from shardplan.mesh.collective import COMBINE_THRESHOLD_BYTES
+
+COMBINABLE = ("all-gather", "all-reduce", "reduce-scatter")
+"""Kinds of collectives that XLA combines where they do not depend on each other."""
+
+COMBINE_THRESHOLD_BYTES = 30 << 20
+"""Bytes of results up to which XLA combines collectives (`xla_gpu_all_gather_combine_threshold_bytes` and its like)."""
 
 CollectiveClass = Literal["prefetch", "gradient", "update", "blocking"]
 

@@ -32,6 +32,7 @@ from shardplan.xla.compiler.compile import lower_for
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import collectives
 from shardplan.xla.report.compare import wire_bytes
+from shardplan.xla_model.promotion import byte_factors
 
 AXIS, REST = "x", "rest"
 
@@ -96,7 +97,7 @@ class _Op:
     k: int
 
     def way(self, x, source: Layout, wanted: Layout) -> list[tuple[str, float]]:
-        steps = self.resharder.of(x.dtype).path(tuple(x.shape), _jax.itemsize(x.dtype), source, wanted)
+        steps = self.resharder.sending(byte_factors(x.dtype)).path(tuple(x.shape), _jax.itemsize(x.dtype), source, wanted)
         return [(s.kind, s.bytes) for s in steps if s.kind != "slice"]
 
     def split(self, s: int, letter: str) -> Iterator[OneOpProgram]:
