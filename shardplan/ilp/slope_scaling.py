@@ -125,9 +125,7 @@ def settled(
     return best if not best[1].states or not least[0] else (best[0], Solution("infeasible", (), np.inf, 0.0))
 
 
-def repriced(
-    make: Callable[[float, CombinedGroups | None], CostNetwork], found: CostNetwork, states: tuple[int, ...]
-) -> CostNetwork:
+def repriced(make: Callable[[float, CombinedGroups | None], CostNetwork], found: CostNetwork, states: tuple[int, ...]) -> CostNetwork:
     """The network at the prices of what these states of `found` move together."""
     own = found
     for _ in range(2):  # at other prices the ways are others, too

@@ -49,10 +49,7 @@ def propagate(problem: Problem, presolved: Presolved | None = None) -> Solution:
 class _Network:
     def __init__(self, problem: Problem):
         self.costs = problem.costs
-        self.near: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]
-        for e in problem.edges:
-            self.near[e.i].append((e.j, e.cost.T))  # rows: states of the neighbour
-            self.near[e.j].append((e.i, e.cost))
+        self.near = problem.flat.near
 
     def starts(self) -> list[tuple[int, int]]:
         """(node, state) to begin with."""
@@ -70,7 +67,7 @@ class _Network:
             cost = self.costs[i]
             for j, table in self.near[i]:
                 if states[j] >= 0:
-                    cost = cost + table[states[j]]
+                    cost = cost + table[:, states[j]]
             return int(cost.argmin())
 
         for root in (start[0], *range(n)):

@@ -87,6 +87,10 @@ class _Share(Deadline):
         self.parent = parent
         self.least = [left * (1 - share) if np.isfinite(left) else -np.inf for left in (parent.work, parent.seconds_left)]
 
+    @property
+    def spent(self) -> float:
+        return self.parent.spent
+
     def over(self) -> bool:
         work, seconds = self.least
         return self.parent.over() or self.parent.work < work or self.parent.seconds_left < seconds

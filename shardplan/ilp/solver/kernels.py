@@ -1,6 +1,6 @@
 """The loops that numpy cannot vectorise, compiled by numba: flat arrays in, flat arrays out, no Python objects.
 
-A network is one tuple of arrays (`FlatNetwork`), made by `flatten`. `field[x]`, for x a state of node i, is what (1) would pay at i if
+A network is one tuple of arrays (`KernelNetwork`), made by `flatten`. `field[x]`, for x a state of node i, is what (1) would pay at i if
 i took that state while all others stay: the change of cost of any one-node move is a difference of two fields.
 """
 
@@ -20,28 +20,28 @@ PIECE = 1 << 20  # entries
 jit = numba.njit(cache=True, nogil=True, fastmath=False)
 
 
-class FlatNetwork(NamedTuple):
-    """States of all nodes in one row, node i's at start[i] .. start[i + 1]; tables and bytes likewise."""
+class KernelNetwork(NamedTuple):
+    """States of all nodes in a row, node i's at start[i] .. start[i + 1]; arcs, tables and usages likewise."""
 
     start: np.ndarray
-    node_of: np.ndarray
-    unary: np.ndarray
-    near_start: np.ndarray  # [n + 1], directed edges by their first node
-    near: np.ndarray  # second node
-    table: np.ndarray  # where e[s_first, :] starts: table + s_first * k_second
-    pool: np.ndarray
-    use_start: np.ndarray  # [n + 1], usages by node
+    node_of: np.ndarray  # [states]
+    unary: np.ndarray  # [states], node costs
+    near_start: np.ndarray  # [n + 1], first arc of each node
+    near: np.ndarray  # [2 m], head of each arc
+    table: np.ndarray  # [2 m], first entry of the arc's table; the row of state s begins s * k_head later
+    pool: np.ndarray  # entries of all tables
+    use_start: np.ndarray  # [n + 1], first usage of each node
     lo: np.ndarray
     hi: np.ndarray
-    row: np.ndarray
+    row: np.ndarray  # first entry of each usage in `bytes`
     bytes: np.ndarray  # above the least of the usage's states
-    base: np.ndarray  # [steps], bytes held whatever the states
+    base: np.ndarray  # [steps], the sum of all least bytes
     steps: int
     limit: float
 
 
-def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> FlatNetwork:
-    """The arrays; inf becomes a number above every possible cost."""
+def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> KernelNetwork:
+    """The arrays of a problem; forbidden costs become its big M."""
 
     def finite(values: np.ndarray) -> np.ndarray:
         for part in np.split(values, range(PIECE, len(values), PIECE)):
@@ -49,21 +49,15 @@ def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> FlatNetwork:
             part[np.isinf(part)] = problem.big_m
         return values
 
-    n, sizes = len(problem.costs), [len(c) for c in problem.costs]
-    start = np.cumsum([0, *sizes])
-    pool, place, total = [], {}, 0
-    rows: list[list[tuple[int, int]]] = [[] for _ in range(n)]
-    for e in problem.edges:
-        deadline.check()
-        for i, j, cost in ((e.i, e.j, e.cost), (e.j, e.i, e.cost.T)):
-            key = (id(e.cost), i == e.i)
-            if key not in place:
-                place[key] = total
-                pool.append(cost)
-                total += cost.size
-            rows[i].append((j, place[key]))
+    flat, pool, place, total = problem.flat, [], {}, 0
+    arcs = zip(flat.edge.tolist(), flat.side.tolist(), strict=True)
+    tables = [((id(flat.edges[e].cost), side), flat.edges[e].cost.T if side else flat.edges[e].cost) for e, side in arcs]
+    for key, table in tables:
+        if key not in place:
+            place[key] = total
+            pool.append(table)
+            total += table.size
     deadline.check()
-    flat = [entry for near in rows for entry in near]
     steps = max((u.hi for u in problem.usages), default=0)
     base = np.zeros(steps + 1)
     for u in problem.usages:
@@ -73,13 +67,14 @@ def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> FlatNetwork:
     usages = sorted((u for u in problem.usages if u.max_bytes > u.min_bytes), key=lambda u: u.node)
     deadline.check()
     widths = np.array([len(u.bytes) for u in usages], dtype=np.int64)
-    return FlatNetwork(
-        start=start,
-        node_of=np.repeat(np.arange(n), sizes),
+    n = len(problem.costs)
+    return KernelNetwork(
+        start=flat.start,
+        node_of=np.repeat(np.arange(n), np.diff(flat.start)),
         unary=finite(concatenate_tables(problem.costs)),
-        near_start=np.cumsum([0, *map(len, rows)]),
-        near=np.array([j for j, _ in flat], dtype=np.int64),
-        table=np.array([t for _, t in flat], dtype=np.int64),
+        near_start=flat.first,
+        near=flat.head,
+        table=np.array([place[key] for key, _ in tables], dtype=np.int64),
         pool=finite(concatenate_tables(pool, deadline)),
         use_start=np.searchsorted([u.node for u in usages], np.arange(n + 1)).astype(np.int64),
         lo=np.array([u.lo for u in usages], dtype=np.int64),

@@ -19,6 +19,8 @@ from typing import Literal
 
 import numpy as np
 
+from shardplan.ilp.solver.flat import FlatNetwork
+
 Status = Literal["optimal", "feasible", "infeasible", "fallback"]
 
 Messages = dict[tuple[int, int], np.ndarray]
@@ -90,6 +92,11 @@ class Problem:
     def n_states(self) -> int:
         """Number of states of all nodes together."""
         return sum(map(len, self.costs))
+
+    @functools.cached_property
+    def flat(self) -> FlatNetwork:
+        """The adjacency of the network."""
+        return FlatNetwork.of(self.costs, self.edges)
 
     @functools.cached_property
     def finite_ranges(self) -> list[tuple[float, float]]:

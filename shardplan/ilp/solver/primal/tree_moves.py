@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.kernels import FlatNetwork, jit
+from shardplan.ilp.solver.kernels import KernelNetwork, jit
 
 
 class EliminationSchedule(NamedTuple):
@@ -40,7 +40,7 @@ class EliminationSchedule(NamedTuple):
     work: int  # entries of all joint tables
 
 
-def elimination_schedule(net: FlatNetwork, cap: int, weight: np.ndarray, deadline: Deadline = UNLIMITED) -> EliminationSchedule:
+def elimination_schedule(net: KernelNetwork, cap: int, weight: np.ndarray, deadline: Deadline = UNLIMITED) -> EliminationSchedule:
     """A plan for the network; among nodes that stand in the way, those of large `weight` [n] are held."""
     n = len(net.start) - 1
     k = np.diff(net.start).tolist()
@@ -80,7 +80,7 @@ def elimination_schedule(net: FlatNetwork, cap: int, weight: np.ndarray, deadlin
     return _compile(net, k, held, order, deadline)
 
 
-def _compile(net: FlatNetwork, k: list[int], held: np.ndarray, order: list[int], deadline: Deadline) -> EliminationSchedule:
+def _compile(net: KernelNetwork, k: list[int], held: np.ndarray, order: list[int], deadline: Deadline) -> EliminationSchedule:
     when = {i: b for b, i in enumerate(order)}
     inbox: list[list] = [[] for _ in order]  # parts of each bucket: (sent, where, [(node, stride)])
     for i in order:

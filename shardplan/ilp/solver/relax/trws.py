@@ -1,156 +1,179 @@
-"""How much of an edge's cost its nodes may carry: costs shifted along the edges until neighbours agree on what is cheap.
+"""TRW-S: shifts costs along the edges, by messages, until the sum of all least entries is a good lower bound.
 
 Every edge sends each of its nodes a message m, which the node gains and the edge loses; (1) stays the same for every choice:
 
     c_i'[s] = c_i[s] + sum_e m_ei[s]         e_ij'[s, t] = e_ij[s, t] - m_ei[s] - m_ej[t]                        (6)
 
-and the sum of all least entries of c' and e' is a lower bound of (1). Nodes take turns, forwards and backwards: each takes from
-its edges what they can give, and tells every edge to a later (or, backwards, an earlier) node its share of that (sequential
-tree-reweighted message passing: Kolmogorov, IEEE TPAMI 28(10), 2006). That climbs to, or near, the bound of the linear program over
-nodes and edges. The shares are told, not yet given: in the end each node hands them to its edges to earlier nodes, where all columns
-of a table then have the same least entry, and the least entries add up to the bound of the method. Elimination with split joints
-(eliminate.py) can only raise that, however it splits them.
+The sum of the least entries of all c' and e' is a lower bound of (1), near the optimum of the linear program over nodes and edges.
+Nodes take turns, forwards and backwards. A node takes from its edges what they can give, and sends its share of the sum along every
+edge to a later (or, backwards, an earlier) node. `commit` sends the last shares too, to earlier nodes; then all columns of a table have
+the same least entry, and the least entries add up to the bound. Mini-buckets (buckets.py) can only raise it, however they partition.
+
+Also known as sequential tree-reweighted message passing (Kolmogorov, IEEE TPAMI 28(10), 2006); (6) as reparametrization, as
+equivalence-preserving transformation, or as soft arc consistency.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable
 from itertools import pairwise
-from typing import ClassVar
 
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Messages, Problem
 
-CALLS = 1e4  # table entries that visiting an edge is worth in numpy
-LOADING = 4e8  # table entries that may be visited so before compiled code takes over, if it is there: it takes as long to load
+EDGE_OVERHEAD = 1e4
+"""Table entries that the visit of an edge costs in numpy."""
+
+LOADING = 4e8
+"""Table entries that numpy visits in the time in which the compiled kernels load."""
 
 
 class TRWS:
-    """The messages of a problem's edges, improved in place. Every state must have a finite partner in every edge.
+    """The messages of a problem's edges, improved in place. Every state needs a finite partner in every edge.
 
-    Rounds are numpy's until a process has visited so many entries that loading compiled code would have taken no longer, or has loaded
-    it. That does the same sums, so nobody can tell but by the time. `compiled` asks for it at once.
+    Numpy and the compiled kernel (kernels.trws_rounds) compute the same sums, to the last bit. Numpy is used until the solve has visited
+    as many table entries as loading the kernels would have cost, or while they cannot be loaded.
 
     Attributes:
-        at_i, at_j: m_ei and m_ej, per edge.
-        messages: all of them in a row.
-        receiver: which of all nodes' states gains each of these numbers.
-        earlier: whether the message's edge leads its receiver to an earlier node.
-        entries: table entries that a round visits.
+        messages: all messages in a row: of each edge the one to i, then the one to j.
+        ends: [2 m + 1], first entry of each message.
+        receiver: the state, in the row of all nodes' states, that gains each entry.
+        from_earlier: whether each entry is sent by an earlier node.
+        entries: table entries that one round visits.
+        compiled: one round of the compiled kernel, given node costs in a row; None while numpy is used.
     """
 
-    visited: ClassVar[float] = 0.0  # by numpy, in this process; inf once compiled code is loaded, -inf where it is not there
+    def __init__(
+        self, problem: Problem, compiled: bool | None = None, messages: Messages | None = None, deadline: Deadline = UNLIMITED
+    ):
+        """Prepares a problem.
 
-    def __init__(self, problem: Problem, compiled: bool = False, messages: Messages | None = None, deadline: Deadline = UNLIMITED):
-        self.problem, self.deadline = problem, deadline
+        Args:
+            problem: its edges.
+            compiled: True or False to choose the kernel or numpy; None: numpy first, see above.
+            messages: to start from; zero where there is none.
+            deadline: checked within rounds.
+        """
+        self.problem, self.flat, self.deadline = problem, problem.flat, deadline
         sizes = np.array([e.cost.shape for e in problem.edges], dtype=np.int64).reshape(-1, 2)
         self.ends = np.cumsum(np.concatenate([[0], sizes.ravel()]))
         self.messages = np.zeros(self.ends[-1])
-        parts = [self.messages[a:b] for a, b in pairwise(self.ends)]
-        self.at_i, self.at_j = parts[0::2], parts[1::2]
         if messages:
-            for edge, e in enumerate(problem.edges):
-                for side, ends in ((self.at_i, (e.i, e.j)), (self.at_j, (e.j, e.i))):
-                    side[edge][:] = messages.get(ends, 0.0)
+            for e, (to_i, to_j) in zip(problem.edges, self._by_edge(self.messages), strict=True):
+                to_i[:], to_j[:] = messages.get((e.i, e.j), 0.0), messages.get((e.j, e.i), 0.0)
         self.entries = 2.0 * float(sizes.prod(axis=1).sum())
-        links: list[list[tuple[int, int, bool]]] = [[] for _ in problem.costs]  # (edge, 0 at its i and 1 at its j, comes first)
-        for number, e in enumerate(problem.edges):
-            links[e.i].append((number, 0, e.j > e.i))
-            links[e.j].append((number, 1, e.i > e.j))
-        self.links = links
-        later = [sum(ahead for *_, ahead in row) for row in links]
-        self.share = np.array([1.0 / max(n, len(row) - n, 1) for n, row in zip(later, links, strict=True)])
-        self.start = np.cumsum([0, *map(len, problem.costs)])
+        first, self._to_later = self.flat.first, self.flat.head > self.flat.tail
+        later = np.diff(np.concatenate([[0], np.cumsum(self._to_later)])[first])
+        self.share = 1.0 / np.maximum(np.maximum(later, np.diff(first) - later), 1)
         pairs = np.array([(e.i, e.j) for e in problem.edges], dtype=np.int64).reshape(-1, 2)
         lengths = np.diff(self.ends)
-        self.receiver = np.repeat(self.start[pairs.ravel()] - self.ends[:-1], lengths) + np.arange(self.ends[-1])
-        self.earlier = np.repeat((pairs > pairs[:, ::-1]).ravel(), lengths)
+        self.receiver = np.repeat(self.flat.start[pairs.ravel()] - self.ends[:-1], lengths) + np.arange(self.ends[-1])
+        self.from_earlier = np.repeat((pairs > pairs[:, ::-1]).ravel(), lengths)
+        self._automatic, self._visited = compiled is None, 0.0
         self.compiled = self._compile() if compiled else None
 
+    def _by_edge(self, row: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Views of a row of messages: (to i, to j) of every edge."""
+        parts = [row[a:b] for a, b in pairwise(self.ends.tolist())]
+        return list(zip(parts[0::2], parts[1::2], strict=True))
+
     @functools.cached_property
-    def near(self) -> list[list[tuple[np.ndarray, np.ndarray, np.ndarray, bool]]]:
-        """Of every node's edges: (its message, the other node's message, the table with i's states as rows, comes first)."""
-        edges, ends = self.problem.edges, (self.at_i, self.at_j)
+    def _near(self) -> list[list[tuple[np.ndarray, np.ndarray, np.ndarray, bool]]]:
+        """Of every node's arcs: (message to the node, message to the head, table with the node's states as rows, head comes later)."""
+        messages = self._by_edge(self.messages)
+        arcs = zip(self.flat.edge.tolist(), self.flat.side.tolist(), self._to_later.tolist(), strict=True)
+        ends = [(messages[e][side], messages[e][1 - side], ahead) for e, side, ahead in arcs]
         return [
-            [(ends[side][e], ends[1 - side][e], edges[e].cost.T if side else edges[e].cost, ahead) for e, side, ahead in row]
-            for row in self.links
+            [(mine, other, table, ahead) for (mine, other, ahead), (_, table) in zip(ends[a:b], near, strict=True)]
+            for near, (a, b) in zip(self.flat.near, pairwise(self.flat.first.tolist()), strict=True)
         ]
 
-    def iterate(self, costs, n: int) -> None:
-        """N times forwards and backwards, with these node costs."""
-        if self.compiled is None and TRWS.visited > LOADING:
+    def iterate(self, costs, rounds: int) -> None:
+        """So many rounds, each forwards and backwards, with these node costs ([k_i] each)."""
+        if self.compiled is None and self._automatic and (kernels_loaded() or self.deadline.spent + self._visited > LOADING):
             self.compiled = self._compile()
         if self.compiled is not None:
-            flat = np.concatenate([*costs, np.zeros(0)])
-            for _ in range(n):
+            row = np.concatenate([*costs, np.zeros(0)])
+            for _ in range(rounds):
                 self.deadline.check()
-                self.compiled(flat)
+                self.compiled(row)
             return
-        TRWS.visited += n * (self.entries + CALLS * len(self.problem.edges))
-        least = np.minimum.reduce  # half the time of `min` on small arrays
-        order = range(len(self.near))
-        for _ in range(n):
-            for forward in (True, False):
-                self.deadline.check()
-                for i in order if forward else reversed(order):
-                    cost = costs[i]
-                    for mine, *_ in self.near[i]:
-                        cost = cost + mine
-                    kept = (cost - least(cost)) * self.share[i]
-                    for mine, other, table, ahead in self.near[i]:
-                        if ahead == forward:
-                            given = least((kept - mine)[:, None] + table)
-                            np.subtract(given, least(given), out=other)
+        self._visited += rounds * (self.entries + EDGE_OVERHEAD * len(self.problem.edges))
+        for _ in range(rounds):
+            self._sweep(costs, forward=True)
+            self._sweep(costs, forward=False)
 
-    def _compile(self):
-        """`rounds` as compiled code over flat arrays; None without numba, or where it may keep nothing."""
+    def _sweep(self, costs, forward: bool) -> None:
+        """One pass over all nodes, in numpy; the compiled twin is kernels.trws_rounds."""
+        self.deadline.check()
+        least, order = np.minimum.reduce, range(len(self._near))  # half the time of `min` on small arrays
+        for i in order if forward else reversed(order):
+            cost = costs[i]
+            for mine, *_ in self._near[i]:
+                cost = cost + mine
+            sent = (cost - least(cost)) * self.share[i]
+            for mine, other, table, ahead in self._near[i]:
+                if ahead == forward:
+                    message = least((sent - mine)[:, None] + table)
+                    np.subtract(message, least(message), out=other)
+
+    def _compile(self) -> Callable[[np.ndarray], None] | None:
+        """One round of the compiled kernel; None if numba is missing, or cannot cache what it compiles."""
+        self._automatic = False
         try:
             from shardplan.ilp.solver.kernels import concatenate_tables, trws_rounds
         except (ImportError, RuntimeError):
-            TRWS.visited = -np.inf
             return None
-        TRWS.visited = np.inf
-        problem = self.problem
-        start = np.cumsum([0, *map(len, problem.costs)])
+        flat, edges = self.flat, self.problem.edges
         pool, place, total = [], {}, 0
-        for e in problem.edges:
+        for e in edges:
             if id(e.cost) not in place:
                 by_rows = e.cost.flags.c_contiguous or not e.cost.flags.f_contiguous
                 place[id(e.cost)] = total, by_rows
                 pool.append(e.cost if by_rows else e.cost.T)
                 total += e.cost.size
-        flat = []
-        for row in self.links:
-            for edge, side, ahead in row:
-                at, by_rows = place[id(problem.edges[edge].cost)]
-                mine, other = self.ends[2 * edge + side], self.ends[2 * edge + 1 - side]
-                flat.append((mine, other, at, problem.edges[edge].cost.shape[1 - side], by_rows == (side == 0), ahead))
-        links = np.array(flat, dtype=np.int64).reshape(-1, 6)
-        first = np.cumsum([0, *map(len, self.links)])
+        at, by_rows = np.array([place[id(e.cost)] for e in edges], dtype=np.int64).reshape(-1, 2)[flat.edge].T
+        mine, other = 2 * flat.edge + flat.side, 2 * flat.edge + 1 - flat.side
+        columns = (self.ends[mine], self.ends[other], at, np.diff(self.ends)[other], by_rows == (flat.side == 0), self._to_later)
+        links = np.stack(columns, axis=1).astype(np.int64)
         tables = concatenate_tables(pool, self.deadline)
-        share, messages = self.share, self.messages  # without a cycle, for tables are large
-        return lambda costs: trws_rounds(costs, start, first, links, tables, share, messages, 1)
+        share, messages = self.share, self.messages  # no reference to self: tables are large, and a cycle would keep them
+        return lambda costs: trws_rounds(costs, flat.start, flat.first, links, tables, share, messages, 1)
 
     def reparametrized_costs(self, costs: np.ndarray) -> np.ndarray:
-        """Costs of all nodes' states in a row, and what the messages add to them."""
+        """Node costs c' of (6), given the costs c of all nodes' states in a row."""
         return costs + np.bincount(self.receiver, self.messages, len(costs))
 
     def commit(self, costs, unit: float) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
-        """C' of (6) and the messages that the tables lose, after the last pass backwards; both rounded to multiples of `unit`."""
-        flat = np.concatenate([*costs, np.zeros(0)])
-        gained = self.reparametrized_costs(flat)
-        over = gained - np.repeat(np.minimum.reduceat(gained, self.start[:-1]), np.diff(self.start))
-        told = (over * np.repeat(self.share, np.diff(self.start)))[self.receiver]
-        messages = np.rint(np.where(self.earlier, self.messages - told, self.messages) / unit) * unit
-        flat = flat + np.bincount(self.receiver, messages, len(flat))
-        parts = [messages[a:b] for a, b in pairwise(self.ends)]
-        return [flat[a:b] for a, b in pairwise(self.start)], list(zip(parts[0::2], parts[1::2], strict=True))
+        """The reparametrization (6) after the last backward pass, with messages rounded to multiples of `unit`.
+
+        Args:
+            costs: node costs, [k_i] each.
+            unit: a power of two.
+
+        Returns:
+            c' of every node, and of every edge the messages (to i, to j) that its table loses.
+        """
+        start, row = self.flat.start, np.concatenate([*costs, np.zeros(0)])
+        reduced = self.reparametrized_costs(row)
+        excess = reduced - np.repeat(np.minimum.reduceat(reduced, start[:-1]), np.diff(start))
+        sent = (excess * np.repeat(self.share, np.diff(start)))[self.receiver]
+        messages = np.rint(np.where(self.from_earlier, self.messages - sent, self.messages) / unit) * unit
+        row = row + np.bincount(self.receiver, messages, len(row))
+        return [row[a:b] for a, b in pairwise(start)], self._by_edge(messages)
 
     def sent_messages(self) -> Messages:
-        """The messages as they are now."""
-        told: Messages = {}
-        for edge, e in enumerate(self.problem.edges):
-            told[e.i, e.j], told[e.j, e.i] = self.at_i[edge].copy(), self.at_j[edge].copy()
-        return told
+        """A copy of the messages, by receiving node and sending node."""
+        sent: Messages = {}
+        for e, (to_i, to_j) in zip(self.problem.edges, self._by_edge(self.messages), strict=True):
+            sent[e.i, e.j], sent[e.j, e.i] = to_i.copy(), to_j.copy()
+        return sent
+
+
+def kernels_loaded() -> bool:
+    """Whether this process has imported the compiled kernels already."""
+    return "shardplan.ilp.solver.kernels" in sys.modules

@@ -33,10 +33,7 @@ class LocalSearch:
         self.start = memory.start
         self.owner = np.repeat(np.arange(len(problem.costs)), np.diff(self.start))
         self.forbidden = problem.big_m
-        self.near: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]  # (j, table with i's states as rows)
-        for e in problem.edges:
-            self.near[e.i].append((e.j, e.cost))
-            self.near[e.j].append((e.i, e.cost.T))
+        self.near = problem.flat.near
         self.own = np.minimum(np.concatenate(problem.costs), self.forbidden) if problem.costs else np.zeros(0)
 
     def settle(self, states: Sequence[int] | np.ndarray) -> None:
