@@ -9,6 +9,7 @@ floating-point operations                  kflop ... Pflop           176 Mflop
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -97,20 +98,22 @@ def fit_middle(text: str, width: int) -> str:
 
 
 def table(
-    rows: Sequence[Sequence[str]], right: Iterable[int] = (), widths: Mapping[int, int] | None = None, indent: str = "  "
+    rows: Sequence[Sequence[str] | str], right: Iterable[int] = (), widths: Mapping[int, int] | None = None, indent: str = "  "
 ) -> list[str]:
-    """Aligned rows, columns two spaces apart.
+    """Aligned rows of text, columns two spaces apart.
 
     Args:
-        rows: cells, equally many in every row.
+        rows: cells, those at the end may be missing; a row that is text is a title and stays as it is.
         right: columns aligned to the right.
         widths: column -> columns of text at most, cut in the middle.
         indent: before every row.
     """
     right, widths = frozenset(right), widths or {}
-    shown = [[fit_middle(c, widths[k]) if k in widths else c for k, c in enumerate(row)] for row in rows]
-    size = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    return [
-        indent + "  ".join(c.rjust(n) if k in right else c.ljust(n) for k, (c, n) in enumerate(zip(row, size, strict=True))).rstrip()
-        for row in shown
-    ]
+    shown = [row if isinstance(row, str) else [fit_middle(c, widths.get(k, len(c))) for k, c in enumerate(row)] for row in rows]
+    columns = itertools.zip_longest(*(row for row in shown if not isinstance(row, str)), fillvalue="")
+    size = [max(map(len, column)) for column in columns]
+
+    def aligned(row: Sequence[str]) -> str:
+        return "  ".join(c.rjust(size[k]) if k in right else c.ljust(size[k]) for k, c in enumerate(row))
+
+    return [row if isinstance(row, str) else f"{indent}{aligned(row)}".rstrip() for row in shown]

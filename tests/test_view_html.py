@@ -10,7 +10,8 @@ from plans import MESH, decision, layout, leaf, transformer
 
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.plan.data import Leaf, MemoryReport, PlannedCollective, PlannedReshard, SourceLine
-from shardplan.view.html import _axes, picture, to_html
+from shardplan.view import draw
+from shardplan.view.html import axis_colours, environment, to_html
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
 
@@ -71,7 +72,7 @@ def test_it_shows_what_the_plan_says(plan):
         "my_kernel",
     ):
         assert word in text
-    assert "return x + h @ w[&quot;down&quot;]" in text
+    assert "return x + h @ w[&#34;down&#34;]" in text
     found = Page(text)
     assert found.count("span", class_="device") == 8
     assert found.count("path", class_="activations") == 1
@@ -148,12 +149,17 @@ def test_every_mesh_is_drawn_within_reason(plan, sizes):
     assert devices == (mesh.n_devices if mesh.n_devices <= 512 else 0)
 
 
+def drawn(leaf, mesh) -> str:
+    picture = draw.picture(leaf, mesh, axis_colours(mesh))
+    return environment().get_template("array.jinja").render(picture=picture)
+
+
 def blocks(*dims, shape=(64, 64)):
-    return Page(picture(leaf("x", shape, *dims), MESH, _axes(MESH)))
+    return Page(drawn(leaf("x", shape, *dims), MESH))
 
 
 def test_an_array_is_cut_into_its_shards_in_the_colours_of_the_axes():
-    assert blocks("", "").count("rect", class_="whole") == 1
+    assert blocks("", "").count("rect", class_="replicated") == 1
     assert blocks("data", "").count("rect", class_="a0") == 2
     assert blocks("", "model").count("rect", class_="a1") == 4
     both = blocks("data", "model")
@@ -166,7 +172,7 @@ def test_an_array_is_cut_into_its_shards_in_the_colours_of_the_axes():
 @pytest.mark.parametrize("shape", [(), (0,), (1, 1), (0, 7), (10**9, 1), (1, 10**9), (2, 3, 4, 5)])
 def test_every_shape_has_a_picture(shape):
     whole = leaf("x", shape, *[""] * len(shape))
-    found = Page(picture(whole, MESH, _axes(MESH)))
+    found = Page(drawn(whole, MESH))
     width, height = (float(dict(found.tags[0][1])[k]) for k in ("width", "height"))
     assert width <= 90
     assert height <= 50
@@ -174,7 +180,7 @@ def test_every_shape_has_a_picture(shape):
 
 def test_a_split_over_a_third_dim_is_seen_as_depth():
     mesh = MeshShape(("x", "y", "z"), (2, 2, 2))
-    found = Page(picture(leaf("w", (8, 8, 8), "x", "y", "z"), mesh, _axes(mesh)))
+    found = Page(drawn(leaf("w", (8, 8, 8), "x", "y", "z"), mesh))
     assert found.count("rect", class_="plate a0") == 1
 
 

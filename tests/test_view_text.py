@@ -22,7 +22,7 @@ def plan():
 
 
 def other(plan):
-    """The same plan with the up-projections of two layers whole."""
+    """The same plan with the up-projections of two layers replicated."""
     inputs = tuple(replace(x, layout=layout("", "")) if x.path.endswith(("1/up", "2/up")) else x for x in plan.inputs)
     last = replace(plan.decisions[-1], strategy={"data": "b"})
     seconds = {**plan.seconds, "total": 5e-3}
@@ -43,7 +43,7 @@ def check(name: str, text: str):
 def test_summary(plan):
     assert str(plan).splitlines() == [
         "mesh    data=2, model=4 (8 devices), priced as h100",
-        "plan    feasible, at most 0.4 % from the optimum (integer program, repeated layers alike)",
+        "plan    feasible, at most 0.4 % from the optimum (integer program, symmetric layers)",
         "step    4.38 ms predicted = 4.2 ms compute + 177 µs communication; 44.8 MB through collectives per device",
         "memory  2.71 GiB of 74.5 GiB per device at the peak, train.py:6 in block",
     ]
@@ -75,7 +75,7 @@ def test_diff(plan):
 
 def test_a_plan_differs_from_itself_in_nothing(plan):
     assert not plan.diff(plan)
-    assert "the plans split everything alike" in str(plan.diff(plan))
+    assert "the plans shard everything the same way" in str(plan.diff(plan))
 
 
 def test_diff_of_plans_with_other_inputs_and_meshes(plan):
@@ -102,7 +102,7 @@ def test_memory(plan):
 @pytest.mark.parametrize(
     ("status", "gap", "text"),
     [
-        ("optimal", 0.0, "optimal (integer program, repeated layers alike)"),
+        ("optimal", 0.0, "optimal (integer program, symmetric layers)"),
         ("fallback", 1e-9, "optimal (integer program"),
         ("fallback", 0.02, "what propagation found, at most 2 % from the optimum"),
         ("feasible", 1.0, "feasible, nothing proven"),

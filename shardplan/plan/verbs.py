@@ -14,8 +14,8 @@ VERBS = {
     "summary": "shardplan.view.text",
     "explain": "shardplan.view.text",
     "memory_text": "shardplan.view.text",
-    "comparison_text": "shardplan.view.text",
-    "diff_text": "shardplan.view.text",
+    "comparison_text": "shardplan.view.compare",
+    "diff_text": "shardplan.view.compare",
     "to_html": "shardplan.view.html",
     "check_plan": "shardplan.xla.report.plan_report",
 }

@@ -1,8 +1,6 @@
-"""What of a plan is worth a row: inputs that are alike folded into one, and the step's ops gathered under the user's lines.
+"""Rows that text and pages show of a plan: similar inputs folded into one, and the step's ops gathered under the user's lines.
 
 Text and HTML show the same rows; neither counts anything itself.
-
-    state/blocks/{0..11}/attn/{key,query,value}/kernel  ->  state/blocks/*/attn/{key,query,value}/kernel   ×36
 """
 
 from __future__ import annotations
@@ -10,22 +8,24 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardplan.files import is_library
+from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Plan
 from shardplan.plan.data import Conflict, Leaf, PlanDecision, PlannedReshard
 from shardplan.units import clean
+from shardplan.view.fold import fold
 from shardplan.view.types import array_type, itemsize, join_axes, type_text
 
 KINDS = ("parameters", "optimizer", "batch", "constants", "output")
 PHASES = ("forward", "backward", "update")
-MOST_NOTES = 3  # layouts shown under one line, per phase; twice as many reshards
-NEGLIGIBLE = 0.02  # of the line's dearest result; a layout of less is only counted
-WORTH = 0.01  # share of the step from which a line that splits nothing is shown all the same
+MAX_NOTES = 3  # layouts shown under one line, per phase; twice as many reshards
+NEGLIGIBLE = 0.02  # share of the line's most expensive result, below which a layout is only counted
+MIN_SHARE = 0.01  # of the step, from which a line that shards nothing is shown all the same
 
 
 # ---- inputs and outputs
@@ -57,14 +57,18 @@ class LeafRow:
     def type(self) -> str:
         return type_text(self.first.dtype, self.first.shape, self.first.layout)
 
+    @property
+    def layout(self) -> str:
+        return clean(str(self.first.layout)) if self.first.layout.split_axes else "replicated"
+
 
 def leaf_rows(leaves: Sequence[Leaf], mesh: MeshShape) -> tuple[LeafRow, ...]:
     """Rows in the order of kinds, then of the first leaf."""
-    alike: dict[tuple, list[int]] = {}
+    groups: dict[tuple, list[int]] = {}
     for n, x in enumerate(leaves):
-        alike.setdefault((x.kind, x.dtype, x.shape, x.layout), []).append(n)
+        groups.setdefault((x.kind, x.dtype, x.shape, x.layout), []).append(n)
     rows = []
-    for numbers in alike.values():
+    for numbers in groups.values():
         for path, members in fold([(leaves[n].path, n) for n in numbers], [x.path for x in leaves]):
             chosen = tuple(leaves[n] for n in members)
             first = chosen[0]
@@ -75,74 +79,6 @@ def leaf_rows(leaves: Sequence[Leaf], mesh: MeshShape) -> tuple[LeafRow, ...]:
 
 def _kind_order(kind: str) -> tuple[int, str]:
     return (KINDS.index(kind), "") if kind in KINDS else (len(KINDS), kind)
-
-
-def fold(named: Sequence[tuple[str, int]], everything: Iterable[str]) -> list[tuple[str, list[int]]]:
-    """Paths that differ in one segment at a time, merged: (path with "*" or "{a,b}", numbers), in order of the first number."""
-    groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
-    for path, n in named:
-        groups.setdefault(tuple((segment,) for segment in path.split("/")), []).append(n)
-    for at in range(max((len(k) for k in groups), default=0)):
-        merged: dict[tuple, tuple[list[str], list[int]]] = {}
-        for key, numbers in groups.items():
-            rest = (key[:at], key[at + 1 :], _stem(key[at][0])) if at < len(key) else (key, "short")
-            words, members = merged.setdefault(rest, ([], []))
-            words += [w for w in key[at] if w not in words] if at < len(key) else []
-            members += numbers
-        groups = {
-            (*rest[0], tuple(words), *rest[1]) if len(rest) == 3 else rest[0]: members for rest, (words, members) in merged.items()
-        }
-    known = _numbers(everything)
-    out = [(clean("/".join(_segment(key, at, known) for at in range(len(key)))), sorted(n)) for key, n in groups.items()]
-    return sorted(out, key=lambda row: row[1][0])
-
-
-_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
-
-
-def _stem(segment: str) -> tuple[str, str] | None:
-    """What is around the number of a segment; segments without one merge with each other only."""
-    found = _NUMBERED.fullmatch(segment)
-    return (found[1], found[3]) if found else None
-
-
-def _wild(path: Sequence[str]) -> tuple[str, ...]:
-    return tuple("{}*{}".format(*stem) if (stem := _stem(s)) else s for s in path)
-
-
-def _numbers(paths: Iterable[str]) -> Mapping[tuple, set[int]]:
-    """The numbers that stand at a place of a path, whatever the other numbers are."""
-    out: dict[tuple, set[int]] = {}
-    for path in paths:
-        segments = path.split("/")
-        wild = _wild(segments)
-        for at, segment in enumerate(segments):
-            if found := _NUMBERED.fullmatch(segment):
-                out.setdefault((wild[: at + 1], at), set()).add(int(found[2]))
-    return out
-
-
-def _segment(key: tuple[tuple[str, ...], ...], at: int, known: Mapping[tuple, set[int]]) -> str:
-    words = key[at]
-    if len(words) == 1:
-        return words[0]
-    stem = _stem(words[0])
-    if stem is None:
-        return "{" + ",".join(words) + "}"
-    here = sorted(int(found[2]) for w in words if (found := _NUMBERED.fullmatch(w)))
-    there = known.get((_wild([k[0] for k in key[: at + 1]]), at), set())
-    return f"{stem[0]}*{stem[1]}" if set(here) == there else f"{stem[0]}{{{_ranges(here)}}}{stem[1]}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """ "0-3,6" of 0 1 2 3 6."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 # ---- the user's lines
@@ -165,7 +101,7 @@ class LineCollectives:
 
 @dataclass(frozen=True)
 class LineNote:
-    """Something to say beside a line: a layout of its results ("layout") or a reshard of an operand ("reshard")."""
+    """A comment under a line: a layout of its results ("layout") or a reshard of an operand ("reshard")."""
 
     what: str
     phase: str
@@ -183,6 +119,7 @@ class LineRow:
         file: as the program named it; `place` is for people, e.g. "train.py:41".
         code: the line itself, "" where it cannot be read.
         compute_s, communication_s: of all its ops, per step.
+        shards: whether a mesh axis shards one of its results.
     """
 
     file: str
@@ -192,13 +129,21 @@ class LineRow:
     code: str
     compute_s: float
     communication_s: float
-    traffic: tuple[LineCollectives, ...]
+    collectives: tuple[LineCollectives, ...]
     notes: tuple[LineNote, ...]
-    splits: bool
+    shards: bool
 
     @property
     def seconds(self) -> float:
         return self.compute_s + self.communication_s
+
+    @property
+    def indent(self) -> int:
+        return len(self.code) - len(self.code.lstrip())
+
+    @property
+    def is_library(self) -> bool:
+        return is_library(self.file)
 
 
 def lines(plan: Plan, source: bool = True) -> tuple[LineRow, ...]:
@@ -206,9 +151,10 @@ def lines(plan: Plan, source: bool = True) -> tuple[LineRow, ...]:
     known = {(x.file, x.line, ""): x for x in plan.lines}
     found: dict[tuple[str, int, str], list[PlanDecision]] = {key: [] for key in known}
     for d in plan.decisions:
-        if d.primitive == "arg" and not d.reshards:
+        traits = traits_of(d.primitive)
+        if traits.step_input and not d.reshards:
             continue
-        border = d.primitive if not d.file and d.primitive in ("arg", "out") else ""
+        border = "" if d.file else "inputs" if traits.step_input else "outputs" if traits.step_output else ""
         found.setdefault((d.file, d.line, border), []).append(d)
     names = file_names(file for file, *_ in found)
     return tuple(
@@ -216,11 +162,11 @@ def lines(plan: Plan, source: bool = True) -> tuple[LineRow, ...]:
             file,
             number,
             here[0].function if here else "",
-            f"{names[file]}:{number}" if file else {"arg": "inputs", "out": "outputs"}.get(border, "no line known"),
+            f"{names[file]}:{number}" if file else border or "no line known",
             clean(known[file, number, border].code) if source and (file, number, border) in known else "",
             known[file, number, border].seconds if (file, number, border) in known else 0.0,
             sum(d.comm_seconds for d in here),
-            _traffic(here),
+            _collectives(here),
             _notes(here),
             any(x is not None and x.split_axes for d in here for x in d.result_layouts),
         )
@@ -228,7 +174,7 @@ def lines(plan: Plan, source: bool = True) -> tuple[LineRow, ...]:
     )
 
 
-def _traffic(decisions: Sequence[PlanDecision]) -> tuple[LineCollectives, ...]:
+def _collectives(decisions: Sequence[PlanDecision]) -> tuple[LineCollectives, ...]:
     sums: dict[tuple, list[float]] = {}
     for d in decisions:
         for reshard in d.reshards:
@@ -243,7 +189,7 @@ def _traffic(decisions: Sequence[PlanDecision]) -> tuple[LineCollectives, ...]:
 def _notes(decisions: Sequence[PlanDecision]) -> tuple[LineNote, ...]:
     sums: dict[tuple, list[float]] = {}
     for d in decisions:
-        if d.primitive not in ("arg", "out") and d.result_layouts and (layout := d.result_layouts[0]) is not None:
+        if not traits_of(d.primitive).endpoint and d.result_layouts and (layout := d.result_layouts[0]) is not None:
             total = sums.setdefault(("layout", d.phase, array_type(d.result_type, layout)), [0.0] * 3)
             total[0] += d.runs
             total[2] += d.runs * d.seconds
@@ -286,9 +232,9 @@ def annotated(plan: Plan, lines: Sequence[LineRow]) -> list[tuple[str, list[Line
     """(file, its lines that have something to say), the user's own files first, then libraries."""
     total = plan.seconds["total"] or 1.0
     files: dict[str, list[LineRow]] = {}
-    for line in sorted(lines, key=lambda line: is_library(line.file)):
-        heavy = line.seconds >= WORTH * total
-        if line.code and (line.traffic or heavy or (line.splits and not is_library(line.file))):
+    for line in sorted(lines, key=lambda line: line.is_library):
+        heavy = line.seconds >= MIN_SHARE * total
+        if line.code and (line.collectives or heavy or (line.shards and not line.is_library)):
             files.setdefault(line.file, []).append(line)
     return [(here[0].place.rsplit(":", 1)[0], sorted(here, key=lambda line: line.number)) for here in files.values()]
 
@@ -297,9 +243,9 @@ def line_notes(line: LineRow) -> Iterator[tuple[LineNote | None, str, str]]:
     """(note, phase, text) of what is said under a line: the layouts and reshards that cost most, then how many are left out."""
     for (phase, what), notes in itertools.groupby(line.notes, key=lambda note: (note.phase, note.what)):
         every = list(notes)
-        shown = every[: 2 * MOST_NOTES]
+        shown = every[: 2 * MAX_NOTES]
         if what == "layout":
-            shown = [note for note in every[:MOST_NOTES] if note.seconds >= NEGLIGIBLE * every[0].seconds]
+            shown = [note for note in every[:MAX_NOTES] if note.seconds >= NEGLIGIBLE * every[0].seconds]
         yield from ((note, phase, note.text) for note in shown)
         if left := len(every) - len(shown):
             yield None, phase, f"... and {left} more {what}{'s' * (left != 1)}"

@@ -31,7 +31,7 @@ def short_dtype(dtype: str) -> str:
 
 
 def type_text(dtype: str, shape: Sequence[int], layout: Layout) -> str:
-    """A type as JAX prints it, split dims with their axes: "f32[8@x, 4@(y,z)]"; what is still to be reduced in braces."""
+    """A type as JAX prints it, sharded dims with their axes: "f32[8@x, 4@(y,z)]"; partial axes in braces."""
 
     def dim(n: int, axes: tuple[str, ...]) -> str:
         return str(n) if not axes else f"{n}@{axes[0]}" if len(axes) == 1 else f"{n}@({','.join(axes)})"

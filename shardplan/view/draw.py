@@ -1,0 +1,185 @@
+"""Geometry of a plan's page: the mesh as grids of devices, an array as its shards, memory as stacked areas.
+
+All shapes are values in pixels or in shares of a length; the templates write them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.plan.data import Leaf, MemoryReport
+
+MAX_DEVICES = 512
+MAX_BLOCKS = 16  # along one dim of a picture
+MAX_TICKS = 4
+BUDGET_DRAWN = 1.6
+"""A budget is a line in the chart where it is at most so many times the peak."""
+
+
+# ---- the mesh
+
+
+class Grid(NamedTuple):
+    """The devices of the two minor mesh axes, at one place along the others.
+
+    Attributes:
+        caption: that place, "" where there are no other axes.
+        down, across: the axes; down is None on a mesh of one axis.
+        devices: (number, its coordinates in words), row by row.
+    """
+
+    caption: str
+    down: str | None
+    across: str
+    rows: int
+    columns: int
+    devices: tuple[tuple[int, str], ...]
+
+
+def grids(mesh: MeshShape) -> tuple[Grid, ...]:
+    """At most `MAX_DEVICES` devices as grids; () where not one grid fits."""
+    outer, inner = mesh.axes[:-2], mesh.axes[-2:]
+    each = mesh.size(*inner)
+    if not inner or each > MAX_DEVICES:
+        return ()
+    down = inner[0] if len(inner) == 2 else None
+    rows = mesh.size(down) if down else 1
+    found = []
+    for n, place in enumerate(itertools.islice(itertools.product(*(range(mesh.size(a)) for a in outer)), MAX_DEVICES // each)):
+        caption = ", ".join(f"{a}={i}" for a, i in zip(outer, place, strict=True))
+        devices = tuple((k, _coordinates(mesh, k)) for k in range(n * each, (n + 1) * each))
+        found.append(Grid(caption, down, inner[-1], rows, mesh.size(inner[-1]), devices))
+    return tuple(found)
+
+
+def _coordinates(mesh: MeshShape, device: int) -> str:
+    return f"device {device}: " + ", ".join(f"{a}={i}" for a, i in reversed(mesh.coordinates(device).items()))
+
+
+# ---- one array
+
+
+class Shape(NamedTuple):
+    """A rectangle, or the upper left half of one; `style` is its class."""
+
+    style: str
+    x: float
+    y: float
+    w: float
+    h: float
+    r: float = 1.5
+    half: bool = False
+
+
+class Picture(NamedTuple):
+    width: float
+    height: float
+    title: str
+    shapes: tuple[Shape, ...]
+
+
+def picture(leaf: Leaf, mesh: MeshShape, axes: Mapping[str, int]) -> Picture:
+    """The array as a rectangle of its shards, in the colours of the mesh axes that shard it.
+
+    Args:
+        axes: mesh axis -> number of its colour.
+    """
+    layout = leaf.layout
+    drawn = _drawn_dims(leaf.shape, layout)
+    width, height = _box(tuple(leaf.shape[d] for d in drawn))
+    behind = [axes[layout.dims[d][0]] for d in range(layout.rank) if layout.dims[d] and d not in drawn]
+    x = y = 1 + 3 * len(behind)
+    shapes = [Shape(f"plate a{n}", 1 + 3 * k, 1 + 3 * k, width, height) for k, n in enumerate(behind)]
+    if not layout.split_axes:
+        shapes.append(Shape("replicated", x, y, width, height))
+    else:
+        cuts = [layout.dims[d] for d in drawn]
+        down, across = cuts if len(cuts) == 2 else ((), cuts[0] if cuts else ())
+        shapes += _blocks(Shape("", x, y, width, height), mesh, axes, down, across)
+    local = layout.local_shape(leaf.shape, mesh)
+    title = f"each device holds {'×'.join(map(str, local)) or 'a number'}"
+    if layout.split_axes:
+        title += f", 1/{layout.shards(mesh)} of {'×'.join(map(str, leaf.shape))}"
+    return Picture(width + x + 1, height + y + 1, title, tuple(shapes))
+
+
+def _drawn_dims(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """The one or two dims that a picture shows: sharded ones first, then the last ones."""
+    order = sorted(range(len(shape)), key=lambda d: (not layout.dims[d], shape[d] == 1, -d))
+    return tuple(sorted(order[:2]))
+
+
+def _box(shape: tuple[int, ...]) -> tuple[int, int]:
+    if not shape:
+        return 10, 10
+    if len(shape) == 1:
+        return 72, 10
+    ratio = min(3.6, max(0.4, math.sqrt((shape[1] or 1) / (shape[0] or 1))))
+    return (72, round(72 / ratio / 1.2)) if ratio >= 1.9 else (round(32 * ratio), 32)
+
+
+def _blocks(box: Shape, mesh: MeshShape, axes: Mapping[str, int], down: tuple[str, ...], across: tuple[str, ...]) -> Iterator[Shape]:
+    rows, columns = (min(MAX_BLOCKS, mesh.size(*a)) for a in (down, across))
+    colours = [axes[a] for a in (*down, *across)]
+    gap = 1.5 if max(rows, columns) <= 8 else 0.8
+    w, h = (box.w - gap * (columns - 1)) / columns, (box.h - gap * (rows - 1)) / rows
+    for row, column in itertools.product(range(rows), range(columns)):
+        x, y = box.x + column * (w + gap), box.y + row * (h + gap)
+        yield Shape(f"a{colours[-1]}", x, y, w, h, min(1.5, w / 4, h / 4))
+        if len(colours) > 1 and w > 4 * h:
+            yield Shape(f"a{colours[0]}", x, y, w / 2, h, 0)
+        elif len(colours) > 1:
+            yield Shape(f"a{colours[0]}", x, y, w, h, half=True)
+
+
+# ---- memory over the step
+
+
+class Chart(NamedTuple):
+    """Memory over the step; heights are shares of the chart's.
+
+    Attributes:
+        areas: (category, outline of its area in a box of 1000 x 200, y downwards), from the ground up.
+        ticks: (height, bytes).
+        limit: height of the budget; None where it is not drawn.
+        peak: where the peak is, as a share of the step.
+    """
+
+    areas: tuple[tuple[str, str], ...]
+    ticks: tuple[tuple[float, float], ...]
+    limit: float | None
+    peak: float
+
+
+def chart(memory: MemoryReport, kinds: Sequence[str]) -> Chart | None:
+    """Memory as areas of `kinds`; None for a plan with no profile."""
+    profile = memory.profile
+    if len(profile) < 2:
+        return None
+    totals = [sum(point.values()) for point in profile]
+    limit = memory.limit if memory.limit and memory.limit <= BUDGET_DRAWN * max(totals) else None
+    top = 1.06 * max(max(totals), limit or 0.0) or 1.0
+    peak = max(range(len(totals)), key=lambda n: totals[n]) / (len(profile) - 1)
+    step = 2.0 ** math.floor(math.log2(top / 2))
+    ticks = [step * n for n in range(1, MAX_TICKS + 1) if step * n < 0.97 * top]
+    return Chart(tuple(_areas(profile, kinds, top)), tuple((t / top, t) for t in ticks), limit and limit / top, peak)
+
+
+def _areas(profile: Sequence[Mapping[str, float]], kinds: Sequence[str], top: float) -> Iterator[tuple[str, str]]:
+    x = [px(1000 * n / (len(profile) - 1)) for n in range(len(profile))]
+    ground = [0.0] * len(profile)
+    for kind in kinds:
+        roof = [g + point.get(kind, 0.0) for g, point in zip(ground, profile, strict=True)]
+        corners = [*zip(x, roof, strict=True), *zip(reversed(x), reversed(ground), strict=True)]
+        outline = " ".join(f"{a},{px(200 - 200 * b / top)}" for a, b in corners)
+        yield kind, f"M{outline} Z"
+        ground = roof
+
+
+def px(x: float) -> str:
+    """A length with at most two decimals."""
+    return f"{x:.2f}".rstrip("0").rstrip(".")

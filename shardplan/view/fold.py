@@ -1,0 +1,79 @@
+"""Which pytree paths are one row: paths that differ in one segment at a time are merged.
+
+state/blocks/{0..11}/attn/{key,query,value}/kernel  ->  state/blocks/*/attn/{key,query,value}/kernel   ×36
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from shardplan.units import clean
+
+
+def fold(named: Sequence[tuple[str, int]], everything: Iterable[str]) -> list[tuple[str, list[int]]]:
+    """Paths that differ in one segment at a time, merged: (path with "*" or "{a,b}", numbers), in order of the first number."""
+    groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for path, n in named:
+        groups.setdefault(tuple((segment,) for segment in path.split("/")), []).append(n)
+    for at in range(max((len(k) for k in groups), default=0)):
+        merged: dict[tuple, tuple[list[str], list[int]]] = {}
+        for key, numbers in groups.items():
+            rest = (key[:at], key[at + 1 :], _stem(key[at][0])) if at < len(key) else (key, "short")
+            words, members = merged.setdefault(rest, ([], []))
+            words += [w for w in key[at] if w not in words] if at < len(key) else []
+            members += numbers
+        groups = {
+            (*rest[0], tuple(words), *rest[1]) if len(rest) == 3 else rest[0]: members for rest, (words, members) in merged.items()
+        }
+    known = _numbers(everything)
+    out = [(clean("/".join(_segment(key, at, known) for at in range(len(key)))), sorted(n)) for key, n in groups.items()]
+    return sorted(out, key=lambda row: row[1][0])
+
+
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
+
+
+def _stem(segment: str) -> tuple[str, str] | None:
+    """What is around the number of a segment; segments without one merge with each other only."""
+    found = _NUMBERED.fullmatch(segment)
+    return (found[1], found[3]) if found else None
+
+
+def _wild(path: Sequence[str]) -> tuple[str, ...]:
+    return tuple("{}*{}".format(*stem) if (stem := _stem(s)) else s for s in path)
+
+
+def _numbers(paths: Iterable[str]) -> Mapping[tuple, set[int]]:
+    """The numbers that stand at a place of a path, whatever the other numbers are."""
+    out: dict[tuple, set[int]] = {}
+    for path in paths:
+        segments = path.split("/")
+        wild = _wild(segments)
+        for at, segment in enumerate(segments):
+            if found := _NUMBERED.fullmatch(segment):
+                out.setdefault((wild[: at + 1], at), set()).add(int(found[2]))
+    return out
+
+
+def _segment(key: tuple[tuple[str, ...], ...], at: int, known: Mapping[tuple, set[int]]) -> str:
+    words = key[at]
+    if len(words) == 1:
+        return words[0]
+    stem = _stem(words[0])
+    if stem is None:
+        return "{" + ",".join(words) + "}"
+    here = sorted(int(found[2]) for w in words if (found := _NUMBERED.fullmatch(w)))
+    there = known.get((_wild([k[0] for k in key[: at + 1]]), at), set())
+    return f"{stem[0]}*{stem[1]}" if set(here) == there else f"{stem[0]}{{{_ranges(here)}}}{stem[1]}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """ "0-3,6" of 0 1 2 3 6."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
