@@ -29,7 +29,7 @@ def _amount(n: float, units: Units) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """ "41 µs", "1.83 ms"."""
+    """A duration: "41 µs", "1.83 ms"."""
     return _amount(seconds, SECONDS)
 
 
@@ -49,13 +49,13 @@ def format_flops(n: float) -> str:
 
 
 def format_percent(x: float) -> str:
-    """ "0.4 %" of 0.004, "54 %"; "<0.01 %" instead of a rounded 0."""
+    """A share: "0.4 %" of 0.004, "54 %"; "<0.01 %" instead of a rounded 0."""
     p = 100 * x
     return "0 %" if p <= 0 else "<0.01 %" if p < 0.01 else f"{p:.2g} %" if p < 9.95 else f"{p:.0f} %"
 
 
 def format_count(n: float) -> str:
-    """ "×12"; nothing for once."""
+    """How often: "×12"; nothing for once."""
     return "" if n == 1 else f"×{n:.0f}" if n == int(n) else f"×{n:.3g}"
 
 

@@ -145,7 +145,7 @@ def test_diff_returns_what_diff_returns(here, capsys):
     transformer().save("a.json")
     transformer(layers=2).save("b.json")
     assert main(["diff", "a.json", "a.json"]) == 0
-    assert "the plans split everything alike" in capsys.readouterr().out
+    assert "the plans shard everything the same way" in capsys.readouterr().out
     assert main(["diff", "a.json", "b.json"]) == 1
     assert "not there" in capsys.readouterr().out
     assert main(["diff", "a.json", "c.json"]) == 2

@@ -51,6 +51,7 @@ def read(path: str | os.PathLike[str], of: type[P]) -> P:
     """The plan in a file of this version or an earlier one.
 
     Args:
+        path: of the file.
         of: the class of the plan.
 
     Raises:

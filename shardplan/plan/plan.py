@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT):
-    """How one step is sharded over one mesh. Besides the attributes of `PlanRecord`, those of its file:
+    """How one step is sharded over one mesh. Has the attributes of `PlanRecord`, which are those of its file, and a context.
 
     Attributes:
         context: what the plan was planned from, for `fix`, `check` and the pytree views; None for a plan read from a file.

@@ -76,6 +76,8 @@ class Shape(NamedTuple):
 
 
 class Picture(NamedTuple):
+    """Shapes in a box of `width` x `height` pixels; `title` says what a device holds."""
+
     width: float
     height: float
     title: str
@@ -86,6 +88,8 @@ def picture(leaf: Leaf, mesh: MeshShape, axes: Mapping[str, int]) -> Picture:
     """The array as a rectangle of its shards, in the colours of the mesh axes that shard it.
 
     Args:
+        leaf: the array.
+        mesh: that shards it.
         axes: mesh axis -> number of its colour.
     """
     layout = leaf.layout

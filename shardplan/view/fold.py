@@ -69,7 +69,7 @@ def _segment(key: tuple[tuple[str, ...], ...], at: int, known: Mapping[tuple, se
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """ "0-3,6" of 0 1 2 3 6."""
+    """Numbers as ranges: "0-3,6" of 0 1 2 3 6."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:

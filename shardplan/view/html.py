@@ -135,6 +135,8 @@ def _lines(plan: Plan) -> dict[str, Any]:
 
 
 class Bar(NamedTuple):
+    """What a source line costs in one step."""
+
     place: str
     code: str
     compute_s: float

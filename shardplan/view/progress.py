@@ -1,4 +1,4 @@
-"""What a person sees while a solve lasts: after two seconds a line with the best answer, its gap and a bar; before, nothing.
+"""Progress of a solve, shown from its third second on: how many answers there are, the proven gap, and a bar.
 
     with Progress() as progress:
         solve(problem, progress=progress)
@@ -67,6 +67,7 @@ class Progress:
         self._gap: float | None = None
 
     def __call__(self, states: Sequence[int], bound: float, gap: float) -> None:
+        """Takes what the solver has found so far."""
         with self._lock:
             if states is not self._last and tuple(states) != tuple(self._last):
                 self._answers, self._last = self._answers + 1, states
@@ -88,6 +89,7 @@ class Progress:
 
     @property
     def state(self) -> State:
+        """How far the solve is now."""
         with self._lock:
             return State(time.monotonic() - self._start, self._answers, self._bound, self._gap)
 

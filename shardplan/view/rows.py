@@ -47,18 +47,22 @@ class LeafRow:
 
     @property
     def first(self) -> Leaf:
+        """The leaf that stands for all."""
         return self.leaves[0]
 
     @property
     def count(self) -> int:
+        """Leaves in the row."""
         return len(self.leaves)
 
     @cached_property
     def type(self) -> str:
+        """Type of one leaf with its axes: "f32[768, 3072@model]"."""
         return type_text(self.first.dtype, self.first.shape, self.first.layout)
 
     @property
     def layout(self) -> str:
+        """PartitionSpec of one leaf, or "replicated"."""
         return clean(str(self.first.layout)) if self.first.layout.split_axes else "replicated"
 
 
@@ -135,14 +139,17 @@ class LineRow:
 
     @property
     def seconds(self) -> float:
+        """Compute and communication, per step."""
         return self.compute_s + self.communication_s
 
     @property
     def indent(self) -> int:
+        """Columns before the code."""
         return len(self.code) - len(self.code.lstrip())
 
     @property
     def is_library(self) -> bool:
+        """Whether the line is in an installed package, not in the user's own program."""
         return is_library(self.file)
 
 

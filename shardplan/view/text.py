@@ -75,6 +75,7 @@ def short_path(path: str) -> str:
 
 
 def more(n: int, what: str) -> list[str]:
+    """A line that counts what is left out; nothing where `n` is not positive."""
     return [f"  ... and {n} more {what}"] if n > 0 else []
 
 
@@ -109,7 +110,7 @@ def _paths(shown: Sequence[rows.LeafRow], room: int):
 
 
 def _common_start(paths: Sequence[str]) -> str:
-    """ "a/b/" of "a/b/c" and "a/b/d"."""
+    """The folders that all paths share: "a/b/" of "a/b/c" and "a/b/d"."""
     shared = itertools.takewhile(lambda at: len(set(at)) == 1, zip(*(p.split("/")[:-1] for p in paths), strict=False))
     return "".join(f"{at[0]}/" for at in shared)
 

@@ -26,7 +26,7 @@ def itemsize(dtype: str) -> float:
 
 
 def short_dtype(dtype: str) -> str:
-    """ "bf16" of "bfloat16", as JAX shortens."""
+    """A dtype as JAX shortens it: "bf16" of "bfloat16"."""
     return next((short + dtype[len(long) :] for long, short in SHORT if dtype.startswith(long)), dtype)
 
 
@@ -49,4 +49,5 @@ def array_type(text: str, layout: Layout) -> str:
 
 
 def join_axes(axes: Iterable[str]) -> str:
+    """Names of mesh axes as a list."""
     return clean(", ".join(axes))
