@@ -1,4 +1,4 @@
-"""Elementwise ops: every dim passes through; an operand of rank 0, or a dim of one that the result stretches, is shared.
+"""Elementwise ops: every dim is a pass-through factor; rank-0 operands and dims that the result stretches have none.
 
 mul       a b, a b -> a b
 select_n  1, a b, a b -> a b       with a scalar predicate the first operand is rank 0
@@ -12,7 +12,7 @@ from ..rule import Rule, factors, rule
 
 
 def elementwise(*ins, out, **kw) -> Rule:
-    """Every dim passes through."""
+    """Every dim of the result passes through, where the operand has it."""
     result = factors(out[0])
 
     def dims(x):
@@ -38,43 +38,43 @@ LINEAR = "copy name stop_gradient xla_metadata_value zeros_like"
 @rule(*PROLOGUES.split(), traits=Traits(matmul_prologue=True))
 @rule("neg", traits=Traits(matmul_prologue=True, forwards_value=True))
 @rule("convert_element_type", traits=Traits(forwards_value=True, runs_with_reader=True))
-def _(*ins, out, **_):
+def plain(*ins, out, **_):
     return elementwise(*ins, out=out)
 
 
-# A loop inside, so no part of a fusion.
 @rule(*ITERATED.split(), traits=Traits(runs_on_shards=True))
-def _(*ins, out, **_):
+def iterated(*ins, out, **_):
+    """Loops inside, so no part of a fusion."""
     return elementwise(*ins, out=out, fusion="none")
 
 
-# Partial sums pass through where XLA adds first and reduces then. It does not for neg and sub, linear as they are.
 @rule(*LINEAR.split())
 @rule("add", "add_any", traits=Traits(addition=True, deferrable=True, matmul_prologue=True))
-def _(*ins, out, **_):
+def linear(*ins, out, **_):
+    """Partial sums pass through: XLA adds first and reduces then. It does not for neg and sub, linear as they are."""
     return elementwise(*ins, out=out, linear=True)
 
 
-@rule("shard_alike")
-def _(*ins, out, **_):
+@rule()
+def shard_alike(*ins, out, **_):
     return elementwise(*ins, out=out, fusion="view", flops=0)
 
 
 @rule("sharding_constraint", traits=Traits(sharding_constraint=True))
 @rule("reshard", "layout_constraint", "relayout", "with_memory_space_constraint")
-def _(x, *, out, **_):
+def sharding_constraint(x, *, out, **_):
     a = factors(x)
     return Rule((a,), (a,), fusion="view", flops=0)
 
 
-# The second operand, when the first is there.
-@rule("tie")
-def _(x, y, *, out, **_):
+@rule()
+def tie(x, y, *, out, **_):
+    """The second operand, once the first is computed."""
     a, b = factors(x, "x"), factors(y)
     return Rule((a, b), (b,), replicated=frozenset(n for dim in a for n in dim), fusion="view", flops=0)
 
 
 @rule("optimization_barrier", "device_put", "dce_sink")
-def _(*ins, out, **_):
+def optimization_barrier(*ins, out, **_):
     dims = tuple(factors(x, f"x{i}_") for i, x in enumerate(ins))
     return Rule(dims, dims[: len(out)], fusion="view", flops=0)

@@ -1,11 +1,11 @@
 """Gather and scatter in every mode.
 
-    gather       v d, n 1 -> n d            reduce v    each device looks up what it holds, the parts are summed
+    gather       v d, n 1 -> n d            reduce v    each device looks up the rows it holds, the parts are summed
     gather       b v d, b n 1 -> b n d      reduce v    b is a batching dim
     scatter-add  v d, n 1, n d -> v d       reduce n    v: each device keeps the updates that fall in its part
-    scatter      v d, n 1, n d -> v d       whole n     the order of overwriting updates is not split
+    scatter      v d, n 1, n d -> v d       replicated n   overwriting updates have an order
 
-A dim of the operand that is sliced, neither whole nor one element at a time, is whole; so are the components of one index.
+A dim of the operand of which slices are read, neither all of it nor one element, needs replication; so do the components of one index.
 Partial results of a scatter over n start from the operand on one device and from the identity of the reduction on the others.
 """
 
@@ -19,18 +19,18 @@ from ..rule import Rule, factors, rule
 from .reduce import ordered
 
 
-def index_letters(indices, batching: dict[int, tuple[str, ...]]):
-    """Letters of the indices' dims; `batching` gives those shared with the operand. The last dim holds one index."""
+def index_factors(indices, batching: dict[int, tuple[str, ...]]):
+    """Factors of the indices' dims; `batching` gives those shared with the operand. The last dim holds one index."""
     own = [batching.get(d, n) for d, n in enumerate(factors(indices, "i"))]
     own[-1] = () if indices.shape[-1] == 1 else own[-1]
     return tuple(own)
 
 
-@rule("gather", traits=Traits(gather=True, reads_part=True))
-def _(x, indices, *rest, out, dimension_numbers, slice_sizes, **_):
+@rule(traits=Traits(gather=True, reads_part=True))
+def gather(x, indices, *rest, out, dimension_numbers, slice_sizes, **_):
     n, a, b = dimension_numbers, factors(x), factors(x, "s")
     kind = "or" if str(x.dtype) == "bool" else "sum"
-    i = index_letters(indices, {j: a[d] for d, j in zip(n.operand_batching_dims, n.start_indices_batching_dims, strict=True)})
+    i = index_factors(indices, {j: a[d] for d, j in zip(n.operand_batching_dims, n.start_indices_batching_dims, strict=True)})
     reduce, replicated, window = {}, set(i[-1]), []
     for d, (size, taken) in enumerate(zip(x.shape, slice_sizes, strict=True)):
         indexed = d in n.start_index_map
@@ -47,15 +47,15 @@ def _(x, indices, *rest, out, dimension_numbers, slice_sizes, **_):
             window.append(kept)
     window, batch = iter(window), iter(i[:-1])
     result = tuple(next(window) if d in n.offset_dims else next(batch) for d in range(len(out[0].shape)))
-    operands, shard_local = (a, i, *((),) * len(rest)), alone(indices, reduce)
+    operands, shard_local = (a, i, *((),) * len(rest)), single_lookup(indices, reduce)
     return Rule(operands, (result,), reduce=reduce, replicated=frozenset(replicated), shard_local=shard_local, fusion="loop")
 
 
 def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
-    """`kind` joins updates at one place; None when the last one wins."""
+    """A scatter; `kind` joins updates at one place, None when the last one wins."""
     kind = ordered(x, kind)
     n, a, b = dimension_numbers, factors(x), factors(updates, "u")
-    i = index_letters(indices, {j: a[d] for d, j in zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True)})
+    i = index_factors(indices, {j: a[d] for d, j in zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True)})
     replicated, window, batch = set(i[-1]), iter(n.update_window_dims), iter(i[:-1])
     u = [b[d] if d in n.update_window_dims else next(batch) for d in range(len(updates.shape))]
     for d, size in enumerate(x.shape):
@@ -75,37 +75,37 @@ def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
     free = {j for dim in i[:-1] for j in dim} - {c for d in a for c in d}
     reduce = dict.fromkeys(sorted(free), kind) if kind else {}
     replicated = frozenset(replicated if kind else replicated | free)
-    shard_local = alone(indices, [c for d in n.scatter_dims_to_operand_dims for c in a[d]])
+    shard_local = single_lookup(indices, [c for d in n.scatter_dims_to_operand_dims for c in a[d]])
     return Rule((a, i, tuple(u)), (a,), reduce=reduce, replicated=replicated, shard_local=shard_local)
 
 
-def alone(indices, factors) -> frozenset[str]:
-    """Letters along which one place is looked up: XLA makes a slice of it, for which it gathers the operand."""
-    return frozenset(factors if prod(indices.shape[:-1]) == 1 else ())
+def single_lookup(indices, names) -> frozenset[str]:
+    """The factors, if only one place is looked up: XLA makes a slice of it, for which it would gather the operand."""
+    return frozenset(names if prod(indices.shape[:-1]) == 1 else ())
 
 
-# XLA partitions sums of updates, not differences: it would gather them.
 @rule("scatter", traits=Traits(scatter="set", in_place=True))
 @rule("scatter-sub", "scatter_sub", traits=Traits(scatter="sub", in_place=True))
-def _(x, indices, updates, *, out, dimension_numbers, **_):
+def scatter(x, indices, updates, *, out, dimension_numbers, **_):
+    """XLA partitions sums of updates, not differences: it would gather them."""
     return scattered(x, indices, updates, dimension_numbers, None)
 
 
 @rule("scatter-add", "scatter_add", traits=Traits(scatter="add", in_place=True))
-def _(x, indices, updates, *, out, dimension_numbers, **_):
+def scatter_add(x, indices, updates, *, out, dimension_numbers, **_):
     return scattered(x, indices, updates, dimension_numbers, "sum")
 
 
 @rule("scatter-mul", "scatter_mul", traits=Traits(scatter="mul", in_place=True))
-def _(x, indices, updates, *, out, dimension_numbers, **_):
+def scatter_mul(x, indices, updates, *, out, dimension_numbers, **_):
     return scattered(x, indices, updates, dimension_numbers, "prod")
 
 
 @rule("scatter-max", "scatter_max", traits=Traits(scatter="max", in_place=True))
-def _(x, indices, updates, *, out, dimension_numbers, **_):
+def scatter_max(x, indices, updates, *, out, dimension_numbers, **_):
     return scattered(x, indices, updates, dimension_numbers, "max")
 
 
 @rule("scatter-min", "scatter_min", traits=Traits(scatter="min", in_place=True))
-def _(x, indices, updates, *, out, dimension_numbers, **_):
+def scatter_min(x, indices, updates, *, out, dimension_numbers, **_):
     return scattered(x, indices, updates, dimension_numbers, "min")

@@ -1,12 +1,13 @@
-"""Products: dot_general, ragged dots and convolutions; the contracted letters leave partial sums.
+"""Products: dot_general, ragged dots and convolutions; contracted dims are reduction factors.
 
 dot_general  a b c, a c d -> a b d   reduce c
-conv         n c h w, o c i j -> n o h w   reduce c   halo h=3 w=3   whole i j
+conv         n c h w, o c i j -> n o h w   reduce c   halo h=3 w=3   replicated i j
 grouped      n (g c) w, (g o) c i -> n (g o) x
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd, prod
 
 from shardplan.ir.traits import Traits
@@ -17,7 +18,7 @@ from ..rule import Fusion, Rule, factors, rule
 
 
 def contract(x, y, dimension_numbers):
-    """Letters of both operands and of the result: batch dims, then free dims of the left, then of the right."""
+    """Factors of both operands and of the result: batch dims, then free dims of the left, then of the right."""
     (left, right), (left_batch, right_batch) = dimension_numbers
     a, b = list(factors(x)), list(factors(y, "y"))
     for i, j in zip((*left, *left_batch), (*right, *right_batch), strict=True):
@@ -29,15 +30,16 @@ def contract(x, y, dimension_numbers):
 
 
 def multiply_adds(x, sizes) -> float:
+    """Floating point operations of a product over these dims."""
     return (8 if "complex" in str(x.dtype) else 2) * prod(sizes)
 
 
 SMALL_PRODUCT = 10_000_000
-"""Elements of matrix and vector from which on XLA gives their product a kernel of its own (gpu_algebraic_simplifier.cc)."""
+"""Elements of matrix and vector from which on XLA runs their product as a GEMM (gpu_algebraic_simplifier.cc)."""
 
 
-def fused(x, y, dimension_numbers) -> Fusion:
-    """How XLA runs a product: without a sum it multiplies, of a matrix and a vector it also sums up, both inside fusions."""
+def product_fusion(x, y, dimension_numbers) -> Fusion:
+    """Outer products run as elementwise fusions, small matrix-vector products as reduce fusions, all else as a GEMM."""
     (left, _), (batch, _) = dimension_numbers
     inner, batches = (prod(x.shape[d] for d in dims) for dims in (left, batch))
     rows, columns = (prod(z.shape) // max(1, inner * batches) for z in (x, y))
@@ -46,19 +48,19 @@ def fused(x, y, dimension_numbers) -> Fusion:
     return "reduce" if 1 in (rows, columns) and (rows + columns) * inner < SMALL_PRODUCT else "none"
 
 
-@rule("dot_general", traits=Traits(matmul=True, deferrable=True))
-def _(x, y, *, out, dimension_numbers, **_):
+@rule(traits=Traits(matmul=True, deferrable=True))
+def dot_general(x, y, *, out, dimension_numbers, **_):
     a, b, c = contract(x, y, dimension_numbers)
     contracted = dimension_numbers[0][0]
     flops = multiply_adds(x, (*out[0].shape, *(x.shape[i] for i in contracted)))
     kind = "or" if str(out[0].dtype) == "bool" else "sum"
-    fusion = fused(x, y, dimension_numbers)
+    fusion = product_fusion(x, y, dimension_numbers)
     return Rule((a, b), (c,), reduce={a[i][0]: kind for i in contracted}, flops=flops, fusion=fusion)
 
 
-# Every scale is that of some elements in a row along a contracted dim.
-@rule("scaled_dot")
-def _(x, y, x_scale, y_scale, *, out, dimension_numbers, **_):
+@rule()
+def scaled_dot(x, y, x_scale, y_scale, *, out, dimension_numbers, **_):
+    """One scale per block of adjacent elements along a contracted dim."""
     left, right = dimension_numbers[0]
     a, b, c = contract(x, y, dimension_numbers)
     dims, sizes = [list(a), list(b), list(a), list(b)], {d[0]: n for t, z in ((a, x), (b, y)) for d, n in zip(t, z.shape, strict=True)}
@@ -72,9 +74,9 @@ def _(x, y, x_scale, y_scale, *, out, dimension_numbers, **_):
     return Rule(tuple(map(tuple, dims)), (c,), reduce=reduce, replicated=frozenset(inner), sizes=sizes, flops=flops)
 
 
-# Rows of the left operand come in groups, each with its own right operand: the ragged dim and the groups are whole.
-@rule("ragged_dot_general", traits=Traits(grouped_matmul=True))
-def _(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, **_):
+@rule(traits=Traits(grouped_matmul=True))
+def ragged_dot_general(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, **_):
+    """Groups of rows of the left operand have a right operand each: the ragged dim and the groups need replication."""
     n = ragged_dot_dimension_numbers
     (left, right), batch = n.dot_dimension_numbers
     group = {d: ("g",) for d in n.rhs_group_dimensions}
@@ -91,48 +93,18 @@ def _(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, **_):
     return Rule((a, b, sizes), (c,), reduce=reduce, replicated=frozenset(replicated), flops=flops)
 
 
-def ways(*sizes: int) -> tuple[int, int]:
-    """How well all sizes are split at once: by powers of two, as most mesh axes are, then by anything."""
+def divisibility(*sizes: int) -> tuple[int, int]:
+    """How well all sizes shard at once, to compare: by powers of two, as most mesh axes are, then by anything."""
     n = gcd(*sizes)
     return n & -n, n
 
 
-# Windows slide over spatial dims. Where they divide better than the result, as in a filter's gradient, it is the sum over window
-# positions that is split.
-@rule("conv_general_dilated", traits=Traits(convolution=True, runs_on_shards=True))
-def _(
-    x,
-    w,
-    *,
-    out,
-    window_strides,
-    padding,
-    lhs_dilation,
-    rhs_dilation,
-    dimension_numbers,
-    feature_group_count,
-    batch_group_count,
-    **_,
-):
+@rule(traits=Traits(convolution=True, runs_on_shards=True))
+def conv_general_dilated(x, w, *, out, dimension_numbers, feature_group_count, batch_group_count, **params):
+    """Windows slide over spatial dims; feature and batch groups are the major factor of their dims."""
     lhs, rhs, res = dimension_numbers
-    names, halo, reduce, replicated, met = [], {}, {"c": "sum"}, [], []
-    for i, (r, o, stride, (low, high), dilation, spread) in enumerate(
-        zip(rhs[2:], res[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
-    ):
-        h, taps, made = f"x{i}", w.shape[r], out[0].shape[o]
-        met.append(window_hits(x.shape[lhs[2 + i]], taps, made, stride, low, dilation, spread))
-        if taps == stride == dilation == spread == 1 and low == high == 0:
-            names.append((h, "", h))
-        elif ways(x.shape[lhs[2 + i]], taps) > ways(x.shape[lhs[2 + i]], made):
-            names.append((h, h, f"y{i}"))
-            halo[h], reduce[h] = {0: Halo((made - 1) * stride + 1, spread, low, dilation)}, "sum"
-            replicated.append(f"y{i}")
-        else:
-            names.append((h, f"w{i}", h))
-            halo[h] = {0: Halo((taps - 1) * spread + 1, stride, low, dilation)}
-            replicated.append(f"w{i}")
-    batch, feature = ("n",), ("c",)
-    made = ("o",)
+    spatial, shared, pairs = convolved_dims(x, w, out[0], dimension_numbers, **params)
+    batch, feature, made = ("n",), ("c",), ("o",)
     sizes = {"n": x.shape[lhs[0]] // batch_group_count, "c": w.shape[rhs[1]], "o": w.shape[rhs[0]]}
     if feature_group_count > 1:
         feature, made = ("g", "c"), ("g", "o")
@@ -141,22 +113,43 @@ def _(
     if (groups := max(feature_group_count, batch_group_count)) > 1:
         sizes |= {"g": groups, "o": sizes["o"] // groups}
 
-    def place(spec, first, second, spatial):
+    def place(spec, first, second, names):
         dims = [()] * len(spec)
-        for at, dim in zip(spec, (first, second, *((s,) if s else () for s in spatial)), strict=True):
+        for at, dim in zip(spec, (first, second, *((name,) if name else () for name in names)), strict=True):
             dims[at] = dim
         return tuple(dims)
 
-    operands = (place(lhs, batch, feature, [n[0] for n in names]), place(rhs, made, ("c",), [n[1] for n in names]))
-    results = (place(res, ("n",), made, [n[2] for n in names]),)
-    flops = multiply_adds(x, (out[0].shape[res[0]], out[0].shape[res[1]], w.shape[rhs[1]], *met))
-    return Rule(
-        operands,
-        results,
-        reduce=reduce,
-        halo=halo,
-        shard_local=frozenset(halo),
-        replicated=frozenset(replicated),
-        sizes=sizes,
-        flops=flops,
-    )
+    of_x, of_w, of_out = zip(*spatial, strict=True) if spatial else ((), (), ())
+    operands = place(lhs, batch, feature, of_x), place(rhs, made, ("c",), of_w)
+    flops = multiply_adds(x, (out[0].shape[res[0]], out[0].shape[res[1]], w.shape[rhs[1]], *pairs))
+    return replace(shared, operands=operands, results=(place(res, ("n",), made, of_out),), sizes=sizes, flops=flops)
+
+
+def convolved_dims(x, w, out, dimension_numbers, *, window_strides, padding, lhs_dilation, rhs_dilation, **_):
+    """The spatial dims of a convolution.
+
+    Where window positions divide better than results, as in a filter's gradient, the sum over window positions is the factor that
+    shards, and the result's dim needs replication.
+
+    Returns:
+        Per dim the factors of operand, window and result ("" for a window of one); a rule with what holds along them; per dim the
+        number of (tap, result) pairs that meet an element.
+    """
+    lhs, rhs, res = dimension_numbers
+    names, halo, reduce, replicated, pairs = [], {}, {"c": "sum"}, set(), []
+    params = zip(lhs[2:], rhs[2:], res[2:], window_strides, padding, lhs_dilation, rhs_dilation, strict=True)
+    for i, (d, r, o, stride, (low, high), dilation, spread) in enumerate(params):
+        h, n, taps, made = f"x{i}", x.shape[d], w.shape[r], out.shape[o]
+        pairs.append(window_hits(n, taps, made, stride, low, dilation, spread))
+        if taps == stride == dilation == spread == 1 and low == high == 0:
+            names.append((h, "", h))
+        elif divisibility(n, taps) > divisibility(n, made):
+            names.append((h, h, f"y{i}"))
+            halo[h], reduce[h] = {0: Halo((made - 1) * stride + 1, spread, low, dilation)}, "sum"
+            replicated.add(f"y{i}")
+        else:
+            names.append((h, f"w{i}", h))
+            halo[h] = {0: Halo((taps - 1) * spread + 1, stride, low, dilation)}
+            replicated.add(f"w{i}")
+    shared = Rule((), (), reduce=reduce, halo=halo, shard_local=frozenset(halo), replicated=frozenset(replicated))
+    return names, shared, pairs

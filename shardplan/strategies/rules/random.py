@@ -1,8 +1,8 @@
 """Random numbers: with threefry keys an element is a function of key and position, so each device makes its part.
 
-random_bits   -> a b           a key of rank 0; a letter only in the result is split for free
-random_split  k -> b a         first k  whole b a   where the generator draws in order, as `rbg` does, for many keys from the first
-random_wrap   a b -> a         whole b: the words of one key
+random_bits   -> a b           a key of rank 0; a factor of the result alone shards for free
+random_split  k -> b a         head k  replicated b a   a generator that draws in order (`rbg`) uses the first key for all
+random_wrap   a b -> a         replicated b: the words of one key
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from .shape import leading, move
 
 
 def drawn(keys, *by: str) -> bool:
-    """Whether one of these generators makes what is asked of the keys: an element then depends on its place in all that is drawn."""
+    """Whether one of these generators draws from the keys: an element then depends on its position among all that are drawn."""
     return any(f"<{name}>" in str(keys.dtype) for name in by)
 
 
-def made(keys, out, in_order: bool) -> Rule:
+def bits(keys, out, in_order: bool) -> Rule:
+    """Random elements per key; `in_order` if the generator draws all of them from the first key."""
     a = factors(keys) + factors(out[0], "o")[len(keys.shape) :]
     if not in_order:
         return move((factors(keys),), (a,), flops=None)
@@ -24,26 +25,26 @@ def made(keys, out, in_order: bool) -> Rule:
     return move((k,), (a,), a, flops=None, head=frozenset(x for (x,) in k))
 
 
-@rule("random_bits")
-def _(keys, *, out, **_):
-    return made(keys, out, drawn(keys, "rbg", "urbg"))
+@rule()
+def random_bits(keys, *, out, **_):
+    return bits(keys, out, drawn(keys, "rbg", "urbg"))
 
 
-# Keys of `rbg` are split by threefry.
-@rule("random_split")
-def _(keys, *, out, **_):
-    return made(keys, out, drawn(keys, "urbg"))
+@rule()
+def random_split(keys, *, out, **_):
+    """Threefry splits keys of `rbg`."""
+    return bits(keys, out, drawn(keys, "urbg"))
 
 
 @rule("random_seed", "random_clone")
-def _(x, *, out, **_):
+def random_seed(x, *, out, **_):
     a = factors(out[0])
     return move((a,), (a,), flops=None)
 
 
-# What is folded into unchecked keys is drawn for all of them from its first.
-@rule("random_fold_in")
-def _(keys, data, *, out, **_):
+@rule()
+def random_fold_in(keys, data, *, out, **_):
+    """Unchecked keys (`unsafe_rbg`) all use the first element of the data."""
     a = factors(out[0])
     k, d = (a if x.shape else () for x in (keys, data))
     if not drawn(keys, "urbg"):
@@ -53,22 +54,22 @@ def _(keys, data, *, out, **_):
 
 
 @rule("random_wrap", "random_unwrap")
-def _(x, *, out, **_):
+def random_wrap(x, *, out, **_):
     return leading(x, out[0])
 
 
-@rule("random_gamma")
-def _(keys, shape, *, out, **_):
+@rule()
+def random_gamma(keys, shape, *, out, **_):
     a = factors(out[0])
     return move((a[: len(keys.shape)], a), (a,), a if drawn(keys, "rbg", "urbg") else (), fusion="none", flops=None)
 
 
-@rule("iota_2x32_shape")
-def _(*, out, **_):
+@rule()
+def iota_2x32_shape(*, out, **_):
     return move((), (factors(out[0]),) * len(out))
 
 
 @rule("rng_bit_generator", "rng_uniform")
-def _(*ins, out, **_):
+def rng_bit_generator(*ins, out, **_):
     x, y = ([factors(t, f"{side}{i}_") for i, t in enumerate(ts)] for side, ts in (("x", ins), ("y", out)))
     return move(x, y, [d for t in (*x, *y) for d in t], fusion="none", flops=None)

@@ -1,10 +1,10 @@
 """Reductions, cumulative ops and orderings along a dim.
 
 reduce_max  a b -> a      reduce b=max
-argmax      a b -> a      best b
-cumsum      a b -> a b    prefix b
-sort        a b -> a b    whole b
-top_k       a b -> a c, a c    whole c    best b=k
+argmax      a b -> a      arg_reduce b
+cumsum      a b -> a b    scan b
+sort        a b -> a b    replicated b
+top_k       a b -> a c, a c    replicated c    arg_reduce b=k
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .shape import resized
 
 
 def reduction(x, axes, n_results: int = 1, kind: str | None = None, **kw) -> Rule:
-    """One operand; `axes` are reduced with `kind`, or whole without one."""
+    """One operand; `axes` are reduced with `kind`, or need replication without one."""
     a = factors(x)
     gone = [a[d][0] for d in axes]
     kept = tuple(b for d, b in enumerate(a) if d not in axes)
@@ -29,49 +29,49 @@ def reduction(x, axes, n_results: int = 1, kind: str | None = None, **kw) -> Rul
     return Rule((a,), (kept,) * n_results, **how, fusion=fusion, flops=prod(x.shape), **kw)
 
 
-@rule("reduce_sum", traits=Traits(reduction=True, sum_reduction=True))
-def _(x, *, out, axes, **_):
+@rule(traits=Traits(reduction=True, sum_reduction=True))
+def reduce_sum(x, *, out, axes, **_):
     return reduction(x, axes, kind="sum", linear=all(x.shape[d] == 1 for d in axes))  # a sum of one is a reshape
 
 
-@rule("reduce_max", traits=Traits(reduction=True))
-def _(x, *, out, axes, **_):
+@rule(traits=Traits(reduction=True))
+def reduce_max(x, *, out, axes, **_):
     return reduction(x, axes, kind=ordered(x, "max"))
 
 
-@rule("reduce_min", traits=Traits(reduction=True))
-def _(x, *, out, axes, **_):
+@rule(traits=Traits(reduction=True))
+def reduce_min(x, *, out, axes, **_):
     return reduction(x, axes, kind=ordered(x, "min"))
 
 
 def ordered(x, kind: str | None) -> str | None:
-    """max and min of real numbers: no collective orders complex ones."""
+    """The kind of a collective reduction; None for max and min of complex numbers, which no collective orders."""
     return None if "complex" in str(x.dtype) and kind in ("max", "min") else kind
 
 
-@rule("reduce_prod", traits=Traits(reduction=True))
-def _(x, *, out, axes, **_):
+@rule(traits=Traits(reduction=True))
+def reduce_prod(x, *, out, axes, **_):
     return reduction(x, axes, kind="prod")
 
 
-# No collective has the bitwise functions of integers, nor the exclusive one.
-@rule("reduce_and", traits=Traits(reduction=True))
-def _(x, *, out, axes, **_):
+@rule(traits=Traits(reduction=True))
+def reduce_and(x, *, out, axes, **_):
+    """Of booleans; no collective has the bitwise functions of integers, nor the exclusive one."""
     return reduction(x, axes, kind="and" if str(x.dtype) == "bool" else None)
 
 
-@rule("reduce_or", traits=Traits(reduction=True))
-def _(x, *, out, axes, **_):
+@rule(traits=Traits(reduction=True))
+def reduce_or(x, *, out, axes, **_):
     return reduction(x, axes, kind="or" if str(x.dtype) == "bool" else None)
 
 
-@rule("reduce_xor", traits=Traits(reduction=True))
-def _(x, *, out, axes, **_):
+@rule(traits=Traits(reduction=True))
+def reduce_xor(x, *, out, axes, **_):
     return reduction(x, axes)
 
 
-# Over dims that a vmap has named.
 def named(kind: str, *ins, out, axes, **_) -> Rule:
+    """A reduction over dims that a vmap has named."""
     operands = tuple(factors(x, f"x{i}_") for i, x in enumerate(ins))
     gone = {a[d][0]: ordered(x, kind) for a, x in zip(operands, ins, strict=True) for d in axes}
     results = tuple(tuple(b for d, b in enumerate(a) if d not in axes) for a in operands)
@@ -84,45 +84,45 @@ for _name, _kind in (("psum", "sum"), ("pmax", "max"), ("pmin", "min")):
 
 
 @rule("argmax", "argmin")
-def _(x, *, out, axes, **_):
+def argmax(x, *, out, axes, **_):
     r = reduction(x, axes)
     return replace(r, replicated=frozenset(), arg_reduce=dict.fromkeys(r.replicated, 1), shard_local=r.replicated)
 
 
-# Operands, then their initial values; the function that joins two elements is the user's.
-@rule("reduce", traits=Traits(barrier_operands=True))
-def _(*ins, out, dimensions, **_):
+@rule(traits=Traits(barrier_operands=True))
+def reduce_(*ins, out, dimensions, **_):
+    """Operands, then their initial values; the user's function joins two elements."""
     r, n = reduction(ins[0], dimensions, len(out)), len(out)
     return Rule(r.operands * n + ((),) * n, r.results, replicated=r.replicated, fusion="reduce", flops=n * prod(ins[0].shape))
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def _(x, *, out, axis, **_):
+def cumsum(x, *, out, axis, **_):
     a = factors(x)
     return Rule((a,), (a,), scan=frozenset(a[axis]), shard_local=frozenset(a[axis]))
 
 
-@rule("sort")
-def _(*ins, out, dimension, **_):
+@rule()
+def sort(*ins, out, dimension, **_):
     a = factors(ins[0])
     return Rule((a,) * len(ins), (a,) * len(out), replicated=frozenset(a[dimension]))
 
 
-def chosen(x, out, axis: int, k: int) -> Rule:
-    """The k best along an axis."""
+def selection(x, out, axis: int, k: int) -> Rule:
+    """The k largest along an axis."""
     r = resized((x,), out, (axis % len(x.shape),), fusion="none", flops=prod(x.shape))
     among = frozenset(r.operands[0][axis])
     return replace(r, replicated=r.replicated - among, arg_reduce=dict.fromkeys(among, k), shard_local=among)
 
 
-@rule("top_k")
-def _(x, *, out, k, axis=-1, **_):
-    return chosen(x, out, axis, k)
+@rule()
+def top_k(x, *, out, k, axis=-1, **_):
+    return selection(x, out, axis, k)
 
 
-# Approximate on TPUs only. Not brought together, it is the best of every bucket.
-@rule("approx_top_k")
-def _(x, *, out, k, reduction_dimension, aggregate_to_topk, **_):
+@rule()
+def approx_top_k(x, *, out, k, reduction_dimension, aggregate_to_topk, **_):
+    """Approximate on TPUs only. Not aggregated, it is the best of every bucket."""
     if aggregate_to_topk:
-        return chosen(x, out, reduction_dimension, k)
+        return selection(x, out, reduction_dimension, k)
     return resized((x,), out, (reduction_dimension % len(x.shape),), fusion="none", flops=prod(x.shape))

@@ -1,8 +1,8 @@
-"""Ops that move data and compute nothing: which dims of the result are which dims of the operands.
+"""Ops that move data and compute nothing: dims of the result share factors with dims of the operands.
 
-reshape           a (b c) -> (a b) c        a dim of the one side may be a product of letters of the other
-broadcast_in_dim  1 b -> a b                a letter only in the result is split for free: each device makes its part
-slice             a b -> a b   halo b=1     every element lies elsewhere: on this shard, or on one that sends it
+reshape           a (b c) -> (a b) c        a dim of one side may be a product of factors of the other
+broadcast_in_dim  1 b -> a b                a factor of the result alone shards for free: each device makes its part
+slice             a b -> a b   halo b=1     every element moves: from this shard or from another
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..rule import Rule, factors, rule
 
 
 def move(operands, results, replicated=(), **kw) -> Rule:
-    """A rule that computes nothing; `replicated` is a list of dims."""
+    """A rule without flops; `replicated` is a list of dims."""
     return Rule(
         tuple(operands),
         tuple(results),
@@ -27,7 +27,7 @@ def move(operands, results, replicated=(), **kw) -> Rule:
 
 
 def resized(ins, outs, changed=(), **kw) -> Rule:
-    """Tensors of one rank: dims that are `changed` or differ in size are whole on every side, the others pass through."""
+    """Tensors of one rank: dims that are `changed` or differ in size need replication on every side, the others pass through."""
     tensors, shared = (*ins, *outs), factors(outs[0])
     cut = {d for d, sizes in enumerate(zip(*(x.shape for x in tensors), strict=True)) if d in changed or len(set(sizes)) > 1}
     own = [factors(x, f"x{i}_") for i, x in enumerate(tensors)]
@@ -45,10 +45,10 @@ def shifted(ins, out, halos, **kw) -> Rule:
 
 
 def reshape_factors(left: tuple[int, ...], right: tuple[int, ...]):
-    """Letters of a reshape: the common factors of both shapes, walked major to minor; what has none stays whole.
+    """Factors of a reshape: common factors of both shapes, walked major to minor; coprime parts need replication.
 
     Returns:
-        Dims of the left shape, dims of the right shape, letter sizes, whole letters.
+        Dims of the left shape, dims of the right shape, factor sizes, factors that need replication.
 
     >>> factors((8, 6), (2, 4, 6))
     (((('a', 'b'), ('c',)), (('a',), ('b',), ('c',)), {'a': 2, 'b': 4, 'c': 6}, frozenset())
@@ -67,9 +67,9 @@ def reshape_factors(left: tuple[int, ...], right: tuple[int, ...]):
             at[side] += 1
             dims[side].append(())
 
-    def give(side, letter, size):
-        sizes[letter] = size
-        dims[side][-1] += (letter,)
+    def give(side, factor, size):
+        sizes[factor] = size
+        dims[side][-1] += (factor,)
         rest[side] //= size
 
     while True:
@@ -78,22 +78,22 @@ def reshape_factors(left: tuple[int, ...], right: tuple[int, ...]):
         if rest == [1, 1]:
             return tuple(dims[0]), tuple(dims[1]), sizes, frozenset(replicated)
         if (common := gcd(*rest)) > 1:
-            letter = next(names)
-            give(0, letter, common)
-            give(1, letter, common)
+            factor = next(names)
+            give(0, factor, common)
+            give(1, factor, common)
             continue
-        # Coprime, like (2, 3) -> (3, 2): whole letters on both sides until the products meet.
+        # Coprime, like (2, 3) -> (3, 2): replicated factors on both sides until the products meet.
         done = [1, 1]
         while done[0] != done[1] or done == [1, 1]:
             side = 0 if done[0] < done[1] or done == [1, 1] else 1
             advance(side)
             done[side] *= rest[side]
-            replicated.add(letter := next(names))
-            give(side, letter, rest[side])
+            replicated.add(factor := next(names))
+            give(side, factor, rest[side])
 
 
-@rule("reshape", traits=Traits(forwards_value=True, runs_with_reader=True))
-def _(x, *rest, out, dimensions=None, **_):
+@rule(traits=Traits(forwards_value=True, runs_with_reader=True))
+def reshape(x, *rest, out, dimensions=None, **_):
     order = dimensions or range(len(x.shape))  # the dims are transposed into this order first
     left, right, sizes, replicated = reshape_factors(tuple(x.shape[d] for d in order), out[0].shape)
     left = tuple(dim for _, dim in sorted(zip(order, left, strict=True)))
@@ -101,95 +101,95 @@ def _(x, *rest, out, dimensions=None, **_):
     return Rule((left, *((),) * len(rest)), (right,), sizes=sizes, replicated=replicated, linear=True, fusion=fusion, flops=0)
 
 
-@rule("transpose", traits=Traits(transpose=True, forwards_value=True, runs_with_reader=True))
-def _(x, *, out, permutation, **_):
+@rule(traits=Traits(transpose=True, forwards_value=True, runs_with_reader=True))
+def transpose(x, *, out, permutation, **_):
     a = factors(x)
     return move((a,), (tuple(a[p] for p in permutation),), linear=True)
 
 
-@rule("squeeze", traits=Traits(forwards_value=True))
-def _(x, *, out, dimensions, **_):
+@rule(traits=Traits(forwards_value=True))
+def squeeze(x, *, out, dimensions, **_):
     a = tuple(() if d in dimensions else b for d, b in enumerate(factors(x)))
     return move((a,), (tuple(b for d, b in enumerate(a) if d not in dimensions),), linear=True, fusion="view")
 
 
-@rule("broadcast_in_dim", traits=Traits(broadcast=True))
-def _(x, *rest, out, broadcast_dimensions, **_):
+@rule(traits=Traits(broadcast=True))
+def broadcast_in_dim(x, *rest, out, broadcast_dimensions, **_):
     a = factors(out[0])
     return move((tuple(() if n == 1 else a[d] for d, n in zip(broadcast_dimensions, x.shape, strict=True)), *((),) * len(rest)), (a,))
 
 
-@rule("broadcast_to")
-def _(x, *, out, **_):
+@rule()
+def broadcast_to(x, *, out, **_):
     a = factors(out[0])
     return move((tuple(() if n == 1 else b for n, b in zip(x.shape, a[len(a) - len(x.shape) :], strict=True)),), (a,))
 
 
-@rule("tile")
-def _(x, *, out, reps, **_):
+@rule()
+def tile(x, *, out, reps, **_):
     a, r = factors(x), factors(x, "r")
     sizes = {b[0]: n for b, n in zip(a, x.shape, strict=True)} | {b[0]: n for b, n in zip(r, reps, strict=True)}
     return move((a,), (tuple(b if n == 1 else (*c, *b) for b, c, n in zip(a, r, reps, strict=True)),), sizes=sizes)
 
 
 @rule("iota", "empty", "empty2", "platform_index")
-def _(*ins, out, **_):
+def iota(*ins, out, **_):
     return move(((),) * len(ins), (factors(out[0]),))
 
 
-@rule("concatenate")
-def _(*ins, out, dimension, **_):
+@rule()
+def concatenate(*ins, out, dimension, **_):
     before = accumulate((x.shape[dimension] for x in ins), initial=0)
     return shifted(ins, out, {dimension: [Halo(low=n) for n, _ in zip(before, ins, strict=False)]})
 
 
-@rule("rev")
-def _(x, *, out, dimensions, **_):
+@rule()
+def rev(x, *, out, dimensions, **_):
     return shifted((x,), out, {d: [Halo(stride=-1, low=1 - x.shape[d])] for d in dimensions})
 
 
-@rule("stack")
-def _(*ins, out, axis, **_):
+@rule()
+def stack(*ins, out, axis, **_):
     a = factors(out[0])
     return move((a[:axis] + a[axis + 1 :],) * len(ins), (a,), (a[axis],))
 
 
-@rule("unstack")
-def _(x, *, out, axis, **_):
+@rule()
+def unstack(x, *, out, axis, **_):
     a = factors(x)
     return move((a,), (a[:axis] + a[axis + 1 :],) * len(out), (a[axis],))
 
 
-@rule("pad")
-def _(x, value, *, out, padding_config, **_):
+@rule()
+def pad(x, value, *, out, padding_config, **_):
     halos = {d: [Halo(low=low, dilation=1 + gap)] for d, (low, high, gap) in enumerate(padding_config) if any((low, high, gap))}
     r = shifted((x,), out, halos)
     return replace(r, operands=(*r.operands, ()))
 
 
-@rule("slice", traits=Traits(reads_part=True))
-def _(x, *, out, start_indices, limit_indices, strides, **_):
+@rule(traits=Traits(reads_part=True))
+def slice_(x, *, out, start_indices, limit_indices, strides, **_):
     kept = zip(start_indices, strides or (1,) * len(x.shape), x.shape, out[0].shape, strict=True)
     return shifted((x,), out, {d: [Halo(stride=step, low=-start)] for d, (start, step, n, m) in enumerate(kept) if n != m})
 
 
-@rule("dynamic_slice", traits=Traits(reads_part=True))
-def _(x, *starts, out, **_):
-    a, small, cut, replicated = cutting(x, out[0])
+@rule(traits=Traits(reads_part=True))
+def dynamic_slice(x, *starts, out, **_):
+    a, small, cut, replicated = slice_factors(x, out[0])
     kept = "key<" in str(x.dtype)
     reduce = {} if kept else dict.fromkeys(cut, "or" if str(x.dtype) == "bool" else "sum")
     return move((a, *((),) * len(starts)), (small,), [replicated, cut if kept else ()], reduce=reduce, shard_local=frozenset(reduce))
 
 
-# What of an update falls in a device's shard is written there, so all dims of the operand pass through.
-@rule("dynamic_update_slice", traits=Traits(in_place=True, writes_part=(1, 1)))
-def _(x, update, *starts, out, **_):
-    a, small, cut, replicated = cutting(x, update)
+@rule(traits=Traits(in_place=True, writes_part=(1, 1)))
+def dynamic_update_slice(x, update, *starts, out, **_):
+    """A device writes the part of the update that falls in its shard, so all dims of the operand pass through."""
+    a, small, cut, replicated = slice_factors(x, update)
     return move((a, small, *((),) * len(starts)), (a,), [replicated], shard_local=frozenset(cut))
 
 
-def cutting(x, part):
-    """Letters of an array and of a part of it; those along which it is smaller, and those of the part that may not be split."""
+def slice_factors(x, part):
+    """Factors of an array, of a slice of it, those along which the slice is smaller, and the slice's own that need replication."""
     a, b = factors(x), factors(part, "s")
     sizes = list(zip(x.shape, part.shape, strict=True))
     small = tuple(c if n == m else () if m == 1 else d for c, d, (n, m) in zip(a, b, sizes, strict=True))
@@ -198,12 +198,12 @@ def cutting(x, part):
 
 
 def leading(x, y, **kw) -> Rule:
-    """Two tensors that share leading dims; the further ones of either are whole."""
+    """Two tensors that share leading dims; further dims of either need replication."""
     n = min(len(x.shape), len(y.shape))
     a, b = factors(x), factors(x)[:n] + factors(y, "y")[n:]
     return move((a,), (b,), a[n:] + b[n:], fusion="view", **kw)
 
 
 @rule("bitcast_convert_type", "to_edtype", "from_edtype")
-def _(x, *, out, **_):
+def bitcast_convert_type(x, *, out, **_):
     return leading(x, out[0])

@@ -1,7 +1,7 @@
-"""Sliding windows: a dim passes through, its shards exchanging what windows reach over.
+"""Sliding windows: a dim passes through, its shards exchange halos.
 
 reduce_window_max       n h w c -> n h w c                halo h=3/2 w=3/2
-select_and_scatter_add  n h w c, n h w c -> n h w c       halo h=3 w=3      windows that a shard's elements are in, and all they see
+select_and_scatter_add  n h w c, n h w c -> n h w c       halo h=3 w=3      windows of its elements and all that these read
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ..halo import Halo
 from ..rule import Rule, factors, rule
 
 
-def slid(k: int, x, window_dimensions, window_strides, padding, base_dilation=None, window_dilation=None, **_):
-    """Letters of all tensors, and how windows slide over the first k; a dim whose window is one point just passes through."""
+def windowed(k: int, x, window_dimensions, window_strides, padding, base_dilation=None, window_dilation=None, **_):
+    """Factors of all tensors, and halos of the first k; a dim whose window is one point just passes through."""
     a, halo = factors(x), {}
     ones = (1,) * len(a)
     sizes = zip(window_dimensions, window_strides, padding, base_dilation or ones, window_dilation or ones, strict=True)
@@ -25,40 +25,42 @@ def slid(k: int, x, window_dimensions, window_strides, padding, base_dilation=No
     return a, halo
 
 
-def cut_and_spread(halo) -> frozenset[str]:
-    """Letters along which windows begin behind the first of elements that have gaps between them: XLA aborts when these are split."""
+def unsupported(halo) -> frozenset[str]:
+    """Factors with base dilation and negative padding: XLA aborts when these are sharded."""
     return frozenset(name for name, of in halo.items() if any(h.dilation > 1 and h.low < 0 for h in of.values()))
 
 
 @rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
-def _(x, *, out, window_dimensions, **params):
-    a, halo = slid(1, x, window_dimensions, **params)
+def reduce_window_sum(x, *, out, window_dimensions, **params):
+    a, halo = windowed(1, x, window_dimensions, **params)
     flops = prod(out[0].shape) * prod(window_dimensions)
-    return Rule((a,), (a,), halo=halo, replicated=cut_and_spread(halo), fusion="reduce", flops=flops)
+    return Rule((a,), (a,), halo=halo, replicated=unsupported(halo), fusion="reduce", flops=flops)
 
 
-# Operands, then their initial values.
-@rule("reduce_window")
-def _(*ins, out, window_dimensions, **params):
+@rule()
+def reduce_window(*ins, out, window_dimensions, **params):
+    """Operands, then their initial values."""
     k = len(out)
-    a, halo = slid(k, ins[0], window_dimensions, **params)
+    a, halo = windowed(k, ins[0], window_dimensions, **params)
     flops = k * prod(out[0].shape) * prod(window_dimensions)
-    shard_local, replicated = (frozenset(halo), frozenset()) if k > 1 else (frozenset(), cut_and_spread(halo))
+    shard_local, replicated = (frozenset(halo), frozenset()) if k > 1 else (frozenset(), unsupported(halo))
     return Rule((a,) * k + ((),) * k, (a,) * k, halo=halo, shard_local=shard_local, replicated=replicated, fusion="reduce", flops=flops)
 
 
-@rule("select_and_gather_add")
-def _(tangents, x, *, out, window_dimensions, **params):
-    a, halo = slid(2, x, window_dimensions, **params)
+@rule()
+def select_and_gather_add(tangents, x, *, out, window_dimensions, **params):
+    a, halo = windowed(2, x, window_dimensions, **params)
     flops = 2 * prod(out[0].shape) * prod(window_dimensions)
     return Rule((a, a), (a,), halo=halo, shard_local=frozenset(halo), fusion="reduce", flops=flops)
 
 
-# An element reads the windows it is in, and a shard all that these see. Shards begin where a window does; where windows leave
-# elements out between them, the dim is whole.
-@rule("select_and_scatter_add", traits=Traits(zeros_after=1))
-def _(source, x, *, out, window_dimensions, **params):
-    a, found = slid(1, x, window_dimensions, **params)
+@rule(traits=Traits(zeros_after=1))
+def select_and_scatter_add(source, x, *, out, window_dimensions, **params):
+    """An element reads the windows it is in, and a shard all that these read.
+
+    Shards begin where a window does; where windows skip elements, the dim needs replication.
+    """
+    a, found = windowed(1, x, window_dimensions, **params)
     sizes, halo = {name: each for (name,), *each in zip(a, source.shape, x.shape, strict=True)}, {}
     for name, halos in found.items():
         window, stride, low = halos[0].window, halos[0].stride, halos[0].low
@@ -72,9 +74,9 @@ def _(source, x, *, out, window_dimensions, **params):
     return Rule((b, a), (a,), halo=halo, shard_local=frozenset(halo), replicated=replicated, flops=flops)
 
 
-@rule("select_and_scatter", traits=Traits(zeros_after=0))
-def _(x, source, init, *, out, window_dimensions, **params):
-    a, halo = slid(1, x, window_dimensions, **params)
+@rule(traits=Traits(zeros_after=0))
+def select_and_scatter(x, source, init, *, out, window_dimensions, **params):
+    a, halo = windowed(1, x, window_dimensions, **params)
     b = tuple((f"y{n}",) if n in halo else (n,) for (n,) in a)
     replicated = frozenset(n for own, other in zip(a, b, strict=True) if own != other for n in own + other)
     return Rule((a, b, ()), (a,), replicated=replicated, flops=prod(source.shape) * prod(window_dimensions))
