@@ -31,14 +31,14 @@ import jax_harness
 import numpy as np
 from hypothesis import HealthCheck, Phase
 
-from shardplan import testing
 from shardplan.costs.space import UNSPLIT
 from shardplan.emit import shard_local as local
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import enumerate_strategies
 from shardplan.strategies.rule import RuleError, factor_sizes
 from shardplan.strategies.rules import rule_for
-from shardplan.testing import check_rule
+from shardplan.testing import check_rule, difference
+from shardplan.testing.check import run_equations
 
 
 def proof(case) -> tuple[str, str]:
@@ -70,7 +70,9 @@ def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for eqn, operands in testing.equations_run(jax.make_jaxpr(case.fn)(*case.args), list(case.args)):
+            found: list = []
+            run_equations(jax.make_jaxpr(case.fn)(*case.args), list(case.args), lambda *pair: found.append(pair))
+            for eqn, operands in found:
                 if eqn.primitive.name != case.primitive or eqn.effects:
                     continue
                 operands = [jax.numpy.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
@@ -84,7 +86,7 @@ def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
                     except Exception as error:
                         return "failed", f"{eqn}\npartitioned as {factors}: {jax_harness.first_line(error)}"
                     for x, y in zip(got, want, strict=True):
-                        if (why := testing.difference(x, y)) is not None:
+                        if (why := difference(x, y)) is not None:
                             return "failed", f"{eqn}\npartitioned as {factors}: {why}"
     except Exception as error:
         return "skipped", jax_harness.first_line(error)

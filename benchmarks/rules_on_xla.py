@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import jax
+from rule_examples import DTYPES, EXAMPLES
 
-from shardplan.strategies.rules.table import DTYPES, EXAMPLES, equations
+from shardplan._jax import equations
 from shardplan.xla.compiler import targets
 from shardplan.xla.compiler.compile import compile_here
 from shardplan.xla.report import one_op

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
 
 import jax
@@ -110,6 +110,41 @@ def without_refs(program):
 def is_ref(x) -> bool:
     """Whether an argument or a constant is a mutable array."""
     return isinstance(x, core.Ref)
+
+
+def equations(jaxpr) -> Iterator:
+    """Every equation, those of inner jaxprs behind the one that holds them."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def interpret(jaxpr, values: Iterable, run: Callable[..., Iterable], literal: Callable = lambda atom: atom.val) -> list:
+    """Interpret a jaxpr: the skeleton of parsing, emission and proofs.
+
+    Args:
+        jaxpr: an open jaxpr.
+        values: of its constants, then of its inputs; anything that `run` understands.
+        run: (number of the equation, equation, values of its operands) -> values of its results.
+        literal: value of a literal operand.
+
+    Returns:
+        Values of the outputs.
+    """
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
+
+    def read(atom):
+        return literal(atom) if isinstance(atom, Literal) else env[atom]
+
+    for n, eqn in enumerate(jaxpr.eqns):
+        env.update(zip(eqn.outvars, run(n, eqn, [read(a) for a in eqn.invars]), strict=True))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def region(eqn) -> str:
+    """The name "scan", "while" or "cond" for an equation of that kind, else ""."""
+    return eqn.primitive.name if eqn.primitive.name in ("scan", "while", "cond") else ""
 
 
 def scan_parts(eqn) -> tuple[ClosedJaxpr, int, int]:
@@ -241,14 +276,8 @@ def on_twin(jitted, twin: Mesh, mesh: Mesh):
 
 def knows_its_mesh(closed: ClosedJaxpr) -> bool:
     """Whether any equation, however deep, calls back into Python or brings its own partitioning: both ask for the mesh when lowered."""
-
-    def deep(jaxpr) -> bool:
-        return any(
-            "callback" in e.primitive.name or e.primitive.name == "custom_partitioning" or any(map(deep, jaxprs_in_params(e.params)))
-            for e in jaxpr.eqns
-        )
-
-    return deep(closed.jaxpr)
+    names = (eqn.primitive.name for eqn in equations(closed.jaxpr))
+    return any("callback" in name or name == "custom_partitioning" for name in names)
 
 
 def is_foreign(x, mesh: Mesh) -> bool:

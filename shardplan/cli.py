@@ -200,9 +200,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _rules(options: argparse.Namespace) -> int:
-    from shardplan.strategies.rules.table import rules_table
-
-    print(rules_table(), end="")
+    print((Path(__file__).parent / "strategies" / "rules.txt").read_text(), end="")
     return SAME
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from shardplan.strategies.rules.table import equations
+from shardplan._jax import equations
 
 SIZES = (8, 4, 6, 2, 3, 12, 16, 5, 1, 9)
 SMALL = (4, 2, 6, 3, 1, 5)

@@ -75,7 +75,7 @@ def test_what_was_found_wrong_when_split_is_whole(fn, types):
 )
 def test_many_keys_are_split_where_the_first_is_all_that_is_read(fn, impl, splits):
     proofs = check_rule(fn, jax.random.split(jax.random.key(0, impl=impl), 8), jnp.arange(8))
-    assert next(p for p in proofs if p.primitive.startswith("random")).splits == splits
+    assert next(p for p in proofs if p.primitive.startswith("random")).shardings == splits
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16"])

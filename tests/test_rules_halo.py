@@ -15,11 +15,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan._jax import equations
 from shardplan.emit.shard_local.forms import FORMS
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.halo import Halo
 from shardplan.strategies.rules import rule_for
-from shardplan.strategies.rules.table import equations
 from shardplan.testing import check_rule, difference
 from shardplan.xla import available
 from shardplan.xla.hlo.collectives import collectives

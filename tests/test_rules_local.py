@@ -80,7 +80,7 @@ def factorial_like(x):
 
 
 @pytest.mark.parametrize(
-    ("fn", "pattern", "letters"),
+    ("fn", "pattern", "options"),
     [(factorial_like, "a b c -> a b c", {}), (lambda x: factorial_like(x).sum(0), "a b c -> b c", {"reduce": "a"})],
     ids=["split", "summed"],
 )
@@ -97,7 +97,7 @@ def test_a_primitive_of_the_users_runs_on_shards_where_its_rule_says_so(local, f
         step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P("x"))(mine.bind)
         assert difference(step(x), fn(x)) is None
         assert ("all-gather" in {c.kind for c in collectives(step.compile(x).as_text())}) != local
-        assert check_rule(mine.bind, x)[0].splits
+        assert check_rule(mine.bind, x)[0].shardings
     finally:
         del RULES["my_factors"]
 

@@ -81,7 +81,7 @@ def test_a_rule_of_the_users_is_proven_three_ways_with_one_call(mine, tmp_path):
 
     args = jnp.ones((16, 64)), jnp.ones((64, 32))
     first, second = check_rule(both, *args, target="h100:2", golden=tmp_path / "rules.txt")
-    assert first.splits and first.deviations == ()
+    assert first.shardings and first.deviations == ()
     assert [(v.kind, v.program.split, v.program.planned) for v in second.deviations] == [("dearer", "split a:2", ())]
     text = (tmp_path / "rules.txt").read_text()
     assert text.startswith("my_product  float32[16,64], float32[64,32] -> float32[16,32]  a b, b c -> a c  reduce b\nmy_transform  ")

@@ -20,14 +20,13 @@ from functions import KEY, SQUARE, VECTOR, WHOLES, X, functions, jax_functions, 
 from jax import lax
 from layers import SEQUENCE, equinox_layers, linen_layers, missing, nnx_layers
 
-from shardplan._jax import EXPANDED, INLINED, inner_jaxpr, without_refs
+from shardplan._jax import EXPANDED, INLINED, equations, inner_jaxpr, without_refs
 from shardplan.costs.space import make_strategy_space
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rule import RULES
 from shardplan.strategies.rules import rule_for
-from shardplan.strategies.rules.table import equations
 
 LOWERED = """
 import functions

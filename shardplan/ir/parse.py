@@ -62,60 +62,59 @@ def parse(
         donated: numbers of donated inputs.
     """
     g, jaxpr = _Recorder(), closed.jaxpr
-    env: dict = {}
-    for k, var in enumerate(jaxpr.constvars):
-        env[var] = g.record("const", [], [], [var.aval], ("const", k))[0]
+    values: list[int | None] = [g.record("const", [], [], [var.aval], ("const", k))[0] for k, var in enumerate(jaxpr.constvars)]
     args = []
     for k, var in enumerate(jaxpr.invars):
         label = arg_labels[k] if arg_labels else f"[{k}]"
         args.append(len(g.ops))
-        env[var] = g.record("arg", [], [], [var.aval], ("arg", k), label=label)[0]
-    results = _read(g, jaxpr, env, ())
+        values += g.record("arg", [], [], [var.aval], ("arg", k), label=label)
+    results = _read(g, jaxpr, values, ())
     outs, g.source, g.phase = [], Source(), "update"
     for k, (v, var) in enumerate(zip(results, jaxpr.outvars, strict=True)):
         label = out_labels[k] if out_labels else f"[{k}]"
         outs.append(len(g.ops))
         g.record("out", [v], [var.aval], [var.aval], ("out", k), label=label)
-    values = tuple(replace(v, consumers=tuple(c)) for v, c in zip(g.values, g.consumers, strict=True))
+    made = tuple(replace(v, consumers=tuple(c)) for v, c in zip(g.values, g.consumers, strict=True))
     pairs = [*g.same_layout, *((args[a], outs[o]) for a, o in same_layout)]
-    return Graph(tuple(g.ops), values, tuple(g.loops), tuple(pairs), tuple(args), tuple(outs), frozenset(args[d] for d in donated))
+    return Graph(tuple(g.ops), made, tuple(g.loops), tuple(pairs), tuple(args), tuple(outs), frozenset(args[d] for d in donated))
 
 
-def _read(g: _Recorder, jaxpr, env: dict, path: Path) -> list[int | None]:
-    """Record the equations of `jaxpr`; returns the values of its outvars."""
+def _read(g: _Recorder, jaxpr, values: Sequence[int | None], path: Path) -> list[int | None]:
+    """Record the equations of `jaxpr`; None stands for a literal.
 
-    def read(atom):
-        return None if isinstance(atom, _jax.Literal) else env[atom]
+    Args:
+        values: value numbers of its constants, then of its inputs.
 
-    for n, eqn in enumerate(jaxpr.eqns):
-        where = (*path, n)
+    Returns:
+        Value numbers of its outputs.
+    """
+
+    def run(n: int, eqn, inputs) -> list[int | None]:
         outer = g.source, g.phase
         file, line, function = _jax.source(eqn)
         if file:
             g.source = Source(file, line, function)
         g.phase = _phase(g, eqn, path)
-        inputs = [read(a) for a in eqn.invars]
-        name = eqn.primitive.name
-        if (inner := _jax.inner_jaxpr(eqn)) is not None:
-            if _jax.is_recompute(eqn):
-                inputs = [
-                    v if v is None else g.border("barrier", v, a.aval, (*where, "barrier", k))
-                    for k, (v, a) in enumerate(zip(inputs, eqn.invars, strict=True))
-                ]
-            outputs = _call(g, inner, inputs, where)
-        elif name == "scan":
-            outputs = _scan(g, eqn, inputs, where)
-        elif name == "while":
-            outputs = _while(g, eqn, inputs, where)
-        elif name == "cond":
-            outputs = _cond(g, eqn, inputs, where)
-        elif (same := _unchanged(eqn, inputs)) is not None:
-            outputs = [same]
-        else:
-            outputs = g.record(name, inputs, [a.aval for a in eqn.invars], [v.aval for v in eqn.outvars], where, eqn.params)
-        env.update(zip(eqn.outvars, outputs, strict=True))
+        outputs = _equation(g, eqn, inputs, (*path, n))
         g.source, g.phase = outer
-    return [read(a) for a in jaxpr.outvars]
+        return outputs
+
+    return _jax.interpret(jaxpr, values, run, literal=lambda _: None)
+
+
+def _equation(g: _Recorder, eqn, inputs, where: Path) -> list[int | None]:
+    if (inner := _jax.inner_jaxpr(eqn)) is not None:
+        if _jax.is_recompute(eqn):
+            inputs = [
+                v if v is None else g.border("barrier", v, a.aval, (*where, "barrier", k))
+                for k, (v, a) in enumerate(zip(inputs, eqn.invars, strict=True))
+            ]
+        return _call(g, inner, inputs, where)
+    if (region := _jax.region(eqn)) in REGIONS:
+        return REGIONS[region](g, eqn, inputs, where)
+    if (same := _unchanged(eqn, inputs)) is not None:
+        return [same]
+    return g.record(eqn.primitive.name, inputs, [a.aval for a in eqn.invars], [v.aval for v in eqn.outvars], where, eqn.params)
 
 
 def _unchanged(eqn, inputs: list[int | None]) -> int | None:
@@ -140,11 +139,8 @@ def _phase(g: _Recorder, eqn, path: Path) -> Phase:
 
 
 def _call(g: _Recorder, closed, inputs, path: Path) -> list[int | None]:
-    env = dict(zip(closed.jaxpr.invars, inputs, strict=True))
-    for k, var in enumerate(closed.jaxpr.constvars):
-        env[var] = g.record("const", [], [], [var.aval], (*path, "const", k))[0]
-    # A None operand is a literal: the body reads it as one.
-    return _read(g, closed.jaxpr, env, path)
+    consts = [g.record("const", [], [], [var.aval], (*path, "const", k))[0] for k, var in enumerate(closed.jaxpr.constvars)]
+    return _read(g, closed.jaxpr, [*consts, *inputs], path)
 
 
 class _In:
@@ -253,3 +249,6 @@ def _cond(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
         g.record("branch_out", [e[k] for e in ends], [var.aval] * len(ends), [var.aval], (*path, "out", k))[0]
         for k, var in enumerate(eqn.outvars)
     ]
+
+
+REGIONS = {"scan": _scan, "while": _while, "cond": _cond}

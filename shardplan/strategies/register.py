@@ -62,7 +62,7 @@ def register_rule(
     RULES[name] = UserRule(name, pattern, template, shard_local, flops)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UserRule:
     """A rule function made from a pattern; called with the equation, like those of `rules/`.
 

@@ -1,14 +1,18 @@
-"""The rule of every primitive, by family; importing this package fills `RULES`.
+"""The rule of every primitive, by family; importing this package fills `RULES` and `TRAITS`.
 
 >>> rule, known = rule_for("neg", (x,), (x,), {})
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+
 from shardplan.ir.traits import Traits, declare_traits
 
 from ..register import is_registered
-from ..rule import RULES, Rule, factor_sizes, factors
+from ..rule import RULES, Rule, RuleError, factor_sizes, factors
 from . import elementwise, index, linalg, linear, random, reduce, shape, window  # noqa: F401
 
 declare_traits(("pallas_call", "ffi_call", "custom_partitioning", "pure_callback", "io_callback"), Traits(shapes_in_params=True))
@@ -16,28 +20,44 @@ declare_traits(("shard_map",), Traits(layouts_in_params=True))
 
 
 def replicated_rule(ins, outs) -> Rule:
-    """Nothing may be split."""
+    """Every factor needs replication."""
     left, right = (tuple(factors(x, f"{side}{i}_") for i, x in enumerate(xs)) for side, xs in (("x", ins), ("y", outs)))
     return Rule(left, right, replicated=frozenset(a for x in left + right for d in x for a in d))
 
 
 def rule_for(primitive: str, ins, outs, params, strict: bool = False) -> tuple[Rule, bool]:
-    """The rule of one equation and whether it is known; an op without a rule that fits is kept whole.
+    """The rule of one equation and whether it is known; an op without a rule that fits is kept replicated.
 
     Args:
         primitive: its name.
         ins: avals of the operands, anything with `.shape` and `.dtype`.
         outs: avals of the results.
         params: the equation's params.
-        strict: raise where a rule exists and fails, instead of keeping the op whole.
+        strict: raise where a rule exists and does not fit, instead of keeping the op replicated.
+
+    Raises:
+        RuleError: a rule of the user's, or with `strict` any rule, does not fit the equation.
     """
     if primitive not in RULES:
         return replicated_rule(ins, outs), False
     try:
-        found = RULES[primitive](*ins, out=tuple(outs), **params)
-        factor_sizes(found, tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in outs), primitive)
-        return found, True
-    except Exception:  # a parameter of a future jax must cost speed, not the run
+        return _fitted(primitive, RULES[primitive], ins, tuple(outs), params), True
+    except RuleError:  # a parameter of a future jax must cost speed, not the run
         if strict or is_registered(primitive):
             raise
         return replicated_rule(ins, outs), False
+
+
+def _fitted(primitive: str, function: Callable[..., Rule], ins, outs, params) -> Rule:
+    try:
+        _signature(function).bind(*ins, out=outs, **params)
+    except TypeError as error:
+        raise RuleError(f"the rule of {primitive} does not take the equation's operands and parameters: {error}") from None
+    rule = function(*ins, out=outs, **params)
+    factor_sizes(rule, tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in outs), primitive)
+    return rule
+
+
+@functools.cache
+def _signature(function: Callable[..., Rule]) -> inspect.Signature:
+    return inspect.signature(function)

@@ -8,7 +8,7 @@ An example is a primitive, a function that makes it, and operands written like "
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,9 +19,10 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ..rule import Rule
-from . import rule_for
-from .elementwise import ITERATED, PLAIN, PROLOGUES
+from shardplan._jax import equations
+from shardplan.strategies.rule import Rule
+from shardplan.strategies.rules import rule_for
+from shardplan.strategies.rules.elementwise import ITERATED, PLAIN, PROLOGUES
 
 DTYPES = {
     "f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "f8": "float8_e4m3fn", "c64": "complex64",
@@ -342,17 +343,8 @@ add("tridiagonal_solve", lax.linalg.tridiagonal_solve, "f32[4,6]", "f32[4,6]", "
 # ---- the table
 
 
-def equations(jaxpr) -> Iterator:
-    """Every equation, inner ones too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-                yield from equations(getattr(value, "jaxpr", value))
-
-
 def plain(rule: Rule) -> Rule:
-    """The same rule with letters a, b, c, ... in order of appearance."""
+    """The same rule with factors a, b, c, ... in order of appearance."""
     found = dict.fromkeys(a for dims in rule.operands + rule.results for d in dims for a in d)
     new = {old: f"{chr(97 + i % 26)}{i // 26 or ''}" for i, old in enumerate(found)}
 

@@ -1,0 +1,167 @@
+"""Proof by running the op shard by shard: joined results equal those of the op on global arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardplan import _jax
+from shardplan.emit.shard_local import dynamic_index
+from shardplan.emit.shard_local.forms import FORMS, run_form
+from shardplan.emit.shard_local.window import convolution, windows
+from shardplan.testing.compare import difference
+from shardplan.testing.sharded_op import AXES, ShardedOp
+
+
+def prove_local(group: list[ShardedOp], n_devices: int) -> bool:
+    """Prove shardings of one op that take so many devices, in one program.
+
+    Returns:
+        Whether the op has a local form.
+
+    Raises:
+        RuleError: when it has one and a joined result differs from the global one.
+    """
+
+    def join_all(operands):
+        return [_join(op, operands, n_devices) for op in group]
+
+    try:
+        replicated = NamedSharding(Mesh(np.asarray(jax.devices()[:n_devices]), AXES[:1]), PartitionSpec())
+        operands = jax.device_put([jnp.asarray(x) for x in group[0].operands], replicated)
+        joined = jax.jit(join_all, out_shardings=replicated)(operands)
+    except _NoLocalFormError:
+        return False
+    for op, results in zip(group, joined, strict=True):
+        for got, want in zip(results, op.results, strict=True):
+            if (error := difference(got, want)) is not None:
+                op.fail(error)
+    return True
+
+
+class _NoLocalFormError(Exception):
+    """The primitive on local shards does not give a local shard of the result."""
+
+
+def _join(op: ShardedOp, operands, n_devices: int) -> list:
+    """Results of the op run on shards, put together."""
+    used = math.prod(op.devices)
+    shape = op.devices + ((n_devices // used,) if n_devices % used == 0 else ())
+    mesh = Mesh(np.asarray(jax.devices()[:n_devices]).reshape(shape), AXES[: len(shape)])
+    rule = op.rule
+    results = jax.shard_map(
+        lambda *shards: _run_on_shards(op, shards),
+        mesh=mesh,
+        in_specs=tuple(op.spec(d) for d in rule.operands),
+        out_specs=[op.spec(d) for d in rule.results],
+        check_vma=False,
+    )(*(x.reshape(op.factor_shape(d, x.shape)) for x, d in zip(operands, rule.operands, strict=True)))
+    return [x.reshape(y.shape) for x, y in zip(results, op.results, strict=True)]
+
+
+def _run_on_shards(op: ShardedOp, shards) -> list:
+    """One device's results, one dim per factor."""
+    # The barrier keeps XLA from reading past a shard's end into the global operand.
+    shards = lax.optimization_barrier(shards)
+    shards = [x.reshape(op.local_shape(dims, y.shape)) for x, dims, y in zip(shards, op.rule.operands, op.operands, strict=True)]
+    if op.rule.head:
+        raise _NoLocalFormError
+    if op.name not in LOCAL_FORMS or (op.rule.shard_local and op.name in FORMS):
+        results = run_form(op.eqn, shards, [op.halo_dims(k) for k in range(len(shards))])
+    else:
+        form = LOCAL_FORMS[op.name]
+        results = form(op, shards) if form else []
+    if [x.shape for x in results] != op.local_shapes:
+        raise _NoLocalFormError
+    parts = [_reduce_partial(op, x) for x in results]
+    return [
+        x.reshape([n // op.shards.get(a, 1) for a, n in zip(op.factors_of(d), op.factor_shape(d, y.shape), strict=True)])
+        for x, d, y in zip(parts, op.rule.results, op.results, strict=True)
+    ]
+
+
+def _reduce_partial(op: ShardedOp, x):
+    """A partial result, reduced by the collective of its kind."""
+    for factor, axis in zip(op.shards, AXES, strict=False):
+        match op.rule.reduce.get(factor):
+            case "sum":
+                x = lax.psum(x, axis)
+            case "max":
+                x = lax.pmax(x, axis)
+            case "min":
+                x = lax.pmin(x, axis)
+            case "prod":
+                x = lax.reduce_prod(lax.all_gather(x, axis), (0,))
+            case "and":
+                x = lax.reduce_and(lax.all_gather(x, axis), (0,))
+            case "or":
+                x = lax.reduce_or(lax.all_gather(x, axis), (0,))
+    return x
+
+
+def _with_local_param(param: str):
+    """The form of a primitive with a parameter that names the shape of the result."""
+    return lambda op, shards: _jax.bind(op.eqn, shards, {param: op.local_shapes[0]})
+
+
+def _iota(op: ShardedOp, shards):
+    shape, dimension = op.local_shapes[0], op.eqn.params["dimension"]
+    (x,) = _jax.bind(op.eqn, shards, {"shape": shape})
+    return [x + jnp.asarray(op.shard_start(op.rule.results[0][dimension]), x.dtype)]
+
+
+def _tile(op: ShardedOp, shards):
+    return _jax.bind(op.eqn, shards, {"reps": tuple(n // m for n, m in zip(op.local_shapes[0], shards[0].shape, strict=True))})
+
+
+def _gather(op: ShardedOp, shards):
+    return dynamic_index.gather(op.eqn, shards, [op.sharded_dims(0)])
+
+
+IDENTITY: dict[str, Callable] = {
+    "sum": lambda t: 0,
+    "prod": lambda t: 1,
+    "max": lambda t: -jnp.inf if jnp.issubdtype(t, jnp.floating) else jnp.iinfo(t).min,
+    "min": lambda t: jnp.inf if jnp.issubdtype(t, jnp.floating) else jnp.iinfo(t).max,
+}
+"""Kind of a reduction -> its identity element, from the dtype."""
+
+
+def _scatter(op: ShardedOp, shards):
+    x, *rest = shards
+    for factor, kind in op.rule.reduce.items():
+        if factor in op.shards:
+            x = jnp.where(op.shard_index(factor) == 0, x, jnp.asarray(IDENTITY[kind](x.dtype), x.dtype))
+    return dynamic_index.scatter(op.eqn, [x, *rest], [op.sharded_dims(0)])
+
+
+def _convolution(op: ShardedOp, shards):
+    k, p = op.shards.get("g", 1), op.eqn.params
+    groups = {name: max(1, p[name] // k) for name in ("feature_group_count", "batch_group_count")}
+    return convolution(op.eqn, shards, [op.halo_dims(0)], groups)
+
+
+def _windows(op: ShardedOp, shards):
+    kind = op.name.removeprefix("reduce_window").removeprefix("_")
+    fill = IDENTITY[kind](shards[0].dtype) if kind else shards[1]
+    return windows(op.eqn, shards, [op.halo_dims(0)], [fill])
+
+
+LOCAL_FORMS: dict[str, Callable | None] = {
+    "reshape": _with_local_param("new_sizes"),
+    **dict.fromkeys(("broadcast_in_dim", "broadcast_to", "empty"), _with_local_param("shape")),
+    "iota": _iota,
+    "gather": _gather,
+    "conv_general_dilated": _convolution,
+    "tile": _tile,
+    **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windows),
+    **dict.fromkeys(("random_bits", "random_split", "random_gamma")),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"), _scatter),
+}
+"""Primitives whose parameters name a size or a position: how they run on local shards; None where an element's position matters."""
