@@ -74,14 +74,14 @@ def test_groups_and_the_channels_of_a_group_are_split_at_once(kernel):
     assert {c.kind for c in collectives(step.compile(x, w).as_text())} == {"all-reduce"}
 
 
-def factorial_like(x):
+def cholesky(x):
     """A call of a library that XLA knows nothing of."""
     return jax.ffi.ffi_call("lapack_spotrf_ffi", [x, jax.ShapeDtypeStruct(x.shape[:-2], "int32")])(x, uplo=np.uint8(ord("L")))[0]
 
 
 @pytest.mark.parametrize(
     ("fn", "pattern", "options"),
-    [(factorial_like, "a b c -> a b c", {}), (lambda x: factorial_like(x).sum(0), "a b c -> b c", {"reduce": "a"})],
+    [(cholesky, "a b c -> a b c", {}), (lambda x: cholesky(x).sum(0), "a b c -> b c", {"reduce": "a"})],
     ids=["split", "summed"],
 )
 @pytest.mark.parametrize("local", [False, True])

@@ -1,12 +1,12 @@
-"""Which strategies an op has on a mesh: rule x mesh, one letter (or none) per mesh axis.
+"""Which strategies an op has on a mesh: rule x mesh, one factor (or none) per mesh axis.
 
-For one mesh axis a rule offers: replicate; put the axis on one letter, which splits every dim the letter appears in and leaves
-results partial when the letter is reduced; and, when the rule is linear, hand partial sums on (`PARTIAL`). A mesh of several
-axes takes the product, as long as every dim still divides evenly:
+For one mesh axis a rule offers: replicate; put the axis on one factor, which shards every dim the factor appears in and leaves results
+partial if it is a reduction factor; and, if the rule is linear, pass partial sums on (`PARTIAL`). A mesh of several axes takes the
+product, as long as every dim divides evenly:
 
     a b, b c -> a c  reduce b     on data=2, model=4:   (data on a, model on c)    R S1 . on model, S0 R . on data, ...
 
-Several axes on one letter stack in mesh order, major to minor.
+Several axes on one factor stack in mesh order, major to minor.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.strategies.rule import Dims, Rule
 
 PARTIAL = "+"
-"""The letter of an axis on which a linear op hands partial sums on."""
+"""Stands for the factor of an axis over which a linear op passes partial sums on."""
 
 OPEN = "*"
-"""Stands for the letter of an axis that is still to be chosen."""
-
+"""Stands for the factor of an axis that is still to be chosen."""
 
 AxisFactors = tuple[str | None, ...]
-"""Of one strategy: per mesh axis the letter it is put on, None, or PARTIAL."""
+"""One strategy: per mesh axis the factor it is put on, None, or PARTIAL."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +37,10 @@ class OpStrategies:
     """Every strategy of one op on one mesh; index s runs over strategies.
 
     Attributes:
-        letters: [s] -> per mesh axis the letter it is put on, None, or PARTIAL.
+        factors: [s] -> per mesh axis the factor it is put on, None, or PARTIAL.
         operands: per operand, [s] -> its layout.
         results: per result, [s] -> its layout.
-        work: [s], share of the op's flops that one device does (1 when replicated).
+        work: [s], the fraction of the op's flops that one device does (1 when replicated).
         shards: per operand, then per result, [s] -> the number of its shards.
     """
 
@@ -62,34 +61,37 @@ def enumerate_strategies(
 
     Args:
         rule: the op's rule.
-        sizes: size of every letter (`factor_sizes`).
+        sizes: size of every factor (`factor_sizes`).
         mesh: axis names and sizes; axes of size 1 are never used.
         linear: whether partial operands pass; default `rule.linear`.
-        within: per axis the letter that is settled, or OPEN; default all OPEN.
+        within: per axis the factor that is fixed, or OPEN; default all OPEN.
     """
     linear = rule.linear if linear is None else linear
-    parts = tuple((a, math.gcd(n, mesh.n_devices) if n else 1, n > 0 and mesh.n_devices % n == 0) for a, n in sizes.items())
-    kept = _kept(rule.operands + rule.results, rule.replicated, parts, linear, None if within is None else tuple(within), mesh)
-    return _choices(kept, rule.operands, rule.results, tuple(rule.reduce.items()), rule.accumulator_init, mesh)
+    divisors = tuple((a, math.gcd(n, mesh.n_devices) if n else 1, n > 0 and mesh.n_devices % n == 0) for a, n in sizes.items())
+    found = _assignments(rule.operands + rule.results, rule.replicated, divisors, linear, None if within is None else tuple(within), mesh)
+    return _strategies(found, rule.operands, rule.results, tuple(rule.reduce.items()), rule.accumulator_init, mesh)
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept(
+def _assignments(
     tensors: tuple[Dims, ...],
     replicated: frozenset[str],
-    parts: tuple[tuple[str, int, bool], ...],
+    divisors: tuple[tuple[str, int, bool], ...],
     linear: bool,
     within: AxisFactors | None,
     mesh: MeshShape,
 ) -> tuple[AxisFactors, ...]:
-    """The letters that may be put on the mesh axes.
+    """The factors that mesh axes may be put on.
 
     Args:
-        parts: per letter, how many shards it has at most, every number of shards that divides its size divides that, and
-            whether each then holds one. Sizes decide nothing else, so letters of many sizes share an answer.
+        tensors: factors of all operands and results.
+        replicated: factors that need replication.
+        divisors: per factor, the most shards it may have (every number of shards that divides its size divides that), and whether
+            each then holds one element. Sizes matter in no other way, so factors of many sizes share an answer.
+        linear, within, mesh: as in `enumerate_strategies`.
     """
     dims = [d for tensor in tensors for d in tensor]
-    most, single = {a: n for a, n, _ in parts}, {a for a, _, one in parts if one}
+    most, single = {a: n for a, n, _ in divisors}, {a for a, _, one in divisors if one}
     usable = [a for a in dict.fromkeys(a for d in dims for a in d) if a not in replicated]
     per_axis: list[list[str | None]] = []
     for k, (_, n) in enumerate(mesh):
@@ -102,20 +104,39 @@ def _kept(
     return tuple(c for c in itertools.product(*per_axis) if _divides(c, most, single, mesh, compound))
 
 
+def _divides(
+    strategy: AxisFactors, most: Mapping[str, int], single: Collection[str], mesh: MeshShape, compound: list[tuple[str, ...]]
+) -> bool:
+    """Whether every factor divides by its axes, and in a compound dim only fully sharded factors stand before a sharded one."""
+    over: dict[str, int] = {}
+    for x, n in zip(strategy, mesh.sizes, strict=True):
+        if x is not None and x != PARTIAL:
+            over[x] = over.get(x, 1) * n
+    if any(most[a] % n for a, n in over.items()):
+        return False
+    for dim in compound:
+        remainder = False
+        for a in dim:
+            if remainder and a in over:
+                return False
+            remainder = remainder or a not in single or over.get(a, 1) != most[a]
+    return True
+
+
 @functools.lru_cache(maxsize=4096)
-def _choices(
-    kept: tuple[AxisFactors, ...],
+def _strategies(
+    found: tuple[AxisFactors, ...],
     operands: tuple[Dims, ...],
     results: tuple[Dims, ...],
     reduce: tuple[tuple[str, str], ...],
     accumulator_init: bool,
     mesh: MeshShape,
 ) -> OpStrategies:
-    """The strategies that put these letters on the mesh axes; sizes decide only which these are, so ops of many sizes share them."""
-    work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in kept])
-    left = tuple(tuple(_layout(dims, c, mesh, {}, not accumulator_init) for c in kept) for dims in operands)
-    right = tuple(tuple(_layout(dims, c, mesh, dict(reduce)) for c in kept) for dims in results)
-    return OpStrategies(kept, left, right, work, _shards(left + right, mesh))
+    """The strategies of these assignments; they do not depend on sizes, so ops of many sizes share them."""
+    work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in found])
+    left = tuple(tuple(_layout(dims, c, mesh, {}, not accumulator_init) for c in found) for dims in operands)
+    right = tuple(tuple(_layout(dims, c, mesh, dict(reduce)) for c in found) for dims in results)
+    return OpStrategies(found, left, right, work, _shards(left + right, mesh))
 
 
 def given_strategies(operands: Sequence[Layout], results: Sequence[Layout], mesh: MeshShape) -> OpStrategies | None:
@@ -136,35 +157,24 @@ def _shards(tensors: tuple[tuple[Layout, ...], ...], mesh: MeshShape) -> tuple[n
     return tuple(np.array([layout.shards(mesh) for layout in of], dtype=float) for of in tensors)
 
 
-def _divides(
-    choice: AxisFactors, most: Mapping[str, int], single: Collection[str], mesh: MeshShape, compound: list[tuple[str, ...]]
-) -> bool:
-    """Whether every letter divides by the axes on it, and in a compound dim only fully split letters stand before a split one."""
-    over: dict[str, int] = {}
-    for x, n in zip(choice, mesh.sizes, strict=True):
-        if x is not None and x != PARTIAL:
-            over[x] = over.get(x, 1) * n
-    if any(most[a] % n for a, n in over.items()):
-        return False
-    for dim in compound:
-        open_ = False
-        for a in dim:
-            if open_ and a in over:
-                return False
-            open_ = open_ or a not in single or over.get(a, 1) != most[a]
-    return True
+def _layout(dims: Dims, strategy: AxisFactors, mesh: MeshShape, reduce: Mapping[str, str], passes_partial: bool = True) -> Layout:
+    """Layout of a tensor under a strategy.
 
-
-def _layout(dims: Dims, choice: AxisFactors, mesh: MeshShape, reduce: Mapping[str, str], sums: bool = True) -> Layout:
-    """Where a tensor lies; of a result, which of its letters are reduced; and whether it has a part in sums that are handed on."""
+    Args:
+        dims: its factors.
+        strategy: per mesh axis its factor.
+        mesh: the mesh.
+        reduce: of a result, reduction factor -> kind.
+        passes_partial: whether it is partial over axes on which the op passes partial sums on.
+    """
     on: dict[str, tuple[str, ...]] = {}
     partial = []
-    for axis, x in zip(mesh.axes, choice, strict=True):
+    for axis, x in zip(mesh.axes, strategy, strict=True):
         if x == PARTIAL:
-            partial += [(axis, "sum")] if sums else []
+            partial += [(axis, "sum")] if passes_partial else []
         elif x is not None:
             on[x] = (*on.get(x, ()), axis)
             if x in reduce:
                 partial.append((axis, reduce[x]))
-    placed = tuple(tuple(axis for a in dim for axis in on.get(a, ())) for dim in dims)
-    return Layout(placed, tuple(sorted(partial)))
+    sharded = tuple(tuple(axis for a in dim for axis in on.get(a, ())) for dim in dims)
+    return Layout(sharded, tuple(sorted(partial)))
