@@ -33,12 +33,13 @@ import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
 from shardplan.costs.network import build_network  # noqa: E402
+from shardplan.costs.pricing import Pricing  # noqa: E402
 from shardplan.ilp import Problem, Solution  # noqa: E402
 from shardplan.ilp.min_memory import min_average_memory  # noqa: E402
 from shardplan.ilp.solver import solve  # noqa: E402
 from shardplan.ilp.solver.presolve.presolve import Presolved, presolve  # noqa: E402
 from shardplan.mesh import Resharder  # noqa: E402
-from shardplan.propagation import propagate  # noqa: E402
+from shardplan.propagation.propagate import propagate  # noqa: E402
 
 EXAMPLES = ("digits_cnn", "dlrm", "face_softmax", "gpt", "hybrid_mlp", "llama", "moe")
 OF_THE_ZOO = (
@@ -64,7 +65,7 @@ def problems(model: str, mesh: str) -> Iterator[tuple[str, Problem]]:
     resharder = Resharder(found.space.mesh, found.space.cluster)
 
     def problem(limit: float | None) -> Problem:
-        return build_network(found.space, resharder, limit, background_price=found.exposed_fraction).problem
+        return build_network(found.space, resharder, limit, pricing=Pricing(found.exposed_fraction)).problem
 
     told = problem(plan.memory().peak)
     least = told.peak(min_average_memory(told))
@@ -115,7 +116,7 @@ def solves(plan: Callable[[], object]) -> list[tuple[str, float, float, Solution
         found.append(("unfolded" if "work_limit" in asked else "free", shrunk - start, time.process_time() - shrunk, answer))
         return answer
 
-    with mock.patch("shardplan.pipeline.solve", timed), contextlib.suppress(shardplan.ShardingError):
+    with mock.patch("shardplan.ilp.integer_program.solve", timed), contextlib.suppress(shardplan.ShardingError):
         plan()
     return found
 

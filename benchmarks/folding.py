@@ -28,7 +28,7 @@ import shardplan  # noqa: E402
 from shardplan.costs.network import build_network  # noqa: E402
 from shardplan.costs.pins import allowed_strategies  # noqa: E402
 from shardplan.costs.tables import PS  # noqa: E402
-from shardplan.ilp.slope_scaling import repriced  # noqa: E402
+from shardplan.ilp.slope_scaling import reprice  # noqa: E402
 from shardplan.ilp.solver import solve  # noqa: E402
 from shardplan.mesh.reshard import Resharder  # noqa: E402
 
@@ -57,10 +57,10 @@ def pays(planned, states) -> float | None:
     space, options = planned.space, planned.options
     allowed, resharder = allowed_strategies(space, options=options), Resharder(space.mesh, space.cluster)
 
-    def network(background_price, combined):
-        return build_network(space, resharder, options.memory, allowed, background_price=background_price, combined=combined)
+    def network(pricing):
+        return build_network(space, resharder, options.memory, allowed, pricing=pricing)
 
-    found = repriced(network, planned.network, states)
+    found = reprice(network, planned.network, states)
     fits = options.memory is None or found.problem.peak(states) <= options.memory
     return found.step_seconds(states).total(planned.exposed_fraction) if fits else None
 

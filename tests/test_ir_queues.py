@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -409,23 +410,22 @@ def test_what_a_plan_moves_together_settles_its_prices():
     step, args = planned_norm({})
     plan = step.plan(*args)
     found = plan.context.planned
-    moved = found.network.combined_collectives(found.solution.states)
+    moved = found.network.combined_groups(found.solution.states)
     kinds = Counter(crowd for (crowd, _), _ in moved)
     assert plan.status == "optimal" and max(kinds.values()) <= 2
-    again = build_network(
-        found.space, found.network.resharders[0], None, background_price=found.network.background_price, combined=moved
-    )
+    pricing = replace(found.network.pricing, combined=moved)
+    again = build_network(found.space, found.network.resharders[0], None, pricing=pricing)
     assert again.step_seconds(found.solution.states).total(found.exposed_fraction) == pytest.approx(found.solution.objective, rel=0.02)
 
 
 def test_gradients_are_all_summed_where_scattering_pays_one_latency_more():
-    """On 64 GPUs latencies count: no array alone would leave the others, and all together do (`crowds.alike`)."""
+    """On 64 GPUs latencies count: no array alone would leave the others, and all together do (`slope_scaling.uniform_groups`)."""
     step, state, batch = nets.vit(layers=6)
     plan = shardplan.auto(AbstractMesh((8, 8), ("node", "gpu")), cluster="h100", donate_argnums=0)(step).plan(state, batch)
     found = plan.context.planned
     large = {place.group for v, place in zip(found.graph.values, found.space.collective_sites, strict=True)
              if place.collective_class == "gradient" and v.dtype == BF16 and found.graph.ops[v.producer[0]].loop >= 0}  # fmt: skip
-    ways = [way for (crowd, way), _ in found.network.combined_collectives(found.solution.states) if crowd in large]
+    ways = [way for (crowd, way), _ in found.network.combined_groups(found.solution.states) if crowd in large]
     assert ways == [("all-reduce", ("node", "gpu"))]
 
 

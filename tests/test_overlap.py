@@ -11,8 +11,9 @@ from models import relu_loss
 
 import shardplan
 from shardplan.costs.step_seconds import StepSeconds
+from shardplan.costs.task import Candidate
 from shardplan.ilp import Edge, Problem
-from shardplan.ilp.overlap_price import cheapest
+from shardplan.ilp.overlap_price import cheapest_price
 from shardplan.ilp.solver import solve
 from shardplan.xla import available
 from shardplan.xla.compiler.compile import compile_lowered, lower_for
@@ -97,7 +98,7 @@ def test_what_sticks_out_of_unrolled_layers_is_what_xla_leaves_exposed(memory):
 class Toy:
     """A network whose second half of edges may run in the background, up to `room`."""
 
-    def __init__(self, rng, waiting):
+    def __init__(self, rng, price):
         n, k = 6, 3
         self.overlap_capacity = float(1e3 * rng.integers(1, 60))
         costs = [1e3 * rng.integers(0, 30, k) for _ in range(n)]
@@ -105,7 +106,7 @@ class Toy:
         tables = [1e3 * rng.integers(0, 40, (k, k)) for _ in pairs]
         half = len(pairs) // 2
         self.full = Problem(tuple(costs), tuple(Edge(i, j, t) for (i, j), t in zip(pairs, tables, strict=True)))
-        paid = [np.rint(t * (waiting if e >= half else 1.0)) for e, t in enumerate(tables)]
+        paid = [np.rint(t * (price if e >= half else 1.0)) for e, t in enumerate(tables)]
         self.problem = Problem(tuple(costs), tuple(Edge(i, j, t) for (i, j), t in zip(pairs, paid, strict=True)))
         self.half = half
 
@@ -115,21 +116,26 @@ class Toy:
         return StepSeconds(compute, sum(edges[: self.half]), sum(edges[self.half :]), self.overlap_capacity)
 
 
-@pytest.mark.parametrize("beside", [0.0, 0.5, 1.0])
-def test_bound_is_below_every_plan_and_the_answer_near_the_best(beside):
+@pytest.mark.parametrize("exposed_fraction", [0.0, 0.5, 1.0])
+def test_bound_is_below_every_plan_and_the_answer_near_the_best(exposed_fraction):
     gaps = []
     for seed in range(12):
-        network, found = cheapest(lambda w: Toy(np.random.default_rng(seed), w), lambda n: solve(n.problem), beside)  # noqa: B023
-        every = [network.step_seconds(s).total(beside) for s in itertools.product(range(3), repeat=6)]
+
+        def search(price, seed=seed):
+            network = Toy(np.random.default_rng(seed), price)
+            return Candidate(network, solve(network.problem))
+
+        network, found = cheapest_price(search, exposed_fraction)
+        every = [network.step_seconds(s).total(exposed_fraction) for s in itertools.product(range(3), repeat=6)]
         assert found.bound - len(network.problem.edges) <= min(every) <= found.objective + 1e-6
-        assert found.objective == pytest.approx(network.step_seconds(found.states).total(beside))
+        assert found.objective == pytest.approx(network.step_seconds(found.states).total(exposed_fraction))
         assert found.status != "optimal" or found.objective == pytest.approx(min(every))
         gaps.append(found.objective / min(every) - 1)
     assert np.mean(gaps) < 0.02
 
 
 def test_a_single_price_is_one_search():
-    asked = []
+    prices = []
     network = SimpleNamespace(step_seconds=lambda s: StepSeconds(5.0, 1.0, 100.0, 5.0))
-    cheapest(lambda w: asked.append(w) or network, lambda n: solve(Problem((np.array([0.0]),))), 1.0)
-    assert asked == [1.0]
+    cheapest_price(lambda price: prices.append(price) or Candidate(network, solve(Problem((np.array([0.0]),)))), 1.0)
+    assert prices == [1.0]

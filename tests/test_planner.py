@@ -18,7 +18,7 @@ from shardplan.costs.network import build_network
 from shardplan.costs.pins import matches
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import presolve
-from shardplan.propagation import propagate
+from shardplan.propagation.propagate import propagate
 
 MESH = ((2, 4), ("data", "model"))
 
@@ -95,7 +95,8 @@ def test_a_time_limit_of_nothing_falls_back_to_an_answer():
 @pytest.mark.parametrize("name", ["digits_cnn", "dlrm"])
 def test_when_the_time_is_over_a_plan_that_fits_is_taken_and_no_other_looked_for(name, monkeypatch):
     made = []
-    monkeypatch.setattr("shardplan.pipeline.build_network", lambda *a, **kw: made.append(a) or build_network(*a, **kw))
+    for room in ("costs.task", "propagation.axis_by_axis"):
+        monkeypatch.setattr(f"shardplan.{room}.build_network", lambda *a, **kw: made.append(a) or build_network(*a, **kw))
     limit = 0.6 * planned(name)[0].memory().peak
     made.clear()
     whole, _ = planned(name, memory=limit)
@@ -150,7 +151,7 @@ def test_the_limit_is_looked_at_again_where_a_plan_made_without_it_breaks_it(mon
     tight = 0.9 * free.memory().peak
     asked, _ = planned("moe", memory=tight)
     assert planned("moe", memory=1e12)[0].memory().limit == 1e12
-    monkeypatch.setattr("shardplan.pipeline.whole_bytes", lambda space: 0.0)  # as if nothing could break it
+    monkeypatch.setattr("shardplan.ilp.search.replicated_bytes", lambda space: 0.0)  # as if nothing could break it
     again, _ = planned("moe", memory=tight)
     assert again.dumps() == asked.dumps() and asked.memory().peak <= tight < free.memory().peak
 

@@ -26,9 +26,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.costs.charges import Charges
+from shardplan.costs.pricing import CombinedGroups, Pricing
 from shardplan.costs.space import StrategySpace
 from shardplan.costs.step_seconds import StepSeconds
-from shardplan.costs.tables import PS, CombinedGroups, Tables
+from shardplan.costs.tables import PS, Tables
 from shardplan.ilp.solver.problem import Edge, Problem, Usage, sum_over_intervals
 from shardplan.mesh import collective
 from shardplan.mesh.collective import CollectiveKey
@@ -52,8 +53,7 @@ class CostNetwork:
             with an `earlier` reader the copy is kept from there.
         resharders: per value, what prices its reshards.
         background: (edge, picoseconds of it that other work hides).
-        waiting: what part of what is hidden is paid in `problem`.
-        crowds: what `problem` takes a plan to move together.
+        pricing: what `problem` assumes of the whole plan.
         unpriced: copies that the problem takes for the originals: small ones, and without a limit all.
     """
 
@@ -63,8 +63,7 @@ class CostNetwork:
     unpriced: tuple[Usage, ...]
     resharders: tuple[Resharder, ...]
     background: tuple[tuple[int, np.ndarray], ...]
-    background_price: float
-    combined: CombinedGroups | None
+    pricing: Pricing
 
     def step_seconds(self, states) -> StepSeconds:
         """What a step takes under these states, in whole picoseconds but for the background."""
@@ -73,7 +72,7 @@ class CostNetwork:
         paid = [float(e.cost[states[e.i], states[e.j]]) for e in problem.edges]
         edges = problem.edges
         behind = sum(float(hidden[states[edges[n].i], states[edges[n].j]]) for n, hidden in self.background)
-        inline = sum(paid) - self.background_price * behind
+        inline = sum(paid) - self.pricing.background_price * behind
         return StepSeconds(compute, inline, behind, sum(float(c.min()) for c in problem.costs))
 
     def strategies(self, states) -> tuple[int, ...]:
@@ -100,7 +99,7 @@ class CostNetwork:
                 if before != after and (steps := self.path(v, before, after)):
                     yield k, steps
 
-    def combined_collectives(self, states) -> CombinedGroups:
+    def combined_groups(self, states) -> CombinedGroups:
         """What these states move together."""
         graph, strategies, kept = self.space.graph, self.strategies(states), self.retained(states)
         moved: dict[tuple[int, CollectiveKey], dict[int, float]] = {}
@@ -148,10 +147,8 @@ def build_network(
     resharder: Resharder,
     limit: float | None,
     allowed: Mapping[int, np.ndarray] | None = None,
-    tie: bool = True,
     charges: Charges | None = None,
-    background_price: float = 1.0,
-    combined: CombinedGroups | None = None,
+    pricing: Pricing = Pricing(),  # noqa: B008
 ) -> CostNetwork:
     """The network of a space.
 
@@ -160,10 +157,8 @@ def build_network(
         resharder: prices redistribution on the space's mesh.
         limit: bytes per device, or None.
         allowed: for pinned ops, which strategies remain: bool [s].
-        tie: tie repeated layers.
         charges: what some choices cost beyond the model.
-        waiting: what part of the seconds is paid that a reshard spends beside other work.
-        crowds: what a plan moves together; None takes all arrays of a queue to be moved alike, however that is.
+        pricing: what the network assumes of the whole plan.
     """
     graph, choices = space.graph, space.strategies
     doubled = _doubled(space, limit)
@@ -190,9 +185,9 @@ def build_network(
 
     pinned = frozenset(allowed or ())
     pinned |= {start for start, end in graph.same_layout if end in pinned}
-    wait = _waits(space, combined)
+    wait = _waits(space, pricing.combined)
     live = _live(space, wait)
-    tables = Tables(space, resharder, doubled, background_price, pinned, wait, combined)
+    tables = Tables(space, resharder, doubled, pricing, pinned, wait)
     charged: dict[tuple[int, int], list[tuple[Layout, Layout, float]]] = {}
     for (j, k, before, after), extra in (charges.reshards if charges else {}).items():
         charged.setdefault((j, k), []).append((before, after, extra))
@@ -223,16 +218,16 @@ def build_network(
             since = before[1] if before else at + 1
             if since < interval[0]:
                 (usages if told else unpriced).append(Usage(i, since, interval[0], np.concatenate([*nothing, held])))
-    ties = space.layers if tie else ()
-    if ties:
-        ties = _split_unequal(ties, costs, [(i in doubled, i in graph.retainable_from) for i in range(len(costs))], graph.same_layout)
+    ties = _split_unequal(
+        space.layers, costs, [(i in doubled, i in graph.retainable_from) for i in range(len(costs))], graph.same_layout
+    )
     names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
     assert all(len(c) == len(choices[i]) * blocks(i) for i, c in enumerate(costs))
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
-    return CostNetwork(space, problem, doubled, tuple(unpriced), tables.resharders, tuple(background), background_price, combined)
+    return CostNetwork(space, problem, doubled, tuple(unpriced), tables.resharders, tuple(background), pricing)
 
 
-def whole_bytes(space: StrategySpace) -> float:
+def replicated_bytes(space: StrategySpace) -> float:
     """The most bytes that a device would hold at any time if nothing were split, and nothing waited."""
     held = ((*at, value.bytes) for at, value in zip(_live(space), space.graph.values, strict=True) if at is not None)
     return float(sum_over_intervals(held).max(initial=0.0))

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf, log2, prod
+from math import log2, prod
 from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.costs.edge_templates import EdgeTemplate, part_added
+from shardplan.costs.edge_templates import EdgeTemplate
+from shardplan.costs.pricing import Pricing, resharders
 from shardplan.costs.space import StrategySpace
-from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder
-from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES
 from shardplan.xla_model.coupled_state import CoupledState
 from shardplan.xla_model.overlap_windows import OverlapWindows
-from shardplan.xla_model.promotion import byte_factors
 
 PS = 1e12
 """Picoseconds per second: costs of a planner's problem are whole picoseconds."""
 
 LEAST_SLACK_S = 1e-6
 """Work shorter than this hides nothing."""
-
-CombinedGroups = tuple[tuple[tuple[int, CollectiveKey], tuple[tuple[int, float], ...]], ...]
-"""What a plan moves together: per crowd of places and way, the ops that make the arrays, and bytes of each result on a device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,19 +62,12 @@ class Tables:
         space: StrategySpace,
         resharder: Resharder,
         doubled: frozenset[int],
-        background_price: float,
+        pricing: Pricing,
         pinned: frozenset[int],
         overlap_windows: OverlapWindows,
-        combined: CombinedGroups | None,
     ):
-        self.space, self.doubled, self.background_price, self.pinned, self.overlap_windows = (
-            space,
-            doubled,
-            background_price,
-            pinned,
-            overlap_windows,
-        )
-        self.resharders = _resharders(space, resharder, combined)
+        self.space, self.doubled, self.pricing, self.pinned, self.overlap_windows = space, doubled, pricing, pinned, overlap_windows
+        self.resharders = resharders(space, resharder, pricing.combined)
         self.cache: dict = {}
         self.lists: dict[int, _Layouts] = {}
         self.names: dict = {}
@@ -137,7 +125,7 @@ class Tables:
         if way.both:
             alone = self._axes(sources.layouts, way.both)[:, None] != 0
             table = np.where(alone & self._scattered(sources, targets), np.inf, table)
-        table = np.rint(table - (1 - self.background_price) * sent)
+        table = np.rint(table - (1 - self.pricing.background_price) * sent)
         if follows:
             table = np.where(~sources.partial[:, None] & ~equal, np.inf, table)
         if way.summed:
@@ -251,25 +239,3 @@ class Tables:
             found = self._distinct(layouts)
             self.cache[key] = np.ceil(value.bytes / found.shards)[found.at]
         return self.cache[key]
-
-
-def _resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGroups | None) -> tuple[Resharder, ...]:
-    """Per value, what prices its reshards; the same for the same."""
-    known: dict[int, tuple[tuple[CollectiveKey, CombinedCollectives], ...]] = {}
-    for (crowd, way), arrays in combined or ():
-        above = sum(n for _, n in arrays) > COMBINE_THRESHOLD_BYTES
-        together = CombinedCollectives(len(arrays), COMBINE_THRESHOLD_BYTES if above else inf)
-        if len(arrays) > 1:
-            known[crowd] = (*known.get(crowd, ()), (way, together))
-    found: dict[tuple, Resharder] = {}
-    out = []
-    for v, (value, place) in enumerate(zip(space.graph.values, space.collective_sites, strict=True)):
-        part = part_added(space.graph, space.accumulated_sums, v)
-        crowd = CombinedCollectives(place.group_size, COMBINE_THRESHOLD_BYTES) if combined is None else UNCOMBINED
-        key = (value.dtype, part, place.collective_class, crowd, place.group if place.group in known else None)
-        if key not in found:
-            # Scattered and gathered at once, a gradient would be all-reduced; only its sums are counted as merged with others.
-            kinds = ("all-reduce", "reduce-scatter") if place.collective_class == "gradient" else COMBINABLE
-            found[key] = resharder.sending(byte_factors(value.dtype, part)).combining(crowd, kinds, known.get(place.group, ()))
-        out.append(found[key])
-    return tuple(out)

@@ -1,69 +1,61 @@
-"""Collectives that run beside other work cost only what that work cannot hide.
+"""What a hidden collective costs in the integer program: the price at which the plan's own seconds are least.
 
-    seconds = compute + inline + background - hidden,   hidden = (1 - beside) * min(background, room)          (6)
+The step's seconds are not linear in the background collectives (`costs/step_seconds.py`), with exposed fraction f and overlap capacity C:
 
-`background` are the collectives that nobody waits for (`schedule.py`), `room` the work that is there under every plan. The min makes
-(6) the larger of two lines in `background`, with slopes `exposed_fraction` and 1. A network knows one price, so we solve it at the first slope;
-where that plan has more in the background than there is room, at the second; and where that one has less, in between, at the price
-at which both plans cost the same. The optimum at any price w, less (w - beside) * room, is a lower bound of (6).
+    seconds = compute + blocking + background - (1 - f) * min(background, C)
+
+That is the larger of two linear functions of `background`, with slopes f and 1. A cost network has one price w for a background second,
+so the network is solved at w = f; if that plan has more than C in the background, at w = 1; if this one has less than C, at the price
+between at which both plans cost the same. The optimum at any w, less (w - f) * C, is a lower bound of the least seconds.
+
+Also known as parametric search, or one step of Dinkelbach's and Lawler's method on a piecewise linear objective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from shardplan.costs.step_seconds import StepSeconds
-from shardplan.ilp.solver.problem import Solution
-
-if TYPE_CHECKING:
-    from shardplan.costs.network import CostNetwork
+from shardplan.costs.task import Candidate
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 
 
-def cheapest(
-    make: Callable[[float], CostNetwork],
-    search: Callable[[CostNetwork], Solution],
-    exposed_fraction: float,
-    over: Callable[[], bool] = lambda: False,
-) -> tuple[CostNetwork, Solution]:
-    """The best plan under (6) with its network; objective and bound are those of (6).
+def cheapest_price(search: Callable[[float], Candidate], exposed_fraction: float, deadline: Deadline = UNLIMITED) -> Candidate:
+    """The best of up to three candidates; objective and bound are seconds of the step, in the network's unit.
 
     Args:
-        make: the network in which background collectives cost a given part of their seconds.
-        search: answers it.
-        beside: what a collective costs beside other work, as a part of its seconds: 1 where nothing is hidden, 0 where all is.
-        over: whether to be content with what is found.
+        search: price of a background second, in [exposed_fraction, 1] -> the network at this price, and its solution.
+        exposed_fraction: fraction of a hidden collective's seconds that is paid all the same.
+        deadline: when to be content with what is found.
     """
 
-    def at(price: float) -> tuple[CostNetwork, Solution, StepSeconds]:
-        network = make(price)
-        return network, *judged(network, search(network), price, exposed_fraction)
+    def at(price: float) -> tuple[Candidate, StepSeconds]:
+        return step_objective(search(price), price, exposed_fraction)
 
-    first = at(exposed_fraction)
-    tried = [first]
-    if first[1].states and first[2].background > first[2].overlap_capacity and exposed_fraction < 1 and not over():
-        last = at(1.0)
-        tried.append(last)
-        less = first[2].background - last[2].background
-        if last[1].states and less > 0 and last[2].background < last[2].overlap_capacity and not over():
-            price = (last[2].compute + last[2].blocking - first[2].compute - first[2].blocking) / less
-            tried.append(at(min(1.0, max(exposed_fraction, price))))
-    network, solution, _ = min(tried, key=lambda t: t[1].objective)
-    bound = max(t[1].bound for t in tried)
-    proven = bound > solution.objective - 1.0  # costs are whole; what is hidden of them may not be
+    found, seconds = at(exposed_fraction)
+    tried = [found]
+    if found.solution.states and seconds.background > seconds.overlap_capacity and exposed_fraction < 1 and not deadline.over():
+        other, exposed = at(1.0)
+        tried.append(other)
+        less = seconds.background - exposed.background
+        below = other.solution.states and less > 0 and exposed.background < exposed.overlap_capacity
+        if below and not deadline.over():
+            price = (exposed.compute + exposed.blocking - seconds.compute - seconds.blocking) / less
+            tried.append(at(min(1.0, max(exposed_fraction, price)))[0])
+    network, solution = min(tried, key=lambda candidate: candidate.solution.objective)
+    bound = max(candidate.solution.bound for candidate in tried)
+    proven = bound > solution.objective - 1.0  # costs are whole; the hidden part of them may not be
     status = "optimal" if solution.states and proven else solution.status
     status = "feasible" if status == "optimal" and not proven else status
-    return network, replace(solution, bound=min(bound, solution.objective), status=status)
+    return Candidate(network, replace(solution, bound=min(bound, solution.objective), status=status))
 
 
-def judged(network: CostNetwork, solution: Solution, price: float, exposed_fraction: float) -> tuple[Solution, StepSeconds]:
-    """An answer found at a price, with the objective and bound of (6), and what its step consists of."""
+def step_objective(found: Candidate, price: float, exposed_fraction: float) -> tuple[Candidate, StepSeconds]:
+    """A candidate that was searched at a price, with objective and bound in seconds of the step, and these seconds by part."""
+    network, solution = found
     if not solution.states:
-        return solution, StepSeconds(0.0, 0.0, 0.0, 0.0)
-    parts = network.step_seconds(solution.states)
-    return replace(
-        solution,
-        objective=parts.total(exposed_fraction),
-        bound=max(0.0, solution.bound - (price - exposed_fraction) * parts.overlap_capacity),
-    ), parts
+        return found, StepSeconds(0.0, 0.0, 0.0, 0.0)
+    seconds = network.step_seconds(solution.states)
+    bound = max(0.0, solution.bound - (price - exposed_fraction) * seconds.overlap_capacity)
+    return Candidate(network, replace(solution, objective=seconds.total(exposed_fraction), bound=bound)), seconds

@@ -1,152 +1,202 @@
-"""Arrays that XLA moves together pay one latency between them, a fixed charge that depends on the whole plan.
+"""The pricing loop: price, search, recount what the plan combines, until the plan costs what it was found at.
 
-    latency of a kind of collective over some axes = a, if any array of the queue is moved so, however many are
+XLA combines collectives of one kind into one, which pays one latency, a fixed charge that depends on the whole plan. A cost network
+prices each array by itself, at 1/n of the latency if n arrays are combined. At first n is the number of all arrays of a class, which is
+too cheap where a plan moves some of them in another way. So:
 
-A network knows one price for each array, a part a/n of the latency. With n all arrays of the queue the prices are too low where a plan
-moves some so and others otherwise. So we count what the plan moves together, give each its part of that, and plan again, until what the
-plan costs is what it was found at: dynamic slope scaling, Kim and Pardalos, "A solution approach to the fixed charge network flow
-problem using a dynamic slope scaling procedure", Operations Research Letters 24(4), 1999.
+    1 converge    price at what the last plan combines; search; recount; until the plan costs what it was found at
+    2 restart     1 never leads to a plan that moves all arrays in another way, since the first to change would pay the latency alone. If
+                  the plan costs much more than the first was found at, 1 starts again from uniform plans: every gradient reduce-scattered
+                  over the inner mesh axes and all-reduced over the others
+    3 untie       repeated layers on their own, at the best plan's prices
+    4 fit         what a plan combines says how long arrays wait in memory, too. If no plan fits at its own prices, the plan of least
+                  memory sets the prices, and the search runs once more
 
-That leads to no plan that moves all arrays in another way, for whatever goes first would pay the whole latency alone. So where the plan
-costs much more than the first was found at, we start again from plans that treat all gradients alike: scattered over the inner axes and
-summed over the others.
+Also known as dynamic slope scaling: Kim and Pardalos, "A solution approach to the fixed charge network flow problem using a dynamic slope
+scaling procedure", Operations Research Letters 24(4), 1999.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
-from itertools import combinations, takewhile
-from math import prod
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import inf, prod
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from shardplan.ilp.overlap_price import cheapest
+from shardplan.costs.network import CostNetwork
+from shardplan.costs.pricing import CombinedGroups, Pricing
+from shardplan.costs.space import StrategySpace
+from shardplan.costs.task import Candidate, PlanningTask
+from shardplan.ilp.min_memory import min_peak_memory
+from shardplan.ilp.overlap_price import cheapest_price
+from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
 
 if TYPE_CHECKING:
-    from shardplan.costs.network import CostNetwork
-    from shardplan.costs.space import StrategySpace
-    from shardplan.costs.tables import CombinedGroups
-    from shardplan.xla_model.combining import CollectiveClass
+    from shardplan.ilp.search import Search
 
 ROUNDS = 3
-"""How often the prices are settled at most."""
+"""Rounds of price, search and recount from one start."""
 
-NEAR = 0.005
-"""A plan that costs this much more than it was found at is not looked for again."""
+CONVERGED = 0.005
+"""A plan that costs at most this much more than it was found at is not searched again."""
 
-FAR, AWAY = 0.03, 0.15
-"""And where the best costs more than the first was found at, by this part of it or of its communication, we start from others."""
+FAR_OF_STEP, FAR_OF_COMMUNICATION = 0.03, 0.15
+"""Restart if the best plan costs more than the first was found at by this fraction of the step and of its communication."""
 
-WORSE = 0.1
-"""What costs more than the best by this part of it where we start is not looked for: at its own prices it would hardly be less."""
+HOPELESS = 0.1
+"""A restarted search drops plans that cost this much more than the best: their own prices would hardly make up for it."""
 
 
-def settled(
-    make: Callable[[float, CombinedGroups | None], CostNetwork],
-    search: Callable[..., Solution],
-    apart: Callable[..., Solution] | None,
-    lean: Callable[[CostNetwork], tuple[int, ...]],
-    exposed_fraction: float,
-    over: Callable[[], bool] = lambda: False,
-) -> tuple[CostNetwork, Solution]:
-    """The best plan found, with the network of its own prices; the bound is as far below as at the prices it was found at.
-
-    What a plan moves together also says how long arrays wait for each other in memory, so a plan may need more than it was found with.
-    Where none of those found fits, we look for a lean plan that fits with its own waits, and plan once more with these.
+def slope_scaling(task: PlanningTask, search: Search, limit: float | None, deadline: Deadline) -> Candidate:
+    """The best plan found, with the network at its own prices; the gap is that to the bound at the prices it was found at.
 
     Args:
-        make: the network at a price of what is hidden (`overlap.cheapest`), with arrays moved together as told, or all of a queue.
-        search: answers it, given the states of the plan `before`, or (), and what answers may cost at `most` to be of use.
-        apart: answers it with repeated layers that need not be alike, if that can be better, given states in which they are `alike`;
-            or None.
-        lean: the states of a network that hold the fewest bytes, or ().
-        beside, over: as in `overlap.cheapest`.
+        task: prices networks.
+        search: searches them.
+        limit: bytes per device, or None.
+        deadline: ends the loop after the search in progress.
+
+    Returns:
+        A candidate without states, "infeasible", if nothing fits at its own prices.
     """
-
-    def planned(combined: CombinedGroups | None, ask: Callable[[CostNetwork], Solution]) -> tuple[CostNetwork, Solution]:
-        return cheapest(lambda price: make(price, combined), ask, exposed_fraction, over)
-
-    found, solution = best = planned(None, partial(search, before=()))
-    optimistic = solution.objective
-    least = np.inf, np.inf, True  # bytes over the limit, what is paid, whether layers had to be alike
-    combined: CombinedGroups | None = ()
-
-    def offer(found: CostNetwork, solution: Solution) -> float:
-        """Takes a plan if it is better, at its own prices, which it says."""
-        nonlocal best, least, combined
-        states = solution.states
-        own = repriced(make, found, states)
-        combined = own.combined
-        paid = own.step_seconds(states).total(exposed_fraction)
-        over = 0.0 if own.problem.limit is None else max(0.0, own.problem.peak(states) - own.problem.limit)
-        if (over, paid, solution.tied) < least:
-            least, bound = (over, paid, solution.tied), paid if solution.status == "optimal" else paid * (1 - solution.gap)
-            best = own, replace(solution, objective=paid, bound=bound)
-        return paid if not over else np.inf
-
-    def better(at: CostNetwork) -> Solution:
-        """What costs too much at the first price, the least, does so at all."""
-        cut = at.background_price == exposed_fraction and not least[0]
-        return search(at, before=best[1].states, most=(1 + WORSE) * least[1] if cut else np.inf)
-
-    for n in range(ROUNDS):
-        if n:
-            found, solution = planned(combined, partial(search, before=solution.states))
-        if not solution.states or offer(found, solution) <= (1 + NEAR) * solution.objective or over():
-            break
-    sent = least[1] - best[0].step_seconds(best[1].states).compute if best[1].states else 0.0
-    if best[1].states and least[1] - optimistic > min(FAR * optimistic, AWAY * sent):
-        for combined in takewhile(lambda _: not over(), alike(found.space)):
-            for _ in range(ROUNDS):
-                before = least
-                found, solution = planned(combined, better)
-                if solution.states:
-                    offer(found, solution)
-                if not least < before or over():
-                    break
-    if apart and not over() and best[1].states and best[1].tied:
-        found, solution = planned(best[0].combined, partial(apart, alike=best[1].states))
-        if solution.states:
-            offer(found, solution)
-    if best[1].states and least[0]:
-        for _ in range(ROUNDS):
-            if not least[0] or not (states := lean(found)):
-                break
-            offer(found, Solution("feasible", states, found.problem.objective(states), 0.0))
-            found = make(found.background_price, combined)
-        if least[0] or not over():
-            found, solution = planned(combined, partial(search, before=()))
-            if solution.states:
-                offer(found, solution)
-    return best if not best[1].states or not least[0] else (best[0], Solution("infeasible", (), np.inf, 0.0))
+    loop = _PricingLoop(task, search, limit, deadline)
+    first = loop.converge()
+    if loop.best is None:
+        return first
+    loop.restart_from_uniform_plans(first.solution.objective)
+    loop.untie_layers()
+    loop.fit_memory()
+    return Candidate(loop.best.network, Solution("infeasible", (), inf, 0.0)) if loop.excess_bytes else loop.best
 
 
-def repriced(make: Callable[[float, CombinedGroups | None], CostNetwork], found: CostNetwork, states: tuple[int, ...]) -> CostNetwork:
-    """The network at the prices of what these states of `found` move together."""
-    own = found
-    for _ in range(2):  # at other prices the ways are others, too
-        own = make(found.background_price, own.combined_collectives(states))
+def reprice(price: Callable[[Pricing], CostNetwork], network: CostNetwork, states: tuple[int, ...]) -> CostNetwork:
+    """The network at the prices of what these states combine."""
+    own = network
+    for _ in range(2):  # other prices make other reshard paths
+        own = price(Pricing(network.pricing.background_price, own.combined_groups(states)))
     return own
 
 
-def alike(space: StrategySpace) -> Iterator[CombinedGroups]:
-    """What plans move together that treat all gradients alike: scatter them over no axes, the innermost, the two innermost, ..."""
+@dataclass
+class _PricingLoop:
+    """The loop's state.
+
+    Attributes:
+        best: the best plan recounted so far.
+        rank: of the best: (bytes over the limit, picoseconds, whether repeated layers are tied); less is better.
+        network: the last that was searched.
+        combined: what the last recounted plan combines.
+    """
+
+    task: PlanningTask
+    search: Search
+    limit: float | None
+    deadline: Deadline
+    best: Candidate | None = None
+    rank: tuple[float, float, bool] = (inf, inf, True)
+    network: CostNetwork | None = None
+    combined: CombinedGroups | None = None
+
+    @property
+    def excess_bytes(self) -> float:
+        return self.rank[0]
+
+    def price(self, pricing: Pricing) -> CostNetwork:
+        return self.task.network(pricing, self.limit)
+
+    def solve(self, search: Search, combined: CombinedGroups | None, hint: tuple[int, ...] = (), cutoff: float = inf) -> Candidate:
+        """The best plan at the prices of `combined`, over all overlap prices; `cutoff` holds at the lowest of these."""
+        exposed_fraction = self.task.exposed_fraction
+
+        def at(price: float) -> Candidate:
+            network = self.price(Pricing(price, combined))
+            return Candidate(network, search.search(network, hint, cutoff if price == exposed_fraction else inf, self.deadline))
+
+        found = cheapest_price(at, exposed_fraction, self.deadline)
+        self.network = found.network
+        return found
+
+    def recount(self, found: Candidate) -> float:
+        """Picoseconds of a plan at its own prices, inf if it does not fit so; the plan becomes the best if it is better."""
+        states, solution = found.solution.states, found.solution
+        own = reprice(self.price, found.network, states)
+        self.combined = own.pricing.combined
+        cost = own.step_seconds(states).total(self.task.exposed_fraction)
+        excess = 0.0 if own.problem.limit is None else max(0.0, own.problem.peak(states) - own.problem.limit)
+        if (excess, cost, solution.tied) < self.rank:
+            self.rank, bound = (excess, cost, solution.tied), cost if solution.status == "optimal" else cost * (1 - solution.gap)
+            self.best = Candidate(own, replace(solution, objective=cost, bound=bound))
+        return cost if not excess else inf
+
+    def converge(self) -> Candidate:
+        """Step 1; returns the first candidate."""
+        first = found = self.solve(self.search, None)
+        for n in range(ROUNDS):
+            if n:
+                found = self.solve(self.search, self.combined, found.solution.states)
+            done = not found.solution.states or self.recount(found) <= (1 + CONVERGED) * found.solution.objective
+            if done or self.deadline.over():
+                break
+        return first
+
+    def restart_from_uniform_plans(self, first_cost: float) -> None:
+        """Step 2, if the best plan costs much more than `first_cost`, the picoseconds at which the first was found."""
+        assert self.best is not None
+        communication = self.rank[1] - self.best.network.step_seconds(self.best.solution.states).compute
+        if self.rank[1] - first_cost <= min(FAR_OF_STEP * first_cost, FAR_OF_COMMUNICATION * communication):
+            return
+        for self.combined in uniform_groups(self.task.space):
+            if self.deadline.over():
+                break
+            for _ in range(ROUNDS):
+                before, cutoff = self.rank, (1 + HOPELESS) * self.rank[1] if not self.excess_bytes else inf
+                found = self.solve(self.search, self.combined, self.best.solution.states, cutoff)
+                if found.solution.states:
+                    self.recount(found)
+                if not self.rank < before or self.deadline.over():
+                    break
+
+    def untie_layers(self) -> None:
+        """Step 3."""
+        assert self.best is not None
+        if self.search.untied and self.best.solution.tied and not self.deadline.over():
+            found = self.solve(self.search.untied, self.best.network.pricing.combined, self.best.solution.states)
+            if found.solution.states:
+                self.recount(found)
+
+    def fit_memory(self) -> None:
+        """Step 4, if no plan fits at its own prices."""
+        if not self.excess_bytes:
+            return
+        for _ in range(ROUNDS):
+            assert self.network is not None
+            states = min_peak_memory(self.network.problem) if self.excess_bytes else ()
+            if not states:
+                break
+            self.recount(Candidate(self.network, Solution("feasible", states, self.network.problem.objective(states), 0.0)))
+            self.network = self.price(Pricing(self.network.pricing.background_price, self.combined))
+        if self.excess_bytes or not self.deadline.over():
+            found = self.solve(self.search, self.combined)
+            if found.solution.states:
+                self.recount(found)
+
+
+def uniform_groups(space: StrategySpace) -> Iterator[CombinedGroups]:
+    """What plans combine that treat all gradients alike: reduce-scatter them over no axes, the innermost, the two innermost, ..."""
     axes = tuple(axis for axis, n in space.mesh if n > 1)
-    arrays: dict[tuple[int, CollectiveClass], dict[int, float]] = {}
-    for value, place in zip(space.graph.values, space.collective_sites, strict=True):
-        if place.group_size > 1 and place.collective_class in ("prefetch", "gradient"):
-            arrays.setdefault((place.group, place.collective_class), {})[place.origin] = value.bytes
+    arrays: dict[tuple[int, str], dict[int, float]] = {}
+    for value, site in zip(space.graph.values, space.collective_sites, strict=True):
+        if site.group_size > 1 and site.collective_class in ("prefetch", "gradient"):
+            arrays.setdefault((site.group, site.collective_class), {})[site.origin] = value.bytes
     gathers = [("all-gather", some) for n in range(len(axes)) for some in combinations(axes, n + 1)]
     for n in range(len(axes) + 1):
         summed, scattered = axes[: len(axes) - n], axes[len(axes) - n :]
-        gradients = [(kind, over) for kind, over in (("all-reduce", summed), ("reduce-scatter", scattered)) if over]
+        reductions = [(kind, over) for kind, over in (("all-reduce", summed), ("reduce-scatter", scattered)) if over]
         shards = prod(space.mesh.size(axis) for axis in scattered)
         yield tuple(
-            ((crowd, way), tuple(sorted((at, size / shards) for at, size in of.items())))
-            for (crowd, queue), of in sorted(arrays.items())
-            for way in sorted(gathers if queue == "prefetch" else gradients)
+            ((group, key), tuple(sorted((origin, size / shards) for origin, size in of.items())))
+            for (group, collective_class), of in sorted(arrays.items())
+            for key in sorted(gathers if collective_class == "prefetch" else reductions)
         )

@@ -1,82 +1,148 @@
-"""Recursive search: the mesh is cut one axis at a time, each axis given what the ones before it do.
+"""The search "recursive": one mesh axis at a time, each given what the axes before it do.
 
-With all other axes settled an op has only as many strategies as its rule has letters, so one level is a small network, built and
-solved like any other. A mesh costs the sum of its axes' choices and not their product, and time is linear in the ops. Levels go from
-the innermost links outwards and the other way round; then each axis is chosen once more, given all the others, as long as that
-makes the step cheaper. The cheaper of the two directions is the answer. Nothing is proven of it.
+With all other axes decided an op has only as many strategies as its rule has factors, so one axis is a small cost network, built and
+solved like any other. A mesh costs the sum of its axes' choices and not their product, and time is linear in the ops. Axes are decided
+from the innermost links outwards, and the other way round; then each axis is decided again, given all the others, as long as that makes
+the step cheaper. The cheaper of the two orders is the answer. It comes without a proof.
 
-While axes are left, an array may still be split by them: the budget of a level is the device's times the size of the axes to come,
-and less of it when that led to a mesh on which nothing fits.
+While axes are left, an array may still be sharded over them: the memory limit of an axis is the device's times the size of the axes to
+come, and less if that led to a mesh on which nothing fits.
 
-MindSpore's double recursive search halves the devices like this; there, ops choose one after the other, the heaviest first.
-Source: H. Wang et al., "Efficient and Systematic Partitioning of Large and Deep Neural Networks for Parallelization", Euro-Par 2021.
+Also known as recursive partitioning. MindSpore's double recursive search halves the devices like this; there, ops choose one after the
+other, the heaviest first: H. Wang et al., "Efficient and Systematic Partitioning of Large and Deep Neural Networks for
+Parallelization", Euro-Par 2021.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardplan.costs.network import CostNetwork, build_network
-from shardplan.costs.space import StrategySpace, make_strategy_space
+from shardplan.costs.pins import allowed_strategies
+from shardplan.costs.pricing import Pricing
+from shardplan.costs.space import make_strategy_space
+from shardplan.costs.task import Candidate, PlanningTask
+from shardplan.ilp.overlap_price import step_objective
+from shardplan.ilp.search import Search
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Solution
-from shardplan.ir.graph import Graph, Path
-from shardplan.mesh.reshard import Resharder
+from shardplan.ir.graph import Path
+from shardplan.mesh.layout import MeshShape
 from shardplan.propagation.propagate import propagate
 from shardplan.strategies.enumerate import OPEN
 
-SHARES = (1.0, 0.8, 0.6)
-"""Of the budget that axes to come would make enough."""
+MEMORY_SHARES = (1.0, 0.8, 0.6)
+"""Shares of the memory limit times the size of the axes to come, tried in this order."""
 
 SWEEPS = 3
+"""Rounds in which every axis is decided again."""
 
 WORK = 2.0
-"""Work limit of one level."""
-
+"""Work limit of one axis, about seconds."""
 
 AxisFactors = Mapping[Path, tuple[str | None, ...]]
-Allowed = Callable[[StrategySpace, Sequence[str]], Mapping[int, np.ndarray]]
+"""By path of an op, the factor that each mesh axis shards; OPEN for an axis that is to be decided."""
+
+
+class AxisByAxis(Search):
+    """Search "recursive"."""
+
+    def plan(self, memory: float | None) -> Candidate | None:
+        """The plan of the last axis's network; None if no order of axes ends in one that fits `memory` bytes per device."""
+        price = self.task.exposed_fraction
+        found = axis_by_axis(self.task, memory, price)
+        self.task.stopwatch.lap("solve")
+        return found and step_objective(found, price, price)[0]
+
+
+def axis_by_axis(task: PlanningTask, limit: float | None, background_price: float) -> Candidate | None:
+    """The last axis's network and its answer, "feasible"; None if no order of axes ends in a plan that fits.
+
+    Args:
+        task: the step and the options.
+        limit: bytes per device, or None.
+        background_price: `Pricing.background_price`.
+    """
+    axes = tuple(a for a, n in task.resharder.mesh if n > 1)
+    best: _Level | None = None
+    for order in dict.fromkeys((axes[::-1], axes)) if axes else ():
+        descent = _Descent(task, limit, Pricing(background_price), order)
+        found = next((level for share in MEMORY_SHARES if (level := descent.run(share)) is not None), None)
+        if found and (best is None or found.objective < best.objective):
+            best = found
+    return best and Candidate(best.network, replace(best.solution, status="feasible", bound=0.0))
 
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """One axis settled: the network it was settled in, and what every op does on every axis."""
+    """One axis decided: the network it was decided in, and what every op does on every axis."""
 
     network: CostNetwork
     solution: Solution
     factors: AxisFactors
 
+    @property
+    def objective(self) -> float:
+        return self.solution.objective
 
-def recursive(
-    graph: Graph, resharder: Resharder, limit: float | None, allowed: Allowed, background_price: float = 1.0
-) -> tuple[CostNetwork, Solution] | None:
-    """The last axis's network and its answer; None when no direction ends in a plan that fits.
 
-    Args:
-        graph: the step, before copies are put in.
-        resharder: prices redistribution on the mesh.
-        limit: bytes per device, or None.
-        allowed: which strategies of pinned ops remain, when only the given axes are settled.
-        waiting: as in `build_network`.
-    """
-    mesh = resharder.mesh
-    axes = [a for a, n in mesh if n > 1]
-    if not axes:
-        return None
+@dataclass(frozen=True, eq=False)
+class _Descent:
+    """Axes decided in one order."""
 
-    def opened(axis: str, found: Sequence[str | None]) -> tuple[str | None, ...]:
-        return tuple(OPEN if a == axis else x for a, x in zip(mesh.axes, found, strict=True))
+    task: PlanningTask
+    limit: float | None
+    pricing: Pricing
+    order: tuple[str, ...]
 
-    def others(axis: str, factors: AxisFactors) -> AxisFactors:
-        return {path: opened(axis, found) for path, found in factors.items()}
+    @property
+    def mesh(self) -> MeshShape:
+        return self.task.resharder.mesh
 
-    def settle(axis: str, within: AxisFactors, settled: Sequence[str], budget: float | None) -> _Level | None:
-        space = make_strategy_space(graph, mesh, resharder.cluster, within, opened(axis, [None] * len(mesh.axes)))
-        network = build_network(space, resharder, budget, allowed(space, settled), background_price=background_price)
+    def run(self, memory_share: float) -> _Level | None:
+        """All axes decided once, then again while that pays; None if nothing fits on the way."""
+        level, within = None, {}
+        for n, axis in enumerate(self.order):
+            within = self.opened(axis, level.factors if level else {})
+            to_come = self.mesh.size(*self.order[n + 1 :])
+            limit = None if self.limit is None else self.limit * to_come * (memory_share if to_come > 1 else 1.0)
+            level = self.decide(axis, within, self.order[: n + 1], limit)
+            if level is None:
+                return None
+        assert level is not None
+        return self.sweep(level, {self.order[-1]: within})  # the last axis was decided given all others
+
+    def sweep(self, level: _Level, given: dict[str, AxisFactors]) -> _Level:
+        """Every axis decided again, given all others, while that makes the step cheaper.
+
+        Args:
+            level: all axes decided.
+            given: axis -> what it was last decided given.
+        """
+        for _ in range(SWEEPS if len(self.order) > 1 else 0):
+            before = level
+            for axis in self.order:
+                within = self.opened(axis, level.factors)
+                if within == given.get(axis):
+                    continue
+                given[axis] = within
+                found = self.decide(axis, within, self.order, self.limit)
+                level = found if found and found.objective < level.objective else level
+            if level is before:
+                break
+        return level
+
+    def decide(self, axis: str, within: AxisFactors, decided: Sequence[str], limit: float | None) -> _Level | None:
+        """One axis, given what every op does on the others; pins count as far as they speak of the axes `decided` by then."""
+        task = self.task
+        others = self._open(axis, [None] * len(self.mesh.axes))
+        space = make_strategy_space(task.graph, self.mesh, task.resharder.cluster, within, others)
+        allowed = allowed_strategies(space, decided, options=task.options)
+        network = build_network(space, task.resharder, limit, allowed, pricing=self.pricing)
         presolved = presolve(network.problem, tie=True)
         hint = propagate(network.problem, presolved)
         solution = solve(network.problem, hint=hint.states or None, work_limit=WORK, presolved=presolved)
@@ -85,36 +151,9 @@ def recursive(
         chosen = network.strategies(solution.states)
         return _Level(network, solution, {op.path: space.strategies[i].factors[chosen[i]] for i, op in enumerate(space.graph.ops)})
 
-    def descend(order: Sequence[str], share: float) -> _Level | None:
-        level, factors = None, {}
-        asked: dict[str, AxisFactors] = {}
-        for n, axis in enumerate(order):
-            rest = mesh.size(*order[n + 1 :])
-            budget = None if limit is None else limit * rest * (share if rest > 1 else 1.0)
-            asked = {axis: others(axis, factors)}  # the last axis knows all others already
-            level = settle(axis, asked[axis], order[: n + 1], budget)
-            if level is None:
-                return None
-            factors = level.factors
-        assert level is not None
-        for _ in range(SWEEPS if len(order) > 1 else 0):
-            before = level
-            for axis in order:
-                within = others(axis, level.factors)
-                if within == asked.get(axis):
-                    continue
-                asked[axis] = within
-                found = settle(axis, within, order, limit)
-                level = found if found and found.solution.objective < level.solution.objective else level
-            if level is before:
-                break
-        return level
+    def opened(self, axis: str, factors: AxisFactors) -> AxisFactors:
+        """What every op does, but for one axis, which is to be decided."""
+        return {path: self._open(axis, found) for path, found in factors.items()}
 
-    best: _Level | None = None
-    for order in dict.fromkeys((tuple(reversed(axes)), tuple(axes))):
-        found = next((level for share in SHARES if (level := descend(order, share)) is not None), None)
-        if found and (best is None or found.solution.objective < best.solution.objective):
-            best = found
-    if best is None:
-        return None
-    return best.network, replace(best.solution, status="feasible", bound=0.0)
+    def _open(self, axis: str, factors: Sequence[str | None]) -> tuple[str | None, ...]:
+        return tuple(OPEN if a == axis else x for a, x in zip(self.mesh.axes, factors, strict=True))

@@ -133,6 +133,10 @@ class Problem:
         """Left side of (3) at every time, shape [T], bytes."""
         return sum_over_intervals((u.lo, u.hi, float(u.bytes[states[u.node]])) for u in self.usages)
 
+    def fits(self, states) -> bool:
+        """Whether one state per node meets (3)."""
+        return self.limit is None or self.peak(states) <= self.limit
+
     def peak(self, states) -> float:
         """The greatest left side of (3), bytes."""
         return float(self.memory(states).max(initial=0.0))

@@ -1,0 +1,93 @@
+"""What a search is given, and what it returns: a planning task, and a candidate plan."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from shardplan.costs.network import CostNetwork, build_network
+from shardplan.costs.options import Options
+from shardplan.costs.pins import allowed_strategies
+from shardplan.costs.pricing import Pricing
+from shardplan.costs.space import StrategySpace, make_strategy_space
+from shardplan.ilp.solver.problem import Solution
+from shardplan.ir.graph import Graph
+from shardplan.mesh.reshard import Resharder
+
+
+class Candidate(NamedTuple):
+    """A cost network and a search's answer to it."""
+
+    network: CostNetwork
+    solution: Solution
+
+
+class Stopwatch:
+    """Wall-clock seconds by stage.
+
+    Attributes:
+        seconds: stage -> seconds.
+    """
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.start = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """Count the time since the last lap as `stage`."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.start
+        self.start = now
+
+
+@dataclass(frozen=True, eq=False)
+class PlanningTask:
+    """A step on a mesh, with options: what every search starts from.
+
+    Attributes:
+        graph: the step, before copies are put in.
+        resharder: prices redistribution on the mesh.
+        options: what the user asked for.
+        stopwatch: planning time by stage.
+        constraint_states: (limit, background price) -> states of `propagation.warm_start.constraint_states`, a cache.
+    """
+
+    graph: Graph
+    resharder: Resharder
+    options: Options
+    stopwatch: Stopwatch
+    constraint_states: dict[tuple[float | None, float], tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def exposed_fraction(self) -> float:
+        """Fraction of a collective's seconds that is paid even where compute hides it; 1 where nothing is hidden."""
+        return 1.0 - self.resharder.cluster.overlap * self.options.overlap
+
+    @cached_property
+    def space(self) -> StrategySpace:
+        """The strategies of every op on all mesh axes."""
+        space = make_strategy_space(self.graph, self.resharder.mesh, self.resharder.cluster)
+        self.stopwatch.lap("strategies")
+        return space
+
+    @cached_property
+    def allowed(self) -> dict[int, np.ndarray]:
+        """Pinned op -> bool [s], which of its strategies the pins leave."""
+        return allowed_strategies(self.space, options=self.options)
+
+    def network(self, pricing: Pricing, limit: float | None) -> CostNetwork:
+        """The cost network at these prices; the last two are cached."""
+        return self._networks(pricing, limit)
+
+    @cached_property
+    def _networks(self):
+        def build(pricing: Pricing, limit: float | None) -> CostNetwork:
+            network = build_network(self.space, self.resharder, limit, self.allowed, self.options.charges, pricing)
+            self.stopwatch.lap("network")
+            return network
+
+        return lru_cache(maxsize=2)(build)

@@ -1,0 +1,79 @@
+"""The integer program: an optimal choice of states, with a proof, within the solver's limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from shardplan.costs.network import CostNetwork
+from shardplan.ilp.min_memory import min_peak_memory
+from shardplan.ilp.search import Search, time_left
+from shardplan.ilp.solver import solve
+from shardplan.ilp.solver.deadline import Deadline
+from shardplan.ilp.solver.presolve.presolve import presolve
+from shardplan.ilp.solver.problem import Solution
+from shardplan.propagation.axis_by_axis import axis_by_axis
+from shardplan.propagation.warm_start import warm_start
+
+UNTIED_WORK, UNTIED_OPS = 3.0, 20_000
+"""Work limit (about seconds) of planning repeated layers untied, and the ops from which this is done only if memory makes ties costly."""
+
+UNTIED_GAIN = 1e-3
+"""An untied plan without a proof must be this much cheaper: layers that agree are simpler."""
+
+MANY_AXES = 3
+"""Mesh axes from which an answer without a proof is compared with the axis-by-axis search."""
+
+
+class IntegerProgram(Search):
+    """Search "ilp"."""
+
+    def search(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
+        """The optimal states, or the best within the limits; repeated layers take the same states."""
+        problem, options = network.problem, self.task.options
+        presolved = presolve(problem, tie=True)
+        start = warm_start(self.task, network, presolved, hint).states or None
+        self.task.stopwatch.lap("propagation")
+        solution = solve(
+            problem, hint=start, cutoff=cutoff, time_limit=time_left(deadline), progress=options.progress, presolved=presolved
+        )
+        many = sum(n > 1 for _, n in self.task.resharder.mesh) >= MANY_AXES
+        if solution.status in ("feasible", "fallback") and many and options.search != "recursive" and not deadline.over():
+            solution = self._compared_axis_by_axis(network, solution)
+        if solution.status == "fallback" and not solution.states and deadline.over():  # least memory is better than an error
+            states = min_peak_memory(problem)
+            if states and problem.fits(states):
+                solution = replace(solution, states=states, objective=problem.objective(states))
+        self.task.stopwatch.lap("solve")
+        return solution
+
+    @property
+    def untied(self) -> Search:
+        """The same without ties between repeated layers."""
+        return _Untied(self.task)
+
+    def _compared_axis_by_axis(self, network: CostNetwork, solution: Solution) -> Solution:
+        """The better of an answer without a proof and the axis-by-axis search's."""
+        problem = network.problem
+        found = axis_by_axis(self.task, problem.limit, network.pricing.background_price)
+        states = network.translate(found.network, found.solution.states) if found else ()
+        if not states or not problem.fits(states):
+            return solution
+        objective = problem.objective(states)
+        better = not solution.states or objective < solution.objective
+        return replace(solution, status="feasible", states=states, objective=objective) if better else solution
+
+
+class _Untied(Search):
+    def search(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
+        """States in which repeated layers may differ, if that pays; of many ops only where the memory limit makes ties costly."""
+        problem = network.problem
+        tied_cost, left = problem.objective(hint), time_left(deadline)
+        found = Solution("fallback", (), np.inf, 0.0)
+        if len(hint) <= UNTIED_OPS or solve(replace(problem, usages=(), limit=None), time_limit=left).objective < tied_cost:
+            own = solve(replace(problem, ties=()), hint=hint, time_limit=time_left(deadline), work_limit=UNTIED_WORK)
+            proven = own.status == "optimal" and own.objective == tied_cost
+            found = own if proven or own.objective < (1 - UNTIED_GAIN) * tied_cost else found
+        self.task.stopwatch.lap("solve")
+        return found

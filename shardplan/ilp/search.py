@@ -1,0 +1,63 @@
+"""What a search is: one class that chooses a strategy for every op.
+
+A search of cost networks says how it searches one (`Search.search`); `Search.plan` runs it in the loop that prices, searches and
+prices again (`slope_scaling.py`). A search that builds networks of its own replaces `plan`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardplan.costs.network import CostNetwork, replicated_bytes
+from shardplan.costs.task import Candidate, PlanningTask
+from shardplan.ilp.slope_scaling import slope_scaling
+from shardplan.ilp.solver.deadline import Deadline
+from shardplan.ilp.solver.problem import Solution
+
+
+@dataclass(frozen=True, eq=False)
+class Search(ABC):
+    """One way to choose strategies; `shardplan.searches.SEARCHES` holds all by name.
+
+    Attributes:
+        task: the step, the mesh and the options.
+    """
+
+    task: PlanningTask
+
+    def search(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
+        """States of one cost network.
+
+        Args:
+            network: objective, memory limit and pins are its problem's.
+            hint: states that the network before this one was answered with; () at first.
+            cutoff: picoseconds; costlier answers are of no use.
+            deadline: when to stop.
+        """
+        raise NotImplementedError
+
+    @property
+    def untied(self) -> Search | None:
+        """A search that may plan repeated layers each on their own, given states in which they agree; None if there is none."""
+        return None
+
+    def plan(self, memory: float | None) -> Candidate | None:
+        """The best plan that fits `memory` bytes per device (None: no limit); without states if none does; None to leave it to "ilp"."""
+        deadline = Deadline(self.task.options.time_limit, work=np.inf)
+        # Without a limit copies need no states of their own, and the network is smaller.
+        roomy = memory is not None and replicated_bytes(self.task.space) <= memory
+        found = slope_scaling(self.task, self, None if roomy else memory, deadline)
+        if memory is None or not roomy or not found.solution.states:
+            return found
+        if found.network.peak(found.solution.states) > memory:
+            return slope_scaling(self.task, self, memory, deadline)
+        limited = replace(found.network, problem=replace(found.network.problem, limit=memory))
+        return Candidate(limited, found.solution)
+
+
+def time_left(deadline: Deadline) -> float | None:
+    """Seconds, for `solve(time_limit=...)`; None without a limit."""
+    return None if deadline.time_limit is None else max(0.0, deadline.seconds_left)

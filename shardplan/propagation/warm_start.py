@@ -1,0 +1,56 @@
+"""The states that a search starts from: the plan before, the program's own constraints, or propagation, the cheapest of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from shardplan.costs.network import CostNetwork, build_network
+from shardplan.costs.pins import allowed_strategies
+from shardplan.costs.pricing import Pricing
+from shardplan.costs.task import PlanningTask
+from shardplan.ilp.solver.presolve.presolve import Presolved
+from shardplan.ilp.solver.problem import Solution
+from shardplan.propagation.propagate import propagate
+
+
+def warm_start(
+    task: PlanningTask, network: CostNetwork, presolved: Presolved, hint: tuple[int, ...], always_propagate: bool = False
+) -> Solution:
+    """The cheapest states that are known before the search.
+
+    Args:
+        task: the step and the options.
+        network: what is searched.
+        presolved: `presolve(network.problem, tie=True)`.
+        hint: states of the plan before, or ().
+        always_propagate: propagate even if `hint` fits.
+
+    Returns:
+        "feasible", without states if nothing is known. States that exceed the limit come from propagation only.
+    """
+    problem = network.problem
+
+    def objective(states: tuple[int, ...]) -> float:
+        return problem.objective(states) if states and problem.fits(states) else np.inf
+
+    known = [(objective(states), states) for states in (_constraint_states(task, network), hint)]
+    hinted = known[-1][0] < np.inf and not always_propagate
+    start = Solution("feasible", (), np.inf, 0.0) if hinted else propagate(problem, presolved)
+    for cost, states in known:
+        if cost < start.objective:
+            start = replace(start, states=states, objective=cost)
+    return start
+
+
+def _constraint_states(task: PlanningTask, network: CostNetwork) -> tuple[int, ...]:
+    """States that meet the program's own constraints where these are hints; () where they are not."""
+    if task.options.constraints != "hint":
+        return ()
+    key = limit, price = network.problem.limit, network.pricing.background_price
+    if key not in task.constraint_states:
+        allowed = allowed_strategies(task.space, options=replace(task.options, constraints="keep"))
+        kept = build_network(task.space, task.resharder, limit, allowed, pricing=Pricing(price))
+        task.constraint_states[key] = propagate(kept.problem).states
+    return task.constraint_states[key]
