@@ -21,7 +21,7 @@ from shardplan.ir.graph import BORDER, Source
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import seconds as planned_s
 from shardplan.plan import Plan
-from shardplan.plan.describe import fetches
+from shardplan.plan.describe import operand_reshards
 from shardplan.plan.planned import Planned
 from shardplan.units import format_memory
 from shardplan.xla.report.compare import CollectiveFinding, EmittedTensor, ExpectedCollective
@@ -195,7 +195,7 @@ def _paid(planned: Planned, finding: CollectiveFinding, extra_s: float) -> Charg
     missed = {(e.kind, e.bytes) for e in _unmatched(finding)[0] or finding.planned}
     moves: dict[tuple, float] = {}
     for i, op in enumerate(graph.ops):
-        for _, reader, operand, steps in fetches(planned, i) if op.primitive != "share" else ():
+        for _, reader, operand, steps in operand_reshards(planned, i) if op.primitive != "share" else ():
             v = graph.ops[reader].inputs[operand]
             assert v is not None
             reduces = any(s.kind in ("all-reduce", "reduce-scatter") for s in steps)

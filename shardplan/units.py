@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 Units = tuple[tuple[str, float], ...]
 
@@ -74,6 +75,11 @@ def parse_bytes(amount: float | str) -> float:
     if not value > 0:
         raise ValueError(f"{amount!r} is no amount of memory, such as 80e9, '80GB' or '74.5GiB'")
     return value
+
+
+def format_array(x: Any) -> str:
+    """Type of an array, or of anything with dtype and shape: "float32[8,4]"."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 # ---- text that fits

@@ -1,8 +1,12 @@
-"""What planning found, told as a `Plan`: paths, source lines, seconds and bytes instead of numbers of nodes."""
+"""The plan of what planning found: pytree paths, source lines, seconds and bytes in place of numbers of nodes and states.
+
+A copy of an array for several readers is no op of the user's: its reshards are listed at its first reader.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,19 +15,24 @@ from shardplan.costs.network import CostNetwork
 from shardplan.costs.space import exchanged
 from shardplan.costs.tables import PS
 from shardplan.files import portable, source_line
-from shardplan.ir.graph import BORDER, Op
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.propagation.conflicts import AGAINST
 from shardplan.strategies.enumerate import PARTIAL
+from shardplan.units import format_array
 
 PROFILE_POINTS = 160
 
 
 def describe(planned: Planned, context=None) -> Plan:
-    """The plan of what was planned; `context` is what `Plan.fix` and the pytree views need."""
+    """The plan of what was planned.
+
+    Args:
+        planned: of the search's last round.
+        context: what `Plan.fix`, `Plan.check` and the pytree views need.
+    """
     space, graph = planned.space, planned.graph
     kinds = categories(graph)
     parts = planned.network.step_seconds(planned.solution.states)
@@ -53,7 +62,7 @@ def describe(planned: Planned, context=None) -> Plan:
     ).with_context(context)
 
 
-def _lines(planned: Planned):
+def _lines(planned: Planned) -> Iterator[SourceLine]:
     seconds: dict[tuple[str, int], float] = {}
     problem = planned.network.problem
     for op, cost, state in zip(planned.graph.ops, problem.costs, planned.solution.states, strict=True):
@@ -70,22 +79,23 @@ def _leaf(planned: Planned, i: int, kind: str) -> Leaf:
     return Leaf(op.label, tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", "token")), planned.result_layout(i), kind)
 
 
-def _decisions(planned: Planned):
-    graph, space = planned.graph, planned.space
-    number, seen = -1, {}
-    for i, op in enumerate(graph.ops):
-        if op.primitive == "share":
-            continue
-        number += 1
+# ---- decisions
+
+
+def _decisions(planned: Planned) -> Iterator[PlanDecision]:
+    space, seen = planned.space, {}
+    program = ((i, op) for i, op in enumerate(planned.graph.ops) if not op.traits.copy)
+    for number, (i, op) in enumerate(program):
         file = portable(op.source.file)
         name = (file, op.source.line, op.primitive, op.phase)
         occurrence = seen[name] = seen.get(name, -1) + 1
         decided = planned.decisions.get(op.path)
-        reshards = tuple(_moves(planned, i))
+        reshards = (*_reshards(planned, i), *_halo_exchanges(planned, i))
         if decided is None and not reshards:
             continue
-        runs = op.runs if op.primitive not in BORDER else op.reads
+        runs = op.reads if op.traits.border else op.runs
         yield PlanDecision(
+            op=number,
             file=file,
             line=op.source.line,
             function=op.source.function,
@@ -94,86 +104,99 @@ def _decisions(planned: Planned):
             phase=op.phase,
             strategy=_strategy(planned, i),
             operand_layouts=decided.reads if decided else (),
+            copy_numbers=decided.copies if decided else (),
             result_layouts=decided.results if decided else (),
+            result_type=format_array(op.outs[0]) if op.outs and hasattr(op.outs[0], "shape") else "",
             reshards=reshards,
             seconds=float(space.seconds[i][planned.strategies[i]]) * op.runs / runs,
             runs=float(runs),
-            result_type=_type(op),
-            op=number,
-            copy_numbers=decided.copies if decided else (),
         )
 
 
-def _moves(planned: Planned, i: int):
-    for shown, reader, operand, steps in fetches(planned, i):
-        v = planned.graph.ops[reader].inputs[operand]
+def _strategy(planned: Planned, i: int) -> Mapping[str, str]:
+    """Mesh axis -> the factor that it shards."""
+    factors = planned.space.strategies[i].factors[planned.strategies[i]]
+    found = zip(planned.space.mesh.axes, factors, strict=True)
+    return {axis: "partial sums" if x == PARTIAL else x for axis, x in found if x is not None}
+
+
+def _reshards(planned: Planned, i: int) -> Iterator[PlannedReshard]:
+    graph = planned.graph
+    for x in operand_reshards(planned, i):
+        v = graph.ops[x.op].inputs[x.operand]
         assert v is not None
-        value = planned.graph.values[v]
-        before, after = planned.result_layout(*value.producer), planned.operand_layout(reader, operand)
-        collectives = tuple(PlannedCollective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in steps)
-        made = planned.graph.ops[planned.graph.maker(planned.space.accumulated_sums.get(v, v))].source
-        place = f"{portable(made.file)}:{made.line}" if made.file else ""
-        between = planned.conflicts.get((reader, operand), ())
-        pins = between if any(c.kind in AGAINST for c in collectives) else ()
-        yield PlannedReshard(shown, f"{value.dtype}[{','.join(map(str, value.shape))}]", before, after, collectives, pins, place)
+        producer = graph.ops[graph.maker(planned.space.accumulated_sums.get(v, v))].source
+        conflict = any(step.kind in AGAINST for step in x.steps)
+        yield PlannedReshard(
+            operand=x.shown,
+            array=format_array(graph.values[v]),
+            before=planned.result_layout(*graph.values[v].producer),
+            after=planned.operand_layout(x.op, x.operand),
+            collectives=tuple(PlannedCollective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in x.steps),
+            pins=planned.conflicts.get((x.op, x.operand), ()) if conflict else (),
+            producer_source=f"{portable(producer.file)}:{producer.line}" if producer.file else "",
+        )
+
+
+def _halo_exchanges(planned: Planned, i: int) -> Iterator[PlannedReshard]:
     op, space = planned.graph.ops[i], planned.space
     for x in exchanged(op, space.rules[i], space.strategies[i], planned.strategies[i], space.mesh, space.cluster):
-        layout, aval = planned.operand_layout(i, x.operand), op.ins[x.operand]
-        kind = PlannedCollective(x.kind, x.axes, float(x.bytes), float(x.seconds))
-        yield PlannedReshard(x.operand, f"{aval.dtype}[{','.join(map(str, aval.shape))}]", layout, layout, (kind,))
+        layout, collective = planned.operand_layout(i, x.operand), PlannedCollective(x.kind, x.axes, float(x.bytes), float(x.seconds))
+        yield PlannedReshard(x.operand, format_array(op.ins[x.operand]), layout, layout, (collective,))
 
 
-Fetch = tuple[int, int, int, tuple[ReshardStep, ...]]
+class OperandReshard(NamedTuple):
+    """A reshard that is listed at an op.
+
+    Attributes:
+        shown: operand of that op.
+        op, operand: the operand that is resharded, of that op or of a copy that it reads.
+        steps: one after the other.
+    """
+
+    shown: int
+    op: int
+    operand: int
+    steps: tuple[ReshardStep, ...]
 
 
-def fetches(planned: Planned, i: int) -> Iterator[Fetch]:
-    """Reshards at an op: (operand of op i, op that reshards, its operand, how); that of a shared copy stands at its first reader."""
+def operand_reshards(planned: Planned, i: int) -> Iterator[OperandReshard]:
+    """Reshards of the operands of op i, those of a copy at its first reader."""
     for k, v in enumerate(planned.graph.ops[i].inputs):
         if v is not None:
-            yield from _fetch(planned, v, i, k, k)
+            yield from _chain(planned, v, i, k, k)
 
 
-def _fetch(planned: Planned, v: int, reader: int, operand: int, shown: int) -> Iterator[Fetch]:
+def _chain(planned: Planned, v: int, reader: int, operand: int, shown: int) -> Iterator[OperandReshard]:
     if reader in planned.retained:
         return
-    graph = planned.graph
-    value = graph.values[v]
-    copy = graph.ops[value.producer[0]]
-    if copy.primitive == "share" and value.consumers[0] == (reader, operand):
+    value = planned.graph.values[v]
+    copy = planned.graph.ops[value.producer[0]]
+    if copy.traits.copy and value.consumers[0] == (reader, operand):
         source = copy.inputs[0]
         assert source is not None
-        yield from _fetch(planned, source, value.producer[0], 0, shown)
-    before, after = planned.result_layout(*value.producer), planned.operand_layout(reader, operand)
-    steps = planned.network.path(v, before, after)
+        yield from _chain(planned, source, value.producer[0], 0, shown)
+    steps = planned.network.path(v, planned.result_layout(*value.producer), planned.operand_layout(reader, operand))
     if steps:
-        yield shown, reader, operand, steps
+        yield OperandReshard(shown, reader, operand, steps)
 
 
-def _strategy(planned: Planned, i: int) -> Mapping[str, str]:
-    chosen = planned.space.strategies[i].factors[planned.strategies[i]]
-    mesh = planned.space.mesh
-    return {axis: "partial sums" if x == PARTIAL else x for axis, x in zip(mesh.axes, chosen, strict=True) if x is not None}
-
-
-def _type(op: Op) -> str:
-    if not op.outs or not hasattr(op.outs[0], "shape"):
-        return ""
-    return f"{op.outs[0].dtype}[{','.join(map(str, op.outs[0].shape))}]"
+# ---- memory
 
 
 def _memory(network: CostNetwork, states) -> MemoryReport:
     graph, limit = network.space.graph, network.problem.limit
-    holdings = network.allocations(states)
-    horizon = max((hi for *_, hi, _ in holdings), default=0)
+    allocations = network.allocations(states)
+    horizon = max((end for *_, end, _ in allocations), default=0)
     if not horizon:
         return MemoryReport(0.0, limit, "", {})
     kinds = categories(graph)
     names = sorted(set(kinds.values()))
     number = {name: n for n, name in enumerate(names)}
     change = np.zeros((len(names), horizon + 1))
-    for i, lo, hi, held in holdings:
-        change[number[kinds[i]], lo] += held
-        change[number[kinds[i]], hi] -= held
+    for i, start, end, held in allocations:
+        change[number[kinds[i]], start] += held
+        change[number[kinds[i]], end] -= held
     over_time = np.cumsum(change, axis=1)[:, :-1]
     profile = over_time.sum(axis=0)
     peak = int(profile.argmax())

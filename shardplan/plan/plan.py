@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 from msgspec import structs
@@ -26,10 +26,6 @@ from shardplan.mesh.layout import Layout
 from shardplan.plan import io
 from shardplan.plan.data import SEARCHES, Conflict, Leaf, MemoryReport, PlanDecision, PlanRecord
 from shardplan.plan.verbs import verb
-
-if TYPE_CHECKING:
-    from shardplan.feedback import Verified
-    from shardplan.xla.report.plan_report import PlanReport
 
 
 class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT):
@@ -163,13 +159,16 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         mine = self.search if context.verified is None else None  # this plan itself, unless it learned from XLA
         return PlanComparison({name: self if name == mine else context.replan({}, search=name) for name in search})
 
-    def check(self, target: str | None = None, **options) -> PlanReport:
+    def check(self, target: str | None = None, **options) -> Any:
         """Compile the planned step, run nothing, and compare what XLA emitted with what was planned.
 
         Args:
             target: a GPU cluster that need not be here, "h200:8" or "h100:8x8"; None for the devices at hand (a known GPU, else
                 emulated CPU devices).
             options: thresholds and compiler options, as for `shardplan.check`.
+
+        Returns:
+            A `shardplan.xla.report.plan_report.PlanReport`; `print` it.
 
         Raises:
             ShardingError: when this plan was read from a file.
@@ -178,8 +177,8 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return verb("check_plan")(self, target, **options)
 
     @property
-    def verified(self) -> Verified | None:
-        """How `auto(mesh, verify=target)` came to this plan, round by round; None for a plan made without, or read from a file."""
+    def verified(self) -> Any:
+        """The rounds by which `auto(mesh, verify=target)` came to this plan, a `shardplan.feedback.Verified`; otherwise None."""
         return self.context and self.context.verified
 
     @property

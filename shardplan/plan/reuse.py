@@ -13,12 +13,13 @@ from shardplan.ir.parse import parse
 from shardplan.ir.traced import Traced
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan.plan import Plan
+from shardplan.units import format_array
 
-SHOWN = 5
+MAX_LISTED = 5
 
 
 def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path, EmitDecision] | None:
-    """What a saved plan decides for the very program it was made for, wherever its lines are now; None when it is another program.
+    """Decisions of a saved plan for the program it was made for, wherever its lines are now; None for another program.
 
     Raises:
         PlanFileError: when the plan is for another mesh.
@@ -33,7 +34,7 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
     if plan.donated != traced.donated_names():
         then, now = (", ".join(names) or "nothing" for names in (plan.donated, traced.donated_names()))
         warn(
-            f"the plan was made for a step that donates {then}; this one donates {now}, so its memory is another than the plan says.\n"
+            f"the plan was made for a step that donates {then}; this one donates {now}, so it needs other memory than the plan says.\n"
             "  ways out: donate_argnums as it was, or plan anew without plan="
         )
     found = {}
@@ -61,17 +62,17 @@ def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
         if leaf is not None and leaf.shape == tuple(aval.shape):
             pins[n] = leaf.layout.dims
         else:
-            lost.append(f"{label} {aval.dtype}[{','.join(map(str, aval.shape))}]")
+            lost.append(f"{label} {format_array(aval)}")
     if not pins:
         raise PlanFileError(
             "the plan is for another model: none of its inputs is one of this step.\n"
-            f"  plan: {', '.join([x.path for x in plan.inputs][:SHOWN])}, ...\n  step: {', '.join(traced.in_labels[:SHOWN])}, ...\n"
+            f"  plan: {', '.join([x.path for x in plan.inputs][:MAX_LISTED])}, ...\n  step: {', '.join(traced.in_labels[:MAX_LISTED])}, ...\n"
             "  way out: plan anew without plan="
         )
     gone = [f"{path} (no longer there)" for path in leaves]
     listed = [*lost, *gone]
     warn(
         f"the plan was made for another version of this step: {len(pins)} of {len(avals)} inputs keep its layouts, the rest is planned "
-        "again." + (f"\n  not matched: {', '.join(listed[:SHOWN])}{', ...' if len(listed) > SHOWN else ''}" if listed else "")
+        "again." + (f"\n  not matched: {', '.join(listed[:MAX_LISTED])}{', ...' if len(listed) > MAX_LISTED else ''}" if listed else "")
     )
     return replace(options, in_pins={**pins, **(options.in_pins or {})})
