@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from shardplan import _jax
+from shardplan.costs.pins import PinDims, pin_dims
 from shardplan.errors import ShardingError
 
 
@@ -164,3 +165,30 @@ def state_pairs(in_tree, in_leaves: Sequence, out_tree, out_leaves: Sequence) ->
         if found is not None:
             in_start, _ = taken.pop(found)
             yield from ((in_start + n, start + n) for n in range(len(part[1])))
+
+
+# ---- pins
+
+
+def prefix_pins(prefix, tree, leaves: Sequence, who: str) -> dict[int, PinDims]:
+    """Pins by flat number from a tree prefix of shardings, for leaves of this tree."""
+    if prefix is None:
+        return {}
+
+    def is_leaf(x):
+        return x is None or isinstance(x, (jax.sharding.PartitionSpec, jax.sharding.Sharding))
+
+    try:
+        spread = _jax.broadcast_prefix(prefix, jax.tree.unflatten(tree, range(tree.num_leaves)), is_leaf)
+    except ValueError as error:
+        raise ShardingError(f"{who} is no tree prefix of what the step {'takes' if who[0] == 'i' else 'returns'}: {error}") from None
+    specs = {n: spec_of(sharding, who) for n, sharding in enumerate(spread) if sharding is not None}
+    return {n: pin_dims(spec, max(len(leaves[n].shape), len(spec))) for n, spec in specs.items()}
+
+
+def spec_of(sharding, who: str):
+    """The PartitionSpec of a spec or a NamedSharding."""
+    spec = getattr(sharding, "spec", sharding)
+    if not isinstance(spec, (jax.sharding.PartitionSpec, tuple)):
+        raise ShardingError(f"{who}: {sharding!r} is no PartitionSpec or NamedSharding")
+    return spec

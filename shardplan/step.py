@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from shardplan import _jax
-from shardplan.costs.charges import Charges
+from shardplan.costs.corrections import CostCorrections
 from shardplan.costs.options import Options
-from shardplan.costs.pins import pin_dims
 from shardplan.emit.emit import EmitDecision, emit
 from shardplan.errors import OtherSignature, ShardingError, warn
 from shardplan.feedback import Verified, verified
@@ -28,7 +27,17 @@ from shardplan.plan.data import Leaf
 from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
 from shardplan.plan.reuse import matching_pins, saved_decisions
-from shardplan.signature import Call, arguments, path_text, refuse_refs, refuse_what_is_no_array, state_pairs, unique
+from shardplan.signature import (
+    Call,
+    arguments,
+    path_text,
+    prefix_pins,
+    refuse_refs,
+    refuse_what_is_no_array,
+    spec_of,
+    state_pairs,
+    unique,
+)
 from shardplan.view.progress import Progress
 
 if TYPE_CHECKING:
@@ -43,6 +52,7 @@ class PlannedStep:
 
     Attributes:
         plan: what it runs.
+        mesh: what it runs on.
         jitted: the jitted step; raises `OtherSignature` when it is traced for other operands.
         traceable: the step to be traced into a larger program on a mesh with Explicit axes.
         in_shardings: per leaf of the operands.
@@ -50,13 +60,22 @@ class PlannedStep:
     """
 
     plan: Plan
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     jitted: Callable
     traceable: Callable
     in_shardings: Sequence
     donated: Sequence[int]
 
     def __call__(self, *operands):
-        """Runs the step; operands that jit refuses for the devices they are on are moved first."""
+        """Runs the step; operands that jit refuses for the devices they are on are moved first.
+
+        Raises:
+            ShardingError: it was planned on an AbstractMesh.
+        """
+        if not isinstance(self.mesh, jax.sharding.Mesh):
+            raise ShardingError(
+                "this step was planned on an AbstractMesh, which has no devices to run on.\n  way out: auto(jax.make_mesh(...))"
+            )
         try:
             return self.jitted(*operands)
         except ValueError as error:
@@ -121,9 +140,9 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
             return step.jit(decisions, saved.with_context(context(decisions)))
         asked = matching_pins(saved, step.traced, asked)
 
-    def solve(memory: float | None, charges: Charges | None = None) -> Plan:
+    def solve(memory: float | None, corrections: CostCorrections | None = None) -> Plan:
         with asked.progress or contextlib.nullcontext():
-            planned = make_plan(step.traced, options.shape, options.machine, replace(asked, memory=memory, charges=charges))
+            planned = make_plan(step.traced, options.shape, options.machine, replace(asked, memory=memory, corrections=corrections))
         return describe(planned, context(planned.decisions, planned))
 
     if options.verify is None:
@@ -194,9 +213,9 @@ class TracedStep:
             auto.memory_limit,
             auto.search,
             auto.time_limit,
-            _prefix_pins(auto.in_shardings, args, jax.tree.leaves(self.operands), "in_shardings"),
-            _prefix_pins(auto.out_shardings, out_tree, out_leaves, "out_shardings"),
-            {pattern: tuple(_spec(spec, f"pin {pattern!r}")) for pattern, spec in (auto.pins or {}).items()},
+            prefix_pins(auto.in_shardings, args, jax.tree.leaves(self.operands), "in_shardings"),
+            prefix_pins(auto.out_shardings, out_tree, out_leaves, "out_shardings"),
+            {pattern: tuple(spec_of(spec, f"pin {pattern!r}")) for pattern, spec in (auto.pins or {}).items()},
             Progress(),
             memory_saving=auto.memory_saving,
             overlap=auto.overlap,
@@ -205,8 +224,6 @@ class TracedStep:
 
     def jit(self, decisions: Decisions, plan: Plan) -> PlannedStep:
         """The step of a plan, jitted with its constraints and shardings."""
-        if not isinstance(self.auto.mesh, jax.sharding.Mesh):
-            return PlannedStep(plan, _no_devices, _no_devices, (), ())
         # Callbacks know their mesh: with them the step runs on the twin, and its results are handed to the user's mesh.
         on_twin = bool(self.traced.jaxpr.effects) or _jax.knows_its_mesh(self.traced.jaxpr)
         mesh = self.twin if on_twin else self.auto.mesh
@@ -224,7 +241,7 @@ class TracedStep:
         )
         if on_twin and not _jax.is_auto(self.auto.mesh):
             jitted = _jax.on_twin(jitted, self.twin, self.auto.mesh)
-        return PlannedStep(plan, jitted, functools.partial(step, keep_types=True), in_shardings, self.traced.donated)
+        return PlannedStep(plan, self.auto.mesh, jitted, functools.partial(step, keep_types=True), in_shardings, self.traced.donated)
 
     def _on_operands(self, decisions: Decisions, mesh, out_shardings: list) -> Callable:
         """The emitted program as a function of the operands."""
@@ -279,35 +296,3 @@ def _trace(fun: Callable, call: Call, auto: AutoOptions):
         raise ShardingError(f"{why}\n  way out: {way}, or plan on a mesh that has it") from unknown
     warn(f"{why}\n  All that it asks for only where there is a mesh is left to the planner.\n  way out: {way}")
     return traced
-
-
-def _no_devices(*_):
-    raise ShardingError(
-        "this step was planned on an AbstractMesh, which has no devices to run on.\n  way out: auto(jax.make_mesh(...))"
-    )
-
-
-# ---- pins
-
-
-def _prefix_pins(prefix, tree, leaves: Sequence, who: str) -> dict[int, Any]:
-    """Pins by flat number from a tree prefix of shardings."""
-    if prefix is None:
-        return {}
-
-    def is_leaf(x):
-        return x is None or isinstance(x, (jax.sharding.PartitionSpec, jax.sharding.Sharding))
-
-    try:
-        spread = _jax.broadcast_prefix(prefix, jax.tree.unflatten(tree, range(tree.num_leaves)), is_leaf)
-    except ValueError as error:
-        raise ShardingError(f"{who} is no tree prefix of what the step {'takes' if who[0] == 'i' else 'returns'}: {error}") from None
-    specs = {n: _spec(sharding, who) for n, sharding in enumerate(spread) if sharding is not None}
-    return {n: pin_dims(spec, max(len(leaves[n].shape), len(spec))) for n, spec in specs.items()}
-
-
-def _spec(sharding, who: str):
-    spec = getattr(sharding, "spec", sharding)
-    if not isinstance(spec, (jax.sharding.PartitionSpec, tuple)):
-        raise ShardingError(f"{who}: {sharding!r} is no PartitionSpec or NamedSharding")
-    return spec

@@ -34,16 +34,16 @@ def auto(cluster="h100", **options):
 def test_what_xla_adds_is_priced_and_planned_around():
     """Prices of a GPU, XLA for CPUs: it reduces in full where the plan scatters, which the next plan pays for."""
     plan = auto("a100", verify=True, pins=SPLIT).plan(STATE, BATCH)
-    told = plan.verified
-    assert told is not None and 2 <= len(told.rounds) <= 3
-    first, last = told.rounds[0], told.rounds[told.kept]
-    assert first.charges and first.charges[0].paid.reshards and first.charges[0].seconds > 0
-    assert told.rounds[1].plan.seconds["total"] >= first.plan.seconds["total"]
+    found = plan.verified
+    assert found is not None and 2 <= len(found.rounds) <= 3
+    first, last = found.rounds[0], found.rounds[found.chosen]
+    assert first.overruns and first.overruns[0].correction.reshards and first.overruns[0].seconds > 0
+    assert found.rounds[1].plan.seconds["total"] >= first.plan.seconds["total"]
     assert first.plan.decisions == auto("a100", pins=SPLIT).plan(STATE, BATCH).decisions
-    assert last.seconds.total_s == min(r.seconds.total_s for r in told.rounds)
+    assert last.seconds.total_s == min(r.seconds.total_s for r in found.rounds)
     assert plan.decisions == last.plan.decisions and plan.context.planned is last.plan.context.planned
-    text = str(told)
-    assert text.startswith("round 1  planned ") and "µs more than planned: all-reduce over data" in text and ", kept" in text
+    text = str(found)
+    assert text.startswith("round 1  planned ") and "µs more than planned: all-reduce over data" in text and ", chosen" in text
 
 
 def test_the_same_twice():
@@ -71,7 +71,7 @@ def test_the_budget_is_tightened_by_what_xla_needs_more():
     plan = auto(verify="h100:8", memory=(plain.plan.memory().peak + peak) / 2).plan(STATE, BATCH)
     first, second = plan.verified.rounds[:2]
     assert not first.fits and second.budget < first.budget
-    assert plan.verified.rounds[plan.verified.kept].fits
+    assert plan.verified.rounds[plan.verified.chosen].fits
 
 
 @needs_gpu_compiler

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.costs.charges import Charges
+from shardplan.costs.corrections import CostCorrections
 from shardplan.costs.pricing import CombinedGroups, Pricing
 from shardplan.costs.space import StrategySpace
 from shardplan.costs.step_seconds import StepSeconds
@@ -147,7 +147,7 @@ def build_network(
     resharder: Resharder,
     limit: float | None,
     allowed: Mapping[int, np.ndarray] | None = None,
-    charges: Charges | None = None,
+    corrections: CostCorrections | None = None,
     pricing: Pricing = Pricing(),  # noqa: B008
 ) -> CostNetwork:
     """The network of a space.
@@ -157,7 +157,7 @@ def build_network(
         resharder: prices redistribution on the space's mesh.
         limit: bytes per device, or None.
         allowed: for pinned ops, which strategies remain: bool [s].
-        charges: what some choices cost beyond the model.
+        corrections: what some choices cost beyond the model.
         pricing: what the network assumes of the whole plan.
     """
     graph, choices = space.graph, space.strategies
@@ -180,7 +180,7 @@ def build_network(
             cache[key] = np.tile(cost, blocks(i))
         costs.append(cache[key])
 
-    for (i, s), extra in (charges.strategies if charges else {}).items():
+    for (i, s), extra in (corrections.strategies if corrections else {}).items():
         costs[i] = costs[i] + np.where(np.arange(len(costs[i])) % len(choices[i]) == s, np.rint(extra * PS), 0.0)
 
     pinned = frozenset(allowed or ())
@@ -189,7 +189,7 @@ def build_network(
     live = _live(space, wait)
     tables = Tables(space, resharder, doubled, pricing, pinned, wait)
     charged: dict[tuple[int, int], list[tuple[Layout, Layout, float]]] = {}
-    for (j, k, before, after), extra in (charges.reshards if charges else {}).items():
+    for (j, k, before, after), extra in (corrections.reshards if corrections else {}).items():
         charged.setdefault((j, k), []).append((before, after, extra))
     edges, background = [], []
     for i, j, k, v, way in space.ways:

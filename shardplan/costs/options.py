@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardplan.costs.charges import Charges
+from shardplan.costs.corrections import CostCorrections
 
 if TYPE_CHECKING:
     from shardplan.costs.pins import PinDims
@@ -22,7 +22,7 @@ class Options:
         time_limit: seconds for the search, or None for its own deterministic limit.
         in_pins, out_pins: by flat number.
         pins: entries of a PartitionSpec by path pattern.
-        charges: what strategies and reshards cost beyond the model, as seen in a compiled plan.
+        corrections: what strategies and reshards cost beyond the model, as observed in a compiled plan.
         thrift: part of the way from the fastest plan's peak to the leanest plan's that memory has to go down.
         overlap: whether collectives that nobody waits for run beside other work, on a cluster that lets them.
         constraints: whether the program's own `with_sharding_constraint`s are kept, only a "hint", or ignored.
@@ -35,7 +35,7 @@ class Options:
     out_pins: Mapping[int, PinDims] = field(default_factory=dict)
     pins: Mapping[str, Sequence] = field(default_factory=dict)
     progress: Any = None
-    charges: Charges | None = None
+    corrections: CostCorrections | None = None
     memory_saving: float = 0.0
     overlap: bool = True
     constraints: Literal["keep", "hint", "ignore"] = "keep"

@@ -86,7 +86,7 @@ class PlanningTask:
     @cached_property
     def _networks(self):
         def build(pricing: Pricing, limit: float | None) -> CostNetwork:
-            network = build_network(self.space, self.resharder, limit, self.allowed, self.options.charges, pricing)
+            network = build_network(self.space, self.resharder, limit, self.allowed, self.options.corrections, pricing)
             self.stopwatch.lap("network")
             return network
 
