@@ -1,9 +1,10 @@
-"""Why no plan fits: the least memory that is possible, where its peak is, what is in it, and ways out."""
+"""Why no plan fits: the least memory possible, where its peak is, its categories, and ways out."""
 
 from __future__ import annotations
 
 from shardplan.costs.memory_categories import memory_by_category
 from shardplan.costs.network import CostNetwork
+from shardplan.units import format_memory
 
 
 def no_plan_fits(network: CostNetwork, states: tuple[int, ...]) -> str:
@@ -20,19 +21,15 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...]) -> str:
     step, peak = int(memory.argmax()), float(memory.max())
     if peak <= problem.limit:
         return (
-            f"no plan was found within the search's limit, though {_gib(problem.limit)} per device are enough.\n"
+            f"no plan was found within the search's limit, though {format_memory(problem.limit)} per device are enough.\n"
             f"  ways out: time_limit=600, or memory={peak * 1.1:.3g}"
         )
     op = graph.ops[min(step, len(graph.ops) - 1)]
     categories = memory_by_category(network, states, step).items()
-    parts = ", ".join(f"{category} {n / 2**30:.3g}" for category, n in categories if n > 0.005 * peak)
+    parts = ", ".join(f"{category} {format_memory(n)}" for category, n in categories if n > 0.005 * peak)
     return (
-        f"no plan fits {_gib(problem.limit)} per device on mesh {network.space.mesh}.\n"
-        f"  least possible: {_gib(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]\n"
+        f"no plan fits {format_memory(problem.limit)} per device on mesh {network.space.mesh}.\n"
+        f"  least possible: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]\n"
         f"  ways out: a larger mesh, donate_argnums for the state, jax.checkpoint around {op.source}, "
         f"or memory={peak * 1.02:.3g}"
     )
-
-
-def _gib(n: float) -> str:
-    return f"{n / 2**30:.3g} GiB"
