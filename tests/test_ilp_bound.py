@@ -20,14 +20,14 @@ from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.deadline import Deadline, OutOfTime
 from shardplan.ilp.solver.incumbent import Incumbent
 from shardplan.ilp.solver.presolve.presolve import presolve
-from shardplan.ilp.solver.relax import dual as prices
-from shardplan.ilp.solver.relax import relaxation as relax
-from shardplan.ilp.solver.relax import trws as shift
+from shardplan.ilp.solver.relax import fixing, trws
 from shardplan.ilp.solver.relax.buckets import BucketElimination
 from shardplan.ilp.solver.relax.fixing import bound
+from shardplan.ilp.solver.relax.relaxation import Relaxation
 from shardplan.ilp.solver.search import branch, cpsat
 from shardplan.ilp.solver.search.branch import BranchAndBound, Subproblem
 from shardplan.ilp.solver.search.repair import LocalSearch, fit
+from shardplan.ilp.solver.settings import DEFAULT, Settings
 from shardplan.ilp.solver.solve import Chain
 from shardplan.ilp.solver.usage import UsageTable
 
@@ -62,7 +62,7 @@ def shifted(problem, shifting):
 @laws
 @given(shrunk(limit=False), st.booleans())
 def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem, compiled):
-    shifting = shift.TRWS(problem, compiled)
+    shifting = trws.TRWS(problem, compiled)
     shifting.iterate(problem.costs, 5)
     moved = shifted(problem, shifting)
     for states in choices(problem):
@@ -75,7 +75,7 @@ def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem, compiled)
 def test_every_round_of_shifting_bounds_more_and_so_does_any_elimination(tight):
     """What each node is said to keep is handed over, so the least entries add up to a bound that only rises."""
     problem, before = grid(7, 5, tight=tight), -np.inf
-    shifting = shift.TRWS(problem)
+    shifting = trws.TRWS(problem)
     for _ in range(6):
         shifting.iterate(problem.costs, 1)
         moved = shifted(problem, shifting)
@@ -90,11 +90,11 @@ def test_every_round_of_shifting_bounds_more_and_so_does_any_elimination(tight):
 @pytest.mark.parametrize("room", [5e3, 2e4, 1e5])
 def test_all_joint_tables_together_stay_within_their_room(room, monkeypatch):
     """Memory that a bound takes does not grow with the joints it is allowed, nor with the largest edge."""
-    monkeypatch.setattr(relax, "EXACT_STATES", 0)
-    monkeypatch.setattr(relax, "MAX_TABLE_ENTRIES", room)
-    problem = grid(8, 6)
-    assert BucketElimination(problem, 1 << 16).size > room >= relax.Relaxation(problem, 1 << 16).elimination.size
-    assert bound(problem, np.inf, 1 << 16, 0).value <= sum(e.cost.max() for e in problem.edges) + sum(c.max() for c in problem.costs)
+    settings, problem = Settings(exact_states=0, total_entries=room), grid(8, 6)
+    assert BucketElimination(problem, 1 << 16).size > room >= Relaxation(problem, 1 << 16, settings=settings).elimination.size
+    assert bound(problem, np.inf, 1 << 16, 0, settings=settings).value <= sum(e.cost.max() for e in problem.edges) + sum(
+        c.max() for c in problem.costs
+    )
 
 
 def test_prices_are_told_apart_however_large_some_costs_are():
@@ -107,11 +107,10 @@ def test_prices_are_told_apart_however_large_some_costs_are():
 
 
 def test_shifting_makes_small_joints_bound_well(monkeypatch):
-    monkeypatch.setattr(relax, "EXACT_STATES", 0)
-    monkeypatch.setattr(prices, "FIRST_ROUNDS", (4, 4))  # after many rounds single edges bound as well
+    settings = Settings(exact_states=0, first_rounds=(4, 4))  # after many rounds single edges bound as well
     problem = grid(8, 6)
     best = solve(problem, work_limit=40.0)
-    bare, good = (bound(problem, np.inf, cap, 0).value for cap in (1, 300))
+    bare, good = (bound(problem, np.inf, cap, 0, settings=settings).value for cap in (1, 300))
     assert best.status == "optimal"
     assert bare <= good <= best.objective
     assert good > 0.9 * best.objective
@@ -123,10 +122,10 @@ def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
     whole = grid(6, 5)
     orders = (np.ascontiguousarray, np.asfortranarray, lambda table: np.repeat(table, 2, axis=1)[:, ::2])
     problem = replace(whole, edges=tuple(replace(e, cost=orders[n % 3](e.cost)) for n, e in enumerate(whole.edges)))
-    plain, later, compiled = shift.TRWS(problem, compiled=False), shift.TRWS(problem), shift.TRWS(problem, compiled=True)
+    plain, later, compiled = trws.TRWS(problem, compiled=False), trws.TRWS(problem), trws.TRWS(problem, compiled=True)
     plain.iterate(problem.costs, 7)
-    monkeypatch.setattr(shift, "LOADING", 0.0)
-    monkeypatch.setattr(shift, "kernels_loaded", lambda: False)
+    monkeypatch.setattr(trws, "LOADING", 0.0)
+    monkeypatch.setattr(trws, "kernels_loaded", lambda: False)
     later.iterate(problem.costs, 3)
     assert later.compiled is None
     later.iterate(problem.costs, 4)
@@ -136,11 +135,9 @@ def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
 
 
 @laws
-@given(shrunk(), st.sampled_from([0, relax.EXACT_STATES]))
+@given(shrunk(), st.sampled_from([0, DEFAULT.exact_states]))
 def test_through_is_a_bound_of_every_choice_that_takes_the_state(problem, small):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relax, "EXACT_STATES", small)
-        result = bound(problem, np.inf, 8, 4)
+    result = bound(problem, np.inf, 8, 4, settings=Settings(exact_states=small))
     fitting = [s for s in choices(problem) if problem.limit is None or problem.peak(s) <= problem.limit]
     for states in fitting:
         cost = problem.objective(states)
@@ -171,7 +168,7 @@ def test_focus_looks_among_more_states_where_few_hold_no_answer(share, monkeypat
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("how", [{}, {"core": 0}, {"core": 0, "hard": 0}, {"core": 0, "hard": 0, "joint": 1}])
 def test_goals_below_the_optimum_are_closed_and_goals_above_find_it(seed, how, monkeypatch):
-    monkeypatch.setattr(relax, "EXACT_STATES", 0 if "joint" in how else relax.EXACT_STATES)
+    monkeypatch.setattr(fixing, "DEFAULT", Settings(exact_states=0) if "joint" in how else DEFAULT)
     problem = chain(9, 3, seed=seed, limit=250.0)
     best = brute_force(problem)
     small = presolve(problem)
@@ -195,7 +192,7 @@ def test_every_link_stops_within_itself_when_time_is_over():
     subproblem = Subproblem(problem, tuple, 0.0)
     for link in (
         lambda: presolve(problem, deadline=OVER),
-        lambda: shift.TRWS(problem, deadline=OVER).iterate(problem.costs, 1),
+        lambda: trws.TRWS(problem, deadline=OVER).iterate(problem.costs, 1),
         lambda: BucketElimination(problem, 16, OVER),
         lambda: bound(problem, np.inf, 16, 0, deadline=OVER),
         lambda: subproblem.part(result, result.value * 1.1, deadline=OVER),
@@ -266,7 +263,7 @@ def test_a_region_without_a_limit_gets_larger_joints_before_it_is_split(monkeypa
 
     problem = replace(grid(5, 4), usages=())
     best = solve(problem).objective
-    monkeypatch.setattr(relax, "EXACT_STATES", 0)
+    monkeypatch.setattr(fixing, "DEFAULT", Settings(exact_states=0))
     monkeypatch.setattr(branch, "split", never)
     tree = BranchAndBound(Incumbent(problem, None), Deadline(None, 20.0))
     assert tree.close([Subproblem(problem, tuple, 0.0, core=0, joint=16)], best - 1, 1.0) == []
@@ -283,14 +280,14 @@ def test_the_optimum_without_the_limit_is_looked_for_where_no_byte_has_a_price()
 @laws
 @given(shrunk())
 def test_messages_carried_through_a_shrink_change_no_choices_cost(problem):
-    shifting = shift.TRWS(problem)
+    shifting = trws.TRWS(problem)
     shifting.iterate(problem.costs, 5)
     small = presolve(Problem(tuple(np.where(np.arange(len(c)) % 3 < 2, c, np.inf) for c in problem.costs), problem.edges))
     if not small.feasible:
         return
     part, told = small.problem, small.carry_messages(shifting.sent_messages())
     assert all(len(m) == len(part.costs[i]) for (i, _), m in told.items())
-    moved = shifted(part, shift.TRWS(part, messages=told))
+    moved = shifted(part, trws.TRWS(part, messages=told))
     assert all(moved.objective(states) == part.objective(states) for states in choices(part))
 
 
@@ -346,8 +343,8 @@ if sys.argv[1] == "without": sys.modules["numba"] = None
 from test_ilp_bound import grid
 from test_ilp import chain
 from shardplan.ilp.solver import solve
-from shardplan.ilp.solver.relax import trws as shift
-if sys.argv[1] == "compiled": shift.LOADING = -1.0
+from shardplan.ilp.solver.relax import trws
+if sys.argv[1] == "compiled": trws.LOADING = -1.0
 print([solve(p, work_limit=2.0) for p in (grid(7, 5, tight=0.9), grid(5, 6, 1, tight=0.8), chain(40, 5, limit=1000.0))])
 """
 

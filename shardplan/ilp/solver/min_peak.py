@@ -1,7 +1,8 @@
-"""How little memory is possible, whatever it costs: what a person is told when nothing fits."""
+"""The least peak memory that is possible, whatever it costs: for the error message when nothing fits, and as a last resort for states."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,21 +13,22 @@ from shardplan.ilp.solver.problem import Problem, indicator_costs
 from shardplan.ilp.solver.relax.dual import min_peak_dual
 from shardplan.ilp.solver.relax.relaxation import Relaxation
 from shardplan.ilp.solver.search.repair import LocalSearch
+from shardplan.ilp.solver.settings import DEFAULT
 from shardplan.ilp.solver.usage import UsageTable
 
-JOINT = 1 << 14  # entries of a joint table
-DOMINANCE = 1 << 22  # table entries a dominance test may touch at one node: where nothing costs anything, most states are dominated
+FLIPS = 200
+"""Flips of one repair towards a lower peak."""
 
 
 @dataclass(frozen=True)
 class MinPeak:
-    """How little memory is possible.
+    """The least peak memory that is possible.
 
     Attributes:
-        bound_bytes: no choice of states has a lower peak.
-        bytes: peak of `states`.
-        step: the time step at which it peaks.
-        states: the choice found.
+        bound_bytes: lower bound of the peak of any states.
+        bytes: peak of `states`; inf if none were found.
+        step: the time step at which `states` peak.
+        states: the states found, one per node; () if none.
     """
 
     bound_bytes: float
@@ -36,33 +38,33 @@ class MinPeak:
 
 
 def minimize_peak(problem: Problem, enough: float = -np.inf, deadline: Deadline = UNLIMITED) -> MinPeak:
-    """The least possible peak: a lower bound and a choice that comes near it (often equals it).
+    """The least possible peak: a lower bound, and states that often attain it.
 
     Args:
-        enough: bytes; a choice that holds no more is good enough, and the search ends.
+        problem: the problem; of its costs only inf counts, and its limit is ignored.
+        enough: bytes; the search ends at states that hold no more.
+        deadline: checked on the way.
+
+    Returns:
+        The bound and the states; inf and no states if all are forbidden.
     """
     deadline.check()
-    bare = replace(problem.map_costs(indicator_costs), limit=-np.inf)
-    small = presolve(bare, tie=True, dominance=DOMINANCE, deadline=deadline)
+    feasibility = replace(problem.map_costs(indicator_costs), limit=-np.inf)
+    small = presolve(feasibility, tie=True, dominance=DEFAULT.peak_dominance_entries, deadline=deadline)
     if not small.feasible:
         return MinPeak(np.inf, np.inf, 0, ())
-    memory, relaxation = UsageTable(small.problem), Relaxation(small.problem, JOINT, deadline=deadline)
-    moves = LocalSearch(small.problem, memory, deadline)
+    memory = UsageTable(small.problem)
+    local = LocalSearch(small.problem, memory, deadline)
     best, bound = None, 0.0
-    if memory.n_steps:
-        points = ((point, point.prices.sum()) for point in min_peak_dual(relaxation, memory))
-        found = ((point.value / total, point.elimination_pass.states()) for point, total in points if total)
-    else:
-        found = iter([(0.0, relaxation.elimination.run().states())])
-    for value, guess in found:
+    for value, guess in _dual_points(small.problem, memory, deadline):
         deadline.check()
         bound = max(bound, value)
         if not np.isfinite(small.problem.objective(guess)):
             continue
-        moves.settle(guess)
-        while best is None or memory.peak(moves.states) < memory.peak(best):
-            best = moves.states.copy()
-            if not moves.relieve(memory.peak(best) * (1 - 1e-12) - 1e-9, 200):
+        local.settle(guess)
+        while best is None or memory.peak(local.states) < memory.peak(best):
+            best = local.states.copy()
+            if not local.relieve(memory.peak(best) * (1 - 1e-12) - 1e-9, FLIPS):  # strictly lower, by more than rounding
                 break
         if best is not None and memory.peak(best) <= max(bound * (1 + 1e-12), enough):
             break
@@ -71,3 +73,14 @@ def minimize_peak(problem: Problem, enough: float = -np.inf, deadline: Deadline 
     states = small.invert(best.tolist())
     profile = problem.memory(states)
     return MinPeak(bound, float(profile.max(initial=0.0)), int(profile.argmax()) if len(profile) else 0, states)
+
+
+def _dual_points(problem: Problem, memory: UsageTable, deadline: Deadline) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Lower bounds of the peak, bytes, each with the states decoded from it."""
+    relaxation = Relaxation(problem, DEFAULT.peak_bucket_entries, deadline=deadline)
+    if not memory.n_steps:
+        yield 0.0, relaxation.elimination.run().states()
+        return
+    for point in min_peak_dual(relaxation, memory):
+        if total := point.prices.sum():
+            yield point.value / total, point.elimination_pass.states()

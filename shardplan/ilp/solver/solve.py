@@ -25,9 +25,9 @@ from shardplan.ilp.solver.min_peak import minimize_peak
 from shardplan.ilp.solver.presolve.presolve import Presolved, presolve
 from shardplan.ilp.solver.problem import Problem, Solution
 from shardplan.ilp.solver.relax.fixing import Bound
-from shardplan.ilp.solver.relax.relaxation import EXACT_STATES
 from shardplan.ilp.solver.search.branch import CHANGES, BranchAndBound, Subproblem
 from shardplan.ilp.solver.search.repair import LocalSearch, fit
+from shardplan.ilp.solver.settings import DEFAULT
 
 if TYPE_CHECKING:
     from shardplan.ilp.solver.primal.iterated_search import PrimalSearch
@@ -107,7 +107,7 @@ def _leanest(problem: Problem, incumbent: Incumbent, deadline: Deadline) -> bool
     """Offers the leanest states, if they fit; True when it is proven that nothing does. Of few states, however little time there is."""
     limit = np.inf if problem.limit is None else problem.limit
     try:
-        least = minimize_peak(problem, limit, deadline if problem.n_states > EXACT_STATES else UNLIMITED)
+        least = minimize_peak(problem, limit, deadline if problem.n_states > DEFAULT.exact_states else UNLIMITED)
     except OutOfTime:
         return False
     if least.states and least.bytes <= limit:

@@ -1,0 +1,1 @@
+"""Exact reductions of a problem, and the way back for its answers."""

@@ -25,12 +25,10 @@ from shardplan.ilp.solver.presolve.reductions import (
 )
 from shardplan.ilp.solver.presolve.timeline import capacity_masks, remove_redundant_steps
 from shardplan.ilp.solver.problem import Messages, Problem
+from shardplan.ilp.solver.settings import DEFAULT
 
 REDUCTIONS = (ReduceDomain, AggregateFollower, EliminateNode)
 """Tried in this order at every node whose surroundings changed."""
-
-DOMINANCE_ENTRIES = 1 << 14
-"""Table entries that the dominance test may visit at one node, by default."""
 
 REPEAT_BELOW = 0.98
 """Presolve repeats while it leaves less than this share of the states."""
@@ -101,7 +99,9 @@ class _Trail:
         return reduction is not None
 
 
-def presolve(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_ENTRIES, deadline: Deadline = UNLIMITED) -> Presolved:
+def presolve(
+    problem: Problem, *, tie: bool = False, dominance: int = DEFAULT.dominance_entries, deadline: Deadline = UNLIMITED
+) -> Presolved:
     """Applies every reduction until none finds anything.
 
     Args:

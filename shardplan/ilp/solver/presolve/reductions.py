@@ -20,9 +20,7 @@ import numpy as np
 
 from shardplan.ilp.solver.presolve.network import PresolveNetwork
 from shardplan.ilp.solver.problem import Edge, Problem, Usage
-
-ELIMINATE_ENTRIES = 1 << 16
-"""Largest table, in entries, that the elimination of a node may visit."""
+from shardplan.ilp.solver.settings import DEFAULT
 
 Inbox = dict[int, dict[int, np.ndarray]]
 """`inbox[i][j]`: message that node i receives by its edge to j, [k_i]."""
@@ -292,7 +290,7 @@ class EliminateNode(Reduction):
         """Minimizes i out, if it has no usages, at most two neighbors, and their joint table is small."""
         near = tuple(net.adj[i])
         sizes = [len(net.costs[j]) for j in (i, *near)]
-        if net.usages[i] or len(near) > 2 or (len(near) == 2 and int(np.prod(sizes)) > ELIMINATE_ENTRIES):
+        if net.usages[i] or len(near) > 2 or (len(near) == 2 and int(np.prod(sizes)) > DEFAULT.eliminated_entries):
             return None
         cost = net.costs[i]
         if not near:

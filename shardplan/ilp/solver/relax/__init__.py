@@ -1,0 +1,1 @@
+"""Lower bounds: bucket elimination, TRW-S, the Lagrangian dual, and what they fix."""

@@ -1,15 +1,18 @@
-"""What a byte is worth at every time step: the prices that make the Lagrangian bound (4) greatest.
+"""The Lagrangian dual: prices per byte and time step that maximize the bound L(p) of (4), by a boxed cutting-plane method.
 
-L(p) is concave and piecewise linear. The relaxed states s behind a value of it are one of its planes:
+L is concave and piecewise linear. The relaxed states s that attain L(p) give a subgradient, the bytes above the limit, and a cutting
+plane that no value of L exceeds:
 
     L(q) <= L(p) + sum_t (q_t - p_t) (memory_t(s) - limit)          for all q
 
-The next prices maximise the least of the planes within a box around the best prices so far (the box grows while it pays, and
-shrinks when it does not). Only steps that some choice has broken are priced: the others have price 0.
+The next prices maximize the minimum of the planes within a trust box around the best prices so far; the box grows after a step to
+its border that raised L, and shrinks after one that did not. Only steps at which some relaxed states exceeded the limit have a price.
 
-Sums of whole costs and of bytes times prices are multiples of a unit, a power of two so large that float64 adds them exactly: the
-bound is not off by a rounding error. Prices that are small beside the unit are rounded to parts of it, and bytes down to grains of as
-many bytes, which only lowers the bound. What is rounded are sums of prices, so that many small ones count.
+All sums are exact in float64: costs and prices times bytes are multiples of a unit, a power of two. Where prices are small beside the
+unit, cumulative prices are rounded to fractions of it, and bytes down to multiples of a quantum, which only lowers the bound.
+
+Also known as Kelley's cutting-plane method with a box step (Marsten, Hogan and Blankenship, Operations Research 23(3), 1975); a
+bundle method. Lagrangian relaxation: Geoffrion, Mathematical Programming Study 2, 1974.
 """
 
 from __future__ import annotations
@@ -18,31 +21,39 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog  # scipy is a requirement of jax itself
+from scipy.optimize import linprog
 
 from shardplan.ilp.solver.relax.buckets import EliminationPass
 from shardplan.ilp.solver.relax.relaxation import Relaxation
 from shardplan.ilp.solver.usage import UsageTable, local_peaks
 
-ROUNDS = 2  # of shifting, after a change of prices
-FIRST_ROUNDS, VISITS = (4, 16), 6e7  # rounds at the first prices: as many as visit so many table entries, but within these numbers
-GROWTH = 2  # as many rounds as before, each time that only shifting may raise the bound
-ENOUGH = 0.01  # of the way from bound to answer: what each round must raise the bound by, for more of them to pay
-PRECISION = 50  # bits of a sum of all entries: 3 less than float64 has, for costs are shifted
-FINE = 12  # bits of the highest price at most; fewer where bytes would have fewer bits than it
+PRECISION = 50
+"""Bits of a sum of all entries: 3 fewer than float64 has, for reparametrized costs are larger."""
+
+PRICE_BITS = 12
+"""Bits of the highest price at most; fewer where bytes would have fewer bits than it."""
+
+MAX_CHANGES = 60
+"""Changes of prices, by default."""
+
+RELATIVE = 1e-9
+"""A rise of the bound by less than this share of it does not count."""
+
+NEAR_PEAK = 0.95
+"""Steps that hold at least this share of the peak get a price in the search for the least peak."""
 
 
 @dataclass(frozen=True)
 class DualPoint:
-    """One evaluation of L, or of a lower bound of it where joints are split.
+    """One evaluation of L, or of a lower bound of it if the elimination is not exact.
 
     Attributes:
         prices: cost per byte, [T].
         value: L(prices).
-        elimination_pass: the elimination behind it.
-        relaxed_states: the states behind `value`; where joints are split they need not go together.
-        subgradient: bytes that `relaxed` holds above the limit, [T]: the slope of the plane.
-        limit_cost: sum_t p_t limit, which the sweep's costs are above `value`.
+        elimination_pass: the elimination that gave it.
+        relaxed_states: the states that attain `value`, [n]; with mini-buckets they need not be consistent.
+        subgradient: bytes of `relaxed_states` above the limit, [T].
+        limit_cost: sum_t p_t limit, the constant of (4) that `elimination_pass` leaves out.
     """
 
     prices: np.ndarray
@@ -53,37 +64,43 @@ class DualPoint:
     limit_cost: float
 
     def cutting_plane(self, prices: np.ndarray) -> float:
-        """The plane's value at other prices. (No `@`: its rounding depends on the machine.)"""
+        """The cutting plane at other prices, [T]; without `@`, whose rounding depends on the machine."""
         return self.value + float(((prices - self.prices) * self.subgradient).sum())
 
     def min_marginals(self) -> list[np.ndarray]:
-        """For every state of every node a lower bound of the priced cost of a choice through it, [k_i] each."""
+        """For every node and state a lower bound of the Lagrangian of choices that take it, [k_i] each."""
         return [marginal - self.limit_cost for marginal in self.elimination_pass.min_marginals()]
 
 
-def evaluate_dual(relaxation: Relaxation, memory: UsageTable, prices: np.ndarray, rounds: int, costs=None) -> DualPoint:
-    """L at the given prices, rounded so that sums are exact.
+def evaluate_dual(relaxation: Relaxation, memory: UsageTable, prices: np.ndarray, rounds: int, limit: float | None = None) -> DualPoint:
+    """L at the given prices, which are rounded so that sums are exact.
 
     Args:
-        costs: node costs, the problem's own by default.
+        relaxation: the problem without its limit.
+        memory: its usages.
+        prices: cost per byte, [T].
+        rounds: of TRW-S.
+        limit: bytes; the problem's own by default.
     """
+    limit = memory.limit if limit is None else limit
     unit = 2.0 ** min(0.0, np.ceil(np.log2(relaxation.total + prices.sum() * memory.max_bytes)) - PRECISION)
     highest = float(prices.max(initial=0.0))
     coarse = np.log2(unit / highest) if highest else -np.inf
-    grain = 2.0 ** max(0.0, np.floor(min(coarse + FINE, (coarse + np.log2(max(1.0, memory.max_bytes))) / 2)))
-    prices = np.diff(np.rint(np.cumsum(prices) * (grain / unit)), prepend=0.0) * (unit / grain)
-    paid = float(prices.sum() * (memory.limit // grain * grain)) if prices.any() else 0.0
-    costs = relaxation.problem.costs if costs is None else costs
-    sweep = relaxation.run([c + penalty for c, penalty in zip(costs, memory.penalty(prices, grain), strict=True)], rounds, unit)
-    relaxed = sweep.relaxed_states() if memory.n_steps and np.isfinite(sweep.value) else np.zeros(len(costs), dtype=np.int64)
-    return DualPoint(prices, sweep.value - paid, sweep, relaxed, memory.profile(relaxed) - memory.limit, paid)
+    quantum = 2.0 ** max(0.0, np.floor(min(coarse + PRICE_BITS, (coarse + np.log2(max(1.0, memory.max_bytes))) / 2)))
+    prices = np.diff(np.rint(np.cumsum(prices) * (quantum / unit)), prepend=0.0) * (unit / quantum)
+    limit_cost = float(prices.sum() * (limit // quantum * quantum)) if prices.any() else 0.0
+    costs = relaxation.problem.costs
+    result = relaxation.run([c + p for c, p in zip(costs, memory.penalty(prices, quantum), strict=True)], rounds, unit)
+    relaxed = result.relaxed_states() if memory.n_steps and np.isfinite(result.value) else np.zeros(len(costs), dtype=np.int64)
+    return DualPoint(prices, result.value - limit_cost, result, relaxed, memory.profile(relaxed) - limit, limit_cost)
 
 
-def _first(relaxation: Relaxation) -> int:
-    """Rounds of shifting before the first quote."""
+def _first_rounds(relaxation: Relaxation) -> int:
+    """Rounds of TRW-S at the first prices."""
+    settings = relaxation.settings
     if relaxation.trws is None or relaxation.warm:
-        return ROUNDS
-    return int(np.clip(VISITS / max(relaxation.trws.entries, 1.0), *FIRST_ROUNDS))
+        return settings.trws_rounds
+    return int(np.clip(settings.first_visits / max(relaxation.trws.entries, 1.0), *settings.first_rounds))
 
 
 def maximize_dual(
@@ -91,85 +108,99 @@ def maximize_dual(
     memory: UsageTable,
     reach: float,
     *,
-    rounds: int = 60,
+    changes: int = MAX_CHANGES,
     start: np.ndarray | None = None,
     cutoff: float = np.inf,
-    costs=None,
 ) -> Iterator[DualPoint]:
-    """Quotes at better and better prices, first at `start`; ends when no price can raise L any more.
+    """Points of the dual at better and better prices, first at `start`; ends when no prices can raise L any more.
 
     Args:
-        reach: a first guess of how much cost the limit is worth, which sizes the box.
-        rounds: how often prices may change.
-        start: prices to begin with, none by default.
-        worth: what a better answer costs at most; a rise of L by a small part of the way there is not worth another round.
-        costs: node costs, the problem's own by default.
+        relaxation: the problem without its limit.
+        memory: its usages.
+        reach: a first guess of the cost that the limit causes; sizes the trust box.
+        changes: of prices, at most.
+        start: first prices, [T]; zero by default.
+        cutoff: greatest cost of a better answer; a rise of L by a small share of the way to it does not justify another evaluation.
     """
-    prices = np.zeros(memory.n_steps) if start is None else start
-    point = best = evaluate_dual(relaxation, memory, prices, _first(relaxation), costs)
+    settings, zero = relaxation.settings, np.zeros(memory.n_steps)
+    point = best = evaluate_dual(relaxation, memory, zero if start is None else start, _first_rounds(relaxation))
     yield best
     steps: list[int] = []
-    planes: list[list] = []
-    box, shifts = reach / memory.limit, ROUNDS
-    for _ in range(rounds):
+    planes: list[list] = []  # (value at price 0, subgradient)
+    box, rounds = reach / memory.limit, settings.trws_rounds
+    for _ in range(changes):
         if not np.isfinite(point.value):
             return
-        planes.append([point.cutting_plane(np.zeros(memory.n_steps)), point.subgradient])
-        for plane in planes:  # shifting on may have raised L above an older plane
+        planes.append([point.cutting_plane(zero), point.subgradient])
+        for plane in planes:  # further TRW-S rounds may have raised L above an older plane
             plane[0] = max(plane[0], point.value - float((point.prices * plane[1]).sum()))
         steps += [t for t in local_peaks(point.subgradient, 0.0).tolist() if t not in steps]
         steps += [t for t in np.flatnonzero(point.prices).tolist() if t not in steps]
-        way, least = ENOUGH * min(cutoff - best.value, abs(best.value)), 1e-9 * max(1.0, abs(best.value))
-        promise, prices = _highest(planes, steps, best.prices, box) if steps else (best.value, best.prices)
-        if promise - best.value <= max(ROUNDS * way, least):  # no price raises L: more shifting may
+        gain, least = settings.least_gain * min(cutoff - best.value, abs(best.value)), RELATIVE * max(1.0, abs(best.value))
+        promise, prices = _maximize_planes(planes, steps, best.prices, box) if steps else (best.value, best.prices)
+        if promise - best.value <= max(settings.trws_rounds * gain, least):  # no prices raise L: more TRW-S rounds may
             if relaxation.exact:
                 return
-            shifts *= GROWTH
-            point = evaluate_dual(relaxation, memory, best.prices, shifts, costs)
+            rounds *= settings.rounds_growth
+            point = evaluate_dual(relaxation, memory, best.prices, rounds)
             yield point
-            if point.value - best.value <= max(shifts * way, least):
+            if point.value - best.value <= max(rounds * gain, least):
                 return
             best = point
             continue
-        point = evaluate_dual(relaxation, memory, prices, ROUNDS, costs)
-        improved = point.value > best.value
-        hit = (np.abs(prices - best.prices) >= box * (1 - 1e-9)).any()
-        if improved and hit:
-            box *= 3
-        elif not improved:
+        point = evaluate_dual(relaxation, memory, prices, settings.trws_rounds)
+        if point.value <= best.value:
             box /= 2
-        if improved:
+        else:
+            if (np.abs(prices - best.prices) >= box * (1 - RELATIVE)).any():
+                box *= 3
             best = point
         yield point
 
 
-def min_peak_dual(relaxation: Relaxation, memory: UsageTable, *, rounds: int = 60) -> Iterator[DualPoint]:
-    """Quotes whose value is a lower bound of the least possible peak, and whose sweeps guess states that come near it.
+def min_peak_dual(relaxation: Relaxation, memory: UsageTable, *, changes: int = MAX_CHANGES) -> Iterator[DualPoint]:
+    """Points whose value is a lower bound of the least peak, and whose states have a low one.
 
     Costs must be 0 or inf. Prices that sum to 1 make an average over steps, and no average exceeds the peak:
     max over p of min over s of  sum_t p_t memory_t(s).
+
+    Args:
+        relaxation: the problem without its limit.
+        memory: its usages.
+        changes: of prices, at most.
     """
-    free = UsageTable.__new__(UsageTable)
-    free.__dict__ = {**memory.__dict__, "limit": 0.0}
-    best = evaluate_dual(relaxation, free, np.full(memory.n_steps, 1.0 / memory.n_steps), _first(relaxation))
+    point = best = evaluate_dual(relaxation, memory, np.full(memory.n_steps, 1.0 / memory.n_steps), _first_rounds(relaxation), 0.0)
     yield best
     planes: list = []
     steps: list[int] = []
-    point = best
-    for _ in range(rounds):
+    for _ in range(changes):
         planes.append([0.0, point.subgradient])
-        steps += [t for t in local_peaks(point.subgradient, point.subgradient.max() * 0.95).tolist() if t not in steps]
-        promise, prices = _highest(planes, steps, np.zeros(memory.n_steps), np.inf, total=1.0)
-        if promise - best.value <= 1e-9 * max(1.0, abs(best.value)):
+        peaks = local_peaks(point.subgradient, point.subgradient.max() * NEAR_PEAK)
+        steps += [t for t in peaks.tolist() if t not in steps]
+        promise, prices = _maximize_planes(planes, steps, np.zeros(memory.n_steps), np.inf, total=1.0)
+        if promise - best.value <= RELATIVE * max(1.0, abs(best.value)):
             return
-        point = evaluate_dual(relaxation, free, prices, ROUNDS)
+        point = evaluate_dual(relaxation, memory, prices, relaxation.settings.trws_rounds, 0.0)
         if point.value > best.value:
             best = point
         yield point
 
 
-def _highest(planes: list, steps: list[int], center: np.ndarray, box: float, total: float | None = None) -> tuple[float, np.ndarray]:
-    """Maximum over the box (and prices that sum to `total`) of the least plane: (its value, the prices [T])."""
+def _maximize_planes(
+    planes: list, steps: list[int], center: np.ndarray, box: float, total: float | None = None
+) -> tuple[float, np.ndarray]:
+    """Maximizes the minimum of the cutting planes over a box around `center`, as a linear program in scaled units.
+
+    Args:
+        planes: (value at price 0, subgradient [T]).
+        steps: that may have a price.
+        center: prices, [T].
+        box: half its width, cost per byte.
+        total: the sum of all prices; free if None.
+
+    Returns:
+        The maximum, and the prices [T].
+    """
     costs = np.array([c for c, _ in planes])
     slopes = np.array([slope[steps] for _, slope in planes])
     unit_cost, unit_bytes = max(np.abs(costs).max(), 1.0), max(np.abs(slopes).max(), 1e-30)

@@ -1,41 +1,59 @@
-"""What the network costs at least, for any node costs: elimination, on shifted costs where joints have to be split."""
+"""The relaxation without the memory limit: a lower bound of (1) for any node costs, by TRW-S and bucket elimination."""
 
 from __future__ import annotations
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.problem import Problem
+from shardplan.ilp.solver.problem import Messages, Problem
 from shardplan.ilp.solver.relax.buckets import BucketElimination, EliminationPass
-from shardplan.ilp.solver.relax.trws import TRWS, Messages
+from shardplan.ilp.solver.relax.trws import TRWS
+from shardplan.ilp.solver.settings import DEFAULT, Settings
 
-EXACT_STATES, EXACT_ENTRIES = 2_000, 2e6  # states up to which, and entries of all joint tables up to which no joint is split
-MAX_TABLE_ENTRIES = 4e7  # entries of all joint tables, at most: a bound keeps what some ten sweeps send between these, up to a gigabyte
-CALL_ENTRIES = 2_500.0  # table entries that the overhead of an array operation is worth
+CALL_ENTRIES = 2_500.0
+"""Table entries that the overhead of one array operation costs."""
 
 
 class Relaxation:
-    """A problem without (2), prepared for any node costs.
+    """A problem without (3), prepared for any node costs.
 
     Attributes:
-        exact: values are optima, not only lower bounds of them.
-        warm: shifting begins with messages from before.
-        total: no sum of entries, one of each table, is larger.
+        exact: values are minima, not only lower bounds of them.
+        trws: reparametrizes the costs first; None if the elimination is exact.
+        warm: TRW-S starts from messages of an earlier bound.
+        total: upper bound of the absolute sum of one entry of each table.
         work: table entries visited so far.
     """
 
-    def __init__(self, problem: Problem, cap: int, messages: Messages | None = None, deadline: Deadline = UNLIMITED):
-        self.problem = problem
-        self.elimination, self.warm = _elimination(problem, cap, deadline), bool(messages)
+    def __init__(
+        self,
+        problem: Problem,
+        max_entries: int,
+        messages: Messages | None = None,
+        deadline: Deadline = UNLIMITED,
+        settings: Settings | None = None,
+    ):
+        """Prepares a problem.
+
+        Args:
+            problem: the problem; its usages are ignored.
+            max_entries: of a bucket table.
+            messages: for TRW-S to start from.
+            deadline: checked on the way, and by all passes.
+            settings: tuned numbers; `DEFAULT` if None.
+        """
+        self.problem, self.settings = problem, settings or DEFAULT
+        self.elimination, self.warm = _elimination(problem, max_entries, deadline, self.settings), bool(messages)
         self.exact = self.elimination.exact
         self.trws = None if self.exact else TRWS(problem, messages=messages, deadline=deadline)
         self.total = sum(max(-low, high) for low, high in problem.finite_ranges) + 1.0
         self.work = 0.0
 
     def run(self, costs, rounds: int, unit: float) -> EliminationPass:
-        """Elimination after so many rounds of shifting.
+        """One elimination pass, after TRW-S if the elimination is not exact.
 
         Args:
-            costs: node costs, multiples of `unit`.
-            unit: a power of two; messages become multiples of it, which keeps the sums exact.
+            costs: node costs, [k_i] each, multiples of `unit`.
+            rounds: of TRW-S.
+            unit: a power of two; messages are rounded to multiples of it, which keeps sums exact.
         """
         self.work += self.elimination.size + 4 * CALL_ENTRIES * len(self.elimination.buckets)
         if self.trws is None:
@@ -45,16 +63,16 @@ class Relaxation:
         return self.elimination.run(*self.trws.commit(costs, unit))
 
     def messages(self) -> Messages:
-        """Where shifting has got to."""
+        """The messages of TRW-S; none if it was not needed."""
         return {} if self.trws is None else self.trws.sent_messages()
 
 
-def _elimination(problem: Problem, cap: int, deadline: Deadline) -> BucketElimination:
-    """Without split joints where that is little work; else with joints of at most `cap` entries, fewer if all take too much room."""
-    if problem.n_states <= EXACT_STATES:
-        whole = BucketElimination(problem, int(EXACT_ENTRIES), deadline)
-        if whole.exact and whole.size <= EXACT_ENTRIES:
-            return whole
-    while (split := BucketElimination(problem, cap, deadline)).size > MAX_TABLE_ENTRIES and cap > 1:
-        cap //= 4
-    return split
+def _elimination(problem: Problem, max_entries: int, deadline: Deadline, settings: Settings) -> BucketElimination:
+    """Exact elimination of a small problem, if cheap; else mini-buckets, smaller ones where all tables would exceed their total."""
+    if problem.n_states <= settings.exact_states:
+        exact = BucketElimination(problem, int(settings.exact_entries), deadline)
+        if exact.exact and exact.size <= settings.exact_entries:
+            return exact
+    while (elimination := BucketElimination(problem, max_entries, deadline)).size > settings.total_entries and max_entries > 1:
+        max_entries //= 4
+    return elimination

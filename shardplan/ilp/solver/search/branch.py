@@ -23,9 +23,9 @@ from shardplan.ilp.solver.incumbent import Back, Incumbent
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Messages, Problem
 from shardplan.ilp.solver.relax.fixing import Bound, bound
-from shardplan.ilp.solver.relax.relaxation import MAX_TABLE_ENTRIES
 from shardplan.ilp.solver.search import cpsat
 from shardplan.ilp.solver.search.repair import LocalSearch, fit
+from shardplan.ilp.solver.settings import DEFAULT
 
 JOINT = 1 << 16  # entries of a joint table at first
 WIDER = 16  # how often as many, where that helps little
@@ -144,7 +144,7 @@ class BranchAndBound:
         share, joints = sum(int(mask.sum()) for mask in kept) / max(1, sum(map(len, kept))), result.best.elimination_pass.elimination
         if share <= KEPT:
             halves = [kept]
-        elif not joints.exact and not result.best.prices.any() and WIDER * joints.size <= MAX_TABLE_ENTRIES:
+        elif not joints.exact and not result.best.prices.any() and WIDER * joints.size <= DEFAULT.total_entries:
             return [replace(subproblem, joint=WIDER * subproblem.joint)]
         else:
             if joints.exact:
