@@ -68,7 +68,7 @@ def test_every_rule_has_an_example():
 @pytest.mark.parametrize(
     "example", EXAMPLES, ids=lambda e: f"{e.primitive}-{sum(x.primitive == e.primitive for x in EXAMPLES[: EXAMPLES.index(e)])}"
 )
-def test_the_split_op_equals_the_whole_one(example):
+def test_the_sharded_op_equals_the_global_one(example):
     for proof in check_rule(example.fn, *example.values(), primitive=example.primitive, pairs=1):
         depends = example.primitive in BY_DEPENDENCE or "head" in proof.rule
         assert proof.how == ("dependence" if depends else "local")
@@ -82,13 +82,13 @@ def test_the_split_op_equals_the_whole_one(example):
         ("rev", lambda x: lax.rev(x, (0,)), "elements differ"),
     ],
 )
-def test_finds_a_letter_that_should_be_whole(primitive, fn, why):
+def test_finds_a_factor_that_needs_replication(primitive, fn, why):
     with ruled(primitive, lambda x, *, out, **_: Rule((factors(x),), (factors(x),))), pytest.raises(RuleError, match=why):
         check_rule(fn, jnp.arange(32.0).reshape(8, 4))
 
 
 def test_finds_a_wrong_kind_of_reduction():
-    why = re.escape("reduce_max on float32[8] -> float32[] is wrong when split as a:4: 1 of 1 elements differ by up to 9 (allowed")
+    why = re.escape("reduce_max on float32[8] -> float32[] is wrong when sharded as a:4: 1 of 1 elements differ by up to 9 (allowed")
     wrong = ruled("reduce_max", lambda x, *, out, **_: Rule((factors(x),), ((),), reduce={"a": "sum"}))
     with wrong, pytest.raises(RuleError, match=why):
         check_rule(jnp.max, jnp.arange(8.0))
@@ -146,20 +146,20 @@ def reshapes(draw):
 
 @given(reshapes())
 @settings(max_examples=200, deadline=None)
-def test_a_split_reshape_keeps_every_element_at_its_place(shapes):
-    """A letter's index at an element's place in the left shape equals that in the right shape."""
+def test_a_sharded_reshape_keeps_every_element_at_its_index(shapes):
+    """A factor's index at an element of the left shape equals that at the same element of the right shape."""
     left, right = shapes
-    a, b, sizes, whole = reshape_factors(left, right)
+    a, b, sizes, replicated = reshape_factors(left, right)
 
-    def index(dims, letter):
+    def index(dims, factor):
         grid = [n for d in dims for n in [sizes[x] for x in d]]
-        axis = [x for d in dims for x in d].index(letter)
+        axis = [x for d in dims for x in d].index(factor)
         return np.broadcast_to(np.arange(grid[axis]).reshape([-1 if i == axis else 1 for i in range(len(grid))]), grid).reshape(-1)
 
     assert tuple(int(np.prod([sizes[x] for x in d], dtype=int)) for d in a) == left
     assert tuple(int(np.prod([sizes[x] for x in d], dtype=int)) for d in b) == right
-    for letter in {x for d in a for x in d} - whole:
-        np.testing.assert_array_equal(index(a, letter), index(b, letter))
+    for factor in {x for d in a for x in d} - replicated:
+        np.testing.assert_array_equal(index(a, factor), index(b, factor))
 
 
 def test_a_reshape_shares_every_factor_it_can():
@@ -198,13 +198,13 @@ def test_flops_of_a_convolution_are_what_xla_counts(kernel, params):
     assert counted is not None and rule.flops == counted["flops"]
 
 
-def test_an_unknown_primitive_is_whole_and_says_so():
+def test_an_unknown_primitive_is_replicated_and_says_so():
     rule, known = rule_for("warp_drive", [Aval(8, 4), Aval()], [Aval(8)], {"speed": 9})
     assert not known and rule.replicated == {"x0_a", "x0_b", "y0_a"}
 
 
 @pytest.mark.parametrize("dtype", ["int2", "uint2"])
-def test_what_xla_cannot_send_stays_whole(dtype):
+def test_types_that_xla_cannot_send_stay_replicated(dtype):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jnp.arange(64).reshape(16, 4).astype(dtype)
 
@@ -318,7 +318,7 @@ def test_a_kernel_that_says_global_shapes_runs_on_no_shard():
     assert "pallas_call" not in RULES
 
 
-def test_every_way_to_put_axes_on_letters_that_divide_is_a_strategy():
+def test_every_assignment_of_axes_to_factors_that_divide_is_a_strategy():
     left, right = parse("a b c, c d e -> a b d e")
     rule, sizes = Rule(left, right, reduce={"c": "sum"}), dict.fromkeys("abcde", 8)
     mesh = MeshShape(("x", "y", "z"), (2, 2, 2))

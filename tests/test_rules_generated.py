@@ -37,7 +37,7 @@ def drawn(n: int, cases):
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gradients"])
-def test_every_strategy_gives_what_the_whole_op_gives(family):
+def test_every_strategy_gives_the_result_of_the_global_op(family):
     @drawn({"regions": 2, "special functions": 3}.get(family, 5), FAMILIES[family])
     def _(case):
         kind, why = rules_fuzz.proof(case)
@@ -60,26 +60,26 @@ def test_every_primitive_with_a_rule_is_drawn():
         (lambda x: lax.reduce_window(x, 0.0, lax.add, (2,), (1,), ((-1, 2),), (3,)), ["float32"]),  # XLA aborts
     ],
 )
-def test_what_was_found_wrong_when_split_is_whole(fn, types):
-    """Each was drawn once, and is kept."""
+def test_dims_found_wrong_when_sharded_are_replicated(fn, types):
+    """Each was drawn once."""
     assert check_rule(fn, *(jnp.arange(8).astype(t) for t in types)) == []
 
 
 @pytest.mark.parametrize(
-    ("fn", "impl", "splits"),
+    ("fn", "impl", "shardings"),
     [
         (jax.vmap(lambda k, i: jax.random.bits(k, (4,))), "rbg", ("ka:4",)),
         (jax.vmap(lambda k, i: jax.random.split(k, 2)), "unsafe_rbg", ("ka:4",)),
         (jax.vmap(jax.random.fold_in), "unsafe_rbg", ("a:4", "da:4", "a:2 da:2")),
     ],
 )
-def test_many_keys_are_split_where_the_first_is_all_that_is_read(fn, impl, splits):
+def test_many_keys_shard_where_only_the_first_is_read(fn, impl, shardings):
     proofs = check_rule(fn, jax.random.split(jax.random.key(0, impl=impl), 8), jnp.arange(8))
-    assert next(p for p in proofs if p.primitive.startswith("random")).shardings == splits
+    assert next(p for p in proofs if p.primitive.startswith("random")).shardings == shardings
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16"])
-def test_a_split_table_is_read_at_places_of_few_bits(dtype):
+def test_a_sharded_table_is_read_at_places_of_few_bits(dtype):
     """XLA's partitioner aborts on them."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     table, at = jnp.arange(32.0).reshape(8, 4), jnp.arange(6).astype(dtype)
@@ -114,7 +114,7 @@ def test_convolutions_that_xla_partitions_wrongly_are_right_under_every_strategy
 
 
 def test_xla_sums_a_convolution_over_devices_that_hold_other_channels():
-    """Why convolutions over split dims are not left to it."""
+    """Why convolutions over sharded dims are not left to it."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     x, w = jnp.arange(16.0).reshape(1, 16, 1), jnp.ones((2, 3, 1))
 
@@ -127,7 +127,7 @@ def test_xla_sums_a_convolution_over_devices_that_hold_other_channels():
 
 
 def test_grouped_convolutions_of_small_integers_compile():
-    """XLA's partitioner pads int32 with int8 where windows slide over a split dim."""
+    """XLA's partitioner pads int32 with int8 where windows slide over a sharded dim."""
     dims = lax.ConvDimensionNumbers((3, 0, 1, 2), (1, 0, 3, 2), (0, 3, 2, 1))
     x, w = (np.arange(np.prod(n)).reshape(n).astype(np.int8) for n in ((1, 8, 8, 4), (1, 16, 1, 1)))
 

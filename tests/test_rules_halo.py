@@ -75,7 +75,7 @@ def test_permutes_bring_every_shard_what_it_reads_and_no_shard_two_pieces_at_onc
 
 @given(st.integers(1, 7), st.integers(1, 3), st.integers(0, 4), st.integers(0, 4), st.integers(1, 3), st.integers(1, 3))
 @settings(max_examples=8, deadline=None)
-def test_windows_of_any_kind_are_split_rightly(window, stride, low, high, dilation, spread):
+def test_windows_of_any_kind_are_sharded_correctly(window, stride, low, high, dilation, spread):
     """A convolution and a maximum along one dim, every way the numbers allow; 8 devices."""
     x = jnp.sin(jnp.arange(48.0)).reshape(2, 24, 1)
     w = jnp.cos(jnp.arange(2.0 * window)).reshape(window, 1, 2)
@@ -95,7 +95,7 @@ def conv(x, w, stride=1):
 
 
 def step(params, images, smooth=True):
-    """One step of a small image model on one image: rows and columns can be split."""
+    """One step of a small image model on one image: rows and columns can be sharded."""
 
     def loss(params):
         x = jnp.tanh(conv(images, params[0]))
@@ -124,7 +124,7 @@ def moved(x):
 
 
 @pytest.mark.parametrize("pin", [P("x"), P("x", "y"), P(("x", "y"))])
-def test_what_is_moved_along_a_split_dim_is_fetched_from_the_shards_that_hold_it(pin):
+def test_elements_moved_along_a_sharded_dim_are_fetched_from_their_shards(pin):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (64, 4)), "float32")
     planned = shardplan.auto(mesh, cluster=NEAR, pins={"x": pin})(jax.value_and_grad(moved))
@@ -150,7 +150,7 @@ def test_what_is_moved_along_a_split_dim_is_fetched_from_the_shards_that_hold_it
         lambda x: jax.grad(lambda x: jnp.sin(lax.reduce_window(x, -jnp.inf, lax.max, (3, 1), (2, 1), "SAME")).sum())(x),
     ],
 )
-def test_what_is_emitted_is_what_the_plan_says(op):
+def test_the_compiled_program_has_the_planned_permutes(op):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (64, 5)), "float32")
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P("x"), out_shardings=P("x"))(op)
@@ -193,8 +193,8 @@ def test_a_pad_that_spreads_rows_apart_where_they_are_needs_no_neighbour_and_com
     assert collectives(step.compile(x).as_text()) == ()
 
 
-def test_what_cannot_be_fetched_stays_whole():
-    def whole(fn, *args):
+def test_dims_that_cannot_be_fetched_are_replicated():
+    def is_replicated(fn, *args):
         eqn = next(e for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name in FORMS)
         return rule_for(eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], eqn.params)[0].replicated
 
@@ -202,14 +202,14 @@ def test_what_cannot_be_fetched_stays_whole():
         return jax.grad(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (window,), (stride,), padding).sum())
 
     x = jnp.zeros(48)
-    assert whole(lambda keys: keys[2:10], jax.random.split(jax.random.key(0), 16))
-    assert whole(pool(3, 2, "VALID"), x)  # 23 windows
-    assert whole(pool(1, 2, "VALID"), x)  # gaps
-    assert not whole(pool(3, 2, "SAME"), x) and not whole(lambda x: x[2:10], x)
+    assert is_replicated(lambda keys: keys[2:10], jax.random.split(jax.random.key(0), 16))
+    assert is_replicated(pool(3, 2, "VALID"), x)  # 23 windows
+    assert is_replicated(pool(1, 2, "VALID"), x)  # gaps
+    assert not is_replicated(pool(3, 2, "SAME"), x) and not is_replicated(lambda x: x[2:10], x)
 
 
 @pytest.mark.parametrize("axes", [{"x": 8}, {"x": 4, "y": 2}])
-def test_windows_over_several_arrays_are_split(axes):
+def test_windows_over_several_arrays_are_sharded(axes):
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (64, 8)), "float32")
 
@@ -233,7 +233,7 @@ def test_windows_over_several_arrays_are_split(axes):
 
 
 @pytest.mark.parametrize("pin", [P(None, "x"), P(None, "x", "y"), P(None, None, ("x", "y"))])
-def test_rows_and_columns_of_images_are_split_and_nothing_changes(pin):
+def test_rows_and_columns_of_images_are_sharded_and_nothing_changes(pin):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     args = values()
     planned = shardplan.auto(mesh, cluster=NEAR, pins={"images": pin})(step)
@@ -244,7 +244,7 @@ def test_rows_and_columns_of_images_are_split_and_nothing_changes(pin):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
-def test_xla_exchanges_what_the_plan_says():
+def test_xla_exchanges_the_planned_halos():
     mesh = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     params, _ = values((8, 64, 64))
     images = jax.ShapeDtypeStruct((1, 2048, 2048, 8), "float32")
@@ -280,7 +280,7 @@ def test_a_reversed_kernel_reads_the_copy_that_was_gathered_for_the_forward_pass
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (8, 24)])
-def test_a_split_dim_is_cut_up_by_pieces_and_not_gathered(sizes):
+def test_a_sharded_dim_is_sliced_by_pieces_and_not_gathered(sizes):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     x = jnp.arange(32.0 * 8).reshape(8, 32)
 

@@ -55,12 +55,12 @@ def test_runs_on_shards_and_moves_nothing(case, kind):
         assert difference(got, want) is None
     planned = step.plan(*args).context.planned
     at = next(i for i, op in enumerate(planned.graph.ops) if op.primitive in ALWAYS)
-    assert any(planned.space.strategies[at].factors[planned.strategies[at]]), "the case is not split"
+    assert any(planned.space.strategies[at].factors[planned.strategies[at]]), "the case is not sharded"
     assert collectives(step.compile(*args).as_text()) == ()
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_groups_and_the_channels_of_a_group_are_split_at_once(kernel):
+def test_groups_and_the_channels_of_a_group_are_sharded_at_once(kernel):
     """With a kernel of one XLA does not compile this."""
     mesh = jax.make_mesh((4, 2), ("g", "c"), axis_types=(AxisType.Auto,) * 2)
     specs = P(None, None, ("g", "c")), P(None, "c", "g")

@@ -1,4 +1,4 @@
-"""Cumulative ops split along the dim they run over: every shard joins its own with the totals of those before it."""
+"""Cumulative ops sharded along the dim they scan: every shard joins its own scan with the totals of the shards before it."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def test_same_numbers(dtype, axes):
     assert {c.kind for c in collectives(step.compile(x).as_text())} == {"all-gather"}
 
 
-def test_what_is_emitted_is_what_the_plan_says():
+def test_the_compiled_program_has_the_planned_collectives():
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (64, 5)), "float32")
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P(("x", "y")), out_shardings=P(("x", "y")))(lambda x: lax.cumsum(x, axis=0))
@@ -59,7 +59,7 @@ def test_what_is_emitted_is_what_the_plan_says():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_experts_places_and_their_gradients_under_a_loop(kind):
-    """Tokens split over devices count how many before them chose each expert, as routing does."""
+    """Tokens sharded over devices count how many before them chose each expert, as routing does."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
     random = np.random.default_rng(0)
     x, w = jnp.asarray(random.normal(0, 1, (64, 8)), "float32"), jnp.asarray(random.normal(0, 1, (8, 4)), "float32")
@@ -82,8 +82,8 @@ def test_experts_places_and_their_gradients_under_a_loop(kind):
     assert split >= {"cumsum"}
 
 
-def test_splitting_is_priced_by_its_totals():
-    """Rows so long that a gather of all would cost more than anything: on a real machine the split dim stays split."""
+def test_a_sharded_scan_is_priced_by_its_totals():
+    """Rows so long that a gather of all would cost more than anything: on a real machine the dim stays sharded."""
     mesh = jax.sharding.AbstractMesh((8,), ("x",))
     x = jax.ShapeDtypeStruct((1 << 20, 64), "float32")
     plan = shardplan.auto(mesh, cluster="h100", in_shardings=P("x"), out_shardings=P("x"))(lambda x: lax.cumsum(x, axis=0)).plan(x)

@@ -1,4 +1,4 @@
-"""argmax and top_k split along the dim they choose from: every shard chooses, and all choose among what was chosen."""
+"""argmax and top_k sharded along the dim they select from: every shard selects, and one selection among these follows."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_same_places_the_first_of_equals(dtype, axes, kind):
     assert {c.kind for c in sent} == {"all-gather"} and max(c.bytes for c in sent) <= 5 * 32 * 4
 
 
-def test_what_is_emitted_is_what_the_plan_says():
+def test_the_compiled_program_has_the_planned_collectives():
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P(None, ("x", "y")))(lambda x: (x.argmax(1), lax.top_k(x, 3)))
     planned = [(c.kind, c.bytes, c.axes) for d in step.plan(values("float32")).decisions for m in d.reshards for c in m.collectives]
@@ -67,8 +67,8 @@ def accuracy(x, w, labels):
 
 
 @pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
-def test_counting_hits_keeps_the_classes_split():
-    """A million classes split over all devices; XLA would gather the logits to see which is the largest."""
+def test_counting_hits_keeps_the_classes_sharded():
+    """A million classes sharded over all devices; XLA would gather the logits to see which is the largest."""
     plan = shardplan.auto(AbstractMesh((8,), ("x",)), donate_argnums=1, cluster="h100")(accuracy).plan(
         *ACCURACY, jax.ShapeDtypeStruct((1024,), jnp.int32)
     )

@@ -1,4 +1,4 @@
-"""Slices read and written at places known only when the step runs, along split dims: every shard does what falls in it."""
+"""Slices read and written at dynamic positions along sharded dims: every shard handles those that fall in it."""
 
 from dataclasses import replace
 
@@ -63,7 +63,7 @@ def test_a_slice_is_the_sum_of_what_shards_hold_of_it(spec, rows, dtype, mesh):
 
 
 @pytest.mark.parametrize("mode", ["clip", "fill"])
-def test_one_row_of_a_split_table_is_looked_up_where_it_lies(mode, mesh):
+def test_one_row_of_a_sharded_table_is_looked_up_where_it_lies(mode, mesh):
     """XLA makes a slice of it, and gathers the table for that."""
     table = array(32, 8)
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(P("x"), P()), out_shardings=P())(lambda t, i: t.at[i].get(mode=mode))
@@ -77,7 +77,7 @@ HOWS = ["set", "add", "subtract", "multiply", "max", "min"]
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_one_row_of_a_table_that_was_whole_is_written_on_the_shard_that_has_it(how):
+def test_one_row_of_a_replicated_table_is_written_on_the_shard_that_has_it(how):
     """XLA (jax 0.10.2) makes one slice of the shard, a slice, and of a row before it, which is not there: it is not asked for that."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     table, row = array(32, 8), jnp.full(8, 100.0)
@@ -103,7 +103,7 @@ def test_one_row_is_written_where_it_lies_and_nothing_moves(how, mesh):
     assert emitted(step, table, jnp.int8(0), row) == []
 
 
-def test_a_cache_split_along_the_sequence_takes_several_tokens_at_a_time(mesh):
+def test_a_cache_sharded_along_the_sequence_takes_several_tokens_at_a_time(mesh):
     """Attention over a cache that is filled three tokens a turn, with the one before last read again; and its gradient."""
 
     def decode(w, cache, x):
@@ -128,8 +128,8 @@ def test_a_cache_split_along_the_sequence_takes_several_tokens_at_a_time(mesh):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
-def test_xla_moves_what_the_plan_says():
-    """Tokens are counted off, a cache split along the sequence is written and read; all stays split."""
+def test_xla_moves_the_planned_bytes():
+    """Tokens are counted off, a cache sharded along the sequence is written and read; all stays sharded."""
 
     def step(cache, x, at):
         places = jnp.cumsum((x > 0).astype("int32"), 0)
@@ -147,8 +147,8 @@ def test_xla_moves_what_the_plan_says():
 
 @pytest.mark.parametrize("to", [P(("a", "b"), None, "c"), P(("a", "b")), P("a", "b", "c"), P("a", "b")])
 @pytest.mark.parametrize("at", [P("a"), P(None, "a")])
-def test_rows_of_a_table_split_along_both_dims_reach_any_layout(at, to):
-    """XLA aborts on some of these when it is told where the rows go, but not where they are summed up."""
+def test_rows_of_a_table_sharded_along_both_dims_reach_any_layout(at, to):
+    """XLA aborts on some of these if the result is constrained but the partial sum is not."""
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
     table, rows = array(4096, 16), array(8, 16, dtype="int32") * 37 % 4096
     step = shardplan.auto(mesh, cluster=FAR, in_shardings=(P("b", "c"), at), out_shardings=to)(lambda t, i: t.at[i].get(mode="clip"))
