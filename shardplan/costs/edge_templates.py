@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardplan.ir.graph import BORDER, Graph
+from shardplan.ir.graph import Graph
 from shardplan.mesh.layout import Layout
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.rule import Rule
@@ -88,9 +88,9 @@ def ways(
 
     added: list[tuple[int, ...] | None] = []
     for j, op in enumerate(graph.ops):
-        readers = tuple(graph.readers(op.outputs[0])) if op.primitive == "share" else (j,)
+        readers = tuple(graph.readers(op.outputs[0])) if op.traits.copy else (j,)
         ordered = any(rules[at].fusion in ("loop", "reduce") for at in readers)
-        rows = any(graph.ops[at].primitive == "loop_slice" for at in readers)
+        rows = any(graph.ops[at].traits.loop_slice for at in readers)
         added.append(_added(graph, j) if all(sums(choices[i].results[r]) for i, r in makers(j)) else None)
         for k, v in enumerate(op.inputs):
             if v is None:
@@ -103,7 +103,7 @@ def ways(
                 "itemsize": value.itemsize,
                 "reads": op.reads,
                 "follows": _follows(graph, rules, i, j) and carries(made, taken),
-                "copied": graph.ops[i].primitive == "share" and not graph.ops[i].is_follower and value.bytes > SMALL_BYTES,
+                "copied": graph.ops[i].traits.copy and not graph.ops[i].is_follower and value.bytes > SMALL_BYTES,
                 "beside": besides[v] if sums(made) else None,
                 "ordered": ordered,
                 "sliced": value.bytes if rows else 0.0,
@@ -123,7 +123,7 @@ def _added(graph: Graph, j: int) -> tuple[int, ...] | None:
     values = [graph.values[v] for v in graph.ops[j].inputs if v is not None]
     if not graph.ops[j].traits.addition or len(values) != 2 or any(len(value.consumers) > 1 for value in values):
         return None
-    tables = [graph.ops[value.producer[0]] for value in values if graph.ops[value.producer[0]].primitive == "scatter-add"]
+    tables = [graph.ops[value.producer[0]] for value in values if graph.ops[value.producer[0]].traits.scatter == "add"]
     return tuple(d for op in tables for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims)
 
 
@@ -135,10 +135,10 @@ def part_added(graph: Graph, accumulated_sums: Mapping[int, int], v: int) -> flo
 def _follows(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
     """Whether op j, where it can, takes the result of op i in the layout it has."""
     ops = graph.ops
-    settled = rules[i].fusion in ("loop", "view") and ops[i].primitive not in BORDER
-    if ops[j].primitive == "share":
+    settled = rules[i].fusion in ("loop", "view") and not ops[i].traits.border
+    if ops[j].traits.copy:
         return ops[j].is_follower and settled
-    if not rules[j].is_follower or ops[j].primitive in BORDER:
+    if not rules[j].is_follower or ops[j].traits.border:
         return False
-    alone = ops[i].primitive == "arg" and len(graph.values[ops[i].outputs[0]].consumers) == 1
-    return settled or alone or ops[i].primitive == "share"
+    alone = ops[i].traits.step_input and len(graph.values[ops[i].outputs[0]].consumers) == 1
+    return settled or alone or ops[i].traits.copy

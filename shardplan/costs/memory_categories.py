@@ -13,11 +13,11 @@ def categories(graph: Graph) -> dict[int, str]:
     state = {a for a, _ in graph.same_layout}
     out = {}
     for i, op in enumerate(graph.ops):
-        if op.primitive == "arg":
-            used = {graph.ops[at].phase for at, _ in graph.values[op.outputs[0]].consumers if graph.ops[at].primitive != "out"}
+        if op.traits.step_input:
+            used = {graph.ops[at].phase for at, _ in graph.values[op.outputs[0]].consumers if not graph.ops[at].traits.step_output}
             kind = "parameters" if used & {"forward", "backward"} or not used else "optimizer"
             out[i] = kind if i in state else "batch"
-        elif op.primitive == "const":
+        elif op.traits.constant:
             out[i] = "constants"
         elif (
             (op.traits.alias or op.traits.loop_slice)

@@ -214,7 +214,7 @@ def build_network(
         (usages if told else unpriced).append(Usage(i, *interval, own))
         if i in graph.retainable_from:
             at, _ = graph.retainable_from[i]
-            before = live[graph.ops[at].outputs[0]] if graph.ops[at].primitive == "share" else None
+            before = live[graph.ops[at].outputs[0]] if graph.ops[at].traits.copy else None
             since = before[1] if before else at + 1
             if since < interval[0]:
                 (usages if told else unpriced).append(Usage(i, since, interval[0], np.concatenate([*nothing, held])))

@@ -59,7 +59,7 @@ def pins_by_op(graph: Graph, options: Options) -> dict[int, list[Pin]]:
             rank = len(graph.ops[i].outs[0].shape)
             pins.setdefault(i, []).append((f"pin {pattern!r}", pin_dims(dims, max(rank, len(dims)))))
     for i, op in enumerate(graph.ops):
-        spec = _jax.constraint_spec(op.params) if op.primitive == "sharding_constraint" and options.constraints == "keep" else None
+        spec = _jax.constraint_spec(op.params) if op.traits.sharding_constraint and options.constraints == "keep" else None
         if spec is not None:
             dims = tuple(FREE if e is FREE else e for e in pin_dims(spec, len(op.outs[0].shape)))
             pins.setdefault(i, []).append(("with_sharding_constraint", dims))
@@ -74,7 +74,7 @@ def pin_description(op: Op, asked: Sequence[Pin]) -> str:
 
 def _author(op: Op, who: str, place: str) -> str:
     """Who asks for a layout of an op's result: a constraint by its place, which says who it is."""
-    return f"{who} at {place}" if op.primitive == "sharding_constraint" else who
+    return f"{who} at {place}" if op.traits.sharding_constraint else who
 
 
 def untie_pinned_state(graph: Graph, options: Options) -> Graph:

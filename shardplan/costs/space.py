@@ -18,13 +18,14 @@ import numpy as np
 from shardplan._jax import itemsize, shard_map_specs
 from shardplan.costs.edge_templates import EdgeTemplate, ways
 from shardplan.costs.halo_exchange import Exchange, exchanges
-from shardplan.ir.graph import BORDER, Graph, Op, Path
+from shardplan.ir.graph import Graph, Op, Path
 from shardplan.ir.repeated_layers import repeated_layers
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.strategies.enumerate import OpStrategies, enumerate_strategies, given_strategies
-from shardplan.strategies.rule import Rule, factor_sizes, factors
+from shardplan.strategies.rule import Rule, factor_sizes
 from shardplan.strategies.rules import rule_for
+from shardplan.strategies.rules.border import border_rule
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.combining import CollectiveSite, collective_sites
 from shardplan.xla_model.copies import with_copies
@@ -178,15 +179,16 @@ class _Table:
         if (entry := self.entries.get(asked)) is None:
             given = _given(op, self.mesh)
             choices = given or enumerate_strategies(rule, ruled.sizes, self.mesh, linear, within)
-            sums = linear or (op.primitive not in BORDER and bool(rule.reduce))
+            sums = linear or (not op.traits.border and bool(rule.reduce))
             entry = self.entries[asked] = _Entry(len(self.entries), rule, ruled.known or given is not None, sums, choices)
         return entry
 
     def _ruled(self, op: Op) -> _Ruled:
-        rule, known = border_rule(op) or rule_for(op.primitive, op.ins, op.outs, op.params)
+        border = border_rule(op)
+        rule, known = (border, True) if border else rule_for(op.primitive, op.ins, op.outs, op.params)
         ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
         sizes = factor_sizes(rule, ins, outs, op.primitive)
-        nothing = op.primitive != "arg" and any(0 in shape for shape in (*ins, *outs))  # XLA does not split it
+        nothing = not op.traits.step_input and any(0 in shape for shape in (*ins, *outs))  # XLA does not split it
         if nothing or any(str(getattr(x, "dtype", "")) in UNSPLIT for x in (*op.ins, *op.outs)):
             rule = replace(rule, replicated=frozenset(sizes), linear=False)
         return _Ruled(rule, known, sizes)
@@ -194,7 +196,7 @@ class _Table:
 
 def _given(op: Op, mesh: MeshShape) -> OpStrategies | None:
     """What a `shard_map` says of its operands and results: its specs are pins."""
-    specs = shard_map_specs(op.params) if op.primitive == "shard_map" else None
+    specs = shard_map_specs(op.params) if op.traits.layouts_in_params else None
     if specs is None:
         return None
 
@@ -202,29 +204,6 @@ def _given(op: Op, mesh: MeshShape) -> OpStrategies | None:
         return [Layout.from_spec(spec, len(aval.shape)) for spec, aval in zip(specs, avals, strict=True)]
 
     return given_strategies(layouts(specs[0], op.ins), layouts(specs[1], op.outs), mesh)
-
-
-def border_rule(op: Op) -> tuple[Rule, bool] | None:
-    """The rule of an op that carries values over a border of the program; None for a JAX primitive."""
-    match op.primitive:
-        case "arg":
-            return Rule((), (factors(op.outs[0]),)), True
-        case "const":
-            a = factors(op.outs[0])
-            return Rule((), (a,), replicated=frozenset(x for d in a for x in d)), True
-        case "out" | "share" | "loop_const" | "loop_carry" | "loop_next" | "barrier" | "branch_in" | "branch_out":
-            a = factors(op.outs[0])
-            begins = op.accumulates and op.primitive == "loop_carry"
-            return Rule((a,) * len(op.ins), (a,), accumulator_init=begins, fusion="view"), True
-        case "branch_index":
-            return Rule(((),), ()), True
-        case "loop_slice":
-            a = factors(op.outs[0])
-            return Rule(((("trip",), *a),), (a,), replicated=frozenset({"trip"}), fusion="loop"), True
-        case "loop_stack":
-            a = factors(op.ins[0])
-            return Rule((a,), ((("trip",), *a),), replicated=frozenset({"trip"}), fusion="none"), True
-    return None
 
 
 def _key(op: Op):
@@ -299,7 +278,7 @@ def _in_two(op: Op, choices: OpStrategies) -> np.ndarray:
     The bounds are those of `ReductionDimensionRaceFreeBound` in XLA's reduction_utils.cc.
     """
     axes = op.params.get("axes")
-    if not axes or not op.primitive.startswith("reduce_"):
+    if not axes or not op.traits.reduction:
         return np.zeros(len(choices))
     (x, *_), (y, *_) = op.ins, op.outs
     most = 1 << (14 if len(x.shape) - 1 in axes else 12)

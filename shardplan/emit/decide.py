@@ -16,17 +16,8 @@ from shardplan.costs.network import CostNetwork
 from shardplan.costs.space import StrategySpace
 from shardplan.emit.emit import BARRIER, EmitDecision
 from shardplan.emit.shard_local.forms import is_local
-from shardplan.ir.graph import BORDER, Graph, Op, Path
+from shardplan.ir.graph import Graph, Op, Path
 from shardplan.mesh.layout import Layout
-
-SCATTER_ADDS = ("scatter-add", "scatter_add")
-"""Constrained to their complete sum: XLA otherwise completes the array that they add to first, or gathers the rows."""
-
-CARRIES = ("loop_carry", "loop_next")
-"""Constrained to their complete sum, even where a loop accumulates partial sums: XLA then defers the all-reduce to the loop's end."""
-
-PRODUCTS = ("dot_general", "conv_general_dilated")
-"""Ops that XLA may shard over a mesh axis that the plan leaves idle."""
 
 
 def decide(network: CostNetwork, strategies: Sequence[int], retained: Collection[int]) -> dict[Path, EmitDecision]:
@@ -42,7 +33,7 @@ def decide(network: CostNetwork, strategies: Sequence[int], retained: Collection
     """
     decided = _Decided(network, strategies, retained)
     ops = enumerate(decided.graph.ops)
-    found = ((op.path, decided.decision(i)) for i, op in ops if op.primitive != "share")
+    found = ((op.path, decided.decision(i)) for i, op in ops if not op.traits.copy)
     return {path: decision for path, decision in found if decision}
 
 
@@ -68,7 +59,7 @@ class _Decided:
     def copied(self, v: int) -> int | None:
         """The value that `v` is a copy of, if it is one."""
         op = self.producer(v)
-        return op.inputs[0] if op.primitive == "share" else None
+        return op.inputs[0] if op.traits.copy else None
 
     def layout(self, v: int) -> Layout:
         """The layout that a value is made in."""
@@ -99,19 +90,21 @@ class _Decided:
         """The layouts that operand k of op i goes through, the last the one that it is read in; () leaves it to XLA."""
         wanted = self.operand_layout(i, k)
         if wanted.partial and (i, k) in self.space.accumulated_operands:
-            return (replace(wanted, partial=()),)  # as CARRIES
+            return (replace(wanted, partial=()),)  # as a loop's carry, in `result`
         path = () if v is None else (*self.regather_source(v, copy), *self.copy_path(v), *self.reshard_path(v, wanted))
         # A loop's operands are constrained in any case: XLA chooses their layouts anew inside the loop.
-        fixed = local or (self.graph.ops[i].primitive in ("loop_slice", "loop_const") and not self.is_spread(i))
+        fixed = local or (self.graph.ops[i].traits.loop_operand and not self.is_spread(i))
         return path or ((wanted,) if fixed and wanted.rank and not wanted.partial else ())
 
     def result(self, i: int, v: int, local: bool) -> Layout | None:
         """The layout that op i makes value v in; None leaves it to XLA."""
         op, layout, fusion = self.graph.ops[i], self.layout(v), self.space.rules[i].fusion
-        written = local or op.primitive in (*BORDER, "sharding_constraint") or fusion in ("none", "reduce")
-        if op.primitive == "out" or self.is_spread(i) or not (written or v in self.reshard_sources or self.space.materialised[v]):
+        written = local or op.traits.border or op.traits.sharding_constraint or fusion in ("none", "reduce")
+        if op.traits.step_output or self.is_spread(i) or not (written or v in self.reshard_sources or self.space.materialised[v]):
             return None
-        if op.primitive in (*SCATTER_ADDS, *CARRIES) or self.completed_over_idle_axis(i, v):
+        # Some partial results are constrained to their complete sum. XLA otherwise completes the array that a scatter-add adds to first,
+        # or gathers the rows; the all-reduce of a loop's carry it then defers to the loop's end.
+        if op.traits.scatter == "add" or op.traits.carry or self.completed_over_idle_axis(i, v):
             layout = replace(layout, partial=())
         return layout if layout.rank and not layout.partial else None
 
@@ -129,7 +122,7 @@ class _Decided:
             return ()
         steps = self.network.path(v, made, wanted)
         passed = [s.after for s, t in pairwise(steps) if not s.after.partial or s.kind == t.kind == "reduce-scatter"]
-        if made.partial and self.producer(v).primitive == "gather":
+        if made.partial and self.producer(v).traits.gather:
             passed.insert(0, made)
         complete = (replace(layout, partial=()) for layout in passed)
         shape = self.graph.values[v].shape
@@ -186,13 +179,13 @@ class _Decided:
         if self.graph.ops[i].phase != "update":
             return False
         source = self.graph.ops[self.graph.maker(v)]
-        return source.primitive == "arg" and _is_computed_with(self.graph, source.outputs[0])
+        return source.traits.step_input and _is_computed_with(self.graph, source.outputs[0])
 
     # ---- ops that XLA would shard otherwise
 
     def is_spread(self, i: int) -> bool:
         """Whether op i broadcasts a scalar, or hands such a broadcast to a loop: XLA makes it where it is read, in any layout."""
-        source = self.graph.ops[i].inputs[0] if self.graph.ops[i].primitive == "loop_const" else None
+        source = self.graph.ops[i].inputs[0] if self.graph.ops[i].traits.loop_const else None
         return self.graph.ops[i if source is None else self.graph.maker(source)].scalar_broadcast
 
     def completed_over_idle_axis(self, i: int, v: int) -> bool:
@@ -201,7 +194,7 @@ class _Decided:
         XLA may shard the product over the idle axis after all, and move what comes of that; a constraint to the complete sum, which
         costs nothing where all readers complete it, keeps it from doing so.
         """
-        if not self.layout(v).partial or self.graph.ops[i].primitive not in PRODUCTS:
+        if not self.layout(v).partial or not (self.graph.ops[i].traits.matmul or self.graph.ops[i].traits.convolution):
             return False
         factors = self.space.strategies[i].factors[self.strategies[i]]
         idle = any(n > 1 and factor is None for (_, n), factor in zip(self.space.mesh, factors, strict=True))
@@ -213,7 +206,7 @@ class _Decided:
             if self.reshard_path(v, self.operand_layout(i, k)):
                 continue
             op = self.graph.ops[i]
-            passes = op.primitive in ("share", "transpose") and self.layout(v).partial == self.layout(op.outputs[0]).partial
+            passes = (op.traits.copy or op.traits.transpose) and self.layout(v).partial == self.layout(op.outputs[0]).partial
             if not (passes and self.is_only_completed(op.outputs[0])):
                 return False
         return True
@@ -222,4 +215,4 @@ class _Decided:
 def _is_computed_with(graph: Graph, v: int) -> bool:
     """Whether the forward or backward pass reads a parameter, itself or through a copy."""
     readers = (graph.ops[i] for i in graph.readers(v))
-    return any(op.primitive != "out" and op.phase != "update" for op in readers)
+    return any(not op.traits.step_output and op.phase != "update" for op in readers)

@@ -68,7 +68,9 @@ def enumerate_strategies(
     """
     linear = rule.linear if linear is None else linear
     divisors = tuple((a, math.gcd(n, mesh.n_devices) if n else 1, n > 0 and mesh.n_devices % n == 0) for a, n in sizes.items())
-    found = _assignments(rule.operands + rule.results, rule.replicated, divisors, linear, None if within is None else tuple(within), mesh)
+    found = _assignments(
+        rule.operands + rule.results, rule.replicated, divisors, linear, None if within is None else tuple(within), mesh
+    )
     return _strategies(found, rule.operands, rule.results, tuple(rule.reduce.items()), rule.accumulator_init, mesh)
 
 
