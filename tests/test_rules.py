@@ -123,7 +123,7 @@ def test_proofs_are_held_against_a_file(tmp_path):
     for _ in range(2):
         check_rule(jnp.sum, jnp.ones(8), golden=golden)
     assert golden.read_text() == "reduce_sum  float32[8] -> float32[]  a ->   reduce a\n"
-    why = re.escape(f"not as frozen in {golden}:\n--- frozen\n+++ now\nshardplan. -1 +1 shardplan.\n-reduce_sum  float32[8]")
+    why = re.escape(f"not as frozen in {golden}:\n--- frozen\n+++ now\n@@ -1 +1 @@\n-reduce_sum  float32[8]")
     with pytest.raises(RuleError, match=why):
         check_rule(jnp.sum, jnp.ones(16), golden=golden)
 
