@@ -1,5 +1,6 @@
-"""Which reshards wait for nothing, what XLA makes into one, and what runs beside other work."""
+"""The model of the schedule, rule by rule (docs/xla_model.md), and the same rules in programs compiled for absent GPUs."""
 
+import functools
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +21,8 @@ import zoo
 import shardplan
 from shardplan.costs.network import build_network
 from shardplan.ir.parse import parse
-from shardplan.xla import available
+from shardplan.xla import available, compile
+from shardplan.xla.hlo.schedule import overlaps
 from shardplan.xla_model.combining import collective_sites
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.liveness import live_intervals
@@ -47,7 +49,7 @@ def graph_of(layers=3, width=64):
     return parse(closed, labels, [f"out{n}" for n in range(2 * layers)], [(n, n) for n in range(2 * layers)], range(2 * layers))
 
 
-def test_queues_of_a_train_step():
+def test_rule_1_classes_of_a_train_step():
     graph = graph_of()
     found = collective_sites(graph, [False] * len(graph.values))
     queues: dict[tuple[str, str], set[str]] = {}
@@ -61,7 +63,7 @@ def test_queues_of_a_train_step():
     assert queues["max", "forward"] == {"blocking"}
 
 
-def test_small_sums_one_after_the_other_are_not_merged():
+def test_rule_2_small_sums_in_a_chain_are_not_combined():
     def chain(x):
         for _ in range(4):
             x = x - x.mean(axis=0)
@@ -77,12 +79,12 @@ def test_small_sums_one_after_the_other_are_not_merged():
         assert {p.group_size for p, s in zip(collective_sites(graph, sums), sums, strict=True) if s} == {members}
 
 
-def test_slack_is_the_work_in_between():
+def test_rules_9_and_10_a_window_is_the_work_between_producer_and_first_consumer():
     graph = graph_of()
-    everywhere = collective_sites(graph, [False] * len(graph.values))
+    sites = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
-    apart = {place.origin: (place.origin, 1.0) for place in everywhere}  # no two by one way
-    found, merged = overlap_windows(graph, everywhere, work, apart).seconds, overlap_windows(graph, everywhere, work).seconds
+    apart = {place.origin: (place.origin, 1.0) for place in sites}  # no two by one way
+    found, merged = overlap_windows(graph, sites, work, apart).seconds, overlap_windows(graph, sites, work).seconds
     fetched = [(at, k) for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
                if op.primitive == "convert_element_type" and v is not None and graph.values[v].shape == (64, 64) and (at, k) in found
                and op.phase == "forward"]  # fmt: skip
@@ -95,9 +97,9 @@ def test_slack_is_the_work_in_between():
     assert gradients and all(left == total - done[made] for made, left in gradients.items())
 
 
-def test_gathers_begin_one_after_the_other_as_late_as_they_can_and_hold_memory_from_then_on():
+def test_rule_11_prefetches_start_as_late_as_they_are_done_in_time_and_hold_memory_from_then_on():
     graph = graph_of()
-    everywhere = collective_sites(graph, [False] * len(graph.values))
+    sites = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
     weights = [at for at in graph.args if graph.values[graph.ops[at].outputs[0]].shape == (64, 64)]
     apart = {at: (at, 1.0) for at in weights}  # no two by one way
@@ -106,41 +108,39 @@ def test_gathers_begin_one_after_the_other_as_late_as_they_can_and_hold_memory_f
              and graph.values[op.outputs[0]].shape == (64, 64)]  # fmt: skip
 
     def begun(seconds):
-        fetched = overlap_windows(graph, everywhere, work, apart, lambda way, size: seconds * size).prefetch_start
+        fetched = overlap_windows(graph, sites, work, apart, lambda way, size: seconds * size).prefetch_start
         live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), OverlapWindows(prefetch_start=fetched))
         assert [live[graph.ops[at].outputs[0]][0] for at in taken] == [fetched.get(at, at) for at in taken]
         return [fetched.get(at, at) for at in taken[1:]]
 
     assert begun(0.0) == taken[1:]
-    assert begun(1.0) == products[:2]  # each beside the product before its own
+    assert begun(1.0) == products[:2]  # each during the product before its own
     assert begun(1.5) == products[:1] * 2  # the second needs half of the first product's time, and the first begins at once
 
 
-def test_a_gather_has_what_those_after_it_leave_of_the_time_until_it_is_needed():
+def test_rule_11_a_prefetch_has_the_time_that_later_ones_leave():
     graph = graph_of()
-    everywhere = collective_sites(graph, [False] * len(graph.values))
+    sites = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
     apart = {at: (at, 1.0) for at in graph.args if graph.values[graph.ops[at].outputs[0]].shape == (64, 64)}  # no two by one way
     fetched = [at for at, op in enumerate(graph.ops) if op.primitive == "convert_element_type" and op.phase == "forward"
                and graph.values[op.outputs[0]].shape == (64, 64)]  # fmt: skip
 
     def found(seconds):
-        slack = overlap_windows(graph, everywhere, work, apart, lambda way, size: seconds * size).seconds
+        slack = overlap_windows(graph, sites, work, apart, lambda way, size: seconds * size).seconds
         return [slack[at, 0] for at in fetched]
 
     assert found(0.0) == [0.0, 1.0, 2.0]
-    assert found(1.0) == [0.0, 1.0, 2.0]  # each beside the product before its own
+    assert found(1.0) == [0.0, 1.0, 2.0]  # each during the product before its own
     assert found(1.25) == [0.0, 0.0, 2.0]  # the third begins with the first product, and the second is waited for before that
 
 
-def test_sums_of_gradients_run_one_at_a_time_beside_what_is_made_of_those_before():
+def test_rule_11_one_gradient_reduction_is_in_flight():
     graph = graph_of()
-    everywhere = collective_sites(graph, [False] * len(graph.values))
+    sites = collective_sites(graph, [False] * len(graph.values))
     products = [at for at, op in enumerate(graph.ops) if op.primitive == "dot_general"]
     made = [
-        at
-        for at in products
-        if graph.ops[at].phase == "backward" and everywhere[graph.ops[at].outputs[0]].collective_class == "gradient"
+        at for at in products if graph.ops[at].phase == "backward" and sites[graph.ops[at].outputs[0]].collective_class == "gradient"
     ]
     updates = {at for at, op in enumerate(graph.ops) if op.primitive == "sub" and op.outs[0].shape == (64, 64)}
     work = [1.0 if at in products else 0.5 if at in updates else 0.0 for at in range(len(graph.ops))]
@@ -149,7 +149,7 @@ def test_sums_of_gradients_run_one_at_a_time_beside_what_is_made_of_those_before
     apart = {at: (at, 1.0) for at in made}  # no two by one way
 
     def found(seconds):
-        slack = overlap_windows(graph, everywhere, work, apart, lambda way, size: seconds).seconds
+        slack = overlap_windows(graph, sites, work, apart, lambda way, size: seconds).seconds
         return [slack[edge] for edge in edges]
 
     assert len(edges) == 3 and found(0.0) == [4.0, 2.5, 1.0]  # products that are left, and updates with gradients made before
@@ -157,49 +157,49 @@ def test_sums_of_gradients_run_one_at_a_time_beside_what_is_made_of_those_before
     assert found(2.5) == [2.0, 2.0, 1.0]  # the last begins when it is there
 
 
-def test_gradients_wait_for_what_the_backward_pass_waits_for_and_gathers_go_between():
+def test_rules_6_7_9_and_10_gradients_and_prefetches_go_around_blocking_collectives():
     graph = graph_of()
-    everywhere = collective_sites(graph, [False] * len(graph.values))
+    sites = collective_sites(graph, [False] * len(graph.values))
     products = [at for at, op in enumerate(graph.ops) if op.primitive == "dot_general"]
     work = [1.0 if at in products else 0.0 for at in range(len(graph.ops))]
     back = [at for at in products if graph.ops[at].phase == "backward"]
-    chain = [at for at in back if everywhere[graph.ops[at].outputs[0]].collective_class == "blocking"]
+    chain = [at for at in back if sites[graph.ops[at].outputs[0]].collective_class == "blocking"]
     made = [at for at in back if at not in chain]
     edge = (next(iter(graph.readers(graph.ops[made[0]].outputs[0]))), 0)
 
     apart = {at: (("free", at), 1.0) for at in (*made, *graph.args)}  # no two by one way
 
     def found(*line):
-        line = {at: (("line", at), 1.0) for at in line}
-        return overlap_windows(graph, everywhere, work, apart, lambda way, size: float(way[0] == "line"), blocking=line)
+        line = {at: (("blocking", at), 1.0) for at in line}
+        return overlap_windows(graph, sites, work, apart, lambda way, size: float(way[0] == "blocking"), blocking=line)
 
     assert found().seconds[edge] == 4.0
     last = found(chain[-1])
     taken = [(at, k) for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
-             if v is not None and everywhere[v].origin == chain[-1]]  # fmt: skip
-    assert max(last.seconds.get(e, 0.0) for e in taken) == 1.0  # beside the product of the first gradient, which was put off
+             if v is not None and sites[v].origin == chain[-1]]  # fmt: skip
+    assert max(last.seconds.get(e, 0.0) for e in taken) == 1.0  # during the product of the first gradient, which is deferred
     assert last.seconds[edge] < 4.0  # and that leaves only afterwards
     first = products[0]
     weights = [(at, 0) for at, op in enumerate(graph.ops) if op.primitive == "convert_element_type" and op.phase == "forward"
                and op.outs[0].shape == (64, 64)]  # fmt: skip
     assert [found().seconds[e] for e in weights] == [0.0, 1.0, 2.0]
-    assert [found(first).seconds[e] for e in weights] == [0.0, 1.0, 1.0]  # the third begins behind what is awaited
+    assert [found(first).seconds[e] for e in weights] == [0.0, 1.0, 1.0]  # the third begins behind the blocking collective
 
 
-def test_gradients_that_are_scattered_arrive_small_and_are_merged():
+def test_rule_2_scattered_gradients_arrive_small_and_are_combined():
     graph = graph_of(layers=4, width=3600)
-    everywhere = collective_sites(graph, [False] * len(graph.values))
+    sites = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
-    weights = {v for v, x in enumerate(graph.values) if everywhere[v].collective_class == "gradient" and x.shape == (3600, 3600)}
-    leaves = {(at, k): everywhere[v].origin for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
+    weights = {v for v, x in enumerate(graph.values) if sites[v].collective_class == "gradient" and x.shape == (3600, 3600)}
+    leaves = {(at, k): sites[v].origin for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
               if op.primitive == "transpose" and v in weights}  # fmt: skip
 
     def windows(moved):
-        found = overlap_windows(graph, everywhere, work, moved, shards=8, scattered=moved or ())
+        found = overlap_windows(graph, sites, work, moved, shards=8, scattered=moved or ())
         return [slack[edge] for edge in leaves for slack in (found.seconds, found.scatter_seconds)]
 
-    alike = pytest.approx([5, 0, 3, 0, 1, 0, 0, 0], abs=0.01)  # each with the bias made after it; scattered, all with the last
-    assert windows(None) == alike
+    together = pytest.approx([5, 0, 3, 0, 1, 0, 0, 0], abs=0.01)  # each with the bias made after it; scattered, all with the last
+    assert windows(None) == together
     known = {origin: (("reduce-scatter", ("data",)), 1e6) for origin in leaves.values()}
     assert windows(known) == [6, 0, 4, 0, 2, 0, 0, 0]  # moved otherwise, without the biases
 
@@ -219,7 +219,7 @@ def scanned(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def test_what_waits_last_is_served_first_by_the_optimizer_and_then_by_products_that_are_put_off():
+def test_rule_7_the_last_blocking_collective_is_filled_first_by_the_optimizer_and_then_by_deferred_products():
     """The gradient of what stands behind a loop is made behind its backward pass, where the optimizer can do nothing yet."""
 
     def loss(params, x):
@@ -230,7 +230,7 @@ def test_what_waits_last_is_served_first_by_the_optimizer_and_then_by_products_t
     params = (S((64, 64), F32), S((5, 64, 64), F32), S((64, 96), F32))
     closed = jax.make_jaxpr(lambda p, x: jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss)(p, x)))(params, S((32, 64), F32))
     graph = parse(closed, list("abcx"), list("abc"), [(n, n) for n in range(3)], range(3))
-    everywhere = collective_sites(graph, [False] * len(graph.values))
+    sites = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive in ("dot_general", "sub") else 0.0 for op in graph.ops]
     behind, before = (
         next(at for at, op in enumerate(graph.ops) if op.phase == "backward" and op.primitive == kind and op.outs[0].shape == shape)
@@ -239,58 +239,57 @@ def test_what_waits_last_is_served_first_by_the_optimizer_and_then_by_products_t
     shapes = {(96, 64), (64, 64), (5, 64, 64)}
     head, layers, first = (
         at for at, op in enumerate(graph.ops) if op.loop < 0 or op.primitive == "loop_stack" if op.phase == "backward"
-        if everywhere[op.outputs[0]].collective_class == "gradient" and op.outs[0].shape in shapes and op.primitive != "transpose"
+        if sites[op.outputs[0]].collective_class == "gradient" and op.outs[0].shape in shapes and op.primitive != "transpose"
     )  # fmt: skip
 
     def runs(*moved):
-        line = {at: (("line", at), 1.0) for at in (behind, before)}
+        line = {at: (("blocking", at), 1.0) for at in (behind, before)}
         ways = {at: (("gradient", at), 1.0) for at in moved}
-        return overlap_windows(graph, everywhere, work, ways, lambda way, size: float(way[0] == "line"), blocking=line).deferred_until[
+        return overlap_windows(graph, sites, work, ways, lambda way, size: float(way[0] == "blocking"), blocking=line).deferred_until[
             head
         ]
 
     loop = max(graph.loops, key=lambda loop: loop.start)
-    assert head < runs(head, first) < loop.start  # the last waits beside the update of the layers
+    assert head < runs(head, first) < loop.start  # the update of the layers fills the last
     assert runs(head, first, layers) >= loop.stop  # which waits for a gradient on its way
 
 
-def test_what_xla_runs_beside_collectives_of_a_loop():
-    """Rows come while the loop works; gradients leave when all else is done, beside each other's products; what is gathered whole waits
-    for the loop before it."""
+def test_rules_5_9_and_10_windows_of_a_loop():
+    """Rows are prefetched during the loop's work, gradients reduced during each other's products; an outside gather waits for the loop."""
     layers = jnp.zeros((4, 64, 256)), jnp.zeros((4, 256, 64)), jnp.zeros((4, 64))
     closed = jax.make_jaxpr(scanned)((layers, jnp.zeros((64, 32))), jnp.zeros((128, 64)))
     names = ["up", "down", "scale", "last"]
     graph = parse(closed, [*names, "x"], names, [(n, n) for n in range(4)], range(4))
-    everywhere = collective_sites(graph, [False] * len(graph.values))
+    sites = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
-    found = overlap_windows(graph, everywhere, work, {place.origin: (place.origin, 1.0) for place in everywhere}).seconds
+    found = overlap_windows(graph, sites, work, {place.origin: (place.origin, 1.0) for place in sites}).seconds
 
     def edges(primitive, phase, shape):
         return [found.get((at, k), 0.0) for at, op in enumerate(graph.ops) for k, v in enumerate(op.inputs)
                 if v is not None and (op.primitive, op.phase, graph.values[v].shape) == (primitive, phase, shape)]  # fmt: skip
 
-    assert edges("dot_general", "forward", (256, 64)) == [1.0]  # beside the other product of the layer
+    assert edges("dot_general", "forward", (256, 64)) == [1.0]  # during the other product of the layer
     assert max(edges("dot_general", "backward", (256, 64))) >= 1.0  # behind the barrier of what is computed again, too
-    assert edges("loop_stack", "backward", (64,)) == [2.0]  # the scale's gradient: beside the products that make the weights'
+    assert edges("loop_stack", "backward", (64,)) == [2.0]  # the scale's gradient: during the products that make the weights'
     assert sorted(edges("transpose", "backward", (64, 256)) + edges("transpose", "backward", (256, 64))) == [0.0, 1.0]
     assert edges("dot_general", "forward", (64, 32)) == [0.0]
 
 
-def test_gradients_that_are_merged_wait_for_the_last_and_are_made_then():
-    """Neighbours are merged that are moved alike, as far as their results are few; what they are computed from waits for the last."""
+def test_rules_3_and_8_combined_gradients_wait_for_the_last_and_are_made_then():
+    """Neighbours of one transfer are combined up to the threshold; what they are computed from waits for the last."""
     graph = graph_of(layers=4, width=256)
-    everywhere = collective_sites(graph, [False] * len(graph.values))
+    sites = collective_sites(graph, [False] * len(graph.values))
     work = [1.0 if op.primitive == "dot_general" else 0.0 for op in graph.ops]
-    made = [v for v, p in enumerate(everywhere) if p.collective_class == "gradient" and graph.values[v].shape == (256, 256)]
-    products = sorted({everywhere[v].origin for v in made})
+    made = [v for v, p in enumerate(sites) if p.collective_class == "gradient" and graph.values[v].shape == (256, 256)]
+    products = sorted({sites[v].origin for v in made})
     assert len(products) == 4
 
     def found(ways, size):
-        return overlap_windows(graph, everywhere, work, {at: (way, size) for at, way in zip(products, ways, strict=True)})
+        return overlap_windows(graph, sites, work, {at: (way, size) for at, way in zip(products, ways, strict=True)})
 
-    alike, apart, large = found("rrrr", 1e3), found("rras", 1e3), found("rrrr", 2e7)
-    assert [alike.deferred_until[at] for at in products] == [products[-1]] * 4
-    assert [apart.deferred_until[at] for at in products] == [products[1], *products[1:]]
+    equal, unequal, large = found("rrrr", 1e3), found("rras", 1e3), found("rrrr", 2e7)
+    assert [equal.deferred_until[at] for at in products] == [products[-1]] * 4
+    assert [unequal.deferred_until[at] for at in products] == [products[1], *products[1:]]
     assert [large.deferred_until[at] for at in products] == products
 
     def dies(starts):
@@ -298,21 +297,21 @@ def test_gradients_that_are_merged_wait_for_the_last_and_are_made_then():
         return [max(live[v][1] for v in graph.ops[at].inputs) for at in products]
 
     assert all(end <= after for end, after in zip(dies(large.deferred_until), products[1:], strict=False))
-    assert all(end > products[-1] for end in dies(alike.deferred_until))
+    assert all(end > products[-1] for end in dies(equal.deferred_until))
 
 
 @needs_gpu_compiler
-def test_xla_holds_what_gradients_that_are_merged_are_computed_from():
-    """Wide batches and small weights: the gradients of all layers are scattered as one, and all their operands wait."""
+def test_rule_8_xla_holds_the_operands_of_combined_gradients():
+    """Wide batches and small weights: the gradients of all layers are one reduce-scatter, and all their operands wait."""
     params, batch = [S((512, 512), F32)] * 8, S((1 << 16, 512), BF16)
     pins = {"params/**": P("data"), "x": P("data")}
     planned = shardplan.auto(AbstractMesh((8,), ("data",)), cluster="h100", donate_argnums=0, pins=pins)(relu_step)
     report = planned.check(params, batch, target="h100:8")
-    scattered = [len(c.step_seconds) for c in report.compiled.collectives if c.kind == "reduce-scatter"]
+    scattered = [len(c.parts) for c in report.compiled.collectives if c.kind == "reduce-scatter"]
     assert scattered == [8] and report.memory_ratio == pytest.approx(1, abs=0.2)
 
 
-def test_copies_that_a_loop_stacks_are_made_in_every_round():
+def test_copies_that_a_loop_stacks_are_made_in_every_iteration():
     def run(x):
         def body(c, _):
             y = jnp.tanh(c @ x)
@@ -331,7 +330,7 @@ def test_copies_that_a_loop_stacks_are_made_in_every_round():
 
 
 @needs_gpu_compiler
-def test_gradients_of_a_net_with_batch_statistics_are_reduced_together():
+def test_rule_2_gradients_of_a_net_with_batch_statistics_are_combined():
     """XLA fuses a parameter's update with its cast for the backward pass, and each gradient then waits for the one before."""
 
     def batch_norm_step(params, x):
@@ -353,8 +352,8 @@ def test_gradients_of_a_net_with_batch_statistics_are_reduced_together():
 
 
 @pytest.mark.parametrize(("width", "merged"), [(512, True), (4096, False)])
-def test_arrays_that_are_merged_wait_for_the_last_made_and_the_first_needed(width, merged):
-    """Of two weights that every round of a loop gathers, the second is needed one product later; merged, it may not take that long."""
+def test_rule_3_combined_windows_open_with_the_last_made_and_close_with_the_first_needed(width, merged):
+    """Of two weights that a loop gathers, the second is needed one product later; combined, it may not take that long."""
 
     def loss(w, x):
         return jax.lax.scan(lambda x, w: ((x @ w[0]) @ w[1], None), x, w)[0].sum()
@@ -386,7 +385,7 @@ def planned_norm(pins, memory=None):
     return step, (params, batch)
 
 
-def test_the_norm_of_gradients_that_are_split_alike_is_summed_once():
+def test_the_norm_of_equally_sharded_gradients_is_reduced_once():
     """Python's sum begins with 0 + x, which is x; partial sums are added up before they are reduced, as XLA does."""
     graph = parse(jax.make_jaxpr(norm_step)([jnp.zeros((8, 8))] * 3, jnp.zeros((8, 8), BF16)))
     assert not any(op.primitive == "add" and None in op.inputs for op in graph.ops)
@@ -398,15 +397,15 @@ def test_the_norm_of_gradients_that_are_split_alike_is_summed_once():
 
 
 @needs_gpu_compiler
-def test_xla_sums_that_norm_once_and_scatters_small_gradients_together():
+def test_rule_2_xla_reduces_that_norm_once_and_combines_scatters_of_small_gradients():
     step, args = planned_norm({"params/**": P(("node", "gpu"))})
     report = step.check(*args, target="h100:8x8")
-    kinds = [(c.kind, len(c.step_seconds)) for c in report.compiled.collectives]
+    kinds = [(c.kind, len(c.parts)) for c in report.compiled.collectives]
     assert kinds.count(("all-reduce", 1)) == 1 and [n for kind, n in kinds if kind == "reduce-scatter"] == [8]
 
 
-def test_what_a_plan_moves_together_settles_its_prices():
-    """Each of many small arrays pays its part of one latency of its own kind of collective, and no more kinds are used than pay."""
+def test_prices_agree_with_the_collectives_that_the_plan_combines():
+    """Each of many small arrays pays its part of one latency, and no more kinds of collectives are used than pay."""
     step, args = planned_norm({})
     plan = step.plan(*args)
     found = plan.context.planned
@@ -418,7 +417,7 @@ def test_what_a_plan_moves_together_settles_its_prices():
     assert again.step_seconds(found.solution.states).total(found.exposed_fraction) == pytest.approx(found.solution.objective, rel=0.02)
 
 
-def test_gradients_are_all_summed_where_scattering_pays_one_latency_more():
+def test_gradients_are_all_reduced_where_scattering_pays_one_latency_more():
     """On 64 GPUs latencies count: no array alone would leave the others, and all together do (`slope_scaling.uniform_groups`)."""
     step, state, batch = nets.vit(layers=6)
     plan = shardplan.auto(AbstractMesh((8, 8), ("node", "gpu")), cluster="h100", donate_argnums=0)(step).plan(state, batch)
@@ -429,17 +428,142 @@ def test_gradients_are_all_summed_where_scattering_pays_one_latency_more():
     assert ways == [("all-reduce", ("node", "gpu"))]
 
 
-def test_gradients_are_scattered_along_the_dim_that_lies_outermost():
+def test_gradients_are_scattered_along_the_major_dim():
     """Along another dim XLA transposes parameters and moments for the update; equal costs are split there."""
     step, args = planned_norm({}, memory=40 << 20)
     layouts = {x.layout.dims for x in step.plan(*args).inputs if x.path.startswith("params")}
     assert layouts and all(rows and not columns for rows, columns in layouts)
 
 
-def test_where_all_fast_plans_wait_too_long_in_memory_a_lean_one_is_found():
-    """Gradients wait for what they are merged with, and hold what they are made of: a plan may need more than it was found with."""
+def test_where_all_fast_plans_need_too_much_memory_one_that_fits_is_found():
+    """Gradients wait for those they are combined with, and hold their operands: a plan may need more than it was found with."""
     step, state, batch = zoo.example("gpt", layers=1, width=512, length=512, batch=64)
     mesh = AbstractMesh((2, 4), ("data", "model"))
     free = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(state, batch).memory().peak
     plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, memory=0.95 * free)(step).plan(state, batch)
     assert plan.memory().peak <= 0.95 * free
+
+
+# ---- the rules in compiled programs
+
+MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+D = 1024
+
+
+def sharded(*entries):
+    return jax.sharding.NamedSharding(MESH, P(*entries))
+
+
+def chain(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ jax.lax.with_sharding_constraint(w, sharded()))
+    return x
+
+
+def updated(loss):
+    return lambda ws, x: jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x))
+
+
+def stacked_loss(ws, x):
+    def layer(h, p):
+        up, down = (jax.lax.with_sharding_constraint(w, sharded()) for w in p)
+        return jnp.tanh(h @ up) @ down, None
+
+    return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2)
+
+
+def megatron_loss(ws, x):
+    for up, down in ws:
+        x = jnp.tanh(jax.lax.with_sharding_constraint(jnp.tanh(x @ up) @ down, sharded("data", None)))
+    return jnp.sum(x**2)
+
+
+LARGE, SMALL, HIDDEN = S((4 * D, 4 * D), F32), S((D, D), F32), S((2 * D, 8 * D), F32)
+PROGRAMS = {
+    "twelve small weights": (chain, [SMALL] * 12, [sharded("data")] * 12, S((D, D), F32)),
+    "four large weights": (chain, [LARGE] * 4, [sharded("data")] * 4, S((4 * D, 4 * D), F32)),
+    "fsdp step": (updated(lambda ws, x: jnp.sum(chain(ws, x) ** 2)), [LARGE] * 4, [sharded("data")] * 4, S((4 * D, 4 * D), F32)),
+    "fsdp loop": (updated(stacked_loss), (S((6, 2 * D, 2 * D), F32),) * 2, (sharded(None, "data"),) * 2, S((4 * D, 2 * D), F32)),
+    "megatron step": (
+        updated(megatron_loss), [(HIDDEN, S((8 * D, 2 * D), F32))] * 3, [(sharded(None, "model"), sharded("model", None))] * 3,
+        S((4 * D, 2 * D), F32),
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def compiled(name):
+    fun, weights, shardings, x = PROGRAMS[name]
+    step = {"out_shardings": shardings, "donate_argnums": 0} if "step" in name or "loop" in name else {}
+    done = compile(jax.jit(fun, in_shardings=(shardings, sharded("data")), **step), weights, x, target="h200:8")
+    assert done.ok, done.error
+    return done
+
+
+def products_in_flight(done, *kinds):
+    """(kind, axes, products that the schedule puts between start and done) of every collective with such a pair, in order."""
+    found = {o.collective.name: sum("gemm" in step for step in o.steps) for o in overlaps(done.module, done.mesh)}
+    return [(c.kind, c.axes, found.get(c.name, 0)) for c in done.collectives if c.kind in kinds]
+
+
+def order(done, computation):
+    """Shapes of the products of a computation, in the order of the schedule."""
+    return [i.arrays[0].shape for i in done.module.computations[computation] if i.name.startswith("gemm")]
+
+
+@needs_gpu_compiler
+def test_rule_2_xla_combines_up_to_the_threshold():
+    assert [len(c.parts) for c in compiled("twelve small weights").collectives] == [7, 5]  # of 4 MiB each
+
+
+@needs_gpu_compiler
+def test_rule_5_xla_reduces_gradients_of_a_loop_during_products_of_the_same_iteration():
+    """Here a product that the next iteration needs; rule 5 has one of another gradient."""
+    done = compiled("fsdp loop")
+    assert products_in_flight(done, "reduce-scatter") == [("reduce-scatter", ("data",), 1)]
+
+
+@needs_gpu_compiler
+def test_rule_6_xla_defers_products_of_scattered_gradients_to_the_end():
+    done = compiled("fsdp step")
+    assert order(done, done.module.entry) == [(D, 4 * D)] * 7 + [(4 * D, 4 * D)] * 4
+    assert [n for *_, n in products_in_flight(done, "reduce-scatter")] == [1, 1, 1, 0]
+
+
+@needs_gpu_compiler
+def test_rules_6_7_and_10_xla_fills_the_last_blocking_collective_and_reduces_gradients_afterwards():
+    done = compiled("megatron step")
+    found = products_in_flight(done, "all-reduce")
+    assert [axes for _, axes, _ in found] == [("model",)] * 5 + [("data",)] * 6
+    assert [n for _, _, n in found[:5]] == [0, 0, 0, 0, 1]
+    assert all(n for _, _, n in found[5:-1])
+
+
+@needs_gpu_compiler
+def test_rule_11_xla_has_one_collective_of_a_kind_in_flight():
+    for name in PROGRAMS:
+        for instructions in compiled(name).module.computations.values():
+            in_flight = Counter()
+            for i in instructions:
+                kind = next((k for k in ("all-gather", "all-reduce", "reduce-scatter") if i.opcode.startswith(k)), None)
+                in_flight[kind] += i.opcode.endswith("-start") - i.opcode.endswith("-done")
+                assert kind is None or in_flight[kind] <= 1
+
+
+@needs_gpu_compiler
+def test_rule_11_windows_are_those_of_the_compiled_schedule():
+    """Four gathers that take two products each: what the later ones need is not there for the earlier ones."""
+    emitted = [n for *_, n in products_in_flight(compiled("four large weights"), "all-gather")]
+    graph = parse(jax.make_jaxpr(lambda ws, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x))([LARGE] * 4, LARGE))
+    sites = collective_sites(graph, [False] * len(graph.values))
+    work = [float(op.primitive == "dot_general") for op in graph.ops]
+    transfers = {at: (at, 1.0) for at in graph.args[:4]}
+    windows = overlap_windows(graph, sites, work, transfers, lambda transfer, size: 2.0).seconds
+    assert emitted == [min(2.0, windows[at, 1]) for at, n in enumerate(work) if n] == [0, 0, 1, 2]
+
+
+@needs_gpu_compiler
+def test_rule_16_xla_writes_new_state_over_donated_state():
+    for name in ("fsdp step", "megatron step"):
+        memory = compiled(name).memory
+        assert 0 <= memory.output_bytes - memory.alias_bytes < 1024  # the table of the outputs
