@@ -35,6 +35,7 @@ from shardplan.files import write_atomically
 from shardplan.mesh.cluster import ClusterError
 from shardplan.plan import SEARCHES, Plan
 from shardplan.units import parse_bytes
+from shardplan.xla_model.facts import facts, facts_text
 
 SAME, DIFFERENT, ERROR = 0, 1, 2
 
@@ -116,6 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--fail-on", default="", metavar="WORD,...", help="remat, memory, replicated, twice, guess")
 
     _command(commands, "rules", _rules, "print the rule of every primitive")
+    known = _command(commands, "facts", _facts, "print what the planner takes XLA for GPU to do")
+    known.add_argument("id", nargs="?", help="print one fact in full: source, flag, versions, test")
     commands.add_parser("solve", help="solve an instance of the public IOPDDL benchmark", add_help=False)
     return parser
 
@@ -201,6 +204,14 @@ def _check(options: argparse.Namespace) -> int:
 
 def _rules(options: argparse.Namespace) -> int:
     print((Path(__file__).parent / "strategies" / "rules.txt").read_text(), end="")
+    return SAME
+
+
+def _facts(options: argparse.Namespace) -> int:
+    try:
+        print(facts_text(options.id))
+    except KeyError:
+        raise ShardingError(f"there is no fact {options.id!r}.\n  facts: {', '.join(facts())}") from None
     return SAME
 
 

@@ -16,7 +16,7 @@ op reads has a copy even for a single reader, so that memory counts the gathered
 The first copy of a big op's result stands right behind the op, so that a partial sum is reduced at once and not held in full until
 somebody reads it (a gradient: until the optimizer). All other copies stand before their first reader.
 
-Facts: cse-merges-equal-reshards, gather-cast-first.
+Facts: cse-merges-equal-reshards, partition-gathers-per-use, partition-remat-gathers-again, gather-cast-first.
 """
 
 from __future__ import annotations

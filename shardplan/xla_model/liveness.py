@@ -17,7 +17,7 @@ Rule 16, aliases. A copy takes over the buffer of a value that nobody else reads
 memory of their own only where their layout differs. Donated state that nobody reads any more is overwritten by elementwise work that
 replaces it: the new value holds nothing of its own.
 
-Facts: liveness-elementwise-reuse, liveness-loop-operands, liveness-donation, schedule-from-end. Also known as live ranges, as in
+Facts: liveness-elementwise-reuse, liveness-loop-operands, liveness-combined-operands, liveness-scatter-zeros, liveness-donation. Also known as live ranges, as in
 register allocation.
 """
 

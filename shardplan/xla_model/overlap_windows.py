@@ -17,7 +17,7 @@ op on. The window of one closes where the next begins.
 
 Rule 12, two in a row. Where an array is gathered, cast and gathered again, the second gather overlaps and the first blocks.
 
-Facts: overlap-one-per-kind, overlap-not-across-loops, overlap-second-of-two.
+Facts: overlap-one-per-kind, overlap-as-late-as-possible, overlap-not-across-loops, overlap-second-of-two.
 """
 
 from __future__ import annotations

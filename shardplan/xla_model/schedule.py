@@ -27,7 +27,7 @@ one op waits for, each hides its part, by seconds.
 Rule 8, products in memory. A product of the backward pass runs when its result is first needed there. A gradient's product runs when its
 collective starts: when the last that it is combined with is made, or where rule 6 or 7 defers it.
 
-Facts: schedule-from-end, schedule-blocking-first, schedule-gradients-last. Also known as list scheduling with asynchronous collectives.
+Facts: schedule-from-end, schedule-blocking-first, schedule-loop-gradients. Also known as list scheduling with asynchronous collectives.
 """
 
 from __future__ import annotations
