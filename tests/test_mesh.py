@@ -47,7 +47,7 @@ def test_mindspore_slices_lie_where_its_documentation_puts_them():
     assert [w.slices((6, 20), op.mesh, d) for d in range(8)] == [w0, w1, w2, w3] * 2
 
 
-def test_mindspore_cut_sum_is_partial_and_spare_devices_repeat():
+def test_mindspore_sharded_sum_is_partial_and_spare_devices_repeat():
     op = operator("mk,kn->mn", ((1, 4), (4, 1)), 8)
     assert op.mesh == MeshShape(("repeated", "m", "k", "n"), (2, 1, 4, 1))
     assert op.output.partial == (("k", "sum"),)
@@ -56,9 +56,9 @@ def test_mindspore_cut_sum_is_partial_and_spare_devices_repeat():
 @pytest.mark.parametrize(
     ("strategy", "text"),
     [
-        (((2, 1), (2, 4)), "cuts dim k of mk,kn->mn into 1 and into 2"),
+        (((2, 1), (2, 4)), "divides dim k of mk,kn->mn into 1 and into 2"),
         (((2,), (1, 4)), "one number per dim"),
-        (((3, 1), (1, 1)), "3 pieces, which do not divide 8"),
+        (((3, 1), (1, 1)), "3 shards, which do not divide 8"),
     ],
 )
 def test_bad_mindspore_strategy_says_why(strategy, text):

@@ -166,9 +166,9 @@ def test_every_step_of_a_path_moves_the_right_numbers(question, name, seed):
 @given(questions(n=3), st.sampled_from(("h100", "cpu")), st.sampled_from((1, 4, 4096)))
 def test_a_detour_is_never_cheaper(question, name, itemsize):
     mesh, shape, (a, b, c) = question
-    assume(set(b.split_axes) <= {*a.split_axes, *c.split_axes})  # what was sliced or scattered is not gathered
-    summed = set(a.partial_axes) - {*b.partial_axes, *b.split_axes}
-    assume(name == "cpu" or summed.isdisjoint(c.split_axes))  # what was summed is not cut up
+    assume(set(b.sharded_axes) <= {*a.sharded_axes, *c.sharded_axes})  # what was sliced or scattered is not gathered
+    summed = set(a.partial_axes) - {*b.partial_axes, *b.sharded_axes}
+    assume(name == "cpu" or summed.isdisjoint(c.sharded_axes))  # what was summed is not cut up
     t = resharder(mesh, name).table(shape, itemsize, [a, b, c], [a, b, c])
     assert t[0, 2] <= t[0, 1] + t[1, 2] + 1e-15
     assert t[0, 0] == t[1, 1] == t[2, 2] == 0

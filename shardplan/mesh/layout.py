@@ -1,10 +1,10 @@
-"""Where one tensor lives on a mesh: for each dim the mesh axes that split it, plus the axes over which it is still partial.
+"""Where one tensor lives on a mesh: per dim the mesh axes that shard it, and the axes over which it is partial (unreduced).
 
-One value, three faces, convertible without loss (the mesh gives the sizes):
+One value, three faces (the mesh gives the sizes):
 
-    JAX        PartitionSpec        P('data', None)             unreduced sums beside it
+    JAX        PartitionSpec        P('data', None)              and the unreduced axes
     MindSpore  device matrix        (2, 4), tensor map (1, -1)   dims of the device matrix counted from the right
-    OneFlow    SBP per mesh axis    (S(0), P(sum))              one entry per mesh axis
+    OneFlow    SBP per mesh axis    (S(0), P(sum))               one entry per mesh axis
 
     >>> mesh = MeshShape(("data", "model"), (2, 4))
     >>> x = Layout((("data",), ()), (("model", "sum"),))
@@ -41,11 +41,12 @@ class MeshShape:
         return dict(zip(self.axes, self.sizes, strict=True))
 
     def size(self, *axes: str) -> int:
-        """Number of shards made by splitting over `axes`; KeyError names an unknown axis."""
+        """Number of shards of a dim that `axes` shard; KeyError names an unknown axis."""
         return math.prod(self._size[a] for a in axes)
 
     @property
     def n_devices(self) -> int:
+        """Devices of the mesh."""
         return math.prod(self.sizes)
 
     def coordinates(self, device: int) -> dict[str, int]:
@@ -67,7 +68,7 @@ class Layout:
     """Placement of one tensor.
 
     Attributes:
-        dims: for each tensor dim, the mesh axes that split it, major to minor; () is unsplit.
+        dims: for each tensor dim, the mesh axes that shard it, major to minor; () is replicated.
         partial: (axis, kind) pairs, sorted by axis name: the tensor is the `kind`-reduction ("sum", "max", "min", "prod",
             "and", "or") over `axis` of what the devices hold.
     """
@@ -77,29 +78,34 @@ class Layout:
 
     @staticmethod
     def replicated(rank: int) -> Layout:
+        """The layout in which every device holds the whole tensor."""
         return Layout(((),) * rank)
 
     @property
     def rank(self) -> int:
+        """Number of dims."""
         return len(self.dims)
 
     @cached_property
-    def split_axes(self) -> tuple[str, ...]:
+    def sharded_axes(self) -> tuple[str, ...]:
+        """The mesh axes that shard some dim, in the order of the dims."""
         return tuple(a for axes in self.dims for a in axes)
 
     @cached_property
     def partial_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the tensor is partial."""
         return tuple(a for a, _ in self.partial)
 
     def reduced(self) -> Layout:
-        """The same split with nothing partial any more."""
+        """The same dims, with every reduction complete."""
         return Layout(self.dims) if self.partial else self
 
     def shards(self, mesh: MeshShape) -> int:
-        return mesh.size(*self.split_axes)
+        """Number of different shards: elements of the tensor over elements of one shard."""
+        return mesh.size(*self.sharded_axes)
 
     def divides(self, shape: tuple[int, ...], mesh: MeshShape) -> bool:
-        """Whether every split dim divides evenly."""
+        """Whether every sharded dim divides evenly."""
         return all(n % mesh.size(*axes) == 0 for n, axes in zip(shape, self.dims, strict=True))
 
     def local_shape(self, shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
@@ -120,43 +126,17 @@ class Layout:
     # ---- MindSpore's face
 
     def tensor_map(self, mesh: MeshShape) -> tuple[int | tuple[int, ...], ...]:
-        """Per dim, the device-matrix dim that splits it counted from the right (last axis is 0), -1 for none;
-        a tuple where several axes split one dim.
-        """
+        """Per dim, the device-matrix dim that shards it, counted from the right (the last axis is 0); -1 for none, a tuple for several."""
         number = {a: len(mesh.axes) - 1 - i for i, a in enumerate(mesh.axes)}
         return tuple(-1 if not axes else number[axes[0]] if len(axes) == 1 else tuple(number[a] for a in axes) for axes in self.dims)
-
-    @staticmethod
-    def from_tensor_map(mesh: MeshShape, tensor_map, partial: tuple[tuple[str, str], ...] = ()) -> Layout:
-        def axes(entry):
-            entries = (entry,) if isinstance(entry, int) else entry
-            return tuple(mesh.axes[len(mesh.axes) - 1 - e] for e in entries if e != -1)
-
-        return Layout(tuple(axes(e) for e in tensor_map), partial)
 
     # ---- OneFlow's face
 
     def sbp(self, mesh: MeshShape) -> tuple[str, ...]:
-        """One of 'S(dim)', 'B', 'P(kind)' per mesh axis, in mesh order.
-
-        The order of several axes on one dim is not part of SBP: `from_sbp` takes mesh order.
-        """
-        split = {a: f"S({d})" for d, axes in enumerate(self.dims) for a in axes}
+        """One of 'S(dim)', 'B', 'P(kind)' per mesh axis, in mesh order. SBP does not state the order of several axes on one dim."""
+        sharded = {a: f"S({d})" for d, axes in enumerate(self.dims) for a in axes}
         partial = {a: f"P({kind})" for a, kind in self.partial}
-        return tuple(split.get(a) or partial.get(a) or "B" for a in mesh.axes)
-
-    @staticmethod
-    def from_sbp(mesh: MeshShape, sbp: tuple[str, ...], rank: int) -> Layout:
-        dims: list[tuple[str, ...]] = [()] * rank
-        partial = []
-        for axis, entry in zip(mesh.axes, sbp, strict=True):
-            if entry.startswith("S("):
-                dims[int(entry[2:-1])] += (axis,)
-            elif entry.startswith("P"):
-                partial.append((axis, entry[2:-1] or "sum"))
-            elif entry != "B":
-                raise ValueError(f"SBP entry {entry!r} for mesh axis {axis!r} is none of S(dim), B, P(kind)")
-        return Layout(tuple(dims), tuple(sorted(partial)))
+        return tuple(sharded.get(a) or partial.get(a) or "B" for a in mesh.axes)
 
     # ---- JAX's face (plain tuples: this room does not import jax)
 
@@ -166,6 +146,7 @@ class Layout:
 
     @staticmethod
     def from_spec(spec, rank: int) -> Layout:
+        """The layout of a PartitionSpec's entries, which may be fewer than `rank`."""
         entries = tuple(spec) + (None,) * (rank - len(spec))
         return Layout(tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries))
 

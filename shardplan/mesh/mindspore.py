@@ -1,7 +1,7 @@
-"""MindSpore's two-dimensional-array strategy, read: how often each dim of each input is cut, and where the pieces lie.
+"""What a MindSpore strategy means: the logical device matrix of an operator, and the layouts of its tensors.
 
-An operator is written with a letter per dim; equal letters are cut alike. The letters, in order of appearance, are the
-logical device matrix, and a dim's entry in the tensor map is its letter's place there, counted from the right:
+An operator is written with a letter per dim; dims with one letter are sharded together. The letters, in order of appearance, are
+the device matrix, and a dim's entry in the tensor map is the position of its letter there, counted from the right:
 
     MatMul, strategy ((2, 1), (1, 4)), 8 devices        device matrix (2, 1, 4)
     mk,kn->mn                                           tensor maps   X (2, 1)   W (1, 0)   Y (2, 0)
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from shardplan.mesh.layout import Layout, MeshShape
 
 REPEATED = "repeated"
-"""Name of the mesh axis over which devices repeat one another's work, where the cuts make fewer pieces than devices."""
+"""Mesh axis along which devices repeat the computation, where the strategy makes fewer shards than there are devices."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class MindSporeOperator:
     """An operator's device matrix (as a mesh) and the layouts of its tensors.
 
     Attributes:
-        mesh: the logical device matrix; one axis per letter, before them `REPEATED` if devices are left over.
+        mesh: the logical device matrix; one axis per letter, preceded by `REPEATED` if devices remain.
         inputs: one layout per input.
-        output: layout of the output; partial over the letters that are summed and cut.
+        output: layout of the output; partial over the sharded letters that are summed.
     """
 
     mesh: MeshShape
@@ -43,27 +43,27 @@ def operator(equation: str, strategy: tuple[tuple[int, ...], ...], n_devices: in
 
     Args:
         equation: letters of the dims, as for einsum: "mk,kn->mn" is MatMul.
-        strategy: for each input, how many pieces each dim is cut into.
-        n_devices: devices there are.
+        strategy: for each input, the number of shards of each dim.
+        n_devices: number of devices.
 
     Raises:
-        ValueError: the strategy does not fit the equation, cuts one letter in two ways, or does not fit the devices.
+        ValueError: the strategy does not fit the equation, shards one letter in two ways, or does not fit the devices.
     """
     left, output = equation.replace(" ", "").split("->")
     inputs = left.split(",")
     if [len(x) for x in inputs] != [len(s) for s in strategy]:
         raise ValueError(f"strategy {strategy} does not fit {equation}: one number per dim of each input is needed")
-    cuts: dict[str, int] = {}
+    shards: dict[str, int] = {}
     for letters, numbers in zip(inputs, strategy, strict=True):
         for letter, n in zip(letters, numbers, strict=True):
-            if cuts.setdefault(letter, n) != n:
-                raise ValueError(f"strategy {strategy} cuts dim {letter} of {equation} into {cuts[letter]} and into {n} pieces")
-    pieces = MeshShape(tuple(cuts), tuple(cuts.values()))
-    repeated, rest = divmod(n_devices, pieces.n_devices)
+            if shards.setdefault(letter, n) != n:
+                raise ValueError(f"strategy {strategy} divides dim {letter} of {equation} into {shards[letter]} and into {n} shards")
+    matrix = MeshShape(tuple(shards), tuple(shards.values()))
+    repeated, rest = divmod(n_devices, matrix.n_devices)
     if rest or not repeated:
-        raise ValueError(f"strategy {strategy} makes {pieces.n_devices} pieces, which do not divide {n_devices} devices")
-    mesh = pieces if repeated == 1 else MeshShape((REPEATED, *pieces.axes), (repeated, *pieces.sizes))
-    partial = tuple(sorted((a, "sum") for a, n in pieces if a not in output and n > 1))
+        raise ValueError(f"strategy {strategy} makes {matrix.n_devices} shards, which do not divide {n_devices} devices")
+    mesh = matrix if repeated == 1 else MeshShape((REPEATED, *matrix.axes), (repeated, *matrix.sizes))
+    partial = tuple(sorted((a, "sum") for a, n in matrix if a not in output and n > 1))
     return MindSporeOperator(mesh, tuple(_layout(x) for x in inputs), Layout(_layout(output).dims, partial))
 
 

@@ -73,7 +73,7 @@ class ReshardGraphs:
     def _state(self, layout: Layout) -> LayoutState:
         found = self._states.get(layout)
         if found is None:
-            every = (*layout.split_axes, *layout.partial_axes)
+            every = (*layout.sharded_axes, *layout.partial_axes)
             for axis in every:
                 if axis not in self.mesh.axes:
                     raise ValueError(f"layout {layout} names axis {axis!r}, which mesh {self.mesh} does not have")

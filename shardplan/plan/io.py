@@ -204,7 +204,7 @@ def _leaf_faults(at: str, x: Leaf, mesh: MeshShape) -> Iterator[tuple[str, str]]
 
 
 def _layout_faults(at: str, layout: Layout, mesh: MeshShape) -> Iterator[tuple[str, str]]:
-    yield from _axis_faults(at, (*layout.split_axes, *layout.partial_axes), mesh)
+    yield from _axis_faults(at, (*layout.sharded_axes, *layout.partial_axes), mesh)
     if list(layout.partial) != sorted(layout.partial):
         yield f"{at}.partial", "is not in the order of axis names"
     for _, kind in layout.partial:

@@ -143,7 +143,7 @@ def _strategies(
 
 def given_strategies(operands: Sequence[Layout], results: Sequence[Layout], mesh: MeshShape) -> OpStrategies | None:
     """The one strategy of an op whose layouts are written in the program; None where they name axes that the mesh does not have."""
-    named = {a for layout in (*operands, *results) for a in layout.split_axes}
+    named = {a for layout in (*operands, *results) for a in layout.sharded_axes}
     if not named <= set(mesh.axes):
         return None
 

@@ -98,7 +98,7 @@ def picture(leaf: Leaf, mesh: MeshShape, axes: Mapping[str, int]) -> Picture:
     behind = [axes[layout.dims[d][0]] for d in range(layout.rank) if layout.dims[d] and d not in drawn]
     x = y = 1 + 3 * len(behind)
     shapes = [Shape(f"plate a{n}", 1 + 3 * k, 1 + 3 * k, width, height) for k, n in enumerate(behind)]
-    if not layout.split_axes:
+    if not layout.sharded_axes:
         shapes.append(Shape("replicated", x, y, width, height))
     else:
         cuts = [layout.dims[d] for d in drawn]
@@ -106,7 +106,7 @@ def picture(leaf: Leaf, mesh: MeshShape, axes: Mapping[str, int]) -> Picture:
         shapes += _blocks(Shape("", x, y, width, height), mesh, axes, down, across)
     local = layout.local_shape(leaf.shape, mesh)
     title = f"each device holds {'×'.join(map(str, local)) or 'a number'}"
-    if layout.split_axes:
+    if layout.sharded_axes:
         title += f", 1/{layout.shards(mesh)} of {'×'.join(map(str, leaf.shape))}"
     return Picture(width + x + 1, height + y + 1, title, tuple(shapes))
 

@@ -63,7 +63,7 @@ class LeafRow:
     @property
     def layout(self) -> str:
         """PartitionSpec of one leaf, or "replicated"."""
-        return clean(str(self.first.layout)) if self.first.layout.split_axes else "replicated"
+        return clean(str(self.first.layout)) if self.first.layout.sharded_axes else "replicated"
 
 
 def leaf_rows(leaves: Sequence[Leaf], mesh: MeshShape) -> tuple[LeafRow, ...]:
@@ -175,7 +175,7 @@ def lines(plan: Plan, source: bool = True) -> tuple[LineRow, ...]:
             sum(d.comm_seconds for d in here),
             _collectives(here),
             _notes(here),
-            any(x is not None and x.split_axes for d in here for x in d.result_layouts),
+            any(x is not None and x.sharded_axes for d in here for x in d.result_layouts),
         )
         for (file, number, border), here in found.items()
     )

@@ -173,7 +173,7 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
     layouts = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.invars, operands, strict=True)]
     made = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.outvars, results, strict=True)]
     read = [x for x in layouts if x is not None]
-    if len(read) < len(layouts) or not any(x.split_axes for x in read):
+    if len(read) < len(layouts) or not any(x.sharded_axes for x in read):
         return bind(eqn, values)
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     local = ALWAYS.get(eqn.primitive.name, by_rule)(eqn, layouts, made, sizes)
