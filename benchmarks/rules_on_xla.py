@@ -84,21 +84,21 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
     (
         "reduce reduce_and reduce_or reduce_xor",
         "uncompiled",
-        "whole",
-        "XLA aborts, since no collective has the function: why these dims are whole",
+        "replicated",
+        "XLA aborts, since no collective has the function: why these dims need replication",
     ),
     (
         "conv_general_dilated gather",
         "dearer",
-        "split",
+        "sharded",
         "scattered over a small dim that operands have too: XLA reduces a part and swaps it",
     ),
-    ("random_fold_in", "dearer", "split d", "of what is folded in a key is made where it lies, and sent"),
-    ("random_gamma", "dearer", "split", "its loop runs until all devices are done: one number per turn is reduced"),
+    ("random_fold_in", "dearer", "sharded d", "of what is folded in a key is made where it lies, and sent"),
+    ("random_gamma", "dearer", "sharded", "its loop runs until all devices are done: one number per turn is reduced"),
     ("eig", "uncompiled", "", "its GPU library does not load without a GPU"),
     ("hessenberg schur", "uncompiled", "", "not made for GPUs"),
 )
-"""(primitives, verdict, how the split begins, why)."""
+"""(primitives, verdict, prefix of the strategy, why)."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Found(one_op.OneOpVerdict):
     @property
     def reason(self) -> str:
         """Why it deviates; '' where nobody knows."""
-        for primitives, kind, split, why in REASONS:
-            if self.primitive in primitives.split() and self.kind == kind and self.program.split.startswith(split):
+        for primitives, kind, strategy, why in REASONS:
+            if self.primitive in primitives.split() and self.kind == kind and self.program.strategy.startswith(strategy):
                 return why
         return ""
 
@@ -128,7 +128,7 @@ class Found(one_op.OneOpVerdict):
 
 
 def measure(asked: list[tuple[int, one_op.OneOpProgram]]) -> Iterator[Found]:
-    """Verdicts in order; a worker process compiles, and one that crashes is told and replaced."""
+    """Verdicts in order; a worker process compiles, and one that crashes is reported and replaced."""
     context, left = multiprocessing.get_context("spawn"), list(asked)
     while left:
         with concurrent.futures.ProcessPoolExecutor(1, context) as pool:

@@ -82,9 +82,9 @@ def test_a_rule_of_the_users_is_proven_three_ways_with_one_call(mine, tmp_path):
     args = jnp.ones((16, 64)), jnp.ones((64, 32))
     first, second = check_rule(both, *args, target="h100:2", golden=tmp_path / "rules.txt")
     assert first.shardings and first.deviations == ()
-    assert [(v.kind, v.program.split, v.program.planned) for v in second.deviations] == [("dearer", "split a:2", ())]
+    assert [(v.kind, v.program.strategy, v.program.planned) for v in second.deviations] == [("dearer", "sharded a:2", ())]
     text = (tmp_path / "rules.txt").read_text()
     assert text.startswith("my_product  float32[16,64], float32[64,32] -> float32[16,32]  a b, b c -> a c  reduce b\nmy_transform  ")
-    assert "\n    dearer     split a:2              -                            all-gather " in text
+    assert "\n    dearer     sharded a:2            -                            all-gather " in text
     register_rule(transform, "a b -> a b", replicated="b", shard_local=True)
     assert [proof.deviations for proof in check_rule(both, *args, target="h100:2")] == [(), ()]

@@ -163,7 +163,7 @@ def test_the_peak_is_listed_tensor_by_tensor():
     saved = next(b for b in done.peak if b.array.shape == (12, 256, 64))
     assert pathlib.Path(saved.source).name == line_of("BODY")
     weights = next(b for b in done.peak if b.kind == "argument" and b.array.shape == (12, 64, 64))
-    assert (weights.op_name, weights.copies, weights.whole) == ("ws", 8, (12, 64, 64))
+    assert (weights.op_name, weights.copies, weights.global_shape) == ("ws", 8, (12, 64, 64))
 
 
 def test_the_peak_reads_arguments_loop_carries_and_asynchronous_fusions():

@@ -72,12 +72,12 @@ def test_two_scatters_emitted_as_one_sum_are_dearer_and_not_unplanned():
     whole = replace(sums, axes=("data", "model"), groups=(tuple(range(8)),))
     size, line = whole.parts[0].array.bytes, whole.source or ""
     steps = [
-        ExpectedCollective("reduce-scatter", ("model",), size, 2, whole.runs, line, way=7),
-        ExpectedCollective("reduce-scatter", ("data",), size / 2, 4, whole.runs, line, way=7),
+        ExpectedCollective("reduce-scatter", ("model",), size, 2, whole.runs, line, reshard=7),
+        ExpectedCollective("reduce-scatter", ("data",), size / 2, 4, whole.runs, line, reshard=7),
     ]
     (found,) = compare(steps, [whole]).findings
     assert (found.verdict, found.axes, len(found.planned)) == ("dearer", ("data", "model"), 2)
-    assert {f.verdict for f in compare([replace(e, way=n) for n, e in enumerate(steps)], [whole]).findings} == {"unplanned", "missing"}
+    assert {f.verdict for f in compare([replace(e, reshard=n) for n, e in enumerate(steps)], [whole]).findings} == {"unplanned", "missing"}
 
 
 def test_axes_may_be_written_in_any_order():

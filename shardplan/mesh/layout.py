@@ -126,14 +126,14 @@ class Layout:
     # ---- MindSpore's face
 
     def tensor_map(self, mesh: MeshShape) -> tuple[int | tuple[int, ...], ...]:
-        """Per dim, the device-matrix dim that shards it, counted from the right (the last axis is 0); -1 for none, a tuple for several."""
+        """Per dim, the device-matrix dim that shards it, counted from the right (0: the last axis); -1 for none, a tuple for several."""
         number = {a: len(mesh.axes) - 1 - i for i, a in enumerate(mesh.axes)}
         return tuple(-1 if not axes else number[axes[0]] if len(axes) == 1 else tuple(number[a] for a in axes) for axes in self.dims)
 
     # ---- OneFlow's face
 
     def sbp(self, mesh: MeshShape) -> tuple[str, ...]:
-        """One of 'S(dim)', 'B', 'P(kind)' per mesh axis, in mesh order. SBP does not state the order of several axes on one dim."""
+        """One of 'S(dim)', 'B', 'P(kind)' per mesh axis; SBP does not state the order of several axes on one dim."""
         sharded = {a: f"S({d})" for d, axes in enumerate(self.dims) for a in axes}
         partial = {a: f"P({kind})" for a, kind in self.partial}
         return tuple(sharded.get(a) or partial.get(a) or "B" for a in mesh.axes)

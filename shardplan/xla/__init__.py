@@ -1,4 +1,4 @@
-"""What XLA made of it: compile for devices present or absent, read the result, check it, compare it with what was planned."""
+"""What XLA did with a step: compiles it for devices present or absent, reads the result, checks it, compares it with the plan."""
 
 from shardplan.mesh.gpus import Gpu, gpus
 from shardplan.xla.compiler.compile import Compiled, CompilerMissingError, XlaMemory, available, compile, lower

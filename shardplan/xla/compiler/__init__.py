@@ -1,0 +1,1 @@
+"""Compiles steps for devices present or absent, in a child process."""

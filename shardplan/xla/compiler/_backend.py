@@ -1,4 +1,4 @@
-"""Compiles one lowered module for devices that need not exist: what the parent hands over, and the child that compiles it.
+"""Compiles one lowered module for devices that need not exist: the parent's request, and the child process that compiles it.
 
 The parent writes `module.mlirbc` (StableHLO with its shardings, no user code) and `request.json` into a folder; the child,
 started as `python -P _backend.py FOLDER`, writes `module.hlo`, `before.hlo`, `dump/` and `result.json`. It imports jax and
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def lower(function, args, kwargs, platform: str):
-    """Traces and lowers for a platform that need not be here; this package's own frames stay out of the user's lines."""
+    """Traces and lowers for a platform that need not exist here; frames of this package are excluded from source lines."""
     import jax
     from jax._src import source_info_util
 
@@ -28,7 +28,7 @@ def lower(function, args, kwargs, platform: str):
 
 
 def payload(lowered) -> tuple[bytes, dict]:
-    """A `jax.stages.Lowered` as (StableHLO bytecode, what `jit` would tell the compiler besides)."""
+    """A `jax.stages.Lowered` as (StableHLO bytecode, the compile options that `jit` would set)."""
     import io
 
     from jax._src import config
@@ -60,7 +60,7 @@ def payload(lowered) -> tuple[bytes, dict]:
 
 
 def arguments(lowered) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(path, dtype, whole shape) of every argument the compiled program takes, in its order."""
+    """(path, dtype, global shape) of every argument the compiled program takes, in its order."""
     import jax
 
     args, named = lowered.args_info
@@ -85,7 +85,7 @@ def _meshes(lowered) -> list[tuple[list[str], list[int]]]:
 
 
 def compiled(module: bytes, request: dict, folder: Path):
-    """(executable, flags that this XLA does not have) of a module, compiled in this process."""
+    """Compiles a module in this process; returns (executable, flags that this XLA does not know)."""
     import jax
     import numpy as np
     from jax._src import compiler
@@ -123,7 +123,7 @@ def compiled(module: bytes, request: dict, folder: Path):
         try:
             listed = xla_client.DeviceList(tuple(devices.flat))
             return compiler.backend_compile_and_load(client, parsed, listed, options, []), dropped
-        except Exception as error:  # a flag of ours that this XLA does not have yet or has no longer
+        except Exception as error:  # one of our flags that this version of XLA does not know
             unknown = re.search(r"No such compile option: '(\w+)'", str(error))
             if not unknown or unknown[1] not in flags:
                 raise
@@ -132,7 +132,7 @@ def compiled(module: bytes, request: dict, folder: Path):
 
 
 def _before(module: bytes) -> str:
-    """The program as HLO text before any pass, with the user's lines; '' when it cannot be had."""
+    """The program as HLO text before any pass, with source lines; '' where the conversion fails."""
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     try:
@@ -144,6 +144,7 @@ def _before(module: bytes) -> str:
 
 
 def main(folder: Path) -> None:
+    """The child process: reads the request in `folder`, writes the result there."""
     request = json.loads((folder / "request.json").read_text())
     started = time.perf_counter()
     try:

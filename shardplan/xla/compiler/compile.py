@@ -1,4 +1,4 @@
-"""What XLA makes of a step, for devices that are here or a GPU cluster that is not: text, memory, warnings, or why it failed.
+"""Compiles a step for the devices at hand or for an absent GPU cluster: HLO text, memory, warnings, or the error.
 
     >>> done = compile(jax.jit(step, in_shardings=...), *args, target="h100:8x8")
     >>> done.ok, done.memory.peak_bytes, len(done.text), done.rematerializations
@@ -37,12 +37,12 @@ from shardplan.xla.hlo.products import HloProduct, flops, products
 from shardplan.xla.hlo.remat import Rematerialization, rematerializations
 from shardplan.xla.hlo.text import HloModule, read
 
-# Kernels picked by running them need the GPU; the other two make XLA emit collective kernels that abort without one.
 FLAGS: Mapping[str, bool | int | float | str] = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False,
     "xla_gpu_experimental_use_collective_kernels": "",
 }
+"""XLA flags for absent GPUs: autotuning runs kernels on the GPU; the other two emit collective kernels that abort without one."""
 
 
 class CompilerMissingError(ImportError):
@@ -51,7 +51,7 @@ class CompilerMissingError(ImportError):
 
 @dataclass(frozen=True)
 class XlaMemory:
-    """Bytes per device, as XLA assigned them; `alias_bytes` of the outputs share the buffers of donated arguments."""
+    """Bytes per device that XLA's buffer assignment reports; `alias_bytes` of the outputs reuse buffers of donated arguments."""
 
     argument_bytes: int
     output_bytes: int
@@ -69,19 +69,19 @@ class XlaMemory:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled step, or why there is none.
+    """A compiled step, or the reason that there is none.
 
     Attributes:
         ok: whether the compiler finished.
-        error: what it said, '' when ok.
+        error: its message, '' when ok.
         text: HLO after every pass, in schedule order; '' when not ok.
         memory: bytes per device; None when not ok.
-        stderr: everything the compiler wrote.
+        stderr: of the compiler.
         target: the cluster compiled for; None for emulated CPU devices.
         mesh: names the axes of collectives and warnings; None when the program has no mesh.
         n_devices: number of devices the program runs on.
         before: HLO before any pass, of all devices together.
-        live_range, assignment: XLA's own lists of what is alive when, and where; '' for CPUs.
+        live_range, assignment: XLA's live-range and buffer-assignment dumps; '' for CPUs.
         seconds: time of the compiler itself.
         dropped_flags: flags this XLA does not know.
     """
@@ -106,18 +106,23 @@ class Compiled:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the target's memory; None where that is not known. XLA compiles what does not fit too."""
+        """Whether the peak is within the target's memory; None for CPUs. XLA also compiles steps that do not fit."""
         return None if self.target is None or self.memory is None else self.memory.peak_bytes <= self.target.gpu.memory_bytes
 
     @cached_property
     def module(self) -> HloModule:
-        """The text, read. RuntimeError when the compile failed."""
+        """The parsed text.
+
+        Raises:
+            RuntimeError: the compile failed.
+        """
         if not self.ok:
             raise RuntimeError(f"there is no compiled module: {self.error}")
         return read(self.text)
 
     @cached_property
     def collectives(self) -> tuple[HloCollective, ...]:
+        """Every collective, in schedule order (`hlo.collectives`)."""
         return collectives(self.module, self.mesh)
 
     @cached_property
@@ -132,23 +137,23 @@ class Compiled:
 
     @cached_property
     def recomputed_flops(self) -> float:
-        """Of those, the flops that XLA spends a second time of its own accord, to save memory."""
+        """The part of `flops` that XLA's rematerialization pass repeats to save memory."""
         return float(sum(p.total_flops for p in self.products if p.rematerialised))
 
     @cached_property
     def balance(self) -> float | None:
-        """Flops of all devices over those of the program: 1 when no product is done twice; None when there are none."""
-        whole = flops(self.before) if self.before else 0.0
-        return self.flops * self.n_devices / whole if whole else None
+        """Flops of all devices over those of the program: 1 where no device repeats another's products; None without products."""
+        total = flops(self.before) if self.before else 0.0
+        return self.flops * self.n_devices / total if total else None
 
     @property
     def live_bytes(self) -> int:
-        """Sum of what is alive at the peak; `memory.peak_bytes` is more where XLA's placement leaves gaps."""
+        """Bytes of the buffers alive at the peak; `memory.peak_bytes` is larger where XLA's buffer assignment leaves gaps."""
         return sum(b.bytes for b in self.peak)
 
     @cached_property
     def peak(self) -> tuple[Buffer, ...]:
-        """What is alive when memory is fullest, the largest first; () where XLA does not tell (CPUs)."""
+        """The buffers alive at the memory peak, the largest first; () for CPUs, where XLA writes no dump."""
         return buffers(self.live_range, self.assignment, self.module, read(self.before) if self.before else None)
 
     @cached_property
@@ -174,13 +179,14 @@ def compile(
     """Compiles `function(*args, **kwargs)` without running it.
 
     Args:
-        function: a `jax.jit`ed function, a plain one, or what its `.lower()` returned (then without arguments, and lowered
+        function: a `jax.jit`ed function, a plain one, or a `jax.stages.Lowered` (then without arguments, and lowered
             for the target's platform, 'cuda' or 'cpu').
-        args, kwargs: as in the call; arrays or shapes.
+        *args: positional arguments; arrays or shapes.
         target: 'h200:8', 'h100:8x8', ...; None for the devices at hand (a known GPU, else emulated CPU devices).
         mesh: names the axes; by default the mesh found in the program's shardings.
         options: compiler options (XLA flags without the dashes).
-        timeout_s: of the compiler.
+        timeout_s: time limit of the compiler.
+        **kwargs: keyword arguments; arrays or shapes.
 
     Raises:
         ValueError: the target is unknown or has another number of devices than the program.
@@ -195,7 +201,7 @@ def lower_for(target: str | Target | None, function, *args: Any, **kwargs: Any):
     """Traces and lowers `function` for the target's platform; raises what `compile` raises about targets."""
     target = _target_at_hand() if target is None else target
     if isinstance(target, str):
-        targets.parse(target)  # a misspelt target is told before a long trace
+        targets.parse(target)  # a misspelt target is refused before a long trace
     if target is not None and not available():
         raise CompilerMissingError(
             f'compiling for target {str(target)!r} needs XLA\'s GPU compiler: pip install "shardplan[gpu-check]" '
@@ -212,7 +218,7 @@ def compile_lowered(
     options: Mapping[str, bool | int | float | str] | None = None,
     timeout_s: float = 900,
 ) -> Compiled:
-    """As `compile`, of what `lower_for` returned for the same target."""
+    """As `compile`, for a step that `lower_for` lowered for the same target."""
     target = _target_at_hand() if target is None else target
     module, request = _backend.payload(lowered)
     cluster = targets.parse(target, request["n_devices"]) if target is not None else None
@@ -234,7 +240,7 @@ def compile_module(
     options: Mapping[str, bool | int | float | str] | None = None,
     timeout_s: float = 900,
 ) -> Compiled:
-    """Compiles StableHLO bytecode in a child process; `request` is what `_backend.payload` gave with it.
+    """Compiles StableHLO bytecode in a child process, with the request of `_backend.payload`.
 
     The same module, target and options are compiled once per process.
     """
@@ -252,9 +258,9 @@ def compile_module(
 
 
 def compile_here(lowered, target: str) -> str:
-    """The compiled text of what `lower_for` returned for the same target, compiled in this process: a crash of the compiler ends it.
+    """The HLO text of a step that `lower_for` lowered for the same target, compiled in this process: a compiler crash ends it.
 
-    For a worker process that compiles many small programs and pays its start once.
+    For a worker process that compiles many small programs and starts once.
     """
     module, request = _backend.payload(lowered)
     request = _complete(request, targets.parse(target, request["n_devices"]), None)
@@ -263,7 +269,7 @@ def compile_here(lowered, target: str) -> str:
 
 
 def _complete(request: dict, target: Target | None, options: Mapping[str, bool | int | float | str] | None) -> dict:
-    """The request with what the child has to know about the devices."""
+    """The request with flags, options and devices."""
     request = {**request, "options": dict(options or {}), "flags": dict(FLAGS) if target else {}, "platform": "cpu"}
     if target is not None:
         request |= {
@@ -298,7 +304,7 @@ def _in_child(module: bytes, request: dict, environment: dict, target: Target | 
                     raise
                 code = None
         seconds = time.perf_counter() - started
-        said = (folder / "stderr").read_text(errors="replace")
+        stderr_text = (folder / "stderr").read_text(errors="replace")
         result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else {}
         memory = result.get("memory")
         if code is None:
@@ -306,7 +312,7 @@ def _in_child(module: bytes, request: dict, environment: dict, target: Target | 
         elif "error" in result:
             error = result["error"]
         elif code or memory is None:
-            error = f"the compiler crashed ({_signal(code)}): {_tail(said)}"
+            error = f"the compiler crashed ({_signal(code)}): {_tail(stderr_text)}"
         else:
             error = ""
         return Compiled(
@@ -314,7 +320,7 @@ def _in_child(module: bytes, request: dict, environment: dict, target: Target | 
             error=error,
             text=(folder / "module.hlo").read_text() if not error else "",
             memory=_memory(memory, target) if memory and not error else None,
-            stderr=said,
+            stderr=stderr_text,
             target=target,
             mesh=None,
             n_devices=request["n_devices"],
@@ -327,7 +333,7 @@ def _in_child(module: bytes, request: dict, environment: dict, target: Target | 
 
 
 def _environment(request: dict) -> dict[str, str]:
-    """The parent's, with CPU as the only platform to run on, warnings on, and no GPU in sight."""
+    """The parent's environment with CPU as the only platform, warnings enabled and no visible GPU."""
     flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
     if request["platform"] == "cpu":
         flags += f" --xla_force_host_platform_device_count={request['n_devices']}"
@@ -347,8 +353,8 @@ def _text(folder: Path, pattern: str) -> str:
 
 
 def _memory(sizes: Mapping[str, int], target: Target | None) -> XlaMemory:
-    whole = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]
-    peak = (target and sizes.get("peak_memory")) or whole  # XLA for CPU leaves the temporaries out of its peak
+    total = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]
+    peak = (target and sizes.get("peak_memory")) or total  # XLA for CPU leaves the temporaries out of its peak
     return XlaMemory(sizes["argument"], sizes["output"], sizes["temp"], sizes["alias"], peak)
 
 
@@ -367,17 +373,17 @@ def _signal(code: int) -> str:
         return f"exit status {code}"
 
 
-def _tail(said: str) -> str:
-    """The compiler's last words: its fatal line, else its last error and what follows, else its last lines."""
-    said = re.sub(r"(F\d{4} [^\n]*)?\*\*\* Begin stack trace \*\*\*.*?(\*\*\* End stack trace \*\*\*|$)", "", said, flags=re.DOTALL)
-    lines = [line for line in said.splitlines() if line.strip()]
+def _tail(stderr: str) -> str:
+    """The end of stderr: the fatal line, else the last error and the lines after it, else the last lines."""
+    stderr = re.sub(r"(F\d{4} [^\n]*)?\*\*\* Begin stack trace \*\*\*.*?(\*\*\* End stack trace \*\*\*|$)", "", stderr, flags=re.DOTALL)
+    lines = [line for line in stderr.splitlines() if line.strip()]
     fatal = [line for line in lines if re.match(r"F\d{4} ", line)]
     errors = [n for n, line in enumerate(lines) if re.match(r"E\d{4} ", line)]
     return "\n".join(fatal[-1:] or lines[errors[-1] if errors else -8 :][:8]) or "it said nothing"
 
 
 def _target_at_hand() -> str | None:
-    """The GPU this process runs on, when it is one we know."""
+    """Key of the GPU that this process runs on; None for others."""
     import jax
 
     if jax.default_backend() != "gpu":

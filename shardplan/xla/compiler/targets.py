@@ -33,6 +33,7 @@ class Target:
 
     @property
     def n_devices(self) -> int:
+        """GPUs of all nodes."""
         return self.nodes * self.per_node
 
     def __str__(self) -> str:

@@ -1,0 +1,1 @@
+"""Reads compiled HLO text: collectives, products, memory peak, schedule, rematerialization warnings."""

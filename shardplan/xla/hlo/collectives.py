@@ -5,7 +5,7 @@
     reduce-scatter (sum) over data, 1.05 MB x 6, f32[256,512] + f32[256,512], train.py:19
     all-reduce (sum) over data, 4 B, f32[], train.py:22
 
-Bytes are per device and per run: the larger of what a device puts in and what it gets out. Reading needs no device and no XLA.
+Bytes are per device and per run: the larger of the operands and the results. Reading needs no device and no XLA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "pr
 
 @dataclass(frozen=True)
 class CombinedTensor:
-    """One tensor of a collective that XLA combined out of several.
+    """One of the tensors that a (combined) collective moves.
 
     Attributes:
         array: the larger of its operand and its result, on one device.
@@ -58,16 +58,16 @@ class HloCollective:
     Attributes:
         kind: one of `KINDS`.
         name: name of the instruction in the HLO.
-        parts: the tensors it moves, one per tensor combined into it.
-        bytes: per device and run: the larger of all it puts in and all it gets out.
-        groups: device numbers that take part together.
+        parts: the tensors it moves, one per collective combined into it.
+        bytes: per device and run: the larger of its operands and its results.
+        groups: device numbers of each group.
         axes: mesh axes along which the members of a group differ; () without a mesh.
         runs: how often it runs in one step (see `Module.runs`).
         guessed: it sits in a loop whose trip count the compiler does not know; `runs` counts that loop once.
         computation: where it sits: the entry, a loop body, a branch.
         reduction: 'sum', 'max', ...; '' when nothing is reduced.
         asynchronous: whether other work may run between its start and its done.
-        op_name, stack: as in `CombinedTensor`, of the whole.
+        op_name, stack: as in `CombinedTensor`, of the instruction.
         pairs: (source, target) devices of a collective-permute.
     """
 
@@ -88,6 +88,7 @@ class HloCollective:
 
     @property
     def group_size(self) -> int:
+        """Devices of the largest group."""
         return max(map(len, self.groups), default=1)
 
     @property
@@ -97,6 +98,7 @@ class HloCollective:
 
     @property
     def dtype(self) -> str:
+        """Of the first tensor, as HLO writes it."""
         return self.parts[0].array.dtype
 
     @property
@@ -154,9 +156,9 @@ def _collective(module: HloModule, i: HloInstruction, kind: str, mesh: MeshShape
         operands = operands[:1]
     if i.opcode == "send":
         operands = operands[:1]
-    put_in = tuple(a for o in operands for a in o.arrays)
-    got_out = _results(i, put_in)
-    larger = got_out if sum(a.bytes for a in got_out) > sum(a.bytes for a in put_in) else put_in
+    operand_arrays = tuple(a for o in operands for a in o.arrays)
+    result_arrays = _results(i, operand_arrays)
+    larger = result_arrays if sum(a.bytes for a in result_arrays) > sum(a.bytes for a in operand_arrays) else operand_arrays
     links = _groups.pairs(i.attribute("source_target_pairs") or i.attribute("_xla_send_recv_source_target_pairs"))
     if kind == "collective-permute":
         members = _groups.linked_groups(links)
@@ -193,13 +195,13 @@ def _replica_groups(i: HloInstruction) -> str | None:
     return found[1] if found else None
 
 
-def _results(i: HloInstruction, put_in: tuple[HloArray, ...]) -> tuple[HloArray, ...]:
-    """What a device receives: the result, or the second half of what an asynchronous start carries."""
+def _results(i: HloInstruction, operand_arrays: tuple[HloArray, ...]) -> tuple[HloArray, ...]:
+    """The result arrays: for an asynchronous start, the second half of the tuple that it carries."""
     if not i.opcode.endswith("-start"):
-        return put_in if i.opcode == "send" else i.arrays
+        return operand_arrays if i.opcode == "send" else i.arrays
     carried = elements(i.type)
     if len(carried) < 2 or i.opcode == "all-reduce-start":
-        return put_in
+        return operand_arrays
     return arrays(carried[1])
 
 
@@ -217,10 +219,10 @@ def _reduction(module: HloModule, i: HloInstruction) -> str:
 def _parts(
     module: HloModule, i: HloInstruction, operands: tuple[HloInstruction, ...], larger: tuple[HloArray, ...]
 ) -> tuple[CombinedTensor, ...]:
-    """One part per tensor: an operand each, or each piece of the one flat buffer they were copied into."""
+    """One part per tensor: per operand, or per operand of the concatenation into one flat buffer."""
     if kind_of(i) == "all-to-all" and len(larger) > 1 and i.attribute("dimensions") is None:
-        whole = HloArray(larger[0].dtype, (len(larger), *larger[0].shape))  # one tensor, a piece for each member
-        return (_part(module, i, whole, operands[0] if operands else i, None),)
+        tensor = HloArray(larger[0].dtype, (len(larger), *larger[0].shape))  # one tensor, a slice per member
+        return (_part(module, i, tensor, operands[0] if operands else i, None),)
     if len(operands) == 1 and len(larger) == 1:
         pieces = _pieces(module, operands[0])
         if len(pieces) == 1:
@@ -233,7 +235,7 @@ def _parts(
 
 
 def _part(module: HloModule, i: HloInstruction, array: HloArray, operand: HloInstruction, element: int | None) -> CombinedTensor:
-    """The part that is element `element` of the result; None: the whole of it, -1: a piece of a flat buffer."""
+    """The tensor that is element `element` of the result; None: all of it, -1: a slice of a flat buffer."""
     consumer = _consumer(module, i, element) if element != -1 else ()
     op_name, stack = origin(module, operand) if element is not None else (i.op_name, module.stack(i))
     if not stack:
@@ -245,7 +247,7 @@ def _part(module: HloModule, i: HloInstruction, array: HloArray, operand: HloIns
 
 
 def _consumer(module: HloModule, i: HloInstruction, element: int | None) -> tuple[Frame, ...]:
-    """Place of the first op that reads element `element` of the result (the whole for None), copies looked through."""
+    """Source lines of the first op that reads element `element` of the result (all of it for None), looking through copies."""
     users = module.users[i.computation]
     todo, seen = [(i, element)], 0
     while todo and seen < 30:
@@ -267,7 +269,7 @@ def _consumer(module: HloModule, i: HloInstruction, element: int | None) -> tupl
 
 
 def _pieces(module: HloModule, i: HloInstruction) -> tuple[HloInstruction, ...]:
-    """The tensors behind a flat buffer that XLA concatenated to reduce or gather them at once."""
+    """The tensors that XLA concatenated into a flat buffer to reduce or gather them at once."""
     if len(i.arrays) != 1 or len(i.arrays[0].shape) != 1:
         return (i,)
     if i.opcode == "bitcast":

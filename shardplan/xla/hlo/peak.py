@@ -1,6 +1,6 @@
-"""What fills the memory when it is fullest: the buffers alive at XLA's peak, each with the user's line.
+"""The buffers alive at XLA's memory peak, each with its source line.
 
-XLA writes the list itself when asked to dump (`...-live-range.txt`):
+XLA dumps the list (`...-live-range.txt`):
 
     Live ranges at 314 (peak):
       fusion.86{}: 536870912 bytes (cumulative: 536870912 bytes)
@@ -25,19 +25,19 @@ class Buffer:
     """One value alive at the peak.
 
     Attributes:
-        array: what one device holds; None for bookkeeping (tuples).
-        bytes: of it.
+        array: on one device; None for tuples.
+        bytes: on one device.
         kind: 'argument', 'carried' (by a loop), or 'temporary'.
-        whole: shape of the whole tensor, when its op could be found in the program before any pass.
-        copies: how many devices hold the same part; None when `whole` is.
-        op_name, stack: JAX's name of the op that makes it, and the user's places, innermost first.
+        global_shape: shape of the tensor, where its op was found in the program before any pass.
+        copies: how many devices hold the same shard; None where `global_shape` is.
+        op_name, stack: JAX's name of the op that makes it, and its source lines, innermost first.
     """
 
     name: str
     array: HloArray | None
     bytes: int
     kind: str
-    whole: tuple[int, ...] | None
+    global_shape: tuple[int, ...] | None
     copies: int | None
     op_name: str
     stack: tuple[Frame, ...] = ()
@@ -49,19 +49,20 @@ class Buffer:
 
 
 def buffers(live_range: str, assignment: str, module: HloModule, before: HloModule | None = None) -> tuple[Buffer, ...]:
-    """The values alive at the peak, the largest first; () when the dump has no peak.
+    """The values alive at the peak, the largest first; () where the dump has no peak.
 
     Args:
         live_range: XLA's live-range dump of `module`.
-        assignment: its buffer-assignment dump; a value that is written over another one is then counted once.
-        before: the program before any pass, to tell copies from parts.
+        assignment: its buffer-assignment dump; values that share memory are then counted once.
+        module: the compiled program.
+        before: the program before any pass; it has the global shapes.
     """
     _, found, peak = live_range.partition("(peak):\n")
     if not found:
         return ()
     by_name = {i.name: i for body in module.computations.values() for i in body}
     loops, unnamed = _loops(module), _asynchronous(module)
-    wholes = _wholes(before) if before else {}
+    shapes = _global_shapes(before) if before else {}
     out = []
     for line in peak.splitlines():
         entry = _ENTRY.match(line)
@@ -71,19 +72,19 @@ def buffers(live_range: str, assignment: str, module: HloModule, before: HloModu
         i, array = by_name.get(name), None
         if i is not None:
             array = _element(i.type, index)
-        elif hidden := unnamed.get((_stem(name), size, index)):
-            i = hidden.pop(0)
+        elif starts := unnamed.get((_stem(name), size, index)):
+            i = starts.pop(0)
             array = _element(elements(i.type)[1], index)
         kind, maker = _maker(module, i, index, loops) if i else ("temporary", None)
         op_name, stack = origin(module, _source(module, maker, loops)) if maker else ("", ())
-        whole = _whole(array, wholes.get(op_name, ())) if array else None
-        copies = round(module.n_devices * array.size / math.prod(whole)) if whole and array and array.size else None
-        out.append(Buffer(f"{name}{{{entry[2]}}}", array, size, kind, whole, copies, op_name, stack))
+        shape = _global_shape(array, shapes.get(op_name, ())) if array else None
+        copies = round(module.n_devices * array.size / math.prod(shape)) if shape and array and array.size else None
+        out.append(Buffer(f"{name}{{{entry[2]}}}", array, size, kind, shape, copies, op_name, stack))
     return _once(sorted(out, key=lambda b: (-b.bytes, b.name)), assignment)
 
 
 def _once(found: list[Buffer], assignment: str) -> tuple[Buffer, ...]:
-    """Without the values that lie inside the memory of another one."""
+    """Drops the values that lie inside the memory of another one."""
     places: dict[str, tuple[str, int, int]] = {}
     allocation = ""
     for line in assignment.splitlines():
@@ -91,14 +92,14 @@ def _once(found: list[Buffer], assignment: str) -> tuple[Buffer, ...]:
             allocation = line.split(":", 1)[0]
         elif value := _PLACE.match(line):
             places[f"{value[1]}{{{value[2] or ''}}}"] = (allocation, int(value[4]), int(value[4]) + int(value[3]))
-    kept, taken = [], []
+    separate, taken = [], []
     for b in found:
         place = places.get(b.name)
         if place and any(place[0] == at and start <= place[1] and place[2] <= end for at, start, end in taken):
             continue
         taken += [place] if place else []
-        kept.append(b)
-    return tuple(kept)
+        separate.append(b)
+    return tuple(separate)
 
 
 def _stem(name: str) -> str:
@@ -107,7 +108,7 @@ def _stem(name: str) -> str:
 
 
 def _asynchronous(module: HloModule) -> dict[tuple[str, int, tuple[int, ...]], list[HloInstruction]]:
-    """What runs asynchronously: the text shows the start and not its own name, so by kind, bytes and element."""
+    """(kind, bytes, element) -> asynchronous starts: the dump names the inner instruction, the text only the start."""
     out: dict[tuple[str, int, tuple[int, ...]], list[HloInstruction]] = {}
     for body in module.computations.values():
         for i in body:
@@ -139,7 +140,7 @@ def _element(type_: str, index: tuple[int, ...]) -> HloArray | None:
 def _maker(
     module: HloModule, i: HloInstruction, index: tuple[int, ...], loops: Mapping[str, HloInstruction], depth: int = 0
 ) -> tuple[str, HloInstruction]:
-    """What a value is, and the instruction that fills it: for a loop's carry, what the body puts there."""
+    """Kind of a value, and the instruction that writes it: for a loop's carry, the one in the body."""
     if i.opcode == "parameter":
         loop = loops.get(i.computation)
         if loop is None:
@@ -163,7 +164,7 @@ def _maker(
 
 
 def _source(module: HloModule, i: HloInstruction, loops: Mapping[str, HloInstruction]) -> HloInstruction:
-    """The instruction that computes a value, seen through copies, saved residuals and loop carries."""
+    """The instruction that computes a value, looking through copies, stored residuals and loop carries."""
     start = i
     for _ in range(8):
         i = _written(module, i)
@@ -178,7 +179,7 @@ def _source(module: HloModule, i: HloInstruction, loops: Mapping[str, HloInstruc
 
 
 def _written(module: HloModule, i: HloInstruction) -> HloInstruction:
-    """What a fusion writes into its buffer (a loop's saved residuals); any other instruction itself."""
+    """The instruction whose result a fusion writes into its buffer (a loop's stacked residuals); for others the instruction itself."""
     if not i.opcode.startswith("fusion") or "calls" not in i.callees:
         return i
     fused = i.callees["calls"][0]
@@ -209,8 +210,8 @@ def _passes_through(module: HloModule, i: HloInstruction) -> bool:
     return i.opcode == "get-tuple-element" and bool(operands) and operands[0].opcode == "parameter"
 
 
-def _wholes(before: HloModule) -> Mapping[str, frozenset[tuple[int, ...]]]:
-    """op_name -> shapes that ops of that name make in the program."""
+def _global_shapes(before: HloModule) -> Mapping[str, frozenset[tuple[int, ...]]]:
+    """op_name -> result shapes of the ops of that name."""
     out: dict[str, set[tuple[int, ...]]] = {}
     for body in before.computations.values():
         for i in body:
@@ -219,7 +220,7 @@ def _wholes(before: HloModule) -> Mapping[str, frozenset[tuple[int, ...]]]:
     return {k: frozenset(v) for k, v in out.items()}
 
 
-def _whole(array: HloArray, shapes) -> tuple[int, ...] | None:
-    """The one shape that `array` can be a part of; None when there is none or several."""
+def _global_shape(array: HloArray, shapes) -> tuple[int, ...] | None:
+    """The one shape that `array` can be a shard of; None where there is none or several."""
     fits = [s for s in shapes if len(s) == len(array.shape) and all(w % n == 0 for w, n in zip(s, array.shape, strict=True) if n)]
     return fits[0] if len(fits) == 1 else None

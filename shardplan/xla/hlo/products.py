@@ -21,8 +21,8 @@ class HloProduct:
 
     Attributes:
         kind: 'dot', 'convolution', 'attention' or 'ragged-dot'.
-        result: the array it makes.
-        dtype: dtype of its left operand, which sets the device's peak.
+        result: its result on one device.
+        dtype: of its left operand; it decides the peak rate.
         flops: of one run; a multiply-add is two.
         rematerialised: whether XLA computes it a second time on its own, to save memory.
     """
@@ -132,7 +132,7 @@ def _config(i: HloInstruction) -> dict:
 
 
 def _conv_flops(i: HloInstruction, image: HloArray, kernel: HloArray, result: HloArray) -> float:
-    """2 x (multiplications that touch no padding), counted dim by dim, as XLA's own cost analysis counts them.
+    """2 x (multiplications with data, not padding), counted dim by dim as XLA's cost analysis counts them.
 
     `window={size=3x3 stride=2x2 pad=0_1x0_1 lhs_dilate=1x1 rhs_dilate=1x1}`, `dim_labels=b01f_01io->b01f`.
     """
@@ -150,10 +150,10 @@ def _conv_flops(i: HloInstruction, image: HloArray, kernel: HloArray, result: Hl
     strides = [int(s) for s in per_dim("stride", "1")]
     pads = [int(p.split("_")[0]) for p in per_dim("pad", "0_0")]
     spread, gaps = [int(d) for d in per_dim("lhs_dilate", "1")], [int(d) for d in per_dim("rhs_dilate", "1")]
-    met = 1
+    hits = 1
     for d, label in enumerate(spatial):
-        n, taps, made = (x.shape[of.index(label)] for x, of in ((image, image_of), (kernel, kernel_of), (result, result_of)))
-        met *= window_hits(n, taps, made, strides[d], pads[d], spread[d], gaps[d])
+        n, taps, results = (x.shape[of.index(label)] for x, of in ((image, image_of), (kernel, kernel_of), (result, result_of)))
+        hits *= window_hits(n, taps, results, strides[d], pads[d], spread[d], gaps[d])
     groups = int(i.attribute("batch_group_count") or 1)
     features = kernel.shape[kernel_of.index("i")] * result.shape[result_of.index("f")]
-    return 2.0 * met * features * image.shape[image_of.index("b")] / groups
+    return 2.0 * hits * features * image.shape[image_of.index("b")] / groups

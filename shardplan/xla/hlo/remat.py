@@ -1,4 +1,4 @@
-"""Where XLA gave up on a reshard and gathered the whole tensor: its warnings, made readable.
+"""XLA's warnings of involuntary full rematerialization: reshards for which it replicates a whole tensor, with layouts and source lines.
 
 The compiler writes them to stderr only, with its own shardings and no source line:
 
@@ -31,10 +31,10 @@ class Rematerialization:
     """One tensor that XLA replicates in full on every device to change its layout.
 
     Attributes:
-        array: the whole tensor, as the program writes it, when `before` could be read; else one device's part.
-        before, after: layouts; None when XLA's sharding could not be read as axes of the mesh.
+        array: the global array, where `before` could be read; else one device's shard.
+        before, after: layouts; None where XLA's sharding is not made of axes of the mesh.
         sharding_before, sharding_after: as XLA wrote them.
-        op_name, stack: JAX's name of the op, and the user's places, innermost first.
+        op_name, stack: JAX's name of the op, and its source lines, innermost first.
     """
 
     array: HloArray
@@ -48,6 +48,7 @@ class Rematerialization:
 
     @property
     def source(self) -> str | None:
+        """'file:line' of the innermost frame; None where XLA kept none."""
         return str(self.stack[0]) if self.stack else None
 
     def __str__(self) -> str:
@@ -60,9 +61,9 @@ def rematerializations(stderr: str, mesh: MeshShape | None = None, before: HloMo
     """The warnings in a compiler's stderr, each once, in order.
 
     Args:
-        stderr: everything the compiler wrote.
+        stderr: of the compiler.
         mesh: reads XLA's shardings as layouts.
-        before: the program before any pass; the op the warning names is looked up there for the user's lines.
+        before: the program before any pass; source lines are looked up there by op name.
     """
     out = []
     for found in _WARNING.finditer(stderr):
@@ -70,8 +71,8 @@ def rematerializations(stderr: str, mesh: MeshShape | None = None, before: HloMo
         rank = len(array.shape)
         was, is_ = (layout_of(found[k], mesh, rank) if mesh else None for k in ("before", "after"))
         if mesh and was:
-            whole = tuple(n * mesh.size(*axes) for n, axes in zip(array.shape, was.dims, strict=True))
-            array = HloArray(array.dtype, whole)
+            shape = tuple(n * mesh.size(*axes) for n, axes in zip(array.shape, was.dims, strict=True))
+            array = HloArray(array.dtype, shape)
         op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', found["rest"])
         name = op_name[1] if op_name else ""
         file, line = (re.search(rf"{k}=\"?([^\"\s}}]+)", found["rest"]) for k in ("source_file", "source_line"))
@@ -81,14 +82,14 @@ def rematerializations(stderr: str, mesh: MeshShape | None = None, before: HloMo
 
 
 def _place(before: HloModule, op_name: str, array: HloArray) -> tuple[Frame, ...]:
-    """Where the user wrote the op of this name that makes this array; frame numbers differ from pass to pass, names stay."""
+    """Source lines of the op of this name that makes this array; frame numbers differ from pass to pass, names stay."""
     named = [i for body in before.computations.values() for i in body if op_name and i.op_name == op_name]
     same = [i for i in named if i.arrays[:1] == (array,)]
     return next((stack for i in (*same, *named) if (stack := before.stack(i))), ())
 
 
 def layout_of(sharding: str, mesh: MeshShape, rank: int) -> Layout | None:
-    """XLA's sharding as a layout on `mesh`; None when it is not made of whole mesh axes.
+    """XLA's sharding as a layout on `mesh`; None where it divides a mesh axis.
 
     >>> mesh = MeshShape(("data", "model"), (4, 2))
     >>> str(layout_of("{devices=[1,8]<=[4,2]T(1,0)}", mesh, 2)), str(layout_of("{replicated}", mesh, 2))

@@ -1,9 +1,9 @@
-"""When things run: the compiled schedule as two queues, a collective hidden behind what runs between its start and its done.
+"""Seconds of a compiled schedule: a compute stream and a network stream; work between a collective's start and done hides it.
 
     compute  |--matmul--|--matmul--|        |--norm--|
-    network             |--all-gather-------|               what sticks out is exposed
+    network             |--all-gather-------|               exposed where compute has a gap
 
-XLA has fixed the order; `simulate` only needs to know how long each step takes, from the caller.
+The order is XLA's; `simulate` takes the seconds of each instruction from the caller.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardplan.xla.hlo.text import HloInstruction, HloModule, read
 
 _FREE = ("after-all", "bitcast", "constant", "get-tuple-element", "iota", "parameter", "partition-id", "replica-id", "tuple")
 _SLICES = ("dynamic-slice", "slice", "gather")
-_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand they put into the first
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # opcode -> the operand that is written into operand 0
 
 
 @dataclass(frozen=True)
 class KernelWork:
-    """What one top-level instruction asks of the device, per run.
+    """Flops and bytes of one top-level instruction, per run.
 
     Attributes:
         flops: of the products in it, by dtype of their left operand.
@@ -37,10 +37,10 @@ class KernelWork:
 
 @dataclass(frozen=True)
 class Overlap:
-    """An asynchronous collective and the work the schedule puts between its start and its done.
+    """An asynchronous collective and the work that the schedule runs between its start and its done.
 
     Attributes:
-        steps: names of the instructions between, those that do something.
+        steps: names of the instructions in between that do work.
         flops, bytes: their work, loops in between counted with all their runs.
     """
 
@@ -55,10 +55,10 @@ class Timeline:
     """Seconds of one step.
 
     Attributes:
-        total_s: from beginning to end.
-        compute_s: the compute queue's own time.
-        collective_s: the network's own time.
-        exposed_s: how long compute stands and waits for the network.
+        total_s: from start to end.
+        compute_s: busy time of the compute stream.
+        collective_s: busy time of the network stream.
+        exposed_s: idle time of the compute stream.
     """
 
     total_s: float
@@ -73,11 +73,13 @@ def simulate(
     work_s: Callable[[KernelWork], float],
     mesh: MeshShape | None = None,
 ) -> Timeline:
-    """Walks the schedule with one compute queue and one network queue.
+    """Runs the schedule on one compute stream and one network stream.
 
     Args:
+        text: HLO text, or a module already `read`.
         collective_s: seconds of one run of a collective.
         work_s: seconds of one run of an instruction.
+        mesh: names the axes of the collectives.
     """
     walk = _Walk(read(text), mesh)
     memo: dict[str, Timeline] = {}
@@ -89,7 +91,7 @@ def simulate(
 
     def body(computation: str) -> Timeline:
         now = free = busy = network = 0.0
-        waiting: dict[str, float] = {}
+        done_at: dict[str, float] = {}
         for i in walk.module.computations[computation]:
             collective = walk.collective.get(i.name)
             if collective is not None:
@@ -97,15 +99,15 @@ def simulate(
                 network += cost
                 free = max(now, free) + cost
                 if collective.asynchronous:
-                    waiting[i.name] = free
+                    done_at[i.name] = free
                 else:
                     now = free
-            elif i.operands and i.operands[0] in waiting and i.opcode.endswith(("-done", "-update")):
-                now = max(now, waiting[i.operands[0]])
+            elif i.operands and i.operands[0] in done_at and i.opcode.endswith(("-done", "-update")):
+                now = max(now, done_at[i.operands[0]])
                 if i.opcode.endswith("-update"):
-                    waiting[i.name] = waiting[i.operands[0]]
+                    done_at[i.name] = done_at[i.operands[0]]
             elif i.opcode in ("while", "conditional", "call", "async-start"):
-                # What is inside does not overlap with what is outside, but a transfer under way goes on.
+                # Work inside does not overlap with work outside, but a transfer in flight continues.
                 for inner, times in walk.inside(i):
                     part = run(inner)
                     now += part.total_s * times
@@ -115,7 +117,7 @@ def simulate(
                 cost = work_s(walk.work(i))
                 now += cost
                 busy += cost
-        total = max([now, *waiting.values()])
+        total = max([now, *done_at.values()])
         return Timeline(total, busy, network, total - busy)
 
     return run(walk.module.entry)
@@ -195,7 +197,7 @@ class _Walk:
         operands = [sum(a.bytes for a in o.arrays) for o in self.module.operands(i)]
         results = sum(a.bytes for a in i.arrays)
         if i.opcode.endswith("-start"):
-            results = 0  # the start carries operands and results in one tuple; count what is read and as much written
+            results = 0  # a start carries operands and results in one tuple: count the bytes read, and as many written
             return 2 * max(operands, default=0) if fused is None else self._fused(i, fused, operands, results)
         if fused is not None:
             return self._fused(i, fused, operands, results)
@@ -206,12 +208,12 @@ class _Walk:
         return sum(operands) + results
 
     def _fused(self, i: HloInstruction, fused: str, operands: list[int], results: int) -> int:
-        """Bytes of a fusion: operands it only slices count as the slices, a buffer it updates in place as the update."""
+        """Bytes of a fusion: an operand that is only sliced counts as the slices, a buffer updated in place as the update."""
         inner, table = self.module.users.get(fused, {}), self.module.table[fused]
         parameters = {p.name: int(p.literal) for p in self.module.computations[fused] if p.opcode == "parameter"}
 
         def uses(name: str) -> Iterator[tuple[HloInstruction, bool]]:
-            """What reads an array, bitcasts looked through, and whether as its first operand."""
+            """(reader, whether as its operand 0) of an array, looking through bitcasts."""
             for u in inner.get(name, ()):
                 if u.opcode == "bitcast":
                     yield from uses(u.name)

@@ -1,4 +1,4 @@
-"""What a compiled HLO module says: computations in schedule order, how often each runs, the user's line of every op.
+"""Parses the text of a compiled HLO module: computations in schedule order, how often each runs, the source line of every op.
 
     HloModule jit_step, is_scheduled=true, num_partitions=8                         Module.n_devices
     FileNames / FunctionNames / FileLocations / StackFrames                         Module.stack(instruction)
@@ -37,10 +37,12 @@ class HloArray:
 
     @property
     def size(self) -> int:
+        """Elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
+        """Bytes, sub-byte dtypes packed."""
         return -(-self.size * bits(self.dtype) // 8)
 
     def __str__(self) -> str:
@@ -54,8 +56,8 @@ class HloInstruction:
     Attributes:
         type: result type as printed; `arrays` reads it.
         operands: names of the operand instructions, in the same computation.
-        literal: what stands between the parentheses (the value of a constant, the number of a parameter).
-        attributes: everything after the parentheses.
+        literal: the text between the parentheses (the value of a constant, the number of a parameter).
+        attributes: the text after the parentheses.
     """
 
     name: str
@@ -94,13 +96,14 @@ class HloInstruction:
 
     @property
     def op_name(self) -> str:
+        """JAX's name of the op; '' where XLA kept none."""
         found = _OP_NAME.search(self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One place in the user's program."""
+    """One source location."""
 
     file: str
     line: int
@@ -123,7 +126,7 @@ def source_of(stack: tuple[Frame, ...]) -> str | None:
 
 @dataclass(frozen=True)
 class HloModule:
-    """A whole HLO module; computations in text order, callees before callers, the entry last."""
+    """An HLO module; computations in text order, callees before callers, the entry last."""
 
     name: str
     n_devices: int
@@ -148,14 +151,16 @@ class HloModule:
         return out
 
     def operands(self, instruction: HloInstruction) -> tuple[HloInstruction, ...]:
+        """The instructions that it reads, in order."""
         table = self.table[instruction.computation]
         return tuple(table[o] for o in instruction.operands if o in table)
 
     def root(self, computation: str) -> HloInstruction | None:
+        """The root instruction of a computation."""
         return next((i for i in reversed(self.computations.get(computation, ())) if i.root), None)
 
     def stack(self, instruction: HloInstruction) -> tuple[Frame, ...]:
-        """Where the user wrote it, innermost call first; () when the compiler kept no trace."""
+        """Source lines of an instruction, innermost call first; () where the compiler kept no trace."""
         found = _STACK_FRAME.search(instruction.attributes)
         if found:
             out, frame = [], int(found[1])
@@ -255,7 +260,7 @@ def _read(text: str) -> HloModule:
 
 
 def origin(module: HloModule, i: HloInstruction) -> tuple[str, tuple[Frame, ...]]:
-    """Name and place of an instruction, or of the nearest one it is only a copy of that has them."""
+    """Op name and source lines of an instruction, or of the nearest operand chain that has them: `copy(copy(x))` is at x."""
     seen = i
     for _ in range(12):
         stack = module.stack(seen)

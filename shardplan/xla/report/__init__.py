@@ -1,0 +1,1 @@
+"""Reports on compiled steps: thresholds, planned against emitted collectives, seconds."""

@@ -1,9 +1,9 @@
-"""What XLA makes of shardings written by hand: collectives by source line, replicated giants, warnings, memory, thresholds.
+"""Checks a step as its author sharded it: collectives by source line, replicated arguments, warnings, memory, thresholds.
 
 >>> report = check(step, params, batch, target="h100:8", max_bytes=2e9, fail_on={"remat"})
 >>> print(report)
 compiled for h100:8 in 1.1 s, mesh data=4, model=2
-memory       6.05 MB of 84.9 GB per device: arguments 1.59 MB, temporaries 4.48 MB
+memory       5.77 MiB of 79.1 GiB per device: arguments 1.52 MiB, temporaries 4.27 MiB
 products     176 Mflop per device, 1.00 of its share
 collectives  22.3 MB per device and step, 9.44 MB of it while other work runs
 
@@ -41,7 +41,7 @@ FAIL_ON = ("guess", "memory", "remat", "replicated", "twice")
 
 @dataclass(frozen=True)
 class LineCollectives:
-    """Collectives of one kind that one line of the user's program causes.
+    """Collectives of one kind that one source line causes.
 
     Attributes:
         frame: the line; None where XLA kept no trace.
@@ -62,16 +62,17 @@ class LineCollectives:
 
     @property
     def count(self) -> float:
-        """How many times a tensor is moved in one step."""
+        """Tensors moved in one step, all runs."""
         return sum(runs for _, runs in self.tensors)
 
     @property
     def source(self) -> str:
+        """'file:line'."""
         return str(self.frame) if self.frame else "no line known"
 
     @property
     def code(self) -> str:
-        """The user's line itself, '' when the file cannot be read."""
+        """Text of the line; '' where the file cannot be read."""
         return linecache.getline(self.frame.file, self.frame.line).strip() if self.frame else ""
 
 
@@ -80,10 +81,10 @@ class ReplicatedArgument:
     """An argument of the step of which devices hold copies.
 
     Attributes:
-        path: where it sits in the arguments: "args[0]['w']".
-        array: the whole tensor.
-        bytes: what each device holds.
-        copies: how many devices hold the same part.
+        path: in the arguments: "args[0]['w']".
+        array: the global array.
+        bytes: on each device.
+        copies: how many devices hold the same shard.
     """
 
     path: str
@@ -93,7 +94,7 @@ class ReplicatedArgument:
 
     @property
     def wasted_bytes(self) -> float:
-        """Per device: what it would not hold if the copies were split."""
+        """Bytes per device that sharding over the copies would save."""
         return self.bytes * (1 - 1 / self.copies)
 
     def __str__(self) -> str:
@@ -102,11 +103,11 @@ class ReplicatedArgument:
 
 @dataclass(frozen=True)
 class XlaReport:
-    """What `check` found. `print(report)` for people; every figure is per device and step.
+    """Result of `check`; every figure is per device and step. `print` it.
 
     Attributes:
-        compiled: the compile itself, or why it failed.
-        replicas: arguments held more than once, the most wasteful first.
+        compiled: the compiled step, or why it failed.
+        replicas: replicated arguments, the most wasteful first.
         failures: thresholds that were crossed, as sentences; () when all is well.
     """
 
@@ -116,6 +117,7 @@ class XlaReport:
 
     @property
     def ok(self) -> bool:
+        """Whether it compiled and no threshold was crossed."""
         return not self.failures
 
     @cached_property
@@ -125,16 +127,17 @@ class XlaReport:
 
     @cached_property
     def overlaps(self) -> tuple[Overlap, ...]:
-        """What runs while each asynchronous collective is under way."""
+        """The work between start and done of each asynchronous collective."""
         return overlaps(self.compiled.module, self.compiled.mesh) if self.compiled.ok else ()
 
     @property
     def rematerializations(self) -> tuple[Rematerialization, ...]:
+        """XLA's "Involuntary full rematerialization" warnings."""
         return self.compiled.rematerializations
 
     @property
     def collective_bytes(self) -> float:
-        """Moved by collectives in one step, per device."""
+        """Bytes moved by collectives in one step, per device."""
         return sum(line.bytes for line in self.lines)
 
     def __str__(self) -> str:
@@ -154,19 +157,22 @@ def check(
     timeout_s: float = 900,
     **kwargs: Any,
 ) -> XlaReport:
-    """Compiles a jitted function as its author sharded it, runs nothing, and tells what XLA made of it.
+    """Compiles a jitted function as its author sharded it, without running it, and reports on the compiled step.
 
     Args:
         function: a `jax.jit`ed function, or a plain one whose arguments are sharded.
-        args, kwargs: as in the call; arrays or shapes.
+        *args: positional arguments; arrays or shapes.
         target: 'h200:8', 'h100:8x8', ...; None for the devices at hand.
         max_bytes: fail when collectives move more per device and step.
         max_memory: fail when a device needs more bytes.
         fail_on: any of 'remat' (XLA replicates a tensor in full to reshard it), 'memory' (it does not fit the target),
             'replicated' (an argument wastes more than `large_bytes` on copies), 'twice' (devices repeat each other's products),
             'guess' (a collective in a loop of unknown length). A failed compile always fails.
-        large_bytes: what counts as a giant.
-        mesh, options, timeout_s: as for `compile`.
+        large_bytes: threshold of 'replicated'.
+        mesh: as for `compile`.
+        options: as for `compile`.
+        timeout_s: as for `compile`.
+        **kwargs: keyword arguments; arrays or shapes.
 
     Raises:
         ValueError: an unknown word in `fail_on`, or a target that does not match; see `compile`.
@@ -194,7 +200,7 @@ def check_lowered(
     options: Mapping[str, bool | int | float | str] | None = None,
     timeout_s: float = 900,
 ) -> XlaReport:
-    """As `check`, of what `lower_for` returned for the same target."""
+    """As `check`, for a step that `lower_for` lowered for the same target."""
     compiled = compile_lowered(lowered, target, mesh=mesh, options=options, timeout_s=timeout_s)
     report = XlaReport(compiled, _replicas(lowered, compiled) if compiled.ok else (), ())
     return XlaReport(compiled, report.replicas, tuple(_failures(report, max_bytes, max_memory, frozenset(fail_on), large_bytes)))
@@ -260,17 +266,17 @@ def _phase(op_name: str) -> str:
 
 
 def _replicas(lowered, compiled: Compiled) -> tuple[ReplicatedArgument, ...]:
-    """Arguments whose part on one device, in the compiled entry, is more than their share."""
+    """Arguments of which several devices hold the same shard, by their shapes in the compiled entry computation."""
     entry = compiled.module.computations[compiled.module.entry]
     local = {int(i.literal): i.arrays[0] for i in entry if i.opcode == "parameter" and len(i.arrays) == 1}
     out = []
     for number, (path, _, shape) in enumerate(_backend.arguments(lowered)):
-        held = local.get(number)
-        if held is None or not held.size:
+        shard = local.get(number)
+        if shard is None or not shard.size:
             continue
-        copies = round(compiled.n_devices * held.size / max(1, math.prod(shape)))
+        copies = round(compiled.n_devices * shard.size / max(1, math.prod(shape)))
         if copies > 1:
-            out.append(ReplicatedArgument(path, HloArray(held.dtype, shape), held.bytes, copies))
+            out.append(ReplicatedArgument(path, HloArray(shard.dtype, shape), shard.bytes, copies))
     return tuple(sorted(out, key=lambda r: (-r.wasted_bytes, r.path)))
 
 
@@ -320,14 +326,16 @@ def _describe_lines(found: tuple[LineCollectives, ...]) -> list[str]:
 
 
 def describe_buffer(b: Buffer, n_devices: int) -> str:
+    """One line: memory, array, source line, and whether every device holds all of it."""
     frame = users_line(b.stack)
     where = f"{Path(frame.file).name}:{frame.line}  {linecache.getline(frame.file, frame.line).strip()}" if frame else b.op_name
     what = str(b.array or b.name)
-    whole = "  whole on every device" if b.copies == n_devices else ""
-    return f"{format_memory(b.bytes):>8}  {what:<24} {where}{whole}".rstrip()
+    replicated = "  replicated on every device" if b.copies == n_devices else ""
+    return f"{format_memory(b.bytes):>8}  {what:<24} {where}{replicated}".rstrip()
 
 
 def describe_remat(r: Rematerialization) -> str:
+    """One rematerialization warning, with its source line."""
     frame = users_line(r.stack)
     code = f"\n     {linecache.getline(frame.file, frame.line).strip()}" if frame else ""
     before, after = (x if isinstance(x, Layout) else y for x, y in ((r.before, r.sharding_before), (r.after, r.sharding_after)))
@@ -336,9 +344,11 @@ def describe_remat(r: Rematerialization) -> str:
 
 
 def recomputed(compiled: Compiled) -> str:
-    again = compiled.recomputed_flops
-    return f", {format_flops(again)} of it computed again by XLA to save memory" if again else ""
+    """The flops that XLA's rematerialization repeats; '' for none."""
+    repeated = compiled.recomputed_flops
+    return f", {format_flops(repeated)} of it computed again by XLA to save memory" if repeated else ""
 
 
 def section(title: str, entries: list[str]) -> list[str]:
+    """Lines of a titled list; none for an empty one."""
     return ["", title, *(f"  {e}" for e in entries)] if entries else []

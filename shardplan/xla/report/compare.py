@@ -1,15 +1,14 @@
-"""Prediction against truth: the collectives a plan expects and those XLA emitted, joined by the user's source line.
+"""Planned against emitted collectives, joined by the user's source line.
 
     same        moved as planned, within `tolerance`
-    cheaper     XLA found something better (it merged two reductions, or gathered once for two readers)
-    dearer      XLA moves more than planned, or in a dearer way (an all-reduce where a reduce-scatter was planned)
-    unplanned   nobody planned it
+    cheaper     XLA moves less (it combined two reductions, or gathered once for two readers)
+    dearer      XLA moves more, or by a dearer collective (an all-reduce where a reduce-scatter was planned)
+    unplanned   emitted and never planned
     missing     planned and never emitted
 
-Sizes are compared on the wire: what one device sends over links in one step by the ring algorithm, so that an all-reduce counts
-twice what a reduce-scatter of the same buffer does. XLA may hang a collective on another line than the plan, or make one over
-several axes of what was planned axis by axis; what is left over is joined once more, first whole lines by axes and size alone,
-then collective by collective.
+Sizes are bytes on the wire: what one device sends in one step by the ring algorithm, so that an all-reduce counts twice what a
+reduce-scatter of the same buffer does. XLA may attribute a collective to another line than the plan, or emit one over several axes
+where the plan has one per axis; leftovers are joined once more, first whole lines by axes and size, then single collectives.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ VERDICTS = ("unplanned", "dearer", "missing", "cheaper", "same")
 
 @dataclass(frozen=True)
 class ExpectedCollective:
-    """A collective somebody planned.
+    """A planned collective.
 
     Attributes:
         kind: as in `HloCollective`.
         axes: mesh axes it runs over, in any order.
-        bytes: of one run on one device: the larger of what it puts in and gets out.
-        group_size: how many devices take part together.
+        bytes: of one run on one device: the larger of operand and result.
+        group_size: devices of one group.
         runs: per step.
         source: 'file:line' of the user's program; '' when unknown.
-        note: whatever the planner wants to find again in the result.
-        way: a number shared by the steps that bring one tensor from one layout to another.
+        note: the caller's, carried into the findings.
+        reshard: a number shared by the collectives of one reshard path.
     """
 
     kind: str
@@ -48,10 +47,11 @@ class ExpectedCollective:
     runs: float = 1.0
     source: str = ""
     note: str = ""
-    way: int | None = None
+    reshard: int | None = None
 
     @property
     def wire_bytes(self) -> float:
+        """Bytes that one device sends per step."""
         return self.runs * wire_bytes(self.kind, self.bytes, self.group_size)
 
     def __str__(self) -> str:
@@ -68,11 +68,13 @@ class EmittedTensor:
 
     @property
     def wire_bytes(self) -> float:
+        """Bytes that one device sends per step."""
         c = self.collective
         return c.runs * wire_bytes(c.kind, self.part.array.bytes, c.group_size)
 
     @property
     def source(self) -> str:
+        """'file:line' of the tensor, or of the collective; '' where XLA kept none."""
         frame = users_line(self.part.stack) or users_line(self.collective.stack)
         return str(frame) if frame else ""
 
@@ -84,12 +86,11 @@ class EmittedTensor:
 
 @dataclass(frozen=True)
 class CollectiveFinding:
-    """What was planned and what was emitted on one line over the same axes.
+    """The planned and the emitted collectives of one line over the same axes.
 
     Attributes:
         verdict: one of `VERDICTS`.
         source: 'file:line', the plan's where it has one.
-        planned_bytes, emitted_bytes: on the wire, per device and step.
     """
 
     verdict: str
@@ -100,14 +101,17 @@ class CollectiveFinding:
 
     @property
     def planned_bytes(self) -> float:
+        """On the wire, per device and step."""
         return sum(e.wire_bytes for e in self.planned)
 
     @property
     def emitted_bytes(self) -> float:
+        """On the wire, per device and step."""
         return sum(e.wire_bytes for e in self.emitted)
 
     @property
     def difference_bytes(self) -> float:
+        """Absolute difference on the wire."""
         return abs(self.emitted_bytes - self.planned_bytes)
 
 
@@ -118,14 +122,17 @@ class CollectiveComparison:
     findings: tuple[CollectiveFinding, ...]
 
     def of(self, verdict: str) -> tuple[CollectiveFinding, ...]:
+        """The findings with one verdict."""
         return tuple(f for f in self.findings if f.verdict == verdict)
 
     @property
     def planned_bytes(self) -> float:
+        """On the wire, per device and step."""
         return sum(f.planned_bytes for f in self.findings)
 
     @property
     def emitted_bytes(self) -> float:
+        """On the wire, per device and step."""
         return sum(f.emitted_bytes for f in self.findings)
 
     @property
@@ -141,10 +148,10 @@ class CollectiveComparison:
             f"per device and step: {self.ratio:.2f}"
         ]
         for f in self.findings:
-            place = f"{PurePath(f.source.rpartition(':')[0]).name}:{f.source.rpartition(':')[2]}" if f.source else "no line known"
+            source = f"{PurePath(f.source.rpartition(':')[0]).name}:{f.source.rpartition(':')[2]}" if f.source else "no line known"
             if f.verdict == "same":
                 continue
-            lines += ["", f"{f.verdict}  {place}"]
+            lines += ["", f"{f.verdict}  {source}"]
             lines += [f"   planned  {e}" for e in _few(f.planned)] + [f"   emitted  {e}" for e in _few(f.emitted)]
         lines += ["", f"{len(self.of('same'))} of {len(self.findings)} as planned"]
         return "\n".join(lines)
@@ -166,27 +173,33 @@ def compare(
     right: dict[tuple, list[EmittedTensor]] = {}
     for e in planned:
         if e.group_size > 1 and e.bytes:
-            left.setdefault((_place(e.source), frozenset(e.axes)), []).append(e)
+            left.setdefault((_short_source(e.source), frozenset(e.axes)), []).append(e)
     for m in emitted:
-        right.setdefault((_place(m.source), frozenset(m.collective.axes)), []).append(m)
+        right.setdefault((_short_source(m.source), frozenset(m.collective.axes)), []).append(m)
     findings = [_finding(left.pop(k), right.pop(k), tolerance) for k in sorted(left.keys() & right.keys(), key=str)]
-    findings += _elsewhere(left, right, tolerance)
+    findings += _on_other_lines(left, right, tolerance)
     findings += [_finding(group, [], tolerance) for group in left.values()]
     findings += [_finding([], group, tolerance) for group in right.values()]
-    findings = _at_once(_astray(findings, tolerance), tolerance)
+    findings = _over_joint_axes(_rebalance(findings, tolerance), tolerance)
     return CollectiveComparison(tuple(sorted(findings, key=lambda f: (VERDICTS.index(f.verdict), -f.difference_bytes, f.source))))
 
 
 def wire_bytes(kind: str, n_bytes: float, group_size: int) -> float:
-    """What one device sends in one run, by the ring algorithm; `n_bytes` is the larger of its input and output."""
+    """Bytes that one device sends in one run, by the ring algorithm.
+
+    Args:
+        kind: of the collective.
+        n_bytes: the larger of its operand and result on one device.
+        group_size: devices of one group.
+    """
     share = (group_size - 1) / group_size
     if kind == "all-reduce":
         return 2 * share * n_bytes
     return n_bytes if kind == "collective-permute" else share * n_bytes
 
 
-def _elsewhere(left: dict, right: dict, tolerance: float) -> list[CollectiveFinding]:
-    """Leftovers on different lines that move the same amount over the same axes; taken out of both."""
+def _on_other_lines(left: dict, right: dict, tolerance: float) -> list[CollectiveFinding]:
+    """Findings of leftovers on different lines that move equal bytes over the same axes; removes them from both."""
     out = []
     for key in sorted(left, key=lambda k: (-sum(e.wire_bytes for e in left[k]), str(k))):
         size = sum(e.wire_bytes for e in left[key])
@@ -203,8 +216,8 @@ def _elsewhere(left: dict, right: dict, tolerance: float) -> list[CollectiveFind
     return out
 
 
-def _astray(findings: list[CollectiveFinding], tolerance: float) -> list[CollectiveFinding]:
-    """With collectives of lines that have too many handed to lines that lack one of their kind, axes and size."""
+def _rebalance(findings: list[CollectiveFinding], tolerance: float) -> list[CollectiveFinding]:
+    """Moves emitted collectives from lines with a surplus to lines that lack one of that kind, axes and size."""
     found = [(list(f.planned), list(f.emitted)) for f in findings]
     over = [n for n, f in enumerate(findings) if f.verdict in ("unplanned", "dearer")]
     short = [n for n, f in enumerate(findings) if f.verdict in ("missing", "cheaper")]
@@ -216,36 +229,38 @@ def _astray(findings: list[CollectiveFinding], tolerance: float) -> list[Collect
     for n in over:
         for m in sorted(found[n][1], key=lambda m: (-m.wire_bytes, str(m))):
             least = (1 - tolerance) * m.wire_bytes
-            takers = [k for k in short if -excess(k) >= least and any(_alike(e, m, tolerance) for e in found[k][0])]
+            takers = [k for k in short if -excess(k) >= least and any(_matches(e, m, tolerance) for e in found[k][0])]
             if takers and excess(n) >= least:
                 found[n][1].remove(m)
                 found[takers[0]][1].append(m)
     return [_finding(*f, tolerance) for f in found if any(f)]
 
 
-def _alike(e: ExpectedCollective, m: EmittedTensor, tolerance: float) -> bool:
+def _matches(e: ExpectedCollective, m: EmittedTensor, tolerance: float) -> bool:
     c = m.collective
     return e.kind == c.kind and {*e.axes} == {*c.axes} and abs(e.wire_bytes - m.wire_bytes) <= tolerance * e.wire_bytes
 
 
-def _at_once(findings: list[CollectiveFinding], tolerance: float) -> list[CollectiveFinding]:
-    """With what was planned in steps over one axis after another, and emitted as one over all of them, in one finding."""
+def _over_joint_axes(findings: list[CollectiveFinding], tolerance: float) -> list[CollectiveFinding]:
+    """Joins a reshard planned as one collective per axis with the one collective over all these axes that XLA emitted."""
     found = [(list(f.planned), list(f.emitted)) for f in findings]
-    ways: dict[int, list[tuple[int, ExpectedCollective]]] = {}
+    reshards: dict[int, list[tuple[int, ExpectedCollective]]] = {}
     for n, (planned, _) in enumerate(found):
         for e in planned:
-            if e.way is not None:
-                ways.setdefault(e.way, []).append((n, e))
+            if e.reshard is not None:
+                reshards.setdefault(e.reshard, []).append((n, e))
     for n, f in enumerate(findings):
         for m in f.emitted if f.verdict == "unplanned" else ():
-            for way, steps in ways.items():
+            for reshard, steps in reshards.items():
                 first = max((e for _, e in steps), key=lambda e: e.bytes)
-                covers = {a for _, e in steps for a in e.axes} == {*m.collective.axes} and _place(first.source) == _place(f.source)
+                covers = {a for _, e in steps for a in e.axes} == {*m.collective.axes} and _short_source(first.source) == _short_source(
+                    f.source
+                )
                 if covers and len(steps) > 1 and abs(first.bytes - m.part.array.bytes) <= tolerance * first.bytes:
                     for k, e in steps:
                         found[k][0].remove(e)
                         found[n][0].append(e)
-                    del ways[way]
+                    del reshards[reshard]
                     break
     return [_finding(*f, tolerance) for f in found if any(f)]
 
@@ -263,7 +278,7 @@ def _finding(planned: list[ExpectedCollective], emitted: list[EmittedTensor], to
     return CollectiveFinding(verdict, source, axes, tuple(planned), tuple(emitted))
 
 
-def _place(source: str) -> str:
+def _short_source(source: str) -> str:
     """'dir/train.py:41' -> 'train.py:41': the two sides may spell the folder differently."""
     return PurePath(source).name
 

@@ -1,10 +1,10 @@
-"""A plan held against what XLA made of it: collectives line by line, memory, products.
+"""A plan against its compiled step: collectives line by line, memory, products.
 
     >>> print(step.plan(state, batch).check("h100:8"))
     compiled for h100:8 in 2.0 s, mesh data=4, model=2
                        planned      XLA
     collectives        12.7 MB  12.7 MB  1.00
-    memory             5.77 MB  6.05 MB  0.95
+    memory             5.5 MiB  5.77 MiB 0.95
     products          176 Mflop 176 Mflop 1.00
 
 The jitted step is the one that `auto` runs, constraints and all; it is lowered on shapes alone, so that a plan made on an
@@ -38,11 +38,11 @@ from shardplan.xla.report.compare import CollectiveComparison, ExpectedCollectiv
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan and what XLA made of it; every figure is per device and step. `print` it.
+    """A plan and the compiled step; every figure is per device and step. `print` it.
 
     Attributes:
-        plan: what was promised.
-        report: the compile, its thresholds and warnings.
+        plan: the plan.
+        report: the compiled step, crossed thresholds and warnings.
     """
 
     plan: Plan
@@ -50,6 +50,7 @@ class PlanReport:
 
     @property
     def compiled(self) -> Compiled:
+        """The compiled step, or why it failed."""
         return self.report.compiled
 
     @property
@@ -59,6 +60,7 @@ class PlanReport:
 
     @property
     def failures(self) -> tuple[str, ...]:
+        """Thresholds that were crossed, as sentences."""
         return self.report.failures
 
     @cached_property
@@ -117,10 +119,10 @@ def expected(plan: Plan) -> tuple[ExpectedCollective, ...]:
         at = m.producer_source if c.kind in ("all-reduce", "reduce-scatter") else ""
         return at or (f"{d.file}:{d.line}" if d.file else "")
 
-    ways = [(d, m) for d in plan.decisions for m in d.reshards]
+    reshards = [(d, m) for d in plan.decisions for m in d.reshards]
     return tuple(
-        ExpectedCollective(c.kind, c.axes, c.bytes, plan.mesh.size(*c.axes), d.runs, source(d, m, c), m.array, way)
-        for way, (d, m) in enumerate(ways)
+        ExpectedCollective(c.kind, c.axes, c.bytes, plan.mesh.size(*c.axes), d.runs, source(d, m, c), m.array, number)
+        for number, (d, m) in enumerate(reshards)
         for c in m.collectives
         if c.kind != "slice"
     )

@@ -1,10 +1,10 @@
-"""Seconds of a compiled step on a cluster, read from nothing but the emitted HLO: one ruler for every plan, whoever made it.
+"""Seconds of a compiled step on a cluster, read from the emitted HLO alone: one measure for every plan, whoever made it.
 
     total_s = compute_s + collective_s          nothing overlaps
     compute_s = sum over kernels of max(flops / peak(dtype), bytes / memory rate, kernel latency), times runs
     collective_s = sum over collectives of the cluster model's seconds for its bytes and its device groups, times runs
 
-`exposed_s` is what is left of the collectives when they hide as far as XLA's own schedule lets them (`simulate`).
+`exposed_s` is the part of `collective_s` during which XLA's own schedule runs no compute (`simulate`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardplan.xla.hlo.collectives import HloCollective
 from shardplan.xla.hlo.schedule import KernelWork, simulate
 from shardplan.xla.hlo.text import HloModule
 
-LIKE = {"collective-broadcast": "collective-permute", "ragged-all-to-all": "all-to-all"}
+SAME_PRICE = {"collective-broadcast": "collective-permute", "ragged-all-to-all": "all-to-all"}
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,12 @@ class CompiledSeconds:
 
     @property
     def total_s(self) -> float:
+        """Seconds without overlap."""
         return self.compute_s + self.collective_s
 
 
 def seconds(compiled: Compiled, cluster: Cluster) -> CompiledSeconds:
-    """How long the compiled step takes on `cluster`; RuntimeError when the compile failed."""
+    """Seconds of the compiled step on `cluster`; RuntimeError when the compile failed."""
     return seconds_of(compiled.module, cluster, compiled.mesh)
 
 
@@ -65,13 +66,13 @@ def _dtype(name: str) -> str:
 
 def collective_s(c: HloCollective, cluster: Cluster) -> float:
     """Seconds of one run of an emitted collective, by its device groups."""
-    kind = LIKE.get(c.kind, c.kind)
+    kind = SAME_PRICE.get(c.kind, c.kind)
     assert kind in KINDS, kind
     return seconds_on_link(kind, c.bytes, link(c.groups, cluster.node_size), cluster)
 
 
 def link(groups: tuple[tuple[int, ...], ...], node_size: int) -> AxisLink:
-    """What the groups of a collective run over: members, the fewest that share a node, the most nodes a group spans."""
+    """The link of device groups: members, the fewest that share a node, the most nodes that a group spans."""
     members = max(map(len, groups), default=1)
     on_nodes = [[len(list(some)) for _, some in groupby(sorted(d // node_size for d in group))] for group in groups]
     return AxisLink(members, min((min(n) for n in on_nodes if n), default=1), max(map(len, on_nodes), default=1))
