@@ -1,7 +1,7 @@
 """Which readers of a value share one resharded copy of it.
 
-Elementwise ops, views and reductions are *followers*: they take an operand in the layout it has. Products, gathers and other big ops may
-want another layout, and the reshard is paid once for all readers that want the same one. So values are read through *copies*:
+Elementwise ops, views and reductions are *followers*: they take an operand in the layout it has. Products, gathers and other big ops
+may want another layout, and the reshard is paid once for all readers that want the same one. So values are read through *copies*:
 
     w -+-> copy 1 -+-> dot (forward)            one copy for the big readers of one phase and loop
        |           +-> gather (forward)

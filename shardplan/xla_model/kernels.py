@@ -1,7 +1,7 @@
 """Which ops one GPU kernel runs, and how many bytes it reads and writes.
 
-A kernel is a group of fused ops between two materialised values. What stands behind a reduction, a product or a collective waits for it in a
-later kernel, and reads again what an earlier one read:
+A kernel is a group of fused ops between materialised values. What stands behind a reduction, a product or a collective waits for it in
+a later kernel, and reads again what an earlier one read:
 
     y -> cast -+-> sum ------+            kernel 1 reads y, writes the sum
                +-> minus <---+-> cast     kernel 2 reads y and the sum, writes the normalised y
@@ -107,11 +107,7 @@ def home_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], s
 
 
 def computing_kernels(graph: Graph, written: Sequence[bool], own: Sequence[Kernel]) -> list[set[Kernel]]:
-    """Per op, the kernels that compute it: its own where it writes, those of all its readers where it does not.
-
-    Args:
-        own: `home_kernels`.
-    """
+    """Per op, the kernels that compute it: its own (`home_kernels`) where it writes, those of all its readers where it does not."""
     out: list[set[Kernel]] = [set() for _ in graph.ops]
     for at in reversed(range(len(graph.ops))):
         for v in graph.ops[at].outputs:

@@ -9,16 +9,16 @@ any other reader needs it together with its own result. Views and values inside 
 
 Rule 14, loops. What a loop reads is live until the loop ends; the rows it stacks from its start.
 
-Rule 15, the schedule's order. Products of the backward pass and of gradients are live from where rule 8 runs them, and so are their operands;
-a prefetched array from the start of its prefetch (rule 11). What scatters into zeros has them from the moment the array exists that
-says where to: nothing else keeps XLA from making them.
+Rule 15, the schedule's order. Products of the backward pass read their operands where rule 8 runs them, so these live until then. A
+prefetched array is live from the start of its prefetch (rule 11). What scatters into zeros has them from the moment the array exists
+that says where to: nothing else keeps XLA from making them.
 
 Rule 16, aliases. A copy takes over the buffer of a value that nobody else reads. Other copies, and operands of loops and branches, have
 memory of their own only where their layout differs. Donated state that nobody reads any more is overwritten by elementwise work that
 replaces it: the new value holds nothing of its own.
 
-Facts: liveness-elementwise-reuse, liveness-loop-operands, liveness-combined-operands, liveness-scatter-zeros, liveness-donation. Also known as live ranges, as in
-register allocation.
+Facts: liveness-elementwise-reuse, liveness-loop-operands, liveness-combined-operands, liveness-scatter-zeros, liveness-donation. Also
+known as live ranges, as in register allocation.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ it; it closes when the first reader starts.
 Rule 10, gradients. The window opens when the gradient is made, outside of loops not before the last blocking collective; it closes when
 the optimizer, or what leaves the loop, computes with it.
 
-Rule 11, one in flight. One prefetch and one gradient reduction are in flight at a time, each as late as it is done in time, from the start of an
-op on. The window of one closes where the next begins.
+Rule 11, one in flight. One prefetch and one gradient reduction are in flight at a time, each as late as it is done in time, from the
+start of an op on. The window of one closes where the next begins.
 
     compute     |-- op 1 --|-- op 2 --|-- reader of a --|-- reader of b --|
     prefetch               |=== a ====|======= b =======|
@@ -69,6 +69,7 @@ def overlap_windows(
     """The overlap window of every reshard.
 
     Args:
+        graph: the step.
         sites: per value.
         work_s: seconds of every op in one run.
         transfers: by the op that makes an array, its transfer; by default all arrays of a group move alike, and in full.
@@ -205,11 +206,7 @@ def _in_flight(
     """Per combined collective, from when until when it is in flight (rule 11), in seconds after the step's start.
 
     One whose transfer is not known has all the time before the next, and delays none. Neither does a later reader of an array, which
-    may find it there.
-
-    Args:
-        seconds: as in `overlap_windows`.
-        start_s: when ops start.
+    may find it there. `seconds` as in `overlap_windows`; `start_s` are the starts of all ops.
     """
     out, starts = [(0.0, 0.0)] * len(some), sorted(start_s)
     prefetches, gradients = ([n for n, c in enumerate(some) if c.stream[0] == kind] for kind in ("prefetch", "gradient"))

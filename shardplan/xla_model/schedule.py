@@ -24,8 +24,8 @@ one op waits for, each hides its part, by seconds.
     backward   |-- op --|-- product 3 --|-- op that waits --|
     network             |== blocking ===|
 
-Rule 8, products in memory. A product of the backward pass runs when its result is first needed there. A gradient's product runs when its
-collective starts: when the last that it is combined with is made, or where rule 6 or 7 defers it.
+Rule 8, products in memory. A product of the backward pass runs when its result is first needed there. A gradient's product runs when
+its collective starts: when the last that it is combined with is made, or where rule 6 or 7 defers it.
 
 Facts: schedule-from-end, schedule-blocking-first, schedule-loop-gradients. Also known as list scheduling with asynchronous collectives.
 """
@@ -78,6 +78,7 @@ def blocking_collectives(
     """By op of the forward and backward pass outside of loops, the blocking collectives that it is the first to wait for.
 
     Args:
+        graph: the step.
         sites: per value.
         seconds: by the op that makes an array, the seconds of its collectives.
     """
@@ -104,6 +105,7 @@ def schedule(
     """When ops run, by rules 4 to 7.
 
     Args:
+        graph: the step.
         sites: per value.
         work_s: seconds of every op in one run.
         in_flight: ops that make arrays for which there is a collective.
@@ -139,8 +141,7 @@ def _order(
 ) -> Iterator[tuple[int, bool]]:
     """The ops as XLA runs them, and whether they fill the time of a blocking collective.
 
-    Args:
-        blocked_s: by op, how long it waits for blocking collectives; the others as in `schedule`.
+    `blocked_s` is, by op, how long it waits for blocking collectives; the other arguments are those of `schedule`.
     """
     last = max((j for j, op in enumerate(graph.ops) if op.phase != "update" or op.loop >= 0), default=-1) + 1
     there = list(range(last))  # per op, the last op of the two passes that it needs
@@ -178,9 +179,8 @@ def _fills(
 ) -> dict[int, list[int]]:
     """Op of the backward pass that waits for a blocking collective -> what runs meanwhile, in order (rule 7).
 
-    Args:
-        deferred: products of gradients.
-        update: ops of the optimizer in their order -> the last op of the two passes that each needs, or -1; the others as in `_order`.
+    `deferred` are products of gradients; `update` maps ops of the optimizer, in their order, to the last op of the two passes that each
+    needs, or -1. The other arguments are those of `_order`.
     """
     late = set(deferred)  # and what needs these, or a collective
     for j in sorted(update):
@@ -210,6 +210,7 @@ def runs_at(graph: Graph, deferred_until: Mapping[int, int]) -> list[int]:
     """Per op, the number of the op at whose place it runs, by rule 8.
 
     Args:
+        graph: the step.
         deferred_until: op that makes a gradient -> the op when its collective starts; by default at once.
     """
     out, needed = list(range(len(graph.ops))), [len(graph.ops)] * len(graph.values)
