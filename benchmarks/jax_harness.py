@@ -36,7 +36,6 @@ import jax
 import numpy as np
 
 import shardplan
-from shardplan.ir.graph import BORDER
 from shardplan.mesh.cluster import Cluster, Device, Link
 from shardplan.testing import difference
 
@@ -102,7 +101,7 @@ def is_split(planned) -> bool:
     return any(
         any(space.strategies[i].factors[s])
         for i, (op, s) in enumerate(zip(space.graph.ops, planned.strategies, strict=True))
-        if op.primitive not in BORDER
+        if not op.traits.border
     )
 
 

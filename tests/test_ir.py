@@ -189,7 +189,7 @@ def test_a_copy_of_what_a_loop_slices_is_one_of_the_whole_stack_until_the_loop_e
     (stack,) = sliced.inputs
     assert stack is not None
     at = graph.values[stack].producer[0]
-    assert graph.ops[at].primitive == "share" and graph.values[stack].shape == (3, 256, 256) and graph.ops[at].runs == 1
+    assert graph.ops[at].traits.copy and graph.values[stack].shape == (3, 256, 256) and graph.ops[at].runs == 1
     live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
     assert live[stack] == (at, graph.loops[0].stop)
 
@@ -203,7 +203,7 @@ def test_a_copy_for_the_backward_pass_is_made_after_what_the_forward_pass_read()
 
     graph = parse(jax.make_jaxpr(jax.grad(loss))(np.zeros((64, 1024), np.float32), np.zeros((128, 64), np.float32)))
     shared = with_copies(graph, [op.primitive not in ("slice", "dot_general") for op in graph.ops], [False] * len(graph.ops))
-    assert any(shared.ops[copy].primitive == "share" for copy in shared.retainable_from)
+    assert any(shared.ops[copy].traits.copy for copy in shared.retainable_from)
     for copy, (reader, k) in shared.retainable_from.items():
         assert reader < copy and shared.ops[reader].inputs[k] == shared.ops[copy].inputs[0]
 

@@ -325,8 +325,8 @@ def test_copies_that_a_loop_stacks_are_made_in_every_iteration():
     shared = with_copies(graph, follows, [op.primitive == "dot_general" for op in graph.ops])
     rows = [op.inputs[0] for op in shared.ops if op.primitive == "loop_stack"]
     stacked = [shared.ops[shared.values[v].producer[0]] for v in rows if v is not None]
-    assert stacked and all(op.runs == op.reads == 7 for op in stacked if op.primitive == "share")
-    assert any(op.primitive == "share" for op in stacked)
+    assert stacked and all(op.runs == op.reads == 7 for op in stacked if op.traits.copy)
+    assert any(op.traits.copy for op in stacked)
 
 
 @needs_gpu_compiler

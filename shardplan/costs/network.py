@@ -9,7 +9,7 @@
 
 An elementwise op, view or reduction follows its operand's producer when it can take every layout the producer can make: a
 reshard there would break a fusion, and one before or after it does as well. Partial results may be resolved anywhere. What a big op
-reads is gathered into a `share` before it, never on its own edge: there its bytes are counted.
+reads is gathered into a copy before it, never on its own edge: there its bytes are counted.
 
 A large array that is read through a copy beside other readers (`live.py`) gets two states per layout: "the same array", free of
 memory but only where the layouts agree, and "a copy". A copy that somebody read in an earlier phase has one more state per layout,

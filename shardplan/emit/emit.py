@@ -115,44 +115,39 @@ class _Scope:
         return [self.made((*path, name, k), 0, x) for k, x in enumerate(xs)]
 
     def evaluate(self, jaxpr, consts, args, path: Path) -> list:
-        env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+        """The results of a jaxpr, constrained as decided."""
+        return _jax.interpret(jaxpr, [*consts, *args], lambda n, eqn, operands: self.equation(eqn, operands, (*path, n)))
 
-        def read(atom):
-            return atom.val if isinstance(atom, _jax.Literal) else env[atom]
-
-        for n, eqn in enumerate(jaxpr.eqns):
-            where, operands = (*path, n), [read(a) for a in eqn.invars]
-            match eqn.primitive.name:
-                case _ if (inner := _jax.inner_jaxpr(eqn)) is not None:
-                    results = self.call(eqn, inner, operands, where)
-                case "scan":
-                    results = self.scan(eqn, operands, where)
-                case "while" if not _jax.while_parts(eqn)[0].out_avals[0].shape:  # a batched condition stays as it is
-                    results = self.while_(eqn, operands, where)
-                case "cond":
-                    results = self.cond(eqn, operands, where)
-                case _ if where in self.decisions:
-                    with _jax.at_source(eqn):  # so that XLA hangs collectives on the user's line
-                        operands = self.operands(where, operands)
-                    decision = self.decisions[where]
-                    taken = [reads[-1] if reads else None for reads in decision.reads or [()] * len(operands)]
-                    if _jax.is_placement(eqn) and decision.results[0] is not None:  # the plan says where instead
-                        results = operands
-                    else:
-                        results = forms.run(eqn, operands, taken, decision.results, self.mesh)
-                    with _jax.at_source(eqn):
-                        results = [self.made(where, r, x) for r, x in enumerate(results)]
-                case _:
-                    results = forms.bind(eqn, operands)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(a) for a in jaxpr.outvars]
+    def equation(self, eqn, operands, where: Path) -> list:
+        """The results of one equation."""
+        if (inner := _jax.inner_jaxpr(eqn)) is not None:
+            return self.call(eqn, inner, operands, where)
+        match _jax.region(eqn):
+            case "scan":
+                return self.scan(eqn, operands, where)
+            case "while" if not _jax.while_parts(eqn)[0].out_avals[0].shape:  # a batched condition stays as it is
+                return self.while_(eqn, operands, where)
+            case "cond":
+                return self.cond(eqn, operands, where)
+        if where not in self.decisions:
+            return forms.bind(eqn, operands)
+        with _jax.at_source(eqn):  # so that XLA hangs collectives on the user's line
+            operands = self.operands(where, operands)
+        decision = self.decisions[where]
+        layouts = [reads[-1] if reads else None for reads in decision.reads or [()] * len(operands)]
+        if _jax.is_placement(eqn) and decision.results[0] is not None:  # the plan says where instead
+            results = operands
+        else:
+            results = forms.run(eqn, operands, layouts, decision.results, self.mesh)
+        with _jax.at_source(eqn):
+            return [self.made(where, r, x) for r, x in enumerate(results)]
 
     def call(self, eqn, inner, operands, path: Path) -> list:
         with _jax.at_source(eqn):
             if _jax.is_recompute(eqn):
                 operands = self.reads(path, "barrier", operands)
                 operands = self.mades(path, "barrier", jax.lax.optimization_barrier(operands))
-            if eqn.primitive.name == "custom_vmap_call":
+            if _jax.is_custom_vmap(eqn):
                 run = _jax.batched_as(eqn, lambda *xs: self.inner().evaluate(inner.jaxpr, inner.consts, xs, path))
                 return list(run(*operands))
             return self.evaluate(inner.jaxpr, inner.consts, operands, path)

@@ -10,7 +10,7 @@ same list between ops of our own that carry values over the border, so that one 
     loop_slice   xs -> x                one iteration's row of xs
     branch_in    v -> v'                operand of one branch                       branch_out   v, w -> u results of the branches
     barrier      v -> v'                operand of a body that XLA must recompute
-    copy         v -> v'                one copy of a value for several readers (`xla_model/copies.py`)
+    shared_copy  v -> v'                one copy of a value for several readers (`xla_model/copies.py`)
 
 `loop_carry` and `loop_next` of one carry have one layout. So have an input and the output that replaces it.
 """
@@ -23,12 +23,9 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
-from shardplan.ir.traits import TRAITS, Traits, traits_of
+from shardplan.ir.traits import Traits, traits_of
 
 Phase = Literal["forward", "backward", "update"]
-
-BORDER = frozenset(name for name, traits in TRAITS.items() if traits.border)
-"""Ops of our own; all but loop_slice and loop_stack hand on every dim of their operand."""
 
 Path = tuple[int | str, ...]
 

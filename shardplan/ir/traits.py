@@ -58,9 +58,6 @@ class Traits:
         in_place: writes into the buffer of its first operand if that dies here.
         zeros_after: operand after which XLA allocates the zeros that the op writes into, or None.
 
-        runs_on_shards: a device runs the primitive itself on its shards of the operands.
-        row_major: needs row-major operands and results (XLA for CPU fails otherwise).
-        barrier_operands: needs an optimization barrier before sharded operands.
         shapes_in_params: its parameters hold the global shapes of its results, so it cannot run on shards.
         sharding_constraint: the user's own layout of a value.
         layouts_in_params: its parameters hold the layouts of operands and results (`shard_map`).
@@ -104,9 +101,6 @@ class Traits:
     in_place: bool = False
     zeros_after: int | None = None
 
-    runs_on_shards: bool = False
-    row_major: bool = False
-    barrier_operands: bool = False
     shapes_in_params: bool = False
     sharding_constraint: bool = False
     layouts_in_params: bool = False
@@ -148,7 +142,7 @@ TRAITS: dict[str, Traits] = {
     "arg": Traits(border=True, step_input=True, materialised=True, known_early=True),
     "const": Traits(border=True, constant=True, materialised=True, known_early=True),
     "out": Traits(border=True, step_output=True, own_copy=True, stores_operand=True, materialised=True, leaves_region=True),
-    "share": Traits(border=True, copy=True, alias=True, same_array=True, forwards_value=True, runs_with_reader=True),
+    "shared_copy": Traits(border=True, copy=True, alias=True, same_array=True, forwards_value=True, runs_with_reader=True),
     "loop_const": Traits(border=True, loop_const=True, alias=True, same_array=True),
     "loop_slice": Traits(border=True, loop_slice=True, known_early=True, reads_part=True),
     "loop_carry": Traits(border=True, loop_carry=True, stores_operand=True, materialised=True),

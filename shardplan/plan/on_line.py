@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from shardplan.costs.corrections import ReshardKey
-from shardplan.ir.graph import BORDER, Source
+from shardplan.ir.graph import Source
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.describe import operand_reshards
 from shardplan.plan.planned import Planned
@@ -37,7 +37,7 @@ def reshards_on_line(planned: Planned, line: str) -> Iterator[LineReshard]:
     """The reshards on a line 'file:line', reductions on the line that makes the partial sum."""
     graph = planned.graph
     for i, op in enumerate(graph.ops):
-        for _, reader, operand, steps in operand_reshards(planned, i) if op.primitive != "share" else ():
+        for _, reader, operand, steps in operand_reshards(planned, i) if not op.traits.copy else ():
             v = graph.ops[reader].inputs[operand]
             assert v is not None
             reduces = any(s.kind in ("all-reduce", "reduce-scatter") for s in steps)
@@ -49,8 +49,8 @@ def reshards_on_line(planned: Planned, line: str) -> Iterator[LineReshard]:
 def strategies_on_line(planned: Planned, line: str) -> list[tuple[int, int]]:
     """(op, strategy) of the ops on a line 'file:line' that are no part of a fusion; else of all that write an array."""
     graph, space = planned.graph, planned.space
-    here = [i for i, op in enumerate(graph.ops) if _is_on(op.source, line) and op.primitive != "share"]
-    kernels = [i for i in here if space.rules[i].fusion == "none" and graph.ops[i].primitive not in BORDER]
+    here = [i for i, op in enumerate(graph.ops) if _is_on(op.source, line) and not op.traits.copy]
+    kernels = [i for i in here if space.rules[i].fusion == "none" and not graph.ops[i].traits.border]
     ops = kernels or [i for i in here if any(space.materialised[v] for v in graph.ops[i].outputs)]
     return [(i, planned.strategies[i]) for i in ops]
 

@@ -78,7 +78,7 @@ class Planned:
     def product_flops(self) -> float:
         """Flops of the matrix products and convolutions that one device does in one step."""
         space, chosen = self.space, self.strategies
-        product = (op.traits.matmul or op.traits.grouped_matmul or op.traits.convolution for op in self.graph.ops)
+        product = (op.traits.product for op in self.graph.ops)
         return float(
             sum(
                 (space.rules[i].flops or 0) * space.strategies[i].work[chosen[i]] * self.graph.ops[i].runs

@@ -129,10 +129,10 @@ class _Rewritten:
         value = graph.values[v]
         maker, k = graph.ops[value.producer[0]], value.producer[1]
         avals, at, made = (maker.outs[k],), len(self.ops), len(self.values)
-        path = (*maker.path, "share", k, n)
+        path = (*maker.path, "shared_copy", k, n)
         times = {"runs": before.reads, "reads": before.reads, "loop": before.loop, "is_follower": copy.follows}
         self.ops.append(
-            Op("share", (self.renamed[v],), (made,), avals, avals, {}, path, source=before.source, phase=before.phase, **times)
+            Op("shared_copy", (self.renamed[v],), (made,), avals, avals, {}, path, source=before.source, phase=before.phase, **times)
         )
         self.values.append((value, (at, 0)))
         self.through.update(dict.fromkeys(copy.readers, (made, at)))
