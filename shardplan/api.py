@@ -24,7 +24,8 @@ from shardplan.errors import OtherSignature, ShardingError
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.machine import resolve
-from shardplan.plan import SEARCHES, Plan
+from shardplan.plan import Plan
+from shardplan.searches import SEARCHES
 from shardplan.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ from shardplan.api import Auto, auto
 from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
 from shardplan.files import write_atomically
 from shardplan.mesh.cluster import ClusterError
-from shardplan.plan import SEARCHES, Plan
+from shardplan.plan import Plan
+from shardplan.searches import SEARCHES
 from shardplan.units import parse_bytes
 from shardplan.xla_model.facts import facts, facts_text
 

@@ -27,6 +27,7 @@ from shardplan.plan.data import Leaf
 from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
 from shardplan.plan.reuse import matching_pins, saved_decisions
+from shardplan.searches import SEARCHES
 from shardplan.signature import (
     Call,
     arguments,
@@ -112,6 +113,7 @@ class PlanContext:
     program: Callable[[Plan], tuple[Callable, tuple]]
     planned: Planned | None = None
     verified: Verified | None = None
+    searches: tuple[str, ...] = tuple(SEARCHES)
 
 
 def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:

@@ -8,6 +8,7 @@ from plans import transformer
 
 import shardplan
 from shardplan.plan import Plan
+from shardplan.searches import SEARCHES
 from shardplan.view.html import to_html
 
 X, W = jax.ShapeDtypeStruct((4096, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
@@ -23,7 +24,7 @@ def turned(x):
     return jnp.cos(jnp.sin(x))
 
 
-@pytest.mark.parametrize("search", shardplan.plan.SEARCHES)
+@pytest.mark.parametrize("search", SEARCHES)
 def test_pins_that_disagree_are_named_with_the_line_and_what_is_sent(search):
     plan = planned(turned, X, search=search, in_shardings=(P("model", None),), out_shardings=P(None, "model"))
     (found,) = plan.conflicts

@@ -18,7 +18,7 @@ class Options:
 
     Attributes:
         memory: bytes per device, or None for no limit.
-        search: one of `plan.SEARCHES`.
+        search: one of `searches.SEARCHES`.
         time_limit: seconds for the search, or None for its own deterministic limit.
         in_pins, out_pins: by flat number.
         pins: entries of a PartitionSpec by path pattern.

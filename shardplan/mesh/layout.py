@@ -63,14 +63,18 @@ class MeshShape:
         return ", ".join(f"{a}={n}" for a, n in self)
 
 
+REDUCTIONS = ("sum", "max", "min", "prod", "and", "or")
+"""Kinds of partial tensors: the reductions that collectives compute."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Placement of one tensor.
 
     Attributes:
         dims: for each tensor dim, the mesh axes that shard it, major to minor; () is replicated.
-        partial: (axis, kind) pairs, sorted by axis name: the tensor is the `kind`-reduction ("sum", "max", "min", "prod",
-            "and", "or") over `axis` of what the devices hold.
+        partial: (axis, kind) pairs, sorted by axis name: the tensor is the `kind`-reduction (one of `REDUCTIONS`) over `axis` of
+            what the devices hold.
     """
 
     dims: tuple[tuple[str, ...], ...]

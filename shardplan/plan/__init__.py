@@ -1,6 +1,5 @@
 """The plan: data that is read, written, described, compared and used again."""
 
-from shardplan.plan.data import SEARCHES
 from shardplan.plan.plan import Plan, PlanComparison, PlanDiff
 
-__all__ = ["SEARCHES", "Plan", "PlanComparison", "PlanDiff"]
+__all__ = ["Plan", "PlanComparison", "PlanDiff"]

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from shardplan.mesh.cluster import CollectiveKind
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.plan.verbs import verb
 
-VERSION = 2
+VERSION: Literal[2] = 2
 
 Amount = Annotated[float, Meta(ge=0, le=1e300)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Name = Annotated[str, Meta(min_length=1)]
-Search = Literal["ilp", "propagation", "recursive"]
-CollectiveKind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "slice"]
-
-SEARCHES: tuple[Search, ...] = get_args(Search)
 
 
 class Leaf(Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +49,7 @@ class PlannedCollective(Struct, frozen=True, forbid_unknown_fields=True):
         seconds: of one run.
     """
 
-    kind: CollectiveKind
+    kind: CollectiveKind | Literal["slice"]
     axes: tuple[str, ...]
     bytes: Amount
     seconds: Amount
@@ -166,6 +163,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         mesh: axis names and sizes, major to minor; devices are numbered row-major.
         cluster: name of the cluster it was priced for.
+        search: as in `auto(search=...)`.
         status: how the search ended; gap: proven relative distance from the optimum.
         symmetric_layers: whether repeated layers were given equal strategies (the bound then holds for such plans).
         seconds: predicted seconds of a step: "compute", "communication", the part of that which is "hidden" behind compute,
@@ -182,7 +180,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: Literal[2] = VERSION
     mesh: MeshShape
     cluster: str
-    search: Search
+    search: Name
     status: Literal["optimal", "feasible", "fallback"]
     gap: Amount
     symmetric_layers: bool

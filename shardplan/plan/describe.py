@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.costs.halo_exchange import Exchange
 from shardplan.costs.memory_categories import categories, memory_by_category
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.space import exchanged
@@ -37,6 +38,8 @@ def describe(planned: Planned, context=None) -> Plan:
     kinds = categories(graph)
     parts = planned.network.step_seconds(planned.solution.states)
     total = parts.total(planned.exposed_fraction) / PS
+    status = planned.solution.status
+    assert status != "infeasible"
     return Plan(
         mesh=space.mesh,
         cluster=space.cluster.name,
@@ -50,7 +53,7 @@ def describe(planned: Planned, context=None) -> Plan:
             "total": total,
             "bound": total * (1 - planned.solution.gap),
         },
-        status=planned.solution.status,
+        status=status,
         gap=float(planned.solution.gap),
         symmetric_layers=planned.solution.tied,
         memory_report=_memory(planned.network, planned.solution.states),
@@ -132,7 +135,7 @@ def _reshards(planned: Planned, i: int) -> Iterator[PlannedReshard]:
             array=format_array(graph.values[v]),
             before=planned.result_layout(*graph.values[v].producer),
             after=planned.operand_layout(x.op, x.operand),
-            collectives=tuple(PlannedCollective(s.kind, tuple(s.axes), float(s.bytes), float(s.seconds)) for s in x.steps),
+            collectives=tuple(map(_collective, x.steps)),
             pins=planned.conflicts.get((x.op, x.operand), ()) if conflict else (),
             producer_source=f"{portable(producer.file)}:{producer.line}" if producer.file else "",
         )
@@ -141,8 +144,12 @@ def _reshards(planned: Planned, i: int) -> Iterator[PlannedReshard]:
 def _halo_exchanges(planned: Planned, i: int) -> Iterator[PlannedReshard]:
     op, space = planned.graph.ops[i], planned.space
     for x in exchanged(op, space.rules[i], space.strategies[i], planned.strategies[i], space.mesh, space.cluster):
-        layout, collective = planned.operand_layout(i, x.operand), PlannedCollective(x.kind, x.axes, float(x.bytes), float(x.seconds))
-        yield PlannedReshard(x.operand, format_array(op.ins[x.operand]), layout, layout, (collective,))
+        layout = planned.operand_layout(i, x.operand)
+        yield PlannedReshard(x.operand, format_array(op.ins[x.operand]), layout, layout, (_collective(x),))
+
+
+def _collective(step: ReshardStep | Exchange) -> PlannedCollective:
+    return PlannedCollective(step.kind, tuple(step.axes), float(step.bytes), float(step.seconds))  # pyright: ignore[reportArgumentType]
 
 
 class OperandReshard(NamedTuple):

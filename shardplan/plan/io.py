@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shardplan.errors import PlanFileError
-from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.mesh.layout import REDUCTIONS, Layout, MeshShape
 from shardplan.plan.data import VERSION, Leaf, PlanRecord
 from shardplan.plan.upgrade import from_version_1
 from shardplan.units import format_bytes
@@ -28,7 +28,6 @@ MAX_DEVICES = 2**53
 ROWS = ("inputs", "outputs", "lines", "decisions")
 """Fields of which every entry has a line of its own."""
 SECONDS = {"compute", "communication", "hidden", "total", "bound"}
-REDUCTIONS = ("sum", "max", "min", "prod", "and", "or")
 
 P = TypeVar("P", bound=PlanRecord)
 
@@ -181,8 +180,8 @@ def _faults(plan: PlanRecord) -> Iterator[tuple[str, str]]:
         for k, chain in enumerate(d.operand_layouts):
             for m, layout in enumerate(chain):
                 yield from _layout_faults(f"{at}.operand_layouts[{k}][{m}]", layout, mesh)
-        for k, layout in enumerate(d.result_layouts):
-            yield from _layout_faults(f"{at}.result_layouts[{k}]", layout, mesh) if layout else ()
+        for k, result in enumerate(d.result_layouts):
+            yield from _layout_faults(f"{at}.result_layouts[{k}]", result, mesh) if result else ()
         for k, r in enumerate(d.reshards):
             yield from _layout_faults(f"{at}.reshards[{k}].before", r.before, mesh)
             yield from _layout_faults(f"{at}.reshards[{k}].after", r.after, mesh)

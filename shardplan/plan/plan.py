@@ -24,7 +24,7 @@ from shardplan.errors import ShardingError
 from shardplan.files import write_atomically
 from shardplan.mesh.layout import Layout
 from shardplan.plan import io
-from shardplan.plan.data import SEARCHES, Conflict, Leaf, MemoryReport, PlanDecision, PlanRecord
+from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlanRecord
 from shardplan.plan.verbs import verb
 
 
@@ -144,20 +144,18 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         """
         return self._planned_from("fix()", "step.plan(...) with pins={...}").replan({path: spec})
 
-    def compare(self, search: Sequence[str] = SEARCHES) -> PlanComparison:
+    def compare(self, search: Sequence[str] | None = None) -> PlanComparison:
         """The same step planned by each search, judged by the one objective; `print` it.
 
         Args:
-            search: names out of `SEARCHES`.
+            search: their names, as in `auto(search=...)`; None for all.
 
         Raises:
             ShardingError: when this plan was read from a file, or a search does not exist.
         """
-        if unknown := [name for name in search if name not in SEARCHES]:
-            raise ShardingError(f"search={unknown[0]!r} is none of {', '.join(map(repr, SEARCHES))}")
         context = self._planned_from("compare()", "step.plan(...).compare()")
         mine = self.search if context.verified is None else None  # this plan itself, unless it learned from XLA
-        return PlanComparison({name: self if name == mine else context.replan({}, search=name) for name in search})
+        return PlanComparison({name: self if name == mine else context.replan({}, search=name) for name in search or context.searches})
 
     def check(self, target: str | None = None, **options) -> Any:
         """Compile the planned step, run nothing, and compare what XLA emitted with what was planned.

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardplan.ir.traits import traits_of
+from shardplan.mesh.layout import REDUCTIONS
 from shardplan.strategies.rule import RULES, Dims, Fusion, Rule, RuleError, factor_sizes, format_shapes
-
-KINDS = ("sum", "max", "min", "prod", "and", "or")
-"""Reductions that collectives compute."""
 
 
 def register_rule(
@@ -122,8 +120,8 @@ class UserRule:
                 self._fail(f"reduce= names {a!r}, which is in no operand", f"one of {sorted(set(left) - set(right))}")
             if a in right:
                 self._fail(f"{a!r} is reduced but stands in a result", "take it out of the results, or out of reduce=")
-            if kind not in KINDS:
-                way_out = f"one of {', '.join(KINDS)}; any other reduction keeps its factor in replicated="
+            if kind not in REDUCTIONS:
+                way_out = f"one of {', '.join(REDUCTIONS)}; any other reduction keeps its factor in replicated="
                 self._fail(f"{a!r} is reduced by {kind!r}", way_out)
         if unknown := rule.replicated - set(left + right):
             self._fail(f"replicated= names {sorted(unknown)}, which are in no tensor", "factors of the pattern")
