@@ -1,7 +1,10 @@
-"""The loops that numpy cannot vectorise, compiled by numba: flat arrays in, flat arrays out, no Python objects.
+"""Loops that numpy cannot vectorize, compiled by numba: flat arrays in, flat arrays out, no Python objects.
 
-A network is one tuple of arrays (`KernelNetwork`), made by `flatten`. `field[x]`, for x a state of node i, is what (1) would pay at i if
-i took that state while all others stay: the change of cost of any one-node move is a difference of two fields.
+`flatten` turns a problem into one tuple of arrays (`KernelNetwork`). The conditional cost of a state of node i is the part of (1) that
+depends on s_i, if i took that state and all others stayed; the gain of a flip (a 1-opt move) is a difference of two of them.
+
+Imported only where numba is installed, and only when a search is long enough to pay for loading it. Twins in numpy: relax/trws.py for
+`trws_rounds`, usage.py for `profile` and `penalty`, search/repair.py for `conditional_costs`, `flip` and `repair`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,11 @@ import numpy as np
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
 
-PIECE = 1 << 20  # entries
+PIECE = 1 << 20
+"""Entries between two checks of the deadline."""
+
+REFUSED = 50
+"""Flips tried at one step that only move an excess to another step, before `repair` gives up."""
 
 jit = numba.njit(cache=True, nogil=True, fastmath=False)
 
@@ -97,12 +104,12 @@ def concatenate_tables(tables: Sequence[np.ndarray], deadline: Deadline = UNLIMI
     return entries
 
 
-# ---------------------------------------------------------------- highest step of a range, under range additions
+# ---------------------------------------------------------------- segment tree: maximum of a range of steps, under range additions
 
 
 @jit
 def tree_new(steps):
-    """A segment tree over the steps: [0] highest value below a vertex, [1] what was added at the vertex."""
+    """A segment tree over the steps, [2, vertices]: the maximum below each vertex, and the sum added at it."""
     leaves = 1
     while leaves < steps + 2:
         leaves *= 2
@@ -111,6 +118,7 @@ def tree_new(steps):
 
 @jit
 def tree_add(tree, lo, hi, value):
+    """Adds a value to the steps lo .. hi - 1."""
     top, added = tree[0], tree[1]
     leaves = len(top) // 2
     left, right = lo + leaves, hi + 1 + leaves  # open ends
@@ -133,6 +141,7 @@ def tree_add(tree, lo, hi, value):
 
 @jit
 def tree_max(tree, lo, hi):
+    """The maximum of the steps lo .. hi - 1."""
     top, added = tree[0], tree[1]
     leaves = len(top) // 2
     left, right = lo + leaves, hi + 1 + leaves
@@ -154,25 +163,26 @@ def tree_max(tree, lo, hi):
     return best
 
 
-# ---------------------------------------------------------------- fields, profiles, tolls
+# ---------------------------------------------------------------- conditional costs, profiles, penalties
 
 
 @jit
 def conditional_costs(net, states, extra):
-    """`field` of every state; `extra` is added to the node costs."""
-    field = net.unary + extra
+    """Conditional costs, [states], with `extra` [states] added to the node costs."""
+    conditional = net.unary + extra
     for i in range(len(states)):
         for e in range(net.near_start[i], net.near_start[i + 1]):
             j = net.near[e]
             first, k = net.start[j], net.start[j + 1] - net.start[j]
             row = net.table[e] + states[i] * k
             for x in range(k):
-                field[first + x] += net.pool[row + x]
-    return field
+                conditional[first + x] += net.pool[row + x]
+    return conditional
 
 
 @jit
 def profile_tree(net, states):
+    """A segment tree of the bytes at every step."""
     tree = tree_new(net.steps)
     leaves = tree.shape[1] // 2
     for t in range(net.steps):
@@ -187,6 +197,7 @@ def profile_tree(net, states):
 
 @jit
 def profile(net, states):
+    """Bytes at every step, [steps]."""
     change = np.zeros(net.steps + 1)
     for i in range(len(states)):
         for u in range(net.use_start[i], net.use_start[i + 1]):
@@ -198,7 +209,7 @@ def profile(net, states):
 
 @jit
 def penalty(net, prices):
-    """What prices on bytes add to every state."""
+    """The Lagrangian penalty of every state, [states], at prices per byte [steps]; of bytes above the least of each usage."""
     paid = np.zeros(net.steps + 1)
     for t in range(net.steps):
         paid[t + 1] = paid[t] + prices[t]
@@ -214,7 +225,7 @@ def penalty(net, prices):
 
 @jit
 def objective(net, states):
-    """(1), forbidden entries at their number."""
+    """(1), with forbidden entries at big M."""
     total = 0.0
     for i in range(len(states)):
         total += net.unary[net.start[i] + states[i]]
@@ -225,12 +236,12 @@ def objective(net, states):
     return total
 
 
-# ---------------------------------------------------------------- moves
+# ---------------------------------------------------------------- flips
 
 
 @jit
-def flip(net, states, field, i, s):
-    """Node i takes state s: its neighbours' fields follow."""
+def flip(net, states, conditional, i, s):
+    """Node i takes state s; updates the conditional costs of its neighbors."""
     old = states[i]
     states[i] = s
     for e in range(net.near_start[i], net.near_start[i + 1]):
@@ -238,15 +249,12 @@ def flip(net, states, field, i, s):
         first, k = net.start[j], net.start[j + 1] - net.start[j]
         new_row, old_row = net.table[e] + s * k, net.table[e] + old * k
         for x in range(k):
-            field[first + x] += net.pool[new_row + x] - net.pool[old_row + x]
+            conditional[first + x] += net.pool[new_row + x] - net.pool[old_row + x]
 
 
 @jit
 def try_bytes(net, tree, i, old, new):
-    """Tries to hold the bytes of state `new` instead of `old`: the tree changes and True, or it stays and False.
-
-    Steps that are above the limit already may not rise.
-    """
+    """Replaces node i's bytes of state `old` by those of `new` and returns True; or False, if a rising step would exceed the limit."""
     first, last = net.use_start[i], net.use_start[i + 1]
     if last - first == 1:
         delta = net.bytes[net.row[first] + new] - net.bytes[net.row[first] + old]
@@ -272,7 +280,7 @@ def try_bytes(net, tree, i, old, new):
 
 @jit
 def random_unit(seed):
-    """xorshift64*: the next number in (0, 1]; `seed` is an array of one uint64."""
+    """The next number in (0, 1] of xorshift64* (Vigna, ACM TOMS 42(4), 2016); `seed` is an array of one uint64."""
     x = seed[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
@@ -282,11 +290,11 @@ def random_unit(seed):
 
 
 @jit
-def anneal(net, states, field, tree, hard, hot, cold, proposals, seed, best, gained):
-    """Metropolis moves at temperatures falling from `hot` to `cold`.
+def anneal(net, states, conditional, tree, keep_limit, hot, cold, proposals, seed, best, change):
+    """Simulated annealing: Metropolis flips at temperatures that fall from `hot` to `cold`; returns how many were accepted.
 
-    `hard`: the limit holds for every move. `best` gets the best states met; `gained[0]` the cost relative to the start
-    (now), `gained[1]` at `best`.
+    With `keep_limit` no flip may exceed the limit. `best` receives the best states met; `change[0]` the current cost relative to the
+    start, `change[1]` that of `best`.
     """
     n_states = len(net.unary)
     ratio = (cold / hot) ** (1.0 / max(1, proposals // 1024))
@@ -295,8 +303,8 @@ def anneal(net, states, field, tree, hard, hot, cold, proposals, seed, best, gai
     for p in range(proposals):
         if p & 1023 == 1023:
             temperature *= ratio
-            if gained[0] < gained[1]:
-                gained[1] = gained[0]
+            if change[0] < change[1]:
+                change[1] = change[0]
                 best[:] = states
         x = int(random_unit(seed) * n_states)
         if x >= n_states:
@@ -305,28 +313,28 @@ def anneal(net, states, field, tree, hard, hot, cold, proposals, seed, best, gai
         s = x - net.start[i]
         if s == states[i]:
             continue
-        delta = field[x] - field[net.start[i] + states[i]]
+        delta = conditional[x] - conditional[net.start[i] + states[i]]
         if delta > 0 and delta > -temperature * np.log(random_unit(seed)):
             continue
-        if hard and not try_bytes(net, tree, i, states[i], s):
+        if keep_limit and not try_bytes(net, tree, i, states[i], s):
             continue
-        flip(net, states, field, i, s)
-        gained[0] += delta
+        flip(net, states, conditional, i, s)
+        change[0] += delta
         accepted += 1
-    if gained[0] < gained[1]:
-        gained[1] = gained[0]
+    if change[0] < change[1]:
+        change[1] = change[0]
         best[:] = states
     return accepted
 
 
 @jit
-def repair(net, states, field, tree, moves):
-    """Brings the steps above the limit down by one-node moves, least cost per byte first, highest step first.
+def repair(net, states, conditional, tree, flips):
+    """Lowers the steps above the limit by flips, highest step first, least cost per byte saved first.
 
-    1: it fits, 0: not yet, after so many moves, -1: no move is left.
+    Returns 1 if the states fit, 0 if they do not after so many flips, -1 if no flip is left.
     """
     leaves = tree.shape[1] // 2
-    for _ in range(moves):
+    for _ in range(flips):
         if net.steps == 0 or tree[0, 1] <= net.limit:
             return 1
         vertex = 1  # down to the highest step
@@ -337,7 +345,7 @@ def repair(net, states, field, tree, moves):
         tried = 0
         refused = np.zeros(len(net.unary), dtype=np.bool_)
         moved = False
-        while not moved and tried < 50:
+        while not moved and tried < REFUSED:
             best, best_i, best_s = np.inf, -1, -1
             for i in range(len(states)):
                 k = net.start[i + 1] - net.start[i]
@@ -349,13 +357,13 @@ def repair(net, states, field, tree, moves):
                         if net.lo[u] <= step < net.hi[u]:
                             saved += net.bytes[net.row[u] + states[i]] - net.bytes[net.row[u] + s]
                     if saved > 0:
-                        price = (field[net.start[i] + s] - field[net.start[i] + states[i]]) / min(saved, excess)
+                        price = (conditional[net.start[i] + s] - conditional[net.start[i] + states[i]]) / min(saved, excess)
                         if price < best:
                             best, best_i, best_s = price, i, s
             if best_i < 0:
                 return -1
             if try_bytes(net, tree, best_i, states[best_i], best_s):
-                flip(net, states, field, best_i, best_s)
+                flip(net, states, conditional, best_i, best_s)
                 moved = True
             else:
                 refused[net.start[best_i] + best_s] = True
@@ -365,11 +373,12 @@ def repair(net, states, field, tree, moves):
     return 0
 
 
-# ---------------------------------------------------------------- costs shifted along edges
+# ---------------------------------------------------------------- TRW-S
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})  # or a loop that looks for the least is not vectorised
-def least_sum(a, b):
+@numba.njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})  # without these flags a minimum is not vectorized
+def min_sum(a, b):
+    """The minimum of a + b."""
     low = a[0] + b[0]
     for s in range(1, len(b)):
         both = a[s] + b[s]
@@ -379,16 +388,16 @@ def least_sum(a, b):
 
 @jit
 def trws_rounds(costs, start, first, links, tables, share, messages, rounds):
-    """`Shift.rounds` over flat arrays: the same sums, so the same messages to the last bit.
+    """`TRWS.iterate` over flat arrays: the same sums, so the same messages to the last bit.
 
-    Link d of node i, first[i] <= d < first[i + 1], is (its message, the other node's message, its table, the other node's states,
-    whether i's states are the table's rows, whether the other node comes later).
+    Arc d of node i, first[i] <= d < first[i + 1], is links[d]: first entry of the message to i, of the message to the head, and of the
+    table; states of the head; whether i's states are the table's rows; whether the head comes later.
     """
     n = len(start) - 1
     widest = 1
     for i in range(n):
         widest = max(widest, start[i + 1] - start[i])
-    cost, kept, least = np.empty(widest), np.empty(widest), np.empty(widest)
+    cost, sent, least = np.empty(widest), np.empty(widest), np.empty(widest)
     for turn in range(2 * rounds):
         forward = 1 - turn % 2
         for x in range(n):
@@ -408,21 +417,21 @@ def trws_rounds(costs, start, first, links, tables, share, messages, rounds):
                 if links[d, 5] != forward:
                     continue
                 mine, other, at, width = links[d, 0], links[d, 1], links[d, 2], links[d, 3]
-                given = least[:width]
+                message = least[:width]
                 for s in range(k):
-                    kept[s] = cost[s] - messages[mine + s]
+                    sent[s] = cost[s] - messages[mine + s]
                 if links[d, 4]:
-                    given[:] = np.inf
+                    message[:] = np.inf
                     for s in range(k):
-                        row, own = tables[at + s * width : at + (s + 1) * width], kept[s]
+                        row, own = tables[at + s * width : at + (s + 1) * width], sent[s]
                         for t in range(width):
                             both = own + row[t]
-                            given[t] = both if both < given[t] else given[t]
+                            message[t] = both if both < message[t] else message[t]
                 else:
                     for t in range(width):
-                        given[t] = least_sum(kept[:k], tables[at + t * k : at + (t + 1) * k])
-                low = given[0]
+                        message[t] = min_sum(sent[:k], tables[at + t * k : at + (t + 1) * k])
+                low = message[0]
                 for t in range(1, width):
-                    low = min(low, given[t])
+                    low = min(low, message[t])
                 for t in range(width):
-                    messages[other + t] = given[t] - low
+                    messages[other + t] = message[t] - low

@@ -1,4 +1,4 @@
-"""The least peak memory that is possible, whatever it costs: for the error message when nothing fits, and as a last resort for states."""
+"""The least peak memory that is possible at any cost: for the error when nothing fits, and as a last resort for an answer."""
 
 from __future__ import annotations
 

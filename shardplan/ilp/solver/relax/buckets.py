@@ -1,7 +1,7 @@
 """Bucket elimination: the minimum of (1) alone, exact on networks of small treewidth, and a lower bound of it on others.
 
-Nodes are eliminated one by one, the one with the smallest bucket table first. The bucket table of i is the sum, over the states of i and
-its neighbors N, of all tables that mention i; its minimum over i is a message, a table over N:
+Nodes are eliminated one by one, smallest bucket table first. The bucket table of i is the sum, over the states of i and its neighbors
+N, of all tables that mention i; its minimum over i is a message, a table over N:
 
     m_i[x_N] = min_s ( c_i[s] + sum_j e_ij[s, x_j] + messages that mention i )
 

@@ -5,8 +5,8 @@ over choices that take the state. A state whose min-marginal exceeds the cutoff,
 
     min over s with s_i = a of  (1)(s) + sum_t p_t (memory_t(s) - limit)  >  cutoff        =>  remove a from node i     (5)
 
-The same holds for pairs of states of an edge. Pairs are fixed long before all pairs of a state are; and where a state of one node leaves a
-single state of the other, presolve aggregates the follower. The rest is presolved and bounded again.
+The same holds for pairs of states of an edge. Pairs are fixed long before all pairs of a state are; and where a state of one node
+leaves a single state of the other, presolve aggregates the follower. The rest is presolved and bounded again.
 
 Also known as variable fixing by reduced costs or by Lagrangian bounds; in constraint programming, cost-based filtering (Focacci, Lodi
 and Milano, CP 1999).

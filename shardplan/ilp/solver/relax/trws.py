@@ -35,8 +35,8 @@ LOADING = 4e8
 class TRWS:
     """The messages of a problem's edges, improved in place. Every state needs a finite partner in every edge.
 
-    Numpy and the compiled kernel (kernels.trws_rounds) compute the same sums, to the last bit. Numpy is used until the solve has visited
-    as many table entries as loading the kernels would have cost, or while they cannot be loaded.
+    Numpy and the compiled kernel (kernels.trws_rounds) compute the same sums, to the last bit. Numpy is used until the solve has
+    visited as many table entries as loading the kernels would have cost, or if they cannot be loaded.
 
     Attributes:
         messages: all messages in a row: of each edge the one to i, then the one to j.
