@@ -257,7 +257,7 @@ def on_auto_axes(flat, mesh: Mesh, out_shardings: tuple) -> Callable[..., tuple]
     return typed
 
 
-def on_twin(jitted, twin: Mesh, mesh: Mesh):
+def on_twin(jitted, twin: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh):
     """`jitted`, compiled for the twin, called with and giving arrays of the user's mesh."""
 
     def moved(x, to):

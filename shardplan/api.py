@@ -275,7 +275,7 @@ class Auto(Generic[P, R]):
         want = [(tuple(x.shape), str(x.dtype)) for x in leaves]
         parts = [part for step in reversed(self._steps.values()) for part in step.argument_leaves(tree)]
         if (saved := self.options.saved_plan) is not None:
-            parts.append(saved.inputs[: len(want)])
+            parts.append(list(saved.inputs[: len(want)]))
         return next(([x.layout for x in part] for part in parts if [(x.shape, x.dtype) for x in part] == want), None)
 
     # ---- jit's other verbs

@@ -311,7 +311,7 @@ def _planned_by(step: Callable, mesh, asked: dict[str, Any]):
         return auto(mesh, **asked)(step)
     if asked.pop("donate_argnums", None) is not None:
         raise _UsageError("--donate: the step was made by shardplan.auto, which says what is donated")
-    return step.with_options(mesh=mesh, plan=None, pins={**step.options.pins, **asked.pop("pins", {})}, **asked)
+    return step.with_options(mesh=mesh, plan=None, pins={**(step.options.pins or {}), **asked.pop("pins", {})}, **asked)
 
 
 def _function(options: argparse.Namespace) -> Callable:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -97,7 +98,7 @@ Pieces = list[tuple[int, list[int | None]]]
 """Runs of consecutive elements, the shard's own first: their number, and per shard the position of the first; None if it got none."""
 
 
-def exchange_halo(x, dim: HaloDim) -> tuple:
+def exchange_halo(x, dim: HaloDim) -> tuple[jax.Array, Pieces]:
     """(a shard and behind it all that it reads of others, the pieces of which that consists)."""
     held, shards = dim.held, range(dim.shards)
     runs: list = [x]
