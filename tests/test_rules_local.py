@@ -12,7 +12,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.emit.shard_local.forms import ALWAYS
 from shardplan.strategies.register import register_rule
 from shardplan.strategies.rule import RULES
 from shardplan.testing import check_rule, difference
@@ -54,7 +53,7 @@ def test_runs_on_shards_and_moves_nothing(case, kind):
     for got, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         assert difference(got, want) is None
     planned = step.plan(*args).context.planned
-    at = next(i for i, op in enumerate(planned.graph.ops) if op.primitive in ALWAYS)
+    at = next(i for i, op in enumerate(planned.graph.ops) if op.traits.runs_on_shards)
     assert any(planned.space.strategies[at].factors[planned.strategies[at]]), "the case is not sharded"
     assert collectives(step.compile(*args).as_text()) == ()
 

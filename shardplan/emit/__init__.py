@@ -1,0 +1,1 @@
+"""How decisions become a program: sharding constraints, and ops that run shard by shard."""

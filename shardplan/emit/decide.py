@@ -1,8 +1,8 @@
 """Which sharding constraints emission puts into the program, given the strategy of every op.
 
 Two things are constrained: every reshard, at the op that reads the array; and every array that is written to memory or leaves a big
-op, where it is made. Inside fusions XLA propagates shardings by itself. The rest of this file are the places where XLA, given just
-these, would build another program than the planned one: one function each, with the reason.
+op, where it is made. Inside fusions XLA propagates shardings by itself. With these alone XLA would build another program than the
+planned one in some places: each is a function here, with the reason.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Decided:
 
     def decision(self, i: int) -> EmitDecision:
         op = self.graph.ops[i]
-        local = is_local(op.primitive, self.space.rules[i], self.space.strategies[i].factors[self.strategies[i]])
+        local = is_local(op.traits, self.space.rules[i], self.space.strategies[i].factors[self.strategies[i]])
         copies = tuple(self.copy_number(i, v) for v in op.inputs)
         reads = tuple(self.read(i, k, v, copies[k], local) for k, v in enumerate(op.inputs))
         results = tuple(self.result(i, v, local) for v in op.outputs)
@@ -90,21 +90,20 @@ class _Decided:
         """The layouts that operand k of op i goes through, the last the one that it is read in; () leaves it to XLA."""
         wanted = self.operand_layout(i, k)
         if wanted.partial and (i, k) in self.space.accumulated_operands:
-            return (replace(wanted, partial=()),)  # as a loop's carry, in `result`
+            return (replace(wanted, partial=()),)  # as the loop's carry, see `completes_partial_sum`
         path = () if v is None else (*self.regather_source(v, copy), *self.copy_path(v), *self.reshard_path(v, wanted))
         # A loop's operands are constrained in any case: XLA chooses their layouts anew inside the loop.
-        fixed = local or (self.graph.ops[i].traits.loop_operand and not self.is_spread(i))
+        fixed = local or (self.graph.ops[i].traits.loop_operand and not self.is_scalar_broadcast(i))
         return path or ((wanted,) if fixed and wanted.rank and not wanted.partial else ())
 
     def result(self, i: int, v: int, local: bool) -> Layout | None:
         """The layout that op i makes value v in; None leaves it to XLA."""
         op, layout, fusion = self.graph.ops[i], self.layout(v), self.space.rules[i].fusion
         written = local or op.traits.border or op.traits.sharding_constraint or fusion in ("none", "reduce")
-        if op.traits.step_output or self.is_spread(i) or not (written or v in self.reshard_sources or self.space.materialised[v]):
+        written = written or v in self.reshard_sources or self.space.materialised[v]
+        if op.traits.step_output or self.is_scalar_broadcast(i) or not written:
             return None
-        # Some partial results are constrained to their complete sum. XLA otherwise completes the array that a scatter-add adds to first,
-        # or gathers the rows; the all-reduce of a loop's carry it then defers to the loop's end.
-        if op.traits.scatter == "add" or op.traits.carry or self.completed_over_idle_axis(i, v):
+        if self.completes_partial_sum(i, v):
             layout = replace(layout, partial=())
         return layout if layout.rank and not layout.partial else None
 
@@ -183,18 +182,23 @@ class _Decided:
 
     # ---- ops that XLA would shard otherwise
 
-    def is_spread(self, i: int) -> bool:
+    def is_scalar_broadcast(self, i: int) -> bool:
         """Whether op i broadcasts a scalar, or hands such a broadcast to a loop: XLA makes it where it is read, in any layout."""
         source = self.graph.ops[i].inputs[0] if self.graph.ops[i].traits.loop_const else None
         return self.graph.ops[i if source is None else self.graph.maker(source)].scalar_broadcast
 
-    def completed_over_idle_axis(self, i: int, v: int) -> bool:
-        """Whether a partial product with an idle mesh axis is only ever completed.
+    def completes_partial_sum(self, i: int, v: int) -> bool:
+        """Whether a result that is planned as a partial sum is constrained as if it were complete.
 
-        XLA may shard the product over the idle axis after all, and move what comes of that; a constraint to the complete sum, which
-        costs nothing where all readers complete it, keeps it from doing so.
+        - A scatter-add: XLA otherwise completes the array that it adds to first, or gathers the rows.
+        - The carry of a loop that accumulates partial sums: XLA then defers the all-reduce to the loop's end.
+        - A product with an idle mesh axis whose readers all complete it: XLA may otherwise shard the product over the idle axis, and
+          reshard the result.
         """
-        if not self.layout(v).partial or not (self.graph.ops[i].traits.matmul or self.graph.ops[i].traits.convolution):
+        traits = self.graph.ops[i].traits
+        if traits.carry or traits.scatter == "add":
+            return True
+        if not self.layout(v).partial or not (traits.matmul or traits.convolution):
             return False
         factors = self.space.strategies[i].factors[self.strategies[i]]
         idle = any(n > 1 and factor is None for (_, n), factor in zip(self.space.mesh, factors, strict=True))

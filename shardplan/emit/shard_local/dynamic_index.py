@@ -48,6 +48,7 @@ def along(x, dim: int, rank: int):
 
 
 def dynamic_slice(eqn, shards, halo_dims: HaloDims) -> list:
+    """The rows of the slice that the shard holds, zeros for the others."""
     (x, *starts), sharded = shards, {s.dim: s for s in halo_dims[0]}
     whole, part = eqn.invars[0].aval, eqn.outvars[0].aval
     at = slice_starts(starts, whole, part)
@@ -62,6 +63,7 @@ def dynamic_slice(eqn, shards, halo_dims: HaloDims) -> list:
 
 
 def dynamic_update_slice(eqn, shards, halo_dims: HaloDims) -> list:
+    """The shard with the rows of the update that fall in it."""
     x, update, *starts = shards
     at, mine = slice_starts(starts, eqn.invars[0].aval, eqn.invars[1].aval), True
     for dim in halo_dims[0]:  # a window of the shard, as wide as the update, that holds all of it that falls in the shard
@@ -75,6 +77,7 @@ def dynamic_update_slice(eqn, shards, halo_dims: HaloDims) -> list:
 
 
 def gather(eqn, shards, halo_dims: HaloDims) -> list:
+    """The elements that the shard holds, zeros for the others."""
     (x, indices, *rest), sharded = shards, {s.dim: s for s in halo_dims[0]}
     p, shape = eqn.params, eqn.invars[0].aval.shape
     n, mine, local = p["dimension_numbers"], True, []
@@ -95,6 +98,7 @@ def gather(eqn, shards, halo_dims: HaloDims) -> list:
 
 
 def scatter(eqn, shards, halo_dims: HaloDims) -> list:
+    """The shard with the updates that fall in it."""
     (x, indices, updates), sharded = shards, {s.dim: s for s in halo_dims[0]}
     p, (shape, sizes) = eqn.params, (v.aval.shape for v in (eqn.invars[0], eqn.invars[2]))
     n, local, mine = p["dimension_numbers"], [], True

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from shardplan import _jax
 from shardplan.emit.shard_local import dynamic_index, gathered, window
 from shardplan.emit.shard_local.halo import HaloDims, halo_dims
+from shardplan.ir.traits import Traits, traits_of
 from shardplan.mesh.layout import Layout
 from shardplan.strategies.register import is_registered
 from shardplan.strategies.rule import Rule
@@ -52,7 +53,7 @@ Layouts = Sequence[Layout | None]
 """Per operand or result of an equation; None where nothing was decided."""
 
 
-# ---- ops that run on their shards in every layout
+# ---- ops that run on their shards in every layout (`Traits.runs_on_shards`)
 
 
 def unchanged(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
@@ -81,15 +82,7 @@ def convolution(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, in
     return LocalOp(lambda *shards: window.convolution(eqn, shards, halos, groups), (Layout(tuple(dims), summed),))
 
 
-ALWAYS: dict[str, Callable[..., LocalOp | None]] = {
-    **dict.fromkeys(("fft", "triangular_solve", "tridiagonal_solve", "symmetric_product"), unchanged),
-    **dict.fromkeys(("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta"), unchanged),
-    "conv_general_dilated": convolution,
-}
-"""Primitive -> (equation, layouts of operands, of results, sizes of mesh axes) -> its local op, or None to leave it to XLA."""
-
-
-# ---- ops that run on their shards where a factor is sharded of which their rule says so
+# ---- ops that run on their shards where a factor is sharded that is shard-local (`Rule.shard_local`)
 
 SCATTERS = ("scatter", *(f"scatter{to}{how}" for to in "-_" for how in ("add", "sub", "mul", "max", "min")))
 
@@ -151,9 +144,9 @@ def factor_axes(rule: Rule, tensors: Layouts) -> dict[str, tuple[str, ...]] | No
     return found
 
 
-def is_local(primitive: str, rule: Rule, factors: Sequence[str | None]) -> bool:
+def is_local(traits: Traits, rule: Rule, factors: Sequence[str | None]) -> bool:
     """Whether an op may run on its shards with mesh axes on these factors: then all its layouts have to be decided."""
-    return primitive in ALWAYS or not rule.shard_local.isdisjoint(factors)
+    return traits.runs_on_shards or not rule.shard_local.isdisjoint(factors)
 
 
 # ---- one equation
@@ -168,15 +161,17 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
         operands, results: layouts as decided; None where nothing was (a scalar, a partial result).
         mesh: all axes of type Auto.
     """
-    if eqn.primitive.name in RESHARDED and any(x is not None for x in operands):
-        return RESHARDED[eqn.primitive.name](eqn, values)
+    traits = traits_of(eqn.primitive.name)
+    if traits.barrier_operands and any(x is not None for x in operands):
+        return _jax.bind(eqn, jax.lax.optimization_barrier(list(values)))
     layouts = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.invars, operands, strict=True)]
     made = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.outvars, results, strict=True)]
     read = [x for x in layouts if x is not None]
     if len(read) < len(layouts) or not any(x.sharded_axes for x in read):
         return bind(eqn, values)
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    local = ALWAYS.get(eqn.primitive.name, by_rule)(eqn, layouts, made, sizes)
+    plan = convolution if traits.convolution else unchanged if traits.runs_on_shards else by_rule
+    local = plan(eqn, layouts, made, sizes)
     if local is None:
         return bind(eqn, values)
     # A partial result leaves with a dim in front, one row from every device.
@@ -198,29 +193,14 @@ def sum_rows(parts):
 
 
 def bind(eqn, values: Sequence, context: bool = True) -> list:
-    """The equation itself, in a form that XLA compiles correctly."""
-    return CORRECTED.get(eqn.primitive.name, _jax.bind)(eqn, values, context=context)
+    """The equation itself, in a form that XLA compiles correctly.
 
-
-def _fft(eqn, values: Sequence, context: bool) -> list:
-    """With row-major arrays: XLA for CPU assigns them other layouts next to collectives, and then fails."""
+    XLA for CPU assigns an FFT's operands other layouts than row-major next to collectives, and then fails; XLA's partitioner aborts on
+    a gather's indices of less than 32 bits.
+    """
+    traits = traits_of(eqn.primitive.name)
+    if traits.gather and values[1].dtype.itemsize < 4:
+        values = [values[0], jnp.asarray(values[1], "int32"), *values[2:]]
+    if not traits.row_major:
+        return _jax.bind(eqn, values, context=context)
     return [_jax.row_major(x) for x in _jax.bind(eqn, [_jax.row_major(x) for x in values], context=context)]
-
-
-def _gather(eqn, values: Sequence, context: bool) -> list:
-    """With indices of at least 32 bits: XLA's partitioner aborts on shorter ones."""
-    x, indices, *rest = values
-    short = indices.dtype.itemsize < 4
-    return _jax.bind(eqn, [x, jnp.asarray(indices, "int32") if short else indices, *rest], context=context)
-
-
-def _reduce(eqn, values: Sequence) -> list:
-    """With resharded operands behind a barrier: XLA otherwise counts the initial value once per piece in which an operand arrives."""
-    return _jax.bind(eqn, jax.lax.optimization_barrier(list(values)))
-
-
-CORRECTED: dict[str, Callable[..., list]] = {"fft": _fft, "gather": _gather}
-"""Primitives that need another form than the user's."""
-
-RESHARDED: dict[str, Callable[..., list]] = {"reduce": _reduce}
-"""Primitives that need another form where operands are constrained."""

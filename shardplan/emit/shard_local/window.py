@@ -14,6 +14,7 @@ from shardplan.strategies.halo import Halo
 
 
 def slice_(eqn, shards, halo_dims: HaloDims) -> list:
+    """The rows of the slice that a shard of the result has."""
     p, done = eqn.params, {s.dim for s in halo_dims[0]}
     x = gather_halo(shards[0], halo_dims[0], 0)
     cuts = zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * x.ndim, x.shape, strict=True)
@@ -22,18 +23,21 @@ def slice_(eqn, shards, halo_dims: HaloDims) -> list:
 
 
 def pad(eqn, shards, halo_dims: HaloDims) -> list:
+    """A shard's part of the padded array; sharded dims have their padding in the halo."""
     x, value = shards
     edges = without(eqn.params["padding_config"], halo_dims[0], (0, 0, 0))
     return _jax.bind(eqn, [gather_halo(x, halo_dims[0], value), value], {"padding_config": edges}, context=False)
 
 
 def rev(eqn, shards, halo_dims: HaloDims) -> list:
+    """The mirrored shard: a halo with a negative stride reverses sharded dims."""
     done = {s.dim for s in halo_dims[0]}
     dimensions = tuple(d for d in eqn.params["dimensions"] if d not in done)
     return _jax.bind(eqn, [gather_halo(shards[0], halo_dims[0], 0)], {"dimensions": dimensions}, context=False)
 
 
 def concatenate(eqn, shards, halo_dims: HaloDims) -> list:
+    """A shard's part of the joined array: each operand in turn fills in what it has."""
     if not halo_dims[0]:
         return _jax.bind(eqn, shards, context=False)
     (dim,) = halo_dims[0]
@@ -60,7 +64,7 @@ def convolution(eqn, shards, halo_dims: HaloDims, groups: Mapping[str, int]) -> 
 def keep_dilation(dim: HaloDim) -> tuple[HaloDim, tuple[int, int], int]:
     """(halo without the zeros between dilated elements, padding, dilation left to the op, so that it multiplies no zeros).
 
-    Only where the windows of all shards begin alike; else the zeros are part of the halo.
+    Only where the windows of all shards begin at the same offset; else the zeros are part of the halo.
     """
     halo = dim.halo
     span, low, dilation = halo.span(dim.made), halo.low % halo.dilation, halo.dilation
@@ -85,14 +89,17 @@ def windows(eqn, shards, halo_dims: HaloDims, fills: Sequence) -> list:
 
 
 def reduce_window(eqn, shards, halo_dims: HaloDims) -> list:
+    """The last half of the operands are the initial values, and stand beyond the array's ends."""
     return windows(eqn, shards, halo_dims, shards[len(shards) // 2 :])
 
 
 def select_and_gather_add(eqn, shards, halo_dims: HaloDims) -> list:
+    """Tangents have zeros beyond the array's ends, values what no window selects."""
     return windows(eqn, shards, halo_dims, (0, never_selected(eqn)))
 
 
 def select_and_scatter_add(eqn, shards, halo_dims: HaloDims) -> list:
+    """All windows that read a shard's elements, scattered to their halo; of that the shard is cut out."""
     source, x = (gather_halo(x, dims, fill) for x, dims, fill in zip(shards, halo_dims, (0, never_selected(eqn)), strict=True))
     for s in halo_dims[0]:  # one element per window, from the first window that reads this shard
         stride = eqn.params["window_strides"][s.dim]
@@ -104,6 +111,7 @@ def select_and_scatter_add(eqn, shards, halo_dims: HaloDims) -> list:
 
 
 def never_selected(eqn) -> float:
+    """A value that no window selects."""
     return -jnp.inf if eqn.params["select_prim"].name == "ge" else jnp.inf
 
 
