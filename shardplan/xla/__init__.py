@@ -8,7 +8,7 @@ from shardplan.xla.hlo.peak import Buffer
 from shardplan.xla.hlo.products import HloProduct, flops, products
 from shardplan.xla.hlo.remat import Rematerialization, rematerializations
 from shardplan.xla.hlo.schedule import KernelWork, Overlap, Timeline, overlaps, simulate
-from shardplan.xla.report.check import LineCollectives, ReplicatedArgument, XlaReport, check
+from shardplan.xla.report.check import SourceLineCollectives, ReplicatedArgument, XlaReport, check
 from shardplan.xla.report.compare import CollectiveComparison, CollectiveFinding, EmittedTensor, ExpectedCollective, compare
 from shardplan.xla.report.plan_report import PlanReport
 from shardplan.xla.report.seconds import CompiledSeconds, seconds
@@ -27,11 +27,11 @@ __all__ = [
     "HloCollective",
     "HloProduct",
     "KernelWork",
-    "LineCollectives",
     "Overlap",
     "PlanReport",
     "Rematerialization",
     "ReplicatedArgument",
+    "SourceLineCollectives",
     "Target",
     "Timeline",
     "XlaMemory",

@@ -75,7 +75,7 @@ class HloInstruction:
         return arrays(self.type)
 
     def attribute(self, key: str) -> str | None:
-        """Value of `key=...`: a braced group, a quoted string or a plain word; None when absent."""
+        """Value of `key=...`: a braced group, a string or a plain word; None when absent."""
         found = _attribute(key).search(self.attributes)
         if not found:
             return None
@@ -315,8 +315,8 @@ def _attribute(key: str) -> re.Pattern:
 
 
 def _closing(text: str, at: int) -> int:
-    """Position that closes the bracket or quote at `at`; brackets inside quotes do not count."""
-    depth, quoted, skip = 0, False, False
+    """Position that closes the bracket or string at `at`; brackets inside strings do not count."""
+    depth, in_string, skip = 0, False, False
     for i in range(at, len(text)):
         char = text[i]
         if skip:
@@ -324,10 +324,10 @@ def _closing(text: str, at: int) -> int:
         elif char == "\\":
             skip = True
         elif char == '"':
-            quoted = not quoted
-            if not quoted and depth == 0:
+            in_string = not in_string
+            if not in_string and depth == 0:
                 return i
-        elif not quoted:
+        elif not in_string:
             depth += (char in "([{") - (char in ")]}")
             if depth == 0:
                 return i

@@ -40,7 +40,7 @@ FAIL_ON = ("guess", "memory", "remat", "replicated", "twice")
 
 
 @dataclass(frozen=True)
-class LineCollectives:
+class SourceLineCollectives:
     """Collectives of one kind that one source line causes.
 
     Attributes:
@@ -121,7 +121,7 @@ class XlaReport:
         return not self.failures
 
     @cached_property
-    def lines(self) -> tuple[LineCollectives, ...]:
+    def lines(self) -> tuple[SourceLineCollectives, ...]:
         """Collectives by source line, kind, axes and phase, the most bytes first."""
         return _lines(self.compiled.collectives) if self.compiled.ok else ()
 
@@ -228,7 +228,7 @@ def _failures(report: XlaReport, max_bytes, max_memory, fail_on: frozenset[str],
         yield from (f"{c}: in a loop of unknown length" for c in compiled.collectives if c.guessed)
 
 
-def _lines(collectives: tuple[HloCollective, ...]) -> tuple[LineCollectives, ...]:
+def _lines(collectives: tuple[HloCollective, ...]) -> tuple[SourceLineCollectives, ...]:
     groups: dict[tuple, list[tuple[HloCollective, CombinedTensor]]] = {}
     for c in collectives:
         if c.group_size == 1:
@@ -237,7 +237,7 @@ def _lines(collectives: tuple[HloCollective, ...]) -> tuple[LineCollectives, ...
             frame = users_line(part.stack) or users_line(c.stack)
             groups.setdefault((frame, c.kind, c.reduction, c.axes, _phase(part.op_name or c.op_name)), []).append((c, part))
     lines = [
-        LineCollectives(
+        SourceLineCollectives(
             frame,
             kind,
             reduction,
@@ -250,7 +250,7 @@ def _lines(collectives: tuple[HloCollective, ...]) -> tuple[LineCollectives, ...
         for (frame, kind, reduction, axes, phase), moved in groups.items()
     ]
 
-    def order(line: LineCollectives):
+    def order(line: SourceLineCollectives):
         place = (line.frame.file, line.frame.line) if line.frame else ("", 0)
         return -line.bytes, place, line.kind, line.axes, line.phase
 
@@ -309,8 +309,8 @@ def _describe(report: XlaReport) -> str:
     return "\n".join(lines)
 
 
-def _describe_lines(found: tuple[LineCollectives, ...]) -> list[str]:
-    places: dict[Frame | None, list[LineCollectives]] = {}
+def _describe_lines(found: tuple[SourceLineCollectives, ...]) -> list[str]:
+    places: dict[Frame | None, list[SourceLineCollectives]] = {}
     for line in found:
         places.setdefault(line.frame, []).append(line)
     out = []
