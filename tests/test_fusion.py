@@ -55,7 +55,7 @@ X = S((1000, 1000), F32)  # 4 MB
         (lambda x: x.reshape(-1).reshape(500, 2000) + 1, 8),  # views move nothing
     ],
 )
-def test_what_is_read_and_written(fun, moved):
+def test_bytes_that_kernels_read_and_write(fun, moved):
     assert megabytes(fun, X) == pytest.approx(moved, rel=0.01)
 
 
@@ -65,7 +65,7 @@ def test_a_product_is_written_transposed_while_it_is_computed():
     assert megabytes(lambda x: (x @ x).T + 1, X) == megabytes(lambda x: x @ x + 1, X)
 
 
-def test_zeros_that_a_scatter_starts_from_are_written_for_other_readers_too():
+def test_zeros_of_a_scatter_are_written_for_other_readers_too():
     def masked(scattered):
         def run(x, rows, at):
             z = jnp.zeros(x.shape)
@@ -77,7 +77,7 @@ def test_zeros_that_a_scatter_starts_from_are_written_for_other_readers_too():
     assert masked(True) - scatter == pytest.approx(masked(False) + 8, rel=0.01)  # zeros written and read
 
 
-def test_what_many_kernels_read_is_written_once_and_not_summed_up_again_by_each():
+def test_a_reduction_that_many_kernels_read_is_written_once_and_not_computed_again_by_each():
     """A sum that every layer adds to: layer after layer costs the same, however many stand before."""
 
     def residual(layers):
@@ -120,12 +120,12 @@ def test_loops_move_rows():
     assert megabytes(multiplied, S((4, 500, 500), F32)) == pytest.approx(4 * (3 + 3 + 3), rel=0.01)
 
 
-def test_products_are_written_in_the_order_that_is_asked_for():
+def test_products_are_written_in_the_requested_order():
     assert megabytes(lambda x: (x @ x).T, X) == megabytes(lambda x: x @ x, X)
 
 
 @pytest.mark.parametrize("steps", [1, 10])
-def test_no_kernel_takes_less_than_the_least_time(steps):
+def test_no_kernel_is_faster_than_a_launch(steps):
     small = S((8, 8), F32)
 
     def chain(x):
@@ -139,7 +139,7 @@ def test_no_kernel_takes_less_than_the_least_time(steps):
     assert least > 0.9 * whole(chain, small, cluster=H100)  # eight devices are no faster
 
 
-def test_large_sums_are_two_kernels():
+def test_large_reductions_are_two_kernels():
     latency = H100.device.kernel_latency_s
     assert whole(lambda x: x.sum(0), S((4096, 8), F32), cluster=H100) == pytest.approx(latency)
     assert whole(lambda x: x.sum(0), S((4104, 8), F32), cluster=H100) == pytest.approx(2 * latency)
@@ -148,7 +148,7 @@ def test_large_sums_are_two_kernels():
     assert both == pytest.approx(3 * latency, rel=0.01)  # the first they share
 
 
-def test_loops_count_their_rounds_and_cut_every_row_out_by_itself():
+def test_loops_count_their_iterations_and_slice_every_row_in_a_kernel_of_its_own():
     def run(c, a, b):
         return lax.scan(lambda c, rows: (c @ rows[0] @ rows[1], None), c, (a, b))[0]
 
@@ -198,7 +198,7 @@ def test_xla_runs_as_many_kernels_in_a_recurrence():
     assert report.plan.seconds["compute"] == pytest.approx(seconds(report.compiled, H100).compute_s, rel=0.15)
 
 
-def test_rows_cut_out_of_a_stack_are_all_that_is_read():
+def test_of_a_stack_only_the_sliced_rows_are_read():
     """XLA may turn a stack before it cuts rows out of it or puts rows into it; and a scatter works in place."""
     hlo = """
 HloModule rows, is_scheduled=true

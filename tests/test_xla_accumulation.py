@@ -54,7 +54,7 @@ def test_xla_reduces_once_too():
 
 
 @needs_gpu_compiler
-def test_into_split_parameters_the_sum_is_scattered_once():
+def test_into_sharded_parameters_the_sum_is_scattered_once():
     found = planned(split=P("data")).check("h100:8")
     (sent,) = [c for c in found.compiled.collectives if c.kind != "all-gather" and c.bytes > 1e6]
     assert (sent.kind, sent.runs) == ("reduce-scatter", 1)
@@ -74,7 +74,7 @@ def in_bf16(w, batch):
 
 @needs_gpu_compiler
 @pytest.mark.parametrize("mesh", [MESH, AbstractMesh((2, 4), ("data", "model"))])
-def test_behind_a_cast_the_sum_is_reduced_in_the_type_it_has_before_and_cut_up_afterwards(mesh):
+def test_behind_a_cast_the_sum_is_reduced_in_the_dtype_before_and_sliced_afterwards(mesh):
     found = planned(split=P(mesh.axis_names), function=in_bf16, mesh=mesh).check("h100:8")
     for collectives in (expected(found.plan), found.compiled.collectives):
         (sent,) = [c for c in collectives if c.kind != "all-gather" and c.bytes > 1e6]
@@ -92,7 +92,7 @@ def test_over_two_axes_it_is_paid_once_too(split):
 
 
 @pytest.mark.parametrize("split", [P(), P("data")])
-def test_what_the_carry_starts_from_is_counted_once(split):
+def test_the_initial_value_of_the_carry_is_counted_once(split):
     def more(w, batch):
         def add(total, x):
             return total + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w), None
@@ -108,7 +108,7 @@ def test_what_the_carry_starts_from_is_counted_once(split):
     assert jnp.allclose(step(w, batch), more(w, batch), rtol=1e-3, atol=1e-2)
 
 
-def test_a_carry_that_the_loop_reads_is_reduced_in_every_round():
+def test_a_carry_that_the_loop_reads_is_reduced_in_every_iteration():
     def reads(w, batch):
         def add(total, x):
             return total + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ (w + total)) ** 2))(w), None

@@ -275,7 +275,7 @@ def _in_two(op: Op, choices: OpStrategies) -> np.ndarray:
 
     The first may be shared by several sums, the second is each one's own.
 
-    The bounds are those of `ReductionDimensionRaceFreeBound` in XLA's reduction_utils.cc.
+    The bounds are those of `ReductionDimensionRaceFreeBound` (fact: reduction-two-kernels).
     """
     axes = op.params.get("axes")
     if not axes or not op.traits.reduction:

@@ -154,7 +154,8 @@ class _Decided:
     def regathers(self) -> dict[int, int]:
         """Copy -> how many times its array was gathered and freed before.
 
-        Regathered copies are numbered: XLA's common subexpression elimination would merge them and keep the first one alive.
+        Regathered copies are numbered: XLA's common subexpression elimination would merge them and keep the first one alive
+        (facts: cse-merges-equal-reshards, cse-stops-at-barriers).
         """
         found: dict[int, int] = {}
         for j, (i, k) in self.graph.retainable_from.items():

@@ -178,7 +178,7 @@ class Cluster:
         node_size: consecutive devices that share a node.
         intra: the network inside a node.
         inter: the network between nodes.
-        reduce_scatter: whether XLA forms reduce-scatter here (its CPU compiler never does).
+        reduce_scatter: whether XLA forms reduce-scatter here (fact: cpu-no-reduce-scatter).
         overlap: what part of a collective's seconds other work hides, as far as there is any that does not wait for it (XLA's
             schedule for GPUs: nearly all; on CPU devices both want the same cores).
         source: where the figures come from.

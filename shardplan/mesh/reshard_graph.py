@@ -344,7 +344,7 @@ def _edges(state: LayoutState, sizes, groups, reduce_scatter, same_shards) -> It
             if len({groups.get(a) for a in some}) > 1:
                 continue
             left = tuple(a for a in partial if a not in some)
-            if groups.get(some[0]) not in [groups.get(a) for a in left]:  # XLA sums over all axes at once
+            if groups.get(some[0]) not in [groups.get(a) for a in left]:  # fact: partition-scatter-at-once
                 yield "all-reduce", some, (dims, left), "before"
             if reduce_scatter:
                 for order in itertools.permutations(some):

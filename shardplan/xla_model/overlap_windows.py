@@ -36,7 +36,7 @@ from shardplan.xla_model.schedule import Schedule, blocking_collectives, schedul
 Edge = tuple[int, int]
 """(op, operand)."""
 Transfer = tuple[Hashable, float]
-"""How an array moves, and the bytes of the result on one device; only arrays that move alike are combined."""
+"""How an array moves, and the bytes of the result on one device; only arrays that move in the same way are combined."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def overlap_windows(
         graph: the step.
         sites: per value.
         work_s: seconds of every op in one run.
-        transfers: by the op that makes an array, its transfer; by default all arrays of a group move alike, and in full.
+        transfers: by the op that makes an array, its transfer; by default all of a group move in one way, in full.
         seconds: (transfer, bytes) -> seconds; also of a whole group by "all-reduce" or "reduce-scatter".
         shards: number of shards of gradients that are scattered but not in `transfers`; 1 as if they arrived in full.
         scattered: those of `transfers` that are reduce-scattered.

@@ -51,7 +51,7 @@ def iterated(*ins, out, **_):
 @rule(*LINEAR.split())
 @rule("add", "add_any", traits=Traits(addition=True, deferrable=True, matmul_prologue=True))
 def linear(*ins, out, **_):
-    """Partial sums pass through: XLA adds first and reduces then. It does not for neg and sub, linear as they are."""
+    """Partial sums pass through: XLA adds first and reduces then. Not so neg and sub (facts: reassociate-add, reassociate-only-add)."""
     return elementwise(*ins, out=out, linear=True)
 
 

@@ -35,7 +35,7 @@ def multiply_adds(x, sizes) -> float:
 
 
 SMALL_PRODUCT = 10_000_000
-"""Elements of matrix and vector from which on XLA runs their product as a GEMM (gpu_algebraic_simplifier.cc)."""
+"""Elements of matrix and vector from which on XLA runs their product as a GEMM (fact: fusion-matrix-vector)."""
 
 
 def product_fusion(x, y, dimension_numbers) -> Fusion:

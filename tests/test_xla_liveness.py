@@ -1,0 +1,125 @@
+"""When values are in memory, by the rules of docs/xla_model.md, and where copies stand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardplan.ir.parse import parse
+from shardplan.xla_model.copies import with_copies
+from shardplan.xla_model.liveness import live_intervals
+
+X = np.linspace(0.5, 2.0, 16, dtype=np.float32).reshape(4, 4)
+
+
+def test_rule_13_a_donated_input_dies_with_its_last_reader_and_others_stay():
+    def fun(a, b):
+        return jnp.tanh(a @ b) @ b
+
+    traced = jax.jit(fun).trace(X, X)
+    for donated in ((), (0,)):
+        graph = parse(traced.jaxpr, donated=donated)
+        live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+        first_dot = next(i for i, op in enumerate(graph.ops) if op.primitive == "dot_general")
+        assert live[0] == ((0, first_dot + 1) if donated else (0, len(graph.ops)))
+        assert live[1] == (0, len(graph.ops))
+
+
+def test_rule_16_donated_state_is_overwritten_once_nobody_reads_it():
+    def step(state, x):
+        mean = 0.9 * state["mean"] + x
+        return {"mean": mean, "late": jnp.sin(mean)}, mean @ state["late"]
+
+    state = {"mean": X, "late": X}
+    graph = parse(jax.jit(step).trace(state, X).jaxpr, same_layout=((0, 0), (1, 1)), donated=(0, 1))
+    live = live_intervals(graph, [True] * len(graph.values), [op.primitive != "dot_general" for op in graph.ops])
+    made = {op.primitive: live[op.outputs[0]] for op in graph.ops if op.outputs}
+    assert made["add"] is None and made["sin"] is not None  # the product reads the old "late" after the sine
+
+
+def test_rule_13_only_a_result_of_the_same_size_reuses_an_operands_buffer():
+    def fun(a, b):
+        y = a @ b
+        return jnp.sin(y) if same else jnp.sin(y).astype(jnp.bfloat16)
+
+    for same in (True, False):
+        graph = parse(jax.jit(fun).trace(X, X).jaxpr)
+        sine = next(i for i, op in enumerate(graph.ops) if op.primitive == "sin")
+        fused = [v != graph.ops[sine].outputs[0] or same for v in range(len(graph.values))]
+        live = live_intervals(graph, fused, [op.primitive != "dot_general" for op in graph.ops])
+        (product,) = graph.ops[sine].inputs
+        assert product is not None
+        written = sine if same else sine + 1
+        assert live[product] == (sine - 1, written if same else written + 1)
+
+
+@pytest.mark.parametrize("how", ["set", "add", "subtract", "multiply", "min", "max"])
+def test_rule_13_a_scatter_writes_into_the_array_that_it_is_the_last_to_read(how):
+    def fun(x, y):
+        return getattr((x * 2).at[jnp.array([1, 3])].set(y).at[jnp.array([0, 1])], how)(y)
+
+    graph = parse(jax.jit(fun).trace(X, X[:2]).jaxpr)
+    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    first, second = (i for i, op in enumerate(graph.ops) if op.primitive.startswith("scatter"))
+    for at in (first, second):
+        (v, *_) = graph.ops[at].inputs
+        assert v is not None and (live[v] or (0, 0))[1] == at
+
+
+def test_rule_14_a_copy_of_what_a_loop_slices_is_one_of_the_stack_until_the_loop_ends():
+    def steps(w, x):
+        return jax.lax.scan(lambda c, w: (c @ w, None), x, w)[0]
+
+    graph = parse(jax.jit(steps).trace(np.ones((3, 256, 256)), np.ones((4, 256))).jaxpr)
+    graph = with_copies(graph, [op.primitive == "loop_slice" for op in graph.ops], [False] * len(graph.ops))
+    (sliced,) = (op for op in graph.ops if op.primitive == "loop_slice")
+    (stack,) = sliced.inputs
+    assert stack is not None
+    at = graph.values[stack].producer[0]
+    assert graph.ops[at].traits.copy and graph.values[stack].shape == (3, 256, 256) and graph.ops[at].runs == 1
+    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    assert live[stack] == (at, graph.loops[0].stop)
+
+
+def test_a_copy_for_the_backward_pass_stands_behind_the_read_of_the_forward_pass():
+    """A gated unit: half of a product is read once in each pass, as it is in the first and through a copy in the second."""
+
+    def loss(w, x):
+        gate, up = jnp.split(x @ w, 2, axis=1)
+        return (jnp.tanh(gate) * up).sum()
+
+    graph = parse(jax.make_jaxpr(jax.grad(loss))(np.zeros((64, 1024), np.float32), np.zeros((128, 64), np.float32)))
+    shared = with_copies(graph, [op.primitive not in ("slice", "dot_general") for op in graph.ops], [False] * len(graph.ops))
+    assert any(shared.ops[copy].traits.copy for copy in shared.retainable_from)
+    for copy, (reader, k) in shared.retainable_from.items():
+        assert reader < copy and shared.ops[reader].inputs[k] == shared.ops[copy].inputs[0]
+
+
+def test_rule_15_the_zeros_of_max_poolings_gradient_live_as_long_as_its_windows():
+    def pooled(x):
+        return (jax.lax.reduce_window(jnp.sin(x), -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID") ** 2).sum()
+
+    graph = parse(jax.jit(jax.grad(pooled)).trace(X).jaxpr)
+    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    (scatter,) = (op for op in graph.ops if op.primitive == "select_and_scatter_add")
+    sine = next(op for op in graph.ops if op.primitive == "sin")
+    born, died = live[scatter.outputs[0]] or (0, 0)
+    assert born == graph.values[sine.outputs[0]].producer[0] < graph.values[scatter.outputs[0]].producer[0] < died
+
+
+def test_rule_8_a_product_of_the_backward_pass_holds_its_operands_until_its_result_is_needed():
+    def loss(p, v, w):
+        return (jnp.tanh(p @ (v @ w)) ** 2).sum()
+
+    graph = parse(jax.jit(jax.grad(loss, argnums=(0, 2))).trace(X, X, X).jaxpr)
+    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    products = [i for i, op in enumerate(graph.ops) if op.primitive == "dot_general" and op.phase == "backward"]
+    handed = [i for i in products if any(at in products for at in _readers_through_views(graph, i))]
+    assert len(handed) == 1
+    (reader,) = set(_readers_through_views(graph, handed[0])) & {*products}
+    assert all((live[v] or (0, 0))[1] > reader for v in graph.ops[handed[0]].inputs if v is not None)
+
+
+def _readers_through_views(graph, at):
+    for reader, _ in graph.values[graph.ops[at].outputs[0]].consumers:
+        yield from _readers_through_views(graph, reader) if graph.ops[reader].primitive == "transpose" else (reader,)
