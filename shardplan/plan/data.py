@@ -83,7 +83,7 @@ class PlanDecision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         op: its number among the ops of the program.
         file, line, function: the user's source line; the file by its portable name (`shardplan.files.portable`).
         primitive, occurrence: which op of that line and phase, counted from 0.
-        strategy: mesh axis -> the factor of the op's rule that it shards.
+        strategy: mesh axis -> the factor of the op's rule that it shards, or "partial sums".
         operand_layouts: per operand, the layouts it is constrained to, one after the other.
         copy_numbers: per operand, which resharded copy of the array it reads: 0 the first one, n the n-th one regathered, -1 the
             first one behind an optimization barrier, so that XLA does not fuse it with its other readers; () is all 0.

@@ -26,7 +26,7 @@ class Planned:
     Attributes:
         strategies: per op of the graph, the number of its strategy.
         decisions: by path, what emission applies.
-        beside: what a hidden collective costs, as a part of its seconds; 1 where none is hidden.
+        exposed_fraction: of the seconds of a hidden collective, what the step still pays; 1 where none is hidden.
         seconds: planning time by stage.
     """
 
@@ -41,10 +41,12 @@ class Planned:
 
     @property
     def space(self) -> StrategySpace:
+        """The strategies of every op."""
         return self.network.space
 
     @property
     def graph(self) -> Graph:
+        """The program."""
         return self.space.graph
 
     def result_layout(self, i: int, r: int = 0) -> Layout:
@@ -57,7 +59,7 @@ class Planned:
 
     @functools.cached_property
     def retained(self) -> frozenset[int]:
-        """Shares that take the copy of an earlier phase: they move nothing."""
+        """Copies that retain the array of an earlier phase: they reshard nothing."""
         return self.network.retained(self.solution.states)
 
     def reshards(self, i: int) -> list[tuple[int, tuple[ReshardStep, ...]]]:
@@ -86,9 +88,3 @@ class Planned:
                 if counted
             )
         )
-
-    def in_layouts(self) -> tuple[Layout, ...]:
-        return tuple(self.result_layout(i) for i in self.graph.args)
-
-    def out_layouts(self) -> tuple[Layout, ...]:
-        return tuple(self.result_layout(i) for i in self.graph.outs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardplan.costs.options import Options
@@ -66,13 +66,15 @@ def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
     if not pins:
         raise PlanFileError(
             "the plan is for another model: none of its inputs is one of this step.\n"
-            f"  plan: {', '.join([x.path for x in plan.inputs][:MAX_LISTED])}, ...\n  step: {', '.join(traced.in_labels[:MAX_LISTED])}, ...\n"
-            "  way out: plan anew without plan="
+            f"  plan: {_listed([x.path for x in plan.inputs])}\n  step: {_listed(traced.in_labels)}\n  way out: plan anew without plan="
         )
-    gone = [f"{path} (no longer there)" for path in leaves]
-    listed = [*lost, *gone]
+    unmatched = [*lost, *(f"{path} (no longer there)" for path in leaves)]
     warn(
         f"the plan was made for another version of this step: {len(pins)} of {len(avals)} inputs keep its layouts, the rest is planned "
-        "again." + (f"\n  not matched: {', '.join(listed[:MAX_LISTED])}{', ...' if len(listed) > MAX_LISTED else ''}" if listed else "")
+        "again." + (f"\n  not matched: {_listed(unmatched)}" if unmatched else "")
     )
     return replace(options, in_pins={**pins, **(options.in_pins or {})})
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")

@@ -89,7 +89,7 @@ def _kind_order(kind: str) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class LineCollectives:
+class LineTraffic:
     """Collectives of one kind, over the same axes, in one phase of one line; all runs of a step together."""
 
     phase: str
@@ -133,7 +133,7 @@ class LineRow:
     code: str
     compute_s: float
     communication_s: float
-    collectives: tuple[LineCollectives, ...]
+    collectives: tuple[LineTraffic, ...]
     notes: tuple[LineNote, ...]
     shards: bool
 
@@ -181,7 +181,7 @@ def lines(plan: Plan, source: bool = True) -> tuple[LineRow, ...]:
     )
 
 
-def _collectives(decisions: Sequence[PlanDecision]) -> tuple[LineCollectives, ...]:
+def _collectives(decisions: Sequence[PlanDecision]) -> tuple[LineTraffic, ...]:
     sums: dict[tuple, list[float]] = {}
     for d in decisions:
         for reshard in d.reshards:
@@ -189,7 +189,7 @@ def _collectives(decisions: Sequence[PlanDecision]) -> tuple[LineCollectives, ..
                 total = sums.setdefault((d.phase, c.kind, c.axes), [0.0, 0.0, 0.0])
                 for k, x in enumerate((1.0, c.bytes, c.seconds)):
                     total[k] += d.runs * x
-    rows = [LineCollectives(*key, *total) for key, total in sums.items()]
+    rows = [LineTraffic(*key, *total) for key, total in sums.items()]
     return tuple(sorted(rows, key=lambda t: (_phase_order(t.phase), -t.seconds, t.kind, t.axes)))
 
 
