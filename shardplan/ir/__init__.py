@@ -1,0 +1,1 @@
+"""What the program is: values, ops with their traits, loops, repeated layers."""

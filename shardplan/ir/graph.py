@@ -54,6 +54,7 @@ class Value:
 
     @property
     def bytes(self) -> float:
+        """Bytes of the global array."""
         n = self.itemsize
         for d in self.shape:
             n *= d

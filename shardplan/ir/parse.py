@@ -11,10 +11,11 @@ from shardplan import _jax
 from shardplan.ir.graph import Graph, Loop, Op, Path, Phase, Source, Value
 
 MAX_TRIPS = 1e9
+"""Upper limit of an op's runs per step, against overflow of costs where loops with huge trip counts nest."""
 
 
 class _Recorder:
-    """Grows ops and values; lives for one call of `parse`."""
+    """Ops and values recorded so far, in one call of `parse`."""
 
     def __init__(self):
         self.ops: list[Op] = []
@@ -56,8 +57,9 @@ def parse(
     """The graph of a closed jaxpr.
 
     Args:
-        closed: what `jax.make_jaxpr` or `jax.jit(f).trace(...).jaxpr` gives.
-        arg_labels, out_labels: pytree paths of the flat inputs and outputs.
+        closed: a closed jaxpr, from `jax.make_jaxpr` or `jax.jit(f).trace(...).jaxpr`.
+        arg_labels: pytree paths of the flat inputs.
+        out_labels: pytree paths of the flat outputs.
         same_layout: (input, output) numbers of state: the output keeps the input's layout.
         donated: numbers of donated inputs.
     """
@@ -80,14 +82,7 @@ def parse(
 
 
 def _read(g: _Recorder, jaxpr, values: Sequence[int | None], path: Path) -> list[int | None]:
-    """Record the equations of `jaxpr`; None stands for a literal.
-
-    Args:
-        values: value numbers of its constants, then of its inputs.
-
-    Returns:
-        Value numbers of its outputs.
-    """
+    """Record the equations of a jaxpr, from value numbers of its constants and inputs to those of its outputs; None is a literal."""
 
     def run(n: int, eqn, inputs) -> list[int | None]:
         outer = g.source, g.phase
@@ -118,19 +113,21 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> list[int | None]:
 
 
 def _unchanged(eqn, inputs: list[int | None]) -> int | None:
-    """The operand that an equation hands on as it is: Python's `sum` begins with 0 + x, which XLA drops."""
+    """The operand that an equation returns unchanged: Python's `sum` starts with 0 + x, which XLA drops."""
     if eqn.primitive.name != "add":
         return None
     for v, zero, x in zip(inputs, reversed(eqn.invars), eqn.invars, strict=True):
-        nothing = isinstance(zero, _jax.Literal) and not np.any(zero.val)
-        if nothing and (x.aval.shape, x.aval.dtype) == (eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype):
+        is_zero = isinstance(zero, _jax.Literal) and not np.any(zero.val)
+        if is_zero and (x.aval.shape, x.aval.dtype) == (eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype):
             return v
     return None
 
 
 def _phase(g: _Recorder, eqn, path: Path) -> Phase:
-    """Backward ops carry `transpose(` in their name scope, also around them; what follows the first of them and is not
-    differentiated updates state.
+    """The phase of an equation, from JAX's name stack.
+
+    A backward op has `transpose(` there, or stands inside one that has. Behind the first of these, an op that is not differentiated
+    belongs to the optimizer's update.
     """
     if _jax.is_backward(eqn) or (g.phase == "backward" and path):
         g.seen_backward = True

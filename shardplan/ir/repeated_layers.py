@@ -1,10 +1,10 @@
-"""Which ops are the same op of another layer: colour refinement on the graph.
+"""Which ops are the same op of another layer: colour refinement (Weisfeiler-Leman) on the graph.
 
-An unrolled model runs the same ops with the same shapes layer after layer, forward, backward and in the optimizer. Ops begin
-with one colour per (signature, phase, source line); inputs with their path, numbers left out, so that `blocks/3/w` and
-`blocks/7/w` are alike; the ops that update one leaf of the state with the paths of that leaf, its moments and its result. Then
-a few rounds mix in the colours of neighbours. Ops of one final colour form a class. Planning ties a class to one strategy,
-which shrinks a model of any depth to the size of one of its layers.
+An unrolled model runs the same ops with the same shapes layer after layer, forward, backward and in the optimizer. Ops start with one
+colour per (signature, phase, source line); inputs with their path without layer numbers, so that `blocks/3/w` and `blocks/7/w` share
+a colour; ops that update a leaf of the state with the paths of that leaf, its moments and its result. A few rounds then mix in the
+colours of neighbours. Ops of one final colour form a class. Planning gives a class one strategy, which reduces a model of any depth to
+one of its layers.
 
     blocks/0/w, blocks/1/w, ...   -> dot_general ... -> add ... -> one class each for w, dot_general, add, ...
 """
@@ -12,17 +12,20 @@ which shrinks a model of any depth to the size of one of its layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from shardplan.ir.graph import Graph, components
 
 ROUNDS = 3
-COPIES = 3
+"""Rounds of refinement: a class differs from others within this distance."""
+
+MIN_LAYERS = 3
+"""Values that a number in a path takes at least to count as a layer number."""
 
 
 def repeated_layers(graph: Graph, signature: Sequence[int]) -> tuple[int, ...]:
-    """Per op a class: the number of the first op that is like it (its own, if it stands alone).
+    """Class of every op: the number of the first op of its class (its own, if it stands alone).
 
     Args:
         graph: the step.
@@ -30,16 +33,16 @@ def repeated_layers(graph: Graph, signature: Sequence[int]) -> tuple[int, ...]:
     """
     numbers: dict = {}
     colour: list[int] = []
-    pattern = _patterns(graph)
-    leaf = _leaves(graph, pattern)
+    pattern = _path_patterns(graph)
+    leaf = _updated_leaves(graph, pattern)
     for i, op in enumerate(graph.ops):
-        made_from = [graph.values[v].producer[0] for v in op.inputs if v is not None]
+        producers = [graph.values[v].producer[0] for v in op.inputs if v is not None]
         if op.traits.endpoint:
             key = (op.primitive, signature[i], pattern[i])
         elif op.phase == "update":
-            key = (signature[i], leaf.get(i), *(colour[p] for p in made_from))
+            key = (signature[i], leaf.get(i), *(colour[p] for p in producers))
         else:
-            read = tuple(colour[p] for p in made_from if graph.ops[p].traits.step_input)
+            read = tuple(colour[p] for p in producers if graph.ops[p].traits.step_input)
             key = (signature[i], op.phase, op.source, op.runs, read)
         colour.append(numbers.setdefault(key, len(numbers)))
     neighbours = _neighbours(graph)
@@ -53,54 +56,52 @@ def repeated_layers(graph: Graph, signature: Sequence[int]) -> tuple[int, ...]:
     return tuple(first.setdefault(c, i) for i, c in enumerate(colour))
 
 
-def _patterns(graph: Graph) -> dict[int, str]:
-    """Paths of inputs and outputs with the numbers of layers left out: a number that takes at least `COPIES` values in its place."""
+def _numbers_of(label: str) -> Iterator[tuple[str, str, bool]]:
+    """Parts of a path: (pattern of the path before it, the part, whether it is a number)."""
+    before = ""
+    for part in re.split(r"(\d+)", label):
+        yield before, part, part.isdigit()
+        before += "#" if part.isdigit() else part
+
+
+def _path_patterns(graph: Graph) -> dict[int, str]:
+    """Paths of inputs and outputs without layer numbers."""
     labels = {i: op.label for i, op in enumerate(graph.ops) if op.traits.endpoint}
     values: dict[str, set[str]] = {}
-
     for label in labels.values():
-        before = ""
-        for part in re.split(r"(\d+)", label):
-            if part.isdigit():
+        for before, part, is_number in _numbers_of(label):
+            if is_number:
                 values.setdefault(before, set()).add(part)
-            before += "#" if part.isdigit() else part
-    places = {place for place, seen in values.items() if len(seen) >= COPIES}
+    layers = {before for before, found in values.items() if len(found) >= MIN_LAYERS}
 
-    def blank(label: str) -> str:
-        before = out = ""
-        for part in re.split(r"(\d+)", label):
-            out += "#" if part.isdigit() and before in places else part
-            before += "#" if part.isdigit() else part
-        return out
+    def pattern(label: str) -> str:
+        return "".join("#" if is_number and before in layers else part for before, part, is_number in _numbers_of(label))
 
-    return {i: blank(label) for i, label in labels.items()}
+    return {i: pattern(label) for i, label in labels.items()}
 
 
-def _leaves(graph: Graph, pattern: dict[int, str]) -> dict[int, tuple[str, ...]]:
-    """Per op of the optimizer, the paths of the inputs and outputs it is joined to by arrays (not by single numbers)."""
+def _updated_leaves(graph: Graph, pattern: dict[int, str]) -> dict[int, tuple[str, ...]]:
+    """Per op of the optimizer, the paths of the inputs and outputs that arrays (not scalars) connect it to."""
 
-    def joins(i: int) -> bool:
+    def connects(i: int) -> bool:
         return graph.ops[i].phase == "update" or graph.ops[i].traits.endpoint
 
     def pairs():
         for value in graph.values:
             if value.shape:
-                yield from pairwise(at for at in (value.producer[0], *(at for at, _ in value.consumers)) if joins(at))
+                yield from pairwise(at for at in (value.producer[0], *(at for at, _ in value.consumers)) if connects(at))
 
     component = components(len(graph.ops), pairs())
     labels: dict[int, set[str]] = {}
     for i, op in enumerate(graph.ops):
         if op.traits.endpoint:
             labels.setdefault(component[i], set()).add(pattern[i])
-    return {
-        i: tuple(sorted(labels.get(component[i], ())))
-        for i, op in enumerate(graph.ops)
-        if op.phase == "update" and not op.traits.endpoint
-    }
+    updates = (i for i, op in enumerate(graph.ops) if op.phase == "update" and not op.traits.endpoint)
+    return {i: tuple(sorted(labels.get(component[i], ()))) for i in updates}
 
 
 def _neighbours(graph: Graph) -> list[tuple[list[int], ...]]:
-    """(producers, readers) per op over arrays; inputs and outputs have their paths, and numbers tell nothing of a layer."""
+    """(producers, readers) per op, over arrays; none for inputs and outputs, whose paths identify them, and across scalars."""
     out: list[tuple[list[int], ...]] = []
     for op in graph.ops:
         if op.traits.endpoint:

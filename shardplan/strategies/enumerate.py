@@ -90,7 +90,9 @@ def _assignments(
         replicated: factors that need replication.
         divisors: per factor, the most shards it may have (every number of shards that divides its size divides that), and whether
             each then holds one element. Sizes matter in no other way, so factors of many sizes share an answer.
-        linear, within, mesh: as in `enumerate_strategies`.
+        linear: as in `enumerate_strategies`.
+        within: as in `enumerate_strategies`.
+        mesh: axis names and sizes.
     """
     dims = [d for tensor in tensors for d in tensor]
     most, single = {a: n for a, n, _ in divisors}, {a for a, _, one in divisors if one}
