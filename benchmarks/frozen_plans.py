@@ -1,10 +1,10 @@
 """Which plans a change of the code changes: the decisions, predicted seconds and peak memory of every program of `benchmarks/` and
 `examples/` on all its meshes, against a stored run.
 
-    python benchmarks/frozen_plans.py --check plans.json            plan everything again and list what differs
+    python benchmarks/frozen_plans.py --check                       plan everything again and list what differs
     python benchmarks/frozen_plans.py --write plans.json            store a run; run it on the code before the change
-    python benchmarks/frozen_plans.py --check plans.json gpt2 moe   only these, or those whose names contain one of these
-    python benchmarks/frozen_plans.py --quick --check plans.json    small programs only, about two minutes
+    python benchmarks/frozen_plans.py --check stored.json gpt2 moe  only these, or those whose names contain one of these
+    python benchmarks/frozen_plans.py --quick --check               small programs only, about two minutes
 
 Every program is planned in a process of its own, without devices. A program's record holds a digest of the strategy of every op, one of
 every layout that is emitted, the predicted seconds and the bytes at the peak, all to the last bit, and, not compared, its planning
@@ -138,7 +138,7 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="parts of names of cases")
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--check", type=Path)
+    parser.add_argument("--check", type=Path, nargs="?", const=Path(__file__).with_suffix(".json"), help="default: the run stored here")
     parser.add_argument("--quick", action="store_true", help="the examples only")
     parser.add_argument("--processes", type=int, default=1, help="how many at once; 0: all in this process, quicker")
     options = parser.parse_args(argv)

@@ -48,8 +48,15 @@ def test_snippets_run(page, tmp_path):
                 (tmp_path / "page.py").write_text(program)
                 run([sys.executable, "page.py"], tmp_path)
             for command in text.splitlines():
-                if command.startswith("shardplan "):
-                    run([sys.executable, "-m", *command.split("#")[0].split()], tmp_path)
+                if command.startswith(("shardplan ", "python ")):
+                    run(
+                        [
+                            sys.executable,
+                            *["-m"] * command.startswith("shardplan"),
+                            *command.split("#")[0].split()[command.startswith("python") :],
+                        ],
+                        tmp_path,
+                    )
                 else:
                     assert command.startswith(INSTALLS), f"{page.name}: who runs {command!r}?"
     if program:
