@@ -18,7 +18,6 @@ from shardplan.emit.decide import decide
 from shardplan.errors import ShardingError
 from shardplan.ilp.integer_program import IntegerProgram
 from shardplan.ilp.min_memory import min_average_memory, min_peak_memory, saved_memory
-from shardplan.ilp.solver.incumbent import uncollected
 from shardplan.ir.parse import parse
 from shardplan.ir.traced import Traced
 from shardplan.mesh.cluster import Cluster
@@ -29,7 +28,6 @@ from shardplan.plan.planned import Planned
 from shardplan.searches import SEARCHES
 
 
-@uncollected()
 def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Options) -> Planned:
     """Plan a step.
 

@@ -17,16 +17,16 @@ from test_ilp import brute_force, chain, choices, laws, networks
 import shardplan
 from shardplan.ilp import Edge, Problem, Usage
 from shardplan.ilp.solver import solve
-from shardplan.ilp.solver.deadline import Deadline, OutOfTime
+from shardplan.ilp.solver.deadline import Deadline, OutOfTimeError
 from shardplan.ilp.solver.incumbent import Incumbent
 from shardplan.ilp.solver.presolve.presolve import presolve
-from shardplan.ilp.solver.relax import fixing, trws
+from shardplan.ilp.solver.relax import trws
 from shardplan.ilp.solver.relax.buckets import BucketElimination
 from shardplan.ilp.solver.relax.fixing import bound
 from shardplan.ilp.solver.relax.relaxation import Relaxation
 from shardplan.ilp.solver.search import branch, cpsat
 from shardplan.ilp.solver.search.branch import BranchAndBound, Subproblem
-from shardplan.ilp.solver.search.repair import LocalSearch, fit
+from shardplan.ilp.solver.search.repair import LocalSearch, repair_and_descend
 from shardplan.ilp.solver.settings import DEFAULT, Settings
 from shardplan.ilp.solver.solve import Chain
 from shardplan.ilp.solver.usage import UsageTable
@@ -156,28 +156,28 @@ def test_pairs_are_dropped_whose_states_stay():
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3])
-def test_focus_looks_among_more_states_where_few_hold_no_answer(share, monkeypatch):
-    monkeypatch.setitem(Chain.focus.__globals__, "FOCUS", share)
+def test_core_search_takes_more_states_where_few_hold_no_answer(share):
     problem = grid(6, 4)
-    chain = Chain(Subproblem(problem, tuple, 0.0), Incumbent(problem, None), Deadline(None, 2.0))
-    chain.tree.tries = 0
-    chain.focus(chain.subproblem, chain.bounded())
+    settings = Settings(core_share=share)
+    chain = Chain(Subproblem(problem, tuple, 0.0), Incumbent(problem, None), Deadline(work=2.0), settings)
+    chain.tree.repaired_points = 0
+    chain.core_search(chain.subproblem, chain.bound())
     assert chain.incumbent.found
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("how", [{}, {"core": 0}, {"core": 0, "hard": 0}, {"core": 0, "hard": 0, "joint": 1}])
-def test_goals_below_the_optimum_are_closed_and_goals_above_find_it(seed, how, monkeypatch):
-    monkeypatch.setattr(fixing, "DEFAULT", Settings(exact_states=0) if "joint" in how else DEFAULT)
+@pytest.mark.parametrize("how", [{}, {"core": 0}, {"core": 0, "hard": 0}, {"core": 0, "hard": 0, "bucket_entries": 1}])
+def test_targets_below_the_optimum_are_proven_empty_and_targets_above_find_it(seed, how):
+    settings = Settings(exact_states=0) if "bucket_entries" in how else DEFAULT
     problem = chain(9, 3, seed=seed, limit=250.0)
     best = brute_force(problem)
     small = presolve(problem)
     subproblem = Subproblem(small.problem, small.invert, small.offset, **how)
     for goal, found in ((best - 1, np.inf), (best, best), (2 * best, best)):
         incumbent = Incumbent(problem, None)
-        tree = BranchAndBound(incumbent, Deadline(None, 20.0))
-        tree.tries = 0  # answers come from the search alone
-        assert tree.close([subproblem], goal, 1.0) == []
+        tree = BranchAndBound(incumbent, Deadline(work=20.0), settings)
+        tree.repaired_points = 0  # answers come from the search alone
+        assert tree.search([subproblem], goal, 1.0) == []
         assert incumbent.objective == found
         if np.isfinite(found):
             assert problem.objective(incumbent.states) == best and problem.peak(incumbent.states) <= problem.limit
@@ -195,9 +195,9 @@ def test_every_link_stops_within_itself_when_time_is_over():
         lambda: trws.TRWS(problem, deadline=OVER).iterate(problem.costs, 1),
         lambda: BucketElimination(problem, 16, OVER),
         lambda: bound(problem, np.inf, 16, 0, deadline=OVER),
-        lambda: subproblem.part(result, result.value * 1.1, deadline=OVER),
+        lambda: subproblem.restrict(result, result.value * 1.1, deadline=OVER),
     ):
-        with pytest.raises(OutOfTime):
+        with pytest.raises(OutOfTimeError):
             link()
 
 
@@ -219,8 +219,7 @@ def test_wherever_time_is_over_the_search_ends_there_with_what_it_has(large, loo
     for module in ("deadline", "primal.iterated_search"):
         if importlib.util.find_spec("numba") or module == "deadline":
             monkeypatch.setattr(importlib.import_module(f"shardplan.ilp.solver.{module}"), "time", watch)
-    monkeypatch.setitem(Chain.run.__globals__, "LARGE", large)
-    answer = solve(problem, time_limit=1e6)
+    answer = solve(problem, time_limit=1e6, settings=Settings(large_states=large))
     assert -10 <= watch.left < 0
     assert problem.lower_bound() <= answer.bound <= 541_790.0  # of an answer that is known
     assert answer.states or looks < 30_000
@@ -235,17 +234,16 @@ def test_what_is_not_searched_when_time_is_over_stays_to_be_searched():
     deadline.check = OVER.check
     tree = BranchAndBound(Incumbent(problem, None), deadline)
     subproblem = Subproblem(problem, tuple, 0.0, core=0)
-    assert tree.close([subproblem], np.inf, 1.0) == [subproblem]
+    assert tree.search([subproblem], np.inf, 1.0) == [subproblem]
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("large", [0, 20_000])
 def test_an_answer_is_given_though_there_is_no_time(compiled, large, monkeypatch):
-    monkeypatch.setitem(Chain.run.__globals__, "LARGE", large)
     if not compiled:
-        monkeypatch.setitem(Chain.__init__.__globals__, "_runs", lambda incumbent, deadline: None)
+        monkeypatch.setitem(Chain.__init__.__globals__, "_primal_search", lambda incumbent, deadline: None)
     problem = grid(6, 4, tight=0.8)
-    answer = solve(problem, time_limit=0.0)
+    answer = solve(problem, time_limit=0.0, settings=Settings(large_states=large))
     assert answer.status == "feasible" and np.isfinite(answer.objective) and problem.peak(answer.states) <= problem.limit
 
 
@@ -263,18 +261,17 @@ def test_a_region_without_a_limit_gets_larger_joints_before_it_is_split(monkeypa
 
     problem = replace(grid(5, 4), usages=())
     best = solve(problem).objective
-    monkeypatch.setattr(fixing, "DEFAULT", Settings(exact_states=0))
     monkeypatch.setattr(branch, "split", never)
-    tree = BranchAndBound(Incumbent(problem, None), Deadline(None, 20.0))
-    assert tree.close([Subproblem(problem, tuple, 0.0, core=0, joint=16)], best - 1, 1.0) == []
+    tree = BranchAndBound(Incumbent(problem, None), Deadline(work=20.0), Settings(exact_states=0))
+    assert tree.search([Subproblem(problem, tuple, 0.0, core=0, bucket_entries=16)], best - 1, 1.0) == []
 
 
 def test_the_optimum_without_the_limit_is_looked_for_where_no_byte_has_a_price():
     for tight, looked in ((0.8, True), (0.6, False)):
         problem = grid(6, 4, tight=tight)
         small = presolve(problem)
-        eased = Chain(Subproblem(small.problem, small.invert, small.offset), Incumbent(problem, None), Deadline(None, 2.0))
-        assert not eased.ease() and np.isfinite(eased.incumbent.bound) == looked != eased.bounded().best.prices.any()
+        links = Chain(Subproblem(small.problem, small.invert, small.offset), Incumbent(problem, None), Deadline(work=2.0))
+        assert not links.relax_capacity() and np.isfinite(links.incumbent.bound) == looked != links.bound().best.prices.any()
 
 
 @laws
@@ -315,22 +312,22 @@ def test_the_core_answers_within_a_cost_or_proves_that_it_cannot():
     problem = chain(7, 3, seed=2, limit=220.0)
     best = brute_force(problem)
     assert problem.objective(cpsat.solve_core(problem, work=5.0).states) == best
-    assert problem.objective(cpsat.solve_core(problem, work=5.0, most=best).states) == best
-    assert problem.objective(cpsat.solve_core(problem, work=5.0, most=1e30).states) == best
-    none = cpsat.solve_core(problem, work=5.0, most=best - 1)
+    assert problem.objective(cpsat.solve_core(problem, work=5.0, cutoff=best).states) == best
+    assert problem.objective(cpsat.solve_core(problem, work=5.0, cutoff=1e30).states) == best
+    none = cpsat.solve_core(problem, work=5.0, cutoff=best - 1)
     assert none.status == "infeasible" and none.bound == np.inf and none.states == ()
 
 
 def test_what_moves_make_fit_fits_and_no_single_move_pays():
     problem = grid(6, 4, tight=0.9)
     memory = UsageTable(problem)
-    moves = LocalSearch(problem, memory)
+    local = LocalSearch(problem, memory)
     rng = np.random.default_rng(1)
     for _ in range(5):
-        states = fit(moves, [int(rng.integers(len(c))) for c in problem.costs])
+        states = repair_and_descend(local, [int(rng.integers(len(c))) for c in problem.costs])
         assert states is not None and problem.peak(states) <= problem.limit
         cost = problem.objective(states)
-        assert cost + moves.gains[moves.start[0]] == problem.objective((0, *states[1:]))
+        assert cost + local.flip_gains[local.start[0]] == problem.objective((0, *states[1:]))
         for i in range(len(states)):
             for s in range(len(problem.costs[i])):
                 other = (*states[:i], s, *states[i + 1 :])

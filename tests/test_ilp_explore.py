@@ -53,20 +53,20 @@ def test_a_field_is_the_change_of_cost(problem, some):
 @pytest.mark.parametrize("cap", [4, 16, 64, 1 << 20])
 def test_a_sweep_is_the_optimum_given_the_held_nodes(problem, some, cap):
     net = kernels.flatten(problem)
-    plan = elimination_schedule(net, cap, np.linspace(1, 2, len(problem.costs)))
+    schedule = elimination_schedule(net, cap, np.linspace(1, 2, len(problem.costs)))
     for states in some:
         after = states.copy()
-        tree_move(net, plan, np.zeros(len(net.unary)), after)
-        assert (after[plan.held] == states[plan.held]).all()
+        tree_move(net, schedule, np.zeros(len(net.unary)), after)
+        assert (after[schedule.fixed] == states[schedule.fixed]).all()
         assert problem.objective(after) <= problem.objective(states)
-        if not plan.held.any():
+        if not schedule.fixed.any():
             free = chain(12, 4, seed=3)
             assert problem.objective(after) == BucketElimination(free).run().value
 
 
 def test_what_is_made_to_fit_fits(problem, some):
     iterated = IteratedLocalSearch(problem, 64)
-    fitted = [iterated.fit(states, 1e4) for states in some]
+    fitted = [iterated.repair_and_anneal(states, 1e4) for states in some]
     assert any(states is not None for states in fitted)
     assert all(problem.peak(states) <= problem.limit for states in fitted if states is not None)
 
@@ -74,7 +74,7 @@ def test_what_is_made_to_fit_fits(problem, some):
 def test_a_first_choice_fits_where_the_cheapest_is_far_from_it():
     problem = chain(40, 5, seed=3, limit=600.0)
     assert problem.peak([int(c.argmin()) for c in problem.costs]) > 1.2 * problem.limit
-    found = next(IteratedLocalSearch(problem, 64).first())
+    found = next(IteratedLocalSearch(problem, 64).first_feasible())
     assert problem.peak(found) <= problem.limit and np.isfinite(problem.objective(found))
 
 
@@ -82,7 +82,7 @@ def test_prices_that_follow_the_memory_bound_nearly_as_well_as_any():
     problem = chain(40, 5, seed=3, limit=850.0)
     iterated = IteratedLocalSearch(problem, 64)
     list(iterated.run(0, 4, lambda turn: turn / 20))
-    prices, best = iterated.ascend(iterated.prices, 300), solve(problem).objective
+    prices, best = iterated.ascend_dual(iterated.prices, 300), solve(problem).objective
     high, free = (bound(problem, np.inf, 1, 0, p, iterated.trws.sent_messages()).value for p in (prices, np.zeros(len(prices))))
     assert free < high <= best and high - free > 0.8 * (best - free)
 
@@ -112,9 +112,9 @@ def compiled():
 
 iterated_search.compile_kernels()
 before = compiled()
-explorer = iterated_search.IteratedLocalSearch(chain(40, 5, seed=1, limit=400), 50)
-assert list(explorer.run(0, 4, lambda turn: turn / 200))
-explorer.ascend(explorer.prices, 3)
+iterated = iterated_search.IteratedLocalSearch(chain(40, 5, seed=1, limit=400), 50)
+assert list(iterated.run(0, 4, lambda turn: turn / 200))
+iterated.ascend_dual(iterated.prices, 3)
 assert before and compiled() == before, (before, compiled())
 """
 

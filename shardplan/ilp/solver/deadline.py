@@ -20,7 +20,7 @@ MARGIN, MARGIN_S = 0.015, 0.05
 """Share of a time limit, and seconds, kept back for what runs between two checks: searches of 0.4 to 300 s end within 2 % of it."""
 
 
-class OutOfTime(Exception):
+class OutOfTimeError(Exception):
     """The wall-clock limit is reached. The step in progress is given up; incumbent and bound stay valid."""
 
 
@@ -36,7 +36,8 @@ class Deadline:
     """
 
     def __init__(self, time_limit: float | None = None, work: float | None = None, patience: Callable[[], float] = lambda: 1.0):
-        """
+        """Starts now.
+
         Args:
             time_limit: seconds from now.
             work: units of work; by default `DEFAULT_WORK` without a time limit, unlimited with one.
@@ -48,6 +49,7 @@ class Deadline:
         self.spent = 0.0
 
     def spend(self, entries: float) -> None:
+        """Counts visited table entries as work."""
         self.work -= entries / ENTRIES_PER_WORK
         self.spent += entries
 
@@ -61,6 +63,7 @@ class Deadline:
 
     @property
     def seconds_left(self) -> float:
+        """Seconds that may still be used; inf without a time limit."""
         if self.time_limit is None:
             return np.inf
         usable = (1.0 - MARGIN) * self.time_limit - MARGIN_S
@@ -72,12 +75,13 @@ class Deadline:
         return (time.monotonic() - self.start) / max(self.time_limit, 1e-9) if self.time_limit is not None else 0.0
 
     def over(self) -> bool:
+        """Whether the time limit is reached or all work is spent."""
         return self.work <= 0 or self.seconds_left <= 0
 
     def check(self) -> None:
-        """Raises `OutOfTime` at the wall-clock limit."""
+        """Raises `OutOfTimeError` at the wall-clock limit."""
         if self.seconds_left <= 0:
-            raise OutOfTime
+            raise OutOfTimeError
 
 
 class _Share(Deadline):

@@ -1,58 +1,53 @@
-"""What a search has so far: the best answer, what none can beat, and what may still be spent."""
+"""The best answer and the best lower bound of a search so far, and the cutoff that follows from them."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 
 from shardplan.ilp.solver.problem import Problem, Solution
 
 Progress = Callable[[tuple[int, ...], float, float], None]
-Back = Callable[[tuple[int, ...]], tuple[int, ...]]  # states of a smaller problem -> states of the given one
+"""Called with (states, bound, gap)."""
 
-LARGE = 20_000  # states from which a problem counts as large
-ROUNDING = 1e-9  # relative, where bytes are not whole numbers
+Invert = Callable[[tuple[int, ...]], tuple[int, ...]]
+"""States of a presolved problem -> states of the given problem."""
 
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Planning makes millions of objects and hardly a cycle; looking for cycles among them is a fifth of its time, in long pauses."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
+ROUNDING = 1e-9
+"""Relative rounding error of a bound where bytes are not integers, so that penalties are not exact."""
 
 
 class Incumbent:
-    """The best answer and bound so far; answers are kept as states of the problem they were found in, with the way back.
+    """The best answer and the best lower bound so far.
 
-    Answers above `upper_bound` are of no use.
+    The answer is stored in the states of the subproblem that it was found in, with the way back; most are never inverted.
+
+    Attributes:
+        upper_bound: answers that cost more are of no use.
+        objective: cost of the best answer, inf if there is none.
+        bound: the best lower bound.
+        answer: states of the best answer and their inversion.
     """
 
     def __init__(self, problem: Problem, progress: Progress | None, upper_bound: float = np.inf):
-        self.problem, self.progress, self.upper_bound = problem, progress, upper_bound
+        self.progress, self.upper_bound = progress, upper_bound
         self.objective, self.bound = np.inf, -np.inf
-        self.answer: tuple[tuple[int, ...], Back] = (), tuple
-        self.whole = all((u.bytes == np.floor(u.bytes)).all() for u in problem.usages)  # costs are
+        self.answer: tuple[tuple[int, ...], Invert] = (), tuple
+        self.exact = all((u.bytes == np.floor(u.bytes)).all() for u in problem.usages)
 
-    def offer(self, states: tuple[int, ...], objective: float, back: Back = tuple) -> bool:
-        """Takes states that fit, if they are better, and cheap enough to be of use."""
+    def offer(self, states: tuple[int, ...], objective: float, invert: Invert = tuple) -> bool:
+        """Takes feasible states if they are better than the incumbent and within `upper_bound`; returns whether."""
         if not objective < self.objective or objective > self.upper_bound:
             return False
-        self.answer, self.objective = (states, back), objective
+        self.answer, self.objective = (states, invert), objective
         self._report()
         return True
 
     def prove(self, value: float) -> None:
-        """Takes a lower bound if it is better; sums of whole numbers are whole, so it may be rounded up."""
+        """Takes a lower bound if it is better. Objectives are integers, so an exact bound is rounded up."""
         if np.isfinite(value):
-            value = float(np.ceil(value)) if self.whole else value - ROUNDING * abs(value)
+            value = float(np.ceil(value)) if self.exact else value - ROUNDING * abs(value)
         if min(value, self.objective) > self.bound:
             self.bound = min(value, self.objective)
             self._report()
@@ -63,18 +58,21 @@ class Incumbent:
 
     @property
     def states(self) -> tuple[int, ...]:
-        states, back = self.answer
-        return back(states)
+        """The best answer in states of the given problem."""
+        states, invert = self.answer
+        return invert(states)
 
     @property
     def found(self) -> bool:
+        """Whether there is an answer."""
         return bool(np.isfinite(self.objective))
 
     @property
-    def done(self) -> bool:
+    def optimal(self) -> bool:
+        """Whether the bound proves the answer optimal."""
         return self.objective <= self.bound
 
     @property
     def cutoff(self) -> float:
-        """What a better answer may cost at most; where bytes are not whole, an answer must be better by more than rounding."""
-        return min(self.upper_bound, self.objective - (1.0 if self.whole else ROUNDING * abs(self.objective)))
+        """The greatest cost that a better answer may have."""
+        return min(self.upper_bound, self.objective - (1.0 if self.exact else ROUNDING * abs(self.objective)))

@@ -1,10 +1,10 @@
-"""How a problem is read from, and an answer written to, the files of the public IOPDDL benchmark.
+"""Reads problems from, and writes answers to, the files of the public IOPDDL benchmark (ASPLOS 2025 contest).
 
     {"problem": {"name": ..., "usage_limit": M,
                  "nodes": {"intervals": [[lo, hi), ...], "costs": [[c_i ...] ...], "usages": [[u_i ...] ...]},
                  "edges": {"nodes": [[i, j] ...], "costs": [[e_ij, row-major ...] ...]}}}
 
-The benchmark marks what is forbidden by 10**18, which is still only a cost; here it becomes `inf`.
+The benchmark marks forbidden entries by 10**18, which is still a cost; here it becomes `inf`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from pathlib import Path
 
 import numpy as np
 
-from shardplan.ilp.solver.incumbent import LARGE
 from shardplan.ilp.solver.min_peak import minimize_peak
 from shardplan.ilp.solver.problem import Edge, Problem, Solution, Usage
+from shardplan.ilp.solver.settings import DEFAULT
 from shardplan.ilp.solver.solve import solve
 
 FORBIDDEN = 10**18
-FAILED = 2  # exit code
-PATIENCE, SOON = 0.6, 10.0  # of the time, for a first answer without forbidden entries, and seconds for it at least
+
+FAILED = 2
+"""Exit code where there is no answer."""
+
+PATIENCE, PATIENCE_S = 0.6, 10.0
+"""Share of the time limit for an answer without forbidden entries, and seconds for it at least; then they are allowed."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A benchmark file: the problem solved here, and what is needed to count an answer exactly.
+    """A benchmark file: the problem solved here, and the exact costs of an answer.
 
     Attributes:
         name: the file's name for it.
         problem: forbidden entries are inf; equal tables are one array.
-        exact: the problem's costs as Python integers, (nodes, edges), forbidden entries as 10**18; in arrays, which the garbage
-            collector does not look into.
+        exact: the costs as Python integers in object arrays, (nodes, edges), forbidden entries as 10**18.
     """
 
     name: str
@@ -52,7 +55,7 @@ class Instance:
         return total + sum(cost[states[i] * len(nodes[j]) + states[j]] for i, j, cost in edges)
 
     def forbidden(self, states) -> int:
-        """How many forbidden entries the states take."""
+        """Number of forbidden entries that the states take."""
         nodes, edges = self.exact
         count = sum(c[s] >= FORBIDDEN for c, s in zip(nodes, states, strict=True))
         return count + sum(cost[states[i] * len(nodes[j]) + states[j]] >= FORBIDDEN for i, j, cost in edges)
@@ -81,7 +84,7 @@ def read(path) -> Instance:
     pairs = [(i, j, *shared(c, (sizes[i], sizes[j]))) for (i, j), c in zip(edges["nodes"], edges["costs"], strict=True)]
     exact = [values for values, _ in costs]
     arrays = [array for _, array in costs]
-    for i, j, _, array in pairs:  # the format allows a loop; the network does not
+    for i, j, _, array in pairs:  # a self-loop is a node cost
         if i == j:
             arrays[i] = arrays[i] + np.diag(array)
     problem = Problem(
@@ -98,31 +101,32 @@ def read(path) -> Instance:
 
 
 def solve_instance(instance: Instance, seconds: float, progress=None) -> Solution:
-    """Solves a benchmark file; forbidden entries are taken only when there is no choice without them.
+    """Solves a benchmark file; forbidden entries are taken only where no answer avoids them.
 
     Args:
+        instance: the file.
         seconds: wall-clock limit.
         progress: as for `solve`.
 
     Returns:
-        a solution; without states when none that fits was found in that time, or there is none.
+        A solution, without states if none was found in time, or none fits.
     """
     start, problem = time.monotonic(), instance.problem
-    patience = max(PATIENCE, SOON / max(seconds, SOON))
+    patience = max(PATIENCE, PATIENCE_S / max(seconds, PATIENCE_S))
     solution = solve(problem, time_limit=seconds, progress=progress, patience=patience)
     if solution.states or (patience == 1.0 and solution.status != "infeasible"):
         return solution
-    return solve(lenient(problem), time_limit=max(0.0, seconds - (time.monotonic() - start)), progress=progress)
+    return solve(with_big_m(problem), time_limit=max(0.0, seconds - (time.monotonic() - start)), progress=progress)
 
 
-def lenient(problem: Problem) -> Problem:
-    """The problem with forbidden entries at a cost that is worth avoiding."""
+def with_big_m(problem: Problem) -> Problem:
+    """The problem with forbidden entries at a cost above every difference of objectives."""
     return problem.map_costs(lambda table: np.where(np.isinf(table), problem.big_m, table))
 
 
 def compile_ahead() -> None:
-    """Compiles what exploring calls, once per installation, so that no time limit pays for it."""
-    with contextlib.suppress(ImportError, RuntimeError):  # no numba, or one that may keep nothing
+    """Compiles the kernels of primal search, once per installation, outside any time limit."""
+    with contextlib.suppress(ImportError, RuntimeError):  # no numba, or no writable cache directory
         from shardplan.ilp.solver.primal.iterated_search import compile_kernels
 
         compile_kernels()
@@ -132,11 +136,11 @@ def main(argv: list[str]) -> int:
     """`instance.json.gz [--seconds S]`: progress on standard error, the states as the last line of standard output."""
     parser = argparse.ArgumentParser(prog="shardplan solve", description="Solve a file of the IOPDDL benchmark.")
     parser.add_argument("instance", type=Path)
-    told = "wall-clock limit, apart from reading and, once per installation, compiling (default 60)"
-    parser.add_argument("--seconds", type=float, default=60.0, help=told)
+    help_text = "wall-clock limit, apart from reading and, once per installation, compiling (default 60)"
+    parser.add_argument("--seconds", type=float, default=60.0, help=help_text)
     options = parser.parse_args(argv)
     instance = read(options.instance)
-    if instance.problem.n_states > LARGE:
+    if instance.problem.n_states > DEFAULT.large_states:
         compile_ahead()
     start = time.monotonic()
 
@@ -146,7 +150,7 @@ def main(argv: list[str]) -> int:
 
     solution = solve_instance(instance, options.seconds, progress)
     if solution.status == "infeasible":
-        least = minimize_peak(lenient(instance.problem)).bytes
+        least = minimize_peak(with_big_m(instance.problem)).bytes
         print(
             f"shardplan: {instance.name}: no states fit the usage limit of {instance.problem.limit:.0f}\n"
             f"  way out: a limit of {least:.0f}, which some fit",

@@ -61,10 +61,10 @@ def minimize_peak(problem: Problem, enough: float = -np.inf, deadline: Deadline 
         bound = max(bound, value)
         if not np.isfinite(small.problem.objective(guess)):
             continue
-        local.settle(guess)
+        local.start_at(guess)
         while best is None or memory.peak(local.states) < memory.peak(best):
             best = local.states.copy()
-            if not local.relieve(memory.peak(best) * (1 - 1e-12) - 1e-9, FLIPS):  # strictly lower, by more than rounding
+            if not local.repair(memory.peak(best) * (1 - 1e-12) - 1e-9, FLIPS):  # strictly lower, by more than rounding
                 break
         if best is not None and memory.peak(best) <= max(bound * (1 + 1e-12), enough):
             break

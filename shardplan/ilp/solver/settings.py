@@ -1,4 +1,4 @@
-"""Every tuned number of the solver, with its meaning and what halving and doubling it does."""
+"""Every tuned number of bound and search, with its meaning and the measured effect of halving and doubling it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """Tuned numbers; "share" is a number between 0 and 1, "entries" are entries of cost tables."""
+    """Tuned numbers. Budgets are shares of what is left of the deadline; entries are entries of a cost table."""
 
     # presolve
     dominance_entries: int = 1 << 14
     eliminated_entries: int = 1 << 16
-    # relax: bucket elimination, TRW-S, Lagrangian dual
+    # relax
     exact_states: int = 2_000
     exact_entries: float = 2e6
     total_entries: float = 4e7
@@ -24,31 +24,29 @@ class Settings:
     sparse_share: float = 0.5
     peak_bucket_entries: int = 1 << 14
     peak_dominance_entries: int = 1 << 22
-    # the chain
+    # search
     bucket_entries: int = 1 << 14
     price_changes: int = 6
+    repaired_points: int = 3
     core_share: float = 0.3
     rebound_below: float = 0.8
     rebound_after_branching: float = 0.6
+    relaxed_capacity_budget: float = 0.5
+    first_target: float = 0.25
     target_budget: float = 0.35
     unknown_gap: float = 0.3
-    first_target: float = 0.25
-    relaxed_capacity_budget: float = 0.5
-    dominance_budget: float = 0.15
-    large_states: int = 20_000
-    large_bound_budget: float = 0.15
-    first_feasible_after: float = 0.4
-    # branch and bound, CP-SAT
+    branch_above: float = 0.8
     node_bucket_entries: int = 1 << 16
     bucket_growth: int = 16
-    branch_above: float = 0.8
-    repaired_points: int = 3
-    core_variables: int = 4_000
+    core_size: int = 4_000
     core_work: float = 0.3
-    hard_core_variables: int = 8_000
-    hard_core_work: float = 1.0
     core_retry: float = 0.6
-    node_entries: float = 2e5
+    hard_core_size: int = 8_000
+    hard_core_work: float = 1.0
+    dominance_budget: float = 0.15
+    first_feasible_after: float = 0.4
+    large_states: int = 20_000
+    large_bound_budget: float = 0.15
 
 
 DEFAULT = Settings()

@@ -1,0 +1,1 @@
+"""Primal heuristics for large problems under a time limit; they need numba."""

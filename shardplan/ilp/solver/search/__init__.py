@@ -1,0 +1,1 @@
+"""Exact search: branch and bound, CP-SAT on cores, repair of relaxed answers."""

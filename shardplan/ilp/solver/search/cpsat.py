@@ -1,59 +1,63 @@
-"""What CP-SAT makes of the core that the other links leave: (1)-(3) as a 0-1 program.
+"""Solves a small subproblem, the core, with OR-Tools' CP-SAT: (1)-(3) as a 0-1 program.
 
-x[i, s]          node i takes state s, exactly one                                                     (3)
-y[e, a, b] >= 0  edge e pays table entry (a, b):  sum_b y[e, a, b] = x[i, a],  sum_a y[e, a, b] = x[j, b]
-(2) for the steps that can be broken; costs in whole units, rounded down so that its bound stays a bound
+x[i, s]          node i takes state s, exactly one                                                     (2)
+y[e, a, b] >= 0  edge e pays entry (a, b):  sum_b y[e, a, b] = x[i, a],  sum_a y[e, a, b] = x[j, b]     local marginal polytope
+(3) at every step; costs in integer units, rounded down so that CP-SAT's bound stays a bound
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from ortools.sat.python import cp_model
 
-from shardplan.ilp.solver.problem import Problem
+from shardplan.ilp.solver.problem import Problem, Solution, Status
 
-LARGEST = 2**52
-SLOWER = 1.0  # seconds per deterministic second of CP-SAT, roughly
-STATUS = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
+MAX_SUM = 2**52
+"""Sums of all costs that CP-SAT adds without overflow."""
 
-
-@dataclass(frozen=True)
-class Answer:
-    """CP-SAT's word: "optimal", "feasible", "infeasible" or "unknown"; states or (); a valid lower bound of (1); work done."""
-
-    status: str
-    states: tuple[int, ...]
-    bound: float
-    work: float
+STATUS: dict[int, Status] = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
+"""Every other status of CP-SAT means that work or time ran out: "fallback"."""
 
 
-def entries(problem: Problem) -> int:
-    """Size of the program: variables it would have, and a hundredth of the terms in (2)."""
+def size(problem: Problem) -> int:
+    """Size of the 0-1 program: its variables, and a hundredth of the terms in (3)."""
     variables = problem.n_states + sum(int(np.isfinite(e.cost).sum()) for e in problem.edges)
     return variables + sum((u.hi - u.lo) * len(u.bytes) for u in problem.usages) // 100
 
 
-def solve_core(
-    problem: Problem,
-    *,
-    work: float,
-    seconds: float | None = None,
-    most: float = np.inf,
-) -> Answer:
+def solve_core(problem: Problem, *, work: float, seconds: float | None = None, cutoff: float = np.inf) -> Solution:
     """Solves the whole problem as one 0-1 program, in one deterministic thread.
 
     Args:
-        work: about seconds.
+        problem: a small one.
+        work: budget in CP-SAT's deterministic seconds, about seconds.
         seconds: wall-clock limit, if any.
-        most: only answers that cost at most this much are wanted; the bound is inf when there are none.
+        cutoff: greatest cost of a useful answer.
+
+    Returns:
+        The answer; `bound` is inf if no answer within the cutoff exists, `stats["work"]` the work done.
     """
-    model = cp_model.CpModel()
-    unit = _unit(problem)
+    model, unit = cp_model.CpModel(), _unit(problem)
     x = [[model.new_bool_var("") for _ in c] for c in problem.costs]
     for node in x:
         model.add_exactly_one(node)
+    terms, weights = _cost_terms(model, problem, x, unit)
+    _limit_memory(model, problem, x)
+    total = cp_model.LinearExpr.weighted_sum(terms, weights) if terms else 0
+    model.minimize(total)
+    if np.floor(cutoff / unit) < sum(weights):  # a greater cutoff excludes nothing, and may be more than CP-SAT accepts
+        model.add(total <= int(np.floor(cutoff / unit)))
+    solver = _solver(work, seconds)
+    status = STATUS.get(solver.solve(model), "fallback")
+    found = status in ("optimal", "feasible")
+    states = tuple(next(s for s, variable in enumerate(node) if solver.boolean_value(variable)) for node in x) if found else ()
+    objective = problem.objective(states) if found else np.inf
+    bound = float(solver.best_objective_bound * unit) if found else np.inf if status == "infeasible" else -np.inf
+    return Solution(status, states, objective, bound, stats={"work": solver.deterministic_time})
+
+
+def _cost_terms(model, problem: Problem, x, unit: float) -> tuple[list, list[int]]:
+    """Variables and integer weights of (1); adds edge variables y where an edge costs anything."""
     terms, weights = [], []
 
     def pay(variable, cost: float) -> None:
@@ -76,46 +80,37 @@ def solve_core(
             model.add(sum(y[a, b] for a in range(e.cost.shape[0]) if (a, b) in y) == variable)
         for (a, b), variable in y.items():
             pay(variable, e.cost[a, b])
-    _limit(model, problem, x)
-    model.minimize(cp_model.LinearExpr.weighted_sum(terms, weights) if terms else 0)
-    if np.floor(most / unit) < sum(weights):  # else any answer will do, and the number may be more than CP-SAT takes
-        model.add(cp_model.LinearExpr.weighted_sum(terms, weights) <= int(np.floor(most / unit)))
+    return terms, weights
 
+
+def _solver(work: float, seconds: float | None) -> cp_model.CpSolver:
+    """CP-SAT, deterministic. Core-based search and no probing prove 28 cores of the planner's in 8 s instead of 24."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
-    solver.parameters.linearization_level = 2  # the linear relaxation is what proves here
+    solver.parameters.linearization_level = 2  # the linear relaxation proves most
     solver.parameters.add_lp_constraints_lazily = False
     solver.parameters.optimize_with_core = True
-    solver.parameters.cp_model_probing_level = 0  # what probing finds, bounds have found before
-    solver.parameters.max_deterministic_time = max(work / SLOWER, 1e-3)
+    solver.parameters.cp_model_probing_level = 0  # reduced-cost fixing found before what probing would find
+    solver.parameters.max_deterministic_time = max(work, 1e-3)
     if seconds is not None:
         solver.parameters.max_time_in_seconds = max(seconds, 1e-2)
-
-    status = solver.solve(model)
-    name = STATUS.get(status, "unknown")
-    states = _read(solver, x) if name in ("optimal", "feasible") else ()
-    bound = {"infeasible": np.inf, "unknown": -np.inf}.get(name, solver.best_objective_bound * unit)
-    return Answer(name, states, float(bound), SLOWER * solver.deterministic_time)
-
-
-def _read(solver, x) -> tuple[int, ...]:
-    return tuple(next(s for s, variable in enumerate(node) if solver.boolean_value(variable)) for node in x)
+    return solver
 
 
 def _unit(problem: Problem) -> float:
-    """1 when every cost is a whole number that CP-SAT can add up; else a power of two that makes the sums fit."""
+    """Cost per unit of the 0-1 program: 1 if costs are integers that CP-SAT can add, else a power of two that makes them so."""
     arrays = [*problem.costs, *(e.cost for e in problem.edges)]
     finite = [a[np.isfinite(a)] for a in arrays]
     total = sum(float(np.abs(a).max(initial=0.0)) for a in finite)
-    unit = 2.0 ** max(0, int(np.ceil(np.log2(max(total, 1.0) / LARGEST))))
+    unit = 2.0 ** max(0, int(np.ceil(np.log2(max(total, 1.0) / MAX_SUM))))
     if all((a == np.floor(a)).all() for a in finite):
         return unit
-    return 2.0 ** int(np.ceil(np.log2(max(total, 1e-300) / LARGEST)))
+    return 2.0 ** int(np.ceil(np.log2(max(total, 1e-300) / MAX_SUM)))
 
 
-def _limit(model, problem: Problem, x) -> None:
-    """(2) at every step; bytes and limit are rounded down, which is a relaxation where they are not whole numbers."""
+def _limit_memory(model, problem: Problem, x) -> None:
+    """(3) at every step; bytes and limit are rounded down, a relaxation where they are not integers."""
     if problem.limit is None:
         return
     rows: list[tuple[list, list]] = [([], []) for _ in range(max((u.hi for u in problem.usages), default=0))]
