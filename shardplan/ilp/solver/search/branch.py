@@ -197,7 +197,7 @@ class BranchAndBound:
         budget = min(settings.core_work if work is None else work, deadline.work)
         answer = cpsat.solve_core(subproblem.problem, work=budget, seconds=seconds, cutoff=cutoff)
         deadline.spend(ENTRIES_PER_WORK * answer.stats["work"])
-        if answer.states and subproblem.problem.peak(answer.states) <= subproblem.memory_limit:
+        if answer.status in ("optimal", "feasible") and subproblem.problem.peak(answer.states) <= subproblem.memory_limit:
             self.offer(subproblem, answer.states)
         proven = answer.bound + subproblem.offset > min(target, self.incumbent.cutoff)
         return None if proven else replace(subproblem, core=int(settings.core_retry * size))
