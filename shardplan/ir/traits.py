@@ -58,6 +58,9 @@ class Traits:
         in_place: writes into the buffer of its first operand if that dies here.
         zeros_after: operand after which XLA allocates the zeros that the op writes into, or None.
 
+        runs_on_shards: a device runs the primitive itself on its shards of the operands.
+        row_major: needs row-major operands and results (XLA for CPU fails otherwise).
+        barrier_operands: needs an optimization barrier before sharded operands.
         shapes_in_params: its parameters hold the global shapes of its results, so it cannot run on shards.
         sharding_constraint: the user's own layout of a value.
         layouts_in_params: its parameters hold the layouts of operands and results (`shard_map`).
@@ -101,6 +104,9 @@ class Traits:
     in_place: bool = False
     zeros_after: int | None = None
 
+    runs_on_shards: bool = False
+    row_major: bool = False
+    barrier_operands: bool = False
     shapes_in_params: bool = False
     sharding_constraint: bool = False
     layouts_in_params: bool = False

@@ -42,7 +42,7 @@ def plain(*ins, out, **_):
     return elementwise(*ins, out=out)
 
 
-@rule(*ITERATED.split())
+@rule(*ITERATED.split(), traits=Traits(runs_on_shards=True))
 def iterated(*ins, out, **_):
     """Loops inside, so no part of a fusion."""
     return elementwise(*ins, out=out, fusion="none")

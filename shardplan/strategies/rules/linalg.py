@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from math import prod
 
+from shardplan.ir.traits import Traits
+
 from ..rule import Rule, factors, rule
 
 
@@ -21,10 +23,11 @@ def batched(ins, out, core: int, flops=None) -> Rule:
     return Rule(dims[: len(ins)], dims[len(ins) :], replicated=frozenset(a for o in own for d in o for a in d), flops=flops)
 
 
-MATRIX = "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product tridiagonal"
+MATRIX = "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd tridiagonal"
 
 
 @rule(*MATRIX.split())
+@rule("symmetric_product", traits=Traits(runs_on_shards=True))
 def factorization(*ins, out, **_):
     return batched(ins, out, 2, flops=prod(ins[0].shape) * min(ins[0].shape[-2:]))
 
@@ -34,12 +37,12 @@ def lu_pivots_to_permutation(*ins, out, **_):
     return batched(ins, out, 1 if len(ins) == 1 else 2)
 
 
-@rule()
+@rule(traits=Traits(runs_on_shards=True, row_major=True))
 def fft(x, *, out, fft_lengths, **_):
     return batched((x,), out, len(fft_lengths), flops=5 * prod(x.shape) * max(1, prod(fft_lengths).bit_length()))
 
 
-@rule()
+@rule(traits=Traits(runs_on_shards=True))
 def triangular_solve(a, b, *, out, left_side, **_):
     """op(a) x = b or x op(a) = b: columns of b, or its rows, are independent."""
     *batch, m, k = factors(b) if left_side else (*factors(b)[:-2], factors(b)[-1], factors(b)[-2])
@@ -47,7 +50,7 @@ def triangular_solve(a, b, *, out, left_side, **_):
     return Rule(((*batch, ("p",), ("q",)), x), (x,), replicated=frozenset({"p", "q", *m}), flops=prod(b.shape) * a.shape[-1])
 
 
-@rule()
+@rule(traits=Traits(runs_on_shards=True))
 def tridiagonal_solve(lower, diagonal, upper, b, *, out, **_):
     *batch, m, _ = factors(b)
     return Rule(((*batch, m),) * 3 + (factors(b),), (factors(b),), replicated=frozenset(m), flops=8 * prod(b.shape))

@@ -89,7 +89,7 @@ def argmax(x, *, out, axes, **_):
     return replace(r, replicated=frozenset(), arg_reduce=dict.fromkeys(r.replicated, 1), shard_local=r.replicated)
 
 
-@rule()
+@rule(traits=Traits(barrier_operands=True))
 def reduce_(*ins, out, dimensions, **_):
     """Operands, then their initial values; the user's function joins two elements."""
     r, n = reduction(ins[0], dimensions, len(out)), len(out)
