@@ -1,6 +1,6 @@
 """What XLA for GPU and the planner know of a primitive: one frozen `Traits` per primitive, looked up by name.
 
-The traits of JAX's primitives stand beside their rules (`strategies/rules/`, `@rule(..., traits=Traits(...))`); those of the
+The traits of JAX's primitives stand next to their rules (`strategies/rules/`, `@rule(..., traits=Traits(...))`); those of the
 planner's own border ops stand here. A primitive that nobody describes has no traits: every flag is False.
 
     op.traits.copy                      the op is one copy of a value for several readers
