@@ -1,4 +1,4 @@
-"""JAX's own test suite of primitives through the planner: every case, split as far as it goes, gives what plain `jit` gives.
+"""JAX's own test suite of primitives through the planner: every case, sharded as far as it goes, gives the results of plain `jit`.
 
     python benchmarks/jax_harness.py                          all of it, 8 emulated CPU devices
     python benchmarks/jax_harness.py --shard 0/2              every second case (by a hash of its name)
@@ -8,11 +8,11 @@
 JAX ships one function per use of a primitive, with its operands (`jax._src.internal_test_util.test_harnesses`, some 5,500 of them). It
 is imported here, past `shardplan._jax`, because it is a list of tests and no part of the product. Each case runs twice: as
 plain `jax.jit` on one device, and planned for a machine on which moving data costs nothing and work costs much (`EAGER`), so
-that the planner splits whatever its rules let it split. Results agree up to rounding of their dtype; integers, booleans and NaN
+that the planner shards all dims that its rules let it shard. Results agree up to rounding of their dtype; integers, booleans and NaN
 in full.
 
-    split      some op of the case was planned with a mesh axis on one of its letters
-    whole      no op was: no dim divides, or the rule keeps every dim whole
+    sharded    some op of the case was planned with a mesh axis on one of its factors
+    replicated no op was: no dim divides, or every dim needs replication
     skipped    plain jit does not run the case on CPU; reasons below the table
     failed     results differ, or planning or running raised. Must be 0
 """
@@ -47,13 +47,13 @@ EAGER = Cluster(
     intra=FREE,
     inter=FREE,
 )
-"""Work is dear and communication free: the fastest plan of every op is its most split one."""
+"""Compute is dear and communication free: the fastest plan of every op is its most sharded one."""
 
 MESHES = {"8": ((8,), ("a",)), "2,4": ((2, 4), ("a", "b")), "2,2,2": ((2, 2, 2), ("a", "b", "c"))}
 
 
 class Outcome(NamedTuple):
-    """What became of one case: "split", "whole", "skipped" or "failed"; `why` where there is a reason."""
+    """The outcome of one case: "sharded", "replicated", "skipped" or "failed"; `why` where there is a reason."""
 
     name: str
     kind: str
@@ -86,7 +86,7 @@ def run(case, mesh: jax.sharding.Mesh) -> Outcome:
                     return Outcome(case.fullname, "failed", f"result {n} is {jax.typeof(x)}, not {jax.typeof(y)}")
                 if (why := difference(x, y)) is not None:
                     return Outcome(case.fullname, "failed", f"result {n}: {why}")
-            return Outcome(case.fullname, "split" if is_split(step.plan(*args).context.planned) else "whole")
+            return Outcome(case.fullname, "sharded" if is_sharded(step.plan(*args).context.planned) else "replicated")
         except Exception as error:
             return Outcome(case.fullname, "failed", first_line(error))
 
@@ -95,8 +95,8 @@ def signature(x) -> tuple:
     return x.shape, x.dtype, getattr(x, "weak_type", False)
 
 
-def is_split(planned) -> bool:
-    """Whether a mesh axis stands on a letter of some op that is no border of the program."""
+def is_sharded(planned) -> bool:
+    """Whether a mesh axis is put on a factor of some op that is no border of the program."""
     space = planned.space
     return any(
         any(space.strategies[i].factors[s])
@@ -112,7 +112,7 @@ def first_line(error: Exception) -> str:
 def table(outcomes: Iterable[Outcome], groups: dict[str, str]) -> str:
     """Counts per primitive and in all, then why cases were skipped, then what failed."""
     outcomes = list(outcomes)
-    kinds = ("split", "whole", "skipped", "failed")
+    kinds = ("sharded", "replicated", "skipped", "failed")
     count: dict[str, collections.Counter] = {}
     for x in outcomes:
         for row in (groups[x.name], "all"):

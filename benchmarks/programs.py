@@ -1,4 +1,4 @@
-"""Programs that nobody wrote for this planner, a training step each: planned, split as far as they go, they give what plain jit gives.
+"""Programs nobody wrote for this planner, a training step each: planned, sharded as far as they go, with the results of plain jit.
 
     python benchmarks/programs.py                  all of them, 8 emulated CPU devices
     python benchmarks/programs.py linen nnx        some families

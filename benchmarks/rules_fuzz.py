@@ -5,7 +5,7 @@
     python benchmarks/rules_fuzz.py --only gather --shrink     families whose name has a word in it; the smallest case that fails
 
 The calls are those of `tests/generated.py`, of which the tests run a few. The proofs: every strategy of the primitive on local shards
-(`shardplan.testing.check_rule`); the call planned, split as far as its rules let it, on the machine of `benchmarks/jax_harness.py`,
+(`shardplan.testing.check_rule`); the call planned, sharded as far as its rules let it, on the machine of `benchmarks/jax_harness.py`,
 against plain `jit`; and the primitive as XLA partitions it under some strategies of three mesh axes. What plain `jit` does not run on
 CPU is skipped.
 """
@@ -32,7 +32,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase
 
 from shardplan.costs.space import UNSPLIT
-from shardplan.emit import shard_local as local
+from shardplan.emit.shard_local import forms
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import enumerate_strategies
 from shardplan.strategies.rule import RuleError, factor_sizes
@@ -42,12 +42,12 @@ from shardplan.testing.check import run_equations
 
 
 def proof(case) -> tuple[str, str]:
-    """("split" | "whole" | "skipped" | "failed", why): every strategy of the primitive on local shards."""
+    """("sharded" | "replicated" | "skipped" | "failed", why): every strategy of the primitive on local shards."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             only = None if case.primitive in ("scan", "while", "cond") else case.primitive
-            return "split" if check_rule(case.fn, *case.args, primitive=only) else "whole", ""
+            return "sharded" if check_rule(case.fn, *case.args, primitive=only) else "replicated", ""
         except Exception as error:
             if not isinstance(error, RuleError):
                 try:
@@ -66,7 +66,7 @@ def planned(case, mesh) -> tuple[str, str]:
 def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
     """The same of the primitive alone, compiled under several strategies of all mesh axes, drawn by the case's text."""
     axes, random = MeshShape(mesh.axis_names, mesh.axis_sizes), np.random.default_rng(zlib.crc32(str(case).encode()))
-    split = "whole"
+    outcome = "replicated"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -77,10 +77,10 @@ def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
                     continue
                 operands = [jax.numpy.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
                 ways = list(strategies_of(eqn, axes))
-                want = jax.jit(lambda *xs, eqn=eqn: local.bind(eqn, xs))(*operands) if ways else []
+                want = jax.jit(lambda *xs, eqn=eqn: forms.bind(eqn, xs))(*operands) if ways else []
                 for n in random.permutation(len(ways))[:most]:
                     factors, *layouts = ways[n]
-                    split = "split"
+                    outcome = "sharded"
                     try:
                         got = one_strategy(eqn, operands, layouts, mesh)
                     except Exception as error:
@@ -90,7 +90,7 @@ def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
                             return "failed", f"{eqn}\npartitioned as {factors}: {why}"
     except Exception as error:
         return "skipped", jax_harness.first_line(error)
-    return split, ""
+    return outcome, ""
 
 
 def strategies_of(eqn, mesh: MeshShape):
@@ -107,14 +107,14 @@ def strategies_of(eqn, mesh: MeshShape):
 
 
 def one_strategy(eqn, operands, layouts, mesh):
-    """The results of one op whose operands and results are laid out so; partial ones are asked for whole."""
+    """The results of one op whose operands and results are laid out so; partial ones are asked for replicated."""
 
     def shardings(of):
         return [jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*x.spec())) for x in of]
 
     taken, made = layouts
     step = jax.jit(
-        lambda *xs: local.run(eqn, xs, taken, [None if x.partial else x for x in made], mesh),
+        lambda *xs: forms.run(eqn, xs, taken, [None if x.partial else x for x in made], mesh),
         in_shardings=tuple(shardings(taken)),
         out_shardings=shardings([x.reduced() for x in made]),
         keep_unused=True,
@@ -148,7 +148,7 @@ def run(cases, options, mesh) -> collections.Counter:
         if options.proof in ("partitioned", "all"):
             found.append(partitioned(case, mesh))
         count["cases"] += 1
-        count[max((kind for kind, _ in found), key=("whole", "split", "skipped", "failed").index)] += 1
+        count[max((kind for kind, _ in found), key=("replicated", "sharded", "skipped", "failed").index)] += 1
         if count["cases"] % 50 == 0:  # compiled programs pile up
             jax.clear_caches()
         for kind, why in found:
@@ -180,7 +180,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shrink", action="store_true", help="stop at a family's first failure, and make it small")
     options = parser.parse_args(argv)
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    kinds = ("split", "whole", "skipped", "failed")
+    kinds = ("sharded", "replicated", "skipped", "failed")
     print(f"{'family':<32}" + "".join(f"{k:>9}" for k in ("cases", *kinds)) + "  seconds")
     total: collections.Counter = collections.Counter()
     for family in (f for f in FAMILIES if options.only in f):

@@ -1,4 +1,4 @@
-"""A twentieth of JAX's own test suite of primitives, split as far as it goes: `benchmarks/jax_harness.py` runs all of it."""
+"""A twentieth of JAX's own test suite of primitives, sharded as far as it goes: `benchmarks/jax_harness.py` runs all of it."""
 
 import itertools
 import sys
@@ -28,7 +28,7 @@ def test_planned_and_plain_give_the_same(part, mesh):
     jax.clear_caches()
     assert [x for x in found if x.kind == "failed"] == []
     kinds = [x.kind for x in found]
-    assert len(found) > 50 and kinds.count("split") > len(found) / 2 and kinds.count("skipped") < len(found) / 10
+    assert len(found) > 50 and kinds.count("sharded") > len(found) / 2 and kinds.count("skipped") < len(found) / 10
 
 
 def case(name, fn, *args):
@@ -38,8 +38,8 @@ def case(name, fn, *args):
 def test_what_differs_fails_and_what_plain_jit_does_not_run_is_skipped(mesh):
     times = itertools.count()
     x = jnp.arange(8.0)
-    assert jax_harness.run(case("fine", jnp.sin, x), mesh) == ("fine", "split", "")
-    assert jax_harness.run(case("odd", jnp.sin, x[:7]), mesh) == ("odd", "whole", "")
+    assert jax_harness.run(case("fine", jnp.sin, x), mesh) == ("fine", "sharded", "")
+    assert jax_harness.run(case("odd", jnp.sin, x[:7]), mesh) == ("odd", "replicated", "")
     assert jax_harness.run(case("other", lambda x: x + next(times), x), mesh)[1:] == (
         "failed", "result 0: 8 of 8 elements differ by up to 1 (allowed 0.00021)",
     )  # fmt: skip

@@ -84,7 +84,7 @@ def test_a_sharded_table_is_read_at_places_of_few_bits(dtype):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     table, at = jnp.arange(32.0).reshape(8, 4), jnp.arange(6).astype(dtype)
     lookup = Case("gather", lambda table, at: table[at], (table, at))
-    assert rules_fuzz.partitioned(lookup, mesh) == ("split", "")
+    assert rules_fuzz.partitioned(lookup, mesh) == ("sharded", "")
     step = shardplan.auto(mesh, pins={"table": P("x")})(lookup.fn)
     assert np.array_equal(step(table, at), table[at])
 
@@ -110,7 +110,7 @@ def test_convolutions_that_xla_partitions_wrongly_are_right_under_every_strategy
 
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     kind, why = rules_fuzz.partitioned(Case("conv_general_dilated", convolved, (x, w)), mesh, most=100)
-    assert (kind, why) == ("split", "")
+    assert (kind, why) == ("sharded", "")
 
 
 def test_xla_sums_a_convolution_over_devices_that_hold_other_channels():
@@ -137,7 +137,7 @@ def test_grouped_convolutions_of_small_integers_compile():
 
     case = Case("conv_general_dilated", grouped, (x, w))
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
-    assert rules_fuzz.planned(case, mesh)[0] == "split"
+    assert rules_fuzz.planned(case, mesh)[0] == "sharded"
 
 
 @pytest.mark.parametrize("largest", [jnp.max, lambda x: lax.reduce_min(x, (0,))])
