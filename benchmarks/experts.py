@@ -1,13 +1,13 @@
-"""The shardings that experts write by hand, as rules on a parameter's path and shape: what plans are measured against.
+"""Expert layouts, as rules on a parameter's path and shape: the baseline of plans.
 
-    data         parameters whole everywhere, the batch split over all devices
-    zero1        the same, the optimizer's state split
-    fsdp         parameters and optimizer split on their largest dim, activations constrained to stay with the batch
-    tensor       Megatron: column and row pairs, heads, vocabulary, experts split inside a node; data parallel between nodes
-    tables       vocabularies and embedding tables split over all devices, the rest data parallel
+    data         parameters replicated, the batch sharded over all devices
+    zero1        the same, the optimizer's state sharded
+    fsdp         parameters and optimizer sharded on their largest dim, activations constrained to the batch's sharding
+    tensor       Megatron: column and row pairs, heads, vocabulary, experts sharded inside a node; data parallel between nodes
+    tables       vocabularies and embedding tables sharded over all devices, the rest data parallel
     fsdp,tensor  FSDP over the outer mesh axis, tensor parallel over the inner
     tensor,fsdp  the other way round
-    batch        only the batch is split; XLA propagates the rest
+    batch        only the batch is sharded; XLA propagates the rest
 
 The step is the same unmodified one for all; constraints on activations are put into its jaxpr.
 """
@@ -32,12 +32,12 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Expert:
-    """One way to split by hand.
+    """One expert layout.
 
     Attributes:
-        batch: mesh axes that split the batch.
-        params: mesh axes that split parameters on their largest dim (FSDP).
-        state: mesh axes that split the optimizer's state so.
+        batch: mesh axes that shard the batch.
+        params: mesh axes that shard parameters on their largest dim (FSDP).
+        state: mesh axes that shard the optimizer's state on its largest dim.
         model: mesh axes of tensor parallelism.
         roles: which parameters are tensor parallel.
         written: whether parameters are laid out at all; else XLA chooses.
@@ -85,8 +85,8 @@ LARGE = 1 << 15
 """Rows from which on a matrix is a table, whatever its name."""
 
 
-def split_dim(path: str, shape: tuple[int, ...], n: int, roles: tuple[str, ...]) -> tuple[int, ...]:
-    """Dims of a parameter that tensor parallelism may split into n, the first choice first."""
+def tensor_dims(path: str, shape: tuple[int, ...], n: int, roles: tuple[str, ...]) -> tuple[int, ...]:
+    """Dims of a parameter that tensor parallelism may shard over n devices, the first choice first."""
     role = next((role for role, pattern in ROLES if re.search(pattern, path)), "")
     role = "table" if max(shape, default=0) >= LARGE else role
     first = 1 if STACKED.search(path) else 0
@@ -115,15 +115,15 @@ def param_spec(expert: Expert, path: str, shape: tuple[int, ...], mesh) -> P:
     size = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     entries: list = [None] * len(shape)
     if expert.model:
-        for d in split_dim(path, shape, math.prod(size[a] for a in expert.model), expert.roles)[:1]:
+        for d in tensor_dims(path, shape, math.prod(size[a] for a in expert.model), expert.roles)[:1]:
             entries[d] = expert.model
-    split = expert.params if is_param(path) else expert.state
-    if split:
-        n = math.prod(size[a] for a in split)
+    axes = expert.params if is_param(path) else expert.state
+    if axes:
+        n = math.prod(size[a] for a in axes)
         first = 1 if STACKED.search(path) else 0
         fits = [d for d in range(first, len(shape)) if entries[d] is None and shape[d] % n == 0 and shape[d] >= n]
         if fits:
-            entries[max(fits, key=lambda d: shape[d])] = split
+            entries[max(fits, key=lambda d: shape[d])] = axes
     return P(*entries)
 
 
@@ -152,7 +152,7 @@ def laid_out(expert: Expert, step, state, batch, mesh):
     n = math.prod(size[a] for a in expert.batch)
 
     def batch_dim(shape) -> int | None:
-        """The dim of a batch that is split: examples, else positions."""
+        """The dim of a batch that is sharded: examples, else positions."""
         return next((d for d in range(len(shape)) if shape[d] % n == 0 and shape[d] >= n), None) if expert.batch else None
 
     def batch_spec(x) -> P:
@@ -162,7 +162,7 @@ def laid_out(expert: Expert, step, state, batch, mesh):
     traced = jax.jit(step).trace(state, batch)
     hints = {}
     if expert.params:
-        kept = None if not expert.model else FREE
+        others = None if not expert.model else FREE
         leaves = [x for x in jax.tree.leaves(batch) if x.shape]
         d = batch_dim(max(leaves, key=lambda x: math.prod(x.shape)).shape)
         length = 0 if d is None else max(leaves, key=lambda x: math.prod(x.shape)).shape[d]
@@ -171,7 +171,7 @@ def laid_out(expert: Expert, step, state, batch, mesh):
             shape = tuple(op.outs[0].shape) if op.outs else ()
             big = op.primitive in ("dot_general", "conv_general_dilated", "gather") or (op.primitive == "add" and len(shape) == 3)
             if big and d is not None and len(shape) > d + 1 and shape[d] == length and shape not in params:
-                entries = tuple(expert.batch if k == d else kept for k in range(len(shape)))
+                entries = tuple(expert.batch if k == d else others for k in range(len(shape)))
                 hints[op.path] = EmitDecision(results=(_Hint(len(shape), entries),))  # pyright: ignore[reportArgumentType]
     run = emit(traced.jaxpr, hints, mesh)
     tree = jax.tree.structure(traced.out_info)

@@ -5,10 +5,10 @@
     python benchmarks/fidelity.py --clusters             every model and cluster of `quality.py`, at full size
     python benchmarks/fidelity.py moe --show              with each case's comparison, line by line
 
-`collectives` is bytes a device sends in one step (ring algorithm), `peak` and `live` are the planned memory over XLA's peak and over
-what is alive in XLA's peak (without the gaps of its placement), `products` flops of products and convolutions, `compute` the seconds of
-all work but collectives, over those of a roofline over the emitted kernels. `unplanned` is the share of what XLA emits that nobody
-planned. Needs "shardplan[gpu-check]", no GPU.
+`collectives` is bytes that a device sends in one step (ring algorithm); `peak` and `live` are the planned memory over XLA's peak and
+over the buffers alive then, without the gaps of its buffer assignment; `products` is flops of products and convolutions; `compute` is
+seconds of everything but collectives over those of a roofline over the emitted kernels. `unplanned` is the fraction of emitted bytes
+that no planned collective explains. Needs "shardplan[gpu-check]", no GPU.
 """
 
 import argparse

@@ -3,12 +3,12 @@
     python benchmarks/planning.py [--only gpt2,dispatch] [--cluster h100] [--json rows.json]
 
 Every case is planned in a process of its own, without devices, so that its peak memory is its own. `trace` is JAX's tracing, which
-jit pays too. `plan` is the call `step.plan(...)` when the trace is there already; `cpu` its processor seconds, all threads
-together, which tell more on a busy machine. The columns after these are the stages of `plan`:
+jit pays too. `plan` is the call `step.plan(...)` with a cached trace; `cpu` its processor seconds over all threads, which vary less on
+a busy machine. The columns after these are the stages of `plan`:
 
-    graph       jaxpr read as a graph            solve       the integer program
-    strategies  how every op may be split        decisions   what is put back into the program
-    network     prices of all reshards           rest        fingerprint, and the plan made readable
+    graph       jaxpr to graph                   solve       the integer program
+    strategies  strategies of every op           decisions   the constraints to emit
+    network     prices of all reshards           rest        fingerprint, and the description of the plan
     propagate   a first plan by propagation
 
 The states of full-size models are shapes: nothing is allocated. The last case trains: one planned step against plain jit.
@@ -34,7 +34,7 @@ CALLS = 400  # of each step, in turns
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one mesh; `limit_s` and `limit_gb` are what it has to meet, where something was promised."""
+    """One model on one mesh; `limit_s` and `limit_gb` are its requirements, where there are any."""
 
     name: str
     model: str

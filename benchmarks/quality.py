@@ -1,15 +1,15 @@
-"""Plans against what experts write: every model planned and laid out by hand, compiled by XLA's GPU compiler for clusters that are
-not there, and timed by one ruler.
+"""Plans against expert layouts: every model planned and laid out by hand, compiled by XLA's GPU compiler for absent clusters, and
+timed by one roofline.
 
     python benchmarks/quality.py                              every model on every cluster
     python benchmarks/quality.py gpt2 llama --target h100:8    some of them
-    python benchmarks/quality.py --store quality.json          keep what was compiled; with --again ours, compile that anew
+    python benchmarks/quality.py --store quality.json          keep the results; with --again shardplan, compile these again
     python benchmarks/quality.py --markdown quality.md         the table as a file
 
-Seconds are read from the compiled program alone (`shardplan.xla.seconds`): a roofline over its kernels, and what of its collectives,
-priced by the cluster model, XLA's schedule leaves exposed. `collect` is all their seconds; the second ratio is that of steps in which
-nothing is hidden. `sent` is what a device puts on links in one step. A layout that needs more memory than a GPU has counts only
-where nothing fits.
+Seconds are read from the compiled program alone (`shardplan.xla.seconds`): a roofline over its kernels, and the part of its
+collectives, priced by the cluster model, that XLA's schedule leaves exposed. `collect` is all seconds of collectives; the second ratio
+is that of steps without overlap. `sent` is bytes that a device sends in one step. A layout that exceeds a GPU's memory counts only
+where none fits.
 Needs "shardplan[gpu-check]", no GPU.
 """
 
@@ -120,7 +120,7 @@ HEAD = (
 
 
 def markdown(store: dict[str, dict[str, dict]]) -> str:
-    """The table of all cells: seconds of each way in ms, ours over the best other's."""
+    """The table of all cells: milliseconds of each layout, and ours over the best other."""
     columns = list(dict.fromkeys(name for cell in store.values() for name in cell))
     rows = ["| model | target | " + " | ".join(columns) + " | ours over the best other | nothing hidden |"]
     rows.append("|---" * (len(columns) + 4) + "|")
@@ -131,8 +131,8 @@ def markdown(store: dict[str, dict[str, dict]]) -> str:
             for c in columns
         ]
         ratios = [verdict(cell, measure)[1] for measure in ("seconds", "serial")]
-        told = ["–" if math.isnan(r) else f"{r:.3f}" for r in ratios]
-        rows.append(f"| {model} | {target} | {' | '.join((*entries, *told))} |")
+        shown = ["–" if math.isnan(r) else f"{r:.3f}" for r in ratios]
+        rows.append(f"| {model} | {target} | {' | '.join((*entries, *shown))} |")
     return "\n".join(rows) + "\n"
 
 
@@ -142,8 +142,8 @@ def summary(store: dict[str, dict[str, dict]]) -> str:
         (best, ratio), (other, serial) = verdict(cell), verdict(cell, "serial")
         lines.append(f"{key:<24} ours / best {ratio:6.3f} {best or 'none':<13}   nothing hidden {serial:6.3f} {other or 'none'}")
     best = [(cell[OURS], cell[name]) for cell in store.values() if (name := verdict(cell)[0]) in cell]
-    if waits := [ours["exposed"] / other["exposed"] for ours, other in best if ours["exposed"] and other["exposed"]]:
-        lines.append(f"exposed communication over that of the best other: geometric mean {mean(waits):.3f}")
+    if exposed := [ours["exposed"] / other["exposed"] for ours, other in best if ours["exposed"] and other["exposed"]]:
+        lines.append(f"exposed communication over that of the best other: geometric mean {mean(exposed):.3f}")
     for measure in ("seconds", "serial"):
         found = [verdict(cell, measure)[1] for cell in store.values()]
         if ratios := [r for r in found if math.isfinite(r)]:
@@ -160,9 +160,9 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help=f"starts of names, of {', '.join(zoo.QUALITY)}")
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
-    parser.add_argument("--by", action="append", help="only these ways to split")
+    parser.add_argument("--by", action="append", help="only these layouts")
     parser.add_argument("--store", type=Path, help="JSON of what was compiled; read and written")
-    parser.add_argument("--again", action="append", default=[], help="compile these ways anew though the store has them")
+    parser.add_argument("--again", action="append", default=[], help="compile these layouts again, although the store has them")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--docs", action="store_true", help="put the table into docs/measurements.md")
     parser.add_argument("--timeout", type=float, default=600.0)

@@ -1,12 +1,12 @@
-"""Plans against what experts write, really run: small models on 8 emulated CPU devices, all ways of one model in turns.
+"""Plans against expert layouts, run: small models on 8 emulated CPU devices, all layouts of one model in turns.
 
     python benchmarks/run_cpu.py                              every model; measures the machine first (about 20 s)
     python benchmarks/run_cpu.py dlrm moe --cluster here.json  some of them, with the prices of an earlier run (`--save here.json`)
 
-`predicted` is `shardplan.xla.seconds` of the program that XLA emitted, at the prices measured here; `planned` is what the planner
-promised for its own. The last lines are rank correlations (Spearman) of predicted and measured seconds. Devices share the machine's
-cores, so what is idle on one device is not idle on the machine: the figures show the order of the ways, not what a cluster would take.
-As on an accelerator, memory that a device once had stays with it (`harness.emulate_devices`).
+`predicted` is `shardplan.xla.seconds` of the program that XLA emitted, at the prices measured here; `planned` is the plan's own
+seconds. The last lines are rank correlations (Spearman) of predicted and measured seconds. Devices share the machine's cores, so an
+idle device leaves its core to others: the figures show the order of the layouts, not the seconds of a cluster.
+As on an accelerator, a device keeps the memory that it once allocated (`harness.emulate_devices`).
 """
 
 import argparse
@@ -33,12 +33,12 @@ OURS = "shardplan"
 MODELS = ("hybrid_mlp", "dlrm", "face_softmax", "digits_cnn", "gpt", "llama", "moe")
 
 
-def ways(name: str, mesh, cluster, only=None):
-    """(way, jitted step, seconds planned) of every way to split an example at its demo size; state and batch of each."""
+def programs(name: str, mesh, cluster, only=None):
+    """(layout, jitted step, planned seconds, fresh state, batch) of every layout of an example at its demo size."""
     module = importlib.import_module(name)
     create_state, train_step, batches = module.build(module.DEMO)
     key, batch = jax.random.key(0), jax.tree.map(jax.numpy.asarray, next(iter(batches(1))))
-    shapes, batch_shapes = (  # of arrays that numpy had in hand: no weak types
+    shapes, batch_shapes = (  # of numpy arrays: no weak types
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), of) for of in (jax.eval_shape(create_state, key), batch)
     )
     create = jax.jit(create_state)
@@ -46,26 +46,26 @@ def ways(name: str, mesh, cluster, only=None):
     def fresh():
         return jax.tree.map(np.asarray, create(key))
 
-    for way in [OURS, *(e.name for e in experts.experts(mesh, mesh.size))]:
-        if only and way not in only:
+    for layout in [OURS, *(e.name for e in experts.experts(mesh, mesh.size))]:
+        if only and layout not in only:
             continue
-        if way == OURS:
+        if layout == OURS:
             step = shardplan.auto(mesh, donate_argnums=0, cluster=cluster)(train_step)
             plan = step.plan(shapes, batch_shapes)
-            yield way, plan.context.program(plan)[0], plan.seconds["total"], fresh, batch
+            yield layout, plan.context.program(plan)[0], plan.seconds["total"], fresh, batch
         else:
-            expert = next(e for e in experts.experts(mesh, mesh.size) if e.name == way)
-            yield way, experts.laid_out(expert, train_step, shapes, batch_shapes, mesh), None, fresh, batch
+            expert = next(e for e in experts.experts(mesh, mesh.size) if e.name == layout)
+            yield layout, experts.laid_out(expert, train_step, shapes, batch_shapes, mesh), None, fresh, batch
 
 
 def run(name: str, mesh, cluster, rounds: int, only=None) -> list[dict]:
-    """Seconds of every way, planned, predicted and measured (the median of `rounds` turns)."""
+    """Seconds of every layout: planned, predicted and measured (the median of `rounds` turns)."""
     shape = MeshShape(tuple(mesh.axis_names), tuple(mesh.devices.shape))
     found, running = [], []
-    for way, step, planned, fresh, batch in ways(name, mesh, cluster, only):
+    for layout, step, planned, fresh, batch in programs(name, mesh, cluster, only):
         state = fresh()
         text = step.lower(state, batch).compile().as_text()
-        row = {"model": name, "way": way, "planned": planned, "predicted": seconds_of(text, cluster, shape).total_s, "times": []}
+        row = {"model": name, "layout": layout, "planned": planned, "predicted": seconds_of(text, cluster, shape).total_s, "times": []}
         for _ in range(2):  # the second call may compile once more, for the layouts that XLA chose
             state = step(state, batch)[0]
         running.append([row, step, jax.block_until_ready(state), batch])
@@ -89,7 +89,7 @@ def rank_correlation(rows) -> float:
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--by", action="append", help="only these ways to split")
+    parser.add_argument("--by", action="append", help="only these layouts")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--cluster", help="a cluster file instead of measuring")
     parser.add_argument("--save", help="where to keep what was measured")
@@ -104,7 +104,7 @@ def main(argv=None) -> None:
         here = run(name, mesh, cluster, options.rounds, options.by)
         for row in here:
             planned = f"{1e3 * row['planned']:>9.2f}" if row["planned"] else ""
-            print(f"{name:<13} {row['way']:<12} {1e3 * row['measured']:>9.2f} {1e3 * row['predicted']:>9.2f} {planned}", flush=True)
+            print(f"{name:<13} {row['layout']:<12} {1e3 * row['measured']:>9.2f} {1e3 * row['predicted']:>9.2f} {planned}", flush=True)
         rows += here
     inside = {}
     for name in dict.fromkeys(row["model"] for row in rows):
@@ -112,10 +112,10 @@ def main(argv=None) -> None:
     print("rank correlation of predicted and measured seconds: " + ", ".join(f"{n} {x:.2f}" for n, x in inside.items()))
     print(f"mean within a model {np.mean(list(inside.values())):.2f}; over all {len(rows)} programs {rank_correlation(rows):.2f}")
     for name in inside:
-        of = {row["way"]: row["measured"] for row in rows if row["model"] == name}
-        others = {way: s for way, s in of.items() if way != OURS}
+        of = {row["layout"]: row["measured"] for row in rows if row["model"] == name}
+        others = {layout: s for layout, s in of.items() if layout != OURS}
         if OURS in of and others:
-            best = min(others, key=lambda way: others[way])
+            best = min(others, key=lambda layout: others[layout])
             print(f"{name:<13} ours over the best other ({best}): {of[OURS] / others[best]:.2f}")
 
 

@@ -1,11 +1,11 @@
-"""What is predicted to hide, and what XLA's schedule hides: residual multilayer perceptrons that are unrolled, on 8 absent H100s, laid
-out as experts do by pins and as planned.
+"""Predicted against emitted overlap: unrolled residual multilayer perceptrons on 8 absent H100s, laid out by pins as experts do, and
+as planned.
 
     python benchmarks/schedules.py              all of them, about five minutes
     python benchmarks/schedules.py 1024         some: parts of their names
 
-Predicted seconds are the plan's, emitted ones those of the compiled program (`shardplan.xla.seconds`), both in ms. Nobody tuned
-these nets, and their layers are so alike that every mistake about one of them counts many times.
+Predicted seconds are the plan's, emitted ones those of the compiled program (`shardplan.xla.seconds`), both in ms. The
+planner was not tuned on these nets, and their layers are identical, so an error about one layer counts many times.
 Needs "shardplan[gpu-check]", no GPU.
 """
 
@@ -66,7 +66,7 @@ def net(layers: int, width: int, hidden: int, batch: int, dtype: str):
 
 
 def pins(axes: tuple[str, ...]) -> dict[str, dict[str, P] | None]:
-    """By the name of a way to split, the parameters' and the momentum's layouts; the planner chooses the rest."""
+    """Layout name -> pins of the parameters and the momentum; the planner chooses the rest."""
     inner = axes[-1]
     return {
         "data": {"state/**": P()},
@@ -100,17 +100,17 @@ def main(argv=None) -> None:
         for sizes in ((8,), (2, 4)):
             axes = ("data", "model")[: len(sizes)]
             mesh = quality.experts.twin(jax.sharding.AbstractMesh(sizes, axes))
-            for way, wanted in pins(axes).items():
+            for layout, wanted in pins(axes).items():
                 r = compared(*net(*given), mesh, wanted)
                 if "error" in r:
-                    print(f"{name:<36} {way:<12} {r['error']}")
+                    print(f"{name:<36} {layout:<12} {r['error']}")
                     continue
                 shape = "x".join(map(str, sizes))
-                found[shape, way] = r["seconds"]
+                found[shape, layout] = r["seconds"]
                 parts.append(r["predicted"] / r["seconds"])
                 ms = [1e3 * r[k] for k in ("predicted", "seconds", "exposed")]
-                print(f"{name:<36} {shape:<7} {way:<12} {ms[0]:>9.3f} {ms[1]:>9.3f} {parts[-1]:>6.2f}  {ms[2]:>8.3f}", flush=True)
-            others = [s for (where, way), s in found.items() if where == shape and way != "planned"]
+                print(f"{name:<36} {shape:<7} {layout:<12} {ms[0]:>9.3f} {ms[1]:>9.3f} {parts[-1]:>6.2f}  {ms[2]:>8.3f}", flush=True)
+            others = [s for (where, layout), s in found.items() if where == shape and layout != "planned"]
             behind.append(found[shape, "planned"] / min(others))
     low, middle, high = statistics.quantiles(parts, n=20, method="inclusive")[0::9]
     print(f"predicted over emitted: median {middle:.2f}, nine of ten from {low:.2f} to {high:.2f}")

@@ -130,7 +130,7 @@ class Layout:
     # ---- MindSpore's face
 
     def tensor_map(self, mesh: MeshShape) -> tuple[int | tuple[int, ...], ...]:
-        """Per dim, the device-matrix dim that shards it, counted from the right (0: the last axis); -1 for none, a tuple for several."""
+        """Per dim, the device-matrix dim that shards it, from the right (0: the last axis); -1 for none, a tuple for several."""
         number = {a: len(mesh.axes) - 1 - i for i, a in enumerate(mesh.axes)}
         return tuple(-1 if not axes else number[axes[0]] if len(axes) == 1 else tuple(number[a] for a in axes) for axes in self.dims)
 

@@ -8,7 +8,7 @@ from shardplan.xla.hlo.peak import Buffer
 from shardplan.xla.hlo.products import HloProduct, flops, products
 from shardplan.xla.hlo.remat import Rematerialization, rematerializations
 from shardplan.xla.hlo.schedule import KernelWork, Overlap, Timeline, overlaps, simulate
-from shardplan.xla.report.check import SourceLineCollectives, ReplicatedArgument, XlaReport, check
+from shardplan.xla.report.check import ReplicatedArgument, SourceLineCollectives, XlaReport, check
 from shardplan.xla.report.compare import CollectiveComparison, CollectiveFinding, EmittedTensor, ExpectedCollective, compare
 from shardplan.xla.report.plan_report import PlanReport
 from shardplan.xla.report.seconds import CompiledSeconds, seconds
