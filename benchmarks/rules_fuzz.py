@@ -4,7 +4,7 @@
     python benchmarks/rules_fuzz.py --cases 1000 --seed 7      more of them, others
     python benchmarks/rules_fuzz.py --only gather --shrink     families whose name has a word in it; the smallest case that fails
 
-The calls are those of `tests/generated.py`, of which the tests run a few. The proofs: every strategy of the primitive on local shards
+The calls are those of `tests/generated/`, of which the tests run a few. The proofs: every strategy of the primitive on local shards
 (`shardplan.testing.check_rule`); the call planned, sharded as far as its rules let it, on the machine of `benchmarks/jax_harness.py`,
 against plain `jit`; and the primitive as XLA partitions it under some strategies of three mesh axes. What plain `jit` does not run on
 CPU is skipped.
