@@ -1,13 +1,12 @@
-"""How long the solver takes to prove plans optimal, with room and under tight memory, on one, two and three mesh axes.
+"""Processor seconds in which the solver proves plans optimal, with room and under tight memory, on one, two and three mesh axes.
 
     python benchmarks/budgets.py                 19 models, 3 meshes, 4 budgets
     python benchmarks/budgets.py gpt moe          models whose names begin so
     python benchmarks/budgets.py --planning       all problems on the way to a plan, also of the models of quality.py
 
-Every problem is one that the planner builds: a step's cost network at its first prices. Budgets are multiples of the least peak that
-any plan could have. With `--planning` it is whatever is solved until the prices are settled, with the memory of an H100; "unfolded" are
-those in which repeated layers need not be alike, which have a limit of work. `presolve` and `solve` are processor seconds; what takes
-longer than a second after shrinking, or is not proven, is listed, and a table of all stands at the end.
+A problem is a step's cost network at its first prices. Budgets are multiples of the peak of the plan of least average memory. With
+`--planning` all problems on the way to a plan are solved, with the memory of an H100; "untied" are those without symmetric layers,
+which have a work limit. Problems that take more than a second after presolve, or are not proven, are listed; a table of all follows.
 """
 
 import argparse
@@ -52,7 +51,7 @@ BUDGETS = ("free", 1.5, 1.2, 1.05)
 
 
 Found = tuple[str, str, str, float, float, Solution]
-"""Model, mesh, budget, seconds of shrinking and of what comes after, and the answer."""
+"""Model, mesh, budget, processor seconds of presolve and of the rest, and the answer."""
 
 
 def problems(model: str, mesh: str) -> Iterator[tuple[str, Problem]]:
@@ -67,21 +66,21 @@ def problems(model: str, mesh: str) -> Iterator[tuple[str, Problem]]:
     def problem(limit: float | None) -> Problem:
         return build_network(found.space, resharder, limit, pricing=Pricing(found.exposed_fraction)).problem
 
-    told = problem(plan.memory().peak)
-    least = told.peak(min_average_memory(told))
+    limited = problem(plan.memory().peak)
+    least = limited.peak(min_average_memory(limited))
     for budget in BUDGETS:
         yield str(budget), problem(None if budget == "free" else budget * least)
 
 
 def measure(problem: Problem) -> tuple[float, float, Solution]:
-    """Seconds of shrinking and of what comes after, and the answer."""
+    """Processor seconds of presolve and of search, and the answer."""
     start = time.process_time()
     presolved = presolve(problem, tie=True)
-    shrunk = time.process_time()
+    presolved_at = time.process_time()
     hint = propagate(problem, presolved)
     ready = time.process_time()
     answer = solve(problem, hint=hint.states or None, presolved=presolved)
-    return shrunk - start, time.process_time() - ready, answer
+    return presolved_at - start, time.process_time() - ready, answer
 
 
 def under_budgets(chosen: Callable[[str], bool]) -> Iterator[Found]:
@@ -93,7 +92,7 @@ def under_budgets(chosen: Callable[[str], bool]) -> Iterator[Found]:
 
 
 def planning(chosen: Callable[[str], bool]) -> Iterator[Found]:
-    """Whatever is solved on the way to a plan."""
+    """All problems on the way to a plan."""
     places = [(mesh, sizes, axes, fidelity.CASES | MODELS) for mesh, (sizes, axes) in fidelity.MESHES.items()]
     places += [(target, sizes, quality.AXES, zoo.QUALITY) for target, sizes in quality.TARGETS.items()]
     for mesh, sizes, axes, models in places:
@@ -105,15 +104,16 @@ def planning(chosen: Callable[[str], bool]) -> Iterator[Found]:
 
 
 def solves(plan: Callable[[], object]) -> list[tuple[str, float, float, Solution]]:
-    """What a call that plans solves, whether or not a plan fits."""
+    """The problems that a call of `plan` solves, whether or not a plan fits."""
     found = []
 
-    def timed(problem: Problem, *, presolved: Presolved | None = None, **asked) -> Solution:
+    def timed(problem: Problem, *, presolved: Presolved | None = None, **arguments) -> Solution:
         start = time.process_time()
         presolved = presolved or presolve(problem, tie=True)
-        shrunk = time.process_time()
-        answer = solve(problem, presolved=presolved, **asked)
-        found.append(("unfolded" if "work_limit" in asked else "free", shrunk - start, time.process_time() - shrunk, answer))
+        presolved_at = time.process_time()
+        answer = solve(problem, presolved=presolved, **arguments)
+        kind = "untied" if "work_limit" in arguments else "free"
+        found.append((kind, presolved_at - start, time.process_time() - presolved_at, answer))
         return answer
 
     with mock.patch("shardplan.ilp.integer_program.solve", timed), contextlib.suppress(shardplan.ShardingError):
@@ -129,17 +129,17 @@ def main(argv=None) -> None:
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
     rows: dict[tuple[str, str], list[tuple[float, float, bool]]] = {}
     every = planning if options.planning else under_budgets
-    for model, mesh, budget, shrinking, after, answer in every(lambda name: name.startswith(tuple(options.models or [""]))):
+    for model, mesh, budget, before, after, answer in every(lambda name: name.startswith(tuple(options.models or [""]))):
         proven = answer.status in ("optimal", "infeasible")
-        rows.setdefault((mesh, budget), []).append((shrinking, after, proven))
+        rows.setdefault((mesh, budget), []).append((before, after, proven))
         if after > 1 or not proven:
-            print(f"{model:<20} {mesh:<6} {budget:<5} shrink {shrinking:5.2f} solve {after:6.2f} {answer.status} "
+            print(f"{model:<20} {mesh:<6} {budget:<5} presolve {before:5.2f} search {after:6.2f} {answer.status} "
                   f"gap {answer.gap:.2%}", flush=True)  # fmt: skip
-    print("\n| mesh | budget | problems | proven | shrinking, median | after it, median | after it, most | over a second |")
+    print("\n| mesh | budget | problems | proven | presolve, median | search, median | search, most | over a second |")
     print("|---|---|---|---|---|---|---|---|")
     for (mesh, budget), found in rows.items():
-        shrinking, after, proven = zip(*found, strict=True)
-        medians = f"{statistics.median(shrinking):.2f} | {statistics.median(after):.2f}"
+        before, after, proven = zip(*found, strict=True)
+        medians = f"{statistics.median(before):.2f} | {statistics.median(after):.2f}"
         print(f"| {mesh} | {budget} | {len(after)} | {sum(proven)} | {medians} | {max(after):.1f} | {sum(s > 1 for s in after)} |")
 
 

@@ -1,10 +1,10 @@
-"""How well the solver does on the public IOPDDL benchmark, at the contest's own time limits.
+"""Scores of the solver on the public IOPDDL benchmark, at the contest's own time limits.
 
     python benchmarks/iopddl.py FOLDER [--only A,B] [--seconds-scale 0.1]
 
-One line per instance: cost, own lower bound, gap, peak memory of the answer over the limit, seconds, contest best / cost.
-Every instance is solved in a process of its own; reading the file is not counted, as in the contest, nor is compiling the kernels,
-which is done once.
+One line per instance: cost, lower bound, gap, peak memory of the answer over the limit, seconds, and the score: the contest's best
+cost over this cost. Every instance has a process of its own. Reading the file is not counted, as in the contest, nor is compiling
+the kernels.
 """
 
 import argparse

@@ -173,11 +173,11 @@ def test_targets_below_the_optimum_are_proven_empty_and_targets_above_find_it(se
     best = brute_force(problem)
     small = presolve(problem)
     subproblem = Subproblem(small.problem, small.invert, small.offset, **how)
-    for goal, found in ((best - 1, np.inf), (best, best), (2 * best, best)):
+    for target, found in ((best - 1, np.inf), (best, best), (2 * best, best)):
         incumbent = Incumbent(problem, None)
         tree = BranchAndBound(incumbent, Deadline(work=20.0), settings)
         tree.repaired_points = 0  # answers come from the search alone
-        assert tree.search([subproblem], goal, 1.0) == []
+        assert tree.search([subproblem], target, 1.0) == []
         assert incumbent.objective == found
         if np.isfinite(found):
             assert problem.objective(incumbent.states) == best and problem.peak(incumbent.states) <= problem.limit
@@ -186,7 +186,7 @@ def test_targets_below_the_optimum_are_proven_empty_and_targets_above_find_it(se
 OVER = Deadline(0.0)
 
 
-def test_every_link_stops_within_itself_when_time_is_over():
+def test_every_link_stops_within_itself_at_the_time_limit():
     problem = grid(6, 4, tight=0.8)
     result = bound(problem, np.inf, 16, 0)
     subproblem = Subproblem(problem, tuple, 0.0)
@@ -202,7 +202,7 @@ def test_every_link_stops_within_itself_when_time_is_over():
 
 
 class Stopwatch:
-    """Time that stands still for so many looks, and is over then."""
+    """Time that stands still for a number of looks, and is over then."""
 
     def __init__(self, looks: int):
         self.left = looks
@@ -214,7 +214,7 @@ class Stopwatch:
 
 @pytest.mark.parametrize("large", [0, 20_000])
 @pytest.mark.parametrize("looks", [1, 30, 1_000, 10_000, 30_000])
-def test_wherever_time_is_over_the_search_ends_there_with_what_it_has(large, looks, monkeypatch):
+def test_at_whichever_look_the_time_is_over_the_search_ends_with_its_incumbent(large, looks, monkeypatch):
     problem, watch = grid(25, 4, tight=0.8), Stopwatch(looks)
     for module in ("deadline", "primal.iterated_search"):
         if importlib.util.find_spec("numba") or module == "deadline":
@@ -228,7 +228,7 @@ def test_wherever_time_is_over_the_search_ends_there_with_what_it_has(large, loo
         assert problem.peak(answer.states) <= problem.limit
 
 
-def test_what_is_not_searched_when_time_is_over_stays_to_be_searched():
+def test_subproblems_not_searched_in_time_remain_to_be_searched():
     problem = grid(6, 4, tight=0.8)
     deadline = Deadline(1e3)
     deadline.check = OVER.check
@@ -239,7 +239,7 @@ def test_what_is_not_searched_when_time_is_over_stays_to_be_searched():
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("large", [0, 20_000])
-def test_an_answer_is_given_though_there_is_no_time(compiled, large, monkeypatch):
+def test_a_small_problem_has_an_answer_without_any_time(compiled, large, monkeypatch):
     if not compiled:
         monkeypatch.setitem(Chain.__init__.__globals__, "_primal_search", lambda incumbent, deadline: None)
     problem = grid(6, 4, tight=0.8)
@@ -249,14 +249,14 @@ def test_an_answer_is_given_though_there_is_no_time(compiled, large, monkeypatch
 
 @laws
 @given(networks())
-def test_dominated_states_that_are_left_for_want_of_time_change_no_optimum(problem):
+def test_dominated_states_that_remain_for_want_of_time_change_no_optimum(problem):
     small, whole = presolve(problem, deadline=Deadline(work=0.0)), solve(problem)
     if small.feasible and whole.states:
         assert solve(small.problem).objective + small.offset == whole.objective
 
 
-def test_a_region_without_a_limit_gets_larger_joints_before_it_is_split(monkeypatch):
-    def never(result, kept):
+def test_a_subproblem_without_a_limit_gets_larger_buckets_before_branching(monkeypatch):
+    def never(result, surviving):
         raise AssertionError
 
     problem = replace(grid(5, 4), usages=())
@@ -266,7 +266,7 @@ def test_a_region_without_a_limit_gets_larger_joints_before_it_is_split(monkeypa
     assert tree.search([Subproblem(problem, tuple, 0.0, core=0, bucket_entries=16)], best - 1, 1.0) == []
 
 
-def test_the_optimum_without_the_limit_is_looked_for_where_no_byte_has_a_price():
+def test_capacity_is_relaxed_only_where_no_byte_has_a_price():
     for tight, looked in ((0.8, True), (0.6, False)):
         problem = grid(6, 4, tight=tight)
         small = presolve(problem)
@@ -308,7 +308,7 @@ def test_three_axes_and_a_tight_budget_are_proven():
         assert tight.status == "optimal" and tight.memory().peak <= share * peak
 
 
-def test_the_core_answers_within_a_cost_or_proves_that_it_cannot():
+def test_cpsat_answers_within_the_cutoff_or_proves_that_nothing_does():
     problem = chain(7, 3, seed=2, limit=220.0)
     best = brute_force(problem)
     assert problem.objective(cpsat.solve_core(problem, work=5.0).states) == best
@@ -318,7 +318,7 @@ def test_the_core_answers_within_a_cost_or_proves_that_it_cannot():
     assert none.status == "infeasible" and none.bound == np.inf and none.states == ()
 
 
-def test_what_moves_make_fit_fits_and_no_single_move_pays():
+def test_repaired_states_fit_and_no_single_flip_pays():
     problem = grid(6, 4, tight=0.9)
     memory = UsageTable(problem)
     local = LocalSearch(problem, memory)

@@ -67,13 +67,13 @@ def test_the_last_line_of_output_is_the_answer(tmp_path, capsys):
     assert "cost 7" in err
 
 
-def test_a_file_for_which_nothing_fits_is_told_with_numbers(tmp_path, capsys):
+def test_a_file_for_which_nothing_fits_is_an_error_with_numbers(tmp_path, capsys):
     assert iopddl.main([str(small(tmp_path, [0, 0, 0, 0], limit=4)), "--seconds", "5"]) == 2
     out, err = capsys.readouterr()
     assert not out and "small: no states fit the usage limit of 4" in err and "a limit of 5, which some fit" in err
 
 
-def test_too_little_time_is_told_with_a_way_out(tmp_path, capsys):
+def test_too_little_time_is_an_error_with_a_way_out(tmp_path, capsys):
     layers = range(1000)
     path = write(
         tmp_path / "long.json.gz",

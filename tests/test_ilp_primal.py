@@ -1,4 +1,4 @@
-"""Laws of the compiled part: what it counts is what the problem says, and its moves never make things worse."""
+"""Laws of primal search: kernels count what the problem says, and moves never increase the cost."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_a_field_is_the_change_of_cost(problem, some):
 
 
 @pytest.mark.parametrize("cap", [4, 16, 64, 1 << 20])
-def test_a_sweep_is_the_optimum_given_the_held_nodes(problem, some, cap):
+def test_a_tree_move_is_the_optimum_given_the_fixed_nodes(problem, some, cap):
     net = kernels.flatten(problem)
     schedule = elimination_schedule(net, cap, np.linspace(1, 2, len(problem.costs)))
     for states in some:
@@ -64,21 +64,21 @@ def test_a_sweep_is_the_optimum_given_the_held_nodes(problem, some, cap):
             assert problem.objective(after) == BucketElimination(free).run().value
 
 
-def test_what_is_made_to_fit_fits(problem, some):
+def test_repaired_states_fit(problem, some):
     iterated = IteratedLocalSearch(problem, 64)
     fitted = [iterated.repair_and_anneal(states, 1e4) for states in some]
     assert any(states is not None for states in fitted)
     assert all(problem.peak(states) <= problem.limit for states in fitted if states is not None)
 
 
-def test_a_first_choice_fits_where_the_cheapest_is_far_from_it():
+def test_a_first_answer_fits_where_the_cheapest_states_are_far_from_it():
     problem = chain(40, 5, seed=3, limit=600.0)
     assert problem.peak([int(c.argmin()) for c in problem.costs]) > 1.2 * problem.limit
     found = next(IteratedLocalSearch(problem, 64).first_feasible())
     assert problem.peak(found) <= problem.limit and np.isfinite(problem.objective(found))
 
 
-def test_prices_that_follow_the_memory_bound_nearly_as_well_as_any():
+def test_prices_that_follow_the_memory_bound_nearly_as_well_as_the_optimum_allows():
     problem = chain(40, 5, seed=3, limit=850.0)
     iterated = IteratedLocalSearch(problem, 64)
     list(iterated.run(0, 4, lambda turn: turn / 20))

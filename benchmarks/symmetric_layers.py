@@ -1,11 +1,11 @@
-"""What it still costs to plan repeated layers alike first: every plan searched once more without that, and longer.
+"""What symmetric repeated layers cost: every plan is searched once more without ties.
 
-    python benchmarks/folding.py                 all models, with room and under budgets
+    python benchmarks/symmetric_layers.py                 all models, with room and under budgets
     python benchmarks/folding.py gpt moe          some of them
 
-`planned` and `unfolded` are seconds of the two plans at the prices the plan settled on, `gap` what is unproven of the second, `s` the
-seconds of solving it. What else it moves together changes latencies and how long arrays wait in memory: `pays` are its seconds at its
-own prices, where it then fits, and `worse` what the plan takes more. Budgets are shares of what the free plan needs, while one fits.
+`tied` and `untied` are the milliseconds of the two plans at the first one's prices, `gap` is that of the second, `s` the seconds of its
+search. The second combines other collectives, which changes latencies and overlap windows: `repriced` are its milliseconds at its own
+prices if it then fits, `loss` is what the first takes more. Budgets are shares of the free plan's peak, down to the last that fits.
 """
 
 import argparse
@@ -52,8 +52,8 @@ def plans(model: str, mesh) -> Iterator[tuple[str, shardplan.Plan]]:
         yield "free" if share is None else f"{share:.0%}", plan
 
 
-def pays(planned, states) -> float | None:
-    """Picoseconds of a choice of states at the prices of what it moves together; None where it does not fit so."""
+def repriced(planned, states) -> float | None:
+    """Picoseconds of states at the prices of the collectives that they combine; None if they do not fit then."""
     space, options = planned.space, planned.options
     allowed, resharder = allowed_strategies(space, options=options), Resharder(space.mesh, space.cluster)
 
@@ -71,8 +71,8 @@ def main(argv=None) -> None:
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
-    print(f"{'model':<12} {'budget':>6} {'planned':>10} {'unfolded':>10} {'pays':>10} {'worse':>7} {'gap':>7} {'s':>5}", flush=True)
-    worst = 0.0
+    print(f"{'model':<12} {'budget':>6} {'tied':>10} {'untied':>10} {'repriced':>10} {'loss':>7} {'gap':>7} {'s':>5}", flush=True)
+    greatest = 0.0
     for model in options.models or MODELS:
         for budget, plan in plans(model, mesh):
             planned = plan.context.planned
@@ -80,14 +80,14 @@ def main(argv=None) -> None:
             start = time.process_time()
             found = solve(replace(problem, ties=()), hint=states)
             seconds = time.process_time() - start
-            before, after = pays(planned, states), pays(planned, found.states)
+            before, after = repriced(planned, states), repriced(planned, found.states)
             assert before is not None
-            worse = 0.0 if after is None else before / after - 1
-            worst = max(worst, worse)
+            loss = 0.0 if after is None else before / after - 1
+            greatest = max(greatest, loss)
             ms = [f"{x / PS * 1e3:>10.4g}" for x in (problem.objective(states), found.objective)]
             own = f"{'no fit':>10}" if after is None else f"{after / PS * 1e3:>10.4g}"
-            print(f"{model:<12} {budget:>6} {' '.join(ms)} {own} {worse:>7.2%} {found.gap:>7.2%} {seconds:>5.1f}", flush=True)
-    print(f"folding adds {worst:.2%} at most")
+            print(f"{model:<12} {budget:>6} {' '.join(ms)} {own} {loss:>7.2%} {found.gap:>7.2%} {seconds:>5.1f}", flush=True)
+    print(f"symmetric layers cost {greatest:.2%} at most")
 
 
 if __name__ == "__main__":
