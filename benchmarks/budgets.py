@@ -31,7 +31,7 @@ import quality  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
-from shardplan.costs.network import build_network  # noqa: E402
+from shardplan.costs.build import build_network  # noqa: E402
 from shardplan.costs.pricing import Pricing  # noqa: E402
 from shardplan.ilp import Problem, Solution  # noqa: E402
 from shardplan.ilp.min_memory import min_average_memory  # noqa: E402

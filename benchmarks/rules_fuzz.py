@@ -31,7 +31,6 @@ import jax_harness
 import numpy as np
 from hypothesis import HealthCheck, Phase
 
-from shardplan.costs.space import UNSPLIT
 from shardplan.emit.shard_local import forms
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import enumerate_strategies
@@ -97,7 +96,7 @@ def strategies_of(eqn, mesh: MeshShape):
     """Letters per mesh axis and layouts of operands and results, of every strategy that splits something."""
     ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
     rule, _ = rule_for(eqn.primitive.name, ins, outs, eqn.params, strict=True)
-    if any(str(x.dtype) in UNSPLIT or 0 in x.shape for x in (*ins, *outs)):
+    if any(str(x.dtype) in REPLICATED_DTYPES or 0 in x.shape for x in (*ins, *outs)):
         return
     sizes = factor_sizes(rule, tuple(x.shape for x in ins), tuple(x.shape for x in outs))
     choices = enumerate_strategies(rule, sizes, mesh, linear=False)

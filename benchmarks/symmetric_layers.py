@@ -25,9 +25,9 @@ import jax  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
-from shardplan.costs.network import build_network  # noqa: E402
+from shardplan.costs.build import build_network  # noqa: E402
 from shardplan.costs.pins import allowed_strategies  # noqa: E402
-from shardplan.costs.tables import PS  # noqa: E402
+from shardplan.costs.step_seconds import PS  # noqa: E402
 from shardplan.ilp.slope_scaling import reprice  # noqa: E402
 from shardplan.ilp.solver import solve  # noqa: E402
 from shardplan.mesh.reshard import Resharder  # noqa: E402

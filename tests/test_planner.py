@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from models import MODELS, relu_step
 
 import shardplan
-from shardplan.costs.network import build_network
+from shardplan.costs.build import build_network
 from shardplan.costs.pins import matches
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import presolve

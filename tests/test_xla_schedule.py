@@ -19,7 +19,7 @@ import nets
 import zoo
 
 import shardplan
-from shardplan.costs.network import build_network
+from shardplan.costs.build import build_network
 from shardplan.ir.parse import parse
 from shardplan.xla import available, compile
 from shardplan.xla.hlo.schedule import overlaps

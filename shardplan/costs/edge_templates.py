@@ -1,12 +1,14 @@
-"""What is known of every array that one op hands to another before it is priced.
+"""What is known, before it is priced, of every array that one op makes and another one reads.
 
-Layers that are alike hand on thousands of arrays in a few ways; a way is read off the graph once, and priced once per network.
+Repeated layers hand on thousands of arrays in a few ways. Each way is one edge template, read off the graph once and priced once per
+cost network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardplan.ir.graph import Graph
 from shardplan.mesh.layout import Layout
@@ -18,127 +20,150 @@ from shardplan.xla_model.coupled_state import CoupledState
 
 @dataclass(frozen=True, eq=False)
 class EdgeTemplate:
-    """How an array is handed on: one object for all arrays of which the planner sees no difference.
+    """One object for all arrays between which the planner sees no difference.
 
     Attributes:
-        made, taken: its layout under each strategy of the op that makes it, and of the op that takes it.
-        shape, itemsize: of the whole array.
-        reads: how often it is taken in one step.
-        follows: whether it is taken in the layout it has; partial sums may be completed on the way.
-        copied: whether it is a copy put by, which is never split further than it came.
-        beside: what the optimizer computes with beside a sum.
-        ordered: whether it is read inside a fusion.
-        sliced: bytes that a loop cuts rows from, or 0.
-        summed: of a sum that a loop adds up, what of its bytes the partial sums have, or 0.
-        added: of a sum that is added to another one, and nothing else is done with either: the dims that must not be split for XLA to
-            add the two before it scatters them, those along which one picks rows of a table. None for others.
-        both: of what two sums add up to, the same dims.
-        kept, keeps: whether the op that makes it, or the one that takes it, may keep an earlier reader's copy.
+        result_layouts: [s], layouts that the producer makes the array in.
+        operand_layouts: [t], layouts that the consumer reads it in.
+        shape: of the whole array.
+        itemsize: bytes per element.
+        reads: reads per step.
+        is_follower: the consumer takes the layout that the array has; partial sums may be completed on the way.
+        gathered_copy: the producer is a large copy for big ops: it is gathered where it is made, where its bytes count, and not behind.
+        coupled_state: what the optimizer computes with together with the array, if this may be a partial sum.
+        in_fusion: it is read inside a fusion.
+        sliced_bytes: bytes from which a loop slices rows, or 0.
+        accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
+        addend_dims: of a partial sum that is only added to another partial sum: dims along which one of them scatters rows. If none of
+            these is sharded, XLA adds the two before it reduce-scatters them. None for other arrays.
+        sum_dims: of what two partial sums add up to, the same dims.
+        from_retainable, to_retainable: whether producer or consumer may retain an earlier phase's array.
     """
 
-    made: tuple[Layout, ...]
-    taken: tuple[Layout, ...]
+    result_layouts: tuple[Layout, ...]
+    operand_layouts: tuple[Layout, ...]
     shape: tuple[int, ...]
     itemsize: float
     reads: float
-    follows: bool
-    copied: bool
-    beside: CoupledState | None
-    ordered: bool
-    sliced: float
-    summed: float
-    added: tuple[int, ...] | None
-    both: tuple[int, ...]
-    kept: bool
-    keeps: bool
+    is_follower: bool
+    gathered_copy: bool
+    coupled_state: CoupledState | None
+    in_fusion: bool
+    sliced_bytes: float
+    accumulated_ratio: float
+    addend_dims: tuple[int, ...] | None
+    sum_dims: tuple[int, ...]
+    from_retainable: bool
+    to_retainable: bool
 
 
-def ways(
+class ArrayEdge(NamedTuple):
+    """Op `producer` makes `value`, op `consumer` reads it as its operand `operand`."""
+
+    producer: int
+    consumer: int
+    operand: int
+    value: int
+    template: EdgeTemplate
+
+
+def array_edges(
     graph: Graph,
     rules: Sequence[Rule],
-    choices: Sequence[OpStrategies],
-    besides: Sequence[CoupledState | None],
+    strategies: Sequence[OpStrategies],
+    coupled_state: Sequence[CoupledState | None],
     accumulated_sums: Mapping[int, int],
-) -> Iterator[tuple[int, int, int, int, EdgeTemplate]]:
-    """(op that makes an array, op that takes it, as which operand, value, way) of every operand, in program order.
+) -> Iterator[ArrayEdge]:
+    """Every operand of every op, in program order.
 
     Args:
-        rules, choices: per op.
-        besides: per value, `Way.beside`.
-        added_up: value that a loop made by adding up -> the value in the loop that it is the sum of.
+        graph: the step.
+        rules: per op.
+        strategies: per op.
+        coupled_state: per value.
+        accumulated_sums: sum that a loop accumulates -> the value in the loop that is summed.
     """
     known: dict[tuple, EdgeTemplate] = {}
-    fits: dict[tuple[int, int], bool] = {}
-    partial: dict[int, bool] = {}
-
-    def carries(made: tuple[Layout, ...], taken: tuple[Layout, ...]) -> bool:
-        """Whether whatever is made can be taken as it is."""
-        key = id(made), id(taken)
-        if key not in fits:
-            fits[key] = {x for x in made if not x.partial} <= set(taken)
-        return fits[key]
-
-    def sums(made: tuple[Layout, ...]) -> bool:
-        if id(made) not in partial:
-            partial[id(made)] = any(x.partial for x in made)
-        return partial[id(made)]
-
-    def makers(j: int) -> list[tuple[int, int]]:
-        return [graph.values[v].producer for v in graph.ops[j].inputs if v is not None]
-
-    added: list[tuple[int, ...] | None] = []
+    layouts = _LayoutFacts()
+    addend_dims: list[tuple[int, ...] | None] = []
     for j, op in enumerate(graph.ops):
         readers = tuple(graph.readers(op.outputs[0])) if op.traits.copy else (j,)
-        ordered = any(rules[at].fusion in ("loop", "reduce") for at in readers)
-        rows = any(graph.ops[at].traits.loop_slice for at in readers)
-        added.append(_added(graph, j) if all(sums(choices[i].results[r]) for i, r in makers(j)) else None)
+        in_fusion = any(rules[at].fusion in ("loop", "reduce") for at in readers)
+        sliced = any(graph.ops[at].traits.loop_slice for at in readers)
+        makers = (graph.values[v].producer for v in op.inputs if v is not None)
+        sums = all(layouts.any_partial(strategies[i].results[r]) for i, r in makers)
+        addend_dims.append(_addend_dims(graph, j) if sums else None)
         for k, v in enumerate(op.inputs):
             if v is None:
                 continue
             value = graph.values[v]
             i, r = value.producer
-            made, taken = choices[i].results[r], choices[j].operands[k]
-            facts = {
-                "shape": value.shape,
-                "itemsize": value.itemsize,
-                "reads": op.reads,
-                "follows": _follows(graph, rules, i, j) and carries(made, taken),
-                "copied": graph.ops[i].traits.copy and not graph.ops[i].is_follower and value.bytes > SMALL_BYTES,
-                "beside": besides[v] if sums(made) else None,
-                "ordered": ordered,
-                "sliced": value.bytes if rows else 0.0,
-                "summed": part_added(graph, accumulated_sums, v) if v in accumulated_sums else 0.0,
-                "added": added[j],
-                "both": added[i] or (),
-                "kept": i in graph.retainable_from,
-                "keeps": j in graph.retainable_from,
-            }
-            if (key := (id(made), id(taken), *facts.values())) not in known:
-                known[key] = EdgeTemplate(made, taken, **facts)
-            yield i, j, k, v, known[key]
+            maker, made, read = graph.ops[i], strategies[i].results[r], strategies[j].operands[k]
+            facts = (
+                value.shape,
+                value.itemsize,
+                op.reads,
+                _is_follower(graph, rules, i, j) and layouts.readable(made, read),
+                maker.traits.copy and not maker.is_follower and value.bytes > SMALL_BYTES,
+                coupled_state[v] if layouts.any_partial(made) else None,
+                in_fusion,
+                value.bytes if sliced else 0.0,
+                partial_bytes_ratio(graph, accumulated_sums, v) if v in accumulated_sums else 0.0,
+                addend_dims[j],
+                addend_dims[i] or (),
+                i in graph.retainable_from,
+                j in graph.retainable_from,
+            )
+            if (key := (id(made), id(read), *facts)) not in known:
+                known[key] = EdgeTemplate(made, read, *facts)
+            yield ArrayEdge(i, j, k, v, known[key])
 
 
-def _added(graph: Graph, j: int) -> tuple[int, ...] | None:
-    """`Way.added` of both operands of op j, if they are sums."""
+class _LayoutFacts:
+    """Facts about lists of layouts, by identity: ops of one signature share their lists."""
+
+    def __init__(self):
+        self.fits: dict[tuple[int, int], bool] = {}
+        self.partial: dict[int, bool] = {}
+
+    def readable(self, made: tuple[Layout, ...], read: tuple[Layout, ...]) -> bool:
+        """Whether every complete layout that is made can be read as it is."""
+        key = id(made), id(read)
+        if key not in self.fits:
+            self.fits[key] = {x for x in made if not x.partial} <= set(read)
+        return self.fits[key]
+
+    def any_partial(self, made: tuple[Layout, ...]) -> bool:
+        if id(made) not in self.partial:
+            self.partial[id(made)] = any(x.partial for x in made)
+        return self.partial[id(made)]
+
+
+def _addend_dims(graph: Graph, j: int) -> tuple[int, ...] | None:
+    """`EdgeTemplate.addend_dims` of both operands of op j, if they are partial sums."""
     values = [graph.values[v] for v in graph.ops[j].inputs if v is not None]
     if not graph.ops[j].traits.addition or len(values) != 2 or any(len(value.consumers) > 1 for value in values):
         return None
-    tables = [graph.ops[value.producer[0]] for value in values if graph.ops[value.producer[0]].traits.scatter == "add"]
-    return tuple(d for op in tables for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims)
+    scatters = [op for value in values if (op := graph.ops[value.producer[0]]).traits.scatter == "add"]
+    return tuple(d for op in scatters for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims)
 
 
-def part_added(graph: Graph, accumulated_sums: Mapping[int, int], v: int) -> float:
-    """What of a value's bytes its partial sums have: a loop adds them up in the type in which they are made."""
+def partial_bytes_ratio(graph: Graph, accumulated_sums: Mapping[int, int], v: int) -> float:
+    """Bytes of a value's partial sums over its own: a loop accumulates in the dtype in which they are made."""
     return graph.values[accumulated_sums.get(v, v)].itemsize / (graph.values[v].itemsize or 1)
 
 
-def _follows(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
-    """Whether op j, where it can, takes the result of op i in the layout it has."""
-    ops = graph.ops
-    settled = rules[i].fusion in ("loop", "view") and not ops[i].traits.border
-    if ops[j].traits.copy:
-        return ops[j].is_follower and settled
-    if not rules[j].is_follower or ops[j].traits.border:
+def _is_follower(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
+    """Whether op j propagates the layout of op i's result wherever it can.
+
+    An elementwise op, view or reduction does so behind elementwise ops and views: a reshard there would break a fusion, and one before
+    or after it serves as well.
+    """
+    maker, reader = graph.ops[i], graph.ops[j]
+    fused = rules[i].fusion in ("loop", "view") and not maker.traits.border
+    if reader.traits.copy:
+        return reader.is_follower and fused
+    if not rules[j].is_follower or reader.traits.border:
         return False
-    alone = ops[i].traits.step_input and len(graph.values[ops[i].outputs[0]].consumers) == 1
-    return settled or alone or ops[i].traits.copy
+    only_reader = maker.traits.step_input and len(graph.values[maker.outputs[0]].consumers) == 1
+    return fused or only_reader or maker.traits.copy

@@ -1,40 +1,59 @@
-"""What a shard needs of its neighbours along a split dim that windows slide over.
+"""Which collectives bring a shard what it needs of other shards along a sharded factor.
 
-    conv     n h w c, i j c o -> n h w o    halo h=3    window of 3: one row from the shard before and one from the shard after
-    pooling  n h w c -> n h w c             halo h=2/2  windows of 2, each 2 further: none
+    conv     n h w c, i j c o -> n h w o    halo h=3        window of 3: one row from the shard before and one from the shard after
+    pooling  n h w c -> n h w c             halo h=2/2      windows of 2, each 2 further: nothing
 
-    slice    n h -> n h                     halo h=1    what is cut off moves all behind it on: a part of the shard after
-    cumsum   n h -> n h                     prefix h    what all before sum up to: every shard gathers the totals of all
-    argmax   n h -> n                       best h      what is best of all: every shard gathers what is best of each, and where it is
-    random   k -> n                         first k     the first element: all sum it up, those without it nothing
+    slice    n h -> n h                     halo h=1        the elements cut off shift the rest: a part of the shard after
+    cumsum   n h -> n h                     scan h          the totals of all shards before: every shard gathers all totals
+    argmax   n h -> n                       arg_reduce h    the winner: every shard gathers each shard's winner and its index
+    random   k -> n                         head k          the first element: an all-reduce, to which other shards add nothing
 
-XLA sends the shares that lack to whoever lacks them, one collective-permute for every distance they come from; an op that fetches
-them itself (`Rule.shard_local`, run by `emit/shard_local/forms.py`) uses as few as it can. With several such dims split it is one dim after the other:
-XLA sends on all rows it has by then, an op that fetches those that its windows see (measured: `benchmarks/rules_on_xla.py`).
+A halo takes one collective-permute per distance that its rows come from; an op that runs on shards by itself (`Rule.shard_local`,
+`emit/shard_local/forms.py`) uses as few as it can. Several sharded dims are exchanged one after the other: XLA sends on all rows that
+have arrived by then, an op that runs on shards those that its windows see (measured: `benchmarks/rules_on_xla.py`).
+
+Also known as ghost cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from shardplan import _jax
+from shardplan.ir.graph import Op
 from shardplan.mesh import collective
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.rule import Rule, exchanged_sizes
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective: rows of an operand that go to other shards along some axes; bytes per device of its larger buffer."""
+    """One collective.
+
+    Attributes:
+        operand: number of the operand that it moves parts of.
+        kind: of the collective.
+        axes: mesh axes.
+        bytes: per device, of its larger buffer.
+        seconds: of one run.
+    """
 
     operand: int
     kind: str
     axes: tuple[str, ...]
     bytes: float
     seconds: float
+
+
+def exchanged(op: Op, rule: Rule, strategies: OpStrategies, s: int, mesh: MeshShape, cluster: Cluster) -> list[Exchange]:
+    """The exchanges of an op under strategy s."""
+    if not rule.exchanged:
+        return []
+    return exchanges(rule, strategies.factors[s], op.ins, op.outs, [of[s] for of in strategies.operands], mesh, cluster)
 
 
 def exchanges(
@@ -46,44 +65,59 @@ def exchanges(
     mesh: MeshShape,
     cluster: Cluster,
 ) -> list[Exchange]:
-    """What one strategy exchanges.
+    """The exchanges of one strategy.
 
     Args:
         rule: the op's rule.
-        letters: the strategy: per mesh axis the letter it is put on.
-        ins, outs: avals of operands and results.
+        factors: the strategy: per mesh axis the factor that it shards.
+        ins: avals of the operands.
+        outs: avals of the results.
         layouts: of the operands.
         mesh: names and sizes of the axes.
         cluster: the machine.
     """
-
-    def sent(k: int, kind: str, axes: tuple[str, ...], bytes_: float) -> Exchange:
-        return Exchange(k, kind, axes, bytes_, collective.seconds(kind, bytes_, axes, mesh, cluster))
-
-    over = {a: tuple(axis for axis, x in zip(mesh.axes, factors, strict=True) if x == a) for a in rule.exchanged if a in factors}
+    axes = {h: tuple(axis for axis, x in zip(mesh.axes, factors, strict=True) if x == h) for h in rule.exchanged if h in factors}
     out = []
     for k, dims in enumerate(rule.operands):
-        split = [(h, *exchanged_sizes(rule, h, k, ins, outs)) for h in over if (h,) in dims]
-        held = prod(layouts[k].local_shape(tuple(ins[k].shape), mesh)) * _jax.itemsize(ins[k].dtype) if split else 0.0
-        for h, n, _ in split:
-            own = n // (shards := mesh.size(*over[h]))
-            if h in rule.scan:
-                out.append(sent(k, "all-gather", over[h], held * shards / own))
-            if h in rule.head:
-                out.append(sent(k, "all-reduce", over[h], held / own))
-            if h in rule.arg_reduce:
-                chosen = held * shards * min(rule.arg_reduce[h], own) / own
-                places = chosen * _jax.itemsize(outs[-1].dtype) / _jax.itemsize(ins[k].dtype)
-                out += [sent(k, "all-gather", over[h], b) for b in (chosen, places)]
-        slid = [(rule.halo[h][k], over[h], n, m) for h, n, m in split if k in rule.halo.get(h, ())]
-        for halo, axes, n, m in sorted(slid, key=lambda x: x[0].growth(*x[2:])) if rule.shard_local else slid:
-            shards = mesh.size(*axes)
-            if rule.shard_local:
-                rows = [max(x.size for x in permute) for permute in halo.permutes(n, m, shards)]
-            else:
-                rows = halo.hops(n, m, shards).values()
-            row = held / (n // shards)
-            moved = [row * r for r in rows]
-            out += [sent(k, "collective-permute", axes, b) for b in moved]
-            held = row * halo.span(m // shards) if rule.shard_local else held + sum(moved)
+        sharded = [(h, *exchanged_sizes(rule, h, k, ins, outs)) for h in axes if (h,) in dims]
+        if sharded:
+            size = prod(layouts[k].local_shape(tuple(ins[k].shape), mesh)) * _jax.itemsize(ins[k].dtype)
+            index_ratio = _jax.itemsize(outs[-1].dtype) / _jax.itemsize(ins[k].dtype) if rule.arg_reduce else 0.0
+            found = (*_gathers(rule, sharded, size, axes, mesh, index_ratio), *_permutes(rule, k, sharded, size, axes, mesh))
+            out += [Exchange(k, kind, over, n, collective.seconds(kind, n, over, mesh, cluster)) for kind, over, n in found]
     return out
+
+
+_Sharded = Sequence[tuple[str, int, int]]
+"""Factor, and its sizes in the operand and the result (`exchanged_sizes`)."""
+
+
+def _gathers(
+    rule: Rule, sharded: _Sharded, size: float, axes, mesh: MeshShape, index_ratio: float
+) -> Iterator[tuple[str, tuple, float]]:
+    """(kind, axes, bytes) of totals, winners and first elements; `size` are the bytes of the operand's shard."""
+    for h, n, _ in sharded:
+        own = n // (shards := mesh.size(*axes[h]))
+        if h in rule.scan:
+            yield "all-gather", axes[h], size * shards / own
+        if h in rule.head:
+            yield "all-reduce", axes[h], size / own
+        if h in rule.arg_reduce:
+            winners = size * shards * min(rule.arg_reduce[h], own) / own
+            yield "all-gather", axes[h], winners
+            yield "all-gather", axes[h], winners * index_ratio
+
+
+def _permutes(rule: Rule, k: int, sharded: _Sharded, size: float, axes, mesh: MeshShape) -> Iterator[tuple[str, tuple, float]]:
+    """(kind, axes, bytes) of the halos of operand k, dim after dim; what has arrived is sent on along the next dim."""
+    halos = [(rule.halo[h][k], axes[h], n, m) for h, n, m in sharded if k in rule.halo.get(h, ())]
+    for halo, over, n, m in sorted(halos, key=lambda x: x[0].growth(*x[2:])) if rule.shard_local else halos:
+        shards = mesh.size(*over)
+        row = size / (n // shards)
+        if rule.shard_local:
+            rows = [max(x.size for x in permute) for permute in halo.permutes(n, m, shards)]
+        else:
+            rows = list(halo.hops(n, m, shards).values())
+        moved = [row * r for r in rows]
+        yield from (("collective-permute", over, n_bytes) for n_bytes in moved)
+        size = row * halo.span(m // shards) if rule.shard_local else size + sum(moved)

@@ -1,37 +1,36 @@
-"""What every array in memory is to a person: parameters, optimizer state, activations, gradients, ..."""
+"""The category of every array in memory, in a user's words: parameters, optimizer state, activations, gradients, ..."""
 
 from __future__ import annotations
 
 from shardplan.costs.network import CostNetwork
 from shardplan.ir.graph import Graph
 
-HELD = frozenset({"parameters", "optimizer", "constants", "batch", "gathered"})
+STORED = frozenset({"parameters", "optimizer", "constants", "batch", "gathered"})
+"""Categories whose copies are "gathered"."""
 
 
 def categories(graph: Graph) -> dict[int, str]:
-    """Per op that makes arrays, what they are to a person; "gathered" is what is fetched from inputs for their readers."""
+    """Op -> category of what it makes; "gathered" is a copy of an input for its readers."""
     state = {a for a, _ in graph.same_layout}
-    out = {}
+    out: dict[int, str] = {}
     for i, op in enumerate(graph.ops):
+        source = op.inputs[0] if op.traits.alias or op.traits.loop_slice else None
         if op.traits.step_input:
-            used = {graph.ops[at].phase for at, _ in graph.values[op.outputs[0]].consumers if not graph.ops[at].traits.step_output}
-            kind = "parameters" if used & {"forward", "backward"} or not used else "optimizer"
+            readers = (graph.ops[at] for at, _ in graph.values[op.outputs[0]].consumers)
+            phases = {reader.phase for reader in readers if not reader.traits.step_output}
+            kind = "parameters" if phases & {"forward", "backward"} or not phases else "optimizer"
             out[i] = kind if i in state else "batch"
         elif op.traits.constant:
             out[i] = "constants"
-        elif (
-            (op.traits.alias or op.traits.loop_slice)
-            and op.inputs[0] is not None
-            and out[graph.values[op.inputs[0]].producer[0]] in HELD
-        ):
+        elif source is not None and out[graph.values[source].producer[0]] in STORED:
             out[i] = "gathered"
         else:
             out[i] = {"forward": "activations", "backward": "gradients", "update": "update"}[op.phase]
     return out
 
 
-def memory_by_category(network: CostNetwork, states, time: int) -> dict[str, float]:
-    """Bytes per device alive at one time step, by category."""
+def memory_by_category(network: CostNetwork, states: tuple[int, ...], time: int) -> dict[str, float]:
+    """Bytes per device that are live at one time step, by category, the largest first."""
     kinds, out = categories(network.space.graph), {}
     for i, lo, hi, held in network.allocations(states):
         if lo <= time < hi and held:

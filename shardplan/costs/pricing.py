@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from shardplan.costs.edge_templates import part_added
+from shardplan.costs.edge_templates import partial_bytes_ratio
 from shardplan.costs.space import StrategySpace
 from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.reshard import Resharder
@@ -13,7 +13,7 @@ from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES
 from shardplan.xla_model.promotion import byte_factors
 
 CombinedGroups = tuple[tuple[tuple[int, CollectiveKey], tuple[tuple[int, float], ...]], ...]
-"""Arrays that one collective moves: ((site group, kind and axes), ((op that makes an array, bytes of the result per device), ...)), ..."""
+"""Arrays that one collective moves: ((site group, kind and axes), ((op that makes it, bytes of the result per device), ...)), ..."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGro
     found: dict[tuple, Resharder] = {}
     out = []
     for v, (value, site) in enumerate(zip(space.graph.values, space.collective_sites, strict=True)):
-        part = part_added(space.graph, space.accumulated_sums, v)
+        part = partial_bytes_ratio(space.graph, space.accumulated_sums, v)
         others = CombinedCollectives(site.group_size, COMBINE_THRESHOLD_BYTES) if combined is None else UNCOMBINED
         same = (value.dtype, part, site.collective_class, others, site.group if site.group in known else None)
         if same not in found:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PS = 1e12
+"""Picoseconds per second: costs of a cost network are whole picoseconds, so that sums are exact."""
+
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The seconds of one step, in any unit of time:
+    """The seconds of one step, in any unit of time.
 
+    Formula:
         total = compute + blocking + background - hidden
         hidden = (1 - exposed_fraction) * min(background, overlap_capacity)
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.costs.network import CostNetwork, build_network
+from shardplan.costs.build import build_network
+from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options
 from shardplan.costs.pins import allowed_strategies
 from shardplan.costs.pricing import Pricing

@@ -17,7 +17,7 @@ from shardplan.propagation.axis_by_axis import axis_by_axis
 from shardplan.propagation.warm_start import warm_start
 
 UNTIED_WORK, UNTIED_OPS = 3.0, 20_000
-"""Work limit (about seconds) of planning repeated layers untied, and the ops from which this is done only if memory makes ties costly."""
+"""Work limit (about seconds) of planning repeated layers untied; above so many ops only if the memory limit makes ties costly."""
 
 UNTIED_GAIN = 1e-3
 """An untied plan without a proof must be this much cheaper: layers that agree are simpler."""

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardplan.costs.network import CostNetwork, build_network
+from shardplan.costs.build import build_network
+from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import Pricing
 from shardplan.costs.task import PlanningTask
 from shardplan.ilp.solver.min_peak import minimize_peak

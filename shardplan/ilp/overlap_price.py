@@ -1,6 +1,6 @@
 """What a hidden collective costs in the integer program: the price at which the plan's own seconds are least.
 
-The step's seconds are not linear in the background collectives (`costs/step_seconds.py`), with exposed fraction f and overlap capacity C:
+The step's seconds are not linear in the background collectives (`costs/step_seconds.py`); f is the exposed fraction, C the capacity:
 
     seconds = compute + blocking + background - (1 - f) * min(background, C)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardplan.costs.network import CostNetwork, replicated_bytes
+from shardplan.costs.build import replicated_bytes
+from shardplan.costs.network import CostNetwork
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.slope_scaling import slope_scaling
 from shardplan.ilp.solver.deadline import Deadline
@@ -45,7 +46,11 @@ class Search(ABC):
         return None
 
     def plan(self, memory: float | None) -> Candidate | None:
-        """The best plan that fits `memory` bytes per device (None: no limit); without states if none does; None to leave it to "ilp"."""
+        """The best plan that fits `memory` bytes per device (None: no limit).
+
+        Returns:
+            A candidate, without states if nothing fits; or None to leave the task to the search "ilp".
+        """
         deadline = Deadline(self.task.options.time_limit, work=np.inf)
         # Without a limit copies need no states of their own, and the network is smaller.
         roomy = memory is not None and replicated_bytes(self.task.space) <= memory

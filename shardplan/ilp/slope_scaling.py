@@ -5,15 +5,15 @@ prices each array by itself, at 1/n of the latency if n arrays are combined. At 
 too cheap where a plan moves some of them in another way. So:
 
     1 converge    price at what the last plan combines; search; recount; until the plan costs what it was found at
-    2 restart     1 never leads to a plan that moves all arrays in another way, since the first to change would pay the latency alone. If
-                  the plan costs much more than the first was found at, 1 starts again from uniform plans: every gradient reduce-scattered
+    2 restart     1 never leads to a plan that moves all arrays in another way: the first to change would pay the latency alone. If the
+                  plan costs much more than the first was found at, 1 starts again from uniform plans: every gradient reduce-scattered
                   over the inner mesh axes and all-reduced over the others
     3 untie       repeated layers on their own, at the best plan's prices
     4 fit         what a plan combines says how long arrays wait in memory, too. If no plan fits at its own prices, the plan of least
                   memory sets the prices, and the search runs once more
 
-Also known as dynamic slope scaling: Kim and Pardalos, "A solution approach to the fixed charge network flow problem using a dynamic slope
-scaling procedure", Operations Research Letters 24(4), 1999.
+Also known as dynamic slope scaling: Kim and Pardalos, "A solution approach to the fixed charge network flow problem using a dynamic
+slope scaling procedure", Operations Research Letters 24(4), 1999.
 """
 
 from __future__ import annotations

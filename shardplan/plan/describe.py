@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.costs.halo_exchange import Exchange
+from shardplan.costs.halo_exchange import Exchange, exchanged
 from shardplan.costs.memory_categories import categories, memory_by_category
 from shardplan.costs.network import CostNetwork
-from shardplan.costs.space import exchanged
-from shardplan.costs.tables import PS
+from shardplan.costs.step_seconds import PS
 from shardplan.files import portable, source_line
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollective, PlannedReshard, SourceLine

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardplan.costs.network import CostNetwork, build_network
+from shardplan.costs.build import build_network
+from shardplan.costs.network import CostNetwork
 from shardplan.costs.pins import allowed_strategies
 from shardplan.costs.pricing import Pricing
 from shardplan.costs.space import make_strategy_space

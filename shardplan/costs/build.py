@@ -1,0 +1,145 @@
+"""How a cost network is built: strategies priced as node costs, reshards as edges, live arrays as usages, repeated layers as ties."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shardplan.costs.corrections import CostCorrections
+from shardplan.costs.network import CostNetwork
+from shardplan.costs.pricing import Pricing
+from shardplan.costs.space import StrategySpace
+from shardplan.costs.states import StateBlocks
+from shardplan.costs.step_seconds import PS
+from shardplan.costs.tables import CostTables
+from shardplan.costs.windows import plan_windows
+from shardplan.ilp.solver.problem import Edge, Problem, Usage, sum_over_intervals
+from shardplan.mesh.reshard import Resharder
+from shardplan.xla_model.liveness import Interval, live_intervals, takes_over_buffer
+from shardplan.xla_model.overlap_windows import OverlapWindows
+
+DEFAULT_PRICING = Pricing()
+
+
+def build_network(
+    space: StrategySpace,
+    resharder: Resharder,
+    limit: float | None,
+    allowed: Mapping[int, np.ndarray] | None = None,
+    corrections: CostCorrections | None = None,
+    pricing: Pricing = DEFAULT_PRICING,
+) -> CostNetwork:
+    """The cost network of a strategy space.
+
+    Args:
+        space: the step, its strategies and their compute seconds.
+        resharder: prices redistribution on the space's mesh.
+        limit: bytes per device, or None.
+        allowed: pinned op -> bool [s], which strategies remain.
+        corrections: what some strategies and reshards cost beyond the model.
+        pricing: what the network assumes of the whole plan.
+    """
+    graph, allowed = space.graph, allowed or {}
+    blocks = StateBlocks.of(graph, limit)
+    windows = plan_windows(space, pricing.combined)
+    pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
+    tables = CostTables(space, resharder, blocks, pricing, pinned, windows)
+    costs = _node_costs(space, blocks, allowed, corrections)
+    edges, background = _edges(space, tables, corrections)
+    usages, implicit_copies = _usages(space, blocks, tables, windows)
+    names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
+    ties = _symmetry_classes(space, blocks, costs)
+    problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
+    return CostNetwork(space, problem, blocks, tuple(implicit_copies), tables.resharders, tuple(background), pricing)
+
+
+def replicated_bytes(space: StrategySpace) -> float:
+    """Peak bytes of a device if every array were replicated, and no array waited for a collective."""
+    live = zip(_live_intervals(space), space.graph.values, strict=True)
+    return float(sum_over_intervals((*at, value.bytes) for at, value in live if at is not None).max(initial=0.0))
+
+
+def _live_intervals(space: StrategySpace, windows: OverlapWindows | None = None) -> list[Interval | None]:
+    in_place = [rule.fusion in ("loop", "view") for rule in space.rules]
+    return live_intervals(space.graph, space.materialised, in_place, windows)
+
+
+def _node_costs(
+    space: StrategySpace, blocks: StateBlocks, allowed: Mapping[int, np.ndarray], corrections: CostCorrections | None
+) -> list[np.ndarray]:
+    """c_i[state]; one array for ops of one cost."""
+    costs: list[np.ndarray] = []
+    known: dict[tuple, np.ndarray] = {}
+    for i, op in enumerate(space.graph.ops):
+        key = (id(space.seconds[i]), op.runs, blocks.count(i), i if i in allowed else -1)
+        if key not in known:
+            cost = np.rint(space.seconds[i] * op.runs * PS)
+            known[key] = np.tile(np.where(allowed[i], cost, np.inf) if i in allowed else cost, blocks.count(i))
+        costs.append(known[key])
+    if corrections:
+        for i, extra in corrections.on_nodes(list(map(len, space.strategies)), list(map(len, costs))):
+            costs[i] = costs[i] + extra
+    return costs
+
+
+def _edges(
+    space: StrategySpace, tables: CostTables, corrections: CostCorrections | None
+) -> tuple[list[Edge], list[tuple[int, np.ndarray]]]:
+    """e_ij, and (edge, picoseconds that compute can hide)."""
+    graph = space.graph
+    edges: list[Edge] = []
+    background: list[tuple[int, np.ndarray]] = []
+    for edge in space.array_edges:
+        cost, hidden = tables.edge(edge)
+        if corrections:
+            cost = corrections.on_edge(edge.consumer, edge.operand, edge.template, cost)
+        if hidden is not None:
+            background.append((len(edges), hidden))
+        edges.append(Edge(edge.producer, edge.consumer, cost))
+    edges += [Edge(i, j, tables.same_layout(i, j)) for i, j in graph.same_layout]
+    edges += [Edge(i, j, tables.retained(i, k, j)) for j, (i, k) in graph.retainable_from.items()]
+    return edges, background
+
+
+def _usages(space: StrategySpace, blocks: StateBlocks, tables: CostTables, windows: OverlapWindows) -> tuple[list[Usage], list[Usage]]:
+    """u_i with their intervals, and those of copies without states of their own."""
+    graph, live = space.graph, _live_intervals(space, windows)
+    usages: list[Usage] = []
+    implicit_copies: list[Usage] = []
+    for v, interval in enumerate(live):
+        if interval is None or interval[0] >= interval[1]:
+            continue
+        i, r = graph.values[v].producer
+        explicit = not graph.ops[i].traits.alias or takes_over_buffer(graph, i) or i in blocks.aliasing
+        found = usages if explicit else implicit_copies
+        held, others = tables.bytes(i, r, v), blocks.count(i) - 1
+        nothing = [0 * held] * others
+        if not explicit:
+            own = np.tile(held, others + 1)
+        else:  # of several blocks the first is the same array
+            own = np.concatenate([0 * held, *[held] * others]) if others else held
+        found.append(Usage(i, *interval, own))
+        if i in graph.retainable_from:
+            at, _ = graph.retainable_from[i]
+            earlier = live[graph.ops[at].outputs[0]] if graph.ops[at].traits.copy else None
+            since = earlier[1] if earlier else at + 1
+            if since < interval[0]:
+                found.append(Usage(i, since, interval[0], np.concatenate([*nothing, held])))
+    return usages, implicit_copies
+
+
+def _symmetry_classes(space: StrategySpace, blocks: StateBlocks, costs: Sequence[np.ndarray]) -> tuple[int, ...]:
+    """Per op, its class among repeated layers; members have the same states, and pins allow them the same ones.
+
+    The pins of an op of one layout with the op count as its own.
+    """
+    forbidden = [b"" if np.isfinite(c).all() else np.isinf(c).tobytes() for c in costs]
+    partner = {x: forbidden[y] for pair in space.graph.same_layout for x, y in (pair, pair[::-1])}
+
+    def key(i: int, layer: int) -> tuple:
+        kind = i in blocks.aliasing, i in blocks.retainable
+        return layer, len(costs[i]), kind, forbidden[i], partner.get(i)
+
+    first: dict[tuple, int] = {}
+    return tuple(first.setdefault(key(i, layer), i) for i, layer in enumerate(space.layers))

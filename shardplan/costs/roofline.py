@@ -1,0 +1,89 @@
+"""Compute seconds of an op under each strategy: a roofline over the kernels that XLA makes.
+
+    seconds[s] = max(flops[s] / peak(dtype), bytes[s] / memory rate, latency of a kernel of its own)
+                 + latency that a small fused kernel falls short of + halo exchanges
+
+`bytes` are those that the op's kernels read and write on its behalf (`xla_model/kernels.py`).
+
+Also known as the roofline model: Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardplan._jax import itemsize
+from shardplan.costs.halo_exchange import exchanged
+from shardplan.ir.graph import Graph, Op
+from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.layout import MeshShape
+from shardplan.strategies.enumerate import OpStrategies
+from shardplan.strategies.rule import Rule
+from shardplan.strategies.signature import Signature
+from shardplan.xla_model.kernels import KernelTraffic
+
+BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
+"""Elements per result that one block of threads reduces, and along rows (fact: reduction-two-kernels)."""
+
+
+def compute_seconds(
+    graph: Graph, mesh: MeshShape, cluster: Cluster, signatures: Sequence[Signature], traffic: Sequence[KernelTraffic]
+) -> tuple[np.ndarray, ...]:
+    """Per op, seconds [s] of one run on one device; one array for ops of one signature and traffic.
+
+    Args:
+        graph: the step.
+        mesh: its axes.
+        cluster: the machine.
+        signatures: per op.
+        traffic: per op.
+    """
+    known: dict[tuple[int, KernelTraffic], np.ndarray] = {}
+    out = []
+    for op, signature, moves in zip(graph.ops, signatures, traffic, strict=True):
+        if (key := (signature.number, moves)) not in known:
+            known[key] = _op_seconds(op, signature.rule, signature.strategies, mesh, cluster, moves)
+        out.append(known[key])
+    for loop in graph.loops:
+        if loop.trips > 1 and loop.start < loop.stop:  # a kernel counts the rounds
+            out[loop.start] = out[loop.start] + cluster.device.kernel_latency_s
+    return tuple(out)
+
+
+def _op_seconds(op: Op, rule: Rule, strategies: OpStrategies, mesh: MeshShape, cluster: Cluster, moves: KernelTraffic) -> np.ndarray:
+    device, moved = cluster.device, np.zeros(len(strategies))
+    for x, shards, times in zip(op.ins + op.outs, strategies.shards, moves.operand_reads + moves.result_writes, strict=True):
+        if times:
+            moved += times * (float(math.prod(x.shape)) * itemsize(x.dtype)) / shards
+    if rule.scan:  # a second pass adds the totals of the shards before
+        moved *= [1 if rule.scan.isdisjoint(factors) else 2 for factors in strategies.factors]
+    seconds = moved / device.memory_rate
+    if rule.flops and op.ins:
+        dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
+        seconds = np.maximum(rule.flops * strategies.work / device.flops_per_s(dtype), seconds)
+    if rule.fusion == "none" and moved.any():
+        seconds = np.maximum(seconds, device.kernel_latency_s)
+    elif moves.kernel_bytes is not None:
+        seconds = seconds + np.maximum(0.0, device.kernel_latency_s - moves.kernel_bytes * strategies.work / device.memory_rate)
+    if any(moves.result_writes):
+        seconds = seconds + device.kernel_latency_s * _second_kernel(op, strategies)
+    if rule.exchanged:
+        found = (exchanged(op, rule, strategies, s, mesh, cluster) for s in range(len(strategies)))
+        seconds = seconds + np.array([sum(x.seconds for x in exchange) for exchange in found])
+    return seconds
+
+
+def _second_kernel(op: Op, strategies: OpStrategies) -> np.ndarray:
+    """bool [s]: whether XLA reduces in two kernels, because there is too much for one block of threads.
+
+    Several reductions may share the first kernel; the second is each one's own.
+    """
+    axes = op.params.get("axes")
+    if not axes or not op.traits.reduction:
+        return np.zeros(len(strategies))
+    (x, *_), (y, *_) = op.ins, op.outs
+    most = ROW_ELEMENTS if len(x.shape) - 1 in axes else BLOCK_ELEMENTS
+    return x.size / strategies.shards[0] > most * y.size / strategies.shards[len(op.ins)]
