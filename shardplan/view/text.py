@@ -36,8 +36,8 @@ def summary(plan: Plan) -> str:
 def time_parts(plan: Plan, joint: str = ", ") -> str:
     """The seconds of a step: compute, communication, and how much of that is hidden."""
     s = plan.seconds
-    behind = f" ({format_seconds(s['hidden'])} of it behind compute)" if s["hidden"] else ""
-    return f"{format_seconds(s['compute'])} compute{joint}{format_seconds(s['communication'])} communication{behind}"
+    hidden = f" ({format_seconds(s['hidden'])} of it hidden)" if s["hidden"] else ""
+    return f"{format_seconds(s['compute'])} compute{joint}{format_seconds(s['communication'])} communication{hidden}"
 
 
 def quality(plan: Plan) -> str:
