@@ -95,7 +95,7 @@ def test_the_step_itself_checks_and_reused_plans_too(tmp_path):
         read.check()
 
 
-def test_a_missing_compiler_is_told(megatron, monkeypatch):
+def test_a_missing_compiler_is_reported(megatron, monkeypatch):
     monkeypatch.setattr(sys.modules["shardplan.xla.compiler.compile"], "available", lambda: False)
     with pytest.raises(CompilerMissingError, match=r'pip install "shardplan\[gpu-check\]"'):
         megatron.check("h100:8")
@@ -188,7 +188,7 @@ def test_a_weight_gathered_for_a_loop_is_there_for_the_loop_of_the_backward_pass
 
 
 @needs_gpu_compiler
-def test_a_product_is_not_split_over_an_axis_that_the_plan_leaves_idle():
+def test_a_product_is_not_sharded_over_an_axis_that_the_plan_leaves_idle():
     def train(w, x):
         return w - 0.1 * jax.grad(lambda w: jnp.sum(jax.nn.relu(x @ w) ** 2))(w)
 

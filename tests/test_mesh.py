@@ -66,7 +66,7 @@ def test_bad_mindspore_strategy_says_why(strategy, text):
         operator("mk,kn->mn", strategy, 8)
 
 
-def test_rows_needed_whole_are_gathered_and_rows_needed_as_columns_are_exchanged():
+def test_rows_needed_replicated_are_gathered_and_rows_needed_as_columns_are_exchanged():
     mesh = MeshShape(("d",), (4,))
     rows, columns, whole = Layout((("d",), ())), Layout(((), ("d",))), Layout.replicated(2)
     resharder = Resharder(mesh, H100)

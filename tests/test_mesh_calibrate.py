@@ -32,7 +32,7 @@ def measured(tmp_path_factory):
     return calibrate(mesh, path, progress=True, effort_s=0.005), path
 
 
-def test_calibration_is_stored_whole(measured):
+def test_calibration_is_stored_completely(measured):
     cluster, path = measured
     assert Cluster.load(path) == cluster
     assert {(m.kind, m.members, m.nodes) for m in cluster.measured} == {(k, 8, 1) for k in KINDS}

@@ -334,7 +334,7 @@ def test_a_sum_is_not_scattered_twice_on_one_dim_and_what_was_sliced_is_not_gath
     assert [(s.kind, s.axes) for s in path] == [("all-gather", ("node",))]
 
 
-def test_a_sum_is_completed_to_be_cut_up_only_where_it_is_merged_with_others():
+def test_a_sum_is_completed_and_sliced_only_where_it_is_combined_with_others():
     """The whole goes faster than its parts, but alone XLA may make the parts of it."""
     r, (src, dst) = Resharder(NODES, CLUSTERS["h100"]), (case(((), ()), ("node", "gpu")), Layout((("gpu",), ())))
     alone, merged = (

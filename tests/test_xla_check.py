@@ -205,7 +205,7 @@ ENTRY %main (p: f32[8,16], x: f32[16], n: s32[]) -> f32[8,16] {
 # ---- the schedule
 
 
-def test_reduce_scatter_of_one_gradient_runs_beside_the_next_product():
+def test_reduce_scatter_of_one_gradient_overlaps_the_next_product():
     found = {o.collective.kind: o for o in overlaps(stored("fsdp_gpu_0.10"), MESH)}
     assert found["reduce-scatter"].flops == 2 * 16 * 256 * 512
     assert any("gemm" in step for step in found["reduce-scatter"].steps)

@@ -56,7 +56,7 @@ def test_same_program_as_jit_compiles_itself():
     assert ours.memory.temp_bytes == theirs.memory_analysis().temp_size_in_bytes
 
 
-def test_the_users_line_is_told_and_our_own_frames_are_not():
+def test_the_users_line_is_reported_and_our_own_frames_are_not():
     done = compile(*mlp(abstract()))
     sources = {p.source for c in done.collectives for p in c.parts}
     assert {re.sub(r".*/", "", s).split(":")[0] for s in sources} == {"test_xla_compile.py"}
@@ -75,7 +75,7 @@ def test_clusters_that_are_not_here(target, mesh):
 
 
 @needs_gpu_compiler
-def test_gpu_scatters_what_is_reduced_into_split_parameters():
+def test_gpu_scatters_what_is_reduced_into_sharded_parameters():
     mesh = abstract(8, 1)
     split = NamedSharding(mesh, P("data"))
     fn = jax.jit(jax.grad(lambda w, x: jnp.sum((x @ w) ** 2)), in_shardings=(split, split), out_shardings=split)
@@ -94,7 +94,7 @@ def test_what_does_not_fit_compiles_and_says_so():
 
 @needs_gpu_compiler
 @pytest.mark.parametrize(("layers", "again"), [(6, False), (8, True)])
-def test_only_what_does_not_fit_is_computed_again_and_is_told(layers, again):
+def test_only_what_does_not_fit_is_computed_again_and_is_reported(layers, again):
     """XLA itself would leave a fifth of the memory alone, and compute a product of six layers twice for that."""
     ws, x = [sds((4096, 4096), jnp.bfloat16)] * layers, sds((1 << 20, 4096), jnp.bfloat16)
 
@@ -152,7 +152,7 @@ def test_a_stack_trace_does_not_hide_the_error(monkeypatch, tmp_path):
     assert error == f"the compiler crashed (exit status 1): {said.splitlines()[0]}"
 
 
-def test_a_flag_of_the_user_that_xla_refuses_is_told(monkeypatch):
+def test_a_flag_of_the_user_that_xla_refuses_is_reported(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in compile(*mlp(abstract())).error
 

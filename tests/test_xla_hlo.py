@@ -48,7 +48,7 @@ def test_scanned_fsdp_layer_counts_every_layer_and_its_recomputation(name):
 
 
 @pytest.mark.parametrize(("backend", "kind"), [("cpu", "all-reduce"), ("gpu", "reduce-scatter")])
-def test_gpu_scatters_the_gradients_that_cpu_reduces_whole(backend, kind):
+def test_gpu_scatters_the_gradients_that_cpu_all_reduces(backend, kind):
     for name in (n for n in STORED if n.startswith(f"fsdp_{backend}")):
         found = [c for c in collectives(stored(name), MESH) if c.reduction == "sum" and len(c.parts) == 2]
         assert [(c.kind, c.bytes, c.runs, c.axes) for c in found] == [(kind, 2 * 256 * 512 * 4, 6, ("data",))]

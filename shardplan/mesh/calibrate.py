@@ -1,11 +1,10 @@
-"""What the machine at hand really does: matrix products, memory, and every collective over every group of mesh axes, timed.
+"""Measures the machine at hand: matrix products, memory, and every collective over every group of mesh axes.
 
     >>> cluster = shardplan.calibrate(mesh, "here.json")       # once
     >>> @shardplan.auto(mesh, cluster="here.json")
 
-All devices work at once while anything is timed, as they do in a step; so devices that share cores or a memory bus are seen
-as slow as they then are. Each op runs in a loop on the devices, so that starting a program is not part of the figure; the
-seconds are those of the fastest of several runs. For every collective, seconds t at sizes S are fitted by
+All devices work at once, as in a step, so that shared cores and memory buses count. Each op runs in a loop on the devices, so that
+dispatch is not part of the figure; the fastest of several runs counts. Seconds t of a collective at sizes S are fitted by
 
     t = latency_s + S · s_per_byte        least squares of relative errors, both from 0
 
@@ -120,7 +119,7 @@ class _Bench:
         self.groups = self._groups()
 
     def _groups(self) -> dict[AxisLink, tuple[str, ...]]:
-        """One set of axes for every sort of group there is on this mesh."""
+        """One set of axes for every kind of group on this mesh."""
         axes = [a for a, n in self.shape if n > 1]
         found: dict[AxisLink, tuple[str, ...]] = {}
         machine = Cluster("", Device("", {"float32": 1}, 1, 1, 0), self.node_size, Link(1, 0), Link(1, 0))
@@ -147,7 +146,7 @@ class _Bench:
         return 2 * bytes_ / self._loop(lambda i, x: (x * 0.5 + 1.0,), (x,))
 
     def kernel(self) -> float:
-        """Seconds of an op on next to nothing."""
+        """Seconds of an op on a few elements."""
         x = np.zeros((self.n * 16, 16), np.float32)
         return self._loop(lambda i, x, w: (x @ w, w), (x, x))
 
@@ -184,11 +183,11 @@ class _Bench:
         return self._loop(body, (np.zeros((self.n * local,), np.float32),))
 
     def _loop(self, body: Callable, arrays: tuple[np.ndarray, ...], dtype: str = "float32") -> float:
-        """Seconds of one round of `body(i, *carry) -> carry`, on arrays whose first dim is split over all devices."""
+        """Seconds of one round of `body(i, *carry) -> carry`, on arrays whose first dim is sharded over all devices."""
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
-        split = PartitionSpec(self.shape.axes)
+        sharded = PartitionSpec(self.shape.axes)
 
         def rounds(i, carry):
             for _ in range(self.unroll):
@@ -198,12 +197,12 @@ class _Bench:
         def looped(n, *carry):
             return jax.lax.fori_loop(0, n, rounds, carry)
 
-        specs = (split,) * len(arrays)
+        specs = (sharded,) * len(arrays)
         run = jax.jit(
             jax.shard_map(looped, mesh=self.mesh, in_specs=(PartitionSpec(), *specs), out_specs=specs, check_vma=False),
             donate_argnums=tuple(range(1, len(arrays) + 1)),  # so that no round pays for fresh memory
         )
-        carry = tuple(jax.device_put(x.astype(dtype), NamedSharding(self.mesh, split)) for x in arrays)
+        carry = tuple(jax.device_put(x.astype(dtype), NamedSharding(self.mesh, sharded)) for x in arrays)
 
         def timed(n: int) -> float:
             nonlocal carry

@@ -82,7 +82,7 @@ class Device:
 
     Attributes:
         name: for people.
-        flops: dtype name to peak FLOP/s of a dense matrix product ("float8" and "int8" stand for their whole families).
+        flops: dtype name to peak FLOP/s of a dense matrix product ("float8" and "int8" are families).
         bytes_per_s: peak memory bandwidth.
         memory_bytes: memory of one device.
         kernel_latency_s: least seconds of any kernel: launch, drain, first load.
@@ -179,13 +179,13 @@ class Cluster:
         intra: the network inside a node.
         inter: the network between nodes.
         reduce_scatter: whether XLA forms reduce-scatter here (fact: cpu-no-reduce-scatter).
-        overlap: what part of a collective's seconds other work hides, as far as there is any that does not wait for it (XLA's
-            schedule for GPUs: nearly all; on CPU devices both want the same cores).
+        overlap: fraction of a collective's seconds that independent compute hides, as far as there is any (nearly all in XLA's
+            schedules for GPUs; none on CPU devices, where both want the same cores).
         source: where the figures come from.
         launch_s: seconds that starting any collective costs.
         platforms: jax platform names this describes.
         device_kinds: pieces of `jax.Device.device_kind`, lower case, by which `resolve` knows the machine at hand.
-        measured: collectives measured on the real machine; they win over the formulas where they fit.
+        measured: collectives measured on the real machine; they replace the formulas where they match.
     """
 
     name: _Text

@@ -119,7 +119,7 @@ def algorithms(
 
 
 def staging_kernels(kind: str, cluster: Cluster, arrays: int = 1) -> StagingKernels:
-    """The kernels that run around a collective of `arrays` arrays, as XLA for GPU issues it (fact `collective-staging`).
+    """The kernels that run around a collective of `arrays` arrays, as XLA for GPU issues it.
 
     A combined all-reduce copies its arrays into one buffer and slices each out of it again; an all-to-all is transposed so that the
     part for each device is contiguous.

@@ -320,7 +320,7 @@ class _Distances:
 
         Axes that the path sliced are not gathered again, nor axes that it scattered, which XLA turns into an all-reduce. A sum is
         not scattered along a dim that the path just scattered: XLA scatters over both axes at once. A completed sum is not
-        sliced, unless `sliced_sums`.
+        sliced, unless `sliced_sums`. Facts: partition-scatter-at-once, partition-sliced-sum.
         """
         graph = self.subgraph.graph
         summed = graph.outer_axes[group] | (0 if self.sliced_sums else graph.slices[group])

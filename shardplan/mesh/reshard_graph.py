@@ -323,7 +323,10 @@ def bits(axes: Iterable[int]) -> int:
 
 
 def _edges(state: LayoutState, sizes, groups, reduce_scatter, same_shards) -> Iterator[tuple[str, tuple[int, ...], LayoutState, str]]:
-    """Every collective out of a layout: (kind, axes, layout after, which side has the larger buffer)."""
+    """Every collective out of a layout: (kind, axes, layout after, which side has the larger buffer).
+
+    Facts: partition-rest-is-all-reduced, partition-reshard-kinds.
+    """
     dims, partial = state
     idle = [a for a in range(len(sizes)) if a not in partial and all(a not in axes for axes in dims)]
 
