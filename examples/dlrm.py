@@ -1,4 +1,4 @@
-"""A recommendation model after DLRM: embedding tables that dwarf the rest of the network, so they are what must be split.
+"""A recommendation model after DLRM: embedding tables that dwarf the rest of the network, so they are what must be sharded.
 
 The click log is made up, deterministically: ids have hidden tastes; a click is likelier where the tastes of its ids add up.
 

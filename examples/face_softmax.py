@@ -1,6 +1,6 @@
 """Face recognition's huge softmax: a small network that embeds a picture, and one class vector per person to compare it with.
 
-With a million people the class matrix and its logits are far larger than everything else; splitting the people over the
+With a million people the class matrix and its logits are far larger than everything else; sharding the people over the
 devices needs only a maximum and a sum per picture between them. The loss is CosFace's (arXiv:1801.09414): cosines, scaled,
 less a margin for the right person. The pictures are made up, deterministically: a smooth pattern per person, with noise.
 

@@ -114,7 +114,7 @@ def main():
     plan.save(OUT / "gpt_plan.json")
     (OUT / "gpt_plan.html").write_text(plan.html(), encoding="utf-8")
 
-    losses, seconds = train(step, step.init(create_state, key), data)  # born split: no device ever holds the whole state
+    losses, seconds = train(step, step.init(create_state, key), data)  # created sharded: no device ever holds all of the state
     print(f"\nTraining on {DATA.name}, {DEMO.steps} steps as planned:\n{curve(losses)}")
 
     plain = jax.jit(train_step, donate_argnums=0)

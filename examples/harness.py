@@ -31,7 +31,7 @@ def emulate_devices(count: int = 8) -> None:
     """Where there is no accelerator, lets the CPU play `count` devices; call before anything touches a device.
 
     A device keeps the memory it once had. XLA's CPU client has malloc return it after every step, and glibc then gives large
-    arrays back to the kernel, which clears each page anew: up to a third of a step. So malloc is told to keep it, too.
+    arrays back to the kernel, which clears each page anew: up to a third of a step. So malloc is set to keep it, too.
     """
     cuda_without_driver = importlib.util.find_spec("jax_plugins") and not any(Path("/dev").glob("nvidia[0-9]*"))
     if cuda_without_driver and not jax.config.jax_platforms:
@@ -85,7 +85,7 @@ def layouts(plan, rows: int = 6) -> str:
     for leaf in plan.inputs:
         if leaf.kind == "parameters":
             array = f"{leaf.dtype}{list(leaf.shape)}"
-            layout = str(leaf.layout) if any(leaf.layout.dims) else "whole"
+            layout = str(leaf.layout) if any(leaf.layout.dims) else "replicated"
             groups.setdefault((-math.prod(leaf.shape), array, layout), []).append(leaf.path)
     lines = (f"  {array:27} {layout:40} {len(who)} x, e.g. {who[0]}" for (_, array, layout), who in sorted(groups.items()))
     return "\n".join([*lines][:rows])
@@ -105,6 +105,6 @@ def run(name: str, build, config, steps: int = 30, axes: tuple[str, ...] = ("dat
     peak, proof = plan.memory().peak / 1e6, "optimal" if plan.status == "optimal" else f"{plan.status}, gap {plan.gap:.2%}"
     moved = sorted({c.kind for d in plan.decisions for m in d.reshards for c in m.collectives} - {"slice"})
     print(f"collectives: {', '.join(moved) or 'none'}; peak {peak:.1f} MB per device; {proof}")
-    state = step.init(create_state, key)  # born split, as the plan wants it
+    state = step.init(create_state, key)  # created sharded, as the plan wants it
     losses, seconds = train(step, state, batches(steps))
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {steps} steps of {seconds * 1e3:.0f} ms")

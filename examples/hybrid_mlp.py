@@ -1,7 +1,7 @@
 """The hybrid MLP of OneFlow's tutorial: a few small hidden layers under one very wide output layer.
 
 Splitting the batch is cheap for the hidden layers, whose weights are small, and dear for the output layer, whose gradient
-would have to be summed over all devices. So experts split the batch below and the classes above. Here nothing is
+would have to be summed over all devices. So experts shard the batch below and the classes above. Here nothing is
 configured: the planner finds it.
 
     python examples/hybrid_mlp.py

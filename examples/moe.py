@@ -1,7 +1,7 @@
 """A mixture-of-experts transformer in equinox, on the bundled novel: each token goes to two of many expert networks.
 
 Dispatch is GShard's (arXiv:2006.16668): one-hot einsums over groups of tokens, each expert taking up to `capacity` tokens
-of a group. The experts' weights are most of the model, so experts are split over devices and tokens travel to them.
+of a group. The experts' weights are most of the model, so experts are sharded over devices and tokens travel to them.
 
     python examples/moe.py
 """

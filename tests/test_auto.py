@@ -85,6 +85,26 @@ def test_donation_frees_the_argument(mesh):
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
 
 
+def test_each_keyword_argument_is_donated_or_not(mesh):
+    planned = shardplan.auto(mesh, donate_argnames="params", static_argnames="rate")(lambda *, rate, params, batch: step(params, batch))
+    state = planned.init(create, jax.random.key(0))
+    data = jax.tree.map(jnp.asarray, batch())
+    want = step(create(jax.random.key(0)), data)
+    same(planned(batch=data, params=state, rate=2), want)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state)) and not any(x.is_deleted() for x in jax.tree.leaves(data))
+    assert planned.plan(batch=data, params=want[0], rate=2).donated == ("params",)
+
+
+def test_other_options_give_another_step(mesh, params):
+    planned = shardplan.auto(mesh)(step)
+    pinned = planned.with_options(pins={"up": P(None, "model")}, search="propagation")
+    plan = pinned.plan(params, batch())
+    assert plan.search == "propagation" and planned.plan(params, batch()).search == "ilp"
+    assert next(x for x in plan.inputs if x.path == "params/up").layout.spec() == (None, "model")
+    with pytest.raises(ShardingError, match="search='magic' is none of"):
+        planned.with_options(search="magic")
+
+
 def test_none_leaves_scalars_and_tuples(mesh):
     def fun(a, b):
         x, nothing, k = a

@@ -1,7 +1,6 @@
-"""A plan put back into the program: the jaxpr is run again with a sharding constraint wherever the plan decided something.
+"""The program with a plan's sharding constraints: its jaxpr is interpreted again, each op constrained as `decide` says.
 
-Same skeleton as `parse`, same paths. A `EmitDecision` says, for one op, through which layouts each operand is read and in which
-layout each result is made. Every constraint stands in a name scope `shardplan`, so profilers and HLO show whose it is.
+Same skeleton and same paths as `ir/parse.py`. Every constraint has the name scope `shardplan`, for profilers and HLO.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class EmitDecision:
     Attributes:
         reads: per operand, the layouts it is brought to, one after the other; () leaves it as it is.
         results: per result, the layout it is made in, or None to leave it to XLA (partial results, scalars).
-        copies: per operand, which copy of the array it reads: 0 the first, n the one made again after n were let go, BARRIER the
-            first, but out of reach of fusions with its other readers; () is all 0.
+        copies: per operand, which copy of the array it reads: 0 the first; n > 0 the one that is regathered after n were freed; BARRIER
+            the first, behind an optimization barrier, so that XLA does not fuse its readers; () is all 0.
     """
 
     reads: tuple[tuple[Layout, ...], ...] = ()
@@ -51,8 +50,8 @@ def emit(closed, decisions: Mapping[Path, EmitDecision], mesh) -> Callable[..., 
 
     def run(*args):
         scope = _Scope(decisions, mesh)
-        consts = [scope.made(("const", k), 0, c) for k, c in enumerate(closed.consts)]
-        args = [scope.made(("arg", k), 0, a) for k, a in enumerate(args)]
+        consts = [scope.result(("const", k), 0, c) for k, c in enumerate(closed.consts)]
+        args = [scope.result(("arg", k), 0, a) for k, a in enumerate(args)]
         results = scope.evaluate(closed.jaxpr, consts, args, ())
         return [scope.read(("out", k), 0, x) for k, x in enumerate(results)]
 
@@ -60,23 +59,25 @@ def emit(closed, decisions: Mapping[Path, EmitDecision], mesh) -> Callable[..., 
 
 
 class _Scope:
-    """One function body being traced: remembers which copies of an array it already made."""
+    """One function body being traced, and the copies of arrays made in it."""
 
     def __init__(self, decisions: Mapping[Path, EmitDecision], mesh):
         self.decisions, self.mesh = decisions, mesh
         self.copies: dict[tuple[int, Layout | int], tuple] = {}
 
     def inner(self) -> _Scope:
+        """The scope of a function body in this one, which shares no copies with it."""
         return _Scope(self.decisions, self.mesh)
 
     def constrain(self, x, layout: Layout):
+        """The array with a sharding constraint."""
         if not layout.rank:
             return x
         with jax.named_scope("shardplan"):
             return jax.lax.with_sharding_constraint(x, _jax.sharding(self.mesh, layout.spec()))
 
     def read(self, path: Path, k: int, x):
-        """Operand k of the op at `path`, in the layout it is to be read in; copies are shared between readers."""
+        """Operand k of the op at `path`, brought to the layout that it is read in; equal copies are made once."""
         reads = self.decisions.get(path, NOTHING).reads
         for layout in reads[k] if k < len(reads) else ():
             key = (id(x), layout)
@@ -86,24 +87,24 @@ class _Scope:
         return x
 
     def operands(self, path: Path, xs) -> list:
-        """All operands of the op at `path`, in the layouts they are to be read in."""
+        """All operands of the op at `path`, brought to the layouts that they are read in."""
         copies = self.decisions.get(path, NOTHING).copies
-        xs = [self.again(n, x, xs) if n else x for n, x in zip(copies or (0,) * len(xs), xs, strict=True)]
+        xs = [self.separate_copy(n, x, xs) if n else x for n, x in zip(copies or (0,) * len(xs), xs, strict=True)]
         return [self.read(path, k, x) for k, x in enumerate(xs)]
 
-    def again(self, n: int, x, operands):
-        """Array x as the source of its copy number n, which exists only once all operands of its first reader do.
+    def separate_copy(self, n: int, x, operands):
+        """Array x as the source of its copy number n (`EmitDecision.copies`).
 
-        The barrier keeps XLA from taking the copy for an earlier one and from making it before it is needed. What is read BARRIER
-        waits for nothing.
+        The barrier keeps XLA's common subexpression elimination from merging the copy with an earlier one. With the other operands of
+        the first reader in it, XLA cannot make a regathered copy before these exist.
         """
         if (id(x), n) not in self.copies:
             others = [y for y in operands if y is not x and isinstance(y, jax.Array) and n != BARRIER]
             self.copies[id(x), n] = (jax.lax.optimization_barrier((x, *others))[0], x)
         return self.copies[id(x), n][0]
 
-    def made(self, path: Path, r: int, x):
-        """Result r of the op at `path`."""
+    def result(self, path: Path, r: int, x):
+        """Result r of the op at `path`, constrained to the layout that it is made in."""
         results = self.decisions.get(path, NOTHING).results
         layout = results[r] if r < len(results) else None
         return x if layout is None else self.constrain(x, layout)
@@ -111,8 +112,8 @@ class _Scope:
     def reads(self, path: Path, name: str, xs):
         return [self.read((*path, name, k), 0, x) for k, x in enumerate(xs)]
 
-    def mades(self, path: Path, name: str, xs):
-        return [self.made((*path, name, k), 0, x) for k, x in enumerate(xs)]
+    def results(self, path: Path, name: str, xs):
+        return [self.result((*path, name, k), 0, x) for k, x in enumerate(xs)]
 
     def evaluate(self, jaxpr, consts, args, path: Path) -> list:
         """The results of a jaxpr, constrained as decided."""
@@ -140,13 +141,13 @@ class _Scope:
         else:
             results = forms.run(eqn, operands, layouts, decision.results, self.mesh)
         with _jax.at_source(eqn):
-            return [self.made(where, r, x) for r, x in enumerate(results)]
+            return [self.result(where, r, x) for r, x in enumerate(results)]
 
     def call(self, eqn, inner, operands, path: Path) -> list:
         with _jax.at_source(eqn):
             if _jax.is_recompute(eqn):
                 operands = self.reads(path, "barrier", operands)
-                operands = self.mades(path, "barrier", jax.lax.optimization_barrier(operands))
+                operands = self.results(path, "barrier", jax.lax.optimization_barrier(operands))
             if _jax.is_custom_vmap(eqn):
                 run = _jax.batched_as(eqn, lambda *xs: self.inner().evaluate(inner.jaxpr, inner.consts, xs, path))
                 return list(run(*operands))
@@ -162,17 +163,17 @@ class _Scope:
 
         def body(carry, row):
             scope = self.inner()
-            args = scope.mades(path, "const_in", consts) + scope.mades(path, "carry", carry) + scope.mades(path, "xs", row)
+            args = scope.results(path, "const_in", consts) + scope.results(path, "carry", carry) + scope.results(path, "xs", row)
             out = scope.evaluate(inner.jaxpr, inner.consts, args, (*path, "body"))
             return scope.leave(path, "next", out[:n_carry]), scope.reads(path, "ys", out[n_carry:])
 
         with _jax.at_source(eqn):
             carries, stacks = jax.lax.scan(body, carries, rows, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
-            return [*self.mades(path, "next", carries), *self.mades(path, "ys", stacks)]
+            return [*self.results(path, "next", carries), *self.results(path, "ys", stacks)]
 
     def leave(self, path: Path, name: str, xs):
         """What a body hands to its next iteration, constrained even where no reshard is needed."""
-        return self.mades(path, name, self.reads(path, name, xs))
+        return self.results(path, name, self.reads(path, name, xs))
 
     def while_(self, eqn, operands, path: Path) -> list:
         test, n_cond, inner, n_body = _jax.while_parts(eqn)
@@ -182,7 +183,7 @@ class _Scope:
 
         def enter(carry):
             scope = self.inner()
-            return scope, scope.mades(path, "const_in", consts), scope.mades(path, "carry", carry)
+            return scope, scope.results(path, "const_in", consts), scope.results(path, "carry", carry)
 
         def cond(carry):
             scope, fixed, carry = enter(carry)
@@ -194,7 +195,7 @@ class _Scope:
             return scope.leave(path, "next", out)
 
         with _jax.at_source(eqn):
-            return self.mades(path, "next", jax.lax.while_loop(cond, body, carries))
+            return self.results(path, "next", jax.lax.while_loop(cond, body, carries))
 
     def cond(self, eqn, operands, path: Path) -> list:
         index, operands = self.read((*path, "index"), 0, operands[0]), operands[1:]
@@ -210,4 +211,4 @@ class _Scope:
 
         with _jax.at_source(eqn):
             branches = [branch(b, inner) for b, inner in enumerate(_jax.branches(eqn))]
-            return self.mades(path, "out", jax.lax.switch(index, branches, *operands))
+            return self.results(path, "out", jax.lax.switch(index, branches, *operands))
