@@ -1,4 +1,4 @@
-"""Laws of the solver: it equals brute force on small networks, and its bounds and reductions tell the truth."""
+"""Laws of the solver: it equals brute force on small networks; its bounds and reductions are valid."""
 
 import itertools
 import os
@@ -94,7 +94,7 @@ def test_equals_brute_force_under_a_limit(problem):
 
 @laws
 @given(networks(), st.integers(-3, 3))
-def test_only_answers_that_cost_so_much_at_most_are_wanted(problem, more):
+def test_answers_above_the_cutoff_are_not_returned(problem, more):
     best = brute_force(problem)
     most = (best if np.isfinite(best) else 10.0) + more
     hint = next((s for s in choices(problem) if np.isfinite(problem.objective(s))), None)
@@ -115,7 +115,7 @@ def test_nodes_of_one_class_take_the_same_state(problem):
 
 @laws
 @given(networks(), st.booleans())
-def test_shrink_solve_invert_is_solve(problem, tie):
+def test_presolve_solve_invert_is_solve(problem, tie):
     small = presolve(problem, tie=tie)
     if not small.feasible:
         assert np.isinf(brute_force(problem))
@@ -138,7 +138,7 @@ def test_shrink_solve_invert_is_solve(problem, tie):
 
 @laws
 @given(networks())
-def test_time_steps_that_are_left_out_decide_nothing(problem):
+def test_removed_time_steps_are_redundant(problem):
     timed, steps = remove_redundant_steps(problem)
     assert len(steps) == max((u.hi for u in timed.usages), default=len(steps))
     for states in itertools.product(*(range(len(c)) for c in problem.costs)):
@@ -154,8 +154,8 @@ def test_elimination_is_exact_or_a_lower_bound(problem, cap):
     assert sweep.value == best if elimination.exact else sweep.value <= best
     for i, marginal in enumerate(sweep.min_marginals()):
         for s, value in enumerate(marginal):
-            min_marginals = min((problem.objective(c) for c in choices(problem) if c[i] == s), default=np.inf)
-            assert value == min_marginals if elimination.exact else value <= min_marginals
+            exact = min((problem.objective(c) for c in choices(problem) if c[i] == s), default=np.inf)
+            assert value == exact if elimination.exact else value <= exact
 
 
 @laws
@@ -171,7 +171,7 @@ def test_bound_never_exceeds_the_optimum(problem):
 
 @laws
 @given(networks(forbidden=0.1))
-def test_least_memory_is_the_least_peak_or_a_bound_of_it(problem):
+def test_min_peak_is_the_least_peak_or_a_bound_of_it(problem):
     least = minimize_peak(problem)
     peak = min((problem.peak(s) for s in choices(problem) if np.isfinite(problem.objective(s))), default=np.inf)
     assert least.bound_bytes <= peak + 1e-6
@@ -191,8 +191,8 @@ def chain(n, k, seed=0, limit=None):
     return Problem(costs, edges, usages, limit)
 
 
-def test_of_rising_and_falling_memory_only_the_peaks_are_left():
-    """What each of many steps adds to, or takes from, the bytes of the step before decides which of them can break a limit."""
+def test_of_rising_and_falling_memory_only_the_local_peaks_remain():
+    """A step at which no choice holds more bytes than at a remaining neighbor is redundant."""
     up = [Usage(i, i, 40 - i, np.array([1.0, 2.0])) for i in range(20)]
     problem = Problem((np.zeros(2),) * 20, (), (*up, Usage(0, 60, 61, np.array([30.0, 20.0]))), 25.0)
     timed, steps = remove_redundant_steps(problem)
@@ -221,8 +221,8 @@ def test_a_limit_below_the_least_peak_is_infeasible():
     assert solve(chain(60, 5, limit=least.bound_bytes * 0.99)).status == "infeasible"
 
 
-def test_what_prices_allow_and_no_answer_meets_is_proven_infeasible_below_the_dearest_answer():
-    """An odd number of arrays, each on one of two steps, do not fit where half of them would."""
+def test_an_integrality_gap_of_the_memory_limit_is_proven_infeasible():
+    """Prices cannot exclude an odd number of equal arrays on two steps that each hold half of them; branching does."""
     rng, n = np.random.default_rng(0), 15
     costs = tuple(rng.integers(0, 1000, 2).astype(float) for _ in range(n))
     edges = tuple(Edge(i, j, rng.integers(0, 1000, (2, 2)).astype(float)) for i in range(n) for j in (i + 1, i + 3) if j < n)
@@ -267,7 +267,7 @@ def test_same_answer_in_processes_with_different_hashing():
     assert answer("1") == answer("2") != ""
 
 
-def test_tying_an_unrolled_model_shares_its_tables():
+def test_ties_of_an_unrolled_model_share_its_tables():
     layers, k = 500, 6
     rng = np.random.default_rng(0)
     inner, between = rng.integers(0, 99, (k, k)).astype(float), rng.integers(0, 99, (k, k)).astype(float)

@@ -1,4 +1,4 @@
-"""Laws of the links that prove: shifting changes no choice's cost, goals tell the truth, and no link depends on numba or hashing."""
+"""Laws of bounds and proofs: a reparametrization changes no choice's cost, targets are valid, and nothing depends on numba or hashing."""
 
 import importlib
 import os
@@ -47,24 +47,24 @@ def grid(side, k, seed=0, tight=None):
     return Problem(costs, edges, usages, float(int(tight * problem.peak(cheap))))
 
 
-def shrunk(**kinds):
-    """What shrinking leaves of networks that have an answer."""
+def presolved(**kinds):
+    """Presolved networks that have an answer."""
     return networks(**kinds).map(presolve).filter(lambda small: small.feasible).map(lambda small: small.problem)
 
 
-def shifted(problem, shifting):
-    """The same problem, with the costs that were shifted along its edges."""
-    costs, shifts = shifting.commit(problem.costs, 2.0**-20)
-    tables = [e.cost - m_i[:, None] - m_j for e, (m_i, m_j) in zip(problem.edges, shifts, strict=True)]
+def reparametrized(problem, messages):
+    """The problem with the reparametrization that TRW-S has reached."""
+    costs, committed = messages.commit(problem.costs, 2.0**-20)
+    tables = [e.cost - m_i[:, None] - m_j for e, (m_i, m_j) in zip(problem.edges, committed, strict=True)]
     return Problem(tuple(costs), tuple(Edge(e.i, e.j, t) for e, t in zip(problem.edges, tables, strict=True)))
 
 
 @laws
-@given(shrunk(limit=False), st.booleans())
-def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem, compiled):
-    shifting = trws.TRWS(problem, compiled)
-    shifting.iterate(problem.costs, 5)
-    moved = shifted(problem, shifting)
+@given(presolved(limit=False), st.booleans())
+def test_reparametrization_changes_no_choices_cost_and_bounds_them_all(problem, compiled):
+    messages = trws.TRWS(problem, compiled)
+    messages.iterate(problem.costs, 5)
+    moved = reparametrized(problem, messages)
     for states in choices(problem):
         assert moved.objective(states) == problem.objective(states)
     least = sum(c.min() for c in moved.costs) + sum(e.cost.min() for e in moved.edges)
@@ -72,24 +72,24 @@ def test_shifting_changes_no_choices_cost_and_bounds_them_all(problem, compiled)
 
 
 @pytest.mark.parametrize("tight", [None, 0.8])
-def test_every_round_of_shifting_bounds_more_and_so_does_any_elimination(tight):
-    """What each node is said to keep is handed over, so the least entries add up to a bound that only rises."""
+def test_every_round_of_trws_bounds_more_and_so_does_any_mini_bucket_partition(tight):
+    """Committed messages include every node's last share, so the least entries add up to a bound that only rises."""
     problem, before = grid(7, 5, tight=tight), -np.inf
-    shifting = trws.TRWS(problem)
+    messages = trws.TRWS(problem)
     for _ in range(6):
-        shifting.iterate(problem.costs, 1)
-        moved = shifted(problem, shifting)
+        messages.iterate(problem.costs, 1)
+        moved = reparametrized(problem, messages)
         least = sum(c.min() for c in moved.costs) + sum(e.cost.min() for e in moved.edges)
         assert least >= before - 1e-3
         assert all(
-            BucketElimination(problem, cap).run(*shifting.commit(problem.costs, 2.0**-20)).value >= least for cap in (1, 30, 200)
+            BucketElimination(problem, cap).run(*messages.commit(problem.costs, 2.0**-20)).value >= least for cap in (1, 30, 200)
         )
         before = least
 
 
 @pytest.mark.parametrize("room", [5e3, 2e4, 1e5])
-def test_all_joint_tables_together_stay_within_their_room(room, monkeypatch):
-    """Memory that a bound takes does not grow with the joints it is allowed, nor with the largest edge."""
+def test_all_bucket_tables_together_stay_within_their_total(room, monkeypatch):
+    """Memory of a bound grows neither with the entries a bucket table may have, nor with the largest edge."""
     settings, problem = Settings(exact_states=0, total_entries=room), grid(8, 6)
     assert BucketElimination(problem, 1 << 16).size > room >= Relaxation(problem, 1 << 16, settings=settings).elimination.size
     assert bound(problem, np.inf, 1 << 16, 0, settings=settings).value <= sum(e.cost.max() for e in problem.edges) + sum(
@@ -97,8 +97,8 @@ def test_all_joint_tables_together_stay_within_their_room(room, monkeypatch):
     )
 
 
-def test_prices_are_told_apart_however_large_some_costs_are():
-    """Bytes are counted in grains where that lets prices be finer than the unit in which sums of costs are exact."""
+def test_prices_keep_their_bits_however_large_some_costs_are():
+    """Bytes are quantized where that lets prices be finer than the unit in which sums of costs are exact."""
     problem = grid(6, 4, tight=0.6)
     problem = replace(problem, usages=tuple(replace(u, bytes=2.0**20 * u.bytes) for u in problem.usages), limit=2.0**20 * problem.limit)
     dear = replace(problem, costs=(*problem.costs, np.array([0.0, 2.0**42])))
@@ -106,7 +106,7 @@ def test_prices_are_told_apart_however_large_some_costs_are():
     assert bound(replace(problem, usages=(), limit=None), np.inf, 1 << 16, 0).value < 0.95 * plain < same <= solve(problem).objective
 
 
-def test_shifting_makes_small_joints_bound_well(monkeypatch):
+def test_trws_makes_small_mini_buckets_bound_well(monkeypatch):
     settings = Settings(exact_states=0, first_rounds=(4, 4))  # after many rounds single edges bound as well
     problem = grid(8, 6)
     best = solve(problem, work_limit=40.0)
@@ -117,7 +117,7 @@ def test_shifting_makes_small_joints_bound_well(monkeypatch):
 
 
 def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
-    """And take over when numpy has visited as much as loading them is worth; tables may lie in memory either way, or be cut out."""
+    """And take over once numpy has visited as many entries as loading them costs; tables may be row-major, column-major or strided."""
     pytest.importorskip("numba")
     whole = grid(6, 5)
     orders = (np.ascontiguousarray, np.asfortranarray, lambda table: np.repeat(table, 2, axis=1)[:, ::2])
@@ -135,8 +135,8 @@ def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
 
 
 @laws
-@given(shrunk(), st.sampled_from([0, DEFAULT.exact_states]))
-def test_through_is_a_bound_of_every_choice_that_takes_the_state(problem, small):
+@given(presolved(), st.sampled_from([0, DEFAULT.exact_states]))
+def test_a_min_marginal_bounds_every_choice_that_takes_the_state(problem, small):
     result = bound(problem, np.inf, 8, 4, settings=Settings(exact_states=small))
     fitting = [s for s in choices(problem) if problem.limit is None or problem.peak(s) <= problem.limit]
     for states in fitting:
@@ -146,7 +146,7 @@ def test_through_is_a_bound_of_every_choice_that_takes_the_state(problem, small)
         assert result.reduced_cost_fixing(problem, cost).objective(states) == cost
 
 
-def test_pairs_are_dropped_whose_states_stay():
+def test_pairs_are_fixed_whose_states_survive():
     equal, costs = np.where(np.eye(2), 0.0, 9.0), (np.zeros(2),) * 3
     problem = Problem(costs, (Edge(0, 1, equal), Edge(1, 2, equal)))
     left = bound(problem, np.inf, 8, 4).reduced_cost_fixing(problem, 5.0)
@@ -275,16 +275,16 @@ def test_capacity_is_relaxed_only_where_no_byte_has_a_price():
 
 
 @laws
-@given(shrunk())
-def test_messages_carried_through_a_shrink_change_no_choices_cost(problem):
-    shifting = trws.TRWS(problem)
-    shifting.iterate(problem.costs, 5)
+@given(presolved())
+def test_messages_carried_through_presolve_change_no_choices_cost(problem):
+    messages = trws.TRWS(problem)
+    messages.iterate(problem.costs, 5)
     small = presolve(Problem(tuple(np.where(np.arange(len(c)) % 3 < 2, c, np.inf) for c in problem.costs), problem.edges))
     if not small.feasible:
         return
-    part, told = small.problem, small.carry_messages(shifting.sent_messages())
-    assert all(len(m) == len(part.costs[i]) for (i, _), m in told.items())
-    moved = shifted(part, trws.TRWS(part, messages=told))
+    part, carried = small.problem, small.carry_messages(messages.sent_messages())
+    assert all(len(m) == len(part.costs[i]) for (i, _), m in carried.items())
+    moved = reparametrized(part, trws.TRWS(part, messages=carried))
     assert all(moved.objective(states) == part.objective(states) for states in choices(part))
 
 

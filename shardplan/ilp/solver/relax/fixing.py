@@ -90,7 +90,7 @@ def bound(
     start: np.ndarray | None = None,
     messages: Messages | None = None,
     deadline: Deadline = UNLIMITED,
-    settings: Settings | None = None,
+    settings: Settings = DEFAULT,
 ) -> Bound:
     """Bounds a problem, for answers that cost at most `cutoff`.
 
@@ -102,9 +102,8 @@ def bound(
         start: first prices, [T].
         messages: for TRW-S to start from.
         deadline: no further prices once it is over.
-        settings: tuned numbers; `DEFAULT` if None.
+        settings: tuned numbers.
     """
-    settings = settings or DEFAULT
     memory, relaxation = UsageTable(problem), Relaxation(problem, max_entries, messages, deadline, settings)
     reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
     points: list[DualPoint] = []

@@ -29,7 +29,7 @@ class Relaxation:
         max_entries: int,
         messages: Messages | None = None,
         deadline: Deadline = UNLIMITED,
-        settings: Settings | None = None,
+        settings: Settings = DEFAULT,
     ):
         """Prepares a problem.
 
@@ -38,9 +38,9 @@ class Relaxation:
             max_entries: of a bucket table.
             messages: for TRW-S to start from.
             deadline: checked on the way, and by all passes.
-            settings: tuned numbers; `DEFAULT` if None.
+            settings: tuned numbers.
         """
-        self.problem, self.settings = problem, settings or DEFAULT
+        self.problem, self.settings = problem, settings
         self.elimination, self.warm = _elimination(problem, max_entries, deadline, self.settings), bool(messages)
         self.exact = self.elimination.exact
         self.trws = None if self.exact else TRWS(problem, messages=messages, deadline=deadline)

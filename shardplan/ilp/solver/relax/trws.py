@@ -28,7 +28,7 @@ from shardplan.ilp.solver.problem import Messages, Problem
 EDGE_OVERHEAD = 1e4
 """Table entries that the visit of an edge costs in numpy."""
 
-LOADING = 4e8
+LOADING = 2e8
 """Table entries that numpy visits in the time in which the compiled kernels load."""
 
 
