@@ -36,6 +36,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import enumerate_strategies
 from shardplan.strategies.rule import RuleError, factor_sizes
 from shardplan.strategies.rules import rule_for
+from shardplan.strategies.signature import REPLICATED_DTYPES
 from shardplan.testing import check_rule, difference
 from shardplan.testing.check import run_equations
 

@@ -100,7 +100,8 @@ class EdgePrices:
     def state_transposes(self, template: EdgeTemplate, sources: LayoutList, targets: LayoutList) -> np.ndarray:
         """Seconds of transposing the optimizer state that is computed with a reduce-scattered sum.
 
-        A sum that is scattered along any dim but the outermost has that dim outermost in memory, and XLA lays out the state alike.
+        A sum that is scattered along any dim but the outermost has that dim outermost in memory, and XLA lays out the state in
+        the same order.
         """
         shape, state = template.shape, template.coupled_state
         assert state is not None

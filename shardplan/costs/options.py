@@ -1,30 +1,35 @@
-"""What a person asked of the planner."""
+"""What the user asked of the planner."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from shardplan.costs.corrections import CostCorrections
 
-if TYPE_CHECKING:
-    from shardplan.costs.pins import PinDims
+FREE = "*"
+"""A dim of a pin that the planner may shard as it likes."""
+
+PinDims = tuple[tuple[str, ...] | str, ...]
+"""A pin: per dim its mesh axes, or FREE; dims left out at the end are unsharded."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a person asked for.
+    """What the user asked for.
 
     Attributes:
         memory: bytes per device, or None for no limit.
-        search: one of `searches.SEARCHES`.
-        time_limit: seconds for the search, or None for its own deterministic limit.
-        in_pins, out_pins: by flat number.
+        search: a name in `searches.SEARCHES`.
+        time_limit: seconds for the search, or None for its own deterministic work limit.
+        in_pins: of inputs, by flat number.
+        out_pins: of outputs, by flat number.
         pins: entries of a PartitionSpec by path pattern.
+        progress: called by the solver with (states, bound, gap), or None.
         corrections: what strategies and reshards cost beyond the model, as observed in a compiled plan.
-        thrift: part of the way from the fastest plan's peak to the leanest plan's that memory has to go down.
-        overlap: whether collectives that nobody waits for run beside other work, on a cluster that lets them.
+        memory_saving: how far memory has to go down from the fastest plan's peak (0) to that of least average memory (1).
+        overlap: whether background collectives overlap with compute, on a cluster that can.
         constraints: whether the program's own `with_sharding_constraint`s are kept, only a "hint", or ignored.
     """
 

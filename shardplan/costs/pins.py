@@ -9,36 +9,34 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from shardplan import _jax
-from shardplan.costs.options import Options
+from shardplan.costs.options import FREE, Options, PinDims
 from shardplan.costs.space import StrategySpace
 from shardplan.errors import ShardingError
 from shardplan.files import portable
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.layout import MeshShape
 
-FREE = "*"
-"""A dim of a pin that the planner may split as it likes."""
-
-PinDims = tuple[tuple[str, ...] | str, ...]
-"""A pin: per dim its mesh axes, or FREE; dims left out at the end are unsplit."""
-
-
 Pin = tuple[str, PinDims]
-"""Who says so, and what."""
+"""Its author in words, and the layout it asks for."""
 
 
-def allowed_strategies(space: StrategySpace, settled: Collection[str] | None = None, *, options: Options) -> dict[int, np.ndarray]:
-    """Per pinned op, which of its strategies remain; of its pins only what they say of the `settled` axes, by default all.
+def allowed_strategies(space: StrategySpace, axes: Collection[str] | None = None, *, options: Options) -> dict[int, np.ndarray]:
+    """Pinned op -> bool [s], which of its strategies meet its pins.
+
+    Args:
+        space: the ops and their strategies.
+        axes: mesh axes of which the pins count; by default all.
+        options: hold the pins.
 
     Raises:
         ShardingError: on a pin that no strategy meets, saying why.
     """
-    axes = space.mesh.axes if settled is None else tuple(settled)
+    axes = space.mesh.axes if axes is None else tuple(axes)
     return {i: _allowed(space, i, wanted, axes) for i, wanted in sorted(pins_by_op(space.graph, options).items())}
 
 
 def pins_by_op(graph: Graph, options: Options) -> dict[int, list[Pin]]:
-    """By op, what is asked of its result.
+    """Op -> the pins of its result.
 
     Raises:
         ShardingError: on a pin that matches no input.
@@ -61,24 +59,23 @@ def pins_by_op(graph: Graph, options: Options) -> dict[int, list[Pin]]:
     for i, op in enumerate(graph.ops):
         spec = _jax.constraint_spec(op.params) if op.traits.sharding_constraint and options.constraints == "keep" else None
         if spec is not None:
-            dims = tuple(FREE if e is FREE else e for e in pin_dims(spec, len(op.outs[0].shape)))
-            pins.setdefault(i, []).append(("with_sharding_constraint", dims))
+            pins.setdefault(i, []).append(("with_sharding_constraint", pin_dims(spec, len(op.outs[0].shape))))
     return pins
 
 
-def pin_description(op: Op, asked: Sequence[Pin]) -> str:
-    """What is asked of an op's result, in words that are the same wherever the program lies."""
+def pin_description(op: Op, pins: Sequence[Pin]) -> str:
+    """The pins of an op's result in words, the same for the program in any folder."""
     label, place = f"{op.label}: " if op.label else "", f"{portable(op.source.file)}:{op.source.line}"
-    return label + ", ".join(f"{_author(op, who, place)} = {pin_text(dims)}" for who, dims in asked)
+    return label + ", ".join(f"{_author(op, who, place)} = {pin_text(dims)}" for who, dims in pins)
 
 
 def _author(op: Op, who: str, place: str) -> str:
-    """Who asks for a layout of an op's result: a constraint by its place, which says who it is."""
+    """The author of a pin; of a constraint with its source line."""
     return f"{who} at {place}" if op.traits.sharding_constraint else who
 
 
 def untie_pinned_state(graph: Graph, options: Options) -> Graph:
-    """The graph without the ties of inputs to outputs that are pinned to other layouts: what looks like state is none."""
+    """The graph in which an input and an output with contradicting pins need not have one layout: they are no state."""
     pins = pins_by_op(graph, options)
 
     def agree(start: int, end: int) -> bool:
@@ -89,6 +86,7 @@ def untie_pinned_state(graph: Graph, options: Options) -> Graph:
 
 
 def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, ...]) -> np.ndarray:
+    """bool [s], the strategies of op i that meet its pins on some axes."""
     op, layouts = space.graph.ops[i], space.strategies[i].results[0]
     shape = tuple(op.outs[0].shape)
     what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"
@@ -133,12 +131,14 @@ def check_pin(who: str, dims: PinDims, shape: tuple[int, ...], mesh: MeshShape) 
 
 
 def pin_dims(spec, rank: int) -> PinDims:
-    """Entries of a PartitionSpec as a pin; a spec shorter than the rank leaves the last dims unsplit, as in JAX."""
+    """Entries of a PartitionSpec as a pin; a spec shorter than the rank leaves the last dims unsharded, as in JAX."""
     entries = [*spec, *[None] * (rank - len(spec))]
     return tuple(FREE if e is _jax.UNCONSTRAINED else () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 
 
 def pin_text(dims: PinDims) -> str:
+    """A pin as JAX prints a PartitionSpec; `*` is a free dim."""
+
     def one(d):
         return "*" if d == FREE else "None" if not d else repr(d[0]) if len(d) == 1 else repr(tuple(d))
 

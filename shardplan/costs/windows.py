@@ -24,7 +24,7 @@ def plan_windows(space: StrategySpace, combined: CombinedGroups | None) -> Overl
 
     Args:
         space: the step, with seconds of all strategies.
-        combined: `Pricing.combined`; None: all arrays of a group move alike.
+        combined: `Pricing.combined`; None: all arrays of a group move in the same way.
     """
     blocking_groups = {site.group for site in space.collective_sites if site.collective_class == "blocking"}
     found: dict[bool, dict[int, list[tuple[CollectiveKey, float]]]] = {False: {}, True: {}}

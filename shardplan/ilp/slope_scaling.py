@@ -184,7 +184,7 @@ class _PricingLoop:
 
 
 def uniform_groups(space: StrategySpace) -> Iterator[CombinedGroups]:
-    """What plans combine that treat all gradients alike: reduce-scatter them over no axes, the innermost, the two innermost, ..."""
+    """What uniform plans combine: every gradient is reduce-scattered over no axes, the innermost, the two innermost, ..."""
     axes = tuple(axis for axis, n in space.mesh if n > 1)
     arrays: dict[tuple[int, str], dict[int, float]] = {}
     for value, site in zip(space.graph.values, space.collective_sites, strict=True):

@@ -1,7 +1,7 @@
-"""Where regions that grew from different pins meet.
+"""Which reshards two pins cause that disagree.
 
-Ops are of one region when arrays get from one to the other in the layouts in which they are made. Where an array has to be sent from
-one region to another and each of them holds a pin, the pins disagree, and whoever has pinned both pays for it.
+A region is a set of ops between which arrays are read in the layouts they are made in. An array that is resharded between two regions,
+each with a pin, is a conflict of the pins nearest to it on either side.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from scipy.sparse.csgraph import connected_components
 from shardplan.ir.graph import Graph
 
 Edge = tuple[int, int]
-"""An op and the number of its operand."""
+"""(op, operand)."""
 
 AGAINST = ("all-gather", "all-to-all", "collective-permute")
-"""What is sent because two layouts split an array in ways that do not go together; the others finish sums."""
+"""Collectives between shardings that contradict each other; the other kinds complete partial sums."""
 
 
 def conflicts(graph: Graph, changed: Collection[Edge], pinned: Mapping[int, str]) -> dict[Edge, tuple[str, str]]:
-    """Of the changed edges, those between pinned regions: the pins nearest to either side, in the program's order.
+    """The resharded edges between regions that are pinned -> their nearest pins, in program order.
 
     Args:
-        changed: edges whose op takes the array in another layout than it is made in.
+        graph: the step.
+        changed: edges whose op reads the array in another layout than it is made in.
         pinned: op -> its pin in words.
     """
     near: list[list[int]] = [[] for _ in graph.ops]
@@ -38,7 +39,7 @@ def conflicts(graph: Graph, changed: Collection[Edge], pinned: Mapping[int, str]
                 near[j].append(i)
     ends = [i for i, found in enumerate(near) for _ in found], [j for found in near for j in found]
     _, region = connected_components(coo_array((np.ones(len(ends[0])), ends), shape=(len(near), len(near))), directed=False)
-    nearest = _nearest(near, pinned)
+    nearest = _nearest_pin(near, pinned)
     out = {}
     for i, k in changed:
         v = graph.ops[i].inputs[k]
@@ -50,8 +51,8 @@ def conflicts(graph: Graph, changed: Collection[Edge], pinned: Mapping[int, str]
     return out
 
 
-def _nearest(near: list[list[int]], pinned: Collection[int]) -> list[int]:
-    """[op] -> the pinned op of its region that is the fewest arrays away, of several the first of the program; -1 where none is."""
+def _nearest_pin(near: list[list[int]], pinned: Collection[int]) -> list[int]:
+    """[op] -> the pinned op of its region that is the fewest arrays away, of several the first of the program; -1 if there is none."""
     nearest = [i if i in pinned else -1 for i in range(len(near))]
     queue = deque(sorted(pinned))
     while queue:

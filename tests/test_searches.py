@@ -1,0 +1,55 @@
+"""Searches: one registry, and one class for a new one (docs/searches.md)."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.ilp.search import Search
+from shardplan.ilp.solver import Solution
+from shardplan.propagation.propagate import propagate
+from shardplan.searches import SEARCHES
+
+MESH = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+ARGS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 4096), (4096, 1024))]
+
+
+class Replicated(Search):
+    """Every op on every device, where pins allow it."""
+
+    def search(self, network, hint, cutoff, deadline):
+        states = tuple(
+            next((s for s, factors in enumerate(of.factors) if not any(factors) and c[s] < float("inf")), int(c.argmin()))
+            for of, c in zip(network.space.strategies, network.problem.costs, strict=True)
+        )
+        return Solution("feasible", states, network.problem.objective(states), 0.0)
+
+
+class Nothing(Search):
+    def plan(self, memory):
+        return None
+
+
+def planned(search):
+    return shardplan.auto(MESH, cluster="h100", search=search)(jnp.dot).plan(*ARGS)
+
+
+def test_a_fourth_search_is_one_class_and_one_name(monkeypatch):
+    monkeypatch.setitem(SEARCHES, "replicated", Replicated)
+    plan = planned("replicated")
+    assert plan.search == "replicated" and plan.status == "feasible"
+    assert all(leaf.layout.shards(plan.mesh) == 1 for leaf in plan.inputs)
+    assert plan.seconds["total"] > planned("ilp").seconds["total"]
+
+
+def test_a_search_that_finds_nothing_leaves_the_task_to_the_integer_program(monkeypatch):
+    monkeypatch.setitem(SEARCHES, "nothing", Nothing)
+    plan = planned("nothing")
+    assert plan.status == "optimal" and plan.seconds == planned("ilp").seconds
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_search_ends_in_a_plan_no_worse_than_plain_propagation(name):
+    plan = planned(name)
+    network = plan.context.planned.network
+    assert network.problem.objective(plan.context.planned.solution.states) <= propagate(network.problem).objective
