@@ -16,7 +16,6 @@ from shardplan.costs.pins import untie_pinned_state
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.emit.decide import decide
 from shardplan.errors import ShardingError
-from shardplan.ilp.integer_program import IntegerProgram
 from shardplan.ilp.min_memory import min_average_memory, min_peak_memory, saved_memory
 from shardplan.ir.parse import parse
 from shardplan.ir.traced import Traced
@@ -25,7 +24,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.reshard import Resharder
 from shardplan.plan.infeasible import no_plan_fits
 from shardplan.plan.planned import Planned
-from shardplan.searches import SEARCHES
+from shardplan.searches import search_class
 
 
 def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Options) -> Planned:
@@ -46,7 +45,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     stopwatch.lap("graph")
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
     memory = saved_memory(task) if options.memory_saving else options.memory
-    found = SEARCHES[options.search](task).plan(memory) or IntegerProgram(task).plan(memory)
+    found = search_class(options.search)(task).plan(memory) or search_class("ilp")(task).plan(memory)
     assert found is not None
     network, solution = found
     if not solution.states or not np.isfinite(solution.objective):

@@ -1,11 +1,21 @@
-"""All searches by name. To add one: subclass `Search` in a file of its own, and name it here."""
+"""All searches by name. To add one: subclass `ilp.search.Search` in a file of its own, and name it here (docs/searches.md)."""
 
 from __future__ import annotations
 
-from shardplan.ilp.integer_program import IntegerProgram
-from shardplan.ilp.search import Search
-from shardplan.propagation.axis_by_axis import AxisByAxis
-from shardplan.propagation.search import Propagation
+import pkgutil
+from typing import TYPE_CHECKING
 
-SEARCHES: dict[str, type[Search]] = {"ilp": IntegerProgram, "propagation": Propagation, "recursive": AxisByAxis}
-"""Name, as in `auto(search=...)` -> class."""
+if TYPE_CHECKING:
+    from shardplan.ilp.search import Search
+
+SEARCHES: dict[str, str] = {
+    "ilp": "shardplan.ilp.integer_program:IntegerProgram",
+    "propagation": "shardplan.propagation.search:Propagation",
+    "recursive": "shardplan.propagation.axis_by_axis:AxisByAxis",
+}
+"""Name, as in `auto(search=...)` -> "module:class"; text, so that the names are known before a solver is loaded."""
+
+
+def search_class(name: str) -> type[Search]:
+    """The class of a search."""
+    return pkgutil.resolve_name(SEARCHES[name])

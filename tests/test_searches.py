@@ -35,7 +35,7 @@ def planned(search):
 
 
 def test_a_fourth_search_is_one_class_and_one_name(monkeypatch):
-    monkeypatch.setitem(SEARCHES, "replicated", Replicated)
+    monkeypatch.setitem(SEARCHES, "replicated", f"{__name__}:Replicated")
     plan = planned("replicated")
     assert plan.search == "replicated" and plan.status == "feasible"
     assert all(leaf.layout.shards(plan.mesh) == 1 for leaf in plan.inputs)
@@ -43,7 +43,7 @@ def test_a_fourth_search_is_one_class_and_one_name(monkeypatch):
 
 
 def test_a_search_that_finds_nothing_leaves_the_task_to_the_integer_program(monkeypatch):
-    monkeypatch.setitem(SEARCHES, "nothing", Nothing)
+    monkeypatch.setitem(SEARCHES, "nothing", f"{__name__}:Nothing")
     plan = planned("nothing")
     assert plan.status == "optimal" and plan.seconds == planned("ilp").seconds
 
