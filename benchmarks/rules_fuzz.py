@@ -76,10 +76,10 @@ def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
                 if eqn.primitive.name != case.primitive or eqn.effects:
                     continue
                 operands = [jax.numpy.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
-                ways = list(strategies_of(eqn, axes))
-                want = jax.jit(lambda *xs, eqn=eqn: forms.bind(eqn, xs))(*operands) if ways else []
-                for n in random.permutation(len(ways))[:most]:
-                    factors, *layouts = ways[n]
+                strategies = list(strategies_of(eqn, axes))
+                want = jax.jit(lambda *xs, eqn=eqn: forms.bind(eqn, xs))(*operands) if strategies else []
+                for n in random.permutation(len(strategies))[:most]:
+                    factors, *layouts = strategies[n]
                     outcome = "sharded"
                     try:
                         got = one_strategy(eqn, operands, layouts, mesh)
@@ -94,7 +94,7 @@ def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
 
 
 def strategies_of(eqn, mesh: MeshShape):
-    """Letters per mesh axis and layouts of operands and results, of every strategy that splits something."""
+    """Factors per mesh axis and layouts of operands and results, of every strategy that shards something."""
     ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
     rule, _ = rule_for(eqn.primitive.name, ins, outs, eqn.params, strict=True)
     if any(str(x.dtype) in REPLICATED_DTYPES or 0 in x.shape for x in (*ins, *outs)):
@@ -107,7 +107,7 @@ def strategies_of(eqn, mesh: MeshShape):
 
 
 def one_strategy(eqn, operands, layouts, mesh):
-    """The results of one op whose operands and results are laid out so; partial ones are asked for replicated."""
+    """The results of one op whose operands and results are laid out so; partial ones are reduced."""
 
     def shardings(of):
         return [jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*x.spec())) for x in of]
