@@ -5,6 +5,7 @@
                 sum_(i alive at t) u_i[s_i]  <=  limit       for every time t     (3) memory limit
 
 Also known as a cost function network, or the energy of a pairwise Markov random field, with time-indexed knapsack constraints.
+Equation numbers in the solver are those of docs/math.md.
 
 Costs are float64 arrays of **integral** values (the planner counts picoseconds), so sums below 2**53 are exact and the same on
 every machine; `inf` forbids a state or a pair of states. A node may have several usages (a buffer that lives in two intervals).
