@@ -1,4 +1,4 @@
-"""Every tuned number of bound and search, with its meaning and the measured effect of halving and doubling it."""
+"""Every tuned number of the solver, with its meaning and the effect of halving and doubling it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """Tuned numbers. Budgets are shares of what is left of the deadline; entries are entries of a cost table."""
+    """Tuned numbers of all links.
+
+    Entries are entries of cost tables; budgets are shares of what is left of the deadline. TABLE
+    """
 
     # presolve
     dominance_entries: int = 1 << 14
@@ -43,6 +46,7 @@ class Settings:
     core_retry: float = 0.6
     hard_core_size: int = 8_000
     hard_core_work: float = 1.0
+    # under a time limit
     dominance_budget: float = 0.15
     first_feasible_after: float = 0.4
     large_states: int = 20_000

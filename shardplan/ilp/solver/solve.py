@@ -106,7 +106,7 @@ def _offer_min_peak(problem: Problem, incumbent: Incumbent, deadline: Deadline) 
 
 
 class Chain:
-    """The links after presolve, on a subproblem that shrinks as incumbent and bound improve.
+    """The links after presolve, on a subproblem that gets smaller as incumbent and bound improve.
 
     Links return True once the incumbent is proven optimal, or the problem infeasible.
     """
