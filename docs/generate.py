@@ -1,7 +1,7 @@
 """Tables of the documentation that are read off the code: the files of every room, each with the first line of its docstring.
 
-    python docs/generate.py            writes them into docs/rooms/
-    python docs/generate.py --check     says which page is out of date
+python docs/generate.py           writes them into docs/rooms/
+python docs/generate.py --check   says which page is out of date
 """
 
 import ast
@@ -28,7 +28,8 @@ def main(check: bool) -> int:
     stale = []
     for page in sorted((ROOT / "docs" / "rooms").glob("*.md")):
         text = page.read_text()
-        made = SECTION.sub(lambda _: f"<!-- begin files -->\n{files(ROOT / 'shardplan' / page.stem)}\n<!-- end files -->", text)
+        table = f"<!-- begin files -->\n{files(ROOT / 'shardplan' / page.stem)}\n<!-- end files -->"
+        made = SECTION.sub(lambda _, table=table: table, text)
         if made != text:
             stale.append(page.name)
             if not check:

@@ -28,9 +28,12 @@ def run(command: list[str], folder: Path) -> None:
     assert not done.returncode, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def doctested(text: str) -> str:
-    """A block of a Python prompt as a program that checks what it prints."""
-    return f"import doctest\nruns = doctest.DocTestRunner()\nruns.run(doctest.DocTestParser().get_doctest({text!r}, globals(), 'page', None, 0))\nassert not runs.failures\n"
+DOCTEST = """import doctest
+runner = doctest.DocTestRunner()
+runner.run(doctest.DocTestParser().get_doctest({text!r}, globals(), "page", None, 0))
+assert not runner.failures
+"""
+"""A block of a Python prompt as a program that checks what it prints."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -41,7 +44,7 @@ def test_snippets_run(page, tmp_path):
         if named := re.match(r"# (\w+\.py)\n", text):
             (tmp_path / named[1]).write_text(text)
         elif kind == "python":
-            text = doctested(text) if text.startswith(">>>") else text
+            text = DOCTEST.format(text=text) if text.startswith(">>>") else text
             program += "\n" * max(0, line - 1 - program.count("\n")) + text
         else:
             if program:
