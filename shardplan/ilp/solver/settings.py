@@ -9,17 +9,17 @@ from dataclasses import dataclass
 class Settings:
     """Tuned numbers of all links.
 
-    Entries are entries of cost tables; budgets are shares of what is left of the deadline. Half and twice: counted work relative to the
-    default on two planner problems under tight budgets (dlrm at 1.2 and gpt at 1.05 times the least peak, both on 2x4; all variants prove
-    the same optima), as `benchmarks/solver_settings.py` measures it; "=": within 1 %, which two problems do not make negligible; "-": not
-    measured.
+    Entries are entries of cost tables; budgets are shares of what is left of the deadline. Half and twice: counted work after
+    presolve relative to the default, on two planner problems under tight budgets (dlrm at 1.2, gpt at 1.05 times the least peak, both
+    on 2x4), as `benchmarks/solver_settings.py` measures it. All variants prove the same optima. "=" is within 1 % on these two, harder
+    problems may differ; "-" is not measured.
 
     name                     meaning                                                                          half    twice
-    dominance_entries        the dominance test visits at one node                                            -       -
-    eliminated_entries       of an edge table that eliminating a node may create                              -       -
+    dominance_entries        the dominance test visits at one node                                            =       =
+    eliminated_entries       of an edge table that eliminating a node may create                              =       =
     exact_states             up to which elimination is exact if its tables are small                         1.19    =
-    exact_entries            of all bucket tables of an exact elimination                                     -       -
-    total_entries            of all bucket tables of a bound: memory of the process, about a gigabyte         -       -
+    exact_entries            of all bucket tables of an exact elimination                                     1.19    =
+    total_entries            of all bucket tables of a bound: memory of the process, about a gigabyte         =       =
     trws_rounds              of TRW-S after each change of prices                                             0.86    1.46
     first_rounds             of TRW-S at the first prices: least, most                                        0.81    1.36
     first_visits             entries that the first rounds visit, between these                               =       =
