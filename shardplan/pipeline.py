@@ -17,6 +17,7 @@ from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.emit.decide import decide
 from shardplan.errors import ShardingError
 from shardplan.ilp.min_memory import min_average_memory, min_peak_memory, saved_memory
+from shardplan.ilp.solver.collector import paused_collector
 from shardplan.ir.parse import parse
 from shardplan.ir.traced import Traced
 from shardplan.mesh.cluster import Cluster
@@ -27,6 +28,7 @@ from shardplan.plan.planned import Planned
 from shardplan.searches import search_class
 
 
+@paused_collector()
 def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Options) -> Planned:
     """Plan a step.
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardplan.ilp.solver.collector import paused_collector
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline, OutOfTimeError
 from shardplan.ilp.solver.incumbent import Incumbent, Progress
 from shardplan.ilp.solver.min_peak import minimize_peak
@@ -36,6 +37,7 @@ LOADING_S = 1.0
 """Seconds that numba and the compiled code take to load at most; with less time left there is no primal search."""
 
 
+@paused_collector()
 def solve(
     problem: Problem,
     *,
