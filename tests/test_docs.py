@@ -65,3 +65,26 @@ def test_snippets_run(page, tmp_path):
     if program:
         (tmp_path / "page.py").write_text(program)
         run([sys.executable, "page.py"], tmp_path)
+
+
+def test_recipes_are_short_and_apply():
+    """Each recipe of CONTRIBUTING.md is a diff of under 30 lines of the code as it stands."""
+    recipes = re.findall(r"^```diff\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(recipes) == 5
+    for recipe in recipes:
+        assert recipe.count("\n") < 30
+        subprocess.run(["git", "apply", "--check", "-"], cwd=ROOT, input=recipe, text=True, check=True)
+
+
+def test_a_reader_finds_ten_answers_in_two_steps():
+    """From concepts.md to a page that it links, and from there to a file that has the name."""
+    docs, concepts = ROOT / "docs", (ROOT / "docs" / "concepts.md").read_text()
+    row = re.compile(r"^\| .* \| \[.*\]\((.*)\) \| `(.*)`: `(\w+)` \|$", re.MULTILINE)
+    answers = row.findall((docs / "readers_test.md").read_text())
+    assert len(answers) == 10
+    for page, file, name in answers:
+        text = (ROOT / "CONTRIBUTING.md" if page == "contributing.md" else docs / page).read_text()
+        room = page.removeprefix("rooms/").removesuffix(".md")
+        assert f"({page})" in concepts, f"concepts.md links no {page}"
+        assert file.removeprefix(f"{room}/") in text, f"{page} does not name {file}"
+        assert re.search(rf"\b{name}\b", (ROOT / "shardplan" / file).read_text()), f"{file} has no {name}"
