@@ -28,9 +28,9 @@ import shardplan  # noqa: E402
 from shardplan.costs.build import build_network  # noqa: E402
 from shardplan.costs.pins import allowed_strategies  # noqa: E402
 from shardplan.costs.step_seconds import PS  # noqa: E402
-from shardplan.ilp.slope_scaling import reprice  # noqa: E402
 from shardplan.ilp.solver import solve  # noqa: E402
 from shardplan.mesh.reshard import Resharder  # noqa: E402
+from shardplan.search.slope_scaling import reprice  # noqa: E402
 
 MODELS = {name: (lambda name=name: zoo.example(name)) for name in ("gpt", "moe", "digits_cnn", "dlrm", "hybrid_mlp")} | {
     name: zoo.QUALITY[name] for name in ("gpt2", "resnet-50", "unet", "vit-l", "lstm", "mamba")

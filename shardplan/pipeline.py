@@ -2,7 +2,7 @@
 
     jaxpr --parse--> Graph --rules--> StrategySpace --price--> CostNetwork --search--> Candidate --decide--> EmitDecisions
 
-A search prices and searches in turn (`ilp/slope_scaling.py`), so the middle arrows are its own.
+A search prices and searches in turn (`search/slope_scaling.py`), so the middle arrows are its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from shardplan.costs.pins import untie_pinned_state
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.emit.decide import decide
 from shardplan.errors import ShardingError
-from shardplan.ilp.min_memory import min_average_memory, min_peak_memory, saved_memory
 from shardplan.ilp.solver.collector import paused_collector
 from shardplan.ir.parse import parse
 from shardplan.ir.traced import Traced
@@ -25,6 +24,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.reshard import Resharder
 from shardplan.plan.infeasible import no_plan_fits
 from shardplan.plan.planned import Planned
+from shardplan.search.min_memory import min_average_memory, min_peak_memory, saved_memory
 from shardplan.searches import search_class
 
 

@@ -1,4 +1,4 @@
-"""All searches by name. To add one: subclass `ilp.search.Search` in a file of its own, and name it here (docs/searches.md)."""
+"""All searches by name. To add one: subclass `search.protocol.Search` in a file of its own, and name it here (docs/searches.md)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pkgutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardplan.ilp.search import Search
+    from shardplan.search.protocol import Search
 
 SEARCHES: dict[str, str] = {
     "ilp": "shardplan.ilp.integer_program:IntegerProgram",

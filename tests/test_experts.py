@@ -24,7 +24,11 @@ def layouts(plan):
 def planned_kinds(plan, least_bytes=1e5):
     """(phase, kind) of every planned collective that moves something."""
     return [
-        (d.phase, c.kind) for d in plan.decisions for m in d.reshards for c in m.collectives if c.bytes > least_bytes and c.kind != "slice"
+        (d.phase, c.kind)
+        for d in plan.decisions
+        for m in d.reshards
+        for c in m.collectives
+        if c.bytes > least_bytes and c.kind != "slice"
     ]
 
 

@@ -13,8 +13,8 @@ import shardplan
 from shardplan.costs.step_seconds import StepSeconds
 from shardplan.costs.task import Candidate
 from shardplan.ilp import Edge, Problem
-from shardplan.ilp.overlap_price import cheapest_price
 from shardplan.ilp.solver import solve
+from shardplan.search.overlap_price import cheapest_price
 from shardplan.xla import available
 from shardplan.xla.compiler.compile import compile_lowered, lower_for
 from shardplan.xla.report.seconds import seconds

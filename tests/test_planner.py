@@ -151,7 +151,7 @@ def test_the_limit_is_looked_at_again_where_a_plan_made_without_it_breaks_it(mon
     tight = 0.9 * free.memory().peak
     asked, _ = planned("moe", memory=tight)
     assert planned("moe", memory=1e12)[0].memory().limit == 1e12
-    monkeypatch.setattr("shardplan.ilp.search.replicated_bytes", lambda space: 0.0)  # as if nothing could break it
+    monkeypatch.setattr("shardplan.search.protocol.replicated_bytes", lambda space: 0.0)  # as if nothing could break it
     again, _ = planned("moe", memory=tight)
     assert again.dumps() == asked.dumps() and asked.memory().peak <= tight < free.memory().peak
 

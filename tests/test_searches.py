@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.ilp.search import Search
 from shardplan.ilp.solver import Solution
 from shardplan.propagation.propagate import propagate
+from shardplan.search.protocol import Search
 from shardplan.searches import SEARCHES
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("data", "model"))

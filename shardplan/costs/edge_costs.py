@@ -133,7 +133,7 @@ class EdgePrices:
 
 
 def _not_scattered_after_loop(sources: LayoutList, targets: LayoutList, same_dtype: bool) -> np.ndarray:
-    """bool [source, target]: whether XLA all-reduces a sum that a loop accumulated where the target wants it reduce-scattered.
+    """Bool [source, target]: whether XLA all-reduces a sum that a loop accumulated where the target wants it reduce-scattered.
 
     XLA reduce-scatters it if one dim is sharded over all axes of the sum, and no cast is in between.
     """

@@ -31,7 +31,7 @@ class LayoutList:
     partial: np.ndarray
 
     def equal(self, others: LayoutList) -> np.ndarray:
-        """bool [layout, other]."""
+        """Bool [layout, other]."""
         return self.ids[:, None] == others.ids
 
     @property
@@ -47,7 +47,7 @@ class LayoutList:
 
 
 def reduce_scattered(sources: LayoutList, targets: LayoutList) -> np.ndarray:
-    """bool [source, target]: whether a partial source becomes sharded over an axis that it is partial over."""
+    """Bool [source, target]: whether a partial source becomes sharded over an axis that it is partial over."""
     return (sources.partial_axes[:, None] & targets.sharding_axes()) != 0
 
 

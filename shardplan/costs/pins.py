@@ -86,7 +86,7 @@ def untie_pinned_state(graph: Graph, options: Options) -> Graph:
 
 
 def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, ...]) -> np.ndarray:
-    """bool [s], the strategies of op i that meet its pins on some axes."""
+    """Bool [s], the strategies of op i that meet its pins on some axes."""
     op, layouts = space.graph.ops[i], space.strategies[i].results[0]
     shape = tuple(op.outs[0].shape)
     what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"

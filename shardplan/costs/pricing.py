@@ -18,7 +18,7 @@ CombinedGroups = tuple[tuple[tuple[int, CollectiveKey], tuple[tuple[int, float],
 
 @dataclass(frozen=True)
 class Pricing:
-    """What a cost network assumes of the whole plan; the pricing loop (`ilp/slope_scaling.py`) finds it out.
+    """What a cost network assumes of the whole plan; the pricing loop (`search/slope_scaling.py`) finds it out.
 
     Attributes:
         background_price: fraction of a background collective's seconds that its edge costs.

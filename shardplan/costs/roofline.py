@@ -77,7 +77,7 @@ def _op_seconds(op: Op, rule: Rule, strategies: OpStrategies, mesh: MeshShape, c
 
 
 def _second_kernel(op: Op, strategies: OpStrategies) -> np.ndarray:
-    """bool [s]: whether XLA reduces in two kernels, because there is too much for one block of threads.
+    """Bool [s]: whether XLA reduces in two kernels, because there is too much for one block of threads.
 
     Several reductions may share the first kernel; the second is each one's own.
     """

@@ -1,4 +1,4 @@
-"""Which strategy each op gets, by integer program: the searches that price, solve and price again, and the solver below them."""
+"""Which strategy each op gets, by integer program, and the solver below it."""
 
 from shardplan.ilp.solver import Edge, MinPeak, Problem, Solution, Usage, minimize_peak, solve
 

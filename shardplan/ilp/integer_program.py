@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.costs.network import CostNetwork
-from shardplan.ilp.min_memory import min_peak_memory
-from shardplan.ilp.search import Search, time_left
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Solution
 from shardplan.propagation.axis_by_axis import axis_by_axis
 from shardplan.propagation.warm_start import warm_start
+from shardplan.search.min_memory import min_peak_memory
+from shardplan.search.protocol import Search, time_left
 
 UNTIED_WORK, UNTIED_OPS = 3.0, 20_000
 """Work limit (about seconds) of planning repeated layers untied; above so many ops only if the memory limit makes ties costly."""

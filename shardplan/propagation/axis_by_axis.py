@@ -26,14 +26,14 @@ from shardplan.costs.pins import allowed_strategies
 from shardplan.costs.pricing import Pricing
 from shardplan.costs.space import make_strategy_space
 from shardplan.costs.task import Candidate, PlanningTask
-from shardplan.ilp.overlap_price import step_objective
-from shardplan.ilp.search import Search
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Solution
 from shardplan.ir.graph import Path
 from shardplan.mesh.layout import MeshShape
 from shardplan.propagation.propagate import propagate
+from shardplan.search.overlap_price import step_objective
+from shardplan.search.protocol import Search
 from shardplan.strategies.enumerate import OPEN
 
 MEMORY_SHARES = (1.0, 0.8, 0.6)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from shardplan.costs.network import CostNetwork
-from shardplan.ilp.search import Search, time_left
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Solution
 from shardplan.propagation.warm_start import warm_start
+from shardplan.search.protocol import Search, time_left
 
 
 class Propagation(Search):

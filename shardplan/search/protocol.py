@@ -14,9 +14,9 @@ import numpy as np
 from shardplan.costs.build import replicated_bytes
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.task import Candidate, PlanningTask
-from shardplan.ilp.slope_scaling import slope_scaling
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
+from shardplan.search.slope_scaling import slope_scaling
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,13 +28,13 @@ from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import CombinedGroups, Pricing
 from shardplan.costs.space import StrategySpace
 from shardplan.costs.task import Candidate, PlanningTask
-from shardplan.ilp.min_memory import min_peak_memory
-from shardplan.ilp.overlap_price import cheapest_price
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
+from shardplan.search.min_memory import min_peak_memory
+from shardplan.search.overlap_price import cheapest_price
 
 if TYPE_CHECKING:
-    from shardplan.ilp.search import Search
+    from shardplan.search.protocol import Search
 
 ROUNDS = 3
 """Rounds of price, search and recount from one start."""
