@@ -7,6 +7,7 @@ A search prices and searches in turn (`search/slope_scaling.py`), so the middle 
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +26,7 @@ from shardplan.mesh.reshard import Resharder
 from shardplan.plan.infeasible import no_plan_fits
 from shardplan.plan.planned import Planned
 from shardplan.search.min_memory import min_average_memory, min_peak_memory, saved_memory
-from shardplan.searches import search_class
+from shardplan.searches import SEARCHES
 
 
 @paused_collector()
@@ -47,22 +48,15 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     stopwatch.lap("graph")
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
     memory = saved_memory(task) if options.memory_saving else options.memory
-    found = search_class(options.search)(task).plan(memory) or search_class("ilp")(task).plan(memory)
-    assert found is not None
+    plans = (pkgutil.resolve_name(SEARCHES[name])(task).plan(memory) for name in (options.search, "ilp"))
+    found: Candidate = next(plan for plan in plans if plan is not None)
     network, solution = found
     if not solution.states or not np.isfinite(solution.objective):
-        raise ShardingError(_infeasible(task, found, memory))
+        if states := min_average_memory(network.problem):  # prices of the plan of least memory
+            network = task.network(replace(network.pricing, combined=network.combined_groups(states)), memory)
+        raise ShardingError(no_plan_fits(network, () if network.problem.limit is None else min_peak_memory(network.problem)))
     strategies = network.strategies(solution.states)
     decisions = decide(network, strategies, network.retained(solution.states))
     stopwatch.lap("decisions")
     options = replace(options, memory=memory)
     return Planned(traced, network, solution, strategies, decisions, options, task.exposed_fraction, stopwatch.seconds)
-
-
-def _infeasible(task: PlanningTask, found: Candidate, memory: float | None) -> str:
-    """Why no plan fits, at the prices of the plan of least memory."""
-    network, states = found.network, min_average_memory(found.network.problem)
-    if states:
-        network = task.network(replace(network.pricing, combined=network.combined_groups(states)), memory)
-    least = () if network.problem.limit is None else min_peak_memory(network.problem)
-    return no_plan_fits(network, least)

@@ -1,21 +1,8 @@
 """All searches by name. To add one: subclass `search.protocol.Search` in a file of its own, and name it here (docs/searches.md)."""
 
-from __future__ import annotations
-
-import pkgutil
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from shardplan.search.protocol import Search
-
 SEARCHES: dict[str, str] = {
     "ilp": "shardplan.ilp.integer_program:IntegerProgram",
     "propagation": "shardplan.propagation.search:Propagation",
     "recursive": "shardplan.propagation.axis_by_axis:AxisByAxis",
 }
 """Name, as in `auto(search=...)` -> "module:class"; text, so that the names are known before a solver is loaded."""
-
-
-def search_class(name: str) -> type[Search]:
-    """The class of a search."""
-    return pkgutil.resolve_name(SEARCHES[name])

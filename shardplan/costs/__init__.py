@@ -1,0 +1,1 @@
+"""Seconds and bytes of every choice, as one cost network."""

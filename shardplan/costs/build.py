@@ -19,8 +19,6 @@ from shardplan.mesh.reshard import Resharder
 from shardplan.xla_model.liveness import Interval, live_intervals, takes_over_buffer
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
-DEFAULT_PRICING = Pricing()
-
 
 def build_network(
     space: StrategySpace,
@@ -28,7 +26,7 @@ def build_network(
     limit: float | None,
     allowed: Mapping[int, np.ndarray] | None = None,
     corrections: CostCorrections | None = None,
-    pricing: Pricing = DEFAULT_PRICING,
+    pricing: Pricing = Pricing(),  # noqa: B008
 ) -> CostNetwork:
     """The cost network of a strategy space.
 
@@ -41,8 +39,7 @@ def build_network(
         pricing: what the network assumes of the whole plan.
     """
     graph, allowed = space.graph, allowed or {}
-    blocks = StateBlocks.of(graph, limit)
-    windows = plan_windows(space, pricing.combined)
+    blocks, windows = StateBlocks.of(graph, limit), plan_windows(space, pricing.combined)
     pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
     tables = CostTables(space, resharder, blocks, pricing, pinned, windows)
     costs = _node_costs(space, blocks, allowed, corrections)
@@ -114,18 +111,16 @@ def _usages(space: StrategySpace, blocks: StateBlocks, tables: CostTables, windo
         explicit = not graph.ops[i].traits.alias or takes_over_buffer(graph, i) or i in blocks.aliasing
         found = usages if explicit else implicit_copies
         held, others = tables.bytes(i, r, v), blocks.count(i) - 1
-        nothing = [0 * held] * others
-        if not explicit:
-            own = np.tile(held, others + 1)
-        else:  # of several blocks the first is the same array
-            own = np.concatenate([0 * held, *[held] * others]) if others else held
-        found.append(Usage(i, *interval, own))
+        own = [held] * (others + 1)
+        if explicit and others:  # the first block is the same array
+            own[0] = 0 * held
+        found.append(Usage(i, *interval, np.concatenate(own) if others else held))
         if i in graph.retainable_from:
             at, _ = graph.retainable_from[i]
             earlier = live[graph.ops[at].outputs[0]] if graph.ops[at].traits.copy else None
             since = earlier[1] if earlier else at + 1
             if since < interval[0]:
-                found.append(Usage(i, since, interval[0], np.concatenate([*nothing, held])))
+                found.append(Usage(i, since, interval[0], np.concatenate([*[0 * held] * others, held])))
     return usages, implicit_copies
 
 

@@ -1,15 +1,18 @@
 """What is known, before it is priced, of every array that one op makes and another one reads.
 
-Repeated layers hand on thousands of arrays in a few ways. Each way is one edge template, read off the graph once and priced once per
-cost network.
+Thousands of arrays of repeated layers share a few edge templates, each read off the graph once and priced once per cost network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+
+from shardplan.costs.layout_lists import LayoutList, LayoutLists
 from shardplan.ir.graph import Graph
 from shardplan.mesh.layout import Layout
 from shardplan.strategies.enumerate import OpStrategies
@@ -73,6 +76,7 @@ def array_edges(
     strategies: Sequence[OpStrategies],
     coupled_state: Sequence[CoupledState | None],
     accumulated_sums: Mapping[int, int],
+    lists: LayoutLists,
 ) -> Iterator[ArrayEdge]:
     """Every operand of every op, in program order.
 
@@ -82,16 +86,22 @@ def array_edges(
         strategies: per op.
         coupled_state: per value.
         accumulated_sums: sum that a loop accumulates -> the value in the loop that is summed.
+        lists: of all layouts.
     """
+
+    @cache
+    def readable(made: LayoutList, read: LayoutList) -> bool:
+        """Whether every complete layout that is made can be read as it is."""
+        return bool(np.isin(made.ids[made.partial_axes == 0], read.ids).all())
+
     known: dict[tuple, EdgeTemplate] = {}
-    layouts = _LayoutFacts()
     addend_dims: list[tuple[int, ...] | None] = []
     for j, op in enumerate(graph.ops):
         readers = tuple(graph.readers(op.outputs[0])) if op.traits.copy else (j,)
         in_fusion = any(rules[at].fusion in ("loop", "reduce") for at in readers)
         sliced = any(graph.ops[at].traits.loop_slice for at in readers)
         makers = (graph.values[v].producer for v in op.inputs if v is not None)
-        sums = all(layouts.any_partial(strategies[i].results[r]) for i, r in makers)
+        sums = all(lists(strategies[i].results[r]).partial_axes.any() for i, r in makers)
         addend_dims.append(_addend_dims(graph, j) if sums else None)
         for k, v in enumerate(op.inputs):
             if v is None:
@@ -103,9 +113,9 @@ def array_edges(
                 value.shape,
                 value.itemsize,
                 op.reads,
-                _is_follower(graph, rules, i, j) and layouts.readable(made, read),
+                _is_follower(graph, rules, i, j) and readable(lists(made), lists(read)),
                 maker.traits.copy and not maker.is_follower and value.bytes > SMALL_BYTES,
-                coupled_state[v] if layouts.any_partial(made) else None,
+                coupled_state[v] if lists(made).partial_axes.any() else None,
                 in_fusion,
                 value.bytes if sliced else 0.0,
                 partial_bytes_ratio(graph, accumulated_sums, v) if v in accumulated_sums else 0.0,
@@ -117,26 +127,6 @@ def array_edges(
             if (key := (id(made), id(read), *facts)) not in known:
                 known[key] = EdgeTemplate(made, read, *facts)
             yield ArrayEdge(i, j, k, v, known[key])
-
-
-class _LayoutFacts:
-    """Facts about lists of layouts, by identity: ops of one signature share their lists."""
-
-    def __init__(self):
-        self.fits: dict[tuple[int, int], bool] = {}
-        self.partial: dict[int, bool] = {}
-
-    def readable(self, made: tuple[Layout, ...], read: tuple[Layout, ...]) -> bool:
-        """Whether every complete layout that is made can be read as it is."""
-        key = id(made), id(read)
-        if key not in self.fits:
-            self.fits[key] = {x for x in made if not x.partial} <= set(read)
-        return self.fits[key]
-
-    def any_partial(self, made: tuple[Layout, ...]) -> bool:
-        if id(made) not in self.partial:
-            self.partial[id(made)] = any(x.partial for x in made)
-        return self.partial[id(made)]
 
 
 def _addend_dims(graph: Graph, j: int) -> tuple[int, ...] | None:

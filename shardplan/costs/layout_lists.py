@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -12,43 +13,41 @@ from shardplan.mesh.layout import Layout, MeshShape
 
 @dataclass(frozen=True, eq=False)
 class LayoutList:
-    """Layouts [s] of one operand or result; arrays are over the distinct ones, [layout].
+    """Layouts [s] of one operand or result; arrays are over the distinct ones, [layout]; bit n stands for mesh axis n.
 
     Attributes:
-        mesh: its axes number the bits of `partial_axes` and `sharding_axes`.
+        mesh: its axes.
         layouts: the distinct ones.
         index: [s] -> which of them.
         ids: equal for equal layouts, also of other lists.
-        shards: number of shards.
-        partial: whether the layout is a partial result.
     """
 
     mesh: MeshShape
     layouts: tuple[Layout, ...]
     index: np.ndarray
     ids: np.ndarray
-    shards: np.ndarray
-    partial: np.ndarray
 
     def equal(self, others: LayoutList) -> np.ndarray:
         """Bool [layout, other]."""
         return self.ids[:, None] == others.ids
 
-    @property
+    @cached_property
+    def shards(self) -> np.ndarray:
+        """Number of shards."""
+        return np.array([x.shards(self.mesh) for x in self.layouts])
+
+    @cached_property
     def partial_axes(self) -> np.ndarray:
         """Bit set of the mesh axes over which a layout is partial."""
-        number = self.mesh.axes.index
-        return np.array([sum(1 << number(a) for a in x.partial_axes) for x in self.layouts], np.int64)
+        return self._bit_sets(x.partial_axes for x in self.layouts)
 
     def sharding_axes(self, dims: Iterable[int] | None = None) -> np.ndarray:
         """Bit set of the mesh axes that shard these dims, by default all."""
-        number, dims = self.mesh.axes.index, range(self.layouts[0].rank) if dims is None else list(dims)
-        return np.array([sum(1 << number(a) for d in dims for a in x.dims[d]) for x in self.layouts], np.int64)
+        dims = range(self.layouts[0].rank) if dims is None else tuple(dims)
+        return self._bit_sets([a for d in dims for a in x.dims[d]] for x in self.layouts)
 
-
-def reduce_scattered(sources: LayoutList, targets: LayoutList) -> np.ndarray:
-    """Bool [source, target]: whether a partial source becomes sharded over an axis that it is partial over."""
-    return (sources.partial_axes[:, None] & targets.sharding_axes()) != 0
+    def _bit_sets(self, axes: Iterable[Iterable[str]]) -> np.ndarray:
+        return np.array([sum(1 << self.mesh.axes.index(a) for a in some) for some in axes], np.int64)
 
 
 class LayoutLists:
@@ -65,7 +64,5 @@ class LayoutLists:
             number: dict[Layout, int] = {}
             index = np.array([number.setdefault(x, len(number)) for x in layouts], dtype=np.int64)
             ids = np.array([self.ids.setdefault(x, len(self.ids)) for x in number])
-            shards = np.array([x.shards(self.mesh) for x in number])
-            partial = np.array([bool(x.partial) for x in number])
-            found = self.lists[id(layouts)] = LayoutList(self.mesh, tuple(number), index, ids, shards, partial)
+            found = self.lists[id(layouts)] = LayoutList(self.mesh, tuple(number), index, ids)
         return found

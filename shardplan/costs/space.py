@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from shardplan.costs.edge_templates import ArrayEdge, array_edges
+from shardplan.costs.layout_lists import LayoutLists
 from shardplan.costs.roofline import compute_seconds
 from shardplan.ir.graph import Graph, Path
 from shardplan.ir.repeated_layers import repeated_layers
@@ -80,10 +81,15 @@ class StrategySpace:
         return accumulated_sums(self.graph, self.accumulated_operands)
 
     @cached_property
+    def layout_lists(self) -> LayoutLists:
+        """The lists of all layouts of operands and results."""
+        return LayoutLists(self.mesh)
+
+    @cached_property
     def array_edges(self) -> tuple[ArrayEdge, ...]:
         """Every operand of every op, in program order."""
         state: Sequence[CoupledState | None] = coupled_state(self.graph, [rule.fusion == "loop" for rule in self.rules])
-        return tuple(array_edges(self.graph, self.rules, self.strategies, state, self.accumulated_sums))
+        return tuple(array_edges(self.graph, self.rules, self.strategies, state, self.accumulated_sums, self.layout_lists))
 
 
 def make_strategy_space(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf
 
 from shardplan.ir.graph import Graph
 from shardplan.xla_model.liveness import takes_over_buffer
@@ -33,22 +34,11 @@ class StateBlocks:
 
     @classmethod
     def of(cls, graph: Graph, limit: float | None) -> StateBlocks:
-        """The blocks of a graph's ops; without a memory limit nothing aliases.
-
-        Args:
-            graph: the step.
-            limit: bytes per device, or None.
-        """
-        aliasing = (
-            i
-            for i, op in enumerate(graph.ops)
-            if limit is not None
-            and op.traits.alias
-            and op.inputs[0] is not None
-            and not takes_over_buffer(graph, i)
-            and graph.values[op.outputs[0]].bytes > SMALL_COPY * limit
-        )
-        return cls(frozenset(aliasing), graph.retainable_from)
+        """The blocks of a graph's ops; without a memory limit (bytes per device) nothing aliases."""
+        small = inf if limit is None else SMALL_COPY * limit
+        copies = [i for i, op in enumerate(graph.ops) if op.traits.alias and graph.values[op.outputs[0]].bytes > small]
+        aliasing = frozenset(i for i in copies if graph.ops[i].inputs[0] is not None and not takes_over_buffer(graph, i))
+        return cls(aliasing, graph.retainable_from)
 
     def count(self, i: int) -> int:
         """Number of blocks of op i."""

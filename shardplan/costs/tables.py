@@ -6,9 +6,8 @@ from math import log2
 
 import numpy as np
 
-from shardplan.costs.edge_costs import EdgeCost, EdgePrices, WindowPS
+from shardplan.costs.edge_costs import EdgeCost, WindowPS, edge_table
 from shardplan.costs.edge_templates import ArrayEdge, EdgeTemplate
-from shardplan.costs.layout_lists import LayoutLists
 from shardplan.costs.pricing import Pricing, resharders
 from shardplan.costs.space import StrategySpace
 from shardplan.costs.states import StateBlocks
@@ -37,9 +36,9 @@ class CostTables:
         windows: OverlapWindows,
     ):
         self.space, self.blocks, self.pinned, self.windows = space, blocks, pinned, windows
-        self.prices = EdgePrices(space.cluster.device, pricing.background_price)
+        self.background_price = pricing.background_price
         self.resharders = resharders(space, resharder, pricing.combined)
-        self.lists = LayoutLists(space.mesh)
+        self.lists = space.layout_lists
         self.cache: dict = {}
 
     def edge(self, edge: ArrayEdge) -> EdgeCost:
@@ -53,7 +52,7 @@ class CostTables:
         if key not in self.cache:
             sources, targets = self.lists(template.result_layouts), self.lists(template.operand_layouts)
             each = np.ix_(sources.index, targets.index)
-            tables = self.prices.table(template, sources, targets, resharder, window, follows)
+            tables = edge_table(template, sources, targets, resharder, window, follows, self.background_price)
             self.cache[key] = _over_states(template, *(table[each] for table in (*tables, sources.equal(targets))), *aliasing)
         return self.cache[key]
 
@@ -64,21 +63,19 @@ class CostTables:
 
     def retained(self, i: int, k: int, j: int) -> np.ndarray:
         """Edge of the op that read a copy as its operand k, and copy j, which may retain it: where it does, layouts agree."""
-        read, made = self.space.strategies[i].operands[k], self.space.strategies[j].results[0]
-        rows, columns = self.blocks.count(i), 1 + (j in self.blocks.aliasing)
-        key = ("retained", id(read), id(made), rows, columns)
+        equal = self._where_equal(self.space.strategies[i].operands[k], self.space.strategies[j].results[0])
+        key = ("retained", id(equal), self.blocks.count(i), j in self.blocks.aliasing)
         if key not in self.cache:
-            equal = self._where_equal(read, made)
-            self.cache[key] = np.tile(np.concatenate([*[np.zeros_like(equal)] * columns, equal], axis=1), (rows, 1))
+            free = [np.zeros_like(equal)] * (1 + (j in self.blocks.aliasing))
+            self.cache[key] = np.tile(np.concatenate([*free, equal], axis=1), (self.blocks.count(i), 1))
         return self.cache[key]
 
     def same_layout(self, i: int, j: int) -> np.ndarray:
         """Edge of two ops whose results have one layout."""
-        a, b = self.space.strategies[i].results[0], self.space.strategies[j].results[0]
-        tiles = 1 + (i in self.blocks.aliasing), 1 + (j in self.blocks.aliasing)
-        key = ("same layout", id(a), id(b), tiles)
+        equal = self._where_equal(self.space.strategies[i].results[0], self.space.strategies[j].results[0])
+        key = ("same layout", id(equal), tiles := (1 + (i in self.blocks.aliasing), 1 + (j in self.blocks.aliasing)))
         if key not in self.cache:
-            self.cache[key] = np.tile(self._where_equal(a, b), tiles)
+            self.cache[key] = np.tile(equal, tiles)
         return self.cache[key]
 
     def bytes(self, i: int, r: int, v: int) -> np.ndarray:
@@ -92,8 +89,10 @@ class CostTables:
 
     def _where_equal(self, some: tuple[Layout, ...], others: tuple[Layout, ...]) -> np.ndarray:
         """[some, others] -> 0 where they are the same layout, elsewhere inf."""
-        a, b = self.lists(some), self.lists(others)
-        return np.where(a.equal(b)[np.ix_(a.index, b.index)], 0.0, np.inf)
+        if (key := ("equal", id(some), id(others))) not in self.cache:
+            a, b = self.lists(some), self.lists(others)
+            self.cache[key] = np.where(a.equal(b)[np.ix_(a.index, b.index)], 0.0, np.inf)
+        return self.cache[key]
 
 
 def _over_states(

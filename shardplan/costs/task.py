@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -54,7 +55,7 @@ class PlanningTask:
         resharder: prices redistribution on the mesh.
         options: what the user asked for.
         stopwatch: planning time by stage.
-        constraint_states: (limit, background price) -> states of `propagation.warm_start.constraint_states`, a cache.
+        constraint_states: (limit, background price) -> states of `propagation.search`, a cache.
     """
 
     graph: Graph
@@ -80,12 +81,10 @@ class PlanningTask:
         """Pinned op -> bool [s], which of its strategies the pins leave."""
         return allowed_strategies(self.space, options=self.options)
 
-    def network(self, pricing: Pricing, limit: float | None) -> CostNetwork:
-        """The cost network at these prices; the last two are cached."""
-        return self._networks(pricing, limit)
-
     @cached_property
-    def _networks(self):
+    def network(self) -> Callable[[Pricing, float | None], CostNetwork]:
+        """The cost network at these prices and this limit; the last two are cached."""
+
         def build(pricing: Pricing, limit: float | None) -> CostNetwork:
             network = build_network(self.space, self.resharder, limit, self.allowed, self.options.corrections, pricing)
             self.stopwatch.lap("network")

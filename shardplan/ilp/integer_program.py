@@ -12,7 +12,7 @@ from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Solution
 from shardplan.propagation.axis_by_axis import axis_by_axis
-from shardplan.propagation.warm_start import warm_start
+from shardplan.propagation.search import warm_start
 from shardplan.search.min_memory import min_peak_memory
 from shardplan.search.protocol import Search, time_left
 

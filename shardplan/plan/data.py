@@ -63,7 +63,7 @@ class PlannedReshard(Struct, frozen=True, forbid_unknown_fields=True):
         array: its type, "float32[8,4]".
         before, after: the layouts.
         collectives: one after the other.
-        pins: the two pins, in words, whose regions meet here (propagation/conflicts.py); otherwise ().
+        pins: the two pins, in words, whose regions meet here (plan/conflicts.py); otherwise ().
         producer_source: "file:line" that computes the operand, where XLA puts the reduction of partial sums; "" if unknown.
     """
 

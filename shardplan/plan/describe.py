@@ -16,10 +16,10 @@ from shardplan.costs.network import CostNetwork
 from shardplan.costs.step_seconds import PS
 from shardplan.files import portable, source_line
 from shardplan.mesh.reshard import ReshardStep
+from shardplan.plan.conflicts import AGAINST
 from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
-from shardplan.propagation.conflicts import AGAINST
 from shardplan.strategies.enumerate import PARTIAL
 from shardplan.units import format_array
 

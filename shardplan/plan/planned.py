@@ -16,7 +16,7 @@ from shardplan.ir.graph import Graph, Path
 from shardplan.ir.traced import Traced
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
-from shardplan.propagation.conflicts import conflicts
+from shardplan.plan.conflicts import conflicts
 
 
 @dataclass(frozen=True, eq=False)

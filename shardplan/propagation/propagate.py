@@ -11,7 +11,6 @@ Also known as iterated conditional modes (the sweeps) and, in MindSpore, as shar
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,62 +34,53 @@ def propagate(problem: Problem, presolved: Presolved | None = None) -> Solution:
     """
     presolved = presolved or presolve(problem, tie=True)
     best: tuple[tuple, tuple[int, ...]] | None = None
-    if presolved.feasible:
-        adjacency = _Adjacency(presolved.problem.costs, presolved.problem.flat.near)
-        for start in adjacency.starts():
-            states = presolved.invert(adjacency.propagate(start))
-            excess = max(0.0, problem.peak(states) - problem.limit) if problem.limit is not None else 0.0
-            rank = (excess, problem.objective(states))
-            if np.isfinite(rank[1]) and (best is None or rank < best[0]):
-                best = rank, states
+    for root, state in _starts(presolved.problem) if presolved.feasible else ():
+        states = presolved.invert(_from(presolved.problem, root, state))
+        excess = max(0.0, problem.peak(states) - problem.limit) if problem.limit is not None else 0.0
+        rank = (excess, problem.objective(states))
+        if np.isfinite(rank[1]) and (best is None or rank < best[0]):
+            best = rank, states
     if best is None:
         return Solution("infeasible", (), np.inf, 0.0, tied=presolved.tied)
     return Solution("feasible", best[1], best[0][1], 0.0, tied=presolved.tied)
 
 
-@dataclass(frozen=True, eq=False)
-class _Adjacency:
-    """Node costs [k], and per node its (neighbour, edge cost [k, k_neighbour])."""
+def _starts(problem: Problem) -> list[tuple[int, int]]:
+    """(node, state) to begin with."""
+    costs = problem.costs
+    if not costs:
+        return [(-1, 0)]
+    undecided = [i for i, c in enumerate(costs) if len(c) > 1] or [0]
+    busiest = max(undecided, key=lambda i: (len(problem.flat.near[i]), -i))
+    return [(busiest, int(s)) for s in np.flatnonzero(np.isfinite(costs[busiest]))]
 
-    costs: tuple[np.ndarray, ...]
-    near: list[list[tuple[int, np.ndarray]]]
 
-    def starts(self) -> list[tuple[int, int]]:
-        """(node, state) to begin with."""
-        if not self.costs:
-            return [(-1, 0)]
-        open_ = [i for i, c in enumerate(self.costs) if len(c) > 1] or [0]
-        busiest = max(open_, key=lambda i: (len(self.near[i]), -i))
-        return [(busiest, int(s)) for s in np.flatnonzero(np.isfinite(self.costs[busiest]))]
+def _from(problem: Problem, root: int, state: int) -> list[int]:
+    """States of all nodes, from a root in a state."""
+    costs, near = problem.costs, problem.flat.near
+    states = np.full(len(costs), -1, dtype=np.int64)  # -1: none yet
 
-    def propagate(self, start: tuple[int, int]) -> tuple[int, ...]:
-        """States of all nodes, from a node and its state."""
-        n = len(self.costs)
-        states = np.full(n, -1, dtype=np.int64)
-        for root in (start[0], *range(n)):
-            if root < 0 or states[root] >= 0:
-                continue
-            states[root] = start[1] if root == start[0] else self.cheapest(root, states)
-            queue = deque([root])
-            while queue:
-                for j, _ in self.near[queue.popleft()]:
-                    if states[j] < 0:
-                        states[j] = self.cheapest(j, states)
-                        queue.append(j)
-        for sweep in range(SWEEPS):
-            changed = False
-            for i in range(n) if sweep % 2 else reversed(range(n)):
-                new = self.cheapest(i, states)
-                changed |= new != states[i]
-                states[i] = new
-            if not changed:
-                break
-        return tuple(int(s) for s in states)
-
-    def cheapest(self, i: int, states: np.ndarray) -> int:
-        """The cheapest state of a node, given those of its neighbours; -1 stands for none yet."""
-        cost = self.costs[i]
-        for j, table in self.near[i]:
+    def cheapest(i: int) -> int:
+        cost = costs[i]
+        for j, table in near[i]:
             if states[j] >= 0:
                 cost = cost + table[:, states[j]]
         return int(cost.argmin())
+
+    for node in (root, *range(len(costs))):
+        if node < 0 or states[node] >= 0:
+            continue
+        states[node] = state if node == root else cheapest(node)
+        queue = deque([node])
+        while queue:
+            for j, _ in near[queue.popleft()]:
+                if states[j] < 0:
+                    states[j] = cheapest(j)
+                    queue.append(j)
+    for sweep in range(SWEEPS):
+        before = states.copy()
+        for i in range(len(costs)) if sweep % 2 else reversed(range(len(costs))):
+            states[i] = cheapest(i)
+        if np.array_equal(before, states):
+            break
+    return states.tolist()
