@@ -255,7 +255,7 @@ def test_rule_7_the_last_blocking_collective_is_filled_first_by_the_optimizer_an
 
 
 def test_rules_5_9_and_10_windows_of_a_loop():
-    """Rows are prefetched during the loop's work, gradients reduced during each other's products; an outside gather waits for the loop."""
+    """Rows are prefetched during the loop's work, gradients reduced during each other's products; outside gathers wait for it."""
     layers = jnp.zeros((4, 64, 256)), jnp.zeros((4, 256, 64)), jnp.zeros((4, 64))
     closed = jax.make_jaxpr(scanned)((layers, jnp.zeros((64, 32))), jnp.zeros((128, 64)))
     names = ["up", "down", "scale", "last"]

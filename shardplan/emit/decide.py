@@ -197,7 +197,7 @@ class _Decided:
           reshard the result.
         """
         traits = self.graph.ops[i].traits
-        if traits.carry or traits.scatter == "add":
+        if traits.loop_carry or traits.loop_next or traits.scatter == "add":
             return True
         if not self.layout(v).partial or not (traits.matmul or traits.convolution):
             return False

@@ -17,7 +17,7 @@ same list between ops of our own that carry values over the border, so that one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -55,10 +55,7 @@ class Value:
     @property
     def bytes(self) -> float:
         """Bytes of the global array."""
-        n = self.itemsize
-        for d in self.shape:
-            n *= d
-        return n
+        return prod(self.shape, start=self.itemsize)
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,6 @@ class Loop:
     start: int
     stop: int
     trips: float
-    parent: int = -1
 
 
 @dataclass(frozen=True)
@@ -145,24 +141,39 @@ class Graph:
     donated: frozenset[int] = frozenset()
     retainable_from: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
+    def origin(self, v: int, through: Callable[[int], bool]) -> int:
+        """The value that v is derived from: operands are followed back as long as `through(op number)` holds.
+
+        An op with one result hands on its first operand, one with several its k-th operand as its k-th result.
+        """
+        while True:
+            at, k = self.values[v].producer
+            op = self.ops[at]
+            source = op.inputs[k if len(op.outputs) > 1 else 0] if op.inputs and through(at) else None
+            if source is None:
+                return v
+            v = source
+
     def original(self, v: int) -> int:
         """The value that a chain of copies starts from; v itself if it is no copy."""
-        op = self.ops[self.values[v].producer[0]]
-        while op.traits.copy and (source := op.inputs[0]) is not None:
-            v, op = source, self.ops[self.values[source].producer[0]]
-        return v
+        return self.origin(v, lambda at: self.ops[at].traits.copy)
 
     def maker(self, v: int) -> int:
         """The op that produces a value, looking through copies."""
         return self.values[self.original(v)].producer[0]
 
+    def reached(self, v: int, through: Callable[[int], bool]) -> Iterator[int]:
+        """Numbers of the ops that read v, breadth first: the readers themselves and, behind those for which `through` holds, theirs."""
+        values = [v]
+        for seen in values:
+            for at, _ in self.values[seen].consumers:
+                yield at
+                if through(at):
+                    values += self.ops[at].outputs
+
     def readers(self, v: int) -> Iterator[int]:
         """The ops that read a value, directly or through copies."""
-        for at, _ in self.values[v].consumers:
-            if self.ops[at].traits.copy:
-                yield from self.readers(self.ops[at].outputs[0])
-            else:
-                yield at
+        return (at for at in self.reached(v, lambda at: self.ops[at].traits.copy) if not self.ops[at].traits.copy)
 
 
 def components(n: int, pairs: Iterable[tuple[int, int]]) -> list[int]:

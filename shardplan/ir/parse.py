@@ -43,8 +43,10 @@ class _Recorder:
         self.ops.append(Op(primitive, tuple(inputs), outputs, tuple(ins), tuple(outs), params or {}, path, **more))
         return list(outputs)
 
-    def border(self, primitive, v, aval, path, **more) -> int:
-        return self.record(primitive, [v], [aval], [more.pop("result", aval)], path, **more)[0]
+    def borders(self, primitive, name, inputs, operands, results, path, **more) -> list[int]:
+        """One border op per operand; `operands` and `results` are variables, `name` is its part of the path."""
+        variables = enumerate(zip(inputs, operands, results, strict=True))
+        return [self.record(primitive, [v], [a.aval], [r.aval], (*path, name, k), **more)[0] for k, (v, a, r) in variables]
 
 
 def parse(
@@ -65,26 +67,22 @@ def parse(
     """
     g, jaxpr = _Recorder(), closed.jaxpr
     values: list[int | None] = [g.record("const", [], [], [var.aval], ("const", k))[0] for k, var in enumerate(jaxpr.constvars)]
-    args = []
+    args = range(len(g.ops), len(g.ops) + len(jaxpr.invars))
     for k, var in enumerate(jaxpr.invars):
-        label = arg_labels[k] if arg_labels else f"[{k}]"
-        args.append(len(g.ops))
-        values += g.record("arg", [], [], [var.aval], ("arg", k), label=label)
+        values += g.record("arg", [], [], [var.aval], ("arg", k), label=arg_labels[k] if arg_labels else f"[{k}]")
     results = _read(g, jaxpr, values, ())
-    outs, g.source, g.phase = [], Source(), "update"
+    outs, g.source, g.phase = range(len(g.ops), len(g.ops) + len(results)), Source(), "update"
     for k, (v, var) in enumerate(zip(results, jaxpr.outvars, strict=True)):
-        label = out_labels[k] if out_labels else f"[{k}]"
-        outs.append(len(g.ops))
-        g.record("out", [v], [var.aval], [var.aval], ("out", k), label=label)
+        g.record("out", [v], [var.aval], [var.aval], ("out", k), label=out_labels[k] if out_labels else f"[{k}]")
     made = tuple(replace(v, consumers=tuple(c)) for v, c in zip(g.values, g.consumers, strict=True))
-    pairs = [*g.same_layout, *((args[a], outs[o]) for a, o in same_layout)]
-    return Graph(tuple(g.ops), made, tuple(g.loops), tuple(pairs), tuple(args), tuple(outs), frozenset(args[d] for d in donated))
+    pairs = (*g.same_layout, *((args[a], outs[o]) for a, o in same_layout))
+    return Graph(tuple(g.ops), made, tuple(g.loops), pairs, tuple(args), tuple(outs), frozenset(args[d] for d in donated))
 
 
 def _read(g: _Recorder, jaxpr, values: Sequence[int | None], path: Path) -> list[int | None]:
     """Record the equations of a jaxpr, from value numbers of its constants and inputs to those of its outputs; None is a literal."""
 
-    def run(n: int, eqn, inputs) -> list[int | None]:
+    def run(n: int, eqn, inputs) -> Sequence[int | None]:
         outer = g.source, g.phase
         file, line, function = _jax.source(eqn)
         if file:
@@ -97,16 +95,16 @@ def _read(g: _Recorder, jaxpr, values: Sequence[int | None], path: Path) -> list
     return _jax.interpret(jaxpr, values, run, literal=lambda _: None)
 
 
-def _equation(g: _Recorder, eqn, inputs, where: Path) -> list[int | None]:
+def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
     if (inner := _jax.inner_jaxpr(eqn)) is not None:
         if _jax.is_recompute(eqn):
             inputs = [
-                v if v is None else g.border("barrier", v, a.aval, (*where, "barrier", k))
+                v if v is None else g.record("barrier", [v], [a.aval], [a.aval], (*where, "barrier", k))[0]
                 for k, (v, a) in enumerate(zip(inputs, eqn.invars, strict=True))
             ]
         return _call(g, inner, inputs, where)
-    if (region := _jax.region(eqn)) in REGIONS:
-        return REGIONS[region](g, eqn, inputs, where)
+    if region := _jax.region(eqn):
+        return {"scan": _scan, "while": _while, "cond": _cond}[region](g, eqn, inputs, where)
     if (same := _unchanged(eqn, inputs)) is not None:
         return [same]
     return g.record(eqn.primitive.name, inputs, [a.aval for a in eqn.invars], [v.aval for v in eqn.outvars], where, eqn.params)
@@ -140,87 +138,43 @@ def _call(g: _Recorder, closed, inputs, path: Path) -> list[int | None]:
     return _read(g, closed.jaxpr, [*consts, *inputs], path)
 
 
-class _In:
-    """Enter and leave a loop: its ops run `trips` times for each run of the outside."""
-
-    def __init__(self, g: _Recorder, trips: float):
-        self.g, self.trips = g, trips
-
-    def __enter__(self):
-        g = self.g
-        self.outside = g.runs, g.loop
-        g.loops.append(Loop(len(g.ops), len(g.ops), self.trips, g.loop))
-        g.loop, g.runs = len(g.loops) - 1, min(g.runs * self.trips, MAX_TRIPS)
-        return g.loop
-
-    def __exit__(self, *_):
-        g = self.g
-        g.loops[g.loop] = replace(g.loops[g.loop], stop=len(g.ops))
-        g.runs, g.loop = self.outside
-
-
-def _carry_in(g, values, avals, path, inside: float) -> list[int]:
-    return [
-        g.record("loop_carry", [v], [a], [a], (*path, "carry", k), runs=inside)[0]
-        for k, (v, a) in enumerate(zip(values, avals, strict=True))
-    ]
-
-
-def _carry_out(g, values, avals, carries, path, outside: float) -> list[int]:
-    out = []
-    for k, (v, a, carry) in enumerate(zip(values, avals, carries, strict=True)):
-        g.same_layout.append((g.values[carry].producer[0], len(g.ops)))
-        out.append(g.record("loop_next", [v], [a], [a], (*path, "next", k), runs=outside)[0])
-    return out
-
-
 def _scan(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
     body, n_consts, n_carry = _jax.scan_parts(eqn)
-    trips = float(eqn.params["length"])
-    avals = [a.aval for a in eqn.invars]
-    inside, outside, loop = min(g.runs * trips, MAX_TRIPS), g.runs, len(g.loops)
-    consts = [
-        g.border("loop_const", v, a, (*path, "const_in", k), runs=inside, held_during=loop)
-        for k, (v, a) in enumerate(zip(inputs[:n_consts], avals[:n_consts], strict=True))
-    ]
-    split = n_consts + n_carry
-    carries = _carry_in(g, inputs[n_consts:split], avals[n_consts:split], path, inside)
-    rows = [
-        g.border("loop_slice", v, a, (*path, "xs", k), result=x.aval, runs=inside, held_during=loop)
-        for k, (v, a, x) in enumerate(zip(inputs[split:], avals[split:], body.jaxpr.invars[split:], strict=True))
-    ]
-    with _In(g, trips):
-        results = _call(g, body, [*consts, *carries, *rows], (*path, "body"))
-        out = _carry_out(g, results[:n_carry], avals[n_consts:split], carries, path, outside)
-        out += [
-            g.border("loop_stack", v, row.aval, (*path, "ys", k), result=var.aval, held_during=loop)
-            for k, (v, row, var) in enumerate(zip(results[n_carry:], body.jaxpr.outvars[n_carry:], eqn.outvars[n_carry:], strict=True))
-        ]
-    return out
+    return _loop(g, eqn, inputs, path, float(eqn.params["length"]), n_consts, n_carry, body)
 
 
 def _while(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
     cond, n_cond, body, n_body = _jax.while_parts(eqn)
-    avals = [a.aval for a in eqn.invars]
-    trips = _trip_count(eqn)
-    inside, outside, loop = min(g.runs * trips, MAX_TRIPS), g.runs, len(g.loops)
-    consts = [
-        g.border("loop_const", v, a, (*path, "const_in", k), runs=inside, held_during=loop)
-        for k, (v, a) in enumerate(zip(inputs[: n_cond + n_body], avals, strict=False))
-    ]
-    start = n_cond + n_body
-    carries = _carry_in(g, inputs[start:], avals[start:], path, inside)
-    with _In(g, trips):
+    return _loop(g, eqn, inputs, path, _trip_count(eqn), n_cond + n_body, len(eqn.outvars), body, cond, n_cond)
+
+
+def _loop(g: _Recorder, eqn, inputs, path: Path, trips: float, n_consts: int, n_carry: int, body, cond=None, n_cond=0) -> list[int]:
+    """Record a loop; its operands are constants (the first `n_cond` of them for `cond`), carries and rows of `xs`."""
+    split, loop = n_consts + n_carry, len(g.loops)
+    operands, rows, stacked = eqn.invars, body.jaxpr.invars[split:], body.jaxpr.outvars[n_carry:]
+    around, outside, inside = g.loop, g.runs, min(g.runs * trips, MAX_TRIPS)
+    held = {"runs": inside, "held_during": loop}
+    consts = g.borders("loop_const", "const_in", inputs[:n_consts], operands[:n_consts], operands[:n_consts], path, **held)
+    first = operands[n_consts:split]
+    carries = g.borders("loop_carry", "carry", inputs[n_consts:split], first, first, path, runs=inside)
+    slices = g.borders("loop_slice", "xs", inputs[split:], operands[split:], rows, path, **held)
+    g.loops.append(Loop(start := len(g.ops), start, trips))
+    g.loop, g.runs = loop, inside
+    if cond is not None:
         _call(g, cond, [*consts[:n_cond], *carries], (*path, "cond"))
-        results = _call(g, body, [*consts[n_cond:], *carries], (*path, "body"))
-        return _carry_out(g, results, avals[start:], carries, path, outside)
+    results = _call(g, body, [*consts[n_cond:], *carries, *slices], (*path, "body"))
+    g.same_layout += [(g.values[carry].producer[0], len(g.ops) + k) for k, carry in enumerate(carries)]
+    out = g.borders("loop_next", "next", results[:n_carry], first, first, path, runs=outside)
+    out += g.borders("loop_stack", "ys", results[n_carry:], stacked, eqn.outvars[n_carry:], path, held_during=loop)
+    g.loops[loop] = replace(g.loops[loop], stop=len(g.ops))
+    g.loop, g.runs = around, outside
+    return out
 
 
 def _trip_count(eqn) -> float:
     """Trips of a counting `while` whose bounds are literals (`fori_loop`); 1 when they are only known at run time."""
-    (cond, n_cond, body, n_body) = _jax.while_parts(eqn)
-    cond, body = cond.jaxpr, body.jaxpr
-    carries = eqn.invars[n_cond + n_body :]
+    cond, n_cond, body, n_body = _jax.while_parts(eqn)
+    cond, body, carries = cond.jaxpr, body.jaxpr, eqn.invars[n_cond + n_body :]
     try:
         (test,) = [e for e in cond.eqns if e.outvars[0] is cond.outvars[0]]
         index = cond.invars.index(test.invars[0]) - n_cond
@@ -236,16 +190,12 @@ def _trip_count(eqn) -> float:
 
 
 def _cond(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
-    avals = [a.aval for a in eqn.invars[1:]]
     g.record("branch_index", inputs[:1], [eqn.invars[0].aval], [], (*path, "index"))
     ends = []
     for b, branch in enumerate(_jax.branches(eqn)):
-        entered = [g.border("branch_in", v, a, (*path, b, "in", k)) for k, (v, a) in enumerate(zip(inputs[1:], avals, strict=True))]
+        entered = g.borders("branch_in", "in", inputs[1:], eqn.invars[1:], eqn.invars[1:], (*path, b))
         ends.append(_call(g, branch, entered, (*path, b)))
     return [
         g.record("branch_out", [e[k] for e in ends], [var.aval] * len(ends), [var.aval], (*path, "out", k))[0]
         for k, var in enumerate(eqn.outvars)
     ]
-
-
-REGIONS = {"scan": _scan, "while": _while, "cond": _cond}

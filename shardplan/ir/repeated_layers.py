@@ -12,10 +12,10 @@ one of its layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from shardplan.ir.graph import Graph, components
+from shardplan.ir.graph import Graph, Op, components
 
 ROUNDS = 3
 """Rounds of refinement: a class differs from others within this distance."""
@@ -56,28 +56,19 @@ def repeated_layers(graph: Graph, signature: Sequence[int]) -> tuple[int, ...]:
     return tuple(first.setdefault(c, i) for i, c in enumerate(colour))
 
 
-def _numbers_of(label: str) -> Iterator[tuple[str, str, bool]]:
-    """Parts of a path: (pattern of the path before it, the part, whether it is a number)."""
-    before = ""
-    for part in re.split(r"(\d+)", label):
-        yield before, part, part.isdigit()
-        before += "#" if part.isdigit() else part
-
-
 def _path_patterns(graph: Graph) -> dict[int, str]:
     """Paths of inputs and outputs without layer numbers."""
     labels = {i: op.label for i, op in enumerate(graph.ops) if op.traits.endpoint}
-    values: dict[str, set[str]] = {}
+    numbers: dict[str, set[str]] = {}  # path before a number, its own numbers left out -> the numbers found there
     for label in labels.values():
-        for before, part, is_number in _numbers_of(label):
-            if is_number:
-                values.setdefault(before, set()).add(part)
-    layers = {before for before, found in values.items() if len(found) >= MIN_LAYERS}
+        for match in re.finditer(r"\d+", label):
+            numbers.setdefault(re.sub(r"\d+", "#", label[: match.start()]), set()).add(match[0])
 
-    def pattern(label: str) -> str:
-        return "".join("#" if is_number and before in layers else part for before, part, is_number in _numbers_of(label))
+    def pattern(match: re.Match) -> str:
+        before = re.sub(r"\d+", "#", match.string[: match.start()])
+        return "#" if len(numbers[before]) >= MIN_LAYERS else match[0]
 
-    return {i: pattern(label) for i, label in labels.items()}
+    return {i: re.sub(r"\d+", pattern, label) for i, label in labels.items()}
 
 
 def _updated_leaves(graph: Graph, pattern: dict[int, str]) -> dict[int, tuple[str, ...]]:
@@ -102,12 +93,9 @@ def _updated_leaves(graph: Graph, pattern: dict[int, str]) -> dict[int, tuple[st
 
 def _neighbours(graph: Graph) -> list[tuple[list[int], ...]]:
     """(producers, readers) per op, over arrays; none for inputs and outputs, whose paths identify them, and across scalars."""
-    out: list[tuple[list[int], ...]] = []
-    for op in graph.ops:
-        if op.traits.endpoint:
-            out.append(())
-            continue
+
+    def near(op: Op) -> tuple[list[int], list[int]]:
         producers = [graph.values[v].producer[0] for v in op.inputs if v is not None and graph.values[v].shape]
-        readers = [at for w in op.outputs if graph.values[w].shape for at, _ in graph.values[w].consumers]
-        out.append((producers, readers))
-    return out
+        return producers, [at for w in op.outputs if graph.values[w].shape for at, _ in graph.values[w].consumers]
+
+    return [() if op.traits.endpoint else near(op) for op in graph.ops]

@@ -33,10 +33,6 @@ class Traced:
 
     def donated_names(self) -> tuple[str, ...]:
         """Donated arguments by name; by leaf where only some leaves of an argument are donated."""
-        donated = set(self.donated)
-        whole: dict[str, bool] = {}
-        for n, label in enumerate(self.in_labels):
-            head = label.split("/")[0]
-            whole[head] = whole.get(head, True) and n in donated
-        heads = [(label, label.split("/")[0]) for n, label in enumerate(self.in_labels) if n in donated]
-        return tuple(dict.fromkeys(head if whole[head] else label for label, head in heads))
+        given = [(label.split("/")[0], label, n in self.donated) for n, label in enumerate(self.in_labels)]
+        in_part = {head for head, _, donated in given if not donated}
+        return tuple(dict.fromkeys(label if head in in_part else head for head, label, donated in given if donated))

@@ -80,11 +80,10 @@ class Planned:
     def product_flops(self) -> float:
         """Flops of the matrix products and convolutions that one device does in one step."""
         space, chosen = self.space, self.strategies
-        product = (op.traits.product for op in self.graph.ops)
         return float(
             sum(
-                (space.rules[i].flops or 0) * space.strategies[i].work[chosen[i]] * self.graph.ops[i].runs
-                for i, counted in enumerate(product)
-                if counted
+                (space.rules[i].flops or 0) * space.strategies[i].work[chosen[i]] * op.runs
+                for i, op in enumerate(self.graph.ops)
+                if op.traits.matmul or op.traits.grouped_matmul or op.traits.convolution
             )
         )

@@ -47,23 +47,17 @@ def mark_accumulation(graph: Graph) -> Graph:
     found, ends = accumulated_operands(graph), _carries(graph)
     marked = {at for start in found.values() for at in (start, ends[start])}
     marked |= {at for at, _ in found if graph.ops[at].forwards_value}
-    ops = (replace(op, accumulates=True) if at in marked else op for at, op in enumerate(graph.ops))
-    return replace(graph, ops=tuple(ops)) if marked else graph
+    return replace(graph, ops=tuple(replace(op, accumulates=True) if at in marked else op for at, op in enumerate(graph.ops)))
 
 
 def accumulated_sums(graph: Graph, found: Mapping[tuple[int, int], int]) -> dict[int, int]:
     """Value that a `loop_next` makes of such a carry -> the value in the loop that is accumulated, before casts and the like.
 
-    Args:
-        graph: the step.
-        found: `accumulated_operands` of the graph.
+    `found` are the `accumulated_operands`, of which each carry's last is farthest from it.
     """
-    ends, out = _carries(graph), {}
-    for (at, k), start in found.items():  # from the carry backwards
-        v = graph.ops[at].inputs[k]
-        assert v is not None
-        out[graph.ops[ends[start]].outputs[0]] = v
-    return out
+    ends = _carries(graph)
+    sums = ((graph.ops[ends[start]].outputs[0], graph.ops[at].inputs[k]) for (at, k), start in found.items())
+    return {made: v for made, v in sums if v is not None}
 
 
 def _carries(graph: Graph) -> dict[int, int]:

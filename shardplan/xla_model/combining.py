@@ -1,19 +1,8 @@
-"""Which reshards XLA makes one collective of.
+"""Which reshards XLA makes one collective of (rules of docs/xla_model.md).
 
-Rule 1, the class of a reshard. Of a value v:
-    prefetch   v is derived from an input of the step, a constant or a row that a loop reads: known before most of its readers run
-    gradient   v is made in the backward pass, and only the optimizer or what leaves the loop reads it
-    update     v is made by the optimizer
-    blocking   all else: the reader waits for it
-
-Rule 2, combining. Collectives of one class, loop and pass are combined, of sums also only those of one dtype, up to 30 MiB of results.
-A blocking sum is combined only with sums at its depth: the k-th small sum of a chain waits for the one before it.
-
-Rule 3, the window of a combined collective: from the last of its arrays that is made to the first that is needed.
-
-    w1 made |----------------------------| needed
-    w2            made |--------------------------| needed
-    combined           |=================|             each has its part of that time, by bytes
+Rule 1, class: a reshard is a prefetch, a gradient, an update or blocking.
+Rule 2, combining: collectives of one class, loop and pass are combined, up to 30 MiB of results.
+Rule 3, combined window: from the last of its arrays that is made to the first that is needed.
 
 Facts: combine-threshold, combine-same-dtype, combine-independent. Also known as collective coalescing or gradient bucketing.
 """
@@ -21,16 +10,14 @@ Facts: combine-threshold, combine-same-dtype, combine-independent. Also known as
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from shardplan.ir import walk
 from shardplan.ir.graph import Graph, Op, Phase
 
 COMBINABLE = ("all-gather", "all-reduce", "reduce-scatter")
 """Kinds of collectives that XLA combines where they do not depend on each other."""
-
 COMBINE_THRESHOLD_BYTES = 30 << 20
 """Bytes of results up to which XLA combines collectives (`xla_gpu_all_gather_combine_threshold_bytes` and its like)."""
 
@@ -45,7 +32,7 @@ class CollectiveSite:
         collective_class: of rule 1.
         group_size: number of arrays in its group, casts and copies of one counted once.
         group: number of the group; only reshards of one group are combined (rule 2).
-        origin: number of the op that makes the array of which the value is a cast or a copy.
+        origin: op that makes the array of which the value is a cast or a copy.
     """
 
     collective_class: CollectiveClass
@@ -55,14 +42,10 @@ class CollectiveSite:
 
 
 def collective_sites(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite, ...]:
-    """Per value, class and group of its reshards.
-
-    Args:
-        graph: the step.
-        sums: per value, whether it is a small sum that is partial under some strategy.
-    """
+    """Per value, class and group of its reshards; `sums` are, per value, whether it is a small sum that may be partial."""
     leaves, depth = _leaves_the_pass(graph), [0] * len(graph.values)
-    origins = [graph.values[origin(graph, v)].producer[0] for v in range(len(graph.values))]
+    same = [op.traits.same_array or op.forwards_value for op in graph.ops]
+    origins = [graph.values[graph.origin(v, same.__getitem__)].producer[0] for v in range(len(graph.values))]
     for op in graph.ops:
         inside = (v for v in op.inputs if v is not None and graph.ops[graph.values[v].producer[0]].phase == op.phase)
         above = max((depth[v] for v in inside), default=0)
@@ -83,11 +66,6 @@ def collective_sites(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite
     sizes = Counter(key for key, _ in set(zip(keys, origins, strict=True)))
     number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     return tuple(CollectiveSite(key[0], sizes[key], number[key], at) for key, at in zip(keys, origins, strict=True))
-
-
-def origin(graph: Graph, v: int) -> int:
-    """The value of which v is a cast or a copy."""
-    return walk.origin(graph, v, lambda at: graph.ops[at].traits.same_array or graph.ops[at].forwards_value)
 
 
 def hands_on(op: Op) -> bool:
@@ -130,38 +108,14 @@ class Window:
     runs: float
 
 
-@dataclass(frozen=True)
-class CombinedWindow:
-    """Overlap window of a combined collective (rule 3)."""
-
-    windows: Mapping[Key, Window]
-
-    @property
-    def stream(self) -> tuple[CollectiveClass, Phase, int, Hashable]:
-        """Class, phase, group and transfer that its arrays have in common."""
-        return next(iter(self.windows.values())).stream
-
-    @property
-    def made(self) -> float:
-        """When the last array is made, in seconds."""
-        return max(w.made for w in self.windows.values())
-
-    @property
-    def needed(self) -> float:
-        """When the first array is needed, in seconds."""
-        return min(w.needed for w in self.windows.values())
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of all results on one device."""
-        return sum(w.bytes for w in self.windows.values())
-
-    def takes(self, seconds: Callable[[Any, float], float]) -> float:
-        """Seconds per step that it is in flight; `seconds(transfer, bytes)` are those of one run."""
-        return seconds(self.stream[3], self.bytes) * next(iter(self.windows.values())).runs
+def merged(windows: Collection[Window]) -> Window:
+    """The window of a combined collective (rule 3)."""
+    first = next(iter(windows))
+    made, needed = max(w.made for w in windows), min(w.needed for w in windows)
+    return Window(made, needed, first.stream, sum(w.bytes for w in windows), first.runs)
 
 
-def combined(windows: Mapping[Key, Window]) -> list[CombinedWindow]:
+def combined(windows: Mapping[Key, Window]) -> list[dict[Key, Window]]:
     """Windows of one stream combined with their neighbours (rule 2): prefetches as they are needed, gradients as they are made."""
 
     def order(key: Key):
@@ -176,4 +130,4 @@ def combined(windows: Mapping[Key, Window]) -> list[CombinedWindow]:
         if full or not last or last[0].stream != windows[key].stream:
             out.append({})
         out[-1][key] = windows[key]
-    return [CombinedWindow(arrays) for arrays in out]
+    return out

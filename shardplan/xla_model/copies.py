@@ -21,10 +21,12 @@ Facts: cse-merges-equal-reshards, partition-gathers-per-use, partition-remat-gat
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
-from shardplan.ir.graph import Graph, Op, Value
+from shardplan.ir.graph import Graph, Op
 
 SMALL_BYTES = 1 << 16
 """Arrays of up to so many bytes are retained from the forward to the backward pass: one copy serves both."""
@@ -33,15 +35,8 @@ Reader = tuple[int, int]
 """(op, operand)."""
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """One copy to be made of a value.
-
-    Attributes:
-        follows: whether its readers are followers.
-        readers: who reads it.
-        earlier: first reader of the same kind in the phase before.
-    """
+class _Copy(NamedTuple):
+    """One copy to be made of a value: whether its readers are followers, who they are, and the first such reader a phase earlier."""
 
     follows: bool
     readers: list[Reader]
@@ -49,7 +44,7 @@ class _Copy:
 
 
 def _copies(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups: Collection[int], v: int) -> list[_Copy]:
-    """The copies to be made of value v; arguments as in `with_copies`."""
+    """The copies to be made of value v."""
     value, found, direct = graph.values[v], {}, {}
     made = value.producer[0]
     fixed = follows[made] and not sums[made]  # lies as its operands do, complete
@@ -86,83 +81,54 @@ def with_copies(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], loo
         sums: per op, whether its result may be partial.
         lookups: ops that read places of a table, in whatever layout.
     """
-    copies: dict[int, list[_Copy]] = {}
-    before: dict[int, list[tuple[int, int]]] = {}  # op -> (value, number of the copy) that stand before it
-    for v in range(len(graph.values)):
-        if some := _copies(graph, follows, sums, lookups, v):
-            copies[v] = some
-            made = graph.values[v].producer[0]
-            at_once = (sums[made] or not follows[made]) and not graph.ops[made].traits.border
-            for n, copy in enumerate(some):
-                place = made + 1 if at_once and n == 0 and copy.earlier is None else min(at for at, _ in copy.readers)
-                before.setdefault(place, []).append((v, n))
-    new = _Rewritten()
-    for at, op in enumerate(graph.ops):
-        for v, n in before.get(at, ()):
-            new.copy(graph, op, v, n, copies[v][n])
-        new.op(graph, at, op)
-    return new.graph(graph)
+    wanted: list[tuple[int, int, int, _Copy]] = []  # (op behind the copy, value, number of the copy, copy)
+    for v, value in enumerate(graph.values):
+        made = value.producer[0]
+        at_once = (sums[made] or not follows[made]) and not graph.ops[made].traits.border
+        for n, copy in enumerate(_copies(graph, follows, sums, lookups, v)):
+            before = made + 1 if at_once and n == 0 and copy.earlier is None else min(at for at, _ in copy.readers)
+            wanted.append((before, v, n, copy))
+    wanted.sort(key=lambda x: x[:3])
+    return _insert(graph, wanted)
 
 
-@dataclass
-class _Rewritten:
-    """A graph as it is written anew, with copies; lives for one call of `with_copies`.
-
-    Attributes:
-        ops: the new ops.
-        moved: old op number -> new.
-        values: per new value, what it was, and its (op, result).
-        renamed: old value -> new.
-        through: (old reader, operand) -> the new value of the copy it reads, and the new number of that copy.
-        earlier: `Graph.retainable_from`.
-    """
-
-    ops: list[Op] = field(default_factory=list)
-    moved: list[int] = field(default_factory=list)
-    values: list[tuple[Value, tuple[int, int]]] = field(default_factory=list)
-    renamed: dict[int, int] = field(default_factory=dict)
-    through: dict[Reader, tuple[int, int]] = field(default_factory=dict)
-    earlier: dict[int, Reader] = field(default_factory=dict)
-
-    def copy(self, graph: Graph, before: Op, v: int, n: int, copy: _Copy) -> None:
-        """Append copy n of old value v, right before an op."""
-        value = graph.values[v]
-        maker, k = graph.ops[value.producer[0]], value.producer[1]
-        avals, at, made = (maker.outs[k],), len(self.ops), len(self.values)
-        path = (*maker.path, "shared_copy", k, n)
-        times = {"runs": before.reads, "reads": before.reads, "loop": before.loop, "is_follower": copy.follows}
-        self.ops.append(
-            Op("shared_copy", (self.renamed[v],), (made,), avals, avals, {}, path, source=before.source, phase=before.phase, **times)
-        )
-        self.values.append((value, (at, 0)))
-        self.through.update(dict.fromkeys(copy.readers, (made, at)))
+def _insert(graph: Graph, wanted: Sequence[tuple[int, int, int, _Copy]]) -> Graph:
+    """The graph with copies put in, each (op behind it, value, number among the value's copies, copy), in this order."""
+    behind, makers = [before for before, *_ in wanted], [value.producer[0] for value in graph.values]
+    moved = [at + bisect_right(behind, at) for at in range(len(graph.ops) + 1)]  # old op -> new
+    renamed = [v + bisect_right(behind, at) for v, at in enumerate(makers)]  # old value -> new
+    made = [bisect_left(makers, before) + i for i, before in enumerate(behind)]  # per copy, its value
+    through = {reader: i for i, (*_, copy) in enumerate(wanted) for reader in copy.readers}
+    new: dict[int, Op] = {}
+    retainable: dict[int, Reader] = {}
+    for i, (before, v, n, copy) in enumerate(wanted):
+        maker, k, op, at = graph.ops[makers[v]], graph.values[v].producer[1], graph.ops[before], before + i
+        avals, path = (maker.outs[k],), (*maker.path, "shared_copy", k, n)
+        times = {"runs": op.reads, "reads": op.reads, "loop": op.loop, "is_follower": copy.follows}
+        new[at] = Op("shared_copy", (renamed[v],), (made[i],), avals, avals, {}, path, source=op.source, phase=op.phase, **times)
         if (first := copy.earlier) is not None:
-            self.earlier[at] = (self.through[first][1], 0) if first in self.through else (self.moved[first[0]], first[1])
-
-    def op(self, graph: Graph, at: int, op: Op) -> None:
-        """Append old op `at`."""
-        self.moved.append(len(self.ops))
-        read = (self.through.get((at, k), (None if v is None else self.renamed.get(v),)) for k, v in enumerate(op.inputs))
-        outputs = tuple(range(len(self.values), len(self.values) + len(op.outputs)))
-        self.renamed.update(zip(op.outputs, outputs, strict=True))
-        self.values += [(graph.values[v], (len(self.ops), k)) for k, v in enumerate(op.outputs)]
-        self.ops.append(replace(op, inputs=tuple(made for made, *_ in read), outputs=outputs))
-
-    def graph(self, old: Graph) -> Graph:
-        """The new graph."""
-        consumers: list[list[Reader]] = [[] for _ in self.values]
-        for at, op in enumerate(self.ops):
-            for k, v in enumerate(op.inputs):
-                if v is not None:
-                    consumers[v].append((at, k))
-        moved = [*self.moved, len(self.ops)]
-        return Graph(
-            tuple(self.ops),
-            tuple(replace(v, producer=made, consumers=tuple(c)) for (v, made), c in zip(self.values, consumers, strict=True)),
-            tuple(replace(loop, start=moved[loop.start], stop=moved[loop.stop]) for loop in old.loops),
-            tuple((moved[a], moved[b]) for a, b in old.same_layout),
-            tuple(moved[a] for a in old.args),
-            tuple(moved[o] for o in old.outs),
-            frozenset(moved[d] for d in old.donated),
-            retainable_from=self.earlier,
-        )
+            retainable[at] = (behind[through[first]] + through[first], 0) if first in through else (moved[first[0]], first[1])
+    for at, op in enumerate(graph.ops):
+        read = ((v, through.get((at, k))) for k, v in enumerate(op.inputs))
+        inputs = tuple(None if v is None else renamed[v] if i is None else made[i] for v, i in read)
+        new[moved[at]] = replace(op, inputs=inputs, outputs=tuple(renamed[v] for v in op.outputs))
+    ops = tuple(new[at] for at in range(len(new)))
+    copied = dict(zip(renamed, graph.values, strict=True)) | {made[i]: graph.values[v] for i, (_, v, *_) in enumerate(wanted)}
+    consumers: dict[int | None, list[Reader]] = {}
+    for at, op in enumerate(ops):
+        for k, v in enumerate(op.inputs):
+            consumers.setdefault(v, []).append((at, k))
+    return Graph(
+        ops,
+        tuple(
+            replace(copied[v], producer=(at, k), consumers=tuple(consumers.get(v, ())))
+            for at, op in enumerate(ops)
+            for k, v in enumerate(op.outputs)
+        ),
+        tuple(replace(loop, start=moved[loop.start], stop=moved[loop.stop]) for loop in graph.loops),
+        tuple((moved[a], moved[b]) for a, b in graph.same_layout),
+        tuple(moved[a] for a in graph.args),
+        tuple(moved[o] for o in graph.outs),
+        frozenset(moved[d] for d in graph.donated),
+        retainable,
+    )

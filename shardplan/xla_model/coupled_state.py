@@ -28,12 +28,7 @@ class CoupledState:
 
 
 def coupled_state(graph: Graph, elementwise: Sequence[bool]) -> list[CoupledState | None]:
-    """Per value, the inputs that elementwise ops of the optimizer compute with together with it; None where there are none.
-
-    Args:
-        graph: the step.
-        elementwise: per op.
-    """
+    """Per value, the inputs that elementwise ops of the optimizer compute with together with it; None where there are none."""
     found: list[tuple[tuple[int, ...], frozenset[int]] | None] = [None] * len(graph.values)  # (order, values)
     for op, plain in zip(reversed(graph.ops), reversed(elementwise), strict=True):
         if op.traits.transpose:

@@ -23,7 +23,7 @@ class Fact:
     """One fact about XLA.
 
     Attributes:
-        id: its name; what it is about comes first.
+        id: its name, subject first.
         says: the fact, in one sentence.
         source: file in the XLA repository that decides it.
         flag: debug option of XLA that changes it, or "".
@@ -48,19 +48,12 @@ class Fact:
 @cache
 def facts() -> dict[str, Fact]:
     """All facts by id, in the order of the file."""
-    found = tomllib.loads(files(__package__).joinpath("facts.toml").read_text("utf-8"))
+    found = tomllib.loads(files("shardplan.xla_model").joinpath("facts.toml").read_text("utf-8"))
     return {name: Fact(name, **{"seen": found["seen"], **fact}) for name, fact in found["facts"].items()}
 
 
 def facts_text(name: str | None = None) -> str:
-    """All facts as a table, or one in full.
-
-    Args:
-        name: the fact's id.
-
-    Raises:
-        KeyError: there is no such fact.
-    """
+    """All facts as a table, or the one of this id in full; KeyError if there is none."""
     if name is not None:
         return str(facts()[name])
     width = max(map(len, facts()))

@@ -13,12 +13,11 @@ Facts: fusion-loop, fusion-recompute-cheaper, fusion-matmul-prologue, fusion-bro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
-from shardplan.ir import walk
 from shardplan.ir.graph import Graph, Op
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.kernels import FUSIBLE, computing_kernels, home_kernels, read_array, runs_in
+from shardplan.xla_model.kernels import FUSIBLE, kernels, read_array, runs_in
 from shardplan.xla_model.physical_layout import transposed_in_memory, transposed_product
 
 
@@ -40,7 +39,7 @@ def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool]) -> t
         if fusion == "view":
             out[v] = False
             continue
-        reached = list(walk.reached(graph, v, lambda at: _seen_through(graph, rules, at)))
+        reached = list(graph.reached(v, lambda at: _seen_through(graph, rules, at)))
         if op.scalar_broadcast and not any(graph.ops[c].traits.stores_operand for c in reached):
             out[v] = False
         elif sums[at] and any(graph.ops[c].traits.copy for c in reached):
@@ -54,7 +53,7 @@ def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool]) -> t
             out[v] = False
     for v in (*transposed_in_memory(graph, rules), *_shared_zeros(graph)):
         out[v] = True
-    for v in _cheaper_to_read(graph, rules, out, sums):
+    for v in _cheaper_to_read(graph, rules, out, sums):  # which depends on the values above
         out[v] = True
     return tuple(out)
 
@@ -88,14 +87,14 @@ def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
     return out
 
 
-def _shared_zeros(graph: Graph) -> Iterator[int]:
+def _shared_zeros(graph: Graph) -> list[int]:
     """Scalars broadcast like those that a scatter writes into, all taken to be zeros: XLA makes one array of both, and a copy."""
-    spread = [op for op in graph.ops if op.scalar_broadcast and op.loop < 0]
-    into = [any(graph.ops[reader].traits.in_place for reader in graph.readers(op.outputs[0])) for op in spread]
-    updated_types = {(op.outs[0].shape, op.outs[0].dtype) for op, updated in zip(spread, into, strict=True) if updated}
-    for op, updated in zip(spread, into, strict=True):
-        if not updated and (op.outs[0].shape, op.outs[0].dtype) in updated_types:
-            yield op.outputs[0]
+    updated: dict[tuple[Hashable, Hashable, bool], list[int]] = {}  # (shape, dtype, whether a scatter writes into it) -> values
+    for op in graph.ops:
+        if op.scalar_broadcast and op.loop < 0:
+            into = any(graph.ops[reader].traits.in_place for reader in graph.readers(op.outputs[0]))
+            updated.setdefault((op.outs[0].shape, op.outs[0].dtype, into), []).append(op.outputs[0])
+    return [v for (shape, dtype, into), some in updated.items() if not into and (shape, dtype, True) in updated for v in some]
 
 
 def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> set[int]:
@@ -104,7 +103,7 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
     Of k kernels, each reads the sources, or one reads them and writes the value, which the others read:
     k * sources  >  sources + value + (k - 1) * value.
     """
-    inside = computing_kernels(graph, written, home_kernels(graph, rules, written, sums))
+    _, inside = kernels(graph, rules, written, sums)
     out: set[int] = set()
     sources: list[dict[int, float]] = []
     for v, value in enumerate(graph.values):

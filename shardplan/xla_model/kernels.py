@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardplan.ir import walk
 from shardplan.ir.graph import Graph, Op, components
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.physical_layout import transposed_product
@@ -48,8 +47,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
         written: per value, whether it materialises.
         sums: per op, whether its result may be partial.
     """
-    own = home_kernels(graph, rules, written, sums)
-    inside = computing_kernels(graph, written, own)
+    own, inside = kernels(graph, rules, written, sums)
     found = ((transposed_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
     transposed = {v: w for v, w in found if v is not None and written[w]}
     by_product = frozenset(transposed.values())
@@ -89,33 +87,31 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
     return tuple(KernelTraffic(operands, results, kernel.get(at)) for at, (operands, results) in enumerate(counts))
 
 
-def home_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> list[Kernel]:
-    """Per op, the kernel that it belongs to where it writes.
+def kernels(
+    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]
+) -> tuple[list[Kernel], list[set[Kernel]]]:
+    """Per op, the kernel in which it writes; and those that compute it: its own where it writes, all its readers' where it does not.
 
     One kernel reduces arrays of one shape over the same dims; what is written on the way is written by any of its reductions.
     """
     groups, levels = _groups(graph, rules, written), _levels(graph, rules, written, sums)
-    own: list[Kernel] = []
+    homes: list[Kernel] = []
     over = [_reduction(op) if rule.fusion == "reduce" else None for op, rule in zip(graph.ops, rules, strict=True)]
     first: dict[Kernel, tuple] = {}
     for at, op in enumerate(graph.ops):
         alone = op.traits.reads_part and not any(_fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
-        own.append((-1 - at if alone else groups[at], levels[at], op.phase, runs_in(op)))
+        homes.append((-1 - at if alone else groups[at], levels[at], op.phase, runs_in(op)))
         if reduced := over[at]:
-            first.setdefault(own[at], reduced)
-    return [(*key, reduced or first.get(key)) for key, reduced in zip(own, over, strict=True)]
-
-
-def computing_kernels(graph: Graph, written: Sequence[bool], own: Sequence[Kernel]) -> list[set[Kernel]]:
-    """Per op, the kernels that compute it: its own (`home_kernels`) where it writes, those of all its readers where it does not."""
-    out: list[set[Kernel]] = [set() for _ in graph.ops]
+            first.setdefault(homes[at], reduced)
+    own = [(*key, reduced or first.get(key)) for key, reduced in zip(homes, over, strict=True)]
+    inside: list[set[Kernel]] = [set() for _ in graph.ops]
     for at in reversed(range(len(graph.ops))):
         for v in graph.ops[at].outputs:
             if not written[v]:
-                out[at].update(*(out[reader] for reader, _ in graph.values[v].consumers))
+                inside[at].update(*(inside[reader] for reader, _ in graph.values[v].consumers))
             elif not graph.ops[at].traits.moves_nothing:
-                out[at].add(own[at])
-    return out
+                inside[at].add(own[at])
+    return own, inside
 
 
 def runs_in(op: Op) -> int:
@@ -125,7 +121,7 @@ def runs_in(op: Op) -> int:
 
 def read_array(graph: Graph, rules: Sequence[Rule], v: int) -> int:
     """The array whose bytes are read when v is: views are looked through, and copies, which are priced as reshards."""
-    return walk.origin(graph, v, lambda at: rules[at].fusion == "view")
+    return graph.origin(v, lambda at: rules[at].fusion == "view")
 
 
 def _reduction(op: Op) -> tuple:

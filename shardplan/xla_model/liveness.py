@@ -1,29 +1,18 @@
 """When each value is in memory: half-open intervals of op numbers. Two arrays are in memory together iff their intervals overlap.
 
-Rule 13, life. A value is live from its op to its last reader. An elementwise reader may reuse the buffer for a result of the same size;
-any other reader needs it together with its own result. Views and values inside fusions hold nothing themselves; their sources live on.
+Rule 13, life: from its op to its last reader; an elementwise reader may reuse the buffer.
+Rule 14, loops: what a loop reads lives until the loop ends, the rows it stacks from its start.
+Rule 15, the schedule's order: values are read where the schedule runs their readers.
+Rule 16, aliases: copies and operands of loops take over buffers; donated state is overwritten.
 
-    op       |-- a = dot --|-- b = dot(a) --|-- c = tanh(b) --|
-    memory   |===== a =====================||                       dot needs a and b at once
-                           |====== b =======|======= c =======|     tanh writes c over b
+docs/xla_model.md states the rules in full. Also known as live ranges, as in register allocation.
 
-Rule 14, loops. What a loop reads is live until the loop ends; the rows it stacks from its start.
-
-Rule 15, the schedule's order. Products of the backward pass read their operands where rule 8 runs them, so these live until then. A
-prefetched array is live from the start of its prefetch (rule 11). What scatters into zeros has them from the moment the array exists
-that says where to: nothing else keeps XLA from making them.
-
-Rule 16, aliases. A copy takes over the buffer of a value that nobody else reads. Other copies, and operands of loops and branches, have
-memory of their own only where their layout differs. Donated state that nobody reads any more is overwritten by elementwise work that
-replaces it: the new value holds nothing of its own.
-
-Facts: liveness-elementwise-reuse, liveness-loop-operands, liveness-combined-operands, liveness-scatter-zeros, liveness-donation. Also
-known as live ranges, as in register allocation.
+Facts: liveness-elementwise-reuse, liveness-loop-operands, liveness-combined-operands, liveness-scatter-zeros, liveness-donation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardplan.ir.graph import Graph
 from shardplan.xla_model.overlap_windows import OverlapWindows
@@ -55,7 +44,22 @@ def live_intervals(
         windows: the schedule; by default ops run in the order of the program.
     """
     windows = windows or OverlapWindows()
-    uses = _LastUses(graph, materialised, in_place, windows)
+    replaced = {o: graph.ops[a].outputs[0] for a, o in graph.same_layout if a in graph.donated}  # output -> donated state
+    held, read = _last_uses(graph, materialised, runs_at(graph, windows.deferred_until), replaced)
+
+    def reused(at: int, v: int) -> bool:
+        if in_place[at]:
+            return any(graph.values[w].bytes == graph.values[v].bytes for w in graph.ops[at].outputs)
+        return graph.ops[at].traits.in_place and graph.ops[at].inputs[0] == v
+
+    def death(v: int) -> int:
+        """The op before which the buffer is free: the last reader's, if that writes its result there, else the one behind it."""
+        return max(held[v], read[v] + (read[v] >= 0 and not reused(read[v], v)))
+
+    def overwrites_state(v: int, at: int) -> bool:
+        olds = (replaced[c] for c, _ in graph.values[v].consumers if c in replaced)
+        return in_place[at] and any(graph.values[w].bytes == graph.values[v].bytes and read[w] <= at for w in olds)
+
     state = {a for a, _ in graph.same_layout}
     out: list[Interval | None] = []
     for v, value in enumerate(graph.values):
@@ -63,8 +67,8 @@ def live_intervals(
         op = graph.ops[at]
         if op.traits.persistent:
             dies = op.traits.step_input and at in graph.donated and at not in state
-            out.append((0, uses.death(v) if dies else len(graph.ops)))
-        elif op.traits.step_output or not (materialised[v] or op.traits.alias) or uses.overwrites_state(v):
+            out.append((0, death(v) if dies else len(graph.ops)))
+        elif op.traits.step_output or not (materialised[v] or op.traits.alias) or overwrites_state(v, at):
             out.append(None)
         else:
             birth = graph.loops[op.held_during].start if op.traits.loop_stack else at
@@ -72,55 +76,27 @@ def live_intervals(
             if op.traits.zeros_after is not None:
                 where = op.inputs[op.traits.zeros_after]
                 birth = birth if where is None else graph.maker(where)
-            out.append((birth, max(birth, uses.death(v))))
+            out.append((birth, max(birth, death(v))))
     return out
 
 
-class _LastUses:
-    """Until when every value is needed.
-
-    Attributes:
-        held: per value, until when it is needed whoever reads it last.
-        read: the place of the last op that reads it, itself or in a fusion, or -1.
-        replaced: output of the step -> the donated state that it replaces.
-    """
-
-    def __init__(self, graph: Graph, materialised: Sequence[bool], in_place: Sequence[bool], windows: OverlapWindows):
-        self.graph, self.in_place = graph, in_place
-        self.replaced = {o: graph.ops[a].outputs[0] for a, o in graph.same_layout if a in graph.donated}
-        self.held, self.read = [0] * len(graph.values), [-1] * len(graph.values)
-        runs = runs_at(graph, windows.deferred_until)
-        held, read = self.held, self.read
-        for v in reversed(range(len(graph.values))):
-            value = graph.values[v]
-            held[v] = value.producer[0] + 1
-            for at, _ in value.consumers:
-                op = graph.ops[at]
-                if op.traits.step_output:
-                    held[v] = max(held[v], at if at in self.replaced else len(graph.ops))
-                elif op.held_during >= 0 and not op.traits.loop_stack:
-                    held[v] = max(held[v], graph.loops[op.held_during].stop)
-                elif takes_over_buffer(graph, at):
-                    held[v] = max(held[v], at)
-                else:
-                    read[v] = max(read[v], runs[at])
-                    for w in op.outputs:
-                        if not materialised[w] or op.traits.alias:
-                            held[v], read[v] = max(held[v], held[w]), max(read[v], read[w])
-
-    def death(self, v: int) -> int:
-        """The op before which the buffer is free: the last reader's, if that writes its result there, else the one behind it."""
-        last = self.read[v]
-        return max(self.held[v], last + (last >= 0 and not self._reused(last, v)))
-
-    def overwrites_state(self, v: int) -> bool:
-        """Whether a value is written over the donated state that it replaces, which nobody reads any more."""
-        values, at = self.graph.values, self.graph.values[v].producer[0]
-        olds = (self.replaced[c] for c, _ in values[v].consumers if c in self.replaced)
-        return self.in_place[at] and any(values[w].bytes == values[v].bytes and self.read[w] <= at for w in olds)
-
-    def _reused(self, at: int, v: int) -> bool:
-        op, values = self.graph.ops[at], self.graph.values
-        if self.in_place[at]:
-            return any(values[w].bytes == values[v].bytes for w in op.outputs)
-        return op.traits.in_place and op.inputs[0] == v
+def _last_uses(
+    graph: Graph, materialised: Sequence[bool], runs: Sequence[int], replaced: Mapping[int, int]
+) -> tuple[list[int], list[int]]:
+    """Per value, until when it is needed whoever reads it last; and where its last reader runs, itself or in a fusion, or -1."""
+    held, read = [value.producer[0] + 1 for value in graph.values], [-1] * len(graph.values)
+    for v in reversed(range(len(graph.values))):
+        for at, _ in graph.values[v].consumers:
+            op = graph.ops[at]
+            if op.traits.step_output:
+                held[v] = max(held[v], at if at in replaced else len(graph.ops))
+            elif op.held_during >= 0 and not op.traits.loop_stack:
+                held[v] = max(held[v], graph.loops[op.held_during].stop)
+            elif takes_over_buffer(graph, at):
+                held[v] = max(held[v], at)
+            else:
+                read[v] = max(read[v], runs[at])
+                for w in op.outputs:
+                    if not materialised[w] or op.traits.alias:
+                        held[v], read[v] = max(held[v], held[w]), max(read[v], read[w])
+    return held, read

@@ -1,21 +1,11 @@
 """How long a collective may be in flight before somebody waits for it: its overlap window.
 
-Rule 9, prefetches. The window opens at the end of the last loop that ends before the reader, and of the last blocking collective before
-it; it closes when the first reader starts.
+Rule 9, prefetch: from the last loop or blocking collective before the reader to the reader.
+Rule 10, gradient: from its product, or the last blocking collective, to the optimizer.
+Rule 11, one in flight: one prefetch and one gradient reduction at a time, each as late as it is done in time.
+Rule 12, two in a row: of two gathers of one array, with a cast between, the first blocks.
 
-    compute   |-- loop 1 --|-- op --|-- blocking --|-- op --|-- reader --|
-    window                                         |========|
-
-Rule 10, gradients. The window opens when the gradient is made, outside of loops not before the last blocking collective; it closes when
-the optimizer, or what leaves the loop, computes with it.
-
-Rule 11, one in flight. One prefetch and one gradient reduction are in flight at a time, each as late as it is done in time, from the
-start of an op on. The window of one closes where the next begins.
-
-    compute     |-- op 1 --|-- op 2 --|-- reader of a --|-- reader of b --|
-    prefetch               |=== a ====|======= b =======|
-
-Rule 12, two in a row. Where an array is gathered, cast and gathered again, the second gather overlaps and the first blocks.
+docs/xla_model.md states the rules in full, with pictures.
 
 Facts: overlap-one-per-kind, overlap-as-late-as-possible, overlap-not-across-loops, overlap-second-of-two.
 """
@@ -30,13 +20,15 @@ from math import inf
 from typing import Any
 
 from shardplan.ir.graph import Graph
-from shardplan.xla_model.combining import CollectiveSite, CombinedWindow, Key, Window, combined, hands_on
+from shardplan.xla_model.combining import CollectiveSite, Key, Window, combined, hands_on, merged
 from shardplan.xla_model.schedule import Schedule, blocking_collectives, schedule
 
 Edge = tuple[int, int]
 """(op, operand)."""
 Transfer = tuple[Hashable, float]
 """How an array moves, and the bytes of the result on one device; only arrays that move in the same way are combined."""
+Seconds = Callable[[Any, float], float]
+"""(how an array moves, bytes of the result on one device) -> seconds of one run."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +53,7 @@ def overlap_windows(
     sites: Sequence[CollectiveSite],
     work_s: Sequence[float],
     transfers: Mapping[int, Transfer] | None = None,
-    seconds: Callable[[Any, float], float] = lambda transfer, size: 0.0,
+    seconds: Seconds = lambda transfer, size: 0.0,
     shards: int = 1,
     scattered: Collection[int] = (),
     blocking: Mapping[int, Transfer] | None = None,
@@ -78,12 +70,11 @@ def overlap_windows(
         scattered: those of `transfers` that are reduce-scattered.
         blocking: transfers of blocking collectives outside of loops.
     """
+    transfers = transfers or {}
     blocks = blocking_collectives(graph, sites, {at: seconds(*transfer) for at, transfer in (blocking or {}).items()})
-    defer = any(graph.ops[j].phase == "backward" for j in blocks)
-    early = _Windows.of(graph, sites, transfers or {}, schedule(graph, sites, work_s, transfers or {}, blocks, defer))
-    late = early
-    if not defer:
-        late = _Windows.of(graph, sites, transfers or {}, schedule(graph, sites, work_s, transfers or {}, blocks, defer=True))
+    backward = any(graph.ops[j].phase == "backward" for j in blocks)
+    early = _windows(graph, sites, transfers, schedule(graph, sites, work_s, transfers, blocks, defer=backward))
+    late = early if backward else _windows(graph, sites, transfers, schedule(graph, sites, work_s, transfers, blocks, defer=True))
 
     def as_all(key: Key, window: Window, kind: str, shards: int) -> Window:
         """An array that moves otherwise than `transfers` says, as all of its group then."""
@@ -94,35 +85,27 @@ def overlap_windows(
     scatters = {key: w if key[0] in scattered else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
     known = combined(early.windows)
     return OverlapWindows(
-        {**early.exposed(graph, reduced, seconds), **early.schedule.hidden_s},
-        late.exposed(graph, scatters, seconds),
+        {**_overlapped_s(graph, early, reduced, seconds), **early.schedule.hidden_s},
+        _overlapped_s(graph, late, scatters, seconds),
         _deferred_until(known, early.schedule),
         dict(_prefetch_start(known, early, seconds)),
     )
 
 
-def _deferred_until(known: Sequence[CombinedWindow], early: Schedule) -> dict[int, int]:
+def _deferred_until(known: Sequence[Mapping[Key, Window]], early: Schedule) -> dict[int, int]:
     """`OverlapWindows.deferred_until`."""
-    out: dict[int, int] = {}
-    for some in known:
-        if some.stream[0] == "gradient":
-            made = [at for at, *_ in some.windows]
-            out.update(dict.fromkeys(made, max(made)))
-    out.update((j, max(out.get(j, j), after)) for j, after in early.runs_after.items())
-    return out
+    made = ([at for at, *_ in some] for some in known if merged(some.values()).stream[0] == "gradient")
+    out = {at: max(together) for together in made for at in together}
+    return out | {j: max(out.get(j, j), after) for j, after in early.runs_after.items()}
 
 
-def _prefetch_start(
-    known: Sequence[CombinedWindow], early: _Windows, seconds: Callable[[Any, float], float]
-) -> Iterator[tuple[int, int]]:
+def _prefetch_start(known: Sequence[Mapping[Key, Window]], early: _Windows, seconds: Seconds) -> Iterator[tuple[int, int]]:
     """`OverlapWindows.prefetch_start`."""
-    start_s = early.schedule.start_s
-    begins = {
-        key: begin
-        for some, (begin, _) in zip(known, _in_flight(known, seconds, start_s), strict=True)
-        if some.stream[0] == "prefetch" and some.stream[1] != "update" and some.stream[3] is not None
-        for key in some.windows
-    }
+    start_s, begins = early.schedule.start_s, {}
+    for some, (begin, _) in zip(known, _in_flight(known, seconds, start_s), strict=True):
+        kind, phase, _, transfer = merged(some.values()).stream
+        if kind == "prefetch" and phase != "update" and transfer is not None:
+            begins.update(dict.fromkeys(some, begin))
     times = list(accumulate(reversed(start_s), min))[::-1]  # products that wait for the end of a loop begin late
     for (j, _), key in early.edges.items():
         if key in begins and (at := bisect_right(times, begins[key]) - 1) < j:
@@ -140,51 +123,53 @@ class _Windows:
     """
 
     schedule: Schedule
-    windows: Mapping[Key, Window]
-    edges: Mapping[Edge, Key]
-    bytes: Mapping[Key, float]
+    windows: dict[Key, Window]
+    edges: dict[Edge, Key]
+    bytes: dict[Key, float]
 
-    @staticmethod
-    def of(graph: Graph, sites: Sequence[CollectiveSite], transfers: Mapping[int, Transfer], schedule: Schedule) -> _Windows:
-        """Rules 9 and 10."""
-        start_s = schedule.start_s
-        blocked = sorted(start_s[j] for j in schedule.blocks)
-        stops = sorted({0, *(loop.stop for loop in graph.loops)})
-        needed = _needed(graph, start_s)
-        windows: dict[Key, Window] = {}
-        edges: dict[Edge, Key] = {}
-        sizes: dict[Key, float] = {}
-        for j in reversed(range(len(graph.ops))):
-            op = graph.ops[j]
-            for k, v in enumerate(op.inputs):
-                if v is None or (kind := sites[v].collective_class) not in ("prefetch", "gradient"):
-                    continue
-                at = sites[v].origin
-                prefetch = kind == "prefetch"
-                phase = op.phase if prefetch else "update"
-                key = edges[j, k] = at, phase, op.loop
-                sizes[key] = min(sizes.get(key, inf), graph.values[v].bytes)
-                transfer, size = transfers.get(at, (None, graph.values[v].bytes))
-                first = start_s[stops[bisect_right(stops, needed[j]) - 1]] if prefetch else 0.0
-                if op.loop < 0:
-                    before = bisect_left(blocked, start_s[needed[j]]) if prefetch else len(blocked)
-                    first = max(first, blocked[before - 1]) if before else first
-                opens, closes = max(schedule.end_s[at], first), start_s[needed[j]]
-                window = Window(opens, closes, (kind, phase, sites[v].group, transfer), size, op.reads)
-                if (seen := windows.get(key)) is not None:
-                    window = replace(window, needed=min(seen.needed, closes), bytes=min(seen.bytes, size))
-                windows[key] = window
-        return _Windows(schedule, windows, edges, sizes)
 
-    def exposed(self, graph: Graph, windows: Mapping[Key, Window], seconds: Callable[[Any, float], float]) -> dict[Edge, float]:
-        """(op, operand) -> seconds of its window in one run, when `windows` are in flight."""
-        room: dict[Key, float] = {}
-        some = combined(windows)
-        for together, (_, stops) in zip(some, _in_flight(some, seconds, self.schedule.start_s), strict=True):
-            whole, size = max(0.0, stops - together.made), together.bytes or 1.0
-            room.update((key, whole * window.bytes / size) for key, window in together.windows.items())
-        edges = (e for e, key in self.edges.items() if key in room and not _gathered_twice(graph, e[0], key))
-        return {(j, k): room[self.edges[j, k]] / graph.ops[j].reads for j, k in edges}
+def _windows(graph: Graph, sites: Sequence[CollectiveSite], transfers: Mapping[int, Transfer], schedule: Schedule) -> _Windows:
+    """Rules 9 and 10."""
+    start_s = schedule.start_s
+    blocked = sorted(start_s[j] for j in schedule.blocks)
+    stops = sorted({0, *(loop.stop for loop in graph.loops)})
+    needed = _needed(graph, start_s)
+    out = _Windows(schedule, {}, {}, {})
+    for j in reversed(range(len(graph.ops))):
+        op = graph.ops[j]
+        for k, v in enumerate(op.inputs):
+            if v is None or (kind := sites[v].collective_class) not in ("prefetch", "gradient"):
+                continue
+            at, prefetch = sites[v].origin, kind == "prefetch"
+            phase = op.phase if prefetch else "update"
+            key = out.edges[j, k] = at, phase, op.loop
+            out.bytes[key] = min(out.bytes.get(key, inf), graph.values[v].bytes)
+            transfer, size = transfers.get(at, (None, graph.values[v].bytes))
+            first = start_s[stops[bisect_right(stops, needed[j]) - 1]] if prefetch else 0.0
+            if op.loop < 0:
+                before = bisect_left(blocked, start_s[needed[j]]) if prefetch else len(blocked)
+                first = max(first, blocked[before - 1]) if before else first
+            opens, closes = max(schedule.end_s[at], first), start_s[needed[j]]
+            window = Window(opens, closes, (kind, phase, sites[v].group, transfer), size, op.reads)
+            if (seen := out.windows.get(key)) is not None:
+                window = replace(window, needed=min(seen.needed, closes), bytes=min(seen.bytes, size))
+            out.windows[key] = window
+    return out
+
+
+def _overlapped_s(graph: Graph, found: _Windows, windows: Mapping[Key, Window], seconds: Seconds) -> dict[Edge, float]:
+    """(op, operand) -> seconds of its window in one run, when `windows` are in flight."""
+    part: dict[Key, float] = {}
+    some = combined(windows)
+    for together, (_, stops) in zip(some, _in_flight(some, seconds, found.schedule.start_s), strict=True):
+        window = merged(together.values())
+        overlapped = max(0.0, stops - window.made)
+        part.update((key, overlapped * w.bytes / (window.bytes or 1.0)) for key, w in together.items())
+    return {
+        (j, k): part[key] / graph.ops[j].reads
+        for (j, k), key in found.edges.items()
+        if key in part and not _gathered_twice(graph, j, key)
+    }
 
 
 def _needed(graph: Graph, start_s: Sequence[float]) -> list[int]:
@@ -200,32 +185,31 @@ def _needed(graph: Graph, start_s: Sequence[float]) -> list[int]:
     return out
 
 
-def _in_flight(
-    some: Sequence[CombinedWindow], seconds: Callable[[Any, float], float], start_s: Sequence[float]
-) -> list[tuple[float, float]]:
+def _in_flight(some: Sequence[Mapping[Key, Window]], seconds: Seconds, start_s: Sequence[float]) -> list[tuple[float, float]]:
     """Per combined collective, from when until when it is in flight (rule 11), in seconds after the step's start.
 
     One whose transfer is not known has all the time before the next, and delays none. Neither does a later reader of an array, which
-    may find it there. `seconds` as in `overlap_windows`; `start_s` are the starts of all ops.
+    may find it there.
     """
-    out, starts = [(0.0, 0.0)] * len(some), sorted(start_s)
-    prefetches, gradients = ([n for n, c in enumerate(some) if c.stream[0] == kind] for kind in ("prefetch", "gradient"))
-    prefetches.sort(key=lambda n: (some[n].needed, some[n].stream[3] is None))
-    gradients.sort(key=lambda n: some[n].made)
+    out, starts, windows = [(0.0, 0.0)] * len(some), sorted(start_s), [merged(c.values()) for c in some]
+    prefetches, gradients = ([n for n, w in enumerate(windows) if w.stream[0] == kind] for kind in ("prefetch", "gradient"))
+    prefetches.sort(key=lambda n: (windows[n].needed, windows[n].stream[3] is None))
+    gradients.sort(key=lambda n: windows[n].made)
     for line in prefetches, gradients:
         there: set[int] = set()
-        news = {}
+        new: dict[int, list[Window]] = {}  # of the arrays that no earlier collective brings
         for n in line:
-            news[n] = CombinedWindow({key: w for key, w in some[n].windows.items() if key[0] not in there})
-            if some[n].stream[3] is not None:
-                there.update(at for at, *_ in some[n].windows)
+            new[n] = [w for key, w in some[n].items() if key[0] not in there]
+            if windows[n].stream[3] is not None:
+                there.update(at for at, *_ in some[n])
         free = inf
         for n in reversed(line):
-            begins, stops = some[n].made, min(some[n].needed, free)
-            if some[n].stream[3] is not None:
-                late = stops - (news[n] if news[n].windows else some[n]).takes(seconds)
+            begins, stops = windows[n].made, min(windows[n].needed, free)
+            if windows[n].stream[3] is not None:
+                sent = merged(new[n] or some[n].values())
+                late = stops - seconds(sent.stream[3], sent.bytes) * sent.runs
                 begins = max(begins, starts[bisect_right(starts, late) - 1] if late > 0 else 0.0)
-                free = begins if news[n].windows else free
+                free = begins if new[n] else free
             out[n] = begins, stops
     return out
 

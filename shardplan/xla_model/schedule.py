@@ -3,29 +3,13 @@
 XLA's latency-hiding scheduler builds the schedule from its end: what is needed late runs late, and what can run while a collective is
 in flight does.
 
-Rule 4, program order. Ops of the forward and backward pass run in the order of the program, but for rules 5 to 8. The optimizer runs at
-the end, each op as the last of the gradients it needs is made.
+Rule 4, program order: forward and backward ops run in the order of the program, the optimizer at the end.
+Rule 5, gradients in a loop: products that only make gradients run last in a loop.
+Rule 6, gradients outside of loops: they are deferred to the end of the backward pass.
+Rule 7, blocking collectives: deferred work runs while one is in flight.
+Rule 8, products in memory: a backward product runs where its result is needed, a gradient's where its collective starts.
 
-Rule 5, gradients in a loop. Products that only make gradients run last in a loop, just before what leaves it:
-
-    loop   |-- ops in program order --|-- products of gradients --|-- rows into stacks --|
-    prefetch of a row  ------------->|          reductions  ---->|
-
-Rule 6, gradients outside of loops. They are deferred to the end of the backward pass where a collective in it blocks, or where
-they are scattered:
-
-    backward   |-- ops in program order --|-- product 3 --|-- product 2 --|-- product 1 --|
-    network                                  blocking        scatter of 3    scatter of 2
-
-Rule 7, blocking collectives. While one is in flight, deferred work runs: first the optimizer's ops whose inputs are there, then the
-deferred products that stand just before it, as much of either as it lasts. The last collective chooses first. Of several that
-one op waits for, each hides its part, by seconds.
-
-    backward   |-- op --|-- product 3 --|-- op that waits --|
-    network             |== blocking ===|
-
-Rule 8, products in memory. A product of the backward pass runs when its result is first needed there. A gradient's product runs when
-its collective starts: when the last that it is combined with is made, or where rule 6 or 7 defers it.
+docs/xla_model.md states the rules in full, with pictures.
 
 Facts: schedule-from-end, schedule-blocking-first, schedule-loop-gradients. Also known as list scheduling with asynchronous collectives.
 """
@@ -35,19 +19,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardplan.ir.graph import Graph, Phase
 from shardplan.xla_model.combining import CollectiveSite
 
 
-@dataclass
-class BlockingCollective:
-    """A collective that an op waits for, outside of loops.
-
-    Attributes:
-        seconds: of one run.
-        edges: (op, operand) that read the array; one of them is the collective.
-    """
+class BlockingCollective(NamedTuple):
+    """A collective that an op waits for, outside of loops: seconds of one run, and the (op, operand) that read the array."""
 
     seconds: float
     edges: list[tuple[int, int]]
@@ -77,10 +56,7 @@ def blocking_collectives(
 ) -> dict[int, list[BlockingCollective]]:
     """By op of the forward and backward pass outside of loops, the blocking collectives that it is the first to wait for.
 
-    Args:
-        graph: the step.
-        sites: per value.
-        seconds: by the op that makes an array, the seconds of its collectives.
+    `seconds` are those of an array's collectives, by the op that makes it.
     """
     found: dict[tuple[int, Phase], BlockingCollective] = {}
     out: dict[int, list[BlockingCollective]] = {}
@@ -112,15 +88,29 @@ def schedule(
         blocking: `blocking_collectives`.
         defer: whether rules 6 and 7 apply.
     """
+    last = max((j for j, op in enumerate(graph.ops) if op.phase != "update" or op.loop >= 0), default=-1) + 1
+    there = list(range(last))  # per op, the last op of the two passes that it needs
+    for op in graph.ops[last:]:
+        there.append(max((there[graph.values[v].producer[0]] for v in op.inputs if v is not None), default=-1))
+    update = {j: there[j] for j in sorted(range(last, len(graph.ops)), key=there.__getitem__)}
+    gradients = {
+        j: op.loop for j, op in enumerate(graph.ops[:last])
+        if op.phase == "backward" and op.traits.deferrable and all(sites[v].collective_class == "gradient" for v in op.outputs)
+        and (defer or op.loop >= 0)
+    }  # fmt: skip
+    deferred = [j for j, loop in gradients.items() if loop < 0]
+    blocked_s = {j: sum(c.seconds for c in some) for j, some in blocking.items()}
+    blocked = {j: blocked_s[j] for j in sorted(blocked_s, reverse=True) if defer and graph.ops[j].phase == "backward"}
+    fills = _fills(work_s, blocked, update, _ready(graph, sites, in_flight, deferred, update), deferred)
+
     start_s, end_s, now, meanwhile = [0.0] * len(graph.ops), [0.0] * len(graph.ops), 0.0, 0.0
     hidden_s: dict[tuple[int, int], float] = {}
     runs_after: dict[int, int] = {}
     latest = -1
-    blocked_s = {j: sum(c.seconds for c in some) for j, some in blocking.items()}
-    for j, fills in _order(graph, sites, work_s, in_flight, blocked_s, defer):
+    for j, hides in _order(graph, last, gradients, fills, (*deferred, *update)):
         start_s[j] = now
         end_s[j] = now = now + work_s[j] * graph.ops[j].runs
-        meanwhile += (end_s[j] - start_s[j]) * fills
+        meanwhile += (end_s[j] - start_s[j]) * hides
         if graph.ops[j].phase != "update" and graph.ops[j].loop < 0 and j < latest:
             runs_after[j] = latest
         elif graph.ops[j].phase != "update":
@@ -132,57 +122,32 @@ def schedule(
 
 
 def _order(
-    graph: Graph,
-    sites: Sequence[CollectiveSite],
-    work_s: Sequence[float],
-    in_flight: Collection[int],
-    blocked_s: Mapping[int, float],
-    defer: bool,
+    graph: Graph, last: int, gradients: Mapping[int, int], fills: Mapping[int, Sequence[int]], late: Sequence[int]
 ) -> Iterator[tuple[int, bool]]:
-    """The ops as XLA runs them, and whether they fill the time of a blocking collective.
+    """The ops as XLA runs them, and whether they hide a blocking collective.
 
-    `blocked_s` is, by op, how long it waits for blocking collectives; the other arguments are those of `schedule`.
+    `gradients` are the products of gradients that do not run in program order, each with its loop; `late` is what runs after the first
+    `last` ops if it fills nothing.
     """
-    last = max((j for j, op in enumerate(graph.ops) if op.phase != "update" or op.loop >= 0), default=-1) + 1
-    there = list(range(last))  # per op, the last op of the two passes that it needs
-    for op in graph.ops[last:]:
-        there.append(max((there[graph.values[v].producer[0]] for v in op.inputs if v is not None), default=-1))
-    update = sorted(range(last, len(graph.ops)), key=there.__getitem__)
-    gradients = {
-        j for j, op in enumerate(graph.ops[:last])
-        if op.phase == "backward" and op.traits.deferrable and all(sites[v].collective_class == "gradient" for v in op.outputs)
-    }  # fmt: skip
-    deferred = [j for j in sorted(gradients) if defer and graph.ops[j].loop < 0]
-    fills = _fills(graph, sites, work_s, in_flight, blocked_s, deferred, {j: there[j] for j in update}) if defer else {}
     of_loop: list[int] = []
     for j, op in enumerate(graph.ops[:last]):
         if of_loop and (op.traits.leaves_region or op.loop != graph.ops[of_loop[-1]].loop):
             yield from ((at, False) for at in of_loop)
             of_loop.clear()
         yield from ((at, True) for at in fills.get(j, ()))
-        if j in gradients and op.loop >= 0:
-            of_loop.append(j)
-        elif j not in gradients or not defer:
+        if j not in gradients:
             yield j, False
+        elif gradients[j] >= 0:
+            of_loop.append(j)
     done = {at for some in fills.values() for at in some}
-    yield from ((j, False) for j in (*of_loop, *deferred, *update) if j not in done)
+    yield from ((j, False) for j in (*of_loop, *late) if j not in done)
 
 
-def _fills(
-    graph: Graph,
-    sites: Sequence[CollectiveSite],
-    work_s: Sequence[float],
-    in_flight: Collection[int],
-    blocked_s: Mapping[int, float],
-    deferred: Sequence[int],
-    update: Mapping[int, int],
-) -> dict[int, list[int]]:
-    """Op of the backward pass that waits for a blocking collective -> what runs meanwhile, in order (rule 7).
-
-    `deferred` are products of gradients; `update` maps ops of the optimizer, in their order, to the last op of the two passes that each
-    needs, or -1. The other arguments are those of `_order`.
-    """
-    late = set(deferred)  # and what needs these, or a collective
+def _ready(
+    graph: Graph, sites: Sequence[CollectiveSite], in_flight: Collection[int], deferred: Sequence[int], update: Mapping[int, int]
+) -> list[int]:
+    """Ops of the optimizer that may fill a blocking collective: they need neither deferred products nor gradients in flight."""
+    late = set(deferred)
     for j in sorted(update):
         inputs = [v for v in graph.ops[j].inputs if v is not None]
         if any(
@@ -190,10 +155,21 @@ def _fills(
             for v in inputs
         ):
             late.add(j)
-    ready, products = [j for j in update if j not in late and graph.ops[update[j]].phase == "backward"], list(deferred)
+    return [j for j, needs in update.items() if j not in late and graph.ops[needs].phase == "backward"]
+
+
+def _fills(
+    work_s: Sequence[float], blocked_s: Mapping[int, float], update: Mapping[int, int], ready: list[int], deferred: Sequence[int]
+) -> dict[int, list[int]]:
+    """Op that waits for a blocking collective -> what runs meanwhile, in order (rule 7).
+
+    `blocked_s` are seconds by waiting op, the last first; `update` maps ops of the optimizer to the last op of the two passes that each
+    needs, or -1; `ready` are those of them that may fill, and are used up.
+    """
+    products = list(deferred)
     out: dict[int, list[int]] = {}
-    for j in sorted((j for j in blocked_s if graph.ops[j].phase == "backward"), reverse=True):
-        seconds, some = blocked_s[j], out.setdefault(j, [])
+    for j, seconds in blocked_s.items():
+        some = out.setdefault(j, [])
         while ready and update[ready[0]] < j and seconds > 0:
             some.append(ready.pop(0))
             seconds -= work_s[some[-1]]
@@ -209,9 +185,7 @@ def _fills(
 def runs_at(graph: Graph, deferred_until: Mapping[int, int]) -> list[int]:
     """Per op, the number of the op at whose place it runs, by rule 8.
 
-    Args:
-        graph: the step.
-        deferred_until: op that makes a gradient -> the op when its collective starts; by default at once.
+    `deferred_until` maps an op that makes a gradient to the op when its collective starts, by default at once.
     """
     out, needed = list(range(len(graph.ops))), [len(graph.ops)] * len(graph.values)
     for at, op in reversed(list(enumerate(graph.ops))):
