@@ -84,9 +84,8 @@ def _read(g: _Recorder, jaxpr, values: Sequence[int | None], path: Path) -> list
 
     def run(n: int, eqn, inputs) -> Sequence[int | None]:
         outer = g.source, g.phase
-        file, line, function = _jax.source(eqn)
-        if file:
-            g.source = Source(file, line, function)
+        if (source := _jax.source(eqn))[0]:
+            g.source = Source(*source)
         g.phase = _phase(g, eqn, path)
         outputs = _equation(g, eqn, inputs, (*path, n))
         g.source, g.phase = outer
@@ -112,12 +111,12 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
 
 def _unchanged(eqn, inputs: list[int | None]) -> int | None:
     """The operand that an equation returns unchanged: Python's `sum` starts with 0 + x, which XLA drops."""
-    if eqn.primitive.name != "add":
-        return None
-    for v, zero, x in zip(inputs, reversed(eqn.invars), eqn.invars, strict=True):
-        is_zero = isinstance(zero, _jax.Literal) and not np.any(zero.val)
-        if is_zero and (x.aval.shape, x.aval.dtype) == (eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype):
-            return v
+    if eqn.primitive.name == "add":
+        result = eqn.outvars[0].aval
+        for v, zero, x in zip(inputs, reversed(eqn.invars), eqn.invars, strict=True):
+            is_zero = isinstance(zero, _jax.Literal) and not np.any(zero.val)
+            if is_zero and (x.aval.shape, x.aval.dtype) == (result.shape, result.dtype):
+                return v
     return None
 
 
@@ -182,11 +181,10 @@ def _trip_count(eqn) -> float:
         if not isinstance(stop, _jax.Literal):
             stop = carries[cond.invars.index(stop) - n_cond]
         (step,) = [e for e in body.eqns if e.outvars and e.outvars[0] is body.outvars[index]]
-        if test.primitive.name == "lt" and step.primitive.name == "add" and np.ndim(step.invars[1].val) == 0:
-            return max(1.0, float(np.ceil((stop.val - start.val) / step.invars[1].val)))
+        counts = test.primitive.name == "lt" and step.primitive.name == "add" and np.ndim(step.invars[1].val) == 0
+        return max(1.0, float(np.ceil((stop.val - start.val) / step.invars[1].val))) if counts else 1.0
     except (AttributeError, ValueError, IndexError, TypeError):
-        pass
-    return 1.0
+        return 1.0
 
 
 def _cond(g: _Recorder, eqn, inputs, path: Path) -> list[int]:

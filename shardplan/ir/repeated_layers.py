@@ -73,16 +73,9 @@ def _path_patterns(graph: Graph) -> dict[int, str]:
 
 def _updated_leaves(graph: Graph, pattern: dict[int, str]) -> dict[int, tuple[str, ...]]:
     """Per op of the optimizer, the paths of the inputs and outputs that arrays (not scalars) connect it to."""
-
-    def connects(i: int) -> bool:
-        return graph.ops[i].phase == "update" or graph.ops[i].traits.endpoint
-
-    def pairs():
-        for value in graph.values:
-            if value.shape:
-                yield from pairwise(at for at in (value.producer[0], *(at for at, _ in value.consumers)) if connects(at))
-
-    component = components(len(graph.ops), pairs())
+    connects = [op.phase == "update" or op.traits.endpoint for op in graph.ops]
+    ends = ((value.producer[0], *(at for at, _ in value.consumers)) for value in graph.values if value.shape)
+    component = components(len(graph.ops), (pair for some in ends for pair in pairwise(at for at in some if connects[at])))
     labels: dict[int, set[str]] = {}
     for i, op in enumerate(graph.ops):
         if op.traits.endpoint:

@@ -22,8 +22,7 @@ def accumulated_operands(graph: Graph) -> dict[tuple[int, int], int]:
     out: dict[tuple[int, int], int] = {}
     for start, end in _carries(graph).items():
         (v,) = graph.ops[end].inputs
-        at = None if v is None else graph.maker(v)
-        if at is None or not graph.ops[at].traits.addition or graph.ops[at].loop != graph.ops[end].loop:
+        if v is None or not graph.ops[at := graph.maker(v)].traits.addition or graph.ops[at].loop != graph.ops[end].loop:
             continue
         makers = [None if v is None else graph.maker(v) for v in graph.ops[at].inputs]
         if start not in makers or any(reader != at for reader in graph.readers(graph.ops[start].outputs[0])):

@@ -77,11 +77,10 @@ def _leaves_the_pass(graph: Graph) -> list[bool]:
     """Per value, whether nothing in the pass that makes it computes with it."""
     out = [True] * len(graph.values)
     for op in reversed(graph.ops):
-        if op.traits.leaves_region or op.phase == "update":
-            continue
-        for v in op.inputs:
-            if v is not None and not (hands_on(op) and all(out[w] for w in op.outputs)):
-                out[v] = False
+        if not (op.traits.leaves_region or op.phase == "update" or (hands_on(op) and all(out[w] for w in op.outputs))):
+            for v in op.inputs:
+                if v is not None:
+                    out[v] = False
     return out
 
 

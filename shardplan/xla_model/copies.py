@@ -108,9 +108,9 @@ def _insert(graph: Graph, wanted: Sequence[tuple[int, int, int, _Copy]]) -> Grap
         new[at] = Op("shared_copy", (renamed[v],), (made[i],), avals, avals, {}, path, source=op.source, phase=op.phase, **times)
         if (first := copy.earlier) is not None:
             retainable[at] = (behind[through[first]] + through[first], 0) if first in through else (moved[first[0]], first[1])
+    read = {reader: made[i] for reader, i in through.items()}
     for at, op in enumerate(graph.ops):
-        read = ((v, through.get((at, k))) for k, v in enumerate(op.inputs))
-        inputs = tuple(None if v is None else renamed[v] if i is None else made[i] for v, i in read)
+        inputs = tuple(None if v is None else read.get((at, k), renamed[v]) for k, v in enumerate(op.inputs))
         new[moved[at]] = replace(op, inputs=inputs, outputs=tuple(renamed[v] for v in op.outputs))
     ops = tuple(new[at] for at in range(len(new)))
     copied = dict(zip(renamed, graph.values, strict=True)) | {made[i]: graph.values[v] for i, (_, v, *_) in enumerate(wanted)}
@@ -118,13 +118,10 @@ def _insert(graph: Graph, wanted: Sequence[tuple[int, int, int, _Copy]]) -> Grap
     for at, op in enumerate(ops):
         for k, v in enumerate(op.inputs):
             consumers.setdefault(v, []).append((at, k))
+    producers = ((v, (at, k)) for at, op in enumerate(ops) for k, v in enumerate(op.outputs))
     return Graph(
         ops,
-        tuple(
-            replace(copied[v], producer=(at, k), consumers=tuple(consumers.get(v, ())))
-            for at, op in enumerate(ops)
-            for k, v in enumerate(op.outputs)
-        ),
+        tuple(replace(copied[v], producer=producer, consumers=tuple(consumers.get(v, ()))) for v, producer in producers),
         tuple(replace(loop, start=moved[loop.start], stop=moved[loop.stop]) for loop in graph.loops),
         tuple((moved[a], moved[b]) for a, b in graph.same_layout),
         tuple(moved[a] for a in graph.args),

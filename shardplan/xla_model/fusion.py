@@ -34,10 +34,8 @@ def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool]) -> t
     for v in reversed(range(len(graph.values))):
         at, _ = graph.values[v].producer
         op, fusion = graph.ops[at], rules[at].fusion
-        if op.traits.materialised:
-            continue
-        if fusion == "view":
-            out[v] = False
+        if op.traits.materialised or fusion == "view":
+            out[v] = op.traits.materialised
             continue
         reached = list(graph.reached(v, lambda at: _seen_through(graph, rules, at)))
         if op.scalar_broadcast and not any(graph.ops[c].traits.stores_operand for c in reached):
@@ -53,9 +51,8 @@ def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool]) -> t
             out[v] = False
     for v in (*transposed_in_memory(graph, rules), *_shared_zeros(graph)):
         out[v] = True
-    for v in _cheaper_to_read(graph, rules, out, sums):  # which depends on the values above
-        out[v] = True
-    return tuple(out)
+    cheaper_to_read = _cheaper_to_read(graph, rules, out, sums)
+    return tuple(written or v in cheaper_to_read for v, written in enumerate(out))
 
 
 def _seen_through(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
@@ -65,10 +62,9 @@ def _seen_through(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
 
 def _absorbs(graph: Graph, rules: Sequence[Rule], producer: Op, at: int, prologue: bool) -> bool:
     """Whether op `at` computes what `producer` makes inside its own kernel."""
-    reader = graph.ops[at]
-    if reader.traits.border and not reader.traits.copy:
-        return False
-    return runs_in(producer) == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.traits.matmul))
+    reader, fuses = graph.ops[at], rules[at].fusion in FUSIBLE
+    inside = reader.traits.copy or not reader.traits.border
+    return inside and runs_in(producer) == reader.loop and (fuses or (prologue and reader.traits.matmul))
 
 
 def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:

@@ -137,15 +137,13 @@ def _fuses(graph: Graph, rules: Sequence[Rule], reader: int) -> bool:
 
 def _groups(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[int]:
     """Per op, its group: the producer and the readers of a value inside fusions."""
-
-    def pairs():
-        for v, value in enumerate(graph.values):
-            at, loop = value.producer[0], rules[value.producer[0]].fusion == "loop"
-            for reader, _ in value.consumers:
-                if value.shape and (not written[v] or (loop and _fuses(graph, rules, reader))):
-                    yield at, reader
-
-    return components(len(graph.ops), pairs())
+    pairs = (
+        (value.producer[0], reader)
+        for v, value in enumerate(graph.values) if value.shape
+        for reader, _ in value.consumers
+        if not written[v] or (rules[value.producer[0]].fusion == "loop" and _fuses(graph, rules, reader))
+    )  # fmt: skip
+    return components(len(graph.ops), pairs)
 
 
 def _levels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> list[int]:

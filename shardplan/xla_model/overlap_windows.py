@@ -84,19 +84,14 @@ def overlap_windows(
     gradients = {key: w for key, w in late.windows.items() if w.stream[0] == "gradient"}
     scatters = {key: w if key[0] in scattered else as_all(key, w, "reduce-scatter", shards) for key, w in gradients.items()}
     known = combined(early.windows)
+    gradients_made = ([at for at, *_ in some] for some in known if merged(some.values()).stream[0] == "gradient")
+    deferred = {at: max(made) for made in gradients_made for at in made}
     return OverlapWindows(
         {**_overlapped_s(graph, early, reduced, seconds), **early.schedule.hidden_s},
         _overlapped_s(graph, late, scatters, seconds),
-        _deferred_until(known, early.schedule),
+        deferred | {j: max(deferred.get(j, j), after) for j, after in early.schedule.runs_after.items()},
         dict(_prefetch_start(known, early, seconds)),
     )
-
-
-def _deferred_until(known: Sequence[Mapping[Key, Window]], early: Schedule) -> dict[int, int]:
-    """`OverlapWindows.deferred_until`."""
-    made = ([at for at, *_ in some] for some in known if merged(some.values()).stream[0] == "gradient")
-    out = {at: max(together) for together in made for at in together}
-    return out | {j: max(out.get(j, j), after) for j, after in early.runs_after.items()}
 
 
 def _prefetch_start(known: Sequence[Mapping[Key, Window]], early: _Windows, seconds: Seconds) -> Iterator[tuple[int, int]]:

@@ -65,7 +65,5 @@ def _adjacent_dims(op: Op) -> list[tuple[int, int]]:
     """Pairs of dims of a product's result that lie one after the other in memory."""
     (left, right), (batch, batch_right) = op.params["dimension_numbers"]
     free = [len(x.shape) - len(c) - len(b) for x, c, b in zip(op.ins, (left, right), (batch, batch_right), strict=True)]
-    ends, out = (0, len(batch), len(batch) + free[0], sum(free) + len(batch)), []
-    for start, stop in pairwise(ends):
-        out += pairwise(d for d in range(start, stop) if op.outs[0].shape[d] > 1)
-    return out
+    ends, shape = (0, len(batch), len(batch) + free[0], sum(free) + len(batch)), op.outs[0].shape
+    return [pair for start, stop in pairwise(ends) for pair in pairwise(d for d in range(start, stop) if shape[d] > 1)]

@@ -149,11 +149,10 @@ def _ready(
     """Ops of the optimizer that may fill a blocking collective: they need neither deferred products nor gradients in flight."""
     late = set(deferred)
     for j in sorted(update):
-        inputs = [v for v in graph.ops[j].inputs if v is not None]
         if any(
             graph.values[v].producer[0] in late or (sites[v].collective_class == "gradient" and sites[v].origin in in_flight)
-            for v in inputs
-        ):
+            for v in graph.ops[j].inputs if v is not None
+        ):  # fmt: skip
             late.add(j)
     return [j for j, needs in update.items() if j not in late and graph.ops[needs].phase == "backward"]
 
