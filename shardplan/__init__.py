@@ -34,27 +34,15 @@ HOME = {
 }
 
 __all__ = [
-    "Auto",
-    "Cluster",
-    "Layout",
-    "MeshShape",
-    "Plan",
-    "PlanDiff",
-    "PlanFileError",
-    "ShardingError",
-    "ShardingWarning",
-    "auto",
-    "calibrate",
-    "check",
-    "register_rule",
-]
+    "Auto", "Cluster", "Layout", "MeshShape", "Plan", "PlanDiff", "PlanFileError", "ShardingError", "ShardingWarning", "auto",
+    "calibrate", "check", "register_rule",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{HOME[name]}"), name)
-    globals()[name] = value
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{HOME[name]}"), name)
     return value
 
 

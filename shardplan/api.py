@@ -38,10 +38,6 @@ R = TypeVar("R")
 MEMORY_SAVING = {"slight": 0.25, "moderate": 0.5, "heavy": 0.75}
 """Words for memory: how far from the peak of the fastest plan (0) to the least possible peak (1)."""
 
-NO_LIMIT = "disable"
-DEVICE_LIMIT = "adaptive"
-USER_SHARDINGS = ("keep", "hint", "ignore")
-
 
 def auto(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
@@ -69,8 +65,8 @@ def auto(
 
     Args:
         mesh: with Auto or Explicit axes; an `AbstractMesh` plans only.
-        in_shardings, out_shardings: as in `jax.jit`, tree prefixes of PartitionSpecs or NamedShardings. None and `P.UNCONSTRAINED` dims
-            are left to the planner.
+        in_shardings: as in `jax.jit`, a tree prefix of PartitionSpecs or NamedShardings; None and `P.UNCONSTRAINED` dims are planned.
+        out_shardings: as `in_shardings`, of the results.
         pins: PartitionSpecs by path pattern of the inputs, e.g. {"params/**/kernel": P(None, "model")}.
         memory: bytes per device, a number or "80GB"; None or "adaptive": what the device has; inf or "disable": no limit. "slight",
             "moderate" and "heavy" save memory: 25, 50, 75 % of the way from the fastest plan's peak to the least possible peak.
@@ -83,7 +79,12 @@ def auto(
         plan: a plan or a plan file to reuse without solving.
         verify: compile the plan for this target ("h100:8"; True: devices at hand), price what XLA does beyond it, and solve again,
             up to three plans; see `Plan.verified`. Not done for a plan that is reused.
-        static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, jit_options: as in `jax.jit`.
+        static_argnums: as in `jax.jit`.
+        static_argnames: as in `jax.jit`.
+        donate_argnums: as in `jax.jit`.
+        donate_argnames: as in `jax.jit`.
+        keep_unused: as in `jax.jit`.
+        **jit_options: further options of `jax.jit`.
 
     Raises:
         ShardingError: for an option that cannot be; when planning, if a pin cannot hold or nothing fits the memory.
@@ -91,11 +92,7 @@ def auto(
     given = dict(locals())
     jit = {k: given.pop(k) for k in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")}
     options = AutoOptions(**given, jit_arguments=jit)
-
-    def decorate(fun: Callable[P, R]) -> Auto[P, R]:
-        return Auto(fun, options)
-
-    return decorate
+    return lambda fun: Auto(fun, options)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -124,7 +121,7 @@ class AutoOptions:
             raise ShardingError(
                 f"auto() takes a mesh first, not {type(self.mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))"
             )
-        for name, words in (("search", SEARCHES), ("user_shardings", USER_SHARDINGS)):
+        for name, words in (("search", SEARCHES), ("user_shardings", ("keep", "hint", "ignore"))):
             if getattr(self, name) not in words:
                 raise ShardingError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(repr, words))}")
         if not (isinstance(self.compute_scale, (int, float)) and 0 < self.compute_scale < float("inf")):
@@ -165,12 +162,12 @@ class AutoOptions:
     @functools.cached_property
     def given_bytes(self) -> float | None:
         """The memory in bytes per device that the user gave, if it is an amount."""
-        if self.memory is None or self.memory == DEVICE_LIMIT or self.memory_saving:
+        if self.memory is None or self.memory == "adaptive" or self.memory_saving:
             return None
         try:
-            return float("inf") if self.memory == NO_LIMIT else parse_bytes(self.memory)
+            return float("inf") if self.memory == "disable" else parse_bytes(self.memory)
         except ValueError:
-            words = ", ".join((DEVICE_LIMIT, NO_LIMIT, *MEMORY_SAVING))
+            words = ", ".join(("adaptive", "disable", *MEMORY_SAVING))
             raise ShardingError(
                 f"memory={self.memory!r} is no amount of memory.\n  ways out: bytes, text like '80GB' or '74.5GiB', or one of {words}"
             ) from None
@@ -181,10 +178,6 @@ class AutoOptions:
         limit = self.machine.device.memory_bytes if self.given_bytes is None else self.given_bytes
         return None if limit == float("inf") else float(limit)
 
-    def jit(self, fun: Callable):
-        """`jax.jit` of a function with the static and donated arguments of these options."""
-        return jax.jit(fun, **self.jit_arguments)
-
 
 class Auto(Generic[P, R]):
     """A step that plans itself; made by `auto`. Call it like the function it wraps."""
@@ -192,7 +185,7 @@ class Auto(Generic[P, R]):
     def __init__(self, fun: Callable[P, R], options: AutoOptions):
         functools.update_wrapper(self, fun, updated=())
         self._fun, self.options = fun, options
-        self._static = _jax.static_arguments(options.jit(fun))
+        self._static = _jax.static_arguments(jax.jit(fun, **options.jit_arguments))
         self._steps: dict[Any, PlannedStep] = {}
         self._last: PlannedStep | None = None
         self._explicit = not _jax.is_auto(options.mesh)
@@ -225,7 +218,7 @@ class Auto(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def _step(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[PlannedStep, tuple]:
-        """(the planned step of a call's signature, the operands it takes: what is not static, keyword arguments last)."""
+        """(the planned step of a call's signature, the operands it takes)."""
         from shardplan.step import Call, plan_step  # the first plan loads the solver, not `import shardplan`
 
         call = Call.of(args, kwargs, *self._static)

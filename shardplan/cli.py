@@ -39,10 +39,15 @@ from shardplan.units import parse_bytes
 from shardplan.xla_model.facts import facts, facts_text
 
 SAME, DIFFERENT, ERROR = 0, 1, 2
+NOT_OF_USER = (f"{Path(__file__).parent}{os.sep}", "<", os.path.dirname(os.__file__))
+"""File names of this package, of code without a file, and of the standard library begin so."""
 
 
 class _UsageError(Exception):
     """An error of the user, with all there is to say."""
+
+
+USER_ERRORS = _UsageError, ShardingError, PlanFileError, ClusterError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             warnings.simplefilter("always", ShardingWarning)
-            return options.run(options)
-    except (_UsageError, ShardingError, PlanFileError, ClusterError) as error:
+            return options.run(options) or SAME
+    except USER_ERRORS as error:
         print(f"shardplan: {error}", file=sys.stderr)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough
@@ -102,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     _add_views(plan)
 
-    show = _command(commands, "show", _show, "print a plan file")
+    show = _command(commands, "show", lambda options: _print(Plan.load(options.file), options), "print a plan file")
     show.add_argument("file")
     _add_views(show)
 
@@ -165,7 +170,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 # ---- the commands
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> None:
     axes = parse_mesh(options.mesh)
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
     names = "cluster", "memory", "search", "time_limit", "donate_argnums"
@@ -173,16 +178,18 @@ def _plan(options: argparse.Namespace) -> int:
     if options.pin:
         asked["pins"] = dict(map(parse_pin, options.pin))
     step, args = _step(options)
-    planned = _planned_by(step, mesh, asked)
+    if not isinstance(step, Auto):
+        planned = auto(mesh, **asked)(step)
+    elif "donate_argnums" in asked:
+        raise _UsageError("--donate: the step was made by shardplan.auto, which says what is donated")
+    else:  # its own options stand where the command line has none
+        pins = {**(step.options.pins or {}), **asked.pop("pins", {})}
+        planned = step.with_options(mesh=mesh, plan=None, pins=pins, **asked)
     with _blamed(options, "planning"):
         plan = planned.plan(*args)
     if options.output:
         _write(options.output, plan.dumps())
-    return _print(plan, options)
-
-
-def _show(options: argparse.Namespace) -> int:
-    return _print(Plan.load(options.file), options)
+    _print(plan, options)
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -203,17 +210,15 @@ def _check(options: argparse.Namespace) -> int:
     return SAME if report.ok else DIFFERENT
 
 
-def _rules(options: argparse.Namespace) -> int:
+def _rules(options: argparse.Namespace) -> None:
     print((Path(__file__).parent / "strategies" / "rules.txt").read_text(), end="")
-    return SAME
 
 
-def _facts(options: argparse.Namespace) -> int:
+def _facts(options: argparse.Namespace) -> None:
     try:
         print(facts_text(options.id))
     except KeyError:
         raise ShardingError(f"there is no fact {options.id!r}.\n  facts: {', '.join(facts())}") from None
-    return SAME
 
 
 def _solve(argv: list[str]) -> int:
@@ -227,11 +232,10 @@ def _solve(argv: list[str]) -> int:
         raise _UsageError(f"this is no instance of the IOPDDL benchmark ({type(error).__name__}: {error})") from None
 
 
-def _print(plan: Plan, options: argparse.Namespace) -> int:
+def _print(plan: Plan, options: argparse.Namespace) -> None:
     if options.html:
         _write(options.html, plan.html())
     print(plan if options.brief else plan.explain().rstrip("\n"))
-    return SAME
 
 
 def _write(path: str, text: str) -> None:
@@ -243,7 +247,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _stay_on_cpu() -> None:
-    """Keeps JAX from looking for devices, which nothing here needs, unless the user chose a platform."""
+    """Keeps JAX from looking for devices, which no command needs, unless the user chose a platform."""
     if not os.environ.get("JAX_PLATFORMS") and not getattr(jax.config, "jax_platforms", None):
         os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes
         jax.config.update("jax_platforms", "cpu")
@@ -284,8 +288,8 @@ def _step(options: argparse.Namespace) -> tuple[Callable, tuple]:
     """The step and its arguments, from the function that the user named."""
     make = _function(options)
     with contextlib.suppress(TypeError, ValueError):
-        needed = [p.name for p in inspect.signature(make).parameters.values() if _needed(p)]
-        if needed:
+        parameters = inspect.signature(make).parameters.values()
+        if needed := [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
             raise _UsageError(
                 f"{options.step} takes {', '.join(needed)}.\n"
                 "  way out: name a function that takes nothing and returns (step, args), args being arrays or ShapeDtypeStructs"
@@ -299,19 +303,6 @@ def _step(options: argparse.Namespace) -> tuple[Callable, tuple]:
         )
     step, *rest = made
     return step, tuple(rest[0]) if len(rest) == 1 and type(rest[0]) in (tuple, list) else tuple(rest)
-
-
-def _needed(p: inspect.Parameter) -> bool:
-    return p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-
-
-def _planned_by(step: Callable, mesh, asked: dict[str, Any]):
-    """The step, to be planned on `mesh`; one that was made by `auto` keeps its own options where none is asked for."""
-    if not isinstance(step, Auto):
-        return auto(mesh, **asked)(step)
-    if asked.pop("donate_argnums", None) is not None:
-        raise _UsageError("--donate: the step was made by shardplan.auto, which says what is donated")
-    return step.with_options(mesh=mesh, plan=None, pins={**(step.options.pins or {}), **asked.pop("pins", {})}, **asked)
 
 
 def _function(options: argparse.Namespace) -> Callable:
@@ -353,18 +344,14 @@ def _blamed(options: argparse.Namespace, what: str):
     """Turns errors of the user's own code into one message with the line that they come from."""
     try:
         yield
-    except (_UsageError, ShardingError, PlanFileError, ClusterError):
+    except USER_ERRORS:
         raise
     except (Exception, SystemExit) as error:
         if options.traceback:
             traceback.print_exc()
         text = (str(error).strip().splitlines() or [""])[0]
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if _users(f.filename)]
-        at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        files = ((f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__))
+        lines = [(file, n) for file, n in files if not file.startswith(NOT_OF_USER) and "site-packages" not in file]
+        at = f" at {Path(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""
         hint = "" if options.traceback else "\n  --traceback shows more"
         raise _UsageError(f"{what} failed{at}: {type(error).__name__}{f': {text}' if text else ''}{hint}") from None
-
-
-def _users(file: str) -> bool:
-    ours = str(Path(__file__).parent) + os.sep
-    return not file.startswith((ours, "<")) and "site-packages" not in file and not file.startswith(os.path.dirname(os.__file__))

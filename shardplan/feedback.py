@@ -35,12 +35,9 @@ SAME_BYTES = 0.1
 
 @dataclass(frozen=True)
 class Overrun:
-    """A line on which XLA does more than planned.
+    """A line on which XLA does more than planned: `seconds` of a step beyond the plan's, and the correction of the next round's costs.
 
-    Attributes:
-        finding: what was planned there and what was emitted.
-        seconds: of a step, beyond what was planned.
-        correction: what it adds to the costs from the next round on; empty if no op of the plan is on that line.
+    The correction is empty if no op of the plan is on that line.
     """
 
     finding: CollectiveFinding
@@ -63,7 +60,7 @@ class Round:
         budget: bytes per device it was planned for, or None.
         seconds: of the compiled step; None when the compile failed.
         overruns: lines on which XLA does more than planned.
-        fits: whether XLA's peak is within the memory that there is.
+        fits: whether XLA's peak is within the user's budget.
     """
 
     report: PlanReport
@@ -91,22 +88,11 @@ class Round:
 
 @dataclass(frozen=True)
 class Verified:
-    """The rounds and which one was chosen. `print` it.
-
-    Attributes:
-        rounds: in order.
-        chosen: number of the round whose plan is used.
-        stopped: why there was no further round.
-    """
+    """The rounds, the number of the one whose plan is used, and why there was no further round. `print` it."""
 
     rounds: tuple[Round, ...]
     chosen: int
     stopped: str
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that is used."""
-        return self.rounds[self.chosen].plan
 
     def __str__(self) -> str:
         lines = []

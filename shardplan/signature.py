@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import jax
@@ -106,21 +108,17 @@ def path_text(keys: Sequence) -> str:
 
 def unique(labels: Iterable[str]) -> tuple[str, ...]:
     """The labels; a number is appended where keys with slashes make two paths equal."""
-    seen: dict[str, int] = {}
-    found = []
-    for label in labels:
-        seen[label] = seen.get(label, 0) + 1
-        found.append(label if seen[label] == 1 else f"{label}~{seen[label]}")
-    return tuple(found)
+    seen: dict[str, Iterator[int]] = defaultdict(lambda: count(1))
+    return tuple(label if (n := next(seen[label])) == 1 else f"{label}~{n}" for label in labels)
 
 
-def refuse_what_is_no_array(call: Call, fun: Callable) -> None:
+def refuse_non_arrays(call: Call, fun: Callable) -> None:
     """Raises ShardingError if a leaf of an operand is neither an array nor a number, or is a mutable array."""
     for n, leaf in enumerate(jax.tree.leaves(call.operands)):
         if _jax.is_ref(leaf):
             refuse_refs([leaf], "takes")
         array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not (isinstance(leaf, np.ndarray) and leaf.dtype == object)
-        if not array and not isinstance(leaf, (bool, int, float, complex)):
+        if not array and not isinstance(leaf, (int, float, complex)):
             raise ShardingError(
                 f"argument {call.labels(fun)[n]} is {type(leaf).__name__} {str(leaf)[:40]!r}, not an array.\n"
                 "  ways out: make it an array, or name it in static_argnums or static_argnames"
@@ -151,11 +149,8 @@ def state_pairs(in_tree, in_leaves: Sequence, out_tree, out_leaves: Sequence) ->
     """
 
     def parts(trees, leaves) -> list[tuple]:
-        at, out = 0, []
-        for tree in trees:
-            out.append((at, (tree, [(x.shape, x.dtype) for x in leaves[at : at + tree.num_leaves]])))
-            at += tree.num_leaves
-        return out
+        ends = list(accumulate((tree.num_leaves for tree in trees), initial=0))
+        return [(a, (tree, [(x.shape, x.dtype) for x in leaves[a:b]])) for tree, (a, b) in zip(trees, pairwise(ends), strict=True)]
 
     taken = parts(arguments(in_tree), in_leaves)
     (result,) = parts([out_tree], out_leaves)

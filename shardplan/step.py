@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,17 +29,7 @@ from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
 from shardplan.plan.reuse import matching_pins, saved_decisions
 from shardplan.searches import SEARCHES
-from shardplan.signature import (
-    Call,
-    arguments,
-    path_text,
-    prefix_pins,
-    refuse_refs,
-    refuse_what_is_no_array,
-    spec_of,
-    state_pairs,
-    unique,
-)
+from shardplan.signature import Call, arguments, path_text, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
 from shardplan.view.progress import Progress
 
 if TYPE_CHECKING:
@@ -83,7 +74,9 @@ class PlannedStep:
             if not _jax.refuses_placement(error):
                 raise
         leaves, tree = jax.tree.flatten(operands)
-        placed = [x if _is_number(x) else jax.device_put(x, s) for x, s in zip(leaves, self.in_shardings, strict=True)]
+        placed = [
+            x if isinstance(x, (int, float, complex)) else jax.device_put(x, s) for x, s in zip(leaves, self.in_shardings, strict=True)
+        ]
         out = self.jitted(*jax.tree.unflatten(tree, placed))
         for n in self.donated:  # what was donated is gone, also where a copy of it was moved first
             if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
@@ -93,12 +86,8 @@ class PlannedStep:
     def argument_leaves(self, tree) -> list[list[Leaf]]:
         """Planned leaves of every argument of this structure."""
         inputs = iter(self.plan.inputs)
-        parts = [(part, [next(inputs) for _ in range(part.num_leaves)]) for part in arguments(self.plan.context.in_tree)]
+        parts = [(part, list(islice(inputs, part.num_leaves))) for part in arguments(self.plan.context.in_tree)]
         return [leaves for part, leaves in parts if part == tree]
-
-
-def _is_number(x) -> bool:
-    return isinstance(x, (bool, int, float, complex))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,11 +119,17 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
         return plan_step(fun, call, replace(options, pins=changed, search=search or options.search, plan=None, verify=None)).plan
 
     def context(decisions: Decisions, planned: Planned | None = None) -> PlanContext:
-        def program(plan: Plan) -> tuple[Callable, tuple]:
-            return step.jit(decisions, plan).jitted, step.operands
-
         dtypes = dict(zip(step.traced.in_labels, [x.dtype for x in jax.tree.leaves(step.operands)], strict=True))
-        return PlanContext(options.mesh, step.in_tree, jax.tree.structure(step.out_info), dtypes, replan, program, planned)
+        out_tree = jax.tree.structure(step.out_info)
+        return PlanContext(
+            options.mesh,
+            step.in_tree,
+            out_tree,
+            dtypes,
+            replan,
+            lambda plan: (step.jit(decisions, plan).jitted, step.operands),
+            planned,
+        )
 
     asked = step.options()
     if (saved := options.saved_plan) is not None:
@@ -151,7 +146,8 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
         plan = solve(asked.memory)
     else:
         found = verified(solve, None if options.verify is True else options.verify, asked.memory, options.machine)
-        plan = found.plan.with_context(replace(found.plan.context, verified=found))
+        plan = found.rounds[found.chosen].plan
+        plan = plan.with_context(replace(plan.context, verified=found))
     for primitive, source in plan.unknown:
         warn(
             f"no rule for primitive {primitive!r} at {source}: it runs replicated on every device.\n  way out: shardplan.register_rule"
@@ -164,7 +160,7 @@ class TracedStep:
     """A step traced for one signature.
 
     Attributes:
-        auto: the options of `auto`.
+        auto: options.
         twin: the mesh with axes of type Auto, on which the step is traced and emitted.
         name: of the user's function.
         program: the jaxpr as traced.
@@ -188,7 +184,7 @@ class TracedStep:
     @classmethod
     def of(cls, fun: Callable, call: Call, auto: AutoOptions) -> TracedStep:
         """Traces a function for a call's shapes, as `jax.jit` does."""
-        refuse_what_is_no_array(call, fun)
+        refuse_non_arrays(call, fun)
         twin = _jax.auto_twin(auto.mesh)
         with _jax.within(twin):
             traced = _trace(fun, call, auto)
@@ -280,7 +276,7 @@ def _trace(fun: Callable, call: Call, auto: AutoOptions):
     """
     args, kwargs = call.abstract()
     try:
-        return auto.jit(fun).trace(*args, **kwargs)
+        return jax.jit(fun, **auto.jit_arguments).trace(*args, **kwargs)
     except ValueError as error:
         if _jax.refuses_shard_map_mesh(error):
             raise ShardingError(
@@ -293,7 +289,7 @@ def _trace(fun: Callable, call: Call, auto: AutoOptions):
         unknown = error
     why, way = f"the step asks for layouts that the mesh has no axis for: {unknown}", f"name axes of {auto.shape}"
     try:
-        traced = auto.jit(_jax.without_mesh(fun)).trace(*args, **kwargs)
+        traced = jax.jit(_jax.without_mesh(fun), **auto.jit_arguments).trace(*args, **kwargs)
     except Exception:
         raise ShardingError(f"{why}\n  way out: {way}, or plan on a mesh that has it") from unknown
     warn(f"{why}\n  All that it asks for only where there is a mesh is left to the planner.\n  way out: {way}")

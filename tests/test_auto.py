@@ -402,7 +402,6 @@ def test_fix_answers_what_if(mesh, params):
     fixed = plan.fix("up", P("data", None))
     assert next(x for x in fixed.inputs if x.path == "params/up").layout.spec() == ("data", None)
     assert fixed.seconds["total"] >= plan.seconds["total"] * (1 - 1e-9)
-    assert plan.diff(plan) or True
     assert not plan.diff(plan)
 
 

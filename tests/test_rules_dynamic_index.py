@@ -12,7 +12,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.emit.shard_local.dynamic_index import scatter
+from shardplan.emit.shard_local.halo import HaloDim
 from shardplan.mesh.layout import MeshShape
+from shardplan.strategies.halo import Halo
 from shardplan.testing import difference
 from shardplan.xla import available
 from shardplan.xla.hlo.collectives import collectives
@@ -101,6 +104,20 @@ def test_one_row_is_written_where_it_lies_and_nothing_moves(how, mesh):
     for i in (0, 7, 8, 31, 32, 100):
         np.testing.assert_array_equal(step(table, jnp.int8(i), row), getattr(table.at[jnp.int8(i)], how)(row))
     assert emitted(step, table, jnp.int8(0), row) == []
+
+
+@pytest.mark.parametrize("name", ["scatter-add", "scatter_add"])
+def test_one_row_outside_the_shard_is_not_added_whatever_the_primitive_is_called(name, monkeypatch):
+    """JAX has written the primitive's name both ways; a lookup of the shard's own row as the update would add that row twice."""
+    table, row, at = array(32, 8), jnp.full(8, 100.0), jnp.int32(9)
+    monkeypatch.setattr(lax.scatter_add_p, "name", name)
+    (eqn,) = (e for e in jax.make_jaxpr(lambda t, i, r: t.at[i].add(r))(table, at, row).eqns if e.primitive is lax.scatter_add_p)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    halos = [[HaloDim(0, Halo(), 32, 32, ("x",), 8)], [], []]
+    run = jax.shard_map(
+        lambda *shards: scatter(eqn, shards, halos)[0], mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"), check_vma=False
+    )
+    assert difference(jax.jit(run)(table, at[None], row), table.at[9].add(row)) is None
 
 
 def test_a_cache_sharded_along_the_sequence_takes_several_tokens_at_a_time(mesh):

@@ -7,7 +7,7 @@ planned one in some places: each is a function here, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +15,6 @@ from itertools import pairwise
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.space import StrategySpace
 from shardplan.emit.emit import BARRIER, EmitDecision
-from shardplan.emit.shard_local.forms import is_local
 from shardplan.ir.graph import Graph, Op, Path
 from shardplan.mesh.layout import Layout
 
@@ -31,10 +30,8 @@ def decide(network: CostNetwork, strategies: Sequence[int], retained: Collection
     Returns:
         By path in the nested jaxprs, what is constrained at that op; ops without constraints are left out.
     """
-    decided = _Decided(network, strategies, retained)
-    ops = enumerate(decided.graph.ops)
-    found = ((op.path, decided.decision(i)) for i, op in ops if not op.traits.copy)
-    return {path: decision for path, decision in found if decision}
+    decided = _Decided(network, network.space, network.space.graph, strategies, retained)
+    return {op.path: found for i, op in enumerate(decided.graph.ops) if not op.traits.copy and (found := decided.decision(i))}
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,16 +39,10 @@ class _Decided:
     """A cost network with one strategy per op."""
 
     network: CostNetwork
+    space: StrategySpace
+    graph: Graph
     strategies: Sequence[int]
     retained: Collection[int]
-
-    @property
-    def space(self) -> StrategySpace:
-        return self.network.space
-
-    @property
-    def graph(self) -> Graph:
-        return self.space.graph
 
     def producer(self, v: int) -> Op:
         return self.graph.ops[self.graph.values[v].producer[0]]
@@ -62,26 +53,25 @@ class _Decided:
         return op.inputs[0] if op.traits.copy else None
 
     def layout(self, v: int) -> Layout:
-        """The layout that a value is made in."""
         i, r = self.graph.values[v].producer
         return self.space.strategies[i].results[r][self.strategies[i]]
 
     def operand_layout(self, i: int, k: int) -> Layout:
-        """The layout that op i reads its operand k in."""
         return self.space.strategies[i].operands[k][self.strategies[i]]
 
     # ---- one op
 
     def decision(self, i: int) -> EmitDecision:
         op = self.graph.ops[i]
-        local = is_local(op.traits, self.space.rules[i], self.space.strategies[i].factors[self.strategies[i]])
+        factors = self.space.strategies[i].factors[self.strategies[i]]
+        local = op.traits.runs_on_shards or not self.space.rules[i].shard_local.isdisjoint(factors)  # all its layouts are decided
         copies = tuple(self.copy_number(i, v) for v in op.inputs)
         reads = tuple(self.read(i, k, v, copies[k], local) for k, v in enumerate(op.inputs))
         results = tuple(self.result(i, v, local) for v in op.outputs)
         return EmitDecision(reads, results, copies if any(copies) else ())
 
     def copy_number(self, i: int, v: int | None) -> int:
-        """Which copy of an array op i reads: `EmitDecision.copies`."""
+        """As in `EmitDecision.copies`."""
         if v is None:
             return 0
         return BARRIER if self.reads_behind_barrier(i, v) else self.regathers.get(self.graph.values[v].producer[0], 0)
@@ -110,11 +100,12 @@ class _Decided:
     # ---- reshards
 
     def reshard_path(self, v: int, wanted: Layout) -> tuple[Layout, ...]:
-        """The layouts between the one that a value is made in and the one it is wanted in, that one included.
+        """The layouts from the one that a value is made in (excluded) to the one it is wanted in (included).
 
         One constraint per collective: XLA's partitioner, given only the last layout, may replicate the array first, or all-reduce a
-        partial sum where the path has two reduce-scatters. A partial sum is constrained to what of it is sharded so far; the
-        partial result of a gather also where it is made, since XLA otherwise loses the path, or aborts.
+        partial sum where the path has two reduce-scatters (facts: partition-one-constraint-per-step, partition-two-dims-all-reduce).
+        A partial sum is constrained to its dims as sharded so far; the partial result of a gather also where it is made, since XLA
+        otherwise loses the path, or aborts.
         """
         made = self.layout(v)
         if wanted == made or wanted.partial:
@@ -138,15 +129,14 @@ class _Decided:
 
         They are constrained where they are made: sharding propagation runs backwards, too, and would make them in that reader's layout.
         """
-        return frozenset(self._reshard_sources())
-
-    def _reshard_sources(self) -> Iterator[int]:
+        found = set()
         for i, op in enumerate(self.graph.ops):
             for k, v in enumerate(op.inputs):
                 while v is not None and self.reshard_path(v, self.operand_layout(i, k)):
-                    yield v
+                    found.add(v)
                     source = self.copied(v)
                     v = source if source is not None and self.layout(source) == self.layout(v) else None
+        return frozenset(found)
 
     # ---- copies that XLA would merge
 
@@ -174,17 +164,21 @@ class _Decided:
         """Whether op i updates a parameter that the step also computes with.
 
         XLA's multi-output fusion may fuse the two readers of the parameter. Then the next layer waits for the reduction of this
-        layer's gradient, and gradient reductions are not combined.
+        layer's gradient, and gradient reductions are not combined (fact: combine-not-through-fused-updates).
         """
         if self.graph.ops[i].phase != "update":
             return False
         source = self.graph.ops[self.graph.maker(v)]
-        return source.traits.step_input and _is_computed_with(self.graph, source.outputs[0])
+        readers = [self.graph.ops[j] for j in self.graph.readers(source.outputs[0])] if source.traits.step_input else []
+        return any(not op.traits.step_output and op.phase != "update" for op in readers)
 
     # ---- ops that XLA would shard otherwise
 
     def is_scalar_broadcast(self, i: int) -> bool:
-        """Whether op i broadcasts a scalar, or hands such a broadcast to a loop: XLA makes it where it is read, in any layout."""
+        """Whether op i is a broadcast scalar, or that as a loop's constant: XLA makes it where it is read, in any layout.
+
+        Fact: fusion-broadcast-scalar.
+        """
         source = self.graph.ops[i].inputs[0] if self.graph.ops[i].traits.loop_const else None
         return self.graph.ops[i if source is None else self.graph.maker(source)].scalar_broadcast
 
@@ -192,9 +186,10 @@ class _Decided:
         """Whether a result that is planned as a partial sum is constrained as if it were complete.
 
         - A scatter-add: XLA otherwise completes the array that it adds to first, or gathers the rows.
-        - The carry of a loop that accumulates partial sums: XLA then defers the all-reduce to the loop's end.
+        - The carry of a loop that accumulates partial sums: XLA then defers the all-reduce to the loop's end (fact:
+          accumulate-reduces-after-loop).
         - A product with an idle mesh axis whose readers all complete it: XLA may otherwise shard the product over the idle axis, and
-          reshard the result.
+          reshard the result (fact: partition-idle-axis).
         """
         traits = self.graph.ops[i].traits
         if traits.loop_carry or traits.loop_next or traits.scatter == "add":
@@ -215,9 +210,3 @@ class _Decided:
             if not (passes and self.is_only_completed(op.outputs[0])):
                 return False
         return True
-
-
-def _is_computed_with(graph: Graph, v: int) -> bool:
-    """Whether the forward or backward pass reads a parameter, itself or through a copy."""
-    readers = (graph.ops[i] for i in graph.readers(v))
-    return any(not op.traits.step_output and op.phase != "update" for op in readers)

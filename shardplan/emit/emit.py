@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 
@@ -59,15 +60,11 @@ def emit(closed, decisions: Mapping[Path, EmitDecision], mesh) -> Callable[..., 
 
 
 class _Scope:
-    """One function body being traced, and the copies of arrays made in it."""
+    """One function body being traced, and the copies of arrays made in it; bodies inside share no copies with it."""
 
     def __init__(self, decisions: Mapping[Path, EmitDecision], mesh):
         self.decisions, self.mesh = decisions, mesh
         self.copies: dict[tuple[int, Layout | int], tuple] = {}
-
-    def inner(self) -> _Scope:
-        """The scope of a function body in this one, which shares no copies with it."""
-        return _Scope(self.decisions, self.mesh)
 
     def constrain(self, x, layout: Layout):
         """The array with a sharding constraint."""
@@ -77,7 +74,7 @@ class _Scope:
             return jax.lax.with_sharding_constraint(x, _jax.sharding(self.mesh, layout.spec()))
 
     def read(self, path: Path, k: int, x):
-        """Operand k of the op at `path`, brought to the layout that it is read in; equal copies are made once."""
+        """Operand k of the op at `path`, constrained to the layouts that it is read in; equal copies are made once."""
         reads = self.decisions.get(path, NOTHING).reads
         for layout in reads[k] if k < len(reads) else ():
             key = (id(x), layout)
@@ -87,7 +84,7 @@ class _Scope:
         return x
 
     def operands(self, path: Path, xs) -> list:
-        """All operands of the op at `path`, brought to the layouts that they are read in."""
+        """All operands of the op at `path`, constrained to the layouts that they are read in."""
         copies = self.decisions.get(path, NOTHING).copies
         xs = [self.separate_copy(n, x, xs) if n else x for n, x in zip(copies or (0,) * len(xs), xs, strict=True)]
         return [self.read(path, k, x) for k, x in enumerate(xs)]
@@ -95,8 +92,9 @@ class _Scope:
     def separate_copy(self, n: int, x, operands):
         """Array x as the source of its copy number n (`EmitDecision.copies`).
 
-        The barrier keeps XLA's common subexpression elimination from merging the copy with an earlier one. With the other operands of
-        the first reader in it, XLA cannot make a regathered copy before these exist.
+        The barrier keeps XLA's common subexpression elimination from merging the copy with an earlier one (facts:
+        cse-merges-equal-reshards, cse-stops-at-barriers). With the first reader's other operands in it, XLA cannot make a regathered
+        copy before these exist.
         """
         if (id(x), n) not in self.copies:
             others = [y for y in operands if y is not x and isinstance(y, jax.Array) and n != BARRIER]
@@ -115,74 +113,63 @@ class _Scope:
     def results(self, path: Path, name: str, xs):
         return [self.result((*path, name, k), 0, x) for k, x in enumerate(xs)]
 
+    def reads_results(self, path: Path, name: str, xs):
+        """Values read and written at one border of a body: where no reshard is needed, too, they are constrained."""
+        return self.results(path, name, self.reads(path, name, xs))
+
     def evaluate(self, jaxpr, consts, args, path: Path) -> list:
-        """The results of a jaxpr, constrained as decided."""
         return _jax.interpret(jaxpr, [*consts, *args], lambda n, eqn, operands: self.equation(eqn, operands, (*path, n)))
 
     def equation(self, eqn, operands, where: Path) -> list:
-        """The results of one equation."""
-        if (inner := _jax.inner_jaxpr(eqn)) is not None:
-            return self.call(eqn, inner, operands, where)
-        match _jax.region(eqn):
-            case "scan":
-                return self.scan(eqn, operands, where)
-            case "while" if not _jax.while_parts(eqn)[0].out_avals[0].shape:  # a batched condition stays as it is
-                return self.while_(eqn, operands, where)
-            case "cond":
-                return self.cond(eqn, operands, where)
+        inner = _jax.inner_jaxpr(eqn)
+        region = _jax.region(eqn) if inner is None else "call"
+        if region and not (region == "while" and _jax.while_parts(eqn)[0].out_avals[0].shape):  # a batched condition stays as it is
+            evaluate = {"call": partial(self.call, inner), "scan": self.scan, "while": self.while_, "cond": self.cond}[region]
+            with _jax.at_source(eqn):
+                return evaluate(eqn, operands, where)
         if where not in self.decisions:
             return forms.bind(eqn, operands)
         with _jax.at_source(eqn):  # so that XLA hangs collectives on the user's line
             operands = self.operands(where, operands)
         decision = self.decisions[where]
         layouts = [reads[-1] if reads else None for reads in decision.reads or [()] * len(operands)]
-        if _jax.is_placement(eqn) and decision.results[0] is not None:  # the plan says where instead
-            results = operands
-        else:
-            results = forms.run(eqn, operands, layouts, decision.results, self.mesh)
+        placed = _jax.is_placement(eqn) and decision.results[0] is not None  # the plan says where instead
+        results = operands if placed else forms.run(eqn, operands, layouts, decision.results, self.mesh)
         with _jax.at_source(eqn):
             return [self.result(where, r, x) for r, x in enumerate(results)]
 
-    def call(self, eqn, inner, operands, path: Path) -> list:
-        with _jax.at_source(eqn):
-            if _jax.is_recompute(eqn):
-                operands = self.reads(path, "barrier", operands)
-                operands = self.results(path, "barrier", jax.lax.optimization_barrier(operands))
-            if _jax.is_custom_vmap(eqn):
-                run = _jax.batched_as(eqn, lambda *xs: self.inner().evaluate(inner.jaxpr, inner.consts, xs, path))
-                return list(run(*operands))
-            return self.evaluate(inner.jaxpr, inner.consts, operands, path)
+    def call(self, inner, eqn, operands, path: Path) -> list:
+        if _jax.is_recompute(eqn):
+            operands = self.reads(path, "barrier", operands)
+            operands = self.results(path, "barrier", jax.lax.optimization_barrier(operands))
+        if _jax.is_custom_vmap(eqn):
+            run = _jax.batched_as(eqn, lambda *xs: _Scope(self.decisions, self.mesh).evaluate(inner.jaxpr, inner.consts, xs, path))
+            return list(run(*operands))
+        return self.evaluate(inner.jaxpr, inner.consts, operands, path)
 
     def scan(self, eqn, operands, path: Path) -> list:
         p = eqn.params
         inner, n_consts, n_carry = _jax.scan_parts(eqn)
-        with _jax.at_source(eqn):
-            consts = self.reads(path, "const_in", operands[:n_consts])
-            carries = self.reads(path, "carry", operands[n_consts : n_consts + n_carry])
-            rows = self.reads(path, "xs", operands[n_consts + n_carry :])
+        consts = self.reads(path, "const_in", operands[:n_consts])
+        carries = self.reads(path, "carry", operands[n_consts : n_consts + n_carry])
+        rows = self.reads(path, "xs", operands[n_consts + n_carry :])
 
         def body(carry, row):
-            scope = self.inner()
+            scope = _Scope(self.decisions, self.mesh)
             args = scope.results(path, "const_in", consts) + scope.results(path, "carry", carry) + scope.results(path, "xs", row)
             out = scope.evaluate(inner.jaxpr, inner.consts, args, (*path, "body"))
-            return scope.leave(path, "next", out[:n_carry]), scope.reads(path, "ys", out[n_carry:])
+            return scope.reads_results(path, "next", out[:n_carry]), scope.reads(path, "ys", out[n_carry:])
 
-        with _jax.at_source(eqn):
-            carries, stacks = jax.lax.scan(body, carries, rows, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
-            return [*self.results(path, "next", carries), *self.results(path, "ys", stacks)]
-
-    def leave(self, path: Path, name: str, xs):
-        """What a body hands to its next iteration, constrained even where no reshard is needed."""
-        return self.results(path, name, self.reads(path, name, xs))
+        carries, stacks = jax.lax.scan(body, carries, rows, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
+        return [*self.results(path, "next", carries), *self.results(path, "ys", stacks)]
 
     def while_(self, eqn, operands, path: Path) -> list:
         test, n_cond, inner, n_body = _jax.while_parts(eqn)
-        with _jax.at_source(eqn):
-            consts = self.reads(path, "const_in", operands[: n_cond + n_body])
-            carries = self.reads(path, "carry", operands[n_cond + n_body :])
+        consts = self.reads(path, "const_in", operands[: n_cond + n_body])
+        carries = self.reads(path, "carry", operands[n_cond + n_body :])
 
         def enter(carry):
-            scope = self.inner()
+            scope = _Scope(self.decisions, self.mesh)
             return scope, scope.results(path, "const_in", consts), scope.results(path, "carry", carry)
 
         def cond(carry):
@@ -192,23 +179,21 @@ class _Scope:
         def body(carry):
             scope, fixed, carry = enter(carry)
             out = scope.evaluate(inner.jaxpr, inner.consts, [*fixed[n_cond:], *carry], (*path, "body"))
-            return scope.leave(path, "next", out)
+            return scope.reads_results(path, "next", out)
 
-        with _jax.at_source(eqn):
-            return self.results(path, "next", jax.lax.while_loop(cond, body, carries))
+        return self.results(path, "next", jax.lax.while_loop(cond, body, carries))
 
     def cond(self, eqn, operands, path: Path) -> list:
         index, operands = self.read((*path, "index"), 0, operands[0]), operands[1:]
 
         def branch(b, inner):
             def run(*args):
-                scope = self.inner()
-                args = scope.leave((*path, b), "in", args)
+                scope = _Scope(self.decisions, self.mesh)
+                args = scope.reads_results((*path, b), "in", args)
                 out = scope.evaluate(inner.jaxpr, inner.consts, args, (*path, b))
                 return [scope.read((*path, "out", k), b, x) for k, x in enumerate(out)]
 
             return run
 
-        with _jax.at_source(eqn):
-            branches = [branch(b, inner) for b, inner in enumerate(_jax.branches(eqn))]
-            return self.results(path, "out", jax.lax.switch(index, branches, *operands))
+        branches = [branch(b, inner) for b, inner in enumerate(_jax.branches(eqn))]
+        return self.results(path, "out", jax.lax.switch(index, branches, *operands))

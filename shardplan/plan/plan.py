@@ -163,7 +163,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         Args:
             target: a GPU cluster that need not be here, "h200:8" or "h100:8x8"; None for the devices at hand (a known GPU, else
                 emulated CPU devices).
-            options: thresholds and compiler options, as for `shardplan.check`.
+            **options: thresholds and compiler options, as for `shardplan.check`.
 
         Returns:
             A `shardplan.xla.report.plan_report.PlanReport`; `print` it.

@@ -1,5 +1,7 @@
 """Slices and rows at positions known only when the step runs: every shard does what falls in it; under `shard_map`.
 
+Fact: local-dynamic-index.
+
 dynamic_slice          a b, , -> m b       reduce a    the rows that a shard holds, zeros for the others: the sum is the slice
 gather                 a b, 1 1 -> 1 b     reduce a    the same
 dynamic_update_slice   a b, m b, , -> a b              the rows of the update that fall in the shard, written in place
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardplan import _jax
-from shardplan.emit.shard_local.halo import HaloDims
+from shardplan.emit.shard_local.halo import HaloDims, along
 
 NEUTRAL = {"scatter-add": -0.0, "scatter-sub": 0.0, "scatter-mul": 1.0}
 """Updates that change nothing, exactly."""
@@ -28,23 +30,13 @@ def clamped(x, low: int, high: int):
 
 
 def slice_starts(starts: Sequence, whole, part) -> list:
-    """Where a slice begins along every dim, clamped as JAX does.
-
-    Args:
-        starts: the op's operands.
-        whole, part: of the array and of the slice, anything with `.shape`.
-    """
+    """Where a slice begins along every dim, clamped as JAX does; `whole` and `part` are the avals of the array and of the slice."""
     return [clamped(jnp.asarray(s), 0, n - m) for s, n, m in zip(starts, whole.shape, part.shape, strict=True)]
 
 
 def window_start(at, last: int, mode):
     """Where a window begins along a dim: clamped to `last`, the last position where it fits, or else one position outside."""
     return clamped(at, 0, last) if mode == lax.GatherScatterMode.CLIP else clamped(at, -1, last + 1)
-
-
-def along(x, dim: int, rank: int):
-    """A vector, broadcastable along one dim of an array."""
-    return x.reshape([-1 if d == dim else 1 for d in range(rank)])
 
 
 def dynamic_slice(eqn, shards, halo_dims: HaloDims) -> list:
@@ -127,15 +119,7 @@ def _neutral_update(primitive: str, x, indices, shape, n):
     """
     if (name := primitive.replace("_", "-")) in NEUTRAL:
         return jnp.asarray(NEUTRAL[name], x.dtype)
-    there = lax.GatherDimensionNumbers(
-        n.update_window_dims,
-        n.inserted_window_dims,
-        n.scatter_dims_to_operand_dims,
-        n.operand_batching_dims,
-        n.scatter_indices_batching_dims,
-    )
-    sizes, widths = [1] * x.ndim, iter(n.update_window_dims)
-    for d in range(x.ndim):
-        if d not in (*n.inserted_window_dims, *n.operand_batching_dims):
-            sizes[d] = shape[next(widths)]
-    return lax.gather(x, indices, there, tuple(sizes), mode="clip")
+    there = lax.GatherDimensionNumbers(*n)  # the same fields
+    widths, points = iter(n.update_window_dims), (*n.inserted_window_dims, *n.operand_batching_dims)
+    sizes = tuple(1 if d in points else shape[next(widths)] for d in range(x.ndim))
+    return lax.gather(x, indices, there, sizes, mode="clip")

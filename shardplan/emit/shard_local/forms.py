@@ -14,12 +14,13 @@ What XLA's partitioner makes of them in the layouts that their rules allow (`ben
     argmax, argmin, top_k, approx_top_k along a sharded dim        all-gather
     dynamic_slice, dynamic_update_slice, gather and scatter        all-gather of the sharded dim
     of one window
+
+Facts: local-library-calls, local-grouped-convolution, local-initial-value, local-halo, local-dynamic-index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 
@@ -29,26 +30,14 @@ import jax.numpy as jnp
 from shardplan import _jax
 from shardplan.emit.shard_local import dynamic_index, gathered, window
 from shardplan.emit.shard_local.halo import HaloDims, halo_dims
-from shardplan.ir.traits import Traits, traits_of
+from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import Layout
 from shardplan.strategies.register import is_registered
 from shardplan.strategies.rule import Rule
 from shardplan.strategies.rules import rule_for
 
-
-@dataclass(frozen=True)
-class LocalOp:
-    """An op as a device runs it.
-
-    Attributes:
-        run: shards of the operands -> shards of the results.
-        results: layouts of the results; partial ones are summed over their axes.
-    """
-
-    run: Callable[..., list]
-    results: tuple[Layout, ...]
-
-
+LocalOp = tuple[Callable[..., list], tuple[Layout, ...]]
+"""An op as a device runs it: (shards of the operands -> shards of the results, layouts of the results; partial ones are summed)."""
 Layouts = Sequence[Layout | None]
 """Per operand or result of an equation; None where nothing was decided."""
 
@@ -59,11 +48,11 @@ Layouts = Sequence[Layout | None]
 def unchanged(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
     """The op itself on the shards."""
     decided = tuple(x for x in results if x is not None)
-    return LocalOp(lambda *shards: bind(eqn, shards, context=False), decided) if len(decided) == len(results) else None
+    return (lambda *shards: bind(eqn, shards, context=False), decided) if len(decided) == len(results) else None
 
 
 def convolution(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
-    """A device's share of the groups, over its halo; None where there are neither groups nor halos."""
+    """A device's groups, over its halo; None where there are neither groups nor halos (fact: local-grouped-convolution)."""
     p, ins, outs = eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
     rule, _ = rule_for(eqn.primitive.name, ins, outs, p)
     axes = factor_axes(rule, (*operands, *results))
@@ -79,7 +68,7 @@ def convolution(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, in
     dims[out[0]] = tuple(a for a in x[lhs[0]] if a not in w[rhs[0]])  # not those of the groups
     dims[out[1]] = w[rhs[0]]
     summed = tuple((a, "sum") for factor in rule.reduce for a in axes.get(factor, ()))
-    return LocalOp(lambda *shards: window.convolution(eqn, shards, halos, groups), (Layout(tuple(dims), summed),))
+    return lambda *shards: window.convolution(eqn, shards, halos, groups), (Layout(tuple(dims), summed),)
 
 
 # ---- ops that run on their shards where a factor is sharded that is shard-local (`Rule.shard_local`)
@@ -131,7 +120,7 @@ def by_rule(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) 
         return None
     summed = tuple((axis, kind) for a, kind in rule.reduce.items() for axis in axes.get(a, ()))
     layouts = [Layout(tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in dims), summed) for dims in rule.results]
-    return LocalOp(lambda *shards: run_form(eqn, shards, halos), tuple(layouts))
+    return lambda *shards: run_form(eqn, shards, halos), tuple(layouts)
 
 
 def factor_axes(rule: Rule, tensors: Layouts) -> dict[str, tuple[str, ...]] | None:
@@ -144,23 +133,11 @@ def factor_axes(rule: Rule, tensors: Layouts) -> dict[str, tuple[str, ...]] | No
     return found
 
 
-def is_local(traits: Traits, rule: Rule, factors: Sequence[str | None]) -> bool:
-    """Whether an op may run on its shards with mesh axes on these factors: then all its layouts have to be decided."""
-    return traits.runs_on_shards or not rule.shard_local.isdisjoint(factors)
-
-
 # ---- one equation
 
 
 def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> list:
-    """One equation, on shards where that is better.
-
-    Args:
-        eqn: the equation.
-        values: its operands.
-        operands, results: layouts as decided; None where nothing was (a scalar, a partial result).
-        mesh: all axes of type Auto.
-    """
+    """The results of one equation, run on shards where that is better; `mesh` has axes of type Auto."""
     traits = traits_of(eqn.primitive.name)
     if traits.barrier_operands and any(x is not None for x in operands):
         return _jax.bind(eqn, jax.lax.optimization_barrier(list(values)))
@@ -174,16 +151,17 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
     local = plan(eqn, layouts, made, sizes)
     if local is None:
         return bind(eqn, values)
+    run_shards, made = local
     # A partial result leaves with a dim in front, one row from every device.
-    rows = [Layout((tuple(axis for axis, _ in x.partial), *x.dims)) if x.partial else x for x in local.results]
+    rows = [Layout((tuple(axis for axis, _ in x.partial), *x.dims)) if x.partial else x for x in made]
     on_shards = jax.shard_map(
-        lambda *shards: tuple(x[None] if of.partial else x for x, of in zip(local.run(*shards), local.results, strict=True)),
+        lambda *shards: tuple(x[None] if of.partial else x for x, of in zip(run_shards(*shards), made, strict=True)),
         mesh=mesh,
         in_specs=tuple(jax.sharding.PartitionSpec(*x.spec()) for x in read),
         out_specs=tuple(jax.sharding.PartitionSpec(*x.spec()) for x in rows),
         check_vma=False,
     )
-    return [sum_rows(x) if of.partial else x for x, of in zip(on_shards(*values), local.results, strict=True)]
+    return [sum_rows(x) if of.partial else x for x, of in zip(on_shards(*values), made, strict=True)]
 
 
 def sum_rows(parts):

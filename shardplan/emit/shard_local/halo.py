@@ -65,6 +65,11 @@ HaloDims = Sequence[Sequence[HaloDim]]
 """Per operand."""
 
 
+def along(x, dim: int, rank: int):
+    """A vector, broadcastable along one dim of an array."""
+    return x.reshape([-1 if d == dim else 1 for d in range(rank)])
+
+
 def halo_dims(rule: Rule, k: int, axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], ins, outs) -> list[HaloDim]:
     """The sharded dims of operand k that windows slide over, or along which shards have to know their position.
 
@@ -72,8 +77,9 @@ def halo_dims(rule: Rule, k: int, axes: Mapping[str, tuple[str, ...]], sizes: Ma
         rule: the op's rule.
         k: number of the operand.
         axes: factor -> the mesh axes it is sharded over.
-        sizes: factor -> into how many shards.
-        ins, outs: whole operands and results, anything with `.shape`.
+        sizes: factor -> number of shards.
+        ins: avals of the operands.
+        outs: avals of the results.
     """
     sharded = [(d, dim[0]) for d, dim in enumerate(rule.operands[k]) if len(dim) == 1 and axes.get(dim[0])]
     halos = [(d, a, rule.halo[a][k]) for d, a in sharded if k in rule.halo.get(a, ())]
@@ -82,12 +88,9 @@ def halo_dims(rule: Rule, k: int, axes: Mapping[str, tuple[str, ...]], sizes: Ma
 
 
 def gather_halo(x, dims: Sequence[HaloDim], fill):
-    """All positions that windows read along every halo dim (`Halo.span`).
+    """All positions of a shard that windows read along its halo dims (`Halo.span`).
 
-    Args:
-        x: the operand's shard.
-        dims: its halo dims.
-        fill: what stands where there is no element: a number; or, with one such dim, an array of the result's shape.
+    `fill` stands where there is no element: a number; or, with one halo dim, an array of the result's shape.
     """
     for dim in sorted(dims, key=lambda d: d.halo.growth(d.n, d.m)):
         x = place_halo(*exchange_halo(x, dim), dim, fill)
@@ -95,7 +98,7 @@ def gather_halo(x, dims: Sequence[HaloDim], fill):
 
 
 Pieces = list[tuple[int, list[int | None]]]
-"""Runs of consecutive elements, the shard's own first: their number, and per shard the position of the first; None if it got none."""
+"""Runs of consecutive elements, the shard's own first: (number of elements, per shard the first one's position or None for no run)."""
 
 
 def exchange_halo(x, dim: HaloDim) -> tuple[jax.Array, Pieces]:
@@ -127,4 +130,4 @@ def place_halo(x, pieces: Pieces, dim: HaloDim, fill):
         row = jnp.where(inside, start + at // halo.dilation, row)
         known, start = known | inside, start + width
     rows = jnp.take(x, row, axis=dim.dim, mode="clip")
-    return jnp.where(known.reshape([-1 if d == dim.dim else 1 for d in range(x.ndim)]), rows, jnp.asarray(fill, x.dtype))
+    return jnp.where(along(known, dim.dim, x.ndim), rows, jnp.asarray(fill, x.dtype))

@@ -25,7 +25,7 @@ def slice_(eqn, shards, halo_dims: HaloDims) -> list:
 def pad(eqn, shards, halo_dims: HaloDims) -> list:
     """A shard's part of the padded array; sharded dims have their padding in the halo."""
     x, value = shards
-    edges = without(eqn.params["padding_config"], halo_dims[0], (0, 0, 0))
+    edges = _without(eqn.params["padding_config"], halo_dims[0], (0, 0, 0))
     return _jax.bind(eqn, [gather_halo(x, halo_dims[0], value), value], {"padding_config": edges}, context=False)
 
 
@@ -49,7 +49,7 @@ def concatenate(eqn, shards, halo_dims: HaloDims) -> list:
 
 def convolution(eqn, shards, halo_dims: HaloDims, groups: Mapping[str, int]) -> list:
     """A convolution over a shard's halo, with as many groups (`feature_group_count`, `batch_group_count`) as a device has."""
-    p, dilated = eqn.params, {s.dim: keep_dilation(s) for s in halo_dims[0]}
+    p, dilated = eqn.params, {s.dim: _keep_dilation(s) for s in halo_dims[0]}
     strided = {s.dim for s in halo_dims[0] if s.halo.window == 1}  # a halo of single points has the strides taken
     local: dict[str, list] = {name: list(p[name]) for name in ("padding", "lhs_dilation", "window_strides", "rhs_dilation")}
     for i, d in enumerate(p["dimension_numbers"].lhs_spec[2:]):
@@ -61,7 +61,7 @@ def convolution(eqn, shards, halo_dims: HaloDims, groups: Mapping[str, int]) -> 
     return _jax.bind(eqn, [x, *shards[1:]], {name: tuple(each) for name, each in local.items()} | dict(groups), context=False)
 
 
-def keep_dilation(dim: HaloDim) -> tuple[HaloDim, tuple[int, int], int]:
+def _keep_dilation(dim: HaloDim) -> tuple[HaloDim, tuple[int, int], int]:
     """(halo without the zeros between dilated elements, padding, dilation left to the op, so that it multiplies no zeros).
 
     Only where the windows of all shards begin at the same offset; else the zeros are part of the halo.
@@ -77,14 +77,10 @@ def keep_dilation(dim: HaloDim) -> tuple[HaloDim, tuple[int, int], int]:
 
 def windows(eqn, shards, halo_dims: HaloDims, fills: Sequence) -> list:
     """A window op over the halos of its first operands, each with one of `fills` beyond the array's ends."""
-    p = eqn.params
     arrays = [gather_halo(x, dims, fill) for x, dims, fill in zip(shards, halo_dims, fills, strict=False)]
     strided = [s for s in halo_dims[0] if s.halo.window == 1]
-    params = {
-        "padding": without(p["padding"], halo_dims[0], (0, 0)),
-        "base_dilation": without(p["base_dilation"], halo_dims[0], 1),
-        "window_strides": without(p["window_strides"], strided, 1),
-    }
+    neutral = ("padding", halo_dims[0], (0, 0)), ("base_dilation", halo_dims[0], 1), ("window_strides", strided, 1)
+    params = {name: _without(eqn.params[name], done, value) for name, done, value in neutral}
     return _jax.bind(eqn, [*arrays, *shards[len(fills) :]], params, context=False)
 
 
@@ -94,27 +90,26 @@ def reduce_window(eqn, shards, halo_dims: HaloDims) -> list:
 
 
 def select_and_gather_add(eqn, shards, halo_dims: HaloDims) -> list:
-    """Tangents have zeros beyond the array's ends, values what no window selects."""
-    return windows(eqn, shards, halo_dims, (0, never_selected(eqn)))
+    """Beyond the array's ends, tangents are zeros and values are such that no window selects them."""
+    return windows(eqn, shards, halo_dims, (0, _never_selected(eqn)))
 
 
 def select_and_scatter_add(eqn, shards, halo_dims: HaloDims) -> list:
-    """All windows that read a shard's elements, scattered to their halo; of that the shard is cut out."""
-    source, x = (gather_halo(x, dims, fill) for x, dims, fill in zip(shards, halo_dims, (0, never_selected(eqn)), strict=True))
+    """All windows that read a shard's elements are scattered to their halo; the shard is a slice of that."""
+    source, x = (gather_halo(x, dims, fill) for x, dims, fill in zip(shards, halo_dims, (0, _never_selected(eqn)), strict=True))
     for s in halo_dims[0]:  # one element per window, from the first window that reads this shard
         stride = eqn.params["window_strides"][s.dim]
         source = jax.lax.slice_in_dim(source, s.halo.low % stride, None, stride, s.dim)
-    (out,) = _jax.bind(eqn, [source, x], {"padding": without(eqn.params["padding"], halo_dims[0], (0, 0))}, context=False)
+    (out,) = _jax.bind(eqn, [source, x], {"padding": _without(eqn.params["padding"], halo_dims[0], (0, 0))}, context=False)
     for s in halo_dims[1]:
         out = jax.lax.slice_in_dim(out, s.halo.low, s.halo.low + s.held, axis=s.dim)
     return [out]
 
 
-def never_selected(eqn) -> float:
-    """A value that no window selects."""
+def _never_selected(eqn) -> float:
     return -jnp.inf if eqn.params["select_prim"].name == "ge" else jnp.inf
 
 
-def without(params: Sequence, done: Sequence[HaloDim], neutral) -> tuple:
-    """A parameter per dim, `neutral` for the dims that are done."""
+def _without(params: Sequence, done: Sequence[HaloDim], neutral) -> tuple:
+    """A parameter per dim, `neutral` for the dims whose halo already has its effect."""
     return tuple(neutral if d in {s.dim for s in done} else p for d, p in enumerate(params))
