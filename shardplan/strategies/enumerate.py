@@ -14,13 +14,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.strategies.rule import Dims, Rule
+from shardplan.strategies.rule import Dims, Rule, flat_factors
 
 PARTIAL = "+"
 """Stands for the factor of an axis over which a linear op passes partial sums on."""
@@ -55,7 +55,7 @@ class OpStrategies:
 
 
 def enumerate_strategies(
-    rule: Rule, sizes: dict[str, int], mesh: MeshShape, linear: bool | None = None, within: Sequence[str | None] | None = None
+    rule: Rule, sizes: dict[str, int], mesh: MeshShape, linear: bool | None = None, within: AxisFactors | None = None
 ) -> OpStrategies:
     """All strategies of a rule on a mesh.
 
@@ -68,9 +68,7 @@ def enumerate_strategies(
     """
     linear = rule.linear if linear is None else linear
     divisors = tuple((a, math.gcd(n, mesh.n_devices) if n else 1, n > 0 and mesh.n_devices % n == 0) for a, n in sizes.items())
-    found = _assignments(
-        rule.operands + rule.results, rule.replicated, divisors, linear, None if within is None else tuple(within), mesh
-    )
+    found = _assignments(rule.operands + rule.results, rule.replicated, divisors, linear, within, mesh)
     return _strategies(found, rule.operands, rule.results, tuple(rule.reduce.items()), rule.accumulator_init, mesh)
 
 
@@ -83,48 +81,34 @@ def _assignments(
     within: AxisFactors | None,
     mesh: MeshShape,
 ) -> tuple[AxisFactors, ...]:
-    """The factors that mesh axes may be put on.
+    """The strategies in which every dim divides. In a compound dim only fully sharded factors stand before a sharded one.
 
-    Args:
-        tensors: factors of all operands and results.
-        replicated: factors that need replication.
-        divisors: per factor, the most shards it may have (every number of shards that divides its size divides that), and whether
-            each then holds one element. Sizes matter in no other way, so factors of many sizes share an answer.
-        linear: as in `enumerate_strategies`.
-        within: as in `enumerate_strategies`.
-        mesh: axis names and sizes.
+    `divisors` has, per factor, the most shards it may have (every number of shards that divides its size divides that), and whether
+    each then holds one element. Sizes matter in no other way, so factors of many sizes share an answer.
     """
-    dims = [d for tensor in tensors for d in tensor]
+    compound = [dim for dims in tensors for dim in dims if len(dim) > 1]
     most, single = {a: n for a, n, _ in divisors}, {a for a, _, one in divisors if one}
-    usable = [a for a in dict.fromkeys(a for d in dims for a in d) if a not in replicated]
-    per_axis: list[list[str | None]] = []
-    for k, (_, n) in enumerate(mesh):
-        if within is not None and within[k] != OPEN:
-            per_axis.append([within[k]])
-            continue
-        fits = [a for a in usable if most[a] % n == 0] if n > 1 else []
-        per_axis.append([None, *fits, *([PARTIAL] if linear and n > 1 else [])])
-    compound = [d for d in dims if len(d) > 1]
-    return tuple(c for c in itertools.product(*per_axis) if _divides(c, most, single, mesh, compound))
+    usable = [a for a in dict.fromkeys(flat_factors(*tensors)) if a not in replicated]
 
+    def options(axis: int, n: int) -> list[str | None]:
+        if within is not None and within[axis] != OPEN:
+            return [within[axis]]
+        return [None, *(a for a in usable if most[a] % n == 0), *([PARTIAL] if linear else [])] if n > 1 else [None]
 
-def _divides(
-    strategy: AxisFactors, most: Mapping[str, int], single: Collection[str], mesh: MeshShape, compound: list[tuple[str, ...]]
-) -> bool:
-    """Whether every factor divides by its axes, and in a compound dim only fully sharded factors stand before a sharded one."""
-    over: dict[str, int] = {}
-    for x, n in zip(strategy, mesh.sizes, strict=True):
-        if x is not None and x != PARTIAL:
-            over[x] = over.get(x, 1) * n
-    if any(most[a] % n for a, n in over.items()):
-        return False
-    for dim in compound:
-        remainder = False
-        for a in dim:
-            if remainder and a in over:
+    def divides(strategy: AxisFactors) -> bool:
+        shards: dict[str, int] = {}
+        for x, n in zip(strategy, mesh.sizes, strict=True):
+            if x is not None and x != PARTIAL:
+                shards[x] = shards.get(x, 1) * n
+        if any(most[a] % n for a, n in shards.items()):
+            return False
+        for dim in compound:
+            partly = itertools.dropwhile(lambda a: a in single and shards.get(a, 1) == most[a], dim)
+            if any(a in shards for a in itertools.islice(partly, 1, None)):
                 return False
-            remainder = remainder or a not in single or over.get(a, 1) != most[a]
-    return True
+        return True
+
+    return tuple(filter(divides, itertools.product(*itertools.starmap(options, enumerate(mesh.sizes)))))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,38 +123,17 @@ def _strategies(
     """The strategies of these assignments; they do not depend on sizes, so ops of many sizes share them."""
     work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in found])
     left = tuple(tuple(_layout(dims, c, mesh, {}, not accumulator_init) for c in found) for dims in operands)
-    right = tuple(tuple(_layout(dims, c, mesh, dict(reduce)) for c in found) for dims in results)
-    return OpStrategies(found, left, right, work, _shards(left + right, mesh))
+    right = tuple(tuple(_layout(dims, c, mesh, dict(reduce), True) for c in found) for dims in results)
+    return OpStrategies(found, left, right, work, shards_per_strategy(left + right, mesh))
 
 
-def given_strategies(operands: Sequence[Layout], results: Sequence[Layout], mesh: MeshShape) -> OpStrategies | None:
-    """The one strategy of an op whose layouts are written in the program; None where they name axes that the mesh does not have."""
-    named = {a for layout in (*operands, *results) for a in layout.sharded_axes}
-    if not named <= set(mesh.axes):
-        return None
-
-    def used(layout: Layout) -> Layout:
-        return Layout(tuple(tuple(a for a in dim if mesh.size(a) > 1) for dim in layout.dims))
-
-    each = tuple((used(x),) for x in operands), tuple((used(x),) for x in results)
-    work = np.array([1.0 / mesh.size(*named)])
-    return OpStrategies(((None,) * len(mesh.axes),), *each, work, _shards(each[0] + each[1], mesh))
-
-
-def _shards(tensors: tuple[tuple[Layout, ...], ...], mesh: MeshShape) -> tuple[np.ndarray, ...]:
+def shards_per_strategy(tensors: tuple[tuple[Layout, ...], ...], mesh: MeshShape) -> tuple[np.ndarray, ...]:
+    """`OpStrategies.shards` of these layouts."""
     return tuple(np.array([layout.shards(mesh) for layout in of], dtype=float) for of in tensors)
 
 
-def _layout(dims: Dims, strategy: AxisFactors, mesh: MeshShape, reduce: Mapping[str, str], passes_partial: bool = True) -> Layout:
-    """Layout of a tensor under a strategy.
-
-    Args:
-        dims: its factors.
-        strategy: per mesh axis its factor.
-        mesh: the mesh.
-        reduce: of a result, reduction factor -> kind.
-        passes_partial: whether it is partial over axes on which the op passes partial sums on.
-    """
+def _layout(dims: Dims, strategy: AxisFactors, mesh: MeshShape, reduce: Mapping[str, str], passes_partial: bool) -> Layout:
+    """Layout of a tensor; `reduce`: a result's reduction factors -> kinds; `passes_partial`: whether it is partial over PARTIAL axes."""
     on: dict[str, tuple[str, ...]] = {}
     partial = []
     for axis, x in zip(mesh.axes, strategy, strict=True):

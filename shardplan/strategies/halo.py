@@ -55,10 +55,8 @@ class Halo:
 
     def hops(self, n: int, m: int, shards: int) -> dict[int, int]:
         """Distance (target - source) -> elements moved over it: the largest piece of any shard."""
-        out: dict[int, int] = {}
-        for x in self.pieces(n, m, shards):
-            out[x.target - x.source] = max(out.get(x.target - x.source, 0), x.size)
-        return dict(sorted(out.items()))
+        sizes = sorted((x.target - x.source, x.size) for x in self.pieces(n, m, shards))
+        return dict(sizes)  # of one distance the largest comes last
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
     def permutes(self, n: int, m: int, shards: int) -> tuple[tuple[Piece, ...], ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import REDUCTIONS
-from shardplan.strategies.rule import RULES, Dims, Fusion, Rule, RuleError, factor_sizes, format_shapes
+from shardplan.strategies.rule import RULES, Dims, Fusion, Rule, RuleError, factor_sizes, flat_factors, format_shapes
 
 
 def register_rule(
@@ -53,22 +53,14 @@ def register_rule(
     name = getattr(primitive, "name", primitive)
     if not isinstance(reduce, dict):
         reduce = dict([*item.split("="), "sum"][:2] for item in reduce.split())
-    operands, results = parse(pattern)
-    template = Rule(
-        operands, results, dict(reduce), frozenset(replicated.split()), sizes=dict(sizes or {}), linear=linear, fusion=fusion
-    )
+    known = dict(sizes or {})
+    template = Rule(*parse(pattern), dict(reduce), frozenset(replicated.split()), sizes=known, linear=linear, fusion=fusion)
     RULES[name] = UserRule(name, pattern, template, shard_local, flops)
 
 
 @dataclass(frozen=True, eq=False)
 class UserRule:
-    """A rule function made from a pattern; called with the equation, like those of `rules/`.
-
-    Attributes:
-        template: the rule as written, "..." not yet expanded.
-        shard_local: whether every device runs the op on its own shards.
-        flops: as in `register_rule`.
-    """
+    """A rule function made from a pattern; called with the equation, like those of `rules/`. The template has "..." as written."""
 
     name: str
     pattern: str
@@ -82,11 +74,7 @@ class UserRule:
             self._check_shard_local()
 
     def __call__(self, *ins, out, **_) -> Rule:
-        """The rule of an equation.
-
-        Raises:
-            RuleError: when the pattern does not fit the shapes.
-        """
+        """The rule of an equation."""
         template, shapes = self.template, (tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in out))
         left, right = template.operands, template.results
         if (len(ins), len(out)) != (len(left), len(right)):
@@ -98,8 +86,8 @@ class UserRule:
         operands, results = (tuple(map(_expand, *sides)) for sides in zip((left, right), shapes, strict=True))
         replicated = template.replicated
         if "..." in replicated:
-            replicated = replicated - {"..."} | {a for a in _factors_of(operands + results) if a.startswith("...")}
-        own = frozenset(_factors_of(operands)) - replicated if self.shard_local else frozenset()
+            replicated = replicated - {"..."} | {a for a in flat_factors(*operands, *results) if a.startswith("...")}
+        own = frozenset(flat_factors(*operands)) - replicated if self.shard_local else frozenset()
         rule = replace(template, operands=operands, results=results, replicated=replicated, shard_local=own)
         return replace(rule, flops=self._count_flops(factor_sizes(rule, *shapes, self.name))) if self.flops else rule
 
@@ -108,13 +96,11 @@ class UserRule:
 
     def _check_factors(self) -> None:
         rule = self.template
-        left, right = _factors_of(rule.operands), _factors_of(rule.results)
+        left, right = flat_factors(*rule.operands), flat_factors(*rule.results)
         for text, dims in zip(self.pattern.replace("->", ",").split(","), rule.operands + rule.results, strict=False):
-            for a, times in Counter(_factors_of([dims])).items():
-                if times > 1:
-                    self._fail(
-                        f"{a!r} stands twice in {text.strip()!r}", "a second factor for one of the two dims, both in replicated="
-                    )
+            if twice := [a for a, times in Counter(flat_factors(dims)).items() if times > 1]:
+                why = f"{twice[0]!r} stands twice in {text.strip()!r}"
+                self._fail(why, "a second factor for one of the two dims, both in replicated=")
         for a, kind in rule.reduce.items():
             if a not in left:
                 self._fail(f"reduce= names {a!r}, which is in no operand", f"one of {sorted(set(left) - set(right))}")
@@ -163,32 +149,16 @@ def parse(pattern: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
     """
 
     def tensor(text: str) -> Dims:
-        dims, group = [], None
-        for token in re.findall(r"[()]|[^\s()]+", text):
-            if token == "(" and group is None:
-                group = []
-            elif token == ")" and group is not None:
-                dims.append(tuple(group))
-                group = None
-            elif token in "()":
-                raise RuleError(f"rule {pattern!r}: parentheses in {text.strip()!r} are nested or unbalanced")
-            elif group is not None:
-                group.append(token)
-            else:
-                dims.append(() if token == "1" else (token,))
-        if group is not None:
+        if re.search(r"[()]", re.sub(r"\([^()]*\)", "", text)):
             raise RuleError(f"rule {pattern!r}: parentheses in {text.strip()!r} are nested or unbalanced")
-        return tuple(dims)
+        dims = re.findall(r"\(([^()]*)\)|([^\s()]+)", text)
+        return tuple(() if factor == "1" else (factor,) if factor else tuple(group.split()) for group, factor in dims)
 
     sides = pattern.split("->")
     if len(sides) != 2:
         raise RuleError(f"rule {pattern!r}: needs operands and results separated by one '->', like 'a b, b c -> a c'")
     left, right = (tuple(tensor(t) for t in side.split(",")) if side.strip() else () for side in sides)
     return left, right
-
-
-def _factors_of(tensors) -> list[str]:
-    return [a for dims in tensors for dim in dims for a in dim]
 
 
 def _expand(dims: Dims, shape: tuple[int, ...]) -> Dims:

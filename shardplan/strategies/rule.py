@@ -37,8 +37,6 @@ Dims = tuple[tuple[str, ...], ...]
 
 Fusion = Literal["loop", "view", "reduce", "none"]
 
-Shapes = tuple[tuple[int, ...], ...]
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -91,8 +89,8 @@ class Rule:
     @property
     def is_lookup(self) -> bool:
         """Whether the op reads arbitrary places of a table that shares no factor with another operand."""
-        table, *others = [frozenset(a for dim in x for a in dim) for x in self.operands] or [frozenset()]
-        return self.fusion == "loop" and not self.reduce.keys().isdisjoint(table) and all(table.isdisjoint(x) for x in others)
+        table, others = flat_factors(*self.operands[:1]), flat_factors(*self.operands[1:])
+        return self.fusion == "loop" and not self.reduce.keys().isdisjoint(table) and set(table).isdisjoint(others)
 
     def __str__(self) -> str:
         kinds = {
@@ -127,12 +125,7 @@ RULES: dict[str, Callable[..., Rule]] = {}
 
 
 def rule(*primitives: str, traits: Traits | None = None):
-    """Register a rule function, and the traits of its primitives.
-
-    Args:
-        primitives: names; by default the function's own, trailing underscores removed.
-        traits: what all of them have in common whatever their operands are.
-    """
+    """Register a rule function and the traits of its primitives: by default the one of its name, trailing underscores removed."""
 
     def register(fn):
         names = primitives or (fn.__name__.rstrip("_"),)
@@ -149,17 +142,24 @@ def factors(x, start: str = "") -> Dims:
     return tuple((f"{start}{chr(97 + i % 26)}{i // 26 or ''}",) for i in range(len(x.shape)))
 
 
-def factor_sizes(rule: Rule, shapes: Shapes, out_shapes: Shapes, primitive: str = "") -> dict[str, int]:
+def flat_factors(*tensors: Dims) -> list[str]:
+    """Factors of tensors in order, major to minor, repeated as they are."""
+    return [a for dims in tensors for dim in dims for a in dim]
+
+
+def factor_sizes(rule: Rule, shapes: tuple, out_shapes: tuple, primitive: str = "") -> dict[str, int]:
     """Size of every factor, checked against all shapes it appears in; of a windowed one, what divides all its dims.
 
     Raises:
-        RuleError: on a wrong rank or contradicting sizes, naming the primitive, the rule, the shapes and the factor.
+        RuleError: on a wrong rank or contradicting sizes.
     """
     sizes = dict(rule.sizes)
 
     def fail(why: str, way_out: str):
-        op, where = f" of {primitive}" if primitive else "", f"{format_shapes(shapes)} -> {format_shapes(out_shapes)}"
-        raise RuleError(f"rule '{rule}'{op} does not fit {where}: {why}\n  way out: {way_out}")
+        op = f" of {primitive}" if primitive else ""
+        raise RuleError(
+            f"rule '{rule}'{op} does not fit {format_shapes(shapes)} -> {format_shapes(out_shapes)}: {why}\n  way out: {way_out}"
+        )
 
     tensors = list(zip(rule.operands + rule.results, shapes + out_shapes, strict=False))
     if len(rule.operands) != len(shapes) or len(rule.results) != len(out_shapes):
@@ -188,9 +188,6 @@ def factor_sizes(rule: Rule, shapes: Shapes, out_shapes: Shapes, primitive: str 
 
 def exchanged_sizes(rule: Rule, factor: str, operand: int, ins, outs) -> tuple[int, int]:
     """Sizes of an exchanged factor's dim: in an operand, and in a tensor over which no windows slide."""
-    sizes = {}
-    for k, (dims, x) in enumerate(zip(rule.operands + rule.results, (*ins, *outs), strict=True)):
-        for dim, size in zip(dims, x.shape, strict=True):
-            if dim == (factor,):
-                sizes[k] = size
+    tensors = enumerate(zip(rule.operands + rule.results, (*ins, *outs), strict=True))
+    sizes = {k: n for k, (dims, x) in tensors for dim, n in zip(dims, x.shape, strict=True) if dim == (factor,)}
     return sizes[operand], next(size for k, size in sizes.items() if k not in rule.halo.get(factor, ()))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
+
+import numpy as np
 
 from shardplan._jax import shard_map_specs
 from shardplan.ir.graph import Graph, Op, Path
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.strategies.enumerate import OpStrategies, enumerate_strategies, given_strategies
+from shardplan.strategies.enumerate import AxisFactors, OpStrategies, enumerate_strategies, shards_per_strategy
 from shardplan.strategies.rule import Rule, factor_sizes
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.border import border_rule
@@ -36,24 +39,15 @@ class Signature:
     strategies: OpStrategies
 
 
-@dataclass(frozen=True, eq=False)
-class _SizedRule:
-    """A rule, whether it is one for the primitive, and the sizes of its factors."""
-
-    rule: Rule
-    known: bool
-    sizes: dict[str, int]
-
-
 class Signatures:
     """The signatures of ops on a mesh, each made once."""
 
     def __init__(self, mesh: MeshShape):
         self.mesh = mesh
-        self.rules: dict[Hashable, _SizedRule] = {}
-        self.signatures: dict[Hashable, Signature] = {}
+        self.numbers = count()
+        self.sized_rules: dict[Hashable, tuple[Rule, bool, dict[str, int], dict[Hashable, Signature]]] = {}
 
-    def read(self, graph: Graph, within: Mapping[Path, Sequence[str | None]], others: Sequence[str | None] | None) -> list[Signature]:
+    def read(self, graph: Graph, within: Mapping[Path, AxisFactors], others: AxisFactors | None) -> list[Signature]:
         """Per op, in order.
 
         Args:
@@ -67,22 +61,22 @@ class Signatures:
             out.append(self._signature(op, sums, within.get(op.path, others)))
         return out
 
-    def _signature(self, op: Op, operands_sum: bool, within: Sequence[str | None] | None) -> Signature:
+    def _signature(self, op: Op, operands_sum: bool, within: AxisFactors | None) -> Signature:
         key = _key(op)
-        if (sized := self.rules.get(key)) is None:
-            sized = self.rules[key] = _sized_rule(op)
-        rule = sized.rule
+        if key not in self.sized_rules:
+            self.sized_rules[key] = *_sized_rule(op), {}
+        rule, known, sizes, signatures = self.sized_rules[key]
         linear = (rule.linear or op.accumulates) and (operands_sum or rule.accumulator_init)
-        same = sized, linear, within
-        if (found := self.signatures.get(same)) is None:
-            given = _shard_map_strategies(op, self.mesh)
-            strategies = given or enumerate_strategies(rule, sized.sizes, self.mesh, linear, within)
-            sums, known = linear or (not op.traits.border and bool(rule.reduce)), sized.known or given is not None
-            found = self.signatures[same] = Signature(len(self.signatures), rule, known, sums, strategies)
-        return found
+        if (linear, within) not in signatures:
+            pinned = _shard_map_strategies(op, self.mesh)
+            strategies = pinned or enumerate_strategies(rule, sizes, self.mesh, linear, within)
+            sums = linear or (not op.traits.border and bool(rule.reduce))
+            signatures[linear, within] = Signature(next(self.numbers), rule, known or pinned is not None, sums, strategies)
+        return signatures[linear, within]
 
 
-def _sized_rule(op: Op) -> _SizedRule:
+def _sized_rule(op: Op) -> tuple[Rule, bool, dict[str, int]]:
+    """The rule, whether it is one for the primitive, and the sizes of its factors."""
     border = border_rule(op)
     rule, known = (border, True) if border else rule_for(op.primitive, op.ins, op.outs, op.params)
     ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
@@ -90,19 +84,22 @@ def _sized_rule(op: Op) -> _SizedRule:
     empty = not op.traits.step_input and any(0 in shape for shape in (*ins, *outs))  # XLA does not shard it
     if empty or any(str(getattr(x, "dtype", "")) in REPLICATED_DTYPES for x in (*op.ins, *op.outs)):
         rule = replace(rule, replicated=frozenset(sizes), linear=False)
-    return _SizedRule(rule, known, sizes)
+    return rule, known, sizes
 
 
 def _shard_map_strategies(op: Op, mesh: MeshShape) -> OpStrategies | None:
-    """The one strategy of a `shard_map`: its specs are pins."""
+    """The one strategy of a `shard_map`, whose specs are pins; None for other ops, and where specs name axes the mesh lacks."""
     specs = shard_map_specs(op.params) if op.traits.layouts_in_params else None
     if specs is None:
         return None
-
-    def layouts(specs, avals):
-        return [Layout.from_spec(spec, len(aval.shape)) for spec, aval in zip(specs, avals, strict=True)]
-
-    return given_strategies(layouts(specs[0], op.ins), layouts(specs[1], op.outs), mesh)
+    tensors = [Layout.from_spec(spec, len(aval.shape)) for spec, aval in zip(specs[0] + specs[1], (*op.ins, *op.outs), strict=True)]
+    named = {axis for layout in tensors for axis in layout.sharded_axes}
+    if not named <= set(mesh.axes):
+        return None
+    used = [(Layout(tuple(tuple(a for a in dim if mesh.size(a) > 1) for dim in layout.dims)),) for layout in tensors]
+    operands, results = tuple(used[: len(op.ins)]), tuple(used[len(op.ins) :])
+    work = np.array([1.0 / mesh.size(*named)])
+    return OpStrategies(((None,) * len(mesh.axes),), operands, results, work, shards_per_strategy(operands + results, mesh))
 
 
 def _key(op: Op) -> Hashable:
@@ -112,16 +109,13 @@ def _key(op: Op) -> Hashable:
         return tuple(getattr(x, "shape", ())), getattr(x, "dtype", None)
 
     literal = tuple(v is None for v in op.inputs)
-    flags = op.is_follower, op.accumulates
-    return op.primitive, _hashable(op.params), flags, tuple(map(aval, op.ins)), tuple(map(aval, op.outs)), literal
+    params = tuple((name, _hashable(value)) for name, value in sorted(op.params.items()))
+    return op.primitive, params, op.is_follower, op.accumulates, tuple(map(aval, op.ins)), tuple(map(aval, op.outs)), literal
 
 
-def _hashable(params: Mapping) -> Hashable:
-    out = []
-    for name, value in sorted(params.items()):
-        try:
-            hash(value)
-            out.append((name, value))
-        except TypeError:
-            out.append((name, repr(value)))
-    return tuple(out)
+def _hashable(value) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardplan import _jax
-from shardplan.strategies.rule import Rule, RuleError, factor_sizes
+from shardplan.strategies.rule import Rule, RuleError, factor_sizes, flat_factors
 from shardplan.strategies.rules import rule_for
 from shardplan.testing.dependence import prove_dependence, prove_linear
 from shardplan.testing.local import prove_local
@@ -99,17 +99,16 @@ def run_equations(closed, args, visit: Callable) -> list:
         if (inner := _jax.inner_jaxpr(eqn)) is not None:
             return run_equations(inner, operands, visit)
         match _jax.region(eqn):
-            case "scan":
+            case "scan" if eqn.params["length"]:
                 body, n_consts, n_carry = _jax.scan_parts(eqn)
-                if eqn.params["length"]:
-                    whole = n_consts + n_carry
-                    run_equations(body, [*operands[:whole], *(x[0] for x in operands[whole:])], visit)
+                first_rows = (x[0] for x in operands[n_consts + n_carry :])
+                run_equations(body, [*operands[: n_consts + n_carry], *first_rows], visit)
             case "while":
                 _, n_cond, body, _ = _jax.while_parts(eqn)
                 run_equations(body, operands[n_cond:], visit)
             case "cond":
                 run_equations(_jax.branches(eqn)[int(operands[0])], operands[1:], visit)
-            case _:
+            case "":
                 visit(eqn, operands)
         return _jax.bind(eqn, operands)
 
@@ -128,9 +127,9 @@ def _prove(eqn, operands, seen: set, pairs: int) -> Proof | None:
     operands = [x if hasattr(x, "shape") else jnp.asarray(x, a.dtype) for x, a in zip(operands, ins, strict=True)]
     op = ShardedOp(eqn, rule, sizes, tuple(operands), tuple(_jax.bind(eqn, operands)), {})
     for dims in rule.operands + rule.results:
-        if len(op.factors_of(dims)) != len(set(op.factors_of(dims))):
+        if len(flat_factors(dims)) != len(set(flat_factors(dims))):
             op.fail("a factor stands twice in one tensor")
-    if misplaced := set(rule.reduce) & {a for dims in rule.results for a in op.factors_of(dims)}:
+    if misplaced := rule.reduce.keys() & flat_factors(*rule.results):
         op.fail(f"reduction factors {sorted(misplaced)} stand in a result")
     if rule.linear:
         prove_linear(op)
@@ -138,8 +137,11 @@ def _prove(eqn, operands, seen: set, pairs: int) -> Proof | None:
     if not ops:
         return None
     how = "local"
-    for n in sorted(set(map(_n_devices, ops))):
-        group = [x for x in ops if _n_devices(x) == n]
+    groups: dict[int, list[ShardedOp]] = {}  # by number of devices
+    for x in ops:
+        k = math.prod(x.shards.values())
+        groups.setdefault(8 if 8 % k == 0 else k, []).append(x)
+    for n, group in sorted(groups.items()):
         if not prove_local(group, n):
             how = "dependence"
             for x in group:
@@ -147,22 +149,16 @@ def _prove(eqn, operands, seen: set, pairs: int) -> Proof | None:
     return Proof(op.name, str(rule), tuple(x.text for x in ops), how, op.types)
 
 
-def _n_devices(op: ShardedOp) -> int:
-    k = math.prod(op.devices)
-    return 8 if 8 % k == 0 else k
-
-
 def _shardings(rule: Rule, sizes: dict[str, int], pairs: int) -> Iterator[dict[str, int]]:
     """Every factor alone, then `pairs` of them together."""
-    found = [a for dims in rule.operands + rule.results for d in dims for a in d]
-    free = [a for a in dict.fromkeys(found) if a not in rule.replicated and sizes[a] > 1]
+    found = dict.fromkeys(flat_factors(*rule.operands, *rule.results))
+    free = [a for a in found if a not in rule.replicated and sizes[a] > 1]
     for a in free:
-        counts = [k for k in (8, 4, 2, 3, 5, 7) if sizes[a] % k == 0 and k <= jax.device_count()]
-        if counts:
+        if counts := [k for k in (8, 4, 2, 3, 5, 7) if sizes[a] % k == 0 and k <= jax.device_count()]:
             yield {a: next((k for k in counts if k < sizes[a]), counts[0])}
     even = [a for a in free if sizes[a] % 2 == 0]
     if jax.device_count() >= 4:
-        yield from ({a: 2, b: 2} for a, b in list(itertools.pairwise(even))[:pairs])
+        yield from ({a: 2, b: 2} for a, b in itertools.islice(itertools.pairwise(even), pairs))
 
 
 def _deviations(eqn, target: str) -> tuple[OneOpVerdict, ...]:
@@ -172,10 +168,10 @@ def _deviations(eqn, target: str) -> tuple[OneOpVerdict, ...]:
     for program in one_op.programs(eqn, cluster):
         try:
             done = compile_lowered(one_op.lowered(eqn, program, cluster), cluster)
+            found = one_op.moved(done.text, program, cluster) if done.ok else done.error
         except NotImplementedError as error:  # the primitive has no lowering for GPUs
-            verdicts.append(OneOpVerdict(program, str(error)))
-        else:
-            verdicts.append(OneOpVerdict(program, one_op.moved(done.text, program, cluster) if done.ok else done.error))
+            found = str(error)
+        verdicts.append(OneOpVerdict(program, found))
     return tuple(v for v in verdicts if v.kind != "same")
 
 
@@ -183,7 +179,5 @@ def _compare_with_golden(golden: Path, text: str) -> None:
     if not golden.exists():
         golden.write_text(text)
     elif (frozen := golden.read_text()) != text:
-        changed = difflib.unified_diff(frozen.splitlines(), text.splitlines(), "frozen", "now", lineterm="", n=0)
-        raise RuleError(
-            f"the rules are not as frozen in {golden}:\n" + "\n".join(changed) + "\n  way out: if they are better now, delete the file"
-        )
+        changed = "\n".join(difflib.unified_diff(frozen.splitlines(), text.splitlines(), "frozen", "now", lineterm="", n=0))
+        raise RuleError(f"the rules are not as frozen in {golden}:\n{changed}\n  way out: if they are better now, delete the file")

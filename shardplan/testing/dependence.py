@@ -1,8 +1,4 @@
-"""Proofs for ops without a local form, and for linear ops.
-
-Dependence: other devices' elements are replaced, and a device's own shard of the result must stay the same. Linearity: the op on a sum
-equals the sum of the op on its terms.
-"""
+"""Proofs for ops without a local form (a device's shard of the result depends on its own shards alone), and for linear ops."""
 
 from __future__ import annotations
 
@@ -13,20 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardplan import _jax
-from shardplan.strategies.rule import Dims
+from shardplan.strategies.rule import Dims, flat_factors
 from shardplan.testing.compare import difference
 from shardplan.testing.sharded_op import ShardedOp
 
 
 def prove_dependence(op: ShardedOp) -> None:
-    """Prove that every device's shard of the results depends on its own shards of the operands alone.
-
-    Raises:
-        RuleError: when it does not, or when a sharded factor is a reduction.
-    """
+    """Prove that each device's shard of the results stays the same when the elements of other devices are permuted."""
     if set(op.shards) & set(op.rule.reduce):
         op.fail("the op on local shards does not give a result of the local shape, so a partial result cannot be formed")
-    for device in np.ndindex(*op.devices):
+    for device in np.ndindex(*op.shards.values()):
         coordinates = dict(zip(op.shards, device, strict=True))
         operands = [_permute_others(op, x, d, coordinates) for x, d in zip(op.operands, op.rule.operands, strict=True)]
         for got, want, dims in zip(_jax.bind(op.eqn, operands), op.results, op.rule.results, strict=True):
@@ -37,12 +29,11 @@ def prove_dependence(op: ShardedOp) -> None:
 
 def _is_own(op: ShardedOp, dims: Dims, shape, coordinates: dict[str, int]) -> np.ndarray:
     """Mask of the elements of a tensor that the device at these coordinates holds or receives."""
-    own = np.ones([op.sizes[a] for a in op.factors_of(dims)], bool)
-    for axis, a in enumerate(op.factors_of(dims)):
-        if a in coordinates:
-            at = np.arange(op.sizes[a])
-            block = at == 0 if a in op.rule.head else at // (op.sizes[a] // op.shards[a]) == coordinates[a]
-            own &= block.reshape([-1 if i == axis else 1 for i in range(own.ndim)])
+    own = np.ones((), bool)
+    for a in flat_factors(dims):
+        at = np.arange(op.sizes[a])
+        block = at == 0 if a in op.rule.head else at // (op.sizes[a] // op.shards.get(a, 1)) == coordinates.get(a, 0)
+        own = np.logical_and.outer(own, block if a in coordinates else True | block)
     return own.reshape(shape)
 
 
@@ -54,11 +45,7 @@ def _permute_others(op: ShardedOp, x, dims: Dims, coordinates: dict[str, int]):
 
 
 def prove_linear(op: ShardedOp) -> None:
-    """Prove f(x) = f(x - y) + f(y), of ops on numbers.
-
-    Raises:
-        RuleError: when the op is not linear.
-    """
+    """Prove f(x) = f(x - y) + f(y), of ops on numbers."""
     if not all(jnp.issubdtype(jax.typeof(x).dtype, jnp.number) for x in op.operands + op.results):
         return
     half = [jnp.roll(jnp.asarray(x).reshape(-1), 1).reshape(jnp.shape(x)) for x in op.operands]

@@ -15,19 +15,13 @@ from shardplan import _jax
 from shardplan.emit.shard_local import dynamic_index
 from shardplan.emit.shard_local.forms import FORMS, run_form
 from shardplan.emit.shard_local.window import convolution, windows
+from shardplan.strategies.rule import flat_factors
 from shardplan.testing.compare import difference
 from shardplan.testing.sharded_op import AXES, ShardedOp
 
 
 def prove_local(group: list[ShardedOp], n_devices: int) -> bool:
-    """Prove shardings of one op that take so many devices, in one program.
-
-    Returns:
-        Whether the op has a local form.
-
-    Raises:
-        RuleError: when it has one and a joined result differs from the global one.
-    """
+    """Prove shardings of one op that take so many devices, in one program; False if the op has no local form."""
 
     def join_all(operands):
         return [_join(op, operands, n_devices) for op in group]
@@ -51,17 +45,11 @@ class _NoLocalFormError(Exception):
 
 def _join(op: ShardedOp, operands, n_devices: int) -> list:
     """Results of the op run on shards, put together."""
-    used = math.prod(op.devices)
-    shape = op.devices + ((n_devices // used,) if n_devices % used == 0 else ())
+    shape = (*op.shards.values(), n_devices // math.prod(op.shards.values()))
     mesh = Mesh(np.asarray(jax.devices()[:n_devices]).reshape(shape), AXES[: len(shape)])
-    rule = op.rule
-    results = jax.shard_map(
-        lambda *shards: _run_on_shards(op, shards),
-        mesh=mesh,
-        in_specs=tuple(op.spec(d) for d in rule.operands),
-        out_specs=[op.spec(d) for d in rule.results],
-        check_vma=False,
-    )(*(x.reshape(op.factor_shape(d, x.shape)) for x, d in zip(operands, rule.operands, strict=True)))
+    specs = {"in_specs": tuple(map(op.spec, op.rule.operands)), "out_specs": list(map(op.spec, op.rule.results))}
+    run = jax.shard_map(lambda *shards: _run_on_shards(op, shards), mesh=mesh, check_vma=False, **specs)
+    results = run(*(x.reshape(op.factor_shape(d, x.shape)) for x, d in zip(operands, op.rule.operands, strict=True)))
     return [x.reshape(y.shape) for x, y in zip(results, op.results, strict=True)]
 
 
@@ -79,49 +67,36 @@ def _run_on_shards(op: ShardedOp, shards) -> list:
         results = form(op, shards) if form else []
     if [x.shape for x in results] != op.local_shapes:
         raise _NoLocalFormError
-    parts = [_reduce_partial(op, x) for x in results]
     return [
-        x.reshape([n // op.shards.get(a, 1) for a, n in zip(op.factors_of(d), op.factor_shape(d, y.shape), strict=True)])
-        for x, d, y in zip(parts, op.rule.results, op.results, strict=True)
+        _reduce_partial(op, x).reshape(
+            [n // op.shards.get(a, 1) for a, n in zip(flat_factors(d), op.factor_shape(d, y.shape), strict=True)]
+        )
+        for x, d, y in zip(results, op.rule.results, op.results, strict=True)
     ]
 
 
 def _reduce_partial(op: ShardedOp, x):
     """A partial result, reduced by the collective of its kind."""
     for factor, axis in zip(op.shards, AXES, strict=False):
-        match op.rule.reduce.get(factor):
-            case "sum":
-                x = lax.psum(x, axis)
-            case "max":
-                x = lax.pmax(x, axis)
-            case "min":
-                x = lax.pmin(x, axis)
-            case "prod":
-                x = lax.reduce_prod(lax.all_gather(x, axis), (0,))
-            case "and":
-                x = lax.reduce_and(lax.all_gather(x, axis), (0,))
-            case "or":
-                x = lax.reduce_or(lax.all_gather(x, axis), (0,))
+        kind = op.rule.reduce.get(factor)
+        if kind in ("sum", "max", "min"):
+            x = getattr(lax, f"p{kind}")(x, axis)
+        elif kind:
+            x = getattr(lax, f"reduce_{kind}")(lax.all_gather(x, axis), (0,))
     return x
 
 
-def _with_local_param(param: str):
-    """The form of a primitive with a parameter that names the shape of the result."""
-    return lambda op, shards: _jax.bind(op.eqn, shards, {param: op.local_shapes[0]})
+def _with_local_shape(op: ShardedOp, shards):
+    return _jax.bind(op.eqn, shards, {"new_sizes" if op.name == "reshape" else "shape": op.local_shapes[0]})
 
 
 def _iota(op: ShardedOp, shards):
-    shape, dimension = op.local_shapes[0], op.eqn.params["dimension"]
-    (x,) = _jax.bind(op.eqn, shards, {"shape": shape})
-    return [x + jnp.asarray(op.shard_start(op.rule.results[0][dimension]), x.dtype)]
+    (x,) = _with_local_shape(op, shards)
+    return [x + jnp.asarray(op.shard_start(op.rule.results[0][op.eqn.params["dimension"]]), x.dtype)]
 
 
 def _tile(op: ShardedOp, shards):
     return _jax.bind(op.eqn, shards, {"reps": tuple(n // m for n, m in zip(op.local_shapes[0], shards[0].shape, strict=True))})
-
-
-def _gather(op: ShardedOp, shards):
-    return dynamic_index.gather(op.eqn, shards, [op.sharded_dims(0)])
 
 
 IDENTITY: dict[str, Callable] = {
@@ -154,10 +129,9 @@ def _windows(op: ShardedOp, shards):
 
 
 LOCAL_FORMS: dict[str, Callable | None] = {
-    "reshape": _with_local_param("new_sizes"),
-    **dict.fromkeys(("broadcast_in_dim", "broadcast_to", "empty"), _with_local_param("shape")),
+    **dict.fromkeys(("reshape", "broadcast_in_dim", "broadcast_to", "empty"), _with_local_shape),
     "iota": _iota,
-    "gather": _gather,
+    "gather": lambda op, shards: dynamic_index.gather(op.eqn, shards, [op.sharded_dims(0)]),
     "conv_general_dilated": _convolution,
     "tile": _tile,
     **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windows),

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardplan.emit.shard_local.halo import HaloDim, halo_dims
-from shardplan.strategies.rule import Dims, Rule, RuleError
+from shardplan.strategies.rule import Dims, Rule, RuleError, flat_factors
 
 AXES = ("s", "t", "u")
 """Mesh axes of a proof, one per sharded factor."""
@@ -51,16 +51,6 @@ class ShardedOp:
         """Types of operands and results."""
         return " -> ".join(", ".join(str(jax.typeof(x)) for x in side) for side in (self.operands, self.results))
 
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """Shape of the mesh."""
-        return tuple(self.shards.values())
-
-    @staticmethod
-    def factors_of(dims: Dims) -> list[str]:
-        """Factors of a tensor, major to minor."""
-        return [a for d in dims for a in d]
-
     def local_shape(self, dims: Dims, shape) -> tuple[int, ...]:
         """Shape of one device's shard of a tensor."""
         return tuple(n // math.prod(self.shards.get(a, 1) for a in d) for d, n in zip(dims, shape, strict=True))
@@ -77,7 +67,7 @@ class ShardedOp:
     def spec(self, dims: Dims) -> PartitionSpec:
         """PartitionSpec of a tensor with one dim per factor."""
         axes = dict(zip(self.shards, AXES, strict=False))
-        return PartitionSpec(*(axes.get(a) for a in self.factors_of(dims)))
+        return PartitionSpec(*(axes.get(a) for a in flat_factors(dims)))
 
     def shard_index(self, factor: str):
         """This device's number along a factor."""
@@ -97,11 +87,7 @@ class ShardedOp:
         return replace(self, rule=replace(self.rule, shard_local=frozenset(self.shards))).halo_dims(k)
 
     def fail(self, why: str):
-        """Raise that the rule is wrong.
-
-        Raises:
-            RuleError: always.
-        """
+        """Raise a RuleError that names the op and this sharding."""
         raise RuleError(
             f"rule '{self.rule}' of {self.name} on {self.types} is wrong when sharded as {self.text}: {why}\n"
             f"  ways out: replicate a factor that needs its neighbours, or name its kind in reduce="

@@ -12,17 +12,20 @@ from collections.abc import Callable
 from shardplan.ir.traits import Traits, declare_traits
 
 from ..register import is_registered
-from ..rule import RULES, Rule, RuleError, factor_sizes, factors
+from ..rule import RULES, Rule, RuleError, factor_sizes, factors, flat_factors
 from . import elementwise, index, linalg, linear, random, reduce, shape, window  # noqa: F401
 
 declare_traits(("pallas_call", "ffi_call", "custom_partitioning", "pure_callback", "io_callback"), Traits(shapes_in_params=True))
 declare_traits(("shard_map",), Traits(layouts_in_params=True))
 
 
+_signature = functools.cache(inspect.signature)
+
+
 def replicated_rule(ins, outs) -> Rule:
     """Every factor needs replication."""
     left, right = (tuple(factors(x, f"{side}{i}_") for i, x in enumerate(xs)) for side, xs in (("x", ins), ("y", outs)))
-    return Rule(left, right, replicated=frozenset(a for x in left + right for d in x for a in d))
+    return Rule(left, right, replicated=frozenset(flat_factors(*left, *right)))
 
 
 def rule_for(primitive: str, ins, outs, params, strict: bool = False) -> tuple[Rule, bool]:
@@ -58,6 +61,4 @@ def _fitted(primitive: str, function: Callable[..., Rule], ins, outs, params) ->
     return rule
 
 
-@functools.cache
-def _signature(function: Callable[..., Rule]) -> inspect.Signature:
-    return inspect.signature(function)
+_signature = functools.cache(inspect.signature)

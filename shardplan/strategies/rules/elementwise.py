@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardplan.ir.traits import Traits
 
-from ..rule import Rule, factors, rule
+from ..rule import Rule, factors, flat_factors, rule
 
 
 def elementwise(*ins, out, **kw) -> Rule:
@@ -71,7 +71,7 @@ def sharding_constraint(x, *, out, **_):
 def tie(x, y, *, out, **_):
     """The second operand, once the first is computed."""
     a, b = factors(x, "x"), factors(y)
-    return Rule((a, b), (b,), replicated=frozenset(n for dim in a for n in dim), fusion="view", flops=0)
+    return Rule((a, b), (b,), replicated=frozenset(flat_factors(a)), fusion="view", flops=0)
 
 
 @rule("optimization_barrier", "device_put", "dce_sink")

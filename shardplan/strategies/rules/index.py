@@ -11,12 +11,13 @@ Partial results of a scatter over n start from the operand on one device and fro
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
-from shardplan.ir.traits import Traits
+from shardplan.ir.traits import ScatterKind, Traits
 
 from ..rule import Rule, factors, rule
-from .reduce import ordered
+from .reduce import collective_kind
 
 
 def index_factors(indices, batching: dict[int, tuple[str, ...]]):
@@ -51,9 +52,9 @@ def gather(x, indices, *rest, out, dimension_numbers, slice_sizes, **_):
     return Rule(operands, (result,), reduce=reduce, replicated=frozenset(replicated), shard_local=shard_local, fusion="loop")
 
 
-def scattered(x, indices, updates, dimension_numbers, kind: str | None) -> Rule:
-    """A scatter; `kind` joins updates at one place, None when the last one wins."""
-    kind = ordered(x, kind)
+def scatter(x, indices, updates, *, out, dimension_numbers, kind: str | None, **_) -> Rule:
+    """Updates at one place are joined by a reduction of this kind, or by none that a collective has: then updates need replication."""
+    kind = collective_kind(x, kind)
     n, a, b = dimension_numbers, factors(x), factors(updates, "u")
     i = index_factors(indices, {j: a[d] for d, j in zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True)})
     replicated, window, batch = set(i[-1]), iter(n.update_window_dims), iter(i[:-1])
@@ -84,28 +85,9 @@ def single_lookup(indices, names) -> frozenset[str]:
     return frozenset(names if prod(indices.shape[:-1]) == 1 else ())
 
 
-@rule("scatter", traits=Traits(scatter="set", in_place=True))
-@rule("scatter-sub", "scatter_sub", traits=Traits(scatter="sub", in_place=True))
-def scatter(x, indices, updates, *, out, dimension_numbers, **_):
-    """XLA partitions sums of updates, not differences: it would gather them."""
-    return scattered(x, indices, updates, dimension_numbers, None)
+SCATTERS: dict[ScatterKind, str | None] = {"add": "sum", "mul": "prod", "max": "max", "min": "min", "sub": None}
+"""How updates are joined -> kind of the partial results. XLA partitions sums of updates, not differences: it would gather them."""
 
-
-@rule("scatter-add", "scatter_add", traits=Traits(scatter="add", in_place=True))
-def scatter_add(x, indices, updates, *, out, dimension_numbers, **_):
-    return scattered(x, indices, updates, dimension_numbers, "sum")
-
-
-@rule("scatter-mul", "scatter_mul", traits=Traits(scatter="mul", in_place=True))
-def scatter_mul(x, indices, updates, *, out, dimension_numbers, **_):
-    return scattered(x, indices, updates, dimension_numbers, "prod")
-
-
-@rule("scatter-max", "scatter_max", traits=Traits(scatter="max", in_place=True))
-def scatter_max(x, indices, updates, *, out, dimension_numbers, **_):
-    return scattered(x, indices, updates, dimension_numbers, "max")
-
-
-@rule("scatter-min", "scatter_min", traits=Traits(scatter="min", in_place=True))
-def scatter_min(x, indices, updates, *, out, dimension_numbers, **_):
-    return scattered(x, indices, updates, dimension_numbers, "min")
+rule("scatter", traits=Traits(scatter="set", in_place=True))(partial(scatter, kind=None))
+for _name, _kind in SCATTERS.items():
+    rule(f"scatter-{_name}", f"scatter_{_name}", traits=Traits(scatter=_name, in_place=True))(partial(scatter, kind=_kind))

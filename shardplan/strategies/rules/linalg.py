@@ -11,7 +11,7 @@ from math import prod
 
 from shardplan.ir.traits import Traits
 
-from ..rule import Rule, factors, rule
+from ..rule import Rule, factors, flat_factors, rule
 
 
 def batched(ins, out, core: int, flops=None) -> Rule:
@@ -20,7 +20,7 @@ def batched(ins, out, core: int, flops=None) -> Rule:
     batch = factors(ins[0])[:n]
     own = [factors(x, f"x{i}_")[n:] for i, x in enumerate((*ins, *out))]
     dims = tuple(batch + o for o in own)
-    return Rule(dims[: len(ins)], dims[len(ins) :], replicated=frozenset(a for o in own for d in o for a in d), flops=flops)
+    return Rule(dims[: len(ins)], dims[len(ins) :], replicated=frozenset(flat_factors(*own)), flops=flops)
 
 
 MATRIX = "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd tridiagonal"

@@ -7,6 +7,8 @@ random_wrap   a b -> a         replicated b: the words of one key
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..rule import Rule, factors, rule
 from .shape import leading, move
 
@@ -16,30 +18,22 @@ def drawn(keys, *by: str) -> bool:
     return any(f"<{name}>" in str(keys.dtype) for name in by)
 
 
-def bits(keys, out, in_order: bool) -> Rule:
-    """Random elements per key; `in_order` if the generator draws all of them from the first key."""
+def bits(in_order: tuple[str, ...], keys, *, out, **_) -> Rule:
+    """Random elements per key; the generators `in_order` draw all of them from the first key."""
     a = factors(keys) + factors(out[0], "o")[len(keys.shape) :]
-    if not in_order:
+    if not drawn(keys, *in_order):
         return move((factors(keys),), (a,), flops=None)
     k = factors(keys, "k")
     return move((k,), (a,), a, flops=None, head=frozenset(x for (x,) in k))
 
 
-@rule()
-def random_bits(keys, *, out, **_):
-    return bits(keys, out, drawn(keys, "rbg", "urbg"))
-
-
-@rule()
-def random_split(keys, *, out, **_):
-    """Threefry splits keys of `rbg`."""
-    return bits(keys, out, drawn(keys, "urbg"))
+rule("random_bits")(partial(bits, ("rbg", "urbg")))
+rule("random_split")(partial(bits, ("urbg",)))  # threefry splits keys of `rbg`
 
 
 @rule("random_seed", "random_clone")
 def random_seed(x, *, out, **_):
-    a = factors(out[0])
-    return move((a,), (a,), flops=None)
+    return move((factors(out[0]),), (factors(out[0]),), flops=None)
 
 
 @rule()

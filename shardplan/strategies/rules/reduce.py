@@ -29,58 +29,36 @@ def reduction(x, axes, n_results: int = 1, kind: str | None = None, **kw) -> Rul
     return Rule((a,), (kept,) * n_results, **how, fusion=fusion, flops=prod(x.shape), **kw)
 
 
+def collective_kind(x, kind: str | None) -> str | None:
+    """The kind, if a collective has it: none orders complex numbers, has the bitwise functions of integers, or xor."""
+    unordered = "complex" in str(x.dtype) and kind in ("max", "min")
+    return None if unordered or kind == "xor" or (kind in ("and", "or") and str(x.dtype) != "bool") else kind
+
+
 @rule(traits=Traits(reduction=True, sum_reduction=True))
 def reduce_sum(x, *, out, axes, **_):
     return reduction(x, axes, kind="sum", linear=all(x.shape[d] == 1 for d in axes))  # a sum of one is a reshape
 
 
-@rule(traits=Traits(reduction=True))
-def reduce_max(x, *, out, axes, **_):
-    return reduction(x, axes, kind=ordered(x, "max"))
+def reduce_kind(kind: str, x, *, out, axes, **_) -> Rule:
+    return reduction(x, axes, kind=collective_kind(x, kind))
 
 
-@rule(traits=Traits(reduction=True))
-def reduce_min(x, *, out, axes, **_):
-    return reduction(x, axes, kind=ordered(x, "min"))
+for _kind in ("max", "min", "prod", "and", "or", "xor"):
+    rule(f"reduce_{_kind}", traits=Traits(reduction=True))(partial(reduce_kind, _kind))
 
 
-def ordered(x, kind: str | None) -> str | None:
-    """The kind of a collective reduction; None for max and min of complex numbers, which no collective orders."""
-    return None if "complex" in str(x.dtype) and kind in ("max", "min") else kind
-
-
-@rule(traits=Traits(reduction=True))
-def reduce_prod(x, *, out, axes, **_):
-    return reduction(x, axes, kind="prod")
-
-
-@rule(traits=Traits(reduction=True))
-def reduce_and(x, *, out, axes, **_):
-    """Of booleans; no collective has the bitwise functions of integers, nor the exclusive one."""
-    return reduction(x, axes, kind="and" if str(x.dtype) == "bool" else None)
-
-
-@rule(traits=Traits(reduction=True))
-def reduce_or(x, *, out, axes, **_):
-    return reduction(x, axes, kind="or" if str(x.dtype) == "bool" else None)
-
-
-@rule(traits=Traits(reduction=True))
-def reduce_xor(x, *, out, axes, **_):
-    return reduction(x, axes)
-
-
-def named(kind: str, *ins, out, axes, **_) -> Rule:
+def over_named_axes(kind: str, *ins, out, axes, **_) -> Rule:
     """A reduction over dims that a vmap has named."""
     operands = tuple(factors(x, f"x{i}_") for i, x in enumerate(ins))
-    gone = {a[d][0]: ordered(x, kind) for a, x in zip(operands, ins, strict=True) for d in axes}
+    gone = {a[d][0]: collective_kind(x, kind) for a, x in zip(operands, ins, strict=True) for d in axes}
     results = tuple(tuple(b for d, b in enumerate(a) if d not in axes) for a in operands)
     reduce, replicated = {a: k for a, k in gone.items() if k}, frozenset(a for a, k in gone.items() if not k)
     return Rule(operands, results, reduce=reduce, replicated=replicated, fusion="reduce", flops=sum(prod(x.shape) for x in ins))
 
 
-for _name, _kind in (("psum", "sum"), ("pmax", "max"), ("pmin", "min")):
-    rule(_name)(partial(named, _kind))
+for _kind in ("sum", "max", "min"):
+    rule(f"p{_kind}")(partial(over_named_axes, _kind))
 
 
 @rule("argmax", "argmin")

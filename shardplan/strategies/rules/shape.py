@@ -14,16 +14,13 @@ from math import gcd
 from shardplan.ir.traits import Traits
 
 from ..halo import Halo
-from ..rule import Rule, factors, rule
+from ..rule import Rule, factors, flat_factors, rule
 
 
 def move(operands, results, replicated=(), **kw) -> Rule:
     """A rule without flops; `replicated` is a list of dims."""
-    return Rule(
-        tuple(operands),
-        tuple(results),
-        **{"replicated": frozenset(a for d in replicated for a in d), "fusion": "loop", "flops": 0, **kw},
-    )
+    kw = {"replicated": frozenset(flat_factors(replicated)), "fusion": "loop", "flops": 0, **kw}
+    return Rule(tuple(operands), tuple(results), **kw)
 
 
 def resized(ins, outs, changed=(), **kw) -> Rule:
@@ -50,15 +47,15 @@ def reshape_factors(left: tuple[int, ...], right: tuple[int, ...]):
     Returns:
         Dims of the left shape, dims of the right shape, factor sizes, factors that need replication.
 
-    >>> factors((8, 6), (2, 4, 6))
+    >>> reshape_factors((8, 6), (2, 4, 6))
     (((('a', 'b'), ('c',)), (('a',), ('b',), ('c',)), {'a': 2, 'b': 4, 'c': 6}, frozenset())
     """
     names = (f"{chr(97 + i % 26)}{i // 26 or ''}" for i in count())
     shapes, dims, at, rest = (left, right), ([], []), [0, 0], [1, 1]
     sizes, replicated = {}, set()
     if 0 in left:
-        dims = [[(next(names),) for _ in shape] for shape in shapes]
-        return *map(tuple, dims), {}, frozenset(a for side in dims for d in side for a in d)
+        own = [tuple((next(names),) for _ in shape) for shape in shapes]
+        return *own, {}, frozenset(flat_factors(*own))
 
     def advance(side):
         """To the next dim, once the last one is used up."""
@@ -121,8 +118,8 @@ def broadcast_in_dim(x, *rest, out, broadcast_dimensions, **_):
 
 @rule()
 def broadcast_to(x, *, out, **_):
-    a = factors(out[0])
-    return move((tuple(() if n == 1 else b for n, b in zip(x.shape, a[len(a) - len(x.shape) :], strict=True)),), (a,))
+    rank = len(out[0].shape)
+    return broadcast_in_dim(x, out=out, broadcast_dimensions=range(rank - len(x.shape), rank))
 
 
 @rule()
@@ -156,8 +153,8 @@ def stack(*ins, out, axis, **_):
 
 @rule()
 def unstack(x, *, out, axis, **_):
-    a = factors(x)
-    return move((a,), (a[:axis] + a[axis + 1 :],) * len(out), (a[axis],))
+    r = stack(*out, out=(x,), axis=axis)
+    return replace(r, operands=r.results, results=r.operands)
 
 
 @rule()
