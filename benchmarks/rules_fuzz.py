@@ -40,6 +40,9 @@ from shardplan.strategies.signature import REPLICATED_DTYPES
 from shardplan.testing import check_rule, difference
 from shardplan.testing.check import run_equations
 
+OUR_ERRORS = (NameError, AttributeError, ImportError)
+"""Mistakes of this program or the planner's, never a reason to skip a case."""
+
 
 def proof(case) -> tuple[str, str]:
     """("sharded" | "replicated" | "skipped" | "failed", why): every strategy of the primitive on local shards."""
@@ -48,13 +51,22 @@ def proof(case) -> tuple[str, str]:
         try:
             only = None if case.primitive in ("scan", "while", "cond") else case.primitive
             return "sharded" if check_rule(case.fn, *case.args, primitive=only) else "replicated", ""
-        except Exception as error:
-            if not isinstance(error, RuleError):
-                try:
-                    jax.block_until_ready(jax.jit(case.fn)(*case.args))
-                except Exception as plain:
-                    return "skipped", jax_harness.first_line(plain)
-            return "failed", str(error) if isinstance(error, RuleError) else traceback.format_exc(limit=-3)
+        except RuleError as error:
+            return "failed", str(error)
+        except Exception:
+            why, refusal = traceback.format_exc(limit=-3), refused_by_jit(case)
+            return ("skipped", refusal) if refusal else ("failed", why)
+
+
+def refused_by_jit(case) -> str:
+    """What plain `jit` raises on CPU; "" where it runs the call."""
+    try:
+        jax.block_until_ready(jax.jit(case.fn)(*case.args))
+    except OUR_ERRORS:
+        raise
+    except Exception as error:
+        return jax_harness.first_line(error)
+    return ""
 
 
 def planned(case, mesh) -> tuple[str, str]:
@@ -66,30 +78,28 @@ def planned(case, mesh) -> tuple[str, str]:
 def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
     """The same of the primitive alone, compiled under several strategies of all mesh axes, drawn by the case's text."""
     axes, random = MeshShape(mesh.axis_names, mesh.axis_sizes), np.random.default_rng(zlib.crc32(str(case).encode()))
-    outcome = "replicated"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found: list = []
-            run_equations(jax.make_jaxpr(case.fn)(*case.args), list(case.args), lambda *pair: found.append(pair))
-            for eqn, operands in found:
-                if eqn.primitive.name != case.primitive or eqn.effects:
-                    continue
-                operands = [jax.numpy.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
-                strategies = list(strategies_of(eqn, axes))
-                want = jax.jit(lambda *xs, eqn=eqn: forms.bind(eqn, xs))(*operands) if strategies else []
-                for n in random.permutation(len(strategies))[:most]:
-                    factors, *layouts = strategies[n]
-                    outcome = "sharded"
-                    try:
-                        got = one_strategy(eqn, operands, layouts, mesh)
-                    except Exception as error:
-                        return "failed", f"{eqn}\npartitioned as {factors}: {jax_harness.first_line(error)}"
-                    for x, y in zip(got, want, strict=True):
-                        if (why := difference(x, y)) is not None:
-                            return "failed", f"{eqn}\npartitioned as {factors}: {why}"
-    except Exception as error:
-        return "skipped", jax_harness.first_line(error)
+    outcome, found = "replicated", []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if refusal := refused_by_jit(case):
+            return "skipped", refusal
+        run_equations(jax.make_jaxpr(case.fn)(*case.args), list(case.args), lambda *pair: found.append(pair))
+        for eqn, operands in found:
+            if eqn.primitive.name != case.primitive or eqn.effects:
+                continue
+            operands = [jax.numpy.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
+            strategies = list(strategies_of(eqn, axes))
+            want = jax.jit(lambda *xs, eqn=eqn: forms.bind(eqn, xs))(*operands) if strategies else []
+            for n in random.permutation(len(strategies))[:most]:
+                factors, *layouts = strategies[n]
+                outcome = "sharded"
+                try:
+                    got = one_strategy(eqn, operands, layouts, mesh)
+                except Exception as error:
+                    return "failed", f"{eqn}\npartitioned as {factors}: {jax_harness.first_line(error)}"
+                for x, y in zip(got, want, strict=True):
+                    if (why := difference(x, y)) is not None:
+                        return "failed", f"{eqn}\npartitioned as {factors}: {why}"
     return outcome, ""
 
 
@@ -122,6 +132,9 @@ def one_strategy(eqn, operands, layouts, mesh):
     return step(*operands)
 
 
+PROOFS = {"local": lambda case, mesh: proof(case), "planned": planned, "partitioned": partitioned}
+
+
 def quietly(cases: int, phases=(Phase.generate,), **more) -> hypothesis.settings:
     """That many examples; none is remembered, timed or found unhealthy."""
     return hypothesis.settings(
@@ -141,12 +154,9 @@ def run(cases, options, mesh) -> collections.Counter:
         if options.show:
             print(case, flush=True)
         found = []
-        if options.proof in ("local", "all"):
-            found.append(proof(case))
-        if options.proof in ("planned", "all"):
-            found.append(planned(case, mesh))
-        if options.proof in ("partitioned", "all"):
-            found.append(partitioned(case, mesh))
+        for name, prove in PROOFS.items():
+            if options.proof in (name, "all"):
+                found.append(prove(case, mesh))
         count["cases"] += 1
         count[max((kind for kind, _ in found), key=("replicated", "sharded", "skipped", "failed").index)] += 1
         if count["cases"] % 50 == 0:  # compiled programs pile up
@@ -175,7 +185,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cases", type=int, default=100, help="per family")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="families whose name contains this")
-    parser.add_argument("--proof", choices=("local", "planned", "partitioned", "all"), default="all")
+    parser.add_argument("--proof", choices=(*PROOFS, "all"), default="all")
     parser.add_argument("--show", action="store_true", help="every case before it runs, to see which one XLA crashes on")
     parser.add_argument("--shrink", action="store_true", help="stop at a family's first failure, and make it small")
     options = parser.parse_args(argv)

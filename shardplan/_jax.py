@@ -29,8 +29,6 @@ INLINED = frozenset(CALLS.split())
 HELD = "jaxpr", "call_jaxpr", "fwd_jaxpr", "callee", "call"
 """Parameters that hold it."""
 
-REMAT = ("remat", "remat2", "checkpoint")
-
 
 def inner_jaxpr(eqn) -> ClosedJaxpr | None:
     """The jaxpr a wrapping equation calls, closed; None for an equation that is an op of its own."""
@@ -42,14 +40,11 @@ def inner_jaxpr(eqn) -> ClosedJaxpr | None:
 
 def _expanded(eqn) -> ClosedJaxpr | None:
     """What an equation that stands for a program runs, on its line."""
-    avals = [a.aval for a in eqn.invars]
-    if eqn.effects or not all(isinstance(a, core.ShapedArray) for a in (*avals, *(v.aval for v in eqn.outvars))):
+    if eqn.effects or not all(isinstance(a.aval, core.ShapedArray) for a in (*eqn.invars, *eqn.outvars)):
         return None
     run = EXPANDED[eqn.primitive.name]
     with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
-        return jax.make_jaxpr(lambda *xs: run(eqn, *xs))(
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals)
-        )
+        return jax.make_jaxpr(lambda *xs: run(eqn, *xs))(*(abstract(a.aval) for a in eqn.invars))
 
 
 def _linear_solve(eqn, *xs) -> list:
@@ -169,14 +164,12 @@ def branches(eqn) -> list[ClosedJaxpr]:
 
 def is_recompute(eqn) -> bool:
     """Whether lowering puts an optimization barrier before this rematerialised body, so that XLA computes it again."""
-    return eqn.primitive.name in REMAT and bool(eqn.params.get("prevent_cse")) and bool(eqn.params.get("differentiated"))
+    remat = eqn.primitive.name in ("remat", "remat2", "checkpoint")
+    return remat and bool(eqn.params.get("prevent_cse")) and bool(eqn.params.get("differentiated"))
 
 
 def source(eqn) -> tuple[str, int, str]:
-    """File, line and function of the user's own frame that made this equation; ("", 0, "") when there is none.
-
-    The innermost frame outside installed packages, else the innermost outside jax.
-    """
+    """File, line and function of the innermost frame outside installed packages, else outside jax; ("", 0, "") when there is none."""
     return _source(eqn.source_info.traceback)
 
 
@@ -207,9 +200,7 @@ def bind(eqn, operands, params=None, context: bool = True):
     """Run one equation on `operands` under its own source line, name scopes and (for its mesh) context; returns a list of results."""
     found = eqn.primitive.get_bind_params({**eqn.params, **(params or {})})
     subfuns, bind_params = found if isinstance(found, tuple) else ((), found)  # jax < 0.10.2 gives the functions apart
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    around = eqn.ctx.manager if context else contextlib.nullcontext()
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), around:
+    with at_source(eqn), eqn.ctx.manager if context else contextlib.nullcontext():
         out = eqn.primitive.bind(*subfuns, *operands, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -219,12 +210,10 @@ def row_major(x):
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-@contextlib.contextmanager
-def at_source(eqn):
+def at_source(eqn) -> contextlib.AbstractContextManager:
     """Whatever is traced inside carries the equation's source line and name scopes."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
-        yield
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
 
 
 def itemsize(dtype) -> float:
@@ -253,8 +242,7 @@ def on_auto_axes(flat, mesh: Mesh, out_shardings: tuple) -> Callable[..., tuple]
     """`flat`, written for axes of type Auto, on a mesh of any kind: arrays in and out are typed as the user's mesh is."""
     if is_auto(mesh):
         return flat
-    typed: Callable = jax.sharding.auto_axes(flat, axes=tuple(mesh.axis_names), out_sharding=out_shardings)
-    return typed
+    return jax.sharding.auto_axes(flat, axes=tuple(mesh.axis_names), out_sharding=out_shardings)  # type: ignore[return-value]
 
 
 def on_twin(jitted, twin: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh):
@@ -276,14 +264,13 @@ def on_twin(jitted, twin: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh):
 
 def knows_its_mesh(closed: ClosedJaxpr) -> bool:
     """Whether any equation, however deep, calls back into Python or brings its own partitioning: both ask for the mesh when lowered."""
-    names = (eqn.primitive.name for eqn in equations(closed.jaxpr))
-    return any("callback" in name or name == "custom_partitioning" for name in names)
+    return any("callback" in e.primitive.name or e.primitive.name == "custom_partitioning" for e in equations(closed.jaxpr))
 
 
 def is_foreign(x, mesh: Mesh) -> bool:
     """Whether an array is typed with the axes of another mesh."""
     axes = getattr(getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None), "axis_names", ())
-    return bool(axes) and tuple(axes) != tuple(mesh.axis_names)
+    return tuple(axes) not in ((), tuple(mesh.axis_names))
 
 
 def typed_sharding(x, mesh: Mesh) -> NamedSharding | None:
@@ -298,11 +285,9 @@ def under_jit() -> bool | None:
     if core.trace_ctx.is_top_level():
         return False
     trace = core.trace_ctx.trace
-    while trace is not None:
-        if isinstance(trace, partial_eval.DynamicJaxprTrace):
-            return True
+    while not isinstance(trace, partial_eval.DynamicJaxprTrace | None):
         trace = getattr(trace, "parent_trace", None)
-    return None
+    return None if trace is None else True
 
 
 def within(mesh: Mesh | AbstractMesh):
@@ -315,7 +300,7 @@ def without_mesh(fun):
 
     @functools.wraps(fun)
     def alone(*args, **kwargs):
-        with within(AbstractMesh((), ())):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             return fun(*args, **kwargs)
 
     return alone
@@ -327,7 +312,7 @@ def sharding(mesh, spec: tuple, memory_kind: str | None = None) -> NamedSharding
 
 def abstract(x) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of an argument leaf, without its placement."""
-    aval = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
+    aval = x if isinstance(x, jax.ShapeDtypeStruct | core.ShapedArray) else jax.typeof(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
@@ -341,18 +326,14 @@ UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 def constraint_spec(params) -> tuple | None:
     """Entries of the PartitionSpec of a `sharding_constraint` equation, free dims as UNCONSTRAINED; None if it has none."""
-    spec = getattr(params.get("sharding"), "spec", None)
-    if spec is None:
-        return None
-    free = params.get("unconstrained_dims") or ()
-    return tuple(UNCONSTRAINED if d in free else e for d, e in enumerate(spec))
+    spec, free = getattr(params.get("sharding"), "spec", None), params.get("unconstrained_dims") or ()
+    return None if spec is None else tuple(UNCONSTRAINED if d in free else e for d, e in enumerate(spec))
 
 
 def is_placement(eqn) -> bool:
     """Whether an equation only asks for a sharding, which a plan decides in its stead."""
-    if eqn.primitive.name != "sharding_constraint":
-        return False
-    return getattr(eqn.params.get("sharding"), "memory_kind", None) in (None, "device") and eqn.params.get("layout") is None
+    on_device = getattr(eqn.params.get("sharding"), "memory_kind", None) in (None, "device")
+    return eqn.primitive.name == "sharding_constraint" and on_device and eqn.params.get("layout") is None
 
 
 def shard_map_specs(params) -> tuple[tuple, tuple] | None:
@@ -365,11 +346,7 @@ def shard_map_specs(params) -> tuple[tuple, tuple] | None:
 def broadcast_prefix(prefix, full, is_leaf) -> list:
     """Leaves of `prefix`, each repeated for every leaf of `full` below it; ValueError when it is no prefix."""
     out: list = []
-
-    def spread(x, subtree):
-        out.extend([x] * len(jax.tree.leaves(subtree)))
-
-    jax.tree.map(spread, prefix, full, is_leaf=is_leaf)
+    jax.tree.map(lambda x, subtree: out.extend([x] * len(jax.tree.leaves(subtree))), prefix, full, is_leaf=is_leaf)
     return out
 
 
@@ -391,11 +368,8 @@ def batched_as(eqn, run: Callable) -> Callable:
 
 
 def differentiable_as(run: Callable, traced: ClosedJaxpr) -> Callable:
-    """`run` on flat leaves; its derivatives are those of `traced`, the step as the user wrote it.
-
-    A step with effects stays as it is: custom derivatives do not carry them.
-    """
-    if traced.effects:
+    """`run` on flat leaves; its derivatives are those of `traced`, the step as the user wrote it."""
+    if traced.effects:  # custom derivatives do not carry them
         return run
     wrapped = jax.custom_jvp(lambda *leaves: tuple(run(*leaves)))
 
@@ -419,18 +393,10 @@ class ForeignMeshError(ValueError):
     """A planned step was called with arrays that are typed with the axes of another mesh."""
 
 
-REFUSED_PLACEMENT = (
-    "does not match the sharding",
-    "incompatible devices",
-    "should be equal",
-    "mesh should be the same",
-    "aval mesh",
-)
-
-
 def refuses_placement(error: ValueError) -> bool:
     """Whether jit refused arguments because of the devices they are on; `device_put` helps."""
-    return isinstance(error, ForeignMeshError) or any(text in str(error) for text in REFUSED_PLACEMENT)
+    texts = "does not match the sharding", "incompatible devices", "should be equal", "mesh should be the same", "aval mesh"
+    return isinstance(error, ForeignMeshError) or any(text in str(error) for text in texts)
 
 
 def refuses_shard_map_mesh(error: ValueError) -> bool:

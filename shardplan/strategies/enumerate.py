@@ -133,7 +133,7 @@ def shards_per_strategy(tensors: tuple[tuple[Layout, ...], ...], mesh: MeshShape
 
 
 def _layout(dims: Dims, strategy: AxisFactors, mesh: MeshShape, reduce: Mapping[str, str], passes_partial: bool) -> Layout:
-    """Layout of a tensor; `reduce`: a result's reduction factors -> kinds; `passes_partial`: whether it is partial over PARTIAL axes."""
+    """Layout of a tensor. `reduce`: a result's reduction factors -> kind; `passes_partial`: it is partial over PARTIAL axes."""
     on: dict[str, tuple[str, ...]] = {}
     partial = []
     for axis, x in zip(mesh.axes, strategy, strict=True):

@@ -127,7 +127,7 @@ RULES: dict[str, Callable[..., Rule]] = {}
 def rule(*primitives: str, traits: Traits | None = None):
     """Register a rule function and the traits of its primitives: by default the one of its name, trailing underscores removed."""
 
-    def register(fn):
+    def register(fn: Callable[..., Rule]):
         names = primitives or (fn.__name__.rstrip("_"),)
         RULES.update(dict.fromkeys(names, fn))
         if traits is not None:
