@@ -48,9 +48,9 @@ def _expanded(eqn) -> ClosedJaxpr | None:
 
 
 def _linear_solve(eqn, *xs) -> list:
-    lengths, solve = eqn.params["const_lengths"], closed(eqn.params["jaxprs"].solve)
-    first, n = lengths.matvec + lengths.vecmat, sum(lengths)
-    return core.jaxpr_as_fun(solve)(*xs[first : first + lengths.solve], *xs[n:])
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return jaxpr_as_fun(closed(eqn.params["jaxprs"].solve))(*xs[first : first + lengths.solve], *xs[sum(lengths) :])
 
 
 def _high_level(eqn, *xs) -> list:
@@ -116,16 +116,13 @@ def equations(jaxpr) -> Iterator:
 
 
 def interpret(jaxpr, values: Iterable, run: Callable[..., Iterable], literal: Callable = lambda atom: atom.val) -> list:
-    """Interpret a jaxpr: the skeleton of parsing, emission and proofs.
+    """Values of an open jaxpr's outputs: the skeleton of parsing, emission and proofs.
 
     Args:
         jaxpr: an open jaxpr.
         values: of its constants, then of its inputs; anything that `run` understands.
         run: (number of the equation, equation, values of its operands) -> values of its results.
         literal: value of a literal operand.
-
-    Returns:
-        Values of the outputs.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 
@@ -254,7 +251,7 @@ def on_twin(jitted, twin: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh):
         return jax.device_put(x, NamedSharding(to, sharding.spec)) if known and sharding is not None else x
 
     def call(*args):
-        with jax.set_mesh(twin):
+        with jax.set_mesh(twin):  # type: ignore[arg-type]
             out = jitted(*jax.tree.map(lambda x: moved(x, twin), args))
         return jax.tree.map(lambda x: moved(x, mesh), out)
 

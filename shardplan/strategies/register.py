@@ -75,14 +75,12 @@ class UserRule:
 
     def __call__(self, *ins, out, **_) -> Rule:
         """The rule of an equation."""
-        template, shapes = self.template, (tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in out))
+        template, shapes = self.template, [tuple(tuple(x.shape) for x in side) for side in (ins, out)]
         left, right = template.operands, template.results
         if (len(ins), len(out)) != (len(left), len(right)):
-            self._fail(
-                f"it names {len(left)} operands and {len(right)} results, the op has {len(ins)} and {len(out)}"
-                f": {format_shapes(shapes[0])} -> {format_shapes(shapes[1])}",
-                "a tensor for each, separated by commas; an empty text for a scalar",
-            )
+            met = f"the op has {len(ins)} and {len(out)}: {format_shapes(shapes[0])} -> {format_shapes(shapes[1])}"
+            why = f"it names {len(left)} operands and {len(right)} results, {met}"
+            self._fail(why, "a tensor for each, separated by commas; an empty text for a scalar")
         operands, results = (tuple(map(_expand, *sides)) for sides in zip((left, right), shapes, strict=True))
         replicated = template.replicated
         if "..." in replicated:

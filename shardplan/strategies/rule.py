@@ -40,18 +40,13 @@ Fusion = Literal["loop", "view", "reduce", "none"]
 
 @dataclass(frozen=True)
 class Rule:
-    """The factor map of one op.
+    """The factor map of one op, in the words of the table above.
 
     Attributes:
-        operands: factors of every operand (rank-0 operands are ()).
-        results: factors of every result.
-        reduce: reduction factor -> kind ("sum", "max", "min", "prod", "and", "or"). It appears in operands only; a mesh axis on it
-            leaves every result that depends on it partial.
-        replicated: factors that need replication.
-        halo: windowed factor -> operand -> how windows slide over it; sharding it costs an exchange between neighbours.
-        scan: factors along which an element depends on all before it; sharding one costs an exchange of every shard's total.
-        arg_reduce: factor -> how many elements along it are selected; sharding it costs a gather of every shard's selection.
-        head: factors of operands of which only the first element is read; sharding one costs a broadcast of it.
+        operands, results: factors of every operand and result; () for rank 0.
+        reduce: factor, in operands only -> kind (`REDUCTIONS`).
+        halo: windowed factor -> operand -> how windows slide over it.
+        arg_reduce: factor -> how many elements along it are selected.
         shard_local: factors that, when sharded, have every device run the op on its own shards (`emit`), where XLA would move more.
         sizes: factor -> size; needed for factors inside compound dims, others are read from the shapes.
         linear: partial sums of the operands pass through: every operand partial over an axis gives results partial over it.
@@ -145,6 +140,12 @@ def factors(x, start: str = "") -> Dims:
 def flat_factors(*tensors: Dims) -> list[str]:
     """Factors of tensors in order, major to minor, repeated as they are."""
     return [a for dims in tensors for dim in dims for a in dim]
+
+
+def replicated_rule(ins, outs) -> Rule:
+    """Every factor needs replication."""
+    left, right = (tuple(factors(x, f"{side}{i}_") for i, x in enumerate(xs)) for side, xs in (("x", ins), ("y", outs)))
+    return Rule(left, right, replicated=frozenset(flat_factors(*left, *right)))
 
 
 def factor_sizes(rule: Rule, shapes: tuple, out_shapes: tuple, primitive: str = "") -> dict[str, int]:

@@ -3,10 +3,9 @@
     >>> check_rule(jnp.dot, x, w)                  # every op the function traces to, by every factor of its rule
     [Proof(primitive='dot_general', rule='a b, b yb -> a yb  reduce b', shardings=('a:8', 'b:4', 'yb:2', ...), how='local', ...)]
 
-For a factor put on a mesh axis, every device gets its shard of the operands and runs the same primitive on it (`local.py`); shards of
-the result are joined, partial ones reduced by their collective. An op with no local form (random bits of one position in the stream)
-is proven by dependence (`dependence.py`). With a target every strategy is compiled for absent GPUs, too, and the bytes XLA moves are
-compared with the prediction (`xla/report/one_op.py`).
+Every device runs the primitive on its shards of the operands; shards of the result are joined, partial ones reduced by their
+collective. An op with no local form (random bits of one position in the stream) is proven by dependence (`prove.py`). With a target
+every strategy is compiled for absent GPUs, too, and the bytes XLA moves are compared with the prediction (`xla/report/one_op.py`).
 
 The devices are real ones; on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count=8 before importing jax.
 """

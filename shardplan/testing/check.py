@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from shardplan import _jax
 from shardplan.strategies.rule import Rule, RuleError, factor_sizes, flat_factors
 from shardplan.strategies.rules import rule_for
-from shardplan.testing.dependence import prove_dependence, prove_linear
-from shardplan.testing.local import prove_local
+from shardplan.testing.prove import prove_dependence, prove_linear, prove_local
 from shardplan.testing.sharded_op import ShardedOp
 from shardplan.xla.compiler import targets
 from shardplan.xla.compiler.compile import compile_lowered
@@ -29,11 +28,9 @@ class Proof:
     """One op whose rule held.
 
     Attributes:
-        primitive: its name.
-        rule: the rule as text.
+        primitive, rule, types: its name, rule, and types of operands and results, as text.
         shardings: proven shardings, each "factor:shards"; several factors at once are separated by a space.
         how: "local" when shards ran on their own, "dependence" when only the dependences of a shard were proven.
-        types: of operands and results.
         deviations: where XLA moves other bytes than predicted, or does not compile; () without a target.
     """
 
@@ -55,7 +52,6 @@ def check_rule(
     primitive: str | None = None,
     target: str | None = None,
     golden: str | Path | None = None,
-    seen: set | None = None,
     pairs: int = 2,
 ) -> list[Proof]:
     """Prove the rule of every op that `fn(*args)` runs, on the values it meets there.
@@ -68,7 +64,6 @@ def check_rule(
         target: GPUs that need not be there, like "h100:8": every strategy is compiled for them, and the bytes XLA moves are
             compared with those a plan would name.
         golden: a file of the proofs as text; written where there is none, else they have to be the same.
-        seen: signatures already proven, to skip and to add to.
         pairs: number of pairs of factors to shard together, in addition to every single factor.
 
     Returns:
@@ -79,7 +74,7 @@ def check_rule(
             when the proofs are not as in `golden`.
         CompilerMissingError: when the target's compiler is not installed.
     """
-    seen = set() if seen is None else seen
+    seen: set = set()
     proofs: list[Proof] = []
 
     def visit(eqn, operands) -> None:
@@ -93,7 +88,7 @@ def check_rule(
 
 
 def run_equations(closed, args, visit: Callable) -> list:
-    """Results of a jaxpr; `visit` sees every equation with its operands, through calls and into the first iteration of loops."""
+    """Results of a jaxpr; `visit(eqn, operands)` also sees equations inside calls, branches taken and first iterations of loops."""
 
     def run(_, eqn, operands) -> list:
         if (inner := _jax.inner_jaxpr(eqn)) is not None:

@@ -19,15 +19,7 @@ AXES = ("s", "t", "u")
 
 @dataclass(frozen=True)
 class ShardedOp:
-    """One equation with the values it runs on and one sharding.
-
-    Attributes:
-        eqn: the equation.
-        rule: its rule.
-        sizes: factor -> size.
-        operands, results: global arrays.
-        shards: sharded factor -> number of shards.
-    """
+    """One equation, global arrays of its operands and results, and per sharded factor the number of shards."""
 
     eqn: Any
     rule: Rule

@@ -1,7 +1,4 @@
-"""The rule of every primitive, by family; importing this package fills `RULES` and `TRAITS`.
-
->>> rule, known = rule_for("neg", (x,), (x,), {})
-"""
+"""The rule of every primitive, by family; importing this package fills `RULES` and `TRAITS`."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Callable
 from shardplan.ir.traits import Traits, declare_traits
 
 from ..register import is_registered
-from ..rule import RULES, Rule, RuleError, factor_sizes, factors, flat_factors
+from ..rule import RULES, Rule, RuleError, factor_sizes, replicated_rule
 from . import elementwise, index, linalg, linear, random, reduce, shape, window  # noqa: F401
 
 declare_traits(("pallas_call", "ffi_call", "custom_partitioning", "pure_callback", "io_callback"), Traits(shapes_in_params=True))
@@ -22,19 +19,12 @@ declare_traits(("shard_map",), Traits(layouts_in_params=True))
 _signature = functools.cache(inspect.signature)
 
 
-def replicated_rule(ins, outs) -> Rule:
-    """Every factor needs replication."""
-    left, right = (tuple(factors(x, f"{side}{i}_") for i, x in enumerate(xs)) for side, xs in (("x", ins), ("y", outs)))
-    return Rule(left, right, replicated=frozenset(flat_factors(*left, *right)))
-
-
 def rule_for(primitive: str, ins, outs, params, strict: bool = False) -> tuple[Rule, bool]:
     """The rule of one equation and whether it is known; an op without a rule that fits is kept replicated.
 
     Args:
         primitive: its name.
-        ins: avals of the operands, anything with `.shape` and `.dtype`.
-        outs: avals of the results.
+        ins, outs: avals of operands and results, anything with `.shape` and `.dtype`.
         params: the equation's params.
         strict: raise where a rule exists and does not fit, instead of keeping the op replicated.
 

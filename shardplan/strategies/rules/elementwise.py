@@ -55,16 +55,10 @@ def linear(*ins, out, **_):
     return elementwise(*ins, out=out, linear=True)
 
 
-@rule()
-def shard_alike(*ins, out, **_):
-    return elementwise(*ins, out=out, fusion="view", flops=0)
-
-
 @rule("sharding_constraint", traits=Traits(sharding_constraint=True))
-@rule("reshard", "layout_constraint", "relayout", "with_memory_space_constraint")
-def sharding_constraint(x, *, out, **_):
-    a = factors(x)
-    return Rule((a,), (a,), fusion="view", flops=0)
+@rule("shard_alike", "reshard", "layout_constraint", "relayout", "with_memory_space_constraint")
+def sharding_constraint(*ins, out, **_):
+    return elementwise(*ins, out=out, fusion="view", flops=0)
 
 
 @rule()

@@ -23,10 +23,9 @@ def contract(x, y, dimension_numbers):
     a, b = list(factors(x)), list(factors(y, "y"))
     for i, j in zip((*left, *left_batch), (*right, *right_batch), strict=True):
         b[j] = a[i]
-    free = [d for i, d in enumerate(a) if i not in (*left, *left_batch)] + [
-        d for i, d in enumerate(b) if i not in (*right, *right_batch)
-    ]
-    return tuple(a), tuple(b), (*(a[i] for i in left_batch), *free)
+    free_left = (d for i, d in enumerate(a) if i not in (*left, *left_batch))
+    free_right = (d for i, d in enumerate(b) if i not in (*right, *right_batch))
+    return tuple(a), tuple(b), (*(a[i] for i in left_batch), *free_left, *free_right)
 
 
 def multiply_adds(x, sizes) -> float:
@@ -53,9 +52,8 @@ def dot_general(x, y, *, out, dimension_numbers, **_):
     a, b, c = contract(x, y, dimension_numbers)
     contracted = dimension_numbers[0][0]
     flops = multiply_adds(x, (*out[0].shape, *(x.shape[i] for i in contracted)))
-    kind = "or" if str(out[0].dtype) == "bool" else "sum"
-    fusion = product_fusion(x, y, dimension_numbers)
-    return Rule((a, b), (c,), reduce={a[i][0]: kind for i in contracted}, flops=flops, fusion=fusion)
+    reduce = {a[i][0]: "or" if str(out[0].dtype) == "bool" else "sum" for i in contracted}
+    return Rule((a, b), (c,), reduce=reduce, flops=flops, fusion=product_fusion(x, y, dimension_numbers))
 
 
 @rule()
@@ -84,8 +82,8 @@ def ragged_dot_general(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, 
     a, b, c = contract(x, y, ((left, right), batch))
     c = tuple(d for d in c if d not in [b[i] for i in group])
     b = tuple(group.get(i, d) for i, d in enumerate(b))
-    if ragged_dim in left or ragged_dim in batch[0]:
-        c = (("g",), *c) if ragged_dim in left else c
+    if ragged_dim in left:
+        c = (("g",), *c)
     sizes = tuple(("s" + d[0],) for d in factors(group_sizes))
     replicated = {"g", *ragged, *(s[0] for s in sizes)}
     reduce = {a[i][0]: "sum" for i in left if i != ragged_dim}
@@ -126,14 +124,10 @@ def conv_general_dilated(x, w, *, out, dimension_numbers, feature_group_count, b
 
 
 def convolved_dims(x, w, out, dimension_numbers, *, window_strides, padding, lhs_dilation, rhs_dilation, **_):
-    """The spatial dims of a convolution.
+    """Per spatial dim the factors of operand, window and result; a rule with what holds along them; (tap, result) pairs per dim.
 
     Where window positions divide better than results, as in a filter's gradient, the sum over window positions is the factor that
-    shards, and the result's dim needs replication.
-
-    Returns:
-        Per dim the factors of operand, window and result ("" for a window of one); a rule with what holds along them; per dim the
-        number of (tap, result) pairs that meet an element.
+    shards, and the result's dim needs replication. A window of one has no factor ("").
     """
     lhs, rhs, res = dimension_numbers
     names, halo, reduce, replicated, pairs = [], {}, {"c": "sum"}, set(), []

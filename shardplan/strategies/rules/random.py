@@ -2,15 +2,14 @@
 
 random_bits   -> a b           a key of rank 0; a factor of the result alone shards for free
 random_split  k -> b a         head k  replicated b a   a generator that draws in order (`rbg`) uses the first key for all
-random_wrap   a b -> a         replicated b: the words of one key
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from ..rule import Rule, factors, rule
-from .shape import leading, move
+from ..rule import Rule, factors, replicated_rule, rule
+from .shape import move
 
 
 def drawn(keys, *by: str) -> bool:
@@ -47,23 +46,12 @@ def random_fold_in(keys, data, *, out, **_):
     return move((k, d), (a,), flops=None, head=frozenset(x for (x,) in d))
 
 
-@rule("random_wrap", "random_unwrap")
-def random_wrap(x, *, out, **_):
-    return leading(x, out[0])
-
-
 @rule()
 def random_gamma(keys, shape, *, out, **_):
     a = factors(out[0])
     return move((a[: len(keys.shape)], a), (a,), a if drawn(keys, "rbg", "urbg") else (), fusion="none", flops=None)
 
 
-@rule()
-def iota_2x32_shape(*, out, **_):
-    return move((), (factors(out[0]),) * len(out))
-
-
 @rule("rng_bit_generator", "rng_uniform")
 def rng_bit_generator(*ins, out, **_):
-    x, y = ([factors(t, f"{side}{i}_") for i, t in enumerate(ts)] for side, ts in (("x", ins), ("y", out)))
-    return move(x, y, [d for t in (*x, *y) for d in t], fusion="none", flops=None)
+    return replicated_rule(ins, out)

@@ -42,26 +42,23 @@ def shifted(ins, out, halos, **kw) -> Rule:
 
 
 def reshape_factors(left: tuple[int, ...], right: tuple[int, ...]):
-    """Factors of a reshape: common factors of both shapes, walked major to minor; coprime parts need replication.
+    """Dims of both sides of a reshape, factor sizes, factors that need replication.
 
-    Returns:
-        Dims of the left shape, dims of the right shape, factor sizes, factors that need replication.
+    Both shapes are walked major to minor, taking common factors; coprime parts need replication.
 
     >>> reshape_factors((8, 6), (2, 4, 6))
     (((('a', 'b'), ('c',)), (('a',), ('b',), ('c',)), {'a': 2, 'b': 4, 'c': 6}, frozenset())
     """
     names = (f"{chr(97 + i % 26)}{i // 26 or ''}" for i in count())
-    shapes, dims, at, rest = (left, right), ([], []), [0, 0], [1, 1]
-    sizes, replicated = {}, set()
     if 0 in left:
-        own = [tuple((next(names),) for _ in shape) for shape in shapes]
+        own = [tuple((next(names),) for _ in shape) for shape in (left, right)]
         return *own, {}, frozenset(flat_factors(*own))
+    ahead, dims, rest = (iter(left), iter(right)), ([], []), [1, 1]
+    sizes, replicated = {}, set()
 
-    def advance(side):
-        """To the next dim, once the last one is used up."""
-        while rest[side] == 1 and at[side] < len(shapes[side]):
-            rest[side] = shapes[side][at[side]]
-            at[side] += 1
+    def advance(side):  # to the next dim, once the last one is used up
+        while rest[side] == 1 and (size := next(ahead[side], None)) is not None:
+            rest[side] = size
             dims[side].append(())
 
     def give(side, factor, size):
@@ -81,8 +78,8 @@ def reshape_factors(left: tuple[int, ...], right: tuple[int, ...]):
             continue
         # Coprime, like (2, 3) -> (3, 2): replicated factors on both sides until the products meet.
         done = [1, 1]
-        while done[0] != done[1] or done == [1, 1]:
-            side = 0 if done[0] < done[1] or done == [1, 1] else 1
+        while done == [1, 1] or done[0] != done[1]:
+            side = int(done[0] > done[1])
             advance(side)
             done[side] *= rest[side]
             replicated.add(factor := next(names))
@@ -129,9 +126,9 @@ def tile(x, *, out, reps, **_):
     return move((a,), (tuple(b if n == 1 else (*c, *b) for b, c, n in zip(a, r, reps, strict=True)),), sizes=sizes)
 
 
-@rule("iota", "empty", "empty2", "platform_index")
+@rule("iota", "iota_2x32_shape", "empty", "empty2", "platform_index")
 def iota(*ins, out, **_):
-    return move(((),) * len(ins), (factors(out[0]),))
+    return move(((),) * len(ins), (factors(out[0]),) * len(out))
 
 
 @rule()
@@ -194,13 +191,10 @@ def slice_factors(x, part):
     return a, small, cut, tuple(d for (d,), (n, m) in zip(b, sizes, strict=True) if m not in (n, 1))
 
 
-def leading(x, y, **kw) -> Rule:
-    """Two tensors that share leading dims; further dims of either need replication."""
+@rule("bitcast_convert_type", "to_edtype", "from_edtype", "random_wrap", "random_unwrap")
+def bitcast_convert_type(x, *, out, **_):
+    """Dims in front are shared; further dims of either need replication: the parts of an element, the words of a key."""
+    (y,) = out
     n = min(len(x.shape), len(y.shape))
     a, b = factors(x), factors(x)[:n] + factors(y, "y")[n:]
-    return move((a,), (b,), a[n:] + b[n:], fusion="view", **kw)
-
-
-@rule("bitcast_convert_type", "to_edtype", "from_edtype")
-def bitcast_convert_type(x, *, out, **_):
-    return leading(x, out[0])
+    return move((a,), (b,), a[n:] + b[n:], fusion="view")

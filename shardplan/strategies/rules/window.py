@@ -11,7 +11,7 @@ from math import prod
 from shardplan.ir.traits import Traits
 
 from ..halo import Halo
-from ..rule import Rule, factors, rule
+from ..rule import Dims, Rule, factors, rule
 
 
 def windowed(k: int, x, window_dimensions, window_strides, padding, base_dilation=None, window_dilation=None, **_):
@@ -25,26 +25,24 @@ def windowed(k: int, x, window_dimensions, window_strides, padding, base_dilatio
     return a, halo
 
 
+def apart(dims: Dims, names) -> tuple[Dims, frozenset[str]]:
+    """The dims with other factors in place of the named ones, and all factors that need replication then."""
+    return tuple((f"y{n}",) if n in names else (n,) for (n,) in dims), frozenset(x for n in names for x in (n, f"y{n}"))
+
+
 def unsupported(halo) -> frozenset[str]:
     """Factors with base dilation and negative padding: XLA aborts when these are sharded."""
     return frozenset(name for name, of in halo.items() if any(h.dilation > 1 and h.low < 0 for h in of.values()))
 
 
-@rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
-def reduce_window_sum(x, *, out, window_dimensions, **params):
-    a, halo = windowed(1, x, window_dimensions, **params)
-    flops = prod(out[0].shape) * prod(window_dimensions)
-    return Rule((a,), (a,), halo=halo, replicated=unsupported(halo), fusion="reduce", flops=flops)
-
-
-@rule()
+@rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 def reduce_window(*ins, out, window_dimensions, **params):
-    """Operands, then their initial values."""
+    """Operands, then their initial values where the parameters name no function."""
     k = len(out)
     a, halo = windowed(k, ins[0], window_dimensions, **params)
+    kinds = {"shard_local": frozenset(halo)} if k > 1 else {"replicated": unsupported(halo)}
     flops = k * prod(out[0].shape) * prod(window_dimensions)
-    shard_local, replicated = (frozenset(halo), frozenset()) if k > 1 else (frozenset(), unsupported(halo))
-    return Rule((a,) * k + ((),) * k, (a,) * k, halo=halo, shard_local=shard_local, replicated=replicated, fusion="reduce", flops=flops)
+    return Rule((a,) * k + ((),) * (len(ins) - k), (a,) * k, halo=halo, **kinds, fusion="reduce", flops=flops)
 
 
 @rule()
@@ -56,10 +54,7 @@ def select_and_gather_add(tangents, x, *, out, window_dimensions, **params):
 
 @rule(traits=Traits(zeros_after=1))
 def select_and_scatter_add(source, x, *, out, window_dimensions, **params):
-    """An element reads the windows it is in, and a shard all that these read.
-
-    Shards begin where a window does; where windows skip elements, the dim needs replication.
-    """
+    """An element reads the windows it is in, and a shard, which begins where a window does, all that these read."""
     a, found = windowed(1, x, window_dimensions, **params)
     sizes, halo = {name: each for (name,), *each in zip(a, source.shape, x.shape, strict=True)}, {}
     for name, halos in found.items():
@@ -68,8 +63,7 @@ def select_and_scatter_add(source, x, *, out, window_dimensions, **params):
             before = low + (window - 1 - low) // stride * stride
             after = (low - 1) // stride * stride - low + window
             halo[name] = {0: Halo(window, 1, window - 1 - low, stride), 1: Halo(before + 1 + after, 1, before)}
-    b = tuple((f"y{n}",) if n in found and n not in halo else (n,) for (n,) in a)
-    replicated = frozenset(n for own, other in zip(a, b, strict=True) if own != other for n in own + other)
+    b, replicated = apart(a, found.keys() - halo)
     flops = prod(source.shape) * prod(window_dimensions)
     return Rule((b, a), (a,), halo=halo, shard_local=frozenset(halo), replicated=replicated, flops=flops)
 
@@ -77,6 +71,5 @@ def select_and_scatter_add(source, x, *, out, window_dimensions, **params):
 @rule(traits=Traits(zeros_after=0))
 def select_and_scatter(x, source, init, *, out, window_dimensions, **params):
     a, halo = windowed(1, x, window_dimensions, **params)
-    b = tuple((f"y{n}",) if n in halo else (n,) for (n,) in a)
-    replicated = frozenset(n for own, other in zip(a, b, strict=True) if own != other for n in own + other)
+    b, replicated = apart(a, halo)
     return Rule((a, b, ()), (a,), replicated=replicated, flops=prod(source.shape) * prod(window_dimensions))
