@@ -19,7 +19,7 @@ RETIRED = (
     "aside", "askers?", "awaited", "bargain\\w*", "beside", "crowds?", "ease[ds]?", "haste", "lean", "leanest", "narrow(?:ed|ing)",
     "put_off", "quoted?", "settled?", "shrink\\w*", "shrunk\\w*", "thrift\\w*", "told", "toll", "untold", "alike", "heat", "stake",
 )  # fmt: skip
-"""Everyday words that once stood for a term of the field."""
+"""Everyday words that once stood for a term of the field; `shard_alike` is a primitive of JAX."""
 WORD = re.compile(rf"(?<![a-z])(?:{'|'.join(RETIRED)})(?![a-z])", re.IGNORECASE)
 
 
@@ -48,6 +48,7 @@ def test_retired_words_do_not_return(path):
     found = [
         f"{token.start[0]}: {token.string.strip()[:80]} ({hit[0]})"
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-        if token.type in (tokenize.NAME, tokenize.STRING, tokenize.COMMENT) and (hit := WORD.search(token.string))
+        if token.type in (tokenize.NAME, tokenize.STRING, tokenize.COMMENT)
+        and (hit := WORD.search(token.string.replace("shard_alike", "")))
     ]
     assert not found
