@@ -40,9 +40,9 @@ def reduce_window(*ins, out, window_dimensions, **params):
     """Operands, then their initial values where the parameters name no function."""
     k = len(out)
     a, halo = windowed(k, ins[0], window_dimensions, **params)
-    kinds = {"shard_local": frozenset(halo)} if k > 1 else {"replicated": unsupported(halo)}
+    own, fixed = (frozenset(halo), frozenset()) if k > 1 else (frozenset(), unsupported(halo))
     flops = k * prod(out[0].shape) * prod(window_dimensions)
-    return Rule((a,) * k + ((),) * (len(ins) - k), (a,) * k, halo=halo, **kinds, fusion="reduce", flops=flops)
+    return Rule((a,) * k + ((),) * (len(ins) - k), (a,) * k, halo=halo, shard_local=own, replicated=fixed, fusion="reduce", flops=flops)
 
 
 @rule()
