@@ -181,9 +181,10 @@ def _correction(plan: Plan, finding: CollectiveFinding, extra_s: float) -> CostC
     """
     missed = {(e.kind, e.bytes) for e in _unmatched(finding)[0] or finding.planned}
     found: dict[tuple, float] = {}
-    for r in reshards_on_line(plan.context.planned, finding.source):
-        if r.axes >= set(finding.axes) and any((s.kind, s.bytes) in missed for s in r.steps):
-            found[r.key] = found.get(r.key, 0.0) + r.seconds
+    for key, steps, reshard_s in reshards_on_line(plan.context.planned, finding.source):
+        axes = {a for s in steps if s.kind != "slice" for a in s.axes}
+        if axes >= set(finding.axes) and any((s.kind, s.bytes) in missed for s in steps):
+            found[key] = found.get(key, 0.0) + reshard_s
     if finding.planned and found:
         return CostCorrections({}, {key: extra_s * s / sum(found.values()) for key, s in found.items()})
     ops = strategies_on_line(plan.context.planned, finding.source)

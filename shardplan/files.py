@@ -12,8 +12,8 @@ from pathlib import Path
 
 INSTALLED = ("site-packages", "dist-packages")
 """Folders of installed packages: libraries, not the user's own program."""
-
 MAX_SOURCE_BYTES = 4_000_000
+"""Larger files are not read for their lines."""
 
 
 def is_library(file: str) -> bool:
@@ -57,13 +57,11 @@ def portable(file: str) -> str:
 
 def source_line(file: str, number: int) -> str:
     """A line of a Python source file or of a notebook's cell of this process, or "" where there is none."""
-    if file not in linecache.cache:
-        path = Path(file)
-        try:
-            if path.suffix != ".py" or not path.is_absolute() or not path.is_file() or path.stat().st_size > MAX_SOURCE_BYTES:
-                return ""
-        except (OSError, ValueError):
-            return ""
-    else:
+    path = Path(file)
+    with contextlib.suppress(OSError, ValueError):
         linecache.checkcache(file)
-    return linecache.getline(file, number).rstrip().expandtabs(4)
+        if file in linecache.cache or (
+            path.suffix == ".py" and path.is_absolute() and path.is_file() and path.stat().st_size <= MAX_SOURCE_BYTES
+        ):
+            return linecache.getline(file, number).rstrip().expandtabs(4)
+    return ""

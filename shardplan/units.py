@@ -12,45 +12,32 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-Units = tuple[tuple[str, float], ...]
-
-SECONDS: Units = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
-DECIMAL: Units = (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
-BINARY: Units = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
-FLOPS: Units = (("flop", 1.0), ("kflop", 1e3), ("Mflop", 1e6), ("Gflop", 1e9), ("Tflop", 1e12), ("Pflop", 1e15))
+DECIMAL = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+BINARY = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 
 
-def _amount(n: float, units: Units) -> str:
-    unit, size = next(((unit, size) for unit, size in units if abs(n) < 999.5 * size), units[-1])
+def _amount(n: float, units: Mapping[str, float]) -> str:
+    unit, size = next((unit for unit in units.items() if abs(n) < 999.5 * unit[1]), [*units.items()][-1])
     x = n / size
     text = f"{x:.{0 if abs(x) >= 99.95 else 1 if abs(x) >= 9.995 else 2}f}"
     return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
 
 
-def format_seconds(seconds: float) -> str:
-    """A duration: "41 µs", "1.83 ms"."""
-    return _amount(seconds, SECONDS)
-
-
-def format_bytes(n: float) -> str:
-    """Bytes that are sent: "12.6 MB"."""
-    return _amount(n, DECIMAL)
-
-
-def format_memory(n: float) -> str:
-    """Bytes of memory: "74.5 GiB"."""
-    return _amount(n, BINARY)
-
-
-def format_flops(n: float) -> str:
-    """Floating-point operations: "176 Mflop"."""
-    return _amount(n, FLOPS)
+format_seconds = partial(_amount, units={"µs": 1e-6, "ms": 1e-3, "s": 1.0})
+"""A duration: "41 µs", "1.83 ms"."""
+format_bytes = partial(_amount, units=DECIMAL)
+"""Bytes that are sent: "12.6 MB"."""
+format_memory = partial(_amount, units=BINARY)
+"""Bytes of memory: "74.5 GiB"."""
+format_flops = partial(_amount, units={"flop": 1.0, "kflop": 1e3, "Mflop": 1e6, "Gflop": 1e9, "Tflop": 1e12, "Pflop": 1e15})
+"""Floating-point operations: "176 Mflop"."""
 
 
 def format_percent(x: float) -> str:
-    """A share: "0.4 %" of 0.004, "54 %"; "<0.01 %" instead of a rounded 0."""
+    """A fraction in percent: 0.004 is "0.4 %"; "<0.01 %" instead of a rounded 0."""
     p = 100 * x
     return "0 %" if p <= 0 else "<0.01 %" if p < 0.01 else f"{p:.2g} %" if p < 9.95 else f"{p:.0f} %"
 
@@ -67,7 +54,7 @@ def parse_bytes(amount: float | str) -> float:
         ValueError: when the text is no amount of memory, or is not positive.
     """
     found = re.fullmatch(r"(.*?)\s*((?:[kmgt]i?)?b)?", str(amount).strip().lower())
-    sizes = {unit.lower(): size for unit, size in (*DECIMAL, *BINARY)}
+    sizes = {unit.lower(): size for unit, size in (DECIMAL | BINARY).items()}
     try:
         value = float(found[1]) * sizes[found[2] or "b"] if found else 0.0
     except ValueError:
@@ -111,7 +98,7 @@ def table(
     Args:
         rows: cells, those at the end may be missing; a row that is text is a title and stays as it is.
         right: columns aligned to the right.
-        widths: column -> columns of text at most, cut in the middle.
+        widths: column -> its greatest width in characters; longer cells are cut in the middle.
         indent: before every row.
     """
     right, widths = frozenset(right), widths or {}

@@ -1,19 +1,16 @@
-"""What a plan is made of, as plain records: the one schema of plan files, from which reading, writing and the JSON schema follow.
-
-A field is written here and nowhere else. Layouts and the mesh are those of `mesh.layout`.
-"""
+"""The records of a plan: the one schema of plan files, from which reading, writing and the JSON schema follow."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
 from shardplan.mesh.cluster import CollectiveKind
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.plan.verbs import verb
 
 VERSION: Literal[2] = 2
 
@@ -56,12 +53,11 @@ class PlannedCollective(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlannedReshard(Struct, frozen=True, forbid_unknown_fields=True):
-    """What brings one operand into the layout in which an op reads it.
+    """The collectives that bring one operand into the layout in which an op reads it.
 
     Attributes:
         operand: its number.
         array: its type, "float32[8,4]".
-        before, after: the layouts.
         collectives: one after the other.
         pins: the two pins, in words, whose regions meet here (plan/conflicts.py); otherwise ().
         producer_source: "file:line" that computes the operand, where XLA puts the reduction of partial sums; "" if unknown.
@@ -74,6 +70,16 @@ class PlannedReshard(Struct, frozen=True, forbid_unknown_fields=True):
     collectives: tuple[PlannedCollective, ...]
     pins: Annotated[tuple[str, ...], Meta(max_length=2)] = ()
     producer_source: str = ""
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that a device sends in one run."""
+        return sum(c.bytes for c in self.collectives if c.kind != "slice")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one run."""
+        return sum(c.seconds for c in self.collectives)
 
 
 class PlanDecision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,20 +118,20 @@ class PlanDecision(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def key(self) -> tuple:
-        """What names the op to a person, whatever else the program holds."""
+        """Identifies the op in another plan of the same source."""
         return (self.file, self.line, self.primitive, self.phase, self.occurrence)
 
     @property
     def comm_seconds(self) -> float:
         """Seconds of its collectives in one step."""
-        return self.runs * sum(c.seconds for r in self.reshards for c in r.collectives)
+        return self.runs * sum(r.seconds for r in self.reshards)
 
 
 class SourceLine(Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the program as it was when it was planned.
 
     Attributes:
-        file, line: as in `PlanDecision`; ("", 0) gathers the ops of no line.
+        file, line: as in `PlanDecision`; ("", 0) holds the ops without a source line.
         code: its text, "" where it could not be read.
         seconds: compute of all its ops on one device in one step.
     """
@@ -140,11 +146,11 @@ class MemoryReport(Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes per device over the step. `print` it.
 
     Attributes:
-        peak: the most at any time.
+        peak: maximum over the step.
         limit: the budget, or None.
-        where: the user's line at the peak.
+        where: the source line at the peak.
         at_peak: category -> bytes at the peak.
-        profile: (category -> bytes) at even points of the step, for drawing.
+        profile: (category -> bytes) at evenly spaced times of the step and at the peak.
     """
 
     peak: Amount
@@ -154,27 +160,26 @@ class MemoryReport(Struct, frozen=True, forbid_unknown_fields=True):
     profile: Annotated[tuple[Mapping[str, Amount], ...], Meta(max_length=1000)] = ()
 
     def __str__(self) -> str:
-        return verb("memory_text")(self)
+        return resolve_name("shardplan.view.text:memory_text")(self)
 
 
 class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one step is sharded over one mesh: the content of a plan file, in its order.
 
     Attributes:
-        mesh: axis names and sizes, major to minor; devices are numbered row-major.
         cluster: name of the cluster it was priced for.
         search: as in `auto(search=...)`.
-        status: how the search ended; gap: proven relative distance from the optimum.
+        status: how the search ended.
+        gap: proven relative distance from the optimum.
         symmetric_layers: whether repeated layers were given equal strategies (the bound then holds for such plans).
         seconds: predicted seconds of a step: "compute", "communication", the part of that which is "hidden" behind compute,
             "total" (the first two less the third), and its lower "bound".
-        memory_report: bytes per device.
         fingerprint: of the program.
         donated: names of the donated arguments, or of leaves where only some of an argument are.
         inputs, outputs: leaves in flat pytree order.
         unknown: (primitive, source) of ops without a rule, computed in full on every device.
-        lines: the program's lines that compute something, in the order in which they first run.
-        decisions: what happens inside the step, in program order.
+        lines: the source lines whose ops take time, in the order in which they first run.
+        decisions: in program order.
     """
 
     version: Literal[2] = VERSION

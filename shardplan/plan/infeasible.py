@@ -25,8 +25,8 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...]) -> str:
             f"  ways out: time_limit=600, or memory={peak * 1.1:.3g}"
         )
     op = graph.ops[min(step, len(graph.ops) - 1)]
-    categories = memory_by_category(network, states, step).items()
-    parts = ", ".join(f"{category} {format_memory(n)}" for category, n in categories if n > 0.005 * peak)
+    shares = memory_by_category(network, states, step)
+    parts = ", ".join(f"{category} {format_memory(n)}" for category, n in shares.items() if n > 0.005 * peak)
     return (
         f"no plan fits {format_memory(problem.limit)} per device on mesh {network.space.mesh}.\n"
         f"  least possible: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]\n"

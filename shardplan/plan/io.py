@@ -1,6 +1,6 @@
-"""Which files are plans: written as diffable JSON, read as data only, bounded in size, and checked before anything uses them.
+"""Plan files: written as diffable JSON, read as data only, bounded in size, and checked before anything uses them.
 
-Types and ranges are those of the records (plan/data.py). What needs the mesh or a shape is checked here:
+Types and ranges are those of the records (plan/data.py). Rules that need the mesh or a shape are checked here:
 
     inputs['state/w'].layout.dims[1]: axis 'modle' is not in mesh data=2, model=4
 """
@@ -11,7 +11,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ from shardplan.errors import PlanFileError
 from shardplan.mesh.layout import REDUCTIONS, Layout, MeshShape
 from shardplan.plan.data import VERSION, Leaf, PlanRecord
 from shardplan.plan.upgrade import from_version_1
-from shardplan.units import format_bytes
+from shardplan.units import fit, format_bytes
 
 FORMAT = "shardplan-plan"
 MAX_FILE_BYTES = 256_000_000
@@ -41,17 +42,8 @@ def dumps(plan: PlanRecord) -> str:
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
-def schema(of: type[PlanRecord]) -> dict[str, Any]:
-    """The JSON schema of plan files."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(of)}
-
-
 def read(path: str | os.PathLike[str], of: type[P]) -> P:
-    """The plan in a file of this version or an earlier one.
-
-    Args:
-        path: of the file.
-        of: the class of the plan.
+    """The plan in a file of this version or an earlier one, as an instance of `of`.
 
     Raises:
         PlanFileError: naming the file and the field that is wrong.
@@ -100,8 +92,7 @@ def _named(at: str, value: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return fit(ascii(value), 60)
 
 
 # ---- bytes to JSON values
@@ -120,8 +111,8 @@ def _json(raw: bytes) -> Any:
         if raw.lstrip()[:1] != b"{":
             raise PlanFileError("this is no plan file: it is not JSON") from None
         cut = "the file ends in the middle" if error.pos >= len(error.doc.rstrip()) or "Unterminated" in error.msg else error.msg
-        where = f"line {error.lineno}, column {error.colno}"
-        raise PlanFileError(f"damaged at {where}: {cut}.\n  way out: save the plan again") from None
+        at = f"line {error.lineno}, column {error.colno}"
+        raise PlanFileError(f"damaged at {at}: {cut}.\n  way out: save the plan again") from None
     except RecursionError:
         raise PlanFileError("this is no plan file: it nests too deeply") from None
     except PlanFileError:
@@ -131,10 +122,11 @@ def _json(raw: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise PlanFileError(f"damaged: {_short(next(n for n in names if names.count(n) > 1))} stands twice in one object")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise PlanFileError(f"damaged: {_short(name)} stands twice in one object")
+        found[name] = value
     return found
 
 
@@ -157,11 +149,11 @@ def _current(value: Any) -> dict[str, Any]:
     return from_version_1(value) if version == 1 else value
 
 
-# ---- what the schema cannot say
+# ---- rules beyond the schema
 
 
 def _faults(plan: PlanRecord) -> Iterator[tuple[str, str]]:
-    """(place, what is wrong there) of a plan whose types and ranges are right."""
+    """(place, fault) of a plan whose types and ranges are right."""
     mesh = plan.mesh
     if any(size < 1 for size in mesh.sizes) or math.prod(mesh.sizes) > MAX_DEVICES or "" in mesh.axes:
         yield "mesh", f"{_short(str(mesh))} is no mesh"
@@ -211,10 +203,9 @@ def _layout_faults(at: str, layout: Layout, mesh: MeshShape) -> Iterator[tuple[s
             yield f"{at}.partial", f"{_short(kind)} is none of {', '.join(REDUCTIONS)}"
 
 
-def _axis_faults(at: str, axes, mesh: MeshShape) -> Iterator[tuple[str, str]]:
-    found = list(axes)
-    for n, axis in enumerate(found):
+def _axis_faults(at: str, axes: Iterable[str], mesh: MeshShape) -> Iterator[tuple[str, str]]:
+    for axis, uses in Counter(list(axes)).items():
         if axis not in mesh.axes:
             yield at, f"axis {_short(axis)} is not in mesh {mesh}"
-        if axis in found[:n]:
+        if uses > 1:
             yield at, f"axis {_short(axis)} is used twice"

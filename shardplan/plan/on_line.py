@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import PurePath
 
 from shardplan.costs.corrections import ReshardKey
 from shardplan.ir.graph import Source
 from shardplan.mesh.reshard import ReshardStep
-from shardplan.plan.describe import operand_reshards
 from shardplan.plan.planned import Planned
 
 
-@dataclass(frozen=True)
-class LineReshard:
-    """A reshard of an operand.
-
-    Attributes:
-        key: which one.
-        steps: its collectives.
-        seconds: of one step, all runs.
-    """
-
-    key: ReshardKey
-    steps: tuple[ReshardStep, ...]
-    seconds: float
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """The mesh axes that its collectives run over."""
-        return frozenset(a for s in self.steps if s.kind != "slice" for a in s.axes)
-
-
-def reshards_on_line(planned: Planned, line: str) -> Iterator[LineReshard]:
-    """The reshards on a line 'file:line', reductions on the line that makes the partial sum."""
+def reshards_on_line(planned: Planned, line: str) -> Iterator[tuple[ReshardKey, tuple[ReshardStep, ...], float]]:
+    """(key, steps, seconds per training step) of the reshards on a line 'file:line', reductions on the line of the partial sum."""
     graph = planned.graph
     for i, op in enumerate(graph.ops):
-        for _, reader, operand, steps in operand_reshards(planned, i) if not op.traits.copy else ():
+        for _, reader, operand, steps in planned.reshards(i) if not op.traits.copy else ():
             v = graph.ops[reader].inputs[operand]
             assert v is not None
             reduces = any(s.kind in ("all-reduce", "reduce-scatter") for s in steps)
             if _is_on(graph.ops[graph.maker(v)].source if reduces else op.source, line):
                 key = reader, operand, planned.result_layout(*graph.values[v].producer), planned.operand_layout(reader, operand)
-                yield LineReshard(key, steps, graph.ops[reader].reads * sum(s.seconds for s in steps))
+                yield key, steps, graph.ops[reader].reads * sum(s.seconds for s in steps)
 
 
 def strategies_on_line(planned: Planned, line: str) -> list[tuple[int, int]]:
-    """(op, strategy) of the ops on a line 'file:line' that are no part of a fusion; else of all that write an array."""
+    """(op, strategy) of the unfused ops on a line 'file:line'; where all are fused, of those that write an array to memory."""
     graph, space = planned.graph, planned.space
     here = [i for i, op in enumerate(graph.ops) if _is_on(op.source, line) and not op.traits.copy]
     kernels = [i for i in here if space.rules[i].fusion == "none" and not graph.ops[i].traits.border]

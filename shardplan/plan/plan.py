@@ -1,11 +1,12 @@
-"""The plan of a step: its record with the verbs of people, who read, question, pin, compare, save and reuse it.
+"""The plan of a step: its record, and methods to read, question, pin, compare, save and reuse it.
 
     plan = step.plan(state, batch)
     print(plan.explain())
     plan.fix("state/params/**/kernel", P(None, "model")).diff(plan)
     plan.save("plan.json")
 
-A plan fresh from the planner has a `context`, what it was planned from; one read from a file has none.
+A plan fresh from the planner has a `context`, what it was planned from; one read from a file has none. Methods that rooms above this one
+carry out are resolved by name when they are called, so that the plan as data imports neither views nor compilers.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import jax
+import msgspec
 from msgspec import structs
 
 from shardplan import _jax
@@ -25,17 +28,13 @@ from shardplan.files import write_atomically
 from shardplan.mesh.layout import Layout
 from shardplan.plan import io
 from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlanRecord
-from shardplan.plan.verbs import verb
 
 
 class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT):
-    """How one step is sharded over one mesh. Has the attributes of `PlanRecord`, which are those of its file, and a context.
-
-    Attributes:
-        context: what the plan was planned from, for `fix`, `check` and the pytree views; None for a plan read from a file.
-    """
+    """How one step is sharded over one mesh; its attributes are those of `PlanRecord`, which its file has too."""
 
     context: ClassVar[Any] = None
+    """What the plan was planned from (`step.PlanContext`); None for a plan read from a file."""
 
     def with_context(self, context: Any) -> Plan:
         """This plan with another context."""
@@ -43,10 +42,10 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         structs.force_setattr(plan, "context", context)
         return plan
 
-    def _planned_from(self, verb_: str, way_out: str) -> Any:
+    def _planned_from(self, method: str, way_out: str) -> Any:
         if self.context is None:
             raise ShardingError(
-                f"{verb_} needs a plan that remembers its program; this one was read from a file.\n  way out: {way_out}"
+                f"{method} needs a plan that remembers its program; this one was read from a file.\n  way out: {way_out}"
             )
         return self.context
 
@@ -58,9 +57,8 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return jax.tree.unflatten(tree, [make(leaf) for leaf in leaves])
 
     def _sharding(self, leaf: Leaf):
-        if self.context is None or self.context.mesh is None:
-            return jax.sharding.PartitionSpec(*leaf.layout.spec())
-        return _jax.sharding(self.context.mesh, leaf.layout.spec())
+        spec = leaf.layout.spec()
+        return _jax.sharding(self.context.mesh, spec) if self.context else jax.sharding.PartitionSpec(*spec)
 
     @property
     def in_shardings(self):
@@ -76,41 +74,36 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         """The arguments as `jax.ShapeDtypeStruct`s with their shardings, for checkpoint restoring: a pytree (args, kwargs)."""
 
         def make(leaf: Leaf):
-            sharding = self._sharding(leaf)
-            named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
-            dtype = self.context.in_dtypes[leaf.path] if self.context else leaf.dtype
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named)
+            if not self.context:
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            return jax.ShapeDtypeStruct(leaf.shape, self.context.in_dtypes[leaf.path], sharding=self._sharding(leaf))
 
         return self._tree(self.inputs, self.context and self.context.in_tree, make)
 
     # ---- to read
 
     def explain(self, source: bool = True) -> str:
-        """The plan as text: costs, shardings of inputs, collectives by source line, and the annotated source lines.
-
-        Args:
-            source: whether source lines are annotated.
-        """
-        return verb("explain")(self, source=source)
+        """The plan as text: costs, shardings of inputs, collectives by source line and, with `source`, the annotated source lines."""
+        return resolve_name("shardplan.view.text:explain")(self, source=source)
 
     def memory(self) -> MemoryReport:
         """Predicted bytes per device: the peak, its source line, and its categories."""
         return self.memory_report
 
     def __str__(self) -> str:
-        return verb("summary")(self)
+        return resolve_name("shardplan.view.text:summary")(self)
 
     def _repr_html_(self) -> str:
-        return verb("to_html")(self, page=False)
+        return resolve_name("shardplan.view.html:to_html")(self, page=False)
 
     def html(self) -> str:
-        """A page of its own."""
-        return verb("to_html")(self, page=True)
+        """The plan as an HTML page."""
+        return resolve_name("shardplan.view.html:to_html")(self, page=True)
 
     @cached_property
     def comm_bytes(self) -> float:
         """Bytes a device sends through collectives in one step (buffer sizes, times runs)."""
-        return sum(d.runs * c.bytes for d in self.decisions for r in d.reshards for c in r.collectives if c.kind != "slice")
+        return sum(d.runs * r.bytes for d in self.decisions for r in d.reshards)
 
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
@@ -119,10 +112,9 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         pairs: dict[tuple[str, ...], float] = {}
         for d, r in ((decision, reshard) for decision in self.decisions for reshard in decision.reshards if reshard.pins):
             at = sent.setdefault((r.pins, d.file, d.line), [0.0, 0.0])
-            seconds = d.runs * sum(c.seconds for c in r.collectives)
-            at[0] += d.runs * sum(c.bytes for c in r.collectives)
-            at[1] += seconds
-            pairs[r.pins] = pairs.get(r.pins, 0.0) + seconds
+            at[0] += d.runs * r.bytes
+            at[1] += d.runs * r.seconds
+            pairs[r.pins] = pairs.get(r.pins, 0.0) + d.runs * r.seconds
         found = (Conflict(*at, *costs) for at, costs in sent.items())
         return tuple(sorted(found, key=lambda c: (-pairs[c.pins], c.pins, -c.seconds)))
 
@@ -172,7 +164,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
             ShardingError: when this plan was read from a file.
             CompilerMissing: the target needs packages that are not installed.
         """
-        return verb("check_plan")(self, target, **options)
+        return resolve_name("shardplan.xla.report.plan_report:check_plan")(self, target, **options)
 
     @property
     def verified(self) -> Any:
@@ -207,7 +199,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     @staticmethod
     def schema() -> dict[str, Any]:
         """The JSON schema (draft 2020-12) of plan files. A reader also checks layouts against the mesh and the shapes."""
-        return io.schema(Plan)
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(Plan)}
 
 
 @dataclass(frozen=True)
@@ -237,7 +229,7 @@ class PlanDiff:
         return bool(self.a.mesh != self.b.mesh or self.leaves or self.decisions)
 
     def __str__(self) -> str:
-        return verb("diff_text")(self)
+        return resolve_name("shardplan.view.compare:diff_text")(self)
 
 
 @dataclass(frozen=True)
@@ -261,4 +253,4 @@ class PlanComparison:
         return (total - self.bound) / total if total else 0.0
 
     def __str__(self) -> str:
-        return verb("comparison_text")(self)
+        return resolve_name("shardplan.view.compare:comparison_text")(self)

@@ -1,10 +1,10 @@
-"""What planning found, with everything it was found from; `describe` turns it into a `Plan`."""
+"""The result of planning with everything it was found from; `describe` turns it into a `Plan`."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options
@@ -21,12 +21,12 @@ from shardplan.plan.conflicts import conflicts
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """What planning found, with everything it was found from.
+    """The result of planning.
 
     Attributes:
-        strategies: per op of the graph, the number of its strategy.
+        strategies: [op of the graph] -> number of its strategy.
         decisions: by path, what emission applies.
-        exposed_fraction: of the seconds of a hidden collective, what the step still pays; 1 where none is hidden.
+        exposed_fraction: share of a hidden collective's seconds that the step still pays; 1 where none is hidden.
         seconds: planning time by stage.
     """
 
@@ -57,16 +57,30 @@ class Planned:
         """Layout in which op i takes its operand k."""
         return self.space.strategies[i].operands[k][self.strategies[i]]
 
-    @functools.cached_property
+    @cached_property
     def retained(self) -> frozenset[int]:
         """Copies that retain the array of an earlier phase: they reshard nothing."""
         return self.network.retained(self.solution.states)
 
-    def reshards(self, i: int) -> list[tuple[int, tuple[ReshardStep, ...]]]:
-        """(operand, collectives) that bring an op its operands, in one run."""
-        return list(self.network.reshards(i, self.strategies, self.retained))
+    def reshards(self, i: int) -> Iterator[tuple[int, int, int, tuple[ReshardStep, ...]]]:
+        """Reshards of the operands of op i, and of a copy of an array at its first reader.
 
-    @functools.cached_property
+        Yields:
+            (k, op, operand, steps): `steps` reshard operand `operand` of `op`, which is operand k of op i or one of a copy it reads.
+        """
+        graph = self.graph
+        for k, v in enumerate(graph.ops[i].inputs):
+            op, operand, found = i, k, []
+            while v is not None and op not in self.retained:
+                value = graph.values[v]
+                if steps := self.network.path(v, self.result_layout(*value.producer), self.operand_layout(op, operand)):
+                    found.append((k, op, operand, steps))
+                maker = value.producer[0]
+                first_of_copy = graph.ops[maker].traits.copy and value.consumers[0] == (op, operand)
+                v, op, operand = graph.ops[maker].inputs[0] if first_of_copy else None, maker, 0
+            yield from reversed(found)
+
+    @cached_property
     def conflicts(self) -> Mapping[tuple[int, int], tuple[str, str]]:
         """(op, operand) -> the two pins between whose regions the operand changes its layout."""
         graph, pins = self.graph, pins_by_op(self.graph, self.options)
@@ -79,11 +93,7 @@ class Planned:
     @property
     def product_flops(self) -> float:
         """Flops of the matrix products and convolutions that one device does in one step."""
-        space, chosen = self.space, self.strategies
-        return float(
-            sum(
-                (space.rules[i].flops or 0) * space.strategies[i].work[chosen[i]] * op.runs
-                for i, op in enumerate(self.graph.ops)
-                if op.traits.matmul or op.traits.grouped_matmul or op.traits.convolution
-            )
-        )
+        space, traits = self.space, [op.traits for op in self.graph.ops]
+        products = [i for i, x in enumerate(traits) if x.matmul or x.grouped_matmul or x.convolution]
+        work = {i: space.strategies[i].work[self.strategies[i]] * self.graph.ops[i].runs for i in products}
+        return float(sum((space.rules[i].flops or 0) * x for i, x in work.items()))

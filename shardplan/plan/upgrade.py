@@ -17,8 +17,8 @@ def from_version_1(value: dict[str, Any]) -> dict[str, Any]:
         PlanFileError: a field of version 1 is missing or is of another kind.
     """
     try:
-        fields = {**value, "version": 2, "symmetric_layers": value["tied"]}
-        del fields["tied"]
+        fields = {**value, "version": 2}
+        fields["symmetric_layers"] = fields.pop("tied")
         for name in ("inputs", "outputs"):
             fields[name] = [{"path": path, **leaf, "layout": _layout(leaf["layout"])} for path, leaf in value[name].items()]
         fields["decisions"] = [_decision(d) for d in value["decisions"]]
@@ -28,7 +28,7 @@ def from_version_1(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layout(x: Any) -> Any:
-    """A list of dims, or what is said of a partial layout already, as `Layout` has it."""
+    """A layout that was a list of its dims as an object; a partial layout was one already."""
     return {"dims": x} if isinstance(x, list) else x
 
 
@@ -41,6 +41,5 @@ def _decision(d: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reshard(x: dict[str, Any]) -> dict[str, Any]:
-    fields = {**x, "array": x["value"], "before": _layout(x["before"]), "after": _layout(x["after"])}
-    del fields["value"]
-    return fields
+    fields = {**x, "before": _layout(x["before"]), "after": _layout(x["after"])}
+    return fields | {"array": fields.pop("value")}
