@@ -5,8 +5,8 @@
     plan.fix("state/params/**/kernel", P(None, "model")).diff(plan)
     plan.save("plan.json")
 
-A plan fresh from the planner has a `context`, what it was planned from; one read from a file has none. Methods that rooms above this one
-carry out are resolved by name when they are called, so that the plan as data imports neither views nor compilers.
+A plan fresh from the planner has a `context`, what it was planned from; one read from a file has none. Methods that rooms above
+this one carry out are resolved by name when they are called: a plan imports neither views nor compilers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans side by side as text: what one does differently from another, and what each search found."""
+"""Plans side by side as text: the differences of two plans, and the plans of several searches."""
 
 from __future__ import annotations
 
@@ -19,16 +19,10 @@ def comparison_text(comparison: PlanComparison) -> str:
     cells = [["search", "step", "communication", "memory", "from the bound", "planned in"]]
     for name, plan in comparison.plans.items():
         gap = comparison.gap(name)
-        cells.append(
-            [
-                name,
-                format_seconds(plan.seconds["total"]),
-                format_seconds(plan.seconds["communication"]),
-                format_memory(plan.memory_report.peak),
-                "nothing proven" if not comparison.bound else format_percent(gap) if gap > 1e-6 else "optimal",
-                format_seconds(sum(plan.planning_seconds.values())),
-            ]
-        )
+        proof = "nothing proven" if not comparison.bound else format_percent(gap) if gap > 1e-6 else "optimal"
+        step, sending, planning = plan.seconds["total"], plan.seconds["communication"], sum(plan.planning_seconds.values())
+        memory = format_memory(plan.memory_report.peak)
+        cells.append([name, format_seconds(step), format_seconds(sending), memory, proof, format_seconds(planning)])
     return "\n".join(table(cells, right=range(1, 6), indent=""))
 
 
@@ -36,13 +30,10 @@ def comparison_text(comparison: PlanComparison) -> str:
 
 
 def diff_text(diff: PlanDiff) -> str:
-    """What the second plan does differently, and what that costs or saves."""
+    """The differences of the second plan from the first: costs, layouts of inputs, strategies of ops."""
     a, b = diff.a, diff.b
-    out = []
-    if a.mesh != b.mesh:
-        out.append(fit(clean(f"mesh      {a.mesh} -> {b.mesh}"), WIDTH))
-    if a.cluster != b.cluster:
-        out.append(fit(clean(f"cluster   {a.cluster} -> {b.cluster}"), WIDTH))
+    names = (("mesh", str(a.mesh), str(b.mesh)), ("cluster", a.cluster, b.cluster))
+    out = [fit(clean(f"{name:<8}  {x} -> {y}"), WIDTH) for name, x, y in names if x != y]
     if a.fingerprint != b.fingerprint:
         out.append("program   the plans are for different programs")
     for name, x, y, text in (
@@ -71,7 +62,7 @@ def _diff_leaves(diff: PlanDiff) -> list[str]:
     cells = []
     for (x, y), paths in groups.items():
         cells += [(n[0], [short_path(path), x, "->", y, format_count(len(n))]) for path, n in fold(paths, list(known))]
-    cells.sort(key=lambda row: row[0])
+    cells.sort()
     shown = table([c for _, c in cells[:MAX_ROWS]], right=(4,), widths={0: 48, 1: 27, 3: 27})
     return ["", "inputs", *shown, *more(len(cells) - MAX_ROWS, "rows")]
 
@@ -89,9 +80,9 @@ def _diff_decisions(diff: PlanDiff) -> list[str]:
         return []
     costliest = set(sorted(groups, key=lambda key: -groups[key][1])[:MAX_CHANGES])
     cells = [
-        [place, phase, primitive, x, "->", y if x != y else "other layouts", format_count(n)]
-        for (place, phase, primitive, x, y), (n, _) in groups.items()
-        if (place, phase, primitive, x, y) in costliest
+        [*key[:4], "->", key[4] if key[3] != key[4] else "other layouts", format_count(groups[key][0])]
+        for key in groups
+        if key in costliest
     ]
     shown = table(cells, right=(6,), widths={0: 30, 2: 16, 3: 22, 5: 22})
     title = "inside the step: the factor of the op's rule that each mesh axis shards"

@@ -1,7 +1,4 @@
-"""Geometry of a plan's page: the mesh as grids of devices, an array as its shards, memory as stacked areas.
-
-All shapes are values in pixels or in shares of a length; the templates write them.
-"""
+"""Geometry of a plan's page: the mesh as grids of devices, an array as its shards, memory as stacked areas."""
 
 from __future__ import annotations
 
@@ -10,24 +7,23 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.mesh.layout import MeshShape
 from shardplan.plan.data import Leaf, MemoryReport
 
 MAX_DEVICES = 512
 MAX_BLOCKS = 16  # along one dim of a picture
 MAX_TICKS = 4
-BUDGET_DRAWN = 1.6
-"""A budget is a line in the chart where it is at most so many times the peak."""
+BUDGET_DRAWN = 1.6  # a budget is a line in the chart up to so many times the peak
 
 
 # ---- the mesh
 
 
 class Grid(NamedTuple):
-    """The devices of the two minor mesh axes, at one place along the others.
+    """The devices of the two minor mesh axes at one position along the other axes.
 
     Attributes:
-        caption: that place, "" where there are no other axes.
+        caption: that position, "" where there are no other axes.
         down, across: the axes; down is None on a mesh of one axis.
         devices: (number, its coordinates in words), row by row.
     """
@@ -42,22 +38,18 @@ class Grid(NamedTuple):
 
 def grids(mesh: MeshShape) -> tuple[Grid, ...]:
     """At most `MAX_DEVICES` devices as grids; () where not one grid fits."""
-    outer, inner = mesh.axes[:-2], mesh.axes[-2:]
+    inner = mesh.axes[-2:]
     each = mesh.size(*inner)
     if not inner or each > MAX_DEVICES:
         return ()
     down = inner[0] if len(inner) == 2 else None
-    rows = mesh.size(down) if down else 1
     found = []
-    for n, place in enumerate(itertools.islice(itertools.product(*(range(mesh.size(a)) for a in outer)), MAX_DEVICES // each)):
-        caption = ", ".join(f"{a}={i}" for a, i in zip(outer, place, strict=True))
-        devices = tuple((k, _coordinates(mesh, k)) for k in range(n * each, (n + 1) * each))
-        found.append(Grid(caption, down, inner[-1], rows, mesh.size(inner[-1]), devices))
+    for first in range(0, min(mesh.n_devices, MAX_DEVICES // each * each), each):
+        places = [[f"{a}={i}" for a, i in reversed(mesh.coordinates(first + n).items())] for n in range(each)]
+        devices = tuple((first + n, f"device {first + n}: {', '.join(place)}") for n, place in enumerate(places))
+        caption = ", ".join(places[0][:-2])
+        found.append(Grid(caption, down, inner[-1], mesh.size(down) if down else 1, mesh.size(inner[-1]), devices))
     return tuple(found)
-
-
-def _coordinates(mesh: MeshShape, device: int) -> str:
-    return f"device {device}: " + ", ".join(f"{a}={i}" for a, i in reversed(mesh.coordinates(device).items()))
 
 
 # ---- one array
@@ -85,16 +77,14 @@ class Picture(NamedTuple):
 
 
 def picture(leaf: Leaf, mesh: MeshShape, axes: Mapping[str, int]) -> Picture:
-    """The array as a rectangle of its shards, in the colours of the mesh axes that shard it.
+    """The array as a rectangle of its shards, in the colours of the mesh axes that shard it (`axes`: mesh axis -> colour).
 
-    Args:
-        leaf: the array.
-        mesh: that shards it.
-        axes: mesh axis -> number of its colour.
+    It shows at most two dims: sharded ones first, then the last ones; a further sharded dim is a plate behind the rectangle.
     """
-    layout = leaf.layout
-    drawn = _drawn_dims(leaf.shape, layout)
-    width, height = _box(tuple(leaf.shape[d] for d in drawn))
+    layout, shape = leaf.layout, leaf.shape
+    order = sorted(range(len(shape)), key=lambda d: (not layout.dims[d], shape[d] == 1, -d))
+    drawn = sorted(order[:2])
+    width, height = _box([shape[d] for d in drawn])
     behind = [axes[layout.dims[d][0]] for d in range(layout.rank) if layout.dims[d] and d not in drawn]
     x = y = 1 + 3 * len(behind)
     shapes = [Shape(f"plate a{n}", 1 + 3 * k, 1 + 3 * k, width, height) for k, n in enumerate(behind)]
@@ -104,24 +94,17 @@ def picture(leaf: Leaf, mesh: MeshShape, axes: Mapping[str, int]) -> Picture:
         cuts = [layout.dims[d] for d in drawn]
         down, across = cuts if len(cuts) == 2 else ((), cuts[0] if cuts else ())
         shapes += _blocks(Shape("", x, y, width, height), mesh, axes, down, across)
-    local = layout.local_shape(leaf.shape, mesh)
+    local = layout.local_shape(shape, mesh)
     title = f"each device holds {'×'.join(map(str, local)) or 'a number'}"
     if layout.sharded_axes:
-        title += f", 1/{layout.shards(mesh)} of {'×'.join(map(str, leaf.shape))}"
+        title += f", 1/{layout.shards(mesh)} of {'×'.join(map(str, shape))}"
     return Picture(width + x + 1, height + y + 1, title, tuple(shapes))
 
 
-def _drawn_dims(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-    """The one or two dims that a picture shows: sharded ones first, then the last ones."""
-    order = sorted(range(len(shape)), key=lambda d: (not layout.dims[d], shape[d] == 1, -d))
-    return tuple(sorted(order[:2]))
-
-
-def _box(shape: tuple[int, ...]) -> tuple[int, int]:
-    if not shape:
-        return 10, 10
-    if len(shape) == 1:
-        return 72, 10
+def _box(shape: Sequence[int]) -> tuple[int, int]:
+    """(width, height) of the rectangle of an array of 0, 1 or 2 dims."""
+    if len(shape) < 2:
+        return (72 if shape else 10), 10
     ratio = min(3.6, max(0.4, math.sqrt((shape[1] or 1) / (shape[0] or 1))))
     return (72, round(72 / ratio / 1.2)) if ratio >= 1.9 else (round(32 * ratio), 32)
 
@@ -134,23 +117,21 @@ def _blocks(box: Shape, mesh: MeshShape, axes: Mapping[str, int], down: tuple[st
     for row, column in itertools.product(range(rows), range(columns)):
         x, y = box.x + column * (w + gap), box.y + row * (h + gap)
         yield Shape(f"a{colours[-1]}", x, y, w, h, min(1.5, w / 4, h / 4))
-        if len(colours) > 1 and w > 4 * h:
-            yield Shape(f"a{colours[0]}", x, y, w / 2, h, 0)
-        elif len(colours) > 1:
-            yield Shape(f"a{colours[0]}", x, y, w, h, half=True)
+        if len(colours) > 1:
+            yield Shape(f"a{colours[0]}", x, y, w / 2, h, 0) if w > 4 * h else Shape(f"a{colours[0]}", x, y, w, h, half=True)
 
 
 # ---- memory over the step
 
 
 class Chart(NamedTuple):
-    """Memory over the step; heights are shares of the chart's.
+    """Memory over the step; heights are fractions of the chart's height.
 
     Attributes:
         areas: (category, outline of its area in a box of 1000 x 200, y downwards), from the ground up.
         ticks: (height, bytes).
         limit: height of the budget; None where it is not drawn.
-        peak: where the peak is, as a share of the step.
+        peak: time of the peak, as a fraction of the step.
     """
 
     areas: tuple[tuple[str, str], ...]

@@ -1,10 +1,11 @@
-"""Which pytree paths are one row: paths that differ in one segment at a time are merged.
+"""Which pytree paths are one row: paths that differ in one segment at a time.
 
 state/blocks/{0..11}/attn/{key,query,value}/kernel  ->  state/blocks/*/attn/{key,query,value}/kernel   ×36
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -35,7 +36,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 
 
 def _stem(segment: str) -> tuple[str, str] | None:
-    """What is around the number of a segment; segments without one merge with each other only."""
+    """The text before and after the number of a segment; segments without a number merge with each other only."""
     found = _NUMBERED.fullmatch(segment)
     return (found[1], found[3]) if found else None
 
@@ -45,7 +46,7 @@ def _wild(path: Sequence[str]) -> tuple[str, ...]:
 
 
 def _numbers(paths: Iterable[str]) -> Mapping[tuple, set[int]]:
-    """The numbers that stand at a place of a path, whatever the other numbers are."""
+    """(segments up to a place of a path, "*" for their numbers; the place) -> the numbers that occur there."""
     out: dict[tuple, set[int]] = {}
     for path in paths:
         segments = path.split("/")
@@ -70,10 +71,5 @@ def _segment(key: tuple[tuple[str, ...], ...], at: int, known: Mapping[tuple, se
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Numbers as ranges: "0-3,6" of 0 1 2 3 6."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(numbers), key=lambda at: at[1] - at[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

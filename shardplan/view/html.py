@@ -1,7 +1,7 @@
 """A plan as HTML: the mesh, the inputs as pictures of their shards, cost and memory over the step, collectives, annotated source.
 
 One piece of text with its style inside, for a notebook or as a page; nothing is loaded from elsewhere. `templates/` has the markup
-and escapes every value; this file says what is shown.
+and escapes every value; this file computes the values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -31,9 +31,9 @@ def to_html(plan: Plan, page: bool) -> str:
     """The plan as a page of its own, or as one element for a notebook."""
     axes = axis_colours(plan.mesh)
     drawn = {"picture_of": partial(draw.picture, mesh=plan.mesh, axes=axes), "coloured": partial(_coloured, axes=axes)}
-    shown = {**drawn, **_summary(plan), **_memory(plan), **_lines(plan)}
     template = environment().get_template("page.jinja" if page else "plan.jinja")
-    return template.render(page=page, plan=plan, axes=axes, title=f"Plan for mesh {plan.mesh}", **shown)
+    title = f"Plan for mesh {plan.mesh}"
+    return template.render(page=page, plan=plan, axes=axes, title=title, **drawn, **_summary(plan), **_memory(plan), **_lines(plan))
 
 
 @cache
@@ -70,7 +70,7 @@ def _breakable(path: str) -> Markup:
 
 
 def _coloured(text: str, axes: Mapping[str, int]) -> Markup:
-    """Text in which the names of mesh axes, where they stand as axes, have their colour."""
+    """Text in which the names of mesh axes, where they stand for axes, have their colour."""
     if not axes:
         return escape(clean(text))
     names = "|".join(re.escape(a) for a in sorted(axes, key=len, reverse=True))
@@ -83,14 +83,14 @@ def _coloured(text: str, axes: Mapping[str, int]) -> Markup:
 
 
 def _summary(plan: Plan) -> dict[str, Any]:
-    s, grids = plan.seconds, draw.grids(plan.mesh)
-    shares = (("compute", s["compute"]), ("communication", s["communication"] - s["hidden"]))
+    s, grids, step_s = plan.seconds, draw.grids(plan.mesh), plan.seconds["total"] or 1.0
+    shares = (("compute", s["compute"] / step_s), ("communication", (s["communication"] - s["hidden"]) / step_s))
     inputs = rows.leaf_rows(plan.inputs, plan.mesh)
     return {
         "quality": quality(plan),
         "time_parts": time_parts(plan),
-        "step_s": s["total"] or 1.0,
-        "time_shares": [(kind, x / (s["total"] or 1.0), f"{kind} {format_percent(x / (s['total'] or 1.0))}") for kind, x in shares],
+        "step_s": step_s,
+        "time_shares": [(kind, x, f"{kind} {format_percent(x)}") for kind, x in shares],
         "collective_runs": sum(d.runs * sum(c.kind != "slice" for r in d.reshards for c in r.collectives) for d in plan.decisions),
         "grids": grids,
         "hidden_grids": plan.mesh.n_devices // len(grids[0].devices) - len(grids) if grids else 0,
@@ -114,41 +114,30 @@ def _memory(plan: Plan) -> dict[str, Any]:
 
 
 def _reading(point: Mapping[str, float]) -> list[str]:
-    """What the chart says under the pointer, line by line."""
+    """Lines of the chart's tooltip at one time."""
     parts = sorted(point.items(), key=lambda kv: -kv[1])
     return [format_memory(sum(point.values())), *(f"{clean(k)}  {format_memory(v)}" for k, v in parts if v)]
 
 
 def _lines(plan: Plan) -> dict[str, Any]:
     lines = rows.lines(plan)
-    bars = _bars(lines)
-    senders = sorted((line for line in lines if line.collectives), key=lambda line: (-line.communication_s, line.place))
+    bars, senders = _bars(lines), rows.senders(lines)
     return {
         "bars": bars,
-        "bars_s": max((b.compute_s + b.communication_s for b in bars), default=1.0),
+        "bars_s": max((compute_s + communication_s for *_, compute_s, communication_s in bars), default=1.0),
         "senders": senders[:MAX_ROWS],
         "longest_s": max((c.seconds for line in senders for c in line.collectives), default=0.0) or 1.0,
         "conflicts": plan.conflicts[:MAX_ROWS],
-        "labels": rows.source_labels(lines),
+        "places": {(line.file, line.number): line.place for line in lines},
         "files": rows.annotated(plan, lines),
     }
 
 
-class Bar(NamedTuple):
-    """What a source line costs in one step."""
-
-    place: str
-    code: str
-    compute_s: float
-    communication_s: float
-
-
-def _bars(lines: Sequence[rows.LineRow]) -> list[Bar]:
-    """The lines that cost most, in program order, and the rest together."""
-    bars = [Bar(line.place, line.code.strip(), line.compute_s, line.communication_s) for line in lines if line.seconds > 0]
-    shown = set(sorted(range(len(bars)), key=lambda n: (-(bars[n].compute_s + bars[n].communication_s), n))[:MAX_BARS])
-    rest = [bar for n, bar in enumerate(bars) if n not in shown]
-    found = [bar for n, bar in enumerate(bars) if n in shown]
-    if rest:
-        found.append(Bar(f"{len(rest)} more lines", "", sum(b.compute_s for b in rest), sum(b.communication_s for b in rest)))
-    return found
+def _bars(lines: Sequence[rows.LineRow]) -> list[tuple[str, str, float, float]]:
+    """(place, code, compute seconds, communication seconds) of the most expensive lines in program order, and of the rest together."""
+    costly = [line for line in lines if line.seconds > 0]
+    shown = set(sorted(range(len(costly)), key=lambda n: -costly[n].seconds)[:MAX_BARS])
+    bars = [(x.place, x.code.strip(), x.compute_s, x.communication_s) for n, x in enumerate(costly) if n in shown]
+    if rest := [line for n, line in enumerate(costly) if n not in shown]:
+        bars.append((f"{len(rest)} more lines", "", sum(x.compute_s for x in rest), sum(x.communication_s for x in rest)))
+    return bars

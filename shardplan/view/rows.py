@@ -1,7 +1,4 @@
-"""Rows that text and pages show of a plan: similar inputs folded into one, and the step's ops gathered under the user's lines.
-
-Text and HTML show the same rows; neither counts anything itself.
-"""
+"""Rows that text and HTML show of a plan: similar inputs folded into one, and the step's ops summed under the user's lines."""
 
 from __future__ import annotations
 
@@ -10,22 +7,22 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 from shardplan.files import is_library
 from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Plan
-from shardplan.plan.data import Conflict, Leaf, PlanDecision, PlannedReshard
+from shardplan.plan.data import Conflict, Leaf, PlanDecision
 from shardplan.units import clean
 from shardplan.view.fold import fold
-from shardplan.view.types import array_type, itemsize, join_axes, type_text
+from shardplan.view.types import array_type, itemsize, type_text
 
 KINDS = ("parameters", "optimizer", "batch", "constants", "output")
 PHASES = ("forward", "backward", "update")
 MAX_NOTES = 3  # layouts shown under one line, per phase; twice as many reshards
-NEGLIGIBLE = 0.02  # share of the line's most expensive result, below which a layout is only counted
-MIN_SHARE = 0.01  # of the step, from which a line that shards nothing is shown all the same
+NEGLIGIBLE = 0.02  # a layout of less than this share of the seconds of the line's most expensive result is only counted
+MIN_SHARE = 0.01  # a line that shards nothing is shown from this share of the step's seconds on
 
 
 # ---- inputs and outputs
@@ -36,13 +33,17 @@ class LeafRow:
     """Leaves of one type, layout and kind whose paths differ in some segments.
 
     Attributes:
-        path: what the paths have in common, "*" for all numbers there are, "{a,b}" for a choice.
-        leaves: them, in flat order.
-        device_bytes: what one device holds of all of them.
+        path: the common path, "*" for all numbers that occur there, "{a,b}" for a choice.
+        leaves: in flat order.
+        type: of one leaf with its axes, "f32[768, 3072@model]".
+        layout: PartitionSpec of one leaf, or "replicated".
+        device_bytes: of all leaves on one device.
     """
 
     path: str
     leaves: tuple[Leaf, ...]
+    type: str
+    layout: str
     device_bytes: float
 
     @property
@@ -55,57 +56,32 @@ class LeafRow:
         """Leaves in the row."""
         return len(self.leaves)
 
-    @cached_property
-    def type(self) -> str:
-        """Type of one leaf with its axes: "f32[768, 3072@model]"."""
-        return type_text(self.first.dtype, self.first.shape, self.first.layout)
-
-    @property
-    def layout(self) -> str:
-        """PartitionSpec of one leaf, or "replicated"."""
-        return clean(str(self.first.layout)) if self.first.layout.sharded_axes else "replicated"
-
 
 def leaf_rows(leaves: Sequence[Leaf], mesh: MeshShape) -> tuple[LeafRow, ...]:
     """Rows in the order of kinds, then of the first leaf."""
     groups: dict[tuple, list[int]] = {}
     for n, x in enumerate(leaves):
         groups.setdefault((x.kind, x.dtype, x.shape, x.layout), []).append(n)
-    rows = []
-    for numbers in groups.values():
+    found = []
+    for (kind, dtype, shape, layout), numbers in groups.items():
+        text, spec = type_text(dtype, shape, layout), clean(str(layout)) if layout.sharded_axes else "replicated"
+        each = math.prod(layout.local_shape(shape, mesh)) * itemsize(dtype)
         for path, members in fold([(leaves[n].path, n) for n in numbers], [x.path for x in leaves]):
-            chosen = tuple(leaves[n] for n in members)
-            first = chosen[0]
-            local = math.prod(first.layout.local_shape(first.shape, mesh)) * itemsize(first.dtype)
-            rows.append((_kind_order(first.kind), members[0], LeafRow(path, chosen, local * len(chosen))))
-    return tuple(row for *_, row in sorted(rows, key=lambda r: r[:2]))
+            row = LeafRow(path, tuple(leaves[n] for n in members), text, spec, each * len(members))
+            found.append((_rank(kind, KINDS), members[0], row))
+    return tuple(row for *_, row in sorted(found, key=lambda r: r[:2]))
 
 
-def _kind_order(kind: str) -> tuple[int, str]:
-    return (KINDS.index(kind), "") if kind in KINDS else (len(KINDS), kind)
+def _rank(name: str, order: Sequence[str]) -> tuple[int, str]:
+    """Sorts names in a given order, other names behind them."""
+    return (order.index(name) if name in order else len(order), name)
 
 
 # ---- the user's lines
 
 
-@dataclass(frozen=True)
-class LineTraffic:
-    """Collectives of one kind, over the same axes, in one phase of one line; all runs of a step together."""
-
-    phase: str
-    kind: str
-    axes: tuple[str, ...]
-    runs: float
-    bytes: float
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.kind} over {join_axes(self.axes)}"
-
-
-@dataclass(frozen=True)
-class LineNote:
-    """A comment under a line: a layout of its results ("layout") or a reshard of an operand ("reshard")."""
+class LineCost(NamedTuple):
+    """Collectives, result layouts ("layout") or reshards of operands ("reshard") of one text, line and phase, summed over a step."""
 
     what: str
     phase: str
@@ -117,24 +93,26 @@ class LineNote:
 
 @dataclass(frozen=True)
 class LineRow:
-    """One line of the user's program, or what stands on none (`number` 0).
+    """One line of the user's program, or the ops of no line (`number` 0).
 
     Attributes:
-        file: as the program named it; `place` is for people, e.g. "train.py:41".
+        file: as the program named it.
+        place: for people, e.g. "train.py:41".
         code: the line itself, "" where it cannot be read.
         compute_s, communication_s: of all its ops, per step.
+        collectives: by phase, then the most expensive first.
+        notes: layouts and reshards, in the same order.
         shards: whether a mesh axis shards one of its results.
     """
 
     file: str
     number: int
-    function: str
     place: str
     code: str
     compute_s: float
     communication_s: float
-    collectives: tuple[LineTraffic, ...]
-    notes: tuple[LineNote, ...]
+    collectives: tuple[LineCost, ...]
+    notes: tuple[LineCost, ...]
     shards: bool
 
     @property
@@ -163,76 +141,59 @@ def lines(plan: Plan, source: bool = True) -> tuple[LineRow, ...]:
             continue
         border = "" if d.file else "inputs" if traits.step_input else "outputs" if traits.step_output else ""
         found.setdefault((d.file, d.line, border), []).append(d)
-    names = file_names(file for file, *_ in found)
-    return tuple(
-        LineRow(
-            file,
-            number,
-            here[0].function if here else "",
-            f"{names[file]}:{number}" if file else border or "no line known",
-            clean(known[file, number, border].code) if source and (file, number, border) in known else "",
-            known[file, number, border].seconds if (file, number, border) in known else 0.0,
-            sum(d.comm_seconds for d in here),
-            _collectives(here),
-            _notes(here),
-            any(x is not None and x.sharded_axes for d in here for x in d.result_layouts),
+    names, rows = file_names(file for file, *_ in found), []
+    for (file, number, border), here in found.items():
+        line, costs = known.get((file, number, border)), _costs(here)
+        rows.append(
+            LineRow(
+                file,
+                number,
+                place=f"{names[file]}:{number}" if file else border or "no line known",
+                code=clean(line.code) if line and source else "",
+                compute_s=line.seconds if line else 0.0,
+                communication_s=sum(d.comm_seconds for d in here),
+                collectives=tuple(c for c in costs if c.what == "collective"),
+                notes=tuple(c for c in costs if c.what != "collective"),
+                shards=any(x is not None and x.sharded_axes for d in here for x in d.result_layouts),
+            )
         )
-        for (file, number, border), here in found.items()
-    )
+    return tuple(rows)
 
 
-def _collectives(decisions: Sequence[PlanDecision]) -> tuple[LineTraffic, ...]:
+def _costs(decisions: Sequence[PlanDecision]) -> list[LineCost]:
     sums: dict[tuple, list[float]] = {}
-    for d in decisions:
-        for reshard in d.reshards:
-            for c in reshard.collectives:
-                total = sums.setdefault((d.phase, c.kind, c.axes), [0.0, 0.0, 0.0])
-                for k, x in enumerate((1.0, c.bytes, c.seconds)):
-                    total[k] += d.runs * x
-    rows = [LineTraffic(*key, *total) for key, total in sums.items()]
-    return tuple(sorted(rows, key=lambda t: (_phase_order(t.phase), -t.seconds, t.kind, t.axes)))
 
+    def add(what: str, d: PlanDecision, text: str, sent: float, seconds: float) -> None:
+        total = sums.setdefault((what, d.phase, text), [0.0] * 3)
+        for k, x in enumerate((1.0, sent, seconds)):
+            total[k] += d.runs * x
 
-def _notes(decisions: Sequence[PlanDecision]) -> tuple[LineNote, ...]:
-    sums: dict[tuple, list[float]] = {}
     for d in decisions:
         if not traits_of(d.primitive).endpoint and d.result_layouts and (layout := d.result_layouts[0]) is not None:
-            total = sums.setdefault(("layout", d.phase, array_type(d.result_type, layout)), [0.0] * 3)
-            total[0] += d.runs
-            total[2] += d.runs * d.seconds
-        for reshard in d.reshards:
-            total = sums.setdefault(("reshard", d.phase, _reshard(reshard)), [0.0] * 3)
-            total[0] += d.runs
-            total[1] += d.runs * sum(c.bytes for c in reshard.collectives if c.kind != "slice")
-            total[2] += d.runs * sum(c.seconds for c in reshard.collectives)
-    rows = [LineNote(*key, *total) for key, total in sums.items()]
-    return tuple(sorted(rows, key=lambda n: (_phase_order(n.phase), n.what == "reshard", -n.seconds, n.text)))
+            add("layout", d, array_type(d.result_type, layout), 0.0, d.seconds)
+        for r in d.reshards:
+            steps = [f"{c.kind} over {clean(', '.join(c.axes))}" for c in r.collectives]
+            for step, c in zip(steps, r.collectives, strict=True):
+                add("collective", d, step, c.bytes if c.kind != "slice" else 0.0, c.seconds)
+            add("reshard", d, f"{', '.join(steps)} -> {array_type(r.array, r.after)}", r.bytes, r.seconds)
+    costs = [LineCost(*key, *total) for key, total in sums.items()]
+    return sorted(costs, key=lambda c: (_rank(c.phase, PHASES), c.what, -c.seconds, c.text))
 
 
-def _reshard(reshard: PlannedReshard) -> str:
-    steps = ", ".join(f"{c.kind} over {join_axes(c.axes)}" for c in reshard.collectives)
-    return f"{steps} -> {array_type(reshard.array, reshard.after)}"
-
-
-def _phase_order(phase: str) -> tuple[int, str]:
-    return (PHASES.index(phase), "") if phase in PHASES else (len(PHASES), phase)
+def senders(lines: Sequence[LineRow]) -> list[LineRow]:
+    """The lines with collectives, the most expensive first."""
+    return sorted((line for line in lines if line.collectives), key=lambda line: (-line.communication_s, line.place))
 
 
 def file_names(files: Iterable[str]) -> dict[str, str]:
     """Short names of files that tell them apart: the part inside site-packages, or as much of the end as is needed."""
-    distinct = list(dict.fromkeys(files))
-    out = {}
-    for file in distinct:
-        parts = re.split(r"[/\\]", file)
-        keep = len(parts) - 1 if is_library(file) else 1
-        while keep < len(parts) and any(_tail(other, keep) == parts[-keep:] for other in distinct if other != file):
+    parts, out = {file: re.split(r"[/\\]", file) for file in files}, {}
+    for file, path in parts.items():
+        keep = len(path) - 1 if is_library(file) else 1
+        while keep < len(path) and any(x[-keep:] == path[-keep:] for other, x in parts.items() if other != file):
             keep += 1
-        out[file] = clean("/".join(parts[-keep:]))
+        out[file] = clean("/".join(path[-keep:]))
     return out
-
-
-def _tail(file: str, n: int) -> list[str]:
-    return re.split(r"[/\\]", file)[-n:]
 
 
 def annotated(plan: Plan, lines: Sequence[LineRow]) -> list[tuple[str, list[LineRow]]]:
@@ -246,8 +207,8 @@ def annotated(plan: Plan, lines: Sequence[LineRow]) -> list[tuple[str, list[Line
     return [(here[0].place.rsplit(":", 1)[0], sorted(here, key=lambda line: line.number)) for here in files.values()]
 
 
-def line_notes(line: LineRow) -> Iterator[tuple[LineNote | None, str, str]]:
-    """(note, phase, text) of what is said under a line: the layouts and reshards that cost most, then how many are left out."""
+def line_notes(line: LineRow) -> Iterator[tuple[LineCost | None, str, str]]:
+    """(note, phase, text) of the comments under a line: the most expensive layouts and reshards, then how many are left out."""
     for (phase, what), notes in itertools.groupby(line.notes, key=lambda note: (note.phase, note.what)):
         every = list(notes)
         shown = every[: 2 * MAX_NOTES]
@@ -259,18 +220,13 @@ def line_notes(line: LineRow) -> Iterator[tuple[LineNote | None, str, str]]:
 
 
 def disagreement(conflict: Conflict) -> str:
-    """Which pins disagree."""
+    """The two pins of a conflict in one line."""
     one, other = conflict.pins
     return f"{one}, forward against backward" if one == other else f"{one}, against {other}"
 
 
-def source_labels(lines: Sequence[LineRow]) -> dict[tuple[str, int], str]:
-    """(file, number) -> its place."""
-    return {(line.file, line.number): line.place for line in lines}
-
-
 def where(text: str) -> str:
-    """A place without the functions that a function stands in: "train.py:6 in loss" of "train.py:6 in build.<locals>.loss"."""
+    """A place with its innermost function only: "train.py:6 in loss" of "train.py:6 in build.<locals>.loss"."""
     return clean(re.sub(r"\S*<locals>\.", "", text))
 
 
@@ -281,6 +237,6 @@ MEMORY_KINDS = ("parameters", "optimizer", "constants", "batch", "gathered", "ac
 
 
 def categories(plan: Plan) -> tuple[str, ...]:
-    """What memory is made of over the step, what stays longest first."""
+    """Categories of memory over the step, the longest-lived first."""
     found = dict.fromkeys(k for p in (plan.memory_report.at_peak, *plan.memory_report.profile) for k in p)
-    return tuple(sorted(found, key=lambda k: (MEMORY_KINDS.index(k) if k in MEMORY_KINDS else len(MEMORY_KINDS), k)))
+    return tuple(sorted(found, key=lambda kind: _rank(kind, MEMORY_KINDS)))

@@ -1,4 +1,4 @@
-"""A plan as text: what it costs, where inputs live, collectives by source line, and the user's lines with the choice as a comment.
+"""A plan as text: costs, layouts of the inputs, collectives by source line, and the source lines with the choices as comments.
 
 Every line has at most 120 columns, no colours, and is the same for the same plan.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from shardplan.plan import Plan
 from shardplan.plan.data import MemoryReport
@@ -20,16 +20,17 @@ MAX_ROWS = 48
 
 def summary(plan: Plan) -> str:
     """Four lines: the mesh, how good the plan is, seconds per step, peak memory."""
-    s, sent = plan.seconds, plan.comm_bytes
     devices = f"{plan.mesh.n_devices} device{'s' * (plan.mesh.n_devices != 1)}"
+    sent = f"{format_bytes(plan.comm_bytes)} through collectives per device" if plan.comm_bytes else "nothing is sent"
+    memory = plan.memory_report
+    limit = f" of {format_memory(memory.limit)} per device at the peak" if memory.limit else " per device at the peak, without a limit"
     return "\n".join(
-        [
+        (
             fit(clean(f"mesh    {plan.mesh} ({devices}), priced as {plan.cluster}"), WIDTH),
             f"plan    {quality(plan)}",
-            f"step    {format_seconds(s['total'])} predicted = {time_parts(plan, ' + ')}"
-            + (f"; {format_bytes(sent)} through collectives per device" if sent else "; nothing is sent"),
-            f"memory  {_peak(plan.memory_report)}",
-        ]
+            f"step    {format_seconds(plan.seconds['total'])} predicted = {time_parts(plan, ' + ')}; {sent}",
+            fit(f"memory  {format_memory(memory.peak)}{limit}{_where(memory)}", WIDTH),
+        )
     )
 
 
@@ -41,7 +42,7 @@ def time_parts(plan: Plan, joint: str = ", ") -> str:
 
 
 def quality(plan: Plan) -> str:
-    """How the plan was found and what is proven of it."""
+    """The search that found the plan and its proven distance from the optimum."""
     by = {"ilp": "integer program", "propagation": "propagation", "recursive": "recursive search"}.get(plan.search, clean(plan.search))
     symmetric = ", symmetric layers" if plan.symmetric_layers else ""
     if plan.status == "optimal" or plan.gap <= 1e-6:
@@ -52,14 +53,14 @@ def quality(plan: Plan) -> str:
 
 
 def explain(plan: Plan, source: bool = True) -> str:
-    """All there is to say; `source=False` leaves the annotated source lines out."""
+    """The summary, then inputs, collectives, annotated source lines (with `source`), conflicts, ops without a rule, and memory."""
     lines = rows.lines(plan, source=source)
     parts = [
         summary(plan),
         _leaf_table(plan),
         _collective_table(plan, lines),
         _annotated(plan, lines) if source else "",
-        _conflicts(plan, rows.source_labels(lines)),
+        _conflicts(plan, lines),
         _unknown(plan),
         memory_text(plan.memory_report),
     ]
@@ -84,57 +85,43 @@ def _leaf_table(plan: Plan) -> str:
     if not found:
         return "inputs: none"
     shown = found[:MAX_ROWS]
-    types = [row.type for row in shown]
-    specs = [row.layout for row in shown]
-    room = WIDTH - 26 - min(max(map(len, types)), 40) - min(max(map(len, specs)), 30)
-    cells, kind = [["inputs", "", "", "", "per device"]], None
-    for n, title, path in _paths(shown, room):
-        if shown[n].first.kind != kind:
-            kind = shown[n].first.kind
-            cells.append([f"{clean(kind)}:"])
-        if title:
-            cells.append([f"  {title}"])
-        cells.append([f"  {path}", types[n], specs[n], format_count(shown[n].count), format_memory(shown[n].device_bytes)])
+    room = WIDTH - 26 - min(max(len(row.type) for row in shown), 40) - min(max(len(row.layout) for row in shown), 30)
+    cells = [["inputs", "", "", "", "per device"]]
+    for kind, same_kind in itertools.groupby(shown, key=lambda row: row.first.kind):
+        cells.append([f"{clean(kind)}:"])
+        for row, path in _paths(list(same_kind), room):
+            of_row = [row.type, row.layout, format_count(row.count), format_memory(row.device_bytes)] if row else []
+            cells.append([f"  {path}", *of_row])
     return "\n".join(table(cells, right=(3, 4), widths={0: room, 1: 40, 2: 30}, indent="") + more(len(found) - MAX_ROWS, "rows"))
 
 
-def _paths(shown: Sequence[rows.LeafRow], room: int):
-    """(row number, title, path): paths that are too long stand under a title with the start that they share."""
-    for kind in dict.fromkeys(row.first.kind for row in shown):
-        here = [(n, short_path(row.path)) for n, row in enumerate(shown) if row.first.kind == kind]
-        long = [(n, path) for n, path in here if len(path) > room - 2]
-        start = _common_start([path for _, path in long])
-        yield from ((n, "", path) for n, path in here if len(path) <= room - 2)
-        for k, (n, path) in enumerate(long):
-            yield n, start if k == 0 else "", "  " * bool(start) + path[len(start) :]
-
-
-def _common_start(paths: Sequence[str]) -> str:
-    """The folders that all paths share: "a/b/" of "a/b/c" and "a/b/d"."""
-    shared = itertools.takewhile(lambda at: len(set(at)) == 1, zip(*(p.split("/")[:-1] for p in paths), strict=False))
-    return "".join(f"{at[0]}/" for at in shared)
+def _paths(shown: Sequence[rows.LeafRow], room: int) -> Iterator[tuple[rows.LeafRow | None, str]]:
+    """(row, path): paths that are too long follow the folders that they all have in common, which are no row."""
+    short, long = [], []
+    for row in shown:
+        path = short_path(row.path)
+        (short if len(path) <= room - 2 else long).append((row, path))
+    yield from short
+    folders = zip(*(path.split("/")[:-1] for _, path in long), strict=False)
+    start = "".join(f"{at[0]}/" for at in itertools.takewhile(lambda at: len(set(at)) == 1, folders))
+    if start:
+        yield None, start
+    yield from ((row, "  " * bool(start) + path[len(start) :]) for row, path in long)
 
 
 def _collective_table(plan: Plan, lines: Sequence[rows.LineRow]) -> str:
-    moved = [line for line in lines if line.collectives]
-    if not moved:
+    senders = rows.senders(lines)
+    if not senders:
         return "collectives: none"
     total = plan.seconds["total"] or 1.0
-    moved.sort(key=lambda line: (-line.communication_s, line.place))
     body: list[list[str] | str] = [["collectives", "per step", "bytes", "time", "of step"]]
-    for line in moved[:MAX_ROWS]:
+    for line in senders[:MAX_ROWS]:
         body.append(fit(f"  {line.place}  {line.code.strip()}".rstrip(), WIDTH))
-        body += [
-            [
-                f"    {c.phase:<8}  {c}",
-                f"{c.runs:.10g}",
-                format_bytes(c.bytes) if c.kind != "slice" else "",
-                format_seconds(c.seconds),
-                format_percent(c.seconds / total),
-            ]
-            for c in line.collectives
-        ]
-    return "\n".join(table(body, right=(1, 2, 3, 4), widths={0: 72}, indent="") + more(len(moved) - MAX_ROWS, "lines"))
+        for c in line.collectives:
+            sent = format_bytes(c.bytes) if c.bytes else ""
+            share = format_percent(c.seconds / total)
+            body.append([f"    {c.phase:<8}  {c.text}", f"{c.runs:.10g}", sent, format_seconds(c.seconds), share])
+    return "\n".join(table(body, right=(1, 2, 3, 4), widths={0: 72}, indent="") + more(len(senders) - MAX_ROWS, "lines"))
 
 
 # ---- the user's lines
@@ -150,13 +137,11 @@ def _columns(left: str, runs: str, sent: str, seconds: str) -> str:
     return f"{fit(left, WIDTH - 28).ljust(WIDTH - 27)}{runs:>8}{sent:>10}{seconds:>9}".rstrip()
 
 
-def _file(name: str, here: Sequence[rows.LineRow]):
+def _file(name: str, here: Sequence[rows.LineRow]) -> Iterator[str]:
     yield fit_middle(name, WIDTH)
-    before = None
-    for line in here:
-        if before is not None and line.number > before + 1:
+    for before, line in itertools.pairwise((None, *here)):
+        if before and line.number > before.number + 1:
             yield "    ⋮"
-        before = line.number
         indent = " " * min(line.indent, 24)
         yield f"{line.number:5d}  {fit(line.code, WIDTH - 7)}"
         for note, phase, text in rows.line_notes(line):
@@ -165,52 +150,40 @@ def _file(name: str, here: Sequence[rows.LineRow]):
             yield _columns(f"{' ' * 7}{indent}# {phase:<8}  {text}", format_count(note.runs) if note else "", sent, took)
 
 
-def _conflicts(plan: Plan, source_labels: Mapping[tuple[str, int], str]) -> str:
+def _conflicts(plan: Plan, lines: Sequence[rows.LineRow]) -> str:
     if not plan.conflicts:
         return ""
-    total = plan.seconds["total"] or 1.0
+    places, total = {(line.file, line.number): line.place for line in lines}, plan.seconds["total"] or 1.0
     body: list[list[str] | str] = [["pins that disagree", "bytes", "time", "of step"]]
-    for n, c in enumerate(shown := plan.conflicts[:MAX_ROWS]):
-        if n == 0 or c.pins != shown[n - 1].pins:
-            body.append(fit_middle(f"  {clean(rows.disagreement(c))}", WIDTH))
-        body.append(
-            [
-                f"    {source_labels[c.file, c.line]}",
-                format_bytes(c.bytes),
-                format_seconds(c.seconds),
-                format_percent(c.seconds / total),
-            ]
-        )
+    for pins, conflicts in itertools.groupby(plan.conflicts[:MAX_ROWS], key=rows.disagreement):
+        body.append(fit_middle(f"  {clean(pins)}", WIDTH))
+        for c in conflicts:
+            share = format_percent(c.seconds / total)
+            body.append([f"    {places[c.file, c.line]}", format_bytes(c.bytes), format_seconds(c.seconds), share])
     return "\n".join(table(body, right=(1, 2, 3), widths={0: 72}, indent="") + more(len(plan.conflicts) - MAX_ROWS, "places"))
 
 
 def _unknown(plan: Plan) -> str:
     if not plan.unknown:
         return ""
-    found = dict.fromkeys(plan.unknown)
-    return "\n".join(
-        ["replicated on every device, for want of a rule (shardplan.register_rule adds one)"]
-        + [fit(f"  {clean(primitive)} at {clean(source)}", WIDTH) for primitive, source in list(found)[:MAX_ROWS]]
-        + more(len(found) - MAX_ROWS, "ops")
-    )
+    found = list(dict.fromkeys(plan.unknown))
+    head = "replicated on every device, for want of a rule (shardplan.register_rule adds one)"
+    ops = (fit(f"  {clean(primitive)} at {clean(source)}", WIDTH) for primitive, source in found[:MAX_ROWS])
+    return "\n".join([head, *ops, *more(len(found) - MAX_ROWS, "ops")])
 
 
 # ---- memory
 
 
-def _peak(memory: MemoryReport) -> str:
-    of = f" of {format_memory(memory.limit)} per device at the peak" if memory.limit else " per device at the peak, without a limit"
-    where = f", {rows.where(memory.where)}" if memory.where else ""
-    return fit(f"{format_memory(memory.peak)}{of}{where}", WIDTH - 8)
+def _where(memory: MemoryReport) -> str:
+    return f", {rows.where(memory.where)}" if memory.where else ""
 
 
 def memory_text(memory: MemoryReport) -> str:
     """Bytes per device at the peak, by category."""
-    cells = [
-        [clean(k), format_memory(v), format_percent(v / memory.peak if memory.peak else 0.0)] for k, v in memory.at_peak.items() if v
-    ]
+    cells = [[clean(k), format_memory(v), format_percent(v / (memory.peak or 1.0))] for k, v in memory.at_peak.items() if v]
     cells.append(["together", format_memory(memory.peak), "100 %" if memory.peak else ""])
     if memory.limit:
         cells.append(["budget", format_memory(memory.limit), format_percent(memory.peak / memory.limit), "used"])
-    head = fit(f"memory per device at the peak{f', {rows.where(memory.where)}' if memory.where else ''}", WIDTH)
+    head = fit(f"memory per device at the peak{_where(memory)}", WIDTH)
     return "\n".join([head, *table(cells, right=(1, 2), widths={0: 40})])
