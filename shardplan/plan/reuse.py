@@ -19,7 +19,7 @@ MAX_LISTED = 5
 
 
 def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path, EmitDecision] | None:
-    """Decisions of a saved plan for the program it was made for, wherever its lines are now; None for another program.
+    """Decisions of a saved plan for the program it was made for, wherever its source is now; None for another program.
 
     Raises:
         PlanFileError: when the plan is for another mesh.
@@ -49,7 +49,7 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
 
 
 def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
-    """The options with every input that still matches pinned to the saved plan's layout; warns of what does not match.
+    """The options with every input that still matches pinned to the saved plan's layout; warns of the others.
 
     Raises:
         PlanFileError: when the plan has nothing in common with the step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan.data import Leaf, MemoryReport
@@ -19,37 +19,24 @@ BUDGET_DRAWN = 1.6  # a budget is a line in the chart up to so many times the pe
 # ---- the mesh
 
 
-class Grid(NamedTuple):
-    """The devices of the two minor mesh axes at one position along the other axes.
+def grids(mesh: MeshShape) -> list[dict[str, Any]]:
+    """At most `MAX_DEVICES` devices as grids of the two minor mesh axes, one per position along the other axes; [] if none fits.
 
-    Attributes:
-        caption: that position, "" where there are no other axes.
-        down, across: the axes; down is None on a mesh of one axis.
-        devices: (number, its coordinates in words), row by row.
+    A grid has that position as `caption`, the axes `down` (None on a mesh of one axis) and `across` with their sizes `rows` and
+    `columns`, and `devices`: (number, coordinates in words), row by row.
     """
-
-    caption: str
-    down: str | None
-    across: str
-    rows: int
-    columns: int
-    devices: tuple[tuple[int, str], ...]
-
-
-def grids(mesh: MeshShape) -> tuple[Grid, ...]:
-    """At most `MAX_DEVICES` devices as grids; () where not one grid fits."""
-    inner = mesh.axes[-2:]
-    each = mesh.size(*inner)
-    if not inner or each > MAX_DEVICES:
-        return ()
-    down = inner[0] if len(inner) == 2 else None
+    each = mesh.size(*mesh.axes[-2:])
+    if not mesh.axes or each > MAX_DEVICES:
+        return []
+    *outer, across = mesh.axes
+    down = outer[-1] if outer else None
+    shape = {"down": down, "rows": mesh.size(down) if down else 1, "across": across, "columns": mesh.size(across)}
     found = []
     for first in range(0, min(mesh.n_devices, MAX_DEVICES // each * each), each):
         places = [[f"{a}={i}" for a, i in reversed(mesh.coordinates(first + n).items())] for n in range(each)]
-        devices = tuple((first + n, f"device {first + n}: {', '.join(place)}") for n, place in enumerate(places))
-        caption = ", ".join(places[0][:-2])
-        found.append(Grid(caption, down, inner[-1], mesh.size(down) if down else 1, mesh.size(inner[-1]), devices))
-    return tuple(found)
+        devices = [(first + n, f"device {first + n}: {', '.join(place)}") for n, place in enumerate(places)]
+        found.append({"caption": ", ".join(places[0][:-2]), "devices": devices, **shape})
+    return found
 
 
 # ---- one array
@@ -67,19 +54,13 @@ class Shape(NamedTuple):
     half: bool = False
 
 
-class Picture(NamedTuple):
-    """Shapes in a box of `width` x `height` pixels; `title` says what a device holds."""
-
-    width: float
-    height: float
-    title: str
-    shapes: tuple[Shape, ...]
-
-
-def picture(leaf: Leaf, mesh: MeshShape, axes: Mapping[str, int]) -> Picture:
+def picture(leaf: Leaf, mesh: MeshShape, axes: Mapping[str, int]) -> dict[str, Any]:
     """The array as a rectangle of its shards, in the colours of the mesh axes that shard it (`axes`: mesh axis -> colour).
 
     It shows at most two dims: sharded ones first, then the last ones; a further sharded dim is a plate behind the rectangle.
+
+    Returns:
+        `shapes` in a box of `width` x `height` pixels, and the `title`, which states the shard of one device.
     """
     layout, shape = leaf.layout, leaf.shape
     order = sorted(range(len(shape)), key=lambda d: (not layout.dims[d], shape[d] == 1, -d))
@@ -98,7 +79,7 @@ def picture(leaf: Leaf, mesh: MeshShape, axes: Mapping[str, int]) -> Picture:
     title = f"each device holds {'×'.join(map(str, local)) or 'a number'}"
     if layout.sharded_axes:
         title += f", 1/{layout.shards(mesh)} of {'×'.join(map(str, shape))}"
-    return Picture(width + x + 1, height + y + 1, title, tuple(shapes))
+    return {"width": width + x + 1, "height": height + y + 1, "title": title, "shapes": shapes}
 
 
 def _box(shape: Sequence[int]) -> tuple[int, int]:
@@ -124,24 +105,14 @@ def _blocks(box: Shape, mesh: MeshShape, axes: Mapping[str, int], down: tuple[st
 # ---- memory over the step
 
 
-class Chart(NamedTuple):
-    """Memory over the step; heights are fractions of the chart's height.
+def chart(memory: MemoryReport, kinds: Sequence[str]) -> dict[str, Any] | None:
+    """Memory over the step as stacked areas; None for a plan with no profile.
 
-    Attributes:
-        areas: (category, outline of its area in a box of 1000 x 200, y downwards), from the ground up.
-        ticks: (height, bytes).
-        limit: height of the budget; None where it is not drawn.
-        peak: time of the peak, as a fraction of the step.
+    Returns:
+        `areas`: (category, outline of its area in a box of 1000 x 200, y downwards), from the ground up; `ticks`: (height as a
+        fraction of the chart's, bytes); `limit`: height of the budget, None where it is not drawn; `peak`: its time as a fraction
+        of the step.
     """
-
-    areas: tuple[tuple[str, str], ...]
-    ticks: tuple[tuple[float, float], ...]
-    limit: float | None
-    peak: float
-
-
-def chart(memory: MemoryReport, kinds: Sequence[str]) -> Chart | None:
-    """Memory as areas of `kinds`; None for a plan with no profile."""
     profile = memory.profile
     if len(profile) < 2:
         return None
@@ -151,7 +122,8 @@ def chart(memory: MemoryReport, kinds: Sequence[str]) -> Chart | None:
     peak = max(range(len(totals)), key=lambda n: totals[n]) / (len(profile) - 1)
     step = 2.0 ** math.floor(math.log2(top / 2))
     ticks = [step * n for n in range(1, MAX_TICKS + 1) if step * n < 0.97 * top]
-    return Chart(tuple(_areas(profile, kinds, top)), tuple((t / top, t) for t in ticks), limit and limit / top, peak)
+    areas = list(_areas(profile, kinds, top))
+    return {"areas": areas, "ticks": [(t / top, t) for t in ticks], "limit": limit and limit / top, "peak": peak}
 
 
 def _areas(profile: Sequence[Mapping[str, float]], kinds: Sequence[str], top: float) -> Iterator[tuple[str, str]]:

@@ -17,16 +17,14 @@ def fold(named: Sequence[tuple[str, int]], everything: Iterable[str]) -> list[tu
     groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for path, n in named:
         groups.setdefault(tuple((segment,) for segment in path.split("/")), []).append(n)
-    for at in range(max((len(k) for k in groups), default=0)):
+    for at in range(max(map(len, groups), default=0)):
         merged: dict[tuple, tuple[list[str], list[int]]] = {}
         for key, numbers in groups.items():
-            rest = (key[:at], key[at + 1 :], _stem(key[at][0])) if at < len(key) else (key, "short")
-            words, members = merged.setdefault(rest, ([], []))
-            words += [w for w in key[at] if w not in words] if at < len(key) else []
+            here = key[at : at + 1]
+            words, members = merged.setdefault((key[:at], key[at + 1 :], here and (_stem(here[0][0]),)), ([], []))
+            words += [w for segment in here for w in segment if w not in words]
             members += numbers
-        groups = {
-            (*rest[0], tuple(words), *rest[1]) if len(rest) == 3 else rest[0]: members for rest, (words, members) in merged.items()
-        }
+        groups = {(*start, *[tuple(words)][: len(here)], *end): members for (start, end, here), (words, members) in merged.items()}
     known = _numbers(everything)
     out = [(clean("/".join(_segment(key, at, known) for at in range(len(key)))), sorted(n)) for key, n in groups.items()]
     return sorted(out, key=lambda row: row[1][0])
@@ -41,32 +39,30 @@ def _stem(segment: str) -> tuple[str, str] | None:
     return (found[1], found[3]) if found else None
 
 
-def _wild(path: Sequence[str]) -> tuple[str, ...]:
+def _wild(path: Iterable[str]) -> tuple[str, ...]:
     return tuple("{}*{}".format(*stem) if (stem := _stem(s)) else s for s in path)
 
 
-def _numbers(paths: Iterable[str]) -> Mapping[tuple, set[int]]:
-    """(segments up to a place of a path, "*" for their numbers; the place) -> the numbers that occur there."""
-    out: dict[tuple, set[int]] = {}
+def _numbers(paths: Iterable[str]) -> Mapping[tuple[str, ...], set[int]]:
+    """The start of a path, "*" for its numbers -> the numbers that occur in its last segment."""
+    out: dict[tuple[str, ...], set[int]] = {}
     for path in paths:
-        segments = path.split("/")
-        wild = _wild(segments)
-        for at, segment in enumerate(segments):
+        wild = _wild(segments := path.split("/"))
+        for at, segment in enumerate(segments, 1):
             if found := _NUMBERED.fullmatch(segment):
-                out.setdefault((wild[: at + 1], at), set()).add(int(found[2]))
+                out.setdefault(wild[:at], set()).add(int(found[2]))
     return out
 
 
-def _segment(key: tuple[tuple[str, ...], ...], at: int, known: Mapping[tuple, set[int]]) -> str:
+def _segment(key: tuple[tuple[str, ...], ...], at: int, known: Mapping[tuple[str, ...], set[int]]) -> str:
     words = key[at]
     if len(words) == 1:
         return words[0]
-    stem = _stem(words[0])
-    if stem is None:
+    if (stem := _stem(words[0])) is None:
         return "{" + ",".join(words) + "}"
     here = sorted(int(found[2]) for w in words if (found := _NUMBERED.fullmatch(w)))
-    there = known.get((_wild([k[0] for k in key[: at + 1]]), at), set())
-    return f"{stem[0]}*{stem[1]}" if set(here) == there else f"{stem[0]}{{{_ranges(here)}}}{stem[1]}"
+    every = set(here) == known.get(_wild(k[0] for k in key[: at + 1]))
+    return "*".join(stem) if every else f"{stem[0]}{{{_ranges(here)}}}{stem[1]}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -93,7 +93,7 @@ def _summary(plan: Plan) -> dict[str, Any]:
         "time_shares": [(kind, x, f"{kind} {format_percent(x)}") for kind, x in shares],
         "collective_runs": sum(d.runs * sum(c.kind != "slice" for r in d.reshards for c in r.collectives) for d in plan.decisions),
         "grids": grids,
-        "hidden_grids": plan.mesh.n_devices // len(grids[0].devices) - len(grids) if grids else 0,
+        "hidden_grids": plan.mesh.n_devices // len(grids[0]["devices"]) - len(grids) if grids else 0,
         "inputs": inputs[:MAX_ROWS],
         "hidden_inputs": len(inputs) - MAX_ROWS,
     }

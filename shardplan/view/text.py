@@ -139,8 +139,8 @@ def _columns(left: str, runs: str, sent: str, seconds: str) -> str:
 
 def _file(name: str, here: Sequence[rows.LineRow]) -> Iterator[str]:
     yield fit_middle(name, WIDTH)
-    for before, line in itertools.pairwise((None, *here)):
-        if before and line.number > before.number + 1:
+    for n, line in enumerate(here):
+        if n and line.number > here[n - 1].number + 1:
             yield "    ⋮"
         indent = " " * min(line.indent, 24)
         yield f"{line.number:5d}  {fit(line.code, WIDTH - 7)}"
