@@ -93,7 +93,6 @@ class Planned:
     @property
     def product_flops(self) -> float:
         """Flops of the matrix products and convolutions that one device does in one step."""
-        space, traits = self.space, [op.traits for op in self.graph.ops]
-        products = [i for i, x in enumerate(traits) if x.matmul or x.grouped_matmul or x.convolution]
-        work = {i: space.strategies[i].work[self.strategies[i]] * self.graph.ops[i].runs for i in products}
-        return float(sum((space.rules[i].flops or 0) * x for i, x in work.items()))
+        space, ops = self.space, enumerate(self.graph.ops)
+        products = [(i, op.runs) for i, op in ops if op.traits.matmul or op.traits.grouped_matmul or op.traits.convolution]
+        return float(sum((space.rules[i].flops or 0) * space.strategies[i].work[self.strategies[i]] * runs for i, runs in products))
