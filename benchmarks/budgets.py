@@ -49,7 +49,6 @@ MODELS = {f"{name} (example)": (lambda name=name: zoo.example(name)) for name in
 }
 BUDGETS = ("free", 1.5, 1.2, 1.05)
 
-
 Found = tuple[str, str, str, float, float, Solution]
 """Model, mesh, budget, processor seconds of presolve and of the rest, and the answer."""
 

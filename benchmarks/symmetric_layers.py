@@ -1,7 +1,7 @@
 """What symmetric repeated layers cost: every plan is searched once more without ties.
 
     python benchmarks/symmetric_layers.py                 all models, with room and under budgets
-    python benchmarks/folding.py gpt moe          some of them
+    python benchmarks/symmetric_layers.py gpt moe         some of them
 
 `tied` and `untied` are the milliseconds of the two plans at the first one's prices, `gap` is that of the second, `s` the seconds of its
 search. The second combines other collectives, which changes latencies and overlap windows: `repriced` are its milliseconds at its own

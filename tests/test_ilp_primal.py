@@ -66,7 +66,7 @@ def test_a_tree_move_is_the_optimum_given_the_fixed_nodes(problem, some, cap):
 
 def test_repaired_states_fit(problem, some):
     iterated = IteratedLocalSearch(problem, 64)
-    fitted = [iterated.repair_and_anneal(states, 1e4) for states in some]
+    fitted = [next(iterated.feasible(states, 1e4), None) for states in some]
     assert any(states is not None for states in fitted)
     assert all(problem.peak(states) <= problem.limit for states in fitted if states is not None)
 

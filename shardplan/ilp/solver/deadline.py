@@ -1,7 +1,4 @@
-"""When a search has to stop: at a wall-clock limit, at a deterministic work budget, or never.
-
-Work counts visited table entries, so a search that is limited by work alone gives the same answer on every machine.
-"""
+"""When a search has to stop: at a wall-clock limit, at a deterministic work budget (table entries that it visits), or never."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ class OutOfTimeError(Exception):
 
 
 class Deadline:
-    """A wall-clock limit and a work budget, asked in two ways: `check` raises within a step, `over` says so between steps.
+    """A wall-clock limit and a work budget.
 
-    Work is counted between steps only, so `check` ignores it.
+    `check` raises within a step, at the wall-clock limit only, for work is counted between steps; `over` says so between steps.
 
     Attributes:
         time_limit: seconds since the start; None if no clock is read.
@@ -36,12 +33,9 @@ class Deadline:
     """
 
     def __init__(self, time_limit: float | None = None, work: float | None = None, patience: Callable[[], float] = lambda: 1.0):
-        """Starts now.
+        """Starts now; `work` is by default `DEFAULT_WORK` without a time limit (in seconds), unlimited with one.
 
-        Args:
-            time_limit: seconds from now.
-            work: units of work; by default `DEFAULT_WORK` without a time limit, unlimited with one.
-            patience: share of the time limit that may be used, asked at every look at the clock.
+        `patience` gives the share of the time limit that may be used, asked at every look at the clock.
         """
         self.start = time.monotonic()
         self.time_limit, self.patience = time_limit, patience
@@ -52,10 +46,6 @@ class Deadline:
         """Counts visited table entries as work."""
         self.work -= entries / ENTRIES_PER_WORK
         self.spent += entries
-
-    def part(self, share: float) -> Deadline:
-        """An independent deadline at a share of what is left."""
-        return Deadline(None if self.time_limit is None else share * self.seconds_left, share * self.work)
 
     def share(self, share: float) -> Deadline:
         """The same limits for `check`; `over` already after a share of what is left."""

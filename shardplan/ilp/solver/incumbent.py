@@ -21,13 +21,11 @@ ROUNDING = 1e-9
 class Incumbent:
     """The best answer and the best lower bound so far.
 
-    The answer is stored in the states of the subproblem that it was found in, with the way back; most are never inverted.
-
     Attributes:
         upper_bound: answers that cost more are of no use.
         objective: cost of the best answer, inf if there is none.
         bound: the best lower bound.
-        answer: states of the best answer and their inversion.
+        answer: the best answer in the states of its subproblem, and their inversion; most are never inverted.
     """
 
     def __init__(self, problem: Problem, progress: Progress | None, upper_bound: float = np.inf):

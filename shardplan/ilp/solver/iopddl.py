@@ -36,29 +36,28 @@ PATIENCE, PATIENCE_S = 0.6, 10.0
 
 @dataclass(frozen=True)
 class Instance:
-    """A benchmark file: the problem solved here, and the exact costs of an answer.
+    """A benchmark file: the problem, where forbidden entries are inf and equal tables are one array, and the exact costs.
 
-    Attributes:
-        name: the file's name for it.
-        problem: forbidden entries are inf; equal tables are one array.
-        exact: the costs as Python integers in object arrays, (nodes, edges), forbidden entries as 10**18.
+    `exact` are the costs of nodes and edges as Python integers in object arrays, forbidden entries as 10**18.
     """
 
     name: str
     problem: Problem
     exact: tuple[list, list]
 
+    def entries(self, states) -> list[int]:
+        """The entries that the states take."""
+        nodes, edges = self.exact
+        entries = [c[s] for c, s in zip(nodes, states, strict=True)]
+        return entries + [cost[states[i] * len(nodes[j]) + states[j]] for i, j, cost in edges]
+
     def cost(self, states) -> int:
         """The benchmark's objective, in integers of any size."""
-        nodes, edges = self.exact
-        total = sum(c[s] for c, s in zip(nodes, states, strict=True))
-        return total + sum(cost[states[i] * len(nodes[j]) + states[j]] for i, j, cost in edges)
+        return sum(self.entries(states))
 
     def forbidden(self, states) -> int:
         """Number of forbidden entries that the states take."""
-        nodes, edges = self.exact
-        count = sum(c[s] >= FORBIDDEN for c, s in zip(nodes, states, strict=True))
-        return count + sum(cost[states[i] * len(nodes[j]) + states[j]] >= FORBIDDEN for i, j, cost in edges)
+        return sum(entry >= FORBIDDEN for entry in self.entries(states))
 
 
 def read(path) -> Instance:
@@ -101,16 +100,7 @@ def read(path) -> Instance:
 
 
 def solve_instance(instance: Instance, seconds: float, progress=None) -> Solution:
-    """Solves a benchmark file; forbidden entries are taken only where no answer avoids them.
-
-    Args:
-        instance: the file.
-        seconds: wall-clock limit.
-        progress: as for `solve`.
-
-    Returns:
-        A solution, without states if none was found in time, or none fits.
-    """
+    """Solves a benchmark file within `seconds`, `progress` as for `solve`; forbidden entries only where no answer avoids them."""
     start, problem = time.monotonic(), instance.problem
     patience = max(PATIENCE, PATIENCE_S / max(seconds, PATIENCE_S))
     solution = solve(problem, time_limit=seconds, progress=progress, patience=patience)
@@ -151,18 +141,12 @@ def main(argv: list[str]) -> int:
     solution = solve_instance(instance, options.seconds, progress)
     if solution.status == "infeasible":
         least = minimize_peak(with_big_m(instance.problem)).bytes
-        print(
-            f"shardplan: {instance.name}: no states fit the usage limit of {instance.problem.limit:.0f}\n"
-            f"  way out: a limit of {least:.0f}, which some fit",
-            file=sys.stderr,
-        )
-        return FAILED
+        failure = f"no states fit the usage limit of {instance.problem.limit:.0f}\n  way out: a limit of {least:.0f}, which some fit"
+    else:
+        longer = max(60.0, 10 * options.seconds)
+        failure = f"no states that fit were found in {options.seconds:g} s\n  way out: --seconds {longer:g}"
     if not solution.states:
-        print(
-            f"shardplan: {instance.name}: no states that fit were found in {options.seconds:g} s\n"
-            f"  way out: --seconds {max(60.0, 10 * options.seconds):g}",
-            file=sys.stderr,
-        )
+        print(f"shardplan: {instance.name}: {failure}", file=sys.stderr)
         return FAILED
     print(f"{instance.name}: {solution.status}, cost {instance.cost(solution.states)}", file=sys.stderr)
     print(list(solution.states))

@@ -1,10 +1,9 @@
 """Loops that numpy cannot vectorize, compiled by numba: flat arrays in, flat arrays out, no Python objects.
 
-`flatten` turns a problem into one tuple of arrays (`KernelNetwork`). The conditional cost of a state of node i is the part of (1) that
-depends on s_i, if i took that state and all others stayed; the gain of a flip (a 1-opt move) is a difference of two of them.
+The conditional cost of a state of node i is the part of (1) that depends on s_i, if i took that state and all others stayed.
 
 Imported only where numba is installed, and only when a search is long enough to pay for loading it. Twins in numpy: relax/trws.py for
-`trws_rounds`, usage.py for `profile` and `penalty`, search/repair.py for `conditional_costs`, `flip` and `repair`.
+`trws_round`, usage.py for `profile` and `penalty`, search/repair.py for `conditional_costs`, `flip` and `repair`.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> KernelNetwork:
             place[key] = total
             pool.append(table)
             total += table.size
-    deadline.check()
     steps = max((u.hi for u in problem.usages), default=0)
     base = np.zeros(steps + 1)
     for u in problem.usages:
@@ -72,7 +70,6 @@ def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> KernelNetwork:
         base[u.hi] -= u.min_bytes
     deadline.check()
     usages = sorted((u for u in problem.usages if u.max_bytes > u.min_bytes), key=lambda u: u.node)
-    deadline.check()
     widths = np.array([len(u.bytes) for u in usages], dtype=np.int64)
     n = len(problem.costs)
     return KernelNetwork(
@@ -185,8 +182,7 @@ def profile_tree(net, states):
     """A segment tree of the bytes at every step."""
     tree = tree_new(net.steps)
     leaves = tree.shape[1] // 2
-    for t in range(net.steps):
-        tree[0, leaves + 1 + t] = net.base[t]
+    tree[0, leaves + 1 : leaves + 1 + net.steps] = net.base
     for v in range(leaves - 1, 0, -1):
         tree[0, v] = max(tree[0, 2 * v], tree[0, 2 * v + 1])
     for i in range(len(states)):
@@ -211,8 +207,7 @@ def profile(net, states):
 def penalty(net, prices):
     """The Lagrangian penalty of every state, [states], at prices per byte [steps]; of bytes above the least of each usage."""
     paid = np.zeros(net.steps + 1)
-    for t in range(net.steps):
-        paid[t + 1] = paid[t] + prices[t]
+    paid[1:] = np.cumsum(prices)
     extra = np.zeros(len(net.unary))
     for i in range(len(net.start) - 1):
         for u in range(net.use_start[i], net.use_start[i + 1]):
@@ -290,25 +285,21 @@ def random_unit(seed):
 
 
 @jit
-def anneal(net, states, conditional, tree, keep_limit, hot, cold, proposals, seed, best, change):
-    """Simulated annealing: Metropolis flips at temperatures that fall from `hot` to `cold`; returns how many were accepted.
+def anneal(net, states, conditional, tree, hot, cold, proposals, seed, best, change):
+    """Simulated annealing within the limit: Metropolis flips at temperatures that fall from `hot` to `cold`.
 
-    With `keep_limit` no flip may exceed the limit. `best` receives the best states met; `change[0]` the current cost relative to the
-    start, `change[1]` that of `best`.
+    `best` receives the best states met; `change[0]` the current cost relative to the start, `change[1]` that of `best`.
     """
     n_states = len(net.unary)
     ratio = (cold / hot) ** (1.0 / max(1, proposals // 1024))
     temperature = hot
-    accepted = 0
     for p in range(proposals):
         if p & 1023 == 1023:
             temperature *= ratio
             if change[0] < change[1]:
                 change[1] = change[0]
                 best[:] = states
-        x = int(random_unit(seed) * n_states)
-        if x >= n_states:
-            x = n_states - 1
+        x = min(int(random_unit(seed) * n_states), n_states - 1)
         i = net.node_of[x]
         s = x - net.start[i]
         if s == states[i]:
@@ -316,15 +307,13 @@ def anneal(net, states, conditional, tree, keep_limit, hot, cold, proposals, see
         delta = conditional[x] - conditional[net.start[i] + states[i]]
         if delta > 0 and delta > -temperature * np.log(random_unit(seed)):
             continue
-        if keep_limit and not try_bytes(net, tree, i, states[i], s):
+        if not try_bytes(net, tree, i, states[i], s):
             continue
         flip(net, states, conditional, i, s)
         change[0] += delta
-        accepted += 1
     if change[0] < change[1]:
         change[1] = change[0]
         best[:] = states
-    return accepted
 
 
 @jit
@@ -344,8 +333,9 @@ def repair(net, states, conditional, tree, flips):
         excess = tree[0, 1] - net.limit
         tried = 0
         refused = np.zeros(len(net.unary), dtype=np.bool_)
-        moved = False
-        while not moved and tried < REFUSED:
+        while True:
+            if tried == REFUSED:
+                return -1
             best, best_i, best_s = np.inf, -1, -1
             for i in range(len(states)):
                 k = net.start[i + 1] - net.start[i]
@@ -364,12 +354,9 @@ def repair(net, states, conditional, tree, flips):
                 return -1
             if try_bytes(net, tree, best_i, states[best_i], best_s):
                 flip(net, states, conditional, best_i, best_s)
-                moved = True
-            else:
-                refused[net.start[best_i] + best_s] = True
-                tried += 1
-        if not moved:
-            return -1
+                break
+            refused[net.start[best_i] + best_s] = True
+            tried += 1
     return 0
 
 
@@ -387,19 +374,15 @@ def min_sum(a, b):
 
 
 @jit
-def trws_rounds(costs, start, first, links, tables, share, messages, rounds):
-    """`TRWS.iterate` over flat arrays: the same sums, so the same messages to the last bit.
+def trws_round(costs, start, first, links, tables, share, messages):
+    """One round of `TRWS.iterate` over flat arrays: the same sums, so the same messages to the last bit.
 
     Arc d of node i, first[i] <= d < first[i + 1], is links[d]: first entry of the message to i, of the message to the head, and of the
     table; states of the head; whether i's states are the table's rows; whether the head comes later.
     """
     n = len(start) - 1
-    widest = 1
-    for i in range(n):
-        widest = max(widest, start[i + 1] - start[i])
-    cost, sent, least = np.empty(widest), np.empty(widest), np.empty(widest)
-    for turn in range(2 * rounds):
-        forward = 1 - turn % 2
+    cost, sent, least = np.empty(len(costs)), np.empty(len(costs)), np.empty(len(costs))  # longer than any node needs
+    for forward in (1, 0):
         for x in range(n):
             i = x if forward else n - 1 - x
             k = start[i + 1] - start[i]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,8 +12,10 @@ from shardplan.ilp.solver.problem import Problem, indicator_costs
 from shardplan.ilp.solver.relax.dual import min_peak_dual
 from shardplan.ilp.solver.relax.relaxation import Relaxation
 from shardplan.ilp.solver.search.repair import LocalSearch
-from shardplan.ilp.solver.settings import DEFAULT
 from shardplan.ilp.solver.usage import UsageTable
+
+DOMINANCE_ENTRIES, BUCKET_ENTRIES = 1 << 22, 1 << 14
+"""Entries that the dominance test visits at one node (all costs are equal, so it finds most here), and those of a bucket table."""
 
 FLIPS = 200
 """Flips of one repair towards a lower peak."""
@@ -50,15 +51,15 @@ def minimize_peak(problem: Problem, enough: float = -np.inf, deadline: Deadline 
     """
     deadline.check()
     feasibility = replace(problem.map_costs(indicator_costs), limit=-np.inf)
-    small = presolve(feasibility, tie=True, dominance=DEFAULT.peak_dominance_entries, deadline=deadline)
+    small = presolve(feasibility, tie=True, dominance=DOMINANCE_ENTRIES, deadline=deadline)
     if not small.feasible:
         return MinPeak(np.inf, np.inf, 0, ())
-    memory = UsageTable(small.problem)
+    memory, relaxation = UsageTable(small.problem), Relaxation(small.problem, BUCKET_ENTRIES, deadline=deadline)
     local = LocalSearch(small.problem, memory, deadline)
     best, bound = None, 0.0
-    for value, guess in _dual_points(small.problem, memory, deadline):
+    for value, result in min_peak_dual(relaxation, memory):
         deadline.check()
-        bound = max(bound, value)
+        bound, guess = max(bound, value), result.states()
         if not np.isfinite(small.problem.objective(guess)):
             continue
         local.start_at(guess)
@@ -73,14 +74,3 @@ def minimize_peak(problem: Problem, enough: float = -np.inf, deadline: Deadline 
     states = small.invert(best.tolist())
     profile = problem.memory(states)
     return MinPeak(bound, float(profile.max(initial=0.0)), int(profile.argmax()) if len(profile) else 0, states)
-
-
-def _dual_points(problem: Problem, memory: UsageTable, deadline: Deadline) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Lower bounds of the peak, bytes, each with the states decoded from it."""
-    relaxation = Relaxation(problem, DEFAULT.peak_bucket_entries, deadline=deadline)
-    if not memory.n_steps:
-        yield 0.0, relaxation.elimination.run().states()
-        return
-    for point in min_peak_dual(relaxation, memory):
-        if total := point.prices.sum():
-            yield point.value / total, point.elimination_pass.states()

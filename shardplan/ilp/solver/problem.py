@@ -4,8 +4,7 @@
     subject to  s_i in {0 .. k_i - 1}                        for every node i     (2) one state per node
                 sum_(i alive at t) u_i[s_i]  <=  limit       for every time t     (3) memory limit
 
-Also known as a cost function network, or the energy of a pairwise Markov random field, with time-indexed knapsack constraints.
-Equation numbers in the solver are those of docs/math.md.
+Equation numbers in the solver are those of docs/math.md, which also gives the derivations and what else the methods are called.
 
 Costs are float64 arrays of **integral** values (the planner counts picoseconds), so sums below 2**53 are exact and the same on
 every machine; `inf` forbids a state or a pair of states. A node may have several usages (a buffer that lives in two intervals).
@@ -19,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-
-from shardplan.ilp.solver.flat import FlatNetwork
 
 Status = Literal["optimal", "feasible", "infeasible", "fallback"]
 
@@ -55,6 +52,39 @@ class Usage:
     def max_bytes(self) -> float:
         """Bytes of the state that holds most."""
         return float(self.bytes.max(initial=-np.inf))
+
+
+@dataclass(frozen=True)
+class FlatNetwork:
+    """Every edge as two arcs in compressed sparse rows: the arcs of node i are first[i] .. first[i + 1], in the order of the edges.
+
+    Attributes:
+        start: [n + 1], first state of each node in the row of all nodes' states.
+        first: [n + 1], first arc of each node.
+        head: [2 m], node at the arc's other end.
+        edge: [2 m], number of the arc's edge.
+        side: [2 m], 0 if the tail is the edge's i, 1 if it is its j.
+        edges: the edges.
+    """
+
+    start: np.ndarray
+    first: np.ndarray
+    head: np.ndarray
+    edge: np.ndarray
+    side: np.ndarray
+    edges: tuple[Edge, ...]
+
+    @property
+    def tail(self) -> np.ndarray:
+        """[2 m], the node that an arc belongs to."""
+        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
+
+    @functools.cached_property
+    def near(self) -> list[list[tuple[int, np.ndarray]]]:
+        """Of every node's arcs: (head, table with the tail's states as rows)."""
+        arcs = zip(self.head.tolist(), self.edge.tolist(), self.side.tolist(), strict=True)
+        flat = [(j, self.edges[e].cost.T if side else self.edges[e].cost) for j, e, side in arcs]
+        return [flat[a:b] for a, b in zip(self.first[:-1].tolist(), self.first[1:].tolist(), strict=True)]
 
 
 def sum_over_intervals(held: Iterable[tuple[int, int, float]]) -> np.ndarray:
@@ -97,7 +127,17 @@ class Problem:
     @functools.cached_property
     def flat(self) -> FlatNetwork:
         """The adjacency of the network."""
-        return FlatNetwork.of(self.costs, self.edges)
+        ends = np.array([(e.i, e.j) for e in self.edges], dtype=np.int64).reshape(-1, 2)
+        order = np.argsort(ends.ravel(), kind="stable")
+        degrees = np.bincount(ends.ravel(), minlength=len(self.costs))
+        return FlatNetwork(
+            start=np.cumsum([0, *map(len, self.costs)]),
+            first=np.concatenate([[0], np.cumsum(degrees)]).astype(np.int64),
+            head=ends[:, ::-1].ravel()[order],
+            edge=order // 2,
+            side=order % 2,
+            edges=self.edges,
+        )
 
     @functools.cached_property
     def finite_ranges(self) -> list[tuple[float, float]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,11 +29,14 @@ from shardplan.ilp.solver.search.branch import BranchAndBound, Subproblem, survi
 from shardplan.ilp.solver.search.repair import LocalSearch, repair_and_descend
 from shardplan.ilp.solver.settings import DEFAULT, Settings
 
-if TYPE_CHECKING:
-    from shardplan.ilp.solver.primal.iterated_search import PrimalSearch
-
 LOADING_S = 1.0
 """Seconds that numba and the compiled code take to load at most; with less time left there is no primal search."""
+
+REBOUND_BELOW = 0.8
+"""Bound again if fixing leaves at most this share of the states; core search ends where it would take more."""
+
+TARGET_SHARE = 0.35
+"""Share of what is left of the deadline for each target but the last."""
 
 
 @paused_collector()
@@ -72,13 +74,13 @@ def solve(
     deadline = Deadline(time_limit, work_limit, lambda: 1.0 if incumbent.found else patience)
     _check_integers(problem)
     incumbent = Incumbent(problem, progress, cutoff)
-    if hint is not None and (problem.limit is None or problem.peak(hint) <= problem.limit):
+    if hint is not None and problem.fits(hint):
         incumbent.offer(tuple(hint), problem.objective(hint))
     hinted = incumbent.answer if incumbent.found else None
     incumbent.prove(problem.lower_bound())
     stats, complete = {"nodes": len(problem.costs)}, False
     try:
-        presolved = presolved or presolve(problem, tie=True, deadline=deadline.share(settings.dominance_budget))
+        presolved = presolved or presolve(problem, tie=True, deadline=deadline.share(0.15))  # for dominance tests
         chain = Chain(Subproblem(presolved.problem, presolved.invert, presolved.offset), incumbent, deadline, settings)
         complete = not presolved.feasible or chain.run()
         stats |= {"nodes after presolve": len(presolved.problem.costs), "bounds": chain.tree.n_bounds}
@@ -87,7 +89,8 @@ def solve(
     if complete and incumbent.found:
         incumbent.prove(np.inf)
     if not complete and not incumbent.found:
-        complete = _offer_min_peak(problem, incumbent, deadline)
+        # small problems are answered after the deadline, too
+        complete = _offer_min_peak(problem, incumbent, deadline if problem.n_states > settings.exact_states else UNLIMITED)
     if not incumbent.found:
         status: Status = "infeasible" if complete else "fallback"
         return Solution(status, (), np.inf, np.inf if complete else incumbent.bound, bool(problem.ties), stats)
@@ -96,10 +99,10 @@ def solve(
 
 
 def _offer_min_peak(problem: Problem, incumbent: Incumbent, deadline: Deadline) -> bool:
-    """Offers the states of least peak if they fit; True if no states fit. Small problems are answered after the deadline, too."""
+    """Offers the states of least peak if they fit; True if no states fit."""
     limit = np.inf if problem.limit is None else problem.limit
     try:
-        least = minimize_peak(problem, limit, deadline if problem.n_states > DEFAULT.exact_states else UNLIMITED)
+        least = minimize_peak(problem, limit, deadline)
     except OutOfTimeError:
         return False
     if least.states and least.bytes <= limit:
@@ -122,25 +125,19 @@ class Chain:
     def run(self) -> bool:
         """Bounds, fixes and searches."""
         try:
-            if self.deadline.used > self.settings.first_feasible_after:
+            if self.deadline.used > 0.4:  # a first answer comes before a bound
                 self.first_feasible()
             if self.subproblem.problem.n_states > self.settings.large_states and self.primal is not None:
-                return self.search_large(self.primal)
+                return self.search_large()
             return self.relax_capacity() or self.fix_and_rebound() or self.target_search()
         except OutOfTimeError:
             return False
 
-    # ---------------------------------------------------------------- bound
-
     def bound(self) -> Bound:
         """The bound of the current subproblem, computed once."""
         if self.result is None:
-            self.result = self._bound(self.subproblem)
+            self.result = self.tree.bound(self.subproblem, self.cutoff(), self.settings.bucket_entries)
         return self.result
-
-    def _bound(self, subproblem: Subproblem) -> Bound:
-        cutoff = self.incumbent.cutoff - subproblem.offset
-        return self.tree.bound(subproblem, cutoff, self.settings.bucket_entries, self.settings.price_changes)
 
     def value(self) -> float:
         """The bound in costs of the given problem."""
@@ -153,9 +150,7 @@ class Chain:
     def relax_capacity(self) -> bool:
         """Solves the subproblem without the memory limit: its optimum is a lower bound, and often fits after repair.
 
-        Left out where the dual has positive prices: the limit then costs something, and that optimum is far from the answer. Presolve
-        eliminates most nodes without usages. Removing this link changed no objective of 98 planner problems that end with a proof,
-        and took a third off the work, but some took another of several optima.
+        Left out where the dual has positive prices: the limit then costs something, and that optimum is far from the answer.
         """
         subproblem, result = self.subproblem, self.bound()
         if subproblem.problem.limit is None or result.best.prices.any():
@@ -163,7 +158,8 @@ class Chain:
         free = replace(subproblem.problem, usages=(), limit=None)
         relaxed = replace(subproblem, problem=free, invert=tuple, offset=0.0, bound=-np.inf)
         relaxed = relaxed.restrict(result, self.cutoff(), deadline=self.deadline)
-        deadline, incumbent = self.deadline.part(self.settings.relaxed_capacity_budget), Incumbent(free, None, self.cutoff())
+        seconds = None if self.deadline.time_limit is None else 0.5 * self.deadline.seconds_left
+        deadline, incumbent = Deadline(seconds, 0.5 * self.deadline.work), Incumbent(free, None, self.cutoff())
         if relaxed is None or Chain(relaxed, incumbent, deadline, self.settings).run():
             incumbent.prove(np.inf)
         self.deadline.spend(deadline.spent)
@@ -174,8 +170,6 @@ class Chain:
                 self.tree.offer(subproblem, states)
         return self.incumbent.optimal
 
-    # ---------------------------------------------------------------- fix
-
     def fix_and_rebound(self) -> bool:
         """Bounds the subproblem and fixes what costs more than the cutoff, while fixing removes enough states."""
         while not self.deadline.over():
@@ -185,7 +179,7 @@ class Chain:
                 return True
             self.subproblem = self.subproblem.warm_started(self.bound())
             self.core_search(self.subproblem, self.bound())
-            if self.surviving() > self.settings.rebound_below or self.deadline.over():
+            if self.surviving() > REBOUND_BELOW or self.deadline.over():
                 return False
             part = self.restrict(self.incumbent.cutoff)
             part = part and self.tree.solve_core(part, np.inf)
@@ -202,28 +196,25 @@ class Chain:
         """What (5) leaves of the subproblem for answers of at most `target`."""
         return self.subproblem.restrict(self.bound(), target - self.subproblem.offset, deadline=self.deadline)
 
-    # ---------------------------------------------------------------- search
-
     def core_search(self, subproblem: Subproblem, result: Bound) -> None:
         """Searches the states of least min-marginals, then again the best of these, until CP-SAT can; then (5) removes much more.
 
-        If a bound proves that so few states hold no answer, more are taken. Also known as RINS-like or kernel search. Without it, 40
-        planner problems under tight budgets took 39 % longer and 86 % more work.
+        If a bound proves that so few states hold no answer, more are taken. Also known as RINS-like or kernel search.
         """
-        settings = self.settings
-        share, before = settings.core_share, self.incumbent.cutoff
-        while share <= settings.rebound_below and not self.deadline.over():
+        share, before = self.settings.core_share, self.incumbent.cutoff
+        while share <= REBOUND_BELOW and not self.deadline.over():
             cutoff = self.incumbent.cutoff - subproblem.offset
             if result.value > cutoff or not result.min_marginals:
                 return
             min_marginals = np.concatenate(result.min_marginals)
-            if (min_marginals <= cutoff).mean() <= settings.core_share:
+            if (min_marginals <= cutoff).mean() <= self.settings.core_share:
                 return
             most = max(np.quantile(min_marginals, share), *(m.min() for m in result.min_marginals))
             part = subproblem.restrict(result, most, deadline=self.deadline)
             part = part and self.tree.solve_core(part, np.inf)
             if part is not None:
-                subproblem, result = part, self._bound(part)
+                cutoff = self.incumbent.cutoff - part.offset
+                subproblem, result = part, self.tree.bound(part, cutoff, self.settings.bucket_entries)
             elif self.incumbent.cutoff < before:
                 return
             else:
@@ -231,64 +222,58 @@ class Chain:
 
     def target_search(self) -> bool:
         """Branch and bound below targets, each twice as far above the bound, up to the cutoff or the trivial upper bound."""
-        settings = self.settings
-        distance = settings.first_target * self.gap()
+        value, cutoff = self.value(), self.incumbent.cutoff
+        distance = 0.25 * (cutoff - value if np.isfinite(cutoff) else 0.3 * abs(value) + 1.0)  # without an answer, a guess
         while not self.deadline.over():
             last = min(self.incumbent.cutoff, self.ceiling)
             target = min(self.value() + distance, last)
-            remaining = self.tree.search(self.restricted(target), target, settings.target_budget if target < last else 1.0)
+            remaining = self.tree.search([self.restrict(target)], target, TARGET_SHARE if target < last else 1.0)
             while remaining and not self.deadline.over():  # too hard so far: look for better answers, then go on
                 if self.primal is None:
-                    self.tree.search(self.restricted(self.incumbent.cutoff), self.incumbent.cutoff, settings.target_budget)
+                    self.tree.search([self.restrict(self.incumbent.cutoff)], self.incumbent.cutoff, TARGET_SHARE)
                 else:
                     self.primal.run(self.subproblem)
-                remaining = self.tree.search(remaining, target, 1.0 if self.primal is None else settings.target_budget)
+                remaining = self.tree.search(remaining, target, 1.0 if self.primal is None else TARGET_SHARE)
             self.incumbent.prove(min([target, *(subproblem.bound for subproblem in remaining)]))
             if self.incumbent.optimal or (target >= min(self.incumbent.cutoff, self.ceiling) and not remaining):
                 return True
             distance *= 2
-            if self.surviving() < settings.rebound_after_branching and self.fix_and_rebound():
+            if self.surviving() < 0.6 and self.fix_and_rebound():
                 return True
         return False
 
-    def gap(self) -> float:
-        """Distance from the bound to the cutoff; a guess while there is no answer."""
-        value, cutoff = self.value(), self.incumbent.cutoff
-        return cutoff - value if np.isfinite(cutoff) else self.settings.unknown_gap * abs(value) + 1.0
-
-    def restricted(self, target: float) -> list[Subproblem]:
-        """`restrict` as a list of no or one subproblem."""
-        part = self.restrict(target)
-        return [] if part is None else [part]
-
-    # ---------------------------------------------------------------- primal search, under a time limit
-
     @functools.cached_property
-    def primal(self) -> PrimalSearch | None:
-        """Primal search, loaded when first used; None without a time limit or without numba."""
-        return _primal_search(self.incumbent, self.deadline)
+    def primal(self):
+        """Primal search, loaded when first used; None without numba or a time limit: no other answer may depend on numba."""
+        loaded = "shardplan.ilp.solver.primal.iterated_search" in sys.modules
+        if self.deadline.time_limit is None or (not loaded and self.deadline.seconds_left < LOADING_S):
+            return None
+        try:
+            from shardplan.ilp.solver.primal.iterated_search import PrimalSearch
+        except (ImportError, RuntimeError):  # no numba, or no writable cache directory
+            return None
+        return PrimalSearch(self.incumbent, self.deadline, self.settings.large_states)
 
     def first_feasible(self) -> None:
         """Looks for a first answer of any cost; under a time limit only."""
         if not self.incumbent.found and self.primal is not None:
             self.primal.first_feasible(self.subproblem)
 
-    def search_large(self, primal: PrimalSearch) -> bool:
+    def search_large(self) -> bool:
         """Primal search in turns with a bound at its prices and fixing, until the subproblem is no longer large."""
-        settings = self.settings
+        primal, settings, share = self.primal, self.settings, 0.15  # of what is left, for one bound
         self.tree.repaired_points = 0  # primal search repairs better
         self.first_feasible()
         while not self.deadline.over() and self.subproblem.problem.n_states > settings.large_states:
             primal.run(self.subproblem)
             if primal.last:
                 continue
-            share = settings.large_bound_budget
             priced = primal.priced(self.subproblem, share)
             result = self.tree.bound(priced, self.cutoff(), settings.bucket_entries, 0, share)
             self.incumbent.prove(result.value + self.subproblem.offset)
             if result.value + self.subproblem.offset > self.subproblem.bound:
                 self.subproblem = self.subproblem.warm_started(result)
-            if surviving_share(result.surviving_states(self.cutoff())) < settings.rebound_below:
+            if surviving_share(result.surviving_states(self.cutoff())) < REBOUND_BELOW:
                 part = self.subproblem.restrict(result, self.cutoff(), deadline=self.deadline)  # elimination schedules start anew
                 if part is None:
                     return True
@@ -297,24 +282,10 @@ class Chain:
 
 
 def _check_integers(problem: Problem) -> None:
-    """Raises ValueError for the first cost that is neither an integer nor inf."""
-    tables = {id(e.cost): (e.cost, "edge", (e.i, e.j)) for e in reversed(problem.edges)}
-    nodes = {id(c): (c, "node", i) for i, c in reversed(list(enumerate(problem.costs)))}
-    for costs, kind, number in (*reversed(nodes.values()), *tables.values()):
+    """Raises ValueError for a cost that is neither an integer nor inf."""
+    nodes = {id(c): (c, "node", i) for i, c in enumerate(problem.costs)}
+    for costs, kind, number in (nodes | {id(e.cost): (e.cost, "edge", (e.i, e.j)) for e in problem.edges}).values():
         if not np.array_equal(costs, np.rint(costs)):
             value = float(costs[costs != np.rint(costs)].flat[0])
-            raise ValueError(
-                f"{kind} {number} has cost {value}, which is no whole number.\n  way out: count in a smaller unit and round"
-            )
-
-
-def _primal_search(incumbent: Incumbent, deadline: Deadline) -> PrimalSearch | None:
-    """Primal search, compiled by numba; only under a time limit, so that all other answers do not depend on numba."""
-    module = "shardplan.ilp.solver.primal.iterated_search"
-    if deadline.time_limit is None or (module not in sys.modules and deadline.seconds_left < LOADING_S):
-        return None
-    try:
-        from shardplan.ilp.solver.primal.iterated_search import PrimalSearch
-    except (ImportError, RuntimeError):  # no numba, or no writable cache directory
-        return None
-    return PrimalSearch(incumbent, deadline)
+            where = f"{kind} {number} has cost {value}"
+            raise ValueError(f"{where}, which is no whole number.\n  way out: count in a smaller unit and round")

@@ -1,11 +1,4 @@
-"""Memory of a choice at every time step, and the Lagrangian penalty that prices on bytes add to the cost of a state.
-
-With a price p_t >= 0 per byte at step t, the memory limit (3) moves into the objective (Lagrangian relaxation):
-
-    L(p) = min_s  (1)(s) + sum_t p_t (memory_t(s) - limit)    <=    the optimum of (1)-(3)                        (4)
-
-The minimum is over a network without (3) whose node costs are  c_i[s] + sum_(lo <= t < hi) p_t u_i[s].
-"""
+"""Memory of a choice at every time step, and the Lagrangian penalty (4) that prices on bytes add to the cost of a state."""
 
 from __future__ import annotations
 
@@ -66,12 +59,7 @@ class UsageTable:
         return float(self.profile(states).max(initial=0.0))
 
     def penalty(self, prices: np.ndarray, quantum: float = 1.0) -> list[np.ndarray]:
-        """The Lagrangian penalty of every node's states, [k_i] each.
-
-        Args:
-            prices: cost per byte, [T].
-            quantum: bytes are rounded down to multiples of it.
-        """
+        """Sum over lo <= t < hi of p_t u_i[s], of every node's states, [k_i] each; bytes are rounded down to multiples of `quantum`."""
         paid = np.concatenate([[0.0], np.cumsum(prices)])
         per_byte = paid[self.hi] - paid[self.lo]
         held = self.bytes if quantum == 1.0 else self.bytes // quantum * quantum

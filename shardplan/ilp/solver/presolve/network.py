@@ -52,17 +52,17 @@ class PresolveNetwork:
                     self.usages[u.node].append((np.array([(u.lo, u.hi)]), u.bytes[None, :]))
         self.worklist = OrderedDict.fromkeys(range(len(self.costs)))
 
-    def touch(self, *nodes: int) -> None:
-        """Appends nodes to the worklist."""
-        for i in nodes:
-            self.worklist[i] = None
+    def touch(self, i: int) -> None:
+        """Appends a node to the worklist."""
+        self.worklist[i] = None
 
     def add_edge(self, i: int, j: int, table: np.ndarray, transposed: np.ndarray | None = None) -> None:
         """Adds a table [k_i, k_j] to e_ij; parallel edges become one."""
         if j in self.adj[i]:
             table, transposed = self.adj[i][j] + table, None
         self.adj[i][j], self.adj[j][i] = table, table.T if transposed is None else transposed
-        self.touch(i, j)
+        self.touch(i)
+        self.touch(j)
 
     def remove_node(self, i: int) -> None:
         """Removes a node, its edges and its usages."""
@@ -80,11 +80,7 @@ class PresolveNetwork:
         return self.usages[i][0] if self.usages[i] else None
 
     def support(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Where a table is finite, cached by the table's identity.
-
-        Returns:
-            Mask of the rows with a finite entry, and f if column j is finite in row f[j] only (a functional dependency), else None.
-        """
+        """Mask of the rows with a finite entry, and f if column j is finite in row f[j] only (a functional dependency), else None."""
         if id(table) not in self._support:
             finite, any_of = np.isfinite(table), np.logical_or.reduce  # half the time of `any` on small arrays
             functional = np.count_nonzero(finite) == table.shape[1] and any_of(finite, axis=0).all()

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,10 +25,12 @@ from shardplan.ilp.solver.presolve.reductions import (
 )
 from shardplan.ilp.solver.presolve.timeline import capacity_masks, remove_redundant_steps
 from shardplan.ilp.solver.problem import Messages, Problem
-from shardplan.ilp.solver.settings import DEFAULT
 
 REDUCTIONS = (ReduceDomain, AggregateFollower, EliminateNode)
 """Tried in this order at every node whose surroundings changed."""
+
+DOMINANCE_ENTRIES = 1 << 14
+"""Table entries that the dominance test visits at one node."""
 
 REPEAT_BELOW = 0.98
 """Presolve repeats while it leaves less than this share of the states."""
@@ -66,15 +68,6 @@ class Presolved:
             full = reduction.invert(full)
         return tuple(full.tolist())
 
-    def project(self, states: Sequence[int]) -> tuple[int, ...] | None:
-        """States of the remaining problem from given ones (a hint); None if they use a state that was removed."""
-        for reduction in self.trail:
-            projected = reduction.project(states)
-            if projected is None:
-                return None
-            states = projected
-        return tuple(int(states[i]) for i in self.nodes)
-
     def carry_messages(self, messages: Messages) -> Messages:
         """Messages of TRW-S on the given problem as messages on the remaining one."""
         inbox: Inbox = {}
@@ -86,38 +79,21 @@ class Presolved:
         return {(number[i], number[j]): message for i, row in inbox.items() for j, message in row.items()}
 
 
-class _Trail:
-    """The reductions applied so far, in the numbers of the network before the first round."""
-
-    def __init__(self):
-        self.reductions: list[Reduction] = []
-        self.numbers: Sequence[int] | None = None  # of the current network's nodes; None in the first round
-
-    def add(self, reduction: Reduction | None) -> bool:
-        if reduction is not None:
-            self.reductions.append(reduction if self.numbers is None else reduction.renumber(self.numbers))
-        return reduction is not None
-
-
-def presolve(
-    problem: Problem, *, tie: bool = False, dominance: int = DEFAULT.dominance_entries, deadline: Deadline = UNLIMITED
-) -> Presolved:
+def presolve(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_ENTRIES, deadline: Deadline = UNLIMITED) -> Presolved:
     """Applies every reduction until none finds anything.
 
     Args:
         problem: any problem.
         tie: merge the nodes of every class in `problem.ties` first (a restriction, not a reduction).
-        dominance: table entries that the dominance test may visit at one node; 0 for none. The test takes longest; it finds most where
-            all costs are equal, and next to nothing in a part of a presolved problem.
+        dominance: table entries that the dominance test may visit at one node; 0 for none. The test takes longest, and finds next to
+            nothing in a part of a presolved problem.
         deadline: checked between reductions; once it is over, dominance tests end.
-
-    Returns:
-        The remaining problem and the way back.
     """
-    trail, n_nodes, tied = _Trail(), len(problem.costs), bool(tie and problem.ties)
+    trail: list[Reduction] = []
+    n_nodes, tied = len(problem.costs), bool(tie and problem.ties)
     if tied:
         problem, classes = TieClasses.apply(problem)
-        trail.add(classes)
+        trail.append(classes)
     offset, feasible = 0.0, True
     numbers: Sequence[int] = range(len(problem.costs))
     steps = np.arange(max((u.hi for u in problem.usages), default=0))
@@ -125,38 +101,36 @@ def presolve(
         deadline.check()
         problem, remaining = remove_redundant_steps(problem, deadline)
         steps = steps[remaining]
-        deadline.check()
         net, before = PresolveNetwork(problem, deadline), problem.n_states
-        deadline.check()
-        _reduce(net, capacity_masks(problem, deadline), trail, dominance, deadline)
-        deadline.check()
+        found = _reduce(net, capacity_masks(problem, deadline), dominance, deadline)
+        trail += [reduction.renumber(numbers) for reduction in found]
         offset, feasible = offset + net.offset, net.feasible
         problem, alive = net.to_problem()
         deadline.check()
-        numbers = trail.numbers = tuple(numbers[i] for i in alive)
+        numbers = tuple(numbers[i] for i in alive)
         if problem.n_states >= REPEAT_BELOW * before or (dominance and deadline.over()):
             break
-    return Presolved(problem, offset, feasible, tuple(numbers), tuple(trail.reductions), n_nodes, tied, steps)
+    return Presolved(problem, offset, feasible, tuple(numbers), tuple(trail), n_nodes, tied, steps)
 
 
-def _reduce(net: PresolveNetwork, masks: dict[int, np.ndarray], trail: _Trail, dominance: int, deadline: Deadline) -> None:
+def _reduce(net: PresolveNetwork, masks: dict[int, np.ndarray], dominance: int, deadline: Deadline) -> list[Reduction]:
     """One round: domains by capacity, then all cheap reductions, then dead-end elimination and all cheap ones in turn."""
-    for i, mask in masks.items():
-        trail.add(ReduceDomain.apply(net, i, mask))
-    _exhaust(net, trail, deadline)
+    found = [ReduceDomain.apply(net, i, mask) for i, mask in masks.items()]
+    found += _exhaust(net, deadline)
     candidates = [i for i, alive in enumerate(net.alive) if alive]
     while dominance and candidates and net.feasible and not deadline.over():
         for i in candidates:
             if net.alive[i] and not deadline.over():
-                trail.add(ReduceDomain.apply(net, i, undominated_states(net, i, dominance)))
+                found.append(ReduceDomain.apply(net, i, undominated_states(net, i, dominance)))
         candidates = list(net.worklist)
-        _exhaust(net, trail, deadline)
+        found += _exhaust(net, deadline)
+    return [reduction for reduction in found if reduction is not None]
 
 
-def _exhaust(net: PresolveNetwork, trail: _Trail, deadline: Deadline) -> None:
+def _exhaust(net: PresolveNetwork, deadline: Deadline) -> Iterator[Reduction | None]:
     """Applies the first reduction that finds something at every node of the worklist, until it is empty."""
     while net.worklist and net.feasible:
         deadline.check()
         i, _ = net.worklist.popitem(last=False)
         if net.alive[i]:
-            any(trail.add(reduction.apply(net, i)) for reduction in REDUCTIONS)
+            yield next(filter(None, (reduction.apply(net, i) for reduction in REDUCTIONS)), None)

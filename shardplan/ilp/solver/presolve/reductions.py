@@ -5,9 +5,8 @@
     AggregateFollower   each state of j allows one state of i only:           i := f(j), all terms of i move to j
     EliminateNode       i holds no memory and has at most two edges:          e_jk += min_s c_i[s] + e_ij[s, .] + e_ik[s, .]
 
-Also known as: ReduceDomain by finite partners, node and arc consistency; by dominance, dead-end elimination (Desmet et al., Nature 356,
-1992) or neighborhood substitutability (Freuder, AAAI 1991); AggregateFollower, aggregation or functional elimination;
-EliminateNode, bounded variable elimination of degree at most two (Larrosa, CP 2000).
+Sources: dead-end elimination, Desmet et al., Nature 356, 1992, or neighborhood substitutability, Freuder, AAAI 1991; EliminateNode,
+bounded variable elimination of degree at most two, Larrosa, CP 2000.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ import numpy as np
 
 from shardplan.ilp.solver.presolve.network import PresolveNetwork
 from shardplan.ilp.solver.problem import Edge, Problem, Usage
-from shardplan.ilp.solver.settings import DEFAULT
+
+ELIMINATED_ENTRIES = 1 << 16
+"""Entries of the joint table of a node and its two neighbors, up to which it is eliminated."""
 
 Inbox = dict[int, dict[int, np.ndarray]]
 """`inbox[i][j]`: message that node i receives by its edge to j, [k_i]."""
@@ -28,10 +29,9 @@ Inbox = dict[int, dict[int, np.ndarray]]
 
 @dataclass(frozen=True)
 class Reduction:
-    """A record of one reduction; subclasses add a classmethod `apply` that changes a network and returns a record, or None.
+    """A record of one reduction: `nodes` are the reduced node, then those that determine its state.
 
-    Attributes:
-        nodes: the reduced node, then the nodes that determine its state.
+    Subclasses add a classmethod `apply` that changes a network and returns a record, or None.
     """
 
     nodes: tuple[int, ...]
@@ -39,10 +39,6 @@ class Reduction:
     def invert(self, states: np.ndarray) -> np.ndarray:
         """States before the reduction, given states after it; may change `states`."""
         raise NotImplementedError
-
-    def project(self, states: Sequence[int]) -> Sequence[int] | None:
-        """States after the reduction, given states before it; None if it removed one of them."""
-        return states
 
     def renumber(self, numbers: Sequence[int]) -> Self:
         """The record with node i called `numbers[i]`."""
@@ -55,49 +51,37 @@ class Reduction:
 
 @dataclass(frozen=True)
 class TieClasses(Reduction):
-    """One node per class of `Problem.ties`.
-
-    Attributes:
-        member: class number of every node, 0 .. n_classes - 1.
-        first: one node of every class.
-    """
+    """One node per class of `Problem.ties`; `member` is the class number of every node, 0 .. n_classes - 1."""
 
     member: np.ndarray
-    first: tuple[int, ...]
 
     @classmethod
     def apply(cls, problem: Problem) -> tuple[Problem, TieClasses]:
         """The problem of the classes, and the record."""
-        names, first, member = np.unique(np.asarray(problem.ties), return_index=True, return_inverse=True)
+        classes, first, member = np.unique(np.asarray(problem.ties), return_index=True, return_inverse=True)
         costs = sum_by_key((member[i], None, c) for i, c in enumerate(problem.costs))
-        inner: dict[tuple, list] = {}
         pairs: dict[tuple, list] = {}
         for e in problem.edges:
-            i, j = member[e.i], member[e.j]
-            group, key = (inner, (i, id(e.cost))) if i == j else (pairs, (i, j, id(e.cost)))
-            group.setdefault(key, [e.cost, 0])[1] += 1
-        for (i, _), (table, count) in inner.items():
-            costs[i, None] = costs[i, None] + count * np.diagonal(table)
+            pairs.setdefault((int(member[e.i]), int(member[e.j]), id(e.cost)), [e.cost, 0])[1] += 1
+        for (i, j, _), (table, count) in pairs.items():
+            if i == j:
+                costs[i, None] = costs[i, None] + count * np.diagonal(table)
         usages = sum_by_key((member[u.node], (u.lo, u.hi), u.bytes) for u in problem.usages)
         tied = Problem(
-            costs=tuple(costs[i, None] for i in range(len(names))),
-            edges=tuple(Edge(int(i), int(j), count * t if count > 1 else t) for (i, j, _), (t, count) in pairs.items()),
-            usages=tuple(Usage(int(i), lo, hi, b) for (i, (lo, hi)), b in usages.items()),
+            costs=tuple(costs[i, None] for i in range(len(classes))),
+            edges=tuple(Edge(i, j, count * t if count > 1 else t) for (i, j, _), (t, count) in pairs.items() if i != j),
+            usages=tuple(Usage(i, lo, hi, b) for (i, (lo, hi)), b in usages.items()),
             limit=problem.limit,
             names=tuple(problem.names[i] for i in first) if problem.names else (),
         )
-        return tied, cls((), member, tuple(first.tolist()))
+        return tied, cls((), member)
 
     def invert(self, states: np.ndarray) -> np.ndarray:
         """Every node takes the state of its class."""
         return states[self.member]
 
-    def project(self, states: Sequence[int]) -> Sequence[int]:
-        """Every class takes the state of its first node."""
-        return [states[i] for i in self.first]
-
-    def carry_messages(self, inbox: Inbox) -> None:
-        """Drops all messages: an edge of classes has no counterpart before."""
+    def carry_messages(self, inbox: Inbox) -> None:  # an edge of classes has no counterpart before
+        """Drops all messages."""
         inbox.clear()
 
 
@@ -122,7 +106,10 @@ class ReduceDomain(Reduction):
     @classmethod
     def apply(cls, net: PresolveNetwork, i: int, mask: np.ndarray | None = None) -> ReduceDomain | None:
         """Removes the states of i that `mask` does not select, by default those without a finite cost or partner."""
-        mask = consistent_states(net, i) if mask is None else mask
+        if mask is None:  # node consistency
+            mask = np.isfinite(net.costs[i])
+            for table in net.adj[i].values():
+                mask = mask & net.support(table)[0]
         if np.count_nonzero(mask) == len(mask):
             return None
         keep = np.flatnonzero(mask)
@@ -142,25 +129,10 @@ class ReduceDomain(Reduction):
         states[i] = self.keep[states[i]]
         return states
 
-    def project(self, states: Sequence[int]) -> Sequence[int] | None:
-        """The state's number after; None if it was removed."""
-        (i,) = self.nodes
-        found = np.flatnonzero(self.keep == states[i])
-        return [*states[:i], int(found[0]), *states[i + 1 :]] if len(found) else None
-
     def carry_messages(self, inbox: Inbox) -> None:
         """Messages to the node keep the entries of its states."""
         (i,) = self.nodes
-        if i in inbox:
-            inbox[i] = {j: message[self.keep] for j, message in inbox[i].items()}
-
-
-def consistent_states(net: PresolveNetwork, i: int) -> np.ndarray:
-    """Mask of i's states that have a finite cost and a finite partner in every edge (node consistency)."""
-    mask = np.isfinite(net.costs[i])
-    for table in net.adj[i].values():
-        mask = mask & net.support(table)[0]
-    return mask
+        inbox[i] = {j: message[self.keep] for j, message in inbox.get(i, {}).items()}
 
 
 def undominated_states(net: PresolveNetwork, i: int, max_entries: int) -> np.ndarray:
@@ -290,7 +262,7 @@ class EliminateNode(Reduction):
         """Minimizes i out, if it has no usages, at most two neighbors, and their joint table is small."""
         near = tuple(net.adj[i])
         sizes = [len(net.costs[j]) for j in (i, *near)]
-        if net.usages[i] or len(near) > 2 or (len(near) == 2 and int(np.prod(sizes)) > DEFAULT.eliminated_entries):
+        if net.usages[i] or len(near) > 2 or (len(near) == 2 and int(np.prod(sizes)) > ELIMINATED_ENTRIES):
             return None
         cost = net.costs[i]
         if not near:

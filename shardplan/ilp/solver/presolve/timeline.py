@@ -1,7 +1,4 @@
-"""The memory limit in presolve: removes redundant time steps, and states that fit at no choice of the other nodes.
-
-Also known as: redundant-constraint removal; capacity propagation (bounds propagation of knapsack constraints).
-"""
+"""The memory limit in presolve: removes redundant time steps, and states that fit at no choice of the other nodes."""
 
 from __future__ import annotations
 
@@ -28,19 +25,13 @@ def peak_steps(usages: Sequence[Usage]) -> np.ndarray:
 
 
 class _ByteChange:
-    """Change of every node's bytes from one step to another, with bounds of its sum.
-
-    Attributes:
-        of_node: node -> (change per state [k], its least, its greatest entry).
-        low, high: bounds of the change of any choice.
-    """
+    """Change of every node's bytes from one step to another: per state [k], with its least and greatest entry, and their sums."""
 
     def __init__(self):
         self.of_node: dict[int, tuple[np.ndarray, float, float]] = {}
         self.low = self.high = 0.0
 
     def add(self, i: int, amount: np.ndarray, low: float, high: float) -> None:
-        """Adds a change of node i: `amount` [k], and its least and greatest entry."""
         if i in self.of_node:
             before, old_low, old_high = self.of_node[i]
             self.low, self.high = self.low - old_low, self.high - old_high
@@ -60,12 +51,7 @@ class _ByteChange:
 def irredundant_steps(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n_steps: int, deadline: Deadline) -> np.ndarray:
     """Mask [n_steps] of the steps where some choice holds more bytes than at both remaining neighboring steps.
 
-    Args:
-        usages: the usages.
-        lo: first step of each usage.
-        hi: last step of each usage, exclusive.
-        n_steps: number of steps.
-        deadline: checked on the way.
+    `lo` and `hi` number the first step of each usage, and the one after its last.
     """
     events: list[list[tuple[int, np.ndarray, float, float]]] = [[] for _ in range(n_steps + 1)]
     for number, (u, a, b) in enumerate(zip(usages, lo.tolist(), hi.tolist(), strict=True)):
@@ -92,21 +78,18 @@ def irredundant_steps(usages: Sequence[Usage], lo: np.ndarray, hi: np.ndarray, n
 def remove_redundant_steps(problem: Problem, deadline: Deadline = UNLIMITED) -> tuple[Problem, np.ndarray]:
     """The problem with time renumbered to the steps at which the limit can be exceeded and that no other step implies.
 
-    Returns:
-        The problem, without a limit if no step remains, and the remaining steps in the old numbers.
+    Also returns these in the old numbers. If there are none, the problem has no limit.
     """
     usages = [u for u in problem.usages if u.hi > u.lo]
     if problem.limit is None or not usages:
         return replace(problem, usages=(), limit=None), np.zeros(0, dtype=np.int64)
     deadline.check()
     steps = peak_steps(usages)
-    deadline.check()
     lo, hi = (np.searchsorted(steps, [getattr(u, side) for u in usages]) for side in ("lo", "hi"))
     upper = np.zeros(len(steps) + 1)
     np.add.at(upper, lo, [u.max_bytes for u in usages])
     np.add.at(upper, hi, [-u.max_bytes for u in usages])
     remaining = np.cumsum(upper)[:-1] > problem.limit
-    deadline.check()
     if all((u.bytes == np.rint(u.bytes)).all() for u in usages):  # sums of fractions are not exact
         remaining &= irredundant_steps(usages, lo, hi, len(steps), deadline)
     deadline.check()

@@ -1,18 +1,13 @@
 """Finds cheap feasible states of large problems: dual prices that follow the memory, tree moves, perturbation, 1-opt repair.
 
-    ascend     rounds of TRW-S (trws.py) while the price of a byte follows how full each step was, so that the prices find the few
-               steps where memory binds:
-
-                   p_t  <-  p_t exp(a clip(g (memory_t / limit - 1), -0.3, 1)),    a falling, g rising                         (7)
-
-               The states of least reparametrized cost are an answer, improved now and then by tree moves (tree_moves.py).
+    ascend     rounds of TRW-S (trws.py) while the price of a byte follows how full each step was (7), so that the prices find the
+               few steps where memory binds. The states of least reparametrized cost are an answer, improved now and then by tree
+               moves (tree_moves.py).
     perturb    one node with many neighbours takes another state and stays fixed while tree moves adapt the rest; accepted if the
                priced cost falls
 
 Every answer is repaired and improved by flips at falling temperatures (kernels.py) before it is offered. Between runs, (7) without
 noise leads to the prices of the next bound.
-
-Also known as: multiplicative weights (ascend), iterated local search (perturb), simulated annealing (flips).
 """
 
 from __future__ import annotations
@@ -31,7 +26,6 @@ from shardplan.ilp.solver.primal.tree_moves import EliminationSchedule, eliminat
 from shardplan.ilp.solver.problem import Edge, Messages, Problem, Usage
 from shardplan.ilp.solver.relax.trws import TRWS
 from shardplan.ilp.solver.search.branch import Subproblem
-from shardplan.ilp.solver.settings import DEFAULT
 
 ASCENT_SHARE = 0.5
 """Share of a run that ascends; the rest perturbs."""
@@ -44,21 +38,10 @@ TREE_MOVES, EVERY = 4, 25
 
 
 class IteratedLocalSearch:
-    """A problem prepared for runs.
-
-    Attributes:
-        prices: cost per byte [T] after the last run; None before.
-    """
+    """A problem prepared for runs; `prices` are the costs per byte [T] after the last run, None before."""
 
     def __init__(self, problem: Problem, cap: int, messages: Messages | None = None, deadline: Deadline = UNLIMITED):
-        """Prepares a problem.
-
-        Args:
-            problem: presolved.
-            cap: entries of a bucket table of tree moves.
-            messages: TRW-S messages to start from.
-            deadline: of the search.
-        """
+        """Prepares a presolved problem; `cap` limits the bucket tables of tree moves, TRW-S starts from `messages`."""
         self.problem, self.deadline, self.cap = problem, deadline, cap
         self.net = flatten(problem, deadline)
         self.schedules: list[EliminationSchedule] = []
@@ -102,7 +85,7 @@ class IteratedLocalSearch:
             for _ in range(5):
                 states = self.trws_states(self.net.unary + penalty(self.net, prices))
                 prices = self._follow_memory(prices, states, RATE[0], GAIN[0])
-            yield from self._feasible(self.tree_descent(states, prices, 1), scale, turn)
+            yield from self.feasible(self.tree_descent(states, prices, 1), scale, turn)
 
     def _start(self, moves: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Cheap states, initial prices, and the scale of costs: how far these states are above the trivial lower bound."""
@@ -114,13 +97,10 @@ class IteratedLocalSearch:
     def run(
         self, number: int, n_schedules: int, pace: Callable[[int], float], known: tuple[int, ...] | None = None
     ) -> Iterator[tuple[int, ...]]:
-        """Ascends, then perturbs; yields feasible states.
+        """Ascends, then perturbs (from `known` feasible states if they are better); yields feasible states.
 
-        Args:
-            number: of the run; seeds its noise and sets its temperature.
-            n_schedules: elimination schedules that take turns.
-            pace: turns done -> share of the run that is over; the run ends at 1.
-            known: feasible states from which perturbation may start.
+        The number seeds the run's noise and sets its temperature; `n_schedules` schedules take turns; `pace` gives the share of the run
+        that is over after so many turns.
         """
         net, rng = self.net, np.random.default_rng(number)
         states, prices, scale = self._start(TREE_MOVES)
@@ -136,9 +116,9 @@ class IteratedLocalSearch:
             turn += 1
             if turn % EVERY == 0:
                 best = self.tree_descent(states, prices)
-                yield from self._feasible(best, scale, turn)
+                yield from self.feasible(best, scale, turn)
         states = min((best, self.tree_descent(states, prices)), key=lambda s: self.priced_cost(s, prices))
-        yield from self._feasible(states, scale, number)
+        yield from self.feasible(states, scale, number)
         if known is not None:
             states = min(states, np.array(known), key=lambda s: self.priced_cost(s, prices))
         yield from self._perturb(states, prices, scale, rng, n_schedules, pace, turn)
@@ -171,7 +151,7 @@ class IteratedLocalSearch:
             extra = penalty(net, prices)
             tree_move(net, self.schedule(int(rng.integers(n_schedules))), extra, states)
             now = self.priced_cost(states, prices)
-            yield from self._feasible(states, scale, turn)
+            yield from self.feasible(states, scale, turn)
         self.prices = prices
 
     def ascend_dual(self, prices: np.ndarray, rounds: int, deadline: Deadline = UNLIMITED) -> np.ndarray:
@@ -192,16 +172,8 @@ class IteratedLocalSearch:
         full = profile(self.net, states) / self.net.limit - 1.0
         return np.maximum(prices * np.exp(rate * np.clip(gain * full, -0.3, 1.0)), 1e-9 * prices.max())
 
-    def _feasible(self, states: np.ndarray, scale: float, number: int) -> Iterator[tuple[int, ...]]:
-        found = self.repair_and_anneal(states, scale, number)
-        if found is not None:
-            yield tuple(found.tolist())
-
-    def repair_and_anneal(self, states: np.ndarray, scale: float, number: int = 0) -> np.ndarray | None:
-        """Feasible states near the given ones: repaired, then improved by flips at falling temperatures. None if repair fails.
-
-        At the time limit repaired states are returned as they are.
-        """
+    def feasible(self, states: np.ndarray, scale: float, number: int = 0) -> Iterator[tuple[int, ...]]:
+        """Feasible states near the given ones, unless repair fails: repaired, then annealed while there is time."""
         net, over = self.net, self.deadline.over
         states = np.array(states, dtype=np.int64)
         conditional, tree = conditional_costs(net, states, np.zeros(len(net.unary))), profile_tree(net, states)
@@ -210,14 +182,14 @@ class IteratedLocalSearch:
             if repaired or over():
                 break
         if repaired != 1:
-            return None
+            return
         best, gained = states.copy(), np.zeros(2)
         seed = np.array([88172645463325252 + number], dtype=np.uint64)
         for hot, cold in pairwise(scale * np.geomspace(1e-4, 1e-7, 21)):
             if over():
                 break
-            anneal(net, states, conditional, tree, True, hot, cold, len(net.unary), seed, best, gained)
-        return best
+            anneal(net, states, conditional, tree, hot, cold, len(net.unary), seed, best, gained)
+        yield tuple(best.tolist())
 
 
 def compile_kernels() -> None:
@@ -233,14 +205,10 @@ def compile_kernels() -> None:
 
 
 class PrimalSearch:
-    """Runs of iterated local search under a time limit, each longer than the one before.
+    """Runs of iterated local search under a time limit, each longer than the one before; `last` if no time is left for another."""
 
-    Attributes:
-        last: the last run was the last one that the time limit allows.
-    """
-
-    def __init__(self, incumbent: Incumbent, deadline: Deadline):
-        self.incumbent, self.deadline = incumbent, deadline
+    def __init__(self, incumbent: Incumbent, deadline: Deadline, large_states: int):
+        self.incumbent, self.deadline, self.large_states = incumbent, deadline, large_states
         self.iterated: IteratedLocalSearch | None = None  # of the last problem
         self.number, self.seconds, self.last = 0, 0.0, False
 
@@ -251,7 +219,7 @@ class PrimalSearch:
     def run(self, subproblem: Subproblem) -> None:
         """Offers the answers of one more run; the last one before the time limit takes all time that is left."""
         incumbent, deadline, number = self.incumbent, self.deadline, self.number
-        iterated, large = self._prepared(subproblem), _large(subproblem)
+        iterated, large = self._prepared(subproblem), subproblem.problem.n_states > self.large_states
         turns = 400 << number if large else min(int(400 * 1.4**number), 3000)
         n_schedules = min(32, 4 << number)
         iterated.schedule(n_schedules - 1)
@@ -274,7 +242,7 @@ class PrimalSearch:
 
     def _prepared(self, subproblem: Subproblem) -> IteratedLocalSearch:
         if self.iterated is None or self.iterated.problem is not subproblem.problem:
-            cap = 4_000 if _large(subproblem) else 20_000
+            cap = 4_000 if subproblem.problem.n_states > self.large_states else 20_000
             self.iterated = IteratedLocalSearch(subproblem.problem, cap, subproblem.messages, self.deadline)
         return self.iterated
 
@@ -282,18 +250,9 @@ class PrimalSearch:
         return self.incumbent.offer(found, subproblem.problem.objective(found) + subproblem.offset, subproblem.invert)
 
     def priced(self, subproblem: Subproblem, share: float) -> Subproblem:
-        """The same answers, to be bounded at prices near those of the last bound, or of the last run.
-
-        Args:
-            subproblem: the answers to bound.
-            share: of the time that is left, at most.
-        """
-        iterated, rounds = self.iterated, 200 << self.number
+        """The same answers, to be bounded at prices near the last bound's, or the last run's, found in a share of the time left."""
+        iterated = self.iterated
         assert iterated is not None and iterated.prices is not None
         prices = iterated.prices if subproblem.prices is None else subproblem.prices
-        prices = iterated.ascend_dual(prices, rounds, self.deadline.share(share))
+        prices = iterated.ascend_dual(prices, 200 << self.number, self.deadline.share(share))
         return replace(subproblem, prices=prices, messages=iterated.trws.sent_messages())
-
-
-def _large(subproblem: Subproblem) -> bool:
-    return subproblem.problem.n_states > DEFAULT.large_states

@@ -1,8 +1,7 @@
 """Tree moves: all nodes but a few take their joint optimum, exactly, by dynamic programming.
 
-Fixing a node cuts its edges. A schedule fixes just enough nodes that the rest can be eliminated with bucket tables of at most `cap`
-entries, so one move finds the best of exponentially many neighbours of the current states. Schedules fix different nodes (`weight`
-says which rather), so what one cannot change the next one can.
+Fixing a node cuts its edges. A schedule fixes just enough nodes that the rest can be eliminated with small bucket tables. Schedules fix
+different nodes, so the next one changes what one cannot.
 
 Also known as: very-large-neighbourhood search; (w-)cutset conditioning; subgraph moves of bounded treewidth.
 """
@@ -11,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -42,19 +42,14 @@ class EliminationSchedule(NamedTuple):
 
 
 def elimination_schedule(net: KernelNetwork, cap: int, weight: np.ndarray, deadline: Deadline = UNLIMITED) -> EliminationSchedule:
-    """A schedule by min-weight elimination; where a bucket table is too large, its node of greatest weight is fixed.
-
-    Args:
-        net: the network.
-        cap: entries of a bucket table.
-        weight: [n]; nodes of large weight are fixed rather than others.
-        deadline: checked between nodes.
-    """
-    n = len(net.start) - 1
-    k = np.diff(net.start).tolist()
+    """A schedule by min-weight elimination; of a bucket table of more than `cap` entries, the node of greatest weight [n] is fixed."""
+    n, k, order = len(net.start) - 1, np.diff(net.start).tolist(), []
     graph = [set(net.near[a:b].tolist()) for a, b in pairwise(net.near_start)]
-    order = []
-    heap = [(math.prod([k[j] for j in graph[i]]) * k[i], i) for i in range(n)]
+
+    def entries(i: int) -> int:
+        return math.prod([k[j] for j in graph[i]]) * k[i]
+
+    heap = [(entries(i), i) for i in range(n)]
     heapq.heapify(heap)
     fixed, gone = np.zeros(n, dtype=bool), np.zeros(n, dtype=bool)
     while heap:
@@ -62,8 +57,7 @@ def elimination_schedule(net: KernelNetwork, cap: int, weight: np.ndarray, deadl
         size, i = heapq.heappop(heap)
         if gone[i]:
             continue
-        now = math.prod([k[j] for j in graph[i]]) * k[i]
-        if now != size:
+        if (now := entries(i)) != size:
             heapq.heappush(heap, (now, i))
             continue
         around = graph[i]
@@ -74,7 +68,7 @@ def elimination_schedule(net: KernelNetwork, cap: int, weight: np.ndarray, deadl
             for j in touched:
                 graph[j].discard(heaviest)
             if heaviest != i:
-                heapq.heappush(heap, (math.prod([k[j] for j in graph[i]]) * k[i], i))
+                heapq.heappush(heap, (entries(i), i))
         else:
             gone[i] = True
             order.append(i)
@@ -84,7 +78,7 @@ def elimination_schedule(net: KernelNetwork, cap: int, weight: np.ndarray, deadl
                 graph[j] -= {i, j}
         for j in touched:
             if not gone[j]:
-                heapq.heappush(heap, (math.prod([k[x] for x in graph[j]]) * k[j], j))
+                heapq.heappush(heap, (entries(j), j))
     return _compile(net, k, fixed, order, deadline)
 
 
@@ -96,38 +90,30 @@ def _compile(net: KernelNetwork, k: list[int], fixed: np.ndarray, order: list[in
             j = int(net.near[e])
             if i < j and not fixed[j]:
                 inbox[min(when[i], when[j])].append((0, int(net.table[e]), ((i, k[j]), (j, 1))))
-    outer_start, outer, message, part_start, part_sent, part_at, stride_start, stride = [0], [], [], [0], [], [], [0], []
-    n_entries = 0
+    scopes, strides, parts, n_parts, message = [], [], [], [], [0]
     for b, i in enumerate(order):
         deadline.check()
         scope = sorted({j for _, _, axes in inbox[b] for j, _ in axes} - {i}, key=when.__getitem__, reverse=True)
+        scopes.append(scope)
+        n_parts.append(len(inbox[b]))
         for sent, at, axes in inbox[b]:
-            by_node = dict(axes)
-            stride += [by_node.get(j, 0) for j in scope] + [by_node.get(i, 0)]
-            stride_start.append(len(stride))
-            part_sent.append(sent)
-            part_at.append(at)
-        part_start.append(len(part_at))
-        outer += scope
-        outer_start.append(len(outer))
-        message.append(n_entries)
-        entries = 1
-        axes = []
-        for j in reversed(scope):
-            axes.append((j, entries))
-            entries *= k[j]
+            parts.append((sent, at))
+            strides.append([dict(axes).get(j, 0) for j in (*scope, i)])
+        sizes = list(accumulate([k[j] for j in reversed(scope)], mul, initial=1))
         if scope:
-            inbox[when[scope[-1]]].append((1, n_entries, tuple(axes)))
-        n_entries += entries
+            inbox[when[scope[-1]]].append((1, message[-1], tuple(zip(reversed(scope), sizes, strict=False))))
+        message.append(message[-1] + sizes[-1])
         inbox[b] = []
 
-    def ints(values):
-        return np.array(values, dtype=np.int64)
+    def ints(values) -> np.ndarray:
+        return np.array(list(values), dtype=np.int64)
 
-    outer = ints(outer)
+    outer, part_sent, part_at = ints(chain.from_iterable(scopes)), ints(sent for sent, _ in parts), ints(at for _, at in parts)
+    starts = (ints(accumulate(lengths, initial=0)) for lengths in (map(len, scopes), n_parts, map(len, strides)))
+    outer_start, part_start, stride_start = starts
     return EliminationSchedule(
-        fixed, ints(order), ints(outer_start), outer, ints(k)[outer], ints(message), ints(part_start), ints(part_sent),
-        ints(part_at), ints(stride_start), ints(stride), n_entries,
+        fixed, ints(order), outer_start, outer, ints(k)[outer], ints(message[:-1]), part_start, part_sent, part_at, stride_start,
+        ints(chain.from_iterable(strides)), message[-1],
     )  # fmt: skip
 
 
@@ -136,8 +122,7 @@ def tree_move(net, schedule, extra, states):
     """Moves all nodes that are not fixed to the joint optimum of (1) plus `extra` [states of all nodes]; `states` change in place."""
     messages = np.empty(schedule.message_entries)
     best = np.empty(schedule.message_entries, dtype=np.int16)
-    total = np.empty(1 + max_states(net))
-    at = np.empty(1 + max_parts(schedule), dtype=np.int64)
+    total, at = np.empty(len(net.unary)), np.empty(len(schedule.part_at), dtype=np.int64)  # longer than any bucket needs
     digit = np.empty(64, dtype=np.int64)
     for b in range(len(schedule.node)):
         i = schedule.node[b]
@@ -149,11 +134,9 @@ def tree_move(net, schedule, extra, states):
                 width = net.start[j + 1] - net.start[j]
                 for s in range(k):
                     own[s] += net.pool[net.table[e] + s * width + states[j]]
-        d0, d1 = schedule.outer_start[b], schedule.outer_start[b + 1]
-        p0, p1 = schedule.part_start[b], schedule.part_start[b + 1]
-        dims = d1 - d0
-        for p in range(p0, p1):
-            at[p - p0] = schedule.part_at[p]
+        d0, p0, p1 = schedule.outer_start[b], schedule.part_start[b], schedule.part_start[b + 1]
+        dims = schedule.outer_start[b + 1] - d0
+        at[: p1 - p0] = schedule.part_at[p0:p1]
         entries = 1
         for d in range(dims):
             digit[d] = 0
@@ -192,21 +175,3 @@ def tree_move(net, schedule, extra, states):
         for d in range(schedule.outer_start[b], schedule.outer_start[b + 1]):
             x = x * schedule.size[d] + states[schedule.outer[d]]
         states[schedule.node[b]] = best[schedule.message[b] + x]
-
-
-@jit
-def max_states(net):
-    """The most states of a node."""
-    most = 1
-    for i in range(len(net.start) - 1):
-        most = max(most, net.start[i + 1] - net.start[i])
-    return most
-
-
-@jit
-def max_parts(schedule):
-    """The most parts of a bucket."""
-    most = 0
-    for b in range(len(schedule.node)):
-        most = max(most, schedule.part_start[b + 1] - schedule.part_start[b])
-    return most

@@ -7,9 +7,7 @@ N, of all tables that mention i; its minimum over i is a message, a table over N
 
 The messages over no node sum up to the minimum. Where a bucket table would exceed a given number of entries, its tables are partitioned
 into mini-buckets, each minimized separately: the sum is then a lower bound, and the states decoded backwards are a heuristic answer.
-
-Also known as min-sum variable elimination, or nonserial dynamic programming (Bertelè and Brioschi 1972); bucket elimination and
-mini-buckets: Dechter, Artificial Intelligence 113, 1999; Dechter and Rish, Journal of the ACM 50(2), 2003.
+Also known as nonserial dynamic programming (Bertelè and Brioschi 1972).
 
 Node costs and tables may differ from pass to pass (prices on memory, reparametrizations), so the order is prepared once.
 """
@@ -91,13 +89,7 @@ class BucketElimination:
     """
 
     def __init__(self, problem: Problem, max_entries: int = 1 << 20, deadline: Deadline = UNLIMITED):
-        """Chooses the order.
-
-        Args:
-            problem: its edges, and the sizes of its nodes.
-            max_entries: of a bucket table; a table of a single edge or message may have more.
-            deadline: checked between nodes.
-        """
+        """Chooses the order; only the table of a single edge or message may have more than `max_entries`."""
         self.problem, self.deadline = problem, deadline
         self.buckets: list[Bucket] = []
         self.of_node: list[list[int]] = [[] for _ in problem.costs]
@@ -186,12 +178,7 @@ class BucketElimination:
         return number
 
     def run(self, costs=None, committed=()) -> EliminationPass:
-        """One elimination pass.
-
-        Args:
-            costs: node costs, [k_i] each; the problem's own by default.
-            committed: messages (to i, to j) of every edge, which its table loses by the reparametrization (6).
-        """
+        """One pass at node costs [k_i], by default the problem's; `committed` are the messages (to i, to j) that edges lose by (6)."""
         return EliminationPass(self, self.problem.costs if costs is None else costs, committed)
 
 

@@ -1,7 +1,6 @@
 """The Lagrangian dual: prices per byte and time step that maximize the bound L(p) of (4), by a boxed cutting-plane method.
 
-L is concave and piecewise linear. The relaxed states s that attain L(p) give a subgradient, the bytes above the limit, and a cutting
-plane that no value of L exceeds:
+The relaxed states s that attain L(p) give a subgradient, the bytes above the limit, and a cutting plane that no value of L exceeds:
 
     L(q) <= L(p) + sum_t (q_t - p_t) (memory_t(s) - limit)          for all q
 
@@ -34,7 +33,10 @@ PRICE_BITS = 12
 """Bits of the highest price at most; fewer where bytes would have fewer bits than it."""
 
 MAX_CHANGES = 60
-"""Changes of prices, by default."""
+"""Changes of prices in the search for the least peak."""
+
+FIRST_VISITS = 6e7
+"""Entries that the first rounds of TRW-S visit, within the bounds of their number."""
 
 RELATIVE = 1e-9
 """A rise of the bound by less than this share of it does not count."""
@@ -51,7 +53,7 @@ class DualPoint:
         prices: cost per byte, [T].
         value: L(prices).
         elimination_pass: the elimination that gave it.
-        relaxed_states: the states that attain `value`, [n]; with mini-buckets they need not be consistent.
+        relaxed_states: the states that attain `value`, [n]; inconsistent ones with mini-buckets.
         subgradient: bytes of `relaxed_states` above the limit, [T].
         limit_cost: sum_t p_t limit, the constant of (4) that `elimination_pass` leaves out.
     """
@@ -73,15 +75,7 @@ class DualPoint:
 
 
 def evaluate_dual(relaxation: Relaxation, memory: UsageTable, prices: np.ndarray, rounds: int, limit: float | None = None) -> DualPoint:
-    """L at the given prices, which are rounded so that sums are exact.
-
-    Args:
-        relaxation: the problem without its limit.
-        memory: its usages.
-        prices: cost per byte, [T].
-        rounds: of TRW-S.
-        limit: bytes; the problem's own by default.
-    """
+    """L at the given prices, which are rounded so that sums are exact; `limit` in bytes is the problem's own by default."""
     limit = memory.limit if limit is None else limit
     unit = 2.0 ** min(0.0, np.ceil(np.log2(relaxation.total + prices.sum() * memory.max_bytes)) - PRECISION)
     highest = float(prices.max(initial=0.0))
@@ -100,7 +94,7 @@ def _first_rounds(relaxation: Relaxation) -> int:
     settings = relaxation.settings
     if relaxation.trws is None or relaxation.warm:
         return settings.trws_rounds
-    return int(np.clip(settings.first_visits / max(relaxation.trws.entries, 1.0), *settings.first_rounds))
+    return int(np.clip(FIRST_VISITS / max(relaxation.trws.entries, 1.0), *settings.first_rounds))
 
 
 def maximize_dual(
@@ -108,18 +102,18 @@ def maximize_dual(
     memory: UsageTable,
     reach: float,
     *,
-    changes: int = MAX_CHANGES,
-    start: np.ndarray | None = None,
-    cutoff: float = np.inf,
+    changes: int,
+    start: np.ndarray | None,
+    cutoff: float,
 ) -> Iterator[DualPoint]:
-    """Points of the dual at better and better prices, first at `start`; ends when no prices can raise L any more.
+    """Points of the dual at better and better prices, first at `start` (or 0); ends when no prices can raise L any more.
 
     Args:
         relaxation: the problem without its limit.
         memory: its usages.
         reach: a first guess of the cost that the limit causes; sizes the trust box.
         changes: of prices, at most.
-        start: first prices, [T]; zero by default.
+        start: first prices, [T].
         cutoff: greatest cost of a better answer; a rise of L by a small share of the way to it does not justify another evaluation.
     """
     settings, zero = relaxation.settings, np.zeros(memory.n_steps)
@@ -158,48 +152,37 @@ def maximize_dual(
         yield point
 
 
-def min_peak_dual(relaxation: Relaxation, memory: UsageTable, *, changes: int = MAX_CHANGES) -> Iterator[DualPoint]:
-    """Points whose value is a lower bound of the least peak, and whose states have a low one.
+def min_peak_dual(relaxation: Relaxation, memory: UsageTable) -> Iterator[tuple[float, EliminationPass]]:
+    """Lower bounds of the least peak, bytes, each with its elimination, whose states have a low one; costs must be 0 or inf.
 
-    Costs must be 0 or inf. Prices that sum to 1 make an average over steps, and no average exceeds the peak:
-    max over p of min over s of  sum_t p_t memory_t(s).
-
-    Args:
-        relaxation: the problem without its limit.
-        memory: its usages.
-        changes: of prices, at most.
+    Prices that sum to 1 make an average over steps, which never exceeds the peak: max over p of min over s of sum_t p_t memory_t(s).
     """
-    point = best = evaluate_dual(relaxation, memory, np.full(memory.n_steps, 1.0 / memory.n_steps), _first_rounds(relaxation), 0.0)
-    yield best
+    if not memory.n_steps:
+        yield 0.0, relaxation.elimination.run()
+        return
+    prices, rounds, best = np.full(memory.n_steps, 1.0 / memory.n_steps), _first_rounds(relaxation), -np.inf
     planes: list = []
     steps: list[int] = []
-    for _ in range(changes):
+    for _ in range(MAX_CHANGES + 1):
+        point = evaluate_dual(relaxation, memory, prices, rounds, 0.0)
+        best, rounds = max(best, point.value), relaxation.settings.trws_rounds
+        if total := point.prices.sum():
+            yield point.value / total, point.elimination_pass
         planes.append([0.0, point.subgradient])
         peaks = local_peaks(point.subgradient, point.subgradient.max() * NEAR_PEAK)
         steps += [t for t in peaks.tolist() if t not in steps]
         promise, prices = _maximize_planes(planes, steps, np.zeros(memory.n_steps), np.inf, total=1.0)
-        if promise - best.value <= RELATIVE * max(1.0, abs(best.value)):
+        if promise - best <= RELATIVE * max(1.0, abs(best)):
             return
-        point = evaluate_dual(relaxation, memory, prices, relaxation.settings.trws_rounds, 0.0)
-        if point.value > best.value:
-            best = point
-        yield point
 
 
 def _maximize_planes(
     planes: list, steps: list[int], center: np.ndarray, box: float, total: float | None = None
 ) -> tuple[float, np.ndarray]:
-    """Maximizes the minimum of the cutting planes over a box around `center`, as a linear program in scaled units.
+    """Maximizes the minimum of the cutting planes (value at price 0, subgradient [T]), as a linear program in scaled units.
 
-    Args:
-        planes: (value at price 0, subgradient [T]).
-        steps: that may have a price.
-        center: prices, [T].
-        box: half its width, cost per byte.
-        total: the sum of all prices; free if None.
-
-    Returns:
-        The maximum, and the prices [T].
+    Only `steps` have a price, within `box` (cost per byte) of the prices `center` [T]; if `total` is given, prices sum to it. Returns
+    the maximum, and the prices [T].
     """
     costs = np.array([c for c, _ in planes])
     slopes = np.array([slope[steps] for _, slope in planes])

@@ -1,15 +1,7 @@
-"""Reduced-cost fixing: a lower bound of the problem, and the states and pairs of states that no better answer takes.
+"""Reduced-cost fixing (5): a lower bound of the problem, and the states and pairs of states that no better answer takes.
 
-At prices p on bytes (dual.py), elimination gives L(p) <= optimum, and for every state the min-marginal of the Lagrangian, the minimum
-over choices that take the state. A state whose min-marginal exceeds the cutoff, the greatest cost of a better answer, can be removed:
-
-    min over s with s_i = a of  (1)(s) + sum_t p_t (memory_t(s) - limit)  >  cutoff        =>  remove a from node i     (5)
-
-The same holds for pairs of states of an edge. Pairs are fixed long before all pairs of a state are; and where a state of one node
-leaves a single state of the other, presolve aggregates the follower. The rest is presolved and bounded again.
-
-Also known as variable fixing by reduced costs or by Lagrangian bounds; in constraint programming, cost-based filtering (Focacci, Lodi
-and Milano, CP 1999).
+Pairs are fixed long before all pairs of a state are; and where a state of one node leaves a single state of the other, presolve
+aggregates the follower. Also known as variable fixing by Lagrangian bounds; cost-based filtering (Focacci, Lodi and Milano, CP 1999).
 """
 
 from __future__ import annotations
@@ -25,6 +17,9 @@ from shardplan.ilp.solver.relax.dual import DualPoint, maximize_dual
 from shardplan.ilp.solver.relax.relaxation import Relaxation
 from shardplan.ilp.solver.settings import DEFAULT, Settings
 from shardplan.ilp.solver.usage import UsageTable
+
+SPARSE = 0.5
+"""A bound ends once fixing leaves this share of the entries that TRW-S visits: it is cheaper on the rest."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +59,9 @@ class Bound:
         return [marginal <= cutoff for marginal in self.min_marginals]
 
     def reduced_cost_fixing(self, problem: Problem, cutoff: float, surviving: list[np.ndarray] | None = None) -> Problem:
-        """The problem with every state and pair of states forbidden that (5) excludes.
+        """The problem with every state and pair of states forbidden that (5) excludes, and those that `surviving` leaves out.
 
-        Args:
-            problem: the bounded one, or that one without its limit if no byte had a price.
-            cutoff: greatest cost of a wanted answer.
-            surviving: masks of the states to leave, among those that (5) leaves; by default all of these.
+        `problem` is the bounded one, or that one without its limit if no byte had a price.
         """
         surviving = self.surviving_states(cutoff) if surviving is None else surviving
         costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(surviving, problem.costs, strict=True))
@@ -92,28 +84,20 @@ def bound(
     deadline: Deadline = UNLIMITED,
     settings: Settings = DEFAULT,
 ) -> Bound:
-    """Bounds a problem, for answers that cost at most `cutoff`.
+    """Bounds a problem until the bound exceeds `cutoff`, the greatest cost of a wanted answer, or the deadline is over.
 
-    Args:
-        problem: the problem.
-        cutoff: greatest cost of a wanted answer; the bound ends once it exceeds it.
-        max_entries: of a bucket table.
-        changes: of prices, at most.
-        start: first prices, [T].
-        messages: for TRW-S to start from.
-        deadline: no further prices once it is over.
-        settings: tuned numbers.
+    Bucket tables have at most `max_entries`; prices begin at `start` [T] and change at most `changes` times, TRW-S begins with
+    `messages`.
     """
     memory, relaxation = UsageTable(problem), Relaxation(problem, max_entries, messages, deadline, settings)
     reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
     points: list[DualPoint] = []
 
     def sparse(point: DualPoint) -> bool:
-        """Without prices, TRW-S is cheaper on what fixing leaves than here."""
         if relaxation.trws is None or point.prices.any() or not np.isfinite(cutoff):
             return False
         left = [int((marginal <= cutoff).sum()) for marginal in point.min_marginals()]
-        return 2 * sum(left[e.i] * left[e.j] for e in problem.edges) <= settings.sparse_share * relaxation.trws.entries
+        return 2 * sum(left[e.i] * left[e.j] for e in problem.edges) <= SPARSE * relaxation.trws.entries
 
     for point in maximize_dual(relaxation, memory, reach, changes=changes, start=start, cutoff=cutoff):
         points.append(point)

@@ -31,29 +31,17 @@ class Relaxation:
         deadline: Deadline = UNLIMITED,
         settings: Settings = DEFAULT,
     ):
-        """Prepares a problem.
-
-        Args:
-            problem: the problem; its usages are ignored.
-            max_entries: of a bucket table.
-            messages: for TRW-S to start from.
-            deadline: checked on the way, and by all passes.
-            settings: tuned numbers.
-        """
         self.problem, self.settings = problem, settings
-        self.elimination, self.warm = _elimination(problem, max_entries, deadline, self.settings), bool(messages)
+        self.elimination, self.warm = _elimination(problem, max_entries, deadline, settings), bool(messages)
         self.exact = self.elimination.exact
         self.trws = None if self.exact else TRWS(problem, messages=messages, deadline=deadline)
         self.total = sum(max(-low, high) for low, high in problem.finite_ranges) + 1.0
         self.work = 0.0
 
     def run(self, costs, rounds: int, unit: float) -> EliminationPass:
-        """One elimination pass, after TRW-S if the elimination is not exact.
+        """One elimination pass with node costs [k_i], after TRW-S if the elimination is not exact.
 
-        Args:
-            costs: node costs, [k_i] each, multiples of `unit`.
-            rounds: of TRW-S.
-            unit: a power of two; messages are rounded to multiples of it, which keeps sums exact.
+        Costs are, and messages are rounded to, multiples of `unit`, a power of two, which keeps sums exact.
         """
         self.work += self.elimination.size + 4 * CALL_ENTRIES * len(self.elimination.buckets)
         if self.trws is None:

@@ -1,10 +1,5 @@
-"""TRW-S: shifts costs along the edges, by messages, until the sum of all least entries is a good lower bound.
+"""TRW-S: shifts costs along the edges, by messages (6), until the sum of all least entries is a good lower bound.
 
-Every edge sends each of its nodes a message m, which the node gains and the edge loses; (1) stays the same for every choice:
-
-    c_i'[s] = c_i[s] + sum_e m_ei[s]         e_ij'[s, t] = e_ij[s, t] - m_ei[s] - m_ej[t]                        (6)
-
-The sum of the least entries of all c' and e' is a lower bound of (1), near the optimum of the linear program over nodes and edges.
 Nodes take turns, forwards and backwards. A node takes from its edges what they can give, and sends its share of the sum along every
 edge to a later (or, backwards, an earlier) node. `commit` sends the last shares too, to earlier nodes; then all columns of a table have
 the same least entry, and the least entries add up to the bound. Mini-buckets (buckets.py) can only raise it, however they partition.
@@ -35,7 +30,7 @@ LOADING = 2e8
 class TRWS:
     """The messages of a problem's edges, improved in place. Every state needs a finite partner in every edge.
 
-    Numpy and the compiled kernel (kernels.trws_rounds) compute the same sums, to the last bit. Numpy is used until the solve has
+    Numpy and the compiled kernel (kernels.trws_round) compute the same sums, to the last bit. Numpy is used until the solve has
     visited as many table entries as loading the kernels would have cost, or if they cannot be loaded.
 
     Attributes:
@@ -50,14 +45,7 @@ class TRWS:
     def __init__(
         self, problem: Problem, compiled: bool | None = None, messages: Messages | None = None, deadline: Deadline = UNLIMITED
     ):
-        """Prepares a problem.
-
-        Args:
-            problem: its edges.
-            compiled: True or False to choose the kernel or numpy; None: numpy first, see above.
-            messages: to start from; zero where there is none.
-            deadline: checked within rounds.
-        """
+        """`compiled` chooses the kernel (True), numpy (False), or numpy first (None, see above); `messages` are to start from."""
         self.problem, self.flat, self.deadline = problem, problem.flat, deadline
         sizes = np.array([e.cost.shape for e in problem.edges], dtype=np.int64).reshape(-1, 2)
         self.ends = np.cumsum(np.concatenate([[0], sizes.ravel()]))
@@ -108,7 +96,7 @@ class TRWS:
             self._sweep(costs, forward=False)
 
     def _sweep(self, costs, forward: bool) -> None:
-        """One pass over all nodes, in numpy; the compiled twin is kernels.trws_rounds."""
+        """One pass over all nodes, in numpy; the compiled twin is kernels.trws_round."""
         self.deadline.check()
         least, order = np.minimum.reduce, range(len(self._near))  # half the time of `min` on small arrays
         for i in order if forward else reversed(order):
@@ -125,7 +113,7 @@ class TRWS:
         """One round of the compiled kernel; None if numba is missing, or cannot cache what it compiles."""
         self._automatic = False
         try:
-            from shardplan.ilp.solver.kernels import concatenate_tables, trws_rounds
+            from shardplan.ilp.solver.kernels import concatenate_tables, trws_round
         except (ImportError, RuntimeError):
             return None
         flat, edges = self.flat, self.problem.edges
@@ -142,21 +130,16 @@ class TRWS:
         links = np.stack(columns, axis=1).astype(np.int64)
         tables = concatenate_tables(pool, self.deadline)
         share, messages = self.share, self.messages  # no reference to self: tables are large, and a cycle would keep them
-        return lambda costs: trws_rounds(costs, flat.start, flat.first, links, tables, share, messages, 1)
+        return lambda costs: trws_round(costs, flat.start, flat.first, links, tables, share, messages)
 
     def reparametrized_costs(self, costs: np.ndarray) -> np.ndarray:
         """Node costs c' of (6), given the costs c of all nodes' states in a row."""
         return costs + np.bincount(self.receiver, self.messages, len(costs))
 
     def commit(self, costs, unit: float) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
-        """The reparametrization (6) after the last backward pass, with messages rounded to multiples of `unit`.
+        """The reparametrization (6) of node costs [k_i] after the last backward pass, with messages rounded to multiples of `unit`.
 
-        Args:
-            costs: node costs, [k_i] each.
-            unit: a power of two.
-
-        Returns:
-            c' of every node, and of every edge the messages (to i, to j) that its table loses.
+        Returns c' of every node, and of every edge the messages (to i, to j) that its table loses.
         """
         start, row = self.flat.start, np.concatenate([*costs, np.zeros(0)])
         reduced = self.reparametrized_costs(row)

@@ -1,7 +1,6 @@
 """Branch and bound below a target cost: finds an answer of at most the target, or proves that there is none.
 
-Reduced-cost fixing (5) with a target in place of the incumbent leaves a subproblem that is the smaller, the nearer the target is to the
-bound. Best-first search of it:
+Best-first search of the subproblem that reduced-cost fixing (5) leaves for the target:
 
     open = [what (5) leaves for the target]
     while open:  take the subproblem with the least bound; bound it; fix states above the target; presolve
@@ -14,6 +13,7 @@ its light ones. Before branching: larger buckets where no byte has a price, more
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +26,18 @@ from shardplan.ilp.solver.relax.fixing import Bound, bound
 from shardplan.ilp.solver.search import cpsat
 from shardplan.ilp.solver.search.repair import LocalSearch, repair_and_descend
 from shardplan.ilp.solver.settings import DEFAULT, Settings
+
+BRANCH_ABOVE = 0.8
+"""Branch if fixing leaves more than this share of the states, else bound again."""
+
+GROWTH = 16
+"""Factor of the entries of a bucket table where no byte has a price."""
+
+HARD_WORK = 1.0
+"""Work of CP-SAT, about seconds, where elimination is exact."""
+
+CORE_RETRY = 0.6
+"""CP-SAT is tried again at this share of the size at which it failed."""
 
 NODE_ENTRIES = 2e5
 """Table entries that presolving and preparing one node count as work."""
@@ -42,8 +54,8 @@ class Subproblem:
         bound: no answer in it costs less, in costs of the given problem.
         prices: dual prices [T] to start from, or None.
         messages: TRW-S messages to start from, or None.
-        core, hard: program size up to which CP-SAT is tried with little work, and with more; None for the settings' numbers.
-        bucket_entries: entries of a bucket table; None for the setting.
+        core, hard: program size up to which CP-SAT is tried with little work (None: the setting), and with more.
+        bucket_entries: entries of a bucket table.
     """
 
     problem: Problem
@@ -53,13 +65,8 @@ class Subproblem:
     prices: np.ndarray | None = None
     messages: Messages | None = None
     core: int | None = None
-    hard: int | None = None
-    bucket_entries: int | None = None
-
-    @property
-    def memory_limit(self) -> float:
-        """Bytes; inf without a limit."""
-        return np.inf if self.problem.limit is None else self.problem.limit
+    hard: int = 8_000
+    bucket_entries: int = 1 << 16
 
     def warm_started(self, result: Bound) -> Subproblem:
         """The same answers; the next bound starts from this one's prices and messages."""
@@ -69,14 +76,7 @@ class Subproblem:
     def restrict(
         self, result: Bound, cutoff: float, surviving: list[np.ndarray] | None = None, deadline: Deadline = UNLIMITED
     ) -> Subproblem | None:
-        """What (5) leaves for answers of at most `cutoff` (in costs of `problem`), presolved; None if nothing.
-
-        Args:
-            result: its bound.
-            cutoff: greatest cost of a useful answer.
-            surviving: masks of states, within those that (5) leaves; all of these by default.
-            deadline: checked within presolve.
-        """
+        """What (5) leaves for answers of at most `cutoff` (in costs of `problem`), or the `surviving` states of it; None if nothing."""
         small = presolve(result.reduced_cost_fixing(self.problem, cutoff, surviving), dominance=0, deadline=deadline)
         if not small.feasible:
             return None
@@ -102,33 +102,28 @@ class BranchAndBound:
 
     def __init__(self, incumbent: Incumbent, deadline: Deadline, settings: Settings = DEFAULT):
         self.incumbent, self.deadline, self.settings = incumbent, deadline, settings
-        self.n_bounds, self.repaired_points = 0, settings.repaired_points
+        self.n_bounds, self.repaired_points = 0, 3
 
-    def search(self, subproblems: list[Subproblem], target: float, share: float) -> list[Subproblem]:
-        """Searches subproblems for answers of at most `target`, best first.
+    def search(self, subproblems: Sequence[Subproblem | None], target: float, share: float) -> list[Subproblem]:
+        """Searches subproblems for answers of at most `target`, best first, for a share of what is left of the deadline.
 
-        Args:
-            subproblems: together, all answers that are still useful.
-            target: greatest cost of a useful answer.
-            share: of what is left of the deadline.
-
-        Returns:
-            The subproblems that remain to be searched.
+        Returns the subproblems that remain to be searched.
         """
         deadline, number = self.deadline.share(share), 0
-        heap = [(subproblem.bound, number := number - 1, subproblem) for subproblem in subproblems]
+        heap = [(subproblem.bound, number := number - 1, subproblem) for subproblem in subproblems if subproblem]
         heapq.heapify(heap)
         while heap and not deadline.over():
-            value, _, subproblem = heapq.heappop(heap)
+            value, _, subproblem = heap[0]
             if value > min(target, self.incumbent.cutoff):
                 return []
             try:
                 children = self._expand(subproblem, target)
             except OutOfTimeError:
-                return [subproblem, *_sorted(heap)]
+                break
+            heapq.heappop(heap)
             for child in children:
                 heapq.heappush(heap, (child.bound, number := number - 1, child))
-        return _sorted(heap)
+        return [subproblem for _, _, subproblem in sorted(heap, key=lambda item: item[:2])]
 
     def _expand(self, subproblem: Subproblem, target: float) -> list[Subproblem]:
         """Children that together contain all useful answers of the subproblem."""
@@ -136,25 +131,22 @@ class BranchAndBound:
         def cutoff() -> float:
             return min(target, self.incumbent.cutoff) - subproblem.offset
 
-        settings = self.settings
         remaining = self.solve_core(subproblem, target)
         if remaining is None:
             return []
         subproblem = remaining
-        bucket_entries = subproblem.bucket_entries or settings.node_bucket_entries
-        result = self.bound(subproblem, cutoff(), bucket_entries, settings.price_changes)
+        result = self.bound(subproblem, cutoff(), subproblem.bucket_entries)
         if result.value > cutoff():
             return []
         subproblem, surviving = subproblem.warm_started(result), result.surviving_states(cutoff())
-        elimination, growth = result.best.elimination_pass.elimination, settings.bucket_growth
-        if surviving_share(surviving) <= settings.branch_above:
+        elimination = result.best.elimination_pass.elimination
+        if surviving_share(surviving) <= BRANCH_ABOVE:
             children = [surviving]
-        elif not elimination.exact and not result.best.prices.any() and growth * elimination.size <= settings.total_entries:
-            return [replace(subproblem, bucket_entries=growth * bucket_entries)]
+        elif not elimination.exact and not result.best.prices.any() and GROWTH * elimination.size <= self.settings.total_entries:
+            return [replace(subproblem, bucket_entries=GROWTH * subproblem.bucket_entries)]
         else:
             if elimination.exact:
-                hard = settings.hard_core_size if subproblem.hard is None else subproblem.hard
-                remaining = self.solve_core(replace(subproblem, core=hard), target, settings.hard_core_work)
+                remaining = self.solve_core(replace(subproblem, core=subproblem.hard), target, HARD_WORK)
                 if remaining is None:
                     return []
                 subproblem = replace(subproblem, hard=remaining.core)
@@ -162,25 +154,21 @@ class BranchAndBound:
         parts = (subproblem.restrict(result, cutoff(), child, self.deadline) for child in children)
         return [part for part in parts if part is not None]
 
-    def bound(self, subproblem: Subproblem, cutoff: float, bucket_entries: int, price_changes: int, share: float = 1.0) -> Bound:
-        """A bound of a subproblem, within a share of what is left of the deadline; repairs relaxed answers on the way."""
+    def bound(self, subproblem: Subproblem, cutoff: float, bucket_entries: int, changes: int = 6, share: float = 1.0) -> Bound:
+        """A bound of a subproblem, within a share of what is left of the deadline; repairs relaxed answers."""
         deadline = self.deadline.share(share)
         problem, prices, messages = subproblem.problem, subproblem.prices, subproblem.messages
-        result = bound(problem, cutoff, bucket_entries, price_changes, prices, messages, deadline, self.settings)
+        result = bound(problem, cutoff, bucket_entries, changes, prices, messages, deadline, self.settings)
         self.n_bounds += 1
         self.deadline.spend(result.work + NODE_ENTRIES * len(problem.costs))
         if self.repaired_points and result.value <= cutoff and np.isfinite(result.value):
-            self._repair(subproblem, result)
+            local = LocalSearch(problem, result.memory, self.deadline)
+            points = sorted(result.points, key=lambda point: -point.value)
+            for states in list(dict.fromkeys(point.elimination_pass.states() for point in points))[: self.repaired_points]:
+                found = repair_and_descend(local, states)
+                if found is not None:
+                    self.offer(subproblem, found)
         return result
-
-    def _repair(self, subproblem: Subproblem, result: Bound) -> None:
-        """Offers repaired relaxed answers, those of the highest dual points first."""
-        local = LocalSearch(subproblem.problem, result.memory, self.deadline)
-        points = sorted(result.points, key=lambda point: -point.value)
-        for states in list(dict.fromkeys(point.elimination_pass.states() for point in points))[: self.repaired_points]:
-            found = repair_and_descend(local, states)
-            if found is not None:
-                self.offer(subproblem, found)
 
     def offer(self, subproblem: Subproblem, states: tuple[int, ...]) -> bool:
         """Offers states of a subproblem to the incumbent."""
@@ -188,28 +176,23 @@ class BranchAndBound:
 
     def solve_core(self, subproblem: Subproblem, target: float, work: float | None = None) -> Subproblem | None:
         """CP-SAT on a subproblem that is small enough, by default for `core_work`; None if no useful answer remains."""
-        settings, deadline = self.settings, self.deadline
-        size = cpsat.size(subproblem.problem)
-        if size > (settings.core_size if subproblem.core is None else subproblem.core):
+        deadline, size = self.deadline, cpsat.size(subproblem.problem)
+        if size > (self.settings.core_size if subproblem.core is None else subproblem.core):
             return subproblem
         cutoff = min(target, self.incumbent.cutoff) - subproblem.offset
         seconds = None if deadline.time_limit is None else deadline.seconds_left / 2
-        budget = min(settings.core_work if work is None else work, deadline.work)
+        budget = min(self.settings.core_work if work is None else work, deadline.work)
         answer = cpsat.solve_core(subproblem.problem, work=budget, seconds=seconds, cutoff=cutoff)
         deadline.spend(ENTRIES_PER_WORK * answer.stats["work"])
-        if answer.status in ("optimal", "feasible") and subproblem.problem.peak(answer.states) <= subproblem.memory_limit:
+        if answer.status in ("optimal", "feasible") and subproblem.problem.fits(answer.states):
             self.offer(subproblem, answer.states)
         proven = answer.bound + subproblem.offset > min(target, self.incumbent.cutoff)
-        return None if proven else replace(subproblem, core=int(settings.core_retry * size))
+        return None if proven else replace(subproblem, core=int(CORE_RETRY * size))
 
 
 def surviving_share(surviving: list[np.ndarray]) -> float:
     """Share of the states that masks keep."""
     return sum(int(mask.sum()) for mask in surviving) / max(1, sum(map(len, surviving)))
-
-
-def _sorted(heap: list[tuple[float, int, Subproblem]]) -> list[Subproblem]:
-    return [subproblem for _, _, subproblem in sorted(heap, key=lambda item: item[:2])]
 
 
 def split(result: Bound, surviving: list[np.ndarray]) -> list[list[np.ndarray]]:
@@ -228,9 +211,8 @@ def _disagreement(result: Bound, surviving: list[np.ndarray]) -> tuple[int | Non
     """The node over whose penalty the best relaxed answers disagree most, and its states above the middle of that range."""
     best = result.best
     penalties = result.memory.penalty(best.prices)
-    answers = [best.relaxed_states, np.array(best.elimination_pass.states())]
     near = sorted(result.points, key=lambda point: point.cutting_plane(best.prices))[:4]
-    answers += [point.relaxed_states for point in near]
+    answers = [best.relaxed_states, best.elimination_pass.states(), *(point.relaxed_states for point in near)]
     widest, node, middle = 0.0, None, 0.0
     for i, penalty in enumerate(penalties):
         if surviving[i].sum() < 2:

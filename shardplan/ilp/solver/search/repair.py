@@ -1,8 +1,6 @@
 """Makes states feasible and improves them by single flips: 1-opt repair and descent under the memory limit, deterministic.
 
-A flip gives one node another state. Repair lowers the highest step at the least cost per byte; descent takes every flip that lowers
-(1) and keeps (3). `conditional[x]`, for x a state of node i, is what (1) pays at i if i takes that state while all others stay, so the
-gain of a flip is a difference of two entries. Also known as iterated conditional modes.
+A flip gives one node another state. Also known as iterated conditional modes.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ class LocalSearch:
 
     Attributes:
         states: s_i, [n].
-        conditional: cost of every state of every node given all others, [states of all nodes].
+        conditional: what (1) pays at a node if it takes a state while all others stay, [states of all nodes].
         profile: bytes at every step, [T].
     """
 
@@ -50,17 +48,18 @@ class LocalSearch:
         """Change of (1) by the flip to each state, [states of all nodes]."""
         return self.conditional - self.conditional[self.start[:-1] + self.states][self.owner]
 
-    def profile_after(self, i: int, s: int) -> np.ndarray:
-        """The profile if node i took state s."""
-        return self.profile + self.memory.profile_change(i, self.states[i], s)
-
-    def flip(self, i: int, s: int, profile: np.ndarray) -> None:
-        """Gives node i state s; `profile` is the profile then."""
-        old = self.states[i]
+    def flip_within(self, x: int, capacity: np.ndarray, below: float = -np.inf) -> bool:
+        """Flips to the state in row x if the profile then is within the capacity [T], or its peak below a value; returns whether."""
+        i = int(self.owner[x])
+        s, old = x - int(self.start[i]), self.states[i]
+        profile = self.profile + self.memory.profile_change(i, old, s)
+        if (profile > capacity).any() and not profile.max() < below:
+            return False
         for j, table in self.near[i]:
             after, before = np.minimum(table[[s, old]], self.forbidden)
             self.conditional[self.start[j] : self.start[j + 1]] += after - before
         self.states[i], self.profile = s, profile
+        return True
 
     def repair(self, limit: float, flips: int = 2_000) -> bool:
         """Lowers the steps above the limit, highest step first, least cost per byte first; returns whether the states fit."""
@@ -75,16 +74,9 @@ class LocalSearch:
             with np.errstate(divide="ignore", invalid="ignore"):
                 price = gains / np.minimum(saved, self.profile[step] - limit)
             price = np.where((saved > 0) & (gains < self.forbidden / 2), price, np.inf)
-            for x in np.argsort(price, kind="stable")[:MAX_REFUSALS].tolist():
-                if np.isinf(price[x]):
-                    return False
-                i = int(self.owner[x])
-                s = x - int(self.start[i])
-                after = self.profile_after(i, s)
-                if after.max() < self.profile[step] or (after <= np.maximum(self.profile, limit)).all():
-                    self.flip(i, s, after)
-                    break
-            else:
+            cheapest = [x for x in np.argsort(price, kind="stable")[:MAX_REFUSALS].tolist() if np.isfinite(price[x])]
+            peak, capacity = self.profile[step], np.maximum(self.profile, limit)
+            if not any(self.flip_within(x, capacity, peak) for x in cheapest):
                 return False
         return False
 
@@ -94,15 +86,10 @@ class LocalSearch:
         while moved:
             moved, gains = False, self.flip_gains
             for x in np.flatnonzero(gains < 0)[np.argsort(gains[gains < 0], kind="stable")].tolist():
-                i = int(self.owner[x])
-                s = x - int(self.start[i])
-                if self.conditional[x] >= self.conditional[self.start[i] + self.states[i]]:
-                    continue
-                self.deadline.check()
-                after = self.profile_after(i, s)
-                if (after <= np.maximum(self.profile, self.memory.limit)).all():
-                    self.flip(i, s, after)
-                    moved = True
+                i = self.owner[x]
+                if self.conditional[x] < self.conditional[self.start[i] + self.states[i]]:
+                    self.deadline.check()
+                    moved |= self.flip_within(x, np.maximum(self.profile, self.memory.limit))
 
 
 def repair_and_descend(local: LocalSearch, states: Sequence[int]) -> tuple[int, ...] | None:
