@@ -5,7 +5,7 @@ The relaxed states s that attain L(p) give a subgradient, the bytes above the li
     L(q) <= L(p) + sum_t (q_t - p_t) (memory_t(s) - limit)          for all q
 
 The next prices maximize the minimum of the planes within a trust box around the best prices so far; the box grows after a step to
-its border that raised L, and shrinks after one that did not. Only steps at which some relaxed states exceeded the limit have a price.
+its border that raised L, and halves after one that did not. Only steps at which some relaxed states exceeded the limit have a price.
 
 All sums are exact in float64: costs and prices times bytes are multiples of a unit, a power of two. Where prices are small beside the
 unit, cumulative prices are rounded to fractions of it, and bytes down to multiples of a quantum, which only lowers the bound.
