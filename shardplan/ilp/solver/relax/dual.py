@@ -7,7 +7,7 @@ The relaxed states s that attain L(p) give a subgradient, the bytes above the li
 The next prices maximize the minimum of the planes within a trust box around the best prices so far; the box grows after a step to
 its border that raised L, and halves after one that did not. Only steps at which some relaxed states exceeded the limit have a price.
 
-All sums are exact in float64: costs and prices times bytes are multiples of a unit, a power of two. Where prices are small beside the
+All sums are exact in float64: costs and prices times bytes are multiples of a unit, a power of two. Where prices are small against the
 unit, cumulative prices are rounded to fractions of it, and bytes down to multiples of a quantum, which only lowers the bound.
 
 Also known as Kelley's cutting-plane method with a box step (Marsten, Hogan and Blankenship, Operations Research 23(3), 1975); a
