@@ -75,7 +75,7 @@ class UserRule:
 
     def __call__(self, *ins, out, **_) -> Rule:
         """The rule of an equation."""
-        template, shapes = self.template, [tuple(tuple(x.shape) for x in side) for side in (ins, out)]
+        template, shapes = self.template, (tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in out))
         left, right = template.operands, template.results
         if (len(ins), len(out)) != (len(left), len(right)):
             met = f"the op has {len(ins)} and {len(out)}: {format_shapes(shapes[0])} -> {format_shapes(shapes[1])}"
