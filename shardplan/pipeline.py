@@ -33,12 +33,6 @@ from shardplan.searches import SEARCHES
 def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Options) -> Planned:
     """Plan a step.
 
-    Args:
-        traced: the step.
-        mesh: names and sizes of its axes.
-        cluster: the machine.
-        options: what the user asked for.
-
     Raises:
         ShardingError: when a pin cannot hold, or no plan fits the memory.
     """

@@ -417,7 +417,7 @@ BAD = {
     "twice": ({"pins": {"up": P("data", "data")}}, r"uses mesh axis 'data' twice"),
     "nothing": ({"pins": {"no/such": P()}}, r"pin 'no/such' matches no input of the step.\n  inputs: params/down, params/up"),
     "conflict": ({"pins": {"up": P("data", None), "params/*": P(None, "model")}}, r"conflicting pins on params/up"),
-    "divide": ({"pins": {"batch/x": P("model", None)}}, r"splits dim 0 of size 30 over 4 devices.*\n.*pad dim 0 to 32"),
+    "divide": ({"pins": {"batch/x": P("model", None)}}, r"shards dim 0 of size 30 over 4 devices.*\n.*pad dim 0 to 32"),
     "budget": (
         {"memory": 1000},
         r"no plan fits .* per device on mesh data=2, model=4.\n  least possible: .*\[.*\]\n  ways out: ",

@@ -1,4 +1,4 @@
-"""Collectives that other work hides: which they are, what they cost, and what a plan then does."""
+"""Overlap: which collectives compute hides, what they cost, and how plans change."""
 
 import itertools
 from types import SimpleNamespace
@@ -37,21 +37,24 @@ def plan_of(batch=1 << 15, width=2048, layers=4, cluster="h100", **options):
     return step.plan({"params": params, "m": params}, S((batch, width), BF16))
 
 
-def test_gradients_hide_behind_the_backward_pass():
-    plain, behind = plan_of(overlap=False), plan_of()
-    assert plain.seconds["hidden"] == 0 < behind.seconds["hidden"] < 0.75 * behind.seconds["communication"]  # the last sticks out
-    for p in (plain, behind):
+def test_gradient_reductions_overlap_with_the_backward_pass():
+    plain, overlapped = plan_of(overlap=False), plan_of()
+    assert (
+        plain.seconds["hidden"] == 0 < overlapped.seconds["hidden"] < 0.75 * overlapped.seconds["communication"]
+    )  # the last is exposed
+    for p in (plain, overlapped):
         assert p.seconds["total"] == pytest.approx(p.seconds["compute"] + p.seconds["communication"] - p.seconds["hidden"])
         assert p.status == "optimal" and p.seconds["bound"] == p.seconds["total"]
-    assert behind.seconds["total"] < plain.seconds["total"] <= behind.seconds["compute"] + behind.seconds["communication"] + 1e-12
+    compute, communication = overlapped.seconds["compute"], overlapped.seconds["communication"]
+    assert overlapped.seconds["total"] < plain.seconds["total"] <= compute + communication + 1e-12
 
 
-def test_nothing_hides_where_there_is_nothing_to_hide_behind():
+def test_little_is_hidden_where_there_is_little_compute():
     few = plan_of(batch=64, width=4096)
     assert few.seconds["hidden"] <= 0.5 * few.seconds["compute"]
 
 
-def test_nothing_hides_on_cpu_devices():
+def test_nothing_is_hidden_on_cpu_devices():
     assert plan_of(cluster="cpu", batch=64).seconds["hidden"] == 0
 
 
@@ -72,8 +75,8 @@ def residual_plan(layers=6, width=4096, batch=4096, **options):
     return shardplan.auto(mesh, cluster="h100", donate_argnums=0, **options)(residual).plan(*args)
 
 
-def test_layers_need_not_be_alike_where_the_first_have_nothing_to_hide_behind():
-    """What is gathered for the first layers sticks out, and so do the last gradients."""
+def test_repeated_layers_differ_where_the_first_have_no_compute_to_overlap_with():
+    """Gathers for the first layers are exposed, and so are the last gradients."""
     plan = residual_plan(layers=12, width=2048, batch=2048)
     found = plan.context.planned
     problem = found.network.problem
@@ -84,7 +87,7 @@ def test_layers_need_not_be_alike_where_the_first_have_nothing_to_hide_behind():
 
 @needs_gpu_compiler
 @pytest.mark.parametrize("memory", [None, 360 << 20])
-def test_what_sticks_out_of_unrolled_layers_is_what_xla_leaves_exposed(memory):
+def test_exposed_seconds_of_unrolled_layers_are_those_of_the_compiled_program(memory):
     plan = residual_plan(memory=memory)
     function, args = plan.context.program(plan)
     compiled = compile_lowered(lower_for("h100:8", function, *args), "h100:8", timeout_s=300)
@@ -96,7 +99,7 @@ def test_what_sticks_out_of_unrolled_layers_is_what_xla_leaves_exposed(memory):
 
 
 class Toy:
-    """A network whose second half of edges may run in the background, up to `room`."""
+    """A network whose second half of edges is background communication."""
 
     def __init__(self, rng, price):
         n, k = 6, 3

@@ -59,16 +59,15 @@ def project(presolved, states):
 
 
 @pytest.mark.parametrize("name", ["gpt", "moe"])
-def test_shrinking_keeps_the_objective(name):
+def test_presolve_keeps_the_objective(name):
     _, found = planned(name)
     problem = replace(found.network.problem, limit=None)
     presolved = presolve(problem, tie=True)
     for states in (found.solution.states, propagate(problem).states):
         projected = project(presolved, states)
         if projected is not None:
-            whole = presolved.invert(projected)
-            assert presolved.problem.objective(projected) + presolved.offset == problem.objective(whole)
-            assert problem.objective(whole) <= problem.objective(states)
+            cost = problem.objective(presolved.invert(projected))
+            assert presolved.problem.objective(projected) + presolved.offset == cost <= problem.objective(states)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -89,15 +88,9 @@ sys.stdout.write(planned("gpt")[0].dumps())
 
 def test_same_bytes_in_every_process():
     paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-    texts = {
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM.format(paths=paths)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    command = [sys.executable, "-c", PROGRAM.format(paths=paths)]
+    environments = ({**os.environ, "PYTHONHASHSEED": seed} for seed in "12")
+    texts = {subprocess.run(command, env=env, capture_output=True, check=True).stdout for env in environments}
     assert len(texts) == 1 and len(texts.pop()) > 1000
 
 
@@ -114,12 +107,12 @@ def test_when_the_time_is_over_a_plan_that_fits_is_taken_and_no_other_looked_for
         monkeypatch.setattr(f"shardplan.{room}.build_network", lambda *a, **kw: made.append(a) or build_network(*a, **kw))
     limit = 0.6 * planned(name)[0].memory().peak
     made.clear()
-    whole, _ = planned(name, memory=limit)
+    full, _ = planned(name, memory=limit)
     needed = len(made)
     made.clear()
-    hasty, found = planned(name, memory=limit, time_limit=1e-9)
+    plan, found = planned(name, memory=limit, time_limit=1e-9)
     assert 2 * len(made) < needed
-    assert hasty.status == "fallback" and hasty.seconds["total"] >= whole.seconds["total"]
+    assert plan.status == "fallback" and plan.seconds["total"] >= full.seconds["total"]
     assert found.network.peak(found.solution.states) <= limit
 
 
@@ -132,13 +125,13 @@ def test_paths_match_by_segment():
 
 
 @pytest.mark.parametrize(("reader", "kernels"), [(lambda x, p: x + p, 1), (lambda x, p: x @ p, 0)], ids=["sum", "product"])
-def test_gathered_along_an_inner_dim_elementwise_readers_wait_for_it_to_be_put_in_order(reader, kernels):
-    """What is gathered lies one part after the other: a product reads it so, but sums hand the order on to all behind them."""
+def test_an_elementwise_reader_pays_the_transpose_behind_a_gather_along_an_inner_dim(reader, kernels):
+    """Gathered shards lie one after the other: a product reads them so, an elementwise op hands the physical layout on."""
     mesh, cluster = jax.sharding.AbstractMesh((8,), ("data",)), shardplan.Cluster.preset("h100")
     x, p = jax.ShapeDtypeStruct((64, 1024, 1024), "float32"), jax.ShapeDtypeStruct((1024, 1024), "float32")
 
-    def communication(split):
-        pins = {"x": jax.P("data"), "p": split}
+    def communication(spec):
+        pins = {"x": jax.P("data"), "p": spec}
         step = shardplan.auto(mesh, cluster=cluster, pins=pins, out_shardings=jax.P("data"))(reader)
         return step.plan(x, p).seconds["communication"]
 
@@ -146,8 +139,8 @@ def test_gathered_along_an_inner_dim_elementwise_readers_wait_for_it_to_be_put_i
     assert more == pytest.approx(kernels * cluster.device.kernel_latency_s, abs=1e-9)
 
 
-def test_the_leanest_plan_decides_where_others_need_more_than_they_were_found_with():
-    """The fewest bytes that the error names are enough, although gradients that are merged hold their operands longer."""
+def test_the_least_memory_that_the_error_names_is_enough():
+    """It is, although gradients of one combined collective keep their operands in memory longer."""
     params, batch = [jax.ShapeDtypeStruct((512, 512), "float32")] * 8, jax.ShapeDtypeStruct((1 << 16, 512), "bfloat16")
 
     def plan(**options):
@@ -161,7 +154,7 @@ def test_the_leanest_plan_decides_where_others_need_more_than_they_were_found_wi
     assert plan(memory="heavy").memory().peak <= plan(memory="slight").memory().peak <= plan().memory().peak
 
 
-def test_the_limit_is_looked_at_again_where_a_plan_made_without_it_breaks_it(monkeypatch):
+def test_a_plan_made_without_the_limit_that_breaks_it_is_replaced(monkeypatch):
     free, _ = planned("moe")
     tight = 0.9 * free.memory().peak
     asked, _ = planned("moe", memory=tight)
@@ -173,10 +166,7 @@ def test_the_limit_is_looked_at_again_where_a_plan_made_without_it_breaks_it(mon
 
 @pytest.mark.parametrize(("table", "scattered"), [(None, 1), (P("model", "data"), 2)])
 def test_sums_of_a_weight_with_two_uses_are_added_before_they_are_scattered(table, scattered):
-    """XLA does so in any case: it would be wrong to think that one of them leaves early, behind other work.
-
-    It does not where the rows that one use picks are split.
-    """
+    """XLA does so, so neither overlaps with compute by itself; unless the rows that one use picks are sharded."""
     bf16, f32, shape = jnp.bfloat16, jnp.float32, jax.ShapeDtypeStruct
 
     def loss(params, batch):

@@ -1,4 +1,4 @@
-"""Pins that disagree: where regions that grew from different pins meet, both are named with what it costs."""
+"""Contradicting pins: where the regions of two pins meet, the plan names both and the cost of the reshard."""
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,13 @@ def planned(step, *args, search="propagation", **options):
     return shardplan.auto(MESH, cluster="h100", search=search, **options)(step).plan(*args)
 
 
-def turned(x):
+def elementwise(x):
     return jnp.cos(jnp.sin(x))
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-def test_pins_that_disagree_are_named_with_the_line_and_what_is_sent(search):
-    plan = planned(turned, X, search=search, in_shardings=(P("model", None),), out_shardings=P(None, "model"))
+def test_contradicting_pins_are_named_with_their_line_bytes_and_seconds(search):
+    plan = planned(elementwise, X, search=search, in_shardings=(P("model", None),), out_shardings=P(None, "model"))
     (found,) = plan.conflicts
     assert found.pins == ("x: in_shardings = P('model', None)", "result: out_shardings = P(None, 'model')")
     assert found.bytes == plan.comm_bytes and 0 < found.seconds == pytest.approx(plan.seconds["communication"])
@@ -37,23 +37,23 @@ def test_pins_that_disagree_are_named_with_the_line_and_what_is_sent(search):
 
 
 @pytest.mark.parametrize(("first", "last"), [(P("data"), P("data")), (P(), P("data")), (P("data"), P("data", "model"))])
-def test_pins_that_go_together_do_not_disagree(first, last):
-    plan = planned(turned, X, in_shardings=(first,), out_shardings=last)
+def test_compatible_pins_are_no_conflict(first, last):
+    plan = planned(elementwise, X, in_shardings=(first,), out_shardings=last)
     assert plan.conflicts == () and "pins that disagree" not in plan.explain() and "Pins that disagree" not in to_html(plan, page=False)
 
 
-def test_what_is_sent_without_two_pins_is_no_conflict():
+def test_a_reshard_without_two_pins_is_no_conflict():
     plan = planned(jnp.dot, X, W, in_shardings=(P("data", "model"), None))
     assert plan.comm_bytes and plan.conflicts == ()
 
 
-def test_sums_that_have_to_be_finished_are_no_conflict():
+def test_reductions_of_partial_sums_are_no_conflict():
     a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1 << 16), (1 << 16, 64)))
     plan = planned(jnp.dot, a, b, in_shardings=(P("data", "model"), P("model")), out_shardings=P("data"))
     assert plan.comm_bytes and plan.conflicts == ()
 
 
-def test_a_constraint_may_disagree_with_its_own_gradient():
+def test_a_constraint_may_contradict_its_own_gradient():
     def loss(w, x):
         h = jax.lax.with_sharding_constraint(jax.nn.relu(x @ w["up"]), P("data", None))
         return jnp.mean((h @ w["down"]) ** 2)
@@ -68,7 +68,7 @@ def test_a_constraint_may_disagree_with_its_own_gradient():
 
 
 def test_conflicts_stay_with_the_file(tmp_path):
-    plan = planned(turned, X, in_shardings=(P("model", None),), out_shardings=P(None, "model"))
+    plan = planned(elementwise, X, in_shardings=(P("model", None),), out_shardings=P(None, "model"))
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").conflicts == plan.conflicts
     assert transformer().conflicts == ()

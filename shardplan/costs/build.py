@@ -35,7 +35,7 @@ def build_network(
         resharder: prices redistribution on the space's mesh.
         limit: bytes per device, or None.
         allowed: pinned op -> bool [s], which strategies remain.
-        corrections: what some strategies and reshards cost beyond the model.
+        corrections: seconds of strategies and reshards beyond the model.
         pricing: what the network assumes of the whole plan.
     """
     graph, allowed = space.graph, allowed or {}
@@ -132,9 +132,8 @@ def _symmetry_classes(space: StrategySpace, blocks: StateBlocks, costs: Sequence
     forbidden = [b"" if np.isfinite(c).all() else np.isinf(c).tobytes() for c in costs]
     partner = {x: forbidden[y] for pair in space.graph.same_layout for x, y in (pair, pair[::-1])}
 
-    def key(i: int, layer: int) -> tuple:
-        kind = i in blocks.aliasing, i in blocks.retainable
-        return layer, len(costs[i]), kind, forbidden[i], partner.get(i)
-
     first: dict[tuple, int] = {}
-    return tuple(first.setdefault(key(i, layer), i) for i, layer in enumerate(space.layers))
+    return tuple(
+        first.setdefault((layer, len(costs[i]), i in blocks.aliasing, i in blocks.retainable, forbidden[i], partner.get(i)), i)
+        for i, layer in enumerate(space.layers)
+    )

@@ -17,12 +17,7 @@ ReshardKey = tuple[int, int, Layout, Layout]
 
 @dataclass(frozen=True)
 class CostCorrections:
-    """Seconds per step beyond the model's, as observed in a compiled plan.
-
-    Attributes:
-        strategies: by (op, strategy).
-        reshards: by op, operand and layouts.
-    """
+    """Seconds per step beyond the model's, by (op, strategy) and by reshard, as observed in a compiled plan."""
 
     strategies: Mapping[tuple[int, int], float]
     reshards: Mapping[ReshardKey, float]

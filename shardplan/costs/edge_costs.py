@@ -49,9 +49,7 @@ def edge_table(
     """Cost and hidden part in picoseconds, both [source, target], over distinct layouts.
 
     Args:
-        template: the array.
-        sources: layouts it is made in.
-        targets: layouts it is read in.
+        template: the array, made in `sources` and read in `targets`.
         resharder: prices its reshards.
         window: its overlap window.
         follows: whether the consumer propagates the array's layout.

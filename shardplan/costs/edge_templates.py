@@ -82,8 +82,7 @@ def array_edges(
 
     Args:
         graph: the step.
-        rules: per op.
-        strategies: per op.
+        rules, strategies: per op.
         coupled_state: per value.
         accumulated_sums: sum that a loop accumulates -> the value in the loop that is summed.
         lists: of all layouts.

@@ -32,15 +32,7 @@ from shardplan.strategies.rule import Rule, exchanged_sizes
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective.
-
-    Attributes:
-        operand: number of the operand that it moves parts of.
-        kind: of the collective.
-        axes: mesh axes.
-        bytes: per device, of its larger buffer.
-        seconds: of one run.
-    """
+    """One collective: parts of an operand over mesh axes; bytes per device of its larger buffer, seconds of one run."""
 
     operand: int
     kind: str
@@ -65,17 +57,7 @@ def exchanges(
     mesh: MeshShape,
     cluster: Cluster,
 ) -> list[Exchange]:
-    """The exchanges of one strategy.
-
-    Args:
-        rule: the op's rule.
-        factors: the strategy: per mesh axis the factor that it shards.
-        ins: avals of the operands.
-        outs: avals of the results.
-        layouts: of the operands.
-        mesh: names and sizes of the axes.
-        cluster: the machine.
-    """
+    """The exchanges of one strategy: of avals `ins` and `outs`, operands in `layouts`, per mesh axis the factor that it shards."""
     axes = {h: tuple(axis for axis, x in zip(mesh.axes, factors, strict=True) if x == h) for h in rule.exchanged if h in factors}
     out = []
     for k, dims in enumerate(rule.operands):
@@ -118,6 +100,5 @@ def _permutes(rule: Rule, k: int, sharded: _Sharded, size: float, axes, mesh: Me
             rows = [max(x.size for x in permute) for permute in halo.permutes(n, m, shards)]
         else:
             rows = list(halo.hops(n, m, shards).values())
-        moved = [row * r for r in rows]
-        yield from (("collective-permute", over, n_bytes) for n_bytes in moved)
-        size = row * halo.span(m // shards) if rule.shard_local else size + sum(moved)
+        yield from (("collective-permute", over, row * r) for r in rows)
+        size = row * halo.span(m // shards) if rule.shard_local else size + sum(row * r for r in rows)

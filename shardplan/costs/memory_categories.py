@@ -5,13 +5,11 @@ from __future__ import annotations
 from shardplan.costs.network import CostNetwork
 from shardplan.ir.graph import Graph
 
-STORED = frozenset({"parameters", "optimizer", "constants", "batch", "gathered"})
-"""Categories whose copies are "gathered"."""
-
 
 def categories(graph: Graph) -> dict[int, str]:
     """Op -> category of what it makes; "gathered" is a copy of an input for its readers."""
     state = {a for a, _ in graph.same_layout}
+    stored = {"parameters", "optimizer", "constants", "batch", "gathered"}
     out: dict[int, str] = {}
     for i, op in enumerate(graph.ops):
         source = op.inputs[0] if op.traits.alias or op.traits.loop_slice else None
@@ -22,7 +20,7 @@ def categories(graph: Graph) -> dict[int, str]:
             out[i] = kind if i in state else "batch"
         elif op.traits.constant:
             out[i] = "constants"
-        elif source is not None and out[graph.values[source].producer[0]] in STORED:
+        elif source is not None and out[graph.values[source].producer[0]] in stored:
             out[i] = "gathered"
         else:
             out[i] = {"forward": "activations", "backward": "gradients", "update": "update"}[op.phase]

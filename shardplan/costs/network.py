@@ -96,7 +96,7 @@ class CostNetwork:
                 for step in steps if site.group_size > 1 or blocks else ():
                     if step.kind in COMBINABLE or blocks:
                         size = graph.values[v].bytes / step.after.shards(self.space.mesh)
-                        groups.setdefault((site.group, (step.kind, step.axes)), {})[site.origin] = size
+                        groups.setdefault((site.group, CollectiveKey(step.kind, step.axes)), {})[site.origin] = size
         return tuple((key, tuple(sorted(sizes.items()))) for key, sizes in sorted(groups.items()))
 
     def translate(self, other: CostNetwork, states: Sequence[int]) -> tuple[int, ...]:

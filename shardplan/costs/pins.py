@@ -21,12 +21,7 @@ Pin = tuple[str, PinDims]
 
 
 def allowed_strategies(space: StrategySpace, axes: Collection[str] | None = None, *, options: Options) -> dict[int, np.ndarray]:
-    """Pinned op -> bool [s], which of its strategies meet its pins.
-
-    Args:
-        space: the ops and their strategies.
-        axes: mesh axes of which the pins count; by default all.
-        options: hold the pins.
+    """Pinned op -> bool [s], which of its strategies meet its pins on these mesh axes, by default all.
 
     Raises:
         ShardingError: on a pin that no strategy meets, saying why.
@@ -86,16 +81,15 @@ def untie_pinned_state(graph: Graph, options: Options) -> Graph:
 
 
 def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, ...]) -> np.ndarray:
-    """Bool [s], the strategies of op i that meet its pins on some axes."""
+    """Bool [s]: whether a strategy of op i meets its pins on some axes."""
     op, layouts = space.graph.ops[i], space.strategies[i].results[0]
     shape = tuple(op.outs[0].shape)
     what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"
     mask = np.ones(len(layouts), dtype=bool)
     wanted = [(_author(op, who, str(op.source)), dims) for who, dims in wanted]
     for n, (who, dims) in enumerate(wanted):
-        check_pin(f"{who} on {what}", dims, shape, space.mesh)
-        before = mask
-        known = [d if d == FREE else tuple(a for a in d if a in axes) for d in dims]
+        _check_pin(f"{who} on {what}", dims, shape, space.mesh)
+        before, known = mask, [d if d == FREE else tuple(a for a in d if a in axes) for d in dims]
         mask = mask & np.array([all(d in (FREE, x) for d, x in zip(known, layout.dims, strict=True)) for layout in layouts])
         if not mask.any():
             if n and before.any():
@@ -108,25 +102,23 @@ def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, .
     return mask
 
 
-def check_pin(who: str, dims: PinDims, shape: tuple[int, ...], mesh: MeshShape) -> None:
+def _check_pin(who: str, dims: PinDims, shape: tuple[int, ...], mesh: MeshShape) -> None:
     """Raises ShardingError for a pin of the wrong rank, an axis the mesh lacks, or a dim that does not divide."""
     text = pin_text(dims)
     if len(dims) != len(shape):
         raise ShardingError(f"{who}: {text} has {len(dims)} entries, the array {len(shape)} dims.\n  way out: one entry per dim")
-    seen: set[str] = set()
-    for d, axes in enumerate(dims):
-        if axes == FREE:
-            continue
-        for axis in axes:
-            if axis not in mesh.axes:
-                raise ShardingError(f"{who}: {text} names mesh axis {axis!r}, the mesh has {mesh}.\n  way out: one of {mesh.axes}")
-            if axis in seen:
-                raise ShardingError(f"{who}: {text} uses mesh axis {axis!r} twice.\n  way out: each axis on one dim")
-            seen.add(axis)
+    sharded = {d: axes for d, axes in enumerate(dims) if axes != FREE}
+    used = [axis for axes in sharded.values() for axis in axes]
+    for axis in used:
+        if axis not in mesh.axes:
+            raise ShardingError(f"{who}: {text} names mesh axis {axis!r}, the mesh has {mesh}.\n  way out: one of {mesh.axes}")
+        if used.count(axis) > 1:
+            raise ShardingError(f"{who}: {text} uses mesh axis {axis!r} twice.\n  way out: each axis on one dim")
+    for d, axes in sharded.items():
         if shape[d] % mesh.size(*axes):
             raise ShardingError(
-                f"{who}: {text} splits dim {d} of size {shape[d]} over {mesh.size(*axes)} devices, which does not divide.\n"
-                f"  way out: pad dim {d} to {-(-shape[d] // mesh.size(*axes)) * mesh.size(*axes)}, or leave it unsplit"
+                f"{who}: {text} shards dim {d} of size {shape[d]} over {mesh.size(*axes)} devices, which does not divide.\n"
+                f"  way out: pad dim {d} to {-(-shape[d] // mesh.size(*axes)) * mesh.size(*axes)}, or leave it replicated"
             )
 
 

@@ -30,13 +30,7 @@ class Pricing:
 
 
 def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGroups | None) -> tuple[Resharder, ...]:
-    """Per value, what prices its reshards; one object for values of one price.
-
-    Args:
-        space: values and their collective sites.
-        resharder: prices redistribution on the mesh.
-        combined: `Pricing.combined`.
-    """
+    """Per value, what prices its reshards; one object for values of one price."""
     known: dict[int, tuple[tuple[CollectiveKey, CombinedCollectives], ...]] = {}
     for (group, key), arrays in combined or ():
         above = sum(n for _, n in arrays) > COMBINE_THRESHOLD_BYTES

@@ -32,15 +32,7 @@ BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
 def compute_seconds(
     graph: Graph, mesh: MeshShape, cluster: Cluster, signatures: Sequence[Signature], traffic: Sequence[KernelTraffic]
 ) -> tuple[np.ndarray, ...]:
-    """Per op, seconds [s] of one run on one device; one array for ops of one signature and traffic.
-
-    Args:
-        graph: the step.
-        mesh: its axes.
-        cluster: the machine.
-        signatures: per op.
-        traffic: per op.
-    """
+    """Per op, seconds [s] of one run on one device; one array for ops of one signature and traffic (both per op)."""
     known: dict[tuple[int, KernelTraffic], np.ndarray] = {}
     out = []
     for op, signature, moves in zip(graph.ops, signatures, traffic, strict=True):

@@ -31,14 +31,11 @@ SMALL_SUM_BYTES = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class StrategySpace:
-    """The strategies of every op, and what the XLA model says of the graph.
+    """The strategies of every op on a mesh of a cluster, and what the XLA model says of the graph.
 
     Attributes:
         graph: the step, copies included.
-        mesh: its axes.
-        cluster: the machine.
-        rules: per op.
-        strategies: per op.
+        rules, strategies: per op.
         signature: per op, equal numbers for ops between which the planner sees no difference.
         materialised: per value, whether it is ever written to memory.
         seconds: per op, seconds [s] of one run on one device.
@@ -103,8 +100,7 @@ def make_strategy_space(
 
     Args:
         graph: the step, before copies are put in.
-        mesh: its axes.
-        cluster: the machine.
+        mesh, cluster: the machine.
         within: by path of an op, what is decided on each axis (`enumerate_strategies`).
         others: the same for all ops that are not in `within`.
     """

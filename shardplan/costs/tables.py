@@ -21,10 +21,7 @@ MIN_WINDOW_S = 1e-6
 
 
 class CostTables:
-    """Edge and usage tables.
-
-    Cache keys hold `id`s of templates, resharders and tuples of layouts: the space and this object keep all of them alive.
-    """
+    """Edge and usage tables; cache keys hold `id`s of objects that the space or this object keeps alive."""
 
     def __init__(
         self,
@@ -52,8 +49,8 @@ class CostTables:
         if key not in self.cache:
             sources, targets = self.lists(template.result_layouts), self.lists(template.operand_layouts)
             each = np.ix_(sources.index, targets.index)
-            tables = edge_table(template, sources, targets, resharder, window, follows, self.background_price)
-            self.cache[key] = _over_states(template, *(table[each] for table in (*tables, sources.equal(targets))), *aliasing)
+            cost, hidden = edge_table(template, sources, targets, resharder, window, follows, self.background_price)
+            self.cache[key] = _over_states(template, cost[each], hidden[each], sources.equal(targets)[each], *aliasing)
         return self.cache[key]
 
     def window(self, j: int, k: int, reads: float) -> WindowPS:

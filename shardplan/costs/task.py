@@ -29,11 +29,7 @@ class Candidate(NamedTuple):
 
 
 class Stopwatch:
-    """Wall-clock seconds by stage.
-
-    Attributes:
-        seconds: stage -> seconds.
-    """
+    """Wall-clock seconds by stage."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

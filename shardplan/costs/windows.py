@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from shardplan.costs.pricing import CombinedGroups
 from shardplan.costs.space import StrategySpace
 from shardplan.mesh import collective
 from shardplan.mesh.collective import CollectiveKey
-from shardplan.xla_model.overlap_windows import OverlapWindows, overlap_windows
-
-
-class _Moves(NamedTuple):
-    """How a plan moves one array: its collectives, each with its result's share of `bytes`, those of the largest result per device."""
-
-    collectives: tuple[tuple[CollectiveKey, float], ...]
-    bytes: float
+from shardplan.xla_model.overlap_windows import OverlapWindows, Transfer, overlap_windows
 
 
 def plan_windows(space: StrategySpace, combined: CombinedGroups | None) -> OverlapWindows:
-    """The windows, if a plan combines these arrays.
-
-    Args:
-        space: the step, with seconds of all strategies.
-        combined: `Pricing.combined`; None: all arrays of a group move in the same way.
-    """
+    """The windows, if a plan combines these arrays; None: all arrays of a group move in the same way."""
     blocking_groups = {site.group for site in space.collective_sites if site.collective_class == "blocking"}
-    found: dict[bool, dict[int, list[tuple[CollectiveKey, float]]]] = {False: {}, True: {}}
+    found: dict[bool, dict[int, list[tuple[CollectiveKey, float]]]] = {
+        False: {},
+        True: {},
+    }  # blocking -> op that makes an array -> its collectives, each with the bytes of its result
     for (group, key), arrays in combined or ():
         for at, size in arrays:
             found[group in blocking_groups].setdefault(at, []).append((key, size))
@@ -41,23 +31,22 @@ def plan_windows(space: StrategySpace, combined: CombinedGroups | None) -> Overl
             total += collective.seconds(kind, larger, axes, space.mesh, space.cluster)
         return total
 
-    def moves(results: list[tuple[CollectiveKey, float]]) -> _Moves:
+    def transfer(results: list[tuple[CollectiveKey, float]]) -> Transfer:
+        """Collectives of one array, each with its result's share of the largest result, and the bytes of that per device."""
         largest = max(size for _, size in results)
-        return _Moves(tuple((key, size / (largest or 1.0)) for key, size in results), largest)
+        return tuple((key, size / (largest or 1.0)) for key, size in results), largest
 
     shards = 1 if combined is None else space.mesh.size(*space.mesh.axes)
     work = _min_seconds(space, {at: min(size for _, size in results) for at, results in overlapping.items()})
     scattered = {at for at, results in overlapping.items() if any(kind == "reduce-scatter" for (kind, _), _ in results)}
-    transfers, blocks = ({at: moves(results) for at, results in of.items()} for of in (overlapping, blocking))
+    transfers, blocks = ({at: transfer(results) for at, results in of.items()} for of in (overlapping, blocking))
     return overlap_windows(space.graph, space.collective_sites, work, transfers, seconds, shards, scattered, blocks)
 
 
 def _min_seconds(space: StrategySpace, arrived: Mapping[int, float]) -> list[float]:
     """Seconds of every op in one run under its fastest strategy; the optimizer's shards are no smaller than those of the gradients.
 
-    Args:
-        space: the step.
-        arrived: op that makes an array that is moved -> bytes of the smallest result per device.
+    `arrived`: op that makes an array that is moved -> bytes of the smallest result per device.
     """
     graph = space.graph
     part = [0.0] * len(graph.ops)  # least part of the op's work that a device does

@@ -35,11 +35,10 @@ class IntegerProgram(Search):
         presolved = presolve(problem, tie=True)
         start = warm_start(self.task, network, presolved, hint).states or None
         self.task.stopwatch.lap("propagation")
-        solution = solve(
-            problem, hint=start, cutoff=cutoff, time_limit=time_left(deadline), progress=options.progress, presolved=presolved
-        )
-        many = sum(n > 1 for _, n in self.task.resharder.mesh) >= MANY_AXES
-        if solution.status in ("feasible", "fallback") and many and options.search != "recursive" and not deadline.over():
+        left, progress = time_left(deadline), options.progress
+        solution = solve(problem, hint=start, cutoff=cutoff, time_limit=left, progress=progress, presolved=presolved)
+        many = sum(n > 1 for _, n in self.task.resharder.mesh) >= MANY_AXES and options.search != "recursive"
+        if solution.status in ("feasible", "fallback") and many and not deadline.over():
             solution = self._compared_axis_by_axis(network, solution)
         if solution.status == "fallback" and not solution.states and deadline.over():  # least memory is better than an error
             states = min_peak_memory(problem)

@@ -61,19 +61,13 @@ class AxisByAxis(Search):
 
 
 def axis_by_axis(task: PlanningTask, limit: float | None, background_price: float) -> Candidate | None:
-    """The last axis's network and its answer, "feasible"; None if no order of axes ends in a plan that fits.
-
-    Args:
-        task: the step and the options.
-        limit: bytes per device, or None.
-        background_price: `Pricing.background_price`.
-    """
+    """The last axis's network and its answer, "feasible"; None if no order of axes ends in one that fits `limit` bytes per device."""
     axes = tuple(a for a, n in task.resharder.mesh if n > 1)
     best: _Level | None = None
     for order in dict.fromkeys((axes[::-1], axes)) if axes else ():
-        descent = _Descent(task, limit, Pricing(background_price), order)
+        descent = _Descent(task, task.resharder.mesh, limit, Pricing(background_price), order)
         found = next((level for share in MEMORY_SHARES if (level := descent.run(share)) is not None), None)
-        if found and (best is None or found.objective < best.objective):
+        if found and (best is None or found.solution.objective < best.solution.objective):
             best = found
     return best and Candidate(best.network, replace(best.solution, status="feasible", bound=0.0))
 
@@ -86,26 +80,19 @@ class _Level:
     solution: Solution
     factors: AxisFactors
 
-    @property
-    def objective(self) -> float:
-        return self.solution.objective
-
 
 @dataclass(frozen=True, eq=False)
 class _Descent:
-    """Axes decided in one order."""
+    """Axes of a mesh decided in one order."""
 
     task: PlanningTask
+    mesh: MeshShape
     limit: float | None
     pricing: Pricing
     order: tuple[str, ...]
 
-    @property
-    def mesh(self) -> MeshShape:
-        return self.task.resharder.mesh
-
     def run(self, memory_share: float) -> _Level | None:
-        """All axes decided once, then again while that pays; None if nothing fits on the way."""
+        """All axes decided once, then again while that makes the step cheaper; None if nothing fits on the way."""
         level, within = None, {}
         for n, axis in enumerate(self.order):
             within = self.opened(axis, level.factors if level else {})
@@ -118,21 +105,15 @@ class _Descent:
         return self.sweep(level, {self.order[-1]: within})  # the last axis was decided given all others
 
     def sweep(self, level: _Level, given: dict[str, AxisFactors]) -> _Level:
-        """Every axis decided again, given all others, while that makes the step cheaper.
-
-        Args:
-            level: all axes decided.
-            given: axis -> what it was last decided given.
-        """
+        """Every axis decided again, given all others, while that makes the step cheaper; `given`: axis -> the others by then."""
         for _ in range(SWEEPS if len(self.order) > 1 else 0):
             before = level
             for axis in self.order:
                 within = self.opened(axis, level.factors)
-                if within == given.get(axis):
-                    continue
-                given[axis] = within
-                found = self.decide(axis, within, self.order, self.limit)
-                level = found if found and found.objective < level.objective else level
+                if within != given.get(axis):
+                    given[axis] = within
+                    found = self.decide(axis, within, self.order, self.limit)
+                    level = found if found and found.solution.objective < level.solution.objective else level
             if level is before:
                 break
         return level

@@ -38,8 +38,7 @@ def warm_start(
     """The cheapest states known before a search: the plan before, the program's own constraints, or propagation.
 
     Args:
-        task: the step and the options.
-        network: what is searched.
+        task, network: what is searched.
         presolved: `presolve(network.problem, tie=True)`.
         hint: states of the plan before, or ().
         always_propagate: propagate even if `hint` fits.

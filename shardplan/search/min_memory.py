@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -34,11 +35,10 @@ def saved_memory(task: PlanningTask) -> float:
     """Bytes per device that `Options.memory_saving` leaves: so far from the fastest plan's peak to the least average plan's."""
     options = task.options
 
-    def network(limit: float | None, pricing: Pricing = Pricing()) -> CostNetwork:  # noqa: B008
-        return build_network(task.space, task.resharder, limit, task.allowed, pricing=pricing)
+    network = functools.partial(build_network, task.space, task.resharder, allowed=task.allowed)
 
     def peak(found: CostNetwork, states: tuple[int, ...]) -> float:
-        return network(found.problem.limit, Pricing(combined=found.combined_groups(states))).peak(states)
+        return network(found.problem.limit, pricing=Pricing(combined=found.combined_groups(states))).peak(states)
 
     free = network(None)
     fastest = peak(free, solve(free.problem).states)

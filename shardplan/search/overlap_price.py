@@ -1,4 +1,4 @@
-"""What a hidden collective costs in the integer program: the price at which the plan's own seconds are least.
+"""The price of a hidden collective in the integer program: the price at which the plan's own seconds are least.
 
 The step's seconds are not linear in the background collectives (`costs/step_seconds.py`); f is the exposed fraction, C the capacity:
 
@@ -29,20 +29,17 @@ def cheapest_price(search: Callable[[float], Candidate], exposed_fraction: float
         exposed_fraction: fraction of a hidden collective's seconds that is paid all the same.
         deadline: when to be content with what is found.
     """
-
-    def at(price: float) -> tuple[Candidate, StepSeconds]:
-        return step_objective(search(price), price, exposed_fraction)
-
-    found, seconds = at(exposed_fraction)
+    found, seconds = step_objective(search(exposed_fraction), exposed_fraction, exposed_fraction)
     tried = [found]
     if found.solution.states and seconds.background > seconds.overlap_capacity and exposed_fraction < 1 and not deadline.over():
-        other, exposed = at(1.0)
+        other, exposed = step_objective(search(1.0), 1.0, exposed_fraction)
         tried.append(other)
         less = seconds.background - exposed.background
         below = other.solution.states and less > 0 and exposed.background < exposed.overlap_capacity
         if below and not deadline.over():
             price = (exposed.compute + exposed.blocking - seconds.compute - seconds.blocking) / less
-            tried.append(at(min(1.0, max(exposed_fraction, price)))[0])
+            price = min(1.0, max(exposed_fraction, price))
+            tried.append(step_objective(search(price), price, exposed_fraction)[0])
     network, solution = min(tried, key=lambda candidate: candidate.solution.objective)
     bound = max(candidate.solution.bound for candidate in tried)
     proven = bound > solution.objective - 1.0  # costs are whole; the hidden part of them may not be

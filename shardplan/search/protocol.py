@@ -21,11 +21,7 @@ from shardplan.search.slope_scaling import slope_scaling
 
 @dataclass(frozen=True, eq=False)
 class Search(ABC):
-    """One way to choose strategies; `shardplan.searches.SEARCHES` holds all by name.
-
-    Attributes:
-        task: the step, the mesh and the options.
-    """
+    """One way to choose strategies for the step of a task; `shardplan.searches.SEARCHES` holds all by name."""
 
     task: PlanningTask
 

@@ -30,6 +30,7 @@ from shardplan.costs.space import StrategySpace
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
+from shardplan.mesh.collective import CollectiveKey
 from shardplan.search.min_memory import min_peak_memory
 from shardplan.search.overlap_price import cheapest_price
 
@@ -52,14 +53,10 @@ HOPELESS = 0.1
 def slope_scaling(task: PlanningTask, search: Search, limit: float | None, deadline: Deadline) -> Candidate:
     """The best plan found, with the network at its own prices; the gap is that to the bound at the prices it was found at.
 
-    Args:
-        task: prices networks.
-        search: searches them.
-        limit: bytes per device, or None.
-        deadline: ends the loop after the search in progress.
+    The deadline ends the loop after the search in progress.
 
     Returns:
-        A candidate without states, "infeasible", if nothing fits at its own prices.
+        A candidate without states, "infeasible", if nothing fits `limit` bytes per device at its own prices.
     """
     loop = _PricingLoop(task, search, limit, deadline)
     first = loop.converge()
@@ -81,13 +78,9 @@ def reprice(price: Callable[[Pricing], CostNetwork], network: CostNetwork, state
 
 @dataclass
 class _PricingLoop:
-    """The loop's state.
+    """The loop's state: the best plan recounted, the network last searched, and what the last recounted plan combines.
 
-    Attributes:
-        best: the best plan recounted so far.
-        rank: of the best: (bytes over the limit, picoseconds, whether repeated layers are tied); less is better.
-        network: the last that was searched.
-        combined: what the last recounted plan combines.
+    `rank` is that of the best plan: (bytes over the limit, picoseconds, whether repeated layers are tied); less is better.
     """
 
     task: PlanningTask
@@ -147,7 +140,8 @@ class _PricingLoop:
         communication = self.rank[1] - self.best.network.step_seconds(self.best.solution.states).compute
         if self.rank[1] - first_cost <= min(FAR_OF_STEP * first_cost, FAR_OF_COMMUNICATION * communication):
             return
-        for self.combined in uniform_groups(self.task.space):
+        for combined in uniform_groups(self.task.space):
+            self.combined = combined
             if self.deadline.over():
                 break
             for _ in range(ROUNDS):
@@ -190,10 +184,10 @@ def uniform_groups(space: StrategySpace) -> Iterator[CombinedGroups]:
     for value, site in zip(space.graph.values, space.collective_sites, strict=True):
         if site.group_size > 1 and site.collective_class in ("prefetch", "gradient"):
             arrays.setdefault((site.group, site.collective_class), {})[site.origin] = value.bytes
-    gathers = [("all-gather", some) for n in range(len(axes)) for some in combinations(axes, n + 1)]
+    gathers = [CollectiveKey("all-gather", some) for n in range(len(axes)) for some in combinations(axes, n + 1)]
     for n in range(len(axes) + 1):
         summed, scattered = axes[: len(axes) - n], axes[len(axes) - n :]
-        reductions = [(kind, over) for kind, over in (("all-reduce", summed), ("reduce-scatter", scattered)) if over]
+        reductions = [CollectiveKey(kind, over) for kind, over in (("all-reduce", summed), ("reduce-scatter", scattered)) if over]
         shards = prod(space.mesh.size(axis) for axis in scattered)
         yield tuple(
             ((group, key), tuple(sorted((origin, size / shards) for origin, size in of.items())))
