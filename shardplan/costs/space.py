@@ -15,7 +15,7 @@ from shardplan.ir.graph import Graph, Path
 from shardplan.ir.repeated_layers import repeated_layers
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
-from shardplan.strategies.enumerate import OpStrategies
+from shardplan.strategies.enumerate import AxisFactors, OpStrategies
 from shardplan.strategies.rule import Rule
 from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
@@ -93,8 +93,8 @@ def make_strategy_space(
     graph: Graph,
     mesh: MeshShape,
     cluster: Cluster,
-    within: Mapping[Path, Sequence[str | None]] | None = None,
-    others: Sequence[str | None] | None = None,
+    within: Mapping[Path, AxisFactors] | None = None,
+    others: AxisFactors | None = None,
 ) -> StrategySpace:
     """Rules, strategies and compute seconds of every op of a step.
 

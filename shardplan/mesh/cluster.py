@@ -37,7 +37,7 @@ CPU_PRESET_DEVICES = 8
 """Emulated devices of the machine that `cpu.json` was measured on."""
 
 CollectiveKind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
-KINDS: tuple[str, ...] = get_args(CollectiveKind)
+KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 # Types of a cluster file's fields: what msgspec checks, and how errors say it.
 _Positive = Annotated[float, Meta(gt=0, lt=1e300, description="a positive number")]

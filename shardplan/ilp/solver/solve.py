@@ -262,6 +262,7 @@ class Chain:
     def search_large(self) -> bool:
         """Primal search in turns with a bound at its prices and fixing, until the subproblem is no longer large."""
         primal, settings, share = self.primal, self.settings, 0.15  # of what is left, for one bound
+        assert primal is not None
         self.tree.repaired_points = 0  # primal search repairs better
         self.first_feasible()
         while not self.deadline.over() and self.subproblem.problem.n_states > settings.large_states:

@@ -115,7 +115,7 @@ def presolve(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_
 
 def _reduce(net: PresolveNetwork, masks: dict[int, np.ndarray], dominance: int, deadline: Deadline) -> list[Reduction]:
     """One round: domains by capacity, then all cheap reductions, then dead-end elimination and all cheap ones in turn."""
-    found = [ReduceDomain.apply(net, i, mask) for i, mask in masks.items()]
+    found: list[Reduction | None] = [ReduceDomain.apply(net, i, mask) for i, mask in masks.items()]
     found += _exhaust(net, deadline)
     candidates = [i for i, alive in enumerate(net.alive) if alive]
     while dominance and candidates and net.feasible and not deadline.over():

@@ -15,7 +15,7 @@ from shardplan.ilp.solver.problem import Problem, Solution, Status
 MAX_SUM = 2**52
 """Sums of all costs that CP-SAT adds without overflow."""
 
-STATUS: dict[int, Status] = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
+STATUS: dict[object, Status] = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
 """Every other status of CP-SAT means that work or time ran out: "fallback"."""
 
 
