@@ -30,6 +30,7 @@ from shardplan.mesh.cluster import (
     AxisLink,
     Cluster,
     ClusterError,
+    CollectiveKind,
     Device,
     Link,
     Measured,
@@ -232,7 +233,7 @@ def _agreed(value: float) -> float:
 
 def _cluster(bench: _Bench, found: dict[Key, float]) -> Cluster:
     """The measurements as a cluster."""
-    alpha_beta: dict[tuple[str, AxisLink], tuple[float, float]] = {}
+    alpha_beta: dict[tuple[CollectiveKind, AxisLink], tuple[float, float]] = {}
     for kind, link in itertools.product(KINDS, bench.groups):
         alpha_beta[kind, link] = fit(bench.sizes, [found[kind, link, size] for size in bench.sizes])
     kind, platform = bench.device.device_kind, bench.device.platform
