@@ -18,18 +18,16 @@ import shardplan
 from shardplan.ilp import Edge, Problem, Usage
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.deadline import Deadline, OutOfTimeError
-from shardplan.ilp.solver.incumbent import Incumbent
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.relax import trws
 from shardplan.ilp.solver.relax.buckets import BucketElimination
+from shardplan.ilp.solver.relax.dual import Relaxation
 from shardplan.ilp.solver.relax.fixing import bound
-from shardplan.ilp.solver.relax.relaxation import Relaxation
 from shardplan.ilp.solver.search import branch, cpsat
-from shardplan.ilp.solver.search.branch import BranchAndBound, Subproblem
+from shardplan.ilp.solver.search.branch import BranchAndBound, Incumbent, Subproblem
 from shardplan.ilp.solver.search.repair import LocalSearch, repair_and_descend
 from shardplan.ilp.solver.settings import DEFAULT, Settings
 from shardplan.ilp.solver.solve import Chain
-from shardplan.ilp.solver.usage import UsageTable
 
 
 def grid(side, k, seed=0, tight=None):
@@ -54,7 +52,7 @@ def presolved(**kinds):
 
 def reparametrized(problem, messages):
     """The problem with the reparametrization that TRW-S has reached."""
-    costs, committed = messages.commit(problem.costs, 2.0**-20)
+    costs, committed = messages.commit(problem.cost_row, 2.0**-20)
     tables = [e.cost - m_i[:, None] - m_j for e, (m_i, m_j) in zip(problem.edges, committed, strict=True)]
     return Problem(tuple(costs), tuple(Edge(e.i, e.j, t) for e, t in zip(problem.edges, tables, strict=True)))
 
@@ -63,7 +61,7 @@ def reparametrized(problem, messages):
 @given(presolved(limit=False), st.booleans())
 def test_reparametrization_changes_no_choices_cost_and_bounds_them_all(problem, compiled):
     messages = trws.TRWS(problem, compiled)
-    messages.iterate(problem.costs, 5)
+    messages.iterate(problem.cost_row, 5)
     moved = reparametrized(problem, messages)
     for states in choices(problem):
         assert moved.objective(states) == problem.objective(states)
@@ -77,12 +75,12 @@ def test_every_round_of_trws_bounds_more_and_so_does_any_mini_bucket_partition(t
     problem, before = grid(7, 5, tight=tight), -np.inf
     messages = trws.TRWS(problem)
     for _ in range(6):
-        messages.iterate(problem.costs, 1)
+        messages.iterate(problem.cost_row, 1)
         moved = reparametrized(problem, messages)
         least = sum(c.min() for c in moved.costs) + sum(e.cost.min() for e in moved.edges)
         assert least >= before - 1e-3
         assert all(
-            BucketElimination(problem, cap).run(*messages.commit(problem.costs, 2.0**-20)).value >= least for cap in (1, 30, 200)
+            BucketElimination(problem, cap).run(*messages.commit(problem.cost_row, 2.0**-20)).value >= least for cap in (1, 30, 200)
         )
         before = least
 
@@ -123,13 +121,13 @@ def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
     orders = (np.ascontiguousarray, np.asfortranarray, lambda table: np.repeat(table, 2, axis=1)[:, ::2])
     problem = replace(whole, edges=tuple(replace(e, cost=orders[n % 3](e.cost)) for n, e in enumerate(whole.edges)))
     plain, later, compiled = trws.TRWS(problem, compiled=False), trws.TRWS(problem), trws.TRWS(problem, compiled=True)
-    plain.iterate(problem.costs, 7)
+    plain.iterate(problem.cost_row, 7)
     monkeypatch.setattr(trws, "LOADING", 0.0)
     monkeypatch.setattr(trws, "kernels_loaded", lambda: False)
-    later.iterate(problem.costs, 3)
+    later.iterate(problem.cost_row, 3)
     assert later.compiled is None
-    later.iterate(problem.costs, 4)
-    compiled.iterate(problem.costs, 7)
+    later.iterate(problem.cost_row, 4)
+    compiled.iterate(problem.cost_row, 7)
     assert plain.compiled is None and later.compiled is not None
     assert plain.messages.tobytes() == later.messages.tobytes() == compiled.messages.tobytes() and plain.messages.any()
 
@@ -192,7 +190,7 @@ def test_every_link_stops_within_itself_at_the_time_limit():
     subproblem = Subproblem(problem, tuple, 0.0)
     for link in (
         lambda: presolve(problem, deadline=OVER),
-        lambda: trws.TRWS(problem, deadline=OVER).iterate(problem.costs, 1),
+        lambda: trws.TRWS(problem, deadline=OVER).iterate(problem.cost_row, 1),
         lambda: BucketElimination(problem, 16, OVER),
         lambda: bound(problem, np.inf, 16, 0, deadline=OVER),
         lambda: subproblem.restrict(result, result.value * 1.1, deadline=OVER),
@@ -278,7 +276,7 @@ def test_capacity_is_relaxed_only_where_no_byte_has_a_price():
 @given(presolved())
 def test_messages_carried_through_presolve_change_no_choices_cost(problem):
     messages = trws.TRWS(problem)
-    messages.iterate(problem.costs, 5)
+    messages.iterate(problem.cost_row, 5)
     small = presolve(Problem(tuple(np.where(np.arange(len(c)) % 3 < 2, c, np.inf) for c in problem.costs), problem.edges))
     if not small.feasible:
         return
@@ -320,8 +318,7 @@ def test_cpsat_answers_within_the_cutoff_or_proves_that_nothing_does():
 
 def test_repaired_states_fit_and_no_single_flip_pays():
     problem = grid(6, 4, tight=0.9)
-    memory = UsageTable(problem)
-    local = LocalSearch(problem, memory)
+    local = LocalSearch(problem)
     rng = np.random.default_rng(1)
     for _ in range(5):
         states = repair_and_descend(local, [int(rng.integers(len(c))) for c in problem.costs])

@@ -32,7 +32,7 @@ def test_flat_arrays_say_what_the_problem_says(problem, some):
     net = kernels.flatten(problem)
     for states in some:
         assert kernels.objective(net, states) == problem.objective(states)
-        assert np.array_equal(kernels.profile(net, states), problem.memory(states))
+        assert np.array_equal(problem.usage_table.profile(states), problem.memory(states))
         tree = kernels.profile_tree(net, states)
         for lo, hi in ((0, net.steps), (2, 5), (7, 8)):
             assert kernels.tree_max(tree, lo, hi) == problem.memory(states)[lo:hi].max()

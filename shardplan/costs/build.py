@@ -45,9 +45,8 @@ def build_network(
     costs = _node_costs(space, blocks, allowed, corrections)
     edges, background = _edges(space, tables, corrections)
     usages, implicit_copies = _usages(space, blocks, tables, windows)
-    names = tuple(f"{op.primitive} at {op.source}" if not op.label else op.label for op in graph.ops)
     ties = _symmetry_classes(space, blocks, costs)
-    problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, names, ties)
+    problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, ties)
     return CostNetwork(space, problem, blocks, tuple(implicit_copies), tables.resharders, tuple(background), pricing)
 
 

@@ -3,7 +3,7 @@
 The conditional cost of a state of node i is the part of (1) that depends on s_i, if i took that state and all others stayed.
 
 Imported only where numba is installed, and only when a search is long enough to pay for loading it. Twins in numpy: relax/trws.py for
-`trws_round`, usage.py for `profile` and `penalty`, search/repair.py for `conditional_costs`, `flip` and `repair`.
+`trws_round`, search/repair.py for `conditional_costs`, `flip` and `repair`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class KernelNetwork(NamedTuple):
     lo: np.ndarray
     hi: np.ndarray
     row: np.ndarray  # first entry of each usage in `bytes`
-    bytes: np.ndarray  # above the least of the usage's states
-    base: np.ndarray  # [steps], the sum of all least bytes
+    bytes: np.ndarray
     steps: int
     limit: float
 
@@ -55,50 +54,39 @@ def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> KernelNetwork:
             part[np.isinf(part)] = problem.big_m
         return values
 
-    flat, pool, place, total = problem.flat, [], {}, 0
+    flat, memory, costs = problem.flat, problem.usage_table, [e.cost for e in problem.edges]
     arcs = zip(flat.edge.tolist(), flat.side.tolist(), strict=True)
-    tables = [((id(flat.edges[e].cost), side), flat.edges[e].cost.T if side else flat.edges[e].cost) for e, side in arcs]
-    for key, table in tables:
-        if key not in place:
-            place[key] = total
-            pool.append(table)
-            total += table.size
-    steps = max((u.hi for u in problem.usages), default=0)
-    base = np.zeros(steps + 1)
-    for u in problem.usages:
-        base[u.lo] += u.min_bytes
-        base[u.hi] -= u.min_bytes
-    deadline.check()
-    usages = sorted((u for u in problem.usages if u.max_bytes > u.min_bytes), key=lambda u: u.node)
-    widths = np.array([len(u.bytes) for u in usages], dtype=np.int64)
-    n = len(problem.costs)
+    pool, table = pool_tables([((id(costs[e]), side), costs[e].T if side else costs[e]) for e, side in arcs], deadline)
     return KernelNetwork(
-        start=flat.start,
-        node_of=np.repeat(np.arange(n), np.diff(flat.start)),
-        unary=finite(concatenate_tables(problem.costs)),
+        start=problem.start,
+        node_of=np.repeat(np.arange(len(problem.costs)), np.diff(problem.start)),
+        unary=finite(problem.cost_row.copy()),
         near_start=flat.first,
         near=flat.head,
-        table=np.array([place[key] for key, _ in tables], dtype=np.int64),
-        pool=finite(concatenate_tables(pool, deadline)),
-        use_start=np.searchsorted([u.node for u in usages], np.arange(n + 1)).astype(np.int64),
-        lo=np.array([u.lo for u in usages], dtype=np.int64),
-        hi=np.array([u.hi for u in usages], dtype=np.int64),
-        row=np.cumsum(widths) - widths,
-        bytes=np.concatenate([u.bytes - u.min_bytes for u in usages]) if usages else np.zeros(0),
-        base=np.cumsum(base)[:steps],
-        steps=steps,
-        limit=np.inf if problem.limit is None else float(problem.limit),
+        table=table,
+        pool=finite(pool),
+        use_start=memory.first,
+        lo=memory.lo,
+        hi=memory.hi,
+        row=memory.row,
+        bytes=memory.bytes,
+        steps=memory.n_steps,
+        limit=float(memory.limit),
     )
 
 
-def concatenate_tables(tables: Sequence[np.ndarray], deadline: Deadline = UNLIMITED) -> np.ndarray:
-    """All tables' entries, row by row each. Large ones take time, so the deadline is checked between them."""
-    entries, at = np.empty(sum(table.size for table in tables)), 0
-    for table in tables:
+def pool_tables(keyed: Sequence[tuple[object, np.ndarray]], deadline: Deadline) -> tuple[np.ndarray, np.ndarray]:
+    """The entries of all tables row by row, those of equal key once; and the first entry of each table.
+
+    Large tables take time, so the deadline is checked between them.
+    """
+    tables = dict(keyed)
+    ends = np.cumsum([0, *(table.size for table in tables.values())])
+    place, entries = dict(zip(tables, ends.tolist(), strict=False)), np.empty(ends[-1])
+    for key, table in tables.items():
         deadline.check()
-        entries[at : at + table.size].reshape(table.shape)[...] = table
-        at += table.size
-    return entries
+        entries[place[key] : place[key] + table.size].reshape(table.shape)[...] = table
+    return entries, np.array([place[key] for key, _ in keyed], dtype=np.int64)
 
 
 # ---------------------------------------------------------------- segment tree: maximum of a range of steps, under range additions
@@ -160,7 +148,7 @@ def tree_max(tree, lo, hi):
     return best
 
 
-# ---------------------------------------------------------------- conditional costs, profiles, penalties
+# ---------------------------------------------------------------- conditional costs, profile, objective
 
 
 @jit
@@ -181,41 +169,10 @@ def conditional_costs(net, states, extra):
 def profile_tree(net, states):
     """A segment tree of the bytes at every step."""
     tree = tree_new(net.steps)
-    leaves = tree.shape[1] // 2
-    tree[0, leaves + 1 : leaves + 1 + net.steps] = net.base
-    for v in range(leaves - 1, 0, -1):
-        tree[0, v] = max(tree[0, 2 * v], tree[0, 2 * v + 1])
     for i in range(len(states)):
         for u in range(net.use_start[i], net.use_start[i + 1]):
             tree_add(tree, net.lo[u], net.hi[u], net.bytes[net.row[u] + states[i]])
     return tree
-
-
-@jit
-def profile(net, states):
-    """Bytes at every step, [steps]."""
-    change = np.zeros(net.steps + 1)
-    for i in range(len(states)):
-        for u in range(net.use_start[i], net.use_start[i + 1]):
-            b = net.bytes[net.row[u] + states[i]]
-            change[net.lo[u]] += b
-            change[net.hi[u]] -= b
-    return np.cumsum(change)[: net.steps] + net.base
-
-
-@jit
-def penalty(net, prices):
-    """The Lagrangian penalty of every state, [states], at prices per byte [steps]; of bytes above the least of each usage."""
-    paid = np.zeros(net.steps + 1)
-    paid[1:] = np.cumsum(prices)
-    extra = np.zeros(len(net.unary))
-    for i in range(len(net.start) - 1):
-        for u in range(net.use_start[i], net.use_start[i + 1]):
-            per_byte = paid[net.hi[u]] - paid[net.lo[u]]
-            if per_byte != 0.0:
-                for x in range(net.start[i + 1] - net.start[i]):
-                    extra[net.start[i] + x] += per_byte * net.bytes[net.row[u] + x]
-    return extra
 
 
 @jit

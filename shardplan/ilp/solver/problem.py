@@ -13,8 +13,9 @@ every machine; `inf` forbids a state or a pair of states. A node may have severa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -59,15 +60,12 @@ class FlatNetwork:
     """Every edge as two arcs in compressed sparse rows: the arcs of node i are first[i] .. first[i + 1], in the order of the edges.
 
     Attributes:
-        start: [n + 1], first state of each node in the row of all nodes' states.
         first: [n + 1], first arc of each node.
         head: [2 m], node at the arc's other end.
         edge: [2 m], number of the arc's edge.
         side: [2 m], 0 if the tail is the edge's i, 1 if it is its j.
-        edges: the edges.
     """
 
-    start: np.ndarray
     first: np.ndarray
     head: np.ndarray
     edge: np.ndarray
@@ -84,18 +82,7 @@ class FlatNetwork:
         """Of every node's arcs: (head, table with the tail's states as rows)."""
         arcs = zip(self.head.tolist(), self.edge.tolist(), self.side.tolist(), strict=True)
         flat = [(j, self.edges[e].cost.T if side else self.edges[e].cost) for j, e, side in arcs]
-        return [flat[a:b] for a, b in zip(self.first[:-1].tolist(), self.first[1:].tolist(), strict=True)]
-
-
-def sum_over_intervals(held: Iterable[tuple[int, int, float]]) -> np.ndarray:
-    """Bytes at every time, shape [T], given (lo, hi, bytes): `bytes` are held while lo <= t < hi."""
-    held = list(held)
-    change = np.zeros(max((hi for _, hi, _ in held), default=0) + 1)
-    for lo, hi, n in held:
-        if hi > lo:
-            change[lo] += n
-            change[hi] -= n
-    return np.cumsum(change)[:-1]
+        return [flat[a:b] for a, b in pairwise(self.first.tolist())]
 
 
 @dataclass(frozen=True)
@@ -105,9 +92,8 @@ class Problem:
     Attributes:
         costs: c_i, one float64 array [k_i] per node.
         edges: e_ij; repeated layers share their arrays, which presolve exploits by identity.
-        usages: u_i with their intervals.
+        usages: u_i.
         limit: bytes; None leaves out (3).
-        names: one label per node for messages, or ().
         ties: symmetry class of every node, or (): the nodes of a class (repeated layers) have equally many states and take the same
             one. Ties restrict the problem; `Solution.tied` records that they were applied.
     """
@@ -116,7 +102,6 @@ class Problem:
     edges: tuple[Edge, ...] = ()
     usages: tuple[Usage, ...] = ()
     limit: float | None = None
-    names: tuple[str, ...] = ()
     ties: tuple[int, ...] = ()
 
     @functools.cached_property
@@ -125,13 +110,31 @@ class Problem:
         return sum(map(len, self.costs))
 
     @functools.cached_property
+    def start(self) -> np.ndarray:
+        """First state of each node in the row of all nodes' states, [n + 1]."""
+        return np.cumsum([0, *map(len, self.costs)])
+
+    @functools.cached_property
+    def cost_row(self) -> np.ndarray:
+        """The costs of all nodes' states in a row."""
+        return np.concatenate([*self.costs, np.zeros(0)])
+
+    def by_node(self, row: np.ndarray) -> list[np.ndarray]:
+        """Views of the parts of a row of all nodes' states, [k_i] each."""
+        return [row[a:b] for a, b in pairwise(self.start.tolist())]
+
+    @functools.cached_property
+    def usage_table(self) -> UsageTable:
+        """The usages as flat arrays."""
+        return UsageTable(self)
+
+    @functools.cached_property
     def flat(self) -> FlatNetwork:
         """The adjacency of the network."""
         ends = np.array([(e.i, e.j) for e in self.edges], dtype=np.int64).reshape(-1, 2)
         order = np.argsort(ends.ravel(), kind="stable")
         degrees = np.bincount(ends.ravel(), minlength=len(self.costs))
         return FlatNetwork(
-            start=np.cumsum([0, *map(len, self.costs)]),
             first=np.concatenate([[0], np.cumsum(degrees)]).astype(np.int64),
             head=ends[:, ::-1].ravel()[order],
             edge=order // 2,
@@ -183,9 +186,60 @@ class Problem:
         return float(self.memory(states).max(initial=0.0))
 
 
-def indicator_costs(table: np.ndarray) -> np.ndarray:
-    """The indicator function of the allowed entries: 0 where finite, inf where forbidden."""
-    return np.where(np.isfinite(table), 0.0, np.inf)
+class UsageTable:
+    """The usages of a problem as flat arrays, sorted by node; empty without a limit.
+
+    Attributes:
+        n_steps: T, one more than the last time step.
+        max_bytes: upper bound of the bytes of any choice at any step.
+        node, lo, hi, row: [usages], each usage's node, interval and first entry in `bytes`.
+        first: [n + 1], first usage of each node.
+        bytes: bytes per state of all usages in a row.
+    """
+
+    def __init__(self, problem: Problem):
+        usages = [] if problem.limit is None else sorted(problem.usages, key=lambda u: u.node)
+        self.limit = np.inf if problem.limit is None else problem.limit
+        self._n_states = problem.n_states
+        self.n_steps = max((u.hi for u in usages), default=0)
+        self.node, self.lo, self.hi = np.array([(u.node, u.lo, u.hi) for u in usages], dtype=np.int64).reshape(-1, 3).T.copy()
+        self.bytes = np.concatenate([u.bytes for u in usages]) if usages else np.zeros(0)
+        size = np.array([len(u.bytes) for u in usages], dtype=np.int64)
+        self.row = np.cumsum(size) - size
+        self._usage_of = np.repeat(np.arange(len(usages)), size)
+        self.first = np.searchsorted(self.node, np.arange(len(problem.costs) + 1))
+        self.max_bytes = float(self._at_steps(slice(None), np.array([u.bytes.max() for u in usages])).max(initial=0.0))
+        self._state_of = np.arange(len(self.bytes)) - self.row[self._usage_of] + problem.start[self.node[self._usage_of]]
+
+    def _at_steps(self, usages: slice, amounts: np.ndarray) -> np.ndarray:
+        """Bytes at every step, [T], if each of these usages holds its amount."""
+        n = self.n_steps + 1
+        return np.cumsum(np.bincount(self.lo[usages], amounts, n) - np.bincount(self.hi[usages], amounts, n))[: self.n_steps]
+
+    def bytes_at(self, step: int) -> np.ndarray:
+        """Bytes that every state of every node holds at one step, [states of all nodes]."""
+        there = ((self.lo <= step) & (step < self.hi))[self._usage_of]
+        return np.bincount(self._state_of[there], self.bytes[there], self._n_states)
+
+    def profile(self, states: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Bytes at every step, [T]."""
+        return self._at_steps(slice(None), self.bytes[self.row + np.asarray(states)[self.node]] if len(self.node) else self.bytes)
+
+    def profile_change(self, i: int, old: int, new: int) -> np.ndarray:
+        """What node i's move from state `old` to `new` adds to the bytes at every step, [T]."""
+        usages = slice(self.first[i], self.first[i + 1])
+        return self._at_steps(usages, self.bytes[self.row[usages] + new] - self.bytes[self.row[usages] + old])
+
+    def peak(self, states: Sequence[int] | np.ndarray) -> float:
+        """Bytes at the highest step."""
+        return float(self.profile(states).max(initial=0.0))
+
+    def penalty(self, prices: np.ndarray, quantum: float = 1.0) -> np.ndarray:
+        """Sum over lo <= t < hi of p_t u_i[s], [states of all nodes]; bytes are rounded down to multiples of `quantum`."""
+        paid = np.concatenate([[0.0], np.cumsum(prices)])
+        per_byte = paid[self.hi] - paid[self.lo]
+        held = self.bytes if quantum == 1.0 else self.bytes // quantum * quantum
+        return np.bincount(self._state_of, held * per_byte[self._usage_of], self._n_states)
 
 
 @dataclass(frozen=True)
@@ -215,6 +269,22 @@ class Solution:
         if self.objective == self.bound:
             return 0.0
         return (self.objective - self.bound) / max(abs(self.objective), 1e-30) if np.isfinite(self.objective) else np.inf
+
+
+def sum_over_intervals(held: Iterable[tuple[int, int, float]]) -> np.ndarray:
+    """Bytes at every time, shape [T], given (lo, hi, bytes): `bytes` are held while lo <= t < hi."""
+    held = list(held)
+    change = np.zeros(max((hi for _, hi, _ in held), default=0) + 1)
+    for lo, hi, n in held:
+        if hi > lo:
+            change[lo] += n
+            change[hi] -= n
+    return np.cumsum(change)[:-1]
+
+
+def indicator_costs(table: np.ndarray) -> np.ndarray:
+    """The indicator function of the allowed entries: 0 where finite, inf where forbidden."""
+    return np.where(np.isfinite(table), 0.0, np.inf)
 
 
 def finite_range(entries: np.ndarray) -> tuple[float, float]:

@@ -20,12 +20,11 @@ import numpy as np
 
 from shardplan.ilp.solver.collector import paused_collector
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline, OutOfTimeError
-from shardplan.ilp.solver.incumbent import Incumbent, Progress
 from shardplan.ilp.solver.min_peak import minimize_peak
 from shardplan.ilp.solver.presolve.presolve import Presolved, presolve
 from shardplan.ilp.solver.problem import Problem, Solution, Status
 from shardplan.ilp.solver.relax.fixing import Bound
-from shardplan.ilp.solver.search.branch import BranchAndBound, Subproblem, surviving_share
+from shardplan.ilp.solver.search.branch import BranchAndBound, Incumbent, Progress, Subproblem, surviving_share
 from shardplan.ilp.solver.search.repair import LocalSearch, repair_and_descend
 from shardplan.ilp.solver.settings import DEFAULT, Settings
 
@@ -165,7 +164,7 @@ class Chain:
         self.deadline.spend(deadline.spent)
         self.incumbent.prove(incumbent.bound + subproblem.offset)
         if incumbent.found:
-            states = repair_and_descend(LocalSearch(subproblem.problem, result.memory, self.deadline), incumbent.states)
+            states = repair_and_descend(LocalSearch(subproblem.problem, self.deadline), incumbent.states)
             if states is not None:
                 self.tree.offer(subproblem, states)
         return self.incumbent.optimal

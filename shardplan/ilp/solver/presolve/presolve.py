@@ -13,20 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.presolve.network import PresolveNetwork
-from shardplan.ilp.solver.presolve.reductions import (
-    AggregateFollower,
-    EliminateNode,
-    Inbox,
-    ReduceDomain,
-    Reduction,
-    TieClasses,
-    undominated_states,
-)
+from shardplan.ilp.solver.presolve import reductions
+from shardplan.ilp.solver.presolve.reductions import PresolveNetwork, ReduceDomain, Reduction
 from shardplan.ilp.solver.presolve.timeline import capacity_masks, remove_redundant_steps
 from shardplan.ilp.solver.problem import Messages, Problem
 
-REDUCTIONS = (ReduceDomain, AggregateFollower, EliminateNode)
+REDUCTIONS = (ReduceDomain, reductions.AggregateFollower, reductions.EliminateNode)
 """Tried in this order at every node whose surroundings changed."""
 
 DOMINANCE_ENTRIES = 1 << 14
@@ -41,12 +33,10 @@ class Presolved:
     """A smaller problem and the way back.
 
     Attributes:
-        problem: the remaining problem; its node i is node `nodes[i]` of the network that the trail refers to.
+        problem: the remaining problem; its node i is node `nodes[i]` of the `n_nodes` to which the trail refers.
         offset: constant part of the objective, left out of `problem`.
         feasible: False if a reduction proved that there is no answer.
-        nodes: see `problem`.
         trail: the reductions in the order in which they were applied.
-        n_nodes: nodes of the network that the trail refers to.
         tied: whether nodes of one symmetry class were merged.
         steps: the remaining time steps in the numbers of the given problem.
     """
@@ -70,7 +60,7 @@ class Presolved:
 
     def carry_messages(self, messages: Messages) -> Messages:
         """Messages of TRW-S on the given problem as messages on the remaining one."""
-        inbox: Inbox = {}
+        inbox: reductions.Inbox = {}
         for (i, j), message in messages.items():
             inbox.setdefault(i, {})[j] = message
         for reduction in self.trail:
@@ -92,7 +82,7 @@ def presolve(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_
     trail: list[Reduction] = []
     n_nodes, tied = len(problem.costs), bool(tie and problem.ties)
     if tied:
-        problem, classes = TieClasses.apply(problem)
+        problem, classes = reductions.TieClasses.apply(problem)
         trail.append(classes)
     offset, feasible = 0.0, True
     numbers: Sequence[int] = range(len(problem.costs))
@@ -102,7 +92,7 @@ def presolve(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_
         problem, remaining = remove_redundant_steps(problem, deadline)
         steps = steps[remaining]
         net, before = PresolveNetwork(problem, deadline), problem.n_states
-        found = _reduce(net, capacity_masks(problem, deadline), dominance, deadline)
+        found = _reduce(net, capacity_masks(problem), dominance, deadline)
         trail += [reduction.renumber(numbers) for reduction in found]
         offset, feasible = offset + net.offset, net.feasible
         problem, alive = net.to_problem()
@@ -121,7 +111,7 @@ def _reduce(net: PresolveNetwork, masks: dict[int, np.ndarray], dominance: int, 
     while dominance and candidates and net.feasible and not deadline.over():
         for i in candidates:
             if net.alive[i] and not deadline.over():
-                found.append(ReduceDomain.apply(net, i, undominated_states(net, i, dominance)))
+                found.append(ReduceDomain.apply(net, i, reductions.undominated_states(net, i, dominance)))
         candidates = list(net.worklist)
         found += _exhaust(net, deadline)
     return [reduction for reduction in found if reduction is not None]

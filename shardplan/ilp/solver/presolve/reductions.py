@@ -1,4 +1,4 @@
-"""The reductions of presolve: each is one class whose records change the network, undo themselves on states, and carry messages.
+"""The reductions of presolve, and the network that they change: each is one class whose records undo themselves on states.
 
     TieClasses          nodes of one symmetry class become one node: costs, usages and edges summed, diagonals of inner edges added
     ReduceDomain        removes states of a node: node consistency, capacity propagation, dead-end elimination
@@ -11,14 +11,20 @@ bounded variable elimination of degree at most two, Larrosa, CP 2000.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
-from shardplan.ilp.solver.presolve.network import PresolveNetwork
+from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Edge, Problem, Usage
+
+CHECK_EVERY = 1_000
+"""Edges or usages between two checks of the deadline."""
+
+_FINITE = 1e300
 
 ELIMINATED_ENTRIES = 1 << 16
 """Entries of the joint table of a node and its two neighbors, up to which it is eliminated."""
@@ -26,31 +32,111 @@ ELIMINATED_ENTRIES = 1 << 16
 Inbox = dict[int, dict[int, np.ndarray]]
 """`inbox[i][j]`: message that node i receives by its edge to j, [k_i]."""
 
+UsageBlock = tuple[np.ndarray, np.ndarray]
+"""Usages of one node: intervals [m, 2] and bytes [m, k]."""
+
+
+class PresolveNetwork:
+    """A problem as adjacency lists that reductions change in place.
+
+    Attributes:
+        costs: c_i, [k_i] each.
+        adj: `adj[i][j]` is e_ij with i's states as rows; `adj[j][i]` is the same table transposed.
+        usages: blocks of usages per node.
+        alive: False for nodes that were removed.
+        offset: constant part of the objective.
+        decided: a node with one state and no edges, which takes over the usages of all others of that kind.
+        feasible: False once a node has no state.
+        worklist: nodes whose costs, edges or usages changed, in order of arrival.
+    """
+
+    def __init__(self, problem: Problem, deadline: Deadline = UNLIMITED):
+        self.costs = list(problem.costs)
+        self.adj: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
+        self.usages: list[list[UsageBlock]] = [[] for _ in self.costs]
+        self.alive = [True] * len(self.costs)
+        self.limit = problem.limit
+        self.offset = 0.0
+        self.decided: int | None = None
+        self.feasible = all(len(c) for c in self.costs)
+        self.worklist = OrderedDict.fromkeys(range(len(self.costs)))
+        self._support: dict[int, tuple] = {}
+        transposed = {id(e.cost): e.cost.T for e in problem.edges}
+        for number, e in enumerate(problem.edges):
+            self.add_edge(e.i, e.j, e.cost, transposed[id(e.cost)])
+            if number % CHECK_EVERY == 0:
+                deadline.check()
+        for u in problem.usages if problem.limit is not None else ():
+            if u.hi > u.lo:
+                self.usages[u.node].append((np.array([(u.lo, u.hi)]), u.bytes[None, :]))
+
+    def touch(self, i: int) -> None:
+        """Appends a node to the worklist."""
+        self.worklist[i] = None
+
+    def add_edge(self, i: int, j: int, table: np.ndarray, transposed: np.ndarray | None = None) -> None:
+        """Adds a table [k_i, k_j] to e_ij; parallel edges become one."""
+        if j in self.adj[i]:
+            table, transposed = self.adj[i][j] + table, None
+        self.adj[i][j], self.adj[j][i] = table, table.T if transposed is None else transposed
+        self.touch(i)
+        self.touch(j)
+
+    def remove_node(self, i: int) -> None:
+        """Removes a node, its edges and its usages."""
+        for j in list(self.adj[i]):
+            del self.adj[i][j], self.adj[j][i]
+            self.touch(j)
+        self.alive[i], self.usages[i] = False, []
+        self.worklist.pop(i, None)
+
+    def usage(self, i: int) -> UsageBlock | None:
+        """All usages of a node as one block."""
+        if len(self.usages[i]) > 1:
+            intervals, amounts = zip(*self.usages[i], strict=True)
+            self.usages[i] = [(np.concatenate(intervals), np.concatenate(amounts))]
+        return self.usages[i][0] if self.usages[i] else None
+
+    def support(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Mask of the rows with a finite entry, and f if column j is finite in row f[j] only (a functional dependency), else None."""
+        if id(table) not in self._support:
+            finite, any_of = np.isfinite(table), np.logical_or.reduce  # half the time of `any` on small arrays
+            functional = np.count_nonzero(finite) == table.shape[1] and any_of(finite, axis=0).all()
+            f = finite.argmax(axis=0) if functional else None
+            self._support[id(table)] = (any_of(finite, axis=1), f, table)  # holds the table, so that its id is not reused
+        return self._support[id(table)][:2]
+
+    def to_problem(self) -> tuple[Problem, tuple[int, ...]]:
+        """The problem of the nodes alive, and their numbers in this network."""
+        nodes = tuple(i for i, alive in enumerate(self.alive) if alive)
+        number = {i: n for n, i in enumerate(nodes)}
+        edges = tuple(Edge(number[i], number[j], t) for i in nodes for j, t in self.adj[i].items() if i < j)
+        usages = tuple(
+            Usage(number[i], int(lo), int(hi), amount)
+            for i in nodes
+            if (block := self.usage(i)) is not None
+            for (lo, hi), amount in zip(*block, strict=True)
+        )
+        return Problem(tuple(self.costs[i] for i in nodes), edges, usages, self.limit if usages else None), nodes
+
 
 @dataclass(frozen=True)
-class Reduction:
+class Record:
     """A record of one reduction: `nodes` are the reduced node, then those that determine its state.
 
-    Subclasses add a classmethod `apply` that changes a network and returns a record, or None.
+    Of every reduction, `apply` changes a network and returns a record or None; `invert` gives the states before it from those after it;
+    `carry_messages` turns messages of the network before it into messages of the network after it. The last two change their argument.
     """
 
     nodes: tuple[int, ...]
-
-    def invert(self, states: np.ndarray) -> np.ndarray:
-        """States before the reduction, given states after it; may change `states`."""
-        raise NotImplementedError
 
     def renumber(self, numbers: Sequence[int]) -> Self:
         """The record with node i called `numbers[i]`."""
         return replace(self, nodes=tuple(numbers[i] for i in self.nodes))
 
-    def carry_messages(self, inbox: Inbox) -> None:
-        """Turns messages of the network before the reduction into messages of the network after it."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
-class TieClasses(Reduction):
+class TieClasses(Record):
     """One node per class of `Problem.ties`; `member` is the class number of every node, 0 .. n_classes - 1."""
 
     member: np.ndarray
@@ -58,7 +144,7 @@ class TieClasses(Reduction):
     @classmethod
     def apply(cls, problem: Problem) -> tuple[Problem, TieClasses]:
         """The problem of the classes, and the record."""
-        classes, first, member = np.unique(np.asarray(problem.ties), return_index=True, return_inverse=True)
+        classes, member = np.unique(np.asarray(problem.ties), return_inverse=True)
         costs = sum_by_key((member[i], None, c) for i, c in enumerate(problem.costs))
         pairs: dict[tuple, list] = {}
         for e in problem.edges:
@@ -72,7 +158,6 @@ class TieClasses(Reduction):
             edges=tuple(Edge(i, j, count * t if count > 1 else t) for (i, j, _), (t, count) in pairs.items() if i != j),
             usages=tuple(Usage(i, lo, hi, b) for (i, (lo, hi)), b in usages.items()),
             limit=problem.limit,
-            names=tuple(problem.names[i] for i in first) if problem.names else (),
         )
         return tied, cls((), member)
 
@@ -98,7 +183,7 @@ def sum_by_key(terms) -> dict[tuple, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class ReduceDomain(Reduction):
+class ReduceDomain(Record):
     """A node keeps the states `keep` only."""
 
     keep: np.ndarray
@@ -174,9 +259,6 @@ def undominated_states(net: PresolveNetwork, i: int, max_entries: int) -> np.nda
     return keep
 
 
-_FINITE = 1e300
-
-
 def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:
     """`after - before`; -inf where `before` is forbidden, for any replacement is as good there."""
     with np.errstate(invalid="ignore"):
@@ -197,14 +279,14 @@ def _pop_messages(inbox: Inbox, i: int) -> tuple[dict[int, np.ndarray], dict[int
 
 
 @dataclass(frozen=True)
-class AggregateFollower(Reduction):
+class AggregateFollower(Record):
     """Node i takes state f[s_j] of its leader j: given s_j, only one state of i is possible."""
 
     f: np.ndarray
 
     @classmethod
     def apply(cls, net: PresolveNetwork, i: int) -> AggregateFollower | None:
-        """Merges i into a neighbor that determines it, or a neighbor into i if each determines the other and i has more edges."""
+        """Merges i into a neighbor that determines it, or that one into i if each determines the other and i has more edges."""
         if not net.adj[i] and len(net.costs[i]) == 1:  # without a choice and without edges: all such nodes are merged into one
             if net.decided is None or net.decided == i or not net.alive[net.decided]:
                 net.decided = i
@@ -252,7 +334,7 @@ class AggregateFollower(Reduction):
 
 
 @dataclass(frozen=True)
-class EliminateNode(Reduction):
+class EliminateNode(Record):
     """Node i takes the cheapest state given its (at most two) neighbors: `best[s_j, s_k]`."""
 
     best: np.ndarray
@@ -293,3 +375,6 @@ class EliminateNode(Reduction):
         if to_i and len(near) == 2:
             j, k = near
             _join_messages(inbox, j, k, to_neighbors[j], to_neighbors[k])
+
+
+Reduction = TieClasses | ReduceDomain | AggregateFollower | EliminateNode

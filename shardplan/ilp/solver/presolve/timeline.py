@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.presolve.network import CHECK_EVERY
-from shardplan.ilp.solver.presolve.reductions import sum_by_key
-from shardplan.ilp.solver.problem import Problem, Usage
+from shardplan.ilp.solver.presolve.reductions import CHECK_EVERY, sum_by_key
+from shardplan.ilp.solver.problem import Problem, Usage, sum_over_intervals
 
 
 def peak_steps(usages: Sequence[Usage]) -> np.ndarray:
@@ -103,41 +102,15 @@ def remove_redundant_steps(problem: Problem, deadline: Deadline = UNLIMITED) -> 
     return replace(problem, usages=usages, limit=problem.limit if merged else None), steps[remaining]
 
 
-def capacity_masks(problem: Problem, deadline: Deadline = UNLIMITED) -> dict[int, np.ndarray]:
+def capacity_masks(problem: Problem) -> dict[int, np.ndarray]:
     """Masks of the states that fit with every other usage at its least bytes, of the nodes where some do not."""
     if problem.limit is None or np.isneginf(problem.limit):
         return {}
-    horizon = max(u.hi for u in problem.usages)
-    least = np.zeros(horizon + 1)
-    by_node: dict[int, list[Usage]] = {}
-    for u in problem.usages:
-        least[u.lo] += u.min_bytes
-        least[u.hi] -= u.min_bytes
-        by_node.setdefault(u.node, []).append(u)
-    deadline.check()
-    slack_of = _RangeMin(problem.limit - np.cumsum(least)[:-1])
-    masks = {}
-    for i, usages in by_node.items():
-        deadline.check()
-        mask = np.ones(len(problem.costs[i]), dtype=bool)
-        for u in usages:
-            if u.max_bytes - u.min_bytes > (slack := slack_of(u.lo, u.hi)):
-                mask &= u.bytes - u.min_bytes <= slack
-        if not mask.all():
-            masks[i] = mask
-    return masks
-
-
-class _RangeMin:
-    """Minimum over any range of steps, from minima over powers of two (sparse table)."""
-
-    def __init__(self, values: np.ndarray):
-        self.levels = [values]
-        while len(self.levels[-1]) > (half := 1 << (len(self.levels) - 1)):
-            previous = self.levels[-1]
-            self.levels.append(np.minimum(previous[:-half], previous[half:]))
-
-    def __call__(self, lo: int, hi: int) -> float:
-        level = (hi - lo).bit_length() - 1
-        row = self.levels[level]
-        return min(row[lo], row[hi - (1 << level)])
+    slack = np.append(problem.limit - sum_over_intervals((u.lo, u.hi, u.min_bytes) for u in problem.usages), np.inf)
+    least_slack = np.minimum.reduceat(slack, [t for u in problem.usages for t in (u.lo, u.hi)])[::2]
+    masks: dict[int, np.ndarray | None] = dict.fromkeys(u.node for u in problem.usages)
+    for u, room in zip(problem.usages, least_slack.tolist(), strict=True):
+        if u.max_bytes - u.min_bytes > room:
+            fits, before = u.bytes - u.min_bytes <= room, masks[u.node]
+            masks[u.node] = fits if before is None else before & fits
+    return {i: mask for i, mask in masks.items() if mask is not None}

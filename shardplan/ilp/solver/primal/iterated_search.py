@@ -20,12 +20,11 @@ from itertools import pairwise
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.incumbent import Incumbent
-from shardplan.ilp.solver.kernels import anneal, conditional_costs, flatten, objective, penalty, profile, profile_tree, repair
+from shardplan.ilp.solver.kernels import anneal, conditional_costs, flatten, objective, profile_tree, repair
 from shardplan.ilp.solver.primal.tree_moves import EliminationSchedule, elimination_schedule, tree_move
 from shardplan.ilp.solver.problem import Edge, Messages, Problem, Usage
 from shardplan.ilp.solver.relax.trws import TRWS
-from shardplan.ilp.solver.search.branch import Subproblem
+from shardplan.ilp.solver.search.branch import Incumbent, Subproblem
 
 ASCENT_SHARE = 0.5
 """Share of a run that ascends; the rest perturbs."""
@@ -42,7 +41,7 @@ class IteratedLocalSearch:
 
     def __init__(self, problem: Problem, cap: int, messages: Messages | None = None, deadline: Deadline = UNLIMITED):
         """Prepares a presolved problem; `cap` limits the bucket tables of tree moves, TRW-S starts from `messages`."""
-        self.problem, self.deadline, self.cap = problem, deadline, cap
+        self.problem, self.memory, self.deadline, self.cap = problem, problem.usage_table, deadline, cap
         self.net = flatten(problem, deadline)
         self.schedules: list[EliminationSchedule] = []
         self.rng = np.random.default_rng(0)
@@ -61,14 +60,12 @@ class IteratedLocalSearch:
 
     def trws_states(self, costs: np.ndarray) -> np.ndarray:
         """The states of least reparametrized cost after one more round of TRW-S with these node costs, [states of all nodes]."""
-        bounds = list(pairwise(self.net.start))
-        self.trws.iterate([costs[a:b] for a, b in bounds], 1)
-        reparametrized = self.trws.reparametrized_costs(costs)
-        return np.array([reparametrized[a:b].argmin() for a, b in bounds], dtype=np.int64)
+        self.trws.iterate(costs, 1)
+        return np.array([c.argmin() for c in self.problem.by_node(self.trws.reparametrized_costs(costs))], dtype=np.int64)
 
     def tree_descent(self, states: np.ndarray, prices: np.ndarray, moves: int = TREE_MOVES) -> np.ndarray:
         """The states after a few tree moves at these prices."""
-        states, extra = states.copy(), penalty(self.net, prices)
+        states, extra = states.copy(), self.memory.penalty(prices)
         for number in range(moves):
             self.deadline.check()
             tree_move(self.net, self.schedule(number), extra, states)
@@ -76,14 +73,14 @@ class IteratedLocalSearch:
 
     def priced_cost(self, states: np.ndarray, prices: np.ndarray) -> float:
         """(1) plus prices times bytes."""
-        return objective(self.net, states) + float(prices @ profile(self.net, states))
+        return objective(self.net, states) + float(prices @ self.memory.profile(states))
 
     def first_feasible(self) -> Iterator[tuple[int, ...]]:
         """A short ascent; yields feasible states of any cost."""
         _, prices, scale = self._start(1)
         for turn in range(5, 51, 5):
             for _ in range(5):
-                states = self.trws_states(self.net.unary + penalty(self.net, prices))
+                states = self.trws_states(self.net.unary + self.memory.penalty(prices))
                 prices = self._follow_memory(prices, states, RATE[0], GAIN[0])
             yield from self.feasible(self.tree_descent(states, prices, 1), scale, turn)
 
@@ -107,7 +104,7 @@ class IteratedLocalSearch:
         temperature = (0.0, 0.003, 0.01, 0.03)[number % 4]  # of the run's start, in units of `scale`
         best, turn = states, 0
         while (share := pace(turn) / ASCENT_SHARE) < 1:
-            costs = net.unary + penalty(net, prices)
+            costs = net.unary + self.memory.penalty(prices)
             if temperature:
                 costs += scale * temperature * 1e-5**share * rng.gumbel(size=len(costs))
             states = self.trws_states(costs)
@@ -129,7 +126,7 @@ class IteratedLocalSearch:
         k, degree = np.diff(net.start), np.diff(net.near_start)
         fixed = np.array([self.schedule(number).fixed for number in range(n_schedules)])
         chance = fixed.mean(axis=0) * np.log(k) * degree**0.7
-        extra, now, tried = penalty(net, prices), self.priced_cost(states, prices), 0
+        extra, now, tried = self.memory.penalty(prices), self.priced_cost(states, prices), 0
         while pace(turn) < 1:
             other = states.copy()
             numbers: tuple[int, ...] = (0,)
@@ -148,7 +145,7 @@ class IteratedLocalSearch:
                 prices = self._follow_memory(prices, states, 0.05, GAIN[1])
             else:
                 continue
-            extra = penalty(net, prices)
+            extra = self.memory.penalty(prices)
             tree_move(net, self.schedule(int(rng.integers(n_schedules))), extra, states)
             now = self.priced_cost(states, prices)
             yield from self.feasible(states, scale, turn)
@@ -159,17 +156,16 @@ class IteratedLocalSearch:
         for n in range(rounds):
             if deadline.over():
                 break
-            states = self.trws_states(self.net.unary + penalty(self.net, prices))
+            states = self.trws_states(self.net.unary + self.memory.penalty(prices))
             prices = self._follow_memory(prices, states, RATE[0] * (RATE[1] / RATE[0]) ** (n / rounds), GAIN[0])
-        costs = self.net.unary + penalty(self.net, prices)
-        self.trws.iterate(np.split(costs, self.net.start[1:-1]), 30)
+        self.trws.iterate(self.net.unary + self.memory.penalty(prices), 30)
         return prices
 
     def _follow_memory(self, prices: np.ndarray, states: np.ndarray, rate: float, gain: float) -> np.ndarray:
         """(7); prices stay positive, or they could not rise again."""
         if not len(prices):
             return prices
-        full = profile(self.net, states) / self.net.limit - 1.0
+        full = self.memory.profile(states) / self.net.limit - 1.0
         return np.maximum(prices * np.exp(rate * np.clip(gain * full, -0.3, 1.0)), 1e-9 * prices.max())
 
     def feasible(self, states: np.ndarray, scale: float, number: int = 0) -> Iterator[tuple[int, ...]]:

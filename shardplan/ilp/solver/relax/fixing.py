@@ -13,10 +13,8 @@ import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Messages, Problem
-from shardplan.ilp.solver.relax.dual import DualPoint, maximize_dual
-from shardplan.ilp.solver.relax.relaxation import Relaxation
+from shardplan.ilp.solver.relax.dual import DualPoint, Relaxation, maximize_dual
 from shardplan.ilp.solver.settings import DEFAULT, Settings
-from shardplan.ilp.solver.usage import UsageTable
 
 SPARSE = 0.5
 """A bound ends once fixing leaves this share of the entries that TRW-S visits: it is cheaper on the rest."""
@@ -24,27 +22,27 @@ SPARSE = 0.5
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound and what it fixes.
+    """A lower bound of a problem and what it fixes.
 
     Attributes:
-        problem: the bounded problem.
-        memory: its usages.
-        best: the point of the highest value, a lower bound of (1) under (2) and (3).
         points: all points of the dual that were evaluated.
         work: table entries visited.
-        messages: of TRW-S, to start the next bound from.
+        messages: of TRW-S, to start the next bound from; none if it was not needed.
     """
 
     problem: Problem
-    memory: UsageTable
-    best: DualPoint
     points: tuple[DualPoint, ...]
     work: float
     messages: Messages
 
+    @functools.cached_property
+    def best(self) -> DualPoint:
+        """The point of the highest value."""
+        return max(self.points, key=lambda point: point.value)
+
     @property
     def value(self) -> float:
-        """The lower bound."""
+        """A lower bound of (1) under (2) and (3)."""
         return self.best.value
 
     @functools.cached_property
@@ -89,7 +87,7 @@ def bound(
     Bucket tables have at most `max_entries`; prices begin at `start` [T] and change at most `changes` times, TRW-S begins with
     `messages`.
     """
-    memory, relaxation = UsageTable(problem), Relaxation(problem, max_entries, messages, deadline, settings)
+    relaxation = Relaxation(problem, max_entries, messages, deadline, settings)
     reach = max((float(c[np.isfinite(c)].max(initial=0.0)) for c in problem.costs), default=1.0) + 1.0
     points: list[DualPoint] = []
 
@@ -99,9 +97,9 @@ def bound(
         left = [int((marginal <= cutoff).sum()) for marginal in point.min_marginals()]
         return 2 * sum(left[e.i] * left[e.j] for e in problem.edges) <= SPARSE * relaxation.trws.entries
 
-    for point in maximize_dual(relaxation, memory, reach, changes=changes, start=start, cutoff=cutoff):
+    for point in maximize_dual(relaxation, reach, changes=changes, start=start, cutoff=cutoff):
         points.append(point)
         if point.value > cutoff or deadline.over() or (len(points) > 1 and sparse(point)):
             break
-    best = max(points, key=lambda point: point.value)
-    return Bound(problem, memory, best, tuple(points), relaxation.work + 4 * relaxation.elimination.size, relaxation.messages())
+    sent = {} if relaxation.trws is None else relaxation.trws.sent_messages()
+    return Bound(problem, tuple(points), relaxation.work + 4 * relaxation.elimination.size, sent)

@@ -59,7 +59,7 @@ class TRWS:
         self.share = 1.0 / np.maximum(np.maximum(later, np.diff(first) - later), 1)
         pairs = np.array([(e.i, e.j) for e in problem.edges], dtype=np.int64).reshape(-1, 2)
         lengths = np.diff(self.ends)
-        self.receiver = np.repeat(self.flat.start[pairs.ravel()] - self.ends[:-1], lengths) + np.arange(self.ends[-1])
+        self.receiver = np.repeat(self.problem.start[pairs.ravel()] - self.ends[:-1], lengths) + np.arange(self.ends[-1])
         self.from_earlier = np.repeat((pairs > pairs[:, ::-1]).ravel(), lengths)
         self._automatic, self._visited = compiled is None, 0.0
         self.compiled = self._compile() if compiled else None
@@ -80,22 +80,22 @@ class TRWS:
             for near, (a, b) in zip(self.flat.near, pairwise(self.flat.first.tolist()), strict=True)
         ]
 
-    def iterate(self, costs, rounds: int) -> None:
-        """So many rounds, each forwards and backwards, with these node costs ([k_i] each)."""
+    def iterate(self, costs: np.ndarray, rounds: int) -> None:
+        """So many rounds, each forwards and backwards, with these node costs, [states of all nodes]."""
         if self.compiled is None and self._automatic and (kernels_loaded() or self.deadline.spent + self._visited > LOADING):
             self.compiled = self._compile()
         if self.compiled is not None:
-            row = np.concatenate([*costs, np.zeros(0)])
             for _ in range(rounds):
                 self.deadline.check()
-                self.compiled(row)
+                self.compiled(costs)
             return
+        by_node = self.problem.by_node(costs)
         self._visited += rounds * (self.entries + EDGE_OVERHEAD * len(self.problem.edges))
         for _ in range(rounds):
-            self._sweep(costs, forward=True)
-            self._sweep(costs, forward=False)
+            self._sweep(by_node, forward=True)
+            self._sweep(by_node, forward=False)
 
-    def _sweep(self, costs, forward: bool) -> None:
+    def _sweep(self, costs: list[np.ndarray], forward: bool) -> None:
         """One pass over all nodes, in numpy; the compiled twin is kernels.trws_round."""
         self.deadline.check()
         least, order = np.minimum.reduce, range(len(self._near))  # half the time of `min` on small arrays
@@ -113,41 +113,34 @@ class TRWS:
         """One round of the compiled kernel; None if numba is missing, or cannot cache what it compiles."""
         self._automatic = False
         try:
-            from shardplan.ilp.solver.kernels import concatenate_tables, trws_round
+            from shardplan.ilp.solver.kernels import pool_tables, trws_round
         except (ImportError, RuntimeError):
             return None
         flat, edges = self.flat, self.problem.edges
-        pool, place, total = [], {}, 0
-        for e in edges:
-            if id(e.cost) not in place:
-                by_rows = e.cost.flags.c_contiguous or not e.cost.flags.f_contiguous
-                place[id(e.cost)] = total, by_rows
-                pool.append(e.cost if by_rows else e.cost.T)
-                total += e.cost.size
-        at, by_rows = np.array([place[id(e.cost)] for e in edges], dtype=np.int64).reshape(-1, 2)[flat.edge].T
+        by_rows = np.array([e.cost.flags.c_contiguous or not e.cost.flags.f_contiguous for e in edges], dtype=bool)
+        keyed = [(id(e.cost), e.cost if rows else e.cost.T) for e, rows in zip(edges, by_rows, strict=True)]
+        tables, at = pool_tables(keyed, self.deadline)
         mine, other = 2 * flat.edge + flat.side, 2 * flat.edge + 1 - flat.side
-        columns = (self.ends[mine], self.ends[other], at, np.diff(self.ends)[other], by_rows == (flat.side == 0), self._to_later)
+        by_rows = by_rows[flat.edge] == (flat.side == 0)
+        columns = (self.ends[mine], self.ends[other], at[flat.edge], np.diff(self.ends)[other], by_rows, self._to_later)
         links = np.stack(columns, axis=1).astype(np.int64)
-        tables = concatenate_tables(pool, self.deadline)
-        share, messages = self.share, self.messages  # no reference to self: tables are large, and a cycle would keep them
-        return lambda costs: trws_round(costs, flat.start, flat.first, links, tables, share, messages)
+        start, share, messages = self.problem.start, self.share, self.messages  # not self: a cycle would keep large tables
+        return lambda costs: trws_round(costs, start, flat.first, links, tables, share, messages)
 
     def reparametrized_costs(self, costs: np.ndarray) -> np.ndarray:
-        """Node costs c' of (6), given the costs c of all nodes' states in a row."""
+        """C' of (6), given c, [states of all nodes]."""
         return costs + np.bincount(self.receiver, self.messages, len(costs))
 
-    def commit(self, costs, unit: float) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
-        """The reparametrization (6) of node costs [k_i] after the last backward pass, with messages rounded to multiples of `unit`.
+    def commit(self, costs: np.ndarray, unit: float) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray]]]:
+        """The reparametrization (6) of the node costs after the last backward pass, with messages rounded to multiples of `unit`.
 
         Returns c' of every node, and of every edge the messages (to i, to j) that its table loses.
         """
-        start, row = self.flat.start, np.concatenate([*costs, np.zeros(0)])
-        reduced = self.reparametrized_costs(row)
+        start, reduced = self.problem.start, self.reparametrized_costs(costs)
         excess = reduced - np.repeat(np.minimum.reduceat(reduced, start[:-1]), np.diff(start))
         sent = (excess * np.repeat(self.share, np.diff(start)))[self.receiver]
         messages = np.rint(np.where(self.from_earlier, self.messages - sent, self.messages) / unit) * unit
-        row = row + np.bincount(self.receiver, messages, len(row))
-        return [row[a:b] for a, b in pairwise(start)], self._by_edge(messages)
+        return self.problem.by_node(costs + np.bincount(self.receiver, messages, len(costs))), self._by_edge(messages)
 
     def sent_messages(self) -> Messages:
         """A copy of the messages, by receiving node and sending node."""

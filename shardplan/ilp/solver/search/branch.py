@@ -13,15 +13,14 @@ its light ones. Before branching: larger buckets where no byte has a price, more
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardplan.ilp.solver.deadline import ENTRIES_PER_WORK, UNLIMITED, Deadline, OutOfTimeError
-from shardplan.ilp.solver.incumbent import Incumbent, Invert
 from shardplan.ilp.solver.presolve.presolve import presolve
-from shardplan.ilp.solver.problem import Messages, Problem
+from shardplan.ilp.solver.problem import Messages, Problem, Solution
 from shardplan.ilp.solver.relax.fixing import Bound, bound
 from shardplan.ilp.solver.search import cpsat
 from shardplan.ilp.solver.search.repair import LocalSearch, repair_and_descend
@@ -41,6 +40,73 @@ CORE_RETRY = 0.6
 
 NODE_ENTRIES = 2e5
 """Table entries that presolving and preparing one node count as work."""
+
+Progress = Callable[[tuple[int, ...], float, float], None]
+"""Called with (states, bound, gap)."""
+
+Invert = Callable[[tuple[int, ...]], tuple[int, ...]]
+"""States of a presolved problem -> states of the given problem."""
+
+ROUNDING = 1e-9
+"""Relative rounding error of a bound where bytes are not integers, so that penalties are not exact."""
+
+
+class Incumbent:
+    """The best answer and the best lower bound so far.
+
+    Attributes:
+        upper_bound: answers that cost more are of no use.
+        objective: cost of the best answer, inf if there is none.
+        bound: the best lower bound.
+        answer: the best answer in the states of its subproblem, and their inversion; most are never inverted.
+    """
+
+    def __init__(self, problem: Problem, progress: Progress | None, upper_bound: float = np.inf):
+        self.progress, self.upper_bound = progress, upper_bound
+        self.objective, self.bound = np.inf, -np.inf
+        self.answer: tuple[tuple[int, ...], Invert] = (), tuple
+        self.exact = all((u.bytes == np.floor(u.bytes)).all() for u in problem.usages)
+
+    def offer(self, states: tuple[int, ...], objective: float, invert: Invert = tuple) -> bool:
+        """Takes feasible states if they are better than the incumbent and within `upper_bound`; returns whether."""
+        if not objective < self.objective or objective > self.upper_bound:
+            return False
+        self.answer, self.objective = (states, invert), objective
+        self._report()
+        return True
+
+    def prove(self, value: float) -> None:
+        """Takes a lower bound if it is better. Objectives are integers, so an exact bound is rounded up."""
+        if np.isfinite(value):
+            value = float(np.ceil(value)) if self.exact else value - ROUNDING * abs(value)
+        if min(value, self.objective) > self.bound:
+            self.bound = min(value, self.objective)
+            self._report()
+
+    def _report(self) -> None:
+        if self.progress and self.found:
+            self.progress(self.states, self.bound, Solution("feasible", (), self.objective, self.bound).gap)
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """The best answer in states of the given problem."""
+        states, invert = self.answer
+        return invert(states)
+
+    @property
+    def found(self) -> bool:
+        """Whether there is an answer."""
+        return bool(np.isfinite(self.objective))
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the bound proves the answer optimal."""
+        return self.objective <= self.bound
+
+    @property
+    def cutoff(self) -> float:
+        """The greatest cost that a better answer may have."""
+        return min(self.upper_bound, self.objective - (1.0 if self.exact else ROUNDING * abs(self.objective)))
 
 
 @dataclass(frozen=True)
@@ -162,7 +228,7 @@ class BranchAndBound:
         self.n_bounds += 1
         self.deadline.spend(result.work + NODE_ENTRIES * len(problem.costs))
         if self.repaired_points and result.value <= cutoff and np.isfinite(result.value):
-            local = LocalSearch(problem, result.memory, self.deadline)
+            local = LocalSearch(problem, self.deadline)
             points = sorted(result.points, key=lambda point: -point.value)
             for states in list(dict.fromkeys(point.elimination_pass.states() for point in points))[: self.repaired_points]:
                 found = repair_and_descend(local, states)
@@ -210,7 +276,7 @@ def split(result: Bound, surviving: list[np.ndarray]) -> list[list[np.ndarray]]:
 def _disagreement(result: Bound, surviving: list[np.ndarray]) -> tuple[int | None, np.ndarray]:
     """The node over whose penalty the best relaxed answers disagree most, and its states above the middle of that range."""
     best = result.best
-    penalties = result.memory.penalty(best.prices)
+    penalties = result.problem.by_node(result.problem.usage_table.penalty(best.prices))
     near = sorted(result.points, key=lambda point: point.cutting_plane(best.prices))[:4]
     answers = [best.relaxed_states, best.elimination_pass.states(), *(point.relaxed_states for point in near)]
     widest, node, middle = 0.0, None, 0.0

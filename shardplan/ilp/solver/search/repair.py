@@ -11,7 +11,6 @@ import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
-from shardplan.ilp.solver.usage import UsageTable
 
 MAX_REFUSALS = 50
 """Flips that would only move the violated step elsewhere, before repair gives up."""
@@ -26,13 +25,12 @@ class LocalSearch:
         profile: bytes at every step, [T].
     """
 
-    def __init__(self, problem: Problem, memory: UsageTable, deadline: Deadline = UNLIMITED):
-        self.problem, self.memory, self.deadline = problem, memory, deadline
-        self.start = memory.start
+    def __init__(self, problem: Problem, deadline: Deadline = UNLIMITED):
+        self.memory, self.start, self.deadline = problem.usage_table, problem.start, deadline
         self.owner = np.repeat(np.arange(len(problem.costs)), np.diff(self.start))
         self.forbidden = problem.big_m
         self.near = problem.flat.near
-        self.unary = np.minimum(np.concatenate(problem.costs), self.forbidden) if problem.costs else np.zeros(0)
+        self.unary = np.minimum(problem.cost_row, self.forbidden)
 
     def start_at(self, states: Sequence[int] | np.ndarray) -> None:
         """Sets the current states."""
