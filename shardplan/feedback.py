@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from shardplan.costs.corrections import CostCorrections, merge_corrections
+from shardplan.costs.options import CostCorrections, merge_corrections
 from shardplan.errors import ShardingError
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import seconds as planned_s

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from shardplan import _jax
-from shardplan.costs.corrections import CostCorrections
-from shardplan.costs.options import Options
+from shardplan.costs.options import CostCorrections, Options
 from shardplan.emit.emit import EmitDecision, emit
 from shardplan.errors import OtherSignature, ShardingError, warn
 from shardplan.feedback import Verified, verified

@@ -10,7 +10,7 @@ import pytest
 from models import relu_loss
 
 import shardplan
-from shardplan.costs.step_seconds import StepSeconds
+from shardplan.costs.network import StepSeconds
 from shardplan.costs.task import Candidate
 from shardplan.ilp import Edge, Problem
 from shardplan.ilp.solver import solve

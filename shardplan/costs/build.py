@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from shardplan.costs.corrections import CostCorrections
-from shardplan.costs.network import CostNetwork
-from shardplan.costs.pricing import Pricing
-from shardplan.costs.space import StrategySpace
-from shardplan.costs.states import StateBlocks
-from shardplan.costs.step_seconds import PS
+from shardplan.costs.network import PS, CostNetwork, StateBlocks
+from shardplan.costs.options import CostCorrections
+from shardplan.costs.pricing import Pricing, plan_windows
+from shardplan.costs.space import ArrayEdge, StrategySpace
 from shardplan.costs.tables import CostTables
-from shardplan.costs.windows import plan_windows
 from shardplan.ilp.solver.problem import Edge, Problem, Usage, sum_over_intervals
 from shardplan.mesh.reshard import Resharder
 from shardplan.xla_model.liveness import Interval, live_intervals, takes_over_buffer
@@ -38,15 +35,22 @@ def build_network(
         corrections: seconds of strategies and reshards beyond the model.
         pricing: what the network assumes of the whole plan.
     """
-    graph, allowed = space.graph, allowed or {}
+    graph, allowed, corrections = space.graph, allowed or {}, corrections or CostCorrections({}, {})
     blocks, windows = StateBlocks.of(graph, limit), plan_windows(space, pricing.combined)
     pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
     tables = CostTables(space, resharder, blocks, pricing, pinned, windows)
     costs = _node_costs(space, blocks, allowed, corrections)
-    edges, background = _edges(space, tables, corrections)
+    edges: list[Edge] = []
+    background: list[tuple[int, np.ndarray]] = []
+    for edge in space.array_edges:
+        cost, hidden = tables.edge(edge)
+        if hidden is not None:
+            background.append((len(edges), hidden))
+        edges.append(Edge(edge.producer, edge.consumer, _corrected(cost, edge, corrections) if corrections.reshards else cost))
+    edges += [Edge(i, j, tables.same_layout(i, j)) for i, j in graph.same_layout]
+    edges += [Edge(i, j, tables.retained(i, k, j)) for j, (i, k) in graph.retainable_from.items()]
     usages, implicit_copies = _usages(space, blocks, tables, windows)
-    ties = _symmetry_classes(space, blocks, costs)
-    problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, ties)
+    problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, _symmetry_classes(space, blocks, costs))
     return CostNetwork(space, problem, blocks, tuple(implicit_copies), tables.resharders, tuple(background), pricing)
 
 
@@ -62,7 +66,7 @@ def _live_intervals(space: StrategySpace, windows: OverlapWindows | None = None)
 
 
 def _node_costs(
-    space: StrategySpace, blocks: StateBlocks, allowed: Mapping[int, np.ndarray], corrections: CostCorrections | None
+    space: StrategySpace, blocks: StateBlocks, allowed: Mapping[int, np.ndarray], corrections: CostCorrections
 ) -> list[np.ndarray]:
     """c_i[state]; one array for ops of one cost."""
     costs: list[np.ndarray] = []
@@ -73,29 +77,20 @@ def _node_costs(
             cost = np.rint(space.seconds[i] * op.runs * PS)
             known[key] = np.tile(np.where(allowed[i], cost, np.inf) if i in allowed else cost, blocks.count(i))
         costs.append(known[key])
-    if corrections:
-        for i, extra in corrections.on_nodes(list(map(len, space.strategies)), list(map(len, costs))):
-            costs[i] = costs[i] + extra
+    for (i, s), seconds in corrections.strategies.items():
+        costs[i] = costs[i] + np.where(np.arange(len(costs[i])) % len(space.strategies[i]) == s, np.rint(seconds * PS), 0.0)
     return costs
 
 
-def _edges(
-    space: StrategySpace, tables: CostTables, corrections: CostCorrections | None
-) -> tuple[list[Edge], list[tuple[int, np.ndarray]]]:
-    """e_ij, and (edge, picoseconds that compute can hide)."""
-    graph = space.graph
-    edges: list[Edge] = []
-    background: list[tuple[int, np.ndarray]] = []
-    for edge in space.array_edges:
-        cost, hidden = tables.edge(edge)
-        if corrections:
-            cost = corrections.on_edge(edge.consumer, edge.operand, edge.template, cost)
-        if hidden is not None:
-            background.append((len(edges), hidden))
-        edges.append(Edge(edge.producer, edge.consumer, cost))
-    edges += [Edge(i, j, tables.same_layout(i, j)) for i, j in graph.same_layout]
-    edges += [Edge(i, j, tables.retained(i, k, j)) for j, (i, k) in graph.retainable_from.items()]
-    return edges, background
+def _corrected(cost: np.ndarray, edge: ArrayEdge, corrections: CostCorrections) -> np.ndarray:
+    """The picoseconds [state, state] of an array, with the corrections of its reshards."""
+    for (at, operand, before, after), seconds in corrections.reshards.items():
+        if (at, operand) == (edge.consumer, edge.operand):
+            made, read = edge.template.result_layouts, edge.template.operand_layouts
+            rows, columns = cost.shape[0] // len(made), cost.shape[1] // len(read)
+            place = np.outer(np.tile([x == before for x in made], rows), np.tile([x == after for x in read], columns))
+            cost = cost + np.where(place & np.isfinite(cost) & (cost > 0), np.rint(seconds * PS), 0.0)
+    return cost
 
 
 def _usages(space: StrategySpace, blocks: StateBlocks, tables: CostTables, windows: OverlapWindows) -> tuple[list[Usage], list[Usage]]:
@@ -110,10 +105,8 @@ def _usages(space: StrategySpace, blocks: StateBlocks, tables: CostTables, windo
         explicit = not graph.ops[i].traits.alias or takes_over_buffer(graph, i) or i in blocks.aliasing
         found = usages if explicit else implicit_copies
         held, others = tables.bytes(i, r, v), blocks.count(i) - 1
-        own = [held] * (others + 1)
-        if explicit and others:  # the first block is the same array
-            own[0] = 0 * held
-        found.append(Usage(i, *interval, np.concatenate(own) if others else held))
+        first = 0 * held if explicit else held  # the first of several blocks is the same array
+        found.append(Usage(i, *interval, np.concatenate([first, *[held] * others]) if others else held))
         if i in graph.retainable_from:
             at, _ = graph.retainable_from[i]
             earlier = live[graph.ops[at].outputs[0]] if graph.ops[at].traits.copy else None
@@ -123,14 +116,13 @@ def _usages(space: StrategySpace, blocks: StateBlocks, tables: CostTables, windo
     return usages, implicit_copies
 
 
-def _symmetry_classes(space: StrategySpace, blocks: StateBlocks, costs: Sequence[np.ndarray]) -> tuple[int, ...]:
+def _symmetry_classes(space: StrategySpace, blocks: StateBlocks, costs: list[np.ndarray]) -> tuple[int, ...]:
     """Per op, its class among repeated layers; members have the same states, and pins allow them the same ones.
 
     The pins of an op of one layout with the op count as its own.
     """
     forbidden = [b"" if np.isfinite(c).all() else np.isinf(c).tobytes() for c in costs]
     partner = {x: forbidden[y] for pair in space.graph.same_layout for x, y in (pair, pair[::-1])}
-
     first: dict[tuple, int] = {}
     return tuple(
         first.setdefault((layer, len(costs[i]), i in blocks.aliasing, i in blocks.retainable, forbidden[i], partner.get(i)), i)

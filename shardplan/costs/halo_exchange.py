@@ -21,12 +21,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardplan import _jax
-from shardplan.ir.graph import Op
+from shardplan._jax import itemsize
 from shardplan.mesh import collective
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.strategies.enumerate import OpStrategies
+from shardplan.strategies.enumerate import AxisFactors
 from shardplan.strategies.rule import Rule, exchanged_sizes
 
 
@@ -41,30 +40,17 @@ class Exchange:
     seconds: float
 
 
-def exchanged(op: Op, rule: Rule, strategies: OpStrategies, s: int, mesh: MeshShape, cluster: Cluster) -> list[Exchange]:
-    """The exchanges of an op under strategy s."""
-    if not rule.exchanged:
-        return []
-    return exchanges(rule, strategies.factors[s], op.ins, op.outs, [of[s] for of in strategies.operands], mesh, cluster)
-
-
 def exchanges(
-    rule: Rule,
-    factors: Sequence[str | None],
-    ins: Sequence,
-    outs: Sequence,
-    layouts: Sequence[Layout],
-    mesh: MeshShape,
-    cluster: Cluster,
+    rule: Rule, factors: AxisFactors, ins: Sequence, outs: Sequence, layouts: Sequence[Layout], mesh: MeshShape, cluster: Cluster
 ) -> list[Exchange]:
     """The exchanges of one strategy: of avals `ins` and `outs`, operands in `layouts`, per mesh axis the factor that it shards."""
     axes = {h: tuple(axis for axis, x in zip(mesh.axes, factors, strict=True) if x == h) for h in rule.exchanged if h in factors}
     out = []
-    for k, dims in enumerate(rule.operands):
+    for k, dims in enumerate(rule.operands if axes else ()):
         sharded = [(h, *exchanged_sizes(rule, h, k, ins, outs)) for h in axes if (h,) in dims]
         if sharded:
-            size = prod(layouts[k].local_shape(tuple(ins[k].shape), mesh)) * _jax.itemsize(ins[k].dtype)
-            index_ratio = _jax.itemsize(outs[-1].dtype) / _jax.itemsize(ins[k].dtype) if rule.arg_reduce else 0.0
+            size = prod(layouts[k].local_shape(tuple(ins[k].shape), mesh)) * itemsize(ins[k].dtype)
+            index_ratio = itemsize(outs[-1].dtype) / itemsize(ins[k].dtype) if rule.arg_reduce else 0.0
             found = (*_gathers(rule, sharded, size, axes, mesh, index_ratio), *_permutes(rule, k, sharded, size, axes, mesh))
             out += [Exchange(k, kind, over, n, collective.seconds(kind, n, over, mesh, cluster)) for kind, over, n in found]
     return out
@@ -72,12 +58,12 @@ def exchanges(
 
 _Sharded = Sequence[tuple[str, int, int]]
 """Factor, and its sizes in the operand and the result (`exchanged_sizes`)."""
+_Collective = tuple[str, tuple[str, ...], float]
+"""(kind, axes, bytes)."""
 
 
-def _gathers(
-    rule: Rule, sharded: _Sharded, size: float, axes, mesh: MeshShape, index_ratio: float
-) -> Iterator[tuple[str, tuple, float]]:
-    """(kind, axes, bytes) of totals, winners and first elements; `size` are the bytes of the operand's shard."""
+def _gathers(rule: Rule, sharded: _Sharded, size: float, axes, mesh: MeshShape, index_ratio: float) -> Iterator[_Collective]:
+    """Totals, winners and first elements; `size` are the bytes of the operand's shard."""
     for h, n, _ in sharded:
         own = n // (shards := mesh.size(*axes[h]))
         if h in rule.scan:
@@ -90,8 +76,8 @@ def _gathers(
             yield "all-gather", axes[h], winners * index_ratio
 
 
-def _permutes(rule: Rule, k: int, sharded: _Sharded, size: float, axes, mesh: MeshShape) -> Iterator[tuple[str, tuple, float]]:
-    """(kind, axes, bytes) of the halos of operand k, dim after dim; what has arrived is sent on along the next dim."""
+def _permutes(rule: Rule, k: int, sharded: _Sharded, size: float, axes, mesh: MeshShape) -> Iterator[_Collective]:
+    """The halos of operand k, dim after dim; what has arrived is sent on along the next dim."""
     halos = [(rule.halo[h][k], axes[h], n, m) for h, n, m in sharded if k in rule.halo.get(h, ())]
     for halo, over, n, m in sorted(halos, key=lambda x: x[0].growth(*x[2:])) if rule.shard_local else halos:
         shards = mesh.size(*over)

@@ -4,28 +4,87 @@ Letters as in docs/math.md; `build.py` makes the network, and this file reads it
 
     c_i[s]      picoseconds per step of op i under strategy s                                                  (`roofline.py`)
     e_ij[s, t]  picoseconds per step of bringing an array from where strategy s of i makes it to where strategy t of j reads it
-                (`edge_costs.py`); 0 if equal, else inf, between ops of one layout
+                (`tables.py`); 0 if equal, else inf, between ops of one layout
     u_i[s]      bytes per device of the arrays that op i makes under strategy s, while they live
 
-A big op reads a gathered array through a copy (`xla_model/copies.py`), whose node counts the bytes.
+A big op reads a gathered array through a copy (`xla_model/copies.py`), whose node counts the bytes. The states of an op are blocks of
+its strategies:
+
+    block 0     strategy s
+    block 1     of an op that may alias: strategy s with a buffer of its own; block 0 is the same array, free of memory, and allowed
+                only if layouts agree
+    last block  of a retainable copy: strategy s, with the array that an earlier phase read: no collective, and allowed only if the
+                earlier reader took that layout; the array stays in memory from there on
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
 from shardplan.costs.pricing import CombinedGroups, Pricing
 from shardplan.costs.space import StrategySpace
-from shardplan.costs.states import StateBlocks
-from shardplan.costs.step_seconds import StepSeconds
 from shardplan.ilp.solver.problem import Problem, Usage, sum_over_intervals
+from shardplan.ir.graph import Graph
 from shardplan.mesh.collective import CollectiveKey
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder, ReshardStep
 from shardplan.xla_model.combining import COMBINABLE
+from shardplan.xla_model.liveness import takes_over_buffer
+
+PS = 1e12
+"""Picoseconds per second: costs of a cost network are whole picoseconds, so that sums are exact."""
+
+SMALL_COPY = 1e-3
+"""Share of the memory limit below which a copy has no states of its own: the problem takes it for its original."""
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """The seconds of one step, in any unit of time.
+
+    Attributes:
+        compute: kernels.
+        blocking: collectives on the critical path.
+        background: collectives that may run at the same time as independent compute.
+        overlap_capacity: compute that every plan has: the least seconds of every op.
+    """
+
+    compute: float
+    blocking: float
+    background: float
+    overlap_capacity: float
+
+    def hidden(self, exposed_fraction: float) -> float:
+        """Seconds of background collectives that compute hides; a hidden one still costs `exposed_fraction` of its seconds."""
+        return (1 - exposed_fraction) * min(self.background, self.overlap_capacity)
+
+    def total(self, exposed_fraction: float) -> float:
+        """Seconds of the step: compute, blocking collectives, and background collectives as far as they stay exposed."""
+        return self.compute + self.blocking + self.background - self.hidden(exposed_fraction)
+
+
+@dataclass(frozen=True, eq=False)
+class StateBlocks:
+    """Ops with a block for the same array and one for a buffer of their own, and copies that may retain an earlier phase's array."""
+
+    aliasing: frozenset[int]
+    retainable: Collection[int]
+
+    @classmethod
+    def of(cls, graph: Graph, limit: float | None) -> StateBlocks:
+        """The blocks of a graph's ops; without a memory limit (bytes per device) nothing aliases."""
+        small = inf if limit is None else SMALL_COPY * limit
+        copies = [i for i, op in enumerate(graph.ops) if op.traits.alias and graph.values[op.outputs[0]].bytes > small]
+        aliasing = frozenset(i for i in copies if graph.ops[i].inputs[0] is not None and not takes_over_buffer(graph, i))
+        return cls(aliasing, graph.retainable_from)
+
+    def count(self, i: int) -> int:
+        """Number of blocks of op i."""
+        return 1 + (i in self.aliasing) + (i in self.retainable)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,3 +183,33 @@ class CostNetwork:
     def peak(self, states: Sequence[int]) -> float:
         """The most bytes that a device has in memory at any time, implicit copies included."""
         return float(sum_over_intervals((lo, hi, n) for _, lo, hi, n in self.allocations(states)).max(initial=0.0))
+
+
+def categories(graph: Graph) -> dict[int, str]:
+    """Op -> category of what it makes, in a user's words; "gathered" is a copy of an input for its readers."""
+    state = {a for a, _ in graph.same_layout}
+    stored = {"parameters", "optimizer", "constants", "batch", "gathered"}
+    out: dict[int, str] = {}
+    for i, op in enumerate(graph.ops):
+        source = op.inputs[0] if op.traits.alias or op.traits.loop_slice else None
+        if op.traits.step_input:
+            readers = (graph.ops[at] for at, _ in graph.values[op.outputs[0]].consumers)
+            phases = {reader.phase for reader in readers if not reader.traits.step_output}
+            kind = "parameters" if phases & {"forward", "backward"} or not phases else "optimizer"
+            out[i] = kind if i in state else "batch"
+        elif op.traits.constant:
+            out[i] = "constants"
+        elif source is not None and out[graph.values[source].producer[0]] in stored:
+            out[i] = "gathered"
+        else:
+            out[i] = {"forward": "activations", "backward": "gradients", "update": "update"}[op.phase]
+    return out
+
+
+def memory_by_category(network: CostNetwork, states: tuple[int, ...], time: int) -> dict[str, float]:
+    """Bytes per device that are live at one time step, by category, the largest first."""
+    kinds, out = categories(network.space.graph), {}
+    for i, lo, hi, held in network.allocations(states):
+        if lo <= time < hi and held:
+            out[kinds[i]] = out.get(kinds[i], 0.0) + held
+    return dict(sorted(out.items(), key=lambda item: -item[1]))

@@ -1,18 +1,39 @@
-"""What the user asked of the planner."""
+"""What the user asked of the planner, and what a compiled plan taught it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardplan.costs.corrections import CostCorrections
+from shardplan.mesh.layout import Layout
 
 FREE = "*"
 """A dim of a pin that the planner may shard as it likes."""
 
 PinDims = tuple[tuple[str, ...] | str, ...]
 """A pin: per dim its mesh axes, or FREE; dims left out at the end are unsharded."""
+
+ReshardKey = tuple[int, int, Layout, Layout]
+"""(op, operand, layout it is made in, layout it is read in)."""
+
+
+@dataclass(frozen=True)
+class CostCorrections:
+    """Seconds per step that a compiled plan took beyond the model's, by (op, strategy) and by reshard; `feedback` measures them."""
+
+    strategies: Mapping[tuple[int, int], float]
+    reshards: Mapping[ReshardKey, float]
+
+
+def merge_corrections(corrections: Iterable[CostCorrections]) -> CostCorrections:
+    """All corrections; of those of one choice the largest."""
+    strategies: dict[tuple[int, int], float] = {}
+    reshards: dict[ReshardKey, float] = {}
+    for c in corrections:
+        strategies.update({key: max(extra, strategies.get(key, 0.0)) for key, extra in c.strategies.items()})
+        reshards.update({key: max(extra, reshards.get(key, 0.0)) for key, extra in c.reshards.items()})
+    return CostCorrections(strategies, reshards)
 
 
 @dataclass(frozen=True)
@@ -27,7 +48,7 @@ class Options:
         out_pins: of outputs, by flat number.
         pins: entries of a PartitionSpec by path pattern.
         progress: called by the solver with (states, bound, gap), or None.
-        corrections: what strategies and reshards cost beyond the model, as observed in a compiled plan.
+        corrections: what strategies and reshards cost beyond the model.
         memory_saving: how far memory has to go down from the fastest plan's peak (0) to that of least average memory (1).
         overlap: whether background collectives overlap with compute, on a cluster that can.
         constraints: whether the program's own `with_sharding_constraint`s are kept, only a "hint", or ignored.

@@ -60,13 +60,8 @@ def pins_by_op(graph: Graph, options: Options) -> dict[int, list[Pin]]:
 
 def pin_description(op: Op, pins: Sequence[Pin]) -> str:
     """The pins of an op's result in words, the same for the program in any folder."""
-    label, place = f"{op.label}: " if op.label else "", f"{portable(op.source.file)}:{op.source.line}"
-    return label + ", ".join(f"{_author(op, who, place)} = {pin_text(dims)}" for who, dims in pins)
-
-
-def _author(op: Op, who: str, place: str) -> str:
-    """The author of a pin; of a constraint with its source line."""
-    return f"{who} at {place}" if op.traits.sharding_constraint else who
+    place = f" at {portable(op.source.file)}:{op.source.line}" if op.traits.sharding_constraint else ""
+    return (f"{op.label}: " if op.label else "") + ", ".join(f"{who}{place} = {pin_text(dims)}" for who, dims in pins)
 
 
 def untie_pinned_state(graph: Graph, options: Options) -> Graph:
@@ -83,20 +78,19 @@ def untie_pinned_state(graph: Graph, options: Options) -> Graph:
 def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, ...]) -> np.ndarray:
     """Bool [s]: whether a strategy of op i meets its pins on some axes."""
     op, layouts = space.graph.ops[i], space.strategies[i].results[0]
-    shape = tuple(op.outs[0].shape)
+    shape, place = tuple(op.outs[0].shape), f" at {op.source}" if op.traits.sharding_constraint else ""
     what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"
     mask = np.ones(len(layouts), dtype=bool)
-    wanted = [(_author(op, who, str(op.source)), dims) for who, dims in wanted]
     for n, (who, dims) in enumerate(wanted):
-        _check_pin(f"{who} on {what}", dims, shape, space.mesh)
-        before, known = mask, [d if d == FREE else tuple(a for a in d if a in axes) for d in dims]
+        _check_pin(who := f"{who}{place} on {what}", dims, shape, space.mesh)
+        known = [d if d == FREE else tuple(a for a in d if a in axes) for d in dims]
         mask = mask & np.array([all(d in (FREE, x) for d, x in zip(known, layout.dims, strict=True)) for layout in layouts])
         if not mask.any():
-            if n and before.any():
-                others = " and ".join(f"{w} = {pin_text(d)}" for w, d in wanted[: n + 1])
+            if n:
+                others = " and ".join(f"{w}{place} = {pin_text(d)}" for w, d in wanted[: n + 1])
                 raise ShardingError(f"conflicting pins on {what}: {others}.\n  way out: keep one of them")
             raise ShardingError(
-                f"{who} on {what}: {pin_text(dims)} is no layout the planner can give it on mesh {space.mesh}.\n"
+                f"{who}: {pin_text(dims)} is no layout the planner can give it on mesh {space.mesh}.\n"
                 f"  way out: axes of one dim in mesh order, each axis once"
             )
     return mask

@@ -1,15 +1,20 @@
-"""What a cost network assumes of the whole plan: the price of hidden communication, and which arrays are combined in one collective."""
+"""What a cost network assumes of the whole plan: the price of hidden communication, and which arrays are combined in one collective.
+
+From what is combined follow the latency that each array pays, and how long its collective may be in flight while other work goes on.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
-from shardplan.costs.edge_templates import partial_bytes_ratio
 from shardplan.costs.space import StrategySpace
+from shardplan.mesh import collective
 from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.reshard import Resharder
 from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES
+from shardplan.xla_model.overlap_windows import OverlapWindows, Transfer, overlap_windows
 from shardplan.xla_model.promotion import byte_factors
 
 CombinedGroups = tuple[tuple[tuple[int, CollectiveKey], tuple[tuple[int, float], ...]], ...]
@@ -40,7 +45,7 @@ def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGro
     found: dict[tuple, Resharder] = {}
     out = []
     for v, (value, site) in enumerate(zip(space.graph.values, space.collective_sites, strict=True)):
-        part = partial_bytes_ratio(space.graph, space.accumulated_sums, v)
+        part = space.partial_bytes_ratio(v)
         others = CombinedCollectives(site.group_size, COMBINE_THRESHOLD_BYTES) if combined is None else UNCOMBINED
         same = (value.dtype, part, site.collective_class, others, site.group if site.group in known else None)
         if same not in found:
@@ -49,3 +54,58 @@ def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGro
             found[same] = resharder.sending(byte_factors(value.dtype, part)).combining(others, kinds, known.get(site.group, ()))
         out.append(found[same])
     return tuple(out)
+
+
+def plan_windows(space: StrategySpace, combined: CombinedGroups | None) -> OverlapWindows:
+    """Overlap windows of the collectives of a plan that combines these arrays; None: all arrays of a group move in the same way."""
+    mesh, sites = space.mesh, space.collective_sites
+    blocking_groups = {site.group for site in sites if site.collective_class == "blocking"}
+    overlapping: dict[int, list[tuple[CollectiveKey, float]]] = {}  # op that makes an array -> its collectives, bytes of their results
+    blocking: dict[int, list[tuple[CollectiveKey, float]]] = {}
+    for (group, key), arrays in combined or ():
+        moved = blocking if group in blocking_groups else overlapping
+        for at, size in arrays:
+            moved.setdefault(at, []).append((key, size))
+
+    def seconds(collectives: tuple[tuple[CollectiveKey, float], ...] | str, size: float) -> float:
+        """Of an array's collectives, or of one of this kind over all axes."""
+        total = 0.0
+        for (kind, axes), part in (((collectives, mesh.axes), 1.0),) if isinstance(collectives, str) else collectives:
+            larger = size * part * (mesh.size(*axes) if kind == "reduce-scatter" else 1)
+            total += collective.seconds(kind, larger, axes, mesh, space.cluster)
+        return total
+
+    def transfer(results: list[tuple[CollectiveKey, float]]) -> Transfer:
+        """Collectives of one array, each with its result's share of the largest result, and the bytes of that per device."""
+        largest = max(size for _, size in results)
+        return tuple((key, size / (largest or 1.0)) for key, size in results), largest
+
+    work = _min_seconds(space, {at: min(size for _, size in results) for at, results in overlapping.items()})
+    scattered = {at for at, results in overlapping.items() if any(kind == "reduce-scatter" for (kind, _), _ in results)}
+    transfers, blocks = ({at: transfer(results) for at, results in of.items()} for of in (overlapping, blocking))
+    shards = 1 if combined is None else mesh.n_devices
+    return overlap_windows(space.graph, sites, work, transfers, seconds, shards, scattered, blocks)
+
+
+def _min_seconds(space: StrategySpace, arrived: Mapping[int, float]) -> list[float]:
+    """Seconds of every op in one run under its fastest strategy; the optimizer's shards are no smaller than those of the gradients.
+
+    `arrived`: op that makes an array that is moved -> bytes of the smallest result per device.
+    """
+    graph = space.graph
+    part = [0.0] * len(graph.ops)  # least part of the op's work that a device does
+    for i, op in enumerate(graph.ops):
+        makers = [graph.values[v].producer[0] for v in op.inputs if v is not None]
+        if i in arrived and space.collective_sites[op.outputs[0]].collective_class == "gradient":
+            part[i] = arrived[i] / graph.values[op.outputs[0]].bytes
+        elif op.phase != "forward" and makers:
+            part[i] = max(part[at] for at in makers)
+    known: dict[tuple[int, float], float] = {}
+    out = []
+    for i, op in enumerate(graph.ops):
+        least, seconds = part[i] if op.phase == "update" else 0.0, space.seconds[i]
+        if (key := (id(seconds), least)) not in known:
+            possible = space.strategies[i].work >= least * (1 - 1e-9)
+            known[key] = float(seconds[possible].min() if possible.any() else seconds.max())
+        out.append(known[key])
+    return out

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardplan._jax import itemsize
-from shardplan.costs.halo_exchange import exchanged
+from shardplan.costs.halo_exchange import exchanges
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import OpStrategies
-from shardplan.strategies.rule import Rule
 from shardplan.strategies.signature import Signature
 from shardplan.xla_model.kernels import KernelTraffic
 
@@ -37,7 +36,7 @@ def compute_seconds(
     out = []
     for op, signature, moves in zip(graph.ops, signatures, traffic, strict=True):
         if (key := (signature.number, moves)) not in known:
-            known[key] = _op_seconds(op, signature.rule, signature.strategies, mesh, cluster, moves)
+            known[key] = _op_seconds(op, signature, mesh, cluster, moves)
         out.append(known[key])
     for loop in graph.loops:
         if loop.trips > 1 and loop.start < loop.stop:  # a kernel counts the rounds
@@ -45,8 +44,9 @@ def compute_seconds(
     return tuple(out)
 
 
-def _op_seconds(op: Op, rule: Rule, strategies: OpStrategies, mesh: MeshShape, cluster: Cluster, moves: KernelTraffic) -> np.ndarray:
-    device, moved = cluster.device, np.zeros(len(strategies))
+def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster, moves: KernelTraffic) -> np.ndarray:
+    rule, strategies, device = signature.rule, signature.strategies, cluster.device
+    moved = np.zeros(len(strategies))
     for x, shards, times in zip(op.ins + op.outs, strategies.shards, moves.operand_reads + moves.result_writes, strict=True):
         if times:
             moved += times * (float(math.prod(x.shape)) * itemsize(x.dtype)) / shards
@@ -63,7 +63,8 @@ def _op_seconds(op: Op, rule: Rule, strategies: OpStrategies, mesh: MeshShape, c
     if any(moves.result_writes):
         seconds = seconds + device.kernel_latency_s * _second_kernel(op, strategies)
     if rule.exchanged:
-        found = (exchanged(op, rule, strategies, s, mesh, cluster) for s in range(len(strategies)))
+        layouts = zip(*strategies.operands, strict=True)
+        found = (exchanges(rule, at, op.ins, op.outs, of, mesh, cluster) for at, of in zip(strategies.factors, layouts, strict=True))
         seconds = seconds + np.array([sum(x.seconds for x in exchange) for exchange in found])
     return seconds
 

@@ -1,32 +1,136 @@
-"""The strategy space of a step: graph x rules x mesh, with copies for readers of several layouts put in between."""
+"""The strategy space of a step: graph x rules x mesh, with copies for readers of several layouts put in between.
+
+Thousands of arrays of repeated layers share a few edge templates, each read off the graph once and priced once per cost network.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.costs.edge_templates import ArrayEdge, array_edges
-from shardplan.costs.layout_lists import LayoutLists
 from shardplan.costs.roofline import compute_seconds
 from shardplan.ir.graph import Graph, Path
 from shardplan.ir.repeated_layers import repeated_layers
 from shardplan.mesh.cluster import Cluster
-from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.strategies.enumerate import AxisFactors, OpStrategies
 from shardplan.strategies.rule import Rule
 from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.combining import CollectiveSite, collective_sites
-from shardplan.xla_model.copies import with_copies
+from shardplan.xla_model.copies import SMALL_BYTES, with_copies
 from shardplan.xla_model.coupled_state import CoupledState, coupled_state
 from shardplan.xla_model.fusion import materialised
 from shardplan.xla_model.kernels import kernel_traffic
 
 SMALL_SUM_BYTES = 1 << 16
 """Blocking sums smaller than this are combined with those at their depth."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutList:
+    """Layouts [s] of one operand or result; arrays are over the distinct ones, [layout]; bit n of a set stands for mesh axis n.
+
+    Attributes:
+        layouts: the distinct ones.
+        index: [s] -> which of them.
+        ids: equal for equal layouts, also of other lists.
+        shards: number of shards.
+        partial_axes: set of the mesh axes over which it is partial.
+        dim_axes: [layout, dim], set of the mesh axes that shard the dim.
+    """
+
+    layouts: tuple[Layout, ...]
+    index: np.ndarray
+    ids: np.ndarray
+    shards: np.ndarray
+    partial_axes: np.ndarray
+    dim_axes: np.ndarray
+
+    def equal(self, others: LayoutList) -> np.ndarray:
+        """Bool [layout, other]."""
+        return self.ids[:, None] == others.ids
+
+    def sharding_axes(self, dims: Iterable[int] | None = None) -> np.ndarray:
+        """Set of the mesh axes that shard these dims, by default all."""
+        return np.bitwise_or.reduce(self.dim_axes if dims is None else self.dim_axes[:, list(dims)], axis=1)
+
+
+class LayoutLists:
+    """The list of every tuple of layouts, made once per tuple object: ops of one signature share one, and the space keeps it alive."""
+
+    def __init__(self, mesh: MeshShape):
+        self.mesh, self.bit = mesh, {axis: 1 << n for n, axis in enumerate(mesh.axes)}
+        self.lists: dict[int, LayoutList] = {}
+        self.ids: dict[Layout, int] = {}
+
+    def __call__(self, layouts: tuple[Layout, ...]) -> LayoutList:
+        """The list of layouts [s]."""
+        if (found := self.lists.get(id(layouts))) is None:
+            number: dict[Layout, int] = {}
+            index = np.array([number.setdefault(x, len(number)) for x in layouts], dtype=np.int64)
+            ids = np.array([self.ids.setdefault(x, len(self.ids)) for x in number])
+            shards = np.array([x.shards(self.mesh) for x in number])
+            partial, dims = self._sets(x.partial_axes for x in number), self._sets(axes for x in number for axes in x.dims)
+            found = LayoutList(tuple(number), index, ids, shards, partial, dims.reshape(len(number), -1))
+            self.lists[id(layouts)] = found
+        return found
+
+    def _sets(self, axes: Iterable[Iterable[str]]) -> np.ndarray:
+        return np.array([sum(map(self.bit.__getitem__, some)) for some in axes], np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeTemplate:
+    """One object for all arrays between which the planner sees no difference.
+
+    Attributes:
+        result_layouts: [s], layouts that the producer makes the array in.
+        operand_layouts: [t], layouts that the consumer reads it in.
+        shape: of the whole array.
+        itemsize: bytes per element.
+        reads: reads per step.
+        is_follower: the consumer takes the layout that the array has; partial sums may be completed on the way.
+        gathered_copy: the producer is a large copy for big ops: it is gathered where it is made, where its bytes count, and not behind.
+        coupled_state: what the optimizer computes with together with the array, if this may be a partial sum.
+        in_fusion: it is read inside a fusion.
+        sliced_bytes: bytes from which a loop slices rows, or 0.
+        accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
+        addend_dims: of a partial sum that is only added to another partial sum: dims along which one of them scatters rows. If none of
+            these is sharded, XLA adds the two before it reduce-scatters them. None for other arrays.
+        sum_dims: of what two partial sums add up to, the same dims.
+        from_retainable, to_retainable: whether producer or consumer may retain an earlier phase's array.
+    """
+
+    result_layouts: tuple[Layout, ...]
+    operand_layouts: tuple[Layout, ...]
+    shape: tuple[int, ...]
+    itemsize: float
+    reads: float
+    is_follower: bool
+    gathered_copy: bool
+    coupled_state: CoupledState | None
+    in_fusion: bool
+    sliced_bytes: float
+    accumulated_ratio: float
+    addend_dims: tuple[int, ...] | None
+    sum_dims: tuple[int, ...]
+    from_retainable: bool
+    to_retainable: bool
+
+
+class ArrayEdge(NamedTuple):
+    """Op `producer` makes `value`, op `consumer` reads it as its operand `operand`."""
+
+    producer: int
+    consumer: int
+    operand: int
+    value: int
+    template: EdgeTemplate
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +164,8 @@ class StrategySpace:
     @cached_property
     def collective_sites(self) -> tuple[CollectiveSite, ...]:
         """Per value, which collectives its reshards may be combined with."""
-        makers = (self.rules[v.producer[0]] for v in self.graph.values)
-        small_sums = [
-            v.bytes < SMALL_SUM_BYTES and (bool(rule.reduce) or (rule.linear and not v.shape))
-            for v, rule in zip(self.graph.values, makers, strict=True)
-        ]
+        pairs = ((v, self.rules[v.producer[0]]) for v in self.graph.values)
+        small_sums = [v.bytes < SMALL_SUM_BYTES and (bool(rule.reduce) or (rule.linear and not v.shape)) for v, rule in pairs]
         return collective_sites(self.graph, small_sums)
 
     @cached_property
@@ -77,6 +178,11 @@ class StrategySpace:
         """Sum that a loop accumulates, which may be partial -> the value in the loop that is summed."""
         return accumulated_sums(self.graph, self.accumulated_operands)
 
+    def partial_bytes_ratio(self, v: int) -> float:
+        """Bytes of a value's partial sums over its own: a loop accumulates in the dtype in which they are made."""
+        values = self.graph.values
+        return values[self.accumulated_sums.get(v, v)].itemsize / (values[v].itemsize or 1)
+
     @cached_property
     def layout_lists(self) -> LayoutLists:
         """The lists of all layouts of operands and results."""
@@ -85,8 +191,7 @@ class StrategySpace:
     @cached_property
     def array_edges(self) -> tuple[ArrayEdge, ...]:
         """Every operand of every op, in program order."""
-        state: Sequence[CoupledState | None] = coupled_state(self.graph, [rule.fusion == "loop" for rule in self.rules])
-        return tuple(array_edges(self.graph, self.rules, self.strategies, state, self.accumulated_sums, self.layout_lists))
+        return tuple(_array_edges(self))
 
 
 def make_strategy_space(
@@ -115,3 +220,71 @@ def make_strategy_space(
     seconds = compute_seconds(graph, mesh, cluster, signatures, kernel_traffic(graph, rules, written, sums))
     strategies, numbers = tuple(found.strategies for found in signatures), tuple(found.number for found in signatures)
     return StrategySpace(graph, mesh, cluster, rules, strategies, numbers, written, seconds, tuple(unknown))
+
+
+def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:
+    graph, rules, strategies, lists = space.graph, space.rules, space.strategies, space.layout_lists
+    state = coupled_state(graph, [rule.fusion == "loop" for rule in rules])
+    readable: dict[tuple[LayoutList, LayoutList], bool] = {}  # whether every complete layout that is made can be read as it is
+    known: dict[tuple, EdgeTemplate] = {}
+    addend_dims: list[tuple[int, ...] | None] = []
+    for j, op in enumerate(graph.ops):
+        readers = tuple(graph.readers(op.outputs[0])) if op.traits.copy else (j,)
+        in_fusion = any(rules[at].fusion in ("loop", "reduce") for at in readers)
+        sliced = any(graph.ops[at].traits.loop_slice for at in readers)
+        addend_dims.append(_addend_dims(space, j))
+        for k, v in enumerate(op.inputs):
+            if v is None:
+                continue
+            value = graph.values[v]
+            i, r = value.producer
+            maker, made, read = graph.ops[i], strategies[i].results[r], strategies[j].operands[k]
+            if (pair := (lists(made), lists(read))) not in readable:
+                readable[pair] = bool(np.isin(pair[0].ids[pair[0].partial_axes == 0], pair[1].ids).all())
+            facts = (
+                value.shape,
+                value.itemsize,
+                op.reads,
+                readable[pair] and _is_follower(graph, rules, i, j),
+                maker.traits.copy and not maker.is_follower and value.bytes > SMALL_BYTES,
+                state[v] if pair[0].partial_axes.any() else None,
+                in_fusion,
+                value.bytes if sliced else 0.0,
+                space.partial_bytes_ratio(v) if v in space.accumulated_sums else 0.0,
+                addend_dims[j],
+                addend_dims[i] or (),
+                i in graph.retainable_from,
+                j in graph.retainable_from,
+            )
+            if (key := (id(made), id(read), *facts)) not in known:
+                known[key] = EdgeTemplate(made, read, *facts)
+            yield ArrayEdge(i, j, k, v, known[key])
+
+
+def _addend_dims(space: StrategySpace, j: int) -> tuple[int, ...] | None:
+    """`EdgeTemplate.addend_dims` of both operands of op j."""
+    graph, op = space.graph, space.graph.ops[j]
+    if not op.traits.addition or len(values := [graph.values[v] for v in op.inputs if v is not None]) != 2:
+        return None
+    makers = [value.producer for value in values]
+    sums = all(space.layout_lists(space.strategies[i].results[r]).partial_axes.any() for i, r in makers)
+    if not sums or any(len(value.consumers) > 1 for value in values):
+        return None
+    scatters = [maker for i, _ in makers if (maker := graph.ops[i]).traits.scatter == "add"]
+    return tuple(d for scatter in scatters for d in scatter.params["dimension_numbers"].scatter_dims_to_operand_dims)
+
+
+def _is_follower(graph: Graph, rules: tuple[Rule, ...], i: int, j: int) -> bool:
+    """Whether op j propagates the layout of op i's result wherever it can.
+
+    An elementwise op, view or reduction does so behind elementwise ops and views: a reshard there would break a fusion, and one before
+    or after it serves as well.
+    """
+    maker, reader = graph.ops[i], graph.ops[j]
+    fused = rules[i].fusion in ("loop", "view") and not maker.traits.border
+    if reader.traits.copy:
+        return reader.is_follower and fused
+    if not rules[j].is_follower or reader.traits.border:
+        return False
+    only_reader = maker.traits.step_input and len(graph.values[maker.outputs[0]].consumers) == 1
+    return fused or only_reader or maker.traits.copy

@@ -1,23 +1,36 @@
-"""Tables of a cost network over the states of its ops, one array object per distinct content: the solver relies on shared identity."""
+"""Tables of a cost network over the states of its ops, one array object per distinct content: the solver relies on shared identity.
+
+Seconds of an array on its way from the layout it is made in to the layout it is read in, in picoseconds, rounded:
+
+e[s, t] = reads * (reshard[s, t] + transposes[s, t] + addition[s, t]) - (1 - w) * hidden[s, t]
+
+reshard     cheapest reshard path (`mesh/reshard.py`)
+transposes  physical-layout transposes that XLA adds behind a collective
+addition    what XLA adds up before it reduce-scatters
+hidden      the last collective of the path, as far as its overlap window reaches; w is the price of background communication
+inf         where the consumer propagates the layout, or XLA builds another program than the table says
+"""
 
 from __future__ import annotations
 
-from math import log2
+from collections.abc import Iterator
+from math import log2, prod
 
 import numpy as np
 
-from shardplan.costs.edge_costs import EdgeCost, WindowPS, edge_table
-from shardplan.costs.edge_templates import ArrayEdge, EdgeTemplate
+from shardplan.costs.network import PS, StateBlocks
 from shardplan.costs.pricing import Pricing, resharders
-from shardplan.costs.space import StrategySpace
-from shardplan.costs.states import StateBlocks
-from shardplan.costs.step_seconds import PS
+from shardplan.costs.space import ArrayEdge, EdgeTemplate, LayoutList, StrategySpace
+from shardplan.mesh.cluster import Device
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
 MIN_WINDOW_S = 1e-6
 """Compute shorter than this hides no collective."""
+
+EdgeCost = tuple[np.ndarray, np.ndarray | None]
+"""Picoseconds [s, t]: what an edge costs, and what of its collectives compute can hide (None: nothing)."""
 
 
 class CostTables:
@@ -41,38 +54,57 @@ class CostTables:
     def edge(self, edge: ArrayEdge) -> EdgeCost:
         """Picoseconds of an array on its way, [state of the producer, state of the consumer]."""
         i, j, k, v, template = edge
-        window = self.window(j, k, template.reads)
+        each = self.windows.seconds.get((j, k), 0.0), self.windows.scatter_seconds.get((j, k), 0.0)
+        window = tuple(_rounded_ps(seconds, template.reads) for seconds in each) if max(each) > MIN_WINDOW_S else (0.0, 0.0)
         aliasing = i in self.blocks.aliasing, j in self.blocks.aliasing
         follows = template.is_follower and i not in self.pinned and j not in self.pinned
-        resharder = self.resharders[v]
-        key = (id(template), id(resharder), window, aliasing, follows)
+        key = (id(template), id(self.resharders[v]), window, aliasing, follows)
         if key not in self.cache:
             sources, targets = self.lists(template.result_layouts), self.lists(template.operand_layouts)
-            each = np.ix_(sources.index, targets.index)
-            cost, hidden = edge_table(template, sources, targets, resharder, window, follows, self.background_price)
-            self.cache[key] = _over_states(template, cost[each], hidden[each], sources.equal(targets)[each], *aliasing)
+            cost, hidden = self._over_layouts(template, sources, targets, self.resharders[v], window, follows)
+            at = np.ix_(sources.index, targets.index)
+            self.cache[key] = _over_states(template, cost[at], hidden[at], sources.equal(targets)[at], *aliasing)
         return self.cache[key]
 
-    def window(self, j: int, k: int, reads: float) -> WindowPS:
-        """Overlap window of operand k of op j; rounded to powers of the fourth root of two, so that repeated layers share tables."""
-        each = self.windows.seconds.get((j, k), 0.0), self.windows.scatter_seconds.get((j, k), 0.0)
-        return WindowPS(*(np.rint(2 ** (round(4 * log2(s * reads * PS)) / 4)) if s > MIN_WINDOW_S else 0.0 for s in each))
+    def _over_layouts(
+        self, template: EdgeTemplate, sources: LayoutList, targets: LayoutList, resharder: Resharder, window: tuple, follows: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Cost and hidden part in picoseconds, both [source, target], over distinct layouts.
+
+        `window` is that of the array's collective in picoseconds per step, and of a gradient also if it is reduce-scattered.
+        """
+        per_step = template.reads * PS
+        array = template.shape, template.itemsize, sources.layouts, targets.layouts
+        scattered = reduce_scattered(sources, targets)
+        cost = resharder.table(*array) * per_step
+        hidden = np.zeros_like(cost)
+        if any(window):
+            hidden = np.rint(resharder.table(*array, last=True) * per_step)
+            hidden = np.minimum(hidden, np.where(scattered, window[1], window[0]))
+        for seconds in _beyond_collectives(resharder.cluster.device, template, sources, targets, scattered):
+            cost = cost + seconds * per_step
+        cost = np.rint(cost - (1 - self.background_price) * hidden)
+        for forbidden in _forbidden(template, sources, targets, scattered, follows):
+            cost = np.where(forbidden, np.inf, cost)
+        return cost, hidden
 
     def retained(self, i: int, k: int, j: int) -> np.ndarray:
         """Edge of the op that read a copy as its operand k, and copy j, which may retain it: where it does, layouts agree."""
-        equal = self._where_equal(self.space.strategies[i].operands[k], self.space.strategies[j].results[0])
-        key = ("retained", id(equal), self.blocks.count(i), j in self.blocks.aliasing)
-        if key not in self.cache:
-            free = [np.zeros_like(equal)] * (1 + (j in self.blocks.aliasing))
-            self.cache[key] = np.tile(np.concatenate([*free, equal], axis=1), (self.blocks.count(i), 1))
-        return self.cache[key]
+        of = self.space.strategies
+        return self._agreement(of[i].operands[k], of[j].results[0], self.blocks.count(i), 1 + (j in self.blocks.aliasing), 1)
 
     def same_layout(self, i: int, j: int) -> np.ndarray:
         """Edge of two ops whose results have one layout."""
-        equal = self._where_equal(self.space.strategies[i].results[0], self.space.strategies[j].results[0])
-        key = ("same layout", id(equal), tiles := (1 + (i in self.blocks.aliasing), 1 + (j in self.blocks.aliasing)))
+        of, aliasing = self.space.strategies, self.blocks.aliasing
+        return self._agreement(of[i].results[0], of[j].results[0], 1 + (i in aliasing), 0, 1 + (j in aliasing))
+
+    def _agreement(self, some: tuple[Layout, ...], others: tuple[Layout, ...], rows: int, free: int, columns: int) -> np.ndarray:
+        """Blocks [some, others], 0 where layouts are the same, elsewhere inf; before them `free` columns of blocks with zeros."""
+        key = ("agreement", id(some), id(others), rows, free, columns)
         if key not in self.cache:
-            self.cache[key] = np.tile(equal, tiles)
+            a, b = self.lists(some), self.lists(others)
+            equal = np.where(a.equal(b)[np.ix_(a.index, b.index)], 0.0, np.inf)
+            self.cache[key] = np.tile(np.concatenate([*[np.zeros_like(equal)] * free, *[equal] * columns], axis=1), (rows, 1))
         return self.cache[key]
 
     def bytes(self, i: int, r: int, v: int) -> np.ndarray:
@@ -84,12 +116,61 @@ class CostTables:
             self.cache[key] = np.ceil(value.bytes / found.shards)[found.index]
         return self.cache[key]
 
-    def _where_equal(self, some: tuple[Layout, ...], others: tuple[Layout, ...]) -> np.ndarray:
-        """[some, others] -> 0 where they are the same layout, elsewhere inf."""
-        if (key := ("equal", id(some), id(others))) not in self.cache:
-            a, b = self.lists(some), self.lists(others)
-            self.cache[key] = np.where(a.equal(b)[np.ix_(a.index, b.index)], 0.0, np.inf)
-        return self.cache[key]
+
+def _rounded_ps(seconds: float, reads: float) -> float:
+    """Picoseconds per step, rounded to powers of the fourth root of two, so that repeated layers share tables."""
+    return float(round(2 ** (round(4 * log2(seconds * reads * PS)) / 4))) if seconds > MIN_WINDOW_S else 0.0
+
+
+def _beyond_collectives(
+    device: Device, template: EdgeTemplate, sources: LayoutList, targets: LayoutList, scattered: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Seconds [source, target] of what XLA computes on the way, per read."""
+    latency, rate, shape = device.kernel_latency_s, device.memory_rate, template.shape
+    if template.coupled_state:
+        # A sum that is scattered along any dim but the outermost has that dim outermost in memory, and XLA lays out the optimizer
+        # state that is computed with it in the same order.
+        order = template.coupled_state.order
+        inner = [d for n, d in enumerate(order) if prod(shape[e] for e in order[:n]) > 1]
+        seconds = sum(np.maximum(latency, 2 * n / targets.shards / rate) for n in template.coupled_state.bytes)
+        yield np.where(sources.partial_axes[:, None] & targets.sharding_axes(inner), seconds, 0.0)
+    if template.in_fusion:
+        # Parts gathered along any dim but the outermost lie one after the other. A product reads them so; an elementwise op would
+        # hand the order on to all ops behind it, and XLA's fused normalisations need rows. The kernel that transposes them reads and
+        # writes bytes that are moved anyway, but for those that a loop slices rows from.
+        inner = [d for d in range(len(shape)) if prod(shape[:d]) > 1]
+        gathered = sources.sharding_axes(inner)[:, None] & ~targets.sharding_axes()
+        yield np.where(gathered, np.maximum(latency, 2 * template.sliced_bytes / targets.shards / rate), 0.0)
+    if template.addend_dims is not None:
+        # XLA adds two partial sums and reduce-scatters the result: three arrays of a partial sum's size are read or written. Each
+        # edge has half of what that takes beyond adding their shards.
+        full, sharded = (prod(shape) * template.itemsize / n for n in (sources.shards[:, None], targets.shards))
+        rows_sharded = sources.sharding_axes(template.addend_dims)[:, None] != 0
+        yield np.where(scattered & ~rows_sharded, 1.5 * np.maximum(0.0, full - sharded) / rate, 0.0)
+
+
+def _forbidden(
+    template: EdgeTemplate, sources: LayoutList, targets: LayoutList, scattered: np.ndarray, follows: bool
+) -> Iterator[np.ndarray]:
+    """Bool [source, target]: where no plan may bring the array from one layout to the other."""
+    partial, equal = sources.partial_axes[:, None], sources.equal(targets)
+    if template.addend_dims is not None:
+        yield (targets.partial_axes != 0) & ~equal
+    if template.sum_dims:
+        yield scattered & (sources.sharding_axes(template.sum_dims)[:, None] != 0)
+    if follows:
+        yield (partial == 0) & ~equal
+    if template.accumulated_ratio:
+        # XLA reduce-scatters a sum that a loop accumulated if one dim is sharded over all its axes, and no cast is in between.
+        one_dim = [(targets.sharding_axes([d]) & partial) == partial for d in range(len(template.shape))]
+        yield scattered & ~((template.accumulated_ratio == 1) & np.any(one_dim, axis=0))
+    if template.gathered_copy:
+        yield sources.shards[:, None] > targets.shards
+
+
+def reduce_scattered(sources: LayoutList, targets: LayoutList) -> np.ndarray:
+    """Bool [source, target]: whether a partial source becomes sharded over an axis that it is partial over."""
+    return (sources.partial_axes[:, None] & targets.sharding_axes()) != 0
 
 
 def _over_states(
@@ -104,4 +185,4 @@ def _over_states(
         hidden = np.concatenate([hidden, np.zeros(equal.shape)], axis=1)
     if (rows := 1 + maker_aliases + template.from_retainable) > 1:
         cost, hidden = (np.tile(x, (rows, 1)) for x in (cost, hidden))
-    return EdgeCost(cost, hidden if hidden.any() else None)
+    return cost, hidden if hidden.any() else None

@@ -47,10 +47,17 @@ class IntegerProgram(Search):
         self.task.stopwatch.lap("solve")
         return solution
 
-    @property
-    def untied(self) -> Search:
-        """The same without ties between repeated layers."""
-        return _Untied(self.task)
+    def untied(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
+        """States in which repeated layers may differ, if that pays; of many ops only where the memory limit makes ties costly."""
+        problem = network.problem
+        tied_cost, left = problem.objective(hint), time_left(deadline)
+        found = Solution("fallback", (), np.inf, 0.0)
+        if len(hint) <= UNTIED_OPS or solve(replace(problem, usages=(), limit=None), time_limit=left).objective < tied_cost:
+            own = solve(replace(problem, ties=()), hint=hint, time_limit=time_left(deadline), work_limit=UNTIED_WORK)
+            proven = own.status == "optimal" and own.objective == tied_cost
+            found = own if proven or own.objective < (1 - UNTIED_GAIN) * tied_cost else found
+        self.task.stopwatch.lap("solve")
+        return found
 
     def _compared_axis_by_axis(self, network: CostNetwork, solution: Solution) -> Solution:
         """The better of an answer without a proof and the axis-by-axis search's."""
@@ -62,17 +69,3 @@ class IntegerProgram(Search):
         objective = problem.objective(states)
         better = not solution.states or objective < solution.objective
         return replace(solution, status="feasible", states=states, objective=objective) if better else solution
-
-
-class _Untied(Search):
-    def search(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
-        """States in which repeated layers may differ, if that pays; of many ops only where the memory limit makes ties costly."""
-        problem = network.problem
-        tied_cost, left = problem.objective(hint), time_left(deadline)
-        found = Solution("fallback", (), np.inf, 0.0)
-        if len(hint) <= UNTIED_OPS or solve(replace(problem, usages=(), limit=None), time_limit=left).objective < tied_cost:
-            own = solve(replace(problem, ties=()), hint=hint, time_limit=time_left(deadline), work_limit=UNTIED_WORK)
-            proven = own.status == "optimal" and own.objective == tied_cost
-            found = own if proven or own.objective < (1 - UNTIED_GAIN) * tied_cost else found
-        self.task.stopwatch.lap("solve")
-        return found

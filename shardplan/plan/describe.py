@@ -9,10 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shardplan.costs.halo_exchange import Exchange, exchanged
-from shardplan.costs.memory_categories import categories, memory_by_category
-from shardplan.costs.network import CostNetwork
-from shardplan.costs.step_seconds import PS
+from shardplan.costs.halo_exchange import Exchange, exchanges
+from shardplan.costs.network import PS, CostNetwork, categories, memory_by_category
 from shardplan.files import portable, source_line
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.conflicts import AGAINST
@@ -127,8 +125,9 @@ def _reshards(planned: Planned, i: int) -> Iterator[PlannedReshard]:
             pins=planned.conflicts.get((reader, operand), ()) if conflict else (),
             producer_source=f"{portable(producer.file)}:{producer.line}" if producer.file else "",
         )
-    op = graph.ops[i]
-    for x in exchanged(op, space.rules[i], space.strategies[i], planned.strategies[i], space.mesh, space.cluster):
+    op, s, of = graph.ops[i], planned.strategies[i], space.strategies[i]
+    layouts = [each[s] for each in of.operands]
+    for x in exchanges(space.rules[i], of.factors[s], op.ins, op.outs, layouts, space.mesh, space.cluster):
         layout = planned.operand_layout(i, x.operand)
         yield PlannedReshard(x.operand, format_array(op.ins[x.operand]), layout, layout, (_collective(x),))
 

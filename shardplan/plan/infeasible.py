@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.costs.memory_categories import memory_by_category
-from shardplan.costs.network import CostNetwork
+from shardplan.costs.network import CostNetwork, memory_by_category
 from shardplan.units import format_memory
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from shardplan.costs.corrections import ReshardKey
+from shardplan.costs.options import ReshardKey
 from shardplan.ir.graph import Source
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.planned import Planned

@@ -1,6 +1,6 @@
 """The price of a hidden collective in the integer program: the price at which the plan's own seconds are least.
 
-The step's seconds are not linear in the background collectives (`costs/step_seconds.py`); f is the exposed fraction, C the capacity:
+The step's seconds are not linear in the background collectives (`StepSeconds`); f is the exposed fraction, C the capacity:
 
     seconds = compute + blocking + background - (1 - f) * min(background, C)
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardplan.costs.step_seconds import StepSeconds
+from shardplan.costs.network import StepSeconds
 from shardplan.costs.task import Candidate
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 

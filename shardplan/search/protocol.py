@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from shardplan.costs.network import CostNetwork
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
-from shardplan.search.slope_scaling import slope_scaling
+from shardplan.search.slope_scaling import SearchStates, slope_scaling
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,9 @@ class Search(ABC):
     """One way to choose strategies for the step of a task; `shardplan.searches.SEARCHES` holds all by name."""
 
     task: PlanningTask
+
+    untied: ClassVar[SearchStates | None] = None
+    """`search` that may plan repeated layers each on their own, given states in which they agree; None if there is none."""
 
     def search(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
         """States of one cost network.
@@ -36,11 +40,6 @@ class Search(ABC):
         """
         raise NotImplementedError
 
-    @property
-    def untied(self) -> Search | None:
-        """A search that may plan repeated layers each on their own, given states in which they agree; None if there is none."""
-        return None
-
     def plan(self, memory: float | None) -> Candidate | None:
         """The best plan that fits `memory` bytes per device (None: no limit).
 
@@ -50,11 +49,11 @@ class Search(ABC):
         deadline = Deadline(self.task.options.time_limit, work=np.inf)
         # Without a limit copies need no states of their own, and the network is smaller.
         roomy = memory is not None and replicated_bytes(self.task.space) <= memory
-        found = slope_scaling(self.task, self, None if roomy else memory, deadline)
+        found = slope_scaling(self.task, self.search, self.untied, None if roomy else memory, deadline)
         if memory is None or not roomy or not found.solution.states:
             return found
         if found.network.peak(found.solution.states) > memory:
-            return slope_scaling(self.task, self, memory, deadline)
+            return slope_scaling(self.task, self.search, self.untied, memory, deadline)
         limited = replace(found.network, problem=replace(found.network.problem, limit=memory))
         return Candidate(limited, found.solution)
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf, prod
-from typing import TYPE_CHECKING
 
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import CombinedGroups, Pricing
@@ -34,8 +33,9 @@ from shardplan.mesh.collective import CollectiveKey
 from shardplan.search.min_memory import min_peak_memory
 from shardplan.search.overlap_price import cheapest_price
 
-if TYPE_CHECKING:
-    from shardplan.search.protocol import Search
+States = tuple[int, ...]
+SearchStates = Callable[[CostNetwork, States, float, Deadline], Solution]
+"""`Search.search`."""
 
 ROUNDS = 3
 """Rounds of price, search and recount from one start."""
@@ -50,15 +50,17 @@ HOPELESS = 0.1
 """A restarted search drops plans that cost this much more than the best: their own prices would hardly make up for it."""
 
 
-def slope_scaling(task: PlanningTask, search: Search, limit: float | None, deadline: Deadline) -> Candidate:
+def slope_scaling(
+    task: PlanningTask, search: SearchStates, untied: SearchStates | None, limit: float | None, deadline: Deadline
+) -> Candidate:
     """The best plan found, with the network at its own prices; the gap is that to the bound at the prices it was found at.
 
-    The deadline ends the loop after the search in progress.
+    `untied` searches for step 3, if anything does. The deadline ends the loop after the search in progress.
 
     Returns:
         A candidate without states, "infeasible", if nothing fits `limit` bytes per device at its own prices.
     """
-    loop = _PricingLoop(task, search, limit, deadline)
+    loop = _PricingLoop(task, search, untied, limit, deadline)
     first = loop.converge()
     if loop.best is None:
         return first
@@ -68,7 +70,7 @@ def slope_scaling(task: PlanningTask, search: Search, limit: float | None, deadl
     return Candidate(loop.best.network, Solution("infeasible", (), inf, 0.0)) if loop.excess_bytes else loop.best
 
 
-def reprice(price: Callable[[Pricing], CostNetwork], network: CostNetwork, states: tuple[int, ...]) -> CostNetwork:
+def reprice(price: Callable[[Pricing], CostNetwork], network: CostNetwork, states: States) -> CostNetwork:
     """The network at the prices of what these states combine."""
     own = network
     for _ in range(2):  # other prices make other reshard paths
@@ -84,7 +86,8 @@ class _PricingLoop:
     """
 
     task: PlanningTask
-    search: Search
+    search: SearchStates
+    untied: SearchStates | None
     limit: float | None
     deadline: Deadline
     best: Candidate | None = None
@@ -99,17 +102,23 @@ class _PricingLoop:
     def price(self, pricing: Pricing) -> CostNetwork:
         return self.task.network(pricing, self.limit)
 
-    def solve(self, search: Search, combined: CombinedGroups | None, hint: tuple[int, ...] = (), cutoff: float = inf) -> Candidate:
+    def solve(self, search: SearchStates, combined: CombinedGroups | None, hint: States = (), cutoff: float = inf) -> Candidate:
         """The best plan at the prices of `combined`, over all overlap prices; `cutoff` holds at the lowest of these."""
         exposed_fraction = self.task.exposed_fraction
 
         def at(price: float) -> Candidate:
             network = self.price(Pricing(price, combined))
-            return Candidate(network, search.search(network, hint, cutoff if price == exposed_fraction else inf, self.deadline))
+            return Candidate(network, search(network, hint, cutoff if price == exposed_fraction else inf, self.deadline))
 
         found = cheapest_price(at, exposed_fraction, self.deadline)
         self.network = found.network
         return found
+
+    def attempt(self, search: SearchStates, combined: CombinedGroups | None, hint: States = (), cutoff: float = inf) -> None:
+        """Solve, and recount what is found."""
+        found = self.solve(search, combined, hint, cutoff)
+        if found.solution.states:
+            self.recount(found)
 
     def recount(self, found: Candidate) -> float:
         """Picoseconds of a plan at its own prices, inf if it does not fit so; the plan becomes the best if it is better."""
@@ -146,19 +155,15 @@ class _PricingLoop:
                 break
             for _ in range(ROUNDS):
                 before, cutoff = self.rank, (1 + HOPELESS) * self.rank[1] if not self.excess_bytes else inf
-                found = self.solve(self.search, self.combined, self.best.solution.states, cutoff)
-                if found.solution.states:
-                    self.recount(found)
+                self.attempt(self.search, self.combined, self.best.solution.states, cutoff)
                 if not self.rank < before or self.deadline.over():
                     break
 
     def untie_layers(self) -> None:
         """Step 3."""
         assert self.best is not None
-        if self.search.untied and self.best.solution.tied and not self.deadline.over():
-            found = self.solve(self.search.untied, self.best.network.pricing.combined, self.best.solution.states)
-            if found.solution.states:
-                self.recount(found)
+        if self.untied and self.best.solution.tied and not self.deadline.over():
+            self.attempt(self.untied, self.best.network.pricing.combined, self.best.solution.states)
 
     def fit_memory(self) -> None:
         """Step 4, if no plan fits at its own prices."""
@@ -172,9 +177,7 @@ class _PricingLoop:
             self.recount(Candidate(self.network, Solution("feasible", states, self.network.problem.objective(states), 0.0)))
             self.network = self.price(Pricing(self.network.pricing.background_price, self.combined))
         if self.excess_bytes or not self.deadline.over():
-            found = self.solve(self.search, self.combined)
-            if found.solution.states:
-                self.recount(found)
+            self.attempt(self.search, self.combined)
 
 
 def uniform_groups(space: StrategySpace) -> Iterator[CombinedGroups]:
