@@ -31,7 +31,7 @@ import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
 from shardplan.xla import PlanReport  # noqa: E402
-from shardplan.xla.report.seconds import seconds  # noqa: E402
+from shardplan.xla.hlo.schedule import seconds  # noqa: E402
 
 MESHES = {"8": ((8,), ("data",)), "2,4": ((2, 4), ("data", "model")), "2,2,2": ((2, 2, 2), ("data", "model", "expert"))}
 

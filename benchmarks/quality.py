@@ -32,9 +32,9 @@ import measurements  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
-from shardplan.xla.compiler.compile import compile_lowered, lower_for  # noqa: E402
+from shardplan.xla.compiler.compile import compile, lower_for  # noqa: E402
+from shardplan.xla.hlo.schedule import seconds  # noqa: E402
 from shardplan.xla.report.compare import wire_bytes  # noqa: E402
-from shardplan.xla.report.seconds import seconds  # noqa: E402
 
 OURS = "shardplan"
 TARGETS = {"h100:8": (2, 4), "h100:2x8": (2, 8), "h100:8x8": (8, 8)}
@@ -43,7 +43,7 @@ AXES = ("data", "model")
 
 def judge(lowered, target: str, timeout_s: float) -> dict:
     """What XLA makes of a lowered step, in figures."""
-    compiled = compile_lowered(lowered, target, timeout_s=timeout_s)
+    compiled = compile(lowered, target=target, timeout_s=timeout_s)
     if not compiled.ok or compiled.memory is None:
         return {"error": compiled.error.strip().splitlines()[0][:200]}
     found = seconds(compiled, shardplan.Cluster.preset(target.partition(":")[0]))

@@ -27,7 +27,7 @@ from scipy.stats import spearmanr  # noqa: E402
 
 import shardplan  # noqa: E402
 from shardplan.mesh.layout import MeshShape  # noqa: E402
-from shardplan.xla.report.seconds import seconds_of  # noqa: E402
+from shardplan.xla.hlo.schedule import seconds_of  # noqa: E402
 
 OURS = "shardplan"
 MODELS = ("hybrid_mlp", "dlrm", "face_softmax", "digits_cnn", "gpt", "llama", "moe")

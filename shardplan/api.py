@@ -30,7 +30,7 @@ from shardplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from shardplan.step import PlannedStep
-    from shardplan.xla.report.plan_report import PlanReport
+    from shardplan.xla.report.check import PlanReport
 
 P = ParamSpec("P")
 R = TypeVar("R")

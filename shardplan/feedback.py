@@ -6,7 +6,7 @@
         a peak above the memory that there is        the budget is scaled by planned / emitted
         neither, or a plan seen before               done
 
-Of all compiled plans the one is chosen that fits and whose program takes the fewest seconds by `xla.report.seconds`.
+Of all compiled plans the one is chosen that fits and whose program takes the fewest seconds by `xla.hlo.schedule`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shardplan.mesh.collective import seconds as planned_s
 from shardplan.plan import Plan
 from shardplan.plan.on_line import reshards_on_line, strategies_on_line
 from shardplan.units import format_memory
+from shardplan.xla.hlo.schedule import CompiledSeconds, collective_s, seconds
+from shardplan.xla.report.check import PlanReport, check_plan
 from shardplan.xla.report.compare import CollectiveFinding, EmittedTensor, ExpectedCollective
-from shardplan.xla.report.plan_report import PlanReport, check_plan
-from shardplan.xla.report.seconds import CompiledSeconds, collective_s, seconds
 
 MAX_ROUNDS = 3
 MIN_OVERRUN = 0.005

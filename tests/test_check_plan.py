@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 import shardplan
 from shardplan.xla import CompilerMissingError, available, compare
-from shardplan.xla.report.plan_report import expected
+from shardplan.xla.report.check import expected
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds, BF16 = jax.ShapeDtypeStruct, jnp.bfloat16

@@ -13,7 +13,7 @@ from shardplan.costs.space import make_strategy_space
 from shardplan.ir.parse import parse
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import available
-from shardplan.xla.report.seconds import seconds, seconds_of
+from shardplan.xla.hlo.schedule import seconds, seconds_of
 
 S, F32 = jax.ShapeDtypeStruct, jnp.float32
 BYTES = replace(H100, device=replace(H100.device, flops=dict.fromkeys(H100.device.flops, 1e30), kernel_latency_s=0.0))

@@ -16,8 +16,8 @@ from shardplan.ilp import Edge, Problem
 from shardplan.ilp.solver import solve
 from shardplan.search.overlap_price import cheapest_price
 from shardplan.xla import available
-from shardplan.xla.compiler.compile import compile_lowered, lower_for
-from shardplan.xla.report.seconds import seconds
+from shardplan.xla.compiler.compile import compile
+from shardplan.xla.hlo.schedule import seconds
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 S = jax.ShapeDtypeStruct
@@ -90,7 +90,7 @@ def test_repeated_layers_differ_where_the_first_have_no_compute_to_overlap_with(
 def test_exposed_seconds_of_unrolled_layers_are_those_of_the_compiled_program(memory):
     plan = residual_plan(memory=memory)
     function, args = plan.context.program(plan)
-    compiled = compile_lowered(lower_for("h100:8", function, *args), "h100:8", timeout_s=300)
+    compiled = compile(function, *args, target="h100:8", timeout_s=300)
     emitted = seconds(compiled, shardplan.Cluster.preset("h100"))
     assert plan.seconds["total"] == pytest.approx(emitted.compute_s + emitted.exposed_s, rel=0.05)
 

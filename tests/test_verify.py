@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 
 import shardplan
 from shardplan.xla import available
-from shardplan.xla.report.seconds import link, seconds
+from shardplan.xla.hlo.schedule import link, seconds
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds = jax.ShapeDtypeStruct

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.ir.parse import parse
 from shardplan.xla import available
-from shardplan.xla.report.plan_report import expected
+from shardplan.xla.report.check import expected
 from shardplan.xla_model.accumulation import accumulated_operands
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')

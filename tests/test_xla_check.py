@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import available, check, overlaps, simulate
-from shardplan.xla.hlo.peak import buffers
+from shardplan.xla.hlo.diagnostics import buffers
 from shardplan.xla.hlo.text import read
 
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"

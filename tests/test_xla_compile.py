@@ -16,7 +16,8 @@ from shardplan.xla import check
 from shardplan.xla.compiler import _backend, targets
 from shardplan.xla.compiler.compile import CompilerMissingError, available, compile
 from shardplan.xla.hlo.collectives import collectives
-from shardplan.xla.hlo.remat import layout_of, rematerializations
+from shardplan.xla.hlo.diagnostics import rematerializations
+from shardplan.xla.hlo.groups import layout_of
 
 MESH = MeshShape(("data", "model"), (4, 2))
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla.hlo.collectives import collectives
-from shardplan.xla.hlo.groups import axes_of, axes_of_pairs, groups, linked_groups, pairs
+from shardplan.xla.hlo.groups import axes_of, groups, linked_groups, pairs
 from shardplan.xla.hlo.products import flops, products
 from shardplan.xla.hlo.text import HloArray, arrays, elements, read
 
@@ -135,7 +135,7 @@ def test_axes_of_finds_the_axes_that_made_the_groups(order, n_grouped, sizes):
 def test_permutes_join_devices_into_rings():
     links = pairs("{{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}")
     assert linked_groups(links) == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert axes_of_pairs(links, MESH) == ("data",)
+    assert axes_of(links, MESH) == ("data",)
 
 
 def test_types_are_read_through_tuples_layouts_and_comments():
@@ -208,6 +208,5 @@ def test_text_that_is_no_module_is_refused():
 
 def test_stack_runs_from_the_inside_out():
     module = read(stored("fsdp_gpu_0.12"))
-    dots = [i for body in module.computations.values() for i in body if i.opcode == "dot"]
-    lines = {tuple(f.line for f in module.stack(i)[:2]) for i in dots}
+    lines = {tuple(f.line for f in i.stack[:2]) for i in module if i.opcode == "dot"}
     assert (19, 22) in lines and (20, 22) in lines

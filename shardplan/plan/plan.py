@@ -158,13 +158,13 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
             **options: thresholds and compiler options, as for `shardplan.check`.
 
         Returns:
-            A `shardplan.xla.report.plan_report.PlanReport`; `print` it.
+            A `shardplan.xla.report.check.PlanReport`; `print` it.
 
         Raises:
             ShardingError: when this plan was read from a file.
             CompilerMissing: the target needs packages that are not installed.
         """
-        return resolve_name("shardplan.xla.report.plan_report:check_plan")(self, target, **options)
+        return resolve_name("shardplan.xla.report.check:check_plan")(self, target, **options)
 
     @property
     def verified(self) -> Any:

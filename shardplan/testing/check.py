@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +16,9 @@ import jax.numpy as jnp
 from shardplan import _jax
 from shardplan.strategies.rule import Rule, RuleError, factor_sizes, flat_factors
 from shardplan.strategies.rules import rule_for
-from shardplan.testing.prove import prove_dependence, prove_linear, prove_local
-from shardplan.testing.sharded_op import ShardedOp
+from shardplan.testing.prove import ShardedOp, prove_dependence, prove_linear, prove_local
 from shardplan.xla.compiler import targets
-from shardplan.xla.compiler.compile import compile_lowered
+from shardplan.xla.compiler.compile import compile
 from shardplan.xla.report import one_op
 from shardplan.xla.report.one_op import OneOpVerdict
 
@@ -47,14 +47,9 @@ class Proof:
 
 
 def check_rule(
-    fn: Callable,
-    *args,
-    primitive: str | None = None,
-    target: str | None = None,
-    golden: str | Path | None = None,
-    pairs: int = 2,
+    fn: Callable, *args, primitive: str | None = None, target: str | None = None, golden: str | Path | None = None, pairs: int = 2
 ) -> list[Proof]:
-    """Prove the rule of every op that `fn(*args)` runs, on the values it meets there.
+    """Prove the rule of every op that `fn(*args)` runs, on the values it meets there; one proof per op with a factor to shard.
 
     Args:
         fn: any traceable function; for one primitive, a function that binds it. Loop bodies are proven in their first iteration,
@@ -65,9 +60,6 @@ def check_rule(
             compared with those a plan would name.
         golden: a file of the proofs as text; written where there is none, else they have to be the same.
         pairs: number of pairs of factors to shard together, in addition to every single factor.
-
-    Returns:
-        One proof per distinct op with a factor to shard.
 
     Raises:
         RuleError: when the sharded op differs from the global one, with the rule, the shapes, the sharding and the largest error;
@@ -132,10 +124,10 @@ def _prove(eqn, operands, seen: set, pairs: int) -> Proof | None:
     if not ops:
         return None
     how = "local"
-    groups: dict[int, list[ShardedOp]] = {}  # by number of devices
+    groups = defaultdict(list)  # by number of devices
     for x in ops:
         k = math.prod(x.shards.values())
-        groups.setdefault(8 if 8 % k == 0 else k, []).append(x)
+        groups[8 if 8 % k == 0 else k].append(x)
     for n, group in sorted(groups.items()):
         if not prove_local(group, n):
             how = "dependence"
@@ -162,7 +154,7 @@ def _deviations(eqn, target: str) -> tuple[OneOpVerdict, ...]:
     verdicts = []
     for program in one_op.programs(eqn, cluster):
         try:
-            done = compile_lowered(one_op.lowered(eqn, program, cluster), cluster)
+            done = compile(one_op.lowered(eqn, program, cluster), target=cluster)
             found = one_op.moved(done.text, program, cluster) if done.ok else done.error
         except NotImplementedError as error:  # the primitive has no lowering for GPUs
             found = str(error)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +19,127 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardplan import _jax
 from shardplan.emit.shard_local import dynamic_index
 from shardplan.emit.shard_local.forms import FORMS, run_form
+from shardplan.emit.shard_local.halo import HaloDim, halo_dims
 from shardplan.emit.shard_local.window import convolution, windows
-from shardplan.strategies.rule import Dims, flat_factors
-from shardplan.testing.compare import difference
-from shardplan.testing.sharded_op import AXES, ShardedOp
+from shardplan.strategies.rule import Dims, Rule, RuleError, flat_factors
+
+AXES = ("s", "t", "u")
+"""Mesh axes of a proof, one per sharded factor."""
 
 
-def prove_local(group: list[ShardedOp], n_devices: int) -> bool:
-    """Prove shardings of one op that take so many devices, in one program; False if the op has no local form."""
+@dataclass(frozen=True)
+class ShardedOp:
+    """One equation, global arrays of its operands and results, and per sharded factor the number of shards."""
 
-    def join_all(operands):
-        return [_join(op, operands, n_devices) for op in group]
+    eqn: Any
+    rule: Rule
+    sizes: dict[str, int]
+    operands: tuple
+    results: tuple
+    shards: dict[str, int]
 
-    try:
-        replicated = NamedSharding(Mesh(np.asarray(jax.devices()[:n_devices]), AXES[:1]), PartitionSpec())
-        operands = jax.device_put([jnp.asarray(x) for x in group[0].operands], replicated)
-        joined = jax.jit(join_all, out_shardings=replicated)(operands)
-    except _NoLocalFormError:
-        return False
-    for op, results in zip(group, joined, strict=True):
-        for got, want in zip(results, op.results, strict=True):
-            if (error := difference(got, want)) is not None:
-                op.fail(error)
-    return True
+    @property
+    def name(self) -> str:
+        """The primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def text(self) -> str:
+        """The sharding as text, "a:8 b:2"."""
+        return " ".join(f"{a}:{k}" for a, k in self.shards.items())
+
+    @property
+    def types(self) -> str:
+        """Types of operands and results."""
+        return " -> ".join(", ".join(str(jax.typeof(x)) for x in side) for side in (self.operands, self.results))
+
+    def local_shape(self, dims: Dims, shape) -> tuple[int, ...]:
+        """Shape of one device's shard of a tensor."""
+        return tuple(n // math.prod(self.shards.get(a, 1) for a in d) for d, n in zip(dims, shape, strict=True))
+
+    @property
+    def local_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of one device's shards of all results."""
+        return [self.local_shape(d, x.shape) for d, x in zip(self.rule.results, self.results, strict=True)]
+
+    def factor_shape(self, dims: Dims, shape) -> list[int]:
+        """Shape of a tensor with one dim per factor; a windowed factor differs from tensor to tensor."""
+        return [n if len(d) == 1 else self.sizes[a] for d, n in zip(dims, shape, strict=True) for a in d]
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """Sharded factor -> its mesh axis."""
+        return dict(zip(self.shards, AXES, strict=False))
+
+    def spec(self, dims: Dims) -> PartitionSpec:
+        """PartitionSpec of a tensor with one dim per factor."""
+        return PartitionSpec(*(self.axes.get(a) for a in flat_factors(dims)))
+
+    def shard_index(self, factor: str):
+        """This device's number along a factor."""
+        return lax.axis_index(self.axes[factor]) if factor in self.shards else 0
+
+    def halo_dims(self, k: int) -> list[HaloDim]:
+        """Sharded dims of operand k over which windows slide."""
+        axes = {a: (axis,) for a, axis in self.axes.items()}
+        return halo_dims(self.rule, k, axes, self.shards, self.operands, self.results)
+
+    def sharded_dims(self, k: int) -> list[HaloDim]:
+        """All sharded dims of operand k."""
+        return replace(self, rule=replace(self.rule, shard_local=frozenset(self.shards))).halo_dims(k)
+
+    def compare(self, got, want, why: str = "") -> None:
+        """Raise a RuleError unless the arrays are equal up to rounding."""
+        if (error := difference(got, want)) is not None:
+            self.fail(f"{why}{error}")
+
+    def fail(self, why: str):
+        """Raise a RuleError that names the op and this sharding."""
+        raise RuleError(
+            f"rule '{self.rule}' of {self.name} on {self.types} is wrong when sharded as {self.text}: {why}\n"
+            f"  ways out: replicate a factor that needs its neighbours, or name its kind in reduce="
+        )
+
+
+def difference(got, want) -> str | None:
+    """None when equal up to rounding of the dtype (NaN equals NaN), else where and by how much they differ."""
+    if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+        got, want = jax.random.key_data(got), jax.random.key_data(want)
+    got, want = jax.device_get((got, want))
+    if not jnp.issubdtype(want.dtype, jnp.inexact):
+        wrong = got != want
+        bound = 0.0
+        gap = np.abs(got.astype(np.float64) - want.astype(np.float64))
+    else:
+        wide = np.complex128 if jnp.issubdtype(want.dtype, jnp.complexfloating) else np.float64
+        digits = {8: 1e-11, 4: 3e-5, 2: 4e-2}.get(want.dtype.itemsize // (2 if wide is np.complex128 else 1), 0.6)
+        got, want = got.astype(wide), want.astype(wide)
+        finite = np.isfinite(want)
+        bound = digits * max(1.0, np.abs(want[finite]).max(initial=0.0))
+        with np.errstate(invalid="ignore"):
+            gap = np.where(finite, np.abs(got - want), np.where((got == want) | (np.isnan(got) & np.isnan(want)), 0.0, np.inf))
+        wrong = ~(gap <= bound)
+    if not wrong.any():
+        return None
+    return f"{wrong.sum()} of {wrong.size} elements differ by up to {np.where(wrong, gap, 0).max():.3g} (allowed {bound:.3g})"
 
 
 class _NoLocalFormError(Exception):
     """The primitive on local shards does not give a local shard of the result."""
+
+
+def prove_local(group: list[ShardedOp], n_devices: int) -> bool:
+    """Prove shardings of one op that take so many devices, in one program; False if the op has no local form."""
+    try:
+        replicated = NamedSharding(Mesh(np.asarray(jax.devices()[:n_devices]), AXES[:1]), PartitionSpec())
+        operands = jax.device_put([jnp.asarray(x) for x in group[0].operands], replicated)
+        joined = jax.jit(lambda xs: [_join(op, xs, n_devices) for op in group], out_shardings=replicated)(operands)
+    except _NoLocalFormError:
+        return False
+    for op, results in zip(group, joined, strict=True):
+        for got, want in zip(results, op.results, strict=True):
+            op.compare(got, want)
+    return True
 
 
 def _join(op: ShardedOp, operands, n_devices: int) -> list:
@@ -81,7 +176,7 @@ def _run_on_shards(op: ShardedOp, shards) -> list:
 
 def _reduce_partial(op: ShardedOp, x):
     """A partial result, reduced by the collective of its kind."""
-    for factor, axis in zip(op.shards, AXES, strict=False):
+    for factor, axis in op.axes.items():
         kind = op.rule.reduce.get(factor)
         if kind in ("sum", "max", "min"):
             x = getattr(lax, f"p{kind}")(x, axis)
@@ -95,8 +190,9 @@ def _with_local_shape(op: ShardedOp, shards):
 
 
 def _iota(op: ShardedOp, shards):
-    (x,) = _with_local_shape(op, shards)
-    return [x + jnp.asarray(op.shard_start(op.rule.results[0][op.eqn.params["dimension"]]), x.dtype)]
+    (x,), dim = _with_local_shape(op, shards), op.eqn.params["dimension"]
+    starts = [op.shard_index(a) * op.local_shapes[0][dim] for a in op.rule.results[0][dim]]
+    return [x + jnp.asarray(sum(starts), x.dtype)]
 
 
 def _tile(op: ShardedOp, shards):
@@ -154,8 +250,7 @@ def prove_dependence(op: ShardedOp) -> None:
         operands = [_permute_others(op, x, d, coordinates) for x, d in zip(op.operands, op.rule.operands, strict=True)]
         for got, want, dims in zip(_jax.bind(op.eqn, operands), op.results, op.rule.results, strict=True):
             own = np.flatnonzero(_is_own(op, dims, want.shape, coordinates))
-            if (error := difference(got.reshape(-1)[own], want.reshape(-1)[own])) is not None:
-                op.fail(f"a shard depends on elements of other devices; {error}")
+            op.compare(got.reshape(-1)[own], want.reshape(-1)[own], "a shard depends on elements of other devices; ")
 
 
 def _is_own(op: ShardedOp, dims: Dims, shape, coordinates: dict[str, int]) -> np.ndarray:
@@ -182,5 +277,4 @@ def prove_linear(op: ShardedOp) -> None:
     half = [jnp.roll(jnp.asarray(x).reshape(-1), 1).reshape(jnp.shape(x)) for x in op.operands]
     rest = [jnp.asarray(x) - h for x, h in zip(op.operands, half, strict=True)]
     for a, b, want in zip(_jax.bind(op.eqn, half), _jax.bind(op.eqn, rest), op.results, strict=True):
-        if (error := difference(a + b, want)) is not None:
-            replace(op, shards={}).fail(f"it is marked linear, but f(x) + f(y) is not f(x + y); {error}")
+        replace(op, shards={}).compare(a + b, want, "it is marked linear, but f(x) + f(y) is not f(x + y); ")

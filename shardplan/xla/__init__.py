@@ -4,14 +4,11 @@ from shardplan.mesh.gpus import Gpu, gpus
 from shardplan.xla.compiler.compile import Compiled, CompilerMissingError, XlaMemory, available, compile, lower
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective, collectives
-from shardplan.xla.hlo.peak import Buffer
+from shardplan.xla.hlo.diagnostics import Buffer, Rematerialization, rematerializations
 from shardplan.xla.hlo.products import HloProduct, flops, products
-from shardplan.xla.hlo.remat import Rematerialization, rematerializations
-from shardplan.xla.hlo.schedule import KernelWork, Overlap, Timeline, overlaps, simulate
-from shardplan.xla.report.check import ReplicatedArgument, SourceLineCollectives, XlaReport, check
+from shardplan.xla.hlo.schedule import CompiledSeconds, KernelWork, Overlap, Timeline, overlaps, seconds, simulate
+from shardplan.xla.report.check import PlanReport, ReplicatedArgument, SourceLineCollectives, XlaReport, check
 from shardplan.xla.report.compare import CollectiveComparison, CollectiveFinding, EmittedTensor, ExpectedCollective, compare
-from shardplan.xla.report.plan_report import PlanReport
-from shardplan.xla.report.seconds import CompiledSeconds, seconds
 
 __all__ = [
     "Buffer",

@@ -7,6 +7,7 @@ nothing of this package.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -15,12 +16,17 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import jax
+import numpy as np
+from jax._src import compiler, config, source_info_util
+from jax._src.interpreters import mlir, pxla
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental import topologies
 
-def lower(function, args, kwargs, platform: str):
-    """Traces and lowers for a platform that need not exist here; frames of this package are excluded from source lines."""
-    import jax
-    from jax._src import source_info_util
 
+def lower(function, *args, platform: str = "cpu", **kwargs):
+    """Traces and lowers for `platform` ('cpu', 'cuda'), whose devices need not exist; source lines leave out this package's frames."""
     source_info_util.register_exclusion(str(Path(__file__).parents[2]))
     if not hasattr(function, "trace"):
         function = jax.jit(function)
@@ -29,12 +35,6 @@ def lower(function, args, kwargs, platform: str):
 
 def payload(lowered) -> tuple[bytes, dict]:
     """A `jax.stages.Lowered` as (StableHLO bytecode, the compile options that `jit` would set)."""
-    import io
-
-    from jax._src import config
-    from jax._src.interpreters import pxla
-    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-
     args = lowered._lowering.compile_args
     module = lowered.compiler_ir("stablehlo")
     meshes = _meshes(lowered)
@@ -61,8 +61,6 @@ def payload(lowered) -> tuple[bytes, dict]:
 
 def arguments(lowered) -> list[tuple[str, str, tuple[int, ...]]]:
     """(path, dtype, global shape) of every argument the compiled program takes, in its order."""
-    import jax
-
     args, named = lowered.args_info
     names = lowered._lowering.compile_args["all_args_info"].debug_info.arg_names
     paths = jax.tree_util.tree_flatten_with_path((args, named))[0]
@@ -86,30 +84,15 @@ def _meshes(lowered) -> list[tuple[list[str], list[int]]]:
 
 def compiled(module: bytes, request: dict, folder: Path):
     """Compiles a module in this process; returns (executable, flags that this XLA does not know)."""
-    import jax
-    import numpy as np
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
-    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-
     jax.config.update("jax_use_shardy_partitioner", request["shardy"])
-    if request["platform"] == "cuda":
-        from jax.experimental import topologies
-
-        devices = topologies.get_topology_desc(
-            platform="cuda",
-            topology_name=request["name"],
-            topology=request["topology"],
-            target_config=request["target_config"],
-        ).devices
+    flags, dropped = dict(request["flags"]), []
+    if request["cluster"]:
+        devices = topologies.get_topology_desc(platform="cuda", **request["cluster"]).devices
+        flags["xla_dump_to"] = str(folder / "dump")
     else:
         devices = jax.devices("cpu")
     devices = np.array(devices[: request["n_devices"]]).reshape(1, -1)
     client = devices.flat[0].client
-    flags, dropped = dict(request["flags"]), []
-    if request["platform"] == "cuda":
-        flags["xla_dump_to"] = str(folder / "dump")
     while True:
         options = compiler.get_compile_options(
             1, devices.size, devices, env_options_overrides={**flags, **request["options"]}, backend=client
@@ -133,12 +116,9 @@ def compiled(module: bytes, request: dict, folder: Path):
 
 def _before(module: bytes) -> str:
     """The program as HLO text before any pass, with source lines; '' where the conversion fails."""
-    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
-
     try:
         to_hlo = xla_client._xla.mlir.mlir_module_to_xla_computation  # pyright: ignore[reportPrivateImportUsage]
-        computation = to_hlo(module, use_tuple_args=False, return_tuple=False)
-        return computation.get_hlo_module().to_string()
+        return to_hlo(module, use_tuple_args=False, return_tuple=False).get_hlo_module().to_string()
     except Exception:
         return ""
 
@@ -156,11 +136,8 @@ def main(folder: Path) -> None:
         return
     (folder / "module.hlo").write_text(text)
     (folder / "before.hlo").write_text(_before((folder / "module.mlirbc").read_bytes()))
-    memory = {
-        name.removesuffix("_in_bytes").removesuffix("_size"): int(value)
-        for name in dir(stats)
-        if name.endswith("_in_bytes") and isinstance(value := getattr(stats, name), int)
-    }
+    memory = {name: getattr(stats, f"{name}_size_in_bytes") for name in ("argument", "output", "temp", "alias")}
+    memory["peak_memory"] = getattr(stats, "peak_memory_in_bytes", 0)
     seconds = time.perf_counter() - started
     (folder / "result.json").write_text(json.dumps({"memory": memory, "seconds": seconds, "dropped": dropped}))
 

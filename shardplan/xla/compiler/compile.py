@@ -1,15 +1,12 @@
 """Compiles a step for the devices at hand or for an absent GPU cluster: HLO text, memory, warnings, or the error.
 
-    >>> done = compile(jax.jit(step, in_shardings=...), *args, target="h100:8x8")
-    >>> done.ok, done.memory.peak_bytes, len(done.text), done.rematerializations
-    (True, 5914664, 70897, ())
-
 The program is lowered here and compiled in a child process with a time limit: a compiler crash is a result, not the end of this
 process. Nothing is executed; arguments may be `jax.ShapeDtypeStruct`s, and the mesh an `AbstractMesh` of any size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -30,14 +27,17 @@ from shardplan.mesh.gpus import gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
 from shardplan.units import format_memory
 from shardplan.xla.compiler import _backend, targets
+from shardplan.xla.compiler._backend import lower
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import HloCollective, collectives
-from shardplan.xla.hlo.peak import Buffer, buffers
+from shardplan.xla.hlo.diagnostics import Buffer, Rematerialization, buffers, rematerializations
 from shardplan.xla.hlo.products import HloProduct, flops, products
-from shardplan.xla.hlo.remat import Rematerialization, rematerializations
 from shardplan.xla.hlo.text import HloModule, read
 
-FLAGS: Mapping[str, bool | int | float | str] = {
+Options = Mapping[str, bool | int | float | str]
+"""Compiler options: XLA flags without the dashes."""
+
+FLAGS: Options = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False,
     "xla_gpu_experimental_use_collective_kernels": "",
@@ -72,17 +72,15 @@ class Compiled:
     """A compiled step, or the reason that there is none.
 
     Attributes:
-        ok: whether the compiler finished.
-        error: its message, '' when ok.
-        text: HLO after every pass, in schedule order; '' when not ok.
-        memory: bytes per device; None when not ok.
+        ok, error: whether the compiler finished, and its message if not.
+        text, memory: HLO after every pass, in schedule order, and bytes per device; '' and None when not ok.
         stderr: of the compiler.
         target: the cluster compiled for; None for emulated CPU devices.
         mesh: names the axes of collectives and warnings; None when the program has no mesh.
         n_devices: number of devices the program runs on.
+        seconds: time of the compiler itself.
         before: HLO before any pass, of all devices together.
         live_range, assignment: XLA's live-range and buffer-assignment dumps; '' for CPUs.
-        seconds: time of the compiler itself.
         dropped_flags: flags this XLA does not know.
     """
 
@@ -101,8 +99,12 @@ class Compiled:
     dropped_flags: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        where = self.target or f"{self.n_devices} CPU devices"
-        return f"Compiled({where}, {self.memory or self.error}, {self.seconds:.1f} s)"
+        return f"Compiled({self.devices}, {self.memory or self.error}, {self.seconds:.1f} s)"
+
+    @property
+    def devices(self) -> str:
+        """The target, or how many emulated devices."""
+        return str(self.target or f"{self.n_devices} CPU devices")
 
     @property
     def fits(self) -> bool | None:
@@ -111,11 +113,7 @@ class Compiled:
 
     @cached_property
     def module(self) -> HloModule:
-        """The parsed text.
-
-        Raises:
-            RuntimeError: the compile failed.
-        """
+        """The parsed text; RuntimeError when the compile failed."""
         if not self.ok:
             raise RuntimeError(f"there is no compiled module: {self.error}")
         return read(self.text)
@@ -154,17 +152,18 @@ class Compiled:
     @cached_property
     def peak(self) -> tuple[Buffer, ...]:
         """The buffers alive at the memory peak, the largest first; () for CPUs, where XLA writes no dump."""
-        return buffers(self.live_range, self.assignment, self.module, read(self.before) if self.before else None)
+        return buffers(self.live_range, self.assignment, self.module, self.before)
 
     @cached_property
     def rematerializations(self) -> tuple[Rematerialization, ...]:
         """XLA's "Involuntary full rematerialization" warnings."""
-        return rematerializations(self.stderr, self.mesh, read(self.before) if self.before else None)
+        return rematerializations(self.stderr, self.mesh, self.before)
 
 
 def available() -> bool:
     """Whether the packages for absent GPUs are installed."""
-    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{v}") for v in (13, 12)) if _has("jax_plugins") else False
+    found = importlib.util.find_spec
+    return found("jax_plugins") is not None and any(found(f"jax_plugins.xla_cuda{v}") for v in (13, 12))
 
 
 def compile(
@@ -172,33 +171,51 @@ def compile(
     *args: Any,
     target: str | Target | None = None,
     mesh: MeshShape | None = None,
-    options: Mapping[str, bool | int | float | str] | None = None,
+    options: Options | None = None,
     timeout_s: float = 900,
     **kwargs: Any,
 ) -> Compiled:
-    """Compiles `function(*args, **kwargs)` without running it.
+    """Compiles `function(*args, **kwargs)` without running it; the same program is compiled once per process.
 
     Args:
         function: a `jax.jit`ed function, a plain one, or a `jax.stages.Lowered` (then without arguments, and lowered
             for the target's platform, 'cuda' or 'cpu').
-        *args: positional arguments; arrays or shapes.
+        *args, **kwargs: its arguments; arrays or shapes.
         target: 'h200:8', 'h100:8x8', ...; None for the devices at hand (a known GPU, else emulated CPU devices).
         mesh: names the axes; by default the mesh found in the program's shardings.
-        options: compiler options (XLA flags without the dashes).
+        options: compiler options.
         timeout_s: time limit of the compiler.
-        **kwargs: keyword arguments; arrays or shapes.
 
     Raises:
         ValueError: the target is unknown or has another number of devices than the program.
         CompilerMissing: the target needs packages that are not installed.
     """
-    given = not args and not kwargs and hasattr(function, "compiler_ir")
-    lowered = function if given else lower_for(target, function, *args, **kwargs)
-    return compile_lowered(lowered, target, mesh=mesh, options=options, timeout_s=timeout_s)
+    target = _target_at_hand() if target is None else target
+    module, request = _backend.payload(lower_for(target, function, *args, **kwargs))
+    cluster = None if target is None else targets.parse(target, request["n_devices"])
+    request = _complete(request, cluster, options)
+    environment = _environment(request)
+    key = hashlib.sha256(module + json.dumps([request, environment["XLA_FLAGS"]], sort_keys=True).encode()).hexdigest()
+    done = _DONE.get(key) or _in_child(module, request, environment, cluster, timeout_s)
+    if done.ok:
+        _DONE[key] = done
+        if len(_DONE) > _KEEP:
+            del _DONE[next(iter(_DONE))]
+    meshes = (MeshShape(tuple(names), tuple(sizes)) for names, sizes in request["meshes"])
+    return replace(done, mesh=mesh or next(meshes, None))
+
+
+_KEEP = 16
+_DONE: dict[str, Compiled] = {}
+"""The last compiled steps, by program and request."""
 
 
 def lower_for(target: str | Target | None, function, *args: Any, **kwargs: Any):
-    """Traces and lowers `function` for the target's platform; raises what `compile` raises about targets."""
+    """Traces and lowers `function` for the target's platform; a step that is lowered stays. Raises what `compile` raises."""
+    if hasattr(function, "compiler_ir"):
+        if args or kwargs:
+            raise TypeError(f"a lowered step takes no arguments; it got {len(args)} positional ones and {list(kwargs)}")
+        return function
     target = _target_at_hand() if target is None else target
     if isinstance(target, str):
         targets.parse(target)  # a misspelt target is refused before a long trace
@@ -210,79 +227,22 @@ def lower_for(target: str | Target | None, function, *args: Any, **kwargs: Any):
     return lower(function, *args, platform="cuda" if target is not None else "cpu", **kwargs)
 
 
-def compile_lowered(
-    lowered,
-    target: str | Target | None = None,
-    *,
-    mesh: MeshShape | None = None,
-    options: Mapping[str, bool | int | float | str] | None = None,
-    timeout_s: float = 900,
-) -> Compiled:
-    """As `compile`, for a step that `lower_for` lowered for the same target."""
-    target = _target_at_hand() if target is None else target
-    module, request = _backend.payload(lowered)
-    cluster = targets.parse(target, request["n_devices"]) if target is not None else None
-    meshes = [MeshShape(tuple(names), tuple(sizes)) for names, sizes in request["meshes"]]
-    done = compile_module(module, request, cluster, options=options, timeout_s=timeout_s)
-    return replace(done, mesh=mesh or next(iter(meshes), None))
-
-
-def lower(function, *args: Any, platform: str = "cpu", **kwargs: Any):
-    """Traces and lowers for `platform` ('cpu', 'cuda') in this process; the platform's devices need not exist."""
-    return _backend.lower(function, args, kwargs, platform)
-
-
-def compile_module(
-    module: bytes,
-    request: dict,
-    target: Target | None,
-    *,
-    options: Mapping[str, bool | int | float | str] | None = None,
-    timeout_s: float = 900,
-) -> Compiled:
-    """Compiles StableHLO bytecode in a child process, with the request of `_backend.payload`.
-
-    The same module, target and options are compiled once per process.
-    """
-    request = _complete(request, target, options)
-    environment = _environment(request)
-    key = hashlib.sha256(module + json.dumps([request, environment["XLA_FLAGS"]], sort_keys=True).encode()).hexdigest()
-    if key not in _DONE:
-        result = _in_child(module, request, environment, target, timeout_s)
-        if not result.ok:
-            return result
-        while len(_DONE) >= _KEEP:
-            del _DONE[next(iter(_DONE))]
-        _DONE[key] = result
-    return _DONE[key]
-
-
 def compile_here(lowered, target: str) -> str:
-    """The HLO text of a step that `lower_for` lowered for the same target, compiled in this process: a compiler crash ends it.
-
-    For a worker process that compiles many small programs and starts once.
-    """
+    """The HLO text of a step that `lower_for` lowered for the same target, compiled in this process, which a crash ends."""
     module, request = _backend.payload(lowered)
     request = _complete(request, targets.parse(target, request["n_devices"]), None)
     with tempfile.TemporaryDirectory(prefix="shardplan-") as folder:
         return _backend.compiled(module, request, Path(folder))[0].hlo_modules()[0].to_string()
 
 
-def _complete(request: dict, target: Target | None, options: Mapping[str, bool | int | float | str] | None) -> dict:
+def _complete(request: dict, target: Target | None, options: Options | None) -> dict:
     """The request with flags, options and devices."""
-    request = {**request, "options": dict(options or {}), "flags": dict(FLAGS) if target else {}, "platform": "cpu"}
-    if target is not None:
-        request |= {
-            "platform": "cuda",
-            "name": target.gpu.key,
-            "topology": f"1x{target.nodes}x{target.per_node}",
-            "target_config": targets.config(target.gpu),
-        }
-    return request
-
-
-_KEEP = 16
-_DONE: dict[str, Compiled] = {}
+    cluster = target and {
+        "topology_name": target.gpu.key,
+        "topology": f"1x{target.nodes}x{target.per_node}",
+        "target_config": targets.config(target.gpu),
+    }
+    return {**request, "options": dict(options or {}), "flags": dict(FLAGS) if target else {}, "cluster": cluster}
 
 
 def _in_child(module: bytes, request: dict, environment: dict, target: Target | None, timeout_s: float) -> Compiled:
@@ -335,7 +295,7 @@ def _in_child(module: bytes, request: dict, environment: dict, target: Target | 
 def _environment(request: dict) -> dict[str, str]:
     """The parent's environment with CPU as the only platform, warnings enabled and no visible GPU."""
     flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
-    if request["platform"] == "cpu":
+    if not request["cluster"]:
         flags += f" --xla_force_host_platform_device_count={request['n_devices']}"
     return {
         **os.environ,
@@ -367,10 +327,9 @@ def _kill(child: subprocess.Popen) -> None:
 
 
 def _signal(code: int) -> str:
-    try:
-        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
-    except ValueError:
-        return f"exit status {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"exit status {code}"
 
 
 def _tail(stderr: str) -> str:
@@ -390,7 +349,3 @@ def _target_at_hand() -> str | None:
         return None
     gpu = gpu_of_device_kind(jax.devices()[0].device_kind)
     return gpu.key if gpu else None
-
-
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -1,8 +1,4 @@
-"""Machines to compile for that need not be here: `"h200:8"` is one node of 8 H200s, `"h100:8x8"` eight nodes of 8 H100s.
-
-The figures of each GPU are those of `shardplan/mesh/gpus.json`; `config` writes them in the text form that XLA's compiler reads
-(`GpuTargetConfigProto`).
-"""
+"""Machines to compile for that need not be here: `"h200:8"` is one node of 8 H200s, `"h100:8x8"` eight nodes of 8 H100s."""
 
 from __future__ import annotations
 
@@ -41,15 +37,10 @@ class Target:
 
 
 def parse(text: str | Target, n_devices: int | None = None) -> Target:
-    """Reads a target.
-
-    Args:
-        text: 'h200:8' (one node of up to 8; more than 8 are nodes of 8), 'h100:8x8' (nodes x GPUs per node), or 'h100' for as
-            many devices as the program uses.
-        n_devices: how many devices the program uses.
+    """Reads 'h200:8' (one node of up to 8; more are nodes of 8), 'h100:8x8' (nodes x GPUs per node), or 'h100' (`n_devices`).
 
     Raises:
-        ValueError: an unknown GPU, a malformed count, or another number of devices than the program uses.
+        ValueError: an unknown GPU, a malformed count, or another number of devices than the program's `n_devices`.
     """
     if isinstance(text, Target):
         target = text
@@ -60,11 +51,16 @@ def parse(text: str | Target, n_devices: int | None = None) -> Target:
                 f"target {text!r} is not known; write GPU:count or GPU:nodesxcount with one of {', '.join(gpus())}, "
                 'as in "h200:8" or "h100:8x8"'
             )
-        gpu, count, per_node = gpus()[found[1]], found[2] or n_devices or node().size, found[3]
-        nodes, per_node = (int(count), int(per_node)) if per_node else _in_nodes(int(count), text)
+        count = int(found[2] or n_devices or node().size)
+        per_node = int(found[3] or min(count, node().size))
+        nodes = count if found[3] else count // max(per_node, 1)
+        if not found[3] and count != nodes * per_node:
+            raise ValueError(
+                f"target {text!r}: {count} devices do not fill nodes of {node().size}; write the nodes, as in GPU:nodesxcount"
+            )
         if nodes * per_node < 1:
             raise ValueError(f"target {text!r} has no devices")
-        target = Target(gpu, nodes, per_node)
+        target = Target(gpus()[found[1]], nodes, per_node)
     if n_devices is not None and n_devices != target.n_devices:
         way_out = (
             "nothing in it is sharded: give it arguments or in_shardings on a mesh"
@@ -132,11 +128,3 @@ def _rate(gpu: Gpu, dtype: str, number: int) -> str:
     clock = gpu.boost_ghz * per_clock / ops
     value = f"clock_rate_ghz: {clock:.4f} units_per_core: 4 ops_per_clock: {ops}"
     return f"    rate_infos {{ key: {number} value {{ {value} }} }}"
-
-
-def _in_nodes(count: int, text: str) -> tuple[int, int]:
-    if count <= node().size:
-        return 1, count
-    if count % node().size:
-        raise ValueError(f"target {text!r}: {count} devices do not fill nodes of {node().size}; write the nodes, as in GPU:nodesxcount")
-    return count // node().size, node().size

@@ -13,61 +13,45 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from shardplan.mesh import cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.units import format_bytes
-from shardplan.xla.hlo import groups as _groups
-from shardplan.xla.hlo.text import Frame, HloArray, HloInstruction, HloModule, arrays, elements, origin, read, source_of
+from shardplan.xla.hlo.groups import axes_of, groups, linked_groups, pairs
+from shardplan.xla.hlo.text import Frame, HasSource, HloArray, HloInstruction, HloModule, arrays, elements, origin, read
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
-
+KINDS = (*cluster.KINDS, "collective-broadcast", "ragged-all-to-all")
 _REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "prod", "and": "and", "or": "or"}
 
 
 @dataclass(frozen=True)
-class CombinedTensor:
+class CombinedTensor(HasSource):
     """One of the tensors that a (combined) collective moves.
 
     Attributes:
         array: the larger of its operand and its result, on one device.
         op_name: JAX's name of the op it comes from, '' when unknown.
-        stack: the user's lines, innermost first: of the op that reads a gathered tensor, of the op that makes any other.
+        stack: lines of the op that reads a gathered tensor, of the op that makes any other.
     """
 
     array: HloArray
     op_name: str = ""
     stack: tuple[Frame, ...] = ()
 
-    @property
-    def source(self) -> str | None:
-        """'file:line' in the user's own code, innermost; None when XLA kept none."""
-        return source_of(self.stack)
-
 
 @dataclass(frozen=True)
-class HloCollective:
+class HloCollective(HasSource):
     """One collective of the compiled program; an asynchronous start and done are one.
 
     Attributes:
         kind: one of `KINDS`.
-        name: name of the instruction in the HLO.
         parts: the tensors it moves, one per collective combined into it.
-        bytes: per device and run: the larger of its operands and its results.
+        bytes: per device and run.
         groups: device numbers of each group.
         axes: mesh axes along which the members of a group differ; () without a mesh.
-        runs: how often it runs in one step (see `Module.runs`).
-        guessed: it sits in a loop whose trip count the compiler does not know; `runs` counts that loop once.
-        computation: where it sits: the entry, a loop body, a branch.
+        runs: how often it runs in one step (`HloModule.runs`).
+        guessed: whether it sits in a loop of unknown trip count.
         reduction: 'sum', 'max', ...; '' when nothing is reduced.
         asynchronous: whether other work may run between its start and its done.
-        op_name, stack: as in `CombinedTensor`, of the instruction.
         pairs: (source, target) devices of a collective-permute.
     """
 
@@ -101,11 +85,6 @@ class HloCollective:
         """Of the first tensor, as HLO writes it."""
         return self.parts[0].array.dtype
 
-    @property
-    def source(self) -> str | None:
-        """'file:line' in the user's own code, innermost; None when XLA kept none."""
-        return source_of(self.stack)
-
     def __str__(self) -> str:
         reduction = f" ({self.reduction})" if self.reduction else ""
         where = f" over {', '.join(self.axes)}" if self.axes else f" in groups of {self.group_size}"
@@ -116,11 +95,7 @@ class HloCollective:
 
 
 def collectives(text: str | HloModule, mesh: MeshShape | None = None) -> tuple[HloCollective, ...]:
-    """Every collective of a compiled module, in schedule order of each computation, callees first.
-
-    Args:
-        text: `compiled.as_text()`, of any backend, or a module already `read`.
-        mesh: names the axes; devices numbered row-major, as `jit` numbers them.
+    """Every collective of `compiled.as_text()`, in schedule order of each computation, callees first; `mesh` names the axes.
 
     Raises:
         ValueError: the text is no compiled module, or it was compiled for another number of devices than the mesh has.
@@ -128,46 +103,26 @@ def collectives(text: str | HloModule, mesh: MeshShape | None = None) -> tuple[H
     module = read(text)
     if mesh is not None and module.n_devices != mesh.n_devices:
         raise ValueError(f"this module is for {module.n_devices} devices and the mesh {mesh} has {mesh.n_devices}")
-    return tuple(
-        _collective(module, i, kind, mesh)
-        for computation, body in module.computations.items()
-        if module.runs[computation]
-        for i in body
-        if (kind := kind_of(i))
-    )
+    return tuple(_collective(module, i, kind, mesh) for i in module if module.runs[i.computation] and (kind := kind_of(i)))
 
 
 def kind_of(instruction: HloInstruction) -> str | None:
     """Kind of the collective this instruction starts (or is); None for the rest."""
     opcode = instruction.opcode.removesuffix("-start")
-    if opcode in KINDS:
-        return opcode
-    if opcode == "send" and "_xla_send_recv_source_target_pairs" in instruction.attributes:
-        return "collective-permute"
-    return None
-
-
-# ---- collectives
+    sends = opcode == "send" and "_xla_send_recv_source_target_pairs" in instruction.attributes
+    return opcode if opcode in KINDS else "collective-permute" if sends else None
 
 
 def _collective(module: HloModule, i: HloInstruction, kind: str, mesh: MeshShape | None) -> HloCollective:
-    operands = module.operands(i)
-    if kind == "ragged-all-to-all":
-        operands = operands[:1]
-    if i.opcode == "send":
-        operands = operands[:1]
+    operands = i.operands[:1] if kind == "ragged-all-to-all" or i.opcode == "send" else i.operands
     operand_arrays = tuple(a for o in operands for a in o.arrays)
     result_arrays = _results(i, operand_arrays)
-    larger = result_arrays if sum(a.bytes for a in result_arrays) > sum(a.bytes for a in operand_arrays) else operand_arrays
-    links = _groups.pairs(i.attribute("source_target_pairs") or i.attribute("_xla_send_recv_source_target_pairs"))
-    if kind == "collective-permute":
-        members = _groups.linked_groups(links)
-        axes = _groups.axes_of_pairs(links, mesh) if mesh else ()
-    else:
-        members = _groups.groups(_replica_groups(i), module.n_devices)
-        axes = _groups.axes_of(members, mesh) if mesh else ()
+    larger = max(operand_arrays, result_arrays, key=lambda found: sum(a.bytes for a in found))
+    links = pairs(i.attribute("source_target_pairs") or i.attribute("_xla_send_recv_source_target_pairs"))
+    permutes = kind == "collective-permute"
+    members = linked_groups(links) if permutes else groups(_replica_groups(i), module.n_devices)
     parts = _parts(module, i, operands, larger)
-    op_name, stack = i.op_name, module.stack(i)
+    op_name, stack = i.op_name, i.stack
     if parts and (len(parts) == 1 or not stack):
         known = next((p for p in parts if p.stack), parts[0])
         op_name, stack = known.op_name or op_name, known.stack
@@ -177,7 +132,7 @@ def _collective(module: HloModule, i: HloInstruction, kind: str, mesh: MeshShape
         parts=parts,
         bytes=sum(a.bytes for a in larger),
         groups=members,
-        axes=axes,
+        axes=axes_of(links if permutes else members, mesh) if mesh else (),
         runs=module.runs[i.computation],
         guessed=i.computation in module.guessed,
         computation=i.computation,
@@ -192,7 +147,7 @@ def _collective(module: HloModule, i: HloInstruction, kind: str, mesh: MeshShape
 def _replica_groups(i: HloInstruction) -> str | None:
     """The value of `replica_groups`, whose iota and mesh spellings are not one bracketed group."""
     found = re.search(r"replica_groups=(\{\}|\{\{.*?\}\}|mesh\[.*?\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", i.attributes)
-    return found[1] if found else None
+    return found and found[1]
 
 
 def _results(i: HloInstruction, operand_arrays: tuple[HloArray, ...]) -> tuple[HloArray, ...]:
@@ -209,8 +164,7 @@ def _reduction(module: HloModule, i: HloInstruction) -> str:
     reducer = re.search(r"to_apply=%?([\w.\-]+)", i.attributes)
     root = module.root(reducer[1]) if reducer else None
     while root and root.opcode in ("convert", "bitcast", "copy"):
-        operands = module.operands(root)
-        root = operands[0] if operands else None
+        root = next(iter(root.operands), None)
     if root and root.opcode == "fusion":
         root = module.root(root.callees["calls"][0])
     return _REDUCTIONS.get(root.opcode, root.opcode) if root else ""
@@ -228,7 +182,8 @@ def _parts(
         if len(pieces) == 1:
             return (_part(module, i, larger[0], operands[0], None),)
         scale = larger[0].size / max(1, operands[0].arrays[0].size)
-        return tuple(_part(module, i, _scaled(p.arrays[0], scale), p, -1) for p in pieces)
+        scaled = (HloArray(a.dtype, (int(a.size * scale),)) if scale != 1 else a for a in (p.arrays[0] for p in pieces))
+        return tuple(_part(module, i, a, p, -1) for a, p in zip(scaled, pieces, strict=True))
     if len(operands) != len(larger):
         return tuple(CombinedTensor(a) for a in larger)
     return tuple(_part(module, i, a, o, n) for n, (a, o) in enumerate(zip(larger, operands, strict=True)))
@@ -237,9 +192,7 @@ def _parts(
 def _part(module: HloModule, i: HloInstruction, array: HloArray, operand: HloInstruction, element: int | None) -> CombinedTensor:
     """The tensor that is element `element` of the result; None: all of it, -1: a slice of a flat buffer."""
     consumer = _consumer(module, i, element) if element != -1 else ()
-    op_name, stack = origin(module, operand) if element is not None else (i.op_name, module.stack(i))
-    if not stack:
-        op_name, stack = origin(module, operand)
+    op_name, stack = (i.op_name, i.stack) if element is None and i.stack else origin(module, operand)
     by_hand = "all_gather" in i.op_name.rsplit("/", 1)[-1]
     if consumer and (not stack or (kind_of(i) == "all-gather" and not by_hand)):
         stack = consumer
@@ -248,11 +201,10 @@ def _part(module: HloModule, i: HloInstruction, array: HloArray, operand: HloIns
 
 def _consumer(module: HloModule, i: HloInstruction, element: int | None) -> tuple[Frame, ...]:
     """Source lines of the first op that reads element `element` of the result (all of it for None), looking through copies."""
-    users = module.users[i.computation]
     todo, seen = [(i, element)], 0
     while todo and seen < 30:
         at, element = todo.pop(0)
-        for user in users.get(at.name, ()):
+        for user in module.users.get(at, ()):
             seen += 1
             if user.opcode == "get-tuple-element":
                 if element in (None, int(user.attribute("index") or 0)):
@@ -261,8 +213,8 @@ def _consumer(module: HloModule, i: HloInstruction, element: int | None) -> tupl
                 todo.append((user, element))
             elif user.opcode in ("tuple", "while", "conditional"):
                 continue
-            elif stack := module.stack(user):
-                return stack
+            elif user.stack:
+                return user.stack
             else:
                 todo.append((user, None))
     return ()
@@ -272,18 +224,11 @@ def _pieces(module: HloModule, i: HloInstruction) -> tuple[HloInstruction, ...]:
     """The tensors that XLA concatenated into a flat buffer to reduce or gather them at once."""
     if len(i.arrays) != 1 or len(i.arrays[0].shape) != 1:
         return (i,)
-    if i.opcode == "bitcast":
-        return _pieces(module, module.operands(i)[0]) if module.operands(i) else (i,)
+    if i.opcode == "bitcast" and i.operands:
+        return _pieces(module, i.operands[0])
     if i.opcode == "concatenate":
-        return module.operands(i)
-    if i.opcode == "fusion":
-        root = module.root(i.callees["calls"][0])
-        if root and root.opcode == "concatenate":
-            outer = module.operands(i)
-            inner = module.operands(root)
-            return tuple(outer[int(p.literal)] if p.opcode == "parameter" else p for p in inner)
+        return i.operands
+    root = module.root(i.callees["calls"][0]) if i.opcode == "fusion" else None
+    if root and root.opcode == "concatenate":
+        return tuple(i.operands[int(p.literal)] if p.opcode == "parameter" else p for p in root.operands)
     return (i,)
-
-
-def _scaled(a: HloArray, scale: float) -> HloArray:
-    return a if scale == 1 else HloArray(a.dtype, (int(a.size * scale),))

@@ -1,6 +1,6 @@
-"""Which devices a collective joins, and which mesh axes these are.
+"""How XLA spells groups of devices and shardings, read as device numbers, mesh axes and layouts.
 
-Spellings:
+Groups, of a collective:
     {{0,1},{2,3}}                        listed
     [2,4]<=[4,2]T(1,0)                   iota: 0..7 as a 4x2 array, transposed, in 2 groups of 4
     mesh['data'=4,'model'=2] {'data'}    named: devices that differ in 'data' only; 'data':(2)2 is part of an axis
@@ -15,12 +15,14 @@ Spellings:
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from collections import defaultdict
 
 import numpy as np
 
 from shardplan.ir.graph import components
-from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.layout import Layout, MeshShape
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -31,16 +33,12 @@ _AXIS = re.compile(r"'?([^',=:]+?)'?:\((\d+)\)(\d+)|'?([^',=:]+)'?")
 
 
 def groups(text: str | None, n_devices: int) -> Groups:
-    """Device numbers of every group, in any spelling XLA prints.
-
-    Raises:
-        ValueError: an unknown spelling.
-    """
+    """Device numbers of every group, in any spelling XLA prints; ValueError for an unknown one."""
     text = (text or "{}").strip()
     if text in ("{}", "{{}}"):
         return (tuple(range(n_devices)),)
     if found := _IOTA.match(text):
-        return _tuples(_iota(*found.groups()))
+        return tuple(map(tuple, _iota(*found.groups()).tolist()))
     if found := _NAMED.match(text):
         return _named(*found.groups())
     if re.fullmatch(r"\{\s*(\{[\d,\s]*\}[,\s]*)+\}", text):
@@ -57,9 +55,9 @@ def linked_groups(links: tuple[tuple[int, int], ...]) -> Groups:
     """Devices that are connected by `links`, as groups, smallest member first."""
     devices = sorted({device for link in links for device in link})
     component = components(max(devices, default=-1) + 1, links)
-    members: dict[int, list[int]] = {}
+    members = defaultdict(list)
     for device in devices:
-        members.setdefault(component[device], []).append(device)
+        members[component[device]].append(device)
     return tuple(map(tuple, members.values()))
 
 
@@ -77,9 +75,32 @@ def axes_of(members: Groups, mesh: MeshShape) -> tuple[str, ...]:
     return tuple(a for a, d in zip(mesh.axes, differ, strict=True) if d)
 
 
-def axes_of_pairs(links: tuple[tuple[int, int], ...], mesh: MeshShape) -> tuple[str, ...]:
-    """Mesh axes along which some source differs from its target."""
-    return axes_of(tuple(link for link in links if link[0] != link[1]), mesh)
+def layout_of(sharding: str, mesh: MeshShape, rank: int) -> Layout | None:
+    """XLA's sharding as a layout on `mesh`; None where it divides a mesh axis.
+
+    >>> mesh = MeshShape(("data", "model"), (4, 2))
+    >>> str(layout_of("{devices=[1,8]<=[4,2]T(1,0)}", mesh, 2)), str(layout_of("{replicated}", mesh, 2))
+    ("P(None, ('model', 'data'))", 'P(None, None)')
+    """
+    if "replicated" in sharding and "devices" not in sharding:
+        return Layout.replicated(rank)
+    if "mesh[" in sharding:
+        return _named_layout(sharding, mesh, rank)
+    tiles = re.search(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))", sharding)
+    if not tiles:
+        return None
+    ids = _iota(*tiles.group(1, 2, 3)) if tiles[2] else np.array(_ints(tiles[4])).reshape(_ints(tiles[1]))
+    if ids.size != mesh.n_devices or ids.ndim < rank:
+        return None
+    split = []
+    for dim in range(rank):
+        line = np.moveaxis(ids, dim, -1).reshape(-1, ids.shape[dim])[0]
+        where = zip(mesh.axes, np.unravel_index(line, mesh.sizes), strict=True)
+        first_change = {axis: int(np.argmax(at != at[0])) for axis, at in where if (at != at[0]).any()}
+        if mesh.size(*first_change) != len(line):
+            return None
+        split.append(tuple(sorted(first_change, key=first_change.__getitem__, reverse=True)))
+    return Layout(tuple(split))
 
 
 def _ints(text: str) -> list[int]:
@@ -93,33 +114,29 @@ def _iota(shape: str | None, dims: str, order: str | None) -> np.ndarray:
 
 def _named(mesh: str, device_ids: str | None, axes: str) -> Groups:
     sizes = {name.strip(" '\""): int(size) for name, size in (entry.rsplit("=", 1) for entry in mesh.split(",") if entry)}
-    iota = _IDS.search(device_ids or "")
-    if iota:
-        ids = _iota(None, iota[1], iota[2])
+    if iota := _IDS.search(device_ids or ""):
+        ids = _iota(None, *iota.groups())
     else:
-        ids = np.array(_ints(device_ids)) if device_ids else np.arange(np.prod(list(sizes.values())))
-    parts = {name: [(1, size)] for name, size in sizes.items()}
-    wanted: list[tuple[str, int]] = []
+        ids = np.array(_ints(device_ids)) if device_ids else np.arange(math.prod(sizes.values()))
+    wanted, cuts = [], {name: {1, size} for name, size in sizes.items()}
     for name, before, size, full in _AXIS.findall(axes.replace('"', "'")):
-        wanted.append((name.strip(), int(before)) if name else (full.strip(), 1))
-        if name:
-            parts[name.strip()] = _divide(parts[name.strip()], int(before), int(size))
-    dims = [(name, before, size) for name in sizes for before, size in parts[name]]
-    together = [next(i for i, (n, b, _) in enumerate(dims) if (n, b) == w) for w in wanted]
-    others = [i for i in range(len(dims)) if i not in together]
-    shape = [size for _, _, size in dims]
-    per_group = int(np.prod([shape[i] for i in together]))
-    return _tuples(ids.reshape(shape).transpose(others + together).reshape(-1, per_group))
+        wanted.append(((name or full).strip(), int(before or 1)))
+        cuts[wanted[-1][0]] |= {int(before), int(before) * int(size)} if name else set()
+    pieces = [(name, start, stop // start) for name in sizes for start, stop in itertools.pairwise(sorted(cuts[name]))]
+    together = [i for one in wanted for i, (*piece, _) in enumerate(pieces) if tuple(piece) == one]
+    others = [i for i in range(len(pieces)) if i not in together]
+    shape = [size for *_, size in pieces]
+    ids = ids.reshape(shape).transpose(others + together).reshape(-1, math.prod(shape[i] for i in together))
+    return tuple(map(tuple, ids.tolist()))
 
 
-def _divide(parts: list[tuple[int, int]], before: int, size: int) -> list[tuple[int, int]]:
-    """An axis, given as (elements before, size) pieces, divided so that (before, size) is a piece of its own."""
-    out = []
-    for start, length in parts:
-        stops = sorted({start, start * length} | {s for s in (before, before * size) if start < s < start * length})
-        out += [(a, b // a) for a, b in itertools.pairwise(stops)] or [(start, length)]
-    return out
-
-
-def _tuples(ids: np.ndarray) -> Groups:
-    return tuple(tuple(int(d) for d in row) for row in ids)
+def _named_layout(sharding: str, mesh: MeshShape, rank: int) -> Layout | None:
+    """`{mesh['data'=4,'model'=2], [{'model'}, {}]}`, when that mesh is ours."""
+    found = re.search(r"mesh\[(.*?)\](,\s*device_ids=.*?\))?,\s*\[(.*?)\]", sharding)
+    if not found or found[2]:
+        return None
+    sizes = re.findall(r"'?([^',=]+)'?=(\d+)", found[1])
+    if tuple((a, int(n)) for a, n in sizes) != tuple(mesh) or ":(" in found[3]:
+        return None
+    dims = [tuple(re.findall(r"'([^']+)'", dim)) for dim in re.findall(r"\{(.*?)\}", found[3])]
+    return Layout(tuple(dims)) if len(dims) == rank else None

@@ -1,8 +1,4 @@
-"""Matrix products and convolutions of a compiled step, and their flops, read out of the HLO text.
-
->>> flops(compiled.as_text())
-805306368.0
-"""
+"""Matrix products and convolutions of a compiled step, and their flops, read out of the HLO text."""
 
 from __future__ import annotations
 
@@ -12,16 +8,15 @@ import re
 from dataclasses import dataclass
 
 from shardplan.ir.windows import window_hits
-from shardplan.xla.hlo.text import Frame, HloArray, HloInstruction, HloModule, origin, read, source_of
+from shardplan.xla.hlo.text import Frame, HasSource, HloArray, HloInstruction, HloModule, origin, read
 
 
 @dataclass(frozen=True)
-class HloProduct:
+class HloProduct(HasSource):
     """One matrix product or convolution of the compiled program, on one device.
 
     Attributes:
         kind: 'dot', 'convolution', 'attention' or 'ragged-dot'.
-        result: its result on one device.
         dtype: of its left operand; it decides the peak rate.
         flops: of one run; a multiply-add is two.
         rematerialised: whether XLA computes it a second time on its own, to save memory.
@@ -43,11 +38,6 @@ class HloProduct:
         """Flops of all runs in one step."""
         return self.flops * self.runs
 
-    @property
-    def source(self) -> str | None:
-        """'file:line' in the user's own code, innermost; None when XLA kept none."""
-        return source_of(self.stack)
-
 
 REMATERIALISED = ".remat"
 """Part of the names of instructions that XLA's rematerialization made."""
@@ -55,27 +45,15 @@ REMATERIALISED = ".remat"
 
 def products(text: str | HloModule) -> tuple[HloProduct, ...]:
     """Every matrix product and convolution, those inside fusions and library calls too."""
-    module = read(text)
-    repeated = {
-        c
-        for body in module.computations.values()
-        for i in body
-        if REMATERIALISED in i.name
-        for called in i.callees.values()
-        for c in called
-    }
-    out = []
-    for computation, body in module.computations.items():
-        if not module.runs[computation]:
-            continue
-        for i in body:
-            if i.opcode in ("dot", "convolution", "ragged-dot") or (i.opcode == "custom-call" and "__cu" in i.attributes):
-                found = _flops(module, i)
-                if found:
-                    kind, n, dtype = found
-                    op_name, stack = origin(module, i)
-                    twice, runs = REMATERIALISED in i.name or computation in repeated, module.runs[computation]
-                    out.append(HloProduct(kind, i.name, i.arrays[0], dtype, n, runs, computation, op_name, stack, twice))
+    module, out = read(text), []
+    repeated = {name for i in module if REMATERIALISED in i.name for names in i.callees.values() for name in names}
+    for i in module:
+        is_product = i.opcode in ("dot", "convolution", "ragged-dot") or (i.opcode == "custom-call" and "__cu" in i.attributes)
+        runs = module.runs[i.computation]
+        if is_product and runs and (found := _flops(i)):
+            kind, n, dtype = found
+            again = REMATERIALISED in i.name or i.computation in repeated
+            out.append(HloProduct(kind, i.name, i.arrays[0], dtype, n, runs, i.computation, *origin(module, i), again))
     return tuple(out)
 
 
@@ -84,23 +62,20 @@ def flops(text: str | HloModule) -> float:
     return float(sum(p.total_flops for p in products(text)))
 
 
-def _flops(module: HloModule, i: HloInstruction) -> tuple[str, float, str] | None:
+def _flops(i: HloInstruction) -> tuple[str, float, str] | None:
     """(kind, flops of one run, dtype of the left operand); None for a library call that is no product."""
-    operands = [o.arrays[0] for o in module.operands(i) if o.arrays]
+    operands = [o.arrays[0] for o in i.operands if o.arrays]
     out = i.arrays[0]
     if len(operands) < 2:
         return None
     left, right = operands[:2]
     if i.opcode == "dot":
-        contracted = [left.shape[int(d)] for d in re.findall(r"\d+", i.attribute("lhs_contracting_dims") or "")]
-        return "dot", 2.0 * out.size * math.prod(contracted), left.dtype
+        return "dot", 2.0 * out.size * math.prod(left.shape[d] for d in _dims(i, "lhs_contracting_dims")), left.dtype
     if i.opcode == "convolution":
         return "convolution", _conv_flops(i, left, right, out), left.dtype
     if i.opcode == "ragged-dot":
-        group = {int(d) for d in re.findall(r"\d+", i.attribute("rhs_group_dims") or "")}
-        contracted = {int(d) for d in re.findall(r"\d+", i.attribute("rhs_contracting_dims") or "")}
-        batch = {int(d) for d in re.findall(r"\d+", i.attribute("rhs_batch_dims") or "")}
-        free = [n for d, n in enumerate(right.shape) if d not in group | contracted | batch]
+        bound = {d for role in ("group", "contracting", "batch") for d in _dims(i, f"rhs_{role}_dims")}
+        free = (n for d, n in enumerate(right.shape) if d not in bound)
         return "ragged-dot", 2.0 * left.size * math.prod(free), left.dtype
     target = (i.attribute("custom_call_target") or "").strip('"')
     config = _config(i)
@@ -109,12 +84,11 @@ def _flops(module: HloModule, i: HloInstruction) -> tuple[str, float, str] | Non
         dims = gemm.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", ())
         return "dot", 2.0 * out.size * math.prod(left.shape[int(d)] for d in dims), left.dtype
     if target.startswith("__cudnn$conv"):
+        image, kernel, result = left, right, out
         if "BackwardInput" in target:
-            image, kernel, result = out, right, left
+            image, result = out, left
         elif "BackwardFilter" in target:
-            image, kernel, result = left, out, right
-        else:
-            image, kernel, result = left, right, out
+            kernel, result = out, right
         return "convolution", _conv_flops(i, image, kernel, result), left.dtype
     if target.startswith("__cudnn$fmha"):
         scores = config.get("cudnn_fmha_backend_config", config).get("intermediate_tensor_shape", {}).get("dimensions", ())
@@ -122,6 +96,10 @@ def _flops(module: HloModule, i: HloInstruction) -> tuple[str, float, str] | Non
         n_products = 5 if "Backward" in target else 2
         return "attention", 2.0 * n_products * math.prod(map(int, scores)) * width, left.dtype
     return None
+
+
+def _dims(i: HloInstruction, attribute: str) -> list[int]:
+    return [int(d) for d in re.findall(r"\d+", i.attribute(attribute) or "")]
 
 
 def _config(i: HloInstruction) -> dict:
@@ -142,18 +120,13 @@ def _conv_flops(i: HloInstruction, image: HloArray, kernel: HloArray, result: Hl
     image_of, kernel_of, result_of = labels.groups()
     window = dict(re.findall(r"(\w+)=([\d_x\-]+)", i.attribute("window") or ""))
 
-    def per_dim(key: str, default: str) -> list[str]:
-        return window[key].split("x") if key in window else [default] * len(spatial)
+    spatial = sorted(c for c in image_of if c.isdigit())
 
-    spatial = [c for c in image_of if c.isdigit()]
-    spatial.sort()
-    strides = [int(s) for s in per_dim("stride", "1")]
-    pads = [int(p.split("_")[0]) for p in per_dim("pad", "0_0")]
-    spread, gaps = [int(d) for d in per_dim("lhs_dilate", "1")], [int(d) for d in per_dim("rhs_dilate", "1")]
-    hits = 1
-    for d, label in enumerate(spatial):
-        n, taps, results = (x.shape[of.index(label)] for x, of in ((image, image_of), (kernel, kernel_of), (result, result_of)))
-        hits *= window_hits(n, taps, results, strides[d], pads[d], spread[d], gaps[d])
-    groups = int(i.attribute("batch_group_count") or 1)
+    def per_dim(key: str, default: int) -> list[int]:
+        return [int(n.split("_")[0]) for n in window[key].split("x")] if key in window else [default] * len(spatial)
+
+    sizes = ([x.shape[of.index(d)] for d in spatial] for x, of in ((image, image_of), (kernel, kernel_of), (result, result_of)))
+    steps = (per_dim(key, default) for key, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1)))
+    hits = math.prod(map(window_hits, *sizes, *steps))
     features = kernel.shape[kernel_of.index("i")] * result.shape[result_of.index("f")]
-    return 2.0 * hits * features * image.shape[image_of.index("b")] / groups
+    return 2.0 * hits * features * image.shape[image_of.index("b")] / int(i.attribute("batch_group_count") or 1)

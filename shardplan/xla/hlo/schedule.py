@@ -1,21 +1,34 @@
-"""Seconds of a compiled schedule: a compute stream and a network stream; work between a collective's start and done hides it.
+"""Seconds of a compiled step: a compute stream and a network stream; work between a collective's start and done hides it.
 
     compute  |--matmul--|--matmul--|        |--norm--|
     network             |--all-gather-------|               exposed where compute has a gap
 
-The order is XLA's; `simulate` takes the seconds of each instruction from the caller.
+The order is XLA's. `simulate` takes the seconds of each instruction from the caller; `seconds` are those on a cluster, read from the
+emitted HLO alone, one measure for every plan, whoever made it:
+
+    total_s = compute_s + collective_s          nothing overlaps
+    compute_s = sum over kernels of max(flops / peak(dtype), bytes / memory rate, kernel latency), times runs
+    collective_s = sum over collectives of the cluster model's seconds for its bytes and its device groups, times runs
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING
 
+from shardplan.mesh.cluster import KINDS, AxisLink, Cluster
+from shardplan.mesh.collective import seconds_on_link
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla.hlo.collectives import HloCollective, collectives
 from shardplan.xla.hlo.products import HloProduct, products
 from shardplan.xla.hlo.text import HloInstruction, HloModule, read
+
+if TYPE_CHECKING:
+    from shardplan.xla.compiler.compile import Compiled
 
 _FREE = ("after-all", "bitcast", "constant", "get-tuple-element", "iota", "parameter", "partition-id", "replica-id", "tuple")
 _SLICES = ("dynamic-slice", "slice", "gather")
@@ -24,7 +37,7 @@ _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # opcode -> the operand t
 
 @dataclass(frozen=True)
 class KernelWork:
-    """Flops and bytes of one top-level instruction, per run.
+    """Work of one run of a top-level instruction.
 
     Attributes:
         flops: of the products in it, by dtype of their left operand.
@@ -37,12 +50,7 @@ class KernelWork:
 
 @dataclass(frozen=True)
 class Overlap:
-    """An asynchronous collective and the work that the schedule runs between its start and its done.
-
-    Attributes:
-        steps: names of the instructions in between that do work.
-        flops, bytes: their work, loops in between counted with all their runs.
-    """
+    """An asynchronous collective, and the instructions (`steps`) that do work between its start and its done, loops with all runs."""
 
     collective: HloCollective
     steps: tuple[str, ...]
@@ -52,19 +60,26 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds of one step.
-
-    Attributes:
-        total_s: from start to end.
-        compute_s: busy time of the compute stream.
-        collective_s: busy time of the network stream.
-        exposed_s: idle time of the compute stream.
-    """
+    """Seconds of one step, of them the busy ones of the compute and of the network stream, and the compute stream's idle ones."""
 
     total_s: float
     compute_s: float
     collective_s: float
     exposed_s: float
+
+
+@dataclass(frozen=True)
+class CompiledSeconds:
+    """Seconds of one step on one device; `exposed_s` are those of `collective_s` in which XLA's own schedule runs no compute."""
+
+    compute_s: float
+    collective_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds without overlap."""
+        return self.compute_s + self.collective_s
 
 
 def simulate(
@@ -77,21 +92,15 @@ def simulate(
 
     Args:
         text: HLO text, or a module already `read`.
-        collective_s: seconds of one run of a collective.
-        work_s: seconds of one run of an instruction.
+        collective_s, work_s: seconds of one run of a collective, of an instruction.
         mesh: names the axes of the collectives.
     """
     walk = _Walk(read(text), mesh)
-    memo: dict[str, Timeline] = {}
 
+    @cache
     def run(computation: str) -> Timeline:
-        if computation not in memo:
-            memo[computation] = body(computation)
-        return memo[computation]
-
-    def body(computation: str) -> Timeline:
         now = free = busy = network = 0.0
-        done_at: dict[str, float] = {}
+        done_at: dict[HloInstruction, float] = {}
         for i in walk.module.computations[computation]:
             collective = walk.collective.get(i.name)
             if collective is not None:
@@ -99,13 +108,13 @@ def simulate(
                 network += cost
                 free = max(now, free) + cost
                 if collective.asynchronous:
-                    done_at[i.name] = free
+                    done_at[i] = free
                 else:
                     now = free
             elif i.operands and i.operands[0] in done_at and i.opcode.endswith(("-done", "-update")):
                 now = max(now, done_at[i.operands[0]])
                 if i.opcode.endswith("-update"):
-                    done_at[i.name] = done_at[i.operands[0]]
+                    done_at[i] = done_at[i.operands[0]]
             elif i.opcode in ("while", "conditional", "call", "async-start"):
                 # Work inside does not overlap with work outside, but a transfer in flight continues.
                 for inner, times in walk.inside(i):
@@ -126,23 +135,61 @@ def simulate(
 def overlaps(text: str | HloModule, mesh: MeshShape | None = None) -> tuple[Overlap, ...]:
     """Every asynchronous collective with what runs between its start and its done."""
     walk, out = _Walk(read(text), mesh), []
-    for computation, instructions in walk.module.computations.items():
-        at = {i.name: n for n, i in enumerate(instructions)}
-        for start in instructions:
+    for instructions in walk.module.computations.values():
+        for n, start in enumerate(instructions):
             collective = walk.collective.get(start.name)
             if collective is None or not collective.asynchronous:
                 continue
-            done = next((u for u in walk.module.users[computation].get(start.name, ()) if u.opcode.endswith("-done")), None)
-            between = instructions[at[start.name] + 1 : at[done.name]] if done else ()
-            steps, flops, moved = [], 0.0, 0.0
-            for i in between:
-                if i.opcode in _FREE or i.name in walk.collective or i.opcode.endswith("-done"):
-                    continue
-                steps.append(i.name)
+            done = next((u for u in walk.module.users.get(start, ()) if u.opcode.endswith("-done")), None)
+            between = instructions[n + 1 : instructions.index(done, n)] if done else ()
+            steps, flops, moved = [i for i in between if walk.works(i) and not i.opcode.endswith("-done")], 0.0, 0.0
+            for i in steps:
                 inner_flops, inner_bytes = walk.total(i)
                 flops, moved = flops + inner_flops, moved + inner_bytes
-            out.append(Overlap(collective, tuple(steps), flops, moved))
+            out.append(Overlap(collective, tuple(i.name for i in steps), flops, moved))
     return tuple(out)
+
+
+def seconds(compiled: Compiled, cluster: Cluster) -> CompiledSeconds:
+    """Seconds of the compiled step on `cluster`; RuntimeError when the compile failed."""
+    return seconds_of(compiled.module, cluster, compiled.mesh)
+
+
+def seconds_of(text: str | HloModule, cluster: Cluster, mesh: MeshShape | None = None) -> CompiledSeconds:
+    """As `seconds`, of any compiled module's HLO."""
+    device = cluster.device
+
+    def work_s(work: KernelWork) -> float:
+        if not work.flops and not work.bytes:
+            return 0.0
+        products = sum(n / device.flops_per_s(_dtype(dtype)) for dtype, n in work.flops)
+        return max(products, work.bytes / device.memory_rate, device.kernel_latency_s)
+
+    line = simulate(text, lambda c: collective_s(c, cluster), work_s, mesh)
+    return CompiledSeconds(line.compute_s, line.collective_s, line.exposed_s)
+
+
+SAME_PRICE = {"collective-broadcast": "collective-permute", "ragged-all-to-all": "all-to-all"}
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8", "u8": "uint8", "c128": "complex128"}
+"""HLO's names of the dtypes that clusters list; all others count as float32, but for those of 8 bits."""
+
+
+def _dtype(name: str) -> str:
+    return "float8" if name.startswith("f8") else DTYPES.get(name, "float32")
+
+
+def collective_s(c: HloCollective, cluster: Cluster) -> float:
+    """Seconds of one run of an emitted collective, by its device groups."""
+    kind = SAME_PRICE.get(c.kind, c.kind)
+    assert kind in KINDS, kind
+    return seconds_on_link(kind, c.bytes, link(c.groups, cluster.node_size), cluster)
+
+
+def link(groups: tuple[tuple[int, ...], ...], node_size: int) -> AxisLink:
+    """The link of device groups: members, the fewest that share a node, the most nodes that a group spans."""
+    members = max(map(len, groups), default=1)
+    on_nodes = [[len(list(some)) for _, some in groupby(sorted(d // node_size for d in group))] for group in groups]
+    return AxisLink(members, min((min(n) for n in on_nodes if n), default=1), max(map(len, on_nodes), default=1))
 
 
 @dataclass(frozen=True)
@@ -156,10 +203,14 @@ class _Walk:
 
     @cached_property
     def products(self) -> dict[str, list[HloProduct]]:
-        out: dict[str, list[HloProduct]] = {}
+        out = defaultdict(list)
         for p in products(self.module):
-            out.setdefault(p.computation, []).append(p)
+            out[p.computation].append(p)
         return out
+
+    def works(self, i: HloInstruction) -> bool:
+        """Whether it occupies the compute stream."""
+        return i.opcode not in _FREE and i.name not in self.collective
 
     def inside(self, i: HloInstruction) -> list[tuple[str, float]]:
         """(computation, times it runs when `i` runs once) of a loop, conditional or call."""
@@ -173,66 +224,60 @@ class _Walk:
         inner = [n for group in i.callees.values() for n in group] if i.opcode.startswith("fusion") else []
         found = [p for n in inner for p in self.products.get(n, ())]
         found += [p for p in self.products.get(i.computation, ()) if p.name == i.name]
-        flops: dict[str, float] = {}
+        flops: dict[str, float] = defaultdict(float)
         for p in found:
-            flops[p.dtype] = flops.get(p.dtype, 0.0) + p.flops
+            flops[p.dtype] += p.flops
         return KernelWork(tuple(sorted(flops.items())), self._bytes(i, inner[0] if inner else None))
 
     def total(self, i: HloInstruction) -> tuple[float, float]:
         """Flops and bytes of an instruction, loops with all their runs."""
-        if i.opcode in ("while", "conditional", "call"):
-            flops = moved = 0.0
-            for inner, times in self.inside(i):
-                for step in self.module.computations[inner]:
-                    if step.opcode not in _FREE and step.name not in self.collective:
-                        more_flops, more_bytes = self.total(step)
-                        flops, moved = flops + times * more_flops, moved + times * more_bytes
-            return flops, moved
-        work = self.work(i)
-        return sum(n for _, n in work.flops), work.bytes
+        if i.opcode not in ("while", "conditional", "call"):
+            work = self.work(i)
+            return sum(n for _, n in work.flops), work.bytes
+        flops = moved = 0.0
+        for inner, times in self.inside(i):
+            for step in filter(self.works, self.module.computations[inner]):
+                more_flops, more_bytes = self.total(step)
+                flops, moved = flops + times * more_flops, moved + times * more_bytes
+        return flops, moved
 
     def _bytes(self, i: HloInstruction, fused: str | None) -> int:
         if i.opcode.endswith("-done"):
             return 0
-        operands = [sum(a.bytes for a in o.arrays) for o in self.module.operands(i)]
-        results = sum(a.bytes for a in i.arrays)
-        if i.opcode.endswith("-start"):
-            results = 0  # a start carries operands and results in one tuple: count the bytes read, and as many written
-            return 2 * max(operands, default=0) if fused is None else self._fused(i, fused, operands, results)
+        operands = [sum(a.bytes for a in o.arrays) for o in i.operands]
+        # A start carries operands and results in one tuple: count the bytes read, and as many written.
+        results = 0 if (starts := i.opcode.endswith("-start")) else sum(a.bytes for a in i.arrays)
         if fused is not None:
-            return self._fused(i, fused, operands, results)
+            return self._fused(fused, operands, results)
+        if starts:
+            return 2 * max(operands, default=0)
         if i.opcode in _SLICES:
             return 2 * results
         if (at := _IN_PLACE.get(i.opcode)) is not None:
             return 2 * sum(operands[at : at + 1])
         return sum(operands) + results
 
-    def _fused(self, i: HloInstruction, fused: str, operands: list[int], results: int) -> int:
+    def _fused(self, fused: str, operands: list[int], results: int) -> int:
         """Bytes of a fusion: an operand that is only sliced counts as the slices, a buffer updated in place as the update."""
-        inner, table = self.module.users.get(fused, {}), self.module.table[fused]
-        parameters = {p.name: int(p.literal) for p in self.module.computations[fused] if p.opcode == "parameter"}
 
-        def uses(name: str) -> Iterator[tuple[HloInstruction, bool]]:
+        def uses(x: HloInstruction) -> Iterator[tuple[HloInstruction, bool]]:
             """(reader, whether as its operand 0) of an array, looking through bitcasts."""
-            for u in inner.get(name, ()):
-                if u.opcode == "bitcast":
-                    yield from uses(u.name)
-                else:
-                    yield u, u.operands[0] == name
+            for u in self.module.users.get(x, ()):
+                yield from uses(u) if u.opcode == "bitcast" else [(u, u.operands[0] is x)]
 
-        read_ = list(operands)
-        for name, number in parameters.items():
-            found = list(uses(name)) if number < len(read_) else []
+        for p in self.module.computations[fused]:
+            if p.opcode != "parameter" or int(p.literal) >= len(operands):
+                continue
+            number, found = int(p.literal), list(uses(p))
             if found and all(first and u.opcode in _SLICES for u, first in found):
-                read_[number] = min(read_[number], sum(a.bytes for u, _ in found for a in u.arrays))
+                operands[number] = min(operands[number], sum(a.bytes for u, _ in found for a in u.arrays))
             elif found and all(first and u.opcode in _IN_PLACE for u, first in found):
-                read_[number] = 0
+                operands[number] = 0
         root = self.module.root(fused)
-        while root and root.opcode in ("bitcast", "convert", "copy") and root.operands and root.operands[0] in table:
-            root = table[root.operands[0]]
+        while root and root.opcode in ("bitcast", "convert", "copy") and root.operands:
+            root = root.operands[0]
         if root and len(root.operands) > (at := _IN_PLACE.get(root.opcode, len(root.operands))):
-            update = table.get(root.operands[at])
-            results = sum(a.bytes for a in update.arrays) if update else results
+            results = sum(a.bytes for a in root.operands[at].arrays)
         elif not results and root:
             results = sum(a.bytes for a in root.arrays)
-        return sum(read_) + results
+        return sum(operands) + results

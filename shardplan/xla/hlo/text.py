@@ -1,31 +1,30 @@
 """Parses the text of a compiled HLO module: computations in schedule order, how often each runs, the source line of every op.
 
-    HloModule jit_step, is_scheduled=true, num_partitions=8                         Module.n_devices
-    FileNames / FunctionNames / FileLocations / StackFrames                         Module.stack(instruction)
-    %body (p: (s32[], f32[16])) -> (s32[], f32[16]) {                               Module.computations["body"]
-      %ar = f32[16]{0} all-reduce(%x), replica_groups=[4,2]<=[8], metadata={...}    Instruction
+    HloModule jit_step, is_scheduled=true, num_partitions=8                         HloModule.n_devices
+    FileNames / FunctionNames / FileLocations / StackFrames                         HloInstruction.stack
+    %body (p: (s32[], f32[16])) -> (s32[], f32[16]) {                               HloModule.computations["body"]
+      %ar = f32[16]{0} all-reduce(%x), replica_groups=[4,2]<=[8], metadata={...}    HloInstruction
     }
-    ENTRY %main ... while(%t), condition=%cond, body=%body, ... known_trip_count    Module.runs["body"]
+    ENTRY %main ... while(%t), condition=%cond, body=%body, ... known_trip_count    HloModule.runs["body"]
 
 `read` takes the text of any backend (`compiled.as_text()`); nothing is executed and no XLA library is needed.
 """
 
 from __future__ import annotations
 
+import linecache
 import math
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 from shardplan.files import is_library
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
-
-
-def bits(dtype: str) -> int:
-    """Bits of one element: 'bf16' -> 16, 'f8e4m3fn' -> 8, 's4' -> 4."""
-    return _BITS[dtype] if dtype in _BITS else int(re.match(r"[a-z]+(\d+)", dtype)[1])  # type: ignore[index]
+"""Of the element types whose name does not state them, as those of f8e4m3fn and s4 do."""
 
 
 @dataclass(frozen=True)
@@ -43,31 +42,72 @@ class HloArray:
     @property
     def bytes(self) -> int:
         """Bytes, sub-byte dtypes packed."""
-        return -(-self.size * bits(self.dtype) // 8)
+        bits = _BITS[self.dtype] if self.dtype in _BITS else int(re.findall(r"\d+", self.dtype)[0])
+        return -(-self.size * bits // 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class Frame:
+    """One source location."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    @property
+    def short(self) -> str:
+        """The location without its folder: 'train.py:41'."""
+        return f"{Path(self.file).name}:{self.line}"
+
+    @property
+    def code(self) -> str:
+        """Text of the line; '' where the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class HasSource:
+    """What has a `stack`: source lines, innermost call first; () where XLA kept no trace."""
+
+    stack: tuple[Frame, ...]
+
+    @property
+    def frame(self) -> Frame | None:
+        """The innermost frame outside installed packages, else the innermost one."""
+        return next((f for f in self.stack if not is_library(f.file)), next(iter(self.stack), None))
+
+    @property
+    def source(self) -> str | None:
+        """'file:line' of `frame`; None when XLA kept no trace."""
+        return str(self.frame) if self.frame else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class HloInstruction:
     """One line of HLO.
 
     Attributes:
         type: result type as printed; `arrays` reads it.
-        operands: names of the operand instructions, in the same computation.
+        operands: the instructions that it reads, in order.
         literal: the text between the parentheses (the value of a constant, the number of a parameter).
         attributes: the text after the parentheses.
+        stack: as in `HasSource`.
     """
 
     name: str
     opcode: str
     type: str
-    operands: tuple[str, ...]
+    operands: tuple[HloInstruction, ...]
     literal: str
     attributes: str
     computation: str
     root: bool
+    stack: tuple[Frame, ...]
 
     @property
     def arrays(self) -> tuple[HloArray, ...]:
@@ -102,74 +142,28 @@ class HloInstruction:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """One source location."""
-
-    file: str
-    line: int
-    function: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-def users_line(stack: tuple[Frame, ...]) -> Frame | None:
-    """The innermost frame outside installed packages, else the innermost one."""
-    return next((f for f in stack if not is_library(f.file)), stack[0] if stack else None)
-
-
-def source_of(stack: tuple[Frame, ...]) -> str | None:
-    """'file:line' of `users_line`; None when XLA kept no trace."""
-    frame = users_line(stack)
-    return str(frame) if frame else None
-
-
-@dataclass(frozen=True)
 class HloModule:
     """An HLO module; computations in text order, callees before callers, the entry last."""
 
-    name: str
     n_devices: int
     computations: Mapping[str, tuple[HloInstruction, ...]]
     entry: str
-    frames: Mapping[int, tuple[Frame, int]]
+
+    def __iter__(self) -> Iterator[HloInstruction]:
+        return (i for body in self.computations.values() for i in body)
 
     @cached_property
-    def table(self) -> Mapping[str, Mapping[str, HloInstruction]]:
-        """Computation -> instruction name -> instruction."""
-        return {c: {i.name: i for i in body} for c, body in self.computations.items()}
-
-    @cached_property
-    def users(self) -> Mapping[str, Mapping[str, list[HloInstruction]]]:
-        """Computation -> instruction name -> the instructions that read it, in schedule order."""
-        out: dict[str, dict[str, list[HloInstruction]]] = {}
-        for computation, body in self.computations.items():
-            readers = out.setdefault(computation, {})
-            for instruction in body:
-                for operand in instruction.operands:
-                    readers.setdefault(operand, []).append(instruction)
+    def users(self) -> Mapping[HloInstruction, list[HloInstruction]]:
+        """The instructions that read an instruction, in schedule order."""
+        out: dict[HloInstruction, list[HloInstruction]] = defaultdict(list)
+        for instruction in self:
+            for operand in instruction.operands:
+                out[operand].append(instruction)
         return out
-
-    def operands(self, instruction: HloInstruction) -> tuple[HloInstruction, ...]:
-        """The instructions that it reads, in order."""
-        table = self.table[instruction.computation]
-        return tuple(table[o] for o in instruction.operands if o in table)
 
     def root(self, computation: str) -> HloInstruction | None:
         """The root instruction of a computation."""
         return next((i for i in reversed(self.computations.get(computation, ())) if i.root), None)
-
-    def stack(self, instruction: HloInstruction) -> tuple[Frame, ...]:
-        """Source lines of an instruction, innermost call first; () where the compiler kept no trace."""
-        found = _STACK_FRAME.search(instruction.attributes)
-        if found:
-            out, frame = [], int(found[1])
-            while frame in self.frames:
-                place, frame = self.frames[frame]
-                out.append(place)
-            return tuple(out)
-        file, line = (r.search(instruction.attributes) for r in (_SOURCE_FILE, _SOURCE_LINE))
-        return (Frame(file[1], int(line[1])),) if file and line else ()
 
     @cached_property
     def _counts(self) -> tuple[dict[str, float], frozenset[str]]:
@@ -193,10 +187,7 @@ class HloModule:
 
     @property
     def runs(self) -> Mapping[str, float]:
-        """How often each computation runs in one step: loops by their trip count, the n branches of a conditional 1/n each.
-
-        A loop whose trip count the compiler does not know counts once; see `guessed`.
-        """
+        """How often each computation runs in one step: loops by their trip count (1 if unknown), n branches 1/n each."""
         return self._counts[0]
 
     @property
@@ -206,8 +197,7 @@ class HloModule:
 
     def trip_count(self, loop: HloInstruction) -> int | None:
         """Trips of a `while`: from its backend_config, else from the one constant its condition compares with."""
-        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-        if known:
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(known[1])
         todo, constants, directions = list(loop.callees.get("condition", ())), [], []
         for computation in todo:
@@ -231,49 +221,43 @@ def read(text: str | HloModule) -> HloModule:
 def _read(text: str) -> HloModule:
     lines = iter(text.splitlines())
     header = next((line for line in lines if line.startswith("HloModule")), "")
-    tables: dict[str, dict[int, str]] = {}
+    tables: dict[str, dict[int, str]] = defaultdict(dict)
     computations: dict[str, tuple[HloInstruction, ...]] = {}
     entry, computation, section = None, "", ""
-    body: list[HloInstruction] = []
+    body: dict[str, HloInstruction] = {}
+    stacks: dict[int, tuple[Frame, ...]] = {}
     for line in lines:
         if line.startswith(" "):
-            instruction = _instruction(line, computation)
-            if instruction:
-                body.append(instruction)
+            if instruction := _instruction(line, computation, body, stacks):
+                body[instruction.name] = instruction
         elif line.startswith("}"):
-            computations[computation] = tuple(body)
+            computations[computation] = tuple(body.values())
         elif line.endswith("{"):
-            start = _COMPUTATION.match(line)
-            if start:
-                computation, body, section = start[2], [], ""
+            if start := _COMPUTATION.match(line):
+                stacks = stacks or _stacks(tables)
+                computation, body, section = start[2], {}, ""
                 entry = computation if start[1] else entry
         elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
             section = line
         elif section and line:
             number, _, value = line.partition(" ")
-            tables.setdefault(section, {})[int(number)] = value
+            tables[section][int(number)] = value
     if entry is None:
         raise ValueError(f"this is not the text of a compiled HLO module: no ENTRY computation in {len(text)} characters")
     count = {k: int(m[1]) if (m := re.search(rf"\b{k}=(\d+)", header)) else 1 for k in ("num_partitions", "replica_count")}
-    name = re.match(r"HloModule ([^,\s]+)", header)
-    return HloModule(name[1] if name else "", math.prod(count.values()), computations, entry, _frames(tables))
+    return HloModule(math.prod(count.values()), computations, entry)
 
 
 def origin(module: HloModule, i: HloInstruction) -> tuple[str, tuple[Frame, ...]]:
     """Op name and source lines of an instruction, or of the nearest operand chain that has them: `copy(copy(x))` is at x."""
     seen = i
     for _ in range(12):
-        stack = module.stack(seen)
-        if stack:
-            return seen.op_name, stack
-        if seen.opcode == "fusion":
-            inner = module.root(seen.callees["calls"][0])
-            if inner and module.stack(inner):
-                return inner.op_name, module.stack(inner)
-        before = module.operands(seen)
-        if not before or seen.opcode in ("while", "conditional", "call"):
+        inner = module.root(seen.callees["calls"][0]) if seen.opcode == "fusion" else None
+        if found := next((x for x in (seen, inner) if x and x.stack), None):
+            return found.op_name, found.stack
+        if not seen.operands or seen.opcode in ("while", "conditional", "call"):
             break
-        seen = before[0]
+        seen = seen.operands[0]
     return i.op_name, ()
 
 
@@ -304,6 +288,7 @@ _CALLEE = re.compile(
     r"=(\{[^}]*\}|%[\w.\-]+)"
 )
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]', re.DOTALL)
 _STACK_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _SOURCE_FILE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)"')
 _SOURCE_LINE = re.compile(r"\bsource_line=(\d+)")
@@ -316,30 +301,21 @@ def _attribute(key: str) -> re.Pattern:
 
 def _closing(text: str, at: int) -> int:
     """Position that closes the bracket or string at `at`; brackets inside strings do not count."""
-    depth, in_string, skip = 0, False, False
-    for i in range(at, len(text)):
-        char = text[i]
-        if skip:
-            skip = False
-        elif char == "\\":
-            skip = True
-        elif char == '"':
-            in_string = not in_string
-            if not in_string and depth == 0:
-                return i
-        elif not in_string:
-            depth += (char in "([{") - (char in ")]}")
-            if depth == 0:
-                return i
+    depth = 0
+    for token in _STRING_OR_BRACKET.finditer(text, at):
+        depth += (token[0] in ("(", "[", "{")) - (token[0] in (")", "]", "}"))
+        if depth == 0:
+            return token.end() - 1
     return len(text) - 1
 
 
-def _instruction(line: str, computation: str) -> HloInstruction | None:
+def _instruction(
+    line: str, computation: str, before: Mapping[str, HloInstruction], stacks: Mapping[int, tuple[Frame, ...]]
+) -> HloInstruction | None:
     left, equals, right = line.partition(" = ")
     if not equals:
         return None
     left = left.strip()
-    root = left.startswith("ROOT ")
     end = _closing(right, 0) + 1 if right.startswith("(") else right.find(" ")
     opening = right.find("(", end)
     if opening < 0:
@@ -347,36 +323,43 @@ def _instruction(line: str, computation: str) -> HloInstruction | None:
     closing = right.find(")", opening)
     if right.find("(", opening + 1, closing) >= 0 or right.find('"', opening + 1, closing) >= 0:
         closing = _closing(right, opening)
-    inside = right[opening + 1 : closing]
+    inside, attributes = right[opening + 1 : closing], right[closing + 1 :]
+    frame, file, number = (found.search(attributes) for found in (_STACK_FRAME, _SOURCE_FILE, _SOURCE_LINE))
     return HloInstruction(
         name=left.removeprefix("ROOT ").lstrip("%"),
         opcode=right[end:opening].strip(),
         type=right[:end],
-        operands=tuple(_OPERAND.findall(inside)),
+        operands=tuple(before[o] for o in _OPERAND.findall(inside) if o in before),
         literal=inside,
-        attributes=right[closing + 1 :],
+        attributes=attributes,
         computation=computation,
-        root=root,
+        root=left.startswith("ROOT "),
+        stack=stacks.get(int(frame[1]), ()) if frame else (Frame(file[1], int(number[1])),) if file and number else (),
     )
 
 
-def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[Frame, int]]:
-    """Frame number -> (place, number of the calling frame); 0 where there is none."""
+def _stacks(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[Frame, ...]]:
+    """Frame number -> its source line and those of its callers."""
 
-    def numbers(value: str) -> dict[str, int]:
-        return {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", value)}
+    def numbers(table: str) -> dict[int, dict[str, int]]:
+        return {n: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", text)} for n, text in tables[table].items()}
 
-    places = {}
-    for n, value in tables.get("FileLocations", {}).items():
-        at = numbers(value)
-        file = tables["FileNames"].get(at.get("file_name_id", 0), "").strip('"')
-        function = tables["FunctionNames"].get(at.get("function_name_id", 0), "").strip('"')
-        places[n] = Frame(file, at.get("line", 0), function)
-    frames = {n: numbers(v) for n, v in tables.get("StackFrames", {}).items()}
+    def name(table: str, number: int) -> str:
+        return tables[table].get(number, "").strip('"')
+
+    places = {
+        n: Frame(name("FileNames", x.get("file_name_id", 0)), x.get("line", 0), name("FunctionNames", x.get("function_name_id", 0)))
+        for n, x in numbers("FileLocations").items()
+    }
+    frames = numbers("StackFrames")
     # Frame 1 has no caller; it is written as its own parent where parents are counted from one.
     shift = 1 if frames.get(1, {}).get("parent_frame_id") == 1 else 0
-    return {
-        n: (places[f["file_location_id"]], f.get("parent_frame_id", 0) - shift)
-        for n, f in frames.items()
-        if f.get("file_location_id") in places
-    }
+
+    def stack(frame: int) -> tuple[Frame, ...]:
+        out = []
+        while (found := frames.get(frame, {})).get("file_location_id") in places:
+            out.append(places[found["file_location_id"]])
+            frame = found.get("parent_frame_id", 0) - shift
+        return tuple(out)
+
+    return {frame: stack(frame) for frame in frames}

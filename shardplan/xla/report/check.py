@@ -1,42 +1,32 @@
-"""Checks a step as its author sharded it: collectives by source line, replicated arguments, warnings, memory, thresholds.
-
->>> report = check(step, params, batch, target="h100:8", max_bytes=2e9, fail_on={"remat"})
->>> print(report)
-compiled for h100:8 in 1.1 s, mesh data=4, model=2
-memory       5.77 MiB of 79.1 GiB per device: arguments 1.52 MiB, temporaries 4.27 MiB
-products     176 Mflop per device, 1.00 of its share
-collectives  22.3 MB per device and step, 9.44 MB of it while other work runs
-
-  train.py:19  h = jax.nn.gelu(h @ w[0])
-     all-gather over data            524 kB x 6     3.15 MB  forward
-     ...
->>> report.failures
-()
-"""
+"""Checks a compiled step: as its author sharded it, by source line and thresholds, and against the plan that it was made from."""
 
 from __future__ import annotations
 
-import linecache
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from shardplan import _jax
-from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.errors import ShardingError
+from shardplan.mesh.layout import MeshShape
+from shardplan.plan import Plan
+from shardplan.plan.data import PlanDecision, PlannedCollective, PlannedReshard
 from shardplan.units import format_bytes, format_flops, format_memory
 from shardplan.xla.compiler import _backend
-from shardplan.xla.compiler.compile import Compiled, compile_lowered, lower_for
+from shardplan.xla.compiler.compile import Compiled, Options, compile, lower_for
 from shardplan.xla.compiler.targets import Target
-from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective
-from shardplan.xla.hlo.peak import Buffer
-from shardplan.xla.hlo.remat import Rematerialization
+from shardplan.xla.hlo.collectives import HloCollective
+from shardplan.xla.hlo.diagnostics import Buffer, Rematerialization
 from shardplan.xla.hlo.schedule import Overlap, overlaps
-from shardplan.xla.hlo.text import Frame, HloArray, users_line
+from shardplan.xla.hlo.text import Frame, HloArray
+from shardplan.xla.report.compare import CollectiveComparison, ExpectedCollective, compare
 
 FAIL_ON = ("guess", "memory", "remat", "replicated", "twice")
+PHASES = {_jax.REMATERIALISED: "recomputed", _jax.BACKWARD: "backward", _jax.DIFFERENTIATED: "forward"}
+"""Part of an op's name -> when the op runs; the first that matches."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +37,7 @@ class SourceLineCollectives:
         frame: the line; None where XLA kept no trace.
         phase: 'forward', 'recomputed', 'backward' or '' (outside of any gradient).
         tensors: (array, runs) of each tensor moved.
-        bytes: per device and step, all runs.
-        asynchronous_bytes: of these, moved while other work may run.
+        bytes: per device and step, all runs; `asynchronous_bytes` of these are moved while other work may run.
     """
 
     frame: Frame | None
@@ -73,19 +62,12 @@ class SourceLineCollectives:
     @property
     def code(self) -> str:
         """Text of the line; '' where the file cannot be read."""
-        return linecache.getline(self.frame.file, self.frame.line).strip() if self.frame else ""
+        return self.frame.code if self.frame else ""
 
 
 @dataclass(frozen=True)
 class ReplicatedArgument:
-    """An argument of the step of which devices hold copies.
-
-    Attributes:
-        path: in the arguments: "args[0]['w']".
-        array: the global array.
-        bytes: on each device.
-        copies: how many devices hold the same shard.
-    """
+    """An argument of the step, like "args[0]['w']", of which `copies` devices hold the same shard; `array` is global, `bytes` local."""
 
     path: str
     array: HloArray
@@ -103,12 +85,9 @@ class ReplicatedArgument:
 
 @dataclass(frozen=True)
 class XlaReport:
-    """Result of `check`; every figure is per device and step. `print` it.
+    """The compiled step, its replicated arguments (the most wasteful first), and the thresholds that it crosses, as sentences.
 
-    Attributes:
-        compiled: the compiled step, or why it failed.
-        replicas: replicated arguments, the most wasteful first.
-        failures: thresholds that were crossed, as sentences; () when all is well.
+    `print` it; every figure is per device and step.
     """
 
     compiled: Compiled
@@ -141,7 +120,93 @@ class XlaReport:
         return sum(line.bytes for line in self.lines)
 
     def __str__(self) -> str:
-        return _describe(self)
+        compiled, memory = self.compiled, self.compiled.memory
+        mesh = f", mesh {compiled.mesh}" if compiled.mesh else ""
+        if not compiled.ok or memory is None:
+            return f"compiling for {compiled.devices} failed{mesh}\n{compiled.error}"
+        of = f" of {format_memory(compiled.target.gpu.memory_bytes)}" if compiled.target else ""
+        hidden = sum(line.asynchronous_bytes for line in self.lines)
+        balance = (f", {compiled.balance:.2f} of its share" if compiled.balance else "") + _recomputed(compiled)
+        lines = [
+            f"compiled for {compiled.devices} in {compiled.seconds:.1f} s{mesh}",
+            f"memory       {format_memory(memory.peak_bytes)}{of} per device: arguments {format_memory(memory.argument_bytes)}, "
+            f"temporaries {format_memory(memory.temp_bytes)}{_misfit(compiled)}",
+            f"products     {format_flops(compiled.flops)} per device{balance}",
+            f"collectives  {format_bytes(self.collective_bytes)} per device and step, "
+            f"{format_bytes(hidden)} of it while other work may run",
+        ]
+        return "\n".join([*lines, *_describe_lines(self.lines), *_details(self, self.replicas[:5])])
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan, and the report on the compiled step; every figure is per device and step. `print` it."""
+
+    plan: Plan
+    report: XlaReport
+
+    @property
+    def compiled(self) -> Compiled:
+        """The compiled step, or why it failed."""
+        return self.report.compiled
+
+    @property
+    def ok(self) -> bool:
+        """Whether it compiled and no threshold was crossed."""
+        return self.report.ok
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Thresholds that were crossed, as sentences."""
+        return self.report.failures
+
+    @cached_property
+    def comparison(self) -> CollectiveComparison:
+        """Planned against emitted collectives; RuntimeError when the compile failed."""
+        if not self.compiled.ok:
+            raise RuntimeError(f"nothing to compare: {self.compiled.error}")
+        return compare(expected(self.plan), self.compiled)
+
+    @cached_property
+    def flops(self) -> float | None:
+        """Planned flops of products and convolutions on one device; None for a plan read from a file."""
+        planned = self.plan.context.planned if self.plan.context is not None else None
+        return None if planned is None else planned.product_flops
+
+    @property
+    def collectives_ratio(self) -> float:
+        """Bytes on the wire, planned over emitted."""
+        return self.comparison.ratio
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Peak memory, planned over XLA's; None when the compile failed."""
+        memory = self.compiled.memory
+        return self.plan.memory().peak / memory.peak_bytes if memory and memory.peak_bytes else None
+
+    @property
+    def flops_ratio(self) -> float | None:
+        """Flops of products, planned over emitted; None where either is unknown or there are none."""
+        return self.flops / self.compiled.flops if self.flops and self.compiled.ok and self.compiled.flops else None
+
+    def __str__(self) -> str:
+        compiled, memory = self.compiled, self.compiled.memory
+        if not compiled.ok or memory is None:
+            return str(self.report)
+        comparison = self.comparison
+        sent = format_bytes(comparison.planned_bytes), format_bytes(comparison.emitted_bytes)
+        peak = format_memory(self.plan.memory().peak), format_memory(memory.peak_bytes)
+        rows = [
+            ("", "planned", "XLA", ""),
+            ("collectives", *sent, f"{comparison.ratio:.2f}   bytes that a device sends in one step"),
+            ("memory", *peak, f"{self.memory_ratio:.2f}   at its peak{_misfit(compiled)}"),
+        ]
+        if self.flops is not None:
+            ratio = "" if self.flops_ratio is None else f"{self.flops_ratio:.2f}   products and convolutions{_recomputed(compiled)}"
+            rows.append(("products", format_flops(self.flops), format_flops(compiled.flops), ratio))
+        lines = [f"compiled for {compiled.devices} in {compiled.seconds:.1f} s, mesh {self.plan.mesh}"]
+        lines += [f"{name:<12} {a:>10} {b:>10}  {ratio}".rstrip() for name, a, b, ratio in rows]
+        return "\n".join([*lines, *str(comparison).split("\n")[1:], *_details(self.report)])
 
 
 def check(
@@ -153,15 +218,15 @@ def check(
     fail_on: Collection[str] = (),
     large_bytes: float = 64e6,
     mesh: MeshShape | None = None,
-    options: Mapping[str, bool | int | float | str] | None = None,
+    options: Options | None = None,
     timeout_s: float = 900,
     **kwargs: Any,
 ) -> XlaReport:
     """Compiles a jitted function as its author sharded it, without running it, and reports on the compiled step.
 
     Args:
-        function: a `jax.jit`ed function, or a plain one whose arguments are sharded.
-        *args: positional arguments; arrays or shapes.
+        function: a `jax.jit`ed function, a plain one whose arguments are sharded, or a `jax.stages.Lowered`, as for `compile`.
+        *args, **kwargs: its arguments; arrays or shapes.
         target: 'h200:8', 'h100:8x8', ...; None for the devices at hand.
         max_bytes: fail when collectives move more per device and step.
         max_memory: fail when a device needs more bytes.
@@ -169,44 +234,53 @@ def check(
             'replicated' (an argument wastes more than `large_bytes` on copies), 'twice' (devices repeat each other's products),
             'guess' (a collective in a loop of unknown length). A failed compile always fails.
         large_bytes: threshold of 'replicated'.
-        mesh: as for `compile`.
-        options: as for `compile`.
-        timeout_s: as for `compile`.
-        **kwargs: keyword arguments; arrays or shapes.
+        mesh, options, timeout_s: as for `compile`.
 
     Raises:
         ValueError: an unknown word in `fail_on`, or a target that does not match; see `compile`.
     """
-    refuse_unknown(fail_on)
+    _refuse_unknown(fail_on)
     lowered = lower_for(target, function, *args, **kwargs)
-    return check_lowered(lowered, target, max_bytes, max_memory, fail_on, large_bytes, mesh, options, timeout_s)
+    compiled = compile(lowered, target=target, mesh=mesh, options=options, timeout_s=timeout_s)
+    report = XlaReport(compiled, _replicas(lowered, compiled) if compiled.ok else (), ())
+    return replace(report, failures=tuple(_failures(report, max_bytes, max_memory, fail_on, large_bytes)))
 
 
-def refuse_unknown(fail_on: Collection[str]) -> None:
-    """ValueError for a word that `fail_on` does not know."""
-    unknown = sorted(set(fail_on) - set(FAIL_ON))
-    if unknown:
+def _refuse_unknown(fail_on: Collection[str]) -> None:
+    if unknown := sorted(set(fail_on) - set(FAIL_ON)):
         raise ValueError(f"fail_on has {', '.join(map(repr, unknown))}; it knows {', '.join(map(repr, FAIL_ON))}")
 
 
-def check_lowered(
-    lowered,
-    target: str | Target | None,
-    max_bytes: float | None = None,
-    max_memory: float | None = None,
-    fail_on: Collection[str] = (),
-    large_bytes: float = 64e6,
-    mesh: MeshShape | None = None,
-    options: Mapping[str, bool | int | float | str] | None = None,
-    timeout_s: float = 900,
-) -> XlaReport:
-    """As `check`, for a step that `lower_for` lowered for the same target."""
-    compiled = compile_lowered(lowered, target, mesh=mesh, options=options, timeout_s=timeout_s)
-    report = XlaReport(compiled, _replicas(lowered, compiled) if compiled.ok else (), ())
-    return XlaReport(compiled, report.replicas, tuple(_failures(report, max_bytes, max_memory, frozenset(fail_on), large_bytes)))
+def check_plan(plan: Plan, target: str | Target | None = None, fail_on: Collection[str] = (), **options: Any) -> PlanReport:
+    """Compiles the planned step for `target` and compares: `Plan.check`."""
+    _refuse_unknown(fail_on)
+    if plan.context is None:
+        raise ShardingError(
+            "check() needs a plan that remembers its program; this one was read from a file.\n"
+            "  way out: auto(mesh, plan=file)(step).check(*args)"
+        )
+    function, args = plan.context.program(plan)
+    lowered = lower_for(target, function, *args)  # so that `options` are none of the step's
+    return PlanReport(plan, check(lowered, target=target, fail_on=fail_on, mesh=plan.mesh, **options))
 
 
-def _failures(report: XlaReport, max_bytes, max_memory, fail_on: frozenset[str], large_bytes: float):
+def expected(plan: Plan) -> tuple[ExpectedCollective, ...]:
+    """Every collective that a plan expects XLA to emit; reductions on the line that makes the partial sums."""
+
+    def source(d: PlanDecision, m: PlannedReshard, c: PlannedCollective) -> str:
+        at = m.producer_source if c.kind in ("all-reduce", "reduce-scatter") else ""
+        return at or (f"{d.file}:{d.line}" if d.file else "")
+
+    reshards = [(d, m) for d in plan.decisions for m in d.reshards]
+    return tuple(
+        ExpectedCollective(c.kind, c.axes, c.bytes, plan.mesh.size(*c.axes), d.runs, source(d, m, c), m.array, number)
+        for number, (d, m) in enumerate(reshards)
+        for c in m.collectives
+        if c.kind != "slice"
+    )
+
+
+def _failures(report: XlaReport, max_bytes, max_memory, fail_on: Collection[str], large_bytes: float):
     compiled = report.compiled
     if not compiled.ok or compiled.memory is None:
         yield compiled.error
@@ -229,40 +303,23 @@ def _failures(report: XlaReport, max_bytes, max_memory, fail_on: frozenset[str],
 
 
 def _lines(collectives: tuple[HloCollective, ...]) -> tuple[SourceLineCollectives, ...]:
-    groups: dict[tuple, list[tuple[HloCollective, CombinedTensor]]] = {}
+    groups = defaultdict(list)
     for c in collectives:
-        if c.group_size == 1:
-            continue
-        for part in c.parts:
-            frame = users_line(part.stack) or users_line(c.stack)
-            groups.setdefault((frame, c.kind, c.reduction, c.axes, _phase(part.op_name or c.op_name)), []).append((c, part))
-    lines = [
-        SourceLineCollectives(
-            frame,
-            kind,
-            reduction,
-            axes,
-            phase,
-            tuple((p.array, c.runs) for c, p in moved),
-            sum(p.array.bytes * c.runs for c, p in moved),
-            sum(p.array.bytes * c.runs for c, p in moved if c.asynchronous),
-        )
-        for (frame, kind, reduction, axes, phase), moved in groups.items()
-    ]
+        for part in c.parts if c.group_size > 1 else ():
+            op_name = part.op_name or c.op_name
+            phase = next((phase for mark, phase in PHASES.items() if mark in op_name), "")
+            groups[part.frame or c.frame, c.kind, c.reduction, c.axes, phase].append((c, part.array))
+    lines = []
+    for (frame, kind, reduction, axes, phase), moved in groups.items():
+        tensors = tuple((array, c.runs) for c, array in moved)
+        all_bytes = sum(array.bytes * c.runs for c, array in moved)
+        asynchronous_bytes = sum(array.bytes * c.runs for c, array in moved if c.asynchronous)
+        lines.append(SourceLineCollectives(frame, kind, reduction, axes, phase, tensors, all_bytes, asynchronous_bytes))
 
-    def order(line: SourceLineCollectives):
-        place = (line.frame.file, line.frame.line) if line.frame else ("", 0)
-        return -line.bytes, place, line.kind, line.axes, line.phase
+    def place(frame: Frame | None) -> tuple[str, int]:
+        return (frame.file, frame.line) if frame else ("", 0)
 
-    return tuple(sorted(lines, key=order))
-
-
-def _phase(op_name: str) -> str:
-    if _jax.REMATERIALISED in op_name:
-        return "recomputed"
-    if _jax.BACKWARD in op_name:
-        return "backward"
-    return "forward" if _jax.DIFFERENTIATED in op_name else ""
+    return tuple(sorted(lines, key=lambda x: (-x.bytes, place(x.frame), x.kind, x.axes, x.phase)))
 
 
 def _replicas(lowered, compiled: Compiled) -> tuple[ReplicatedArgument, ...]:
@@ -283,40 +340,13 @@ def _replicas(lowered, compiled: Compiled) -> tuple[ReplicatedArgument, ...]:
 # ---- for people
 
 
-def _describe(report: XlaReport) -> str:
-    compiled = report.compiled
-    where = compiled.target or f"{compiled.n_devices} CPU devices"
-    mesh = f", mesh {compiled.mesh}" if compiled.mesh else ""
-    if not compiled.ok or compiled.memory is None:
-        return f"compiling for {where} failed{mesh}\n{compiled.error}"
-    memory, device = compiled.memory, compiled.target.gpu.memory_bytes if compiled.target else None
-    of = f" of {format_memory(device)}" if device else ""
-    hidden = sum(line.asynchronous_bytes for line in report.lines)
-    balance = (f", {compiled.balance:.2f} of its share" if compiled.balance else "") + recomputed(compiled)
-    lines = [
-        f"compiled for {where} in {compiled.seconds:.1f} s{mesh}",
-        f"memory       {format_memory(memory.peak_bytes)}{of} per device: arguments {format_memory(memory.argument_bytes)}, "
-        f"temporaries {format_memory(memory.temp_bytes)}" + ("" if compiled.fits is not False else "   DOES NOT FIT"),
-        f"products     {format_flops(compiled.flops)} per device{balance}",
-        f"collectives  {format_bytes(report.collective_bytes)} per device and step, "
-        f"{format_bytes(hidden)} of it while other work may run",
-    ]
-    lines += _describe_lines(report.lines)
-    lines += section("largest at the memory's peak", [describe_buffer(b, compiled.n_devices) for b in compiled.peak[:6]])
-    lines += section("held by several devices, the most wasteful first", [str(r) for r in report.replicas[:5]])
-    lines += section("XLA warns", [describe_remat(r) for r in report.rematerializations])
-    lines += section("failed", list(report.failures))
-    return "\n".join(lines)
-
-
 def _describe_lines(found: tuple[SourceLineCollectives, ...]) -> list[str]:
-    places: dict[Frame | None, list[SourceLineCollectives]] = {}
+    places = defaultdict(list)
     for line in found:
-        places.setdefault(line.frame, []).append(line)
+        places[line.frame].append(line)
     out = []
     for frame, here in places.items():
-        place = f"{Path(frame.file).name}:{frame.line}" if frame else "no line known"
-        out += ["", f"  {place}  {here[0].code}".rstrip()]
+        out += ["", f"  {frame.short if frame else 'no line known'}  {here[0].code}".rstrip()]
         for line in here:
             what = f"{line.kind}{f' ({line.reduction})' if line.reduction else ''} over {', '.join(line.axes) or 'devices'}"
             biggest = max((a.bytes for a, _ in line.tensors), default=0)
@@ -325,30 +355,35 @@ def _describe_lines(found: tuple[SourceLineCollectives, ...]) -> list[str]:
     return out
 
 
-def describe_buffer(b: Buffer, n_devices: int) -> str:
-    """One line: memory, array, source line, and whether every device holds all of it."""
-    frame = users_line(b.stack)
-    where = f"{Path(frame.file).name}:{frame.line}  {linecache.getline(frame.file, frame.line).strip()}" if frame else b.op_name
-    what = str(b.array or b.name)
+def _details(report: XlaReport, replicas: tuple[ReplicatedArgument, ...] = ()) -> list[str]:
+    """The sections that end a report, none that is empty."""
+    sections = {
+        "largest at the memory's peak": [_describe_buffer(b, report.compiled.n_devices) for b in report.compiled.peak[:6]],
+        "held by several devices, the most wasteful first": replicas,
+        "XLA warns": [_describe_remat(r) for r in report.rematerializations],
+        "failed": report.failures,
+    }
+    return [line for title, entries in sections.items() if entries for line in ("", title, *(f"  {e}" for e in entries))]
+
+
+def _describe_buffer(b: Buffer, n_devices: int) -> str:
+    where = f"{b.frame.short}  {b.frame.code}" if b.frame else b.op_name
     replicated = "  replicated on every device" if b.copies == n_devices else ""
-    return f"{format_memory(b.bytes):>8}  {what:<24} {where}{replicated}".rstrip()
+    return f"{format_memory(b.bytes):>8}  {b.array or b.name!s:<24} {where}{replicated}".rstrip()
 
 
-def describe_remat(r: Rematerialization) -> str:
-    """One rematerialization warning, with its source line."""
-    frame = users_line(r.stack)
-    code = f"\n     {linecache.getline(frame.file, frame.line).strip()}" if frame else ""
-    before, after = (x if isinstance(x, Layout) else y for x, y in ((r.before, r.sharding_before), (r.after, r.sharding_after)))
-    place = f" at {Path(frame.file).name}:{frame.line}" if frame else ""
+def _describe_remat(r: Rematerialization) -> str:
+    place, code = (f" at {r.frame.short}", f"\n     {r.frame.code}") if r.frame else ("", "")
+    before, after = r.before or r.sharding_before, r.after or r.sharding_after
     return f"{r.array} is replicated in full to get from {before} to {after}{place}{code}"
 
 
-def recomputed(compiled: Compiled) -> str:
+def _recomputed(compiled: Compiled) -> str:
     """The flops that XLA's rematerialization repeats; '' for none."""
     repeated = compiled.recomputed_flops
     return f", {format_flops(repeated)} of it computed again by XLA to save memory" if repeated else ""
 
 
-def section(title: str, entries: list[str]) -> list[str]:
-    """Lines of a titled list; none for an empty one."""
-    return ["", title, *(f"  {e}" for e in entries)] if entries else []
+def _misfit(compiled: Compiled) -> str:
+    """The mark of a step that does not fit its target; '' for others."""
+    return "   DOES NOT FIT" if compiled.fits is False else ""

@@ -13,6 +13,7 @@ where the plan has one per axis; leftovers are joined once more, first whole lin
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -20,7 +21,6 @@ from pathlib import PurePath
 from shardplan.units import format_bytes
 from shardplan.xla.compiler.compile import Compiled
 from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective
-from shardplan.xla.hlo.text import users_line
 
 VERDICTS = ("unplanned", "dearer", "missing", "cheaper", "same")
 
@@ -30,10 +30,8 @@ class ExpectedCollective:
     """A planned collective.
 
     Attributes:
-        kind: as in `HloCollective`.
-        axes: mesh axes it runs over, in any order.
-        bytes: of one run on one device: the larger of operand and result.
-        group_size: devices of one group.
+        kind, bytes: as in `HloCollective`.
+        axes: mesh axes it runs over, in any order; `group_size` devices each.
         runs: per step.
         source: 'file:line' of the user's program; '' when unknown.
         note: the caller's, carried into the findings.
@@ -55,8 +53,7 @@ class ExpectedCollective:
         return self.runs * wire_bytes(self.kind, self.bytes, self.group_size)
 
     def __str__(self) -> str:
-        runs = f" x {self.runs:g}" if self.runs != 1 else ""
-        return f"{self.kind} over {', '.join(self.axes)}, {format_bytes(self.bytes)}{runs}"
+        return _describe(self, self.bytes)
 
 
 @dataclass(frozen=True)
@@ -75,23 +72,15 @@ class EmittedTensor:
     @property
     def source(self) -> str:
         """'file:line' of the tensor, or of the collective; '' where XLA kept none."""
-        frame = users_line(self.part.stack) or users_line(self.collective.stack)
-        return str(frame) if frame else ""
+        return self.part.source or self.collective.source or ""
 
     def __str__(self) -> str:
-        c = self.collective
-        runs = f" x {c.runs:g}" if c.runs != 1 else ""
-        return f"{c.kind} over {', '.join(c.axes)}, {format_bytes(self.part.array.bytes)}{runs}, {self.part.array}"
+        return f"{_describe(self.collective, self.part.array.bytes)}, {self.part.array}"
 
 
 @dataclass(frozen=True)
 class CollectiveFinding:
-    """The planned and the emitted collectives of one line over the same axes.
-
-    Attributes:
-        verdict: one of `VERDICTS`.
-        source: 'file:line', the plan's where it has one.
-    """
+    """One of `VERDICTS` on the planned and the emitted collectives of one line (the plan's, if it has one) over the same axes."""
 
     verdict: str
     source: str
@@ -102,12 +91,12 @@ class CollectiveFinding:
     @property
     def planned_bytes(self) -> float:
         """On the wire, per device and step."""
-        return sum(e.wire_bytes for e in self.planned)
+        return _sent(self.planned)
 
     @property
     def emitted_bytes(self) -> float:
         """On the wire, per device and step."""
-        return sum(e.wire_bytes for e in self.emitted)
+        return _sent(self.emitted)
 
     @property
     def difference_bytes(self) -> float:
@@ -148,11 +137,9 @@ class CollectiveComparison:
             f"per device and step: {self.ratio:.2f}"
         ]
         for f in self.findings:
-            source = f"{PurePath(f.source.rpartition(':')[0]).name}:{f.source.rpartition(':')[2]}" if f.source else "no line known"
-            if f.verdict == "same":
-                continue
-            lines += ["", f"{f.verdict}  {source}"]
-            lines += [f"   planned  {e}" for e in _few(f.planned)] + [f"   emitted  {e}" for e in _few(f.emitted)]
+            if f.verdict != "same":
+                lines += ["", f"{f.verdict}  {_short_source(f.source) or 'no line known'}"]
+                lines += [f"   planned  {e}" for e in _few(f.planned)] + [f"   emitted  {e}" for e in _few(f.emitted)]
         lines += ["", f"{len(self.of('same'))} of {len(self.findings)} as planned"]
         return "\n".join(lines)
 
@@ -160,22 +147,17 @@ class CollectiveComparison:
 def compare(
     planned: Iterable[ExpectedCollective], compiled: Compiled | Iterable[HloCollective], tolerance: float = 0.1
 ) -> CollectiveComparison:
-    """Joins what was planned with what was emitted.
+    """Joins every collective that is planned, local slices apart, with those emitted for the same step on the same mesh.
 
-    Args:
-        planned: every collective the plan expects; local slices are none.
-        compiled: of the same step on the same mesh.
-        tolerance: relative difference on the wire that still counts as the same.
+    `tolerance` is the relative difference on the wire that still counts as the same.
     """
     collectives = compiled.collectives if isinstance(compiled, Compiled) else compiled
-    emitted = [EmittedTensor(c, p) for c in collectives if c.group_size > 1 for p in c.parts]
-    left: dict[tuple, list[ExpectedCollective]] = {}
-    right: dict[tuple, list[EmittedTensor]] = {}
+    left, right = defaultdict(list), defaultdict(list)
     for e in planned:
         if e.group_size > 1 and e.bytes:
-            left.setdefault((_short_source(e.source), frozenset(e.axes)), []).append(e)
-    for m in emitted:
-        right.setdefault((_short_source(m.source), frozenset(m.collective.axes)), []).append(m)
+            left[_short_source(e.source), frozenset(e.axes)].append(e)
+    for m in (EmittedTensor(c, p) for c in collectives if c.group_size > 1 for p in c.parts):
+        right[_short_source(m.source), frozenset(m.collective.axes)].append(m)
     findings = [_finding(left.pop(k), right.pop(k), tolerance) for k in sorted(left.keys() & right.keys(), key=str)]
     findings += _on_other_lines(left, right, tolerance)
     findings += [_finding(group, [], tolerance) for group in left.values()]
@@ -185,34 +167,25 @@ def compare(
 
 
 def wire_bytes(kind: str, n_bytes: float, group_size: int) -> float:
-    """Bytes that one device sends in one run, by the ring algorithm.
-
-    Args:
-        kind: of the collective.
-        n_bytes: the larger of its operand and result on one device.
-        group_size: devices of one group.
-    """
+    """Bytes that one device sends in one run, by the ring algorithm; `n_bytes` is the larger of operand and result on one device."""
     share = (group_size - 1) / group_size
     if kind == "all-reduce":
         return 2 * share * n_bytes
     return n_bytes if kind == "collective-permute" else share * n_bytes
 
 
+def _sent(found: Iterable[ExpectedCollective | EmittedTensor]) -> float:
+    return sum(x.wire_bytes for x in found)
+
+
 def _on_other_lines(left: dict, right: dict, tolerance: float) -> list[CollectiveFinding]:
     """Findings of leftovers on different lines that move equal bytes over the same axes; removes them from both."""
     out = []
-    for key in sorted(left, key=lambda k: (-sum(e.wire_bytes for e in left[k]), str(k))):
-        size = sum(e.wire_bytes for e in left[key])
-        fits = [
-            (abs(sum(m.wire_bytes for m in group) - size), str(k), k)
-            for k, group in right.items()
-            if k[1] == key[1] and abs(sum(m.wire_bytes for m in group) - size) <= tolerance * size
-        ]
-        if fits:
-            out.append(_finding(left[key], right.pop(min(fits)[2]), tolerance))
-            left[key] = []
-    for key in [k for k, group in left.items() if not group]:
-        del left[key]
+    for key in sorted(left, key=lambda k: (-_sent(left[k]), str(k))):
+        size = _sent(left[key])
+        gaps = [(abs(_sent(group) - size), str(k), k) for k, group in right.items() if k[1] == key[1]]
+        if gaps and min(gaps)[0] <= tolerance * size:
+            out.append(_finding(left.pop(key), right.pop(min(gaps)[2]), tolerance))
     return out
 
 
@@ -224,7 +197,7 @@ def _rebalance(findings: list[CollectiveFinding], tolerance: float) -> list[Coll
 
     def excess(n: int) -> float:
         planned, emitted = found[n]
-        return sum(m.wire_bytes for m in emitted) - sum(e.wire_bytes for e in planned)
+        return _sent(emitted) - _sent(planned)
 
     for n in over:
         for m in sorted(found[n][1], key=lambda m: (-m.wire_bytes, str(m))):
@@ -244,19 +217,18 @@ def _matches(e: ExpectedCollective, m: EmittedTensor, tolerance: float) -> bool:
 def _over_joint_axes(findings: list[CollectiveFinding], tolerance: float) -> list[CollectiveFinding]:
     """Joins a reshard planned as one collective per axis with the one collective over all these axes that XLA emitted."""
     found = [(list(f.planned), list(f.emitted)) for f in findings]
-    reshards: dict[int, list[tuple[int, ExpectedCollective]]] = {}
+    reshards = defaultdict(list)
     for n, (planned, _) in enumerate(found):
         for e in planned:
             if e.reshard is not None:
-                reshards.setdefault(e.reshard, []).append((n, e))
+                reshards[e.reshard].append((n, e))
     for n, f in enumerate(findings):
         for m in f.emitted if f.verdict == "unplanned" else ():
             for reshard, steps in reshards.items():
                 first = max((e for _, e in steps), key=lambda e: e.bytes)
-                covers = {a for _, e in steps for a in e.axes} == {*m.collective.axes} and _short_source(first.source) == _short_source(
-                    f.source
-                )
-                if covers and len(steps) > 1 and abs(first.bytes - m.part.array.bytes) <= tolerance * first.bytes:
+                covers = len(steps) > 1 and {a for _, e in steps for a in e.axes} == {*m.collective.axes}
+                here = _short_source(first.source) == _short_source(f.source)
+                if covers and here and abs(first.bytes - m.part.array.bytes) <= tolerance * first.bytes:
                     for k, e in steps:
                         found[k][0].remove(e)
                         found[n][0].append(e)
@@ -266,7 +238,7 @@ def _over_joint_axes(findings: list[CollectiveFinding], tolerance: float) -> lis
 
 
 def _finding(planned: list[ExpectedCollective], emitted: list[EmittedTensor], tolerance: float) -> CollectiveFinding:
-    before, after = sum(e.wire_bytes for e in planned), sum(m.wire_bytes for m in emitted)
+    before, after = _sent(planned), _sent(emitted)
     if not planned or not emitted:
         verdict = "missing" if planned else "unplanned"
     elif abs(after - before) <= tolerance * before:
@@ -283,9 +255,11 @@ def _short_source(source: str) -> str:
     return PurePath(source).name
 
 
-def _few(entries) -> list[str]:
-    shown: dict[str, int] = {}
-    for e in map(str, entries):
-        shown[e] = shown.get(e, 0) + 1
-    lines = [text if n == 1 else f"{text}   ({n} times)" for text, n in shown.items()]
+def _describe(c: ExpectedCollective | HloCollective, n_bytes: float) -> str:
+    runs = f" x {c.runs:g}" if c.runs != 1 else ""
+    return f"{c.kind} over {', '.join(c.axes)}, {format_bytes(n_bytes)}{runs}"
+
+
+def _few(entries: Iterable[ExpectedCollective | EmittedTensor]) -> list[str]:
+    lines = [text if n == 1 else f"{text}   ({n} times)" for text, n in Counter(map(str, entries)).items()]
     return lines[:4] + ([f"... and {len(lines) - 4} more"] if len(lines) > 4 else [])

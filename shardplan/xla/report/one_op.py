@@ -12,11 +12,12 @@ The prediction is the planner's own (`Resharder.path`, `exchanges`): in the firs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
 from shardplan import _jax
 from shardplan.costs.halo_exchange import exchanges
@@ -44,8 +45,7 @@ class OneOpProgram:
     """One op under one strategy.
 
     Attributes:
-        strategy: "sharded a:4", "sharded a:4 scattered", "partial +:8" or "replicated b:4".
-        shards: how many devices the axis has.
+        strategy: "sharded a:4", "sharded a:4 scattered", "partial +:8" or "replicated b:4"; the axis has `shards` devices.
         operands, results: layouts requested of XLA.
         constrained: layouts that emission constrains the results to; None where partial or left to XLA.
         planned: the predicted collectives.
@@ -96,10 +96,13 @@ class _OneOp:
     resharder: Resharder
     k: int
 
-    def reshard(self, x, source: Layout, target: Layout) -> list[tuple[str, float]]:
-        """(kind, bytes) of the collectives of a reshard."""
-        steps = self.resharder.sending(byte_factors(x.dtype)).path(tuple(x.shape), _jax.itemsize(x.dtype), source, target)
-        return [(s.kind, s.bytes) for s in steps if s.kind != "slice"]
+    def reshard(self, tensors: Iterable, before: Sequence[Layout], after: Sequence[Layout]) -> list[tuple[str, float]]:
+        """(kind, bytes) of the collectives between two layouts of each tensor."""
+        found = []
+        for x, source, target in zip(tensors, before, after, strict=True):
+            steps = self.resharder.sending(byte_factors(x.dtype)).path(tuple(x.shape), _jax.itemsize(x.dtype), source, target)
+            found += [(s.kind, s.bytes) for s in steps if s.kind != "slice"]
+        return found
 
     def sharded(self, s: int, factor: str) -> Iterator[OneOpProgram]:
         """Strategy s: partial results requested replicated, and scattered."""
@@ -112,12 +115,12 @@ class _OneOp:
             found = exchanges(self.rule, (factor,), self.ins, self.outs, operands, self.resharder.mesh, self.resharder.cluster)
             exchanged = [(x.kind, x.bytes) for x in found]
         complete = tuple(x.reduced() for x in made)
-        scattered = tuple(scatter(x, layout, self.k) if layout.partial else layout for x, layout in zip(self.outs, made, strict=True))
+        scattered = tuple(_scatter(x, layout, self.k) if layout.partial else layout for x, layout in zip(self.outs, made, strict=True))
         constrained = tuple(None if layout.partial else layout for layout in made)
         for name, requested in {"": complete, " scattered": scattered}.items():
             if not name or requested != complete:
-                planned = [c for x, a, b in zip(self.outs, made, requested, strict=True) for c in self.reshard(x, a, b)]
-                yield OneOpProgram(f"{kind} {factor}:{self.k}{name}", self.k, operands, constrained, requested, (*planned, *exchanged))
+                planned = (*self.reshard(self.outs, made, requested), *exchanged)
+                yield OneOpProgram(f"{kind} {factor}:{self.k}{name}", self.k, operands, constrained, requested, planned)
 
     def replicated(self, d: int, factor: str) -> OneOpProgram:
         """Dim d, which needs replication, sharded in operands and results: the reshards of the cheapest strategy."""
@@ -129,17 +132,16 @@ class _OneOp:
         operands = tuple(map(layout, self.ins, self.rule.operands))
         results = tuple(map(layout, self.outs, self.rule.results))
 
-        def reshards(s: int) -> list[tuple[str, float]]:
-            before = [self.reshard(x, a, of[s]) for x, a, of in zip(self.ins, operands, self.strategies.operands, strict=True)]
-            after = [self.reshard(x, of[s], a) for x, a, of in zip(self.outs, results, self.strategies.results, strict=True)]
-            return [c for found in (*before, *after) for c in found]
+        def planned(s: int) -> Moved:
+            before = self.reshard(self.ins, operands, [of[s] for of in self.strategies.operands])
+            return (*before, *self.reshard(self.outs, [of[s] for of in self.strategies.results], results))
 
-        every = [reshards(s) for s, factors in enumerate(self.strategies.factors) if factors != (PARTIAL,)]
-        planned = min(every, key=lambda found: sum(wire_bytes(kind, n, self.k) for kind, n in found))
-        return OneOpProgram(f"replicated {factor}:{self.k}", self.k, operands, (None,) * len(self.outs), results, tuple(planned))
+        every = (planned(s) for s, factors in enumerate(self.strategies.factors) if factors != (PARTIAL,))
+        cheapest = min(every, key=lambda found: _wire(found, self.k))
+        return OneOpProgram(f"replicated {factor}:{self.k}", self.k, operands, (None,) * len(self.outs), results, cheapest)
 
 
-def scatter(x, layout: Layout, k: int) -> Layout:
+def _scatter(x, layout: Layout, k: int) -> Layout:
     """A partial layout, reduced and sharded along the first replicated dim that divides evenly."""
     free = next((d for d, n in enumerate(x.shape) if n % k == 0 and n and not layout.dims[d]), None)
     return Layout(tuple((AXIS,) if d == free else axes for d, axes in enumerate(layout.dims)))
@@ -147,8 +149,8 @@ def scatter(x, layout: Layout, k: int) -> Layout:
 
 def lowered(eqn, program: OneOpProgram, target: Target):
     """The program lowered for the target's devices; the strategy's axis may be smaller."""
-    found = _mesh(program, target)
-    mesh = AbstractMesh(found.sizes, found.axes, axis_types=(AxisType.Auto,) * 2)
+    shape = _mesh(program, target)
+    mesh = AbstractMesh(shape.sizes, shape.axes, axis_types=(AxisType.Auto,) * 2)
     ins = [v.aval for v in eqn.invars]
     shapes = [jax.ShapeDtypeStruct((program.shards, *x.shape) if program.partial else x.shape, x.dtype) for x in ins]
 
@@ -158,16 +160,8 @@ def lowered(eqn, program: OneOpProgram, target: Target):
             return _jax.bind(eqn, operands)
         return forms.run(eqn, operands, program.operands, program.constrained, mesh)
 
-    def sharding(layout: Layout):
-        return NamedSharding(mesh, PartitionSpec(*layout.spec()))
-
-    step = jax.jit(
-        one_op,
-        in_shardings=tuple(map(sharding, program.operands)),
-        out_shardings=list(map(sharding, program.results)),
-        keep_unused=True,
-    )
-    return lower_for(target, step, *shapes)
+    operands, results = ([_jax.sharding(mesh, x.spec()) for x in side] for side in (program.operands, program.results))
+    return lower_for(target, jax.jit(one_op, in_shardings=tuple(operands), out_shardings=results, keep_unused=True), *shapes)
 
 
 def _mesh(program: OneOpProgram, target: Target) -> MeshShape:
@@ -192,23 +186,24 @@ class OneOpVerdict:
         """One of "same", "dearer", "cheaper", "uncompiled"; a replicated dim is "same" unless XLA does better than gather it."""
         if isinstance(self.emitted, str):
             return "uncompiled"
-        planned, wire = self._wire(self.program.planned), self._wire(self.emitted)
+        planned, wire = _wire(self.program.planned, self.program.shards), _wire(self.emitted, self.program.shards)
         if abs(wire - planned) <= 0.01 * planned or (wire > planned and self.program.strategy.startswith("replicated")):
             return "same"
         return "cheaper" if wire < planned else "dearer"
 
-    def _wire(self, found: Moved) -> float:
-        return sum(wire_bytes(kind, n, self.program.shards) for kind, n in found)
-
     def __str__(self) -> str:
         """Strategy, planned collectives, emitted collectives."""
-        made = "" if isinstance(self.emitted, str) else counted(self.emitted)
-        return f"{self.program.strategy:<22} {counted(self.program.planned):<28} {made}".rstrip()
+        made = "" if isinstance(self.emitted, str) else _counted(self.emitted)
+        return f"{self.program.strategy:<22} {_counted(self.program.planned):<28} {made}".rstrip()
 
 
-def counted(found: Moved) -> str:
+def _wire(found: Moved, k: int) -> float:
+    return sum(wire_bytes(kind, n, k) for kind, n in found)
+
+
+def _counted(found: Moved) -> str:
     """Bytes by kind, the kinds in order."""
-    total: dict[str, float] = {}
+    total: dict[str, float] = defaultdict(float)
     for kind, n in sorted(found):
-        total[kind] = total.get(kind, 0.0) + n
+        total[kind] += n
     return ", ".join(f"{kind} {n:g}" for kind, n in total.items()) or "-"
