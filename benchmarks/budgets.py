@@ -37,7 +37,7 @@ from shardplan.ilp import Problem, Solution  # noqa: E402
 from shardplan.ilp.solver import solve  # noqa: E402
 from shardplan.ilp.solver.presolve.presolve import Presolved, presolve  # noqa: E402
 from shardplan.mesh import Resharder  # noqa: E402
-from shardplan.propagation.propagate import propagate  # noqa: E402
+from shardplan.propagation.search import propagate  # noqa: E402
 from shardplan.search.min_memory import min_average_memory  # noqa: E402
 
 EXAMPLES = ("digits_cnn", "dlrm", "face_softmax", "gpt", "hybrid_mlp", "llama", "moe")

@@ -19,7 +19,7 @@ from shardplan.costs.pins import matches
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.presolve.reductions import ReduceDomain, TieClasses
-from shardplan.propagation.propagate import propagate
+from shardplan.propagation.search import propagate
 
 MESH = ((2, 4), ("data", "model"))
 

@@ -6,7 +6,7 @@ import pytest
 
 import shardplan
 from shardplan.ilp.solver import Solution
-from shardplan.propagation.propagate import propagate
+from shardplan.propagation.search import propagate
 from shardplan.search.protocol import Search
 from shardplan.searches import SEARCHES
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardplan.costs.network import PS, CostNetwork, StateBlocks
 from shardplan.costs.options import CostCorrections
-from shardplan.costs.pricing import Pricing, plan_windows
+from shardplan.costs.pricing import Pricing, plan_windows, resharders
 from shardplan.costs.space import ArrayEdge, StrategySpace
 from shardplan.costs.tables import CostTables
 from shardplan.ilp.solver.problem import Edge, Problem, Usage, sum_over_intervals
@@ -38,7 +38,8 @@ def build_network(
     graph, allowed, corrections = space.graph, allowed or {}, corrections or CostCorrections({}, {})
     blocks, windows = StateBlocks.of(graph, limit), plan_windows(space, pricing.combined)
     pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
-    tables = CostTables(space, resharder, blocks, pricing, pinned, windows)
+    of = resharders(space, resharder, pricing.combined)
+    tables = CostTables(space, blocks, pinned, windows, of, pricing.background_price)
     costs = _node_costs(space, blocks, allowed, corrections)
     edges: list[Edge] = []
     background: list[tuple[int, np.ndarray]] = []
@@ -51,7 +52,7 @@ def build_network(
     edges += [Edge(i, j, tables.retained(i, k, j)) for j, (i, k) in graph.retainable_from.items()]
     usages, implicit_copies = _usages(space, blocks, tables, windows)
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, _symmetry_classes(space, blocks, costs))
-    return CostNetwork(space, problem, blocks, tuple(implicit_copies), tables.resharders, tuple(background), pricing)
+    return CostNetwork(space, problem, blocks, tuple(implicit_copies), of, tuple(background), pricing)
 
 
 def replicated_bytes(space: StrategySpace) -> float:

@@ -14,12 +14,12 @@ inf         where the consumer propagates the layout, or XLA builds another prog
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import log2, prod
 
 import numpy as np
 
 from shardplan.costs.network import PS, StateBlocks
-from shardplan.costs.pricing import Pricing, resharders
 from shardplan.costs.space import ArrayEdge, EdgeTemplate, LayoutList, StrategySpace
 from shardplan.mesh.cluster import Device
 from shardplan.mesh.layout import Layout
@@ -33,34 +33,33 @@ EdgeCost = tuple[np.ndarray, np.ndarray | None]
 """Picoseconds [s, t]: what an edge costs, and what of its collectives compute can hide (None: nothing)."""
 
 
+@dataclass(frozen=True, eq=False)
 class CostTables:
-    """Edge and usage tables; cache keys hold `id`s of objects that the space or this object keeps alive."""
+    """Edge and usage tables; keys of `cache` hold `id`s of objects that the space or this object keeps alive.
 
-    def __init__(
-        self,
-        space: StrategySpace,
-        resharder: Resharder,
-        blocks: StateBlocks,
-        pricing: Pricing,
-        pinned: frozenset[int],
-        windows: OverlapWindows,
-    ):
-        self.space, self.blocks, self.pinned, self.windows = space, blocks, pinned, windows
-        self.background_price = pricing.background_price
-        self.resharders = resharders(space, resharder, pricing.combined)
-        self.lists = space.layout_lists
-        self.cache: dict = {}
+    Attributes:
+        pinned: ops whose layout is the user's: they follow nobody.
+        resharders: per value, what prices its reshards.
+    """
+
+    space: StrategySpace
+    blocks: StateBlocks
+    pinned: frozenset[int]
+    windows: OverlapWindows
+    resharders: tuple[Resharder, ...]
+    background_price: float
+    cache: dict = field(default_factory=dict)
 
     def edge(self, edge: ArrayEdge) -> EdgeCost:
         """Picoseconds of an array on its way, [state of the producer, state of the consumer]."""
         i, j, k, v, template = edge
         each = self.windows.seconds.get((j, k), 0.0), self.windows.scatter_seconds.get((j, k), 0.0)
-        window = tuple(_rounded_ps(seconds, template.reads) for seconds in each) if max(each) > MIN_WINDOW_S else (0.0, 0.0)
+        window = tuple(_rounded_ps(seconds, template.reads) for seconds in each)
         aliasing = i in self.blocks.aliasing, j in self.blocks.aliasing
         follows = template.is_follower and i not in self.pinned and j not in self.pinned
         key = (id(template), id(self.resharders[v]), window, aliasing, follows)
         if key not in self.cache:
-            sources, targets = self.lists(template.result_layouts), self.lists(template.operand_layouts)
+            sources, targets = map(self.space.layout_lists, (template.result_layouts, template.operand_layouts))
             cost, hidden = self._over_layouts(template, sources, targets, self.resharders[v], window, follows)
             at = np.ix_(sources.index, targets.index)
             self.cache[key] = _over_states(template, cost[at], hidden[at], sources.equal(targets)[at], *aliasing)
@@ -102,7 +101,7 @@ class CostTables:
         """Blocks [some, others], 0 where layouts are the same, elsewhere inf; before them `free` columns of blocks with zeros."""
         key = ("agreement", id(some), id(others), rows, free, columns)
         if key not in self.cache:
-            a, b = self.lists(some), self.lists(others)
+            a, b = map(self.space.layout_lists, (some, others))
             equal = np.where(a.equal(b)[np.ix_(a.index, b.index)], 0.0, np.inf)
             self.cache[key] = np.tile(np.concatenate([*[np.zeros_like(equal)] * free, *[equal] * columns], axis=1), (rows, 1))
         return self.cache[key]
@@ -112,7 +111,7 @@ class CostTables:
         value, layouts = self.space.graph.values[v], self.space.strategies[i].results[r]
         key = ("bytes", id(layouts), value.bytes)
         if key not in self.cache:
-            found = self.lists(layouts)
+            found = self.space.layout_lists(layouts)
             self.cache[key] = np.ceil(value.bytes / found.shards)[found.index]
         return self.cache[key]
 

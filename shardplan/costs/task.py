@@ -44,14 +44,9 @@ class Stopwatch:
 
 @dataclass(frozen=True, eq=False)
 class PlanningTask:
-    """A step on a mesh, with options: what every search starts from.
+    """A step, before copies are put in, on a mesh, with options: what every search starts from.
 
-    Attributes:
-        graph: the step, before copies are put in.
-        resharder: prices redistribution on the mesh.
-        options: what the user asked for.
-        stopwatch: planning time by stage.
-        constraint_states: (limit, background price) -> states of `propagation.search`, a cache.
+    `constraint_states` is a cache of `propagation.search`: (limit, background price) -> states.
     """
 
     graph: Graph

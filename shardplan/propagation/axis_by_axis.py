@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +32,7 @@ from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Solution
 from shardplan.ir.graph import Path
-from shardplan.mesh.layout import MeshShape
-from shardplan.propagation.propagate import propagate
+from shardplan.propagation.search import propagate
 from shardplan.search.overlap_price import step_objective
 from shardplan.search.protocol import Search
 from shardplan.strategies.enumerate import OPEN
@@ -62,18 +63,16 @@ class AxisByAxis(Search):
 
 def axis_by_axis(task: PlanningTask, limit: float | None, background_price: float) -> Candidate | None:
     """The last axis's network and its answer, "feasible"; None if no order of axes ends in one that fits `limit` bytes per device."""
-    axes = tuple(a for a, n in task.resharder.mesh if n > 1)
-    best: _Level | None = None
+    axes, found = tuple(a for a, n in task.resharder.mesh if n > 1), []
     for order in dict.fromkeys((axes[::-1], axes)) if axes else ():
-        descent = _Descent(task, task.resharder.mesh, limit, Pricing(background_price), order)
-        found = next((level for share in MEMORY_SHARES if (level := descent.run(share)) is not None), None)
-        if found and (best is None or found.solution.objective < best.solution.objective):
-            best = found
+        descent = _Descent(task, limit, Pricing(background_price), order)
+        levels = (descent.run(share) for share in MEMORY_SHARES)
+        found += islice(filter(None, levels), 1)
+    best = min(found, key=lambda level: level.solution.objective, default=None)
     return best and Candidate(best.network, replace(best.solution, status="feasible", bound=0.0))
 
 
-@dataclass(frozen=True, eq=False)
-class _Level:
+class _Level(NamedTuple):
     """One axis decided: the network it was decided in, and what every op does on every axis."""
 
     network: CostNetwork
@@ -86,7 +85,6 @@ class _Descent:
     """Axes of a mesh decided in one order."""
 
     task: PlanningTask
-    mesh: MeshShape
     limit: float | None
     pricing: Pricing
     order: tuple[str, ...]
@@ -96,7 +94,7 @@ class _Descent:
         level, within = None, {}
         for n, axis in enumerate(self.order):
             within = self.opened(axis, level.factors if level else {})
-            to_come = self.mesh.size(*self.order[n + 1 :])
+            to_come = self.task.resharder.mesh.size(*self.order[n + 1 :])
             limit = None if self.limit is None else self.limit * to_come * (memory_share if to_come > 1 else 1.0)
             level = self.decide(axis, within, self.order[: n + 1], limit)
             if level is None:
@@ -120,9 +118,9 @@ class _Descent:
 
     def decide(self, axis: str, within: AxisFactors, decided: Sequence[str], limit: float | None) -> _Level | None:
         """One axis, given what every op does on the others; pins count as far as they speak of the axes `decided` by then."""
-        task = self.task
-        others = self._open(axis, [None] * len(self.mesh.axes))
-        space = make_strategy_space(task.graph, self.mesh, task.resharder.cluster, within, others)
+        task, mesh = self.task, self.task.resharder.mesh
+        others = tuple(OPEN if a == axis else None for a in mesh.axes)
+        space = make_strategy_space(task.graph, mesh, task.resharder.cluster, within, others)
         allowed = allowed_strategies(space, decided, options=task.options)
         network = build_network(space, task.resharder, limit, allowed, pricing=self.pricing)
         presolved = presolve(network.problem, tie=True)
@@ -135,7 +133,5 @@ class _Descent:
 
     def opened(self, axis: str, factors: AxisFactors) -> AxisFactors:
         """What every op does, but for one axis, which is to be decided."""
-        return {path: self._open(axis, found) for path, found in factors.items()}
-
-    def _open(self, axis: str, factors: Sequence[str | None]) -> tuple[str | None, ...]:
-        return tuple(OPEN if a == axis else x for a, x in zip(self.mesh.axes, factors, strict=True))
+        axes = self.task.resharder.mesh.axes
+        return {path: tuple(OPEN if a == axis else x for a, x in zip(axes, found, strict=True)) for path, found in factors.items()}

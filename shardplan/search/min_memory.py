@@ -33,9 +33,7 @@ def min_peak_memory(problem: Problem) -> tuple[int, ...]:
 
 def saved_memory(task: PlanningTask) -> float:
     """Bytes per device that `Options.memory_saving` leaves: so far from the fastest plan's peak to the least average plan's."""
-    options = task.options
-
-    network = functools.partial(build_network, task.space, task.resharder, allowed=task.allowed)
+    options, network = task.options, functools.partial(build_network, task.space, task.resharder, allowed=task.allowed)
 
     def peak(found: CostNetwork, states: tuple[int, ...]) -> float:
         return network(found.problem.limit, pricing=Pricing(combined=found.combined_groups(states))).peak(states)

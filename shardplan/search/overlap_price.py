@@ -24,10 +24,7 @@ from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 def cheapest_price(search: Callable[[float], Candidate], exposed_fraction: float, deadline: Deadline = UNLIMITED) -> Candidate:
     """The best of up to three candidates; objective and bound are seconds of the step, in the network's unit.
 
-    Args:
-        search: price of a background second, in [exposed_fraction, 1] -> the network at this price, and its solution.
-        exposed_fraction: fraction of a hidden collective's seconds that is paid all the same.
-        deadline: when to be content with what is found.
+    `search` solves a network at a price in [exposed_fraction, 1]; `deadline` is when to be content with what is found.
     """
     found, seconds = step_objective(search(exposed_fraction), exposed_fraction, exposed_fraction)
     tried = [found]

@@ -50,6 +50,12 @@ class OpStrategies:
     work: np.ndarray
     shards: tuple[np.ndarray, ...]
 
+    @classmethod
+    def of(cls, factors, operands, results, work: np.ndarray, mesh: MeshShape) -> OpStrategies:
+        """With the `shards` of the layouts."""
+        shards = (np.array([layout.shards(mesh) for layout in of], dtype=float) for of in operands + results)
+        return cls(factors, operands, results, work, tuple(shards))
+
     def __len__(self) -> int:
         return len(self.factors)
 
@@ -124,12 +130,7 @@ def _strategies(
     work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in found])
     left = tuple(tuple(_layout(dims, c, mesh, {}, not accumulator_init) for c in found) for dims in operands)
     right = tuple(tuple(_layout(dims, c, mesh, dict(reduce), True) for c in found) for dims in results)
-    return OpStrategies(found, left, right, work, shards_per_strategy(left + right, mesh))
-
-
-def shards_per_strategy(tensors: tuple[tuple[Layout, ...], ...], mesh: MeshShape) -> tuple[np.ndarray, ...]:
-    """`OpStrategies.shards` of these layouts."""
-    return tuple(np.array([layout.shards(mesh) for layout in of], dtype=float) for of in tensors)
+    return OpStrategies.of(found, left, right, work, mesh)
 
 
 def _layout(dims: Dims, strategy: AxisFactors, mesh: MeshShape, reduce: Mapping[str, str], passes_partial: bool) -> Layout:

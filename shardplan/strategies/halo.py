@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,16 @@ class Halo:
 
     def pieces(self, n: int, m: int, shards: int) -> list[Piece]:
         """Everything that shards read of each other's elements."""
-        own = n // shards
-        reads = ((q, *self.needs(n, m, shards, q)) for q in range(shards))
-        return [
-            Piece(source, q, max(first, source * own), min(stop, (source + 1) * own))
-            for q, first, stop in reads
-            for source in (range(first // own, -(-stop // own)) if first < stop else ())
-            if source != q
-        ]
+        own, out = n // shards, []
+        for q in range(shards):
+            first, stop = self.needs(n, m, shards, q)
+            sources = range(first // own, -(-stop // own)) if first < stop else ()
+            out += [Piece(at, q, max(first, at * own), min(stop, (at + 1) * own)) for at in sources if at != q]
+        return out
 
     def hops(self, n: int, m: int, shards: int) -> dict[int, int]:
         """Distance (target - source) -> elements moved over it: the largest piece of any shard."""
-        sizes = sorted((x.target - x.source, x.size) for x in self.pieces(n, m, shards))
-        return dict(sizes)  # of one distance the largest comes last
+        return dict(sorted((x.target - x.source, x.size) for x in self.pieces(n, m, shards)))  # of one distance the largest comes last
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019
     def permutes(self, n: int, m: int, shards: int) -> tuple[tuple[Piece, ...], ...]:
@@ -72,8 +70,7 @@ class Halo:
         return tuple(tuple(pieces) for _, _, pieces in out)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements first .. stop - 1 of a dim, from the shard that holds them to one that reads them."""
 
     source: int

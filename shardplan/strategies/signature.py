@@ -11,10 +11,9 @@ import numpy as np
 from shardplan._jax import shard_map_specs
 from shardplan.ir.graph import Graph, Op, Path
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.strategies.enumerate import AxisFactors, OpStrategies, enumerate_strategies, shards_per_strategy
-from shardplan.strategies.rule import Rule, factor_sizes
+from shardplan.strategies.enumerate import AxisFactors, OpStrategies, enumerate_strategies
+from shardplan.strategies.rule import Rule, factor_sizes, factors, flat_factors
 from shardplan.strategies.rules import rule_for
-from shardplan.strategies.rules.border import border_rule
 
 REPLICATED_DTYPES = ("int2", "uint2")
 """Dtypes of which XLA has no reductions over devices, and whose gathers write past their buffers (jax 0.10.2)."""
@@ -22,15 +21,7 @@ REPLICATED_DTYPES = ("int2", "uint2")
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """What ops of one signature share.
-
-    Attributes:
-        number: unique.
-        rule: their rule.
-        known: whether it is one for their primitive.
-        sums: whether the result may be a partial sum.
-        strategies: what they may do.
-    """
+    """What ops of one signature share: a rule, `known` if it is one for their primitive; `sums` if the result may be a partial sum."""
 
     number: int
     rule: Rule
@@ -77,7 +68,7 @@ class Signatures:
 
 def _sized_rule(op: Op) -> tuple[Rule, bool, dict[str, int]]:
     """The rule, whether it is one for the primitive, and the sizes of its factors."""
-    border = border_rule(op)
+    border = _border_rule(op)
     rule, known = (border, True) if border else rule_for(op.primitive, op.ins, op.outs, op.params)
     ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
     sizes = factor_sizes(rule, ins, outs, op.primitive)
@@ -85,6 +76,26 @@ def _sized_rule(op: Op) -> tuple[Rule, bool, dict[str, int]]:
     if empty or any(str(getattr(x, "dtype", "")) in REPLICATED_DTYPES for x in (*op.ins, *op.outs)):
         rule = replace(rule, replicated=frozenset(sizes), linear=False)
     return rule, known, sizes
+
+
+def _border_rule(op: Op) -> Rule | None:
+    """The rule of a border op: every dim passes through, the trip dim of a loop's stacked arrays needs replication; else None."""
+    trip = ("trip",)
+    match op.primitive:
+        case "arg":
+            return Rule((), (factors(op.outs[0]),))
+        case "const":
+            return Rule((), (a := factors(op.outs[0]),), replicated=frozenset(flat_factors(a)))
+        case "branch_index":
+            return Rule(((),), ())
+        case "loop_slice":
+            return Rule(((trip, *(a := factors(op.outs[0]))),), (a,), replicated=frozenset(trip), fusion="loop")
+        case "loop_stack":
+            return Rule((a := factors(op.ins[0]),), ((trip, *a),), replicated=frozenset(trip))
+    if not op.traits.border:
+        return None
+    a = factors(op.outs[0])
+    return Rule((a,) * len(op.ins), (a,), accumulator_init=op.accumulates and op.traits.loop_carry, fusion="view")
 
 
 def _shard_map_strategies(op: Op, mesh: MeshShape) -> OpStrategies | None:
@@ -98,8 +109,7 @@ def _shard_map_strategies(op: Op, mesh: MeshShape) -> OpStrategies | None:
         return None
     used = [(Layout(tuple(tuple(a for a in dim if mesh.size(a) > 1) for dim in layout.dims)),) for layout in tensors]
     operands, results = tuple(used[: len(op.ins)]), tuple(used[len(op.ins) :])
-    work = np.array([1.0 / mesh.size(*named)])
-    return OpStrategies(((None,) * len(mesh.axes),), operands, results, work, shards_per_strategy(operands + results, mesh))
+    return OpStrategies.of(((None,) * len(mesh.axes),), operands, results, np.array([1.0 / mesh.size(*named)]), mesh)
 
 
 def _key(op: Op) -> Hashable:

@@ -7,16 +7,12 @@ import inspect
 from collections.abc import Callable
 
 from shardplan.ir.traits import Traits, declare_traits
-
-from ..register import is_registered
-from ..rule import RULES, Rule, RuleError, factor_sizes, replicated_rule
-from . import elementwise, index, linalg, linear, random, reduce, shape, window  # noqa: F401
+from shardplan.strategies.register import is_registered
+from shardplan.strategies.rule import RULES, Rule, RuleError, factor_sizes, replicated_rule
+from shardplan.strategies.rules import elementwise, index, linalg, linear, random, reduce, shape, window  # noqa: F401
 
 declare_traits(("pallas_call", "ffi_call", "custom_partitioning", "pure_callback", "io_callback"), Traits(shapes_in_params=True))
 declare_traits(("shard_map",), Traits(layouts_in_params=True))
-
-
-_signature = functools.cache(inspect.signature)
 
 
 def rule_for(primitive: str, ins, outs, params, strict: bool = False) -> tuple[Rule, bool]:
@@ -31,14 +27,13 @@ def rule_for(primitive: str, ins, outs, params, strict: bool = False) -> tuple[R
     Raises:
         RuleError: a rule of the user's, or with `strict` any rule, does not fit the equation.
     """
-    if primitive not in RULES:
-        return replicated_rule(ins, outs), False
     try:
-        return _fitted(primitive, RULES[primitive], ins, tuple(outs), params), True
+        if primitive in RULES:
+            return _fitted(primitive, RULES[primitive], ins, tuple(outs), params), True
     except RuleError:  # a parameter of a future jax must cost speed, not the run
         if strict or is_registered(primitive):
             raise
-        return replicated_rule(ins, outs), False
+    return replicated_rule(ins, outs), False
 
 
 def _fitted(primitive: str, function: Callable[..., Rule], ins, outs, params) -> Rule:

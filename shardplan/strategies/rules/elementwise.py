@@ -7,8 +7,7 @@ select_n  1, a b, a b -> a b       with a scalar predicate the first operand is 
 from __future__ import annotations
 
 from shardplan.ir.traits import Traits
-
-from ..rule import Rule, factors, flat_factors, rule
+from shardplan.strategies.rule import Rule, factors, flat_factors, rule
 
 
 def elementwise(*ins, out, **kw) -> Rule:

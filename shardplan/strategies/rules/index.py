@@ -15,9 +15,8 @@ from functools import partial
 from math import prod
 
 from shardplan.ir.traits import ScatterKind, Traits
-
-from ..rule import Rule, factors, rule
-from .reduce import collective_kind
+from shardplan.strategies.rule import Rule, factors, rule
+from shardplan.strategies.rules.reduce import collective_kind
 
 
 def index_factors(indices, batching: dict[int, tuple[str, ...]]):

@@ -10,8 +10,7 @@ from __future__ import annotations
 from math import prod
 
 from shardplan.ir.traits import Traits
-
-from ..rule import Rule, factors, flat_factors, rule
+from shardplan.strategies.rule import Rule, factors, flat_factors, rule
 
 
 def batched(ins, out, core: int, flops=None) -> Rule:

@@ -12,9 +12,8 @@ from math import gcd, prod
 
 from shardplan.ir.traits import Traits
 from shardplan.ir.windows import window_hits
-
-from ..halo import Halo
-from ..rule import Fusion, Rule, factors, rule
+from shardplan.strategies.halo import Halo
+from shardplan.strategies.rule import Fusion, Rule, factors, rule
 
 
 def contract(x, y, dimension_numbers):

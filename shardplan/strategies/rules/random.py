@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..rule import Rule, factors, replicated_rule, rule
-from .shape import move
+from shardplan.strategies.rule import Rule, factors, replicated_rule, rule
+from shardplan.strategies.rules.shape import move
 
 
 def drawn(keys, *by: str) -> bool:

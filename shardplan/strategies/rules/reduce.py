@@ -14,9 +14,8 @@ from functools import partial
 from math import prod
 
 from shardplan.ir.traits import Traits
-
-from ..rule import Rule, factors, rule
-from .shape import resized
+from shardplan.strategies.rule import Rule, factors, rule
+from shardplan.strategies.rules.shape import resized
 
 
 def reduction(x, axes, n_results: int = 1, kind: str | None = None, **kw) -> Rule:

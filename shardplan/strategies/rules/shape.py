@@ -12,9 +12,8 @@ from itertools import accumulate, count
 from math import gcd
 
 from shardplan.ir.traits import Traits
-
-from ..halo import Halo
-from ..rule import Rule, factors, flat_factors, rule
+from shardplan.strategies.halo import Halo
+from shardplan.strategies.rule import Rule, factors, flat_factors, rule
 
 
 def move(operands, results, replicated=(), **kw) -> Rule:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from math import prod
 
 from shardplan.ir.traits import Traits
-
-from ..halo import Halo
-from ..rule import Dims, Rule, factors, rule
+from shardplan.strategies.halo import Halo
+from shardplan.strategies.rule import Dims, Rule, factors, rule
 
 
 def windowed(k: int, x, window_dimensions, window_strides, padding, base_dilation=None, window_dilation=None, **_):
