@@ -25,22 +25,18 @@ class Deadline:
     """A wall-clock limit and a work budget.
 
     `check` raises within a step, at the wall-clock limit only, for work is counted between steps; `over` says so between steps.
-
-    Attributes:
-        time_limit: seconds since the start; None if no clock is read.
-        work: units of work left.
-        spent: table entries spent so far.
     """
 
     def __init__(self, time_limit: float | None = None, work: float | None = None, patience: Callable[[], float] = lambda: 1.0):
-        """Starts now; `work` is by default `DEFAULT_WORK` without a time limit (in seconds), unlimited with one.
+        """Starts now, with a limit in seconds or, if it is None, without a look at the clock.
 
-        `patience` gives the share of the time limit that may be used, asked at every look at the clock.
+        `work` is by default `DEFAULT_WORK` without a time limit, unlimited with one. `patience` gives the share of the time limit that
+        may be used, asked at every look at the clock.
         """
         self.start = time.monotonic()
         self.time_limit, self.patience = time_limit, patience
-        self.work = (DEFAULT_WORK if time_limit is None else np.inf) if work is None else work
-        self.spent = 0.0
+        self.work = (DEFAULT_WORK if time_limit is None else np.inf) if work is None else work  # units of work left
+        self.spent = 0.0  # table entries spent so far
 
     def spend(self, entries: float) -> None:
         """Counts visited table entries as work."""
@@ -78,7 +74,7 @@ class _Share(Deadline):
     """`Deadline.share`: limits are the parent's, at a later point of its budget."""
 
     def __init__(self, parent: Deadline, share: float):
-        self.parent = parent
+        self.parent, self.check = parent, parent.check
         self.least = [left * (1 - share) if np.isfinite(left) else -np.inf for left in (parent.work, parent.seconds_left)]
 
     @property
@@ -88,9 +84,6 @@ class _Share(Deadline):
     def over(self) -> bool:
         work, seconds = self.least
         return self.parent.over() or self.parent.work < work or self.parent.seconds_left < seconds
-
-    def check(self) -> None:
-        self.parent.check()
 
 
 UNLIMITED = Deadline(work=np.inf)

@@ -57,19 +57,12 @@ class Usage:
 
 @dataclass(frozen=True)
 class FlatNetwork:
-    """Every edge as two arcs in compressed sparse rows: the arcs of node i are first[i] .. first[i + 1], in the order of the edges.
+    """Every edge as two arcs in compressed sparse rows: the arcs of node i are first[i] .. first[i + 1], in the order of the edges."""
 
-    Attributes:
-        first: [n + 1], first arc of each node.
-        head: [2 m], node at the arc's other end.
-        edge: [2 m], number of the arc's edge.
-        side: [2 m], 0 if the tail is the edge's i, 1 if it is its j.
-    """
-
-    first: np.ndarray
-    head: np.ndarray
-    edge: np.ndarray
-    side: np.ndarray
+    first: np.ndarray  # [n + 1], first arc of each node
+    head: np.ndarray  # [2 m], node at the arc's other end
+    edge: np.ndarray  # [2 m], number of the arc's edge
+    side: np.ndarray  # [2 m], 0 if the tail is the edge's i, 1 if it is its j
     edges: tuple[Edge, ...]
 
     @property
@@ -187,28 +180,21 @@ class Problem:
 
 
 class UsageTable:
-    """The usages of a problem as flat arrays, sorted by node; empty without a limit.
-
-    Attributes:
-        n_steps: T, one more than the last time step.
-        max_bytes: upper bound of the bytes of any choice at any step.
-        node, lo, hi, row: [usages], each usage's node, interval and first entry in `bytes`.
-        first: [n + 1], first usage of each node.
-        bytes: bytes per state of all usages in a row.
-    """
+    """The usages of a problem as flat arrays, sorted by node; empty without a limit."""
 
     def __init__(self, problem: Problem):
         usages = [] if problem.limit is None else sorted(problem.usages, key=lambda u: u.node)
         self.limit = np.inf if problem.limit is None else problem.limit
         self._n_states = problem.n_states
-        self.n_steps = max((u.hi for u in usages), default=0)
+        self.n_steps = max((u.hi for u in usages), default=0)  # T, one more than the last time step
         self.node, self.lo, self.hi = np.array([(u.node, u.lo, u.hi) for u in usages], dtype=np.int64).reshape(-1, 3).T.copy()
-        self.bytes = np.concatenate([u.bytes for u in usages]) if usages else np.zeros(0)
+        self.bytes = np.concatenate([u.bytes for u in usages]) if usages else np.zeros(0)  # bytes per state of all usages in a row
         size = np.array([len(u.bytes) for u in usages], dtype=np.int64)
-        self.row = np.cumsum(size) - size
+        self.row = np.cumsum(size) - size  # first entry of each usage in `bytes`
         self._usage_of = np.repeat(np.arange(len(usages)), size)
-        self.first = np.searchsorted(self.node, np.arange(len(problem.costs) + 1))
-        self.max_bytes = float(self._at_steps(slice(None), np.array([u.bytes.max() for u in usages])).max(initial=0.0))
+        self.first = np.searchsorted(self.node, np.arange(len(problem.costs) + 1))  # [n + 1], first usage of each node
+        most = self._at_steps(slice(None), np.array([u.max_bytes for u in usages]))
+        self.max_bytes = float(most.max(initial=0.0))  # upper bound of the bytes of any choice at any step
         self._state_of = np.arange(len(self.bytes)) - self.row[self._usage_of] + problem.start[self.node[self._usage_of]]
 
     def _at_steps(self, usages: slice, amounts: np.ndarray) -> np.ndarray:

@@ -64,9 +64,6 @@ def solve(
         presolved: `presolve(problem, tie=True)`, if it is there already.
         settings: tuned numbers.
 
-    Returns:
-        "optimal", "feasible" (with a gap), "infeasible" (proven) or "fallback" (the hint, or no states at all).
-
     Raises:
         ValueError: a cost is not an integer, so no bound would be exact.
     """
@@ -283,9 +280,10 @@ class Chain:
 
 def _check_integers(problem: Problem) -> None:
     """Raises ValueError for a cost that is neither an integer nor inf."""
-    nodes = {id(c): (c, "node", i) for i, c in enumerate(problem.costs)}
-    for costs, kind, number in (nodes | {id(e.cost): (e.cost, "edge", (e.i, e.j)) for e in problem.edges}).values():
-        if not np.array_equal(costs, np.rint(costs)):
-            value = float(costs[costs != np.rint(costs)].flat[0])
-            where = f"{kind} {number} has cost {value}"
+    tables = {id(c): (c, f"node {i}") for i, c in enumerate(problem.costs)}
+    tables |= {id(e.cost): (e.cost, f"edge {e.i, e.j}") for e in problem.edges}
+    for costs, where in tables.values():
+        fractions = costs[costs != np.rint(costs)]
+        if fractions.size:
+            where = f"{where} has cost {float(fractions.flat[0])}"
             raise ValueError(f"{where}, which is no whole number.\n  way out: count in a smaller unit and round")

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,25 +30,16 @@ REPEAT_BELOW = 0.98
 
 @dataclass(frozen=True)
 class Presolved:
-    """A smaller problem and the way back.
+    """A smaller problem and the way back."""
 
-    Attributes:
-        problem: the remaining problem; its node i is node `nodes[i]` of the `n_nodes` to which the trail refers.
-        offset: constant part of the objective, left out of `problem`.
-        feasible: False if a reduction proved that there is no answer.
-        trail: the reductions in the order in which they were applied.
-        tied: whether nodes of one symmetry class were merged.
-        steps: the remaining time steps in the numbers of the given problem.
-    """
-
-    problem: Problem
-    offset: float
-    feasible: bool
+    problem: Problem  # the remaining problem; its node i is node `nodes[i]` of the `n_nodes` to which the trail refers
+    offset: float  # constant part of the objective, left out of `problem`
+    feasible: bool  # False if a reduction proved that there is no answer
     nodes: tuple[int, ...]
-    trail: tuple[Reduction, ...]
+    trail: tuple[Reduction, ...]  # the reductions in the order in which they were applied
     n_nodes: int
-    tied: bool = False
-    steps: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    tied: bool  # whether nodes of one symmetry class were merged
+    steps: np.ndarray  # the remaining time steps, in numbers of the given problem
 
     def invert(self, states: Sequence[int]) -> tuple[int, ...]:
         """States of the given problem from states of the remaining one."""
@@ -75,8 +66,8 @@ def presolve(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_
     Args:
         problem: any problem.
         tie: merge the nodes of every class in `problem.ties` first (a restriction, not a reduction).
-        dominance: table entries that the dominance test may visit at one node; 0 for none. The test takes longest, and finds next to
-            nothing in a part of a presolved problem.
+        dominance: table entries that the dominance test may visit at one node; 0 for none: it takes longest, and finds next to nothing
+            in a part of a presolved problem.
         deadline: checked between reductions; once it is over, dominance tests end.
     """
     trail: list[Reduction] = []

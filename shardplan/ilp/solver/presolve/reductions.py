@@ -37,29 +37,19 @@ UsageBlock = tuple[np.ndarray, np.ndarray]
 
 
 class PresolveNetwork:
-    """A problem as adjacency lists that reductions change in place.
-
-    Attributes:
-        costs: c_i, [k_i] each.
-        adj: `adj[i][j]` is e_ij with i's states as rows; `adj[j][i]` is the same table transposed.
-        usages: blocks of usages per node.
-        alive: False for nodes that were removed.
-        offset: constant part of the objective.
-        decided: a node with one state and no edges, which takes over the usages of all others of that kind.
-        feasible: False once a node has no state.
-        worklist: nodes whose costs, edges or usages changed, in order of arrival.
-    """
+    """A problem as adjacency lists that reductions change in place."""
 
     def __init__(self, problem: Problem, deadline: Deadline = UNLIMITED):
-        self.costs = list(problem.costs)
+        self.costs = list(problem.costs)  # c_i, [k_i] each
+        # adj[i][j] is e_ij with i's states as rows; adj[j][i] is the same table transposed
         self.adj: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
-        self.usages: list[list[UsageBlock]] = [[] for _ in self.costs]
-        self.alive = [True] * len(self.costs)
+        self.usages: list[list[UsageBlock]] = [[] for _ in self.costs]  # blocks of usages per node
+        self.alive = [True] * len(self.costs)  # False for nodes that were removed
         self.limit = problem.limit
-        self.offset = 0.0
-        self.decided: int | None = None
-        self.feasible = all(len(c) for c in self.costs)
-        self.worklist = OrderedDict.fromkeys(range(len(self.costs)))
+        self.offset = 0.0  # constant part of the objective
+        self.decided: int | None = None  # a node with one state and no edges, which takes over the usages of all others of that kind
+        self.feasible = all(len(c) for c in self.costs)  # False once a node has no state
+        self.worklist = OrderedDict.fromkeys(range(len(self.costs)))  # nodes whose costs, edges or usages changed, in order of arrival
         self._support: dict[int, tuple] = {}
         transposed = {id(e.cost): e.cost.T for e in problem.edges}
         for number, e in enumerate(problem.edges):

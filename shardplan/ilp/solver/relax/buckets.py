@@ -28,45 +28,28 @@ from shardplan.ilp.solver.problem import Problem
 
 
 class Incoming(NamedTuple):
-    """A message of another bucket, and how its axes lie in this bucket's table.
+    """A message of another bucket, and how its axes lie in this bucket's table."""
 
-    Attributes:
-        bucket: the sending bucket.
-        at: axis of the table, for each axis of the message.
-        to_table: transposition of the message's axes into the order of the table's.
-        to_message: the inverse transposition.
-        shape: shape of the transposed message that broadcasts over the table.
-    """
-
-    bucket: int
-    at: tuple[int, ...]
-    to_table: tuple[int, ...]
-    to_message: tuple[int, ...]
-    shape: tuple[int, ...]
+    bucket: int  # the sending bucket
+    at: tuple[int, ...]  # axis of the table, for each axis of the message
+    to_table: tuple[int, ...]  # transposition of the message's axes into the order of the table's
+    to_message: tuple[int, ...]  # the inverse transposition
+    shape: tuple[int, ...]  # of the transposed message, to broadcast over the table
 
 
 @dataclass
 class Bucket:
-    """One bucket table: a sum over `scope` (which ends with the node), to be minimized over `node`.
-
-    Attributes:
-        owns_cost: the node's cost belongs to this one of its mini-buckets.
-        edges: (edge, 0 if the node is its i and 1 if it is its j, axis of the other node).
-        rows: tables of `edges`, [k of the other node, k].
-        tables: the same in a shape that broadcasts over the bucket table.
-        incoming: messages of other buckets.
-        receiver: bucket that takes this one's message; -1 if the message is a number.
-    """
+    """One bucket table: a sum over `scope` (which ends with the node), to be minimized over `node`."""
 
     node: int
     scope: tuple[int, ...]
     shape: tuple[int, ...]
-    owns_cost: bool
-    edges: list[tuple[int, int, int]] = field(default_factory=list)
-    rows: list[np.ndarray] = field(default_factory=list)
-    tables: list[np.ndarray] = field(default_factory=list)
-    incoming: list[Incoming] = field(default_factory=list)
-    receiver: int = -1
+    owns_cost: bool  # the node's cost belongs to this one of its mini-buckets
+    edges: list[tuple[int, int, int]] = field(default_factory=list)  # (edge, its end (0: i, 1: j) at the node, axis of the other end)
+    rows: list[np.ndarray] = field(default_factory=list)  # tables of `edges`, [k of the other node, k]
+    tables: list[np.ndarray] = field(default_factory=list)  # the same in a shape that broadcasts over the bucket table
+    incoming: list[Incoming] = field(default_factory=list)  # messages of other buckets
+    receiver: int = -1  # bucket that takes this one's message; -1 if the message is a number
 
 
 class _Item(NamedTuple):
@@ -78,22 +61,14 @@ class _Item(NamedTuple):
 
 
 class BucketElimination:
-    """An elimination order and its buckets, prepared for any node costs.
-
-    Attributes:
-        buckets: in the order of their elimination.
-        of_node: the buckets of every node; several if they are mini-buckets.
-        order: nodes in the order of their elimination.
-        exact: every node has one bucket, so `run` gives the minimum.
-        size: entries of all bucket tables: the work of one run.
-    """
+    """An elimination order and its buckets, prepared for any node costs."""
 
     def __init__(self, problem: Problem, max_entries: int = 1 << 20, deadline: Deadline = UNLIMITED):
-        """Chooses the order; only the table of a single edge or message may have more than `max_entries`."""
+        """Chooses the order, smallest bucket table first; only the table of a single edge or message may exceed `max_entries`."""
         self.problem, self.deadline = problem, deadline
-        self.buckets: list[Bucket] = []
-        self.of_node: list[list[int]] = [[] for _ in problem.costs]
-        self.exact = True
+        self.buckets: list[Bucket] = []  # in the order of their elimination
+        self.of_node: list[list[int]] = [[] for _ in problem.costs]  # the buckets of every node; several if they are mini-buckets
+        self.exact = True  # every node has one bucket, so `run` gives the minimum
         k = [len(c) for c in problem.costs]
         items = [_Item((e.i, e.j), number, -1) for number, e in enumerate(problem.edges)]
         at: list[dict[int, None]] = [{} for _ in k]  # the waiting items of every node
@@ -109,32 +84,30 @@ class BucketElimination:
 
         heap = [(size(i), i) for i in range(len(k))]
         heapq.heapify(heap)
-        done = [False] * len(k)
-        self.order: list[int] = []
+        self.order: list[int] = []  # nodes in the order of their elimination
         while heap:
             before, i = heapq.heappop(heap)
-            if done[i]:
+            if self.of_node[i]:
                 continue
             if before != (now := size(i)):
                 heapq.heappush(heap, (now, i))
                 continue
             deadline.check()
-            done[i] = True
             self.order.append(i)
             touched = neighbors(i) - {i}
             for group in self._mini_buckets(i, [items[number] for number in at[i]], k, max_entries):
-                number = self._add(i, group, k)
-                scope = self.buckets[number].scope[:-1]
+                self._add(i, group, k)
+                scope = self.buckets[-1].scope[:-1]
+                for j in scope:
+                    at[j][len(items)] = None
                 if scope:
-                    items.append(_Item(scope, -1, number))
-                    for j in scope:
-                        at[j][len(items) - 1] = None
+                    items.append(_Item(scope, -1, len(self.buckets) - 1))
             for number in list(at[i]):
                 for j in items[number].scope:
                     at[j].pop(number, None)
             for j in sorted(touched):
                 heapq.heappush(heap, (size(j), j))
-        self.size = sum(math.prod(b.shape) for b in self.buckets)
+        self.size = sum(math.prod(b.shape) for b in self.buckets)  # entries of all bucket tables: the work of one run
 
     def _mini_buckets(self, i: int, items: list[_Item], k: list[int], max_entries: int) -> list[list[_Item]]:
         """Partitions the items of i into groups whose bucket tables have at most `max_entries`; large items first, first fit."""
@@ -150,8 +123,8 @@ class BucketElimination:
         self.exact &= len(groups) <= 1
         return [group for _, group in groups] or [[]]
 
-    def _add(self, i: int, group: list[_Item], k: list[int]) -> int:
-        """Makes a bucket of a group of items; returns its number."""
+    def _add(self, i: int, group: list[_Item], k: list[int]) -> None:
+        """Makes a bucket of a group of items."""
         number = len(self.buckets)
         scope = (*sorted({j for item in group for j in item.scope} - {i}), i)
         shape = tuple(k[j] for j in scope)
@@ -175,7 +148,6 @@ class BucketElimination:
                 bucket.tables.append(bucket.rows[-1].reshape(broadcast))
         self.buckets.append(bucket)
         self.of_node[i].append(number)
-        return number
 
     def run(self, costs=None, committed=()) -> EliminationPass:
         """One pass at node costs [k_i], by default the problem's; `committed` are the messages (to i, to j) that edges lose by (6)."""
@@ -183,18 +155,13 @@ class BucketElimination:
 
 
 class EliminationPass:
-    """One elimination of all nodes, at given costs.
-
-    Attributes:
-        value: the minimum, or a lower bound of it if the elimination is not exact; inf if no states are allowed.
-        messages: of every bucket, over its scope without its node.
-    """
+    """One elimination of all nodes, at given costs."""
 
     def __init__(self, elimination: BucketElimination, costs, committed):
         self.elimination, self.costs, self.committed = elimination, costs, committed
         self.own = [self._own(bucket) for bucket in elimination.buckets]
-        self.messages: list[np.ndarray] = []
-        self.value = 0.0
+        self.messages: list[np.ndarray] = []  # of every bucket, over its scope without its node
+        self.value = 0.0  # the minimum, or a lower bound of it if the elimination is not exact; inf if no states are allowed
         for number, bucket in enumerate(elimination.buckets):
             elimination.deadline.check()
             message = self._minus_committed(bucket, self._table(number).min(axis=-1))

@@ -51,14 +51,7 @@ NEAR_PEAK = 0.95
 
 
 class Relaxation:
-    """A problem without (3), prepared for any node costs.
-
-    Attributes:
-        trws: reparametrizes the costs first; None if the elimination is exact.
-        first_rounds: rounds of TRW-S at the first prices.
-        total: upper bound of the absolute sum of one entry of each table.
-        work: table entries visited so far.
-    """
+    """A problem without (3), prepared for any node costs."""
 
     def __init__(
         self,
@@ -71,12 +64,14 @@ class Relaxation:
         """`max_entries` of a bucket table that is not of an exact elimination; TRW-S starts from `messages` of an earlier bound."""
         self.problem, self.settings = problem, settings
         self.elimination = _elimination(problem, max_entries, deadline, settings)
+        # TRW-S reparametrizes the costs first, unless the elimination is exact
         self.trws = None if self.elimination.exact else TRWS(problem, messages=messages, deadline=deadline)
-        self.first_rounds = settings.trws_rounds
+        self.first_rounds = settings.trws_rounds  # rounds of TRW-S at the first prices
         if self.trws is not None and not messages:
             self.first_rounds = int(np.clip(FIRST_VISITS / max(self.trws.entries, 1.0), *settings.first_rounds))
+        # upper bound of the absolute sum of one entry of each table
         self.total = sum(max(-low, high) for low, high in problem.finite_ranges) + 1.0
-        self.work = 0.0
+        self.work = 0.0  # table entries visited so far
 
     def run(self, costs: np.ndarray, rounds: int, unit: float) -> EliminationPass:
         """One elimination pass with node costs [states of all nodes], after TRW-S if the elimination is not exact.
@@ -104,22 +99,14 @@ def _elimination(problem: Problem, max_entries: int, deadline: Deadline, setting
 
 @dataclass(frozen=True)
 class DualPoint:
-    """One evaluation of L, or of a lower bound of it if the elimination is not exact.
+    """One evaluation of L, or of a lower bound of it if the elimination is not exact."""
 
-    Attributes:
-        prices: cost per byte, [T].
-        value: L(prices), given by `elimination_pass`.
-        relaxed_states: the states that attain `value`, [n]; inconsistent ones with mini-buckets.
-        subgradient: bytes of `relaxed_states` above the limit, [T].
-        limit_cost: sum_t p_t limit, the constant of (4) that `elimination_pass` leaves out.
-    """
-
-    prices: np.ndarray
-    value: float
+    prices: np.ndarray  # cost per byte, [T]
+    value: float  # L(prices), given by `elimination_pass`
     elimination_pass: EliminationPass
-    relaxed_states: np.ndarray
-    subgradient: np.ndarray
-    limit_cost: float
+    relaxed_states: np.ndarray  # the states that attain `value`, [n]; inconsistent ones with mini-buckets
+    subgradient: np.ndarray  # bytes of `relaxed_states` above the limit, [T]
+    limit_cost: float  # sum_t p_t limit, the constant of (4) that `elimination_pass` leaves out
 
     def cutting_plane(self, prices: np.ndarray) -> float:
         """The cutting plane at other prices, [T]; without `@`, whose rounding depends on the machine."""

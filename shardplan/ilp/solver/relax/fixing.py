@@ -22,18 +22,12 @@ SPARSE = 0.5
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound of a problem and what it fixes.
-
-    Attributes:
-        points: all points of the dual that were evaluated.
-        work: table entries visited.
-        messages: of TRW-S, to start the next bound from; none if it was not needed.
-    """
+    """A lower bound of a problem and what it fixes."""
 
     problem: Problem
-    points: tuple[DualPoint, ...]
-    work: float
-    messages: Messages
+    points: tuple[DualPoint, ...]  # all points of the dual that were evaluated
+    work: float  # table entries visited
+    messages: Messages  # of TRW-S, to start the next bound from; none if it was not needed
 
     @functools.cached_property
     def best(self) -> DualPoint:

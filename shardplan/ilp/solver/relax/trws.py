@@ -32,14 +32,6 @@ class TRWS:
 
     Numpy and the compiled kernel (kernels.trws_round) compute the same sums, to the last bit. Numpy is used until the solve has
     visited as many table entries as loading the kernels would have cost, or if they cannot be loaded.
-
-    Attributes:
-        messages: all messages in a row: of each edge the one to i, then the one to j.
-        ends: [2 m + 1], first entry of each message.
-        receiver: the state, in the row of all nodes' states, that gains each entry.
-        from_earlier: whether each entry is sent by an earlier node.
-        entries: table entries that one round visits.
-        compiled: one round of the compiled kernel, given node costs in a row; None while numpy is used.
     """
 
     def __init__(
@@ -48,21 +40,22 @@ class TRWS:
         """`compiled` chooses the kernel (True), numpy (False), or numpy first (None, see above); `messages` are to start from."""
         self.problem, self.flat, self.deadline = problem, problem.flat, deadline
         sizes = np.array([e.cost.shape for e in problem.edges], dtype=np.int64).reshape(-1, 2)
-        self.ends = np.cumsum(np.concatenate([[0], sizes.ravel()]))
-        self.messages = np.zeros(self.ends[-1])
+        self.ends = np.cumsum(np.concatenate([[0], sizes.ravel()]))  # [2 m + 1], first entry of each message
+        self.messages = np.zeros(self.ends[-1])  # all messages in a row: of each edge the one to i, then the one to j
         if messages:
             for e, (to_i, to_j) in zip(problem.edges, self._by_edge(self.messages), strict=True):
                 to_i[:], to_j[:] = messages.get((e.i, e.j), 0.0), messages.get((e.j, e.i), 0.0)
-        self.entries = 2.0 * float(sizes.prod(axis=1).sum())
+        self.entries = 2.0 * float(sizes.prod(axis=1).sum())  # table entries that one round visits
         first, self._to_later = self.flat.first, self.flat.head > self.flat.tail
         later = np.diff(np.concatenate([[0], np.cumsum(self._to_later)])[first])
         self.share = 1.0 / np.maximum(np.maximum(later, np.diff(first) - later), 1)
         pairs = np.array([(e.i, e.j) for e in problem.edges], dtype=np.int64).reshape(-1, 2)
         lengths = np.diff(self.ends)
+        # of every entry: the state, in the row of all nodes' states, that gains it
         self.receiver = np.repeat(self.problem.start[pairs.ravel()] - self.ends[:-1], lengths) + np.arange(self.ends[-1])
-        self.from_earlier = np.repeat((pairs > pairs[:, ::-1]).ravel(), lengths)
-        self._automatic, self._visited = compiled is None, 0.0
-        self.compiled = self._compile() if compiled else None
+        self.from_earlier = np.repeat((pairs > pairs[:, ::-1]).ravel(), lengths)  # whether each entry is sent by an earlier node
+        # one round of the compiled kernel; None while numpy is used
+        self.compiled, self._automatic, self._visited = self._compile() if compiled else None, compiled is None, 0.0
 
     def _by_edge(self, row: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Views of a row of messages: (to i, to j) of every edge."""

@@ -52,19 +52,15 @@ ROUNDING = 1e-9
 
 
 class Incumbent:
-    """The best answer and the best lower bound so far.
-
-    Attributes:
-        upper_bound: answers that cost more are of no use.
-        objective: cost of the best answer, inf if there is none.
-        bound: the best lower bound.
-        answer: the best answer in the states of its subproblem, and their inversion; most are never inverted.
-    """
+    """The best answer and the best lower bound so far."""
 
     def __init__(self, problem: Problem, progress: Progress | None, upper_bound: float = np.inf):
-        self.progress, self.upper_bound = progress, upper_bound
+        self.progress, self.upper_bound = progress, upper_bound  # answers that cost more are of no use
         self.objective, self.bound = np.inf, -np.inf
-        self.answer: tuple[tuple[int, ...], Invert] = (), tuple
+        self.answer: tuple[tuple[int, ...], Invert] = (
+            (),
+            tuple,
+        )  # in its subproblem, and the way back, seldom used
         self.exact = all((u.bytes == np.floor(u.bytes)).all() for u in problem.usages)
 
     def offer(self, states: tuple[int, ...], objective: float, invert: Invert = tuple) -> bool:
@@ -111,28 +107,17 @@ class Incumbent:
 
 @dataclass(frozen=True)
 class Subproblem:
-    """All answers that remain when some states are removed.
+    """All answers that remain when some states are removed."""
 
-    Attributes:
-        problem: presolved.
-        invert: its states -> states of the given problem.
-        offset: cost of the given problem minus cost of `problem`.
-        bound: no answer in it costs less, in costs of the given problem.
-        prices: dual prices [T] to start from, or None.
-        messages: TRW-S messages to start from, or None.
-        core, hard: program size up to which CP-SAT is tried with little work (None: the setting), and with more.
-        bucket_entries: entries of a bucket table.
-    """
-
-    problem: Problem
-    invert: Invert
-    offset: float
-    bound: float = -np.inf
-    prices: np.ndarray | None = None
-    messages: Messages | None = None
-    core: int | None = None
-    hard: int = 8_000
-    bucket_entries: int = 1 << 16
+    problem: Problem  # presolved
+    invert: Invert  # its states -> states of the given problem
+    offset: float  # cost of the given problem minus cost of `problem`
+    bound: float = -np.inf  # no answer in it costs less, in costs of the given problem
+    prices: np.ndarray | None = None  # dual prices [T] to start from, or None
+    messages: Messages | None = None  # TRW-S messages to start from, or None
+    core: int | None = None  # program size up to which CP-SAT is tried with little work (None: the setting), and with more
+    hard: int = 8_000  # the same with more work
+    bucket_entries: int = 1 << 16  # entries of a bucket table
 
     def warm_started(self, result: Bound) -> Subproblem:
         """The same answers; the next bound starts from this one's prices and messages."""
@@ -159,16 +144,11 @@ class Subproblem:
 
 
 class BranchAndBound:
-    """Bounds, CP-SAT and branching on subproblems; answers go to the incumbent.
-
-    Attributes:
-        n_bounds: bounds computed so far.
-        repaired_points: relaxed answers of each bound that are repaired.
-    """
+    """Bounds, CP-SAT and branching on subproblems; answers go to the incumbent."""
 
     def __init__(self, incumbent: Incumbent, deadline: Deadline, settings: Settings = DEFAULT):
         self.incumbent, self.deadline, self.settings = incumbent, deadline, settings
-        self.n_bounds, self.repaired_points = 0, 3
+        self.n_bounds, self.repaired_points = 0, 3  # relaxed answers of each bound that are repaired
 
     def search(self, subproblems: Sequence[Subproblem | None], target: float, share: float) -> list[Subproblem]:
         """Searches subproblems for answers of at most `target`, best first, for a share of what is left of the deadline.
@@ -200,11 +180,10 @@ class BranchAndBound:
         remaining = self.solve_core(subproblem, target)
         if remaining is None:
             return []
-        subproblem = remaining
-        result = self.bound(subproblem, cutoff(), subproblem.bucket_entries)
+        result = self.bound(remaining, cutoff(), remaining.bucket_entries)
         if result.value > cutoff():
             return []
-        subproblem, surviving = subproblem.warm_started(result), result.surviving_states(cutoff())
+        subproblem, surviving = remaining.warm_started(result), result.surviving_states(cutoff())
         elimination = result.best.elimination_pass.elimination
         if surviving_share(surviving) <= BRANCH_ABOVE:
             children = [surviving]

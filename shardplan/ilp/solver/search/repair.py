@@ -17,13 +17,7 @@ MAX_REFUSALS = 50
 
 
 class LocalSearch:
-    """A problem prepared for flips, and the current states.
-
-    Attributes:
-        states: s_i, [n].
-        conditional: what (1) pays at a node if it takes a state while all others stay, [states of all nodes].
-        profile: bytes at every step, [T].
-    """
+    """A problem prepared for flips, and the current states."""
 
     def __init__(self, problem: Problem, deadline: Deadline = UNLIMITED):
         self.memory, self.start, self.deadline = problem.usage_table, problem.start, deadline
@@ -34,12 +28,12 @@ class LocalSearch:
 
     def start_at(self, states: Sequence[int] | np.ndarray) -> None:
         """Sets the current states."""
-        self.states = np.array(states, dtype=np.int64)
-        self.conditional = self.unary.copy()
+        self.states = np.array(states, dtype=np.int64)  # s_i, [n]
+        self.conditional = self.unary.copy()  # what (1) pays at a node if it takes a state while all others stay, [states of all nodes]
         for i, arcs in enumerate(self.near):
             for j, table in arcs:
                 self.conditional[self.start[j] : self.start[j + 1]] += np.minimum(table[self.states[i]], self.forbidden)
-        self.profile = self.memory.profile(self.states)
+        self.profile = self.memory.profile(self.states)  # bytes at every step, [T]
 
     @property
     def flip_gains(self) -> np.ndarray:
