@@ -19,11 +19,8 @@ from shardplan.search.protocol import Search, time_left
 UNTIED_WORK, UNTIED_OPS = 3.0, 20_000
 """Work limit (about seconds) of planning repeated layers untied; above so many ops only if the memory limit makes ties costly."""
 
-UNTIED_GAIN = 1e-3
-"""An untied plan without a proof must be this much cheaper: layers that agree are simpler."""
-
-MANY_AXES = 3
-"""Mesh axes from which an answer without a proof is compared with the axis-by-axis search."""
+UNTIED_GAIN = 1e-3  # an untied plan without a proof must be this much cheaper: layers that agree are simpler
+MANY_AXES = 3  # mesh axes from which an answer without a proof is compared with the axis-by-axis search
 
 
 class IntegerProgram(Search):

@@ -7,11 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-ENTRIES_PER_WORK = 4e8
-"""Table entries per unit of work: about a second of one core."""
-
-DEFAULT_WORK = 20.0
-"""Work budget of a search without any limit."""
+ENTRIES_PER_WORK = 4e8  # table entries per unit of work: about a second of one core
+DEFAULT_WORK = 20.0  # work budget of a search without any limit
 
 MARGIN, MARGIN_S = 0.015, 0.05
 """Share of a time limit, and seconds, kept back for what runs between two checks: searches of 0.4 to 300 s end within 2 % of it."""
@@ -86,5 +83,4 @@ class _Share(Deadline):
         return self.parent.over() or self.parent.work < work or self.parent.seconds_left < seconds
 
 
-UNLIMITED = Deadline(work=np.inf)
-"""Never over."""
+UNLIMITED = Deadline(work=np.inf)  # never over

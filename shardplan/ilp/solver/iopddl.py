@@ -27,8 +27,7 @@ from shardplan.ilp.solver.solve import solve
 
 FORBIDDEN = 10**18
 
-FAILED = 2
-"""Exit code where there is no answer."""
+FAILED = 2  # exit code where there is no answer
 
 PATIENCE, PATIENCE_S = 0.6, 10.0
 """Share of the time limit for an answer without forbidden entries, and seconds for it at least; then they are allowed."""

@@ -17,11 +17,8 @@ import numpy as np
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
 
-PIECE = 1 << 20
-"""Entries between two checks of the deadline."""
-
-REFUSED = 50
-"""Flips tried at one step that only move an excess to another step, before `repair` gives up."""
+PIECE = 1 << 20  # entries between two checks of the deadline
+REFUSED = 50  # flips tried at one step that only move an excess to another step, before `repair` gives up
 
 jit = numba.njit(cache=True, nogil=True, fastmath=False)
 

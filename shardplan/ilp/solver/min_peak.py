@@ -15,8 +15,7 @@ from shardplan.ilp.solver.search.repair import LocalSearch
 DOMINANCE_ENTRIES, BUCKET_ENTRIES = 1 << 22, 1 << 14
 """Entries that the dominance test visits at one node (all costs are equal, so it finds most here), and those of a bucket table."""
 
-FLIPS = 200
-"""Flips of one repair towards a lower peak."""
+FLIPS = 200  # flips of one repair towards a lower peak
 
 
 @dataclass(frozen=True)

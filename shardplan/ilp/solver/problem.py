@@ -22,8 +22,7 @@ import numpy as np
 
 Status = Literal["optimal", "feasible", "infeasible", "fallback"]
 
-Messages = dict[tuple[int, int], np.ndarray]
-"""Messages of TRW-S: (i, j) -> what node i receives by its edge to j, [k_i]."""
+Messages = dict[tuple[int, int], np.ndarray]  # messages of TRW-S: (i, j) -> what node i receives by its edge to j, [k_i]
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,9 @@ from shardplan.ilp.solver.search.branch import BranchAndBound, Incumbent, Progre
 from shardplan.ilp.solver.search.repair import LocalSearch, repair_and_descend
 from shardplan.ilp.solver.settings import DEFAULT, Settings
 
-LOADING_S = 1.0
-"""Seconds that numba and the compiled code take to load at most; with less time left there is no primal search."""
-
-REBOUND_BELOW = 0.8
-"""Bound again if fixing leaves at most this share of the states; core search ends where it would take more."""
-
-TARGET_SHARE = 0.35
-"""Share of what is left of the deadline for each target but the last."""
+LOADING_S = 1.0  # seconds that numba and the compiled code take to load at most; with less time left there is no primal search
+REBOUND_BELOW = 0.8  # bound again if fixing leaves at most this share of the states; core search ends where it would take more
+TARGET_SHARE = 0.35  # share of what is left of the deadline for each target but the last
 
 
 @paused_collector()

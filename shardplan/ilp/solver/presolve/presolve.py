@@ -21,11 +21,8 @@ from shardplan.ilp.solver.problem import Messages, Problem
 REDUCTIONS = (ReduceDomain, reductions.AggregateFollower, reductions.EliminateNode)
 """Tried in this order at every node whose surroundings changed."""
 
-DOMINANCE_ENTRIES = 1 << 14
-"""Table entries that the dominance test visits at one node."""
-
-REPEAT_BELOW = 0.98
-"""Presolve repeats while it leaves less than this share of the states."""
+DOMINANCE_ENTRIES = 1 << 14  # table entries that the dominance test visits at one node
+REPEAT_BELOW = 0.98  # presolve repeats while it leaves less than this share of the states
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,13 @@ import numpy as np
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Edge, Problem, Usage
 
-CHECK_EVERY = 1_000
-"""Edges or usages between two checks of the deadline."""
+CHECK_EVERY = 1_000  # edges or usages between two checks of the deadline
 
 _FINITE = 1e300
 
-ELIMINATED_ENTRIES = 1 << 16
-"""Entries of the joint table of a node and its two neighbors, up to which it is eliminated."""
-
-Inbox = dict[int, dict[int, np.ndarray]]
-"""`inbox[i][j]`: message that node i receives by its edge to j, [k_i]."""
-
-UsageBlock = tuple[np.ndarray, np.ndarray]
-"""Usages of one node: intervals [m, 2] and bytes [m, k]."""
+ELIMINATED_ENTRIES = 1 << 16  # entries of the joint table of a node and its two neighbors, up to which it is eliminated
+Inbox = dict[int, dict[int, np.ndarray]]  # `inbox[i][j]`: message that node i receives by its edge to j, [k_i]
+UsageBlock = tuple[np.ndarray, np.ndarray]  # usages of one node: intervals [m, 2] and bytes [m, k]
 
 
 class PresolveNetwork:
@@ -136,16 +130,14 @@ class TieClasses(Record):
         """The problem of the classes, and the record."""
         classes, member = np.unique(np.asarray(problem.ties), return_inverse=True)
         costs = sum_by_key((member[i], None, c) for i, c in enumerate(problem.costs))
-        pairs: dict[tuple, list] = {}
-        for e in problem.edges:
-            pairs.setdefault((int(member[e.i]), int(member[e.j]), id(e.cost)), [e.cost, 0])[1] += 1
-        for (i, j, _), (table, count) in pairs.items():
+        tables = sum_by_key((member[e.i], int(member[e.j]), e.cost) for e in problem.edges)
+        for (i, j), table in tables.items():
             if i == j:
-                costs[i, None] = costs[i, None] + count * np.diagonal(table)
+                costs[i, None] = costs[i, None] + np.diagonal(table)
         usages = sum_by_key((member[u.node], (u.lo, u.hi), u.bytes) for u in problem.usages)
         tied = Problem(
             costs=tuple(costs[i, None] for i in range(len(classes))),
-            edges=tuple(Edge(i, j, count * t if count > 1 else t) for (i, j, _), (t, count) in pairs.items() if i != j),
+            edges=tuple(Edge(i, j, table) for (i, j), table in tables.items() if i != j),
             usages=tuple(Usage(i, lo, hi, b) for (i, (lo, hi)), b in usages.items()),
             limit=problem.limit,
         )

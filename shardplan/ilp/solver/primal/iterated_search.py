@@ -26,14 +26,9 @@ from shardplan.ilp.solver.problem import Edge, Messages, Problem, Usage
 from shardplan.ilp.solver.relax.trws import TRWS
 from shardplan.ilp.solver.search.branch import Incumbent, Subproblem
 
-ASCENT_SHARE = 0.5
-"""Share of a run that ascends; the rest perturbs."""
-
-RATE, GAIN = (1.0, 0.05), (3.0, 30.0)
-"""a and g in (7), at the start and at the end of the ascent."""
-
-TREE_MOVES, EVERY = 4, 25
-"""Tree moves that improve an answer, and rounds of the ascent between two such answers."""
+ASCENT_SHARE = 0.5  # share of a run that ascends; the rest perturbs
+RATE, GAIN = (1.0, 0.05), (3.0, 30.0)  # a and g in (7), at the start and at the end of the ascent
+TREE_MOVES, EVERY = 4, 25  # tree moves that improve an answer, and rounds of the ascent between two such answers
 
 
 class IteratedLocalSearch:

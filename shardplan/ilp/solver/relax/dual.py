@@ -28,26 +28,13 @@ from shardplan.ilp.solver.relax.buckets import BucketElimination, EliminationPas
 from shardplan.ilp.solver.relax.trws import TRWS
 from shardplan.ilp.solver.settings import DEFAULT, Settings
 
-PRECISION = 50
-"""Bits of a sum of all entries: 3 fewer than float64 has, for reparametrized costs are larger."""
-
-PRICE_BITS = 12
-"""Bits of the highest price at most; fewer where bytes would have fewer bits than it."""
-
-MAX_CHANGES = 60
-"""Changes of prices in the search for the least peak."""
-
-FIRST_VISITS = 6e7
-"""Entries that the first rounds of TRW-S visit, within the bounds of their number."""
-
-RELATIVE = 1e-9
-"""A rise of the bound by less than this share of it does not count."""
-
-CALL_ENTRIES = 2_500.0
-"""Table entries that the overhead of one array operation costs."""
-
-NEAR_PEAK = 0.95
-"""Steps that hold at least this share of the peak get a price in the search for the least peak."""
+PRECISION = 50  # bits of a sum of all entries: 3 fewer than float64 has, for reparametrized costs are larger
+PRICE_BITS = 12  # bits of the highest price at most; fewer where bytes would have fewer bits than it
+MAX_CHANGES = 60  # changes of prices in the search for the least peak
+FIRST_VISITS = 6e7  # entries that the first rounds of TRW-S visit, within the bounds of their number
+RELATIVE = 1e-9  # a rise of the bound by less than this share of it does not count
+CALL_ENTRIES = 2_500.0  # table entries that the overhead of one array operation costs
+NEAR_PEAK = 0.95  # steps that hold at least this share of the peak get a price in the search for the least peak
 
 
 class Relaxation:

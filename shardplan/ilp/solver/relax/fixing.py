@@ -16,8 +16,7 @@ from shardplan.ilp.solver.problem import Messages, Problem
 from shardplan.ilp.solver.relax.dual import DualPoint, Relaxation, maximize_dual
 from shardplan.ilp.solver.settings import DEFAULT, Settings
 
-SPARSE = 0.5
-"""A bound ends once fixing leaves this share of the entries that TRW-S visits: it is cheaper on the rest."""
+SPARSE = 0.5  # a bound ends once fixing leaves this share of the entries that TRW-S visits: it is cheaper on the rest
 
 
 @dataclass(frozen=True)

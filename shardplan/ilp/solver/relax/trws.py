@@ -20,11 +20,8 @@ import numpy as np
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Messages, Problem
 
-EDGE_OVERHEAD = 1e4
-"""Table entries that the visit of an edge costs in numpy."""
-
-LOADING = 2e8
-"""Table entries that numpy visits in the time in which the compiled kernels load."""
+EDGE_OVERHEAD = 1e4  # table entries that the visit of an edge costs in numpy
+LOADING = 2e8  # table entries that numpy visits in the time in which the compiled kernels load
 
 
 class TRWS:

@@ -26,29 +26,14 @@ from shardplan.ilp.solver.search import cpsat
 from shardplan.ilp.solver.search.repair import LocalSearch, repair_and_descend
 from shardplan.ilp.solver.settings import DEFAULT, Settings
 
-BRANCH_ABOVE = 0.8
-"""Branch if fixing leaves more than this share of the states, else bound again."""
-
-GROWTH = 16
-"""Factor of the entries of a bucket table where no byte has a price."""
-
-HARD_WORK = 1.0
-"""Work of CP-SAT, about seconds, where elimination is exact."""
-
-CORE_RETRY = 0.6
-"""CP-SAT is tried again at this share of the size at which it failed."""
-
-NODE_ENTRIES = 2e5
-"""Table entries that presolving and preparing one node count as work."""
-
-Progress = Callable[[tuple[int, ...], float, float], None]
-"""Called with (states, bound, gap)."""
-
-Invert = Callable[[tuple[int, ...]], tuple[int, ...]]
-"""States of a presolved problem -> states of the given problem."""
-
-ROUNDING = 1e-9
-"""Relative rounding error of a bound where bytes are not integers, so that penalties are not exact."""
+BRANCH_ABOVE = 0.8  # branch if fixing leaves more than this share of the states, else bound again
+GROWTH = 16  # factor of the entries of a bucket table where no byte has a price
+HARD_WORK = 1.0  # work of CP-SAT, about seconds, where elimination is exact
+CORE_RETRY = 0.6  # CP-SAT is tried again at this share of the size at which it failed
+NODE_ENTRIES = 2e5  # table entries that presolving and preparing one node count as work
+Progress = Callable[[tuple[int, ...], float, float], None]  # called with (states, bound, gap)
+Invert = Callable[[tuple[int, ...]], tuple[int, ...]]  # states of a presolved problem -> states of the given problem
+ROUNDING = 1e-9  # relative rounding error of a bound where bytes are not integers, so that penalties are not exact
 
 
 class Incumbent:
@@ -57,10 +42,7 @@ class Incumbent:
     def __init__(self, problem: Problem, progress: Progress | None, upper_bound: float = np.inf):
         self.progress, self.upper_bound = progress, upper_bound  # answers that cost more are of no use
         self.objective, self.bound = np.inf, -np.inf
-        self.answer: tuple[tuple[int, ...], Invert] = (
-            (),
-            tuple,
-        )  # in its subproblem, and the way back, seldom used
+        self.answer: tuple[tuple[int, ...], Invert] = (), tuple  # states of its subproblem, and the way back: most never take it
         self.exact = all((u.bytes == np.floor(u.bytes)).all() for u in problem.usages)
 
     def offer(self, states: tuple[int, ...], objective: float, invert: Invert = tuple) -> bool:
@@ -115,7 +97,7 @@ class Subproblem:
     bound: float = -np.inf  # no answer in it costs less, in costs of the given problem
     prices: np.ndarray | None = None  # dual prices [T] to start from, or None
     messages: Messages | None = None  # TRW-S messages to start from, or None
-    core: int | None = None  # program size up to which CP-SAT is tried with little work (None: the setting), and with more
+    core: int | None = None  # program size up to which CP-SAT is tried with little work; None: the setting
     hard: int = 8_000  # the same with more work
     bucket_entries: int = 1 << 16  # entries of a bucket table
 

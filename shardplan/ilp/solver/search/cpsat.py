@@ -7,13 +7,14 @@ y[e, a, b] >= 0  edge e pays entry (a, b):  sum_b y[e, a, b] = x[i, a],  sum_a y
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from ortools.sat.python import cp_model
 
-from shardplan.ilp.solver.problem import Problem, Solution, Status
+from shardplan.ilp.solver.problem import Problem, Solution, Status, Usage
 
-MAX_SUM = 2**52
-"""Sums of all costs that CP-SAT adds without overflow."""
+MAX_SUM = 2**52  # sums of all costs that CP-SAT adds without overflow
 
 STATUS: dict[object, Status] = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
 """Every other status of CP-SAT means that work or time ran out: "fallback"."""
@@ -36,18 +37,19 @@ def solve_core(problem: Problem, *, work: float, seconds: float | None = None, c
     for node in x:
         model.add_exactly_one(node)
     terms, weights = _cost_terms(model, problem, x, unit)
-    _limit_memory(model, problem, x)
+    if problem.limit is not None:
+        _limit_memory(model, problem.usages, int(np.floor(problem.limit)), x)
     total = cp_model.LinearExpr.weighted_sum(terms, weights) if terms else 0
     model.minimize(total)
     if np.floor(cutoff / unit) < sum(weights):  # a greater cutoff excludes nothing, and may be more than CP-SAT accepts
         model.add(total <= int(np.floor(cutoff / unit)))
     solver = _solver(work, seconds)
     status = STATUS.get(solver.solve(model), "fallback")
-    found = status in ("optimal", "feasible")
-    states = tuple(next(s for s, variable in enumerate(node) if solver.boolean_value(variable)) for node in x) if found else ()
-    objective = problem.objective(states) if found else np.inf
-    bound = float(solver.best_objective_bound * unit) if found else np.inf if status == "infeasible" else -np.inf
-    return Solution(status, states, objective, bound, stats={"work": solver.deterministic_time})
+    if status not in ("optimal", "feasible"):
+        return Solution(status, (), np.inf, np.inf if status == "infeasible" else -np.inf, stats={"work": solver.deterministic_time})
+    states = tuple(next(s for s, variable in enumerate(node) if solver.boolean_value(variable)) for node in x)
+    bound = float(solver.best_objective_bound * unit)
+    return Solution(status, states, problem.objective(states), bound, stats={"work": solver.deterministic_time})
 
 
 def _cost_terms(model, problem: Problem, x, unit: float) -> tuple[list, list[int]]:
@@ -101,16 +103,14 @@ def _unit(problem: Problem) -> float:
     return unit if integers else 2.0 ** int(np.ceil(np.log2(max(total, 1e-300) / MAX_SUM)))
 
 
-def _limit_memory(model, problem: Problem, x) -> None:
+def _limit_memory(model, usages: Sequence[Usage], limit: int, x) -> None:
     """(3) at every step; bytes and limit are rounded down, a relaxation where they are not integers."""
-    if problem.limit is None:
-        return
-    rows: list[tuple[list, list]] = [([], []) for _ in range(max((u.hi for u in problem.usages), default=0))]
-    for u in problem.usages:
-        amounts = [int(np.floor(b)) for b in u.bytes]
+    rows: list[tuple[list, list]] = [([], []) for _ in range(max((u.hi for u in usages), default=0))]
+    for u in usages:
+        amounts = np.floor(u.bytes).astype(int).tolist()
         for variables, weights in rows[u.lo : u.hi]:
             variables += x[u.node]
             weights += amounts
     for variables, weights in rows:
         if variables:
-            model.add(cp_model.LinearExpr.weighted_sum(variables, weights) <= int(np.floor(problem.limit)))
+            model.add(cp_model.LinearExpr.weighted_sum(variables, weights) <= limit)

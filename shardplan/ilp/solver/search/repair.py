@@ -12,8 +12,7 @@ import numpy as np
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Problem
 
-MAX_REFUSALS = 50
-"""Flips that would only move the violated step elsewhere, before repair gives up."""
+MAX_REFUSALS = 50  # flips that would only move the violated step elsewhere, before repair gives up
 
 
 class LocalSearch:
