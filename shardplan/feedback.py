@@ -20,7 +20,6 @@ from shardplan.errors import ShardingError
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import seconds as planned_s
 from shardplan.plan import Plan
-from shardplan.plan.on_line import reshards_on_line, strategies_on_line
 from shardplan.units import format_memory
 from shardplan.xla.hlo.schedule import CompiledSeconds, collective_s, seconds
 from shardplan.xla.report.check import PlanReport, check_plan
@@ -181,13 +180,13 @@ def _correction(plan: Plan, finding: CollectiveFinding, extra_s: float) -> CostC
     """
     missed = {(e.kind, e.bytes) for e in _unmatched(finding)[0] or finding.planned}
     found: dict[tuple, float] = {}
-    for key, steps, reshard_s in reshards_on_line(plan.context.planned, finding.source):
+    for key, steps, reshard_s in plan.context.planned.reshards_on_line(finding.source):
         axes = {a for s in steps if s.kind != "slice" for a in s.axes}
         if axes >= set(finding.axes) and any((s.kind, s.bytes) in missed for s in steps):
             found[key] = found.get(key, 0.0) + reshard_s
     if finding.planned and found:
         return CostCorrections({}, {key: extra_s * s / sum(found.values()) for key, s in found.items()})
-    ops = strategies_on_line(plan.context.planned, finding.source)
+    ops = plan.context.planned.strategies_on_line(finding.source)
     return CostCorrections({op: extra_s / len(ops) for op in ops}, {})
 
 

@@ -18,12 +18,11 @@ from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.emit.decide import decide
 from shardplan.errors import ShardingError
 from shardplan.ilp.solver.collector import paused_collector
-from shardplan.ir.parse import parse
-from shardplan.ir.traced import Traced
+from shardplan.ir.parse import Traced
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.reshard import Resharder
-from shardplan.plan.infeasible import no_plan_fits
+from shardplan.plan.describe import no_plan_fits
 from shardplan.plan.planned import Planned
 from shardplan.search.min_memory import min_average_memory, min_peak_memory, saved_memory
 from shardplan.searches import SEARCHES
@@ -37,8 +36,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         ShardingError: when a pin cannot hold, or no plan fits the memory.
     """
     stopwatch = Stopwatch()
-    graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
-    graph = untie_pinned_state(graph, options)
+    graph = untie_pinned_state(traced.graph(), options)
     stopwatch.lap("graph")
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
     memory = saved_memory(task) if options.memory_saving else options.memory

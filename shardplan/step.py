@@ -20,7 +20,7 @@ from shardplan.emit.emit import EmitDecision, emit
 from shardplan.errors import OtherSignature, ShardingError, warn
 from shardplan.feedback import Verified, verified
 from shardplan.ir.graph import Path
-from shardplan.ir.traced import Traced
+from shardplan.ir.parse import Traced
 from shardplan.pipeline import make_plan
 from shardplan.plan import Plan
 from shardplan.plan.data import Leaf

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from shardplan import _jax
 from shardplan.mesh import Cluster, Layout, MeshShape, Resharder, reshard_graph, seconds
 from shardplan.mesh.collective import UNCOMBINED, CombinedCollectives, staging_kernels
-from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES
-from shardplan.xla_model.promotion import byte_factors
+from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, byte_factors
 
 CLUSTERS = {name: Cluster.preset(name) for name in ("h100", "cpu")}
 MESHES = (

@@ -31,7 +31,7 @@ def test_rule_16_donated_state_is_overwritten_once_nobody_reads_it():
         return {"mean": mean, "late": jnp.sin(mean)}, mean @ state["late"]
 
     state = {"mean": X, "late": X}
-    graph = parse(jax.jit(step).trace(state, X).jaxpr, same_layout=((0, 0), (1, 1)), donated=(0, 1))
+    graph = parse(jax.jit(step).trace(state, X).jaxpr, tied=((0, 0), (1, 1)), donated=(0, 1))
     live = live_intervals(graph, [True] * len(graph.values), [op.primitive != "dot_general" for op in graph.ops])
     made = {op.primitive: live[op.outputs[0]] for op in graph.ops if op.outputs}
     assert made["add"] is None and made["sin"] is not None  # the product reads the old "late" after the sine

@@ -13,9 +13,8 @@ from shardplan.costs.space import StrategySpace
 from shardplan.mesh import collective
 from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.reshard import Resharder
-from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES
+from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, byte_factors
 from shardplan.xla_model.overlap_windows import OverlapWindows, Transfer, overlap_windows
-from shardplan.xla_model.promotion import byte_factors
 
 CombinedGroups = tuple[tuple[tuple[int, CollectiveKey], tuple[tuple[int, float], ...]], ...]
 """Arrays that one collective moves: ((site group, kind and axes), ((op that makes it, bytes of the result per device), ...)), ..."""

@@ -3,7 +3,7 @@
     seconds[s] = max(flops[s] / peak(dtype), bytes[s] / memory rate, latency of a kernel of its own)
                  + latency that a small fused kernel falls short of + halo exchanges
 
-`bytes` are those that the op's kernels read and write on its behalf (`xla_model/kernels.py`).
+`bytes` are those that the op's kernels read and write on its behalf (`xla_model/fusion.py`).
 
 Also known as the roofline model: Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
 """
@@ -22,7 +22,7 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
-from shardplan.xla_model.kernels import KernelTraffic
+from shardplan.xla_model.fusion import KernelTraffic
 
 BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
 """Elements per result that one block of threads reduces, and along rows (fact: reduction-two-kernels)."""

@@ -23,9 +23,8 @@ from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.combining import CollectiveSite, collective_sites
 from shardplan.xla_model.copies import SMALL_BYTES, with_copies
-from shardplan.xla_model.coupled_state import CoupledState, coupled_state
-from shardplan.xla_model.fusion import materialised
-from shardplan.xla_model.kernels import kernel_traffic
+from shardplan.xla_model.fusion import kernel_traffic, materialised
+from shardplan.xla_model.physical_layout import CoupledState, coupled_state
 
 SMALL_SUM_BYTES = 1 << 16
 """Blocking sums smaller than this are combined with those at their depth."""
@@ -169,8 +168,8 @@ class StrategySpace:
         return collective_sites(self.graph, small_sums)
 
     @cached_property
-    def accumulated_operands(self) -> dict[tuple[int, int], int]:
-        """(op, operand) that may be partial sums that a loop accumulates -> that loop's `loop_carry`."""
+    def accumulated_operands(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """(op, operand) that may be partial sums that a loop accumulates -> that carry's (loop_carry, loop_next)."""
         return accumulated_operands(self.graph)
 
     @cached_property

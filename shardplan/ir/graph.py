@@ -69,40 +69,24 @@ class Loop:
 
 @dataclass(frozen=True)
 class Op:
-    """One op.
+    """One op."""
 
-    Attributes:
-        primitive: name of the JAX primitive, or of a border op (`ir/traits.py`).
-        inputs: value numbers; None for a literal.
-        outputs: value numbers.
-        ins, outs: avals of all operands and results (anything with shape and dtype).
-        params: the equation's parameters.
-        path: position of the op in the nested jaxprs; unique.
-        runs: runs per step (trip counts multiplied; an unknown count is taken as 1).
-        reads: fetches of each operand per step: `runs`, or that of the outside for a border op.
-        loop: number of the innermost loop it stands in, or -1; a loop's entering border ops stand outside, its leaving ones inside.
-        held_during: number of the loop that keeps the operand (loop_const, loop_slice) or the result (loop_stack) alive, or -1.
-        label: for `arg` and `out` the pytree path, else "".
-        is_follower: of a copy, whether its readers take the value in whatever layout it has.
-        accumulates: whether it carries, or passes on, partial sums that a loop accumulates.
-    """
-
-    primitive: str
-    inputs: tuple[int | None, ...]
-    outputs: tuple[int, ...]
-    ins: tuple[Any, ...]
-    outs: tuple[Any, ...]
-    params: Mapping[str, Any]
-    path: Path
+    primitive: str  # name of the JAX primitive, or of a border op (`ir/traits.py`)
+    inputs: tuple[int | None, ...]  # value numbers; None for a literal
+    outputs: tuple[int, ...]  # value numbers
+    ins: tuple[Any, ...]  # avals of all operands: anything with shape and dtype
+    outs: tuple[Any, ...]  # avals of all results
+    params: Mapping[str, Any]  # the equation's parameters
+    path: Path  # position of the op in the nested jaxprs; unique
     source: Source = Source()
     phase: Phase = "forward"
-    runs: float = 1.0
-    reads: float = 1.0
-    loop: int = -1
-    held_during: int = -1
-    label: str = ""
-    is_follower: bool = False
-    accumulates: bool = False
+    runs: float = 1.0  # per step: trip counts multiplied; an unknown count is taken as 1
+    reads: float = 1.0  # fetches of each operand per step: `runs`, or that of the outside for a border op
+    loop: int = -1  # number of the innermost loop, or -1; a loop's entering border ops stand outside, its leaving ones inside
+    held_during: int = -1  # number of the loop that keeps the operand (loop_const, loop_slice) or the result (loop_stack) alive, or -1
+    label: str = ""  # for `arg` and `out` the pytree path
+    is_follower: bool = False  # of a copy, whether its readers take the value in whatever layout it has
+    accumulates: bool = False  # whether it carries, or passes on, partial sums that a loop accumulates
 
     @cached_property
     def traits(self) -> Traits:
@@ -122,24 +106,17 @@ class Op:
 
 @dataclass(frozen=True)
 class Graph:
-    """A step.
-
-    Attributes:
-        same_layout: pairs of ops that must have one layout: (loop_carry, loop_next) and (arg, out) of state.
-        args, outs: op numbers of inputs and outputs in flat pytree order (outs may be -1 for an output that is no array).
-        donated: op numbers of donated inputs.
-        retainable_from: copy -> (op, operand) that reads the same value in an earlier phase of the same loop; the copy may retain
-            that operand's array or fetch it again.
-    """
+    """A step. `args`, `outs` and `donated` are op numbers; inputs and outputs are in flat pytree order."""
 
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     loops: tuple[Loop, ...] = ()
-    same_layout: tuple[tuple[int, int], ...] = ()
+    same_layout: tuple[tuple[int, int], ...] = ()  # ops of one layout: (loop_carry, loop_next), and (arg, out) of state
     args: tuple[int, ...] = ()
     outs: tuple[int, ...] = ()
     donated: frozenset[int] = frozenset()
     retainable_from: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Copy -> (op, operand) that reads the same value in an earlier phase of the loop: its array may be retained or fetched again."""
 
     def origin(self, v: int, through: Callable[[int], bool]) -> int:
         """The value that v is derived from: operands are followed back as long as `through(op number)` holds.

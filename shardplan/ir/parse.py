@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,32 @@ from shardplan.ir.graph import Graph, Loop, Op, Path, Phase, Source, Value
 
 MAX_TRIPS = 1e9
 """Upper limit of an op's runs per step, against overflow of costs where loops with huge trip counts nest."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A step as the planner gets it: a flat jaxpr, and what JAX's pytrees said of its inputs and outputs."""
+
+    jaxpr: Any  # closed
+    in_labels: tuple[str, ...]  # pytree paths of the flat inputs
+    out_labels: tuple[str, ...]  # pytree paths of the flat outputs
+    tied: tuple[tuple[int, int], ...]  # (input, output) numbers of state: the output keeps the input's layout
+    donated: tuple[int, ...]  # numbers of donated inputs
+
+    def fingerprint(self) -> str:
+        """The same for the same program with the same shapes in every process."""
+        text = _jax.jaxpr_text(self.jaxpr) + repr((self.in_labels, self.out_labels, self.tied))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def donated_names(self) -> tuple[str, ...]:
+        """Donated arguments by name; by leaf where only some leaves of an argument are donated."""
+        given = [(label.split("/")[0], label, n in self.donated) for n, label in enumerate(self.in_labels)]
+        in_part = {head for head, _, donated in given if not donated}
+        return tuple(dict.fromkeys(label if head in in_part else head for head, label, donated in given if donated))
+
+    def graph(self) -> Graph:
+        """The step as a graph."""
+        return parse(self.jaxpr, self.in_labels, self.out_labels, self.tied, self.donated)
 
 
 class _Recorder:
@@ -51,31 +79,23 @@ class _Recorder:
 
 def parse(
     closed,
-    arg_labels: Sequence[str] = (),
+    in_labels: Sequence[str] = (),
     out_labels: Sequence[str] = (),
-    same_layout: Sequence[tuple[int, int]] = (),
+    tied: Sequence[tuple[int, int]] = (),
     donated: Sequence[int] = (),
 ) -> Graph:
-    """The graph of a closed jaxpr.
-
-    Args:
-        closed: a closed jaxpr, from `jax.make_jaxpr` or `jax.jit(f).trace(...).jaxpr`.
-        arg_labels: pytree paths of the flat inputs.
-        out_labels: pytree paths of the flat outputs.
-        same_layout: (input, output) numbers of state: the output keeps the input's layout.
-        donated: numbers of donated inputs.
-    """
+    """The graph of a closed jaxpr, from `jax.make_jaxpr` or `jax.jit(f).trace(...).jaxpr`; the other arguments as in `Traced`."""
     g, jaxpr = _Recorder(), closed.jaxpr
     values: list[int | None] = [g.record("const", [], [], [var.aval], ("const", k))[0] for k, var in enumerate(jaxpr.constvars)]
     args = range(len(g.ops), len(g.ops) + len(jaxpr.invars))
     for k, var in enumerate(jaxpr.invars):
-        values += g.record("arg", [], [], [var.aval], ("arg", k), label=arg_labels[k] if arg_labels else f"[{k}]")
+        values += g.record("arg", [], [], [var.aval], ("arg", k), label=in_labels[k] if in_labels else f"[{k}]")
     results = _read(g, jaxpr, values, ())
     outs, g.source, g.phase = range(len(g.ops), len(g.ops) + len(results)), Source(), "update"
     for k, (v, var) in enumerate(zip(results, jaxpr.outvars, strict=True)):
         g.record("out", [v], [var.aval], [var.aval], ("out", k), label=out_labels[k] if out_labels else f"[{k}]")
     made = tuple(replace(v, consumers=tuple(c)) for v, c in zip(g.values, g.consumers, strict=True))
-    pairs = (*g.same_layout, *((args[a], outs[o]) for a, o in same_layout))
+    pairs = (*g.same_layout, *((args[a], outs[o]) for a, o in tied))
     return Graph(tuple(g.ops), made, tuple(g.loops), pairs, tuple(args), tuple(outs), frozenset(args[d] for d in donated))
 
 
@@ -102,8 +122,15 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
                 for k, (v, a) in enumerate(zip(inputs, eqn.invars, strict=True))
             ]
         return _call(g, inner, inputs, where)
-    if region := _jax.region(eqn):
-        return {"scan": _scan, "while": _while, "cond": _cond}[region](g, eqn, inputs, where)
+    region = _jax.region(eqn)
+    if region == "scan":
+        body, n_consts, n_carry = _jax.scan_parts(eqn)
+        return _loop(g, eqn, inputs, where, float(eqn.params["length"]), n_consts, n_carry, body)
+    if region == "while":
+        cond, n_cond, body, n_body = _jax.while_parts(eqn)
+        return _loop(g, eqn, inputs, where, _trip_count(eqn), n_cond + n_body, len(eqn.outvars), body, cond, n_cond)
+    if region == "cond":
+        return _cond(g, eqn, inputs, where)
     if (same := _unchanged(eqn, inputs)) is not None:
         return [same]
     return g.record(eqn.primitive.name, inputs, [a.aval for a in eqn.invars], [v.aval for v in eqn.outvars], where, eqn.params)
@@ -135,16 +162,6 @@ def _phase(g: _Recorder, eqn, path: Path) -> Phase:
 def _call(g: _Recorder, closed, inputs, path: Path) -> list[int | None]:
     consts = [g.record("const", [], [], [var.aval], (*path, "const", k))[0] for k, var in enumerate(closed.jaxpr.constvars)]
     return _read(g, closed.jaxpr, [*consts, *inputs], path)
-
-
-def _scan(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
-    body, n_consts, n_carry = _jax.scan_parts(eqn)
-    return _loop(g, eqn, inputs, path, float(eqn.params["length"]), n_consts, n_carry, body)
-
-
-def _while(g: _Recorder, eqn, inputs, path: Path) -> list[int]:
-    cond, n_cond, body, n_body = _jax.while_parts(eqn)
-    return _loop(g, eqn, inputs, path, _trip_count(eqn), n_cond + n_body, len(eqn.outvars), body, cond, n_cond)
 
 
 def _loop(g: _Recorder, eqn, inputs, path: Path, trips: float, n_consts: int, n_carry: int, body, cond=None, n_cond=0) -> list[int]:

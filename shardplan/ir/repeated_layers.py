@@ -1,12 +1,8 @@
 """Which ops are the same op of another layer: colour refinement (Weisfeiler-Leman) on the graph.
 
-An unrolled model runs the same ops with the same shapes layer after layer, forward, backward and in the optimizer. Ops start with one
-colour per (signature, phase, source line); inputs with their path without layer numbers, so that `blocks/3/w` and `blocks/7/w` share
-a colour; ops that update a leaf of the state with the paths of that leaf, its moments and its result. A few rounds then mix in the
-colours of neighbours. Ops of one final colour form a class. Planning gives a class one strategy, which reduces a model of any depth to
-one of its layers.
-
-    blocks/0/w, blocks/1/w, ...   -> dot_general ... -> add ... -> one class each for w, dot_general, add, ...
+Ops start with one colour per (signature, phase, source line), inputs with their path without layer numbers, ops that update a leaf of
+the state with the paths of that leaf, its moments and its result. A few rounds mix in the colours of neighbours. Ops of one final
+colour form a class, to which planning gives one strategy: a model of any depth is planned as one of its layers.
 """
 
 from __future__ import annotations
@@ -25,12 +21,7 @@ MIN_LAYERS = 3
 
 
 def repeated_layers(graph: Graph, signature: Sequence[int]) -> tuple[int, ...]:
-    """Class of every op: the number of the first op of its class (its own, if it stands alone).
-
-    Args:
-        graph: the step.
-        signature: per op, equal numbers for equal ops.
-    """
+    """Class of every op: the number of the first op of its class; `signature` has, per op, equal numbers for equal ops."""
     numbers: dict = {}
     colour: list[int] = []
     pattern = _path_patterns(graph)

@@ -59,7 +59,7 @@ class PlannedReshard(Struct, frozen=True, forbid_unknown_fields=True):
         operand: its number.
         array: its type, "float32[8,4]".
         collectives: one after the other.
-        pins: the two pins, in words, whose regions meet here (plan/conflicts.py); otherwise ().
+        pins: the two pins, in words, whose regions meet here (`Planned.conflicts`); otherwise ().
         producer_source: "file:line" that computes the operand, where XLA puts the reduction of partial sums; "" if unknown.
     """
 
@@ -202,17 +202,10 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two pins that disagree at one source line.
+    """Two pins that disagree at one source line."""
 
-    Attributes:
-        pins: in words, in the program's order; equal where a constraint's forward and backward pass disagree.
-        file, line: as in `PlanDecision`.
-        bytes: that a device sends per step because of it.
-        seconds: of these collectives per step, hidden or exposed.
-    """
-
-    pins: tuple[str, ...]
-    file: str
+    pins: tuple[str, ...]  # in words, in the program's order; equal where a constraint's forward and backward pass disagree
+    file: str  # as in `PlanDecision`
     line: int
-    bytes: float
-    seconds: float
+    bytes: float  # that a device sends per step because of it
+    seconds: float  # of these collectives per step, hidden or exposed

@@ -1,4 +1,4 @@
-"""The `Plan` of a planning result: pytree paths, source lines, seconds and bytes in place of numbers of nodes and states.
+"""The `Plan` of a planning result, or why none fits: paths, source lines, seconds and bytes in place of numbers of nodes and states.
 
 A copy of an array for several readers is no op of the user's: its reshards are listed at its first reader.
 """
@@ -13,13 +13,14 @@ from shardplan.costs.halo_exchange import Exchange, exchanges
 from shardplan.costs.network import PS, CostNetwork, categories, memory_by_category
 from shardplan.files import portable, source_line
 from shardplan.mesh.reshard import ReshardStep
-from shardplan.plan.conflicts import AGAINST
 from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.strategies.enumerate import PARTIAL
-from shardplan.units import format_array
+from shardplan.units import format_array, format_memory
 
+AGAINST = ("all-gather", "all-to-all", "collective-permute")
+"""Collectives between shardings that contradict each other; the other kinds complete partial sums."""
 PROFILE_POINTS = 160
 """Times of the memory profile: one per few pixels of its chart."""
 
@@ -111,16 +112,14 @@ def _decisions(planned: Planned) -> Iterator[PlanDecision]:
 def _reshards(planned: Planned, i: int) -> Iterator[PlannedReshard]:
     """Reshards at the operands of an op, then the halo exchanges of its own."""
     graph, space = planned.graph, planned.space
-    for shown, reader, operand, steps in planned.reshards(i):
-        v = graph.ops[reader].inputs[operand]
-        assert v is not None
+    for shown, v, (reader, operand, before, after), steps in planned.operand_reshards(i):
         producer = graph.ops[graph.maker(space.accumulated_sums.get(v, v))].source
         conflict = any(step.kind in AGAINST for step in steps)
         yield PlannedReshard(
             operand=shown,
             array=format_array(graph.values[v]),
-            before=planned.result_layout(*graph.values[v].producer),
-            after=planned.operand_layout(reader, operand),
+            before=before,
+            after=after,
             collectives=tuple(map(_collective, steps)),
             pins=planned.conflicts.get((reader, operand), ()) if conflict else (),
             producer_source=f"{portable(producer.file)}:{producer.line}" if producer.file else "",
@@ -161,4 +160,27 @@ def _memory(network: CostNetwork, states) -> MemoryReport:
         where=f"{op.source}{f' in {op.source.function}' if op.source.function else ''}",
         at_peak=memory_by_category(network, states, peak),
         profile=tuple({kind: float(x[t]) for kind, x in live.items() if x[t] > 0} for t in points),
+    )
+
+
+def no_plan_fits(network: CostNetwork, states: tuple[int, ...]) -> str:
+    """Why no plan fits a network's memory limit, and ways out; `states` are those of least peak, () if none are allowed together."""
+    problem, graph = network.problem, network.space.graph
+    if problem.limit is None or not states:
+        return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
+    memory = problem.memory(states)
+    step, peak = int(memory.argmax()), float(memory.max())
+    if peak <= problem.limit:
+        return (
+            f"no plan was found within the search's limit, though {format_memory(problem.limit)} per device are enough.\n"
+            f"  ways out: time_limit=600, or memory={peak * 1.1:.3g}"
+        )
+    op = graph.ops[min(step, len(graph.ops) - 1)]
+    shares = memory_by_category(network, states, step)
+    parts = ", ".join(f"{category} {format_memory(n)}" for category, n in shares.items() if n > 0.005 * peak)
+    return (
+        f"no plan fits {format_memory(problem.limit)} per device on mesh {network.space.mesh}.\n"
+        f"  least possible: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]\n"
+        f"  ways out: a larger mesh, donate_argnums for the state, jax.checkpoint around {op.source}, "
+        f"or memory={peak * 1.02:.3g}"
     )

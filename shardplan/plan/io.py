@@ -20,7 +20,6 @@ import msgspec
 from shardplan.errors import PlanFileError
 from shardplan.mesh.layout import REDUCTIONS, Layout, MeshShape
 from shardplan.plan.data import VERSION, Leaf, PlanRecord
-from shardplan.plan.upgrade import from_version_1
 from shardplan.units import fit, format_bytes
 
 FORMAT = "shardplan-plan"
@@ -28,6 +27,8 @@ MAX_FILE_BYTES = 256_000_000
 MAX_DEVICES = 2**53
 ROWS = ("inputs", "outputs", "lines", "decisions")
 """Fields of which every entry has a line of its own."""
+RENAMED = {"reads": "operand_layouts", "copies": "copy_numbers", "results": "result_layouts", "result": "result_type"}
+"""Fields of a decision of version 1 that have another name now; "moves" became "reshards", and their "value" "array"."""
 SECONDS = {"compute", "communication", "hidden", "total", "bound"}
 
 P = TypeVar("P", bound=PlanRecord)
@@ -43,11 +44,7 @@ def dumps(plan: PlanRecord) -> str:
 
 
 def read(path: str | os.PathLike[str], of: type[P]) -> P:
-    """The plan in a file of this version or an earlier one, as an instance of `of`.
-
-    Raises:
-        PlanFileError: naming the file and the field that is wrong.
-    """
+    """The plan in a file of this version or an earlier one; a PlanFileError names the file and the field that is wrong."""
     name = os.fspath(path)
     try:
         with open(path, "rb") as f:
@@ -61,11 +58,7 @@ def read(path: str | os.PathLike[str], of: type[P]) -> P:
 
 
 def loads(raw: bytes, of: type[P]) -> P:
-    """The plan in the bytes of a file.
-
-    Raises:
-        PlanFileError: naming the field that is wrong.
-    """
+    """The plan in the bytes of a file; a PlanFileError names the field that is wrong."""
     if len(raw) > MAX_FILE_BYTES:
         raise PlanFileError(f"larger than {format_bytes(MAX_FILE_BYTES)}, the most a plan file may have")
     value = _current(_json(raw))
@@ -146,7 +139,41 @@ def _current(value: Any) -> dict[str, Any]:
         raise PlanFileError(
             f"version: {version} is newer than this shardplan reads ({VERSION}).\n  ways out: a newer shardplan, or plan anew"
         )
-    return from_version_1(value) if version == 1 else value
+    return _from_version_1(value) if version == 1 else value
+
+
+# ---- earlier versions
+
+
+def _from_version_1(value: dict[str, Any]) -> dict[str, Any]:
+    """A plan of version 1 in version 2: other names, leaves in a list, and every layout an object."""
+    try:
+        fields = {**value, "version": 2}
+        fields["symmetric_layers"] = fields.pop("tied")
+        for name in ("inputs", "outputs"):
+            fields[name] = [{"path": path, **leaf, "layout": _layout(leaf["layout"])} for path, leaf in value[name].items()]
+        fields["decisions"] = [_decision(d) for d in value["decisions"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise PlanFileError(f"damaged: no plan of version 1 ({type(error).__name__}: {error}).\n  way out: plan anew") from None
+    return fields
+
+
+def _layout(x: Any) -> Any:
+    """A layout that was a list of its dims as an object; a partial layout was one already."""
+    return {"dims": x} if isinstance(x, list) else x
+
+
+def _decision(d: dict[str, Any]) -> dict[str, Any]:
+    fields = {RENAMED.get(name, name): x for name, x in d.items()}
+    fields["operand_layouts"] = [[_layout(x) for x in chain] for chain in d["reads"]]
+    fields["result_layouts"] = [_layout(x) for x in d["results"]]
+    fields["reshards"] = [_reshard(x) for x in fields.pop("moves")]
+    return fields
+
+
+def _reshard(x: dict[str, Any]) -> dict[str, Any]:
+    fields = {**x, "before": _layout(x["before"]), "after": _layout(x["after"])}
+    return fields | {"array": fields.pop("value")}
 
 
 # ---- rules beyond the schema

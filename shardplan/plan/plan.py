@@ -234,13 +234,9 @@ class PlanDiff:
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """Plans of one step by several searches; `print` it.
+    """Plans of one step by several searches; `print` it."""
 
-    Attributes:
-        plans: by the name of the search.
-    """
-
-    plans: Mapping[str, Plan]
+    plans: Mapping[str, Plan]  # by the name of the search
 
     @cached_property
     def bound(self) -> float:

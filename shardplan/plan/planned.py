@@ -5,39 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import PurePath
 
 from shardplan.costs.network import CostNetwork
-from shardplan.costs.options import Options
+from shardplan.costs.options import Options, ReshardKey
 from shardplan.costs.pins import pin_description, pins_by_op
 from shardplan.costs.space import StrategySpace
 from shardplan.emit.emit import EmitDecision
 from shardplan.ilp.solver.problem import Solution
-from shardplan.ir.graph import Graph, Path
-from shardplan.ir.traced import Traced
+from shardplan.ir.graph import Graph, Path, Source, components
+from shardplan.ir.parse import Traced
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
-from shardplan.plan.conflicts import conflicts
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """The result of planning.
-
-    Attributes:
-        strategies: [op of the graph] -> number of its strategy.
-        decisions: by path, what emission applies.
-        exposed_fraction: share of a hidden collective's seconds that the step still pays; 1 where none is hidden.
-        seconds: planning time by stage.
-    """
+    """The result of planning."""
 
     traced: Traced
     network: CostNetwork
     solution: Solution
-    strategies: tuple[int, ...]
-    decisions: Mapping[Path, EmitDecision]
+    strategies: tuple[int, ...]  # per op of the graph, its number
+    decisions: Mapping[Path, EmitDecision]  # what emission applies
     options: Options
-    exposed_fraction: float
-    seconds: Mapping[str, float]
+    exposed_fraction: float  # share of a hidden collective's seconds that the step still pays; 1 where none is hidden
+    seconds: Mapping[str, float]  # of planning, by stage
 
     @property
     def space(self) -> StrategySpace:
@@ -62,33 +55,75 @@ class Planned:
         """Copies that retain the array of an earlier phase: they reshard nothing."""
         return self.network.retained(self.solution.states)
 
-    def reshards(self, i: int) -> Iterator[tuple[int, int, int, tuple[ReshardStep, ...]]]:
+    def operand_reshards(self, i: int) -> Iterator[tuple[int, int, ReshardKey, tuple[ReshardStep, ...]]]:
         """Reshards of the operands of op i, and of a copy of an array at its first reader.
 
         Yields:
-            (k, op, operand, steps): `steps` reshard operand `operand` of `op`, which is operand k of op i or one of a copy it reads.
+            (k, v, key, steps): `steps` reshard value v on its way to operand k of op i, at the operand that `key` names: this one, or
+            that of a copy that op i reads.
         """
         graph = self.graph
         for k, v in enumerate(graph.ops[i].inputs):
             op, operand, found = i, k, []
             while v is not None and op not in self.retained:
                 value = graph.values[v]
-                if steps := self.network.path(v, self.result_layout(*value.producer), self.operand_layout(op, operand)):
-                    found.append((k, op, operand, steps))
+                key = op, operand, self.result_layout(*value.producer), self.operand_layout(op, operand)
+                if steps := self.network.path(v, *key[2:]):
+                    found.append((k, v, key, steps))
                 maker = value.producer[0]
                 first_of_copy = graph.ops[maker].traits.copy and value.consumers[0] == (op, operand)
                 v, op, operand = graph.ops[maker].inputs[0] if first_of_copy else None, maker, 0
             yield from reversed(found)
 
+    def reshards_on_line(self, line: str) -> Iterator[tuple[ReshardKey, tuple[ReshardStep, ...], float]]:
+        """(key, steps, seconds per training step) of the reshards on a line 'file:line', reductions on the line of the partial sum."""
+        graph = self.graph
+        for i, op in enumerate(graph.ops):
+            for _, v, key, steps in self.operand_reshards(i) if not op.traits.copy else ():
+                reduces = any(s.kind in ("all-reduce", "reduce-scatter") for s in steps)
+                if _is_on(graph.ops[graph.maker(v)].source if reduces else op.source, line):
+                    yield key, steps, graph.ops[key[0]].reads * sum(s.seconds for s in steps)
+
+    def strategies_on_line(self, line: str) -> list[tuple[int, int]]:
+        """(op, strategy) of the unfused ops on a line 'file:line'; where all are fused, of those that write an array to memory."""
+        graph, space = self.graph, self.space
+        here = [i for i, op in enumerate(graph.ops) if _is_on(op.source, line) and not op.traits.copy]
+        kernels = [i for i in here if space.rules[i].fusion == "none" and not graph.ops[i].traits.border]
+        ops = kernels or [i for i in here if any(space.materialised[v] for v in graph.ops[i].outputs)]
+        return [(i, self.strategies[i]) for i in ops]
+
     @cached_property
     def conflicts(self) -> Mapping[tuple[int, int], tuple[str, str]]:
-        """(op, operand) -> the two pins between whose regions the operand changes its layout."""
+        """(op, operand) of an array resharded between two regions with pins -> the pins nearest to it on either side.
+
+        A region is a set of ops between which arrays are read in the layouts they are made in.
+        """
         graph, pins = self.graph, pins_by_op(self.graph, self.options)
         if len(pins) < 2:
             return {}
+        words = {i: pin_description(graph.ops[i], asked) for i, asked in pins.items()}
+        changed, near = [], [[] for _ in graph.ops]
         reads = ((i, k, graph.values[v].producer) for i, op in enumerate(graph.ops) for k, v in enumerate(op.inputs) if v is not None)
-        changed = {(i, k) for i, k, made in reads if self.result_layout(*made) != self.operand_layout(i, k)}
-        return conflicts(graph, changed, {i: pin_description(graph.ops[i], asked) for i, asked in pins.items()})
+        for i, k, (j, r) in reads:
+            if self.result_layout(j, r) != self.operand_layout(i, k):
+                changed.append((i, k, j))
+            else:
+                near[i].append(j)
+                near[j].append(i)
+        region = components(len(near), ((i, j) for i, found in enumerate(near) for j in found))
+        queue = sorted(pins)
+        nearest = {i: i for i in queue}  # op -> the pin of its region that is the fewest arrays away, the first of the program
+        for i in queue:
+            for j in near[i]:
+                if j not in nearest:
+                    nearest[j] = nearest[i]
+                    queue.append(j)
+        out = {}
+        for i, k, j in changed:
+            if region[i] != region[j] and i in nearest and j in nearest:
+                first, second = sorted((nearest[i], nearest[j]))
+                out[i, k] = words[first], words[second]
+        return out
 
     @property
     def product_flops(self) -> float:
@@ -96,3 +131,9 @@ class Planned:
         space, ops = self.space, enumerate(self.graph.ops)
         products = [(i, op.runs) for i, op in ops if op.traits.matmul or op.traits.grouped_matmul or op.traits.convolution]
         return float(sum((space.rules[i].flops or 0) * space.strategies[i].work[self.strategies[i]] * runs for i, runs in products))
+
+
+def _is_on(source: Source, line: str) -> bool:
+    """Whether an op's source is 'file:line', whatever the folder."""
+    name, _, number = PurePath(line).name.rpartition(":")
+    return PurePath(source.file).name == name and str(source.line) == number

@@ -9,8 +9,7 @@ from shardplan.costs.options import Options
 from shardplan.emit.emit import EmitDecision
 from shardplan.errors import PlanFileError, warn
 from shardplan.ir.graph import Path
-from shardplan.ir.parse import parse
-from shardplan.ir.traced import Traced
+from shardplan.ir.parse import Traced
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan.plan import Plan
 from shardplan.units import format_array
@@ -30,7 +29,7 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
         )
     if plan.fingerprint != traced.fingerprint():
         return None
-    graph = parse(traced.jaxpr, traced.in_labels, traced.out_labels, traced.tied, traced.donated)
+    ops = traced.graph().ops
     if plan.donated != traced.donated_names():
         then, now = (", ".join(names) or "nothing" for names in (plan.donated, traced.donated_names()))
         warn(
@@ -39,7 +38,7 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
         )
     found = {}
     for d in plan.decisions:
-        op = graph.ops[d.op] if d.op < len(graph.ops) else None
+        op = ops[d.op] if d.op < len(ops) else None
         if op is None or op.primitive != d.primitive:
             raise PlanFileError(
                 f"the plan decides op {d.op}, a {d.primitive}, which the step does not have.\n  way out: plan anew without plan="

@@ -13,27 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 from shardplan.ir.graph import Graph
 
 
-def accumulated_operands(graph: Graph) -> dict[tuple[int, int], int]:
-    """(op, operand) -> the `loop_carry` to which its loop adds that operand and nothing else is done with it."""
-    out: dict[tuple[int, int], int] = {}
-    for start, end in _carries(graph).items():
-        (v,) = graph.ops[end].inputs
-        if v is None or not graph.ops[at := graph.maker(v)].traits.addition or graph.ops[at].loop != graph.ops[end].loop:
+def accumulated_operands(graph: Graph) -> dict[tuple[int, int], tuple[int, int]]:
+    """(op, operand) that a loop adds to a carry, and does nothing else with -> (loop_carry, loop_next) of that carry."""
+    out: dict[tuple[int, int], tuple[int, int]] = {}
+    for start, end in graph.same_layout:
+        (v,), loop = graph.ops[end].inputs, graph.ops[end].loop
+        if not graph.ops[start].traits.loop_carry or v is None:
             continue
+        at = graph.maker(v)
         makers = [None if v is None else graph.maker(v) for v in graph.ops[at].inputs]
-        if start not in makers or any(reader != at for reader in graph.readers(graph.ops[start].outputs[0])):
+        alone = start in makers and all(reader == at for reader in graph.readers(graph.ops[start].outputs[0]))
+        if not (alone and graph.ops[at].traits.addition and graph.ops[at].loop == loop):
             continue
         k = 1 - makers.index(start)
         while (v := graph.ops[at].inputs[k]) is not None:
-            out[at, k] = start
-            if len(graph.values[v].consumers) > 1:
-                break
-            at, k = graph.values[v].producer[0], 0
-            if not graph.ops[at].forwards_value or graph.ops[at].loop != graph.ops[end].loop:
+            out[at, k] = start, end
+            at, k, shared = graph.values[v].producer[0], 0, len(graph.values[v].consumers) > 1
+            if shared or not graph.ops[at].forwards_value or graph.ops[at].loop != loop:
                 break
     return out
 
@@ -43,22 +44,15 @@ def mark_accumulation(graph: Graph) -> Graph:
 
     Casts are among these ops, although they round every part.
     """
-    found, ends = accumulated_operands(graph), _carries(graph)
-    marked = {at for start in found.values() for at in (start, ends[start])}
-    marked |= {at for at, _ in found if graph.ops[at].forwards_value}
+    found = accumulated_operands(graph)
+    marked = {*chain(*found.values()), *(at for at, _ in found if graph.ops[at].forwards_value)}
     return replace(graph, ops=tuple(replace(op, accumulates=True) if at in marked else op for at, op in enumerate(graph.ops)))
 
 
-def accumulated_sums(graph: Graph, found: Mapping[tuple[int, int], int]) -> dict[int, int]:
+def accumulated_sums(graph: Graph, found: Mapping[tuple[int, int], tuple[int, int]]) -> dict[int, int]:
     """Value that a `loop_next` makes of such a carry -> the value in the loop that is accumulated, before casts and the like.
 
     `found` are the `accumulated_operands`, of which each carry's last is farthest from it.
     """
-    ends = _carries(graph)
-    sums = ((graph.ops[ends[start]].outputs[0], graph.ops[at].inputs[k]) for (at, k), start in found.items())
+    sums = ((graph.ops[end].outputs[0], graph.ops[at].inputs[k]) for (at, k), (_, end) in found.items())
     return {made: v for made, v in sums if v is not None}
-
-
-def _carries(graph: Graph) -> dict[int, int]:
-    """`loop_carry` -> its `loop_next`."""
-    return {start: end for start, end in graph.same_layout if graph.ops[start].traits.loop_carry}

@@ -1,10 +1,11 @@
-"""Which reshards XLA makes one collective of (rules of docs/xla_model.md).
+"""Which reshards XLA makes one collective of (rules of docs/xla_model.md), and how many bytes a collective sends.
 
 Rule 1, class: a reshard is a prefetch, a gradient, an update or blocking.
 Rule 2, combining: collectives of one class, loop and pass are combined, up to 30 MiB of results.
 Rule 3, combined window: from the last of its arrays that is made to the first that is needed.
 
-Facts: combine-threshold, combine-same-dtype, combine-independent. Also known as collective coalescing or gradient bucketing.
+Facts: combine-threshold, combine-same-dtype, combine-independent, promote-small-integers, accumulate-before-cast.
+Also known as collective coalescing or gradient bucketing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from shardplan.ir.graph import Graph, Op, Phase
 
 COMBINABLE = ("all-gather", "all-reduce", "reduce-scatter")
 """Kinds of collectives that XLA combines where they do not depend on each other."""
+SUMS = ("all-reduce", "reduce-scatter")
+"""Collectives that add numbers; some run in a wider dtype than the array's."""
 COMBINE_THRESHOLD_BYTES = 30 << 20
 """Bytes of results up to which XLA combines collectives (`xla_gpu_all_gather_combine_threshold_bytes` and its like)."""
 
@@ -26,19 +29,12 @@ CollectiveClass = Literal["prefetch", "gradient", "update", "blocking"]
 
 @dataclass(frozen=True)
 class CollectiveSite:
-    """Which collectives the reshards of a value may be combined with.
+    """Which collectives the reshards of a value may be combined with."""
 
-    Attributes:
-        collective_class: of rule 1.
-        group_size: number of arrays in its group, casts and copies of one counted once.
-        group: number of the group; only reshards of one group are combined (rule 2).
-        origin: op that makes the array of which the value is a cast or a copy.
-    """
-
-    collective_class: CollectiveClass
-    group_size: int
-    group: int
-    origin: int
+    collective_class: CollectiveClass  # of rule 1
+    group_size: int  # number of arrays in its group, casts and copies of one counted once
+    group: int  # number of the group; only reshards of one group are combined (rule 2)
+    origin: int  # op that makes the array of which the value is a cast or a copy
 
 
 def collective_sites(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite, ...]:
@@ -90,21 +86,14 @@ Key = tuple[int, Phase, int]
 
 @dataclass(frozen=True)
 class Window:
-    """Overlap window of the collective of one array.
+    """Overlap window of the collective of one array."""
 
-    Attributes:
-        made, needed: seconds after the step's start.
-        stream: class, phase of the readers, group, and transfer (kinds and axes; None if not known): only windows of one stream are
-            combined.
-        bytes: of the result on one device.
-        runs: how often per step.
-    """
-
-    made: float
-    needed: float
+    made: float  # seconds after the step's start
+    needed: float  # the same
     stream: tuple[CollectiveClass, Phase, int, Hashable]
-    bytes: float
-    runs: float
+    """Class, phase of the readers, group and transfer (kinds and axes; None if not known): only windows of one stream are combined."""
+    bytes: float  # of the result on one device
+    runs: float  # per step
 
 
 def merged(windows: Collection[Window]) -> Window:
@@ -130,3 +119,17 @@ def combined(windows: Mapping[Key, Window]) -> list[dict[Key, Window]]:
             out.append({})
         out[-1][key] = windows[key]
     return out
+
+
+def byte_factors(dtype, summed_fraction: float = 1.0) -> tuple[tuple[str, float], ...]:
+    """(kind, factor) of the collectives that send `factor` times the bytes of an array; kinds that are not listed send its bytes.
+
+    Args:
+        dtype: of the array. No device adds 16- or 4-bit integers: they are sent as integers twice as wide.
+        summed_fraction: bytes of a partial sum over those of the array: below 1 where XLA reduces before a cast to a wider dtype.
+    """
+    factors = dict.fromkeys(SUMS, summed_fraction) if summed_fraction != 1 else {}
+    small_integers = {"int16": SUMS, "uint16": SUMS, "int4": (*SUMS, "all-to-all"), "uint4": (*SUMS, "all-to-all")}
+    for kind in small_integers.get(str(dtype), ()):
+        factors[kind] = 2.0 * factors.get(kind, 1.0)
+    return tuple(factors.items())

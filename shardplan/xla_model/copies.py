@@ -75,11 +75,8 @@ def _copies(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups
 def with_copies(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups: Collection[int] = ()) -> Graph:
     """The same graph with a copy before every group of readers; numbers of ops and values change.
 
-    Args:
-        graph: the step.
-        follows: per op, whether it takes operands in the layout they have.
-        sums: per op, whether its result may be partial.
-        lookups: ops that read places of a table, in whatever layout.
+    `follows` says per op whether it takes operands in the layout they have, `sums` whether its result may be partial; `lookups` are the
+    ops that read places of a table, in whatever layout.
     """
     wanted: list[tuple[int, int, int, _Copy]] = []  # (op behind the copy, value, number of the copy, copy)
     for v, value in enumerate(graph.values):

@@ -1,12 +1,5 @@
 """What XLA for GPU does, as far as a price, a plan or the emitted program depends on it: one registry, `facts.toml`.
 
-    combine-threshold    XLA combines independent collectives of one kind up to 30 MiB of results.
-        source  xla/backends/gpu/transforms/collectives/gpu_collective_combiner_utils.cc
-        flag    xla_gpu_all_gather_combine_threshold_bytes
-        seen    jax 0.10.2
-        test    tests/test_xla_schedule.py::test_rule_2_xla_combines_up_to_the_threshold
-        used    shardplan.xla_model.combining
-
 Code that relies on a fact names its id: "Fact: combine-threshold." in a docstring or comment.
 """
 
@@ -20,29 +13,19 @@ from importlib.resources import files
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact about XLA.
+    """One fact about XLA."""
 
-    Attributes:
-        id: its name, subject first.
-        says: the fact, in one sentence.
-        source: file in the XLA repository that decides it.
-        flag: debug option of XLA that changes it, or "".
-        seen: versions of jax on which `test` passed.
-        test: pytest node id of the test that shows it; "" if none does.
-        used: module of the package that relies on it.
-    """
-
-    id: str
-    says: str
-    source: str
-    seen: str
-    test: str
-    used: str
-    flag: str = ""
+    id: str  # its name, subject first
+    says: str  # the fact, in one sentence
+    source: str  # file in the XLA repository that decides it
+    seen: str  # versions of jax on which `test` passed
+    test: str  # pytest node id of the test that shows it; "" if none does
+    used: str  # module of the package that relies on it
+    flag: str = ""  # debug option of XLA that changes it
 
     def __str__(self) -> str:
-        lines = [f"{self.id}: {self.says}"]
-        return "\n".join(lines + [f"  {f.name:7} {v}" for f in fields(self)[2:] if (v := getattr(self, f.name))])
+        rest = (f"  {f.name:7} {v}" for f in fields(self)[2:] if (v := getattr(self, f.name)))
+        return "\n".join((f"{self.id}: {self.says}", *rest))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Which values XLA for GPU writes to memory, and which are only seen inside fusions.
+"""Which values XLA for GPU writes to memory, which ops one kernel runs, and how many bytes it reads and writes.
 
 Elementwise ops, views and the reductions behind them fuse. A value that only fusions read never materialises; each of them computes it
 again. Materialised are:
@@ -8,27 +8,33 @@ again. Materialised are:
     elementwise results that some reader cannot compute again, or that are cheaper to read than to compute again
     products that are transposed in memory (`physical_layout.py`)
 
-Facts: fusion-loop, fusion-recompute-cheaper, fusion-matmul-prologue, fusion-broadcast-scalar, fusion-zeros-shared.
+A kernel is a group of fused ops between materialised values. What stands behind a reduction, a product or a collective waits for it in
+a later kernel, and reads again what an earlier one read:
+
+    y -> cast -+-> sum ------+            kernel 1 reads y, writes the sum
+               +-> minus <---+-> cast     kernel 2 reads y and the sum, writes the normalised y
+
+Facts: fusion-loop, fusion-recompute-cheaper, fusion-matmul-prologue, fusion-broadcast-scalar, fusion-zeros-shared,
+fusion-multi-output, fusion-reads-part, fusion-in-place-update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
-from shardplan.ir.graph import Graph, Op
+from shardplan.ir.graph import Graph, Op, components
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.kernels import FUSIBLE, kernels, read_array, runs_in
 from shardplan.xla_model.physical_layout import transposed_in_memory, transposed_product
+
+FUSIBLE = ("loop", "view", "reduce")
+
+Kernel = tuple
+"""Group of ops, how many kernels it waits for, phase, loop, and the shapes and dims of its reductions."""
 
 
 def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool]) -> tuple[bool, ...]:
-    """Per value, whether it is written to memory; views of what is written elsewhere are not.
-
-    Args:
-        graph: the step.
-        rules: per op.
-        sums: per op, whether its result may be partial.
-    """
+    """Per value, whether it is written to memory; views are not. `sums` are, per op, whether its result may be partial."""
     out = [True] * len(graph.values)
     prologue = _prologues(graph, rules)
     for v in reversed(range(len(graph.values))):
@@ -62,9 +68,8 @@ def _seen_through(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
 
 def _absorbs(graph: Graph, rules: Sequence[Rule], producer: Op, at: int, prologue: bool) -> bool:
     """Whether op `at` computes what `producer` makes inside its own kernel."""
-    reader, fuses = graph.ops[at], rules[at].fusion in FUSIBLE
-    inside = reader.traits.copy or not reader.traits.border
-    return inside and runs_in(producer) == reader.loop and (fuses or (prologue and reader.traits.matmul))
+    reader, inside = graph.ops[at], graph.ops[at].traits.copy or not graph.ops[at].traits.border
+    return inside and _runs_in(producer) == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.traits.matmul))
 
 
 def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
@@ -99,7 +104,7 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
     Of k kernels, each reads the sources, or one reads them and writes the value, which the others read:
     k * sources  >  sources + value + (k - 1) * value.
     """
-    _, inside = kernels(graph, rules, written, sums)
+    _, inside = _kernels(graph, rules, written, sums)
     out: set[int] = set()
     sources: list[dict[int, float]] = []
     for v, value in enumerate(graph.values):
@@ -108,7 +113,7 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
         found: dict[int, float] = {}
         for u in op.inputs:
             if u is not None:
-                root = read_array(graph, rules, u)
+                root = _read_array(graph, rules, u)
                 found |= {root: graph.values[root].bytes} if written[root] or root in out else sources[root]
         sources.append(found)
         if written[v] or rules[at].fusion != "loop" or op.scalar_broadcast:
@@ -117,3 +122,116 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
         if (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
             out.add(v)
     return out
+
+
+@dataclass(frozen=True)
+class KernelTraffic:
+    """What an op moves between memory and the device in one run."""
+
+    operand_reads: tuple[int, ...]  # how many times the bytes of each operand are moved
+    result_writes: tuple[int, ...]  # how many times those of each result
+    kernel_bytes: float | None  # bytes that the kernel moves which the op stands for, of all shards; None if it stands for none
+
+
+def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> tuple[KernelTraffic, ...]:
+    """What every op moves: each kernel reads an array once, on behalf of the first op that needs it; `written` are `materialised`."""
+    own, inside = _kernels(graph, rules, written, sums)
+    found = ((transposed_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
+    transposed = {v: w for v, w in found if v is not None and written[w]}
+    by_product = frozenset(transposed.values())
+    seen: set[tuple[Kernel, int]] = set()  # what a kernel has read or made
+    moved: dict[Kernel, float] = {}
+    stands: dict[Kernel, int] = {}
+    counts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for at, op in enumerate(graph.ops):
+        operands, results = [0] * len(op.inputs), [0] * len(op.outputs)
+        idle = op.traits.moves_nothing
+        for k, v in enumerate(op.inputs):
+            if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):
+                continue
+            root = _read_array(graph, rules, v)
+            new = [kernel for kernel in inside[at] if (kernel, root) not in seen] if written[root] else []
+            part = k == 0 and op.traits.reads_part
+            (results if part else operands)[k] += len(new)
+            for kernel in new:
+                seen.add((kernel, root))
+                moved[kernel] = moved.get(kernel, 0.0) + graph.values[op.outputs[0] if part else root].bytes
+        for k, v in enumerate(op.outputs):
+            if v in transposed:
+                results[k] += 1
+            elif v in by_product:
+                seen.add((own[at], v))
+            elif written[v] and not idle:
+                stands.setdefault(own[at], at)
+                seen.add((own[at], v))
+                if op.traits.writes_part:
+                    part, times = op.traits.writes_part
+                    operands[part] += times
+                else:
+                    results[k] += 1
+                    moved[own[at]] = moved.get(own[at], 0.0) + graph.values[v].bytes
+        counts.append((tuple(operands), tuple(results)))
+    kernel = {at: moved.get(key, 0.0) for key, at in stands.items()}
+    return tuple(KernelTraffic(operands, results, kernel.get(at)) for at, (operands, results) in enumerate(counts))
+
+
+def _kernels(
+    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]
+) -> tuple[list[Kernel], list[set[Kernel]]]:
+    """Per op, the kernel in which it writes; and those that compute it: its own where it writes, all its readers' where it does not.
+
+    One kernel reduces arrays of one shape over the same dims; what is written on the way is written by any of its reductions.
+    """
+    groups, homes = _groups(graph, rules, written), []
+    levels: list[int] = []  # per op, the reductions, products and partial sums that it waits for, one behind the other
+    over = [_reduction(op) if rule.fusion == "reduce" else None for op, rule in zip(graph.ops, rules, strict=True)]
+    first: dict[Kernel, tuple] = {}
+    for at, op in enumerate(graph.ops):
+        made = ((v, graph.values[v].producer[0]) for v in op.inputs if v is not None)
+        waits = (levels[i] + (written[v] and (rules[i].fusion in ("reduce", "none") or sums[i])) for v, i in made)
+        levels.append(max(waits, default=0))
+        alone = op.traits.reads_part and not any(_fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
+        homes.append((-1 - at if alone else groups[at], levels[at], op.phase, _runs_in(op)))
+        if reduced := over[at]:
+            first.setdefault(homes[at], reduced)
+    own = [(*key, reduced or first.get(key)) for key, reduced in zip(homes, over, strict=True)]
+    inside: list[set[Kernel]] = [set() for _ in graph.ops]
+    for at in reversed(range(len(graph.ops))):
+        for v in graph.ops[at].outputs:
+            if not written[v]:
+                inside[at].update(*(inside[reader] for reader, _ in graph.values[v].consumers))
+            elif not graph.ops[at].traits.moves_nothing:
+                inside[at].add(own[at])
+    return own, inside
+
+
+def _runs_in(op: Op) -> int:
+    """The loop in which an op is computed; rows are sliced in the loop that reads them."""
+    return op.held_during if op.traits.loop_slice else op.loop
+
+
+def _read_array(graph: Graph, rules: Sequence[Rule], v: int) -> int:
+    """The array whose bytes are read when v is: views are looked through, and copies, which are priced as reshards."""
+    return graph.origin(v, lambda at: rules[at].fusion == "view")
+
+
+def _reduction(op: Op) -> tuple:
+    """What reductions of one kernel have in common: shapes and dims."""
+    over = next((op.params[name] for name in ("axes", "dimensions", "dimension_numbers", "window_dimensions") if name in op.params), ())
+    return tuple(x.shape for x in op.ins), str(over)
+
+
+def _fuses(graph: Graph, rules: Sequence[Rule], reader: int) -> bool:
+    """Whether an op may be part of a kernel that writes what it reads."""
+    return rules[reader].fusion in FUSIBLE and not graph.ops[reader].traits.border
+
+
+def _groups(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[int]:
+    """Per op, its group: the producer and the readers of a value inside fusions."""
+    pairs = (
+        (value.producer[0], reader)
+        for v, value in enumerate(graph.values) if value.shape
+        for reader, _ in value.consumers
+        if not written[v] or (rules[value.producer[0]].fusion == "loop" and _fuses(graph, rules, reader))
+    )  # fmt: skip
+    return components(len(graph.ops), pairs)

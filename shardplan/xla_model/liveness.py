@@ -6,7 +6,6 @@ Rule 15, the schedule's order: values are read where the schedule runs their rea
 Rule 16, aliases: copies and operands of loops take over buffers; donated state is overwritten.
 
 docs/xla_model.md states the rules in full. Also known as live ranges, as in register allocation.
-
 Facts: liveness-elementwise-reuse, liveness-loop-operands, liveness-combined-operands, liveness-scatter-zeros, liveness-donation.
 """
 
@@ -23,11 +22,8 @@ Interval = tuple[int, int]
 
 def takes_over_buffer(graph: Graph, at: int) -> bool:
     """Whether op `at` is a copy, and the only reader of a value that dies with it."""
-    if not graph.ops[at].traits.copy:
-        return False
-    (v,) = graph.ops[at].inputs
-    assert v is not None
-    return len(graph.values[v].consumers) == 1 and not graph.ops[graph.values[v].producer[0]].traits.persistent
+    v = graph.ops[at].inputs[0] if graph.ops[at].traits.copy else None
+    return v is not None and len(graph.values[v].consumers) == 1 and not graph.ops[graph.values[v].producer[0]].traits.persistent
 
 
 def live_intervals(
@@ -35,13 +31,8 @@ def live_intervals(
 ) -> list[Interval | None]:
     """Per value its (birth, death) in op numbers, or None for one that holds no memory of its own.
 
-    For an alias the interval is that of the copy that it is when its layout differs.
-
-    Args:
-        graph: the step.
-        materialised: per value, whether it is written to memory.
-        in_place: per op, whether a result may take the place of an operand that dies there.
-        windows: the schedule; by default ops run in the order of the program.
+    For an alias the interval is that of the copy that it is when its layout differs. `in_place` says per op whether a result may take
+    the place of an operand that dies there; without `windows`, ops run in the order of the program.
     """
     windows = windows or OverlapWindows()
     replaced = {o: graph.ops[a].outputs[0] for a, o in graph.same_layout if a in graph.donated}  # output -> donated state

@@ -6,7 +6,6 @@ Rule 11, one in flight: one prefetch and one gradient reduction at a time, each 
 Rule 12, two in a row: of two gathers of one array, with a cast between, the first blocks.
 
 docs/xla_model.md states the rules in full, with pictures.
-
 Facts: overlap-one-per-kind, overlap-as-late-as-possible, overlap-not-across-loops, overlap-second-of-two.
 """
 
@@ -33,19 +32,12 @@ Seconds = Callable[[Any, float], float]
 
 @dataclass(frozen=True)
 class OverlapWindows:
-    """The schedule as prices and memory see it.
+    """The schedule as prices and memory see it; seconds are of work, in one run, during which a reshard may be in flight."""
 
-    Attributes:
-        seconds: (op, operand) -> seconds of work, in one run, during which a reshard of the operand may be in flight.
-        scatter_seconds: the same for gradients that are reduce-scattered.
-        deferred_until: op that makes a gradient -> the op at whose place it runs (rule 8).
-        prefetch_start: op that reads a prefetched array -> the op at whose start the prefetch starts, if that is before it.
-    """
-
-    seconds: Mapping[Edge, float] = field(default_factory=dict)
-    scatter_seconds: Mapping[Edge, float] = field(default_factory=dict)
-    deferred_until: Mapping[int, int] = field(default_factory=dict)
-    prefetch_start: Mapping[int, int] = field(default_factory=dict)
+    seconds: Mapping[Edge, float] = field(default_factory=dict)  # (op, operand) -> seconds
+    scatter_seconds: Mapping[Edge, float] = field(default_factory=dict)  # the same for gradients that are reduce-scattered
+    deferred_until: Mapping[int, int] = field(default_factory=dict)  # op that makes a gradient -> the op at whose place it runs
+    prefetch_start: Mapping[int, int] = field(default_factory=dict)  # reader -> the earlier op at whose start its prefetch starts
 
 
 def overlap_windows(
@@ -109,18 +101,12 @@ def _prefetch_start(known: Sequence[Mapping[Key, Window]], early: _Windows, seco
 
 @dataclass(frozen=True)
 class _Windows:
-    """Windows of all prefetches and gradients under one schedule.
-
-    Attributes:
-        windows: by array.
-        edges: (op, operand) -> array.
-        bytes: of the arrays in full.
-    """
+    """Windows of all prefetches and gradients under one schedule."""
 
     schedule: Schedule
-    windows: dict[Key, Window]
-    edges: dict[Edge, Key]
-    bytes: dict[Key, float]
+    windows: dict[Key, Window]  # by array
+    edges: dict[Edge, Key]  # (op, operand) -> array
+    bytes: dict[Key, float]  # of the arrays in full
 
 
 def _windows(graph: Graph, sites: Sequence[CollectiveSite], transfers: Mapping[int, Transfer], schedule: Schedule) -> _Windows:

@@ -6,12 +6,15 @@ The dims that one operand brings into a product, and its batch dims, lie in its 
     dot(b[n, k], a[k, m])   -> [n, m] -> transpose -> [m, n]      here m is the minor dim
     add of both             -> XLA transposes the later product in memory
 
+So whatever a gradient's physical layout costs, the parameter and its moments pay as well: the optimizer computes with them together.
+
 Facts: layout-product-order, layout-elementwise-coupled, layout-transpose-into-product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from shardplan.ir.graph import Graph, Op
@@ -67,3 +70,30 @@ def _adjacent_dims(op: Op) -> list[tuple[int, int]]:
     free = [len(x.shape) - len(c) - len(b) for x, c, b in zip(op.ins, (left, right), (batch, batch_right), strict=True)]
     ends, shape = (0, len(batch), len(batch) + free[0], sum(free) + len(batch)), op.outs[0].shape
     return [pair for start, stop in pairwise(ends) for pair in pairwise(d for d in range(start, stop) if shape[d] > 1)]
+
+
+@dataclass(frozen=True)
+class CoupledState:
+    """Inputs of the step that the optimizer computes with together with an array."""
+
+    order: tuple[int, ...]  # the array's dims in their order there
+    bytes: tuple[float, ...]  # bytes of each input, in rising order
+
+
+def coupled_state(graph: Graph, elementwise: Sequence[bool]) -> list[CoupledState | None]:
+    """Per value, the inputs that elementwise ops of the optimizer compute with together with it; None where there are none."""
+    found: list[tuple[tuple[int, ...], frozenset[int]] | None] = [None] * len(graph.values)  # (order, values)
+    for op, plain in zip(reversed(graph.ops), reversed(elementwise), strict=True):
+        if op.traits.transpose:
+            if (before := op.inputs[0]) is not None and (after := found[op.outputs[0]]):
+                found[before] = tuple(op.params["permutation"][d] for d in after[0]), after[1]
+        elif op.traits.copy or plain:
+            arrays = [v for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.shape == op.outs[0].shape]
+            own = {graph.original(v) for v in arrays if graph.ops[graph.maker(v)].traits.step_input and op.phase == "update"}
+            later = [m for v in op.outputs if (m := found[v])]
+            order = later[0][0] if later else tuple(range(len(op.outs[0].shape)))
+            inputs = frozenset(own).union(*(others for _, others in later))
+            for v in arrays if inputs else ():
+                here = found[v] or (order, frozenset())
+                found[v] = here[0], here[1] | inputs
+    return [m and CoupledState(m[0], tuple(sorted(graph.values[v].bytes for v in m[1]))) for m in found]

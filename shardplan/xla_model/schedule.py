@@ -9,9 +9,8 @@ Rule 6, gradients outside of loops: they are deferred to the end of the backward
 Rule 7, blocking collectives: deferred work runs while one is in flight.
 Rule 8, products in memory: a backward product runs where its result is needed, a gradient's where its collective starts.
 
-docs/xla_model.md states the rules in full, with pictures.
-
-Facts: schedule-from-end, schedule-blocking-first, schedule-loop-gradients. Also known as list scheduling with asynchronous collectives.
+docs/xla_model.md states the rules in full, with pictures. Also known as list scheduling with asynchronous collectives.
+Facts: schedule-from-end, schedule-blocking-first, schedule-loop-gradients.
 """
 
 from __future__ import annotations
@@ -34,21 +33,15 @@ class BlockingCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """When ops run.
+    """When ops run, in seconds after the step's start."""
 
-    Attributes:
-        start_s: per op, when it starts, in seconds after the step's start; then the end of the step.
-        end_s: per op, when it ends.
-        hidden_s: (op, operand) of a blocking collective -> seconds of work that run while it is in flight.
-        runs_after: op outside of loops that is deferred -> the last op of the program that runs before it.
-        blocks: ops that wait for a blocking collective.
-    """
-
-    start_s: Sequence[float]
-    end_s: Sequence[float]
-    hidden_s: Mapping[tuple[int, int], float]
-    runs_after: Mapping[int, int]
-    blocks: Collection[int]
+    start_s: Sequence[float]  # per op; then the end of the step
+    end_s: Sequence[float]  # per op
+    hidden_s: Mapping[
+        tuple[int, int], float
+    ]  # (op, operand) of a blocking collective -> seconds of work that run while it is in flight
+    runs_after: Mapping[int, int]  # op outside of loops that is deferred -> the last op of the program that runs before it
+    blocks: Collection[int]  # ops that wait for a blocking collective
 
 
 def blocking_collectives(
@@ -78,7 +71,7 @@ def schedule(
     blocking: Mapping[int, Sequence[BlockingCollective]],
     defer: bool,
 ) -> Schedule:
-    """When ops run, by rules 4 to 7.
+    """When ops run, by rules 4 to 7, of which 6 and 7 apply where `defer` holds.
 
     Args:
         graph: the step.
@@ -86,7 +79,6 @@ def schedule(
         work_s: seconds of every op in one run.
         in_flight: ops that make arrays for which there is a collective.
         blocking: `blocking_collectives`.
-        defer: whether rules 6 and 7 apply.
     """
     last = max((j for j, op in enumerate(graph.ops) if op.phase != "update" or op.loop >= 0), default=-1) + 1
     there = list(range(last))  # per op, the last op of the two passes that it needs
