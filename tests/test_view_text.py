@@ -11,7 +11,7 @@ from plans import MESH, decision, layout, leaf, transformer
 from shardplan import units
 from shardplan.mesh.layout import Layout
 from shardplan.plan.data import MemoryReport
-from shardplan.view import rows, types
+from shardplan.view import rows
 
 GOLDEN = Path(__file__).parent / "data" / "view"
 
@@ -139,12 +139,12 @@ def test_names_cannot_steer_the_terminal_or_break_the_table(plan):
 def test_paths_that_differ_in_one_segment_are_one_row():
     leaves = [leaf(f"s/{n}/{m}/{w}", (4, 4), "", "") for n in range(12) for m in ("attn", "mlp") for w in ("k", "q")]
     (row,) = rows.leaf_rows(leaves, MESH)
-    assert (row.path, row.count) == ("s/*/{attn,mlp}/{k,q}", 48)
+    assert (row.path, len(row.leaves)) == ("s/*/{attn,mlp}/{k,q}", 48)
 
 
 def test_a_row_never_claims_layers_that_are_laid_out_otherwise():
     leaves = [leaf(f"layer_{n}/w", (4, 4), "data" if n == 2 else "", "") for n in range(6)]
-    assert [(r.path, r.count) for r in rows.leaf_rows(leaves, MESH)] == [("layer_{0-1,3-5}/w", 5), ("layer_2/w", 1)]
+    assert [(r.path, len(r.leaves)) for r in rows.leaf_rows(leaves, MESH)] == [("layer_{0-1,3-5}/w", 5), ("layer_2/w", 1)]
 
 
 def test_every_leaf_is_in_one_row():
@@ -171,9 +171,9 @@ def test_amounts_are_humane():
 
 
 def test_types_read_as_jax_prints_them():
-    assert types.type_text("float32", (8, 4, 2), layout("data", "", "")) == "f32[8@data, 4, 2]"
-    assert types.type_text("bfloat16", (8,), layout("data model")) == "bf16[8@(data,model)]"
-    assert types.type_text("float32", (), Layout((), (("data", "sum"), ("model", "sum")))) == "f32[] {sum over data,model}"
-    assert types.array_type("key<fry>[2]", layout("")) == "key<fry>[2]"
+    assert rows.type_text("float32", (8, 4, 2), layout("data", "", "")) == "f32[8@data, 4, 2]"
+    assert rows.type_text("bfloat16", (8,), layout("data model")) == "bf16[8@(data,model)]"
+    assert rows.type_text("float32", (), Layout((), (("data", "sum"), ("model", "sum")))) == "f32[] {sum over data,model}"
+    assert rows.array_type("key<fry>[2]", layout("")) == "key<fry>[2]"
     names = ("float32", "bfloat16", "int4", "bool", "float8_e4m3fn", "key<fry>")
-    assert [*map(types.itemsize, names)] == [4, 2, 0.5, 1, 1, 8]
+    assert [*map(rows.itemsize, names)] == [4, 2, 0.5, 1, 1, 8]

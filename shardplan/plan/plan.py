@@ -229,7 +229,7 @@ class PlanDiff:
         return bool(self.a.mesh != self.b.mesh or self.leaves or self.decisions)
 
     def __str__(self) -> str:
-        return resolve_name("shardplan.view.compare:diff_text")(self)
+        return resolve_name("shardplan.view.text:diff_text")(self)
 
 
 @dataclass(frozen=True)
@@ -249,4 +249,4 @@ class PlanComparison:
         return (total - self.bound) / total if total else 0.0
 
     def __str__(self) -> str:
-        return resolve_name("shardplan.view.compare:comparison_text")(self)
+        return resolve_name("shardplan.view.text:comparison_text")(self)

@@ -122,19 +122,15 @@ def chart(memory: MemoryReport, kinds: Sequence[str]) -> dict[str, Any] | None:
     peak = max(range(len(totals)), key=lambda n: totals[n]) / (len(profile) - 1)
     step = 2.0 ** math.floor(math.log2(top / 2))
     ticks = [step * n for n in range(1, MAX_TICKS + 1) if step * n < 0.97 * top]
-    areas = list(_areas(profile, kinds, top))
-    return {"areas": areas, "ticks": [(t / top, t) for t in ticks], "limit": limit and limit / top, "peak": peak}
-
-
-def _areas(profile: Sequence[Mapping[str, float]], kinds: Sequence[str], top: float) -> Iterator[tuple[str, str]]:
     x = [px(1000 * n / (len(profile) - 1)) for n in range(len(profile))]
-    ground = [0.0] * len(profile)
+    areas, ground = [], [0.0] * len(profile)
     for kind in kinds:
         roof = [g + point.get(kind, 0.0) for g, point in zip(ground, profile, strict=True)]
         corners = [*zip(x, roof, strict=True), *zip(reversed(x), reversed(ground), strict=True)]
         outline = " ".join(f"{a},{px(200 - 200 * b / top)}" for a, b in corners)
-        yield kind, f"M{outline} Z"
+        areas.append((kind, f"M{outline} Z"))
         ground = roof
+    return {"areas": areas, "ticks": [(t / top, t) for t in ticks], "limit": limit and limit / top, "peak": peak}
 
 
 def px(x: float) -> str:

@@ -51,13 +51,13 @@ def environment() -> Environment:
     return found
 
 
-def _printable(value: object) -> object:
-    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
 def axis_colours(mesh: MeshShape) -> dict[str, int]:
     """Mesh axis -> number of its colour."""
     return {axis: n % COLOURS for n, axis in enumerate(mesh.axes)}
+
+
+def _printable(value: object) -> object:
+    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _memory_style(kind: str) -> str:
@@ -100,23 +100,20 @@ def _summary(plan: Plan) -> dict[str, Any]:
 
 
 def _memory(plan: Plan) -> dict[str, Any]:
-    memory, kinds = plan.memory_report, rows.categories(plan)
+    memory, kinds = plan.memory_report, rows.categories(plan.memory_report)
     most = max(memory.limit or 0.0, memory.peak) or 1.0
-    at_peak = [(k, memory.at_peak[k]) for k in kinds if memory.at_peak.get(k)]
-    where = f", {rows.where(memory.where)}" if memory.where else ""
+
+    def reading(point: Mapping[str, float]) -> list[str]:  # lines of the chart's tooltip at one time
+        parts = sorted(point.items(), key=lambda kv: -kv[1])
+        return [format_memory(sum(point.values())), *(f"{clean(k)}  {format_memory(v)}" for k, v in parts if v)]
+
     return {
         "memory": memory,
-        "memory_shares": [(_memory_style(k), v / most, f"{k} {format_memory(v)}") for k, v in at_peak],
+        "memory_shares": [(_memory_style(k), v / most, f"{k} {format_memory(v)}") for k in kinds if (v := memory.at_peak.get(k))],
         "chart": draw.chart(memory, kinds),
-        "peak_label": fit(f"peak {format_memory(memory.peak)}{where}", 64),
-        "readings": [_reading(point) for point in memory.profile],
+        "peak_label": fit(f"peak {format_memory(memory.peak)}{rows.peak_place(memory)}", 64),
+        "readings": [*map(reading, memory.profile)],
     }
-
-
-def _reading(point: Mapping[str, float]) -> list[str]:
-    """Lines of the chart's tooltip at one time."""
-    parts = sorted(point.items(), key=lambda kv: -kv[1])
-    return [format_memory(sum(point.values())), *(f"{clean(k)}  {format_memory(v)}" for k, v in parts if v)]
 
 
 def _lines(plan: Plan) -> dict[str, Any]:

@@ -1,28 +1,119 @@
-"""Rows that text and HTML show of a plan: similar inputs folded into one, and the step's ops summed under the user's lines."""
+"""Rows that text and HTML show of a plan: similar inputs folded into one, and the step's ops summed under the user's lines.
+
+state/blocks/{0..11}/attn/{key,query,value}/kernel  ->  state/blocks/*/attn/{key,query,value}/kernel   ×36
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardplan.files import is_library
 from shardplan.ir.traits import traits_of
-from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.plan import Plan
-from shardplan.plan.data import Conflict, Leaf, PlanDecision
+from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision
 from shardplan.units import clean
-from shardplan.view.fold import fold
-from shardplan.view.types import array_type, itemsize, type_text
 
 KINDS = ("parameters", "optimizer", "batch", "constants", "output")
 PHASES = ("forward", "backward", "update")
+MEMORY_KINDS = ("parameters", "optimizer", "constants", "batch", "gathered", "activations", "gradients", "update")
 MAX_NOTES = 3  # layouts shown under one line, per phase; twice as many reshards
 NEGLIGIBLE = 0.02  # a layout of less than this share of the seconds of the line's most expensive result is only counted
 MIN_SHARE = 0.01  # a line that shards nothing is shown from this share of the step's seconds on
+SHORT = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
+
+
+def _rank(name: str, order: Sequence[str]) -> tuple[int, str]:
+    """Sorts names in a given order, other names behind them."""
+    return (order.index(name) if name in order else len(order), name)
+
+
+# ---- types, as JAX prints them
+
+
+def itemsize(dtype: str) -> float:
+    """Bytes of one element: by the first number in the type's name; 1 for bool, 8 for a key."""
+    bits = re.search(r"\d+", dtype)
+    return 8.0 if dtype.startswith("key<") else int(bits[0]) / 8 if bits else 1.0
+
+
+def type_text(dtype: str, shape: Sequence[int], layout: Layout) -> str:
+    """A type with the axes of its sharded dims, "f32[8@x, 4@(y,z)]"; partial axes in braces."""
+
+    def dim(n: int, axes: tuple[str, ...]) -> str:
+        return str(n) if not axes else f"{n}@{axes[0]}" if len(axes) == 1 else f"{n}@({','.join(axes)})"
+
+    kinds = sorted({kind for _, kind in layout.partial})
+    partial = "".join(f" {{{kind} over {','.join(a for a, k in layout.partial if k == kind)}}}" for kind in kinds)
+    name = next((short + dtype[len(long) :] for long, short in SHORT if dtype.startswith(long)), dtype)
+    return clean(f"{name}[{', '.join(map(dim, shape, layout.dims))}]{partial}")
+
+
+def array_type(text: str, layout: Layout) -> str:
+    """`type_text` of an array's type as text, "float32[8,4]"; another type is followed by its layout."""
+    found = re.fullmatch(r"(.+)\[((?:\d+(?:,\s*\d+)*)?)\]", text)
+    shape = [int(n) for n in found[2].split(",") if n] if found else []
+    return type_text(found[1], shape, layout) if found and len(shape) == layout.rank else clean(f"{text} {layout}").strip()
+
+
+# ---- paths that differ in one segment at a time
+
+
+def fold(named: Sequence[tuple[str, int]], everything: Iterable[str]) -> list[tuple[str, list[int]]]:
+    """Paths that differ in one segment at a time, merged: (path, numbers), in order of the first number.
+
+    A segment stands as "*" where `everything` has no other numbers there, otherwise as a choice, "{a,b}".
+    """
+    groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for path, n in named:
+        groups.setdefault(tuple((segment,) for segment in path.split("/")), []).append(n)
+    for at in range(max(map(len, groups), default=0)):
+        merged: dict[tuple, tuple[list[str], list[int]]] = {}
+        for key, numbers in groups.items():
+            here = key[at : at + 1]
+            words, members = merged.setdefault((key[:at], key[at + 1 :], here and (_stem(here[0][0]),)), ([], []))
+            words += [w for segment in here for w in segment if w not in words]
+            members += numbers
+        groups = {(*start, *[tuple(words)][: len(here)], *end): members for (start, end, here), (words, members) in merged.items()}
+    known: dict[tuple[str, ...], set[int]] = {}  # start of a path, "*" for its numbers -> numbers in its last segment
+    for segments in (path.split("/") for path in everything):
+        for at, segment in enumerate(segments):
+            if found := _NUMBERED.fullmatch(segment):
+                known.setdefault(_wild(segments[: at + 1]), set()).add(int(found[2]))
+    out = [(clean("/".join(_segment(key, at, known) for at in range(len(key)))), sorted(n)) for key, n in groups.items()]
+    return sorted(out, key=lambda row: row[1][0])
+
+
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
+
+
+def _stem(segment: str) -> tuple[str, str] | None:
+    """The text before and after the number of a segment; segments without a number merge with each other only."""
+    found = _NUMBERED.fullmatch(segment)
+    return (found[1], found[3]) if found else None
+
+
+def _wild(path: Iterable[str]) -> tuple[str, ...]:
+    return tuple("*".join(_stem(segment) or (segment,)) for segment in path)
+
+
+def _segment(key: tuple[tuple[str, ...], ...], at: int, known: Mapping[tuple[str, ...], set[int]]) -> str:
+    words = key[at]
+    if len(words) == 1:
+        return words[0]
+    if (stem := _stem(words[0])) is None:
+        return f"{{{','.join(words)}}}"
+    numbers = sorted(int(found[2]) for w in words if (found := _NUMBERED.fullmatch(w)))
+    if set(numbers) == known.get(_wild(k[0] for k in key[: at + 1])):
+        return "*".join(stem)
+    runs = ([n for _, n in run] for _, run in itertools.groupby(enumerate(numbers), key=lambda at: at[1] - at[0]))
+    ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"{stem[0]}{{{ranges}}}{stem[1]}"
 
 
 # ---- inputs and outputs
@@ -33,7 +124,7 @@ class LeafRow:
     """Leaves of one type, layout and kind whose paths differ in some segments.
 
     Attributes:
-        path: the common path, "*" for all numbers that occur there, "{a,b}" for a choice.
+        path: of all of them, as `fold` writes it.
         leaves: in flat order.
         type: of one leaf with its axes, "f32[768, 3072@model]".
         layout: PartitionSpec of one leaf, or "replicated".
@@ -46,18 +137,8 @@ class LeafRow:
     layout: str
     device_bytes: float
 
-    @property
-    def first(self) -> Leaf:
-        """The leaf that stands for all."""
-        return self.leaves[0]
 
-    @property
-    def count(self) -> int:
-        """Leaves in the row."""
-        return len(self.leaves)
-
-
-def leaf_rows(leaves: Sequence[Leaf], mesh: MeshShape) -> tuple[LeafRow, ...]:
+def leaf_rows(leaves: Sequence[Leaf], mesh: MeshShape) -> list[LeafRow]:
     """Rows in the order of kinds, then of the first leaf."""
     groups: dict[tuple, list[int]] = {}
     for n, x in enumerate(leaves):
@@ -69,12 +150,7 @@ def leaf_rows(leaves: Sequence[Leaf], mesh: MeshShape) -> tuple[LeafRow, ...]:
         for path, members in fold([(leaves[n].path, n) for n in numbers], [x.path for x in leaves]):
             row = LeafRow(path, tuple(leaves[n] for n in members), text, spec, each * len(members))
             found.append((_rank(kind, KINDS), members[0], row))
-    return tuple(row for *_, row in sorted(found, key=lambda r: r[:2]))
-
-
-def _rank(name: str, order: Sequence[str]) -> tuple[int, str]:
-    """Sorts names in a given order, other names behind them."""
-    return (order.index(name) if name in order else len(order), name)
+    return [row for *_, row in sorted(found, key=lambda r: r[:2])]
 
 
 # ---- the user's lines
@@ -131,7 +207,7 @@ class LineRow:
         return is_library(self.file)
 
 
-def lines(plan: Plan, source: bool = True) -> tuple[LineRow, ...]:
+def lines(plan: Plan, source: bool = True) -> list[LineRow]:
     """The user's lines in the order in which they first run; without `source`, without their code."""
     known = {(x.file, x.line, ""): x for x in plan.lines}
     found: dict[tuple[str, int, str], list[PlanDecision]] = {key: [] for key in known}
@@ -157,7 +233,7 @@ def lines(plan: Plan, source: bool = True) -> tuple[LineRow, ...]:
                 shards=any(x is not None and x.sharded_axes for d in here for x in d.result_layouts),
             )
         )
-    return tuple(rows)
+    return rows
 
 
 def _costs(decisions: Sequence[PlanDecision]) -> list[LineCost]:
@@ -198,11 +274,10 @@ def file_names(files: Iterable[str]) -> dict[str, str]:
 
 def annotated(plan: Plan, lines: Sequence[LineRow]) -> list[tuple[str, list[LineRow]]]:
     """(file, its lines that have something to say), the user's own files first, then libraries."""
-    total = plan.seconds["total"] or 1.0
+    least_s = MIN_SHARE * (plan.seconds["total"] or 1.0)
     files: dict[str, list[LineRow]] = {}
     for line in sorted(lines, key=lambda line: line.is_library):
-        heavy = line.seconds >= MIN_SHARE * total
-        if line.code and (line.collectives or heavy or (line.shards and not line.is_library)):
+        if line.code and (line.collectives or line.seconds >= least_s or (line.shards and not line.is_library)):
             files.setdefault(line.file, []).append(line)
     return [(here[0].place.rsplit(":", 1)[0], sorted(here, key=lambda line: line.number)) for here in files.values()]
 
@@ -219,24 +294,20 @@ def line_notes(line: LineRow) -> Iterator[tuple[LineCost | None, str, str]]:
             yield None, phase, f"... and {left} more {what}{'s' * (left != 1)}"
 
 
+# ---- the step as a whole
+
+
 def disagreement(conflict: Conflict) -> str:
     """The two pins of a conflict in one line."""
     one, other = conflict.pins
     return f"{one}, forward against backward" if one == other else f"{one}, against {other}"
 
 
-def where(text: str) -> str:
-    """A place with its innermost function only: "train.py:6 in loss" of "train.py:6 in build.<locals>.loss"."""
-    return clean(re.sub(r"\S*<locals>\.", "", text))
+def peak_place(memory: MemoryReport) -> str:
+    """Where the peak is, its innermost function only: ", train.py:6 in loss" of "train.py:6 in build.<locals>.loss"; or ""."""
+    return clean(re.sub(r"\S*<locals>\.", "", f", {memory.where}")) if memory.where else ""
 
 
-# ---- the step as a whole
-
-
-MEMORY_KINDS = ("parameters", "optimizer", "constants", "batch", "gathered", "activations", "gradients", "update")
-
-
-def categories(plan: Plan) -> tuple[str, ...]:
+def categories(memory: MemoryReport) -> list[str]:
     """Categories of memory over the step, the longest-lived first."""
-    found = dict.fromkeys(k for p in (plan.memory_report.at_peak, *plan.memory_report.profile) for k in p)
-    return tuple(sorted(found, key=lambda kind: _rank(kind, MEMORY_KINDS)))
+    return sorted({k for p in (memory.at_peak, *memory.profile) for k in p}, key=lambda kind: _rank(kind, MEMORY_KINDS))

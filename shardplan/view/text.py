@@ -1,4 +1,4 @@
-"""A plan as text: costs, layouts of the inputs, collectives by source line, and the source lines with the choices as comments.
+"""A plan as text, two plans side by side, and the plans of several searches.
 
 Every line has at most 120 columns, no colours, and is the same for the same plan.
 """
@@ -9,13 +9,16 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from shardplan.plan import Plan
-from shardplan.plan.data import MemoryReport
+from shardplan.ir.traits import traits_of
+from shardplan.plan import Plan, PlanComparison, PlanDiff
+from shardplan.plan.data import MemoryReport, PlanDecision
 from shardplan.units import clean, fit, fit_middle, format_bytes, format_count, format_memory, format_percent, format_seconds, table
 from shardplan.view import rows
 
 WIDTH = 120
 MAX_ROWS = 48
+MAX_CHANGES = 16
+"""Ops of a diff: those that cost most."""
 
 
 def summary(plan: Plan) -> str:
@@ -29,7 +32,7 @@ def summary(plan: Plan) -> str:
             fit(clean(f"mesh    {plan.mesh} ({devices}), priced as {plan.cluster}"), WIDTH),
             f"plan    {quality(plan)}",
             f"step    {format_seconds(plan.seconds['total'])} predicted = {time_parts(plan, ' + ')}; {sent}",
-            fit(f"memory  {format_memory(memory.peak)}{limit}{_where(memory)}", WIDTH),
+            fit(f"memory  {format_memory(memory.peak)}{limit}{rows.peak_place(memory)}", WIDTH),
         )
     )
 
@@ -70,13 +73,12 @@ def explain(plan: Plan, source: bool = True) -> str:
 # ---- tables
 
 
-def short_path(path: str) -> str:
+def _short(path: str) -> str:
     """Long choices abbreviated: "{key,out,query,value}" as "{key,…}"."""
     return re.sub(r"\{([^{},]+),[^{}]{12,}\}", r"{\1,…}", path)
 
 
-def more(n: int, what: str) -> list[str]:
-    """A line that counts what is left out; nothing where `n` is not positive."""
+def _more(n: int, what: str) -> list[str]:
     return [f"  ... and {n} more {what}"] if n > 0 else []
 
 
@@ -87,19 +89,19 @@ def _leaf_table(plan: Plan) -> str:
     shown = found[:MAX_ROWS]
     room = WIDTH - 26 - min(max(len(row.type) for row in shown), 40) - min(max(len(row.layout) for row in shown), 30)
     cells = [["inputs", "", "", "", "per device"]]
-    for kind, same_kind in itertools.groupby(shown, key=lambda row: row.first.kind):
+    for kind, same_kind in itertools.groupby(shown, key=lambda row: row.leaves[0].kind):
         cells.append([f"{clean(kind)}:"])
         for row, path in _paths(list(same_kind), room):
-            of_row = [row.type, row.layout, format_count(row.count), format_memory(row.device_bytes)] if row else []
+            of_row = [row.type, row.layout, format_count(len(row.leaves)), format_memory(row.device_bytes)] if row else []
             cells.append([f"  {path}", *of_row])
-    return "\n".join(table(cells, right=(3, 4), widths={0: room, 1: 40, 2: 30}, indent="") + more(len(found) - MAX_ROWS, "rows"))
+    return "\n".join(table(cells, right=(3, 4), widths={0: room, 1: 40, 2: 30}, indent="") + _more(len(found) - MAX_ROWS, "rows"))
 
 
 def _paths(shown: Sequence[rows.LeafRow], room: int) -> Iterator[tuple[rows.LeafRow | None, str]]:
     """(row, path): paths that are too long follow the folders that they all have in common, which are no row."""
     short, long = [], []
     for row in shown:
-        path = short_path(row.path)
+        path = _short(row.path)
         (short if len(path) <= room - 2 else long).append((row, path))
     yield from short
     folders = zip(*(path.split("/")[:-1] for _, path in long), strict=False)
@@ -110,18 +112,16 @@ def _paths(shown: Sequence[rows.LeafRow], room: int) -> Iterator[tuple[rows.Leaf
 
 
 def _collective_table(plan: Plan, lines: Sequence[rows.LineRow]) -> str:
-    senders = rows.senders(lines)
+    senders, step_s = rows.senders(lines), plan.seconds["total"] or 1.0
     if not senders:
         return "collectives: none"
-    total = plan.seconds["total"] or 1.0
     body: list[list[str] | str] = [["collectives", "per step", "bytes", "time", "of step"]]
     for line in senders[:MAX_ROWS]:
         body.append(fit(f"  {line.place}  {line.code.strip()}".rstrip(), WIDTH))
         for c in line.collectives:
-            sent = format_bytes(c.bytes) if c.bytes else ""
-            share = format_percent(c.seconds / total)
-            body.append([f"    {c.phase:<8}  {c.text}", f"{c.runs:.10g}", sent, format_seconds(c.seconds), share])
-    return "\n".join(table(body, right=(1, 2, 3, 4), widths={0: 72}, indent="") + more(len(senders) - MAX_ROWS, "lines"))
+            figures = format_bytes(c.bytes) if c.bytes else "", format_seconds(c.seconds), format_percent(c.seconds / step_s)
+            body.append([f"    {c.phase:<8}  {c.text}", f"{c.runs:.10g}", *figures])
+    return "\n".join(table(body, right=(1, 2, 3, 4), widths={0: 72}, indent="") + _more(len(senders) - MAX_ROWS, "lines"))
 
 
 # ---- the user's lines
@@ -142,25 +142,25 @@ def _file(name: str, here: Sequence[rows.LineRow]) -> Iterator[str]:
     for n, line in enumerate(here):
         if n and line.number > here[n - 1].number + 1:
             yield "    ⋮"
-        indent = " " * min(line.indent, 24)
         yield f"{line.number:5d}  {fit(line.code, WIDTH - 7)}"
         for note, phase, text in rows.line_notes(line):
             sent = format_bytes(note.bytes) if note and note.bytes else ""
             took = format_seconds(note.seconds) if note and note.seconds else ""
-            yield _columns(f"{' ' * 7}{indent}# {phase:<8}  {text}", format_count(note.runs) if note else "", sent, took)
+            comment = f"{' ' * (7 + min(line.indent, 24))}# {phase:<8}  {text}"
+            yield _columns(comment, format_count(note.runs) if note else "", sent, took)
 
 
 def _conflicts(plan: Plan, lines: Sequence[rows.LineRow]) -> str:
     if not plan.conflicts:
         return ""
-    places, total = {(line.file, line.number): line.place for line in lines}, plan.seconds["total"] or 1.0
+    places, step_s = {(line.file, line.number): line.place for line in lines}, plan.seconds["total"] or 1.0
     body: list[list[str] | str] = [["pins that disagree", "bytes", "time", "of step"]]
     for pins, conflicts in itertools.groupby(plan.conflicts[:MAX_ROWS], key=rows.disagreement):
         body.append(fit_middle(f"  {clean(pins)}", WIDTH))
         for c in conflicts:
-            share = format_percent(c.seconds / total)
+            share = format_percent(c.seconds / step_s)
             body.append([f"    {places[c.file, c.line]}", format_bytes(c.bytes), format_seconds(c.seconds), share])
-    return "\n".join(table(body, right=(1, 2, 3), widths={0: 72}, indent="") + more(len(plan.conflicts) - MAX_ROWS, "places"))
+    return "\n".join(table(body, right=(1, 2, 3), widths={0: 72}, indent="") + _more(len(plan.conflicts) - MAX_ROWS, "places"))
 
 
 def _unknown(plan: Plan) -> str:
@@ -169,14 +169,7 @@ def _unknown(plan: Plan) -> str:
     found = list(dict.fromkeys(plan.unknown))
     head = "replicated on every device, for want of a rule (shardplan.register_rule adds one)"
     ops = (fit(f"  {clean(primitive)} at {clean(source)}", WIDTH) for primitive, source in found[:MAX_ROWS])
-    return "\n".join([head, *ops, *more(len(found) - MAX_ROWS, "ops")])
-
-
-# ---- memory
-
-
-def _where(memory: MemoryReport) -> str:
-    return f", {rows.where(memory.where)}" if memory.where else ""
+    return "\n".join([head, *ops, *_more(len(found) - MAX_ROWS, "ops")])
 
 
 def memory_text(memory: MemoryReport) -> str:
@@ -185,5 +178,80 @@ def memory_text(memory: MemoryReport) -> str:
     cells.append(["together", format_memory(memory.peak), "100 %" if memory.peak else ""])
     if memory.limit:
         cells.append(["budget", format_memory(memory.limit), format_percent(memory.peak / memory.limit), "used"])
-    head = fit(f"memory per device at the peak{_where(memory)}", WIDTH)
+    head = fit(f"memory per device at the peak{rows.peak_place(memory)}", WIDTH)
     return "\n".join([head, *table(cells, right=(1, 2), widths={0: 40})])
+
+
+# ---- several plans
+
+
+def comparison_text(comparison: PlanComparison) -> str:
+    """A row per search: seconds of the step and of its communication, peak memory, distance from the bound, planning time."""
+    cells = [["search", "step", "communication", "memory", "from the bound", "planned in"]]
+    for name, plan in comparison.plans.items():
+        gap = comparison.gap(name)
+        proof = "nothing proven" if not comparison.bound else format_percent(gap) if gap > 1e-6 else "optimal"
+        step, sending, planning = plan.seconds["total"], plan.seconds["communication"], sum(plan.planning_seconds.values())
+        memory = format_memory(plan.memory_report.peak)
+        cells.append([name, format_seconds(step), format_seconds(sending), memory, proof, format_seconds(planning)])
+    return "\n".join(table(cells, right=range(1, 6), indent=""))
+
+
+def diff_text(diff: PlanDiff) -> str:
+    """The differences of the second plan from the first: costs, layouts of inputs, strategies of ops."""
+    a, b = diff.a, diff.b
+    names = (("mesh", str(a.mesh), str(b.mesh)), ("cluster", a.cluster, b.cluster))
+    out = [fit(clean(f"{name:<8}  {x} -> {y}"), WIDTH) for name, x, y in names if x != y]
+    if a.fingerprint != b.fingerprint:
+        out.append("program   the plans are for different programs")
+    for name, x, y, text in (
+        ("step", a.seconds["total"], b.seconds["total"], format_seconds),
+        ("compute", a.seconds["compute"], b.seconds["compute"], format_seconds),
+        ("sent", a.comm_bytes, b.comm_bytes, format_bytes),
+        ("memory", a.memory_report.peak, b.memory_report.peak, format_memory),
+    ):
+        change = "same" if x == y else f"{'+' if y > x else '-'}{format_percent(abs(y - x) / x)}" if x else "new"
+        out.append(f"{name:<8}  {text(x):>9} -> {text(y):>9}   {change}")
+    out += _diff_leaves(diff) + _diff_decisions(diff)
+    if not diff:
+        out.append("the plans shard everything the same way")
+    return "\n".join(out) + "\n"
+
+
+def _diff_leaves(diff: PlanDiff) -> list[str]:
+    known = {x.path: x for p in (diff.b, diff.a) for x in p.inputs}
+    groups: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    for n, (path, *layouts) in enumerate(diff.leaves):
+        leaf = known[path]
+        key = tuple("not there" if x is None else rows.type_text(leaf.dtype, leaf.shape, x) for x in layouts)
+        groups.setdefault(key, []).append((path, n))
+    found = []
+    for (x, y), paths in groups.items():
+        found += [(n[0], [_short(path), x, "->", y, format_count(len(n))]) for path, n in rows.fold(paths, known)]
+    shown = table([cells for _, cells in sorted(found)[:MAX_ROWS]], right=(4,), widths={0: 48, 1: 27, 3: 27})
+    return ["", "inputs", *shown, *_more(len(found) - MAX_ROWS, "rows")] if found else []
+
+
+def _diff_decisions(diff: PlanDiff) -> list[str]:
+    groups: dict[tuple[str, ...], tuple[int, float]] = {}
+    for (file, line, primitive, phase, _), *decisions in diff.decisions:
+        if not traits_of(primitive).endpoint:
+            place = f"{clean(file)}:{line}" if file else "no line known"
+            key = place, phase, clean(primitive), *map(_strategy, decisions)
+            count, seconds = groups.get(key, (0, 0.0))
+            groups[key] = count + 1, seconds + max(d.runs * d.seconds + d.comm_seconds for d in decisions if d is not None)
+    costliest = set(sorted(groups, key=lambda key: -groups[key][1])[:MAX_CHANGES])
+    cells = [
+        [*key[:4], "->", key[4] if key[3] != key[4] else "other layouts", format_count(count)]
+        for key, (count, _) in groups.items()
+        if key in costliest
+    ]
+    shown = table(cells, right=(6,), widths={0: 30, 2: 16, 3: 22, 5: 22})
+    title = "inside the step: the factor of the op's rule that each mesh axis shards"
+    return ["", title, *shown, *_more(len(groups) - len(cells), "rows, of cheaper ops")] if groups else []
+
+
+def _strategy(decision: PlanDecision | None) -> str:
+    if decision is None:
+        return "left to XLA"
+    return clean(", ".join(f"{axis}: {factor}" for axis, factor in decision.strategy.items())) or "replicated"
