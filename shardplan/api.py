@@ -188,7 +188,7 @@ class Auto(Generic[P, R]):
         self._static = _jax.static_arguments(jax.jit(fun, **options.jit_arguments))
         self._steps: dict[Any, PlannedStep] = {}
         self._last: PlannedStep | None = None
-        self._explicit = not _jax.is_auto(options.mesh)
+        self._explicit, self._abstract = not _jax.is_auto(options.mesh), isinstance(options.mesh, jax.sharding.AbstractMesh)
 
     def with_options(self, **changes: Any) -> Auto[P, R]:
         """The same step with other options of `auto`; nothing planned is carried over."""
@@ -247,21 +247,15 @@ class Auto(Generic[P, R]):
             raise ShardingError(
                 f"init needs devices, and {mesh} has none.\n  ways out: .plan() works without; a jax.make_mesh(...) runs"
             )
-        twin = _jax.auto_twin(mesh)
-        arguments, in_tree = jax.tree.flatten((args, kwargs))
 
-        def flat(*arguments):
-            args, kwargs = jax.tree.unflatten(in_tree, arguments)
-            with _jax.within(twin):
-                return tuple(jax.tree.leaves(create(*args, **kwargs)))
+        def created(args, kwargs):
+            with _jax.within(_jax.auto_twin(mesh)):
+                return create(*args, **kwargs)
 
-        with _jax.within(twin):
-            abstract = jax.tree.unflatten(in_tree, map(_jax.abstract, arguments))
-            leaves, tree = jax.tree.flatten(jax.eval_shape(create, *abstract[0], **abstract[1]))
+        leaves, tree = jax.tree.flatten(jax.eval_shape(created, *jax.tree.map(_jax.abstract, (args, kwargs))))
         layouts = self._known_layouts(tree, leaves) or [even_layout(x.shape, self.options.shape) for x in leaves]
-        shardings = tuple(_jax.sharding(mesh, x.spec()) for x in layouts)
-        made = jax.jit(_jax.on_auto_axes(flat, mesh, shardings), out_shardings=shardings)(*arguments)
-        return jax.tree.unflatten(tree, made)
+        shardings = jax.tree.unflatten(tree, [_jax.sharding(mesh, x.spec()) for x in layouts])
+        return jax.jit(_jax.on_auto_axes(created, mesh, shardings), out_shardings=shardings)(args, kwargs)
 
     def _known_layouts(self, tree, leaves) -> list[Layout] | None:
         """The layouts of the first argument of this structure in the newest plan that has one."""
@@ -274,13 +268,14 @@ class Auto(Generic[P, R]):
     # ---- jit's other verbs
 
     def trace(self, *args: Any, **kwargs: Any):
-        """As `jax.jit(f).trace`, of the planned function."""
+        """As `jax.jit(f).trace`, of the planned function; on an AbstractMesh, of the shapes."""
         step, operands = self._step(args, kwargs)
-        return step.jitted.trace(*operands)
+        return step.jitted.trace(*jax.tree.map(_jax.abstract, operands) if self._abstract else operands)
 
     def lower(self, *args: Any, **kwargs: Any):
-        """As `jax.jit(f).lower`, of the planned function."""
-        return self.trace(*args, **kwargs).lower()
+        """As `jax.jit(f).lower`, of the planned function; on an AbstractMesh, for the cluster's platform."""
+        platforms = self.options.machine.platforms[:1] if self._abstract else ()
+        return self.trace(*args, **kwargs).lower(lowering_platforms=platforms or None)
 
     def compile(self, *args: Any, **kwargs: Any):
         """`lower(...).compile()`."""

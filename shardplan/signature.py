@@ -19,12 +19,7 @@ from shardplan.errors import ShardingError
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arguments of one call.
-
-    Attributes:
-        args, kwargs: as given, keyword arguments sorted by name.
-        static: numbers of the positional and names of the keyword arguments that are static.
-    """
+    """The arguments of one call, keywords sorted by name; `static` has the numbers and names of those that are static."""
 
     args: tuple
     kwargs: dict[str, Any]
@@ -34,8 +29,8 @@ class Call:
     def of(cls, args: tuple, kwargs: Mapping[str, Any], numbers: frozenset[int], names: frozenset[str]) -> Call:
         """A call of a function with these static arguments."""
         n = len(args)
-        static = {k % n for k in numbers if -n <= k < n} | (names & kwargs.keys())
-        return cls(args, {k: kwargs[k] for k in sorted(kwargs)}, frozenset(static))
+        static = frozenset(k % n for k in numbers if -n <= k < n) | (names & kwargs.keys())
+        return cls(args, dict(sorted(kwargs.items())), static)
 
     @property
     def positional(self) -> tuple:
@@ -107,9 +102,15 @@ def path_text(keys: Sequence) -> str:
 
 
 def unique(labels: Iterable[str]) -> tuple[str, ...]:
-    """The labels; a number is appended where keys with slashes make two paths equal."""
-    seen: dict[str, Iterator[int]] = defaultdict(lambda: count(1))
-    return tuple(label if (n := next(seen[label])) == 1 else f"{label}~{n}" for label in labels)
+    """The labels, each once: a number is appended where keys with slashes make two paths equal."""
+    labels = list(labels)
+    given, numbers = set(labels), defaultdict(lambda: count(1))
+
+    def name(label: str) -> str:
+        n = next(n for n in numbers[label] if n == 1 or f"{label}~{n}" not in given)
+        return label if n == 1 else f"{label}~{n}"
+
+    return tuple(map(name, labels))
 
 
 def refuse_non_arrays(call: Call, fun: Callable) -> None:

@@ -5,9 +5,8 @@ The operands of a step are the arguments of a call that are not static: position
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -42,9 +41,7 @@ class PlannedStep:
     """The planned step of one signature; call it with the operands of a call.
 
     Attributes:
-        plan: what it runs.
-        mesh: what it runs on.
-        jitted: the jitted step; raises `OtherSignature` when it is traced for other operands.
+        jitted: raises `OtherSignature` when it is traced for other operands.
         traceable: the step to be traced into a larger program on a mesh with Explicit axes.
         in_shardings: per leaf of the operands.
         donated: numbers of donated leaves.
@@ -99,9 +96,9 @@ class PlanContext:
     in_dtypes: Mapping[str, Any]
     replan: Callable[..., Plan]
     program: Callable[[Plan], tuple[Callable, tuple]]
+    searches: Iterable[str]
     planned: Planned | None = None
     verified: Verified | None = None
-    searches: tuple[str, ...] = tuple(SEARCHES)
 
 
 def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
@@ -118,17 +115,11 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
         return plan_step(fun, call, replace(options, pins=changed, search=search or options.search, plan=None, verify=None)).plan
 
     def context(decisions: Decisions, planned: Planned | None = None) -> PlanContext:
-        dtypes = dict(zip(step.traced.in_labels, [x.dtype for x in jax.tree.leaves(step.operands)], strict=True))
-        out_tree = jax.tree.structure(step.out_info)
-        return PlanContext(
-            options.mesh,
-            step.in_tree,
-            out_tree,
-            dtypes,
-            replan,
-            lambda plan: (step.jit(decisions, plan).jitted, step.operands),
-            planned,
-        )
+        def program(plan: Plan) -> tuple[Callable, tuple]:
+            return step.jit(decisions, plan).jitted, step.operands
+
+        dtypes = {label: x.dtype for label, x in zip(step.traced.in_labels, jax.tree.leaves(step.operands), strict=True)}
+        return PlanContext(options.mesh, step.in_tree, step.out_tree, dtypes, replan, program, SEARCHES, planned)
 
     asked = step.options()
     if (saved := options.saved_plan) is not None:
@@ -137,8 +128,9 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
         asked = matching_pins(saved, step.traced, asked)
 
     def solve(memory: float | None, corrections: CostCorrections | None = None) -> Plan:
-        with asked.progress or contextlib.nullcontext():
-            planned = make_plan(step.traced, options.shape, options.machine, replace(asked, memory=memory, corrections=corrections))
+        with Progress() as progress:
+            task = replace(asked, memory=memory, corrections=corrections, progress=progress)
+            planned = make_plan(step.traced, options.shape, options.machine, task)
         return describe(planned, context(planned.decisions, planned))
 
     if options.verify is None:
@@ -159,15 +151,13 @@ class TracedStep:
     """A step traced for one signature.
 
     Attributes:
-        auto: options.
         twin: the mesh with axes of type Auto, on which the step is traced and emitted.
-        name: of the user's function.
         program: the jaxpr as traced.
         traced: what is planned.
         operands: as shapes.
         donated: numbers of the donated operands.
         in_tree: structure of (positional arguments, keyword arguments).
-        out_info: what the step returns, as shapes.
+        results: leaves of what the step returns, as shapes.
     """
 
     auto: AutoOptions
@@ -178,7 +168,8 @@ class TracedStep:
     operands: tuple
     donated: tuple[int, ...]
     in_tree: Any
-    out_info: Any
+    results: list
+    out_tree: Any
 
     @classmethod
     def of(cls, fun: Callable, call: Call, auto: AutoOptions) -> TracedStep:
@@ -191,29 +182,27 @@ class TracedStep:
         in_leaves, in_tree = jax.tree.flatten(traced.args_info)
         avals, infos = ((*args, *(kwargs[k] for k in call.keywords)) for args, kwargs in (traced.in_avals, traced.args_info))
         operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), avals)
-        out_leaves, out_tree = jax.tree.flatten(traced.out_info)
+        results, out_tree = jax.tree.flatten(traced.out_info)
         flat = Traced(
             _jax.without_refs(traced.jaxpr),
             call.labels(fun),
             unique(path_text(path) or "result" for path, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)),
-            tuple(state_pairs(in_tree, in_leaves, out_tree, out_leaves)),
+            tuple(state_pairs(in_tree, in_leaves, out_tree, results)),
             tuple(n for n, x in enumerate(in_leaves) if x.donated),
         )
         donated = tuple(n for n, info in enumerate(infos) if any(x.donated for x in jax.tree.leaves(info)))
-        return cls(auto, twin, getattr(fun, "__name__", "step"), traced.jaxpr, flat, operands, donated, in_tree, traced.out_info)
+        return cls(auto, twin, getattr(fun, "__name__", "step"), traced.jaxpr, flat, operands, donated, in_tree, results, out_tree)
 
     def options(self) -> Options:
         """The options of `auto` as planning takes them."""
-        auto, out_leaves, out_tree = self.auto, *jax.tree.flatten(self.out_info)
-        args, _ = self.in_tree.children()
+        auto, (args, _) = self.auto, self.in_tree.children()
         return Options(
             auto.memory_limit,
             auto.search,
             auto.time_limit,
             prefix_pins(auto.in_shardings, args, jax.tree.leaves(self.operands), "in_shardings"),
-            prefix_pins(auto.out_shardings, out_tree, out_leaves, "out_shardings"),
+            prefix_pins(auto.out_shardings, self.out_tree, self.results, "out_shardings"),
             {pattern: tuple(spec_of(spec, f"pin {pattern!r}")) for pattern, spec in (auto.pins or {}).items()},
-            Progress(),
             memory_saving=auto.memory_saving,
             overlap=auto.overlap,
             constraints=auto.user_shardings,
@@ -224,14 +213,13 @@ class TracedStep:
         # Callbacks know their mesh: with them the step runs on the twin, and its results are handed to the user's mesh.
         on_twin = bool(self.traced.jaxpr.effects) or _jax.knows_its_mesh(self.traced.jaxpr)
         mesh = self.twin if on_twin else self.auto.mesh
-        in_shardings = [_jax.sharding(mesh, leaf.layout.spec()) for leaf in plan.inputs]
-        out_shardings = [_jax.sharding(mesh, leaf.layout.spec()) for leaf in plan.outputs]
+        in_shardings, out_shardings = ([_jax.sharding(mesh, x.layout.spec()) for x in leaves] for leaves in (plan.inputs, plan.outputs))
         step = self._on_operands(decisions, mesh, out_shardings)
         step.__name__ = self.name
         jitted = jax.jit(
             step,
             in_shardings=jax.tree.unflatten(jax.tree.structure(self.operands), in_shardings),
-            out_shardings=jax.tree.unflatten(jax.tree.structure(self.out_info), out_shardings),
+            out_shardings=jax.tree.unflatten(self.out_tree, out_shardings),
             donate_argnums=self.donated,
             keep_unused=self.auto.keep_unused,
             **self.auto.jit_options,
@@ -243,7 +231,7 @@ class TracedStep:
     def _on_operands(self, decisions: Decisions, mesh, out_shardings: list) -> Callable:
         """The emitted program as a function of the operands."""
         flat = _jax.differentiable_as(emit(self.traced.jaxpr, decisions, self.twin), self.program)
-        expected, out_tree = _types(self.operands), jax.tree.structure(self.out_info)
+        expected = _types(self.operands)
 
         def flat_step(*leaves):
             with _jax.within(self.twin):
@@ -258,7 +246,7 @@ class TracedStep:
             out = list(out_shardings)
             for a, o in self.traced.tied if keep_types else ():  # state comes out with the type that it went in with
                 out[o] = _jax.typed_sharding(leaves[a], mesh) or out[o]
-            return jax.tree.unflatten(out_tree, _jax.on_auto_axes(flat_step, mesh, tuple(out))(*leaves))
+            return jax.tree.unflatten(self.out_tree, _jax.on_auto_axes(flat_step, mesh, tuple(out))(*leaves))
 
         return step
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import PlanFileError, ShardingError, ShardingWarning
+from shardplan.signature import unique
 
 F32 = np.float32
 
@@ -209,6 +210,24 @@ def test_plans_on_an_abstract_mesh_from_shapes():
     assert {x.path for x in plan.inputs} == {"params/up", "params/down", "batch/x", "batch/y"}
     with pytest.raises(ShardingError, match="AbstractMesh, which has no devices"):
         planned(create(jax.random.key(0)), batch())
+
+
+def test_on_an_abstract_mesh_arrays_lower_as_their_shapes_do(params):
+    planned = shardplan.auto(jax.sharding.AbstractMesh((2, 4), ("data", "model")), cluster="h100")(step)
+    texts = [planned.lower(state, batch()).as_text() for state in (params, jax.eval_shape(create, jax.random.key(0)))]
+    assert texts[0] == texts[1] and "num_partitions = 8" in texts[0]
+
+
+def test_labels_are_unique_also_where_a_key_looks_like_a_numbered_one():
+    assert unique(["a", "a", "a~2"]) == ("a", "a~3", "a~2")
+    assert unique(["a", "b", "a", "a"]) == ("a", "b", "a~2", "a~3")
+
+    def total(tree):
+        return sum(x.sum() for x in jax.tree.leaves(tree))
+
+    tree = {"a": {"b": np.ones(8, F32)}, "a/b": np.ones(8, F32), "a/b~2": np.ones(8, F32)}
+    plan = shardplan.auto(jax.sharding.AbstractMesh((8,), ("x",)))(total).plan(tree)
+    assert [x.path for x in plan.inputs] == ["tree/a/b", "tree/a/b~3", "tree/a/b~2"]
 
 
 def test_same_input_gives_the_same_bytes(mesh, params):

@@ -42,6 +42,14 @@ def test_a_fourth_search_is_one_class_and_one_name(monkeypatch):
     assert plan.seconds["total"] > planned("ilp").seconds["total"]
 
 
+def test_a_comparison_has_the_searches_of_now(monkeypatch):
+    plan = planned("propagation")
+    monkeypatch.setitem(SEARCHES, "replicated", f"{__name__}:Replicated")
+    assert [*plan.compare().plans] == [*SEARCHES] and "replicated" in str(plan.compare(["replicated"]))
+    monkeypatch.delitem(SEARCHES, "replicated")
+    assert "replicated" not in plan.compare().plans
+
+
 def test_a_search_that_finds_nothing_leaves_the_task_to_the_integer_program(monkeypatch):
     monkeypatch.setitem(SEARCHES, "nothing", f"{__name__}:Nothing")
     plan = planned("nothing")
