@@ -79,12 +79,7 @@ def auto(
         plan: a plan or a plan file to reuse without solving.
         verify: compile the plan for this target ("h100:8"; True: devices at hand), price what XLA does beyond it, and solve again,
             up to three plans; see `Plan.verified`. Not done for a plan that is reused.
-        static_argnums: as in `jax.jit`.
-        static_argnames: as in `jax.jit`.
-        donate_argnums: as in `jax.jit`.
-        donate_argnames: as in `jax.jit`.
-        keep_unused: as in `jax.jit`.
-        **jit_options: further options of `jax.jit`.
+        static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, **jit_options: as in `jax.jit`.
 
     Raises:
         ShardingError: for an option that cannot be; when planning, if a pin cannot hold or nothing fits the memory.
@@ -259,10 +254,9 @@ class Auto(Generic[P, R]):
 
     def _known_layouts(self, tree, leaves) -> list[Layout] | None:
         """The layouts of the first argument of this structure in the newest plan that has one."""
-        want = [(tuple(x.shape), str(x.dtype)) for x in leaves]
+        want, saved = [(tuple(x.shape), str(x.dtype)) for x in leaves], self.options.saved_plan
         parts = [part for step in reversed(self._steps.values()) for part in step.argument_leaves(tree)]
-        if (saved := self.options.saved_plan) is not None:
-            parts.append(list(saved.inputs[: len(want)]))
+        parts += [list(saved.inputs[: len(want)])] if saved is not None else []
         return next(([x.layout for x in part] for part in parts if [(x.shape, x.dtype) for x in part] == want), None)
 
     # ---- jit's other verbs

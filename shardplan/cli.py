@@ -122,7 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--max-memory", type=_amount, metavar="BYTES", help="most memory that a device may need")
     check.add_argument("--fail-on", default="", metavar="WORD,...", help="remat, memory, replicated, twice, guess")
 
-    _command(commands, "rules", _rules, "print the rule of every primitive")
+    rules = Path(__file__).parent / "strategies" / "rules.txt"
+    _command(commands, "rules", lambda options: print(rules.read_text(), end=""), "print the rule of every primitive")
     known = _command(commands, "facts", _facts, "print what the planner takes XLA for GPU to do")
     known.add_argument("id", nargs="?", help="print one fact in full: source, flag, versions, test")
     commands.add_parser("solve", help="solve an instance of the public IOPDDL benchmark", add_help=False)
@@ -136,8 +137,8 @@ def _command(commands, name: str, run: Callable, text: str) -> argparse.Argument
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
-    text = "or file.py:function; it takes nothing and returns (step, args) or (step, arg, ...)"
-    parser.add_argument("step", metavar="module:function", help=text)
+    takes = "or file.py:function; it takes nothing and returns (step, args) or (step, arg, ...)"
+    parser.add_argument("step", metavar="module:function", help=takes)
     parser.add_argument("--traceback", action="store_true", help="show where an error in the step comes from")
 
 
@@ -201,17 +202,12 @@ def _diff(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from shardplan.xla.report.check import check
 
-    amounts = {k: v for k, v in (("max_bytes", options.max_bytes), ("max_memory", options.max_memory)) if v is not None}
     words = tuple(w.strip() for w in options.fail_on.split(",") if w.strip())
     step, args = _step(options)
     with _blamed(options, "checking"):
-        report = check(step, *args, target=options.target, fail_on=words, **amounts)
+        report = check(step, *args, target=options.target, max_bytes=options.max_bytes, max_memory=options.max_memory, fail_on=words)
     print(report)
     return SAME if report.ok else DIFFERENT
-
-
-def _rules(options: argparse.Namespace) -> None:
-    print((Path(__file__).parent / "strategies" / "rules.txt").read_text(), end="")
 
 
 def _facts(options: argparse.Namespace) -> None:

@@ -34,39 +34,33 @@ SAME_BYTES = 0.1
 
 @dataclass(frozen=True)
 class Overrun:
-    """A line on which XLA does more than planned: `seconds` of a step beyond the plan's, and the correction of the next round's costs.
-
-    The correction is empty if no op of the plan is on that line.
-    """
+    """A line on which XLA takes `seconds` of a step beyond the plan's; the correction is empty if no op of the plan is there."""
 
     finding: CollectiveFinding
     seconds: float
     correction: CostCorrections
 
     def __str__(self) -> str:
-        _, emitted = _unmatched(self.finding)
         place = PurePath(self.finding.source).name or "no line known"
-        most = max(emitted or self.finding.emitted, key=lambda m: m.wire_bytes)
+        most = max(_unmatched(self.finding)[1] or self.finding.emitted, key=lambda m: m.wire_bytes)
         return f"{place}  {self.seconds * 1e6:.0f} µs more than planned: {most}" + ("" if self.correction else "; no op to correct")
 
 
 @dataclass(frozen=True)
 class Round:
-    """One plan, compiled.
+    """One plan against XLA's program.
 
     Attributes:
-        report: the plan against XLA's program.
         budget: bytes per device it was planned for, or None.
         seconds: of the compiled step; None when the compile failed.
-        overruns: lines on which XLA does more than planned.
         fits: whether XLA's peak is within the user's budget.
     """
 
     report: PlanReport
     budget: float | None
-    seconds: CompiledSeconds | None
-    overruns: tuple[Overrun, ...]
-    fits: bool
+    seconds: CompiledSeconds | None = None
+    overruns: tuple[Overrun, ...] = ()
+    fits: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -116,8 +110,7 @@ def verified(
         ShardingError: the first plan cannot be made.
     """
     done: list[Round] = []
-    corrections: CostCorrections | None = None
-    limit = budget
+    corrections, limit = None, budget
     for _ in range(MAX_ROUNDS):
         try:
             plan = solve(limit, corrections)
@@ -127,29 +120,20 @@ def verified(
             return _choose(done, f"no plan fits the tightened budget: {str(error).splitlines()[0]}")
         if _choices(plan) in [_choices(r.plan) for r in done]:
             return _choose(done, "with the corrections the same plan is still the best one")
-        last = _compile(plan, target, limit, budget, cluster)
-        done.append(last)
-        memory = last.report.compiled.memory
-        if last.seconds is None or memory is None:
-            return _choose(done, "the compile failed")
-        found = [c.correction for c in last.overruns if c.correction]
-        if last.fits and not found:
-            return _choose(
-                done, "no op of the plan is on the lines of what XLA adds" if last.overruns else "XLA's program is as planned"
-            )
-        if not last.fits and limit is not None:
-            limit *= min(0.98, last.plan.memory().peak / memory.peak_bytes)
+        report = check_plan(plan, target)
+        memory = report.compiled.memory
+        if not report.compiled.ok or memory is None:
+            return _choose([*done, Round(report, limit)], "the compile failed")
+        took, fits = seconds(report.compiled, cluster), budget is None or memory.peak_bytes <= budget
+        overruns = _overruns(report, took.total_s, cluster)
+        done.append(Round(report, limit, took, overruns, fits))
+        found = [x.correction for x in overruns if x.correction]
+        if fits and not found:
+            return _choose(done, "no op of the plan is on the lines of what XLA adds" if overruns else "XLA's program is as planned")
+        if not fits and limit is not None:
+            limit *= min(0.98, plan.memory().peak / memory.peak_bytes)
         corrections = merge_corrections([corrections, *found] if corrections else found)
     return _choose(done, f"{MAX_ROUNDS} rounds are over")
-
-
-def _compile(plan: Plan, target: str | None, limit: float | None, budget: float | None, cluster: Cluster) -> Round:
-    report = check_plan(plan, target)
-    if not report.compiled.ok or report.compiled.memory is None:
-        return Round(report, limit, None, (), False)
-    found = seconds(report.compiled, cluster)
-    fits = budget is None or report.compiled.memory.peak_bytes <= budget
-    return Round(report, limit, found, _overruns(report, found.total_s, cluster), fits)
 
 
 def _choose(done: list[Round], stopped: str) -> Verified:
@@ -173,11 +157,7 @@ def _overruns(report: PlanReport, step_s: float, cluster: Cluster) -> tuple[Over
 
 
 def _correction(plan: Plan, finding: CollectiveFinding, extra_s: float) -> CostCorrections:
-    """The extra seconds of a line, distributed over what the plan decided there.
-
-    Reshards over the finding's axes of which XLA made something else pay in proportion to their seconds; where none is planned, the
-    ops of the line pay equal parts.
-    """
+    """The extra seconds of a line: its reshards that became something else pay in proportion to theirs, or its ops equal parts."""
     missed = {(e.kind, e.bytes) for e in _unmatched(finding)[0] or finding.planned}
     found: dict[tuple, float] = {}
     for key, steps, reshard_s in plan.context.planned.reshards_on_line(finding.source):

@@ -214,22 +214,6 @@ class TracedStep:
         on_twin = bool(self.traced.jaxpr.effects) or _jax.knows_its_mesh(self.traced.jaxpr)
         mesh = self.twin if on_twin else self.auto.mesh
         in_shardings, out_shardings = ([_jax.sharding(mesh, x.layout.spec()) for x in leaves] for leaves in (plan.inputs, plan.outputs))
-        step = self._on_operands(decisions, mesh, out_shardings)
-        step.__name__ = self.name
-        jitted = jax.jit(
-            step,
-            in_shardings=jax.tree.unflatten(jax.tree.structure(self.operands), in_shardings),
-            out_shardings=jax.tree.unflatten(self.out_tree, out_shardings),
-            donate_argnums=self.donated,
-            keep_unused=self.auto.keep_unused,
-            **self.auto.jit_options,
-        )
-        if on_twin and not _jax.is_auto(self.auto.mesh):
-            jitted = _jax.on_twin(jitted, self.twin, self.auto.mesh)
-        return PlannedStep(plan, self.auto.mesh, jitted, functools.partial(step, keep_types=True), in_shardings, self.traced.donated)
-
-    def _on_operands(self, decisions: Decisions, mesh, out_shardings: list) -> Callable:
-        """The emitted program as a function of the operands."""
         flat = _jax.differentiable_as(emit(self.traced.jaxpr, decisions, self.twin), self.program)
         expected = _types(self.operands)
 
@@ -248,7 +232,18 @@ class TracedStep:
                 out[o] = _jax.typed_sharding(leaves[a], mesh) or out[o]
             return jax.tree.unflatten(self.out_tree, _jax.on_auto_axes(flat_step, mesh, tuple(out))(*leaves))
 
-        return step
+        step.__name__ = self.name
+        jitted = jax.jit(
+            step,
+            in_shardings=jax.tree.unflatten(jax.tree.structure(self.operands), in_shardings),
+            out_shardings=jax.tree.unflatten(self.out_tree, out_shardings),
+            donate_argnums=self.donated,
+            keep_unused=self.auto.keep_unused,
+            **self.auto.jit_options,
+        )
+        if on_twin and not _jax.is_auto(self.auto.mesh):
+            jitted = _jax.on_twin(jitted, self.twin, self.auto.mesh)
+        return PlannedStep(plan, self.auto.mesh, jitted, functools.partial(step, keep_types=True), in_shardings, self.traced.donated)
 
 
 def _types(operands):

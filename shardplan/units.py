@@ -1,10 +1,9 @@
 """How amounts read: one unit per quantity, three significant digits, the same in plans, reports and errors.
 
-quantity                                   unit                      example
-seconds                                    µs, ms, s                 41 µs
-bytes sent, and bytes on the wire          kB, MB, GB (powers of 10) 12.6 MB
-memory of a device, and what stands in it  KiB, MiB, GiB             74.5 GiB
-floating-point operations                  kflop ... Pflop           176 Mflop
+format_seconds  a duration                                 µs, ms, s                  41 µs
+format_bytes    bytes sent, and bytes on the wire          kB, MB, GB (powers of 10)  12.6 MB
+format_memory   memory of a device, and what stands in it  KiB, MiB, GiB              74.5 GiB
+format_flops    floating-point operations                  kflop ... Pflop            176 Mflop
 """
 
 from __future__ import annotations
@@ -27,13 +26,9 @@ def _amount(n: float, units: Mapping[str, float]) -> str:
 
 
 format_seconds = partial(_amount, units={"µs": 1e-6, "ms": 1e-3, "s": 1.0})
-"""A duration: "41 µs", "1.83 ms"."""
 format_bytes = partial(_amount, units=DECIMAL)
-"""Bytes that are sent: "12.6 MB"."""
 format_memory = partial(_amount, units=BINARY)
-"""Bytes of memory: "74.5 GiB"."""
 format_flops = partial(_amount, units={"flop": 1.0, "kflop": 1e3, "Mflop": 1e6, "Gflop": 1e9, "Tflop": 1e12, "Pflop": 1e15})
-"""Floating-point operations: "176 Mflop"."""
 
 
 def format_percent(x: float) -> str:
@@ -93,13 +88,13 @@ def fit_middle(text: str, width: int) -> str:
 def table(
     rows: Sequence[Sequence[str] | str], right: Iterable[int] = (), widths: Mapping[int, int] | None = None, indent: str = "  "
 ) -> list[str]:
-    """Aligned rows of text, columns two spaces apart.
+    """Aligned rows of text, columns two spaces apart; a row that is text is a title and stays as it is.
 
     Args:
-        rows: cells, those at the end may be missing; a row that is text is a title and stays as it is.
+        rows: cells, those at the end may be missing.
         right: columns aligned to the right.
         widths: column -> its greatest width in characters; longer cells are cut in the middle.
-        indent: before every row.
+        indent: before every row of cells.
     """
     right, widths = frozenset(right), widths or {}
     shown = [row if isinstance(row, str) else [fit_middle(c, widths.get(k, len(c))) for k, c in enumerate(row)] for row in rows]

@@ -43,7 +43,7 @@ def grids(mesh: MeshShape) -> list[dict[str, Any]]:
 
 
 class Shape(NamedTuple):
-    """A rectangle, or the upper left half of one; `style` is its class."""
+    """A rectangle of a CSS class, or the upper left half of one."""
 
     style: str
     x: float

@@ -1,8 +1,5 @@
 """Progress of a solve, shown from its third second on: number of answers, the proven gap, and a bar.
 
-    with Progress() as progress:
-        solve(problem, progress=progress)
-
 A terminal shows a live line (if rich is installed), a notebook a bar; elsewhere nothing is written.
 """
 
@@ -16,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardplan.units import format_percent
 
@@ -46,7 +44,7 @@ class State:
 
 
 class Progress:
-    """Called by the solver with (states, bound, gap) whenever one of them improves. Shows a `State` only inside `with`.
+    """Called by the solver whenever its states, bound or gap improve. Shows a `State` only inside `with`.
 
     Args:
         after_s: seconds of silence at the start.
@@ -67,9 +65,9 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._states, self._state, self._stop = (), State(), threading.Event()
-        run = threading.Thread(target=self._run, args=(time.monotonic(), self._stop), name="shardplan-progress", daemon=True)
-        self._thread = run
-        run.start()
+        arguments = time.monotonic(), self._stop
+        self._thread = threading.Thread(target=self._run, args=arguments, name="shardplan-progress", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_) -> None:
@@ -103,13 +101,8 @@ def display() -> Callable[[State | None], None] | None:
 def _notebook() -> Callable[[State | None], None]:
     from IPython.display import HTML, display
 
-    handle = display(HTML(""), display_id=True)
-
-    def show(state: State | None) -> None:
-        if handle is not None:
-            handle.update(HTML(_bar(state) if state else ""))
-
-    return show
+    handle: Any = display(HTML(""), display_id=True)
+    return lambda state: handle.update(HTML(_bar(state) if state else ""))
 
 
 def _bar(state: State) -> str:
