@@ -212,7 +212,7 @@ class TracedStep:
         """The step of a plan, jitted with its constraints and shardings."""
         # Callbacks know their mesh: with them the step runs on the twin, and its results are handed to the user's mesh.
         on_twin = bool(self.traced.jaxpr.effects) or _jax.knows_its_mesh(self.traced.jaxpr)
-        mesh = self.twin if on_twin else self.auto.mesh
+        mesh: Any = self.twin if on_twin else self.auto.mesh
         in_shardings, out_shardings = ([_jax.sharding(mesh, x.layout.spec()) for x in leaves] for leaves in (plan.inputs, plan.outputs))
         flat = _jax.differentiable_as(emit(self.traced.jaxpr, decisions, self.twin), self.program)
         expected = _types(self.operands)
