@@ -330,7 +330,7 @@ def _load_module(name: str) -> types.ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+        if error.name and f"{name}.".startswith(f"{error.name}."):
             raise _UsageError(f"no module {error.name!r} here or among the installed ones") from None
         raise
 

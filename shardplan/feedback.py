@@ -146,9 +146,7 @@ def _choose(done: list[Round], stopped: str) -> Verified:
 
 def _overruns(report: PlanReport, step_s: float, cluster: Cluster) -> tuple[Overrun, ...]:
     out = []
-    for f in report.comparison.findings:
-        if f.verdict not in ("dearer", "unplanned"):
-            continue
+    for f in (f for f in report.comparison.findings if f.verdict in ("dearer", "unplanned")):
         emitted = sum(collective_s(m.collective, cluster) * m.collective.runs / len(m.collective.parts) for m in f.emitted)
         planned = sum(e.runs * planned_s(e.kind, e.bytes, e.axes, report.plan.mesh, cluster) for e in f.planned)
         if emitted - planned > MIN_OVERRUN * step_s:

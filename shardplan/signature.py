@@ -116,8 +116,7 @@ def unique(labels: Iterable[str]) -> tuple[str, ...]:
 def refuse_non_arrays(call: Call, fun: Callable) -> None:
     """Raises ShardingError if a leaf of an operand is neither an array nor a number, or is a mutable array."""
     for n, leaf in enumerate(jax.tree.leaves(call.operands)):
-        if _jax.is_ref(leaf):
-            refuse_refs([leaf], "takes")
+        refuse_refs([leaf], "takes")
         array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not (isinstance(leaf, np.ndarray) and leaf.dtype == object)
         if not array and not isinstance(leaf, (int, float, complex)):
             raise ShardingError(

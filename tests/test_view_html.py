@@ -10,7 +10,7 @@ from plans import MESH, decision, layout, leaf, transformer
 
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.plan.data import Leaf, MemoryReport, PlannedCollective, PlannedReshard, SourceLine
-from shardplan.view import draw
+from shardplan.view import html
 from shardplan.view.html import axis_colours, environment, to_html
 
 VOID = {"meta", "br", "wbr", "hr", "img", "input", "link"}
@@ -133,7 +133,7 @@ def test_every_mesh_is_drawn_within_reason(plan, sizes):
 
 
 def drawn(leaf, mesh) -> str:
-    picture = draw.picture(leaf, mesh, axis_colours(mesh))
+    picture = html.picture(leaf, mesh, axis_colours(mesh))
     return environment().get_template("array.jinja").render(picture=picture)
 
 
