@@ -36,7 +36,7 @@ import jax
 import numpy as np
 
 import shardplan
-from shardplan.mesh.cluster import Cluster, Device, Link
+from shardplan.mesh import Cluster, Device, Link
 from shardplan.testing import difference
 
 FREE = Link(bytes_per_s=1e30, latency_s=0.0)

@@ -21,9 +21,8 @@ import jax
 
 from shardplan import _jax
 from shardplan.errors import OtherSignature, ShardingError
-from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.cluster import Cluster, resolve
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.mesh.machine import resolve
 from shardplan.plan import Plan
 from shardplan.searches import SEARCHES
 from shardplan.units import parse_bytes

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shardplan.mesh.cluster import Cluster, Link
+from shardplan.mesh import Cluster, Link
 
 H100 = Cluster.preset("h100")
 IDEAL = Link(1e15, 0.0)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardplan.mesh.gpus import gpu_of_device_kind, gpus
+from shardplan.mesh.device import gpu_of_device_kind, gpus
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.xla import check
 from shardplan.xla.compiler import _backend, targets

@@ -21,7 +21,7 @@ import numpy as np
 
 from shardplan.costs.network import PS, StateBlocks
 from shardplan.costs.space import ArrayEdge, EdgeTemplate, LayoutList, StrategySpace
-from shardplan.mesh.cluster import Device
+from shardplan.mesh.device import Device
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder
 from shardplan.xla_model.overlap_windows import OverlapWindows

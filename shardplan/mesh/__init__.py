@@ -1,25 +1,9 @@
 """What the machine is: mesh axes, layouts, clusters, seconds of a collective, and the cheapest reshard between two layouts."""
 
-from shardplan.mesh.calibrate import calibrate
-from shardplan.mesh.cluster import AxisLink, Cluster, ClusterError, Device, Link, Measured
+from shardplan.mesh.cluster import Cluster, ClusterError, Measured, resolve
 from shardplan.mesh.collective import seconds
+from shardplan.mesh.device import Device, Link
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.mesh.machine import physical_memory_bytes, resolve
-from shardplan.mesh.reshard import Resharder, ReshardStep
+from shardplan.mesh.reshard import Resharder
 
-__all__ = [
-    "AxisLink",
-    "Cluster",
-    "ClusterError",
-    "Device",
-    "Layout",
-    "Link",
-    "Measured",
-    "MeshShape",
-    "ReshardStep",
-    "Resharder",
-    "calibrate",
-    "physical_memory_bytes",
-    "resolve",
-    "seconds",
-]
+__all__ = ["Cluster", "ClusterError", "Device", "Layout", "Link", "Measured", "MeshShape", "Resharder", "resolve", "seconds"]

@@ -21,25 +21,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardplan.mesh.cluster import (
-    KINDS,
-    AxisLink,
-    Cluster,
-    ClusterError,
-    CollectiveKind,
-    Device,
-    Link,
-    Measured,
-)
+from shardplan.mesh.cluster import KINDS, AxisLink, Cluster, ClusterError, CollectiveKind, Measured, physical_memory_bytes, resolve
+from shardplan.mesh.device import Device, Link
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.machine import physical_memory_bytes, resolve
-
-if TYPE_CHECKING:
-    import jax
 
 DTYPES = ("float32", "bfloat16", "float16")
 SIZES_BYTES = {"cpu": (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23), "other": (1 << 14, 1 << 18, 1 << 21, 1 << 24, 1 << 27)}
@@ -47,9 +39,7 @@ RUNS = 5
 Key = tuple[Any, ...]
 
 
-def calibrate(
-    mesh: jax.sharding.Mesh, path: str | os.PathLike[str] | None = None, progress: bool = True, effort_s: float = 0.02
-) -> Cluster:
+def calibrate(mesh: Mesh, path: str | os.PathLike[str] | None = None, progress: bool = True, effort_s: float = 0.02) -> Cluster:
     """Measures the machine under a mesh.
 
     Args:
@@ -64,9 +54,7 @@ def calibrate(
     Raises:
         ClusterError: the mesh has no devices to measure.
     """
-    import jax
-
-    if not isinstance(mesh, jax.sharding.Mesh):
+    if not isinstance(mesh, Mesh):
         raise ClusterError(f"calibrate needs a mesh of real devices, not {type(mesh).__name__}: nothing can be timed on it")
     bench = _Bench(mesh, effort_s)
     jobs: dict[Key, Callable[[], float]] = {("matmul", d): partial(bench.matmul, d) for d in DTYPES}
@@ -101,12 +89,9 @@ def fit(sizes: Iterable[float], times: Iterable[float]) -> tuple[float, float]:
 class _Bench:
     """Times ops on all devices of a mesh at once."""
 
-    def __init__(self, mesh: jax.sharding.Mesh, effort_s: float):
-        import jax
-
+    def __init__(self, mesh: Mesh, effort_s: float):
         names = tuple(map(str, mesh.axis_names))
-        auto = (jax.sharding.AxisType.Auto,) * len(names)
-        self.mesh = jax.sharding.Mesh(mesh.devices, names, axis_types=auto)
+        self.mesh = Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
         self.shape = MeshShape(names, tuple(mesh.devices.shape))
         self.effort_s = effort_s
         devices = list(mesh.devices.flat)
@@ -117,17 +102,11 @@ class _Bench:
         self.node_size = first.index(False) if False in first else max(self.n, 1 << 20 if self.on_cpu else 8)
         # Elsewhere than on the CPU a loop asks the host every round, which must not be counted.
         self.unroll = 1 if self.on_cpu else 8
-        self.groups = self._groups()
-
-    def _groups(self) -> dict[AxisLink, tuple[str, ...]]:
-        """One set of axes for every kind of group on this mesh."""
-        axes = [a for a, n in self.shape if n > 1]
-        found: dict[AxisLink, tuple[str, ...]] = {}
         machine = Cluster("", Device("", {"float32": 1}, 1, 1, 0), self.node_size, Link(1, 0), Link(1, 0))
-        for k in range(1, len(axes) + 1):
-            for some in itertools.combinations(axes, k):
-                found.setdefault(machine.axis(self.shape, some), some)
-        return found
+        axes = [a for a, n in self.shape if n > 1]
+        self.groups: dict[AxisLink, tuple[str, ...]] = {}  # one set of axes for every kind of group on this mesh
+        for some in itertools.chain.from_iterable(itertools.combinations(axes, k) for k in range(1, len(axes) + 1)):
+            self.groups.setdefault(machine.axis(self.shape, some), some)
 
     def matmul(self, dtype: str) -> float:
         """FLOP/s of one device on the best of several squares."""
@@ -153,41 +132,20 @@ class _Bench:
 
     def collective(self, kind: str, axes: tuple[str, ...], bytes_: int) -> float:
         """Seconds of one collective whose larger buffer has `bytes_` per device."""
-        from jax import lax
-
         n = self.shape.size(*axes)
         part = max(1, bytes_ // 4 // n)
-
-        def gather(i, x):
-            return (lax.dynamic_slice_in_dim(lax.all_gather(x, axes, tiled=True), i % n * part, part),)
-
-        def reduce(i, x):
-            return (lax.psum(x, axes),)
-
-        def scatter(i, x):
-            return (lax.dynamic_update_slice_in_dim(x, lax.psum_scatter(x, axes, tiled=True), i % n * part, 0),)
-
-        def exchange(i, x):
-            return (lax.all_to_all(x, axes, 0, 0, tiled=True),)
-
-        def permute(i, x):
-            return (lax.ppermute(x, axes, [(d, (d + (n + 1) // 2) % n) for d in range(n)]),)
-
         body = {
-            "all-gather": gather,
-            "all-reduce": reduce,
-            "reduce-scatter": scatter,
-            "all-to-all": exchange,
-            "collective-permute": permute,
+            "all-gather": lambda i, x: lax.dynamic_slice_in_dim(lax.all_gather(x, axes, tiled=True), i % n * part, part),
+            "all-reduce": lambda i, x: lax.psum(x, axes),
+            "reduce-scatter": lambda i, x: lax.dynamic_update_slice_in_dim(x, lax.psum_scatter(x, axes, tiled=True), i % n * part, 0),
+            "all-to-all": lambda i, x: lax.all_to_all(x, axes, 0, 0, tiled=True),
+            "collective-permute": lambda i, x: lax.ppermute(x, axes, [(d, (d + (n + 1) // 2) % n) for d in range(n)]),
         }[kind]
         local = part if kind == "all-gather" else part * n
-        return self._loop(body, (np.zeros((self.n * local,), np.float32),))
+        return self._loop(lambda i, x: (body(i, x),), (np.zeros((self.n * local,), np.float32),))
 
     def _loop(self, body: Callable, arrays: tuple[np.ndarray, ...], dtype: str = "float32") -> float:
         """Seconds of one round of `body(i, *carry) -> carry`, on arrays whose first dim is sharded over all devices."""
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
-
         sharded = PartitionSpec(self.shape.axes)
 
         def rounds(i, carry):
@@ -222,20 +180,15 @@ class _Bench:
 
 def _agreed(value: float) -> float:
     """The first process's value, so that all processes run as many rounds."""
-    import jax
-
-    if jax.process_count() == 1:
-        return value
-    from jax.experimental import multihost_utils
-
-    return float(multihost_utils.broadcast_one_to_all(np.float32(value)))
+    return value if jax.process_count() == 1 else float(multihost_utils.broadcast_one_to_all(np.float32(value)))
 
 
 def _cluster(bench: _Bench, found: dict[Key, float]) -> Cluster:
     """The measurements as a cluster."""
-    alpha_beta: dict[tuple[CollectiveKind, AxisLink], tuple[float, float]] = {}
-    for kind, link in itertools.product(KINDS, bench.groups):
-        alpha_beta[kind, link] = fit(bench.sizes, [found[kind, link, size] for size in bench.sizes])
+    alpha_beta: dict[tuple[CollectiveKind, AxisLink], tuple[float, float]] = {
+        (kind, link): fit(bench.sizes, [found[kind, link, size] for size in bench.sizes])
+        for kind, link in itertools.product(KINDS, bench.groups)
+    }
     kind, platform = bench.device.device_kind, bench.device.platform
     try:
         base = resolve(None, platform, kind, n_devices=bench.n)
@@ -245,16 +198,19 @@ def _cluster(bench: _Bench, found: dict[Key, float]) -> Cluster:
     flops = {d: base.device.flops_per_s(d) for d in base.device.flops} if base else {}
     flops |= {d: found["matmul", d] for d in DTYPES}
     launch = min((constant for (kind, _), (constant, _) in alpha_beta.items() if kind == "collective-permute"), default=0.0)
-    guess = base.intra if base else Link(found[("memory",)], 0.0)
-    intra = guess
+    intra = base.intra if base else Link(found[("memory",)], 0.0)
     for link in (x for x in bench.groups if x.nodes == 1):  # the largest last
-        intra = _link(link.members, 1, alpha_beta["all-gather", link], launch, 0.0)
+        intra = _link(link, alpha_beta["all-gather", link], launch)
     inter = base.inter if base else intra
     for link in (x for x in bench.groups if x.nodes > 1):
-        inter = _link(link.members, link.nodes, alpha_beta["all-gather", link], launch, intra.latency_s, link.local)
+        inter = _link(link, alpha_beta["all-gather", link], launch, intra.latency_s)
+    if bench.on_cpu:
+        memory_bytes = (physical_memory_bytes() or 8e9) // bench.n
+    else:
+        memory_bytes = float((bench.device.memory_stats() or {}).get("bytes_limit", 16e9))
     return Cluster(
         name=f"measured {kind} x{bench.n}",
-        device=Device(kind, flops, found[("memory",)], _memory_bytes(bench), found[("kernel",)]),
+        device=Device(kind, flops, found[("memory",)], memory_bytes, found[("kernel",)]),
         node_size=bench.node_size,
         intra=intra,
         inter=inter,
@@ -268,20 +224,13 @@ def _cluster(bench: _Bench, found: dict[Key, float]) -> Cluster:
     )
 
 
-def _link(n: int, k: int, line: tuple[float, float], launch_s: float, intra_latency_s: float, local: int = 1) -> Link:
-    """The link whose ring all-gather over n members in k nodes takes `line` (see `shardplan.mesh.collective`)."""
-    constant, slope = line
-    rate = (n - 1) / n / max(slope, 1e-15) / (local if k > 1 else 1)
-    hops = k - 1 if k > 1 else n - 1
-    rest = constant - launch_s - (n - k if k > 1 else 0) * intra_latency_s
-    return Link(rate, max(0.0, rest / hops))
-
-
-def _memory_bytes(bench: _Bench) -> float:
-    if bench.on_cpu:
-        return (physical_memory_bytes() or 8e9) // bench.n
-    stats = bench.device.memory_stats() or {}
-    return float(stats.get("bytes_limit", 16e9))
+def _link(group: AxisLink, line: tuple[float, float], launch_s: float, intra_latency_s: float = 0.0) -> Link:
+    """The link whose ring all-gather over a group takes `line` (see `shardplan.mesh.collective`)."""
+    (constant, slope), n, k = line, group.members, group.nodes
+    rate, rest = (n - 1) / n / max(slope, 1e-15), constant - launch_s
+    if k == 1:
+        return Link(rate, max(0.0, rest / (n - 1)))
+    return Link(rate / group.local, max(0.0, (rest - (n - k) * intra_latency_s) / (k - 1)))
 
 
 def _shown(jobs: Iterable[Key], progress: bool) -> Iterator[Key]:
@@ -295,13 +244,7 @@ def _shown(jobs: Iterable[Key], progress: bool) -> Iterator[Key]:
     with Progress(transient=True) as bar:
         task = bar.add_task("", total=len(keys))
         for key in keys:
-            bar.update(task, description=_name(key))
+            name = " ".join(key) if len(key) < 3 else f"{key[0]}, {key[1].members} devices, {key[2]} bytes"
+            bar.update(task, description=name)
             yield key
             bar.advance(task)
-
-
-def _name(key: Key) -> str:
-    if len(key) == 3:
-        kind, link, size = key
-        return f"{kind}, {link.members} devices, {size} bytes"
-    return " ".join(key)

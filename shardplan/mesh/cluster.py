@@ -1,4 +1,4 @@
-"""What the machine is: one device, the links inside a node and between nodes, and which of them a mesh axis runs over.
+"""What the machine is: devices, the links inside a node and between nodes, and which of them a mesh axis runs over.
 
 A cluster is data: peaks as the maker states them, and the fraction of each peak that real programs reach. Presets are made of the
 figures in `gpus.json` and of `presets/cpu.json`; users write cluster files (JSON). Devices are numbered row-major over the mesh;
@@ -12,13 +12,12 @@ figures in `gpus.json` and of `presets/cpu.json`; users write cluster files (JSO
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -27,7 +26,7 @@ import numpy as np
 from msgspec import Meta
 
 from shardplan.files import write_atomically
-from shardplan.mesh.gpus import gpus, node
+from shardplan.mesh.device import FLOPS, Count, Device, Link, NotNegative, Text, Texts, gpu_of_device_kind, gpus
 from shardplan.mesh.layout import MeshShape
 
 FORMAT = "shardplan-cluster"
@@ -39,99 +38,9 @@ CPU_PRESET_DEVICES = 8
 CollectiveKind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
-# Types of a cluster file's fields: what msgspec checks, and how errors say it.
-_Positive = Annotated[float, Meta(gt=0, lt=1e300, description="a positive number")]
-_NotNegative = Annotated[float, Meta(ge=0, lt=1e300, description="a number from 0")]
-_Count = Annotated[int, Meta(ge=1, le=1 << 20, description="a whole number from 1")]
-_Text = Annotated[str, Meta(max_length=10_000, description="text")]
-_Texts = Annotated[tuple[_Text, ...], Meta(max_length=1000, description="a list of texts")]
-_FLOPS = 'an object of dtype names and positive FLOP/s, "float32" among them'
-_Flag = Annotated[bool, Meta(description="true or false")]
-
 
 class ClusterError(ValueError):
     """A cluster that does not exist or a cluster file that cannot be used; the text names the field and the way out."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """One level of the network, as one device sees it while every device talks at once.
-
-    Attributes:
-        bytes_per_s: line rate of one device in one direction. Between nodes: one device's share of its node's adapters.
-        latency_s: seconds one hop adds, however small the message.
-        efficiency: fraction of the line rate that large collectives reach (bus bandwidth ÷ line rate).
-        reduce_bytes_per_s: bytes of buffer per second of an all-reduce that the switch itself adds up (NVLink SHARP),
-            as measured; None where switches only forward.
-    """
-
-    bytes_per_s: _Positive
-    latency_s: _NotNegative
-    efficiency: _Positive = 1.0
-    reduce_bytes_per_s: Annotated[_Positive | None, Meta(description="a positive number or null")] = None
-
-    @property
-    def rate(self) -> float:
-        """Bytes per second that large collectives reach."""
-        return self.bytes_per_s * self.efficiency
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device.
-
-    Attributes:
-        name: for people.
-        flops: dtype name to peak FLOP/s of a dense matrix product ("float8" and "int8" are families).
-        bytes_per_s: peak memory bandwidth.
-        memory_bytes: memory of one device.
-        kernel_latency_s: least seconds of any kernel: launch, drain, first load.
-        flops_efficiency: fraction of `flops` that large matrix products reach.
-        bytes_efficiency: fraction of `bytes_per_s` that large elementwise kernels reach.
-    """
-
-    name: _Text
-    flops: Annotated[Mapping[_Text, _Positive], Meta(description=_FLOPS)] = field(hash=False)
-    bytes_per_s: _Positive
-    memory_bytes: _Positive
-    kernel_latency_s: _NotNegative
-    flops_efficiency: _Positive = 1.0
-    bytes_efficiency: _Positive = 1.0
-
-    def peak(self, dtype: str) -> float:
-        """Peak FLOP/s for a dtype by name; the nearest family where the exact one is not listed."""
-        return self.flops[_family(dtype, self.flops)]
-
-    def flops_per_s(self, dtype: str) -> float:
-        """FLOP/s that large matrix products reach."""
-        return self.peak(dtype) * self.flops_efficiency
-
-    @property
-    def memory_rate(self) -> float:
-        """Bytes per second that large elementwise kernels reach."""
-        return self.bytes_per_s * self.bytes_efficiency
-
-
-def _family(dtype: str, table: Mapping[str, float]) -> str:
-    """The key of `table` that prices `dtype`: itself, its family, a like-sized float, at last float32."""
-    if dtype in table:
-        return dtype
-    for prefix, keys in (
-        ("float4", ("float8", "float16")),
-        ("float8", ("float8", "int8", "float16")),
-        ("float16", ("bfloat16",)),
-        ("bfloat16", ("float16",)),
-        ("complex128", ("float64",)),
-        ("int8", ("float8", "float16")),
-        ("uint8", ("int8", "float8", "float16")),
-        ("int4", ("int8", "float8", "float16")),
-        ("uint4", ("int8", "float8", "float16")),
-    ):
-        if dtype.startswith(prefix):
-            for key in keys:
-                if key in table:
-                    return key
-    return "float32"
 
 
 @dataclass(frozen=True)
@@ -147,10 +56,10 @@ class Measured:
     """
 
     kind: Annotated[CollectiveKind, Meta(description=f"one of {', '.join(KINDS)}")]
-    members: _Count
-    nodes: _Count
-    latency_s: _NotNegative
-    s_per_byte: _NotNegative
+    members: Count
+    nodes: Count
+    latency_s: NotNegative
+    s_per_byte: NotNegative
 
 
 @dataclass(frozen=True)
@@ -173,7 +82,7 @@ class Cluster:
     """A machine: how fast a device computes and how fast devices talk.
 
     Attributes:
-        name: for people, and the preset's name.
+        name: for people.
         device: what one device is.
         node_size: consecutive devices that share a node.
         intra: the network inside a node.
@@ -188,24 +97,29 @@ class Cluster:
         measured: collectives measured on the real machine; they replace the formulas where they match.
     """
 
-    name: _Text
+    name: Text
     device: Device
-    node_size: _Count
+    node_size: Count
     intra: Link
     inter: Link
-    reduce_scatter: _Flag = True
+    reduce_scatter: Annotated[bool, Meta(description="true or false")] = True
     overlap: Annotated[float, Meta(ge=0, lt=1, description="a number from 0, less than 1")] = 0.9
-    source: _Text = ""
-    launch_s: _NotNegative = 0.0
-    platforms: _Texts = ()
-    device_kinds: _Texts = ()
+    source: Text = ""
+    launch_s: NotNegative = 0.0
+    platforms: Texts = ()
+    device_kinds: Texts = ()
     measured: Annotated[tuple[Measured, ...], Meta(description="a list")] = ()
 
     def axis(self, mesh: MeshShape, axis: str | Sequence[str]) -> AxisLink:
         """How many members of a mesh axis (or of several axes jointly) share a node, and how many nodes a group spans."""
         return _axis_link(mesh, (axis,) if isinstance(axis, str) else tuple(axis), self.node_size)
 
-    # ---- presets and files
+    def scaled(self, compute: float) -> Cluster:
+        """The same cluster with devices on which everything takes `compute` times as long; links stay."""
+        d = self.device
+        flops = {dtype: rate / compute for dtype, rate in d.flops.items()}
+        device = replace(d, flops=flops, bytes_per_s=d.bytes_per_s / compute, kernel_latency_s=d.kernel_latency_s * compute)
+        return replace(self, name=f"{self.name}, compute x {compute:g}", device=device)
 
     @staticmethod
     def presets() -> tuple[str, ...]:
@@ -233,22 +147,19 @@ class Cluster:
         Raises:
             ClusterError: missing, too large, not JSON, of another format, or with a field that is wrong; the text names it.
         """
-        where = os.fspath(path)
+        where = f"cluster file {os.fspath(path)}"
         try:
-            with open(where, "rb") as f:
+            with open(path, "rb") as f:
                 raw = f.read(MAX_FILE_BYTES + 1)
         except OSError as e:
-            raise ClusterError(f"cluster file {where}: cannot be read ({e.strerror})") from None
+            raise ClusterError(f"{where}: cannot be read ({e.strerror})") from None
         if len(raw) > MAX_FILE_BYTES:
-            raise ClusterError(f"cluster file {where}: larger than {MAX_FILE_BYTES} bytes, so it is no cluster file")
-        return _parse(raw, f"cluster file {where}")
-
-    def scaled(self, compute: float) -> Cluster:
-        """The same cluster with devices on which everything takes `compute` times as long; links stay."""
-        d = self.device
-        flops = {dtype: rate / compute for dtype, rate in d.flops.items()}
-        device = dataclasses.replace(d, flops=flops, bytes_per_s=d.bytes_per_s / compute, kernel_latency_s=d.kernel_latency_s * compute)
-        return dataclasses.replace(self, name=f"{self.name}, compute x {compute:g}", device=device)
+            raise ClusterError(f"{where}: larger than {MAX_FILE_BYTES} bytes, so it is no cluster file")
+        try:
+            value = json.loads(raw.decode("utf-8"))
+        except (ValueError, RecursionError) as e:
+            raise ClusterError(f"{where}: is not JSON ({e})") from None
+        return Cluster.from_json(value, where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a cluster file that `load` reads back equal; a crash leaves the old file whole."""
@@ -256,8 +167,8 @@ class Cluster:
 
     def to_json(self) -> dict[str, Any]:
         """The cluster as plain JSON values."""
-        device = dataclasses.replace(self.device, flops=dict(self.device.flops))
-        return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(dataclasses.replace(self, device=device))}
+        device = replace(self.device, flops=dict(self.device.flops))
+        return {"format": FORMAT, "version": VERSION, **asdict(replace(self, device=device))}
 
     @staticmethod
     def from_json(value: Any, where: str = "cluster") -> Cluster:
@@ -267,70 +178,56 @@ class Cluster:
         if value.get("version") != VERSION:
             raise ClusterError(f'{where}: field "version" is {value.get("version")!r}; this release reads version {VERSION}')
         body = {k: v for k, v in value.items() if k not in ("format", "version")}
-        if unknown := _unknown_field(Cluster, body):
-            name, known = unknown
-            raise ClusterError(f'{where}: field "{name}" is not known; known: {", ".join(known)}')
+        _refuse_unknown_fields(body, where)
         try:
             found = msgspec.convert(body, Cluster)
         except msgspec.ValidationError as error:
             raise ClusterError(f"{where}: {_reason(str(error), body)}") from None
         if "float32" not in found.device.flops:
-            raise ClusterError(f'{where}: field "device.flops" must be {_FLOPS}')
+            raise ClusterError(f'{where}: field "device.flops" must be {FLOPS}')
         return found
 
 
 @functools.cache
 def _preset(name: str) -> Cluster:
     if name not in gpus():
-        return _parse((resources.files("shardplan.mesh") / "presets" / f"{name}.json").read_bytes(), f"preset {name}")
-    gpu, of = gpus()[name], node()
-    intra, inter = (
-        Link(link.bytes_per_s, latency_s, link.efficiency, link.reduce_bytes_per_s)
-        for link, latency_s in ((gpu.intra, of.intra_latency_s), (gpu.inter, of.inter_latency_s))
-    )
+        with resources.as_file(resources.files("shardplan.mesh") / "presets" / f"{name}.json") as path:
+            return Cluster.load(path)
+    gpu = gpus()[name]
     return Cluster(
         name=name,
-        device=Device(
-            gpu.name, gpu.flops, gpu.bytes_per_s, gpu.memory_bytes, of.kernel_latency_s, gpu.flops_efficiency, gpu.bytes_efficiency
-        ),
-        node_size=of.size,
-        intra=intra,
-        inter=inter,
-        source=". ".join(f"{figures}: {source}" for figures, source in {**gpu.sources, **of.sources}.items()),
-        launch_s=of.launch_s,
+        device=Device(*(getattr(gpu, f.name) for f in fields(Device))),
+        node_size=gpu.node_size,
+        intra=gpu.intra,
+        inter=gpu.inter,
+        source=". ".join(f"{figures}: {source}" for figures, source in gpu.sources.items()),
+        launch_s=gpu.launch_s,
         platforms=("cuda", "gpu"),
         device_kinds=gpu.device_kinds,
     )
 
 
-def _parse(raw: bytes, where: str) -> Cluster:
-    try:
-        value = json.loads(raw.decode("utf-8"))
-    except (UnicodeDecodeError, ValueError, RecursionError) as e:
-        raise ClusterError(f"{where}: is not JSON ({e})") from None
-    return Cluster.from_json(value, where)
-
-
-def _unknown_field(cls: type, value: Any, prefix: str = "") -> tuple[str, tuple[str, ...]] | None:
-    """(path of a field that a record of the file has and `cls` lacks, the fields of `cls`); None where all are known."""
-    if isinstance(value, list):
-        found = (_unknown_field(cls, x, f"{prefix.rstrip('.')}[{i}].") for i, x in enumerate(value))
-        return next((x for x in found if x), None)
-    if not isinstance(value, dict):
-        return None
-    known = tuple(f.name for f in dataclasses.fields(cls))
-    if extra := [name for name in value if name not in known]:
-        return f"{prefix}{extra[0]}", known
-    inner = (_unknown_field(_RECORDS[name], value[name], f"{prefix}{name}.") for name in known if name in _RECORDS and name in value)
-    return next((x for x in inner if x), None)
-
+# ---- why a cluster file is refused
 
 _RECORDS: dict[str, type] = {"device": Device, "intra": Link, "inter": Link, "measured": Measured}
 _WANTED: dict[str, str] = {
     name: next((m.description for m in getattr(hint, "__metadata__", ())), "an object")
-    for cls in (Cluster, Device, Link, Measured)
+    for cls in (Cluster, *_RECORDS.values())
     for name, hint in get_type_hints(cls, include_extras=True).items()
 }
+
+
+def _refuse_unknown_fields(body: dict[str, Any], where: str) -> None:
+    records = [("", Cluster, body)]
+    for name, cls in _RECORDS.items():
+        value = body.get(name)
+        every = [(f"{name}[{i}].", x) for i, x in enumerate(value)] if isinstance(value, list) else [(f"{name}.", value)]
+        records += [(at, cls, x) for at, x in every if isinstance(x, dict)]
+    for at, cls, record in records:
+        known = [f.name for f in fields(cls)]
+        for field in record:
+            if field not in known:
+                raise ClusterError(f'{where}: field "{at}{field}" is not known; known: {", ".join(known)}')
 
 
 def _reason(error: str, body: dict[str, Any]) -> str:
@@ -344,18 +241,13 @@ def _reason(error: str, body: dict[str, Any]) -> str:
     value: Any = body
     for step in steps:
         value = value[int(step) if isinstance(value, list | tuple) else step]
-    wanted = "an object" if steps[-1].isdigit() else _WANTED[steps[-1]]
-    return f'field "{_dotted(steps)}" must be {wanted}, not {_short(value)}'
+    wanted, text = "an object" if steps[-1].isdigit() else _WANTED[steps[-1]], repr(value)
+    return f'field "{_dotted(steps)}" must be {wanted}, not {text if len(text) <= 60 else text[:57] + "..."}'
 
 
 def _dotted(steps: Sequence[str]) -> str:
     """["measured", "0", "kind"] -> 'measured[0].kind'."""
     return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", ".".join(steps))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 # ---- which links a group of axes runs over
@@ -373,3 +265,68 @@ def _axis_link(mesh: MeshShape, axes: tuple[str, ...], node_size: int) -> AxisLi
     nodes = int(starts.sum(axis=1).max(initial=1))
     runs = np.diff(np.append(np.flatnonzero(starts), groups.size))  # members of a group on each of its nodes
     return AxisLink(members, int(runs.min(initial=members)), nodes)
+
+
+# ---- which cluster a person means
+
+
+def resolve(
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    platform: str = "cpu",
+    device_kind: str = "cpu",
+    n_devices: int = 8,
+) -> Cluster:
+    """The cluster that a person means.
+
+    Args:
+        cluster: None for the machine at hand, a preset's name, the path of a cluster file, or a Cluster.
+        platform: jax platform of the devices at hand ("cuda", "gpu", "cpu", ...).
+        device_kind: `jax.Device.device_kind` of the devices at hand, e.g. "NVIDIA H100 80GB HBM3".
+        n_devices: devices of the mesh; emulated CPU devices share one machine, so each has its part of it.
+
+    Raises:
+        ClusterError: nothing fits; the text lists the presets.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    preset = isinstance(cluster, str) and (cluster in Cluster.presets() or not _looks_like_path(cluster))
+    if cluster is not None and not preset:
+        return Cluster.load(cluster)
+    found = _at_hand(platform, device_kind) if cluster is None else Cluster.preset(str(cluster))
+    return _share_of_machine(found, n_devices) if "cpu" in found.platforms else found
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.endswith(".json") or os.sep in text or os.path.exists(text)
+
+
+def _at_hand(platform: str, device_kind: str) -> Cluster:
+    if platform == "cpu" or "cpu" in device_kind.lower():
+        return Cluster.preset("cpu")
+    gpu = gpu_of_device_kind(device_kind)
+    if gpu is None:
+        raise ClusterError(
+            f"no preset describes {device_kind!r} (platform {platform!r}).\n  presets: {', '.join(Cluster.presets())}\n"
+            "  ways out: cluster= one of these, or shardplan.calibrate(mesh) to measure this machine"
+        )
+    return Cluster.preset(gpu.key)
+
+
+def _share_of_machine(cluster: Cluster, n_devices: int) -> Cluster:
+    """One of `n_devices` emulated devices on this machine; the preset states one of `CPU_PRESET_DEVICES`."""
+    share, device, intra = CPU_PRESET_DEVICES / max(1, n_devices), cluster.device, cluster.intra
+    device = replace(
+        device,
+        flops={dtype: rate * share for dtype, rate in device.flops.items()},
+        bytes_per_s=device.bytes_per_s * share,
+        memory_bytes=(physical_memory_bytes() or device.memory_bytes * CPU_PRESET_DEVICES) // max(1, n_devices),
+    )
+    return replace(cluster, device=device, intra=replace(intra, bytes_per_s=intra.bytes_per_s * share))
+
+
+def physical_memory_bytes() -> int | None:
+    """Memory of this machine; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

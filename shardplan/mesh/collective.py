@@ -8,7 +8,7 @@
 
 With n members of a group, m of them in each of k nodes, S = bytes_, intra- and inter-node latency a, A and rate b, B
 (B: one device's share of the node's adapters, so a group drives m of them while the node's other groups drive theirs),
-every algorithm is an `AlphaBeta` line in S, and the seconds are those of the fastest:
+every algorithm is a line in S (`AlphaBeta`), and the seconds are those of the fastest:
 
     all-gather, reduce-scatter   ring   (n-k)·a + (k-1)·A    + S·(n-1)/n ÷ min(b, m·B)
     all-reduce                   ring   2·((n-k)·a + (k-1)·A) + 2·S·(n-1)/n ÷ min(b, m·B)
@@ -46,24 +46,8 @@ class CollectiveKey(NamedTuple):
     axes: tuple[str, ...]
 
 
-class AlphaBeta(NamedTuple):
-    """One algorithm of a collective: seconds = latency_s + bytes * s_per_byte. Also known as the alpha-beta or Hockney model."""
-
-    latency_s: float
-    s_per_byte: float
-
-
-class StagingKernels(NamedTuple):
-    """Kernels that copy into and out of a collective's buffer, per array.
-
-    Attributes:
-        shared_s_per_byte: of one kernel for all arrays of a combined collective, which has no latency per array.
-        latency_s, s_per_byte: of one kernel for each array: at least the first, and the second times its bytes.
-    """
-
-    shared_s_per_byte: float = 0.0
-    latency_s: float = 0.0
-    s_per_byte: float = 0.0
+AlphaBeta = tuple[float, float]
+"""One algorithm of a collective, latency a and seconds per byte b: seconds = a + bytes * b. Also known as the Hockney model."""
 
 
 @dataclass(frozen=True)
@@ -115,81 +99,59 @@ def algorithms(
     if kind != "slice" and kind not in KINDS:
         raise ValueError(f"collective {kind!r} is none of {', '.join(KINDS)}, slice")
     per_byte = 1 / (link.members if kind == "reduce-scatter" else 1) / combined.max_bytes
-    return tuple(AlphaBeta(a / combined.arrays, b + a * per_byte) for a, b in _algorithms(kind, link, cluster))
+    return tuple((a / combined.arrays, b + a * per_byte) for a, b in _algorithms(kind, link, cluster))
 
 
-def staging_kernels(kind: str, cluster: Cluster, arrays: int = 1) -> StagingKernels:
-    """The kernels that run around a collective of `arrays` arrays, as XLA for GPU issues it.
+def staging_kernels(kind: str, cluster: Cluster, arrays: int = 1) -> tuple[float, float, float]:
+    """Kernels that copy into and out of the buffer of a collective of `arrays` arrays, as XLA for GPU issues it.
 
     A combined all-reduce copies its arrays into one buffer and slices each out of it again; an all-to-all is transposed so that the
     part for each device is contiguous.
+
+    Returns:
+        (seconds per byte of one kernel for all arrays, which has no latency per array; seconds and seconds per byte of one kernel for
+        each array, which takes the larger of the two).
     """
     latency_s, s_per_byte = cluster.device.kernel_latency_s, 2 / cluster.device.memory_rate
-    if kind == "all-to-all":
-        return StagingKernels(latency_s=latency_s, s_per_byte=s_per_byte)
-    if kind == "slice":
-        return StagingKernels(latency_s=latency_s)
-    return StagingKernels(s_per_byte, latency_s, s_per_byte) if arrays > 1 and kind == "all-reduce" else StagingKernels()
+    if kind == "all-reduce" and arrays > 1:
+        return s_per_byte, latency_s, s_per_byte
+    return 0.0, latency_s if kind in ("all-to-all", "slice") else 0.0, s_per_byte if kind == "all-to-all" else 0.0
 
 
 @functools.lru_cache(maxsize=4096)
 def _algorithms(kind: str, link: AxisLink, cluster: Cluster) -> tuple[AlphaBeta, ...]:
     """The algorithms of an uncombined collective on a link."""
     if link.members == 1:
-        return (AlphaBeta(0.0, 0.0),)
+        return ((0.0, 0.0),)
     if kind == "slice":
-        return (AlphaBeta(MIN_LATENCY_S, 2 / link.members / cluster.device.memory_rate),)
-    measured = tuple(
-        AlphaBeta(max(x.latency_s, MIN_LATENCY_S), x.s_per_byte)
-        for x in cluster.measured
-        if (x.kind, x.members, x.nodes) == (kind, link.members, link.nodes)
-    )
-    if measured:
-        return measured
-    return tuple(AlphaBeta(max(cluster.launch_s + a, MIN_LATENCY_S), b) for a, b in _ALGORITHMS[kind](link, cluster))
+        return ((MIN_LATENCY_S, 2 / link.members / cluster.device.memory_rate),)
+    wanted = kind, link.members, link.nodes
+    measured = [(x.latency_s, x.s_per_byte) for x in cluster.measured if (x.kind, x.members, x.nodes) == wanted]
+    found = measured or [(cluster.launch_s + a, b) for a, b in _formulas(kind, link, cluster)]
+    return tuple((max(a, MIN_LATENCY_S), b) for a, b in found)
 
 
-def _ring(link: AxisLink, c: Cluster) -> AlphaBeta:
+def _formulas(kind: str, link: AxisLink, cluster: Cluster) -> list[AlphaBeta]:
+    """Every algorithm without its launch, in the letters of the module's head."""
     n, m, k = link.members, link.local, link.nodes
-    rate = c.intra.rate if k == 1 else min(c.intra.rate, m * c.inter.rate)
-    return AlphaBeta((n - k) * c.intra.latency_s + (k - 1) * c.inter.latency_s, (n - 1) / n / rate)
-
-
-def _gather(link: AxisLink, c: Cluster) -> tuple[AlphaBeta, ...]:
-    return (_ring(link, c),)
-
-
-def _all_reduce(link: AxisLink, c: Cluster) -> tuple[AlphaBeta, ...]:
-    m, k = link.local, link.nodes
-    a, b = _ring(link, c)
-    latency = 2 * ((m - 1) * c.intra.latency_s + _log2(k) * c.inter.latency_s)
-    inside, between = 2 * (m - 1) / m / c.intra.rate, 2 * (k - 1) / k / (m * c.inter.rate)
-    found = [AlphaBeta(2 * a, 2 * b), AlphaBeta(latency, max(inside, between))]
-    if c.intra.reduce_bytes_per_s is not None and m > 1:
-        found.append(AlphaBeta(latency, max(1 / c.intra.reduce_bytes_per_s, between)))
-    return tuple(found)
-
-
-def _all_to_all(link: AxisLink, c: Cluster) -> tuple[AlphaBeta, ...]:
-    n, m, k = link.members, link.local, link.nodes
-    latency = _log2(m) * c.intra.latency_s + _log2(k) * c.inter.latency_s
-    return (AlphaBeta(latency, max((m - 1) / n / c.intra.rate, (n - m) / n / c.inter.rate)),)
-
-
-def _permute(link: AxisLink, c: Cluster) -> tuple[AlphaBeta, ...]:
-    level = c.intra if link.nodes == 1 else c.inter
-    return (AlphaBeta(level.latency_s, 1 / level.rate),)
+    a, A, b, B = cluster.intra.latency_s, cluster.inter.latency_s, cluster.intra.rate, cluster.inter.rate
+    ring = (n - k) * a + (k - 1) * A, (n - 1) / n / (b if k == 1 else min(b, m * B))
+    match kind:
+        case "all-gather" | "reduce-scatter":
+            return [ring]
+        case "all-reduce":
+            latency_s = 2 * ((m - 1) * a + _log2(k) * A)
+            inside, between = 2 * (m - 1) / m / b, 2 * (k - 1) / k / (m * B)
+            found = [(2 * ring[0], 2 * ring[1]), (latency_s, max(inside, between))]
+            switch = cluster.intra.reduce_bytes_per_s
+            return found if switch is None or m == 1 else [*found, (latency_s, max(1 / switch, between))]
+        case "all-to-all":
+            return [(_log2(m) * a + _log2(k) * A, max((m - 1) / n / b, (n - m) / n / B))]
+        case "collective-permute":
+            return [(a, 1 / b) if k == 1 else (A, 1 / B)]
+    raise KeyError(kind)
 
 
 def _log2(n: int) -> int:
     """⌈log2 n⌉."""
     return (n - 1).bit_length()
-
-
-_ALGORITHMS = {
-    "all-gather": _gather,
-    "reduce-scatter": _gather,
-    "all-reduce": _all_reduce,
-    "all-to-all": _all_to_all,
-    "collective-permute": _permute,
-}

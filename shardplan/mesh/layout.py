@@ -14,10 +14,13 @@ One value, three faces (the mesh gives the sizes):
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,7 @@ class MeshShape:
 
     def coordinates(self, device: int) -> dict[str, int]:
         """Position of a device (row-major number) along each axis."""
-        where = {}
-        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
-            device, where[axis] = divmod(device, size)
-        return where
+        return dict(zip(self.axes, map(int, np.unravel_index(device, self.sizes)), strict=True))
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         return iter(zip(self.axes, self.sizes, strict=True))
@@ -119,11 +119,8 @@ class Layout:
     def slices(self, shape: tuple[int, ...], mesh: MeshShape, device: int) -> tuple[slice, ...]:
         """The slice of the whole tensor that `device` (row-major number) holds."""
         where, out = mesh.coordinates(device), []
-        for n, axes in zip(shape, self.dims, strict=True):
-            index = 0
-            for axis in axes:
-                index = index * mesh.size(axis) + where[axis]
-            width = -(-n // mesh.size(*axes))
+        for n, width, axes in zip(shape, self.local_shape(shape, mesh), self.dims, strict=True):
+            index = functools.reduce(lambda index, axis: index * mesh.size(axis) + where[axis], axes, 0)
             out.append(slice(min(index * width, n), min((index + 1) * width, n)))
         return tuple(out)
 
@@ -155,6 +152,6 @@ class Layout:
         return Layout(tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries))
 
     def __str__(self) -> str:
-        entries = ", ".join("None" if not axes else repr(axes[0]) if len(axes) == 1 else repr(tuple(axes)) for axes in self.dims)
+        entries = ", ".join(map(repr, self.spec()))
         partial = "".join(f" + {kind} over {axis}" for axis, kind in self.partial)
         return f"P({entries}){partial}"

@@ -17,9 +17,11 @@ distances per (rank, bytes) answers every table; tables are cached and returned 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -27,7 +29,7 @@ from shardplan.mesh import collective
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.mesh.reshard_graph import EvenSubgraph, LayoutState, ReshardGraph, ReshardGraphs, TablePart, TableQuery, bits
+from shardplan.mesh.reshard_graph import EvenSubgraph, LayoutState, ReshardGraph, ReshardGraphs, TablePart, TableQuery
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,14 @@ class ReshardStep:
     after: Layout
 
 
+@dataclass(frozen=True, eq=False)
 class Resharder:
     """Cheapest paths between layouts on one mesh of one cluster.
 
-    Args:
+    A path uses only layouts that divide the tensor evenly, besides its source and target. Results are cached; they are read-only
+    and never change.
+
+    Attributes:
         mesh: names and sizes of the axes.
         cluster: the machine.
         combined: the arrays that are resharded at once; their collectives of one kind and axes are combined.
@@ -63,35 +69,26 @@ class Resharder:
         sliced_sums: whether a path may complete a sum and then slice it. XLA does so where the all-reduces are combined, and may
             reduce-scatter otherwise.
         byte_factors: (kind, factor) of collectives that send `factor` times the bytes of the array.
-        graphs: those of another resharder on this mesh, to be shared.
-
-    A path uses only layouts that divide the tensor evenly, besides its source and target. Results are cached; they are read-only
-    and never change.
+        shared_graphs: those of another resharder on this mesh.
     """
 
-    def __init__(
-        self,
-        mesh: MeshShape,
-        cluster: Cluster,
-        combined: CombinedCollectives = UNCOMBINED,
-        combinable: tuple[str, ...] = (),
-        known: tuple[tuple[CollectiveKey, CombinedCollectives], ...] = (),
-        sliced_sums: bool = False,
-        byte_factors: tuple[tuple[str, float], ...] = (),
-        graphs: ReshardGraphs | None = None,
-    ):
-        self.mesh, self.cluster = mesh, cluster
-        self.combined, self.combinable, self.known = combined, combinable, dict(known)
-        self.byte_factors, self.sliced_sums = dict(byte_factors), sliced_sums
-        self._graphs = graphs or ReshardGraphs(mesh, cluster.reduce_scatter)
-        self._tables: dict[tuple, np.ndarray] = {}
-        self._prices: dict[ReshardGraph, np.ndarray] = {}
-        self._distances: dict[tuple, _Distances] = {}
-        self._paths: dict[tuple, tuple[ReshardStep, ...]] = {}
-        self._settings = {
-            "combined": combined, "combinable": combinable, "known": known, "sliced_sums": sliced_sums, "byte_factors": byte_factors,
-        }  # fmt: skip
-        self._variants: dict[tuple, Resharder] = {}
+    mesh: MeshShape
+    cluster: Cluster
+    combined: CombinedCollectives = UNCOMBINED
+    combinable: tuple[str, ...] = ()
+    known: tuple[tuple[CollectiveKey, CombinedCollectives], ...] = ()
+    sliced_sums: bool = False
+    byte_factors: tuple[tuple[str, float], ...] = ()
+    shared_graphs: ReshardGraphs | None = None
+    _tables: dict[tuple, np.ndarray] = field(default_factory=dict, init=False)
+    _prices: dict[ReshardGraph, np.ndarray] = field(default_factory=dict, init=False)
+    _distances: dict[tuple, _Distances] = field(default_factory=dict, init=False)
+    _paths: dict[tuple, tuple[ReshardStep, ...]] = field(default_factory=dict, init=False)
+    _variants: dict[tuple, Resharder] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def _graphs(self) -> ReshardGraphs:
+        return self.shared_graphs or ReshardGraphs(self.mesh, self.cluster.reduce_scatter)
 
     def combining(
         self,
@@ -110,10 +107,9 @@ class Resharder:
 
     def _variant(self, **changes) -> Resharder:
         """This resharder with some settings changed; one object per settings."""
-        settings = self._settings | changes
-        key = tuple(settings.values())
+        key = tuple(changes.items())
         if key not in self._variants:
-            self._variants[key] = Resharder(self.mesh, self.cluster, **settings, graphs=self._graphs)
+            self._variants[key] = replace(self, shared_graphs=self._graphs, **changes)
         return self._variants[key]
 
     def table(
@@ -158,40 +154,37 @@ class Resharder:
         found = [self._shortest(query, part, shape, itemsize) for part in query.parts]
         key = (query, *found, last)
         if key not in self._tables:
-            out = np.empty(query.size)
+            out = np.empty(query.never.shape)
             for distances, part in zip(found, query.parts, strict=True):
                 out[part.rows] = distances.between(part.src, part.dst, last)
-            out[query.never[:, 0], query.never[:, 1]] = np.inf
+            out[query.never] = np.inf
             out.flags.writeable = False
             self._tables[key] = out
         return self._tables[key]
 
     def _shortest(self, query: TableQuery, part: TablePart, shape: tuple[int, ...], itemsize: float) -> _Distances:
-        total = float(itemsize)
-        for n in shape:
-            total *= n
+        total = math.prod(shape, start=float(itemsize))
         subgraph = part.graph.subgraph(tuple(shape[d] for d in query.dims), part.src, part.dst)
         if (subgraph, total) not in self._distances:
             self._distances[subgraph, total] = _Distances(subgraph, total, self._priced(part.graph), self.sliced_sums)
         return self._distances[subgraph, total]
 
     def _priced(self, graph: ReshardGraph) -> np.ndarray:
-        """[edge class, algorithm, field of `_EdgePrice`]; the last algorithm is repeated where a class has fewer."""
+        """[edge class, algorithm, figure of `_edge_prices`]; the last algorithm is repeated where a class has fewer."""
         if graph not in self._prices:
             found = [self._edge_prices(e.kind, tuple(self._graphs.axes[a] for a in e.axes)) for e in graph.classes]
             width = max(map(len, found), default=1)
-            padded = [[*x, *[x[-1]] * (width - len(x))] for x in found]
-            self._prices[graph] = np.array(padded, float).reshape(-1, width, len(_EdgePrice._fields))
+            self._prices[graph] = np.array([[*x, *[x[-1]] * (width - len(x))] for x in found], float).reshape(-1, width, 5)
         return self._prices[graph]
 
-    def _edge_prices(self, kind: str, axes: tuple[str, ...]) -> list[_EdgePrice]:
-        """Every algorithm of a collective, alone and combined."""
-        known = self.known.get(CollectiveKey(kind, axes), self.combined) if kind in self.combinable else UNCOMBINED
-        factor, found = self.byte_factors.get(kind, 1.0), []
+    def _edge_prices(self, kind: str, axes: tuple[str, ...]) -> list[tuple[float, ...]]:
+        """Per algorithm of a collective, alone and combined: its `AlphaBeta`, and the figures of its `staging_kernels`."""
+        known = dict(self.known).get(CollectiveKey(kind, axes), self.combined) if kind in self.combinable else UNCOMBINED
+        factor, found = dict(self.byte_factors).get(kind, 1.0), []
         for combined in dict.fromkeys((UNCOMBINED, known)):
             shared, latency_s, own = collective.staging_kernels(kind, self.cluster, combined.arrays)
             for a, b in collective.algorithms(kind, axes, self.mesh, self.cluster, combined):
-                found.append(_EdgePrice(a, b * factor, shared * factor, latency_s, own * factor))
+                found.append((a, b * factor, shared * factor, latency_s, own * factor))
         return found
 
     def _path(self, shape, itemsize, src: Layout, dst: Layout) -> tuple[ReshardStep, ...]:
@@ -203,7 +196,7 @@ class Resharder:
             raise ValueError(f"layout {src} has {src.rank} dims, the tensor of shape {shape} has {len(shape)}")
         query = graphs.query((src,), (dst,))
         (part,) = query.parts
-        kind_of = dict(src.partial)
+        kind_of, factors = dict(src.partial), dict(self.byte_factors)
 
         def layout(state: LayoutState) -> Layout:
             dims: list[tuple[str, ...]] = [()] * len(shape)
@@ -211,35 +204,16 @@ class Resharder:
                 dims[d] = tuple(graphs.axes[a] for a in axes)
             return Layout(tuple(dims), tuple(sorted((graphs.axes[a], kind_of[graphs.axes[a]]) for a in state[1])))
 
-        walk = self._shortest(query, part, shape, itemsize).walk(int(part.src[0]), int(part.dst[0]))
+        shortest = self._shortest(query, part, shape, itemsize)
+        walk = shortest.walk(int(part.src[0]), int(part.dst[0]))
+        layouts = [src, *(layout(after) for _, after in walk[:-1]), dst]
         steps = []
-        for i, edge in enumerate(walk):
-            before = src if i == 0 else layout(edge.before)
-            after = dst if i == len(walk) - 1 else layout(edge.after)
-            sent = edge.bytes * self.byte_factors.get(edge.kind, 1.0)
-            steps.append(ReshardStep(edge.kind, tuple(graphs.axes[a] for a in edge.axes), sent, edge.seconds, before, after))
+        for (c, _), (before, after) in zip(walk, pairwise(layouts), strict=False):
+            edge = part.graph.classes[c]
+            sent = float(shortest.bytes[c]) * factors.get(edge.kind, 1.0)
+            axes = tuple(graphs.axes[a] for a in edge.axes)
+            steps.append(ReshardStep(edge.kind, axes, sent, float(shortest.cost[c]), before, after))
         return tuple(steps)
-
-
-class _EdgePrice(NamedTuple):
-    """One algorithm of one edge: a collective (`collective.AlphaBeta`) and the kernels around it (`collective.StagingKernels`)."""
-
-    latency_s: float
-    s_per_byte: float
-    shared_kernel_s_per_byte: float
-    kernel_latency_s: float
-    kernel_s_per_byte: float
-
-
-class _PathEdge(NamedTuple):
-    """One edge of a shortest path; axes are numbers, bytes those of the larger buffer of one device."""
-
-    kind: str
-    axes: tuple[int, ...]
-    before: LayoutState
-    after: LayoutState
-    bytes: float
-    seconds: float
 
 
 class _Distances:
@@ -279,9 +253,8 @@ class _Distances:
 
     def _blocks(self, starts: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Per block of edges: sources, [edge, start] costs, and [edge, 1] seconds of the collective without staging kernels."""
-        axes, graph = self._axes(starts), self.subgraph.graph
-        sent = np.where([e.kind != "slice" for e in graph.classes], self.sent, np.nan)
-        return [(sources, self._costs(group, *axes), sent[group][:, None]) for sources, group in self.subgraph.blocks]
+        sent = np.where([e.kind != "slice" for e in self.subgraph.graph.classes], self.sent, np.nan)
+        return [(sources, self._costs(group, starts), sent[group][:, None]) for sources, group in self.subgraph.blocks]
 
     def _search(self, starts: np.ndarray) -> np.ndarray:
         """Bellman-Ford from every start at once: [place, start] -> seconds of the whole path."""
@@ -309,13 +282,7 @@ class _Distances:
                 return last
             last = found
 
-    def _axes(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[start]: the axes, as bits, over which a layout is sharded, and those over which it is partial."""
-        found = [self.subgraph.graph.states[i] for i in starts.tolist()]
-        sharded = [bits(a for axes in dims for a in axes) for dims, _ in found]
-        return np.array(sharded, np.int64), np.array([bits(axes) for _, axes in found], np.int64)
-
-    def _costs(self, group: np.ndarray, sharded: np.ndarray, partial: np.ndarray) -> np.ndarray:
+    def _costs(self, group: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """[edge, start] -> seconds; inf for edges that XLA would not follow on a path from that start.
 
         Axes that the path sliced are not gathered again, nor axes that it scattered, which XLA turns into an all-reduce. A sum is
@@ -324,31 +291,23 @@ class _Distances:
         """
         graph = self.subgraph.graph
         summed = graph.outer_axes[group] | (0 if self.sliced_sums else graph.slices[group])
-        never = (graph.gathers[group][:, None] & ~sharded) | (summed[:, None] & partial)
+        never = (graph.gathers[group][:, None] & ~graph.sharded[starts]) | (summed[:, None] & graph.partial[starts])
         return np.where(never, np.inf, self.cost[group][:, None])
 
-    def walk(self, src: int, dst: int) -> list[_PathEdge]:
-        """One shortest path; of equal edges the first listed."""
+    def walk(self, src: int, dst: int) -> list[tuple[int, LayoutState]]:
+        """(edge class, layout after) of one shortest path; of equal edges the first listed."""
         subgraph, graph, one = self.subgraph, self.subgraph.graph, np.array([src])
         start = subgraph.canon[one]
         self._ensure(start)
         distance = self.rows[:, self.row[start[0]]]
         at, stop = int(subgraph.place[subgraph.renamed(one, np.array([dst]))[0, 0]]), int(subgraph.place[start[0]])
-        order, path = subgraph.order(src), []
-
-        def state(place: int) -> LayoutState:
-            canonical, partial = graph.states[subgraph.nodes[place]]
-            dims: list[tuple[int, ...]] = [()] * graph.rank
-            for d, axes in zip(order, canonical, strict=True):
-                dims[d] = axes
-            return tuple(dims), partial
-
+        path = []
         while at != stop:
             into = [(sources[at], group[at]) for sources, group in subgraph.blocks if at < len(sources)]
-            costs = self._costs(np.array([c for _, c in into]), *self._axes(start))[:, 0]
-            n = min(range(len(into)), key=lambda n: distance[into[n][0]] + costs[n])
-            before, c = into[n]
-            edge = graph.classes[c]
-            path.append(_PathEdge(edge.kind, edge.axes, state(before), state(at), float(self.bytes[c]), float(self.cost[c])))
+            costs = self._costs(np.array([c for _, c in into]), start)[:, 0]
+            before, c = into[min(range(len(into)), key=lambda n: distance[into[n][0]] + costs[n])]
+            canonical, partial = graph.states[subgraph.nodes[at]]
+            dims = sorted(zip(subgraph.order(src), canonical, strict=True))
+            path.append((int(c), (tuple(axes for _, axes in dims), partial)))
             at = int(before)
         return path[::-1]

@@ -7,6 +7,7 @@ share one `ReshardGraphs`.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,7 +37,6 @@ class ReshardGraphs:
         self.number = {a: i for i, a in enumerate(self.axes)}
         self.sizes = tuple(mesh.size(a) for a in self.axes)
         self._graphs: dict[tuple, ReshardGraph] = {}
-        self._states: dict[Layout, LayoutState] = {}
         self._queries: dict[tuple, TableQuery] = {}
 
     def query(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...]) -> TableQuery:
@@ -47,42 +47,41 @@ class ReshardGraphs:
         """
         found = self._queries.get((srcs, dsts))
         if found is None:
-            ranks = {x.rank for x in srcs} | {x.rank for x in dsts}
-            if len(ranks) > 1:
-                raise ValueError(f"one tensor's layouts have one number of dims; these have {sorted(ranks)}")
-            src_states, dst_states = [self._state(s) for s in srcs], [self._state(d) for d in dsts]
-            every = [*src_states, *dst_states]
-            dims = tuple(sorted({d for s, _ in every for d, axes in enumerate(s) if axes}))
-            src_states = [(tuple(s[d] for d in dims), p) for s, p in src_states]
-            dst_states = [(tuple(s[d] for d in dims), p) for s, p in dst_states]
-            parts = []
-            for kinds in dict.fromkeys(_mixed(s) for s in srcs):
-                rows = np.array([i for i, s in enumerate(srcs) if _mixed(s) == kinds])
-                graph = self._graph(len(dims), kinds, [*src_states, *dst_states])
-                parts.append(TablePart(rows, graph, graph.ids([src_states[i] for i in rows]), graph.ids(dst_states)))
-            never = [(i, j) for j, d in enumerate(dsts) if self.partial(d) for i, s in enumerate(srcs) if s != d]
-            found = self._queries[srcs, dsts] = TableQuery(
-                max(ranks, default=0), dims, (len(srcs), len(dsts)), tuple(parts), np.array(never, np.int64).reshape(-1, 2)
-            )
+            found = self._queries[srcs, dsts] = self._query(srcs, dsts)
         return found
+
+    def _query(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...]) -> TableQuery:
+        ranks = {x.rank for x in (*srcs, *dsts)}
+        if len(ranks) > 1:
+            raise ValueError(f"one tensor's layouts have one number of dims; these have {sorted(ranks)}")
+        every = [self._state(x) for x in (*srcs, *dsts)]
+        dims = tuple(sorted({d for s, _ in every for d, axes in enumerate(s) if axes}))
+        states = [(tuple(s[d] for d in dims), partial) for s, partial in every]
+        mixed, parts = [_mixed(s) for s in srcs], []
+        for kinds in dict.fromkeys(mixed):
+            rows = np.array([i for i, of in enumerate(mixed) if of == kinds])
+            graph = self._graph(len(dims), kinds, states)
+            parts.append(TablePart(rows, graph, graph.ids([states[i] for i in rows]), graph.ids(states[len(srcs) :])))
+        never = np.zeros((len(srcs), len(dsts)), bool)
+        for j, d in enumerate(dsts):
+            if self.partial(d):
+                never[:, j] = [s != d for s in srcs]
+        return TableQuery(max(ranks, default=0), dims, tuple(parts), never)
 
     def partial(self, layout: Layout) -> set[tuple[str, str]]:
         """(axis, kind) of the reductions over axes of more than one device."""
         return {(a, kind) for a, kind in layout.partial if a in self.number}
 
     def _state(self, layout: Layout) -> LayoutState:
-        found = self._states.get(layout)
-        if found is None:
-            every = (*layout.sharded_axes, *layout.partial_axes)
-            for axis in every:
-                if axis not in self.mesh.axes:
-                    raise ValueError(f"layout {layout} names axis {axis!r}, which mesh {self.mesh} does not have")
-            if len(set(every)) != len(every):
-                raise ValueError(f"layout {layout} uses a mesh axis twice")
-            number = self.number
-            dims = tuple(tuple(number[a] for a in axes if a in number) for axes in layout.dims)
-            found = self._states[layout] = dims, _sorted(number[a] for a in layout.partial_axes if a in number)
-        return found
+        every = (*layout.sharded_axes, *layout.partial_axes)
+        for axis in every:
+            if axis not in self.mesh.axes:
+                raise ValueError(f"layout {layout} names axis {axis!r}, which mesh {self.mesh} does not have")
+        if len(set(every)) != len(every):
+            raise ValueError(f"layout {layout} uses a mesh axis twice")
+        number = self.number
+        dims = tuple(tuple(number[a] for a in axes if a in number) for axes in layout.dims)
+        return dims, tuple(sorted(number[a] for a in layout.partial_axes if a in number))
 
     def _graph(self, rank: int, kinds: tuple[tuple[str, ...], ...], wanted: list[LayoutState]) -> ReshardGraph:
         full = _count(rank, len(self.axes)) <= MAX_STATES
@@ -94,8 +93,7 @@ class ReshardGraphs:
         return self._graphs[key]
 
 
-@dataclass(frozen=True, eq=False)
-class TablePart:
+class TablePart(NamedTuple):
     """Rows of a table whose sources live in one graph.
 
     Attributes:
@@ -118,14 +116,12 @@ class TableQuery:
     Attributes:
         rank: dims of the tensor.
         dims: the tensor dims that the dims of the graph's layouts stand for.
-        size: rows and columns.
         parts: the rows, by graph.
-        never: [n, 2] (row, column) pairs that no path joins.
+        never: [row, column] whether no path joins them: nothing is moved and stays partial.
     """
 
     rank: int
     dims: tuple[int, ...]
-    size: tuple[int, int]
     parts: tuple[TablePart, ...]
     never: np.ndarray
 
@@ -137,13 +133,8 @@ def _mixed(layout: Layout) -> tuple[tuple[str, ...], ...]:
 
 
 def _count(rank: int, n_axes: int) -> int:
-    """How many layouts a tensor has on a mesh, partial ones included."""
-    total, orders = 0, 1
-    for split in range(n_axes + 1):  # `split` axes on dims, in order; the others replicated or partial
-        choose = len(list(itertools.combinations(range(n_axes), split)))
-        total += choose * orders * 2 ** (n_axes - split)
-        orders *= rank + split
-    return total
+    """How many layouts a tensor has: some axes on dims, in any order there; the others replicated or partial."""
+    return sum(math.comb(n_axes, k) * math.prod(range(rank, rank + k)) * 2 ** (n_axes - k) for k in range(n_axes + 1))
 
 
 def _all_states(rank: int, n_axes: int) -> list[LayoutState]:
@@ -193,6 +184,7 @@ class ReshardGraph:
 
     Attributes:
         states: [node] the layouts.
+        sharded, partial: [node] axes as bits, over which a layout is sharded and partial.
         classes: [edge class].
         edges: [edge, 3] target, source, edge class; sorted.
         class_shards, gathers, slices, outer_axes: [edge class] shards of the larger buffer; axes as bits that an all-gather gathers,
@@ -203,7 +195,9 @@ class ReshardGraph:
     def __init__(self, sizes, rank, states: list[LayoutState], groups, reduce_scatter: bool, symmetric: bool):
         self.sizes, self.rank, self.states, self.symmetric = sizes, rank, states, symmetric
         self.id = {s: i for i, s in enumerate(states)}
-        shards = [_shards(s, sizes) for s in states]
+        split = [[a for axes in dims for a in axes] for dims, _ in states]
+        shards = [_product(axes, sizes) for axes in split]
+        self.sharded, self.partial = _bits(split), _bits(partial for _, partial in states)
         same_shards: dict[tuple, list[LayoutState]] = {}
         for s in states:
             same_shards.setdefault(_shard_key(s, sizes), []).append(s)
@@ -211,19 +205,18 @@ class ReshardGraph:
         classes: dict[EdgeClass, int] = {}
         edges = []
         for u, state in enumerate(states):
-            for kind, axes, after, larger in _edges(state, sizes, groups, reduce_scatter, same_shards):
-                v = self.id.get(after)
-                if v is not None:
-                    outer = _outer_axes(state, after) if kind == "reduce-scatter" else ()
-                    edge = EdgeClass(kind, axes, shards[u if larger == "before" else v], outer)
+            for kind, axes, after in _edges(state, sizes, groups, reduce_scatter, same_shards):
+                if (v := self.id.get(after)) is not None:
+                    outer = _changed_dim(state, after) if kind == "reduce-scatter" else ()
+                    edge = EdgeClass(kind, axes, shards[v if kind == "all-gather" else u], outer)
                     edges.append((v, u, classes.setdefault(edge, len(classes))))
         self.classes = list(classes)
         self.edges = np.array(sorted(edges), np.int64).reshape(-1, 3)
         self.class_shards = np.array([e.shards for e in self.classes], float)
-        self.gathers = np.array([bits(e.axes) if e.kind == "all-gather" else 0 for e in self.classes], np.int64)
+        self.gathers = _bits(e.axes if e.kind == "all-gather" else () for e in self.classes)
         scattered = reduce_scatter and symmetric  # instead of all-reduced and sliced; layouts in between may be missing otherwise
-        self.slices = np.array([bits(e.axes) if e.kind == "slice" and scattered else 0 for e in self.classes], np.int64)
-        self.outer_axes = np.array([bits(e.outer_axes) for e in self.classes], np.int64)
+        self.slices = _bits(e.axes if e.kind == "slice" and scattered else () for e in self.classes)
+        self.outer_axes = _bits(e.outer_axes for e in self.classes)
 
         axes = range(len(sizes))
         self._products = sorted({_product(c, sizes) for k in range(1, len(sizes) + 1) for c in itertools.combinations(axes, k)})
@@ -231,7 +224,7 @@ class ReshardGraph:
 
     def ids(self, states: Sequence[LayoutState]) -> np.ndarray:
         """[n] node numbers."""
-        return np.fromiter((self.id[s] for s in states), np.int64, len(states))
+        return np.array([self.id[s] for s in states], np.int64)
 
     def subgraph(self, shape: tuple[int, ...], src: np.ndarray, dst: np.ndarray) -> EvenSubgraph:
         """The layouts that divide a tensor of this shape evenly, and the sources and targets that do not, with what leads to them."""
@@ -314,16 +307,16 @@ class EvenSubgraph:
         return self._orders[self._renaming[src]]
 
 
-def bits(axes: Iterable[int]) -> int:
-    """A set of axes as an integer, one bit per axis."""
-    return sum(1 << a for a in axes)
+def _bits(sets: Iterable[Iterable[int]]) -> np.ndarray:
+    """Sets of axes as integers, one bit per axis."""
+    return np.array([sum(1 << a for a in axes) for axes in sets], np.int64)
 
 
 # ---- edges
 
 
-def _edges(state: LayoutState, sizes, groups, reduce_scatter, same_shards) -> Iterator[tuple[str, tuple[int, ...], LayoutState, str]]:
-    """Every collective out of a layout: (kind, axes, layout after, which side has the larger buffer).
+def _edges(state: LayoutState, sizes, groups, reduce_scatter, same_shards) -> Iterator[tuple[str, tuple[int, ...], LayoutState]]:
+    """Every collective out of a layout: (kind, axes, layout after).
 
     Facts: partition-rest-is-all-reduced, partition-reshard-kinds.
     """
@@ -336,31 +329,29 @@ def _edges(state: LayoutState, sizes, groups, reduce_scatter, same_shards) -> It
     for d, axes in enumerate(dims):
         for k in range(len(axes)):
             head, tail = axes[:k], axes[k:]
-            yield "all-gather", _sorted(tail), (put(d, head), partial), "after"
+            yield "all-gather", tuple(sorted(tail)), (put(d, head), partial)
             for e in range(len(dims)):
                 if e != d:
-                    yield "all-to-all", _sorted(tail), (put(e, (*dims[e], *tail), put(d, head)), partial), "before"
+                    yield "all-to-all", tuple(sorted(tail)), (put(e, (*dims[e], *tail), put(d, head)), partial)
         for a in () if partial else idle:  # XLA would slice the operands of a sum that is still partial
-            yield "slice", (a,), (put(d, (*axes, a)), partial), "before"
-    for k in range(1, len(partial) + 1):
-        for some in itertools.combinations(partial, k):
-            if len({groups.get(a) for a in some}) > 1:
-                continue
-            left = tuple(a for a in partial if a not in some)
-            if groups.get(some[0]) not in [groups.get(a) for a in left]:  # fact: partition-scatter-at-once
-                yield "all-reduce", some, (dims, left), "before"
-            if reduce_scatter:
-                for order in itertools.permutations(some):
-                    for d, axes in enumerate(dims):
-                        yield "reduce-scatter", some, (put(d, (*axes, *order)), left), "before"
+            yield "slice", (a,), (put(d, (*axes, a)), partial)
+    for some in itertools.chain.from_iterable(itertools.combinations(partial, k) for k in range(1, len(partial) + 1)):
+        if len({groups.get(a) for a in some}) > 1:
+            continue
+        left = tuple(a for a in partial if a not in some)
+        if groups.get(some[0]) not in [groups.get(a) for a in left]:  # fact: partition-scatter-at-once
+            yield "all-reduce", some, (dims, left)
+        for order in itertools.permutations(some) if reduce_scatter else ():
+            for d, axes in enumerate(dims):
+                yield "reduce-scatter", some, (put(d, (*axes, *order)), left)
     for other in same_shards[_shard_key(state, sizes)]:
         if other != state:
-            yield "collective-permute", _displaced(state, other, sizes), other, "before"
+            yield "collective-permute", _displaced(state, other, sizes), other
 
 
-def _outer_axes(before: LayoutState, after: LayoutState) -> tuple[int, ...]:
-    """Axes that already shard the dim along which a sum is scattered."""
-    return next(_sorted(a) for a, b in zip(before[0], after[0], strict=True) if a != b)
+def _changed_dim(before: LayoutState, after: LayoutState) -> tuple[int, ...]:
+    """The axes that already shard the dim along which a sum is scattered."""
+    return next(tuple(sorted(a)) for a, b in zip(before[0], after[0], strict=True) if a != b)
 
 
 def _displaced(a: LayoutState, b: LayoutState, sizes) -> tuple[int, ...]:
@@ -370,7 +361,7 @@ def _displaced(a: LayoutState, b: LayoutState, sizes) -> tuple[int, ...]:
         return {axis: (d, _product(axes[i + 1 :], sizes)) for d, axes in enumerate(s[0]) for i, axis in enumerate(axes)}
 
     before, after = places(a), places(b)
-    return _sorted({x for x in before.keys() | after.keys() if before.get(x) != after.get(x)})
+    return tuple(sorted({x for x in before.keys() | after.keys() if before.get(x) != after.get(x)}))
 
 
 def _shard_key(state: LayoutState, sizes) -> tuple:
@@ -379,16 +370,5 @@ def _shard_key(state: LayoutState, sizes) -> tuple:
     return tuple(_product(axes, sizes) for axes in dims), partial
 
 
-def _shards(state: LayoutState, sizes) -> int:
-    return _product((a for axes in state[0] for a in axes), sizes)
-
-
 def _product(axes, sizes) -> int:
-    n = 1
-    for a in axes:
-        n *= sizes[a]
-    return n
-
-
-def _sorted(axes) -> tuple[int, ...]:
-    return tuple(sorted(axes))
+    return math.prod([sizes[a] for a in axes])

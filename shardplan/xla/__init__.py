@@ -1,6 +1,6 @@
 """What XLA did with a step: compiles it for devices present or absent, reads the result, checks it, compares it with the plan."""
 
-from shardplan.mesh.gpus import Gpu, gpus
+from shardplan.mesh.device import Gpu, gpus
 from shardplan.xla.compiler.compile import Compiled, CompilerMissingError, XlaMemory, available, compile, lower
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective, collectives

@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shardplan.mesh.gpus import gpu_of_device_kind
+from shardplan.mesh.device import gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
 from shardplan.units import format_memory
 from shardplan.xla.compiler import _backend, targets

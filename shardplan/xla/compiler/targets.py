@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from shardplan.mesh.gpus import Gpu, gpus, node
+from shardplan.mesh.device import Gpu, gpus
 
 _XLA_TYPES = {
     "int8": (2, 6),
@@ -51,16 +51,17 @@ def parse(text: str | Target, n_devices: int | None = None) -> Target:
                 f"target {text!r} is not known; write GPU:count or GPU:nodesxcount with one of {', '.join(gpus())}, "
                 'as in "h200:8" or "h100:8x8"'
             )
-        count = int(found[2] or n_devices or node().size)
-        per_node = int(found[3] or min(count, node().size))
+        gpu = gpus()[found[1]]
+        count = int(found[2] or n_devices or gpu.node_size)
+        per_node = int(found[3] or min(count, gpu.node_size))
         nodes = count if found[3] else count // max(per_node, 1)
         if not found[3] and count != nodes * per_node:
             raise ValueError(
-                f"target {text!r}: {count} devices do not fill nodes of {node().size}; write the nodes, as in GPU:nodesxcount"
+                f"target {text!r}: {count} devices do not fill nodes of {gpu.node_size}; write the nodes, as in GPU:nodesxcount"
             )
         if nodes * per_node < 1:
             raise ValueError(f"target {text!r} has no devices")
-        target = Target(gpus()[found[1]], nodes, per_node)
+        target = Target(gpu, nodes, per_node)
     if n_devices is not None and n_devices != target.n_devices:
         way_out = (
             "nothing in it is sharded: give it arguments or in_shardings on a mesh"
