@@ -25,26 +25,19 @@ CALLS = """
 """
 INLINED = frozenset(CALLS.split())
 """Primitives that only wrap a jaxpr."""
-
 HELD = "jaxpr", "call_jaxpr", "fwd_jaxpr", "callee", "call"
 """Parameters that hold it."""
 
 
 def inner_jaxpr(eqn) -> ClosedJaxpr | None:
-    """The jaxpr a wrapping equation calls, closed; None for an equation that is an op of its own."""
-    if eqn.primitive.name in EXPANDED:
-        return _expanded(eqn)
+    """The jaxpr that an equation calls or stands for (traced on its line), closed; None for one that is an op of its own."""
+    if run := EXPANDED.get(eqn.primitive.name):
+        if eqn.effects or not all(isinstance(a.aval, core.ShapedArray) for a in (*eqn.invars, *eqn.outvars)):
+            return None
+        with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
+            return jax.make_jaxpr(lambda *xs: run(eqn, *xs))(*(abstract(a.aval) for a in eqn.invars))
     held = (eqn.params.get(param) for param in HELD) if eqn.primitive.name in INLINED else ()
     return next((closed(inner) for inner in held if inner is not None), None)
-
-
-def _expanded(eqn) -> ClosedJaxpr | None:
-    """What an equation that stands for a program runs, on its line."""
-    if eqn.effects or not all(isinstance(a.aval, core.ShapedArray) for a in (*eqn.invars, *eqn.outvars)):
-        return None
-    run = EXPANDED[eqn.primitive.name]
-    with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
-        return jax.make_jaxpr(lambda *xs: run(eqn, *xs))(*(abstract(a.aval) for a in eqn.invars))
 
 
 def _linear_solve(eqn, *xs) -> list:
@@ -185,12 +178,9 @@ BACKWARD, DIFFERENTIATED, REMATERIALISED = "transpose(", "jvp(", "rematted_compu
 what `jax.checkpoint` recomputes."""
 
 
-def is_backward(eqn) -> bool:
-    return BACKWARD in str(eqn.source_info.name_stack)
-
-
-def is_differentiated(eqn) -> bool:
-    return DIFFERENTIATED in str(eqn.source_info.name_stack)
+def name_stack(eqn) -> str:
+    """The name stack of an equation, with these words in it."""
+    return str(eqn.source_info.name_stack)
 
 
 def bind(eqn, operands, params=None, context: bool = True):
@@ -225,10 +215,7 @@ def itemsize(dtype) -> float:
 
 def auto_twin(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The same mesh with every axis of type Auto, on which sharding constraints are requests to XLA."""
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def is_auto(mesh) -> bool:
@@ -347,11 +334,6 @@ def broadcast_prefix(prefix, full, is_leaf) -> list:
     return out
 
 
-def is_custom_vmap(eqn) -> bool:
-    """Whether an equation calls a function with a batching rule of its own."""
-    return eqn.primitive.name == "custom_vmap_call"
-
-
 def batched_as(eqn, run: Callable) -> Callable:
     """`run` on the operands of a `custom_vmap_call`, batched by the equation's own rule."""
     wrapped = jax.custom_batching.custom_vmap(lambda *xs: tuple(run(*xs)))
@@ -385,6 +367,11 @@ def static_arguments(jitted) -> tuple[frozenset[int], frozenset[str]]:
 
 # ---- what JAX's errors say
 
+OTHER_SHARD_MAP_MESH = "should match the mesh passed to shard_map"
+"""A `shard_map` was given another mesh than the one in use."""
+UNKNOWN_AXIS = "is not found in mesh"
+"""A PartitionSpec names an axis that the current mesh lacks."""
+
 
 class ForeignMeshError(ValueError):
     """A planned step was called with arrays that are typed with the axes of another mesh."""
@@ -394,13 +381,3 @@ def refuses_placement(error: ValueError) -> bool:
     """Whether jit refused arguments because of the devices they are on; `device_put` helps."""
     texts = "does not match the sharding", "incompatible devices", "should be equal", "mesh should be the same", "aval mesh"
     return isinstance(error, ForeignMeshError) or any(text in str(error) for text in texts)
-
-
-def refuses_shard_map_mesh(error: ValueError) -> bool:
-    """Whether a `shard_map` was given another mesh than the one in use."""
-    return "should match the mesh passed to shard_map" in str(error)
-
-
-def refuses_axis_name(error: ValueError) -> bool:
-    """Whether a PartitionSpec names an axis that the current mesh lacks."""
-    return "is not found in mesh" in str(error)

@@ -260,13 +260,13 @@ def _trace(fun: Callable, call: Call, auto: AutoOptions):
     try:
         return jax.jit(fun, **auto.jit_arguments).trace(*args, **kwargs)
     except ValueError as error:
-        if _jax.refuses_shard_map_mesh(error):
+        if _jax.OTHER_SHARD_MAP_MESH in str(error):
             raise ShardingError(
                 "a shard_map inside the step is given a mesh whose axes are Explicit; a planned step is traced on the same mesh with "
                 "Auto axes.\n  ways out: leave mesh= out of that jax.shard_map (it takes the mesh in use), or plan on "
                 "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)"
             ) from error
-        if not _jax.refuses_axis_name(error):
+        if _jax.UNKNOWN_AXIS not in str(error):
             raise
         unknown = error
     why, way = f"the step asks for layouts that the mesh has no axis for: {unknown}", f"name axes of {auto.shape}"

@@ -8,8 +8,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import shardplan
+from shardplan.mesh.cluster import group_link
 from shardplan.xla import available
-from shardplan.xla.hlo.schedule import link, seconds
+from shardplan.xla.hlo.schedule import seconds
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds = jax.ShapeDtypeStruct
@@ -89,8 +90,8 @@ def test_seconds_are_those_of_the_emitted_program():
 
 
 def test_groups_know_their_nodes():
-    assert link(((0, 1, 2, 3), (4, 5, 6, 7)), 4) == shardplan.Cluster.preset("h100").axis(shardplan.MeshShape(("a",), (4,)), "a")
-    across = link(((0, 4), (1, 5), (2, 6), (3, 7)), 4)
+    assert group_link(((0, 1, 2, 3), (4, 5, 6, 7)), 4) == shardplan.Cluster.preset("h100").axis(shardplan.MeshShape(("a",), (4,)), "a")
+    across = group_link(((0, 4), (1, 5), (2, 6), (3, 7)), 4)
     assert (across.members, across.local, across.nodes) == (2, 1, 2)
-    both = link((tuple(range(8)),), 4)
+    both = group_link((tuple(range(8)),), 4)
     assert (both.members, both.local, both.nodes) == (8, 4, 2)

@@ -72,9 +72,8 @@ class _Decided:
 
     def copy_number(self, i: int, v: int | None) -> int:
         """As in `EmitDecision.copies`."""
-        if v is None:
-            return 0
-        return BARRIER if self.reads_behind_barrier(i, v) else self.regathers.get(self.graph.values[v].producer[0], 0)
+        maker = -1 if v is None else self.graph.values[v].producer[0]
+        return BARRIER if v is not None and self.reads_behind_barrier(i, v) else self.regathers.get(maker, 0)
 
     def read(self, i: int, k: int, v: int | None, copy: int, local: bool) -> tuple[Layout, ...]:
         """The layouts that operand k of op i goes through, the last the one that it is read in; () leaves it to XLA."""

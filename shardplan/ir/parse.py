@@ -153,10 +153,11 @@ def _phase(g: _Recorder, eqn, path: Path) -> Phase:
     A backward op has `transpose(` there, or stands inside one that has. Behind the first of these, an op that is not differentiated
     belongs to the optimizer's update.
     """
-    if _jax.is_backward(eqn) or (g.phase == "backward" and path):
+    stack = _jax.name_stack(eqn)
+    if _jax.BACKWARD in stack or (g.phase == "backward" and path):
         g.seen_backward = True
         return "backward"
-    return "update" if g.seen_backward and not _jax.is_differentiated(eqn) else "forward"
+    return "update" if g.seen_backward and _jax.DIFFERENTIATED not in stack else "forward"
 
 
 def _call(g: _Recorder, closed, inputs, path: Path) -> list[int | None]:

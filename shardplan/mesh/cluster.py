@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
@@ -258,13 +259,13 @@ def _axis_link(mesh: MeshShape, axes: tuple[str, ...], node_size: int) -> AxisLi
     members = mesh.size(*axes)  # KeyError names an unknown axis
     place = [mesh.axes.index(a) for a in dict.fromkeys(axes)]
     rest = [i for i in range(len(mesh.axes)) if i not in place]
-    node = np.arange(mesh.n_devices).reshape(mesh.sizes) // node_size
-    groups = np.sort(node.transpose(rest + place).reshape(-1, members), axis=1)
-    starts = np.ones(groups.shape, bool)
-    starts[:, 1:] = groups[:, 1:] != groups[:, :-1]
-    nodes = int(starts.sum(axis=1).max(initial=1))
-    runs = np.diff(np.append(np.flatnonzero(starts), groups.size))  # members of a group on each of its nodes
-    return AxisLink(members, int(runs.min(initial=members)), nodes)
+    return group_link(np.arange(mesh.n_devices).reshape(mesh.sizes).transpose(rest + place).reshape(-1, members).tolist(), node_size)
+
+
+def group_link(groups: Sequence[Sequence[int]], node_size: int) -> AxisLink:
+    """What collectives of these device groups run over."""
+    on_nodes = [Counter(device // node_size for device in group).values() for group in groups if group]
+    return AxisLink(max(map(len, groups), default=1), min(map(min, on_nodes), default=1), max(map(len, on_nodes), default=1))
 
 
 # ---- which cluster a person means
@@ -289,10 +290,12 @@ def resolve(
     """
     if isinstance(cluster, Cluster):
         return cluster
-    preset = isinstance(cluster, str) and (cluster in Cluster.presets() or not _looks_like_path(cluster))
-    if cluster is not None and not preset:
+    if cluster is None:
+        found = _at_hand(platform, device_kind)
+    elif isinstance(cluster, str) and (cluster in Cluster.presets() or not _looks_like_path(cluster)):
+        found = Cluster.preset(cluster)
+    else:
         return Cluster.load(cluster)
-    found = _at_hand(platform, device_kind) if cluster is None else Cluster.preset(str(cluster))
     return _share_of_machine(found, n_devices) if "cpu" in found.platforms else found
 
 
@@ -303,13 +306,12 @@ def _looks_like_path(text: str) -> bool:
 def _at_hand(platform: str, device_kind: str) -> Cluster:
     if platform == "cpu" or "cpu" in device_kind.lower():
         return Cluster.preset("cpu")
-    gpu = gpu_of_device_kind(device_kind)
-    if gpu is None:
-        raise ClusterError(
-            f"no preset describes {device_kind!r} (platform {platform!r}).\n  presets: {', '.join(Cluster.presets())}\n"
-            "  ways out: cluster= one of these, or shardplan.calibrate(mesh) to measure this machine"
-        )
-    return Cluster.preset(gpu.key)
+    if gpu := gpu_of_device_kind(device_kind):
+        return Cluster.preset(gpu.key)
+    raise ClusterError(
+        f"no preset describes {device_kind!r} (platform {platform!r}).\n  presets: {', '.join(Cluster.presets())}\n"
+        "  ways out: cluster= one of these, or shardplan.calibrate(mesh) to measure this machine"
+    )
 
 
 def _share_of_machine(cluster: Cluster, n_devices: int) -> Cluster:

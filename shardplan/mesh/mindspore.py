@@ -15,7 +15,7 @@ Source: MindSpore documentation, "Automatic Parallel Strategy Search", sections 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardplan.mesh.layout import Layout, MeshShape
 
@@ -23,14 +23,10 @@ REPEATED = "repeated"
 """Mesh axis along which devices repeat the computation, where the strategy makes fewer shards than there are devices."""
 
 
-@dataclass(frozen=True)
-class MindSporeOperator:
-    """An operator's device matrix (as a mesh) and the layouts of its tensors.
+class MindSporeOperator(NamedTuple):
+    """An operator's logical device matrix (one axis per letter, preceded by `REPEATED` if devices remain) and its tensors' layouts.
 
-    Attributes:
-        mesh: the logical device matrix; one axis per letter, preceded by `REPEATED` if devices remain.
-        inputs: one layout per input.
-        output: layout of the output; partial over the sharded letters that are summed.
+    The output is partial over the sharded letters that are summed.
     """
 
     mesh: MeshShape

@@ -31,6 +31,8 @@ from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollect
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard_graph import EvenSubgraph, LayoutState, ReshardGraph, ReshardGraphs, TablePart, TableQuery
 
+KnownGroups = tuple[tuple[CollectiveKey, CombinedCollectives], ...]
+
 
 @dataclass(frozen=True)
 class ReshardStep:
@@ -76,7 +78,7 @@ class Resharder:
     cluster: Cluster
     combined: CombinedCollectives = UNCOMBINED
     combinable: tuple[str, ...] = ()
-    known: tuple[tuple[CollectiveKey, CombinedCollectives], ...] = ()
+    known: KnownGroups = ()
     sliced_sums: bool = False
     byte_factors: tuple[tuple[str, float], ...] = ()
     shared_graphs: ReshardGraphs | None = None
@@ -90,12 +92,7 @@ class Resharder:
     def _graphs(self) -> ReshardGraphs:
         return self.shared_graphs or ReshardGraphs(self.mesh, self.cluster.reduce_scatter)
 
-    def combining(
-        self,
-        combined: CombinedCollectives,
-        kinds: tuple[str, ...],
-        known: tuple[tuple[CollectiveKey, CombinedCollectives], ...] = (),
-    ) -> Resharder:
+    def combining(self, combined: CombinedCollectives, kinds: tuple[str, ...], known: KnownGroups = ()) -> Resharder:
         """A resharder whose collectives are combined with those of other arrays and share their latency."""
         if combined.arrays == 1 and not known:
             return self

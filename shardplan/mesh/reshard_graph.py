@@ -94,14 +94,7 @@ class ReshardGraphs:
 
 
 class TablePart(NamedTuple):
-    """Rows of a table whose sources live in one graph.
-
-    Attributes:
-        rows: [n] rows of the table.
-        graph: holds every source and target.
-        src: [n] node numbers of the sources.
-        dst: [columns] node numbers of the targets.
-    """
+    """Rows of a table whose sources live in one graph: their numbers, and the node numbers of the sources and of all targets."""
 
     rows: np.ndarray
     graph: ReshardGraph

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from shardplan import _jax
-from shardplan.emit.shard_local import dynamic_index, gathered, window
+from shardplan.emit.shard_local import dynamic_index, window
 from shardplan.emit.shard_local.halo import HaloDims, halo_dims
 from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import Layout
@@ -53,22 +53,17 @@ def unchanged(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]
 
 def convolution(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
     """A device's groups, over its halo; None where there are neither groups nor halos (fact: local-grouped-convolution)."""
-    p, ins, outs = eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
-    rule, _ = rule_for(eqn.primitive.name, ins, outs, p)
-    axes = factor_axes(rule, (*operands, *results))
-    if axes is None:
+    p, found = eqn.params, shard_factors(eqn, (*operands, *results), sizes)
+    if found is None or (p["feature_group_count"] == p["batch_group_count"] == 1 and not found[2][0]):
         return None
+    rule, axes, halos = found
     (lhs, rhs, out), (x, w) = p["dimension_numbers"], (layout.dims for layout in operands if layout)
-    halos = [halo_dims(rule, 0, axes, {a: prod(sizes[n] for n in of) for a, of in axes.items()}, ins, outs)]
-    if p["feature_group_count"] == p["batch_group_count"] == 1 and not halos[0]:
-        return None
     counts = {"batch_group_count": lhs[0], "feature_group_count": lhs[1]}
     groups = {name: max(1, p[name] // prod(sizes[a] for a in x[d])) for name, d in counts.items()}
     dims = [axes.get(dim[0], ()) if dim else () for dim in rule.results[0]]
     dims[out[0]] = tuple(a for a in x[lhs[0]] if a not in w[rhs[0]])  # not those of the groups
     dims[out[1]] = w[rhs[0]]
-    summed = tuple((a, "sum") for factor in rule.reduce for a in axes.get(factor, ()))
-    return lambda *shards: window.convolution(eqn, shards, halos, groups), (Layout(tuple(dims), summed),)
+    return lambda *shards: window.convolution(eqn, shards, halos, groups), (Layout(tuple(dims), _summed(rule, axes)),)
 
 
 # ---- ops that run on their shards where a factor is sharded that is shard-local (`Rule.shard_local`)
@@ -83,13 +78,13 @@ FORMS: dict[str, Callable[..., list]] = {
     "reduce_window": window.reduce_window,
     "select_and_gather_add": window.select_and_gather_add,
     "select_and_scatter_add": window.select_and_scatter_add,
-    "cumsum": partial(gathered.cumulative, jnp.add),
-    "cumprod": partial(gathered.cumulative, jnp.multiply),
-    "cummax": partial(gathered.cumulative, jnp.maximum),
-    "cummin": partial(gathered.cumulative, jnp.minimum),
-    "cumlogsumexp": partial(gathered.cumulative, jnp.logaddexp),
-    **dict.fromkeys(("argmax", "argmin"), gathered.arg_reduce),
-    **dict.fromkeys(("top_k", "approx_top_k"), gathered.top_k),
+    "cumsum": partial(window.cumulative, jnp.add),
+    "cumprod": partial(window.cumulative, jnp.multiply),
+    "cummax": partial(window.cumulative, jnp.maximum),
+    "cummin": partial(window.cumulative, jnp.minimum),
+    "cumlogsumexp": partial(window.cumulative, jnp.logaddexp),
+    **dict.fromkeys(("argmax", "argmin"), window.arg_reduce),
+    **dict.fromkeys(("top_k", "approx_top_k"), window.top_k),
     "dynamic_slice": dynamic_index.dynamic_slice,
     "dynamic_update_slice": dynamic_index.dynamic_update_slice,
     "gather": dynamic_index.gather,
@@ -106,31 +101,37 @@ def run_form(eqn, shards, halos: HaloDims) -> list:
 
 def by_rule(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
     """An op of which some shard-local factor is sharded; None where XLA does as well."""
-    name, ins, outs = eqn.primitive.name, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
-    if name not in FORMS and not is_registered(name):
+    known = eqn.primitive.name in FORMS or is_registered(eqn.primitive.name)
+    found = shard_factors(eqn, (*operands, *results), sizes) if known else None
+    if found is None or not found[0].shard_local:
         return None
-    rule, _ = rule_for(name, ins, outs, eqn.params)
-    axes = factor_axes(rule, (*operands, *results)) if rule.shard_local else None
-    if axes is None:
-        return None
-    shards = {a: prod(sizes[x] for x in of) for a, of in axes.items()}
-    halos = [halo_dims(rule, k, axes, shards, ins, outs) for k in range(len(ins))]
+    rule, axes, halos = found
     every = [s for dims in halos for s in dims]
     if not any(not rule.halo or max(s.halo.window, s.halo.dilation) > 1 or s.halo.permutes(s.n, s.m, s.shards) for s in every):
         return None
-    summed = tuple((axis, kind) for a, kind in rule.reduce.items() for axis in axes.get(a, ()))
-    layouts = [Layout(tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in dims), summed) for dims in rule.results]
-    return lambda *shards: run_form(eqn, shards, halos), tuple(layouts)
+    dims = (tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in of) for of in rule.results)
+    return lambda *shards: run_form(eqn, shards, halos), tuple(Layout(of, _summed(rule, axes)) for of in dims)
 
 
-def factor_axes(rule: Rule, tensors: Layouts) -> dict[str, tuple[str, ...]] | None:
-    """Factor -> the mesh axes it is sharded over; None where tensors do not agree."""
-    found: dict[str, tuple[str, ...]] = {}
-    for dims, layout in zip(rule.operands + rule.results, tensors, strict=True):
-        for dim, axes in zip(dims, layout.dims if layout else (), strict=bool(layout)):
-            if len(dim) == 1 and found.setdefault(dim[0], axes) != axes:
+FactorAxes = dict[str, tuple[str, ...]]
+"""Factor -> the mesh axes it is sharded over."""
+
+
+def shard_factors(eqn, layouts: Layouts, sizes: Mapping[str, int]) -> tuple[Rule, FactorAxes, HaloDims] | None:
+    """An op's rule, the axes of its factors and its halo dims, given layouts of all its tensors; None where these do not agree."""
+    ins, outs = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+    rule, _ = rule_for(eqn.primitive.name, ins, outs, eqn.params)
+    axes: FactorAxes = {}
+    for dims, layout in zip(rule.operands + rule.results, layouts, strict=True):
+        for dim, of in zip(dims, layout.dims if layout else (), strict=bool(layout)):
+            if len(dim) == 1 and axes.setdefault(dim[0], of) != of:
                 return None
-    return found
+    shards = {a: prod(sizes[n] for n in of) for a, of in axes.items()}
+    return rule, axes, [halo_dims(rule, k, axes, shards, ins, outs) for k in range(len(ins))]
+
+
+def _summed(rule: Rule, axes: FactorAxes) -> tuple[tuple[str, str], ...]:
+    return tuple((axis, kind) for a, kind in rule.reduce.items() for axis in axes.get(a, ()))
 
 
 # ---- one equation
@@ -146,9 +147,8 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
     read = [x for x in layouts if x is not None]
     if len(read) < len(layouts) or not any(x.sharded_axes for x in read):
         return bind(eqn, values)
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     plan = convolution if traits.convolution else unchanged if traits.runs_on_shards else by_rule
-    local = plan(eqn, layouts, made, sizes)
+    local = plan(eqn, layouts, made, mesh.shape)
     if local is None:
         return bind(eqn, values)
     run_shards, made = local

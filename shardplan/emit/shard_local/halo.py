@@ -73,13 +73,7 @@ def along(x, dim: int, rank: int):
 def halo_dims(rule: Rule, k: int, axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], ins, outs) -> list[HaloDim]:
     """The sharded dims of operand k that windows slide over, or along which shards have to know their position.
 
-    Args:
-        rule: the op's rule.
-        k: number of the operand.
-        axes: factor -> the mesh axes it is sharded over.
-        sizes: factor -> number of shards.
-        ins: avals of the operands.
-        outs: avals of the results.
+    `axes` are the mesh axes of every factor, `sizes` its numbers of shards; `ins` and `outs` the avals of operands and results.
     """
     sharded = [(d, dim[0]) for d, dim in enumerate(rule.operands[k]) if len(dim) == 1 and axes.get(dim[0])]
     halos = [(d, a, rule.halo[a][k]) for d, a in sharded if k in rule.halo.get(a, ())]

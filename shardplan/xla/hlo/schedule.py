@@ -20,7 +20,7 @@ from functools import cache, cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from shardplan.mesh.cluster import KINDS, AxisLink, Cluster
+from shardplan.mesh.cluster import KINDS, Cluster, group_link
 from shardplan.mesh.collective import seconds_on_link
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla.hlo.collectives import HloCollective, collectives
@@ -182,14 +182,7 @@ def collective_s(c: HloCollective, cluster: Cluster) -> float:
     """Seconds of one run of an emitted collective, by its device groups."""
     kind = SAME_PRICE.get(c.kind, c.kind)
     assert kind in KINDS, kind
-    return seconds_on_link(kind, c.bytes, link(c.groups, cluster.node_size), cluster)
-
-
-def link(groups: tuple[tuple[int, ...], ...], node_size: int) -> AxisLink:
-    """The link of device groups: members, the fewest that share a node, the most nodes that a group spans."""
-    members = max(map(len, groups), default=1)
-    on_nodes = [[len(list(some)) for _, some in groupby(sorted(d // node_size for d in group))] for group in groups]
-    return AxisLink(members, min((min(n) for n in on_nodes if n), default=1), max(map(len, on_nodes), default=1))
+    return seconds_on_link(kind, c.bytes, group_link(c.groups, cluster.node_size), cluster)
 
 
 @dataclass(frozen=True)
