@@ -334,6 +334,11 @@ def broadcast_prefix(prefix, full, is_leaf) -> list:
     return out
 
 
+def is_custom_vmap(eqn) -> bool:
+    """Whether an equation calls a function with a batching rule of its own."""
+    return eqn.primitive.name == "custom_vmap_call"
+
+
 def batched_as(eqn, run: Callable) -> Callable:
     """`run` on the operands of a `custom_vmap_call`, batched by the equation's own rule."""
     wrapped = jax.custom_batching.custom_vmap(lambda *xs: tuple(run(*xs)))

@@ -142,7 +142,7 @@ class _Scope:
         if _jax.is_recompute(eqn):
             operands = self.reads(path, "barrier", operands)
             operands = self.results(path, "barrier", jax.lax.optimization_barrier(operands))
-        if eqn.primitive.name == "custom_vmap_call":
+        if _jax.is_custom_vmap(eqn):
             run = _jax.batched_as(eqn, lambda *xs: _Scope(self.decisions, self.mesh).evaluate(inner.jaxpr, inner.consts, xs, path))
             return list(run(*operands))
         return self.evaluate(inner.jaxpr, inner.consts, operands, path)

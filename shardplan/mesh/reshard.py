@@ -126,26 +126,9 @@ class Resharder:
             as many bytes that divides as evenly.
         """
         query = self._graphs.query(tuple(srcs), tuple(dsts))
-        key = (query, tuple(shape), itemsize, last)
-        if key not in self._tables:
-            self._tables[key] = self._table(*key)
-        return self._tables[key]
-
-    def path(self, shape: tuple[int, ...], itemsize: float, src: Layout, dst: Layout) -> tuple[ReshardStep, ...]:
-        """The steps of the cheapest path; () where src is dst. Equal costs are decided the same way every time.
-
-        Raises:
-            ValueError: no path leads there: dst is partial, and another layout than src.
-        """
-        key = (tuple(shape), itemsize, src, dst)
-        found = self._paths.get(key)
-        if found is None:
-            found = self._paths[key] = self._path(*key)
-        return found
-
-    # ---- inside
-
-    def _table(self, query: TableQuery, shape: tuple[int, ...], itemsize: float, last: bool) -> np.ndarray:
+        asked = query, tuple(shape), itemsize, last
+        if asked in self._tables:
+            return self._tables[asked]
         if len(shape) != query.rank and query.parts:
             raise ValueError(f"layouts have {query.rank} dims, the tensor of shape {shape} has {len(shape)}")
         found = [self._shortest(query, part, shape, itemsize) for part in query.parts]
@@ -157,34 +140,18 @@ class Resharder:
             out[query.never] = np.inf
             out.flags.writeable = False
             self._tables[key] = out
+        self._tables[asked] = self._tables[key]
         return self._tables[key]
 
-    def _shortest(self, query: TableQuery, part: TablePart, shape: tuple[int, ...], itemsize: float) -> _Distances:
-        total = math.prod(shape, start=float(itemsize))
-        subgraph = part.graph.subgraph(tuple(shape[d] for d in query.dims), part.src, part.dst)
-        if (subgraph, total) not in self._distances:
-            self._distances[subgraph, total] = _Distances(subgraph, total, self._priced(part.graph), self.sliced_sums)
-        return self._distances[subgraph, total]
+    def path(self, shape: tuple[int, ...], itemsize: float, src: Layout, dst: Layout) -> tuple[ReshardStep, ...]:
+        """The steps of the cheapest path; () where src is dst. Equal costs are decided the same way every time.
 
-    def _priced(self, graph: ReshardGraph) -> np.ndarray:
-        """[edge class, algorithm, figure of `_edge_prices`]; the last algorithm is repeated where a class has fewer."""
-        if graph not in self._prices:
-            found = [self._edge_prices(e.kind, tuple(self._graphs.axes[a] for a in e.axes)) for e in graph.classes]
-            width = max(map(len, found), default=1)
-            self._prices[graph] = np.array([[*x, *[x[-1]] * (width - len(x))] for x in found], float).reshape(-1, width, 5)
-        return self._prices[graph]
-
-    def _edge_prices(self, kind: str, axes: tuple[str, ...]) -> list[tuple[float, ...]]:
-        """Per algorithm of a collective, alone and combined: its `AlphaBeta`, and the figures of its `staging_kernels`."""
-        known = dict(self.known).get(CollectiveKey(kind, axes), self.combined) if kind in self.combinable else UNCOMBINED
-        factor, found = dict(self.byte_factors).get(kind, 1.0), []
-        for combined in dict.fromkeys((UNCOMBINED, known)):
-            shared, latency_s, own = collective.staging_kernels(kind, self.cluster, combined.arrays)
-            for a, b in collective.algorithms(kind, axes, self.mesh, self.cluster, combined):
-                found.append((a, b * factor, shared * factor, latency_s, own * factor))
-        return found
-
-    def _path(self, shape, itemsize, src: Layout, dst: Layout) -> tuple[ReshardStep, ...]:
+        Raises:
+            ValueError: no path leads there: dst is partial, and another layout than src.
+        """
+        key = (tuple(shape), itemsize, src, dst)
+        if (found := self._paths.get(key)) is not None:
+            return found
         graphs = self._graphs
         if src != dst and (partial := graphs.partial(dst)):
             unreduced = ", ".join(f"{kind} over {axis}" for axis, kind in sorted(partial))
@@ -210,7 +177,33 @@ class Resharder:
             sent = float(shortest.bytes[c]) * factors.get(edge.kind, 1.0)
             axes = tuple(graphs.axes[a] for a in edge.axes)
             steps.append(ReshardStep(edge.kind, axes, sent, float(shortest.cost[c]), before, after))
-        return tuple(steps)
+        self._paths[key] = tuple(steps)
+        return self._paths[key]
+
+    def _shortest(self, query: TableQuery, part: TablePart, shape: tuple[int, ...], itemsize: float) -> _Distances:
+        total = math.prod(shape, start=float(itemsize))
+        subgraph = part.graph.subgraph(tuple(shape[d] for d in query.dims), part.src, part.dst)
+        if (subgraph, total) not in self._distances:
+            self._distances[subgraph, total] = _Distances(subgraph, total, self._priced(part.graph), self.sliced_sums)
+        return self._distances[subgraph, total]
+
+    def _priced(self, graph: ReshardGraph) -> np.ndarray:
+        """[edge class, algorithm, figure of `_edge_prices`]; the last algorithm is repeated where a class has fewer."""
+        if graph not in self._prices:
+            found = [self._edge_prices(e.kind, tuple(self._graphs.axes[a] for a in e.axes)) for e in graph.classes]
+            width = max(map(len, found), default=1)
+            self._prices[graph] = np.array([[*x, *[x[-1]] * (width - len(x))] for x in found], float).reshape(-1, width, 5)
+        return self._prices[graph]
+
+    def _edge_prices(self, kind: str, axes: tuple[str, ...]) -> list[tuple[float, ...]]:
+        """Per algorithm of a collective, alone and combined: its `AlphaBeta`, and the figures of its `staging_kernels`."""
+        known = dict(self.known).get(CollectiveKey(kind, axes), self.combined) if kind in self.combinable else UNCOMBINED
+        factor, found = dict(self.byte_factors).get(kind, 1.0), []
+        for combined in dict.fromkeys((UNCOMBINED, known)):
+            shared, latency_s, own = collective.staging_kernels(kind, self.cluster, combined.arrays)
+            for a, b in collective.algorithms(kind, axes, self.mesh, self.cluster, combined):
+                found.append((a, b * factor, shared * factor, latency_s, own * factor))
+        return found
 
 
 class _Distances:

@@ -45,12 +45,8 @@ class ReshardGraphs:
         Raises:
             ValueError: the layouts differ in rank, name an axis that the mesh lacks, or use an axis twice.
         """
-        found = self._queries.get((srcs, dsts))
-        if found is None:
-            found = self._queries[srcs, dsts] = self._query(srcs, dsts)
-        return found
-
-    def _query(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...]) -> TableQuery:
+        if found := self._queries.get((srcs, dsts)):
+            return found
         ranks = {x.rank for x in (*srcs, *dsts)}
         if len(ranks) > 1:
             raise ValueError(f"one tensor's layouts have one number of dims; these have {sorted(ranks)}")
@@ -66,7 +62,8 @@ class ReshardGraphs:
         for j, d in enumerate(dsts):
             if self.partial(d):
                 never[:, j] = [s != d for s in srcs]
-        return TableQuery(max(ranks, default=0), dims, tuple(parts), never)
+        found = self._queries[srcs, dsts] = TableQuery(max(ranks, default=0), dims, tuple(parts), never)
+        return found
 
     def partial(self, layout: Layout) -> set[tuple[str, str]]:
         """(axis, kind) of the reductions over axes of more than one device."""
