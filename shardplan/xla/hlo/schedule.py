@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from shardplan.mesh.cluster import KINDS, Cluster, group_link
