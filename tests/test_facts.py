@@ -14,9 +14,6 @@ from shardplan.xla_model.facts import facts, facts_text
 ROOT = Path(__file__).parent.parent
 NAME = r"[a-z0-9]+(?:-[a-z0-9]+)+"
 CITED = re.compile(rf"\b[Ff]acts?: ({NAME}(?:,\s+{NAME})*)")
-UNSHOWN = {"overlap-second-of-two"}
-"""Facts without a test: inferred from measured steps."""
-
 
 @cache
 def functions(path: str) -> set[str]:
@@ -28,7 +25,7 @@ def test_every_fact_has_a_test_a_user_and_a_source(fact):
     importlib.import_module(fact.used)
     assert fact.says.endswith(".") and re.fullmatch(r"xla/[a-z_/]+\.cc", fact.source) and fact.seen
     path, _, name = fact.test.partition("::")
-    assert fact.id in UNSHOWN or name in functions(path)
+    assert name in functions(path)
 
 
 def test_every_id_in_the_code_is_a_fact():

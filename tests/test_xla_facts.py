@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardplan.xla import available, compile
+from shardplan.xla.hlo.schedule import overlaps
 
 pytestmark = [
     pytest.mark.slow,
@@ -277,6 +278,18 @@ def test_a_prefetch_is_in_flight_across_a_loop_only_if_that_has_no_gathers(gathe
     done = compile(jax.jit(fn, in_shardings=ins), a(D, D), a(6, D, D), a(D, D), target="h200:8")
     steps = [i.opcode for i in done.module.computations[done.module.entry]]
     assert (steps.index("while") < steps.index("all-gather-start")) == gathers
+
+
+def test_an_array_gathered_cast_and_gathered_again_may_be_in_flight_both_times():
+    def fn(x, w1, w):
+        for _ in range(3):
+            x = jnp.tanh(x @ w1)
+        once = constrain(w, s(None, "model")).astype(BF16)
+        return x.astype(BF16) @ constrain(once, s())
+
+    done = compile(jax.jit(fn, in_shardings=(s(), s(), s("data", "model"))), *[a(D, D)] * 3, target="h200:8")
+    gathers = overlaps(done.module)
+    assert len(gathers) == 2 and all(gather.flops > 0 for gather in gathers)
 
 
 # ---- fusion

@@ -6,7 +6,7 @@ Rule 11, one in flight: one prefetch and one gradient reduction at a time, each 
 Rule 12, two in a row: of two gathers of one array, with a cast between, the first blocks.
 
 docs/xla_model.md states the rules in full, with pictures.
-Facts: overlap-one-per-kind, overlap-as-late-as-possible, overlap-not-across-loops, overlap-second-of-two.
+Facts: overlap-one-per-kind, overlap-as-late-as-possible, overlap-not-across-loops, overlap-both-of-two.
 """
 
 from __future__ import annotations

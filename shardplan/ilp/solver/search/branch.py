@@ -29,6 +29,7 @@ from shardplan.ilp.solver.settings import DEFAULT, Settings
 BRANCH_ABOVE = 0.8  # branch if fixing leaves more than this share of the states, else bound again
 GROWTH = 16  # factor of the entries of a bucket table where no byte has a price
 HARD_WORK = 1.0  # work of CP-SAT, about seconds, where elimination is exact
+CORE_WORK = 0.3  # work of CP-SAT, about seconds, else
 CORE_RETRY = 0.6  # CP-SAT is tried again at this share of the size at which it failed
 NODE_ENTRIES = 2e5  # table entries that presolving and preparing one node count as work
 Progress = Callable[[tuple[int, ...], float, float], None]  # called with (states, bound, gap)
@@ -202,13 +203,13 @@ class BranchAndBound:
         return self.incumbent.offer(states, subproblem.problem.objective(states) + subproblem.offset, subproblem.invert)
 
     def solve_core(self, subproblem: Subproblem, target: float, work: float | None = None) -> Subproblem | None:
-        """CP-SAT on a subproblem that is small enough, by default for `core_work`; None if no useful answer remains."""
+        """CP-SAT on a subproblem that is small enough, by default for `CORE_WORK`; None if no useful answer remains."""
         deadline, size = self.deadline, cpsat.size(subproblem.problem)
         if size > (self.settings.core_size if subproblem.core is None else subproblem.core):
             return subproblem
         cutoff = min(target, self.incumbent.cutoff) - subproblem.offset
         seconds = None if deadline.time_limit is None else deadline.seconds_left / 2
-        budget = min(self.settings.core_work if work is None else work, deadline.work)
+        budget = min(CORE_WORK if work is None else work, deadline.work)
         answer = cpsat.solve_core(subproblem.problem, work=budget, seconds=seconds, cutoff=cutoff)
         deadline.spend(ENTRIES_PER_WORK * answer.stats["work"])
         if answer.status in ("optimal", "feasible") and subproblem.problem.fits(answer.states):
