@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 NAME = r"[a-z0-9]+(?:-[a-z0-9]+)+"
 CITED = re.compile(rf"\b[Ff]acts?: ({NAME}(?:,\s+{NAME})*)")
 
+
 @cache
 def functions(path: str) -> set[str]:
     return {n.name for n in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(n, ast.FunctionDef)}

@@ -108,6 +108,23 @@ def test_trip_counts_multiply():
     assert [op.runs for op in graph.ops if op.primitive == "sin"] == [35]
 
 
+@pytest.mark.parametrize(
+    ("bound", "trips"),
+    [
+        (lambda n, c: c[0] < 9, 3),
+        (lambda n, c: c[0] < n, 1),  # known at run time only
+        (lambda n, c: c[0] < c[2], 1),  # moves
+        (lambda n, c: c[0] < c[3], 7),
+    ],
+)
+def test_a_while_loop_counts_to_a_bound_that_is_known_and_stays(bound, trips):
+    def fn(x, n):
+        return jax.lax.while_loop(lambda c: bound(n, c), lambda c: (c[0] + 3, c[1] * 2, c[2] - 1, c[3]), (0, x, 100, 20))
+
+    graph = parse(jax.jit(fn).trace(X, 5).jaxpr)
+    assert [loop.trips for loop in graph.loops] == [trips]
+
+
 def test_counting_while_loops_are_counted():
     graph = parse(jax.jit(lambda x: jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 3, c[1] * 2), (0, x))).trace(X).jaxpr)
     assert {op.runs for op in graph.ops if op.primitive == "mul"} == {3}

@@ -191,16 +191,21 @@ def _loop(g: _Recorder, eqn, inputs, path: Path, trips: float, n_consts: int, n_
 def _trip_count(eqn) -> float:
     """Trips of a counting `while` whose bounds are literals (`fori_loop`); 1 when they are only known at run time."""
     cond, n_cond, body, n_body = _jax.while_parts(eqn)
-    cond, body, carries = cond.jaxpr, body.jaxpr, eqn.invars[n_cond + n_body :]
+    cond, before, after = cond.jaxpr, body.jaxpr.invars[n_body:], body.jaxpr.outvars
+    reads = [*eqn.invars[:n_cond], *eqn.invars[n_cond + n_body :]]  # of the condition
     try:
         (test,) = [e for e in cond.eqns if e.outvars[0] is cond.outvars[0]]
-        index = cond.invars.index(test.invars[0]) - n_cond
-        stop, start = test.invars[1], carries[index]
+        start, stop = cond.invars.index(test.invars[0]), test.invars[1]
+        counter = before[start - n_cond] if start >= n_cond else None
+        (step,) = [e for e in body.jaxpr.eqns if e.outvars and e.outvars[0] is after[start - n_cond]]
         if not isinstance(stop, _jax.Literal):
-            stop = carries[cond.invars.index(stop) - n_cond]
-        (step,) = [e for e in body.eqns if e.outvars and e.outvars[0] is body.outvars[index]]
-        counts = test.primitive.name == "lt" and step.primitive.name == "add" and np.ndim(step.invars[1].val) == 0
-        return max(1.0, float(np.ceil((stop.val - start.val) / step.invars[1].val))) if counts else 1.0
+            at = cond.invars.index(stop)
+            if at >= n_cond and after[at - n_cond] is not before[at - n_cond]:
+                return 1.0  # the bound moves
+            stop = reads[at]
+        counts = test.primitive.name == "lt" and step.primitive.name == "add" and step.invars[0] is counter
+        trips = (stop.val - reads[start].val) / step.invars[1].val
+        return max(1.0, float(np.ceil(trips))) if counts and np.ndim(trips) == 0 else 1.0
     except (AttributeError, ValueError, IndexError, TypeError):
         return 1.0
 
