@@ -147,7 +147,7 @@ class Resharder:
         """The steps of the cheapest path; () where src is dst. Equal costs are decided the same way every time.
 
         Raises:
-            ValueError: no path leads there: dst is partial, and another layout than src.
+            ValueError: no path leads there: dst is partial and another layout than src, or does not divide the shape.
         """
         key = (tuple(shape), itemsize, src, dst)
         if (found := self._paths.get(key)) is not None:
@@ -169,6 +169,8 @@ class Resharder:
             return Layout(tuple(dims), tuple(sorted((graphs.axes[a], kind_of[graphs.axes[a]]) for a in state[1])))
 
         shortest = self._shortest(query, part, shape, itemsize)
+        if np.isinf(shortest.between(part.src, part.dst)).any():
+            raise ValueError(f"no reshard leads from {src} to {dst}: shape {shape} does not divide evenly on mesh {self.mesh}")
         walk = shortest.walk(int(part.src[0]), int(part.dst[0]))
         layouts = [src, *(layout(after) for _, after in walk[:-1]), dst]
         steps = []
