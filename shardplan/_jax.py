@@ -10,11 +10,13 @@ from itertools import accumulate, pairwise
 
 import jax
 import numpy as np
-from jax._src import core, source_info_util
-from jax._src.interpreters import partial_eval, pxla
+from jax._src import compiler, config, core, source_info_util
+from jax._src.interpreters import mlir, partial_eval, pxla
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.core import Literal as Literal
+from jax.extend.mlir import ir  # pyright: ignore[reportAttributeAccessIssue]
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan.files import is_library
@@ -386,3 +388,55 @@ def refuses_placement(error: ValueError) -> bool:
     """Whether jit refused arguments because of the devices they are on; `device_put` helps."""
     texts = "does not match the sharding", "incompatible devices", "should be equal", "mesh should be the same", "aval mesh"
     return isinstance(error, ForeignMeshError) or any(text in str(error) for text in texts)
+
+
+def hide_frames(folder: str) -> None:
+    """Source lines leave out the frames of a folder's files."""
+    source_info_util.register_exclusion(folder)
+
+
+def uses_shardy() -> bool:
+    """Whether XLA partitions with Shardy."""
+    return bool(config.use_shardy_partitioner.value)
+
+
+def compile_args(lowered) -> dict:
+    """The arguments with which jit compiles a `jax.stages.Lowered`."""
+    return lowered._lowering.compile_args
+
+
+def propagated(lowered) -> tuple[list[bool], list[bool]]:
+    """Per input and per result of a lowered step, whether XLA chooses its sharding."""
+    args = compile_args(lowered)
+    found = pxla.get_prop_to_input_output(args["in_shardings"], args["out_shardings"], len(args["ordered_effects"]))
+    return list(map(bool, found[0])), list(map(bool, found[1]))
+
+
+def partitioned(module, n_devices: int):
+    """A StableHLO module, for so many devices."""
+    with module.context:
+        module = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
+        module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), n_devices)
+    return module
+
+
+def compile_module(bytecode: bytes, devices, overrides: dict, tuple_args: bool, propagate: tuple[list[bool], list[bool]]):
+    """The executable of StableHLO bytecode on devices; `propagate` as in `propagated`, `overrides` are XLA's debug options."""
+    assigned = np.array(devices).reshape(1, -1)
+    client = assigned.flat[0].client
+    options = compiler.get_compile_options(1, assigned.size, assigned, env_options_overrides=overrides, backend=client)
+    options.parameter_is_tupled_arguments = tuple_args
+    build = options.executable_build_options
+    build.allow_spmd_sharding_propagation_to_parameters, build.allow_spmd_sharding_propagation_to_output = propagate
+    with mlir.make_ir_context():
+        module = ir.Module.parse(bytecode)
+    return compiler.backend_compile_and_load(client, module, xla_client.DeviceList(tuple(assigned.flat)), options, [])
+
+
+def unoptimized_hlo(bytecode: bytes) -> str:
+    """StableHLO bytecode as HLO text before any pass, with source lines; '' where the conversion fails."""
+    try:
+        to_hlo = xla_client._xla.mlir.mlir_module_to_xla_computation  # pyright: ignore[reportPrivateImportUsage]
+        return to_hlo(bytecode, use_tuple_args=False, return_tuple=False).get_hlo_module().to_string()
+    except Exception:
+        return ""

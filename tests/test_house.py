@@ -52,3 +52,11 @@ def test_retired_words_do_not_return(path):
         and (hit := WORD.search(token.string.replace("shard_alike", "")))
     ]
     assert not found
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name != "_jax.py"], ids=name)
+def test_internals_of_jax_are_used_in_one_file(path):
+    tree = ast.parse(path.read_text())
+    modules = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    modules += [alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names]
+    assert not [m for m in modules if re.match(r"jax\._src|jax\.extend|jaxlib|jax\.interpreters", m)]

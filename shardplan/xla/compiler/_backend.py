@@ -1,8 +1,7 @@
 """Compiles one lowered module for devices that need not exist: the parent's request, and the child process that compiles it.
 
 The parent writes `module.mlirbc` (StableHLO with its shardings, no user code) and `request.json` into a folder; the child,
-started as `python -P _backend.py FOLDER`, writes `module.hlo`, `before.hlo`, `dump/` and `result.json`. It imports jax and
-nothing of this package.
+started as `python -P _backend.py FOLDER`, writes `module.hlo`, `before.hlo`, `dump/` and `result.json`.
 """
 
 from __future__ import annotations
@@ -17,17 +16,14 @@ from collections import Counter
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax._src import compiler, config, source_info_util
-from jax._src.interpreters import mlir, pxla
-from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
+
+from shardplan import _jax
 
 
 def lower(function, *args, platform: str = "cpu", **kwargs):
     """Traces and lowers for `platform` ('cpu', 'cuda'), whose devices need not exist; source lines leave out this package's frames."""
-    source_info_util.register_exclusion(str(Path(__file__).parents[2]))
+    _jax.hide_frames(str(Path(__file__).parents[2]))
     if not hasattr(function, "trace"):
         function = jax.jit(function)
     return function.trace(*args, **kwargs).lower(lowering_platforms=(platform,))
@@ -35,26 +31,22 @@ def lower(function, *args, platform: str = "cpu", **kwargs):
 
 def payload(lowered) -> tuple[bytes, dict]:
     """A `jax.stages.Lowered` as (StableHLO bytecode, the compile options that `jit` would set)."""
-    args = lowered._lowering.compile_args
+    args = _jax.compile_args(lowered)
     module = lowered.compiler_ir("stablehlo")
     meshes = _meshes(lowered)
     n_devices = args["num_devices"]
     if n_devices == 1 and meshes:
         # Only constraints or shard_maps on an abstract mesh: jit cannot tell the number of devices, the meshes can.
         n_devices = max(math.prod(sizes) for _, sizes in meshes)
-        with module.context:
-            module = ir.Module.parse(str(module.operation.get_asm(enable_debug_info=True)))
-            module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), n_devices)
+        module = _jax.partitioned(module, n_devices)
     bytecode = io.BytesIO()
     module.operation.write_bytecode(bytecode)
-    inputs, outputs = pxla.get_prop_to_input_output(args["in_shardings"], args["out_shardings"], len(args["ordered_effects"]))
     request = {
         "n_devices": n_devices,
         "meshes": [m for m in meshes if math.prod(m[1]) == n_devices],
         "tuple_args": bool(args["tuple_args"]),
-        "propagate_to_inputs": list(map(bool, inputs)),
-        "propagate_to_outputs": list(map(bool, outputs)),
-        "shardy": bool(config.use_shardy_partitioner.value),
+        "propagate": _jax.propagated(lowered),
+        "shardy": _jax.uses_shardy(),
     }
     return bytecode.getvalue(), request
 
@@ -62,16 +54,17 @@ def payload(lowered) -> tuple[bytes, dict]:
 def arguments(lowered) -> list[tuple[str, str, tuple[int, ...]]]:
     """(path, dtype, global shape) of every argument the compiled program takes, in its order."""
     args, named = lowered.args_info
-    names = lowered._lowering.compile_args["all_args_info"].debug_info.arg_names
+    compile_args = _jax.compile_args(lowered)
+    names = compile_args["all_args_info"].debug_info.arg_names
     paths = jax.tree_util.tree_flatten_with_path((args, named))[0]
-    kept = sorted(lowered._lowering.compile_args["kept_var_idx"])
+    kept = sorted(compile_args["kept_var_idx"])
     shown = names if names and len(names) == len(paths) else [jax.tree_util.keystr(path) for path, _ in paths]
     return [(shown[i], str(paths[i][1].dtype), tuple(paths[i][1].shape)) for i in kept if i < len(paths)]
 
 
 def _meshes(lowered) -> list[tuple[list[str], list[int]]]:
     """(axis names, sizes) of the meshes the program is sharded on, the most used first."""
-    args = lowered._lowering.compile_args
+    args = _jax.compile_args(lowered)
     shardings = (*args["in_shardings"], *args["out_shardings"], *args["intermediate_shardings"])
     meshes = [s.mesh for s in shardings if getattr(s, "mesh", None) is not None] + [args["context_mesh"]]
     found = Counter((tuple(map(str, m.axis_names)), tuple(m.axis_sizes)) for m in meshes if m.size > 1)
@@ -91,36 +84,18 @@ def compiled(module: bytes, request: dict, folder: Path):
         flags["xla_dump_to"] = str(folder / "dump")
     else:
         devices = jax.devices("cpu")
-    devices = np.array(devices[: request["n_devices"]]).reshape(1, -1)
-    client = devices.flat[0].client
     while True:
-        options = compiler.get_compile_options(
-            1, devices.size, devices, env_options_overrides={**flags, **request["options"]}, backend=client
-        )
-        options.parameter_is_tupled_arguments = request["tuple_args"]
-        build = options.executable_build_options
-        build.allow_spmd_sharding_propagation_to_parameters = request["propagate_to_inputs"]
-        build.allow_spmd_sharding_propagation_to_output = request["propagate_to_outputs"]
-        with mlir.make_ir_context():
-            parsed = ir.Module.parse(module)
         try:
-            listed = xla_client.DeviceList(tuple(devices.flat))
-            return compiler.backend_compile_and_load(client, parsed, listed, options, []), dropped
+            overrides = {**flags, **request["options"]}
+            return _jax.compile_module(
+                module, devices[: request["n_devices"]], overrides, request["tuple_args"], request["propagate"]
+            ), dropped
         except Exception as error:  # one of our flags that this version of XLA does not know
             unknown = re.search(r"No such compile option: '(\w+)'", str(error))
             if not unknown or unknown[1] not in flags:
                 raise
             dropped.append(unknown[1])
             del flags[unknown[1]]
-
-
-def _before(module: bytes) -> str:
-    """The program as HLO text before any pass, with source lines; '' where the conversion fails."""
-    try:
-        to_hlo = xla_client._xla.mlir.mlir_module_to_xla_computation  # pyright: ignore[reportPrivateImportUsage]
-        return to_hlo(module, use_tuple_args=False, return_tuple=False).get_hlo_module().to_string()
-    except Exception:
-        return ""
 
 
 def main(folder: Path) -> None:
@@ -135,7 +110,7 @@ def main(folder: Path) -> None:
         (folder / "result.json").write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
         return
     (folder / "module.hlo").write_text(text)
-    (folder / "before.hlo").write_text(_before((folder / "module.mlirbc").read_bytes()))
+    (folder / "before.hlo").write_text(_jax.unoptimized_hlo((folder / "module.mlirbc").read_bytes()))
     memory = {name: getattr(stats, f"{name}_size_in_bytes") for name in ("argument", "output", "temp", "alias")}
     memory["peak_memory"] = getattr(stats, "peak_memory_in_bytes", 0)
     seconds = time.perf_counter() - started

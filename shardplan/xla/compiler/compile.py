@@ -303,7 +303,7 @@ def _environment(request: dict) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "TF_CPP_MIN_LOG_LEVEL": "1",
         "XLA_FLAGS": flags.strip(),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parents[3])]),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 
