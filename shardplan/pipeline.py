@@ -22,7 +22,7 @@ from shardplan.ir.parse import Traced
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.reshard import Resharder
-from shardplan.plan.describe import no_plan_fits
+from shardplan.plan.infeasible import no_plan_fits
 from shardplan.plan.planned import Planned
 from shardplan.search.min_memory import min_average_memory, min_peak_memory, saved_memory
 from shardplan.searches import SEARCHES

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -20,6 +20,7 @@ from shardplan.errors import OtherSignature, ShardingError, warn
 from shardplan.feedback import Verified, verified
 from shardplan.ir.graph import Path
 from shardplan.ir.parse import Traced
+from shardplan.options import AutoOptions
 from shardplan.pipeline import make_plan
 from shardplan.plan import Plan
 from shardplan.plan.data import Leaf
@@ -29,9 +30,6 @@ from shardplan.plan.reuse import matching_pins, saved_decisions
 from shardplan.searches import SEARCHES
 from shardplan.signature import Call, arguments, path_text, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
 from shardplan.view.progress import Progress
-
-if TYPE_CHECKING:
-    from shardplan.api import AutoOptions
 
 Decisions = Mapping[Path, EmitDecision]
 

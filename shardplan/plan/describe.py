@@ -1,4 +1,4 @@
-"""The `Plan` of a planning result, or why none fits: paths, source lines, seconds and bytes in place of numbers of nodes and states.
+"""The `Plan` of a planning result: paths, source lines, seconds and bytes in place of numbers of nodes and states.
 
 A copy of an array for several readers is no op of the user's: its reshards are listed at its first reader.
 """
@@ -10,14 +10,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from shardplan.costs.halo_exchange import Exchange, exchanges
-from shardplan.costs.network import PS, CostNetwork, categories, memory_by_category
+from shardplan.costs.memory_categories import categories, memory_by_category
+from shardplan.costs.network import PS, CostNetwork
 from shardplan.files import portable, source_line
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.strategies.enumerate import PARTIAL
-from shardplan.units import format_array, format_memory
+from shardplan.units import format_array
 
 AGAINST = ("all-gather", "all-to-all", "collective-permute")
 """Collectives between shardings that contradict each other; the other kinds complete partial sums."""
@@ -160,27 +161,4 @@ def _memory(network: CostNetwork, states) -> MemoryReport:
         where=f"{op.source}{f' in {op.source.function}' if op.source.function else ''}",
         at_peak=memory_by_category(network, states, peak),
         profile=tuple({kind: float(x[t]) for kind, x in live.items() if x[t] > 0} for t in points),
-    )
-
-
-def no_plan_fits(network: CostNetwork, states: tuple[int, ...]) -> str:
-    """Why no plan fits a network's memory limit, and ways out; `states` are those of least peak, () if none are allowed together."""
-    problem, graph = network.problem, network.space.graph
-    if problem.limit is None or not states:
-        return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
-    memory = problem.memory(states)
-    step, peak = int(memory.argmax()), float(memory.max())
-    if peak <= problem.limit:
-        return (
-            f"no plan was found within the search's limit, though {format_memory(problem.limit)} per device are enough.\n"
-            f"  ways out: time_limit=600, or memory={peak * 1.1:.3g}"
-        )
-    op = graph.ops[min(step, len(graph.ops) - 1)]
-    shares = memory_by_category(network, states, step)
-    parts = ", ".join(f"{category} {format_memory(n)}" for category, n in shares.items() if n > 0.005 * peak)
-    return (
-        f"no plan fits {format_memory(problem.limit)} per device on mesh {network.space.mesh}.\n"
-        f"  least possible: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]\n"
-        f"  ways out: a larger mesh, donate_argnums for the state, jax.checkpoint around {op.source}, "
-        f"or memory={peak * 1.02:.3g}"
     )

@@ -1,0 +1,105 @@
+"""The options of `auto`, checked: the mesh, the cluster, the memory limit and the saved plan that they stand for."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from shardplan.errors import ShardingError
+from shardplan.mesh.cluster import Cluster, resolve
+from shardplan.mesh.layout import MeshShape
+from shardplan.plan import Plan
+from shardplan.searches import SEARCHES
+from shardplan.units import parse_bytes
+
+MEMORY_SAVING = {"slight": 0.25, "moderate": 0.5, "heavy": 0.75}
+"""Words for memory: how far from the peak of the fastest plan (0) to the least possible peak (1)."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AutoOptions:
+    """The options of `auto`, checked."""
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    in_shardings: Any
+    out_shardings: Any
+    pins: Mapping[str, Any] | None
+    memory: float | str | None
+    search: str
+    time_limit: float | None
+    cluster: str | Cluster | None
+    compute_scale: float
+    overlap: bool
+    user_shardings: Literal["keep", "hint", "ignore"]
+    plan: str | os.PathLike[str] | Plan | None
+    verify: str | Literal[True] | None
+    keep_unused: bool
+    jit_arguments: Mapping[str, Any]
+    jit_options: Mapping[str, Any]
+
+    def __post_init__(self):
+        if not isinstance(self.mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+            raise ShardingError(
+                f"auto() takes a mesh first, not {type(self.mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))"
+            )
+        for name, words in (("search", SEARCHES), ("user_shardings", ("keep", "hint", "ignore"))):
+            if getattr(self, name) not in words:
+                raise ShardingError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(repr, words))}")
+        if not (isinstance(self.compute_scale, (int, float)) and 0 < self.compute_scale < float("inf")):
+            raise ShardingError(f"compute_scale={self.compute_scale!r} is no positive number")
+        if self.memory_saving and self.search == "recursive":
+            raise ShardingError(
+                f"memory={self.memory!r} needs to know the fastest plan first.\n  ways out: search='ilp', or a number of bytes"
+            )
+        _ = self.given_bytes, self.saved_plan  # a wrong one is refused at once
+
+    @functools.cached_property
+    def shape(self) -> MeshShape:
+        """Names and sizes of the mesh axes."""
+        return MeshShape(tuple(map(str, self.mesh.axis_names)), tuple(int(n) for n in self.mesh.axis_sizes))
+
+    @functools.cached_property
+    def saved_plan(self) -> Plan | None:
+        """The plan to reuse."""
+        return Plan.load(self.plan) if isinstance(self.plan, (str, os.PathLike)) else self.plan
+
+    @functools.cached_property
+    def machine(self) -> Cluster:
+        """The cluster that is planned for, its compute scaled."""
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            device = self.mesh.devices.flat[0]
+            platform, kind = device.platform, device.device_kind
+        else:
+            kind = getattr(getattr(self.mesh, "abstract_device", None), "device_kind", None) or "cpu"
+            platform = "cpu" if kind == "cpu" else "gpu"
+        found = resolve(self.cluster, platform, kind, n_devices=self.mesh.size)
+        return found if self.compute_scale == 1 else found.scaled(float(self.compute_scale))
+
+    @property
+    def memory_saving(self) -> float:
+        """How far the peak has to go from the fastest plan's (0) towards the least possible one (1)."""
+        return MEMORY_SAVING.get(self.memory, 0.0) if isinstance(self.memory, str) else 0.0
+
+    @functools.cached_property
+    def given_bytes(self) -> float | None:
+        """The memory in bytes per device that the user gave, if it is an amount."""
+        if self.memory is None or self.memory == "adaptive" or self.memory_saving:
+            return None
+        try:
+            return float("inf") if self.memory == "disable" else parse_bytes(self.memory)
+        except ValueError:
+            words = ", ".join(("adaptive", "disable", *MEMORY_SAVING))
+            raise ShardingError(
+                f"memory={self.memory!r} is no amount of memory.\n  ways out: bytes, text like '80GB' or '74.5GiB', or one of {words}"
+            ) from None
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes per device, or None for no limit."""
+        limit = self.machine.device.memory_bytes if self.given_bytes is None else self.given_bytes
+        return None if limit == float("inf") else float(limit)
