@@ -6,7 +6,7 @@
 - C: counted work on the IOPDDL instances A, B and G. All stay proven.
 - L: the sum of the objectives that instances K and S reach within a limit of work. None is proven.
 
-"=" is within 1 %. Numbers without an effect, and those of single links, are constants where they are used.
+"=" is within 1 %. Numbers without an effect, and those of single stages, are constants where they are used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """Tuned numbers of all links."""
+    """Tuned numbers of all stages."""
 
     exact_states: int = 2_000  # up to which elimination is exact if its tables are small. P 1.02 and =, C = and =, L = and =
     exact_entries: float = 2e6  # of all bucket tables of an exact elimination. P 1.90 and 0.76, C 1.02 and =, L = and =

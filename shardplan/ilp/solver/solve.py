@@ -7,7 +7,7 @@
     target search    branch and bound below rising targets, CP-SAT on small cores           search/
     primal search    iterated local search; under a time limit only                         primal/
 
-Without a time limit no clock is read: every link counts its work, so the answer is the same on every machine.
+Without a time limit no clock is read: every stage counts its work, so the answer is the same on every machine.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def _offer_min_peak(problem: Problem, incumbent: Incumbent, deadline: Deadline) 
 
 
 class Chain:
-    """The links after presolve, on a subproblem that gets smaller as incumbent and bound improve.
+    """The stages after presolve, on a subproblem that gets smaller as incumbent and bound improve.
 
-    Links return True once the incumbent is proven optimal, or the problem infeasible.
+    Stages return True once the incumbent is proven optimal, or the problem infeasible.
     """
 
     def __init__(self, subproblem: Subproblem, incumbent: Incumbent, deadline: Deadline, settings: Settings = DEFAULT):
