@@ -28,7 +28,7 @@ class Settings:
     bucket_entries: int = 1 << 14  # of a bucket table in the chain's bounds. P 1.03 and 0.45, C 0.86 and 1.11, L 0.945 and 0.945
     core_share: float = 0.3  # states of least min-marginals in core search. P 1.05 and 0.76, C 1.03 and 1.07, L = and =
     core_size: int = 4_000  # of the 0-1 program that CP-SAT takes over. P 0.97 and 1.07, C = and =, L = and =
-    large_states: int = 20_000  # under a time limit, from which primal search comes before branch and bound. Not measured
+    large_states: int = 20_000  # from which primal search comes first, with a time limit. P, C and L do not read it
 
 
 DEFAULT = Settings()
