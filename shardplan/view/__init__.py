@@ -1,1 +1,1 @@
-"""How people look at a plan: text, HTML, and progress while it is made. Knows nothing but `Plan`."""
+"""How people look at a plan: text, HTML, and progress while it is made. Of planning it knows only the `Plan`."""

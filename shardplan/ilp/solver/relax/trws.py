@@ -21,7 +21,7 @@ from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Messages, Problem
 
 EDGE_OVERHEAD = 1e4  # table entries that the visit of an edge costs in numpy
-LOADING = 2e8  # table entries that numpy visits in the time in which the compiled kernels load
+LOADING = 4e8  # table entries that numpy visits in the time in which the compiled kernels load
 
 
 class TRWS:
