@@ -62,7 +62,7 @@ CASES = {
     "long": lambda: zoo.nets.long_context(length=1 << 15),
 }
 
-SHOWN = ("collectives", "unplanned", "peak", "live", "products", "compute")
+SHOWN = ("MB sent", "collectives", "unplanned", "GB", "peak", "live", "products", "compute")
 COLUMNS = ("collectives", "peak", "live", "products", "compute")
 HEAD = (
     f"{'case':<14} {'mesh':<6} {'sent':>9} {'collectives':>11} {'unplanned':>9} {'memory':>8} {'peak':>5} {'live':>5} "
@@ -103,6 +103,12 @@ def row(name: str, mesh: str, m: dict[str, float], took_s: float) -> str:
     )
 
 
+def cells(m: dict[str, float]) -> list[str]:
+    """A row of the page's table."""
+    ratios = (f"{m[c]:.2f}" for c in ("peak", "live", "products", "compute"))
+    return [f"{m['sent'] / 1e6:.0f}", f"{m['collectives']:.2f}", f"{m['unplanned']:.1%}", f"{m['memory'] / 1e9:.2f}", *ratios]
+
+
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help=f"starts of names, of {', '.join(CASES)}")
@@ -126,7 +132,7 @@ def main(argv=None) -> None:
             print(row(name, place, measured, time.perf_counter() - start), flush=True)
             if measured:
                 found.append(measured)
-                lines.append((name, place, f"{measured['sent'] / 1e6:.0f}", *(f"{measured[c]:.3f}" for c in SHOWN)))
+                lines.append((name, place, *cells(measured)))
             if options.show or not measured:
                 print(report, "\n", flush=True)
     print(f"{'median':<14} {len(found):<6} {'':>9} {_median(found, 'collectives'):>11.2f} {_median(found, 'unplanned'):>9.1%} {'':>8} "
@@ -135,7 +141,9 @@ def main(argv=None) -> None:
     worst = {c: max((abs(math.log(m[c])) for m in found if m[c] > 0 and math.isfinite(m[c])), default=0.0) for c in COLUMNS}
     if options.docs:
         section, flag = ("fidelity-clusters", " --clusters") if options.clusters else ("fidelity", "")
-        text = measurements.table(("model", "mesh", "MB sent", *SHOWN), lines)
+        medians = cells({c: _median(found, c) for c in found[0]})
+        medians[0] = medians[3] = ""
+        text = measurements.table(("model", "mesh", *SHOWN), [*lines, ("**median**", "", *medians)])
         measurements.write(section, f"python benchmarks/fidelity.py{flag} --docs", text)
     print("largest factor between planned and emitted: " + ", ".join(f"{c} {math.exp(w):.2f}" for c, w in worst.items()))
 
