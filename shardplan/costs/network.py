@@ -142,6 +142,28 @@ class CostNetwork:
                 if before != after and (steps := self.path(v, before, after)):
                     yield k, steps
 
+    def operand_layout(self, j: int, k: int, states: Sequence[int]) -> Layout:
+        """Layout in which op j reads its operand k."""
+        of = self.space.strategies[j]
+        return of.operands[k][states[j] % len(of)]
+
+    def beyond_collectives(self, states: Sequence[int]) -> dict[tuple[int, int], float]:
+        """(op, operand) -> picoseconds per step that its edge costs beyond the collectives of its reshard, where it does."""
+        found: dict[tuple[int, int], float] = {}
+        strategies, retained = self.strategies(states), self.retained(states)
+        hidden = {n: table for n, table in self.background}
+        for n, ((i, j, k, v, template), edge) in enumerate(zip(self.space.array_edges, self.problem.edges, strict=False)):
+            if not (paid := float(edge.cost[states[i], states[j]])):
+                continue
+            if n in hidden:
+                paid += (1 - self.pricing.background_price) * float(hidden[n][states[i], states[j]])
+            made, read = template.result_layouts[strategies[i]], template.operand_layouts[strategies[j]]
+            steps = self.path(v, made, read) if made != read and j not in retained else ()
+            beyond = paid - template.reads * PS * sum(step.seconds for step in steps)
+            if beyond > 10.0:  # picoseconds are rounded
+                found[j, k] = beyond
+        return found
+
     def combined_groups(self, states: Sequence[int]) -> CombinedGroups:
         """What a plan of these states combines."""
         graph, strategies, retained = self.space.graph, self.strategies(states), self.retained(states)

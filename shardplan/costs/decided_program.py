@@ -1,0 +1,311 @@
+"""The program that one strategy per op decides, as XLA runs it: kernels, combined collectives, merged products, loops; and its seconds.
+
+This is the objective of planning: the seconds of a plan are those of the schedule of its program, whichever search found it.
+
+    op        a kernel of c_i[s] seconds (`roofline.py`)
+    reshard   a chain of collectives, with what XLA computes around them (`tables.py`), between the op that makes an array and its reader
+    loop      a program of its own, which runs `trips` times; no collective of another program is in flight during a loop that has some
+
+Collectives of one class, kind, axes and loop are combined (rule 2), as far as none waits for another. Products that share an operand are
+one kernel (fact: fusion-merges-products), which waits for all they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from shardplan.costs.network import PS, CostNetwork
+from shardplan.ir.graph import Graph
+from shardplan.mesh import collective
+from shardplan.mesh.reshard import ReshardStep
+from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, CollectiveSite
+from shardplan.xla_model.timeline import Task, Timeline, schedule
+
+OUTSIDE = -1
+"""The computation that no loop holds."""
+
+
+def step_timeline(network: CostNetwork, states: Sequence[int], overlaps: bool = True) -> Timeline:
+    """The seconds of one step under these states of a cost network; where nothing overlaps, the compute stream waits for all."""
+    try:
+        line = DecidedProgram(network, tuple(states)).timeline
+    except _CycleError:  # what is joined waits for itself
+        line = DecidedProgram(network, tuple(states), joins=False).timeline
+    if overlaps:
+        return line
+    return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)
+
+
+class _CycleError(Exception):
+    """Tasks wait for each other."""
+
+
+class _Transfer(NamedTuple):
+    """One collective of one array."""
+
+    step: ReshardStep
+    site: CollectiveSite
+    result_bytes: float  # on one device
+    order: tuple[int, int]  # of arrays that are combined: as they are needed, or as they are made
+
+
+@dataclass
+class _Tasks:
+    """Tasks of all computations, in program order; a task waits for earlier ones only."""
+
+    seconds: list[float] = field(default_factory=list)
+    home: list[int] = field(default_factory=list)  # the loop that runs it, or OUTSIDE
+    before: list[tuple[int, ...]] = field(default_factory=list)
+    transfers: dict[int, _Transfer] = field(default_factory=dict)
+
+    def add(self, home: int, before: Iterable[int], seconds: float = 0.0, transfer: _Transfer | None = None) -> int:
+        """A new task, its number; what takes no time and waits for one task is that task, and -1 if it waits for none."""
+        waits = tuple(sorted({n for n in before if n >= 0}))
+        if not seconds and transfer is None and len(waits) < 2:
+            return waits[0] if waits else -1
+        for of, x in zip((self.seconds, self.home, self.before), (seconds, home, waits), strict=True):
+            of.append(x)  # pyright: ignore[reportArgumentType]
+        if transfer is not None:
+            self.transfers[len(self.home) - 1] = transfer
+        return len(self.home) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class DecidedProgram:
+    """The program of one strategy per op.
+
+    Attributes:
+        network: its prices are not used, but for the reshard paths that they make cheapest and what edges cost beyond collectives.
+        states: of all nodes.
+        joins: whether collectives are combined and products merged.
+    """
+
+    network: CostNetwork
+    states: tuple[int, ...]
+    joins: bool = True
+
+    @property
+    def graph(self) -> Graph:
+        """The step."""
+        return self.network.space.graph
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Seconds of one step."""
+        return self._computation(OUTSIDE)[0]
+
+    # ---- tasks
+
+    @cached_property
+    def _tasks(self) -> tuple[_Tasks, Mapping[int, int]]:
+        """The tasks of all ops and reshards, and by op that of its kernel."""
+        network, graph, tasks = self.network, self.graph, _Tasks()
+        strategies, retained = network.strategies(self.states), network.retained(self.states)
+        beyond = network.beyond_collectives(self.states)
+        makes: dict[int, int] = {}  # value -> the task that makes it
+        kernels: dict[int, int] = {}
+        for j, op in enumerate(graph.ops):
+            moved, waits = dict(network.reshards(j, strategies, retained)), []
+            for k, v in enumerate(op.inputs):
+                at = -1 if v is None else makes[v]
+                for step in moved.get(k, ()):
+                    assert v is not None
+                    at = self._moved(tasks, j, v, at, step)
+                waits.append(tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
+            seconds = network.problem.costs[j][self.states[j]] / op.runs / PS
+            home = op.held_during if op.traits.loop_slice or op.traits.loop_stack else op.loop
+            kernels[j] = tasks.add(home, waits, float(seconds))
+            makes.update(dict.fromkeys(op.outputs, kernels[j]))
+        return tasks, kernels
+
+    def _moved(self, tasks: _Tasks, j: int, v: int, at: int, step: ReshardStep) -> int:
+        """The task after which value v, made by task `at`, has gone one step towards op j."""
+        graph, space = self.graph, self.network.space
+        if step.kind == "slice":
+            return tasks.add(graph.ops[j].loop, (at,), step.seconds)
+        made = graph.values[v].producer[0]
+        site, size = space.collective_sites[v], graph.values[v].bytes / step.after.shards(space.mesh)
+        order = (j, made) if site.collective_class == "prefetch" else (made, j)
+        return tasks.add(graph.ops[j].loop, (at,), transfer=_Transfer(step, site, size, order))
+
+    # ---- what XLA joins
+
+    @cached_property
+    def _joined(self) -> tuple[list[int], dict[int, list[int]]]:
+        """Per task, the task that it is one with; and by the first of them, combined transfers in their order."""
+        tasks, kernels = self._tasks
+        one = list(range(len(tasks.home)))
+        combined = {some[0]: some for some in (self._combined(tasks) if self.joins else ([n] for n in tasks.transfers))}
+        for some in (*combined.values(), *self._merged_products(tasks, kernels)) if self.joins else ():
+            for n in some:
+                one[n] = some[0]
+        return one, combined
+
+    def _combined(self, tasks: _Tasks) -> Iterator[list[int]]:
+        """Transfers that one collective makes: of one group, kind, axes and loop, none of which waits for another (rule 2)."""
+        level: dict[str, list[int]] = {}  # per class and task, how many of the class stand before it in a chain
+        for kind in dict.fromkeys(t.site.collective_class for t in tasks.transfers.values()):
+            of = level[kind] = [0] * len(tasks.home)
+            mine = {n for n, t in tasks.transfers.items() if t.site.collective_class == kind}
+            for n, before in enumerate(tasks.before):
+                of[n] = max((of[m] + (m in mine) for m in before), default=0)
+        groups: dict[tuple, list[int]] = {}
+        for n, (step, site, _, (at, _)) in tasks.transfers.items():
+            alone = site.group_size == 1 or site.collective_class == "update" or step.kind not in COMBINABLE
+            alone = alone or (site.collective_class == "gradient" and step.kind == "all-gather")
+            phase = self.graph.ops[at].phase if site.collective_class == "prefetch" else ""
+            key = n if alone else (site.group, step.kind, step.axes, tasks.home[n], phase, level[site.collective_class][n])
+            groups.setdefault(key, []).append(n)  # pyright: ignore[reportArgumentType]
+        for some in groups.values():
+            yield from _up_to_threshold(sorted(some, key=lambda n: tasks.transfers[n].order), tasks)
+
+    def _merged_products(self, tasks: _Tasks, kernels: Mapping[int, int]) -> Iterator[list[int]]:
+        """Products of one loop and pass that read the same array and do not wait for one another (fact: fusion-merges-products)."""
+        shared: dict[tuple, list[int]] = {}
+        for j, op in enumerate(self.graph.ops):
+            for k, v in enumerate(op.inputs if op.traits.matmul else ()):
+                if v is not None:
+                    key = (self.graph.original(v), k, self.network.operand_layout(j, k, self.states), str(op.params.get("dimension_numbers")))
+                    shared.setdefault((*key, op.outs[0].dtype, op.loop, op.phase), []).append(kernels[j])
+        seen: set[int] = set()
+        for some in shared.values():
+            together: list[int] = []
+            for n in sorted(set(some) - seen) if len(some) > 1 else ():
+                if not any(_waits_for(tasks, n, m) for m in together):
+                    together.append(n)
+            if len(together) > 1:
+                seen.update(together)
+                yield together
+
+    # ---- computations
+
+    @cached_property
+    def _holders(self) -> list[tuple[int, ...]]:
+        """Per loop, itself and the loops around it, innermost first, then OUTSIDE; the last entry is that of OUTSIDE."""
+        loops = self.graph.loops
+        by_size = sorted(range(len(loops)), key=lambda n: (loops[n].stop - loops[n].start, -loops[n].start, -n))
+        out: list[tuple[int, ...]] = [()] * len(loops) + [(OUTSIDE,)]
+        for at, n in reversed(list(enumerate(by_size))):
+            around = (m for m in by_size[at + 1 :] if loops[m].start <= loops[n].start and loops[n].stop <= loops[m].stop)
+            out[n] = (n, *out[next(around, OUTSIDE)])
+        return out
+
+    @cached_property
+    def _members(self) -> dict[int, dict[tuple[str, int], set[tuple[str, int]]]]:
+        """Computation -> its tasks and loops in program order -> those of them that each waits for; joined tasks stand at the last."""
+        tasks, _ = self._tasks
+        one, _ = self._joined
+        last = {first: n for n, first in enumerate(one)}
+        out: dict[int, dict] = {home: {} for home in (OUTSIDE, *range(len(self.graph.loops)))}
+
+        def member(n: int, home: int) -> tuple[str, int]:
+            holders = self._holders[tasks.home[n]]
+            inside = holders.index(home)
+            return ("loop", holders[inside - 1]) if inside else ("task", one[n])
+
+        ends = {}  # loop -> its last task
+        for n in range(len(one)):
+            for loop in self._holders[tasks.home[n]][:-1]:
+                ends[loop] = n
+        places = [(last[n], tasks.home[n], ("task", n)) for n in last]
+        places += [(n, self._holders[loop][1], ("loop", loop)) for loop, n in ends.items()]
+        for _, home, name in sorted(places):
+            out[home][name] = set()
+        for n, before in enumerate(tasks.before):
+            for m in before:
+                mine, others = self._holders[tasks.home[n]], self._holders[tasks.home[m]]
+                home = next(x for x in mine if x in others)
+                if (a := member(m, home)) != (b := member(n, home)):
+                    out[home][b].add(a)
+        return out
+
+    def _computation(self, home: int) -> tuple[Timeline, bool]:
+        """The timeline of one run of a computation, and whether it has collectives."""
+        before = self._members[home]
+        numbers: dict[tuple[str, int], int] = {}
+        found: list[Task] = []
+        nested: dict[int, tuple[Timeline, float]] = {}
+        for name in _in_order(before):
+            waits = tuple(sorted(numbers[m] for m in before[name]))
+            kind, n = name
+            if kind == "loop":
+                (line, inside), trips = self._computation(n), self.graph.loops[n].trips
+                nested[len(found)] = line, trips
+                found.append(Task(line.total_s * trips, False, waits, inside))
+            else:
+                found += self._task(n, waits, len(found))
+            numbers[name] = len(found) - 1
+        return schedule(found, nested), any(task.collective or task.has_collectives for task in found)
+
+    def _task(self, n: int, waits: tuple[int, ...], number: int) -> list[Task]:
+        """A kernel with all that is merged into it, or a combined collective behind the kernels that fill its buffer."""
+        tasks, (one, combined), space = self._tasks[0], self._joined, self.network.space
+        if (some := combined.get(n)) is None:
+            return [Task(self._merged_seconds[n], False, waits)]
+        kind, axes = tasks.transfers[n].step.kind, tasks.transfers[n].step.axes
+        sizes = [tasks.transfers[m].step.bytes for m in some]
+        shared, latency_s, own = collective.staging_kernels(kind, space.cluster, len(some))
+        staging_s = shared * sum(sizes) + sum(max(latency_s, own * size) for size in sizes)
+        found = [Task(staging_s, False, waits)] if staging_s else []
+        waits = (number,) if staging_s else waits
+        return [*found, Task(collective.seconds(kind, sum(sizes), axes, space.mesh, space.cluster), True, waits)]
+
+    @cached_property
+    def _merged_seconds(self) -> dict[int, float]:
+        (tasks, _), (one, _) = self._tasks, self._joined
+        out: dict[int, float] = {}
+        for n, first in enumerate(one):
+            out[first] = out.get(first, 0.0) + tasks.seconds[n]
+        return out
+
+
+def _up_to_threshold(transfers: Sequence[int], tasks: _Tasks) -> Iterator[list[int]]:
+    """Transfers in their order, cut where their results exceed XLA's combine threshold."""
+    together: list[int] = []
+    total = 0.0
+    for n in transfers:
+        size = tasks.transfers[n].result_bytes
+        if together and total + size > COMBINE_THRESHOLD_BYTES:
+            yield together
+            together, total = [], 0.0
+        together.append(n)
+        total += size
+    if together:
+        yield together
+
+
+def _waits_for(tasks: _Tasks, n: int, m: int) -> bool:
+    """Whether task n waits, directly or not, for the earlier task m."""
+    stack, seen = [n], {n}
+    while stack:
+        for at in tasks.before[stack.pop()]:
+            if at == m:
+                return True
+            if at > m and at not in seen:
+                seen.add(at)
+                stack.append(at)
+    return False
+
+
+def _in_order(before: Mapping[tuple[str, int], set[tuple[str, int]]]) -> Iterator[tuple[str, int]]:
+    """The members of a computation as they are listed, but each behind all it waits for."""
+    names, numbers = list(before), {name: n for n, name in enumerate(before)}
+    waits = [len(some) for some in before.values()]
+    readers: list[list[int]] = [[] for _ in names]
+    for n, some in enumerate(before.values()):
+        for m in some:
+            readers[numbers[m]].append(n)
+    ready = [n for n, count in enumerate(waits) if not count]  # a heap, as it is sorted
+    for _ in names:
+        if not ready:
+            raise _CycleError
+        n = heappop(ready)
+        yield names[n]
+        for reader in readers[n]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                heappush(ready, reader)
