@@ -14,7 +14,7 @@ import numpy as np
 
 from shardplan.costs.options import Options
 from shardplan.costs.pins import untie_pinned_state
-from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
+from shardplan.costs.task import PlanningTask, Stopwatch
 from shardplan.emit.decide import decide
 from shardplan.errors import ShardingError
 from shardplan.ilp.solver.collector import paused_collector
@@ -22,9 +22,12 @@ from shardplan.ir.parse import Traced
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.reshard import Resharder
+from shardplan.ilp.solver.deadline import Deadline
 from shardplan.plan.infeasible import no_plan_fits
 from shardplan.plan.planned import Planned
-from shardplan.search.min_memory import min_average_memory, min_peak_memory, saved_memory
+from shardplan.search.bound import compute_floor, lower_bound
+from shardplan.search.min_memory import saved_memory
+from shardplan.search.objective import Candidates
 from shardplan.searches import SEARCHES
 
 
@@ -41,14 +44,17 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
     memory = saved_memory(task) if options.memory_saving else options.memory
     plans = (pkgutil.resolve_name(SEARCHES[name])(task).plan(memory) for name in (options.search, "ilp"))
-    found: Candidate = next(plan for plan in plans if plan is not None)
-    network, solution = found
-    if not solution.states or not np.isfinite(solution.objective):
-        if states := min_average_memory(network.problem):  # prices of the plan of least memory
-            network = task.network(replace(network.pricing, combined=network.combined_groups(states)), memory)
-        raise ShardingError(no_plan_fits(network, () if network.problem.limit is None else min_peak_memory(network.problem)))
+    found: Candidates = next(plan for plan in plans if plan is not None)
+    chosen = found.simplest()
+    if chosen is None or chosen.excess_bytes:
+        raise ShardingError(no_plan_fits(task, found, memory))
+    deadline = Deadline(options.time_limit and options.time_limit - stopwatch.elapsed, work=np.inf)
+    proves = options.search == "ilp"
+    bound = lower_bound(task, chosen, deadline) if proves else min(compute_floor(task), chosen.solution.objective)
+    stopwatch.lap("bound")
+    network, solution = chosen.proven(bound)
     strategies = network.strategies(solution.states)
     decisions = decide(network, strategies, network.retained(solution.states))
     stopwatch.lap("decisions")
     options = replace(options, memory=memory)
-    return Planned(traced, network, solution, strategies, decisions, options, task.exposed_fraction, stopwatch.seconds)
+    return Planned(traced, network, solution, strategies, decisions, options, chosen.timeline, stopwatch.seconds)

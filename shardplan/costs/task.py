@@ -35,6 +35,11 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self.start = time.perf_counter()
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds of all stages."""
+        return sum(self.seconds.values())
+
     def lap(self, stage: str) -> None:
         """Count the time since the last lap as `stage`."""
         now = time.perf_counter()
@@ -59,6 +64,11 @@ class PlanningTask:
     def exposed_fraction(self) -> float:
         """Fraction of a collective's seconds that is paid even where compute hides it; 1 where nothing is hidden."""
         return 1.0 - self.resharder.cluster.overlap * self.options.overlap
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives run at the same time as kernels."""
+        return self.exposed_fraction < 1
 
     @cached_property
     def space(self) -> StrategySpace:

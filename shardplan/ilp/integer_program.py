@@ -7,20 +7,22 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.costs.network import CostNetwork
+from shardplan.costs.task import Candidate
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Solution
 from shardplan.propagation.axis_by_axis import axis_by_axis
-from shardplan.propagation.search import warm_start
+from shardplan.propagation.search import Propagation, warm_start
 from shardplan.search.min_memory import min_peak_memory
+from shardplan.search.objective import Candidates
 from shardplan.search.protocol import Search, time_left
+from shardplan.search.slope_scaling import slope_scaling
 
 UNTIED_WORK, UNTIED_OPS = 3.0, 20_000
 """Work limit (about seconds) of planning repeated layers untied; above so many ops only if the memory limit makes ties costly."""
 
 UNTIED_GAIN = 1e-3  # an untied plan without a proof must be this much cheaper: layers that agree are simpler
-MANY_AXES = 3  # mesh axes from which an answer without a proof is compared with the axis-by-axis search
 
 
 class IntegerProgram(Search):
@@ -34,9 +36,6 @@ class IntegerProgram(Search):
         self.task.stopwatch.lap("propagation")
         left, progress = time_left(deadline), options.progress
         solution = solve(problem, hint=start, cutoff=cutoff, time_limit=left, progress=progress, presolved=presolved)
-        many = sum(n > 1 for _, n in self.task.resharder.mesh) >= MANY_AXES and options.search != "recursive"
-        if solution.status in ("feasible", "fallback") and many and not deadline.over():
-            solution = self._compared_axis_by_axis(network, solution)
         if solution.status == "fallback" and not solution.states and deadline.over():  # least memory is better than an error
             states = min_peak_memory(problem)
             if states and problem.fits(states):
@@ -56,13 +55,17 @@ class IntegerProgram(Search):
         self.task.stopwatch.lap("solve")
         return found
 
-    def _compared_axis_by_axis(self, network: CostNetwork, solution: Solution) -> Solution:
-        """The better of an answer without a proof and the axis-by-axis search's."""
-        problem = network.problem
-        found = axis_by_axis(self.task, problem.limit, network.pricing.background_price)
-        states = network.translate(found.network, found.solution.states) if found else ()
-        if not states or not problem.fits(states):
-            return solution
-        objective = problem.objective(states)
-        better = not solution.states or objective < solution.objective
-        return replace(solution, status="feasible", states=states, objective=objective) if better else solution
+    def candidates(self, limit: float | None, deadline: Deadline) -> Candidates:
+        """The plans of the pricing loop and of all other searches, and of one more loop from the best of those if that is better."""
+        found = super().candidates(limit, deadline)
+        own = found.best
+        if deadline.over():
+            return found
+        slope_scaling(found, Propagation(self.task).search, None, deadline)
+        for network, solution in axis_by_axis(self.task, limit, self.task.exposed_fraction):
+            whole = self.task.network(network.pricing, limit)
+            found.add(Candidate(whole, replace(solution, states=whole.translate(network, solution.states))))
+        self.task.stopwatch.lap("other searches")
+        if found.best is not None and found.best is not own and not deadline.over():
+            slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined)
+        return found

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -71,6 +72,7 @@ class Resharder:
         sliced_sums: whether a path may complete a sum and then slice it. XLA does so where the all-reduces are combined, and may
             reduce-scatter otherwise.
         byte_factors: (kind, factor) of collectives that send `factor` times the bytes of the array.
+        priced: "all"; "network" counts no kernels and no slices, "nothing" only says where paths lead: for lower bounds.
         shared_graphs: those of another resharder on this mesh.
     """
 
@@ -81,6 +83,7 @@ class Resharder:
     known: KnownGroups = ()
     sliced_sums: bool = False
     byte_factors: tuple[tuple[str, float], ...] = ()
+    priced: Literal["all", "network", "nothing"] = "all"
     shared_graphs: ReshardGraphs | None = None
     _tables: dict[tuple, np.ndarray] = field(default_factory=dict, init=False)
     _prices: dict[ReshardGraph, np.ndarray] = field(default_factory=dict, init=False)
@@ -101,6 +104,10 @@ class Resharder:
     def sending(self, byte_factors: tuple[tuple[str, float], ...]) -> Resharder:
         """A resharder whose collectives send `factor` times the bytes of the array, by kind; others its bytes."""
         return self._variant(byte_factors=byte_factors) if byte_factors else self
+
+    def bounding(self, arrays: int, kinds: tuple[str, ...], priced: Literal["network", "nothing"]) -> Resharder:
+        """A resharder whose paths cost no more than those of any other that combines at most so many arrays."""
+        return self._variant(combined=CombinedCollectives(arrays), combinable=kinds, sliced_sums=True, priced=priced)
 
     def _variant(self, **changes) -> Resharder:
         """This resharder with some settings changed; one object per settings."""
@@ -199,10 +206,13 @@ class Resharder:
 
     def _edge_prices(self, kind: str, axes: tuple[str, ...]) -> list[tuple[float, ...]]:
         """Per algorithm of a collective, alone and combined: its `AlphaBeta`, and the figures of its `staging_kernels`."""
+        if self.priced == "nothing" or (self.priced == "network" and kind == "slice"):
+            return [(0.0,) * 5]
         known = dict(self.known).get(CollectiveKey(kind, axes), self.combined) if kind in self.combinable else UNCOMBINED
         factor, found = dict(self.byte_factors).get(kind, 1.0), []
         for combined in dict.fromkeys((UNCOMBINED, known)):
-            shared, latency_s, own = collective.staging_kernels(kind, self.cluster, combined.arrays)
+            staging = self.priced == "all"
+            shared, latency_s, own = collective.staging_kernels(kind, self.cluster, combined.arrays) if staging else (0.0,) * 3
             for a, b in collective.algorithms(kind, axes, self.mesh, self.cluster, combined):
                 found.append((a, b * factor, shared * factor, latency_s, own * factor))
         return found

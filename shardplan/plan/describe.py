@@ -30,8 +30,7 @@ def describe(planned: Planned, context=None) -> Plan:
     """The plan of a planning result, with the context that `Plan.fix`, `Plan.check` and the pytree views need."""
     space, graph = planned.space, planned.graph
     kinds = categories(graph)
-    parts = planned.network.step_seconds(planned.solution.states)
-    total = parts.total(planned.exposed_fraction) / PS
+    line = planned.timeline
     status = planned.solution.status
     assert status != "infeasible"
     return Plan(
@@ -41,11 +40,11 @@ def describe(planned: Planned, context=None) -> Plan:
         outputs=tuple(_leaf(planned, i, "output") for i in graph.outs),
         decisions=tuple(_decisions(planned)),
         seconds={
-            "compute": parts.compute / PS,
-            "communication": (parts.blocking + parts.background) / PS,
-            "hidden": parts.hidden(planned.exposed_fraction) / PS,
-            "total": total,
-            "bound": total * (1 - planned.solution.gap),
+            "compute": line.compute_s,
+            "communication": line.collective_s,
+            "hidden": line.collective_s - line.exposed_s,
+            "total": line.total_s,
+            "bound": line.total_s * (1 - planned.solution.gap),
         },
         status=status,
         gap=float(planned.solution.gap),

@@ -17,6 +17,7 @@ from shardplan.ir.graph import Graph, Path, Source, components
 from shardplan.ir.parse import Traced
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
+from shardplan.xla_model.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ class Planned:
     strategies: tuple[int, ...]  # per op of the graph, its number
     decisions: Mapping[Path, EmitDecision]  # what emission applies
     options: Options
-    exposed_fraction: float  # share of a hidden collective's seconds that the step still pays; 1 where none is hidden
+    timeline: Timeline  # of one step: the objective
     seconds: Mapping[str, float]  # of planning, by stage
 
     @property

@@ -15,7 +15,7 @@ Parallelization", Euro-Par 2021.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Solution
 from shardplan.ir.graph import Path
 from shardplan.propagation.search import propagate
-from shardplan.search.overlap_price import step_objective
+from shardplan.search.objective import Candidates
 from shardplan.search.protocol import Search
 from shardplan.strategies.enumerate import OPEN
 
@@ -53,23 +53,23 @@ AxisFactors = Mapping[Path, tuple[str | None, ...]]
 class AxisByAxis(Search):
     """Search "recursive"."""
 
-    def plan(self, memory: float | None) -> Candidate | None:
-        """The plan of the last axis's network; None if no order of axes ends in one that fits `memory` bytes per device."""
-        price = self.task.exposed_fraction
-        found = axis_by_axis(self.task, memory, price)
+    def plan(self, memory: float | None) -> Candidates | None:
+        """The plans of all orders of axes; None if none ends in a network that fits `memory` bytes per device."""
+        found = Candidates.none(self.task, memory)
+        for plan in axis_by_axis(self.task, memory, self.task.exposed_fraction):
+            found.add(plan)
         self.task.stopwatch.lap("solve")
-        return found and step_objective(found, price, price)[0]
+        return found if found.best else None
 
 
-def axis_by_axis(task: PlanningTask, limit: float | None, background_price: float) -> Candidate | None:
-    """The last axis's network and its answer, "feasible"; None if no order of axes ends in one that fits `limit` bytes per device."""
-    axes, found = tuple(a for a, n in task.resharder.mesh if n > 1), []
+def axis_by_axis(task: PlanningTask, limit: float | None, background_price: float) -> Iterator[Candidate]:
+    """Per order of axes the last axis's network and its answer, "feasible"; none of an order that ends in nothing that fits `limit`."""
+    axes = tuple(a for a, n in task.resharder.mesh if n > 1)
     for order in dict.fromkeys((axes[::-1], axes)) if axes else ():
         descent = _Descent(task, limit, Pricing(background_price), order)
         levels = (descent.run(share) for share in MEMORY_SHARES)
-        found += islice(filter(None, levels), 1)
-    best = min(found, key=lambda level: level.solution.objective, default=None)
-    return best and Candidate(best.network, replace(best.solution, status="feasible", bound=0.0))
+        for level in islice(filter(None, levels), 1):
+            yield Candidate(level.network, replace(level.solution, status="feasible", bound=0.0))
 
 
 class _Level(NamedTuple):

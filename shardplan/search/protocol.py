@@ -14,9 +14,10 @@ import numpy as np
 
 from shardplan.costs.build import replicated_bytes
 from shardplan.costs.network import CostNetwork
-from shardplan.costs.task import Candidate, PlanningTask
+from shardplan.costs.task import PlanningTask
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
+from shardplan.search.objective import Candidates
 from shardplan.search.slope_scaling import SearchStates, slope_scaling
 
 
@@ -40,22 +41,25 @@ class Search(ABC):
         """
         raise NotImplementedError
 
-    def plan(self, memory: float | None) -> Candidate | None:
-        """The best plan that fits `memory` bytes per device (None: no limit).
+    def plan(self, memory: float | None) -> Candidates | None:
+        """All plans that the search comes upon within `memory` bytes per device (None: no limit), by the objective.
 
         Returns:
-            A candidate, without states if nothing fits; or None to leave the task to the search "ilp".
+            Candidates, the best of which exceeds the limit if none fits; or None to leave the task to the search "ilp".
         """
         deadline = Deadline(self.task.options.time_limit, work=np.inf)
         # Without a limit copies need no states of their own, and the network is smaller.
-        roomy = memory is not None and replicated_bytes(self.task.space) <= memory
-        found = slope_scaling(self.task, self.search, self.untied, None if roomy else memory, deadline)
-        if memory is None or not roomy or not found.solution.states:
-            return found
-        if found.network.peak(found.solution.states) > memory:
-            return slope_scaling(self.task, self.search, self.untied, memory, deadline)
-        limited = replace(found.network, problem=replace(found.network.problem, limit=memory))
-        return Candidate(limited, found.solution)
+        if memory is not None and replicated_bytes(self.task.space) <= memory:
+            found = self.candidates(None, deadline)
+            if found.best is None or found.best.network.peak(found.best.states) <= memory:
+                return replace(found, limit=memory)
+        return self.candidates(memory, deadline)
+
+    def candidates(self, limit: float | None, deadline: Deadline) -> Candidates:
+        """All plans that the search comes upon under a limit."""
+        found = Candidates.none(self.task, limit)
+        slope_scaling(found, self.search, self.untied, deadline)
+        return found
 
 
 def time_left(deadline: Deadline) -> float | None:

@@ -19,7 +19,7 @@ slope scaling procedure", Operations Research Letters 24(4), 1999.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from math import inf, prod
 
@@ -31,6 +31,7 @@ from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
 from shardplan.mesh.collective import CollectiveKey
 from shardplan.search.min_memory import min_peak_memory
+from shardplan.search.objective import Candidates, Judged
 from shardplan.search.overlap_price import cheapest_price
 
 States = tuple[int, ...]
@@ -51,56 +52,47 @@ HOPELESS = 0.1
 
 
 def slope_scaling(
-    task: PlanningTask, search: SearchStates, untied: SearchStates | None, limit: float | None, deadline: Deadline
+    candidates: Candidates, search: SearchStates, untied: SearchStates | None, deadline: Deadline, combined: CombinedGroups | None = None
 ) -> Candidate:
-    """The best plan found, with the network at its own prices; the gap is that to the bound at the prices it was found at.
+    """Every plan that the loop comes upon is added to `candidates`.
 
-    `untied` searches for step 3, if anything does. The deadline ends the loop after the search in progress.
+    Args:
+        candidates: whose limit is that of the networks.
+        search: states of one network.
+        untied: searches for step 3, if anything does.
+        deadline: ends the loop after the search in progress.
+        combined: what the first network assumes to be combined; None: all arrays of a group.
 
     Returns:
-        A candidate without states, "infeasible", if nothing fits `limit` bytes per device at its own prices.
+        The first candidate, at the prices it was found at.
     """
-    loop = _PricingLoop(task, search, untied, limit, deadline)
-    first = loop.converge()
-    if loop.best is None:
-        return first
-    loop.restart_from_uniform_plans(first.solution.objective)
-    loop.untie_layers()
-    loop.fit_memory()
-    return Candidate(loop.best.network, Solution("infeasible", (), inf, 0.0)) if loop.excess_bytes else loop.best
-
-
-def reprice(price: Callable[[Pricing], CostNetwork], network: CostNetwork, states: States) -> CostNetwork:
-    """The network at the prices of what these states combine."""
-    own = network
-    for _ in range(2):  # other prices make other reshard paths
-        own = price(Pricing(network.pricing.background_price, own.combined_groups(states)))
-    return own
+    loop = _PricingLoop(candidates, search, untied, deadline)
+    first = loop.converge(combined)
+    if candidates.best is not None and combined is None:
+        loop.restart_from_uniform_plans(first.solution.objective)
+        loop.untie_layers()
+        loop.fit_memory()
+    return first
 
 
 @dataclass
 class _PricingLoop:
-    """The loop's state: the best plan recounted, the network last searched, and what the last recounted plan combines.
+    """The loop's state: the network last searched, what the plan last judged combines, and the least picoseconds at own prices."""
 
-    `rank` is that of the best plan: (bytes over the limit, picoseconds, whether repeated layers are tied); less is better.
-    """
-
-    task: PlanningTask
+    candidates: Candidates
     search: SearchStates
     untied: SearchStates | None
-    limit: float | None
     deadline: Deadline
-    best: Candidate | None = None
-    rank: tuple[float, float, bool] = (inf, inf, True)
     network: CostNetwork | None = None
     combined: CombinedGroups | None = None
+    priced: float = inf
 
     @property
-    def excess_bytes(self) -> float:
-        return self.rank[0]
+    def task(self) -> PlanningTask:
+        return self.candidates.task
 
     def price(self, pricing: Pricing) -> CostNetwork:
-        return self.task.network(pricing, self.limit)
+        return self.task.network(pricing, self.candidates.limit)
 
     def solve(self, search: SearchStates, combined: CombinedGroups | None, hint: States = (), cutoff: float = inf) -> Candidate:
         """The best plan at the prices of `combined`, over all overlap prices; `cutoff` holds at the lowest of these."""
@@ -115,68 +107,69 @@ class _PricingLoop:
         return found
 
     def attempt(self, search: SearchStates, combined: CombinedGroups | None, hint: States = (), cutoff: float = inf) -> None:
-        """Solve, and recount what is found."""
+        """Solve, and judge what is found."""
         found = self.solve(search, combined, hint, cutoff)
         if found.solution.states:
-            self.recount(found)
+            self.judge(found)
 
-    def recount(self, found: Candidate) -> float:
-        """Picoseconds of a plan at its own prices, inf if it does not fit so; the plan becomes the best if it is better."""
-        states, solution = found.solution.states, found.solution
-        own = reprice(self.price, found.network, states)
-        self.combined = own.pricing.combined
-        cost = own.step_seconds(states).total(self.task.exposed_fraction)
-        excess = 0.0 if own.problem.limit is None else max(0.0, own.problem.peak(states) - own.problem.limit)
-        if (excess, cost, solution.tied) < self.rank:
-            self.rank, bound = (excess, cost, solution.tied), cost if solution.status == "optimal" else cost * (1 - solution.gap)
-            self.best = Candidate(own, replace(solution, objective=cost, bound=bound))
-        return cost if not excess else inf
+    def judge(self, found: Candidate) -> Judged:
+        judged = self.candidates.add(found)
+        self.combined = judged.network.pricing.combined
+        if not judged.excess_bytes:
+            self.priced = min(self.priced, judged.priced)
+        return judged
 
-    def converge(self) -> Candidate:
+    def converge(self, combined: CombinedGroups | None) -> Candidate:
         """Step 1; returns the first candidate."""
-        first = found = self.solve(self.search, None)
+        first = found = self.solve(self.search, combined)
         for n in range(ROUNDS):
             if n:
                 found = self.solve(self.search, self.combined, found.solution.states)
-            done = not found.solution.states or self.recount(found) <= (1 + CONVERGED) * found.solution.objective
-            if done or self.deadline.over():
+            if not found.solution.states:
+                break
+            judged = self.judge(found)
+            agrees = not judged.excess_bytes and judged.priced <= (1 + CONVERGED) * found.solution.objective
+            if agrees or self.deadline.over():
                 break
         return first
 
     def restart_from_uniform_plans(self, first_cost: float) -> None:
         """Step 2, if the best plan costs much more than `first_cost`, the picoseconds at which the first was found."""
-        assert self.best is not None
-        communication = self.rank[1] - self.best.network.step_seconds(self.best.solution.states).compute
-        if self.rank[1] - first_cost <= min(FAR_OF_STEP * first_cost, FAR_OF_COMMUNICATION * communication):
+        best = self.candidates.best
+        assert best is not None
+        priced = min(self.priced, best.priced)
+        communication = priced - best.network.step_seconds(best.states).compute
+        if priced - first_cost <= min(FAR_OF_STEP * first_cost, FAR_OF_COMMUNICATION * communication):
             return
         for combined in uniform_groups(self.task.space):
             self.combined = combined
             if self.deadline.over():
                 break
             for _ in range(ROUNDS):
-                before, cutoff = self.rank, (1 + HOPELESS) * self.rank[1] if not self.excess_bytes else inf
-                self.attempt(self.search, self.combined, self.best.solution.states, cutoff)
-                if not self.rank < before or self.deadline.over():
+                before, cutoff = self.priced, (1 + HOPELESS) * self.priced
+                self.attempt(self.search, self.combined, self.candidates.best.states, cutoff)
+                if not self.priced < before or self.deadline.over():
                     break
 
     def untie_layers(self) -> None:
         """Step 3."""
-        assert self.best is not None
-        if self.untied and self.best.solution.tied and not self.deadline.over():
-            self.attempt(self.untied, self.best.network.pricing.combined, self.best.solution.states)
+        best = self.candidates.best
+        assert best is not None
+        if self.untied and best.solution.tied and not self.deadline.over():
+            self.attempt(self.untied, best.network.pricing.combined, best.states)
 
     def fit_memory(self) -> None:
         """Step 4, if no plan fits at its own prices."""
-        if not self.excess_bytes:
+        if not self.candidates.excess_bytes:
             return
         for _ in range(ROUNDS):
             assert self.network is not None
-            states = min_peak_memory(self.network.problem) if self.excess_bytes else ()
+            states = min_peak_memory(self.network.problem) if self.candidates.excess_bytes else ()
             if not states:
                 break
-            self.recount(Candidate(self.network, Solution("feasible", states, self.network.problem.objective(states), 0.0)))
+            self.judge(Candidate(self.network, Solution("feasible", states, self.network.problem.objective(states), 0.0)))
             self.network = self.price(Pricing(self.network.pricing.background_price, self.combined))
-        if self.excess_bytes or not self.deadline.over():
+        if self.candidates.excess_bytes or not self.deadline.over():
             self.attempt(self.search, self.combined)
 
 

@@ -1,0 +1,142 @@
+"""The one objective: the simulated seconds of the program that a plan decides, whichever search found it.
+
+A cost network's prices find candidates. Each candidate is repriced at what it combines itself, its program is scheduled
+(`costs/decided_program.py`), its peak taken; then it is compared with all others in the same seconds and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from shardplan.costs.build import build_network
+from shardplan.costs.decided_program import step_timeline
+from shardplan.costs.network import PS, CostNetwork
+from shardplan.costs.pricing import Pricing
+from shardplan.costs.task import Candidate, PlanningTask
+from shardplan.ilp.solver.problem import Solution
+from shardplan.search.simplicity import complexity
+from shardplan.xla_model.timeline import Timeline
+
+States = tuple[int, ...]
+
+OPTIMAL = 1e-6
+"""A plan is called optimal if its gap is at most this."""
+
+NEAR_TIE = 0.005
+"""Among plans of at most this fraction more seconds than the fastest, the simplest is taken."""
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A candidate by the objective.
+
+    Attributes:
+        network: at the prices of what the plan itself combines; its reshard paths are those of the program.
+        states: of the network.
+        solution: the search's, with the objective in picoseconds of simulated step.
+        timeline: seconds of the step.
+        priced: picoseconds that the network's own prices say.
+        excess_bytes: by which the peak exceeds the limit.
+    """
+
+    network: CostNetwork
+    solution: Solution
+    timeline: Timeline
+    priced: float
+    excess_bytes: float
+
+    @property
+    def states(self) -> States:
+        """Of all nodes."""
+        return self.solution.states
+
+    def proven(self, bound: float) -> Candidate:
+        """The network and the answer, with a lower bound in picoseconds."""
+        objective = self.solution.objective
+        status = "optimal" if bound >= (1 - OPTIMAL) * objective else "feasible"
+        return Candidate(self.network, replace(self.solution, bound=min(bound, objective), status=status))
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Bytes over the limit, then seconds: less is better."""
+        return self.excess_bytes, self.timeline.total_s
+
+    @cached_property
+    def complexity(self) -> tuple[float, ...]:
+        """How far the plan is from one that a person would write; less is simpler."""
+        return complexity(self.network, self.states)
+
+
+def reprice(price: Callable[[Pricing], CostNetwork], network: CostNetwork, states: States) -> CostNetwork:
+    """The network at the prices of what these states combine."""
+    own = network
+    for _ in range(2):  # other prices make other reshard paths
+        own = price(Pricing(network.pricing.background_price, own.combined_groups(states)))
+    return own
+
+
+def judge(task: PlanningTask, found: Candidate, limit: float | None) -> Judged:
+    """A candidate with states, by the objective, under a limit of bytes per device."""
+    network, solution = found
+
+    def price(pricing: Pricing) -> CostNetwork:
+        if network.space is task.space:
+            return task.network(pricing, limit)
+        return build_network(network.space, task.resharder, limit, None, task.options.corrections, pricing)
+
+    own = reprice(price, network, solution.states)
+    line = step_timeline(own, solution.states, task.overlaps)
+    priced = own.step_seconds(solution.states).total(task.exposed_fraction)
+    excess = 0.0 if limit is None else max(0.0, own.peak(solution.states) - limit)
+    return Judged(own, replace(solution, objective=round(line.total_s * PS), bound=0.0), line, priced, excess)
+
+
+@dataclass
+class Candidates:
+    """All plans that a search has come upon, by the objective.
+
+    Attributes:
+        task: the step.
+        limit: bytes per device, or None.
+        judged: in the order in which they were found, each once.
+        best: the one of least rank.
+    """
+
+    task: PlanningTask
+    limit: float | None
+    judged: dict[tuple, Judged]
+    best: Judged | None = None
+
+    @classmethod
+    def none(cls, task: PlanningTask, limit: float | None) -> Candidates:
+        """No plan yet."""
+        return cls(task, limit, {})
+
+    @property
+    def excess_bytes(self) -> float:
+        """By which the best plan exceeds the limit; inf if there is none."""
+        return inf if self.best is None else self.best.excess_bytes
+
+    def add(self, found: Candidate) -> Judged:
+        """Judges a candidate, which becomes the best if it is better."""
+        network, solution = found
+        key = tuple(of.factors[s] for of, s in zip(network.space.strategies, network.strategies(solution.states), strict=True))
+        key = (*key, network.retained(solution.states))
+        if key not in self.judged:
+            self.judged[key] = judge(self.task, found, self.limit)
+            self.task.stopwatch.lap("simulate")
+        judged = self.judged[key]
+        if self.best is None or judged.rank < self.best.rank:
+            self.best = judged
+        return judged
+
+    def simplest(self) -> Judged | None:
+        """The simplest of the plans that fit and take at most `NEAR_TIE` more seconds than the best; else the best."""
+        if self.best is None or self.best.excess_bytes:
+            return self.best
+        most = (1 + NEAR_TIE) * self.best.timeline.total_s
+        near = [x for x in self.judged.values() if not x.excess_bytes and x.timeline.total_s <= most]
+        return min(near, key=lambda x: (x.complexity, x.timeline.total_s))
