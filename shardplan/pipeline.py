@@ -23,11 +23,12 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.reshard import Resharder
 from shardplan.ilp.solver.deadline import Deadline
-from shardplan.plan.infeasible import no_plan_fits
+from shardplan.plan.infeasible import no_plan_fits, pins_contradict
 from shardplan.plan.planned import Planned
 from shardplan.search.bound import compute_floor, lower_bound
-from shardplan.search.min_memory import saved_memory
-from shardplan.search.objective import Candidates
+from shardplan.search.min_memory import least_memory, leanest_plan, saved_memory
+from shardplan.search.objective import Candidates, Judged
+from shardplan.search.protocol import Search
 from shardplan.searches import SEARCHES
 
 
@@ -43,11 +44,9 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     stopwatch.lap("graph")
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
     memory = saved_memory(task) if options.memory_saving else options.memory
-    plans = (pkgutil.resolve_name(SEARCHES[name])(task).plan(memory) for name in (options.search, "ilp"))
-    found: Candidates = next(plan for plan in plans if plan is not None)
-    chosen = found.simplest()
-    if chosen is None or chosen.excess_bytes:
-        raise ShardingError(no_plan_fits(task, found, memory))
+    searches = [pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")]
+    found: Candidates = next(plans for plans in (search.plan(memory) for search in searches) if plans is not None)
+    chosen = found.simplest() or _leanest(task, searches[-1], found, memory)
     deadline = Deadline(options.time_limit and options.time_limit - stopwatch.elapsed, work=np.inf)
     proves = options.search == "ilp"
     bound = lower_bound(task, chosen, deadline) if proves else min(compute_floor(task), chosen.solution.objective)
@@ -58,3 +57,18 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     stopwatch.lap("decisions")
     options = replace(options, memory=memory)
     return Planned(traced, network, solution, strategies, decisions, options, chosen.timeline, stopwatch.seconds)
+
+
+def _leanest(task: PlanningTask, search: Search, found: Candidates, limit: float | None) -> Judged:
+    """A plan that fits after all.
+
+    Raises:
+        ShardingError: none was found.
+    """
+    deadline = Deadline(None, work=np.inf)
+    lean = None if limit is None else leanest_plan(lambda memory: search.candidates(memory, deadline), found, limit)
+    if limit is None or lean is None:
+        raise ShardingError(pins_contradict())
+    if lean.peak_bytes > limit:
+        raise ShardingError(no_plan_fits(lean.network, lean.states, limit, least_memory(task, limit)))
+    return replace(lean, limit=limit)

@@ -24,6 +24,7 @@ def build_network(
     allowed: Mapping[int, np.ndarray] | None = None,
     corrections: CostCorrections | None = None,
     pricing: Pricing = Pricing(),  # noqa: B008
+    windows: OverlapWindows | None = None,
 ) -> CostNetwork:
     """The cost network of a strategy space.
 
@@ -34,9 +35,12 @@ def build_network(
         allowed: pinned op -> bool [s], which strategies remain.
         corrections: seconds of strategies and reshards beyond the model.
         pricing: what the network assumes of the whole plan.
+        windows: overlap windows, by default those of a plan that combines what `pricing` says; empty ones give every array its
+            shortest life.
     """
     graph, allowed, corrections = space.graph, allowed or {}, corrections or CostCorrections({}, {})
-    blocks, windows = StateBlocks.of(graph, limit), plan_windows(space, pricing.combined)
+    blocks = StateBlocks.of(graph, limit)
+    windows = plan_windows(space, pricing.combined) if windows is None else windows
     pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
     of = resharders(space, resharder, pricing.combined)
     tables = CostTables(space, blocks, pinned, windows, of, pricing.background_price)

@@ -202,6 +202,10 @@ class CostNetwork:
                 out.append((u.node, u.lo, u.hi, float(u.bytes[states[u.node]])))
         return out
 
+    def profile(self, states: Sequence[int]) -> np.ndarray:
+        """Bytes that a device has in memory at every time, implicit copies included, [time]."""
+        return sum_over_intervals((lo, hi, n) for _, lo, hi, n in self.allocations(states))
+
     def peak(self, states: Sequence[int]) -> float:
-        """The most bytes that a device has in memory at any time, implicit copies included."""
-        return float(sum_over_intervals((lo, hi, n) for _, lo, hi, n in self.allocations(states)).max(initial=0.0))
+        """The most of `profile`."""
+        return float(self.profile(states).max(initial=0.0))

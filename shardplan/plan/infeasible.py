@@ -1,4 +1,4 @@
-"""Why no plan fits: the least memory found, where its peak is, its categories, and ways out."""
+"""Why no plan fits: the least memory found, where its peak is, its categories, what is proven, and ways out."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ from shardplan.costs.network import CostNetwork
 from shardplan.units import format_memory
 
 
-def no_plan_fits(network: CostNetwork, states: tuple[int, ...]) -> str:
-    """Why no plan fits a network's memory limit, and ways out; `states` are those of least peak, () if none are allowed together."""
-    problem, graph = network.problem, network.space.graph
-    if problem.limit is None or not states:
-        return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
-    memory = problem.memory(states)
+def pins_contradict() -> str:
+    """No plan exists whatever its memory."""
+    return "no plan exists: the pins contradict each other.\n  way out: drop one of them"
+
+
+def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, least_bytes: float) -> str:
+    """Why no plan fits a memory limit, and ways out.
+
+    Args:
+        network: at the prices of what the states combine.
+        states: of the leanest plan that any search found.
+        limit: bytes per device.
+        least_bytes: a lower bound of the peak of every plan.
+    """
+    graph, memory = network.space.graph, network.profile(states)
     step, peak = int(memory.argmax()), float(memory.max())
-    if peak <= problem.limit:
-        return (
-            f"no plan was found within the search's limit, though {format_memory(problem.limit)} per device are enough.\n"
-            f"  ways out: time_limit=600, or memory={peak * 1.1:.3g}"
-        )
     op = graph.ops[min(step, len(graph.ops) - 1)]
     shares = memory_by_category(network, states, step)
     parts = ", ".join(f"{category} {format_memory(n)}" for category, n in shares.items() if n > 0.005 * peak)
+    proven = least_bytes > limit
+    bound = "" if abs(peak - least_bytes) < 0.005 * peak else f"; no plan takes less than {format_memory(least_bytes)}"
+    what = "no plan fits" if proven else "no plan found fits"
     return (
-        f"no plan fits {format_memory(problem.limit)} per device on mesh {network.space.mesh}.\n"
-        f"  least possible: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]\n"
-        f"  ways out: a larger mesh, donate_argnums for the state, jax.checkpoint around {op.source}, "
-        f"or memory={peak * 1.02:.3g}"
+        f"{what} {format_memory(limit)} per device on mesh {network.space.mesh}.\n"
+        f"  leanest found: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]{bound}\n"
+        f"  ways out: a larger mesh, donate_argnums for the state, jax.checkpoint around {op.source}, or memory={peak * 1.001:.4g}"
     )

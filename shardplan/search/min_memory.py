@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +11,18 @@ import numpy as np
 from shardplan.costs.build import build_network
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import Pricing
-from shardplan.costs.task import PlanningTask
+from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.min_peak import minimize_peak
-from shardplan.ilp.solver.problem import Problem, indicator_costs
+from shardplan.ilp.solver.problem import Problem, Solution, indicator_costs
 from shardplan.ilp.solver.solve import solve
+from shardplan.search.objective import Candidates, Judged
+from shardplan.xla_model.overlap_windows import OverlapWindows
+
+LEANER = 0.97
+"""Below the leanest plan found, the search is repeated with this fraction of its peak as the limit ..."""
+
+TRIES = 5
+"""... so many times, as long as that finds a leaner one."""
 
 
 def min_average_memory(problem: Problem) -> tuple[int, ...]:
@@ -29,6 +38,38 @@ def min_peak_memory(problem: Problem) -> tuple[int, ...]:
     """The states of the lowest peak found; () if no states are allowed together."""
     found = (min_average_memory(problem), minimize_peak(replace(problem, limit=None)).states)
     return min((states for states in found if states), key=problem.peak, default=())
+
+
+def least_memory(task: PlanningTask, limit: float) -> float:
+    """A lower bound of the peak of every plan, bytes per device; inf if the pins contradict each other."""
+    network = build_network(task.space, task.resharder, limit, task.allowed, windows=OverlapWindows())
+    return minimize_peak(replace(network.problem, limit=None, ties=())).bound_bytes
+
+
+def leanest_plan(plans: Callable[[float], Candidates], found: Candidates, limit: float) -> Judged | None:
+    """The plan of the lowest peak that any search finds, when none was found within `limit`; it may fit. None: the pins contradict.
+
+    Args:
+        plans: all plans found within a number of bytes.
+        found: those found within `limit`.
+    """
+    pricing = Pricing()
+    for _ in range(2):  # other prices make arrays wait for other collectives
+        network = found.task.network(pricing, limit)
+        if not (states := min_peak_memory(network.problem)):
+            return None
+        lean = found.add(Candidate(network, Solution("feasible", states, network.problem.objective(states), 0.0)))
+        pricing = replace(pricing, combined=lean.network.pricing.combined)
+    lean = found.leanest()
+    for _ in range(TRIES):
+        assert lean is not None
+        leaner = plans(max(limit, LEANER * lean.peak_bytes)).leanest()
+        if leaner is None or leaner.peak_bytes >= lean.peak_bytes:
+            break
+        lean = leaner
+        if lean.peak_bytes <= limit:
+            break
+    return lean
 
 
 def saved_memory(task: PlanningTask) -> float:

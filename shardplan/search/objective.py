@@ -39,14 +39,21 @@ class Judged:
         solution: the search's, with the objective in picoseconds of simulated step.
         timeline: seconds of the step.
         priced: picoseconds that the network's own prices say.
-        excess_bytes: by which the peak exceeds the limit.
+        peak_bytes: the most memory of a device.
+        limit: bytes per device, or None.
     """
 
     network: CostNetwork
     solution: Solution
     timeline: Timeline
     priced: float
-    excess_bytes: float
+    peak_bytes: float
+    limit: float | None
+
+    @property
+    def excess_bytes(self) -> float:
+        """By which the peak exceeds the limit."""
+        return 0.0 if self.limit is None else max(0.0, self.peak_bytes - self.limit)
 
     @property
     def states(self) -> States:
@@ -90,8 +97,8 @@ def judge(task: PlanningTask, found: Candidate, limit: float | None) -> Judged:
     own = reprice(price, network, solution.states)
     line = step_timeline(own, solution.states, task.overlaps)
     priced = own.step_seconds(solution.states).total(task.exposed_fraction)
-    excess = 0.0 if limit is None else max(0.0, own.peak(solution.states) - limit)
-    return Judged(own, replace(solution, objective=round(line.total_s * PS), bound=0.0), line, priced, excess)
+    answer = replace(solution, objective=round(line.total_s * PS), bound=0.0)
+    return Judged(own, answer, line, priced, own.peak(solution.states), limit)
 
 
 @dataclass
@@ -133,10 +140,14 @@ class Candidates:
             self.best = judged
         return judged
 
+    def leanest(self) -> Judged | None:
+        """The plan of the lowest peak."""
+        return min(self.judged.values(), key=lambda x: x.peak_bytes, default=None)
+
     def simplest(self) -> Judged | None:
-        """The simplest of the plans that fit and take at most `NEAR_TIE` more seconds than the best; else the best."""
+        """The simplest of the plans that fit and take at most `NEAR_TIE` more seconds than the best; None if none fits."""
         if self.best is None or self.best.excess_bytes:
-            return self.best
+            return None
         most = (1 + NEAR_TIE) * self.best.timeline.total_s
         near = [x for x in self.judged.values() if not x.excess_bytes and x.timeline.total_s <= most]
         return min(near, key=lambda x: (x.complexity, x.timeline.total_s))
