@@ -12,29 +12,33 @@ one kernel (fact: fusion-merges-products), which waits for all they read.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardplan.costs.network import PS, CostNetwork
 from shardplan.ir.graph import Graph
 from shardplan.mesh import collective
 from shardplan.mesh.reshard import ReshardStep
-from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, CollectiveSite
+from shardplan.xla_model.combining import COMBINABLE, SUMS, CollectiveSite
+from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
 from shardplan.xla_model.timeline import Task, Timeline, schedule
+
+Member = tuple[Literal["task", "loop"], int]
+"""A task or a loop of a computation."""
 
 OUTSIDE = -1
 """The computation that no loop holds."""
 
 
-def step_timeline(network: CostNetwork, states: Sequence[int], overlaps: bool = True) -> Timeline:
+def step_timeline(network: CostNetwork, states: Sequence[int], overlaps: bool = True, options: XlaOptions = DEFAULT) -> Timeline:
     """The seconds of one step under these states of a cost network; where nothing overlaps, the compute stream waits for all."""
     try:
-        line = DecidedProgram(network, tuple(states)).timeline
+        line = DecidedProgram(network, tuple(states), options).timeline
     except _CycleError:  # what is joined waits for itself
-        line = DecidedProgram(network, tuple(states), joins=False).timeline
+        line = DecidedProgram(network, tuple(states), options, joins=False).timeline
     if overlaps:
         return line
     return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)
@@ -49,22 +53,24 @@ class _Transfer(NamedTuple):
 
     step: ReshardStep
     site: CollectiveSite
+    value: int
     result_bytes: float  # on one device
     order: tuple[int, int]  # of arrays that are combined: as they are needed, or as they are made
 
 
 @dataclass
 class _Tasks:
-    """Tasks of all computations, in program order; a task waits for earlier ones only."""
+    """Tasks of all computations, in program order; a task waits for earlier ones only. Roots are what a computation hands out, in order."""
 
     seconds: list[float] = field(default_factory=list)
     home: list[int] = field(default_factory=list)  # the loop that runs it, or OUTSIDE
     before: list[tuple[int, ...]] = field(default_factory=list)
     transfers: dict[int, _Transfer] = field(default_factory=dict)
+    roots: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, home: int, before: Iterable[int], seconds: float = 0.0, transfer: _Transfer | None = None) -> int:
         """A new task, its number; what takes no time and waits for one task is that task, and -1 if it waits for none."""
-        waits = tuple(sorted({n for n in before if n >= 0}))
+        waits = tuple(dict.fromkeys(n for n in before if n >= 0))
         if not seconds and transfer is None and len(waits) < 2:
             return waits[0] if waits else -1
         for of, x in zip((self.seconds, self.home, self.before), (seconds, home, waits), strict=True):
@@ -81,11 +87,13 @@ class DecidedProgram:
     Attributes:
         network: its prices are not used, but for the reshard paths that they make cheapest and what edges cost beyond collectives.
         states: of all nodes.
+        options: XLA's compiler options.
         joins: whether collectives are combined and products merged.
     """
 
     network: CostNetwork
     states: tuple[int, ...]
+    options: XlaOptions = DEFAULT
     joins: bool = True
 
     @property
@@ -119,6 +127,8 @@ class DecidedProgram:
             seconds = network.problem.costs[j][self.states[j]] / op.runs / PS
             home = op.held_during if op.traits.loop_slice or op.traits.loop_stack else op.loop
             kernels[j] = tasks.add(home, waits, float(seconds))
+            if op.traits.leaves_region or op.traits.loop_stack:
+                tasks.roots.setdefault(home, []).append(kernels[j])
             makes.update(dict.fromkeys(op.outputs, kernels[j]))
         return tasks, kernels
 
@@ -130,7 +140,7 @@ class DecidedProgram:
         made = graph.values[v].producer[0]
         site, size = space.collective_sites[v], graph.values[v].bytes / step.after.shards(space.mesh)
         order = (j, made) if site.collective_class == "prefetch" else (made, j)
-        return tasks.add(graph.ops[j].loop, (at,), transfer=_Transfer(step, site, size, order))
+        return tasks.add(graph.ops[j].loop, (at,), transfer=_Transfer(step, site, v, size, order))
 
     # ---- what XLA joins
 
@@ -154,14 +164,15 @@ class DecidedProgram:
             for n, before in enumerate(tasks.before):
                 of[n] = max((of[m] + (m in mine) for m in before), default=0)
         groups: dict[tuple, list[int]] = {}
-        for n, (step, site, _, (at, _)) in tasks.transfers.items():
+        for n, (step, site, _, _, (at, _)) in tasks.transfers.items():
             alone = site.group_size == 1 or site.collective_class == "update" or step.kind not in COMBINABLE
             alone = alone or (site.collective_class == "gradient" and step.kind == "all-gather")
             phase = self.graph.ops[at].phase if site.collective_class == "prefetch" else ""
             key = n if alone else (site.group, step.kind, step.axes, tasks.home[n], phase, level[site.collective_class][n])
             groups.setdefault(key, []).append(n)  # pyright: ignore[reportArgumentType]
         for some in groups.values():
-            yield from _up_to_threshold(sorted(some, key=lambda n: tasks.transfers[n].order), tasks)
+            threshold = self.options.threshold_bytes(tasks.transfers[some[0]].step.kind)
+            yield from _up_to_threshold(sorted(some, key=lambda n: tasks.transfers[n].order), tasks, threshold)
 
     def _merged_products(self, tasks: _Tasks, kernels: Mapping[int, int]) -> Iterator[list[int]]:
         """Products of one loop and pass that read the same array and do not wait for one another (fact: fusion-merges-products)."""
@@ -195,51 +206,137 @@ class DecidedProgram:
         return out
 
     @cached_property
-    def _members(self) -> dict[int, dict[tuple[str, int], set[tuple[str, int]]]]:
-        """Computation -> its tasks and loops in program order -> those of them that each waits for; joined tasks stand at the last."""
-        tasks, _ = self._tasks
-        one, _ = self._joined
-        last = {first: n for n, first in enumerate(one)}
-        out: dict[int, dict] = {home: {} for home in (OUTSIDE, *range(len(self.graph.loops)))}
-
-        def member(n: int, home: int) -> tuple[str, int]:
-            holders = self._holders[tasks.home[n]]
-            inside = holders.index(home)
-            return ("loop", holders[inside - 1]) if inside else ("task", one[n])
-
-        ends = {}  # loop -> its last task
-        for n in range(len(one)):
-            for loop in self._holders[tasks.home[n]][:-1]:
-                ends[loop] = n
-        places = [(last[n], tasks.home[n], ("task", n)) for n in last]
-        places += [(n, self._holders[loop][1], ("loop", loop)) for loop, n in ends.items()]
-        for _, home, name in sorted(places):
-            out[home][name] = set()
+    def _members(self) -> dict[int, dict[Member, dict[Member, None]]]:
+        """Computation -> its tasks and loops -> those of them that each waits for, in the order of its operands."""
+        tasks, (one, _) = self._tasks[0], self._joined
+        out: dict[int, dict[Member, dict[Member, None]]] = {home: {} for home in (OUTSIDE, *range(len(self.graph.loops)))}
         for n, before in enumerate(tasks.before):
+            mine = self._holders[tasks.home[n]]
+            for inside, home in zip((OUTSIDE, *mine), mine, strict=False):
+                out[home].setdefault(("task", one[n]) if home == mine[0] else ("loop", inside), {})
             for m in before:
-                mine, others = self._holders[tasks.home[n]], self._holders[tasks.home[m]]
+                others = self._holders[tasks.home[m]]
                 home = next(x for x in mine if x in others)
-                if (a := member(m, home)) != (b := member(n, home)):
-                    out[home][b].add(a)
+                if (a := self._member(m, home)) != (b := self._member(n, home)):
+                    out[home][b][a] = None
         return out
 
-    def _computation(self, home: int) -> tuple[Timeline, bool]:
-        """The timeline of one run of a computation, and whether it has collectives."""
-        before = self._members[home]
-        numbers: dict[tuple[str, int], int] = {}
+    def _member(self, n: int, home: int) -> Member:
+        """What stands for task n in a computation that holds it: the task that it is one with, or a loop."""
+        holders = self._holders[self._tasks[0].home[n]]
+        inside = holders.index(home)
+        return ("loop", holders[inside - 1]) if inside else ("task", self._joined[0][n])
+
+    def _order(self, home: int) -> Iterator[Member]:
+        """The members of a computation in the order of its HLO: from its results back, each operand before its reader."""
+        waits = self._members[home]
+        roots = [self._member(n, home) for n in self._tasks[0].roots.get(home, ()) if n >= 0 and home in self._holders[self._tasks[0].home[n]]]
+        done: dict[Member, bool] = {}  # False while its operands are visited
+        for root in (*roots, *waits):
+            stack = [(root, iter(waits[root]))] if root not in done else []
+            done.setdefault(root, False)
+            while stack:
+                name, operands = stack[-1]
+                for operand in operands:
+                    if operand not in done:
+                        done[operand] = False
+                        stack.append((operand, iter(waits[operand])))
+                        break
+                    if not done[operand]:
+                        raise _CycleError
+                else:
+                    done[name] = True
+                    stack.pop()
+                    yield name
+
+    @cached_property
+    def _pipelined(self) -> dict[int, tuple[list[int], list[int]]]:
+        """By loop of several rounds, combined transfers that are issued a round ahead, and those that are finished a round later."""
+        tasks, (_, combined) = self._tasks[0], self._joined
+        out: dict[int, tuple[list[int], list[int]]] = {}
+        for first, some in combined.items():
+            (step, site, *_), home = tasks.transfers[first], tasks.home[first]
+            if home == OUTSIDE or self.graph.loops[home].trips <= 1:
+                continue
+            ahead = site.collective_class == "prefetch" and step.kind == "all-gather" and step.kind in self.options.pipelined
+            later = site.collective_class == "gradient" and step.kind in SUMS and "all-reduce" in self.options.pipelined
+            if ahead and all(self._is_row(tasks.transfers[n].value) for n in some):
+                out.setdefault(home, ([], []))[0].append(first)
+            elif later and all(self._goes_to_stack(tasks.transfers[n].value) for n in some):
+                out.setdefault(home, ([], []))[1].append(first)
+        return out
+
+    def _is_row(self, v: int) -> bool:
+        """Whether a value is a row of a stack that the loop does not change, as it is or cast."""
+        op = self.graph.ops[self.graph.values[v].producer[0]]
+        if op.traits.loop_slice:
+            return True
+        handed_on = (op.traits.copy or op.forwards_value) and not op.traits.recompute_barrier
+        return handed_on and op.inputs[0] is not None and self._is_row(op.inputs[0])
+
+    def _goes_to_stack(self, v: int) -> bool:
+        """Whether a value, as it is or cast, only becomes a row of a stack."""
+        readers = [self.graph.ops[at] for at, _ in self.graph.values[v].consumers]
+        return bool(readers) and all(
+            op.traits.loop_stack or ((op.traits.copy or op.forwards_value) and all(map(self._goes_to_stack, op.outputs))) for op in readers
+        )
+
+    def _computation(self, home: int, pipelined: bool = True) -> tuple[Timeline, bool]:
+        """The timeline of one run of a computation, and whether it has collectives; without those that are pipelined, or with them."""
+        before, free = self._members[home], frozenset(itertools.chain(*self._pipelined.get(home, ())))
+        numbers: dict[Member, int] = {}
         found: list[Task] = []
         nested: dict[int, tuple[Timeline, float]] = {}
-        for name in _in_order(before):
-            waits = tuple(sorted(numbers[m] for m in before[name]))
+        for name in self._order(home):
             kind, n = name
+            waits = tuple(sorted({numbers[m] for m in before[name] if m[0] == "loop" or m[1] not in free}))
             if kind == "loop":
-                (line, inside), trips = self._computation(n), self.graph.loops[n].trips
-                nested[len(found)] = line, trips
-                found.append(Task(line.total_s * trips, False, waits, inside))
+                self._loop(n, waits, found, nested)
+            elif n in free:
+                found += self._task(n, (), len(found))[-1:] if pipelined else ()
+                continue
             else:
                 found += self._task(n, waits, len(found))
             numbers[name] = len(found) - 1
+        carried_s = 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate if pipelined else 0.0
+        if carried_s:
+            found.append(Task(carried_s, False, ()))
         return schedule(found, nested), any(task.collective or task.has_collectives for task in found)
+
+    def _loop(self, n: int, waits: tuple[int, ...], found: list[Task], nested: dict[int, tuple[Timeline, float]]) -> None:
+        """Adds a loop: what is pipelined has its first run before it or its last run behind it, and is missing in one round."""
+        (line, inside), trips = self._computation(n), self.graph.loops[n].trips
+        ahead, later = self._pipelined.get(n, ((), ()))
+        if not ahead and not later:
+            nested[len(found)] = line, trips
+            found.append(Task(line.total_s * trips, False, waits, inside))
+            return
+        for m in ahead:
+            found.append(self._task(m, waits, len(found))[-1])
+        waits = tuple(range(len(found) - len(ahead), len(found))) or waits
+        line = (trips - 1) * line + self._computation(n, pipelined=False)[0]
+        nested[len(found)] = line, 1.0
+        found.append(Task(line.total_s, False, waits, has_collectives=True))
+        for m in later:
+            found.append(self._task(m, (len(found) - 1,), len(found))[-1])
+        if later:
+            found.append(Task(0.0, False, tuple(range(len(found) - len(later), len(found)))))
+
+    def _carried_bytes(self, home: int) -> Iterator[float]:
+        """Bytes of the arrays that a pipelined loop copies from round to round: sums that are not reduced yet."""
+        tasks, (_, combined) = self._tasks[0], self._joined
+        ahead, later = self._pipelined.get(home, ((), ()))
+        for first in (*later, *(() if self.options.double_buffering else (*ahead, *later))):
+            yield from (tasks.transfers[n].step.bytes for n in combined[first])
+
+    @cached_property
+    def held_by_pipelining(self) -> list[tuple[int, float]]:
+        """(loop, bytes per device) of arrays that live a round longer: gathered ones, and sums that are not reduced yet."""
+        tasks, (_, combined) = self._tasks[0], self._joined
+        return [
+            (home, sum(tasks.transfers[n].step.bytes for first in (*ahead, *later) for n in combined[first]))
+            for home, (ahead, later) in self._pipelined.items()
+        ]
 
     def _task(self, n: int, waits: tuple[int, ...], number: int) -> list[Task]:
         """A kernel with all that is merged into it, or a combined collective behind the kernels that fill its buffer."""
@@ -263,13 +360,13 @@ class DecidedProgram:
         return out
 
 
-def _up_to_threshold(transfers: Sequence[int], tasks: _Tasks) -> Iterator[list[int]]:
+def _up_to_threshold(transfers: Sequence[int], tasks: _Tasks, threshold_bytes: float) -> Iterator[list[int]]:
     """Transfers in their order, cut where their results exceed XLA's combine threshold."""
     together: list[int] = []
     total = 0.0
     for n in transfers:
         size = tasks.transfers[n].result_bytes
-        if together and total + size > COMBINE_THRESHOLD_BYTES:
+        if together and total + size > threshold_bytes:
             yield together
             together, total = [], 0.0
         together.append(n)
@@ -289,23 +386,3 @@ def _waits_for(tasks: _Tasks, n: int, m: int) -> bool:
                 seen.add(at)
                 stack.append(at)
     return False
-
-
-def _in_order(before: Mapping[tuple[str, int], set[tuple[str, int]]]) -> Iterator[tuple[str, int]]:
-    """The members of a computation as they are listed, but each behind all it waits for."""
-    names, numbers = list(before), {name: n for n, name in enumerate(before)}
-    waits = [len(some) for some in before.values()]
-    readers: list[list[int]] = [[] for _ in names]
-    for n, some in enumerate(before.values()):
-        for m in some:
-            readers[numbers[m]].append(n)
-    ready = [n for n, count in enumerate(waits) if not count]  # a heap, as it is sorted
-    for _ in names:
-        if not ready:
-            raise _CycleError
-        n = heappop(ready)
-        yield names[n]
-        for reader in readers[n]:
-            waits[reader] -= 1
-            if not waits[reader]:
-                heappush(ready, reader)

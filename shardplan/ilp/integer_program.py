@@ -64,7 +64,9 @@ class IntegerProgram(Search):
         slope_scaling(found, Propagation(self.task).search, None, deadline)
         for network, solution in axis_by_axis(self.task, limit, self.task.exposed_fraction):
             whole = self.task.network(network.pricing, limit)
-            found.add(Candidate(whole, replace(solution, states=whole.translate(network, solution.states))))
+            states = whole.translate(network, solution.states)
+            allowed = np.isfinite(whole.problem.objective(states))
+            found.add(Candidate(whole, replace(solution, states=states)) if allowed else Candidate(network, solution))
         self.task.stopwatch.lap("other searches")
         if found.best is not None and found.best is not own and not deadline.over():
             slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined)

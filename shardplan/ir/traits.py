@@ -35,6 +35,7 @@ class Traits:
     own_copy: bool = False  # is a copy of its operand already, so it reads no shared copy
     stores_operand: bool = False  # keeps its operand in a buffer of its own
     materialised: bool = False  # the result is in memory whoever reads it
+    recompute_barrier: bool = False  # keeps XLA from using what it computed before: what stands behind waits for all operands
     leaves_region: bool = False  # hands a value out of a loop or out of the step
     known_early: bool = False  # the result is known before most of its readers run, so its collectives can be prefetched
 
@@ -98,7 +99,7 @@ TRAITS: dict[str, Traits] = {
     "loop_stack": Traits(border=True, loop_stack=True, stores_operand=True, leaves_region=True, writes_part=(0, 2)),
     "branch_in": Traits(border=True, alias=True, own_copy=True, stores_operand=True),
     "branch_out": Traits(border=True, stores_operand=True, materialised=True),
-    "barrier": Traits(border=True, alias=True, same_array=True, own_copy=True),
+    "barrier": Traits(border=True, recompute_barrier=True, alias=True, same_array=True, own_copy=True),
 }
 """Primitive -> traits: the border ops, and every primitive whose rule declares some."""
 NO_TRAITS = Traits()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
+import numpy as np
+
 from shardplan.costs.build import build_network
 from shardplan.costs.decided_program import step_timeline
 from shardplan.costs.network import PS, CostNetwork
@@ -97,7 +99,7 @@ def judge(task: PlanningTask, found: Candidate, limit: float | None) -> Judged:
     own = reprice(price, network, solution.states)
     line = step_timeline(own, solution.states, task.overlaps)
     priced = own.step_seconds(solution.states).total(task.exposed_fraction)
-    answer = replace(solution, objective=round(line.total_s * PS), bound=0.0)
+    answer = replace(solution, objective=float(np.rint(line.total_s * PS)), bound=0.0)
     return Judged(own, answer, line, priced, own.peak(solution.states), limit)
 
 

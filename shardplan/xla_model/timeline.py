@@ -21,7 +21,7 @@ Facts: schedule-from-end, overlap-as-late-as-possible, overlap-one-per-kind, ove
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -43,6 +43,14 @@ class Timeline:
     compute_s: float
     collective_s: float
     exposed_s: float
+
+    def __add__(self, other: Timeline) -> Timeline:
+        """One after the other."""
+        return Timeline(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __rmul__(self, times: float) -> Timeline:
+        """Several in a row."""
+        return Timeline(*(times * a for a in astuple(self)))
 
 
 @dataclass
