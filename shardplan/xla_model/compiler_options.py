@@ -1,0 +1,142 @@
+"""Which of XLA's compiler options a plan may set, what each does to the schedule, and which names this XLA knows them by.
+
+    option             what a schedule model must know                                                  fact
+    pipelined          in a loop, an all-gather of a row of what the loop does not change is issued     options-pipelined-gather
+                       one iteration ahead; a gradient's reduction is finished one iteration later      options-pipelined-reduction
+    double_buffering   a loop's body stands twice: what is carried over is not copied                   options-double-buffering
+    thresholds         bytes of results up to which collectives are combined, by kind                   combine-threshold
+    in_flight          collectives that may be in flight at once                                        options-in-flight
+    latency_hiding     whether collectives overlap by design: always from Hopper on, else when asked    options-latency-hiding
+
+Also known as XLA flags, debug options, or `compiler_options` of `jax.jit`. No option of a GPU is given to a CPU.
+Facts: options-level-one, options-windowed-einsum, options-names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from shardplan.mesh.cluster import CollectiveKind
+from shardplan.xla_model.combining import COMBINE_THRESHOLD_BYTES
+
+Flag = bool | int | float | str
+Flags = Mapping[str, Flag]
+"""XLA's debug options, and the options of jit that stand beside them, by name."""
+
+PIPELINED: Mapping[CollectiveKind, str] = {
+    "all-gather": "xla_gpu_enable_pipelined_all_gather",
+    "all-reduce": "xla_gpu_enable_pipelined_all_reduce",
+    "reduce-scatter": "xla_gpu_enable_pipelined_reduce_scatter",
+}
+THRESHOLDS: Mapping[CollectiveKind, str] = {
+    "all-gather": "xla_gpu_all_gather_combine_threshold_bytes",
+    "all-reduce": "xla_gpu_all_reduce_combine_threshold_bytes",
+    "reduce-scatter": "xla_gpu_reduce_scatter_combine_threshold_bytes",
+}
+DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
+IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+LEVEL = "optimization_level"
+"""Level 1 pipelines all kinds and double-buffers (fact: options-level-one)."""
+LEVELS = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
+"""jax's names of the levels; jit of jax 0.10 takes the numbers only."""
+RENAMED: Mapping[str, tuple[str, Mapping[Flag, Flag]]] = {
+    name: (name.replace("xla_gpu_enable_pipelined", "xla_gpu_pipeline"), {True: 2, False: 1}) for name in PIPELINED.values()
+}
+"""Names that a newer XLA calls otherwise, and its values for ours (fact: options-names); by its enum 1 is off, 2 on."""
+
+
+@dataclass(frozen=True)
+class XlaOptions:
+    """What a plan asks of XLA's compiler, as the schedule sees it. The default is what XLA does on its own, from Hopper on.
+
+    Attributes:
+        pipelined: kinds that are pipelined in loops. "all-gather" issues the gathers of an iteration during the one before; "all-reduce"
+            finishes those of gradients in the iteration after, also where the sum is then scattered; "reduce-scatter" takes what
+            the program itself scatters (`jax.lax.psum_scatter`).
+        double_buffering: whether the body of a loop with a known trip count is unrolled once; the first iteration of an odd count is
+            peeled.
+        thresholds: (kind, bytes of results up to which collectives of this kind are combined); 30 MiB for kinds that are absent.
+        in_flight: collectives that may be in flight at once.
+        latency_hiding: whether XLA's latency-hiding scheduler is asked for.
+    """
+
+    pipelined: frozenset[CollectiveKind] = frozenset()
+    double_buffering: bool = False
+    thresholds: tuple[tuple[CollectiveKind, int], ...] = field(default=())
+    in_flight: int = 1
+    latency_hiding: bool = False
+
+    def __bool__(self) -> bool:
+        return self != DEFAULT
+
+    def threshold_bytes(self, kind: CollectiveKind) -> int:
+        """Bytes of results up to which collectives of a kind are combined."""
+        return dict(self.thresholds).get(kind, COMBINE_THRESHOLD_BYTES)
+
+    def combining(self, threshold_bytes: int | None) -> XlaOptions:
+        """The same with one threshold for all kinds; None is XLA's own."""
+        return replace(self, thresholds=() if threshold_bytes is None else tuple((kind, threshold_bytes) for kind in THRESHOLDS))
+
+    def flags(self) -> dict[str, Flag]:
+        """XLA's options that ask for this, by the names of jax 0.10; those that change nothing are left out."""
+        return dict(self._flags())
+
+    def _flags(self) -> Iterator[tuple[str, Flag]]:
+        yield from ((name, True) for kind, name in PIPELINED.items() if kind in self.pipelined)
+        if self.double_buffering:
+            yield DOUBLE_BUFFERING, True
+        yield from ((THRESHOLDS[kind], threshold) for kind, threshold in self.thresholds)
+        if self.in_flight != 1:
+            yield IN_FLIGHT, self.in_flight
+        if self.latency_hiding:
+            yield LATENCY_HIDING, True
+
+    @classmethod
+    def of(cls, flags: Flags) -> XlaOptions:
+        """What options ask for, by their names of any version, as far as a schedule is changed by it."""
+        flags = {old: _truth(flags[new], values) for old, (new, values) in RENAMED.items() if new in flags} | dict(flags)
+        level = flags.get(LEVEL, 0)
+        all_on = int(LEVELS.get(level, 0) if isinstance(level, str) else level) >= LEVELS["O1"]
+        return cls(
+            frozenset(kind for kind, name in PIPELINED.items() if all_on or _truth(flags.get(name, False))),
+            all_on or _truth(flags.get(DOUBLE_BUFFERING, False)),
+            tuple((kind, int(flags[name])) for kind, name in THRESHOLDS.items() if name in flags),
+            int(flags.get(IN_FLIGHT, 1)),
+            _truth(flags.get(LATENCY_HIDING, False)),
+        )
+
+
+DEFAULT = XlaOptions()
+PIPELINING = XlaOptions(frozenset(PIPELINED), double_buffering=True)
+"""Everything that level 1 does to loops."""
+
+
+def _truth(value: Flag, on: Mapping[Flag, Flag] | None = None) -> bool:
+    """A flag as a bool: jax takes True, 1 and text for one."""
+    if on is not None:
+        return value == on[True]
+    return value.lower() in ("true", "1") if isinstance(value, str) else bool(value)
+
+
+def candidates(loops: bool, unrolled: bool, hides_by_itself: bool = True) -> tuple[XlaOptions, ...]:
+    """The options worth trying for a step, XLA's own first.
+
+    Args:
+        loops: whether a loop of the step has collectives in its body.
+        unrolled: whether there are several collectives of a kind outside of loops.
+        hides_by_itself: whether the GPU is one for which XLA hides latency unasked.
+    """
+    base = replace(DEFAULT, latency_hiding=not hides_by_itself)
+    found = [base]
+    if loops:
+        found += [
+            replace(base, double_buffering=True),
+            replace(base, pipelined=frozenset({"all-gather"}), double_buffering=True),
+            replace(base, pipelined=PIPELINING.pipelined, double_buffering=True),
+        ]
+    if loops or unrolled:
+        found += [x.combining(threshold) for x in found for threshold in (0, 1 << 20)]
+        found += [replace(x, in_flight=2) for x in found]
+    return tuple(dict.fromkeys(found))
