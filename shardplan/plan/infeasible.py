@@ -20,7 +20,7 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...]) -> str:
             f"  ways out: time_limit=600, or memory={peak * 1.1:.3g}"
         )
     op = graph.ops[min(step, len(graph.ops) - 1)]
-    shares = memory_by_category(network, states, step)
+    shares = memory_by_category(network.space.graph, network.allocations(states), step)
     parts = ", ".join(f"{category} {format_memory(n)}" for category, n in shares.items() if n > 0.005 * peak)
     return (
         f"no plan fits {format_memory(problem.limit)} per device on mesh {network.space.mesh}.\n"
