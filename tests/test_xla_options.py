@@ -1,6 +1,6 @@
 """Facts about XLA's compiler options (`options-*` in facts.toml), each seen in a scanned step compiled for 8 absent GPUs.
 
-    loop of 4 layers, x += gelu(x @ up) @ down, data parallel; "fsdp" shards the weights, "data" replicates them
+loop of 4 layers, x += gelu(x @ up) @ down, data parallel; "fsdp" shards the weights, "data" replicates them
 """
 
 import functools
