@@ -110,6 +110,9 @@ class XlaOptions:
         )
 
 
+SMALL_THRESHOLD_BYTES = 8 << 20
+"""A threshold that combines what is small and keeps layers apart: of 0, 1, 4 and 8 MiB the best for GPT-2, unrolled (fact:
+options-threshold)."""
 DEFAULT = XlaOptions()
 PIPELINING = XlaOptions(frozenset(PIPELINED), double_buffering=True)
 """Everything that level 1 does to loops."""
@@ -135,7 +138,7 @@ def candidates(loops: bool, unrolled: bool, hides_by_itself: bool = True) -> tup
         hides_by_itself: whether the GPU is one for which XLA hides latency unasked.
     """
     base = replace(DEFAULT, latency_hiding=not hides_by_itself)
-    found = [base]
+    found = [base] if hides_by_itself else [DEFAULT, base]
     if loops:
         found += [
             replace(base, double_buffering=True),
@@ -143,6 +146,6 @@ def candidates(loops: bool, unrolled: bool, hides_by_itself: bool = True) -> tup
             replace(base, pipelined=PIPELINING.pipelined, double_buffering=True),
         ]
     if loops or unrolled:
-        found += [x.combining(threshold) for x in found for threshold in (0, 1 << 20)]
+        found += [x.combining(SMALL_THRESHOLD_BYTES) for x in found]
         found += [replace(x, in_flight=2) for x in found]
     return tuple(dict.fromkeys(found))
