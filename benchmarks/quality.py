@@ -5,11 +5,13 @@ timed by one roofline.
     python benchmarks/quality.py gpt2 llama --target h100:8    some of them
     python benchmarks/quality.py --store quality.json          keep the results; with --again shardplan, compile these again
     python benchmarks/quality.py --markdown quality.md         the table as a file
+    python benchmarks/quality.py --options plan                experts compiled with the options of our plan, too
 
 Seconds are read from the compiled program alone (`shardplan.xla.seconds`): a roofline over its kernels, and the part of its
 collectives, priced by the cluster model, that XLA's schedule leaves exposed. `collect` is all seconds of collectives; the second ratio
 is that of steps without overlap. `sent` is bytes that a device sends in one step. A layout that exceeds a GPU's memory counts only
 where none fits.
+A plan is compiled with the compiler options that are part of it; experts with XLA's own, or with those of the plan (`--options plan`).
 Needs "shardplan[gpu-check]", no GPU.
 """
 
@@ -33,6 +35,7 @@ import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
 from shardplan.xla.compiler.compile import compile, lower_for  # noqa: E402
+from shardplan.xla.compiler.options import as_known  # noqa: E402
 from shardplan.xla.hlo.schedule import seconds  # noqa: E402
 from shardplan.xla.report.compare import wire_bytes  # noqa: E402
 
@@ -41,9 +44,9 @@ TARGETS = {"h100:8": (2, 4), "h100:2x8": (2, 8), "h100:8x8": (8, 8)}
 AXES = ("data", "model")
 
 
-def judge(lowered, target: str, timeout_s: float) -> dict:
+def judge(lowered, target: str, timeout_s: float, options: dict | None = None) -> dict:
     """What XLA makes of a lowered step, in figures."""
-    compiled = compile(lowered, target=target, timeout_s=timeout_s)
+    compiled = compile(lowered, target=target, timeout_s=timeout_s, options=as_known(options or {}))
     if not compiled.ok or compiled.memory is None:
         return {"error": compiled.error.strip().splitlines()[0][:200]}
     found = seconds(compiled, shardplan.Cluster.preset(target.partition(":")[0]))
@@ -60,7 +63,7 @@ def judge(lowered, target: str, timeout_s: float) -> dict:
 
 
 def lowered_by(name: str, model: str, target: str):
-    """The step of a model as `name` splits it, lowered, and its predicted seconds where there are any."""
+    """The step of a model as `name` splits it, lowered, with its predicted seconds and compiler options where there are any."""
     step, state, batch = zoo.QUALITY[model]()
     preset = target.partition(":")[0]
     mesh = experts.twin(jax.sharding.AbstractMesh(TARGETS[target], AXES))
@@ -68,9 +71,9 @@ def lowered_by(name: str, model: str, target: str):
         planned = shardplan.auto(mesh, donate_argnums=0, cluster=preset)(step)
         plan = planned.plan(state, batch)
         function, args = plan.context.program(plan)
-        return lower_for(target, function, *args), plan.seconds["total"]
+        return lower_for(target, function, *args), plan.seconds["total"], dict(plan.compiler_options)
     expert = next(e for e in experts.experts(mesh, shardplan.Cluster.preset(preset).node_size) if e.name == name)
-    return lower_for(target, experts.laid_out(expert, step, state, batch, mesh), state, batch), None
+    return lower_for(target, experts.laid_out(expert, step, state, batch, mesh), state, batch), None, {}
 
 
 def names(target: str) -> list[str]:
@@ -78,14 +81,16 @@ def names(target: str) -> list[str]:
     return [OURS, *(e.name for e in experts.experts(mesh, 8))]
 
 
-def measure(name: str, model: str, target: str, timeout_s: float) -> dict:
+def measure(name: str, model: str, target: str, timeout_s: float, options: dict | None = None) -> dict:
+    """Figures of a layout; an expert's is compiled with `options`, ours with the plan's own."""
     start = time.perf_counter()
     try:
-        lowered, predicted = lowered_by(name, model, target)
+        lowered, predicted, own = lowered_by(name, model, target)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     planning = time.perf_counter() - start
-    return {"predicted": predicted, "planning": planning} | judge(lowered, target, timeout_s)
+    used = own or options or {}
+    return {"predicted": predicted, "planning": planning, "options": used} | judge(lowered, target, timeout_s, used)
 
 
 # ---- tables
@@ -163,6 +168,8 @@ def main(argv=None) -> None:
     parser.add_argument("--by", action="append", help="only these layouts")
     parser.add_argument("--store", type=Path, help="JSON of what was compiled; read and written")
     parser.add_argument("--again", action="append", default=[], help="compile these layouts again, although the store has them")
+    which = "what experts' layouts are compiled with: XLA's defaults, or the options of our plan (compiled before, or in the store)"
+    parser.add_argument("--options", choices=["default", "plan"], default="default", help=which)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--docs", action="store_true", help="put the table into docs/measurements.md")
     parser.add_argument("--timeout", type=float, default=600.0)
@@ -180,7 +187,8 @@ def main(argv=None) -> None:
                 if options.by and name not in options.by:
                     continue
                 if name not in cell or name in options.again:
-                    cell[name] = measure(name, model, target, options.timeout)
+                    same = cell.get(OURS, {}).get("options") if options.options == "plan" and name != OURS else None
+                    cell[name] = measure(name, model, target, options.timeout, same)
                     if options.store:
                         options.store.write_text(json.dumps(store, indent=1))
                 print(line(model, target, name, cell[name]), flush=True)

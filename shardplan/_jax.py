@@ -405,6 +405,11 @@ def compile_args(lowered) -> dict:
     return lowered._lowering.compile_args
 
 
+def compiler_options(lowered) -> dict:
+    """The `compiler_options` that jit was given for a `jax.stages.Lowered`."""
+    return dict(getattr(lowered._lowering, "_compiler_options_kvs", ()))
+
+
 def propagated(lowered) -> tuple[list[bool], list[bool]]:
     """Per input and per result of a lowered step, whether XLA chooses its sharding."""
     args = compile_args(lowered)

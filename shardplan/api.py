@@ -53,6 +53,7 @@ def auto(
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
+    compiler_options: Mapping[str, bool | int | float | str] | Literal["auto"] | None = "auto",
     keep_unused: bool = False,
     **jit_options: Any,
 ) -> Callable[[Callable[P, R]], Auto[P, R]]:
@@ -74,6 +75,8 @@ def auto(
         plan: a plan or a plan file to reuse without solving.
         verify: compile the plan for this target ("h100:8"; True: devices at hand), price what XLA does beyond it, and solve again,
             up to three plans; see `Plan.verified`. Not done for a plan that is reused.
+        compiler_options: of XLA, on GPUs: "auto" chooses those that make the plan faster (`Plan.compiler_options`), None leaves XLA
+            alone; a mapping as in `jax.jit` is passed on everywhere, and wins over what "auto" would choose, name by name.
         static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, **jit_options: as in `jax.jit`.
 
     Raises:

@@ -104,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help=pin)
     donate = "numbers of donated arguments, as donate_argnums"
     plan.add_argument("--donate", dest="donate_argnums", type=_numbers, metavar="N,...", help=donate)
+    given = "of XLA, on GPUs: auto (the default) chooses, none leaves XLA alone, or e.g. xla_gpu_enable_pipelined_all_gather=true"
+    plan.add_argument("--compiler-options", type=_compiler_options, metavar="NAME=VALUE,...", help=given)
     plan.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     _add_views(plan)
 
@@ -168,6 +170,23 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of argument numbers, such as 0,1") from None
 
 
+def _compiler_options(text: str) -> tuple[Any]:
+    """(what `auto(compiler_options=...)` takes,): a tuple, so that none given is not None given."""
+    if text in ("auto", "none"):
+        return (None if text == "none" else text,)
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and equals for name, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, none and NAME=VALUE,...")
+
+    def value(word: str) -> bool | int | float | str:
+        for read in ({"true": True, "false": False}.__getitem__, int, float):
+            with contextlib.suppress(KeyError, ValueError):
+                return read(word)
+        return word
+
+    return ({name.strip(): value(word.strip()) for name, _, word in pairs},)
+
+
 # ---- the commands
 
 
@@ -176,6 +195,8 @@ def _plan(options: argparse.Namespace) -> None:
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
     names = "cluster", "memory", "search", "time_limit", "donate_argnums"
     asked = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.compiler_options:
+        asked["compiler_options"] = options.compiler_options[0]
     if options.pin:
         asked["pins"] = dict(map(parse_pin, options.pin))
     step, args = _step(options)

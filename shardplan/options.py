@@ -16,9 +16,13 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Plan
 from shardplan.searches import SEARCHES
 from shardplan.units import parse_bytes
+from shardplan.xla_model.compiler_options import Flag, Flags, merged
 
 MEMORY_SAVING = {"slight": 0.25, "moderate": 0.5, "heavy": 0.75}
 """Words for memory: how far from the peak of the fastest plan (0) to the least possible peak (1)."""
+
+GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+"""Names of jax for the platform of GPUs."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,6 +42,7 @@ class AutoOptions:
     user_shardings: Literal["keep", "hint", "ignore"]
     plan: str | os.PathLike[str] | Plan | None
     verify: str | Literal[True] | None
+    compiler_options: Mapping[str, Flag] | Literal["auto"] | None
     keep_unused: bool
     jit_arguments: Mapping[str, Any]
     jit_options: Mapping[str, Any]
@@ -56,7 +61,7 @@ class AutoOptions:
             raise ShardingError(
                 f"memory={self.memory!r} needs to know the fastest plan first.\n  ways out: search='ilp', or a number of bytes"
             )
-        _ = self.given_bytes, self.saved_plan  # a wrong one is refused at once
+        _ = self.given_bytes, self.saved_plan, self.own_flags  # a wrong one is refused at once
 
     @functools.cached_property
     def shape(self) -> MeshShape:
@@ -79,6 +84,30 @@ class AutoOptions:
             platform = "cpu" if kind == "cpu" else "gpu"
         found = resolve(self.cluster, platform, kind, n_devices=self.mesh.size)
         return found if self.compute_scale == 1 else found.scaled(float(self.compute_scale))
+
+    @functools.cached_property
+    def own_flags(self) -> Flags:
+        """The user's own compiler options; {} for "auto" and None."""
+        given = self.compiler_options
+        if given is None or given == "auto":
+            return {}
+        if isinstance(given, Mapping) and all(isinstance(k, str) and isinstance(v, (bool, int, float, str)) for k, v in given.items()):
+            return dict(given)
+        raise ShardingError(
+            f'compiler_options={given!r} is none of "auto", None and a mapping of names to numbers, booleans and text.\n'
+            '  way out: compiler_options={"xla_gpu_enable_pipelined_all_gather": True}'
+        )
+
+    def flags(self, planned: Flags) -> dict[str, Flag]:
+        """The compiler options of a plan: what was planned unless None was asked for, and the user's own."""
+        return merged({} if self.compiler_options is None else planned, self.own_flags)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the step is for GPUs: those of the mesh, or on an AbstractMesh those of the cluster."""
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            return self.mesh.devices.flat[0].platform in GPU_PLATFORMS
+        return bool({*self.machine.platforms} & {*GPU_PLATFORMS})
 
     @property
     def memory_saving(self) -> float:

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import jax
+from msgspec import structs
 
 from shardplan import _jax
 from shardplan.costs.options import CostCorrections, Options
@@ -26,10 +27,13 @@ from shardplan.plan import Plan
 from shardplan.plan.data import Leaf
 from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
+from shardplan.plan.planned_options import planned_options
 from shardplan.plan.reuse import matching_pins, saved_decisions
 from shardplan.searches import SEARCHES
 from shardplan.signature import Call, arguments, path_text, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
 from shardplan.view.progress import Progress
+from shardplan.xla.compiler.options import as_known, unknown
+from shardplan.xla_model.compiler_options import Flag
 
 Decisions = Mapping[Path, EmitDecision]
 
@@ -103,9 +107,10 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
     """Traces and plans a step for a call's signature; nothing runs.
 
     Raises:
-        ShardingError: an argument is no array, a pin cannot hold, or nothing fits the memory.
+        ShardingError: an argument is no array, a pin cannot hold, XLA refuses a compiler option, or nothing fits the memory.
         PlanFileError: the saved plan is for another mesh or model.
     """
+    _refuse_options(options)
     step = TracedStep.of(fun, call, options)
 
     def replan(pins: Mapping[str, Any], search: str | None = None) -> Plan:
@@ -122,14 +127,15 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
     asked = step.options()
     if (saved := options.saved_plan) is not None:
         if (decisions := saved_decisions(saved, step.traced, options.shape)) is not None:
-            return step.jit(decisions, saved.with_context(context(decisions)))
+            reused = structs.replace(saved, compiler_options=options.flags(saved.compiler_options))
+            return step.jit(decisions, reused.with_context(context(decisions)))
         asked = matching_pins(saved, step.traced, asked)
 
     def solve(memory: float | None, corrections: CostCorrections | None = None) -> Plan:
         with Progress() as progress:
             task = replace(asked, memory=memory, corrections=corrections, progress=progress)
             planned = make_plan(step.traced, options.shape, options.machine, task)
-        return describe(planned, context(planned.decisions, planned))
+        return describe(planned, context(planned.decisions, planned), options.flags(planned_options(planned).flags()))
 
     if options.verify is None:
         plan = solve(asked.memory)
@@ -206,6 +212,11 @@ class TracedStep:
             constraints=auto.user_shardings,
         )
 
+    def compiler_options(self, plan: Plan) -> dict[str, Flag] | None:
+        """What jit is given: a plan's options on GPUs, elsewhere the user's own alone; None for none."""
+        flags = plan.compiler_options if self.auto.on_gpus else self.auto.own_flags
+        return as_known(flags) if flags else None
+
     def jit(self, decisions: Decisions, plan: Plan) -> PlannedStep:
         """The step of a plan, jitted with its constraints and shardings."""
         # Callbacks know their mesh: with them the step runs on the twin, and its results are handed to the user's mesh.
@@ -237,11 +248,21 @@ class TracedStep:
             out_shardings=jax.tree.unflatten(self.out_tree, out_shardings),
             donate_argnums=self.donated,
             keep_unused=self.auto.keep_unused,
+            compiler_options=self.compiler_options(plan),
             **self.auto.jit_options,
         )
         if on_twin and not _jax.is_auto(self.auto.mesh):
             jitted = _jax.on_twin(jitted, self.twin, self.auto.mesh)
         return PlannedStep(plan, self.auto.mesh, jitted, functools.partial(step, keep_types=True), in_shardings, self.traced.donated)
+
+
+def _refuse_options(options: AutoOptions) -> None:
+    """Refuses the user's own compiler options that XLA would refuse, before the long planning."""
+    if options.own_flags and (why := unknown(options.own_flags)):
+        raise ShardingError(
+            f"compiler_options: XLA of jax {jax.__version__} refuses them: {why}\n"
+            '  ways out: drop that option, or compiler_options="auto"'
+        )
 
 
 def _types(operands):

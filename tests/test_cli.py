@@ -127,6 +127,18 @@ def test_options_reach_the_planner(here, capsys):
     assert next(x for x in plan.inputs if x.path == "w/up").layout.dims == (("model",), ())
 
 
+def test_compiler_options_reach_the_plan(here, capsys):
+    def planned(text):
+        assert main(["plan", "program.py:example", *MESH, "--compiler-options", text, "-o", "plan.json", "--brief"]) == 0
+        return Plan.load("plan.json").compiler_options
+
+    assert planned("none") == {}
+    asked = {"xla_gpu_enable_while_loop_double_buffering": True, "xla_gpu_all_gather_combine_threshold_bytes": 4096}
+    assert planned("xla_gpu_enable_while_loop_double_buffering=true,xla_gpu_all_gather_combine_threshold_bytes=4096") == asked
+    assert main(["plan", "program.py:example", *MESH, "--compiler-options", "fast"]) == 2
+    assert "'fast' is none of auto, none and NAME=VALUE,..." in capsys.readouterr().err
+
+
 def test_a_step_made_by_auto_keeps_its_own_pins(here, capsys):
     assert main(["plan", "program.py:decorated", *MESH, "-o", "plan.json"]) == 0
     plan = Plan.load("plan.json")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardplan.costs.network import CostNetwork
+from collections.abc import Iterable
+
 from shardplan.ir.graph import Graph
 
 
@@ -27,10 +28,10 @@ def categories(graph: Graph) -> dict[int, str]:
     return out
 
 
-def memory_by_category(network: CostNetwork, states: tuple[int, ...], time: int) -> dict[str, float]:
-    """Bytes per device that are live at one time step, by category, the largest first."""
-    kinds, out = categories(network.space.graph), {}
-    for i, lo, hi, held in network.allocations(states):
+def memory_by_category(graph: Graph, allocations: Iterable[tuple[int, int, int, float]], time: int) -> dict[str, float]:
+    """Bytes per device that are live at one time step, by category, the largest first; allocations as of `CostNetwork.allocations`."""
+    kinds, out = categories(graph), {}
+    for i, lo, hi, held in allocations:
         if lo <= time < hi and held:
             out[kinds[i]] = out.get(kinds[i], 0.0) + held
     return dict(sorted(out.items(), key=lambda item: -item[1]))

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct, field
 
 from shardplan.mesh.cluster import CollectiveKind
 from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.xla_model.compiler_options import Flag
 
 VERSION: Literal[2] = 2
 
@@ -178,6 +179,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         donated: names of the donated arguments, or of leaves where only some of an argument are.
         inputs, outputs: leaves in flat pytree order.
         unknown: (primitive, source) of ops without a rule, computed in full on every device.
+        compiler_options: options of XLA for GPU that the plan is predicted with, the user's own among them; {} in older files.
         lines: the source lines whose ops take time, in the order in which they first run.
         decisions: in program order.
     """
@@ -196,6 +198,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     unknown: tuple[tuple[str, str], ...]
+    compiler_options: Mapping[Name, Flag] = {}
     lines: tuple[SourceLine, ...]
     decisions: tuple[PlanDecision, ...]
 

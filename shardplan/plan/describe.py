@@ -11,14 +11,16 @@ import numpy as np
 
 from shardplan.costs.halo_exchange import Exchange, exchanges
 from shardplan.costs.memory_categories import categories, memory_by_category
-from shardplan.costs.network import PS, CostNetwork
+from shardplan.costs.network import PS
 from shardplan.files import portable, source_line
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
+from shardplan.plan.planned_options import carried
 from shardplan.strategies.enumerate import PARTIAL
 from shardplan.units import format_array
+from shardplan.xla_model.compiler_options import Flags, XlaOptions
 
 AGAINST = ("all-gather", "all-to-all", "collective-permute")
 """Collectives between shardings that contradict each other; the other kinds complete partial sums."""
@@ -26,8 +28,15 @@ PROFILE_POINTS = 160
 """Times of the memory profile: one per few pixels of its chart."""
 
 
-def describe(planned: Planned, context=None) -> Plan:
-    """The plan of a planning result, with the context that `Plan.fix`, `Plan.check` and the pytree views need."""
+def describe(planned: Planned, context=None, compiler_options: Flags | None = None) -> Plan:
+    """The plan of a planning result.
+
+    Args:
+        planned: what was found.
+        context: what `Plan.fix`, `Plan.check` and the pytree views need.
+        compiler_options: those that the plan is compiled with on GPUs; their bytes are in its peak.
+    """
+    flags = dict(compiler_options or {})
     space, graph = planned.space, planned.graph
     kinds = categories(graph)
     line = planned.timeline
@@ -49,10 +58,11 @@ def describe(planned: Planned, context=None) -> Plan:
         status=status,
         gap=float(planned.solution.gap),
         symmetric_layers=planned.solution.tied,
-        memory_report=_memory(planned.network, planned.solution.states),
+        memory_report=_memory(planned, XlaOptions.of(flags)),
         search=planned.options.search,
         fingerprint=planned.traced.fingerprint(),
         donated=planned.traced.donated_names(),
+        compiler_options=flags,
         lines=tuple(_lines(planned)),
         unknown=space.unknown,
     ).with_context(context)
@@ -138,9 +148,9 @@ def _collective(step: ReshardStep | Exchange) -> PlannedCollective:
 # ---- memory
 
 
-def _memory(network: CostNetwork, states) -> MemoryReport:
-    graph, limit = network.space.graph, network.problem.limit
-    allocations = network.allocations(states)
+def _memory(planned: Planned, options: XlaOptions) -> MemoryReport:
+    graph, limit = planned.graph, planned.network.problem.limit
+    allocations = [*planned.network.allocations(planned.solution.states), *carried(planned, options)]
     horizon = max((end for *_, end, _ in allocations), default=0)
     if not horizon:
         return MemoryReport(0.0, limit, "", {})
@@ -158,6 +168,6 @@ def _memory(network: CostNetwork, states) -> MemoryReport:
         peak=float(profile[peak]),
         limit=None if limit is None else float(limit),
         where=f"{op.source}{f' in {op.source.function}' if op.source.function else ''}",
-        at_peak=memory_by_category(network, states, peak),
+        at_peak=memory_by_category(graph, allocations, peak),
         profile=tuple({kind: float(x[t]) for kind, x in live.items() if x[t] > 0} for t in points),
     )

@@ -155,7 +155,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         Args:
             target: a GPU cluster that need not be here, "h200:8" or "h100:8x8"; None for the devices at hand (a known GPU, else
                 emulated CPU devices).
-            **options: thresholds and compiler options, as for `shardplan.check`.
+            **options: thresholds and compiler options, as for `shardplan.check`; the plan's own are set where a GPU is compiled for.
 
         Returns:
             A `shardplan.xla.report.check.PlanReport`; `print` it.

@@ -22,7 +22,7 @@ MAX_CHANGES = 16
 
 
 def summary(plan: Plan) -> str:
-    """Four lines: the mesh, how good the plan is, seconds per step, peak memory."""
+    """Four lines and more: the mesh, how good the plan is, seconds per step, peak memory, and compiler options if there are any."""
     devices = f"{plan.mesh.n_devices} device{'s' * (plan.mesh.n_devices != 1)}"
     sent = f"{format_bytes(plan.comm_bytes)} through collectives per device" if plan.comm_bytes else "nothing is sent"
     memory = plan.memory_report
@@ -33,8 +33,21 @@ def summary(plan: Plan) -> str:
             f"plan    {quality(plan)}",
             f"step    {format_seconds(plan.seconds['total'])} predicted = {time_parts(plan, ' + ')}; {sent}",
             fit(f"memory  {format_memory(memory.peak)}{limit}{rows.peak_place(memory)}", WIDTH),
+            *_compiler_options(plan),
         )
     )
+
+
+def _compiler_options(plan: Plan) -> list[str]:
+    """What XLA's compiler is asked for, in as many lines as it takes."""
+    lines: list[str] = []
+    for name, value in plan.compiler_options.items():
+        word = clean(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+        if lines and len(lines[-1]) + 1 + len(word) <= WIDTH - 8:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return [fit(f"{'options ' if n == 0 else ' ' * 8}{line}", WIDTH) for n, line in enumerate(lines)]
 
 
 def time_parts(plan: Plan, joint: str = ", ") -> str:

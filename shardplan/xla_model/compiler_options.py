@@ -9,7 +9,7 @@
     latency_hiding     whether collectives overlap by design: always from Hopper on, else when asked    options-latency-hiding
 
 Also known as XLA flags, debug options, or `compiler_options` of `jax.jit`. No option of a GPU is given to a CPU.
-Facts: options-level-one, options-windowed-einsum, options-names.
+Facts: options-level-one, options-pipelined-scatter, options-threshold, options-windowed-einsum, options-names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardplan.xla_model.combining import COMBINE_THRESHOLD_BYTES
 
 Flag = bool | int | float | str
 Flags = Mapping[str, Flag]
-"""XLA's debug options, and the options of jit that stand beside them, by name."""
+"""XLA's debug options and the levels of jit, by name."""
 
 PIPELINED: Mapping[CollectiveKind, str] = {
     "all-gather": "xla_gpu_enable_pipelined_all_gather",
@@ -38,13 +38,15 @@ DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 LEVEL = "optimization_level"
-"""Level 1 pipelines all kinds and double-buffers (fact: options-level-one)."""
+"""Level 1 pipelines all kinds and double-buffers (options-level-one)."""
 LEVELS = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
 """jax's names of the levels; jit of jax 0.10 takes the numbers only."""
 RENAMED: Mapping[str, tuple[str, Mapping[Flag, Flag]]] = {
     name: (name.replace("xla_gpu_enable_pipelined", "xla_gpu_pipeline"), {True: 2, False: 1}) for name in PIPELINED.values()
 }
 """Names that a newer XLA calls otherwise, and its values for ours (fact: options-names); by its enum 1 is off, 2 on."""
+NAMES = (*PIPELINED.values(), *THRESHOLDS.values(), DOUBLE_BUFFERING, IN_FLIGHT, LATENCY_HIDING, LEVEL)
+"""All names above."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,9 @@ class XlaOptions:
     """What a plan asks of XLA's compiler, as the schedule sees it. The default is what XLA does on its own, from Hopper on.
 
     Attributes:
-        pipelined: kinds that are pipelined in loops. "all-gather" issues the gathers of an iteration during the one before; "all-reduce"
-            finishes those of gradients in the iteration after, also where the sum is then scattered; "reduce-scatter" takes what
-            the program itself scatters (`jax.lax.psum_scatter`).
+        pipelined: kinds that are pipelined in loops. "all-gather" issues the gathers of an iteration during the one before;
+            "all-reduce" finishes the sums of gradients in the iteration after, also where they are then scattered;
+            "reduce-scatter" takes what the program itself scatters (`jax.lax.psum_scatter`).
         double_buffering: whether the body of a loop with a known trip count is unrolled once; the first iteration of an odd count is
             peeled.
         thresholds: (kind, bytes of results up to which collectives of this kind are combined); 30 MiB for kinds that are absent.
@@ -96,27 +98,34 @@ class XlaOptions:
     @classmethod
     def of(cls, flags: Flags) -> XlaOptions:
         """What options ask for, by their names of any version, as far as a schedule is changed by it."""
-        flags = {old: _truth(flags[new], values) for old, (new, values) in RENAMED.items() if new in flags} | dict(flags)
+        flags = {old: flags[new] == values[True] for old, (new, values) in RENAMED.items() if new in flags} | dict(flags)
         level = flags.get(LEVEL, 0)
         all_on = int(LEVELS.get(level, 0) if isinstance(level, str) else level) >= LEVELS["O1"]
         return cls(
-            frozenset(kind for kind, name in PIPELINED.items() if all_on or _truth(flags.get(name, False))),
-            all_on or _truth(flags.get(DOUBLE_BUFFERING, False)),
+            frozenset(kind for kind, name in PIPELINED.items() if all_on or truth(flags.get(name, False))),
+            all_on or truth(flags.get(DOUBLE_BUFFERING, False)),
             tuple((kind, int(flags[name])) for kind, name in THRESHOLDS.items() if name in flags),
             int(flags.get(IN_FLIGHT, 1)),
-            _truth(flags.get(LATENCY_HIDING, False)),
+            truth(flags.get(LATENCY_HIDING, False)),
         )
 
 
+SMALL_THRESHOLD_BYTES = 8 << 20
+"""A threshold that combines what is small and keeps layers apart: of 0, 1, 4 and 8 MiB the best for GPT-2, unrolled (fact:
+options-threshold)."""
 DEFAULT = XlaOptions()
 PIPELINING = XlaOptions(frozenset(PIPELINED), double_buffering=True)
 """Everything that level 1 does to loops."""
 
 
-def _truth(value: Flag, on: Mapping[Flag, Flag] | None = None) -> bool:
+def merged(planned: Flags, own: Flags) -> dict[str, Flag]:
+    """A plan's options and a user's own, which win, by whatever name."""
+    taken = {old for old, (new, _) in RENAMED.items() if new in own}
+    return {name: value for name, value in planned.items() if name not in taken} | dict(own)
+
+
+def truth(value: Flag) -> bool:
     """A flag as a bool: jax takes True, 1 and text for one."""
-    if on is not None:
-        return value == on[True]
     return value.lower() in ("true", "1") if isinstance(value, str) else bool(value)
 
 
@@ -129,7 +138,7 @@ def candidates(loops: bool, unrolled: bool, hides_by_itself: bool = True) -> tup
         hides_by_itself: whether the GPU is one for which XLA hides latency unasked.
     """
     base = replace(DEFAULT, latency_hiding=not hides_by_itself)
-    found = [base]
+    found = [base] if hides_by_itself else [DEFAULT, base]
     if loops:
         found += [
             replace(base, double_buffering=True),
@@ -137,6 +146,6 @@ def candidates(loops: bool, unrolled: bool, hides_by_itself: bool = True) -> tup
             replace(base, pipelined=PIPELINING.pipelined, double_buffering=True),
         ]
     if loops or unrolled:
-        found += [x.combining(threshold) for x in found for threshold in (0, 1 << 20)]
+        found += [x.combining(SMALL_THRESHOLD_BYTES) for x in found]
         found += [replace(x, in_flight=2) for x in found]
     return tuple(dict.fromkeys(found))

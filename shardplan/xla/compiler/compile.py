@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardplan import _jax
 from shardplan.mesh.device import gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
 from shardplan.units import format_memory
@@ -183,15 +184,17 @@ def compile(
         *args, **kwargs: its arguments; arrays or shapes.
         target: 'h200:8', 'h100:8x8', ...; None for the devices at hand (a known GPU, else emulated CPU devices).
         mesh: names the axes; by default the mesh found in the program's shardings.
-        options: compiler options.
+        options: compiler options; they win over those that `jit` was given.
         timeout_s: time limit of the compiler.
 
     Raises:
         ValueError: the target is unknown or has another number of devices than the program.
         CompilerMissing: the target needs packages that are not installed.
     """
-    target = _target_at_hand() if target is None else target
-    module, request = _backend.payload(lower_for(target, function, *args, **kwargs))
+    target = target_at_hand() if target is None else target
+    lowered = lower_for(target, function, *args, **kwargs)
+    module, request = _backend.payload(lowered)
+    options = {**_jax.compiler_options(lowered), **(options or {})}
     cluster = None if target is None else targets.parse(target, request["n_devices"])
     request = _complete(request, cluster, options)
     environment = _environment(request)
@@ -216,7 +219,7 @@ def lower_for(target: str | Target | None, function, *args: Any, **kwargs: Any):
         if args or kwargs:
             raise TypeError(f"a lowered step takes no arguments; it got {len(args)} positional ones and {list(kwargs)}")
         return function
-    target = _target_at_hand() if target is None else target
+    target = target_at_hand() if target is None else target
     if isinstance(target, str):
         targets.parse(target)  # a misspelt target is refused before a long trace
     if target is not None and not available():
@@ -230,7 +233,7 @@ def lower_for(target: str | Target | None, function, *args: Any, **kwargs: Any):
 def compile_here(lowered, target: str) -> str:
     """The HLO text of a step that `lower_for` lowered for the same target, compiled in this process, which a crash ends."""
     module, request = _backend.payload(lowered)
-    request = _complete(request, targets.parse(target, request["n_devices"]), None)
+    request = _complete(request, targets.parse(target, request["n_devices"]), _jax.compiler_options(lowered))
     with tempfile.TemporaryDirectory(prefix="shardplan-") as folder:
         return _backend.compiled(module, request, Path(folder))[0].hlo_modules()[0].to_string()
 
@@ -242,7 +245,8 @@ def _complete(request: dict, target: Target | None, options: Options | None) -> 
         "topology": f"1x{target.nodes}x{target.per_node}",
         "target_config": targets.config(target.gpu),
     }
-    return {**request, "options": dict(options or {}), "flags": dict(FLAGS) if target else {}, "cluster": cluster}
+    asked = {name: value for name, value in (options or {}).items() if target or not name.startswith("xla_gpu_")}
+    return {**request, "options": asked, "flags": dict(FLAGS) if target else {}, "cluster": cluster}
 
 
 def _in_child(module: bytes, request: dict, environment: dict, target: Target | None, timeout_s: float) -> Compiled:
@@ -341,7 +345,7 @@ def _tail(stderr: str) -> str:
     return "\n".join(fatal[-1:] or lines[errors[-1] if errors else -8 :][:8]) or "it said nothing"
 
 
-def _target_at_hand() -> str | None:
+def target_at_hand() -> str | None:
     """Key of the GPU that this process runs on; None for others."""
     import jax
 

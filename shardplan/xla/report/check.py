@@ -16,7 +16,8 @@ from shardplan.plan import Plan
 from shardplan.plan.data import PlanDecision, PlannedCollective, PlannedReshard
 from shardplan.units import format_bytes, format_flops, format_memory
 from shardplan.xla.compiler import _backend
-from shardplan.xla.compiler.compile import Compiled, Options, compile, lower_for
+from shardplan.xla.compiler.compile import Compiled, Options, compile, lower_for, target_at_hand
+from shardplan.xla.compiler.options import as_known
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import HloCollective
 from shardplan.xla.hlo.diagnostics import Buffer, Rematerialization
@@ -261,7 +262,9 @@ def check_plan(plan: Plan, target: str | Target | None = None, fail_on: Collecti
         )
     function, args = plan.context.program(plan)
     lowered = lower_for(target, function, *args)  # so that `options` are none of the step's
-    return PlanReport(plan, check(lowered, target=target, fail_on=fail_on, mesh=plan.mesh, **options))
+    for_gpus = target is not None or target_at_hand() is not None
+    flags = (as_known(plan.compiler_options) if for_gpus else {}) | dict(options.pop("options", None) or {})
+    return PlanReport(plan, check(lowered, target=target, fail_on=fail_on, mesh=plan.mesh, options=flags, **options))
 
 
 def expected(plan: Plan) -> tuple[ExpectedCollective, ...]:
