@@ -12,14 +12,18 @@ import jax
 
 from shardplan.errors import ShardingError
 from shardplan.mesh.cluster import Cluster, resolve
+from shardplan.mesh.device import gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Plan
 from shardplan.searches import SEARCHES
 from shardplan.units import parse_bytes
-from shardplan.xla_model.compiler_options import Flag, Flags, merged
+from shardplan.xla_model.compiler_options import Flag, Flags, XlaOptions, candidates, merged
 
 MEMORY_SAVING = {"slight": 0.25, "moderate": 0.5, "heavy": 0.75}
 """Words for memory: how far from the peak of the fastest plan (0) to the least possible peak (1)."""
+
+HOPPER = (9, 0)
+"""Compute capability from which on XLA hides latency unasked (fact: options-latency-hiding)."""
 
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 """Names of jax for the platform of GPUs."""
@@ -101,6 +105,15 @@ class AutoOptions:
     def flags(self, planned: Flags) -> dict[str, Flag]:
         """The compiler options of a plan: what was planned unless None was asked for, and the user's own."""
         return merged({} if self.compiler_options is None else planned, self.own_flags)
+
+    @functools.cached_property
+    def xla(self) -> tuple[XlaOptions, ...]:
+        """What the plan may choose among: nothing for CPUs and for None, and never against the user's own options."""
+        if self.compiler_options is None or "cpu" in self.machine.platforms:
+            return (XlaOptions.of(self.own_flags),)
+        gpu = gpu_of_device_kind(self.machine.device.name)
+        some = candidates(hides_by_itself=gpu is None or gpu.compute_capability >= HOPPER)
+        return tuple(dict.fromkeys(XlaOptions.of(merged(x.flags(), self.own_flags)) for x in some))
 
     @property
     def on_gpus(self) -> bool:

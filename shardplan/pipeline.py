@@ -18,18 +18,19 @@ from shardplan.costs.task import PlanningTask, Stopwatch
 from shardplan.emit.decide import decide
 from shardplan.errors import ShardingError
 from shardplan.ilp.solver.collector import paused_collector
+from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ir.parse import Traced
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.reshard import Resharder
-from shardplan.ilp.solver.deadline import Deadline
 from shardplan.plan.infeasible import no_plan_fits, pins_contradict
 from shardplan.plan.planned import Planned
 from shardplan.search.bound import compute_floor, lower_bound
-from shardplan.search.min_memory import least_memory, leanest_plan, saved_memory
-from shardplan.search.objective import Candidates, Judged
+from shardplan.search.min_memory import leanest_plan, least_memory, saved_memory
+from shardplan.search.objective import Candidates, Judged, compiled
 from shardplan.search.protocol import Search
 from shardplan.searches import SEARCHES
+from shardplan.xla_model.compiler_options import thresholds
 
 
 @paused_collector()
@@ -41,22 +42,26 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     """
     stopwatch = Stopwatch()
     graph = untie_pinned_state(traced.graph(), options)
+    if not any(loop.trips > 1 for loop in graph.loops):
+        options = replace(options, xla=tuple(dict.fromkeys(x.without_loops() for x in options.xla)))
     stopwatch.lap("graph")
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
     memory = saved_memory(task) if options.memory_saving else options.memory
     searches = [pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")]
     found: Candidates = next(plans for plans in (search.plan(memory) for search in searches) if plans is not None)
     chosen = found.simplest() or _leanest(task, searches[-1], found, memory)
+    chosen = compiled(task, chosen, thresholds(chosen.xla) if options.chooses_xla else ())
     deadline = Deadline(options.time_limit and options.time_limit - stopwatch.elapsed, work=np.inf)
     proves = options.search == "ilp"
     bound = lower_bound(task, chosen, deadline) if proves else min(compute_floor(task), chosen.solution.objective)
     stopwatch.lap("bound")
     network, solution = chosen.proven(bound)
+    network = replace(network, problem=replace(network.problem, limit=memory))
     strategies = network.strategies(solution.states)
     decisions = decide(network, strategies, network.retained(solution.states))
     stopwatch.lap("decisions")
     options = replace(options, memory=memory)
-    return Planned(traced, network, solution, strategies, decisions, options, chosen.timeline, stopwatch.seconds)
+    return Planned(traced, network, solution, strategies, decisions, options, chosen.timeline, chosen.xla, stopwatch.seconds)
 
 
 def _leanest(task: PlanningTask, search: Search, found: Candidates, limit: float | None) -> Judged:

@@ -27,13 +27,12 @@ from shardplan.plan import Plan
 from shardplan.plan.data import Leaf
 from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
-from shardplan.plan.planned_options import planned_options
 from shardplan.plan.reuse import matching_pins, saved_decisions
 from shardplan.searches import SEARCHES
 from shardplan.signature import Call, arguments, path_text, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
 from shardplan.view.progress import Progress
 from shardplan.xla.compiler.options import as_known, unknown
-from shardplan.xla_model.compiler_options import Flag
+from shardplan.xla_model.compiler_options import Flag, XlaOptions
 
 Decisions = Mapping[Path, EmitDecision]
 
@@ -135,7 +134,7 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
         with Progress() as progress:
             task = replace(asked, memory=memory, corrections=corrections, progress=progress)
             planned = make_plan(step.traced, options.shape, options.machine, task)
-        return describe(planned, context(planned.decisions, planned), options.flags(planned_options(planned).flags()))
+        return describe(planned, context(planned.decisions, planned), options.flags(planned.xla.flags()))
 
     if options.verify is None:
         plan = solve(asked.memory)
@@ -210,6 +209,8 @@ class TracedStep:
             memory_saving=auto.memory_saving,
             overlap=auto.overlap,
             constraints=auto.user_shardings,
+            xla=auto.xla,
+            chooses_xla=len(auto.xla) > 1 and not XlaOptions.of(auto.own_flags).thresholds,
         )
 
     def compiler_options(self, plan: Plan) -> dict[str, Flag] | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from shardplan.ilp.solver.problem import Edge, Problem
 from shardplan.mesh.reshard import Resharder
 from shardplan.xla_model.combining import COMBINABLE, byte_factors
 from shardplan.xla_model.overlap_windows import OverlapWindows
+
 
 @dataclass(frozen=True, eq=False)
 class Weights:
@@ -66,11 +68,11 @@ class BoundTables:
         graph = space.graph
         pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
         windows = OverlapWindows()
-        both = (
-            CostTables(space, StateBlocks.of(graph, None), pinned, windows, _bounding(space, resharder, priced), 1.0)
-            for priced in ("network", "nothing")
-        )
-        return cls(space, allowed, *both)
+
+        def tables(priced: Literal["network", "nothing"]) -> CostTables:
+            return CostTables(space, StateBlocks.of(graph, None), pinned, windows, _bounding(space, resharder, priced), 1.0)
+
+        return cls(space, allowed, tables("network"), tables("nothing"))
 
     def problem(self, weights: Weights) -> Problem:
         """The weighted costs as a cost network without a memory limit; the same states as `build_network` without one."""
@@ -105,7 +107,7 @@ class BoundTables:
         return self.problem(weights).objective(states)
 
 
-def _bounding(space: StrategySpace, resharder: Resharder, priced) -> tuple[Resharder, ...]:
+def _bounding(space: StrategySpace, resharder: Resharder, priced: Literal["network", "nothing"]) -> tuple[Resharder, ...]:
     """Per value, a resharder whose latencies are shared by all arrays that may be combined with it."""
     arrays = Counter(space.collective_sites[edge.value].group for edge in space.array_edges)
     out = []

@@ -2,82 +2,47 @@
 
 This is the objective of planning: the seconds of a plan are those of the schedule of its program, whichever search found it.
 
-    op        a kernel of c_i[s] seconds (`roofline.py`)
-    reshard   a chain of collectives, with what XLA computes around them (`tables.py`), between the op that makes an array and its reader
-    loop      a program of its own, which runs `trips` times; no collective of another program is in flight during a loop that has some
+The tasks are those of `decided_tasks.py`. A loop is a computation of its own, which runs `trips` times; no collective of another one
+is in flight during a loop that has collectives. Collectives of one class, kind, axes and loop are combined (rule 2), as far as none
+waits for another. Products that share an operand are one kernel, which waits for all that they read.
 
-Collectives of one class, kind, axes and loop are combined (rule 2), as far as none waits for another. Products that share an operand are
-one kernel (fact: fusion-merges-products), which waits for all they read.
+Facts: fusion-merges-products, options-pipelined-gather, options-pipelined-gather-memory, options-pipelined-reduction,
+options-double-buffering.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from shardplan.costs.network import PS, CostNetwork
-from shardplan.ir.graph import Graph
+from shardplan.costs.decided_tasks import OUTSIDE, Tasks, decided_tasks
+from shardplan.costs.network import CostNetwork
+from shardplan.ilp.solver.problem import sum_over_intervals
+from shardplan.ir.graph import Graph, Op
 from shardplan.mesh import collective
-from shardplan.mesh.reshard import ReshardStep
-from shardplan.xla_model.combining import COMBINABLE, SUMS, CollectiveSite
+from shardplan.xla_model.combining import COMBINABLE, SUMS
 from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
 from shardplan.xla_model.timeline import Task, Timeline, schedule
 
 Member = tuple[Literal["task", "loop"], int]
 """A task or a loop of a computation."""
 
-OUTSIDE = -1
-"""The computation that no loop holds."""
-
 
 def step_timeline(network: CostNetwork, states: Sequence[int], overlaps: bool = True, options: XlaOptions = DEFAULT) -> Timeline:
     """The seconds of one step under these states of a cost network; where nothing overlaps, the compute stream waits for all."""
-    try:
-        line = DecidedProgram(network, tuple(states), options).timeline
-    except _CycleError:  # what is joined waits for itself
-        line = DecidedProgram(network, tuple(states), options, joins=False).timeline
-    if overlaps:
-        return line
-    return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)
+    return decided_program(network, states, options).step_timeline(overlaps)
+
+
+def decided_program(network: CostNetwork, states: Sequence[int], options: XlaOptions = DEFAULT) -> DecidedProgram:
+    """The program of these states of a cost network, as it is compiled with these options."""
+    return DecidedProgram(network, tuple(states), decided_tasks(network, states), options)
 
 
 class _CycleError(Exception):
     """Tasks wait for each other."""
-
-
-class _Transfer(NamedTuple):
-    """One collective of one array."""
-
-    step: ReshardStep
-    site: CollectiveSite
-    value: int
-    result_bytes: float  # on one device
-    order: tuple[int, int]  # of arrays that are combined: as they are needed, or as they are made
-
-
-@dataclass
-class _Tasks:
-    """Tasks of all computations, in program order; a task waits for earlier ones only. Roots are what a computation hands out, in order."""
-
-    seconds: list[float] = field(default_factory=list)
-    home: list[int] = field(default_factory=list)  # the loop that runs it, or OUTSIDE
-    before: list[tuple[int, ...]] = field(default_factory=list)
-    transfers: dict[int, _Transfer] = field(default_factory=dict)
-    roots: dict[int, list[int]] = field(default_factory=dict)
-
-    def add(self, home: int, before: Iterable[int], seconds: float = 0.0, transfer: _Transfer | None = None) -> int:
-        """A new task, its number; what takes no time and waits for one task is that task, and -1 if it waits for none."""
-        waits = tuple(dict.fromkeys(n for n in before if n >= 0))
-        if not seconds and transfer is None and len(waits) < 2:
-            return waits[0] if waits else -1
-        for of, x in zip((self.seconds, self.home, self.before), (seconds, home, waits), strict=True):
-            of.append(x)  # pyright: ignore[reportArgumentType]
-        if transfer is not None:
-            self.transfers[len(self.home) - 1] = transfer
-        return len(self.home) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,12 +52,14 @@ class DecidedProgram:
     Attributes:
         network: its prices are not used, but for the reshard paths that they make cheapest and what edges cost beyond collectives.
         states: of all nodes.
+        tasks: `decided_tasks` of these.
         options: XLA's compiler options.
         joins: whether collectives are combined and products merged.
     """
 
     network: CostNetwork
     states: tuple[int, ...]
+    tasks: Tasks
     options: XlaOptions = DEFAULT
     joins: bool = True
 
@@ -101,62 +68,39 @@ class DecidedProgram:
         """The step."""
         return self.network.space.graph
 
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Seconds of one step."""
-        return self._computation(OUTSIDE)[0]
+    def step_timeline(self, overlaps: bool = True) -> Timeline:
+        """Seconds of one step; where nothing overlaps, the compute stream waits for all collectives."""
+        try:
+            line = self._computation(OUTSIDE)[0]
+        except _CycleError:  # what is joined waits for itself
+            line = replace(self, joins=False)._computation(OUTSIDE)[0]
+        if overlaps:
+            return line
+        return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)
 
-    # ---- tasks
+    def allocations(self) -> list[tuple[int, int, int, float]]:
+        """(op, lo, hi, bytes) as of `CostNetwork.allocations`, with what pipelining carries from round to round."""
+        return [*self.network.allocations(self.states), *self._carried_allocations()]
 
-    @cached_property
-    def _tasks(self) -> tuple[_Tasks, Mapping[int, int]]:
-        """The tasks of all ops and reshards, and by op that of its kernel."""
-        network, graph, tasks = self.network, self.graph, _Tasks()
-        strategies, retained = network.strategies(self.states), network.retained(self.states)
-        beyond = network.beyond_collectives(self.states)
-        makes: dict[int, int] = {}  # value -> the task that makes it
-        kernels: dict[int, int] = {}
-        for j, op in enumerate(graph.ops):
-            moved, waits = dict(network.reshards(j, strategies, retained)), []
-            for k, v in enumerate(op.inputs):
-                at = -1 if v is None else makes[v]
-                for step in moved.get(k, ()):
-                    assert v is not None
-                    at = self._moved(tasks, j, v, at, step)
-                waits.append(tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
-            seconds = network.problem.costs[j][self.states[j]] / op.runs / PS
-            home = op.held_during if op.traits.loop_slice or op.traits.loop_stack else op.loop
-            kernels[j] = tasks.add(home, waits, float(seconds))
-            if op.traits.leaves_region or op.traits.loop_stack:
-                tasks.roots.setdefault(home, []).append(kernels[j])
-            makes.update(dict.fromkeys(op.outputs, kernels[j]))
-        return tasks, kernels
-
-    def _moved(self, tasks: _Tasks, j: int, v: int, at: int, step: ReshardStep) -> int:
-        """The task after which value v, made by task `at`, has gone one step towards op j."""
-        graph, space = self.graph, self.network.space
-        if step.kind == "slice":
-            return tasks.add(graph.ops[j].loop, (at,), step.seconds)
-        made = graph.values[v].producer[0]
-        site, size = space.collective_sites[v], graph.values[v].bytes / step.after.shards(space.mesh)
-        order = (j, made) if site.collective_class == "prefetch" else (made, j)
-        return tasks.add(graph.ops[j].loop, (at,), transfer=_Transfer(step, site, v, size, order))
+    def peak_bytes(self) -> float:
+        """The most bytes that a device has in memory at any time."""
+        return float(sum_over_intervals((lo, hi, n) for _, lo, hi, n in self.allocations()).max(initial=0.0))
 
     # ---- what XLA joins
 
     @cached_property
     def _joined(self) -> tuple[list[int], dict[int, list[int]]]:
         """Per task, the task that it is one with; and by the first of them, combined transfers in their order."""
-        tasks, kernels = self._tasks
-        one = list(range(len(tasks.home)))
-        combined = {some[0]: some for some in (self._combined(tasks) if self.joins else ([n] for n in tasks.transfers))}
-        for some in (*combined.values(), *self._merged_products(tasks, kernels)) if self.joins else ():
+        one = list(range(len(self.tasks.home)))
+        combined = {some[0]: some for some in (self._combined() if self.joins else ([n] for n in self.tasks.transfers))}
+        for some in (*combined.values(), *self._merged_products()) if self.joins else ():
             for n in some:
                 one[n] = some[0]
         return one, combined
 
-    def _combined(self, tasks: _Tasks) -> Iterator[list[int]]:
+    def _combined(self) -> Iterator[list[int]]:
         """Transfers that one collective makes: of one group, kind, axes and loop, none of which waits for another (rule 2)."""
+        tasks = self.tasks
         level: dict[str, list[int]] = {}  # per class and task, how many of the class stand before it in a chain
         for kind in dict.fromkeys(t.site.collective_class for t in tasks.transfers.values()):
             of = level[kind] = [0] * len(tasks.home)
@@ -174,19 +118,24 @@ class DecidedProgram:
             threshold = self.options.threshold_bytes(tasks.transfers[some[0]].step.kind)
             yield from _up_to_threshold(sorted(some, key=lambda n: tasks.transfers[n].order), tasks, threshold)
 
-    def _merged_products(self, tasks: _Tasks, kernels: Mapping[int, int]) -> Iterator[list[int]]:
+    def _merged_products(self) -> Iterator[list[int]]:
         """Products of one loop and pass that read the same array and do not wait for one another (fact: fusion-merges-products)."""
         shared: dict[tuple, list[int]] = {}
         for j, op in enumerate(self.graph.ops):
             for k, v in enumerate(op.inputs if op.traits.matmul else ()):
                 if v is not None:
-                    key = (self.graph.original(v), k, self.network.operand_layout(j, k, self.states), str(op.params.get("dimension_numbers")))
-                    shared.setdefault((*key, op.outs[0].dtype, op.loop, op.phase), []).append(kernels[j])
+                    key = (
+                        self.graph.original(v),
+                        k,
+                        self.network.operand_layout(j, k, self.states),
+                        str(op.params.get("dimension_numbers")),
+                    )
+                    shared.setdefault((*key, op.outs[0].dtype, op.loop, op.phase), []).append(self.tasks.kernels[j])
         seen: set[int] = set()
         for some in shared.values():
             together: list[int] = []
             for n in sorted(set(some) - seen) if len(some) > 1 else ():
-                if not any(_waits_for(tasks, n, m) for m in together):
+                if not any(self.tasks.waits_for(n, m) for m in together):
                     together.append(n)
             if len(together) > 1:
                 seen.update(together)
@@ -199,7 +148,7 @@ class DecidedProgram:
         """Per loop, itself and the loops around it, innermost first, then OUTSIDE; the last entry is that of OUTSIDE."""
         loops = self.graph.loops
         by_size = sorted(range(len(loops)), key=lambda n: (loops[n].stop - loops[n].start, -loops[n].start, -n))
-        out: list[tuple[int, ...]] = [()] * len(loops) + [(OUTSIDE,)]
+        out: list[tuple[int, ...]] = [*[()] * len(loops), (OUTSIDE,)]
         for at, n in reversed(list(enumerate(by_size))):
             around = (m for m in by_size[at + 1 :] if loops[m].start <= loops[n].start and loops[n].stop <= loops[m].stop)
             out[n] = (n, *out[next(around, OUTSIDE)])
@@ -208,7 +157,7 @@ class DecidedProgram:
     @cached_property
     def _members(self) -> dict[int, dict[Member, dict[Member, None]]]:
         """Computation -> its tasks and loops -> those of them that each waits for, in the order of its operands."""
-        tasks, (one, _) = self._tasks[0], self._joined
+        tasks, (one, _) = self.tasks, self._joined
         out: dict[int, dict[Member, dict[Member, None]]] = {home: {} for home in (OUTSIDE, *range(len(self.graph.loops)))}
         for n, before in enumerate(tasks.before):
             mine = self._holders[tasks.home[n]]
@@ -223,14 +172,14 @@ class DecidedProgram:
 
     def _member(self, n: int, home: int) -> Member:
         """What stands for task n in a computation that holds it: the task that it is one with, or a loop."""
-        holders = self._holders[self._tasks[0].home[n]]
+        holders = self._holders[self.tasks.home[n]]
         inside = holders.index(home)
         return ("loop", holders[inside - 1]) if inside else ("task", self._joined[0][n])
 
     def _order(self, home: int) -> Iterator[Member]:
         """The members of a computation in the order of its HLO: from its results back, each operand before its reader."""
         waits = self._members[home]
-        roots = [self._member(n, home) for n in self._tasks[0].roots.get(home, ()) if n >= 0 and home in self._holders[self._tasks[0].home[n]]]
+        roots = [self._member(n, home) for n in self.tasks.roots.get(home, ()) if n >= 0 and home in self._holders[self.tasks.home[n]]]
         done: dict[Member, bool] = {}  # False while its operands are visited
         for root in (*roots, *waits):
             stack = [(root, iter(waits[root]))] if root not in done else []
@@ -252,7 +201,7 @@ class DecidedProgram:
     @cached_property
     def _pipelined(self) -> dict[int, tuple[list[int], list[int]]]:
         """By loop of several rounds, combined transfers that are issued a round ahead, and those that are finished a round later."""
-        tasks, (_, combined) = self._tasks[0], self._joined
+        tasks, (_, combined) = self.tasks, self._joined
         out: dict[int, tuple[list[int], list[int]]] = {}
         for first, some in combined.items():
             (step, site, *_), home = tasks.transfers[first], tasks.home[first]
@@ -277,9 +226,12 @@ class DecidedProgram:
     def _goes_to_stack(self, v: int) -> bool:
         """Whether a value, as it is or cast, only becomes a row of a stack."""
         readers = [self.graph.ops[at] for at, _ in self.graph.values[v].consumers]
-        return bool(readers) and all(
-            op.traits.loop_stack or ((op.traits.copy or op.forwards_value) and all(map(self._goes_to_stack, op.outputs))) for op in readers
-        )
+        hands_on = (op.traits.loop_stack or self._stacks_all(op) for op in readers)
+        return bool(readers) and all(hands_on)
+
+    def _stacks_all(self, op: Op) -> bool:
+        """Whether an op only hands on what becomes a row of a stack."""
+        return (op.traits.copy or op.forwards_value) and all(map(self._goes_to_stack, op.outputs))
 
     def _computation(self, home: int, pipelined: bool = True) -> tuple[Timeline, bool]:
         """The timeline of one run of a computation, and whether it has collectives; without those that are pipelined, or with them."""
@@ -324,23 +276,25 @@ class DecidedProgram:
 
     def _carried_bytes(self, home: int) -> Iterator[float]:
         """Bytes of the arrays that a pipelined loop copies from round to round: sums that are not reduced yet."""
-        tasks, (_, combined) = self._tasks[0], self._joined
+        tasks, (_, combined) = self.tasks, self._joined
         ahead, later = self._pipelined.get(home, ((), ()))
         for first in (*later, *(() if self.options.double_buffering else (*ahead, *later))):
             yield from (tasks.transfers[n].step.bytes for n in combined[first])
 
-    @cached_property
-    def held_by_pipelining(self) -> list[tuple[int, float]]:
-        """(loop, bytes per device) of arrays that live a round longer: gathered ones, and sums that are not reduced yet."""
-        tasks, (_, combined) = self._tasks[0], self._joined
-        return [
-            (home, sum(tasks.transfers[n].step.bytes for first in (*ahead, *later) for n in combined[first]))
-            for home, (ahead, later) in self._pipelined.items()
-        ]
+    def _carried_allocations(self) -> Iterator[tuple[int, int, int, float]]:
+        """Of pipelined loops: gathered rows of one more round, and sums of gradients that are not reduced yet, during the loop."""
+        graph, (_, combined) = self.graph, self._joined
+        for home, (ahead, later) in self._pipelined.items():
+            loop, seen = graph.loops[home], set()
+            for n in itertools.chain.from_iterable(combined[first] for first in (*ahead, *later)):
+                transfer = self.tasks.transfers[n]
+                if (transfer.site.origin, transfer.step.kind) not in seen:
+                    seen.add((transfer.site.origin, transfer.step.kind))
+                    yield graph.values[transfer.value].producer[0], loop.start, loop.stop, transfer.step.bytes
 
     def _task(self, n: int, waits: tuple[int, ...], number: int) -> list[Task]:
         """A kernel with all that is merged into it, or a combined collective behind the kernels that fill its buffer."""
-        tasks, (one, combined), space = self._tasks[0], self._joined, self.network.space
+        tasks, (_, combined), space = self.tasks, self._joined, self.network.space
         if (some := combined.get(n)) is None:
             return [Task(self._merged_seconds[n], False, waits)]
         kind, axes = tasks.transfers[n].step.kind, tasks.transfers[n].step.axes
@@ -353,14 +307,14 @@ class DecidedProgram:
 
     @cached_property
     def _merged_seconds(self) -> dict[int, float]:
-        (tasks, _), (one, _) = self._tasks, self._joined
+        tasks, (one, _) = self.tasks, self._joined
         out: dict[int, float] = {}
         for n, first in enumerate(one):
             out[first] = out.get(first, 0.0) + tasks.seconds[n]
         return out
 
 
-def _up_to_threshold(transfers: Sequence[int], tasks: _Tasks, threshold_bytes: float) -> Iterator[list[int]]:
+def _up_to_threshold(transfers: Sequence[int], tasks: Tasks, threshold_bytes: float) -> Iterator[list[int]]:
     """Transfers in their order, cut where their results exceed XLA's combine threshold."""
     together: list[int] = []
     total = 0.0
@@ -373,16 +327,3 @@ def _up_to_threshold(transfers: Sequence[int], tasks: _Tasks, threshold_bytes: f
         total += size
     if together:
         yield together
-
-
-def _waits_for(tasks: _Tasks, n: int, m: int) -> bool:
-    """Whether task n waits, directly or not, for the earlier task m."""
-    stack, seen = [n], {n}
-    while stack:
-        for at in tasks.before[stack.pop()]:
-            if at == m:
-                return True
-            if at > m and at not in seen:
-                seen.add(at)
-                stack.append(at)
-    return False

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardplan.mesh.layout import Layout
+from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
 
 FREE = "*"
 """A dim of a pin that the planner may shard as it likes."""
@@ -51,6 +52,8 @@ class Options:
         corrections: what strategies and reshards cost beyond the model.
         memory_saving: how far memory has to go down from the fastest plan's peak (0) to that of least average memory (1).
         overlap: whether background collectives overlap with compute, on a cluster that can.
+        xla: XLA's compiler options to choose among; of equal ones the first.
+        chooses_xla: whether other combine thresholds are tried, too.
         constraints: whether the program's own `with_sharding_constraint`s are kept, only a "hint", or ignored.
     """
 
@@ -64,4 +67,6 @@ class Options:
     corrections: CostCorrections | None = None
     memory_saving: float = 0.0
     overlap: bool = True
+    xla: tuple[XlaOptions, ...] = (DEFAULT,)
+    chooses_xla: bool = False
     constraints: Literal["keep", "hint", "ignore"] = "keep"

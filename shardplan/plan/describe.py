@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from shardplan.costs.decided_program import decided_program
 from shardplan.costs.halo_exchange import Exchange, exchanges
 from shardplan.costs.memory_categories import categories, memory_by_category
 from shardplan.costs.network import PS
@@ -17,7 +18,6 @@ from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
-from shardplan.plan.planned_options import carried
 from shardplan.strategies.enumerate import PARTIAL
 from shardplan.units import format_array
 from shardplan.xla_model.compiler_options import Flags, XlaOptions
@@ -150,7 +150,7 @@ def _collective(step: ReshardStep | Exchange) -> PlannedCollective:
 
 def _memory(planned: Planned, options: XlaOptions) -> MemoryReport:
     graph, limit = planned.graph, planned.network.problem.limit
-    allocations = [*planned.network.allocations(planned.solution.states), *carried(planned, options)]
+    allocations = decided_program(planned.network, planned.solution.states, options).allocations()
     horizon = max((end for *_, end, _ in allocations), default=0)
     if not horizon:
         return MemoryReport(0.0, limit, "", {})

@@ -17,6 +17,7 @@ from shardplan.ir.graph import Graph, Path, Source, components
 from shardplan.ir.parse import Traced
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
+from shardplan.xla_model.compiler_options import XlaOptions
 from shardplan.xla_model.timeline import Timeline
 
 
@@ -31,6 +32,7 @@ class Planned:
     decisions: Mapping[Path, EmitDecision]  # what emission applies
     options: Options
     timeline: Timeline  # of one step: the objective
+    xla: XlaOptions  # compiler options that the plan chose
     seconds: Mapping[str, float]  # of planning, by stage
 
     @property

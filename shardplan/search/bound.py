@@ -22,8 +22,9 @@ from typing import Literal
 import numpy as np
 
 from shardplan.costs.bound_network import BoundTables, Weights
-from shardplan.costs.decided_program import OUTSIDE
+from shardplan.costs.decided_tasks import OUTSIDE
 from shardplan.costs.network import PS
+from shardplan.costs.space import ArrayEdge
 from shardplan.costs.task import PlanningTask
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.solve import solve
@@ -141,6 +142,12 @@ class _Bounds:
             out.append(max(0.0, float(both[at]) - float(rest[at])))
         return np.nan_to_num(np.array(out), nan=0.0, posinf=0.0)
 
+    def stays(self, edge: ArrayEdge) -> bool:
+        """Whether no compiler option moves the collectives of an edge into another round of their loop."""
+        pipelined = any(options.pipelined for options in self.task.options.xla)
+        loop, kind = self.task.space.graph.ops[edge.consumer].loop, self.task.space.collective_sites[edge.value].collective_class
+        return not pipelined or loop == OUTSIDE or kind not in ("prefetch", "gradient")
+
     # ---- the choice
 
     @cached_property
@@ -202,15 +209,17 @@ def _exposed_set(found: _Bounds, home: int) -> tuple[frozenset[int], frozenset[i
     """The set E of a computation, chosen greedily: a collective is in it if it takes longer than what it alone adds to H."""
     space = found.task.space
     graph, edges = space.graph, space.array_edges
-    mine = [n for n in np.flatnonzero(found.sent_ps) if graph.ops[edges[n].consumer].loop == home]
-    mine = sorted(mine, key=lambda n: (-found.sent_ps[n], n))[:MOST_COLLECTIVES]
+    here = (n for n in map(int, np.flatnonzero(found.sent_ps)) if graph.ops[edges[n].consumer].loop == home and found.stays(edges[n]))
+    mine = sorted(here, key=lambda n: (-found.sent_ps[n], n))[:MOST_COLLECTIVES]
     if not mine:
         return frozenset(), frozenset(), frozenset()
     members, related = _relations(found, home, mine)
     cost = np.zeros(len(members))
     for (kind, i), n in members.items():
-        cost[n] = found.kernel_ps[i] if kind == "op" else sum(
-            found.kernel_ps[k] for k, at in enumerate(found.homes) if found.inside(at, home) == i
+        cost[n] = (
+            found.kernel_ps[i]
+            if kind == "op"
+            else sum(found.kernel_ps[k] for k, at in enumerate(found.homes) if found.inside(at, home) == i)
         )
     hiding = np.zeros(len(members), dtype=bool)
     chosen: list[int] = []
@@ -227,7 +236,7 @@ def _exposed_set(found: _Bounds, home: int) -> tuple[frozenset[int], frozenset[i
 
 def _relations(found: _Bounds, home: int, collectives: Sequence[int]) -> tuple[dict[tuple[str, int], int], np.ndarray]:
     """The ops and loops of a computation, numbered; and bool [member, collective], whether one waits for the other."""
-    graph, edges = found.task.space.graph, found.task.space.array_edges
+    edges = found.task.space.array_edges
 
     def member(i: int, at: int) -> tuple[str, int] | None:
         inside = found.inside(at, home)

@@ -6,7 +6,7 @@ A cost network's prices find candidates. Each candidate is repriced at what it c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -14,18 +14,22 @@ from math import inf
 import numpy as np
 
 from shardplan.costs.build import build_network
-from shardplan.costs.decided_program import step_timeline
+from shardplan.costs.decided_program import decided_program
 from shardplan.costs.network import PS, CostNetwork
 from shardplan.costs.pricing import Pricing
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.problem import Solution
 from shardplan.search.simplicity import complexity
+from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
 from shardplan.xla_model.timeline import Timeline
 
 States = tuple[int, ...]
 
 OPTIMAL = 1e-6
 """A plan is called optimal if its gap is at most this."""
+
+GAIN = 0.001
+"""Compiler options are set if the step is faster by this fraction."""
 
 NEAR_TIE = 0.005
 """Among plans of at most this fraction more seconds than the fastest, the simplest is taken."""
@@ -42,6 +46,7 @@ class Judged:
         timeline: seconds of the step.
         priced: picoseconds that the network's own prices say.
         peak_bytes: the most memory of a device.
+        xla: the compiler options that it is compiled with.
         limit: bytes per device, or None.
     """
 
@@ -51,6 +56,7 @@ class Judged:
     priced: float
     peak_bytes: float
     limit: float | None
+    xla: XlaOptions = DEFAULT
 
     @property
     def excess_bytes(self) -> float:
@@ -97,10 +103,23 @@ def judge(task: PlanningTask, found: Candidate, limit: float | None) -> Judged:
         return build_network(network.space, task.resharder, limit, None, task.options.corrections, pricing)
 
     own = reprice(price, network, solution.states)
-    line = step_timeline(own, solution.states, task.overlaps)
     priced = own.step_seconds(solution.states).total(task.exposed_fraction)
-    answer = replace(solution, objective=float(np.rint(line.total_s * PS)), bound=0.0)
-    return Judged(own, answer, line, priced, own.peak(solution.states), limit)
+    judged = Judged(own, solution, Timeline(inf, inf, 0.0, 0.0), priced, inf, limit)
+    return compiled(task, judged, task.options.xla)
+
+
+def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) -> Judged:
+    """A plan with the compiler options with which it fits and is fastest; others than the first must gain something."""
+    program = decided_program(judged.network, judged.states)
+    best = judged
+    for some in options:
+        other = replace(program, options=some)
+        line, peak = other.step_timeline(task.overlaps), other.peak_bytes()
+        answer = replace(judged.solution, objective=float(np.rint(line.total_s * PS)), bound=0.0)
+        found = replace(judged, solution=answer, timeline=line, peak_bytes=peak, xla=some)
+        if best.timeline.total_s == inf or (found.excess_bytes, line.total_s) < (best.excess_bytes, (1 - GAIN) * best.timeline.total_s):
+            best = found
+    return best
 
 
 @dataclass

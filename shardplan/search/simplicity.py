@@ -1,4 +1,4 @@
-"""How far a plan is from one that a person would write: repeated layers unlike, state split otherwise than its parameter, many layouts."""
+"""How far a plan is from one that a person would write: repeated layers unlike, state split unlike its parameter, many layouts."""
 
 from __future__ import annotations
 

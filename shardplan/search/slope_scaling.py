@@ -52,7 +52,11 @@ HOPELESS = 0.1
 
 
 def slope_scaling(
-    candidates: Candidates, search: SearchStates, untied: SearchStates | None, deadline: Deadline, combined: CombinedGroups | None = None
+    candidates: Candidates,
+    search: SearchStates,
+    untied: SearchStates | None,
+    deadline: Deadline,
+    combined: CombinedGroups | None = None,
 ) -> Candidate:
     """Every plan that the loop comes upon is added to `candidates`.
 
@@ -146,8 +150,8 @@ class _PricingLoop:
             if self.deadline.over():
                 break
             for _ in range(ROUNDS):
-                before, cutoff = self.priced, (1 + HOPELESS) * self.priced
-                self.attempt(self.search, self.combined, self.candidates.best.states, cutoff)
+                before, cutoff, at = self.priced, (1 + HOPELESS) * self.priced, self.candidates.best
+                self.attempt(self.search, self.combined, at.states if at else (), cutoff)
                 if not self.priced < before or self.deadline.over():
                     break
 

@@ -73,6 +73,10 @@ class XlaOptions:
     def __bool__(self) -> bool:
         return self != DEFAULT
 
+    def without_loops(self) -> XlaOptions:
+        """What is left of it for a step without loops of several rounds."""
+        return replace(self, pipelined=frozenset(), double_buffering=False, latency_hiding=False)
+
     def threshold_bytes(self, kind: CollectiveKind) -> int:
         """Bytes of results up to which collectives of a kind are combined."""
         return dict(self.thresholds).get(kind, COMBINE_THRESHOLD_BYTES)
@@ -110,8 +114,8 @@ class XlaOptions:
         )
 
 
-SMALL_THRESHOLD_BYTES = 8 << 20
-"""A threshold that combines what is small and keeps layers apart: of 0, 1, 4 and 8 MiB the best for GPT-2, unrolled (fact:
+THRESHOLD_BYTES = (8 << 20, 128 << 20)
+"""Combine thresholds worth trying: one that keeps layers apart and combines what is small, one that saves latencies between nodes (fact:
 options-threshold)."""
 DEFAULT = XlaOptions()
 PIPELINING = XlaOptions(frozenset(PIPELINED), double_buffering=True)
@@ -129,23 +133,20 @@ def truth(value: Flag) -> bool:
     return value.lower() in ("true", "1") if isinstance(value, str) else bool(value)
 
 
-def candidates(loops: bool, unrolled: bool, hides_by_itself: bool = True) -> tuple[XlaOptions, ...]:
-    """The options worth trying for a step, XLA's own first.
+def candidates(hides_by_itself: bool = True) -> tuple[XlaOptions, ...]:
+    """The options worth trying for a step, the plainest first; `thresholds` adds to them.
 
-    Args:
-        loops: whether a loop of the step has collectives in its body.
-        unrolled: whether there are several collectives of a kind outside of loops.
-        hides_by_itself: whether the GPU is one for which XLA hides latency unasked.
+    `hides_by_itself` says whether the GPU is one for which XLA hides latency unasked.
     """
     base = replace(DEFAULT, latency_hiding=not hides_by_itself)
-    found = [base] if hides_by_itself else [DEFAULT, base]
-    if loops:
-        found += [
-            replace(base, double_buffering=True),
-            replace(base, pipelined=frozenset({"all-gather"}), double_buffering=True),
-            replace(base, pipelined=PIPELINING.pipelined, double_buffering=True),
-        ]
-    if loops or unrolled:
-        found += [x.combining(SMALL_THRESHOLD_BYTES) for x in found]
-        found += [replace(x, in_flight=2) for x in found]
-    return tuple(dict.fromkeys(found))
+    more: list[frozenset[CollectiveKind]] = [
+        frozenset(("all-gather", "all-reduce")),
+        frozenset(("all-gather",)),
+        frozenset(("all-reduce",)),
+    ]
+    return (base, *(replace(base, pipelined=kinds, double_buffering=True) for kinds in more))
+
+
+def thresholds(options: XlaOptions) -> tuple[XlaOptions, ...]:
+    """The same with each of `THRESHOLD_BYTES` as combine threshold of all kinds; XLA's own first."""
+    return (options, *(options.combining(size) for size in THRESHOLD_BYTES))

@@ -3,9 +3,9 @@
     compute  |--matmul--|--matmul--|        |--norm--|
     network             |--all-gather-------|               exposed where the compute stream waits
 
-`Streams` runs kernels and collectives in a given order: of a compiled program that of its HLO, of a decided program `latency_hiding_order`.
-That is XLA's latency-hiding scheduler, which builds the order of a computation from its end. Of the tasks whose readers are all placed
-it places, one at a time,
+`Streams` runs kernels and collectives in a given order: of a compiled program that of its HLO, of a decided program that of
+`latency_hiding_order`. XLA's latency-hiding scheduler builds the order of a computation from its end. Of the tasks whose readers are
+all placed it places, one at a time,
 
     1 the end of a collective, or a loop with collectives inside, if none is in flight; of several the one behind the longest chain of
       collectives, its own seconds counted
@@ -134,13 +134,14 @@ class _Scheduler:
         out: list[tuple[int, bool]] = []
         now, in_flight, hidden_at = 0.0, -1, 0.0
         while True:
-            start = in_flight >= 0 and (not (self.joins or self.kernels) or (not self.joins and self._releases(in_flight, now >= hidden_at)))
+            released = in_flight >= 0 and not self.joins and self._releases(in_flight, now >= hidden_at)
+            start = False
             if self.joins:
                 n = self.joins.pop()
             elif in_flight < 0 and self.ends:
                 n = -heappop(self.ends)[-1]
-            elif start:
-                n, in_flight, now = in_flight, -1, max(now, hidden_at)
+            elif released:
+                n, in_flight, now, start = in_flight, -1, max(now, hidden_at), True
             elif self.kernels:
                 n = -heappop(self.kernels)[-1]
             else:
@@ -155,6 +156,8 @@ class _Scheduler:
 
     def _releases(self, in_flight: int, hidden: bool) -> bool:
         """Whether the start of the collective in flight comes before any kernel."""
+        if not self.kernels:
+            return True
         depth = self.depth[in_flight]
         return hidden and (bool(self.ends) or (depth > 0 and depth > -self.kernels[0][0]))
 
