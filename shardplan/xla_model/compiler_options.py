@@ -77,9 +77,9 @@ class XlaOptions:
         """What is left of it for a step without loops of several rounds."""
         return replace(self, pipelined=frozenset(), double_buffering=False, latency_hiding=False)
 
-    def threshold_bytes(self, kind: CollectiveKind) -> int:
+    def threshold_bytes(self, kind: str) -> int:
         """Bytes of results up to which collectives of a kind are combined."""
-        return dict(self.thresholds).get(kind, COMBINE_THRESHOLD_BYTES)
+        return next((size for some, size in self.thresholds if some == kind), COMBINE_THRESHOLD_BYTES)
 
     def combining(self, threshold_bytes: int | None) -> XlaOptions:
         """The same with one threshold for all kinds; None is XLA's own."""
@@ -115,8 +115,7 @@ class XlaOptions:
 
 
 THRESHOLD_BYTES = (8 << 20, 128 << 20)
-"""Combine thresholds worth trying: one that keeps layers apart and combines what is small, one that saves latencies between nodes (fact:
-options-threshold)."""
+"""Combine thresholds worth trying: one keeps layers apart and combines what is small, one saves latencies (fact: options-threshold)."""
 DEFAULT = XlaOptions()
 PIPELINING = XlaOptions(frozenset(PIPELINED), double_buffering=True)
 """Everything that level 1 does to loops."""
@@ -139,12 +138,8 @@ def candidates(hides_by_itself: bool = True) -> tuple[XlaOptions, ...]:
     `hides_by_itself` says whether the GPU is one for which XLA hides latency unasked.
     """
     base = replace(DEFAULT, latency_hiding=not hides_by_itself)
-    more: list[frozenset[CollectiveKind]] = [
-        frozenset(("all-gather", "all-reduce")),
-        frozenset(("all-gather",)),
-        frozenset(("all-reduce",)),
-    ]
-    return (base, *(replace(base, pipelined=kinds, double_buffering=True) for kinds in more))
+    more: tuple[tuple[CollectiveKind, ...], ...] = (("all-gather", "all-reduce"), ("all-gather",), ("all-reduce",))
+    return (base, *(replace(base, pipelined=frozenset(kinds), double_buffering=True) for kinds in more))
 
 
 def thresholds(options: XlaOptions) -> tuple[XlaOptions, ...]:
