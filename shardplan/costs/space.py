@@ -24,7 +24,7 @@ from shardplan.xla_model.accumulation import accumulated_operands, accumulated_s
 from shardplan.xla_model.combining import CollectiveSite, collective_sites
 from shardplan.xla_model.copies import SMALL_BYTES, with_copies
 from shardplan.xla_model.fusion import kernel_traffic, materialised
-from shardplan.xla_model.physical_layout import CoupledState, coupled_state
+from shardplan.xla_model.physical_layout import ArrayOrder, CoupledState, array_order, coupled_state
 
 SMALL_SUM_BYTES = 1 << 16
 """Blocking sums smaller than this are combined with those at their depth."""
@@ -41,6 +41,7 @@ class LayoutList:
         shards: number of shards.
         partial_axes: set of the mesh axes over which it is partial.
         dim_axes: [layout, dim], set of the mesh axes that shard the dim.
+        dim_shards: [layout, dim], number of its shards.
     """
 
     layouts: tuple[Layout, ...]
@@ -49,6 +50,7 @@ class LayoutList:
     shards: np.ndarray
     partial_axes: np.ndarray
     dim_axes: np.ndarray
+    dim_shards: np.ndarray
 
     def equal(self, others: LayoutList) -> np.ndarray:
         """Bool [layout, other]."""
@@ -75,7 +77,9 @@ class LayoutLists:
             ids = np.array([self.ids.setdefault(x, len(self.ids)) for x in number])
             shards = np.array([x.shards(self.mesh) for x in number])
             partial, dims = self._sets(x.partial_axes for x in number), self._sets(axes for x in number for axes in x.dims)
-            found = LayoutList(tuple(number), index, ids, shards, partial, dims.reshape(len(number), -1))
+            per_dim = np.array([self.mesh.size(*axes) for x in number for axes in x.dims], np.int64)
+            dims, per_dim = dims.reshape(len(number), -1), per_dim.reshape(len(number), -1)
+            found = LayoutList(tuple(number), index, ids, shards, partial, dims, per_dim)
             self.lists[id(layouts)] = found
         return found
 
@@ -96,6 +100,7 @@ class EdgeTemplate:
         is_follower: the consumer takes the layout that the array has; partial sums may be completed on the way.
         gathered_copy: the producer is a large copy for big ops: it is gathered where it is made, where its bytes count, and not behind.
         coupled_state: what the optimizer computes with together with the array, if this may be a partial sum.
+        order: what fixes the order of its dims in memory; None where nothing does.
         in_fusion: it is read inside a fusion.
         sliced_bytes: bytes from which a loop slices rows, or 0.
         accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
@@ -113,6 +118,7 @@ class EdgeTemplate:
     is_follower: bool
     gathered_copy: bool
     coupled_state: CoupledState | None
+    order: ArrayOrder | None
     in_fusion: bool
     sliced_bytes: float
     accumulated_ratio: float
@@ -240,6 +246,7 @@ def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:
             maker, made, read = graph.ops[i], strategies[i].results[r], strategies[j].operands[k]
             if (pair := (lists(made), lists(read))) not in readable:
                 readable[pair] = bool(np.isin(pair[0].ids[pair[0].partial_axes == 0], pair[1].ids).all())
+            order = array_order(graph, rules, v, j, k)
             facts = (
                 value.shape,
                 value.itemsize,
@@ -247,6 +254,7 @@ def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:
                 readable[pair] and _is_follower(graph, rules, i, j),
                 maker.traits.copy and not maker.is_follower and value.bytes > SMALL_BYTES,
                 state[v] if pair[0].partial_axes.any() else None,
+                order if order != ArrayOrder() else None,
                 in_fusion,
                 value.bytes if sliced else 0.0,
                 space.partial_bytes_ratio(v) if v in space.accumulated_sums else 0.0,
