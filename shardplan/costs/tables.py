@@ -135,10 +135,10 @@ def _beyond_collectives(
         inner = [d for n, d in enumerate(order) if prod(shape[e] for e in order[:n]) > 1]
         seconds = sum(np.maximum(latency, 2 * n / targets.shards / rate) for n in template.coupled_state.bytes)
         yield np.where(sources.partial_axes[:, None] & targets.sharding_axes(inner), seconds, 0.0)
-    if template.in_fusion:
+    if template.sliced_bytes or (template.in_fusion and not (template.order and template.order.input_bytes)):
         # Parts gathered along any dim but the outermost lie one after the other. A product reads them so; an elementwise op would
         # hand the order on to all ops behind it, and XLA's fused normalisations need rows. The kernel that transposes them reads and
-        # writes bytes that are moved anyway, but for those that a loop slices rows from.
+        # writes bytes that are moved anyway, but for those that a loop slices rows from; an input is transposed before.
         inner = [d for d in range(len(shape)) if prod(shape[:d]) > 1]
         gathered = sources.sharding_axes(inner)[:, None] & ~targets.sharding_axes()
         yield np.where(gathered, np.maximum(latency, 2 * template.sliced_bytes / targets.shards / rate), 0.0)
