@@ -23,7 +23,7 @@ from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.combining import CollectiveSite, collective_sites
 from shardplan.xla_model.copies import SMALL_BYTES, with_copies
-from shardplan.xla_model.fusion import kernel_traffic, materialised
+from shardplan.xla_model.fusion import kernel_traffic, materialised, written_by_products
 from shardplan.xla_model.physical_layout import ArrayOrder, CoupledState, array_order, coupled_state
 
 SMALL_SUM_BYTES = 1 << 16
@@ -104,6 +104,7 @@ class EdgeTemplate:
         in_fusion: it is read inside a fusion.
         sliced_bytes: bytes from which a loop slices rows, or 0.
         accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
+        cast_bytes: of a product's result that its kernel casts, unless a reshard comes first: what a kernel of its own moves then; else 0.
         addend_dims: of a partial sum that is only added to another partial sum: dims along which one of them scatters rows. If none of
             these is sharded, XLA adds the two before it reduce-scatters them. None for other arrays.
         sum_dims: of what two partial sums add up to, the same dims.
@@ -122,6 +123,7 @@ class EdgeTemplate:
     in_fusion: bool
     sliced_bytes: float
     accumulated_ratio: float
+    cast_bytes: float
     addend_dims: tuple[int, ...] | None
     sum_dims: tuple[int, ...]
     from_retainable: bool
@@ -230,6 +232,8 @@ def make_strategy_space(
 def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:
     graph, rules, strategies, lists = space.graph, space.rules, space.strategies, space.layout_lists
     state = coupled_state(graph, [rule.fusion == "loop" for rule in rules])
+    narrower = ((v, w) for v, (w, always) in written_by_products(graph, rules).items() if always)
+    cast = {v: graph.values[v].bytes + graph.values[w].bytes for v, w in narrower}
     readable: dict[tuple[LayoutList, LayoutList], bool] = {}  # whether every complete layout that is made can be read as it is
     known: dict[tuple, EdgeTemplate] = {}
     addend_dims: list[tuple[int, ...] | None] = []
@@ -258,6 +262,7 @@ def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:
                 in_fusion,
                 value.bytes if sliced else 0.0,
                 space.partial_bytes_ratio(v) if v in space.accumulated_sums else 0.0,
+                cast.get(v, 0.0),
                 addend_dims[j],
                 addend_dims[i] or (),
                 i in graph.retainable_from,
