@@ -104,7 +104,8 @@ class EdgeTemplate:
         in_fusion: it is read inside a fusion.
         sliced_bytes: bytes from which a loop slices rows, or 0.
         accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
-        cast_bytes: of a product's result that its kernel casts, unless a reshard comes first: what a kernel of its own moves then; else 0.
+        cast_bytes: of a product's result that its kernel casts unless a reshard comes first: bytes that a kernel of its own moves then;
+            else 0.
         addend_dims: of a partial sum that is only added to another partial sum: dims along which one of them scatters rows. If none of
             these is sharded, XLA adds the two before it reduce-scatters them. None for other arrays.
         sum_dims: of what two partial sums add up to, the same dims.
@@ -250,7 +251,7 @@ def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:
             maker, made, read = graph.ops[i], strategies[i].results[r], strategies[j].operands[k]
             if (pair := (lists(made), lists(read))) not in readable:
                 readable[pair] = bool(np.isin(pair[0].ids[pair[0].partial_axes == 0], pair[1].ids).all())
-            order = array_order(graph, rules, v, j, k)
+            order = array_order(graph, rules, v, j, k) if len(value.shape) > 1 else ArrayOrder()
             facts = (
                 value.shape,
                 value.itemsize,

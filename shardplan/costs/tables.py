@@ -5,7 +5,7 @@ Seconds of an array on its way from the layout it is made in to the layout it is
 e[s, t] = reads * (reshard[s, t] + kernels[s, t]) - (1 - w) * hidden[s, t]
 
 reshard     cheapest reshard path (`mesh/reshard.py`)
-kernels     what XLA computes on the way: transposes in memory around a collective (`transposes.py`), an addition before a reduce-scatter
+kernels     what XLA computes on the way: transposes in memory (`transposes.py`), casts, an addition before a reduce-scatter
 hidden      the last collective of the path, as far as its overlap window reaches; w is the price of background communication
 inf         where the consumer propagates the layout, or XLA builds another program than the table says
 """
@@ -60,9 +60,9 @@ class CostTables:
         key = (id(template), id(self.resharders[v]), window, aliasing, follows)
         if key not in self.cache:
             sources, targets = map(self.space.layout_lists, (template.result_layouts, template.operand_layouts))
-            found = self._over_layouts(template, sources, targets, self.resharders[v], window, follows)
+            cost, hidden, kernels = self._over_layouts(template, sources, targets, self.resharders[v], window, follows)
             at = np.ix_(sources.index, targets.index)
-            self.cache[key] = _over_states(template, *(x[at] for x in found), sources.equal(targets)[at], *aliasing)
+            self.cache[key] = _over_states(template, (cost[at], hidden[at], kernels[at]), sources.equal(targets)[at], *aliasing)
         return self.cache[key]
 
     def _over_layouts(
@@ -178,14 +178,13 @@ def reduce_scattered(sources: LayoutList, targets: LayoutList) -> np.ndarray:
 
 def _over_states(
     template: EdgeTemplate,
-    cost: np.ndarray,
-    hidden: np.ndarray,
-    kernels: np.ndarray,
+    tables: tuple[np.ndarray, np.ndarray, np.ndarray],
     equal: np.ndarray,
     maker_aliases: bool,
     reader_aliases: bool,
 ) -> EdgeCost:
-    """Tables [strategy, strategy] as tables [state, state], with the blocks of `StateBlocks`."""
+    """Tables [strategy, strategy] of cost, hidden part and kernels as [state, state], with the blocks of `StateBlocks`."""
+    cost, hidden, kernels = tables
     if reader_aliases:  # the same array only if layouts agree, a buffer of its own only if they do not
         cost = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, cost)], axis=1)
         hidden, kernels = (np.concatenate([np.zeros_like(x), x], axis=1) for x in (hidden, kernels))

@@ -15,8 +15,8 @@ a later kernel, and reads again what an earlier one read:
     y -> cast -+-> sum ------+            kernel 1 reads y, writes the sum
                +-> minus <---+-> cast     kernel 2 reads y and the sum, writes the normalised y
 
-Facts: fusion-loop, fusion-recompute-cheaper, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar, fusion-zeros-shared,
-fusion-multi-output, fusion-reads-part, fusion-in-place-update.
+Facts: fusion-loop, fusion-recompute-cheaper, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar,
+fusion-zeros-shared, fusion-multi-output, fusion-reads-part, fusion-in-place-update.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _is_unary(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
     op = graph.ops[at]
     if op.traits.copy:
         return op.is_follower
-    arrays = [v for v in op.inputs if v is not None and not graph.ops[graph.values[v].producer[0]].scalar_broadcast and graph.values[v].shape]
+    made = [graph.ops[graph.values[v].producer[0]] for v in op.inputs if v is not None and graph.values[v].shape]
+    arrays = [maker for maker in made if not maker.scalar_broadcast]
     return rules[at].fusion == "loop" and not op.traits.border and len(arrays) == len(op.outputs) == 1
 
 
@@ -157,7 +158,7 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
 class KernelTraffic:
     """What an op moves between memory and the device in one run."""
 
-    operand_reads: tuple[int, ...]  # how many times the bytes of each operand are moved
+    operand_reads: tuple[float, ...]  # how many times the bytes of each operand are moved
     result_writes: tuple[float, ...]  # how many times those of each result
     kernel_bytes: float | None  # bytes that the kernel moves which the op stands for, of all shards; None if it stands for none
 
@@ -170,9 +171,10 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
     seen: set[tuple[Kernel, int]] = set()  # what a kernel has read or made
     moved: dict[Kernel, float] = {}
     stands: dict[Kernel, int] = {}
-    counts: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+    counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for at, op in enumerate(graph.ops):
-        operands, results = [0] * len(op.inputs), [0.0] * len(op.outputs)
+        operands: list[float] = [0] * len(op.inputs)
+        results: list[float] = [0] * len(op.outputs)
         idle = op.traits.moves_nothing
         for k, v in enumerate(op.inputs):
             if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):

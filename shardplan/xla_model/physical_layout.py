@@ -116,9 +116,9 @@ def array_order(graph: Graph, rules: Sequence[Rule], v: int, at: int, k: int) ->
         elif _is_product(graph, rules, j):
             read.update(_operand_groups(graph.ops[j], m))
     row = graph.values[graph.origin(v, lambda i: graph.ops[i].traits.copy or graph.ops[i].forwards_value)]
-    found = [graph.values[graph.original(v)], row]
-    inputs = [x.bytes for x, kind in zip(found, ("step_input", "loop_slice"), strict=True) if getattr(graph.ops[x.producer[0]].traits, kind)]
-    return ArrayOrder(made, tuple(sorted(read)), sum(inputs))
+    is_row = graph.ops[row.producer[0]].traits.loop_slice
+    input_bytes = row.bytes if is_row else graph.values[v].bytes if graph.ops[maker].traits.step_input else 0.0
+    return ArrayOrder(made, tuple(sorted(read)), input_bytes)
 
 
 def _is_product(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
