@@ -109,7 +109,7 @@ def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[
 
 
 def _is_unary(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
-    """Whether an op is elementwise work on one array, scalars aside, or a copy."""
+    """Whether an op is elementwise work on one array and scalars, or a copy."""
     op = graph.ops[at]
     if op.traits.copy:
         return op.is_follower
