@@ -111,7 +111,7 @@ def test_when_the_time_is_over_a_plan_that_fits_is_taken_and_no_other_looked_for
     needed = len(made)
     made.clear()
     plan, found = planned(name, memory=limit, time_limit=1e-9)
-    assert 2 * len(made) < needed
+    assert len(made) < needed
     assert plan.status == "fallback" and plan.seconds["total"] >= full.seconds["total"]
     assert found.network.peak(found.solution.states) <= limit
 
@@ -124,18 +124,26 @@ def test_paths_match_by_segment():
     assert not matches("state/params/block/kernels", "kernel")
 
 
-@pytest.mark.parametrize(("reader", "kernels"), [(lambda x, p: x + p, 1), (lambda x, p: x @ p, 0)], ids=["sum", "product"])
-def test_an_elementwise_reader_pays_the_transpose_behind_a_gather_along_an_inner_dim(reader, kernels):
-    """Gathered shards lie one after the other: a product reads them so, an elementwise op hands the physical layout on."""
+READERS = {
+    "sum": (lambda x, p: x + p, 1),
+    "product": (lambda x, p: x @ p, 1),
+    "sum of computed": (lambda x, p: x + jax.numpy.sin(p), 1),
+    "product of computed": (lambda x, p: x @ jax.numpy.sin(p), 0),
+}
+
+
+@pytest.mark.parametrize(("reader", "kernels"), READERS.values(), ids=READERS)
+def test_an_array_gathered_along_an_inner_dim_is_transposed(reader, kernels):
+    """Before it by a kernel if it is an input; behind it unless a product reads it, which may read it in any order."""
     mesh, cluster = jax.sharding.AbstractMesh((8,), ("data",)), shardplan.Cluster.preset("h100")
     x, p = jax.ShapeDtypeStruct((64, 1024, 1024), "float32"), jax.ShapeDtypeStruct((1024, 1024), "float32")
 
-    def communication(spec):
+    def total(spec):
         pins = {"x": jax.P("data"), "p": spec}
         step = shardplan.auto(mesh, cluster=cluster, pins=pins, out_shardings=jax.P("data"))(reader)
-        return step.plan(x, p).seconds["communication"]
+        return step.plan(x, p).seconds["total"]
 
-    more = communication(jax.P(None, "data")) - communication(jax.P("data", None))
+    more = total(jax.P(None, "data")) - total(jax.P("data", None))
     assert more == pytest.approx(kernels * cluster.device.kernel_latency_s, abs=1e-9)
 
 

@@ -47,16 +47,19 @@ def build_network(
     costs = _node_costs(space, blocks, allowed, corrections)
     edges: list[Edge] = []
     background: list[tuple[int, np.ndarray]] = []
+    kernels: list[tuple[int, np.ndarray]] = []
     for edge in space.array_edges:
-        cost, hidden = tables.edge(edge)
+        cost, hidden, computed = tables.edge(edge)
         if hidden is not None:
             background.append((len(edges), hidden))
+        if computed is not None:
+            kernels.append((len(edges), computed))
         edges.append(Edge(edge.producer, edge.consumer, _corrected(cost, edge, corrections) if corrections.reshards else cost))
     edges += [Edge(i, j, tables.same_layout(i, j)) for i, j in graph.same_layout]
     edges += [Edge(i, j, tables.retained(i, k, j)) for j, (i, k) in graph.retainable_from.items()]
     usages, implicit_copies = _usages(space, blocks, tables, windows)
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, _symmetry_classes(space, blocks, costs))
-    return CostNetwork(space, problem, blocks, tuple(implicit_copies), of, tuple(background), pricing)
+    return CostNetwork(space, problem, blocks, tuple(implicit_copies), of, tuple(background), tuple(kernels), pricing)
 
 
 def replicated_bytes(space: StrategySpace) -> float:

@@ -98,6 +98,7 @@ class CostNetwork:
         implicit_copies: copies without states of their own, small ones, and without a limit all: the problem leaves out their bytes.
         resharders: per value, what prices its reshards.
         background: (edge, picoseconds [state, state] that compute can hide).
+        kernels: (edge, picoseconds [state, state] of its cost that are kernels).
         pricing: what `problem` assumes of the whole plan.
     """
 
@@ -107,16 +108,25 @@ class CostNetwork:
     implicit_copies: tuple[Usage, ...]
     resharders: tuple[Resharder, ...]
     background: tuple[tuple[int, np.ndarray], ...]
+    kernels: tuple[tuple[int, np.ndarray], ...]
     pricing: Pricing
 
     def step_seconds(self, states: Sequence[int]) -> StepSeconds:
         """The step under these states, in picoseconds."""
         edges, costs = self.problem.edges, self.problem.costs
-        compute = sum(float(c[s]) for c, s in zip(costs, states, strict=True))
+        around = sum(ps for _, ps in self.edge_kernels(states))
+        compute = sum(float(c[s]) for c, s in zip(costs, states, strict=True)) + around
         paid = [float(e.cost[states[e.i], states[e.j]]) for e in edges]
         background = sum(float(hidden[states[edges[n].i], states[edges[n].j]]) for n, hidden in self.background)
-        blocking = sum(paid) - self.pricing.background_price * background
+        blocking = sum(paid) - around - self.pricing.background_price * background
         return StepSeconds(compute, blocking, background, sum(float(c.min()) for c in costs))
+
+    def edge_kernels(self, states: Sequence[int]) -> Iterator[tuple[int, float]]:
+        """(op, picoseconds) of the kernels that XLA puts around the collectives of the op's operands."""
+        for n, kernels in self.kernels:
+            edge = self.problem.edges[n]
+            if ps := float(kernels[states[edge.i], states[edge.j]]):
+                yield edge.j, ps
 
     def strategies(self, states: Sequence[int]) -> tuple[int, ...]:
         """Per op, the number of its strategy."""

@@ -23,8 +23,8 @@ from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.combining import CollectiveSite, collective_sites
 from shardplan.xla_model.copies import SMALL_BYTES, with_copies
-from shardplan.xla_model.fusion import kernel_traffic, materialised
-from shardplan.xla_model.physical_layout import CoupledState, coupled_state
+from shardplan.xla_model.fusion import kernel_traffic, materialised, written_by_products
+from shardplan.xla_model.physical_layout import ArrayOrder, CoupledState, array_order, coupled_state
 
 SMALL_SUM_BYTES = 1 << 16
 """Blocking sums smaller than this are combined with those at their depth."""
@@ -41,6 +41,7 @@ class LayoutList:
         shards: number of shards.
         partial_axes: set of the mesh axes over which it is partial.
         dim_axes: [layout, dim], set of the mesh axes that shard the dim.
+        dim_shards: [layout, dim], number of its shards.
     """
 
     layouts: tuple[Layout, ...]
@@ -49,6 +50,7 @@ class LayoutList:
     shards: np.ndarray
     partial_axes: np.ndarray
     dim_axes: np.ndarray
+    dim_shards: np.ndarray
 
     def equal(self, others: LayoutList) -> np.ndarray:
         """Bool [layout, other]."""
@@ -75,7 +77,9 @@ class LayoutLists:
             ids = np.array([self.ids.setdefault(x, len(self.ids)) for x in number])
             shards = np.array([x.shards(self.mesh) for x in number])
             partial, dims = self._sets(x.partial_axes for x in number), self._sets(axes for x in number for axes in x.dims)
-            found = LayoutList(tuple(number), index, ids, shards, partial, dims.reshape(len(number), -1))
+            per_dim = np.array([self.mesh.size(*axes) for x in number for axes in x.dims], np.int64)
+            dims, per_dim = dims.reshape(len(number), -1), per_dim.reshape(len(number), -1)
+            found = LayoutList(tuple(number), index, ids, shards, partial, dims, per_dim)
             self.lists[id(layouts)] = found
         return found
 
@@ -96,9 +100,12 @@ class EdgeTemplate:
         is_follower: the consumer takes the layout that the array has; partial sums may be completed on the way.
         gathered_copy: the producer is a large copy for big ops: it is gathered where it is made, where its bytes count, and not behind.
         coupled_state: what the optimizer computes with together with the array, if this may be a partial sum.
+        order: what fixes the order of its dims in memory; None where nothing does.
         in_fusion: it is read inside a fusion.
         sliced_bytes: bytes from which a loop slices rows, or 0.
         accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
+        cast_bytes: of a product's result that its kernel casts unless a reshard comes first: bytes that a kernel of its own moves then;
+            else 0.
         addend_dims: of a partial sum that is only added to another partial sum: dims along which one of them scatters rows. If none of
             these is sharded, XLA adds the two before it reduce-scatters them. None for other arrays.
         sum_dims: of what two partial sums add up to, the same dims.
@@ -113,9 +120,11 @@ class EdgeTemplate:
     is_follower: bool
     gathered_copy: bool
     coupled_state: CoupledState | None
+    order: ArrayOrder | None
     in_fusion: bool
     sliced_bytes: float
     accumulated_ratio: float
+    cast_bytes: float
     addend_dims: tuple[int, ...] | None
     sum_dims: tuple[int, ...]
     from_retainable: bool
@@ -224,6 +233,8 @@ def make_strategy_space(
 def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:
     graph, rules, strategies, lists = space.graph, space.rules, space.strategies, space.layout_lists
     state = coupled_state(graph, [rule.fusion == "loop" for rule in rules])
+    narrower = ((v, w) for v, (w, always) in written_by_products(graph, rules).items() if always)
+    cast = {v: graph.values[v].bytes + graph.values[w].bytes for v, w in narrower}
     readable: dict[tuple[LayoutList, LayoutList], bool] = {}  # whether every complete layout that is made can be read as it is
     known: dict[tuple, EdgeTemplate] = {}
     addend_dims: list[tuple[int, ...] | None] = []
@@ -240,6 +251,7 @@ def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:
             maker, made, read = graph.ops[i], strategies[i].results[r], strategies[j].operands[k]
             if (pair := (lists(made), lists(read))) not in readable:
                 readable[pair] = bool(np.isin(pair[0].ids[pair[0].partial_axes == 0], pair[1].ids).all())
+            order = array_order(graph, rules, v, j, k) if len(value.shape) > 1 else ArrayOrder()
             facts = (
                 value.shape,
                 value.itemsize,
@@ -247,9 +259,11 @@ def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:
                 readable[pair] and _is_follower(graph, rules, i, j),
                 maker.traits.copy and not maker.is_follower and value.bytes > SMALL_BYTES,
                 state[v] if pair[0].partial_axes.any() else None,
+                order if order != ArrayOrder() else None,
                 in_fusion,
                 value.bytes if sliced else 0.0,
                 space.partial_bytes_ratio(v) if v in space.accumulated_sums else 0.0,
+                cast.get(v, 0.0),
                 addend_dims[j],
                 addend_dims[i] or (),
                 i in graph.retainable_from,

@@ -2,11 +2,10 @@
 
 Seconds of an array on its way from the layout it is made in to the layout it is read in, in picoseconds, rounded:
 
-e[s, t] = reads * (reshard[s, t] + transposes[s, t] + addition[s, t]) - (1 - w) * hidden[s, t]
+e[s, t] = reads * (reshard[s, t] + kernels[s, t]) - (1 - w) * hidden[s, t]
 
 reshard     cheapest reshard path (`mesh/reshard.py`)
-transposes  physical-layout transposes that XLA adds behind a collective
-addition    what XLA adds up before it reduce-scatters
+kernels     what XLA computes on the way: transposes in memory (`transposes.py`), casts, an addition before a reduce-scatter
 hidden      the last collective of the path, as far as its overlap window reaches; w is the price of background communication
 inf         where the consumer propagates the layout, or XLA builds another program than the table says
 """
@@ -21,6 +20,7 @@ import numpy as np
 
 from shardplan.costs.network import PS, StateBlocks
 from shardplan.costs.space import ArrayEdge, EdgeTemplate, LayoutList, StrategySpace
+from shardplan.costs.transposes import transpose_seconds
 from shardplan.mesh.device import Device
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder
@@ -29,8 +29,8 @@ from shardplan.xla_model.overlap_windows import OverlapWindows
 MIN_WINDOW_S = 1e-6
 """Compute shorter than this hides no collective."""
 
-EdgeCost = tuple[np.ndarray, np.ndarray | None]
-"""Picoseconds [s, t]: what an edge costs, and what of its collectives compute can hide (None: nothing)."""
+EdgeCost = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
+"""Picoseconds [s, t]: what an edge costs; of that, what of its collectives compute can hide, and its kernels (None: nothing)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +60,15 @@ class CostTables:
         key = (id(template), id(self.resharders[v]), window, aliasing, follows)
         if key not in self.cache:
             sources, targets = map(self.space.layout_lists, (template.result_layouts, template.operand_layouts))
-            cost, hidden = self._over_layouts(template, sources, targets, self.resharders[v], window, follows)
+            cost, hidden, kernels = self._over_layouts(template, sources, targets, self.resharders[v], window, follows)
             at = np.ix_(sources.index, targets.index)
-            self.cache[key] = _over_states(template, cost[at], hidden[at], sources.equal(targets)[at], *aliasing)
+            self.cache[key] = _over_states(template, (cost[at], hidden[at], kernels[at]), sources.equal(targets)[at], *aliasing)
         return self.cache[key]
 
     def _over_layouts(
         self, template: EdgeTemplate, sources: LayoutList, targets: LayoutList, resharder: Resharder, window: tuple, follows: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Cost and hidden part in picoseconds, both [source, target], over distinct layouts.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Cost, its hidden part and its kernels in picoseconds, all [source, target], over distinct layouts.
 
         `window` is that of the array's collective in picoseconds per step, and of a gradient also if it is reduce-scattered.
         """
@@ -80,12 +80,13 @@ class CostTables:
         if any(window):
             hidden = np.rint(resharder.table(*array, last=True) * per_step)
             hidden = np.minimum(hidden, np.where(scattered, window[1], window[0]))
+        kernels = np.zeros_like(cost)
         for seconds in _beyond_collectives(resharder.cluster.device, template, sources, targets, scattered):
-            cost = cost + seconds * per_step
-        cost = np.rint(cost - (1 - self.background_price) * hidden)
+            kernels = kernels + seconds * per_step
+        cost = np.rint(cost + kernels - (1 - self.background_price) * hidden)
         for forbidden in _forbidden(template, sources, targets, scattered, follows):
             cost = np.where(forbidden, np.inf, cost)
-        return cost, hidden
+        return cost, hidden, np.rint(kernels)
 
     def retained(self, i: int, k: int, j: int) -> np.ndarray:
         """Edge of the op that read a copy as its operand k, and copy j, which may retain it: where it does, layouts agree."""
@@ -126,6 +127,7 @@ def _beyond_collectives(
 ) -> Iterator[np.ndarray]:
     """Seconds [source, target] of what XLA computes on the way, per read."""
     latency, rate, shape = device.kernel_latency_s, device.memory_rate, template.shape
+    yield from transpose_seconds(device, template, sources, targets)
     if template.coupled_state:
         # A sum that is scattered along any dim but the outermost has that dim outermost in memory, and XLA lays out the optimizer
         # state that is computed with it in the same order.
@@ -133,13 +135,15 @@ def _beyond_collectives(
         inner = [d for n, d in enumerate(order) if prod(shape[e] for e in order[:n]) > 1]
         seconds = sum(np.maximum(latency, 2 * n / targets.shards / rate) for n in template.coupled_state.bytes)
         yield np.where(sources.partial_axes[:, None] & targets.sharding_axes(inner), seconds, 0.0)
-    if template.in_fusion:
+    if template.sliced_bytes or (template.in_fusion and not (template.order and template.order.input_bytes)):
         # Parts gathered along any dim but the outermost lie one after the other. A product reads them so; an elementwise op would
         # hand the order on to all ops behind it, and XLA's fused normalisations need rows. The kernel that transposes them reads and
-        # writes bytes that are moved anyway, but for those that a loop slices rows from.
+        # writes bytes that are moved anyway, but for those that a loop slices rows from; an input is transposed before.
         inner = [d for d in range(len(shape)) if prod(shape[:d]) > 1]
         gathered = sources.sharding_axes(inner)[:, None] & ~targets.sharding_axes()
         yield np.where(gathered, np.maximum(latency, 2 * template.sliced_bytes / targets.shards / rate), 0.0)
+    if template.cast_bytes:
+        yield np.where(sources.equal(targets), 0.0, np.maximum(latency, template.cast_bytes / targets.shards / rate))
     if template.addend_dims is not None:
         # XLA adds two partial sums and reduce-scatters the result: three arrays of a partial sum's size are read or written. Each
         # edge has half of what that takes beyond adding their shards.
@@ -173,15 +177,20 @@ def reduce_scattered(sources: LayoutList, targets: LayoutList) -> np.ndarray:
 
 
 def _over_states(
-    template: EdgeTemplate, cost: np.ndarray, hidden: np.ndarray, equal: np.ndarray, maker_aliases: bool, reader_aliases: bool
+    template: EdgeTemplate,
+    tables: tuple[np.ndarray, np.ndarray, np.ndarray],
+    equal: np.ndarray,
+    maker_aliases: bool,
+    reader_aliases: bool,
 ) -> EdgeCost:
-    """Tables [strategy, strategy] as tables [state, state], with the blocks of `StateBlocks`."""
+    """Tables [strategy, strategy] of cost, hidden part and kernels as [state, state], with the blocks of `StateBlocks`."""
+    cost, hidden, kernels = tables
     if reader_aliases:  # the same array only if layouts agree, a buffer of its own only if they do not
         cost = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, cost)], axis=1)
-        hidden = np.concatenate([np.zeros_like(hidden), hidden], axis=1)
+        hidden, kernels = (np.concatenate([np.zeros_like(x), x], axis=1) for x in (hidden, kernels))
     if template.to_retainable:  # an array that needs no collective is not retained
         cost = np.concatenate([cost, np.where(equal, np.inf, 0.0)], axis=1)
-        hidden = np.concatenate([hidden, np.zeros(equal.shape)], axis=1)
+        hidden, kernels = (np.concatenate([x, np.zeros(equal.shape)], axis=1) for x in (hidden, kernels))
     if (rows := 1 + maker_aliases + template.from_retainable) > 1:
-        cost, hidden = (np.tile(x, (rows, 1)) for x in (cost, hidden))
-    return cost, hidden if hidden.any() else None
+        cost, hidden, kernels = (np.tile(x, (rows, 1)) for x in (cost, hidden, kernels))
+    return cost, hidden if hidden.any() else None, kernels if kernels.any() else None

@@ -74,6 +74,9 @@ def _lines(planned: Planned) -> Iterator[SourceLine]:
         if cost[state]:
             at = (op.source.file, op.source.line)
             ps[at] = ps.get(at, 0.0) + float(cost[state])
+    for i, cost in planned.network.edge_kernels(planned.solution.states):
+        at = (planned.graph.ops[i].source.file, planned.graph.ops[i].source.line)
+        ps[at] = ps.get(at, 0.0) + cost
     for at, cost in ps.items():
         yield SourceLine(portable(at[0]), at[1], source_line(*at), cost / PS)
 

@@ -7,6 +7,7 @@ again. Materialised are:
     partial sums that are copied: written, reduced by a collective, read again
     elementwise results that some reader cannot compute again, or that are cheaper to read than to compute again
     products that are transposed in memory (`physical_layout.py`)
+    what a product's kernel writes: its result after elementwise work on it alone that ends in a narrower dtype
 
 A kernel is a group of fused ops between materialised values. What stands behind a reduction, a product or a collective waits for it in
 a later kernel, and reads again what an earlier one read:
@@ -14,8 +15,8 @@ a later kernel, and reads again what an earlier one read:
     y -> cast -+-> sum ------+            kernel 1 reads y, writes the sum
                +-> minus <---+-> cast     kernel 2 reads y and the sum, writes the normalised y
 
-Facts: fusion-loop, fusion-recompute-cheaper, fusion-matmul-prologue, fusion-broadcast-scalar, fusion-zeros-shared,
-fusion-multi-output, fusion-reads-part, fusion-in-place-update.
+Facts: fusion-loop, fusion-recompute-cheaper, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar,
+fusion-zeros-shared, fusion-multi-output, fusion-reads-part, fusion-in-place-update.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool]) -> t
             readers = [c for c in reached if not _seen_through(graph, rules, c)]
             stacked = len(readers) == 1 and graph.ops[readers[0]].traits.loop_stack  # computed as the row is written
             out[v] = not stacked and not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
-    for op in graph.ops:
-        if (v := transposed_product(graph, op)) is not None and out[op.outputs[0]]:
-            out[v] = False
+    for v, (w, always) in written_by_products(graph, rules).items():
+        if always or out[w]:
+            out[v], out[w] = False, True
     for v in (*transposed_in_memory(graph, rules), *_shared_zeros(graph)):
         out[v] = True
     cheaper_to_read = _cheaper_to_read(graph, rules, out, sums)
@@ -86,6 +87,35 @@ def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
             if len(made) == 1 and all(v in out or rules[at].fusion != "loop" for v, at in made):
                 out.add(op.outputs[0])
     return out
+
+
+def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[int, bool]]:
+    """Result of a product -> what its kernel writes instead, and whether always, or only if that is in memory at all.
+
+    A transpose of it; or a chain of elementwise work on it alone, of which each reads the one before, if that ends in a narrower dtype.
+    A reshard between the two prevents either; prices add what the second then moves (`costs/tables.py`).
+    """
+    found = ((transposed_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
+    out = {v: (w, False) for v, w in found if v is not None}
+    for op, rule in zip(graph.ops, rules, strict=True):
+        if op.traits.matmul and rule.fusion == "none":
+            v = w = end = op.outputs[0]
+            while len(graph.values[end].consumers) == 1 and _is_unary(graph, rules, at := graph.values[end].consumers[0][0]):
+                end = graph.ops[at].outputs[0]
+                w = w if graph.ops[at].traits.copy else end
+            if graph.values[w].itemsize < graph.values[v].itemsize:
+                out[v] = w, True
+    return out
+
+
+def _is_unary(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
+    """Whether an op is elementwise work on one array and scalars, or a copy."""
+    op = graph.ops[at]
+    if op.traits.copy:
+        return op.is_follower
+    made = [graph.ops[graph.values[v].producer[0]] for v in op.inputs if v is not None and graph.values[v].shape]
+    arrays = [maker for maker in made if not maker.scalar_broadcast]
+    return rules[at].fusion == "loop" and not op.traits.border and len(arrays) == len(op.outputs) == 1
 
 
 def _shared_zeros(graph: Graph) -> list[int]:
@@ -128,23 +158,23 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
 class KernelTraffic:
     """What an op moves between memory and the device in one run."""
 
-    operand_reads: tuple[int, ...]  # how many times the bytes of each operand are moved
-    result_writes: tuple[int, ...]  # how many times those of each result
+    operand_reads: tuple[float, ...]  # how many times the bytes of each operand are moved
+    result_writes: tuple[float, ...]  # how many times those of each result
     kernel_bytes: float | None  # bytes that the kernel moves which the op stands for, of all shards; None if it stands for none
 
 
 def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> tuple[KernelTraffic, ...]:
     """What every op moves: each kernel reads an array once, on behalf of the first op that needs it; `written` are `materialised`."""
     own, inside = _kernels(graph, rules, written, sums)
-    found = ((transposed_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
-    transposed = {v: w for v, w in found if v is not None and written[w]}
-    by_product = frozenset(transposed.values())
+    by_product = {v: w for v, (w, _) in written_by_products(graph, rules).items() if written[w] and not written[v]}
+    ends = frozenset(by_product.values())
     seen: set[tuple[Kernel, int]] = set()  # what a kernel has read or made
     moved: dict[Kernel, float] = {}
     stands: dict[Kernel, int] = {}
-    counts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for at, op in enumerate(graph.ops):
-        operands, results = [0] * len(op.inputs), [0] * len(op.outputs)
+        operands: list[float] = [0] * len(op.inputs)
+        results: list[float] = [0] * len(op.outputs)
         idle = op.traits.moves_nothing
         for k, v in enumerate(op.inputs):
             if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):
@@ -157,9 +187,9 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
                 seen.add((kernel, root))
                 moved[kernel] = moved.get(kernel, 0.0) + graph.values[op.outputs[0] if part else root].bytes
         for k, v in enumerate(op.outputs):
-            if v in transposed:
-                results[k] += 1
-            elif v in by_product:
+            if v in by_product:
+                results[k] += graph.values[by_product[v]].bytes / graph.values[v].bytes
+            elif v in ends:
                 seen.add((own[at], v))
             elif written[v] and not idle:
                 stands.setdefault(own[at], at)

@@ -8,7 +8,9 @@ The dims that one operand brings into a product, and its batch dims, lie in its 
 
 So whatever a gradient's physical layout costs, the parameter and its moments pay as well: the optimizer computes with them together.
 
-Facts: layout-product-order, layout-elementwise-coupled, layout-transpose-into-product.
+What moves along a dim is outermost there in memory (`costs/transposes.py`); `array_order` says in which orders an array may be.
+
+Facts: layout-product-order, layout-elementwise-coupled, layout-transpose-into-product, layout-product-groups, layout-input-transposed.
 """
 
 from __future__ import annotations
@@ -66,10 +68,61 @@ def _last_of_chain(graph: Graph, v: int) -> int:
 
 def _adjacent_dims(op: Op) -> list[tuple[int, int]]:
     """Pairs of dims of a product's result that lie one after the other in memory."""
-    (left, right), (batch, batch_right) = op.params["dimension_numbers"]
-    free = [len(x.shape) - len(c) - len(b) for x, c, b in zip(op.ins, (left, right), (batch, batch_right), strict=True)]
-    ends, shape = (0, len(batch), len(batch) + free[0], sum(free) + len(batch)), op.outs[0].shape
-    return [pair for start, stop in pairwise(ends) for pair in pairwise(d for d in range(start, stop) if shape[d] > 1)]
+    return [pair for group in _result_groups(op) for pair in pairwise(d for d in group if op.outs[0].shape[d] > 1)]
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""Dims of an array, in groups that a product reads or writes as one dim each."""
+
+
+def _result_groups(op: Op) -> Groups:
+    """Batch dims, and those that each operand brings into a product."""
+    contracted, (batch, _) = op.params["dimension_numbers"]
+    free = [len(x.shape) - len(c) - len(batch) for x, c in zip(op.ins, contracted, strict=True)]
+    ends = (0, len(batch), len(batch) + free[0], sum(free) + len(batch))
+    return tuple(tuple(range(*pair)) for pair in pairwise(ends))
+
+
+def _operand_groups(op: Op, k: int) -> Groups:
+    """Batch, contracted and own dims of a product's operand."""
+    contracted, batch = (tuple(both[k]) for both in op.params["dimension_numbers"])
+    return batch, contracted, tuple(d for d in range(len(op.ins[k].shape)) if d not in batch + contracted)
+
+
+@dataclass(frozen=True)
+class ArrayOrder:
+    """What fixes the order of an array's dims in memory, where it is made and where it is read.
+
+    Attributes:
+        made: groups of dims of the product that makes it; () where no product does.
+        read: the groups of all products that read it.
+        input_bytes: bytes of the input of the step, or of a loop's row, that is the array, but for casts of a row; else 0. An input
+            has its own order, and is transposed by a kernel before it moves.
+    """
+
+    made: Groups = ()
+    read: Groups = ()
+    input_bytes: float = 0.0
+
+
+def array_order(graph: Graph, rules: Sequence[Rule], v: int, at: int, k: int) -> ArrayOrder:
+    """The order of value v as op `at` reads it as operand k."""
+    maker = graph.maker(v)
+    made = _result_groups(graph.ops[maker]) if _is_product(graph, rules, maker) else ()
+    reads, read = [(at, k)], set()
+    for j, m in reads:
+        if graph.ops[j].traits.copy:
+            reads += graph.values[graph.ops[j].outputs[0]].consumers
+        elif _is_product(graph, rules, j):
+            read.update(_operand_groups(graph.ops[j], m))
+    row = graph.values[graph.origin(v, lambda i: graph.ops[i].traits.copy or graph.ops[i].forwards_value)]
+    is_row = graph.ops[row.producer[0]].traits.loop_slice
+    input_bytes = row.bytes if is_row else graph.values[v].bytes if graph.ops[maker].traits.step_input else 0.0
+    return ArrayOrder(made, tuple(sorted(read)), input_bytes)
+
+
+def _is_product(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
+    return graph.ops[at].traits.matmul and rules[at].fusion == "none"
 
 
 @dataclass(frozen=True)
@@ -83,13 +136,14 @@ class CoupledState:
 def coupled_state(graph: Graph, elementwise: Sequence[bool]) -> list[CoupledState | None]:
     """Per value, the inputs that elementwise ops of the optimizer compute with together with it; None where there are none."""
     found: list[tuple[tuple[int, ...], frozenset[int]] | None] = [None] * len(graph.values)  # (order, values)
+    made_of = _inputs_in_update(graph, elementwise)
     for op, plain in zip(reversed(graph.ops), reversed(elementwise), strict=True):
         if op.traits.transpose:
             if (before := op.inputs[0]) is not None and (after := found[op.outputs[0]]):
                 found[before] = tuple(op.params["permutation"][d] for d in after[0]), after[1]
         elif op.traits.copy or plain:
             arrays = [v for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.shape == op.outs[0].shape]
-            own = {graph.original(v) for v in arrays if graph.ops[graph.maker(v)].traits.step_input and op.phase == "update"}
+            own = {u for v in arrays for u in made_of[v]} if op.phase == "update" else ()
             later = [m for v in op.outputs if (m := found[v])]
             order = later[0][0] if later else tuple(range(len(op.outs[0].shape)))
             inputs = frozenset(own).union(*(others for _, others in later))
@@ -97,3 +151,15 @@ def coupled_state(graph: Graph, elementwise: Sequence[bool]) -> list[CoupledStat
                 here = found[v] or (order, frozenset())
                 found[v] = here[0], here[1] | inputs
     return [m and CoupledState(m[0], tuple(sorted(graph.values[v].bytes for v in m[1]))) for m in found]
+
+
+def _inputs_in_update(graph: Graph, elementwise: Sequence[bool]) -> list[frozenset[int]]:
+    """Per value, the inputs of the step of its shape that it is, or that the optimizer computes it from, elementwise."""
+    found: list[frozenset[int]] = []
+    for op, plain in zip(graph.ops, elementwise, strict=True):
+        for v in op.outputs:
+            arrays: list[int] = []
+            if op.traits.copy or (plain and op.phase == "update"):
+                arrays = [u for u, x in zip(op.inputs, op.ins, strict=True) if u is not None and x.shape == graph.values[v].shape]
+            found.append(frozenset([v]) if op.traits.step_input else frozenset().union(*(found[u] for u in arrays)))
+    return found

@@ -253,9 +253,9 @@ class _Walk:
         """Bytes of a fusion: an operand that is only sliced counts as the slices, a buffer updated in place as the update."""
 
         def uses(x: HloInstruction) -> Iterator[tuple[HloInstruction, bool]]:
-            """(reader, whether as its operand 0) of an array, looking through bitcasts."""
+            """(reader, whether as its operand 0) of an array, looking through bitcasts and casts."""
             for u in self.module.users.get(x, ()):
-                yield from uses(u) if u.opcode == "bitcast" else [(u, u.operands[0] is x)]
+                yield from uses(u) if u.opcode in ("bitcast", "convert") else [(u, u.operands[0] is x)]
 
         for p in self.module.computations[fused]:
             if p.opcode != "parameter" or int(p.literal) >= len(operands):
