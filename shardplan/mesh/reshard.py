@@ -117,15 +117,16 @@ class Resharder:
         Args:
             shape: shape of the whole tensor.
             itemsize: bytes per element.
-            srcs: source layouts.
-            dsts: target layouts.
+            srcs: source layouts; a tuple is kept, and is told from others by its identity.
+            dsts: target layouts, likewise.
             last: of the path's last collective alone, without its staging kernels (`collective.staging_kernels`).
 
         Returns:
             float64 [len(srcs), len(dsts)], read-only; the same object for the same arguments, and for any other shape of
             as many bytes that divides as evenly.
         """
-        query = self._graphs.query(tuple(srcs), tuple(dsts))
+        lasting = isinstance(srcs, tuple) and isinstance(dsts, tuple)
+        query = self._graphs.lasting_query(srcs, dsts) if lasting else self._graphs.query(tuple(srcs), tuple(dsts))
         asked = query, tuple(shape), itemsize, last
         if asked in self._tables:
             return self._tables[asked]
