@@ -117,7 +117,7 @@ class Resharder:
         Args:
             shape: shape of the whole tensor.
             itemsize: bytes per element.
-            srcs: source layouts; a tuple is kept, and is told from others by its identity.
+            srcs: source layouts; a tuple is kept, and known by its identity.
             dsts: target layouts, likewise.
             last: of the path's last collective alone, without its staging kernels (`collective.staging_kernels`).
 

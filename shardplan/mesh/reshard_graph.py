@@ -41,7 +41,7 @@ class ReshardGraphs:
         self._by_identity: dict[tuple[int, int], tuple[TableQuery, tuple, tuple]] = {}
 
     def lasting_query(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...]) -> TableQuery:
-        """`query` of tuples that last, which are told apart by their identity and kept: hashing all layouts takes longer."""
+        """`query` of tuples that last, which are known by their identity and kept: hashing all layouts takes longer."""
         if (found := self._by_identity.get((id(srcs), id(dsts)))) is None:
             found = self._by_identity[id(srcs), id(dsts)] = self.query(srcs, dsts), srcs, dsts
         return found[0]

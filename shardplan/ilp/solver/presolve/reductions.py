@@ -291,10 +291,9 @@ class AggregateFollower(Record):
                 net.decided = i
                 return None
             return cls._merge(net, i, net.decided, np.zeros(1, dtype=np.int64))
-        for j, table in net.adj[i].items():
-            if (f := net.support(table).f) is not None:
-                break
-        else:
+        found = ((j, f) for j, table in net.adj[i].items() if (f := net.support(table).f) is not None)
+        j, f = next(found, (i, None))
+        if f is None:
             return None
         bijective = len(f) == len(net.costs[i]) and len(net.adj[i]) > len(net.adj[j])
         inverse = net.support(net.adj[i][j].T).f if bijective else None
