@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -54,29 +53,25 @@ class BoundTables:
 
     Attributes:
         allowed: pinned op -> bool [s], which strategies remain.
-        network, beyond: prices collectives alone, and what is computed around them.
+        tables: prices collectives alone, latencies shared by all arrays of a group, and what is computed around them.
     """
 
     space: StrategySpace
     allowed: Mapping[int, np.ndarray]
-    network: CostTables
-    beyond: CostTables
+    tables: CostTables
 
     @classmethod
     def of(cls, space: StrategySpace, resharder: Resharder, allowed: Mapping[int, np.ndarray]) -> BoundTables:
         """The tables of a strategy space."""
         graph = space.graph
         pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
-        windows = OverlapWindows()
-
-        def tables(priced: Literal["network", "nothing"]) -> CostTables:
-            return CostTables(space, StateBlocks.of(graph, None), pinned, windows, _bounding(space, resharder, priced), 1.0)
-
-        return cls(space, allowed, tables("network"), tables("nothing"))
+        return cls(
+            space, allowed, CostTables(space, StateBlocks.of(graph, None), pinned, OverlapWindows(), _bounding(space, resharder), 1.0)
+        )
 
     def problem(self, weights: Weights) -> Problem:
         """The weighted costs as a cost network without a memory limit; the same states as `build_network` without one."""
-        space, graph, blocks, known = self.space, self.space.graph, self.network.blocks, {}
+        space, graph, blocks, known = self.space, self.space.graph, self.tables.blocks, {}
         costs = []
         for i, op in enumerate(graph.ops):
             key = (id(space.seconds[i]), op.runs, blocks.count(i), weights.ops[i], i if i in self.allowed else -1)
@@ -85,29 +80,36 @@ class BoundTables:
                 known[key] = np.tile(np.where(self.allowed[i], cost, np.inf) if i in self.allowed else cost, blocks.count(i))
             costs.append(known[key])
         edges = [Edge(e.producer, e.consumer, self._edge(e, *w)) for e, w in self._weighted(weights)]
-        edges += [Edge(i, j, self.network.same_layout(i, j)) for i, j in graph.same_layout]
-        edges += [Edge(i, j, self.network.retained(i, k, j)) for j, (i, k) in graph.retainable_from.items()]
+        edges += [Edge(i, j, self.tables.same_layout(i, j)) for i, j in graph.same_layout]
+        edges += [Edge(i, j, self.tables.retained(i, k, j)) for j, (i, k) in graph.retainable_from.items()]
         return Problem(tuple(costs), tuple(edges), (), None)
 
     def _weighted(self, weights: Weights):
         return zip(self.space.array_edges, zip(weights.edges, weights.beyond, strict=True), strict=True)
 
     def _edge(self, edge: ArrayEdge, network: float, beyond: float) -> np.ndarray:
-        both, (rest, _) = self.network.edge(edge)[0], self.beyond.edge(edge)
-        key = ("bound", id(both), id(rest), network, beyond)
-        cache = self.network.cache
+        both, _, kernels = self.tables.edge(edge)
+        if network == beyond == 1.0:
+            return both
+        key, cache = ("bound", id(both), network, beyond), self.tables.cache
         if key not in cache:
-            sent = np.where(np.isfinite(both), both, 0.0) - np.where(np.isfinite(rest), rest, 0.0)
-            cost = np.floor(network * np.maximum(sent, 0.0) + beyond * np.where(np.isfinite(rest), rest, 0.0))
-            cache[key] = np.where(np.isfinite(both), cost, np.inf)
+            around = 0.0 if kernels is None else kernels
+            sent = np.maximum(0.0, np.where(np.isfinite(both), both, 0.0) - around)
+            cache[key] = np.where(np.isfinite(both), np.floor(network * sent + beyond * around), np.inf)
         return cache[key]
+
+    def sent(self, edge: ArrayEdge, states: Sequence[int]) -> float:
+        """Picoseconds per step of an edge's collectives on the network."""
+        both, _, kernels = self.tables.edge(edge)
+        at = states[edge.producer], states[edge.consumer]
+        return max(0.0, float(both[at]) - (0.0 if kernels is None else float(kernels[at])))
 
     def value(self, weights: Weights, states: Sequence[int]) -> float:
         """Picoseconds of the weighted mean under these states."""
         return self.problem(weights).objective(states)
 
 
-def _bounding(space: StrategySpace, resharder: Resharder, priced: Literal["network", "nothing"]) -> tuple[Resharder, ...]:
+def _bounding(space: StrategySpace, resharder: Resharder) -> tuple[Resharder, ...]:
     """Per value, a resharder whose latencies are shared by all arrays that may be combined with it."""
     arrays = Counter(space.collective_sites[edge.value].group for edge in space.array_edges)
     out = []
@@ -117,6 +119,6 @@ def _bounding(space: StrategySpace, resharder: Resharder, priced: Literal["netwo
         kinds = () if site.group_size == 1 else ("all-reduce", "reduce-scatter") if site.collective_class == "gradient" else COMBINABLE
         key = (factors, kinds, arrays[site.group] if kinds else 1)
         if key not in known:
-            known[key] = resharder.sending(factors).bounding(key[2], kinds, priced)
+            known[key] = resharder.sending(factors).bounding(key[2], kinds)
         out.append(known[key])
     return tuple(out)

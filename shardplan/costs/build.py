@@ -8,7 +8,7 @@ import numpy as np
 
 from shardplan.costs.network import PS, CostNetwork, StateBlocks
 from shardplan.costs.options import CostCorrections
-from shardplan.costs.pricing import Pricing, plan_windows, resharders
+from shardplan.costs.pricing import CombinedGroups, Pricing, plan_windows, resharders
 from shardplan.costs.space import ArrayEdge, StrategySpace
 from shardplan.costs.tables import CostTables
 from shardplan.ilp.solver.problem import Edge, Problem, Usage, sum_over_intervals
@@ -39,11 +39,11 @@ def build_network(
             shortest life.
     """
     graph, allowed, corrections = space.graph, allowed or {}, corrections or CostCorrections({}, {})
-    blocks = StateBlocks.of(graph, limit)
-    windows = plan_windows(space, pricing.combined) if windows is None else windows
+    blocks, (priced, live, of) = StateBlocks.of(graph, limit), _priced(space, resharder, pricing.combined)
+    if windows is not None:
+        priced, live = windows, _live_intervals(space, windows)
     pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
-    of = resharders(space, resharder, pricing.combined)
-    tables = CostTables(space, blocks, pinned, windows, of, pricing.background_price)
+    tables = CostTables(space, blocks, pinned, priced, of, pricing.background_price, dict(space.tables))
     costs = _node_costs(space, blocks, allowed, corrections)
     edges: list[Edge] = []
     background: list[tuple[int, np.ndarray]] = []
@@ -57,9 +57,28 @@ def build_network(
         edges.append(Edge(edge.producer, edge.consumer, _corrected(cost, edge, corrections) if corrections.reshards else cost))
     edges += [Edge(i, j, tables.same_layout(i, j)) for i, j in graph.same_layout]
     edges += [Edge(i, j, tables.retained(i, k, j)) for j, (i, k) in graph.retainable_from.items()]
-    usages, implicit_copies = _usages(space, blocks, tables, windows)
+    usages, implicit_copies = _usages(space, blocks, tables, live)
     problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, _symmetry_classes(space, blocks, costs))
+    space.tables.clear()
+    space.tables.update(tables.cache)
     return CostNetwork(space, problem, blocks, tuple(implicit_copies), of, tuple(background), tuple(kernels), pricing)
+
+
+def _priced(
+    space: StrategySpace, resharder: Resharder, combined: CombinedGroups | None
+) -> tuple[OverlapWindows, list[Interval | None], tuple[Resharder, ...]]:
+    """Overlap windows, live intervals and, per value, what prices its reshards, where a plan combines these arrays.
+
+    Those of the last two networks are kept: the price of background communication changes none of them.
+    """
+    known = space.priced
+    if (key := (id(resharder), combined)) not in known:
+        windows = plan_windows(space, combined)
+        found = windows, _live_intervals(space, windows), resharders(space, resharder, combined), resharder
+        while len(known) > 1:
+            known.pop(next(iter(known)))
+        known[key] = found
+    return known[key][:3]
 
 
 def replicated_bytes(space: StrategySpace) -> float:
@@ -101,9 +120,11 @@ def _corrected(cost: np.ndarray, edge: ArrayEdge, corrections: CostCorrections) 
     return cost
 
 
-def _usages(space: StrategySpace, blocks: StateBlocks, tables: CostTables, windows: OverlapWindows) -> tuple[list[Usage], list[Usage]]:
+def _usages(
+    space: StrategySpace, blocks: StateBlocks, tables: CostTables, live: list[Interval | None]
+) -> tuple[list[Usage], list[Usage]]:
     """u_i with their intervals, and those of copies without states of their own."""
-    graph, live = space.graph, _live_intervals(space, windows)
+    graph = space.graph
     usages: list[Usage] = []
     implicit_copies: list[Usage] = []
     for v, interval in enumerate(live):

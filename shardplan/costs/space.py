@@ -6,7 +6,7 @@ Thousands of arrays of repeated layers share a few edge templates, each read off
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -152,6 +152,8 @@ class StrategySpace:
         materialised: per value, whether it is ever written to memory.
         seconds: per op, seconds [s] of one run on one device.
         unknown: (primitive, source) of ops without a rule, which are replicated.
+        edge_layouts, tables, priced: caches of `costs/tables.py` and `costs/build.py`: by template; of the last network's tables; and
+            of what the last network's combined collectives say.
     """
 
     graph: Graph
@@ -163,6 +165,9 @@ class StrategySpace:
     materialised: tuple[bool, ...]
     seconds: tuple[np.ndarray, ...]
     unknown: tuple[tuple[str, str], ...]
+    edge_layouts: dict = field(default_factory=dict)
+    tables: dict = field(default_factory=dict)
+    priced: dict = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

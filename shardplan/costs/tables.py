@@ -12,9 +12,10 @@ inf         where the consumer propagates the layout, or XLA builds another prog
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import log2, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,9 +34,24 @@ EdgeCost = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 """Picoseconds [s, t]: what an edge costs; of that, what of its collectives compute can hide, and its kernels (None: nothing)."""
 
 
+class _Layouts(NamedTuple):
+    """What the table of an edge has of its template alone, whatever the prices; masks and seconds are [source, target]."""
+
+    sources: LayoutList
+    targets: LayoutList
+    scattered: np.ndarray  # whether a partial source becomes sharded over an axis that it is partial over
+    kernels: np.ndarray | None  # picoseconds per step of what XLA computes on the way; None: nothing
+    forbidden: np.ndarray | None  # where no plan may bring the array from one layout to the other; None: nowhere
+    equal: np.ndarray  # [strategy, strategy]: whether the layouts are the same
+    strategies: tuple[np.ndarray, ...]  # index of the tables' entries, [strategy, strategy]
+
+
 @dataclass(frozen=True, eq=False)
 class CostTables:
     """Edge and usage tables; keys of `cache` hold `id`s of objects that the space or this object keeps alive.
+
+    Networks of one space share what their prices leave the same: `cache` begins with the tables that the network before this one
+    looked up, and `StrategySpace.tables` keeps those that this one does.
 
     Attributes:
         pinned: ops whose layout is the user's: they follow nobody.
@@ -48,6 +64,7 @@ class CostTables:
     windows: OverlapWindows
     resharders: tuple[Resharder, ...]
     background_price: float
+    before: Mapping = field(default_factory=dict)
     cache: dict = field(default_factory=dict)
 
     def edge(self, edge: ArrayEdge) -> EdgeCost:
@@ -57,36 +74,57 @@ class CostTables:
         window = tuple(_rounded_ps(seconds, template.reads) for seconds in each)
         aliasing = i in self.blocks.aliasing, j in self.blocks.aliasing
         follows = template.is_follower and i not in self.pinned and j not in self.pinned
-        key = (id(template), id(self.resharders[v]), window, aliasing, follows)
-        if key not in self.cache:
+        price = self.background_price if any(window) else 1.0  # of nothing that is hidden
+        key = (id(template), id(self.resharders[v]), window, aliasing, follows, price)
+        if (found := self.cache.get(key)) is None:
+            if (found := self.before.get(key)) is None:
+                found = self._over_states(template, self.resharders[v], window, follows, aliasing), self.resharders[v]
+            self.cache[key] = found  # with the resharder, so that its id is not used again
+        return found[0]
+
+    def _over_states(
+        self, template: EdgeTemplate, resharder: Resharder, window: tuple[float, float], follows: bool, aliasing: tuple[bool, bool]
+    ) -> EdgeCost:
+        layouts = self._layouts(template, follows)
+        cost, hidden = self._over_layouts(template, layouts, resharder, window)
+        at = layouts.strategies
+        tables = cost[at], None if hidden is None else hidden[at], None if layouts.kernels is None else layouts.kernels[at]
+        return _over_states(template, tables, layouts.equal, *aliasing)
+
+    def _layouts(self, template: EdgeTemplate, follows: bool) -> _Layouts:
+        key = (id(template), follows)
+        if (found := self.space.edge_layouts.get(key)) is None:
             sources, targets = map(self.space.layout_lists, (template.result_layouts, template.operand_layouts))
-            cost, hidden, kernels = self._over_layouts(template, sources, targets, self.resharders[v], window, follows)
-            at = np.ix_(sources.index, targets.index)
-            self.cache[key] = _over_states(template, (cost[at], hidden[at], kernels[at]), sources.equal(targets)[at], *aliasing)
-        return self.cache[key]
+            scattered, at = reduce_scattered(sources, targets), np.ix_(sources.index, targets.index)
+            computed = _beyond_collectives(self.space.cluster.device, template, sources, targets, scattered)
+            kernels = [np.broadcast_to(seconds * (template.reads * PS), scattered.shape) for seconds in computed]
+            kernels = np.rint(np.sum(kernels, axis=0)) if kernels else None
+            never = [mask for mask in _forbidden(template, sources, targets, scattered, follows) if mask.any()]
+            forbidden = np.logical_or.reduce([np.broadcast_to(mask, scattered.shape) for mask in never]) if never else None
+            found = _Layouts(sources, targets, scattered, kernels, forbidden, sources.equal(targets)[at], at)
+            self.space.edge_layouts[key] = found
+        return found
 
     def _over_layouts(
-        self, template: EdgeTemplate, sources: LayoutList, targets: LayoutList, resharder: Resharder, window: tuple, follows: bool
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cost, its hidden part and its kernels in picoseconds, all [source, target], over distinct layouts.
+        self, template: EdgeTemplate, layouts: _Layouts, resharder: Resharder, window: tuple[float, float]
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Cost and hidden part (None: nothing) in picoseconds, both [source, target], over distinct layouts.
 
         `window` is that of the array's collective in picoseconds per step, and of a gradient also if it is reduce-scattered.
         """
         per_step = template.reads * PS
-        array = template.shape, template.itemsize, sources.layouts, targets.layouts
-        scattered = reduce_scattered(sources, targets)
-        cost = resharder.table(*array) * per_step
-        hidden = np.zeros_like(cost)
+        array = template.shape, template.itemsize, layouts.sources.layouts, layouts.targets.layouts
+        cost, hidden = resharder.table(*array) * per_step, None
         if any(window):
             hidden = np.rint(resharder.table(*array, last=True) * per_step)
-            hidden = np.minimum(hidden, np.where(scattered, window[1], window[0]))
-        kernels = np.zeros_like(cost)
-        for seconds in _beyond_collectives(resharder.cluster.device, template, sources, targets, scattered):
-            kernels = kernels + seconds * per_step
-        cost = np.rint(cost + kernels - (1 - self.background_price) * hidden)
-        for forbidden in _forbidden(template, sources, targets, scattered, follows):
-            cost = np.where(forbidden, np.inf, cost)
-        return cost, hidden, np.rint(kernels)
+        if layouts.kernels is not None:
+            cost = cost + layouts.kernels
+        if hidden is not None:
+            hidden = np.minimum(hidden, np.where(layouts.scattered, window[1], window[0]))
+        cost = np.rint(cost if hidden is None else cost - (1 - self.background_price) * hidden)
+        if layouts.forbidden is not None:
+            cost[layouts.forbidden] = np.inf
+        return cost, hidden
 
     def retained(self, i: int, k: int, j: int) -> np.ndarray:
         """Edge of the op that read a copy as its operand k, and copy j, which may retain it: where it does, layouts agree."""
@@ -178,13 +216,13 @@ def reduce_scattered(sources: LayoutList, targets: LayoutList) -> np.ndarray:
 
 def _over_states(
     template: EdgeTemplate,
-    tables: tuple[np.ndarray, np.ndarray, np.ndarray],
+    tables: tuple[np.ndarray, np.ndarray | None, np.ndarray | None],
     equal: np.ndarray,
     maker_aliases: bool,
     reader_aliases: bool,
 ) -> EdgeCost:
-    """Tables [strategy, strategy] of cost, hidden part and kernels as [state, state], with the blocks of `StateBlocks`."""
-    cost, hidden, kernels = tables
+    """Tables [strategy, strategy] of cost, hidden part and kernels (None: nothing) as [state, state], with the blocks of `StateBlocks`."""
+    cost, hidden, kernels = (np.zeros_like(tables[0]) if x is None else x for x in tables)
     if reader_aliases:  # the same array only if layouts agree, a buffer of its own only if they do not
         cost = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, cost)], axis=1)
         hidden, kernels = (np.concatenate([np.zeros_like(x), x], axis=1) for x in (hidden, kernels))

@@ -51,7 +51,8 @@ class Stopwatch:
 class PlanningTask:
     """A step, before copies are put in, on a mesh, with options: what every search starts from.
 
-    `constraint_states` is a cache of `propagation.search`: (limit, background price) -> states.
+    `constraint_states` is a cache of `propagation.search`: (limit, background price) -> states; `optima` one of `ilp`: of the networks
+    that were solved to optimality, (pricing, limit) -> solution.
     """
 
     graph: Graph
@@ -59,6 +60,7 @@ class PlanningTask:
     options: Options
     stopwatch: Stopwatch
     constraint_states: dict[tuple[float | None, float], tuple[int, ...]] = field(default_factory=dict)
+    optima: dict[tuple[Pricing, float | None], Solution] = field(default_factory=dict)
 
     @property
     def exposed_fraction(self) -> float:

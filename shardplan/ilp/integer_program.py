@@ -31,6 +31,9 @@ class IntegerProgram(Search):
     def search(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
         """The optimal states, or the best within the limits; repeated layers take the same states."""
         problem, options = network.problem, self.task.options
+        known = self.task.optima.get(priced := (network.pricing, problem.limit))
+        if known is not None and known.objective <= cutoff:
+            return known
         presolved = presolve(problem, tie=True)
         start = warm_start(self.task, network, presolved, hint).states or None
         self.task.stopwatch.lap("propagation")
@@ -40,14 +43,18 @@ class IntegerProgram(Search):
             states = min_peak_memory(problem)
             if states and problem.fits(states):
                 solution = replace(solution, states=states, objective=problem.objective(states))
+        if solution.status == "optimal":
+            self.task.optima[priced] = solution
         self.task.stopwatch.lap("solve")
         return solution
 
     def untied(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
         """States in which repeated layers may differ, if that pays; of many ops only where the memory limit makes ties costly."""
         problem = network.problem
-        tied_cost, left = problem.objective(hint), time_left(deadline)
         found = Solution("fallback", (), np.inf, 0.0)
+        if len(hint) > UNTIED_OPS and problem.limit is None:
+            return found
+        tied_cost, left = problem.objective(hint), time_left(deadline)
         if len(hint) <= UNTIED_OPS or solve(replace(problem, usages=(), limit=None), time_limit=left).objective < tied_cost:
             own = solve(replace(problem, ties=()), hint=hint, time_limit=time_left(deadline), work_limit=UNTIED_WORK)
             proven = own.status == "optimal" and own.objective == tied_cost

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 
@@ -72,7 +71,7 @@ class Resharder:
         sliced_sums: whether a path may complete a sum and then slice it. XLA does so where the all-reduces are combined, and may
             reduce-scatter otherwise.
         byte_factors: (kind, factor) of collectives that send `factor` times the bytes of the array.
-        priced: "all"; "network" counts no kernels and no slices, "nothing" only says where paths lead: for lower bounds.
+        kernels: whether kernels count that fill and empty a collective's buffer, and slices; not in lower bounds.
         shared_graphs: those of another resharder on this mesh.
     """
 
@@ -83,7 +82,7 @@ class Resharder:
     known: KnownGroups = ()
     sliced_sums: bool = False
     byte_factors: tuple[tuple[str, float], ...] = ()
-    priced: Literal["all", "network", "nothing"] = "all"
+    kernels: bool = True
     shared_graphs: ReshardGraphs | None = None
     _tables: dict[tuple, np.ndarray] = field(default_factory=dict, init=False)
     _prices: dict[ReshardGraph, np.ndarray] = field(default_factory=dict, init=False)
@@ -105,9 +104,9 @@ class Resharder:
         """A resharder whose collectives send `factor` times the bytes of the array, by kind; others its bytes."""
         return self._variant(byte_factors=byte_factors) if byte_factors else self
 
-    def bounding(self, arrays: int, kinds: tuple[str, ...], priced: Literal["network", "nothing"]) -> Resharder:
-        """A resharder whose paths cost no more than those of any other that combines at most so many arrays."""
-        return self._variant(combined=CombinedCollectives(arrays), combinable=kinds, sliced_sums=True, priced=priced)
+    def bounding(self, arrays: int, kinds: tuple[str, ...]) -> Resharder:
+        """A resharder whose paths take no more of the network than those of any other that combines at most so many arrays."""
+        return self._variant(combined=CombinedCollectives(arrays), combinable=kinds, sliced_sums=True, kernels=False)
 
     def _variant(self, **changes) -> Resharder:
         """This resharder with some settings changed; one object per settings."""
@@ -124,15 +123,16 @@ class Resharder:
         Args:
             shape: shape of the whole tensor.
             itemsize: bytes per element.
-            srcs: source layouts.
-            dsts: target layouts.
+            srcs: source layouts; a tuple is kept, and known by its identity.
+            dsts: target layouts, likewise.
             last: of the path's last collective alone, without its staging kernels (`collective.staging_kernels`).
 
         Returns:
             float64 [len(srcs), len(dsts)], read-only; the same object for the same arguments, and for any other shape of
             as many bytes that divides as evenly.
         """
-        query = self._graphs.query(tuple(srcs), tuple(dsts))
+        lasting = isinstance(srcs, tuple) and isinstance(dsts, tuple)
+        query = self._graphs.lasting_query(srcs, dsts) if lasting else self._graphs.query(tuple(srcs), tuple(dsts))
         asked = query, tuple(shape), itemsize, last
         if asked in self._tables:
             return self._tables[asked]
@@ -206,13 +206,13 @@ class Resharder:
 
     def _edge_prices(self, kind: str, axes: tuple[str, ...]) -> list[tuple[float, ...]]:
         """Per algorithm of a collective, alone and combined: its `AlphaBeta`, and the figures of its `staging_kernels`."""
-        if self.priced == "nothing" or (self.priced == "network" and kind == "slice"):
+        if kind == "slice" and not self.kernels:
             return [(0.0,) * 5]
         known = dict(self.known).get(CollectiveKey(kind, axes), self.combined) if kind in self.combinable else UNCOMBINED
         factor, found = dict(self.byte_factors).get(kind, 1.0), []
         for combined in dict.fromkeys((UNCOMBINED, known)):
-            staging = self.priced == "all"
-            shared, latency_s, own = collective.staging_kernels(kind, self.cluster, combined.arrays) if staging else (0.0,) * 3
+            staging = collective.staging_kernels(kind, self.cluster, combined.arrays)
+            shared, latency_s, own = staging if self.kernels else (0.0,) * 3
             for a, b in collective.algorithms(kind, axes, self.mesh, self.cluster, combined):
                 found.append((a, b * factor, shared * factor, latency_s, own * factor))
         return found

@@ -38,6 +38,13 @@ class ReshardGraphs:
         self.sizes = tuple(mesh.size(a) for a in self.axes)
         self._graphs: dict[tuple, ReshardGraph] = {}
         self._queries: dict[tuple, TableQuery] = {}
+        self._by_identity: dict[tuple[int, int], tuple[TableQuery, tuple, tuple]] = {}
+
+    def lasting_query(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...]) -> TableQuery:
+        """`query` of tuples that last, which are known by their identity and kept: hashing all layouts takes longer."""
+        if (found := self._by_identity.get((id(srcs), id(dsts)))) is None:
+            found = self._by_identity[id(srcs), id(dsts)] = self.query(srcs, dsts), srcs, dsts
+        return found[0]
 
     def query(self, srcs: tuple[Layout, ...], dsts: tuple[Layout, ...]) -> TableQuery:
         """A table's rows and columns reduced to what decides it: the dims that any layout shards, and node numbers.

@@ -90,7 +90,7 @@ class _Bounds:
         """The best plan as states of a network without memory limit."""
         network, states = self.best.network, self.best.states
         retained, chosen = network.retained(states), network.strategies(states)
-        of, blocks = self.task.space.strategies, self.tables.network.blocks
+        of, blocks = self.task.space.strategies, self.tables.tables.blocks
         return tuple(s + (blocks.count(j) - 1) * len(of[j]) * (j in retained) for j, s in enumerate(chosen))
 
     # ---- computations
@@ -134,13 +134,8 @@ class _Bounds:
     @cached_property
     def sent_ps(self) -> np.ndarray:
         """Per array edge, the least picoseconds of its collectives."""
-        tables, of = self.tables, self.states
-        out = []
-        for edge in self.task.space.array_edges:
-            both, (rest, _) = tables.network.edge(edge)[0], tables.beyond.edge(edge)
-            at = of[edge.producer], of[edge.consumer]
-            out.append(max(0.0, float(both[at]) - float(rest[at])))
-        return np.nan_to_num(np.array(out), nan=0.0, posinf=0.0)
+        sent = [self.tables.sent(edge, self.states) for edge in self.task.space.array_edges]
+        return np.nan_to_num(np.array(sent), nan=0.0, posinf=0.0)
 
     def stays(self, edge: ArrayEdge) -> bool:
         """Whether no compiler option moves the collectives of an edge into another round of their loop."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -28,6 +28,15 @@ _FINITE = 1e300
 ELIMINATED_ENTRIES = 1 << 16  # entries of the joint table of a node and its two neighbors, up to which it is eliminated
 Inbox = dict[int, dict[int, np.ndarray]]  # `inbox[i][j]`: message that node i receives by its edge to j, [k_i]
 UsageBlock = tuple[np.ndarray, np.ndarray]  # usages of one node: intervals [m, 2] and bytes [m, k]
+
+
+class Support(NamedTuple):
+    """Which entries of a table are finite."""
+
+    rows: np.ndarray | None  # mask of the rows with a finite entry; None: all
+    f: np.ndarray | None  # column j is finite in row f[j] only, a functional dependency; None if there is none
+    finite: bool  # whether all entries are
+    table: np.ndarray  # so that its id is not used again
 
 
 class PresolveNetwork:
@@ -44,7 +53,7 @@ class PresolveNetwork:
         self.decided: int | None = None  # a node with one state and no edges, which takes over the usages of all others of that kind
         self.feasible = all(len(c) for c in self.costs)  # False once a node has no state
         self.worklist = OrderedDict.fromkeys(range(len(self.costs)))  # nodes whose costs, edges or usages changed, in order of arrival
-        self._support: dict[int, tuple] = {}
+        self._support: dict[int, Support] = {}
         transposed = {id(e.cost): e.cost.T for e in problem.edges}
         for number, e in enumerate(problem.edges):
             self.add_edge(e.i, e.j, e.cost, transposed[id(e.cost)])
@@ -81,14 +90,16 @@ class PresolveNetwork:
             self.usages[i] = [(np.concatenate(intervals), np.concatenate(amounts))]
         return self.usages[i][0] if self.usages[i] else None
 
-    def support(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Mask of the rows with a finite entry, and f if column j is finite in row f[j] only (a functional dependency), else None."""
-        if id(table) not in self._support:
+    def support(self, table: np.ndarray) -> Support:
+        """Which entries of a table are finite."""
+        if (found := self._support.get(id(table))) is None:
             finite, any_of = np.isfinite(table), np.logical_or.reduce  # half the time of `any` on small arrays
-            functional = np.count_nonzero(finite) == table.shape[1] and any_of(finite, axis=0).all()
-            f = finite.argmax(axis=0) if functional else None
-            self._support[id(table)] = (any_of(finite, axis=1), f, table)  # holds the table, so that its id is not reused
-        return self._support[id(table)][:2]
+            n = int(np.count_nonzero(finite))
+            functional = n == table.shape[1] and any_of(finite, axis=0).all()
+            rows = None if n == table.size or (rows := any_of(finite, axis=1)).all() else rows
+            found = Support(rows, finite.argmax(axis=0) if functional else None, n == table.size, table)
+            self._support[id(table)] = found
+        return found
 
     def to_problem(self) -> tuple[Problem, tuple[int, ...]]:
         """The problem of the nodes alive, and their numbers in this network."""
@@ -176,7 +187,8 @@ class ReduceDomain(Record):
         if mask is None:  # node consistency
             mask = np.isfinite(net.costs[i])
             for table in net.adj[i].values():
-                mask = mask & net.support(table)[0]
+                if (rows := net.support(table).rows) is not None:
+                    mask = mask & rows
         if np.count_nonzero(mask) == len(mask):
             return None
         keep = np.flatnonzero(mask)
@@ -214,12 +226,15 @@ def undominated_states(net: PresolveNetwork, i: int, max_entries: int) -> np.nda
     if k == 1 or k * k > max_entries:
         return keep
     slack = cost[:, None] - cost[None, :]  # [a, b]: what b's edges may cost more than a's
-    np.fill_diagonal(slack, -np.inf)
-    for table in tables:  # a few columns rule out most pairs
-        sample = table[:, sorted({0, table.shape[1] // 2, table.shape[1] - 1, int(table.min(axis=0).argmin())})]
-        slack[(_difference(sample, sample[:, None]) > slack[:, :, None]).any(axis=2)] = -np.inf
-        if slack.max() == -np.inf:
-            return keep
+    slack.flat[:: k + 1] = -np.inf
+    with np.errstate(invalid="ignore"):
+        for table in tables:  # a few columns rule out most pairs
+            columns = sorted({0, table.shape[1] // 2, table.shape[1] - 1, int(np.minimum.reduce(table).argmin())})
+            sample = table.T[columns]  # of a pair that both are forbidden the difference is nan, which exceeds nothing
+            costlier = np.logical_or.reduce(sample[:, None, :] - sample[:, :, None] > slack)
+            slack[costlier] = -np.inf
+            if np.count_nonzero(costlier) and np.maximum.reduce(slack, axis=None) == -np.inf:
+                return keep
     a, b = np.nonzero(slack >= -_FINITE)
     if len(a) * sum(t.shape[1] for t in tables) > max_entries:
         return keep
@@ -233,7 +248,7 @@ def undominated_states(net: PresolveNetwork, i: int, max_entries: int) -> np.nda
         a, b = np.nonzero(slack >= -_FINITE)
     rest = slack[a, b]
     for table in tables:
-        rest = rest - _difference(table[b], table[a]).max(axis=1)
+        rest = rest - np.maximum.reduce(_difference(table[b], table[a], net.support(table).finite), axis=1)
     dominated = {(int(p), int(q)) for p, q, r in zip(a, b, rest, strict=True) if r >= 0}
     for p, q in sorted(dominated):
         if keep[p] and keep[q] and ((q, p) not in dominated or q < p):
@@ -241,8 +256,10 @@ def undominated_states(net: PresolveNetwork, i: int, max_entries: int) -> np.nda
     return keep
 
 
-def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """`after - before`; -inf where `before` is forbidden, for any replacement is as good there."""
+def _difference(after: np.ndarray, before: np.ndarray, finite: bool) -> np.ndarray:
+    """`after - before`; -inf where `before` is forbidden, for any replacement is as good there, unless all is `finite`."""
+    if finite:
+        return after - before
     with np.errstate(invalid="ignore"):
         return np.where(np.isinf(before), -np.inf, after - before)
 
@@ -274,12 +291,12 @@ class AggregateFollower(Record):
                 net.decided = i
                 return None
             return cls._merge(net, i, net.decided, np.zeros(1, dtype=np.int64))
-        found = ((j, f) for j, table in net.adj[i].items() if (f := net.support(table)[1]) is not None)
+        found = ((j, f) for j, table in net.adj[i].items() if (f := net.support(table).f) is not None)
         j, f = next(found, (i, None))
         if f is None:
             return None
         bijective = len(f) == len(net.costs[i]) and len(net.adj[i]) > len(net.adj[j])
-        inverse = net.support(net.adj[i][j].T)[1] if bijective else None
+        inverse = net.support(net.adj[i][j].T).f if bijective else None
         return cls._merge(net, i, j, f) if inverse is None else cls._merge(net, j, i, inverse)
 
     @classmethod

@@ -39,7 +39,10 @@ class Incoming(NamedTuple):
 
 @dataclass
 class Bucket:
-    """One bucket table: a sum over `scope` (which ends with the node), to be minimized over `node`."""
+    """One bucket table: a sum over `scope` (which begins with the node), to be minimized over `node`.
+
+    Minima over the first axis of an array are those that numpy takes fastest.
+    """
 
     node: int
     scope: tuple[int, ...]
@@ -97,7 +100,7 @@ class BucketElimination:
             touched = neighbors(i) - {i}
             for group in self._mini_buckets(i, [items[number] for number in at[i]], k, max_entries):
                 self._add(i, group, k)
-                scope = self.buckets[-1].scope[:-1]
+                scope = self.buckets[-1].scope[1:]
                 for j in scope:
                     at[j][len(items)] = None
                 if scope:
@@ -126,7 +129,7 @@ class BucketElimination:
     def _add(self, i: int, group: list[_Item], k: list[int]) -> None:
         """Makes a bucket of a group of items."""
         number = len(self.buckets)
-        scope = (*sorted({j for item in group for j in item.scope} - {i}), i)
+        scope = (i, *sorted({j for item in group for j in item.scope} - {i}))
         shape = tuple(k[j] for j in scope)
         bucket = Bucket(i, scope, shape, owns_cost=not self.of_node[i])
         axis = {j: n for n, j in enumerate(scope)}
@@ -142,10 +145,10 @@ class BucketElimination:
                 (a, b), table = item.scope, self.problem.edges[item.edge].cost
                 side, other = (1, a) if b == i else (0, b)
                 broadcast = [1] * len(scope)
-                broadcast[axis[other]], broadcast[-1] = k[other], k[i]
+                broadcast[axis[other]], broadcast[0] = k[other], k[i]
                 bucket.edges.append((item.edge, side, axis[other]))
                 bucket.rows.append(table if side else table.T)
-                bucket.tables.append(bucket.rows[-1].reshape(broadcast))
+                bucket.tables.append(bucket.rows[-1].T.reshape(broadcast))
         self.buckets.append(bucket)
         self.of_node[i].append(number)
 
@@ -164,14 +167,14 @@ class EliminationPass:
         self.value = 0.0  # the minimum, or a lower bound of it if the elimination is not exact; inf if no states are allowed
         for number, bucket in enumerate(elimination.buckets):
             elimination.deadline.check()
-            message = self._minus_committed(bucket, self._table(number).min(axis=-1))
+            message = self._minus_committed(bucket, np.minimum.reduce(self._table(number)))
             self.messages.append(message)
             if bucket.receiver < 0:
                 self.value += float(message)
 
     def _own(self, bucket: Bucket) -> np.ndarray:
         """Terms of the bucket's node alone, [k]: its cost, and the committed messages that its edges' tables lose to it."""
-        own = np.asarray(self.costs[bucket.node]) if bucket.owns_cost else np.zeros(bucket.shape[-1])
+        own = np.asarray(self.costs[bucket.node]) if bucket.owns_cost else np.zeros(bucket.shape[0])
         for edge, side, _ in bucket.edges if self.committed else ():
             own = own - self.committed[edge][side]
         return own
@@ -180,13 +183,13 @@ class EliminationPass:
         """`rest`, over the other nodes of a bucket's scope, less the committed messages to these."""
         for edge, side, axis in bucket.edges if self.committed else ():
             message = self.committed[edge][1 - side]
-            rest = rest - message.reshape([-1 if n == axis else 1 for n in range(len(bucket.scope) - 1)])
+            rest = rest - message.reshape([-1 if n == axis else 1 for n in range(1, len(bucket.scope))])
         return rest
 
     def _table(self, number: int, *more: np.ndarray) -> np.ndarray:
         """A bucket table plus further terms, without the part that `_minus_committed` subtracts later."""
         bucket, buffer = self.elimination.buckets[number], None
-        own = self.own[number].reshape([1] * (len(bucket.scope) - 1) + [-1])
+        own = self.own[number].reshape([-1] + [1] * (len(bucket.scope) - 1))
         incoming = [self.messages[m.bucket].transpose(m.to_table).reshape(m.shape) for m in bucket.incoming]
         total, *terms = sorted((own, *bucket.tables, *incoming, *more), key=lambda table: table.size)
         for term in terms:
@@ -197,8 +200,8 @@ class EliminationPass:
         """Row of a bucket table, up to a constant, at given states of the others of its scope; [k]."""
         bucket, total = self.elimination.buckets[number], self.own[number]
         for (_, _, axis), rows in zip(bucket.edges, bucket.rows, strict=True):
-            total = total + rows[states[axis]]
-        index = (*states, slice(None))
+            total = total + rows[states[axis - 1]]
+        index = (slice(None), *states)
         for incoming in bucket.incoming:
             total = total + self.messages[incoming.bucket][tuple([index[n] for n in incoming.at])]
         return total
@@ -209,7 +212,7 @@ class EliminationPass:
         for i in reversed(self.elimination.order):
             total = np.zeros(len(self.costs[i]))
             for number in self.elimination.of_node[i]:
-                total = total + self._row(number, [chosen[j] for j in self.elimination.buckets[number].scope[:-1]])
+                total = total + self._row(number, [chosen[j] for j in self.elimination.buckets[number].scope[1:]])
             chosen[i] = int(total.argmin())
         return tuple(chosen)
 
@@ -221,9 +224,9 @@ class EliminationPass:
         for number in range(len(elimination.buckets) - 1, -1, -1):
             bucket = elimination.buckets[number]
             above = given[bucket.receiver] if bucket.receiver >= 0 else {}
-            others = [above[j] for j in bucket.scope[:-1]]
+            others = [above[j] for j in bucket.scope[1:]]
             state = int(self._row(number, others).argmin())
-            given[number] = dict(zip(bucket.scope, (*others, state), strict=True))
+            given[number] = dict(zip(bucket.scope, (state, *others), strict=True))
             if bucket.owns_cost:
                 chosen[bucket.node] = state
         return chosen
@@ -239,8 +242,8 @@ class EliminationPass:
                 self.elimination.deadline.check()
                 table = self._table(number, outside)
                 for edge, side, axis in bucket.edges:
-                    least = table.min(axis=tuple(n for n in range(table.ndim - 1) if n != axis))
-                    yield edge, least if side else least.T
+                    least = np.minimum.reduce(table, axis=tuple(n for n in range(1, table.ndim) if n != axis))
+                    yield edge, least.T if side else least
 
     @functools.cached_property
     def _backwards(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -254,14 +257,14 @@ class EliminationPass:
             if bucket.receiver < 0:
                 outside[number] = np.asarray(self.value - self.messages[number] if np.isfinite(self.value) else np.inf)
             else:
-                outside[number] = self._minus_committed(bucket, outside[number])[..., None]
+                outside[number] = self._minus_committed(bucket, outside[number])[None]
             table = self._table(number, outside[number])
-            least = table.min(axis=tuple(range(table.ndim - 1)))
+            least = np.minimum.reduce(table, axis=tuple(range(1, table.ndim)))
             np.maximum(marginals[bucket.node], least, out=marginals[bucket.node])
             for incoming in bucket.incoming:
                 message = self.messages[incoming.bucket]
                 gone = tuple(n for n in range(table.ndim) if n not in incoming.at)
                 with np.errstate(invalid="ignore"):
-                    rest = table.min(axis=gone).transpose(incoming.to_message) - message
+                    rest = np.minimum.reduce(table, axis=gone).transpose(incoming.to_message) - message
                 outside[incoming.bucket] = np.where(np.isinf(message), np.inf, rest)
         return marginals, outside
