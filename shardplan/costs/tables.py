@@ -221,7 +221,7 @@ def _over_states(
     maker_aliases: bool,
     reader_aliases: bool,
 ) -> EdgeCost:
-    """Tables [strategy, strategy] of cost, hidden part and kernels (None: nothing) as [state, state], with the blocks of `StateBlocks`."""
+    """Tables [strategy, strategy] of cost, hidden part and kernels (None: nothing) as [state, state], with blocks of states."""
     cost, hidden, kernels = (np.zeros_like(tables[0]) if x is None else x for x in tables)
     if reader_aliases:  # the same array only if layouts agree, a buffer of its own only if they do not
         cost = np.concatenate([np.where(equal, 0.0, np.inf), np.where(equal, np.inf, cost)], axis=1)
