@@ -70,8 +70,8 @@ class CostTables:
     def edge(self, edge: ArrayEdge) -> EdgeCost:
         """Picoseconds of an array on its way, [state of the producer, state of the consumer]."""
         i, j, k, v, template = edge
-        each = self.windows.seconds.get((j, k), 0.0), self.windows.scatter_seconds.get((j, k), 0.0)
-        window = tuple(_rounded_ps(seconds, template.reads) for seconds in each)
+        whole, scattered = self.windows.seconds.get((j, k), 0.0), self.windows.scatter_seconds.get((j, k), 0.0)
+        window = _rounded_ps(whole, template.reads), _rounded_ps(scattered, template.reads)
         aliasing = i in self.blocks.aliasing, j in self.blocks.aliasing
         follows = template.is_follower and i not in self.pinned and j not in self.pinned
         price = self.background_price if any(window) else 1.0  # of nothing that is hidden

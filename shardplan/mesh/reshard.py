@@ -131,8 +131,10 @@ class Resharder:
             float64 [len(srcs), len(dsts)], read-only; the same object for the same arguments, and for any other shape of
             as many bytes that divides as evenly.
         """
-        lasting = isinstance(srcs, tuple) and isinstance(dsts, tuple)
-        query = self._graphs.lasting_query(srcs, dsts) if lasting else self._graphs.query(tuple(srcs), tuple(dsts))
+        if isinstance(srcs, tuple) and isinstance(dsts, tuple):
+            query = self._graphs.lasting_query(srcs, dsts)
+        else:
+            query = self._graphs.query(tuple(srcs), tuple(dsts))
         asked = query, tuple(shape), itemsize, last
         if asked in self._tables:
             return self._tables[asked]
