@@ -26,12 +26,12 @@ class Draw:
     """Random choices by a seed, the same in every process, and what was chosen.
 
     Attributes:
-        small: whether sizes are those of a test.
+        tiny: whether sizes are those that a CPU runs; `small` whether they are those that compile in seconds.
         made: ingredients, in the order in which they were drawn.
     """
 
-    def __init__(self, seed: int, small: bool):
-        self.random, self.small = random.Random(f"program {seed}"), small
+    def __init__(self, seed: int, size: str):
+        self.random, self.tiny, self.small = random.Random(f"program {seed}"), size == "tiny", size == "small"
         self.made: list[str] = []
 
     def one_of(self, *options, but_rarely=(), rarely: float = 0.2):

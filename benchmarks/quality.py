@@ -20,6 +20,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -41,9 +42,9 @@ TARGETS = {"h100:8": (2, 4), "h100:2x8": (2, 8), "h100:8x8": (8, 8)}
 AXES = ("data", "model")
 
 
-def judge(lowered, target: str, timeout_s: float) -> dict:
-    """What XLA makes of a lowered step, in figures."""
-    compiled = compile(lowered, target=target, timeout_s=timeout_s)
+def judge(lowered, target: str, timeout_s: float, options: Mapping | None = None) -> dict:
+    """What XLA makes of a lowered step, with these compiler options, in figures."""
+    compiled = compile(lowered, target=target, options=options, timeout_s=timeout_s)
     if not compiled.ok or compiled.memory is None:
         return {"error": compiled.error.strip().splitlines()[0][:200]}
     found = seconds(compiled, shardplan.Cluster.preset(target.partition(":")[0]))

@@ -131,13 +131,17 @@ class _Reader:
                 leaf, d = open_[chosen]
                 self.params[leaf] = d
                 settled[chosen] = MODEL
-        passed = {f: x for of in operands for f, x in of.items() if isinstance(x, tuple) and x[0] not in self.params}
+        alone = sum(v is not None and len(x.shape) > 0 for v, x in zip(op.inputs, op.ins, strict=True)) == 1  # still the parameter
+        if op.traits.addition and MODEL in settled.values():  # what a layer adds to the residual stream takes its layout
+            settled = {f: x for f, x in settled.items() if x != MODEL or all(of.get(f) == MODEL for of in operands)}
+        passed = {f: x for of in operands for f, x in of.items() if alone and isinstance(x, tuple) and x[0] not in self.params}
         known = passed | settled
         for v, dims in zip(op.outputs, rule.results, strict=True):
             found: dict[int, Label] = {}
             for d, letters in enumerate(dims):
                 label = known.get(letters[0]) if letters else None
-                if label is not None and not (label in (BATCH, MODEL) and label in found.values()):
+                shards = {BATCH: self.b, MODEL: self.n}.get(label, 1) if not isinstance(label, tuple) else 1
+                if label is not None and label not in found.values() and self.graph.values[v].shape[d] % shards == 0:
                     found[d] = label
             self.labels[v] = found
         if op.traits.matmul or op.traits.convolution or op.traits.gather or op.traits.addition:
@@ -157,19 +161,22 @@ class _Reader:
             return max((f for f in fits if f in rule.reduce), key=lambda f: size[f], default=None) if "tables" in self.roles else None
         if follow:
             return follow[0] if self.roles != ("tables",) else None
-        if "experts" in self.roles:
-            shared = [f for f in fits if f in others and f in results and settled.get(f) is None]
-            if shared:
-                return shared[0]
-        if MODEL in settled.values():
+        if op.phase != "forward":
             return None
-        columns = sorted((f for f in fits if f in results and f not in others), key=lambda f: -size[f])
-        wide = columns and size[columns[0]] >= max(LARGE, 4 * max((n for f, n in size.items() if f != columns[0]), default=1))
-        return columns[0] if columns and ("columns" in self.roles or (wide and "tables" in self.roles)) else None
+        shared = [f for f in fits if f in others and f in results and f not in settled]
+        if shared and "experts" in self.roles:
+            return shared[0]
+        if shared or MODEL in settled.values():
+            return None
+        made = [f for f, n in size.items() if f in results and f not in others and n > 1]
+        made = made[:-1] or made  # of heads and what a head has, the heads
+        columns = next((f for f in made if f in fits), None)
+        wide = columns and size[columns] >= max(LARGE, 8 * max((n for f, n in size.items() if f != columns), default=1))
+        return columns if "columns" in self.roles or (wide and "tables" in self.roles) else None
 
 
 LARGE = 4096
-"""Columns from which on a matrix that is four times as wide as high is a vocabulary."""
+"""Columns from which on a matrix that is eight times as wide as high is a vocabulary."""
 
 
 def read(graph: Graph, rules: list[Rule], batch: Mapping[int, int], params: set[int], n: int, b: int, roles: tuple[str, ...]) -> Found:
