@@ -5,16 +5,17 @@
     python benchmarks/drawn.py --show 7                           what a seed draws
     python benchmarks/drawn.py --store drawn.json --seeds 0:100 --docs    the summary into docs/measurements.md
 
-`drawn_programs.draw` makes a program of a seed: a training step, a mesh, a cluster. Of the layouts of `structure.ways` the three that the
-plan's objective ranks first are compiled, with XLA's default options; ours with these, and with the plan's options where it has some.
+`drawn_programs.draw` makes a program of a seed: a training step, a mesh, a cluster. Of the layouts of `structure.ways` the three that
+the plan's objective ranks first are compiled, with XLA's default options; the next ones where XLA crashes on them. Ours is compiled with
+the default options, and with the plan's options where it has some.
 Every program has a line:
 
     compute, exposed, total, bytes, peak    predicted over emitted: seconds, bytes that a device sends in a step, bytes of memory
     ours/best                                seconds of ours over those of the best other, both with default options
     options                                  ours with the plan's compiler options over the best other with default options
 
-Seconds of a compiled program are those of `shardplan.xla.seconds`, as in `quality.py`. A program runs in a process of its own with a time
-limit; what fails, crashes or takes too long is a result, with the stage that it ended in. Needs "shardplan[gpu-check]", no GPU.
+Seconds of a compiled program are those of `shardplan.xla.seconds`, as in `quality.py`. A program runs in a process of its own with a
+time limit; what fails, crashes or takes too long is a result, with the stage that it ended in. Needs "shardplan[gpu-check]", no GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -51,6 +53,8 @@ def measure(seed: int, size: str, layouts: int, timeout_s: float) -> None:
     """Prints events, each a dict that updates the program's record."""
     import drawn_measure
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a compiler that runs is ended, too
+
     for event in drawn_measure.events(drawn_programs.draw(seed, size), layouts, timeout_s):
         print(json.dumps(event), flush=True)
 
@@ -60,14 +64,17 @@ def run(seed: int, options) -> dict:
     command = [sys.executable, __file__, "--one", str(seed), "--layouts", str(options.layouts), "--timeout", str(options.timeout)]
     start = time.perf_counter()
     child = subprocess.Popen(
-        [*command, "--small"] if options.small else command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*command, "--small"] if options.small else command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         out, err = child.communicate(timeout=options.limit)
         ended = "" if not child.returncode else f"ended with {child.returncode}: {(err.strip().splitlines() or [''])[-1][:300]}"
     except subprocess.TimeoutExpired:
-        child.kill()
-        (out, err), ended = child.communicate(), f"still running after {options.limit:g} s"
+        (out, err), ended = stopped(child), f"still running after {options.limit:g} s"
     record: dict = {"seed": seed, "layouts": {}, "errors": []}
     for event in map(json.loads, filter(None, out.splitlines())):
         record["layouts"] |= event.pop("layouts", {})
@@ -78,6 +85,16 @@ def run(seed: int, options) -> dict:
     return record | {"took": time.perf_counter() - start}
 
 
+def stopped(child: subprocess.Popen) -> tuple[str, str]:
+    """Ends a process, and what it had written."""
+    child.terminate()
+    try:
+        return child.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.communicate()
+
+
 # ---- what a record says
 
 
@@ -86,7 +103,11 @@ def fidelity(record: dict) -> dict[str, float]:
     plan, ours = record.get("plan"), record["layouts"].get(OURS, {})
     if not plan or "seconds" not in ours:
         return {}
-    found = {"compute": plan["compute"] / ours["compute"], "total": plan["total"] / ours["seconds"], "peak": plan["peak"] / ours["peak"]}
+    found = {
+        "compute": plan["compute"] / ours["compute"],
+        "total": plan["total"] / ours["seconds"],
+        "peak": plan["peak"] / ours["peak"],
+    }
     if max(plan["exposed"], ours["exposed"]) > SMALL_PART * ours["seconds"]:
         found["exposed"] = plan["exposed"] / ours["exposed"] if ours["exposed"] else math.inf
     if ours.get("sent") and "bytes" in ours:
@@ -114,7 +135,11 @@ def ratio(record: dict, ours: str = OURS) -> float:
     return mine["seconds"] / other if mine["fits"] else math.inf
 
 
-HEAD = f"{'seed':>5} {'parameters':>10} {'where':<17} " + " ".join(f"{r:>7}" for r in RATIOS) + f" {'ours/best':>9} {'options':>7}  best other"
+HEAD = (
+    f"{'seed':>5} {'parameters':>10} {'where':<17} "
+    + " ".join(f"{r:>7}" for r in RATIOS)
+    + f" {'ours/best':>9} {'options':>7}  best other"
+)
 
 
 def line(record: dict) -> str:
@@ -125,7 +150,8 @@ def line(record: dict) -> str:
 
     ratios = " ".join(figure(found.get(r)) for r in RATIOS)
     text = f"{record['seed']:>5} {record.get('parameters', ''):>10} {record.get('where', ''):<17} {ratios} "
-    text += f"{figure(ratio(record), 9)} {figure(ratio(record, WITH_OPTIONS))}  {name:<14} {record.get('family', '')} {record['took']:.0f} s"
+    text += f"{figure(ratio(record), 9)} {figure(ratio(record, WITH_OPTIONS))}  {name:<14} "
+    text += f"{record.get('family', '')} {record['took']:.0f} s"
     return "\n".join([text, *(f"      {e}" for e in record["errors"])])
 
 
@@ -146,12 +172,18 @@ def summary(records: list[dict]) -> str:
     targets = {"total": "target 3 %, 10 %", "peak": "target 10 %, 20 %"}
     for name in RATIOS:
         off = [abs(f[name] - 1) for f in found if name in f]
-        figures = f"median {statistics.median(off):7.2%}, 95th percentile {percentile(off, 95):7.2%}, worst {max(off):8.2%}" if off else "none"
+        figures = (
+            f"median {statistics.median(off):7.2%}, 95th percentile {percentile(off, 95):7.2%}, worst {max(off):8.2%}"
+            if off
+            else "none"
+        )
         lines.append(f"{name:<8} predicted over emitted off by: {figures}   {targets.get(name, '')}".rstrip())
     ours = [x for r in records if not math.isnan(x := ratio(r))]
     if ours:
         behind = sum(x > 1.02 for x in ours)
-        lines.append(f"ours more than 2 % behind the best other in {behind} of {len(ours)}, worst {max(ours):.3f}   target 3 of 100, worst 1.05")
+        lines.append(
+            f"ours more than 2 % behind the best other in {behind} of {len(ours)}, worst {max(ours):.3f}   target 3 of 100, worst 1.05"
+        )
     for name, target in ((OURS, 0.90), (WITH_OPTIONS, 0.82)):
         values = [x for r in records if math.isfinite(x := ratio(r, name))]
         if values:
@@ -172,7 +204,9 @@ def markdown(records: list[dict]) -> str:
         found = fidelity(r)
         values = (*(found.get(name) for name in RATIOS), ratio(r), ratio(r, WITH_OPTIONS))
         failed = "" if not r["errors"] else f" ({r['errors'][0].split(':')[0]} failed)"
-        rows.append((r["seed"], r.get("family", "") + failed, r.get("parameters", ""), r.get("where", ""), *map(cell, values), best_other(r)[0]))
+        rows.append(
+            (r["seed"], r.get("family", "") + failed, r.get("parameters", ""), r.get("where", ""), *map(cell, values), best_other(r)[0])
+        )
     return f"{measurements.table(head, rows)}\n\n```text\n{summary(records)}\n```"
 
 

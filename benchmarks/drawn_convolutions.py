@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 from drawn_layers import Draw, Layer, activation, cast, norm, residual, sequence_of
@@ -26,7 +28,11 @@ def convolution(
         draw.made.append(f"{kind} convolution")
     odd = draw.also("even windows", 0.1)
     window = tuple(draw.one_of(2, 4) if odd else draw.one_of(3, 3, 5, 7, 1) for _ in range(dims))
-    dilation = tuple(draw.one_of(2, 3) if w > 1 else 1 for w in window) if not transposed and draw.also("dilated windows", 0.25) else (1,) * dims
+    dilation = (
+        tuple(draw.one_of(2, 3) if w > 1 else 1 for w in window)
+        if not transposed and draw.also("dilated windows", 0.25)
+        else (1,) * dims
+    )
     if stride > 1 and not transposed:
         draw.made.append("strides")
     spread = (stride,) * dims if transposed else (1,) * dims
@@ -51,7 +57,14 @@ def convolution(
         p = cast(p, x)
         x = jnp.moveaxis(x, -1, 1) if channels_first else x
         y = jax.lax.conv_general_dilated(
-            x, p["kernel"], strides, padding, lhs_dilation=spread, rhs_dilation=dilation, dimension_numbers=numbers, feature_group_count=groups
+            x,
+            p["kernel"],
+            strides,
+            padding,
+            lhs_dilation=spread,
+            rhs_dilation=dilation,
+            dimension_numbers=numbers,
+            feature_group_count=groups,
         )
         y = jnp.moveaxis(y, 1, -1) if channels_first else y
         return y + p["bias"] if bias else y
@@ -63,7 +76,10 @@ def mixer(draw: Draw, width: int) -> Layer:
     """A convolution over positions of x [b, t, width], depthwise or grouped and then a product, or down and up again."""
     act = activation(draw)
     if draw.chance(0.25):
-        down, up = convolution(draw, 1, width, width, stride=2, kind="dense"), convolution(draw, 1, width, width, stride=2, transposed=True)
+        down, up = (
+            convolution(draw, 1, width, width, stride=2, kind="dense"),
+            convolution(draw, 1, width, width, stride=2, transposed=True),
+        )
 
         def there_and_back(p, x, around):
             return up(p["up"], act(down(p["down"], x, around)), around)
@@ -128,8 +144,8 @@ def there_and_back(draw: Draw, dims: int, channels: int, widths: tuple[int, ...]
     """x [b, *space, channels] -> the same shape: a U-Net with transposed convolutions; 2 ** (len(widths) - 1) divides the space."""
     into = convolution(draw, dims, channels, widths[0], kind="dense")
     down = [sequence_of(*(block(draw, dims, w) for _ in range(depth))) for w in widths]
-    halve = [convolution(draw, dims, m, n, stride=2, kind="dense") for m, n in zip(widths, widths[1:], strict=False)]
-    double = [convolution(draw, dims, n, m, stride=2, transposed=True, kind="dense") for m, n in zip(widths, widths[1:], strict=False)]
+    halve = [convolution(draw, dims, m, n, stride=2, kind="dense") for m, n in pairwise(widths)]
+    double = [convolution(draw, dims, n, m, stride=2, transposed=True, kind="dense") for m, n in pairwise(widths)]
     up = [sequence_of(_product(2 * w, w), *(block(draw, dims, w) for _ in range(depth))) for w in widths[:-1]]
     out = convolution(draw, dims, widths[0], channels, kind="dense")
 

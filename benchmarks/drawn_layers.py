@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +27,27 @@ class Draw:
     """Random choices by a seed, the same in every process, and what was chosen.
 
     Attributes:
+        sizes: draws sizes; apart from what draws ingredients, so that these are the same at every size.
         tiny: whether sizes are those that a CPU runs; `small` whether they are those that compile in seconds.
+        exact: whether all is computed in float32, so that numbers can be compared.
         made: ingredients, in the order in which they were drawn.
     """
 
     def __init__(self, seed: int, size: str):
-        self.random, self.tiny, self.small = random.Random(f"program {seed}"), size == "tiny", size == "small"
+        self.random, self.sizes = random.Random(f"program {seed}"), random.Random(f"sizes {seed}")
+        self.tiny, self.small = size in ("tiny", "exact"), size == "small"
+        self.exact = size == "exact"
         self.made: list[str] = []
 
-    def one_of(self, *options, but_rarely=(), rarely: float = 0.2):
-        """One of the options; one of the second list with probability `rarely`."""
-        return self.random.choice(but_rarely if but_rarely and self.chance(rarely) else options)
+    def one_of(self, *options) -> Any:
+        return self.random.choice(options)
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
-    def ingredient(self, *options: str, but_rarely: tuple[str, ...] = (), rarely: float = 0.2) -> str:
+    def ingredient(self, *options: str) -> str:
         """One of these, written down."""
-        self.made.append(found := self.one_of(*options, but_rarely=but_rarely, rarely=rarely))
+        self.made.append(found := self.one_of(*options))
         return found
 
     def also(self, name: str, probability: float) -> bool:
@@ -139,7 +143,9 @@ def rotated(x):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def attention(draw: Draw, width: int, heads: int, kinds=("dense attention", "grouped-query attention", "multi-query attention")) -> Layer:
+def attention(
+    draw: Draw, width: int, heads: int, kinds=("dense attention", "grouped-query attention", "multi-query attention")
+) -> Layer:
     """Softmax attention; grouped and multi-query share key and value heads, cross attention reads `around["memory"]`."""
     kind, k = draw.ingredient(*kinds), width // heads
     shared = {"grouped-query attention": next((g for g in (4, 2, 3, 8, 5, 7) if heads % g == 0), 1), "multi-query attention": heads}
@@ -148,7 +154,7 @@ def attention(draw: Draw, width: int, heads: int, kinds=("dense attention", "gro
     rope, bias = kind != "cross attention" and k % 2 == 0 and draw.also("rotary positions", 0.4), draw.also("biases", 0.3)
     fused = kind == "dense attention" and draw.also("fused projections", 0.3)
     flat = not fused and draw.chance(0.4)  # heads as columns of a matrix, not as a dim of their own
-    library = draw.also("library attention", 0.3)
+    library = draw.also("library attention", 0.3) and not draw.tiny  # CPUs have no float16 products that sum in float32
     few = heads // group
     shapes = {"query": (width, heads, k), "key": (width, few, k), "value": (width, few, k), "out": (heads, k, width)}
     if fused:
@@ -237,7 +243,9 @@ def experts(draw: Draw, width: int, hidden: int, n: int) -> Layer:
         slots = jax.vmap(lambda r, where: jnp.zeros((n * capacity + 1, d), x.dtype).at[where].set(r))(rows, target)
         y = dispatched(p, x, slots[:, :-1].reshape(g, n, capacity, d).swapaxes(0, 1)).swapaxes(0, 1).reshape(g, n * capacity, d)
         y = jnp.concatenate([y, jnp.zeros((g, 1, d), y.dtype)], 1)
-        back = jnp.take_along_axis(y, target[..., None], 1) * jnp.take_along_axis(gates.reshape(g, t * k), order, -1)[..., None].astype(x.dtype)
+        back = jnp.take_along_axis(y, target[..., None], 1) * jnp.take_along_axis(gates.reshape(g, t * k), order, -1)[..., None].astype(
+            x.dtype
+        )
         return jax.vmap(lambda r, where: jnp.zeros((t, d), x.dtype).at[where].add(r))(back, order // k)
 
     def ragged(p, x, gates, chosen):

@@ -6,6 +6,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import quality
@@ -42,7 +43,7 @@ def _tried(stage: str, run) -> Iterator[dict]:
 def _ours(program: Drawn, name: str, timeout_s: float) -> Iterator[dict]:
     """The plan, and its program compiled with XLA's default options or with its own."""
     preset, start = program.target.partition(":")[0], time.process_time()
-    asked = {"compiler_options": "auto" if name == WITH_OPTIONS else None} if HAS_OPTIONS else {}
+    asked: dict[str, Any] = {"compiler_options": "auto" if name == WITH_OPTIONS else None} if HAS_OPTIONS else {}
     plan = shardplan.auto(program.mesh, donate_argnums=0, cluster=preset, **asked)(program.step).plan(program.state, program.batch)
     s = plan.seconds
     figures = {"compute": s["compute"], "exposed": s["communication"] - s["hidden"], "total": s["total"], "peak": plan.memory().peak}
@@ -89,10 +90,19 @@ def _others(program: Drawn, layouts: int, timeout_s: float) -> Iterator[dict]:
             yield {"errors": [f"ranking {way.name}: {error}".splitlines()[0][:300]]}
     found.sort(key=lambda x: x[:2])
     yield {"ranked": [(name, seconds, excess) for excess, seconds, name, _ in found]}
-    for _, _, name, laid in found[:layouts]:
+    compiled = 0
+    for _, _, name, laid in found:
+        if compiled == layouts:
+            break
         yield {"stage": f"compiling {name}"}
-        yield from _tried(f"lowering {name}", lambda name=name, laid=laid: _compiled(name, quality.judge(
-            lower_for(program.target, laid.jitted(), program.state, program.batch), program.target, timeout_s)))  # fmt: skip
+        for event in _tried(f"lowering {name}", lambda name=name, laid=laid: _laid_out(program, name, laid, timeout_s)):
+            compiled += any("seconds" in figures for figures in event.get("layouts", {}).values())
+            yield event
+
+
+def _laid_out(program: Drawn, name: str, laid: structure.Laid, timeout_s: float) -> Iterator[dict]:
+    lowered = lower_for(program.target, laid.jitted(), program.state, program.batch)
+    yield from _compiled(name, quality.judge(lowered, program.target, timeout_s))
 
 
 def _predicted(program: Drawn, laid: structure.Laid, preset: str) -> tuple[float, float]:

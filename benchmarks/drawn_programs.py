@@ -1,10 +1,10 @@
 """Training steps drawn from a seed, with a mesh and a cluster: shapes only, nothing is allocated.
 
-    program = drawn_programs.draw(7)              the same in every process
-    program.step, program.state, program.batch    a step and trees of `jax.ShapeDtypeStruct`
-    program.about, program.made                   a line that describes it, and the ingredients that were drawn
-    drawn_programs.draw(7, "tiny")                the same kind of program, of a size that a CPU runs; "small" compiles in seconds
-    program.create_state(key), program.create_batch(key)    arrays of these shapes
+program = drawn_programs.draw(7)              the same in every process
+program.step, program.state, program.batch    a step and trees of `jax.ShapeDtypeStruct`
+program.about, program.made                   a line that describes it, and the ingredients that were drawn
+drawn_programs.draw(7, "tiny")                the same kind of program, of a size that a CPU runs; "small" compiles in seconds
+program.create_state(key), program.create_batch(key)    arrays of these shapes
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def _count(n: float) -> str:
     return next(f"{n / size:.3g} {unit}" for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")) if n >= size)
 
 
-SIZES = ("full", "small", "tiny")
+SIZES = ("full", "small", "tiny", "exact")
+"""As the paper has them; compiled in seconds; run by a CPU; the same in float32."""
 
 
 def draw(seed: int, size: str = "full") -> Drawn:
@@ -95,12 +96,12 @@ def draw(seed: int, size: str = "full") -> Drawn:
 
 def between(d: Draw, low: float, high: float) -> float:
     """A number drawn evenly by its logarithm."""
-    return math.exp(d.random.uniform(math.log(low), math.log(high)))
+    return math.exp(d.sizes.uniform(math.log(low), math.log(high)))
 
 
 def near(x: float, *multiples: int, d: Draw) -> int:
     """x as a multiple of one of these."""
-    m = d.one_of(*multiples)
+    m = d.sizes.choice(multiples)
     return max(1, round(x / m)) * m
 
 
@@ -123,22 +124,23 @@ def sequence_sizes(d: Draw, devices: int) -> SequenceSizes:
     parameters = between(d, 1e6, 1e8 if d.small else 1e10)
     odd = d.also("sizes that do not divide", 0.2)
     layers = round(min(48, max(2, 2 * (parameters / 1e7) ** 0.4)))
-    head = d.one_of(48, 80) if odd else d.one_of(64, 64, 128)
+    head = d.sizes.choice((48, 80)) if odd else d.sizes.choice((64, 64, 128))
     width = max(2, min(96, round((parameters / 12 / layers) ** 0.5 / head))) * head
     if not odd and width // head > 4:
         width = width // (4 * head) * 4 * head
     layers = 2 if d.small else layers
-    length = 1 << round(d.random.uniform(7, 9 if d.small else 11.5))
+    length = 1 << round(d.sizes.uniform(7, 9 if d.small else 11.5))
     per_device = between(d, 1 << 10, 1 << 14)
     examples = max(1, round(devices * per_device / length))
     examples = examples + 3 if odd else max(devices, 1 << round(math.log2(examples)))
-    vocab = d.one_of(50257, 32003, 9999) if odd else d.one_of(8192, 32768, 50304, 128256, 1024)
-    hidden = near(width * d.one_of(2, 3, 4, 4, 5.3), 16, 64, d=d)
+    vocab = d.sizes.choice((50257, 32003, 9999)) if odd else d.sizes.choice((8192, 32768, 50304, 128256, 1024))
+    checkpoint = d.chance(0.3)
+    hidden = near(width * d.sizes.choice((2, 3, 4, 4, 5.3)), 16, 64, d=d)
     if d.tiny:
         width, length, layers = (2 if odd else 4) * 8, 16, 2 + layers % 2
-        return SequenceSizes(layers, width, width // 8, 4 * width, length, 18 if odd else 16, 96, d.chance(0.5))
+        return SequenceSizes(layers, width, width // 8, 4 * width, length, 18 if odd else 16, 96, checkpoint)
     held = layers * examples * length / devices * (40 * width + 6 * length * width / head)
-    return SequenceSizes(layers, width, width // head, hidden, length, examples, vocab, held > 2e10 or d.chance(0.3))
+    return SequenceSizes(layers, width, width // head, hidden, length, examples, vocab, checkpoint or held > 2e10)
 
 
 # ---- families
@@ -158,7 +160,7 @@ def sequence(d: Draw, devices: int) -> Model:
     if crossed:
         memory = stacked(d, [_block(d, s, False)], s)
         parts["memory"] = memory.params
-        parts["memory_in"] = (channels := d.one_of(80, 128), s.width)
+        parts["memory_in"] = (channels := d.sizes.choice((80, 128)), s.width)
         table["memory"] = ((s.examples, max(1, s.length // 2), channels), jnp.float32, 0)
     ask = _output(d, s, reads, parts, table)
 
@@ -188,12 +190,12 @@ def _input(d: Draw, s: SequenceSizes, reads: str, parts: Shapes, table: Batch):
         table["inputs"] = ((s.examples, s.length), jnp.int32, s.vocab)
         return lambda p, x, dtype: positioned(p, p["embed"].astype(dtype)[x]), "inputs"
     if reads == "frames":
-        channels = d.one_of(80, 128, 40)
+        channels = d.sizes.choice((80, 128, 40))
         table["frames"] = ((s.examples, s.length, channels), jnp.float32, 0)
         into = convolutions.convolution(d, 1, channels, s.width, kind="dense")
         parts["into"] = into.params
         return lambda p, x, dtype: positioned(p, into(p["into"], x.astype(dtype), {})), "frames"
-    side = d.one_of(8, 16) if not d.tiny else 4
+    side = d.sizes.choice((8, 16)) if not d.tiny else 4
     table["patches"] = ((s.examples, s.length, side * side * 3), jnp.float32, 0)
     parts["into"] = (side * side * 3, s.width)
     return lambda p, x, dtype: positioned(p, x.astype(dtype) @ p["into"].astype(dtype)), "patches"
@@ -208,7 +210,7 @@ def _block(d: Draw, s: SequenceSizes, crossed: bool) -> Layer:
     if crossed:
         layers.append(attention(d, s.width, s.heads, ("cross attention",)))
     if d.chance(0.2):
-        count = d.one_of(8, 16, 32) if not d.tiny else 8
+        count = d.sizes.choice((8, 16, 32)) if not d.tiny else 8
         layers.append(experts(d, s.width, max(16, s.hidden // 4), count))
     else:
         layers.append(mlp(d, s.width, s.hidden))
@@ -242,7 +244,11 @@ def stacked(d: Draw, blocks: list[Layer], s: SequenceSizes) -> Layer:
 
 def _output(d: Draw, s: SequenceSizes, reads: str, parts: Shapes, table: Batch):
     """(parameters, [b, t, width], batch) -> loss."""
-    kinds = {"tokens": ("next token", "next token", "next token", "classes"), "frames": ("regression", "classes"), "patches": ("classes", "contrast")}
+    kinds = {
+        "tokens": ("next token", "next token", "next token", "classes"),
+        "frames": ("regression", "classes"),
+        "patches": ("classes", "contrast"),
+    }
     ask = d.ingredient(*kinds[reads])
     if ask == "next token":
         tied = d.also("tied embeddings", 0.4)
@@ -282,7 +288,7 @@ def _output(d: Draw, s: SequenceSizes, reads: str, parts: Shapes, table: Batch):
             return sum(optax.softmax_cross_entropy_with_integer_labels(y, labels).mean() for y in (logits, logits.T)) / 2
 
         return contrast
-    classes_ = d.one_of(1000, 10, 101) if not d.tiny else 10
+    classes_ = d.sizes.choice((1000, 10, 101)) if not d.tiny else 10
     parts["head"] = (s.width, classes_)
     table["label"] = ((s.examples,), jnp.int32, classes_)
     pooled = d.ingredient("mean over positions", "first position")
@@ -300,9 +306,10 @@ def images(d: Draw, devices: int) -> Model:
     dims = d.one_of(1, 2, 2, 2, 3)
     odd = d.also("sizes that do not divide", 0.25)
     stages, depth = d.one_of(2, 3, 4), d.one_of(1, 2)
-    first = d.one_of(24, 36, 100) if odd else d.one_of(32, 64, 128)
+    first = d.sizes.choice((24, 36, 100) if odd else (32, 64, 128))
     sides = {1: (2048, 4096, 1000), 2: (64, 128, 56), 3: (16, 32, 24)}[dims]
-    side, per_device = d.one_of(*sides), max(1, round(between(d, 1 << 12, 1 << 17) / d.one_of(*sides) ** dims))
+    side = d.sizes.choice(sides)
+    per_device = max(1, round(between(d, 1 << 12, 1 << 17) / side**dims))
     if d.tiny:
         first, side, per_device, stages, depth = 12 if odd else 8, {1: 32, 2: 16, 3: 8}[dims], 2, 2, 1
     examples = devices * per_device + (3 if odd else 0)
@@ -332,12 +339,14 @@ def images(d: Draw, devices: int) -> Model:
 def tables(d: Draw, devices: int) -> Model:
     """A recommender: embedding tables of many sizes, some read at several places, their products, and a network."""
     d.made.append("embedding tables")
-    n, width = d.one_of(3, 6, 12), d.one_of(16, 64, 128)
+    n, width = d.sizes.choice((3, 6, 12)), d.sizes.choice((16, 64, 128))
     largest = between(d, 1e5, 2e7) if not d.tiny else 64
-    rows = tuple(near(max(8, between(d, 64, largest) if k else largest), 8, 8, 1, d=d) for k in range(n)) if not d.tiny else (64, 24, 30)
+    rows = (
+        tuple(near(max(8, between(d, 64, largest) if k else largest), 8, 8, 1, d=d) for k in range(n)) if not d.tiny else (64, 24, 30)
+    )
     several = d.one_of(1, 1, 8)
-    examples = devices * (d.one_of(1024, 4096) if not d.tiny else 4)
-    dense, top = 13, d.one_of(256, 1024) if not d.tiny else 32
+    examples = devices * (d.sizes.choice((1024, 4096)) if not d.tiny else 4)
+    dense, top = 13, d.sizes.choice((256, 1024)) if not d.tiny else 32
     bottom, above = mlp(d, width, top), mlp(d, top, 2 * top)
     pairs = (len(rows) + 1) * len(rows) // 2
     parts = {"tables": {k: (r, width) for k, r in enumerate(rows)}, "into": (dense, width), "bottom": bottom.params,
@@ -361,9 +370,9 @@ def tables(d: Draw, devices: int) -> Model:
 def classes(d: Draw, devices: int) -> Model:
     """Networks on vectors with many classes: a softmax of angles with a margin, a plain one, or a student of a frozen teacher."""
     ask = d.ingredient("huge softmax", "margin softmax", "teacher and student")
-    width = d.one_of(256, 1024, 2000) if not d.tiny else 32
+    width = d.sizes.choice((256, 1024, 2000)) if not d.tiny else 32
     count = near(between(d, 1 << 13, 1 << 21), 64, 1000, d=d) if not d.tiny else 64
-    examples, depth = devices * (d.one_of(64, 256, 1024) if not d.tiny else 4), d.one_of(1, 3)
+    examples, depth = devices * (d.sizes.choice((64, 256, 1024)) if not d.tiny else 4), d.one_of(1, 3)
     layers = [residual(norm(d, width), mlp(d, width, 4 * width), False) for _ in range(depth)]
     net = sequence_of(*layers)
     parts: Shapes = {"net": net.params, "head": (width, count)}

@@ -52,12 +52,13 @@ def trained(d: Draw, model: Model, devices: int):
     name = d.ingredient("adamw", *OPTIMIZERS)
     precision = d.ingredient("bfloat16 computation", "bfloat16 computation", "float32", "bfloat16 parameters", "scaled float16")
     dtype = {"float32": jnp.float32, "scaled float16": jnp.float16}.get(precision, jnp.bfloat16)
+    dtype = jnp.float32 if d.exact else dtype
     held = jnp.bfloat16 if precision == "bfloat16 parameters" else jnp.float32
     scale = 128.0 if precision == "scaled float16" else 1.0
     parts = _accumulated(d, model, devices)
     average = d.also("averaged parameters", 0.1)
     optimizer = OPTIMIZERS[name]()
-    if fixed := d.also("frozen parts", 0.12):  # every other leaf, by the order of their names
+    if d.also("frozen parts", 0.12):  # every other leaf, by the order of their names
         optimizer = optax.chain(optimizer, _every_other_zero())
 
     def total(params, frozen, batch):
@@ -100,7 +101,6 @@ def trained(d: Draw, model: Model, devices: int):
             for (name, (s, t, high)), k in of
         }
 
-    _ = fixed
     return train_step, create_state, jax.eval_shape(create_batch, jax.random.key(0)), create_batch
 
 
@@ -108,7 +108,7 @@ def _accumulated(d: Draw, model: Model, devices: int) -> int:
     """Number of parts that a step's batch is read in; 1 where it does not divide."""
     examples = next(iter(model.batch.values()))[0][0]
     found = [n for n in (4, 8, 2) if examples % n == 0 and examples // n >= devices]
-    return d.one_of(*found) if found and d.also("gradient accumulation", 0.2) else 1
+    return d.sizes.choice(found) if d.also("gradient accumulation", 0.2) and found else 1
 
 
 def _every_other_zero() -> optax.GradientTransformation:
@@ -118,7 +118,7 @@ def _every_other_zero() -> optax.GradientTransformation:
         leaves, tree = jax.tree.flatten(updates)
         return jax.tree.unflatten(tree, [jnp.zeros_like(u) if n % 2 else u for n, u in enumerate(leaves)]), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def _created(shapes: Shapes, key, dtype):

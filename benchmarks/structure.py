@@ -15,8 +15,9 @@ sharded along its rows. What is added or multiplied elementwise follows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -140,7 +141,7 @@ class _Reader:
             found: dict[int, Label] = {}
             for d, letters in enumerate(dims):
                 label = known.get(letters[0]) if letters else None
-                shards = {BATCH: self.b, MODEL: self.n}.get(label, 1) if not isinstance(label, tuple) else 1
+                shards = self.b if label == BATCH else self.n if label == MODEL else 1
                 if label is not None and label not in found.values() and self.graph.values[v].shape[d] % shards == 0:
                     found[d] = label
             self.labels[v] = found
@@ -217,14 +218,14 @@ class _Hint:
 class Laid:
     """A step as an expert lays it out: `function` has constraints on products, `specs` are layouts of (state, batch)."""
 
-    function: object
+    function: Callable
     specs: tuple
-    mesh: object
+    mesh: Any
 
     def jitted(self):
         """The jitted step, whose state keeps its layout; the rest is left to XLA."""
-        states, batches = (jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), x, is_leaf=_is_spec) for x in self.specs)  # pyright: ignore
-        return jax.jit(self.function, in_shardings=(states, batches), out_shardings=(states, None), donate_argnums=0)  # pyright: ignore
+        states, batches = (jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), x, is_leaf=_is_spec) for x in self.specs)
+        return jax.jit(self.function, in_shardings=(states, batches), out_shardings=(states, None), donate_argnums=0)
 
 
 def _is_spec(x) -> bool:
@@ -265,8 +266,7 @@ class Structure:
         dims = {k: d for k in range(self.n_state, len(self.shapes)) if b > 1 and (d := self.batch_dim(k, b)) is not None}
         found = read(self.graph, self.rules, dims, self.params, n, b, way.roles)
         specs = [self.state_spec(way, found, k) for k in range(self.n_state)]
-        for k in range(self.n_state, len(self.shapes)):
-            specs.append(P(*[None] * dims[k], way.batch) if k in dims else P())
+        specs += [P(*[None] * dims[k], way.batch) if k in dims else P() for k in range(self.n_state, len(self.shapes))]
         tree = jax.tree.structure((self.state, self.batch))
         run = emit(self.traced.jaxpr, self.hints(way, found), self.mesh)
         out = jax.tree.structure(self.traced.out_info)
@@ -280,7 +280,7 @@ class Structure:
         """Layout of a leaf of the state; what the optimizer keeps for a parameter is laid out as that is."""
         shape, of = self.shapes[k], k if k in self.params else self.parameter_of(k)
         entries: list = [None] * len(shape)
-        if way.model and of in found.params:
+        if way.model and of is not None and of in found.params:
             entries[found.params[of]] = way.model
         axes = way.params if k in self.params else way.state
         overlap = set(axes) & set(way.model)
@@ -294,7 +294,9 @@ class Structure:
 
     def parameter_of(self, k: int) -> int | None:
         """The parameter that a leaf of the optimizer's state belongs to: the path of one ends in that of the other."""
-        same = (n for n in self.params if self.shapes[n] == self.shapes[k] and self.paths[n][2:] == self.paths[k][-len(self.paths[n][2:]) :])
+        same = (
+            n for n in self.params if self.shapes[n] == self.shapes[k] and self.paths[n][2:] == self.paths[k][-len(self.paths[n][2:]) :]
+        )
         return next(same, None)
 
     def hints(self, way: Way, found: Found) -> dict[Path, EmitDecision]:
