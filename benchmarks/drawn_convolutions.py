@@ -23,7 +23,7 @@ def convolution(
     draw.made.append(f"{dims}-d convolution" if not transposed else f"{dims}-d transposed convolution")
     groups = next((g for g in draw.one_of((4, 2, 3), (8, 5, 2)) if m % g == 0 and n % g == 0), 1)
     kind = kind or draw.one_of("dense", "dense", "grouped" if groups > 1 else "dense", "depthwise" if n % m == 0 and m > 1 else "dense")
-    groups = {"dense": 1, "grouped": groups}.get(kind, m)
+    groups = 1 if kind == "dense" else groups if kind == "grouped" else m
     if kind != "dense":
         draw.made.append(f"{kind} convolution")
     odd = draw.also("even windows", 0.1)

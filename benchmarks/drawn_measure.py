@@ -63,7 +63,7 @@ def _ours(program: Drawn, name: str, timeout_s: float) -> Iterator[dict]:
 def _compared(report: PlanReport) -> dict:
     """Bytes on the wire and flops of products, planned over emitted, and where they differ."""
     found = report.comparison
-    lines = [str(f) for f in found.findings if f.verdict != "same"]
+    lines = str(found).splitlines()[1:]
     remat = [str(r) for r in report.report.rematerializations]
     return {"bytes": found.ratio, "products": report.flops_ratio, "findings": lines[:12], "remat": remat[:4]}
 

@@ -120,7 +120,7 @@ class SequenceSizes:
 
 
 def sequence_sizes(d: Draw, devices: int) -> SequenceSizes:
-    """Of 1 M to 10 B parameters and 1 to 16 thousand positions per device."""
+    """Of 1 M to 10 B parameters and 2 to 16 thousand positions per device."""
     parameters = between(d, 1e6, 1e8 if d.small else 1e10)
     odd = d.also("sizes that do not divide", 0.2)
     layers = round(min(48, max(2, 2 * (parameters / 1e7) ** 0.4)))
@@ -130,7 +130,7 @@ def sequence_sizes(d: Draw, devices: int) -> SequenceSizes:
         width = width // (4 * head) * 4 * head
     layers = 2 if d.small else layers
     length = 1 << round(d.sizes.uniform(7, 9 if d.small else 11.5))
-    per_device = between(d, 1 << 10, 1 << 14)
+    per_device = between(d, 1 << 11, 1 << 14)
     examples = max(1, round(devices * per_device / length))
     examples = examples + 3 if odd else max(devices, 1 << round(math.log2(examples)))
     vocab = d.sizes.choice((50257, 32003, 9999)) if odd else d.sizes.choice((8192, 32768, 50304, 128256, 1024))
@@ -340,7 +340,7 @@ def tables(d: Draw, devices: int) -> Model:
     """A recommender: embedding tables of many sizes, some read at several places, their products, and a network."""
     d.made.append("embedding tables")
     n, width = d.sizes.choice((3, 6, 12)), d.sizes.choice((16, 64, 128))
-    largest = between(d, 1e5, 2e7) if not d.tiny else 64
+    largest = between(d, 1e5, 5e7) if not d.tiny else 64
     rows = (
         tuple(near(max(8, between(d, 64, largest) if k else largest), 8, 8, 1, d=d) for k in range(n)) if not d.tiny else (64, 24, 30)
     )
