@@ -40,7 +40,7 @@ def kernels(compiled: Compiled, cluster: shardplan.Cluster) -> list[tuple[tuple[
                 continue
             if (c := walk.collective.get(i.name)) is not None:
                 cost, kind = collective_s(c, cluster), f"{c.kind} {c.bytes / 1e6:.3f} MB over {c.axes}"
-                found.append((("collectives", i.source or ""), cost * runs, runs, kind))
+                found.append((("collectives", line_of(i.stack)), cost * runs, runs, kind))
                 continue
             if i.opcode in _FREE or i.opcode.endswith("-done"):
                 continue
@@ -94,7 +94,7 @@ def main() -> None:
         lowered = lower_for(program.target, laid.jitted(), program.state, program.batch)
     else:
         plan = shardplan.auto(program.mesh, donate_argnums=0, cluster=preset)(program.step).plan(program.state, program.batch)
-        print(plan.explain(source=False)[:6000])
+        print(plan.explain(source=False))
         function, args = plan.context.program(plan)
         lowered, expected = lower_for(program.target, function, *args), planned(plan)
     compiled = compile(lowered, target=program.target, timeout_s=500)
@@ -104,9 +104,8 @@ def main() -> None:
     if options.dump:
         options.dump.write_text(compiled.text)
     found = seconds(compiled, cluster)
-    print(
-        f"emitted: {1e3 * found.compute_s:.3f} ms compute, {1e3 * found.exposed_s:.3f} exposed of {1e3 * found.collective_s:.3f}, {compiled.memory}"
-    )
+    hidden = f"{1e3 * found.exposed_s:.3f} exposed of {1e3 * found.collective_s:.3f}"
+    print(f"emitted: {1e3 * found.compute_s:.3f} ms compute, {hidden}, {compiled.memory}")
     emitted, at = defaultdict(float), defaultdict(list)
     for key, cost, runs, text in kernels(compiled, cluster):
         emitted[key] += cost
@@ -121,10 +120,12 @@ def main() -> None:
     print("collectives:")
     every = [(x, key) for key, of in at.items() if key[0] == "collectives" for x in of]
     for (cost, runs, text), key in sorted(every, reverse=True)[:12]:
-        print(f"        {1e3 * cost:9.4f} x{runs:g} {text} {short(key[1])}")
+        print(f"        {1e3 * cost:9.4f} x{runs:g} {text} {key[1]}")
+    if not options.by:
+        print("planned, MB at the peak:", {k: round(v / 1e6, 1) for k, v in plan.memory().at_peak.items()}, plan.memory().where)
     print("buffers at the peak:")
-    for b in compiled.peak[:10]:
-        print("       ", str(b)[:200])
+    for b in compiled.peak[:16]:
+        print(f"        {b.bytes / 1e6:9.3f} MB {b.array} {b.kind} {b.op_name[-80:]}")
 
 
 if __name__ == "__main__":

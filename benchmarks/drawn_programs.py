@@ -222,7 +222,7 @@ def stacked(d: Draw, blocks: list[Layer], s: SequenceSizes) -> Layer:
     how = d.ingredient("scanned", "scanned", "unrolled", "both")
     rounds = max(1, s.layers // len(blocks))
     first = {"scanned": 0, "unrolled": min(rounds, 6)}.get(how, 1)
-    rest = 0 if how == "unrolled" else max(1, rounds - first)
+    rest = 0 if how == "unrolled" else max(2, rounds - first)
     one = sequence_of(*blocks)
     apply = one.apply
     if s.checkpoint:
