@@ -6,8 +6,8 @@
     python benchmarks/drawn.py --store drawn.json --seeds 0:100 --docs    the summary into docs/measurements.md
 
 `drawn_programs.draw` makes a program of a seed: a training step, a mesh, a cluster. Of the layouts of `structure.ways` the three that
-the plan's objective ranks first are compiled, with XLA's default options; the next ones where XLA crashes on them. Ours is compiled
-with the default options, and with the plan's options where it has some.
+the plan's objective ranks first are compiled, and the first that replicates parameters, with XLA's default options; the next ones where
+XLA crashes on them. Ours is compiled with the default options, and with the plan's options where it has some.
 Every program has a line:
 
     compute, exposed, total, bytes, peak    predicted over emitted: seconds, bytes that a device sends in a step, bytes of memory

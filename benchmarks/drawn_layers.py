@@ -93,7 +93,7 @@ def residual(norm: Layer, layer: Layer, after: bool) -> Layer:
 # ---- norms and activations
 
 
-def norm(draw: Draw, width: int, dims: int = 1, kinds=("layer norm", "rms norm", "group norm")) -> Layer:
+def norm(draw: Draw, width: int, dims: int = 1, kinds=("layer norm", "rms norm", "layer norm", "rms norm", "group norm")) -> Layer:
     """A norm of x [..., width]; `dims` trailing dims before the width are positions (group and batch norm average over them)."""
     kind = draw.ingredient(*kinds)
     groups = math.gcd(width, 8)

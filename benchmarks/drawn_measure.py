@@ -75,7 +75,11 @@ def _compiled(name: str, figures: dict) -> Iterator[dict]:
 
 
 def _others(program: Drawn, layouts: int, timeout_s: float) -> Iterator[dict]:
-    """The other layouts that the objective ranks first, compiled with XLA's default options."""
+    """The other layouts that the objective ranks first, compiled with XLA's default options.
+
+    The objective takes for granted that what a layout leaves open is done well, and XLA may do it badly; so the first that replicates
+    parameters is among them, which leaves little open.
+    """
     preset = program.target.partition(":")[0]
     found, seen = [], set()
     read = structure.Structure(program.step, program.state, program.batch, program.mesh)
@@ -90,13 +94,15 @@ def _others(program: Drawn, layouts: int, timeout_s: float) -> Iterator[dict]:
             yield {"errors": [f"ranking {way.name}: {error}".splitlines()[0][:300]]}
     found.sort(key=lambda x: x[:2])
     yield {"ranked": [(name, seconds, excess) for excess, seconds, name, _ in found]}
-    compiled = 0
+    compiled, replicated = 0, False
     for _, _, name, laid in found:
-        if compiled == layouts:
-            break
+        whole = not laid.way.params and "tensor" not in laid.way.name
+        if compiled >= layouts and (replicated or not whole):
+            continue
         yield {"stage": f"compiling {name}"}
         for event in _tried(f"lowering {name}", lambda name=name, laid=laid: _laid_out(program, name, laid, timeout_s)):
-            compiled += any("seconds" in figures for figures in event.get("layouts", {}).values())
+            done = any("seconds" in figures for figures in event.get("layouts", {}).values())
+            compiled, replicated = compiled + done, replicated or (done and whole)
             yield event
 
 

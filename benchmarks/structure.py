@@ -218,6 +218,7 @@ class _Hint:
 class Laid:
     """A step as an expert lays it out: `function` has constraints on products, `specs` are layouts of (state, batch)."""
 
+    way: Way
     function: Callable
     specs: tuple
     mesh: Any
@@ -274,7 +275,7 @@ class Structure:
         def step(state, batch):
             return jax.tree.unflatten(out, run(*jax.tree.leaves((state, batch))))
 
-        return Laid(step, jax.tree.unflatten(tree, specs), self.mesh)
+        return Laid(way, step, jax.tree.unflatten(tree, specs), self.mesh)
 
     def state_spec(self, way: Way, found: Found, k: int) -> P:
         """Layout of a leaf of the state; what the optimizer keeps for a parameter is laid out as that is."""
