@@ -82,13 +82,24 @@ SIZES = ("full", "small", "tiny", "exact")
 def draw(seed: int, size: str = "full") -> Drawn:
     """The program of a seed, of one of `SIZES`."""
     d = Draw(seed, size)
-    target, mesh_shape = d.one_of(*PLACES)
-    family = d.one_of(*("sequence",) * 6, "images", "images", "tables", "classes")
-    model = {"sequence": sequence, "images": images, "tables": tables, "classes": classes}[family](d, math.prod(mesh_shape))
-    step, create_state, batch, create_batch = trained(d, model, math.prod(mesh_shape))
-    state = jax.eval_shape(create_state, jax.random.key(0))
+    target, mesh_shape, family, (step, create_state, create_batch) = _drawn(d)
+    state, batch = (jax.eval_shape(create, jax.random.key(0)) for create in (create_state, create_batch))
     made = tuple(dict.fromkeys(d.made))
     return Drawn(seed, family, step, state, batch, made, target, mesh_shape, create_state, create_batch)
+
+
+def ingredients(seed: int, size: str = "full") -> tuple[str, ...]:
+    """`draw(seed, size).made`, without tracing anything."""
+    d = Draw(seed, size)
+    _drawn(d)
+    return tuple(dict.fromkeys(d.made))
+
+
+def _drawn(d: Draw):
+    target, mesh_shape = d.one_of(*PLACES)
+    family, devices = d.one_of(*("sequence",) * 6, "images", "images", "tables", "classes"), math.prod(mesh_shape)
+    model = {"sequence": sequence, "images": images, "tables": tables, "classes": classes}[family](d, devices)
+    return target, mesh_shape, family, trained(d, model, devices)
 
 
 # ---- sizes

@@ -48,7 +48,7 @@ class Model:
 
 
 def trained(d: Draw, model: Model, devices: int):
-    """(step, create_state, batch shapes, create_batch) of a loss."""
+    """(step, create_state, create_batch) of a loss."""
     name = d.ingredient("adamw", *OPTIMIZERS)
     precision = d.ingredient("bfloat16 computation", "bfloat16 computation", "float32", "bfloat16 parameters", "scaled float16")
     dtype = {"float32": jnp.float32, "scaled float16": jnp.float16}.get(precision, jnp.bfloat16)
@@ -101,7 +101,7 @@ def trained(d: Draw, model: Model, devices: int):
             for (name, (s, t, high)), k in of
         }
 
-    return train_step, create_state, jax.eval_shape(create_batch, jax.random.key(0)), create_batch
+    return train_step, create_state, create_batch
 
 
 def _accumulated(d: Draw, model: Model, devices: int) -> int:
