@@ -22,6 +22,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -44,8 +45,8 @@ TARGETS = {"h100:8": (2, 4), "h100:2x8": (2, 8), "h100:8x8": (8, 8)}
 AXES = ("data", "model")
 
 
-def judge(lowered, target: str, timeout_s: float, options: dict | None = None) -> dict:
-    """What XLA makes of a lowered step, in figures."""
+def judge(lowered, target: str, timeout_s: float, options: Mapping | None = None) -> dict:
+    """What XLA makes of a lowered step, with these compiler options, in figures."""
     compiled = compile(lowered, target=target, timeout_s=timeout_s, options=as_known(options or {}))
     if not compiled.ok or compiled.memory is None:
         return {"error": compiled.error.strip().splitlines()[0][:200]}

@@ -248,3 +248,13 @@ ENTRY %main (stack: f32[64,100000], at: s32[], where: s32[1,1], update: f32[1,10
 """  # noqa: E501
     row, found = 4e5, seconds_of(hlo, BYTES)
     assert found.compute_s * BYTES.device.memory_rate == pytest.approx(3 * 2 * row, rel=0.001)
+
+
+def test_a_number_broadcast_in_steps_is_not_written_for_a_loop():
+    def masked(x):
+        number = lax.broadcast_in_dim(jnp.broadcast_to(x[0, 0], (1000,)), (1000, 1000), (1,))
+        return lax.scan(lambda c, _: (jnp.where(c > 0, c, number) @ c, None), x, length=4)[0]
+
+    space = make_strategy_space(parse(jax.make_jaxpr(masked)(X)), MeshShape(("x",), (1,)), BYTES)
+    made = [op for op in space.graph.ops if op.traits.broadcast and op.outs[0].shape == X.shape]
+    assert made and not any(space.materialised[op.outputs[0]] for op in made)

@@ -322,3 +322,12 @@ def test_a_long_reduction_is_two_kernels(length, expected):
 def test_a_broadcast_scalar_takes_no_memory():
     done = compile(jax.jit(lambda x: jnp.tanh(x + jnp.full((D, D), x[0, 0])), in_shardings=s()), a(D, D), target="h200:8")
     assert done.memory is not None and done.memory.temp_bytes < 4 * D
+
+
+def test_a_scalar_broadcast_in_two_steps_takes_no_memory_in_a_loop():
+    def fn(x):
+        number = jax.lax.broadcast_in_dim(jnp.broadcast_to(x[0, 0], (D,)), (D, D), (1,))
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c + number), None), x, length=4)[0]
+
+    done = compile(jax.jit(fn, in_shardings=s(), donate_argnums=0), a(D, D), target="h200:8")
+    assert done.memory is not None and done.memory.temp_bytes < 4 * D * D + 4 * D

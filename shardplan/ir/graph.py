@@ -86,6 +86,7 @@ class Op:
     held_during: int = -1  # number of the loop that keeps the operand (loop_const, loop_slice) or the result (loop_stack) alive, or -1
     label: str = ""  # for `arg` and `out` the pytree path
     is_follower: bool = False  # of a copy, whether its readers take the value in whatever layout it has
+    operand_is_broadcast_scalar: bool = False  # whether the first operand is one number, broadcast
     accumulates: bool = False  # whether it carries, or passes on, partial sums that a loop accumulates
 
     @cached_property
@@ -95,8 +96,8 @@ class Op:
 
     @property
     def scalar_broadcast(self) -> bool:
-        """Whether it broadcasts one number: XLA writes it where it is read and nowhere else, in loops too."""
-        return self.traits.broadcast and not self.ins[0].shape
+        """Whether it broadcasts one number, in one step or several: XLA writes it where it is read and nowhere else, in loops too."""
+        return self.traits.broadcast and (not self.ins[0].shape or self.operand_is_broadcast_scalar)
 
     @property
     def forwards_value(self) -> bool:

@@ -67,6 +67,8 @@ class _Recorder:
         for k, v in enumerate(inputs):
             if v is not None:
                 self.consumers[v].append((at, k))
+        first = self.ops[self.values[inputs[0]].producer[0]] if inputs and inputs[0] is not None else None
+        more["operand_is_broadcast_scalar"] = first is not None and first.scalar_broadcast
         more = {"source": self.source, "phase": self.phase, "runs": self.runs, "reads": self.runs, "loop": self.loop} | more
         self.ops.append(Op(primitive, tuple(inputs), outputs, tuple(ins), tuple(outs), params or {}, path, **more))
         return list(outputs)
