@@ -141,7 +141,6 @@ def candidates(loops: bool, unrolled: bool, hides_by_itself: bool = True) -> tup
     found = [base] if hides_by_itself else [DEFAULT, base]
     if loops:
         found += [
-            replace(base, double_buffering=True),
             replace(base, pipelined=frozenset({"all-gather"}), double_buffering=True),
             replace(base, pipelined=PIPELINING.pipelined, double_buffering=True),
         ]
