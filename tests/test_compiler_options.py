@@ -121,6 +121,16 @@ def test_nothing_is_passed_on_cpus_but_the_users_own(cpus):
     assert passed(compiler_options={"xla_llvm_disable_expensive_passes": True}) == {"xla_llvm_disable_expensive_passes": True}
 
 
+def test_what_is_planned_reaches_jit_on_gpus(cpus, monkeypatch):
+    monkeypatch.setattr("shardplan.options.GPU_PLATFORMS", ("cpu",))  # XLA for CPU takes the names, too
+    auto = shardplan.auto(cpus, donate_argnums=0, pins=SHARDED, static_argnames="scanned", cluster="h100")(step)
+    chosen = auto.plan(*arguments()).compiler_options
+    assert chosen and _jax.compiler_options(auto.lower(*arguments())) == as_known(chosen)
+    small = jnp.ones((64, 32)), jnp.ones((32, 32))
+    own = shardplan.auto(cpus, compiler_options=chosen)(lambda x, w: x @ w)
+    assert (own(*small) == 32).all()
+
+
 def test_the_step_of_absent_gpus_is_lowered_with_them(planned):
     function, args = planned.context.program(planned)
     assert _jax.compiler_options(function.trace(*args).lower(lowering_platforms=("cuda",))) == as_known(planned.compiler_options)
