@@ -1,6 +1,7 @@
 """Compiler options are part of a plan: chosen for GPUs, the user's own first, saved, shown, and used where it is compiled."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def test_nothing_is_chosen_without_loops_and_for_none():
 
 
 def test_ampere_is_asked_to_hide_latency():
-    assert XlaOptions.of(plan(cluster="a100").compiler_options).latency_hiding
+    assert XlaOptions.of(plan(cluster="a100").compiler_options) == replace(DEFAULT, latency_hiding=True)
     assert not XlaOptions.of(plan().compiler_options).latency_hiding
 
 
@@ -119,6 +120,16 @@ def test_nothing_is_passed_on_cpus_but_the_users_own(cpus):
     assert plan(cpus, cluster=None, memory="disable").compiler_options == {}
     assert plan(cpus).compiler_options and passed(cluster="h100") == {}  # priced as another machine
     assert passed(compiler_options={"xla_llvm_disable_expensive_passes": True}) == {"xla_llvm_disable_expensive_passes": True}
+
+
+def test_what_is_planned_reaches_jit_on_gpus(cpus, monkeypatch):
+    monkeypatch.setattr("shardplan.options.GPU_PLATFORMS", ("cpu",))  # XLA for CPU takes the names, too
+    auto = shardplan.auto(cpus, donate_argnums=0, pins=SHARDED, static_argnames="scanned", cluster="h100")(step)
+    chosen = auto.plan(*arguments()).compiler_options
+    assert chosen and _jax.compiler_options(auto.lower(*arguments())) == as_known(chosen)
+    small = jnp.ones((64, 32)), jnp.ones((32, 32))
+    own = shardplan.auto(cpus, compiler_options=chosen)(lambda x, w: x @ w)
+    assert (own(*small) == 32).all()
 
 
 def test_the_step_of_absent_gpus_is_lowered_with_them(planned):
@@ -160,7 +171,7 @@ def test_unknown_ones_are_refused_before_planning(monkeypatch):
 
 def test_options_are_read_back_from_flags():
     assert all(XlaOptions.of(x.flags()) == x for x in candidates(loops=True, unrolled=True, hides_by_itself=False))
-    assert XlaOptions.of({LEVEL: "O1"}) == XlaOptions.of({LEVEL: LEVELS["O2"]}) == PIPELINING
+    assert XlaOptions.of({LEVEL: "O1"}) == XlaOptions.of({LEVEL: LEVELS["O2"]}) == replace(PIPELINING, latency_hiding=True)
     assert XlaOptions.of({LEVEL: 1}) == XlaOptions.of({}) == DEFAULT and not DEFAULT.flags()
     assert candidates(loops=False, unrolled=False) == (DEFAULT,)
 

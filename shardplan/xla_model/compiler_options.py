@@ -135,11 +135,13 @@ def truth(value: Flag) -> bool:
 def candidates(hides_by_itself: bool = True) -> tuple[XlaOptions, ...]:
     """The options worth trying for a step, the plainest first; `thresholds` adds to them.
 
-    `hides_by_itself` says whether the GPU is one for which XLA hides latency unasked.
+    `hides_by_itself` says whether the GPU is one for which XLA hides latency unasked; where not, asking for that hides more than
+    pipelining does, and both together less (fact: options-latency-hiding).
     """
     base = replace(DEFAULT, latency_hiding=not hides_by_itself)
-    more: tuple[tuple[CollectiveKind, ...], ...] = (("all-gather", "all-reduce"), ("all-gather",), ("all-reduce",))
-    return (base, *(replace(base, pipelined=frozenset(kinds), double_buffering=True) for kinds in more))
+    kinds: tuple[tuple[CollectiveKind, ...], ...] = (("all-gather", "all-reduce"), ("all-gather",), ("all-reduce",))
+    more = (replace(base, pipelined=frozenset(some), double_buffering=True) for some in kinds if hides_by_itself)
+    return (base, *more)
 
 
 def thresholds(options: XlaOptions) -> tuple[XlaOptions, ...]:

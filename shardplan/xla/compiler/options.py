@@ -37,18 +37,23 @@ def refusal(options: tuple[tuple[str, Flag], ...]) -> str:
 
 def unknown(options: Flags) -> str:
     """Why this XLA refuses a user's options, with the names that it would take; '' if it takes them."""
-    taken = as_known(options)
-    why = refusal(tuple(taken.items()))
+    why = refusal(tuple(_translated(options).items()))
     name = re.search(r"No such compile option: '([^']*)'", why)
     near = get_close_matches(name[1], [*known.NAMES], 1) if name else []
-    return why + (f"; did you mean {near[0]!r}?" if near else "")
+    return why + (f"; did you mean {near[0]!r}?" if name and near and near[0] != name[1] else "")
 
 
 def as_known(options: Flags) -> dict[str, Flag]:
+    """Options by this XLA's names, without those of `compiler_options.NAMES` that it has no more."""
+    out = _translated(options)
+    return {name: value for name, value in out.items() if name not in known.NAMES or not _is_missing(name, value)}
+
+
+def _translated(options: Flags) -> dict[str, Flag]:
     """Options by this XLA's names; levels as numbers, which every version of jax takes."""
     out: dict[str, Flag] = {}
     for name, value in options.items():
-        if name in known.RENAMED and "No such compile option" in refusal(((name, value),)):
+        if name in known.RENAMED and _is_missing(name, value):
             renamed, values = known.RENAMED[name]
             out[renamed] = values[known.truth(value)]
         elif name == known.LEVEL and isinstance(value, str):
@@ -56,3 +61,7 @@ def as_known(options: Flags) -> dict[str, Flag]:
         else:
             out[name] = value
     return out
+
+
+def _is_missing(name: str, value: Flag) -> bool:
+    return "No such compile option" in refusal(((name, value),))
