@@ -9,7 +9,7 @@ from clusters import H100
 from jax import lax
 
 import shardplan
-from shardplan.costs.space import make_strategy_space
+from shardplan.costs.space import StepFacts, make_strategy_space
 from shardplan.ir.parse import parse
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import available
@@ -24,7 +24,7 @@ needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip insta
 
 def whole(fun, *args, cluster=BYTES) -> float:
     """Seconds of a step that is not split."""
-    space = make_strategy_space(parse(jax.make_jaxpr(fun)(*args)), MeshShape(("x",), (1,)), cluster)
+    space = make_strategy_space(StepFacts.of(parse(jax.make_jaxpr(fun)(*args)), mesh := MeshShape(("x",), (1,))), mesh, cluster)
     return sum(op.runs * s[0] for op, s in zip(space.graph.ops, space.seconds, strict=True))
 
 
@@ -134,7 +134,7 @@ def test_no_kernel_is_faster_than_a_launch(steps):
         return x
 
     assert whole(chain, small, cluster=H100) == pytest.approx((steps + 1) * H100.device.kernel_latency_s, rel=0.05)
-    split = make_strategy_space(parse(jax.make_jaxpr(chain)(small)), MeshShape(("x",), (8,)), H100)
+    split = make_strategy_space(StepFacts.of(parse(jax.make_jaxpr(chain)(small)), mesh := MeshShape(("x",), (8,))), mesh, H100)
     least = sum(op.runs * s.min() for op, s in zip(split.graph.ops, split.seconds, strict=True))
     assert least > 0.9 * whole(chain, small, cluster=H100)  # eight devices are no faster
 
@@ -255,6 +255,6 @@ def test_a_number_broadcast_in_steps_is_not_written_for_a_loop():
         number = lax.broadcast_in_dim(jnp.broadcast_to(x[0, 0], (1000,)), (1000, 1000), (1,))
         return lax.scan(lambda c, _: (jnp.where(c > 0, c, number) @ c, None), x, length=4)[0]
 
-    space = make_strategy_space(parse(jax.make_jaxpr(masked)(X)), MeshShape(("x",), (1,)), BYTES)
+    space = make_strategy_space(StepFacts.of(parse(jax.make_jaxpr(masked)(X)), mesh := MeshShape(("x",), (1,))), mesh, BYTES)
     made = [op for op in space.graph.ops if op.traits.broadcast and op.outs[0].shape == X.shape]
     assert made and not any(space.materialised[op.outputs[0]] for op in made)

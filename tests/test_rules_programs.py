@@ -21,7 +21,7 @@ from jax import lax
 from layers import SEQUENCE, equinox_layers, linen_layers, missing, nnx_layers
 
 from shardplan._jax import EXPANDED, INLINED, equations, inner_jaxpr, without_refs
-from shardplan.costs.space import make_strategy_space
+from shardplan.costs.space import StepFacts, make_strategy_space
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
@@ -276,7 +276,7 @@ def test_strategies_of_ten_thousand_equations_take_less_than_three_seconds(sizes
     assert len(graph.ops) > 10_000
     gc.collect()  # of what others left
     start = time.process_time()
-    space = make_strategy_space(graph, MeshShape(("a", "b", "c"), (2, 4, 8)), Cluster.preset("h100"))
+    space = make_strategy_space(StepFacts.of(graph, mesh := MeshShape(("a", "b", "c"), (2, 4, 8))), mesh, Cluster.preset("h100"))
     assert time.process_time() - start < 3
     assert len({id(c) for c in space.strategies}) < 100 and max(map(len, space.strategies)) > 20
 
@@ -292,7 +292,7 @@ def test_scores_that_xla_transposes_are_written_before_the_other_product_is_read
 
     q, k = jax.ShapeDtypeStruct((2, 16, 3, 5, 8), jnp.bfloat16), jax.ShapeDtypeStruct((2, 16, 3, 8), jnp.bfloat16)
     graph = parse(jax.make_jaxpr(jax.grad(attention, argnums=(0, 1)))(q, k))
-    space = make_strategy_space(graph, MeshShape(("a",), (2,)), Cluster.preset("h100"))
+    space = make_strategy_space(StepFacts.of(graph, mesh := MeshShape(("a",), (2,))), mesh, Cluster.preset("h100"))
     converts = [op for op in space.graph.ops if op.primitive == "convert_element_type" and op.outs[0].dtype == jnp.float32]
     written = [op for op in converts if op.outs[0].size == 2 * 3 * 5 * 16 * 16 and space.materialised[op.outputs[0]]]
     assert len(written) == ("bgrts" in scores)
@@ -314,6 +314,6 @@ def test_elementwise_work_on_one_array_is_done_again_in_the_product_that_reads_i
         return h @ w.astype(h.dtype)
 
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 64), (64, 64), (64,))]
-    space = make_strategy_space(parse(jax.make_jaxpr(net)(*args)), MeshShape(("a",), (2,)), Cluster.preset("h100"))
+    space = make_strategy_space(StepFacts.of(parse(jax.make_jaxpr(net)(*args)), mesh := MeshShape(("a",), (2,))), mesh, Cluster.preset("h100"))
     written = [op for i, op in enumerate(space.graph.ops) if space.rules[i].fusion == "loop" and space.materialised[op.outputs[0]]]
     assert len([op for op in written if op.outs[0].shape == (256, 64)]) == stored

@@ -23,7 +23,7 @@ from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.combining import CollectiveSite, collective_sites
 from shardplan.xla_model.copies import SMALL_BYTES, with_copies
-from shardplan.xla_model.fusion import kernel_traffic, materialised, written_by_products
+from shardplan.xla_model.fusion import KernelTraffic, kernel_traffic, materialised, written_by_products
 from shardplan.xla_model.physical_layout import ArrayOrder, CoupledState, array_order, coupled_state
 
 SMALL_SUM_BYTES = 1 << 16
@@ -142,37 +142,43 @@ class ArrayEdge(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class StrategySpace:
-    """The strategies of every op on a mesh of a cluster, and what the XLA model says of the graph.
+class StepFacts:
+    """What holds of a step whatever is sharded: shared by the strategy spaces of all searches.
 
     Attributes:
         graph: the step, copies included.
-        rules, strategies: per op.
-        signature: per op, equal numbers for ops between which the planner sees no difference.
+        signatures: of ops, made once each.
+        rules, sums: per op, its rule and whether its result may be partial.
+        numbers: per op, equal ones for ops between which the planner sees no difference.
         materialised: per value, whether it is ever written to memory.
-        seconds: per op, seconds [s] of one run on one device.
-        unknown: (primitive, source) of ops without a rule, which are replicated.
-        edge_layouts, tables, priced: caches of `costs/tables.py` and `costs/build.py`: by template; of the last network's tables; and
-            of what the last network's combined collectives say.
+        traffic: per op, what its kernels move.
     """
 
     graph: Graph
-    mesh: MeshShape
-    cluster: Cluster
+    signatures: Signatures
     rules: tuple[Rule, ...]
-    strategies: tuple[OpStrategies, ...]
-    signature: tuple[int, ...]
+    sums: tuple[bool, ...]
+    numbers: tuple[int, ...]
     materialised: tuple[bool, ...]
-    seconds: tuple[np.ndarray, ...]
-    unknown: tuple[tuple[str, str], ...]
-    edge_layouts: dict = field(default_factory=dict)
-    tables: dict = field(default_factory=dict)
-    priced: dict = field(default_factory=dict)
+    traffic: tuple[KernelTraffic, ...]
+
+    @classmethod
+    def of(cls, graph: Graph, mesh: MeshShape) -> StepFacts:
+        """The facts of a step, before copies are put in, on a mesh."""
+        table, whole = Signatures(mesh), (None,) * len(mesh.axes)
+        first = table.read(graph := mark_accumulation(graph), {}, whole)
+        lookups = frozenset(at for at, found in enumerate(first) if found.rule.is_lookup)
+        follows, sums = [found.rule.is_follower for found in first], [found.sums for found in first]
+        graph = mark_accumulation(with_copies(graph, follows, sums, lookups))
+        found = table.read(graph, {}, whole)
+        rules, sums = tuple(x.rule for x in found), tuple(x.sums for x in found)
+        written = materialised(graph, rules, sums)
+        return cls(graph, table, rules, sums, tuple(x.number for x in found), written, kernel_traffic(graph, rules, written, sums))
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Per op, its class among repeated layers."""
-        return repeated_layers(self.graph, self.signature)
+        return repeated_layers(self.graph, self.numbers)
 
     @cached_property
     def collective_sites(self) -> tuple[CollectiveSite, ...]:
@@ -191,6 +197,68 @@ class StrategySpace:
         """Sum that a loop accumulates, which may be partial -> the value in the loop that is summed."""
         return accumulated_sums(self.graph, self.accumulated_operands)
 
+
+@dataclass(frozen=True, eq=False)
+class StrategySpace:
+    """The strategies of every op on a mesh of a cluster, and what the XLA model says of the graph.
+
+    Attributes:
+        facts: what holds whatever is sharded.
+        strategies: per op.
+        signature: per op, equal numbers for ops between which the planner sees no difference.
+        seconds: per op, seconds [s] of one run on one device.
+        unknown: (primitive, source) of ops without a rule, which are replicated.
+        edge_layouts, tables, priced: caches of `costs/tables.py` and `costs/build.py`: by template; of the last network's tables; and
+            of what the last network's combined collectives say.
+    """
+
+    facts: StepFacts
+    mesh: MeshShape
+    cluster: Cluster
+    strategies: tuple[OpStrategies, ...]
+    signature: tuple[int, ...]
+    seconds: tuple[np.ndarray, ...]
+    unknown: tuple[tuple[str, str], ...]
+    edge_layouts: dict = field(default_factory=dict)
+    tables: dict = field(default_factory=dict)
+    priced: dict = field(default_factory=dict)
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Per op, its class among repeated layers with the same strategies."""
+        first: dict[tuple[int, int], int] = {}
+        return tuple(first.setdefault(both, i) for i, both in enumerate(zip(self.facts.layers, self.signature, strict=True)))
+
+    @property
+    def graph(self) -> Graph:
+        """The step, copies included."""
+        return self.facts.graph
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """Per op."""
+        return self.facts.rules
+
+    @property
+    def materialised(self) -> tuple[bool, ...]:
+        """Per value, whether it is ever written to memory."""
+        return self.facts.materialised
+
+    @property
+    def collective_sites(self) -> tuple[CollectiveSite, ...]:
+        """Per value, which collectives its reshards may be combined with."""
+        return self.facts.collective_sites
+
+    @property
+    def accumulated_sums(self) -> dict[int, int]:
+        """Sum that a loop accumulates, which may be partial -> the value in the loop that is summed."""
+        return self.facts.accumulated_sums
+
+    @property
+    def accumulated_operands(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """(op, operand) that may be partial sums that a loop accumulates -> that carry's (loop_carry, loop_next)."""
+        return self.facts.accumulated_operands
+
     def partial_bytes_ratio(self, v: int) -> float:
         """Bytes of a value's partial sums over its own: a loop accumulates in the dtype in which they are made."""
         values = self.graph.values
@@ -208,31 +276,26 @@ class StrategySpace:
 
 
 def make_strategy_space(
-    graph: Graph,
+    facts: StepFacts,
     mesh: MeshShape,
     cluster: Cluster,
     within: Mapping[Path, AxisFactors] | None = None,
     others: AxisFactors | None = None,
 ) -> StrategySpace:
-    """Rules, strategies and compute seconds of every op of a step.
+    """Strategies and compute seconds of every op of a step.
 
     Args:
-        graph: the step, before copies are put in.
+        facts: of the step on this mesh.
         mesh, cluster: the machine.
         within: by path of an op, what is decided on each axis (`enumerate_strategies`).
         others: the same for all ops that are not in `within`.
     """
-    table = Signatures(mesh)
-    first = table.read(graph := mark_accumulation(graph), {}, (None,) * len(mesh.axes))
-    lookups = frozenset(at for at, found in enumerate(first) if found.rule.is_lookup)
-    graph = mark_accumulation(with_copies(graph, [found.rule.is_follower for found in first], [found.sums for found in first], lookups))
-    signatures = table.read(graph, within or {}, others)
-    rules, sums = tuple(found.rule for found in signatures), [found.sums for found in signatures]
-    written = materialised(graph, rules, sums)
-    unknown = dict.fromkeys((op.primitive, str(op.source)) for op, found in zip(graph.ops, signatures, strict=True) if not found.known)
-    seconds = compute_seconds(graph, mesh, cluster, signatures, kernel_traffic(graph, rules, written, sums))
+    signatures = facts.signatures.read(facts.graph, within or {}, others)
+    pairs = zip(facts.graph.ops, signatures, strict=True)
+    unknown = dict.fromkeys((op.primitive, str(op.source)) for op, found in pairs if not found.known)
+    seconds = compute_seconds(facts.graph, mesh, cluster, signatures, facts.traffic)
     strategies, numbers = tuple(found.strategies for found in signatures), tuple(found.number for found in signatures)
-    return StrategySpace(graph, mesh, cluster, rules, strategies, numbers, written, seconds, tuple(unknown))
+    return StrategySpace(facts, mesh, cluster, strategies, numbers, seconds, tuple(unknown))
 
 
 def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:

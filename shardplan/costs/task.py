@@ -15,7 +15,7 @@ from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options
 from shardplan.costs.pins import allowed_strategies
 from shardplan.costs.pricing import Pricing
-from shardplan.costs.space import StrategySpace, make_strategy_space
+from shardplan.costs.space import StepFacts, StrategySpace, make_strategy_space
 from shardplan.ilp.solver.problem import Solution
 from shardplan.ir.graph import Graph
 from shardplan.mesh.reshard import Resharder
@@ -73,9 +73,14 @@ class PlanningTask:
         return self.exposed_fraction < 1
 
     @cached_property
+    def facts(self) -> StepFacts:
+        """What holds of the step whatever is sharded."""
+        return StepFacts.of(self.graph, self.resharder.mesh)
+
+    @cached_property
     def space(self) -> StrategySpace:
         """The strategies of every op on all mesh axes."""
-        space = make_strategy_space(self.graph, self.resharder.mesh, self.resharder.cluster)
+        space = make_strategy_space(self.facts, self.resharder.mesh, self.resharder.cluster)
         self.stopwatch.lap("strategies")
         return space
 

@@ -73,7 +73,7 @@ class IntegerProgram(Search):
             whole = self.task.network(network.pricing, limit)
             states = whole.translate(network, solution.states)
             allowed = np.isfinite(whole.problem.objective(states))
-            found.add(Candidate(whole, replace(solution, states=states)) if allowed else Candidate(network, solution))
+            found.add_if_near(Candidate(whole, replace(solution, states=states)) if allowed else Candidate(network, solution))
         self.task.stopwatch.lap("other searches")
         if found.best is not None and found.best is not own and not deadline.over():
             slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined)

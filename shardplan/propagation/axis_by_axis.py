@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -63,12 +62,12 @@ class AxisByAxis(Search):
 
 
 def axis_by_axis(task: PlanningTask, limit: float | None, background_price: float) -> Iterator[Candidate]:
-    """Per order of axes the last axis's network and its answer, "feasible"; none of an order that ends in nothing that fits `limit`."""
+    """The plans of every order of axes, "feasible": when all are decided, and whenever one is decided again; none exceeds `limit`."""
     axes = tuple(a for a, n in task.resharder.mesh if n > 1)
     for order in dict.fromkeys((axes[::-1], axes)) if axes else ():
         descent = _Descent(task, limit, Pricing(background_price), order)
-        levels = (descent.run(share) for share in MEMORY_SHARES)
-        for level in islice(filter(None, levels), 1):
+        levels = (list(descent.run(share)) for share in MEMORY_SHARES)
+        for level in next(filter(None, levels), ()):
             yield Candidate(level.network, replace(level.solution, status="feasible", bound=0.0))
 
 
@@ -89,8 +88,8 @@ class _Descent:
     pricing: Pricing
     order: tuple[str, ...]
 
-    def run(self, memory_share: float) -> _Level | None:
-        """All axes decided once, then again while that makes the step cheaper; None if nothing fits on the way."""
+    def run(self, memory_share: float) -> Iterator[_Level]:
+        """All axes decided once, then again while that makes the step cheaper; nothing if nothing fits on the way."""
         level, within = None, {}
         for n, axis in enumerate(self.order):
             within = self.opened(axis, level.factors if level else {})
@@ -98,11 +97,12 @@ class _Descent:
             limit = None if self.limit is None else self.limit * to_come * (memory_share if to_come > 1 else 1.0)
             level = self.decide(axis, within, self.order[: n + 1], limit)
             if level is None:
-                return None
+                return
         assert level is not None
-        return self.sweep(level, {self.order[-1]: within})  # the last axis was decided given all others
+        yield level
+        yield from self.sweep(level, {self.order[-1]: within})  # the last axis was decided given all others
 
-    def sweep(self, level: _Level, given: dict[str, AxisFactors]) -> _Level:
+    def sweep(self, level: _Level, given: dict[str, AxisFactors]) -> Iterator[_Level]:
         """Every axis decided again, given all others, while that makes the step cheaper; `given`: axis -> the others by then."""
         for _ in range(SWEEPS if len(self.order) > 1 else 0):
             before = level
@@ -111,16 +111,17 @@ class _Descent:
                 if within != given.get(axis):
                     given[axis] = within
                     found = self.decide(axis, within, self.order, self.limit)
-                    level = found if found and found.solution.objective < level.solution.objective else level
+                    if found and found.solution.objective < level.solution.objective:
+                        level = found
+                        yield level
             if level is before:
                 break
-        return level
 
     def decide(self, axis: str, within: AxisFactors, decided: Sequence[str], limit: float | None) -> _Level | None:
         """One axis, given what every op does on the others; pins count as far as they speak of the axes `decided` by then."""
         task, mesh = self.task, self.task.resharder.mesh
         others = tuple(OPEN if a == axis else None for a in mesh.axes)
-        space = make_strategy_space(task.graph, mesh, task.resharder.cluster, within, others)
+        space = make_strategy_space(task.facts, mesh, task.resharder.cluster, within, others)
         allowed = allowed_strategies(space, decided, options=task.options)
         network = build_network(space, task.resharder, limit, allowed, pricing=self.pricing)
         presolved = presolve(network.problem, tie=True)
