@@ -113,8 +113,6 @@ def _laid_out(program: Drawn, name: str, laid: structure.Laid, timeout_s: float)
 
 def _predicted(program: Drawn, laid: structure.Laid, preset: str) -> tuple[float, float]:
     """(bytes beyond the memory, seconds) that the planner's objective gives the best step with this layout."""
-    step = shardplan.auto(
-        program.mesh, donate_argnums=0, cluster=preset, in_shardings=laid.specs, search="propagation", memory="disable"
-    )(laid.function)
+    step = shardplan.auto(program.mesh, donate_argnums=0, cluster=preset, in_shardings=laid.specs, memory="disable")(program.step)
     plan = step.plan(program.state, program.batch)
     return max(0.0, plan.memory().peak - shardplan.Cluster.preset(preset).device.memory_bytes), plan.seconds["total"]

@@ -16,8 +16,8 @@ from shardplan.xla import available
 from shardplan.xla.hlo.schedule import seconds, seconds_of
 
 S, F32 = jax.ShapeDtypeStruct, jnp.float32
-BYTES = replace(H100, device=replace(H100.device, flops=dict.fromkeys(H100.device.flops, 1e30), kernel_latency_s=0.0))
-"""A device that takes no time but for memory."""
+BYTES = replace(H100, device=replace(H100.device, flops=dict.fromkeys(H100.device.flops, 1e30), kernel_latency_s=0.0, sms=0))
+"""A device that takes no time but for memory, and splits no products."""
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 

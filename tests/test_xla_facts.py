@@ -10,6 +10,7 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardplan.costs.split_products import contracted_splits
 from shardplan.xla import available, compile
 from shardplan.xla.hlo.schedule import overlaps
 
@@ -331,3 +332,22 @@ def test_a_scalar_broadcast_in_two_steps_takes_no_memory_in_a_loop():
 
     done = compile(jax.jit(fn, in_shardings=s(), donate_argnums=0), a(D, D), target="h200:8")
     assert done.memory is not None and done.memory.temp_bytes < 4 * D * D + 4 * D
+
+
+PRODUCTS = ((128, 128, 2048), (256, 256, 8192), (1536, 256, 4096), (1024, 512, 1000), (1024, 1024, 1024), (2048, 1024, 8192))
+"""Rows, columns, contracted elements."""
+
+
+def test_a_product_of_few_tiles_is_split():
+    """And `costs.split_products` says how often."""
+
+    def products(*xs):
+        return [x.T @ y for x, y in zip(xs[::2], xs[1::2], strict=True)]
+
+    operands = [jax.ShapeDtypeStruct((k, size), jnp.bfloat16) for m, n, k in PRODUCTS for size in (m, n)]
+    done = compile(jax.jit(products, in_shardings=s()), *operands, target="h100:8")
+    for m, n, k in PRODUCTS:
+        parts, padded = contracted_splits(1, m, n, k, 2, 132)
+        split = f"f32[{parts},{m},{n}]" if parts > 1 else f"bf16[{m},{n}]"
+        assert any("gemm_fusion" in line and f" = {split}" in line for line in done.text.splitlines()), (m, n, k, split)
+        assert padded == k or f"bf16[{padded},{m}]" in done.text or f"bf16[{m},{padded}]" in done.text

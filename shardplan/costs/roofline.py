@@ -17,6 +17,7 @@ import numpy as np
 
 from shardplan._jax import itemsize
 from shardplan.costs.halo_exchange import exchanges
+from shardplan.costs.split_products import split_product_seconds
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
@@ -55,7 +56,10 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
     seconds = moved / device.memory_rate
     if rule.flops and op.ins:
         dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
-        seconds = np.maximum(rule.flops * strategies.work / device.flops_per_s(dtype), seconds)
+        flops_s = rule.flops * strategies.work / device.flops_per_s(dtype)
+        seconds = np.maximum(flops_s, seconds)
+        if device.sms and op.primitive == "dot_general" and rule.fusion == "none" and moved.any():
+            seconds = split_product_seconds(op, strategies, mesh, device, flops_s, moved)
     if rule.fusion == "none" and moved.any():
         seconds = np.maximum(seconds, device.kernel_latency_s)
     elif moves.kernel_bytes is not None:

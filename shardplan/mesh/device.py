@@ -59,6 +59,7 @@ class Device:
         kernel_latency_s: least seconds of any kernel: launch, drain, first load.
         flops_efficiency: fraction of `flops` that large matrix products reach.
         bytes_efficiency: fraction of `bytes_per_s` that large elementwise kernels reach.
+        sms: streaming multiprocessors, over which XLA spreads a product by splitting it (`costs/split_products.py`); 0 for no splits.
     """
 
     name: Text
@@ -68,6 +69,7 @@ class Device:
     kernel_latency_s: NotNegative
     flops_efficiency: Positive = 1.0
     bytes_efficiency: Positive = 1.0
+    sms: Annotated[int, Meta(ge=0, le=1 << 20, description="a whole number from 0")] = 0
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s for a dtype by name: of itself, of the nearest family that is listed, at last of float32."""
@@ -109,7 +111,7 @@ class Gpu(Device):
         launch_s: seconds that starting any collective costs.
         intra, inter: links inside a node and between nodes.
         compute_capability: major, minor.
-        sms, fp32_lanes_per_sm, boost_ghz, l2_mib, shared_kib_per_sm, nvlinks: the chip.
+        fp32_lanes_per_sm, boost_ghz, l2_mib, shared_kib_per_sm, nvlinks: the chip.
         sources: names of figures -> the document they are from.
     """
 
@@ -120,7 +122,6 @@ class Gpu(Device):
     intra: Link
     inter: Link
     compute_capability: tuple[int, int]
-    sms: int
     fp32_lanes_per_sm: int
     boost_ghz: float
     l2_mib: float

@@ -1,0 +1,83 @@
+"""Products that XLA splits along the contracted dim: how often, and seconds on one device.
+
+A product whose result has few tiles leaves multiprocessors idle. XLA splits its contracted dim in s parts, each a product of its own
+that writes float32, and sums these in a second kernel; a contracted dim that the parts do not divide is padded first, one kernel per
+operand. With T tiles of the result, k contracted elements and p multiprocessors, s is the power of two that minimises
+
+    k_s max(1, s T/p) + 4 T s     for s > 1,     k     for s = 1
+
+where k_s are the elements of a part, whole blocks of `BLOCK`; found from compiled programs.
+
+Fact: product-split-contracted.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shardplan._jax import itemsize
+from shardplan.ir.graph import Op
+from shardplan.mesh.device import Device
+from shardplan.mesh.layout import MeshShape
+from shardplan.strategies.enumerate import OpStrategies
+
+TILE = 128
+"""Rows and columns of a tile of the result."""
+
+BLOCK = 32
+"""Contracted elements that one step of a product takes, in the choice of s."""
+
+SPLITS = (2, 4, 8, 16, 32, 64, 128)
+ALIGNED_BYTES = 16
+"""Each part of the contracted dim has a multiple of these bytes."""
+
+
+def contracted_splits(batch: int, m: int, n: int, k: int, element_bytes: float, multiprocessors: int) -> tuple[int, int]:
+    """(number of parts, contracted elements after padding) of a product [batch, m, k] x [batch, k, n]."""
+    tiles = batch * math.ceil(m / TILE) * math.ceil(n / TILE)
+    best, parts, padded = float(k), 1, k
+    for s in SPLITS:
+        part, unit = math.ceil(k / s / BLOCK) * BLOCK, s * max(1, round(ALIGNED_BYTES / element_bytes))
+        cost = part * max(1.0, s * tiles / multiprocessors) + 4.0 * tiles * s
+        if cost < best or (cost == best and parts > 1):
+            best, parts, padded = cost, s, math.ceil(k / unit) * unit
+    return parts, padded
+
+
+def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> tuple[int, int, int, int]:
+    """(batch, rows, columns, contracted elements) of a `dot_general` on one device under strategy s."""
+    (contracted, (batch, _)) = op.params["dimension_numbers"]
+    left, right = (
+        [n // mesh.size(*axes) for n, axes in zip(x.shape, of[s].dims, strict=True)]
+        for x, of in zip(op.ins, strategies.operands, strict=True)
+    )
+    b, k = math.prod(left[d] for d in batch), math.prod(left[d] for d in contracted[0])
+    return b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, b * k), k
+
+
+def split_product_seconds(op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, flops_s: np.ndarray, moved: np.ndarray):
+    """Seconds [s] of products as XLA splits them; where it does not, the roofline over one kernel.
+
+    Args:
+        flops_s: [s], seconds of the floating point operations.
+        moved: [s], bytes that the product reads and writes.
+    """
+    seconds = np.maximum(np.maximum(flops_s, moved / device.memory_rate), device.kernel_latency_s)
+    known: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+    element_bytes = itemsize(op.ins[0].dtype)
+    for s in range(len(strategies)):
+        b, m, n, k = sizes = local_sizes(op, strategies, s, mesh)
+        if sizes not in known:
+            known[sizes] = contracted_splits(*sizes, element_bytes, device.sms)
+        parts, padded = known[sizes]
+        if parts == 1:
+            continue
+        partial, result = 4.0 * parts * b * m * n, itemsize(op.outs[0].dtype) * b * m * n
+        product = max(flops_s[s], (max(0.0, moved[s] - result) + partial) / device.memory_rate, device.kernel_latency_s)
+        seconds[s] = product + max((partial + result) / device.memory_rate, device.kernel_latency_s)
+        if padded != k:
+            pads = (2 * element_bytes * b * k * rows for rows in (m, n))
+            seconds[s] += sum(max(x / device.memory_rate, device.kernel_latency_s) for x in pads)
+    return seconds
