@@ -28,6 +28,8 @@ from shardplan.ilp.solver.search.branch import Incumbent, Subproblem
 
 ASCENT_SHARE = 0.5  # share of a run that ascends; the rest perturbs
 RATE, GAIN = (1.0, 0.05), (3.0, 30.0)  # a and g in (7), at the start and at the end of the ascent
+NEARLY_FITS = 1.2  # peak over the limit of states at the first prices
+PRICE_STEP, PRICE_CHANGES = 4.0, 60  # factor between two first prices, and how many are tried at most
 TREE_MOVES, EVERY = 4, 25  # tree moves that improve an answer, and rounds of the ascent between two such answers
 
 
@@ -71,20 +73,40 @@ class IteratedLocalSearch:
         return objective(self.net, states) + float(prices @ self.memory.profile(states))
 
     def first_feasible(self) -> Iterator[tuple[int, ...]]:
-        """A short ascent; yields feasible states of any cost."""
+        """A short ascent to first feasible states of any cost: yields them as repaired, then annealed."""
         _, prices, scale = self._start(1)
         for turn in range(5, 51, 5):
             for _ in range(5):
                 states = self.trws_states(self.net.unary + self.memory.penalty(prices))
                 prices = self._follow_memory(prices, states, RATE[0], GAIN[0])
-            yield from self.feasible(self.tree_descent(states, prices, 1), scale, turn)
+            found = False
+            for answer in self.feasible(self.tree_descent(states, prices, 1), scale, turn, both=True):
+                found = True
+                yield answer
+            if found:
+                return
 
     def _start(self, moves: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Cheap states, initial prices, and the scale of costs: how far these states are above the trivial lower bound."""
-        cheapest = np.array([cost.argmin() for cost in self.problem.costs], dtype=np.int64)
-        states = self.tree_descent(cheapest, np.zeros(self.net.steps), moves)
-        scale = max(objective(self.net, states) - self.problem.lower_bound(), 1e-9)
-        return states, np.full(self.net.steps, scale / self.net.limit / max(1, self.net.steps)), scale
+        """Cheap states, initial prices, and the scale of costs: how far these states are above the trivial lower bound.
+
+        The price of a byte is the same at every step, of a geometric sequence the one at which the states of TRW-S begin to fit. Where
+        only the limit costs anything, cheap states are free, and the scale is what the limit costs at that price.
+        """
+        net = self.net
+        states = np.array([cost.argmin() for cost in self.problem.costs], dtype=np.int64)
+        states = self.tree_descent(states, np.zeros(net.steps), moves)
+        scale = max(objective(net, states) - self.problem.lower_bound(), 1.0)
+        prices = np.full(net.steps, scale / net.limit / max(1, net.steps))
+        if not net.steps:
+            return states, prices, scale
+        fits: list[bool] = []
+        while len(fits) < PRICE_CHANGES:
+            priced = self.trws_states(net.unary + self.memory.penalty(prices))
+            fits.append(bool(self.memory.profile(priced).max() <= NEARLY_FITS * net.limit))
+            if fits[0] != fits[-1]:
+                break
+            prices = prices / PRICE_STEP if fits[-1] else prices * PRICE_STEP
+        return states, prices, max(scale, float(prices.sum()) * net.limit)
 
     def run(
         self, number: int, n_schedules: int, pace: Callable[[int], float], known: tuple[int, ...] | None = None
@@ -163,8 +185,8 @@ class IteratedLocalSearch:
         full = self.memory.profile(states) / self.net.limit - 1.0
         return np.maximum(prices * np.exp(rate * np.clip(gain * full, -0.3, 1.0)), 1e-9 * prices.max())
 
-    def feasible(self, states: np.ndarray, scale: float, number: int = 0) -> Iterator[tuple[int, ...]]:
-        """Feasible states near the given ones, unless repair fails: repaired, then annealed while there is time."""
+    def feasible(self, states: np.ndarray, scale: float, number: int = 0, both: bool = False) -> Iterator[tuple[int, ...]]:
+        """Feasible states near the given ones, unless repair fails: repaired, then annealed while there is time; or `both`."""
         net, over = self.net, self.deadline.over
         states = np.array(states, dtype=np.int64)
         conditional, tree = conditional_costs(net, states, np.zeros(len(net.unary))), profile_tree(net, states)
@@ -174,6 +196,8 @@ class IteratedLocalSearch:
                 break
         if repaired != 1:
             return
+        if both:
+            yield tuple(states.tolist())
         best, gained = states.copy(), np.zeros(2)
         seed = np.array([88172645463325252 + number], dtype=np.uint64)
         for hot, cold in pairwise(scale * np.geomspace(1e-4, 1e-7, 21)):
@@ -204,8 +228,9 @@ class PrimalSearch:
         self.number, self.seconds, self.last = 0, 0.0, False
 
     def first_feasible(self, subproblem: Subproblem) -> None:
-        """Offers answers of a short ascent until the incumbent takes one."""
-        any(self._offer(subproblem, found) for found in self._prepared(subproblem).first_feasible())
+        """Offers the first answers of a short ascent."""
+        for found in self._prepared(subproblem).first_feasible():
+            self._offer(subproblem, found)
 
     def run(self, subproblem: Subproblem) -> None:
         """Offers the answers of one more run; the last one before the time limit takes all time that is left."""
