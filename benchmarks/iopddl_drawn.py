@@ -42,6 +42,18 @@ class Family:
     seconds: float = 60.0  # time limit, as the contest's
 
 
+FAMILIES = {  # name: (family, seed); the solver was tuned on the first five
+    "layers": (Family((4, 8), 300), 1),
+    "layers, reshards": (Family((2, 16), 600, follow=0.5, chain=12, seconds=180), 2),
+    "levels, 3 axes": (Family((2, 4, 4), 200, "levels", follow=0.6, seconds=300), 3),
+    "hub, 3 dims": (Family((8, 8), 400, "hub", follow=0.95, chain=16, heads=2, tightness=1.05), 4),
+    "levels, small": (Family((4, 8), 60, "levels", follow=0.8, chain=6, tightness=1.2), 5),
+    "hub": (Family((4, 8), 400, "hub", follow=0.7), 11),
+    "levels, 3 dims": (Family((2, 8), 500, "levels", follow=0.8, chain=10, heads=1, tightness=1.05, seconds=120), 12),
+    "hub, 3 axes": (Family((2, 2, 8), 150, "hub", follow=0.8, chain=12, tightness=1.2, seconds=180), 13),
+    "layers, 3 dims": (Family((16, 4), 100, follow=0.3, heads=2), 14),
+}
+
 Role = tuple[int, ...]  # of every mesh axis: the dim of the result, one more: the contraction, -1: replicated
 
 
@@ -244,7 +256,11 @@ class Planted:
     def bound(self) -> float:
         """The lower bound (4) that the certificate proves: the sum of all least reparametrized entries, less what the limit costs."""
         costs, tables = _reparametrized(self.problem, self.prices, self.messages)
-        return sum(float(c.min()) for c in costs) + sum(float(t.min()) for t in tables) - float(self.prices.sum()) * self.problem.usage_table.limit
+        return (
+            sum(float(c.min()) for c in costs)
+            + sum(float(t.min()) for t in tables)
+            - float(self.prices.sum()) * self.problem.usage_table.limit
+        )
 
 
 def _reparametrized(problem: Problem, prices: np.ndarray, messages: dict) -> tuple[list[np.ndarray], Iterator[np.ndarray]]:

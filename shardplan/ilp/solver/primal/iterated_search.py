@@ -26,6 +26,8 @@ from shardplan.ilp.solver.problem import Edge, Messages, Problem, Usage
 from shardplan.ilp.solver.relax.trws import TRWS
 from shardplan.ilp.solver.search.branch import Incumbent, Subproblem
 
+BOUND_ABOVE = 3.0  # seconds left over those of the last run, from which a bound of a large problem pays
+FIRST_SHARE = 0.3  # of the time left, that a first run may take if it is not to be the only one
 ASCENT_SHARE = 0.5  # share of a run that ascends; the rest perturbs
 RATE, GAIN = (1.0, 0.05), (3.0, 30.0)  # a and g in (7), at the start and at the end of the ascent
 NEARLY_FITS = 1.2  # peak over the limit of states at the first prices
@@ -43,6 +45,7 @@ class IteratedLocalSearch:
         self.schedules: list[EliminationSchedule] = []
         self.rng = np.random.default_rng(0)
         self.prices: np.ndarray | None = None
+        self._begun: tuple[np.ndarray, np.ndarray, float] | None = None  # states, prices and scale from which the next run goes on
         deadline.check()
         self.trws = TRWS(problem, compiled=True, messages=messages, deadline=deadline)
 
@@ -83,6 +86,7 @@ class IteratedLocalSearch:
             for answer in self.feasible(self.tree_descent(states, prices, 1), scale, turn, both=True):
                 found = True
                 yield answer
+            self._begun = states, prices, scale
             if found:
                 return
 
@@ -117,7 +121,8 @@ class IteratedLocalSearch:
         that is over after so many turns.
         """
         net, rng = self.net, np.random.default_rng(number)
-        states, prices, scale = self._start(TREE_MOVES)
+        states, prices, scale = self._begun or self._start(TREE_MOVES)
+        self._begun = None
         temperature = (0.0, 0.003, 0.01, 0.03)[number % 4]  # of the run's start, in units of `scale`
         best, turn = states, 0
         while (share := pace(turn) / ASCENT_SHARE) < 1:
@@ -244,7 +249,10 @@ class PrimalSearch:
 
         def pace(turn: int) -> float:
             """Share of the run that is over: by turns, or by time in the last run; the first run goes on until there is an answer."""
-            spent = (time.monotonic() - start) / max(1e-3, left if self.last else 0.5 * left)
+            passed = time.monotonic() - start
+            if large and number == 0 and turn == 2 * EVERY and FIRST_SHARE * left < passed * turns / turn:
+                self.last = True  # so slow that a second run would not be longer
+            spent = passed / max(1e-3, left if self.last else 0.5 * left)
             if number == 0 and not incumbent.found:
                 spent = float(deadline.over())
             return spent if self.last else max(turn / turns, spent)
@@ -255,6 +263,11 @@ class PrimalSearch:
             self._offer(subproblem, found)
         self.seconds = time.monotonic() - start
         self.number += 1
+
+    @property
+    def ending(self) -> bool:
+        """Whether what is left of the time limit is spent best in one more run."""
+        return self.last or self.deadline.seconds_left < BOUND_ABOVE * self.seconds
 
     def _prepared(self, subproblem: Subproblem) -> IteratedLocalSearch:
         if self.iterated is None or self.iterated.problem is not subproblem.problem:
