@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import iopddl_drawn
 
 from shardplan.ilp.solver import iopddl, solve
-from shardplan.ilp.solver.problem import Edge, Problem, Usage
 from shardplan.ilp.solver.primal.iterated_search import IteratedLocalSearch
+from shardplan.ilp.solver.problem import Edge, Problem, Usage
 
 FAMILIES = {
     "layers": iopddl_drawn.Family((2, 4), 10),
@@ -44,7 +44,7 @@ def test_the_solver_proves_what_was_planted():
 
 @pytest.fixture
 def free():
-    """400 arrays in a chain: to replicate all is free but for the limit, to shard one costs its share of a million and reshards more."""
+    """400 arrays in a chain: to replicate all is free but for the limit, sharding one costs up to a million, and resharding more."""
     rng, n = np.random.default_rng(0), 400
     reshard = 1e6 * (1.0 - np.eye(4))
     reshard[:, 0] = 0.0

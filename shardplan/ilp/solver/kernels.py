@@ -185,6 +185,19 @@ def objective(net, states):
     return total
 
 
+@jit
+def least_states(start, costs):
+    """The first state of least cost of every node, given the costs of all nodes' states in a row."""
+    states = np.empty(len(start) - 1, dtype=np.int64)
+    for i in range(len(states)):
+        least = start[i]
+        for x in range(start[i] + 1, start[i + 1]):
+            if costs[x] < costs[least]:
+                least = x
+        states[i] = least - start[i]
+    return states
+
+
 # ---------------------------------------------------------------- flips
 
 

@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.kernels import anneal, conditional_costs, flatten, objective, profile_tree, repair
+from shardplan.ilp.solver.kernels import anneal, conditional_costs, flatten, least_states, objective, profile_tree, repair
 from shardplan.ilp.solver.primal.tree_moves import EliminationSchedule, elimination_schedule, tree_move
 from shardplan.ilp.solver.problem import Edge, Messages, Problem, Usage
 from shardplan.ilp.solver.relax.trws import TRWS
@@ -32,6 +32,7 @@ ASCENT_SHARE = 0.5  # share of a run that ascends; the rest perturbs
 RATE, GAIN = (1.0, 0.05), (3.0, 30.0)  # a and g in (7), at the start and at the end of the ascent
 NEARLY_FITS = 1.2  # peak over the limit of states at the first prices
 PRICE_STEP, PRICE_CHANGES = 4.0, 60  # factor between two first prices, and how many are tried at most
+GAIN_MEMORY = 0.9  # what the greatest gain of annealing counts at the next one
 TREE_MOVES, EVERY = 4, 25  # tree moves that improve an answer, and rounds of the ascent between two such answers
 
 
@@ -46,6 +47,7 @@ class IteratedLocalSearch:
         self.rng = np.random.default_rng(0)
         self.prices: np.ndarray | None = None
         self._begun: tuple[np.ndarray, np.ndarray, float] | None = None  # states, prices and scale from which the next run goes on
+        self._least, self._gain = np.inf, np.inf  # the least cost of an answer so far, and what annealing gained lately at most
         deadline.check()
         self.trws = TRWS(problem, compiled=True, messages=messages, deadline=deadline)
 
@@ -61,7 +63,7 @@ class IteratedLocalSearch:
     def trws_states(self, costs: np.ndarray) -> np.ndarray:
         """The states of least reparametrized cost after one more round of TRW-S with these node costs, [states of all nodes]."""
         self.trws.iterate(costs, 1)
-        return np.array([c.argmin() for c in self.problem.by_node(self.trws.reparametrized_costs(costs))], dtype=np.int64)
+        return least_states(self.net.start, self.trws.reparametrized_costs(costs))
 
     def tree_descent(self, states: np.ndarray, prices: np.ndarray, moves: int = TREE_MOVES) -> np.ndarray:
         """The states after a few tree moves at these prices."""
@@ -97,8 +99,7 @@ class IteratedLocalSearch:
         only the limit costs anything, cheap states are free, and the scale is what the limit costs at that price.
         """
         net = self.net
-        states = np.array([cost.argmin() for cost in self.problem.costs], dtype=np.int64)
-        states = self.tree_descent(states, np.zeros(net.steps), moves)
+        states = self.tree_descent(least_states(net.start, net.unary), np.zeros(net.steps), moves)
         scale = max(objective(net, states) - self.problem.lower_bound(), 1.0)
         prices = np.full(net.steps, scale / net.limit / max(1, net.steps))
         if not net.steps:
@@ -191,7 +192,10 @@ class IteratedLocalSearch:
         return np.maximum(prices * np.exp(rate * np.clip(gain * full, -0.3, 1.0)), 1e-9 * prices.max())
 
     def feasible(self, states: np.ndarray, scale: float, number: int = 0, both: bool = False) -> Iterator[tuple[int, ...]]:
-        """Feasible states near the given ones, unless repair fails: repaired, then annealed while there is time; or `both`."""
+        """Feasible states near the given ones, unless repair fails: repaired, then annealed while there is time; or `both`.
+
+        There are none, either, where annealing would have to gain more than it did lately to find a new best answer.
+        """
         net, over = self.net, self.deadline.over
         states = np.array(states, dtype=np.int64)
         conditional, tree = conditional_costs(net, states, np.zeros(len(net.unary))), profile_tree(net, states)
@@ -201,14 +205,19 @@ class IteratedLocalSearch:
                 break
         if repaired != 1:
             return
+        start = objective(net, states)
         if both:
             yield tuple(states.tolist())
+        if start - self._gain > self._least:
+            return
         best, gained = states.copy(), np.zeros(2)
         seed = np.array([88172645463325252 + number], dtype=np.uint64)
         for hot, cold in pairwise(scale * np.geomspace(1e-4, 1e-7, 21)):
             if over():
                 break
             anneal(net, states, conditional, tree, hot, cold, len(net.unary), seed, best, gained)
+        self._gain = max(-gained[1], GAIN_MEMORY * self._gain if np.isfinite(self._gain) else 0.0)
+        self._least = min(self._least, start + gained[1])
         yield tuple(best.tolist())
 
 
@@ -276,6 +285,9 @@ class PrimalSearch:
         return self.iterated
 
     def _offer(self, subproblem: Subproblem, found: tuple[int, ...]) -> bool:
+        assert self.iterated is not None
+        if objective(self.iterated.net, np.array(found)) + subproblem.offset >= self.incumbent.objective:  # quicker than in numpy
+            return False
         return self.incumbent.offer(found, subproblem.problem.objective(found) + subproblem.offset, subproblem.invert)
 
     def priced(self, subproblem: Subproblem, share: float) -> Subproblem:
