@@ -1,8 +1,9 @@
 """Drawn problems of the form and size of the IOPDDL benchmark, each with planted states that are proven optimal.
 
-A drawn problem is a train step over made-up layers on a device mesh, as the contest's are of real ones: every node is an op, its states
-say which role (a dim of its result, or the contraction) each mesh axis shards, edges cost the reshard of an operand, elementwise ops may
-follow one operand ("functional" tables, one finite entry per row), bytes are held from an op to its last reader, parameters always.
+A drawn problem is a train step over made-up layers on a device mesh, as the contest's are of real ones: every node is an op, its
+states say which role (a dim of its result, or the contraction) each mesh axis shards, edges cost the reshard of an operand, elementwise
+ops may follow one operand ("functional" tables, one finite entry per row), bytes are held from an op to its last reader, parameters
+always.
 
 Planting makes an answer optimal with little change. Prices per byte and messages (4), (6) bound the drawn problem from below; where an
 entry of the planted states is above the least of its reparametrized table, its cost falls by the difference, and at every step that has

@@ -31,7 +31,8 @@ FIRST_SHARE = 0.3  # of the time left, that a first run may take if it is not to
 ASCENT_SHARE = 0.5  # share of a run that ascends; the rest perturbs
 RATE, GAIN = (1.0, 0.05), (3.0, 30.0)  # a and g in (7), at the start and at the end of the ascent
 NEARLY_FITS = 1.2  # peak over the limit of states at the first prices
-PRICE_STEP, PRICE_CHANGES = 4.0, 60  # factor between two first prices, and how many are tried at most
+PRICE_RISE, PRICE_RISES = 4.0, 60  # factor between two first prices, and how many are tried at most
+SKIPPED = 5  # answers in a row that are not annealed, at most
 GAIN_MEMORY = 0.9  # what the greatest gain of annealing counts at the next one
 TREE_MOVES, EVERY = 4, 25  # tree moves that improve an answer, and rounds of the ascent between two such answers
 
@@ -47,7 +48,8 @@ class IteratedLocalSearch:
         self.rng = np.random.default_rng(0)
         self.prices: np.ndarray | None = None
         self._begun: tuple[np.ndarray, np.ndarray, float] | None = None  # states, prices and scale from which the next run goes on
-        self._least, self._gain = np.inf, np.inf  # the least cost of an answer so far, and what annealing gained lately at most
+        # the least cost of an answer so far, what annealing gained lately at most, and how often it was left out since it last ran
+        self._least, self._gain, self._skipped = np.inf, np.inf, 0
         deadline.check()
         self.trws = TRWS(problem, compiled=True, messages=messages, deadline=deadline)
 
@@ -95,23 +97,19 @@ class IteratedLocalSearch:
     def _start(self, moves: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Cheap states, initial prices, and the scale of costs: how far these states are above the trivial lower bound.
 
-        The price of a byte is the same at every step, of a geometric sequence the one at which the states of TRW-S begin to fit. Where
+        The price of a byte is the same at every step, of a geometric sequence the first at which the states of TRW-S nearly fit. Where
         only the limit costs anything, cheap states are free, and the scale is what the limit costs at that price.
         """
         net = self.net
         states = self.tree_descent(least_states(net.start, net.unary), np.zeros(net.steps), moves)
         scale = max(objective(net, states) - self.problem.lower_bound(), 1.0)
         prices = np.full(net.steps, scale / net.limit / max(1, net.steps))
-        if not net.steps:
-            return states, prices, scale
-        fits: list[bool] = []
-        while len(fits) < PRICE_CHANGES:
+        for _ in range(PRICE_RISES if net.steps else 0):
             priced = self.trws_states(net.unary + self.memory.penalty(prices))
-            fits.append(bool(self.memory.profile(priced).max() <= NEARLY_FITS * net.limit))
-            if fits[0] != fits[-1]:
+            if self.memory.profile(priced).max() <= NEARLY_FITS * net.limit:
                 break
-            prices = prices / PRICE_STEP if fits[-1] else prices * PRICE_STEP
-        return states, prices, max(scale, float(prices.sum()) * net.limit)
+            prices = PRICE_RISE * prices
+        return states, prices, max(scale, float(prices.sum()) * net.limit if net.steps else 0.0)
 
     def run(
         self, number: int, n_schedules: int, pace: Callable[[int], float], known: tuple[int, ...] | None = None
@@ -171,7 +169,7 @@ class IteratedLocalSearch:
             extra = self.memory.penalty(prices)
             tree_move(net, self.schedule(int(rng.integers(n_schedules))), extra, states)
             now = self.priced_cost(states, prices)
-            yield from self.feasible(states, scale, turn)
+            yield from self.feasible(states, scale, turn, thrifty=True)
         self.prices = prices
 
     def ascend_dual(self, prices: np.ndarray, rounds: int, deadline: Deadline = UNLIMITED) -> np.ndarray:
@@ -191,10 +189,13 @@ class IteratedLocalSearch:
         full = self.memory.profile(states) / self.net.limit - 1.0
         return np.maximum(prices * np.exp(rate * np.clip(gain * full, -0.3, 1.0)), 1e-9 * prices.max())
 
-    def feasible(self, states: np.ndarray, scale: float, number: int = 0, both: bool = False) -> Iterator[tuple[int, ...]]:
+    def feasible(
+        self, states: np.ndarray, scale: float, number: int = 0, both: bool = False, thrifty: bool = False
+    ) -> Iterator[tuple[int, ...]]:
         """Feasible states near the given ones, unless repair fails: repaired, then annealed while there is time; or `both`.
 
-        There are none, either, where annealing would have to gain more than it did lately to find a new best answer.
+        `thrifty` leaves out, but for one in `SKIPPED`, those that annealing would have to improve by more than it lately did, to be new
+        best answers: it takes longer than all else.
         """
         net, over = self.net, self.deadline.over
         states = np.array(states, dtype=np.int64)
@@ -208,8 +209,10 @@ class IteratedLocalSearch:
         start = objective(net, states)
         if both:
             yield tuple(states.tolist())
-        if start - self._gain > self._least:
+        if thrifty and start - self._gain > self._least and self._skipped < SKIPPED:
+            self._skipped += 1
             return
+        self._skipped = 0
         best, gained = states.copy(), np.zeros(2)
         seed = np.array([88172645463325252 + number], dtype=np.uint64)
         for hot, cold in pairwise(scale * np.geomspace(1e-4, 1e-7, 21)):
