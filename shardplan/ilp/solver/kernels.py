@@ -15,9 +15,10 @@ import numba
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.problem import Problem
+from shardplan.ilp.solver.problem import Problem, UsageTable
 
 PIECE = 1 << 20  # entries between two checks of the deadline
+BLOCKS = 128  # parts of the time whose nodes are listed, so that `repair` visits few that hold nothing at its step
 REFUSED = 50  # flips tried at one step that only move an excess to another step, before `repair` gives up
 
 jit = numba.njit(cache=True, nogil=True, fastmath=False)
@@ -38,6 +39,9 @@ class KernelNetwork(NamedTuple):
     hi: np.ndarray
     row: np.ndarray  # first entry of each usage in `bytes`
     bytes: np.ndarray
+    block: int  # steps of a block
+    block_start: np.ndarray  # [blocks + 1], first node of each block of steps
+    block_node: np.ndarray  # nodes that hold bytes within each block, rising
     steps: int
     limit: float
 
@@ -51,6 +55,7 @@ def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> KernelNetwork:
             part[np.isinf(part)] = problem.big_m
         return values
 
+    block, block_start, block_node = nodes_by_block(problem.usage_table)
     flat, memory, costs = problem.flat, problem.usage_table, [e.cost for e in problem.edges]
     arcs = zip(flat.edge.tolist(), flat.side.tolist(), strict=True)
     pool, table = pool_tables([((id(costs[e]), side), costs[e].T if side else costs[e]) for e, side in arcs], deadline)
@@ -67,9 +72,24 @@ def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> KernelNetwork:
         hi=memory.hi,
         row=memory.row,
         bytes=memory.bytes,
+        block=block,
+        block_start=block_start,
+        block_node=block_node,
         steps=memory.n_steps,
         limit=float(memory.limit),
     )
+
+
+def nodes_by_block(memory: UsageTable) -> tuple[int, np.ndarray, np.ndarray]:
+    """The nodes that hold bytes in each block of steps: `block`, `block_start` and `block_node` of a `KernelNetwork`."""
+    block = -(-max(1, memory.n_steps) // BLOCKS)
+    first = memory.lo // block
+    count = (memory.hi - 1) // block - first + 1
+    ends = np.cumsum(count)
+    there = np.repeat(first - ends + count, count) + np.arange(ends[-1] if len(ends) else 0)
+    pairs = np.unique(there * (len(memory.first) - 1) + np.repeat(memory.node, count))
+    n = max(1, len(memory.first) - 1)
+    return block, np.searchsorted(pairs // n, np.arange(BLOCKS + 1)), pairs % n
 
 
 def pool_tables(keyed: Sequence[tuple[object, np.ndarray]], deadline: Deadline) -> tuple[np.ndarray, np.ndarray]:
@@ -304,7 +324,8 @@ def repair(net, states, conditional, tree, flips):
             if tried == REFUSED:
                 return -1
             best, best_i, best_s = np.inf, -1, -1
-            for i in range(len(states)):
+            part = step // net.block
+            for i in net.block_node[net.block_start[part] : net.block_start[part + 1]]:
                 k = net.start[i + 1] - net.start[i]
                 for s in range(k):
                     if s == states[i] or refused[net.start[i] + s]:

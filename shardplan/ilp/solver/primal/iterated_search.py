@@ -169,7 +169,7 @@ class IteratedLocalSearch:
             extra = self.memory.penalty(prices)
             tree_move(net, self.schedule(int(rng.integers(n_schedules))), extra, states)
             now = self.priced_cost(states, prices)
-            yield from self.feasible(states, scale, turn, thrifty=True)
+            yield from self.feasible(states, scale, turn, selective=True)
         self.prices = prices
 
     def ascend_dual(self, prices: np.ndarray, rounds: int, deadline: Deadline = UNLIMITED) -> np.ndarray:
@@ -190,11 +190,11 @@ class IteratedLocalSearch:
         return np.maximum(prices * np.exp(rate * np.clip(gain * full, -0.3, 1.0)), 1e-9 * prices.max())
 
     def feasible(
-        self, states: np.ndarray, scale: float, number: int = 0, both: bool = False, thrifty: bool = False
+        self, states: np.ndarray, scale: float, number: int = 0, both: bool = False, selective: bool = False
     ) -> Iterator[tuple[int, ...]]:
         """Feasible states near the given ones, unless repair fails: repaired, then annealed while there is time; or `both`.
 
-        `thrifty` leaves out, but for one in `SKIPPED`, those that annealing would have to improve by more than it lately did, to be new
+        `selective` leaves out, but for one in `SKIPPED`, those that annealing would have to improve by more than it lately did, to be new
         best answers: it takes longer than all else.
         """
         net, over = self.net, self.deadline.over
@@ -209,7 +209,7 @@ class IteratedLocalSearch:
         start = objective(net, states)
         if both:
             yield tuple(states.tolist())
-        if thrifty and start - self._gain > self._least and self._skipped < SKIPPED:
+        if selective and start - self._gain > self._least and self._skipped < SKIPPED:
             self._skipped += 1
             return
         self._skipped = 0
