@@ -194,8 +194,8 @@ class IteratedLocalSearch:
     ) -> Iterator[tuple[int, ...]]:
         """Feasible states near the given ones, unless repair fails: repaired, then annealed while there is time; or `both`.
 
-        `selective` leaves out, but for one in `SKIPPED`, those that annealing would have to improve by more than it lately did, to be new
-        best answers: it takes longer than all else.
+        `selective` leaves out, but for one in `SKIPPED`, those that annealing would have to improve by more than it lately did to make
+        a new best answer: it takes longer than all else.
         """
         net, over = self.net, self.deadline.over
         states = np.array(states, dtype=np.int64)
