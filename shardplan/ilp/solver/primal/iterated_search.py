@@ -27,7 +27,6 @@ from shardplan.ilp.solver.relax.trws import TRWS
 from shardplan.ilp.solver.search.branch import Incumbent, Subproblem
 
 BOUND_ABOVE = 3.0  # seconds left over those of the last run, from which a bound of a large problem pays
-FIRST_SHARE = 0.3  # of the time left, that a first run may take if it is not to be the only one
 ASCENT_SHARE = 0.5  # share of a run that ascends; the rest perturbs
 RATE, GAIN = (1.0, 0.05), (3.0, 30.0)  # a and g in (7), at the start and at the end of the ascent
 NEARLY_FITS = 1.2  # peak over the limit of states at the first prices
@@ -261,10 +260,7 @@ class PrimalSearch:
 
         def pace(turn: int) -> float:
             """Share of the run that is over: by turns, or by time in the last run; the first run goes on until there is an answer."""
-            passed = time.monotonic() - start
-            if large and number == 0 and turn == 2 * EVERY and FIRST_SHARE * left < passed * turns / turn:
-                self.last = True  # so slow that a second run would not be longer
-            spent = passed / max(1e-3, left if self.last else 0.5 * left)
+            spent = (time.monotonic() - start) / max(1e-3, left if self.last else 0.5 * left)
             if number == 0 and not incumbent.found:
                 spent = float(deadline.over())
             return spent if self.last else max(turn / turns, spent)
