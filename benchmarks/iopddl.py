@@ -1,7 +1,7 @@
 """Scores of the solver on the public IOPDDL benchmark, at the contest's own time limits.
 
     python benchmarks/iopddl.py FOLDER [--only A,B] [--seconds-scale 0.1]
-    python benchmarks/iopddl.py --drawn [--only "3 axes"] [--seconds-scale 0.1] [--processor-time]
+    python benchmarks/iopddl.py --drawn [--only hub-3axes] [--seconds-scale 0.1] [--processor-time]
 
 With `--drawn`, drawn problems of the same form (`iopddl_drawn.py`), after the folder's if there is one; the score is their optimum over
 this cost. With `--processor-time`, limits count processor seconds, so that other processes on the machine do not shorten them.

@@ -45,14 +45,14 @@ class Family:
 
 FAMILIES = {  # name: (family, seed); the solver was tuned on the first five
     "layers": (Family((4, 8), 300), 1),
-    "layers, reshards": (Family((2, 16), 600, follow=0.5, chain=12, seconds=180), 2),
-    "levels, 3 axes": (Family((2, 4, 4), 200, "levels", follow=0.6, seconds=300), 3),
-    "hub, 3 dims": (Family((8, 8), 400, "hub", follow=0.95, chain=16, heads=2, tightness=1.05), 4),
-    "levels, small": (Family((4, 8), 60, "levels", follow=0.8, chain=6, tightness=1.2), 5),
+    "layers-reshards": (Family((2, 16), 600, follow=0.5, chain=12, seconds=180), 2),
+    "levels-3axes": (Family((2, 4, 4), 200, "levels", follow=0.6, seconds=300), 3),
+    "hub-3dims": (Family((8, 8), 400, "hub", follow=0.95, chain=16, heads=2, tightness=1.05), 4),
+    "levels-small": (Family((4, 8), 60, "levels", follow=0.8, chain=6, tightness=1.2), 5),
     "hub": (Family((4, 8), 400, "hub", follow=0.7), 11),
-    "levels, 3 dims": (Family((2, 8), 500, "levels", follow=0.8, chain=10, heads=1, tightness=1.05, seconds=120), 12),
-    "hub, 3 axes": (Family((2, 2, 8), 150, "hub", follow=0.8, chain=12, tightness=1.2, seconds=180), 13),
-    "layers, 3 dims": (Family((16, 4), 100, follow=0.3, heads=2), 14),
+    "levels-3dims": (Family((2, 8), 500, "levels", follow=0.8, chain=10, heads=1, tightness=1.05, seconds=120), 12),
+    "hub-3axes": (Family((2, 2, 8), 150, "hub", follow=0.8, chain=12, tightness=1.2, seconds=180), 13),
+    "layers-3dims": (Family((16, 4), 100, follow=0.3, heads=2), 14),
 }
 
 Role = tuple[int, ...]  # of every mesh axis: the dim of the result, one more: the contraction, -1: replicated
