@@ -25,11 +25,11 @@ import measurements
 from shardplan.ilp.solver import iopddl
 
 # letter: (limit in seconds, the contest's best cost)
-CONTEST = {
+CONTEST: dict[str, tuple[float, float | None]] = {
     "A": (60, 6548641531), "B": (60, 532843), "C": (60, 84102445260), "G": (120, 217039),
     "K": (180, 2274276676), "M": (180, 49928460991), "S": (240, 1534613444), "U": (300, 2569342178),
 }  # fmt: skip
-DEFAULT = (60, None)
+DEFAULT = (60.0, None)
 WIDTH = 20  # of names
 
 
@@ -37,7 +37,8 @@ def load(source: Path | str) -> tuple[str, iopddl.Instance, float, float | None]
     """(name, instance, time limit in seconds, best known cost) of a file, or of the drawn problem of that name."""
     if isinstance(source, Path):
         letter = source.name.split(".")[0].split("-")[-1]
-        return letter, iopddl.read(source), *CONTEST.get(letter, DEFAULT)
+        limit, best = CONTEST.get(letter, DEFAULT)
+        return letter, iopddl.read(source), limit, best
     family, seed = iopddl_drawn.FAMILIES[source]
     planted = iopddl_drawn.plant(iopddl_drawn.train_step(family, seed), seed)
     problem = planted.problem

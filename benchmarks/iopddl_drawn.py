@@ -279,6 +279,7 @@ def good_answer(problem: Problem, seed: int) -> tuple[tuple[int, ...], np.ndarra
     small = presolve(problem)
     search = IteratedLocalSearch(small.problem, 4_000)
     found = min(search.run(seed % 4, 4, lambda turn: turn / PLANT_TURNS), key=small.problem.objective)
+    assert search.prices is not None
     prices = np.zeros(problem.usage_table.n_steps)
     prices[small.steps[: len(search.prices)]] = search.prices
     return small.invert(found), prices
@@ -288,8 +289,9 @@ def plant(problem: Problem, seed: int) -> Planted:
     """The problem with a good answer made optimal."""
     problem = _simple(problem)
     states, prices = good_answer(problem, seed)
-    free = problem.limit - problem.memory(states)
-    prices = np.where((free <= (1 - BINDING) * problem.limit) & (prices > 1e-6 * prices.max(initial=0.0)), prices, 0.0)
+    limit = problem.usage_table.limit
+    free = limit - problem.memory(states)
+    prices = np.where((free <= (1 - BINDING) * limit) & (prices > 1e-6 * prices.max(initial=0.0)), prices, 0.0)
     filler = len(problem.costs)  # a node without a choice
     fillers = tuple(Usage(filler, int(t), int(t) + 1, np.array([free[t]])) for t in np.flatnonzero(prices) if free[t])
     problem = replace(problem, costs=(*problem.costs, np.zeros(1)), usages=(*problem.usages, *fillers))
