@@ -26,7 +26,7 @@ from shardplan.ilp.solver.problem import Edge, Messages, Problem, Usage
 from shardplan.ilp.solver.relax.trws import TRWS
 from shardplan.ilp.solver.search.branch import Incumbent, Subproblem
 
-BOUND_ABOVE = 3.0  # seconds left over those of the last run, from which a bound of a large problem pays
+BOUND_ABOVE = 1.2  # seconds left over those of the last run, from which another bound is computed: not where time cut that run short
 ASCENT_SHARE = 0.5  # share of a run that ascends; the rest perturbs
 RATE, GAIN = (1.0, 0.05), (3.0, 30.0)  # a and g in (7), at the start and at the end of the ascent
 NEARLY_FITS = 1.2  # peak over the limit of states at the first prices
