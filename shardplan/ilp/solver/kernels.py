@@ -15,9 +15,11 @@ import numba
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.problem import Problem
+from shardplan.ilp.solver.problem import Problem, UsageTable
 
 PIECE = 1 << 20  # entries between two checks of the deadline
+BLOCKS = 128  # parts of the time whose nodes are listed, so that `repair` visits few that hold nothing at its step
+LISTED = 16  # flips that `repair` lists at once
 REFUSED = 50  # flips tried at one step that only move an excess to another step, before `repair` gives up
 
 jit = numba.njit(cache=True, nogil=True, fastmath=False)
@@ -38,6 +40,9 @@ class KernelNetwork(NamedTuple):
     hi: np.ndarray
     row: np.ndarray  # first entry of each usage in `bytes`
     bytes: np.ndarray
+    block: int  # steps of a block
+    block_start: np.ndarray  # [blocks + 1], first node of each block of steps
+    block_node: np.ndarray  # nodes that hold bytes within each block, rising
     steps: int
     limit: float
 
@@ -51,6 +56,7 @@ def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> KernelNetwork:
             part[np.isinf(part)] = problem.big_m
         return values
 
+    block, block_start, block_node = nodes_by_block(problem.usage_table)
     flat, memory, costs = problem.flat, problem.usage_table, [e.cost for e in problem.edges]
     arcs = zip(flat.edge.tolist(), flat.side.tolist(), strict=True)
     pool, table = pool_tables([((id(costs[e]), side), costs[e].T if side else costs[e]) for e, side in arcs], deadline)
@@ -67,9 +73,24 @@ def flatten(problem: Problem, deadline: Deadline = UNLIMITED) -> KernelNetwork:
         hi=memory.hi,
         row=memory.row,
         bytes=memory.bytes,
+        block=block,
+        block_start=block_start,
+        block_node=block_node,
         steps=memory.n_steps,
         limit=float(memory.limit),
     )
+
+
+def nodes_by_block(memory: UsageTable) -> tuple[int, np.ndarray, np.ndarray]:
+    """The nodes that hold bytes in each block of steps: `block`, `block_start` and `block_node` of a `KernelNetwork`."""
+    block = -(-max(1, memory.n_steps) // BLOCKS)
+    first = memory.lo // block
+    count = (memory.hi - 1) // block - first + 1
+    ends = np.cumsum(count)
+    there = np.repeat(first - ends + count, count) + np.arange(ends[-1] if len(ends) else 0)
+    pairs = np.unique(there * (len(memory.first) - 1) + np.repeat(memory.node, count))
+    n = max(1, len(memory.first) - 1)
+    return block, np.searchsorted(pairs // n, np.arange(BLOCKS + 1)), pairs % n
 
 
 def pool_tables(keyed: Sequence[tuple[object, np.ndarray]], deadline: Deadline) -> tuple[np.ndarray, np.ndarray]:
@@ -185,6 +206,19 @@ def objective(net, states):
     return total
 
 
+@jit
+def least_states(start, costs):
+    """The first state of least cost of every node, given the costs of all nodes' states in a row."""
+    states = np.empty(len(start) - 1, dtype=np.int64)
+    for i in range(len(states)):
+        least = start[i]
+        for x in range(start[i] + 1, start[i + 1]):
+            if costs[x] < costs[least]:
+                least = x
+        states[i] = least - start[i]
+    return states
+
+
 # ---------------------------------------------------------------- flips
 
 
@@ -271,46 +305,79 @@ def anneal(net, states, conditional, tree, hot, cold, proposals, seed, best, cha
 
 
 @jit
-def repair(net, states, conditional, tree, flips):
+def cheapest_flips(net, states, conditional, refused, step, excess, price, flips):
+    """Fills `price` and `flips` [., 2] (node, state) with the flips of least cost per byte saved at a step; returns their number."""
+    found, most = 0, len(price)
+    part = step // net.block
+    for i in net.block_node[net.block_start[part] : net.block_start[part + 1]]:
+        own = conditional[net.start[i] + states[i]]
+        for s in range(net.start[i + 1] - net.start[i]):
+            if s == states[i] or refused[net.start[i] + s]:
+                continue
+            saved = 0.0
+            for u in range(net.use_start[i], net.use_start[i + 1]):
+                if net.lo[u] <= step < net.hi[u]:
+                    saved += net.bytes[net.row[u] + states[i]] - net.bytes[net.row[u] + s]
+            if saved <= 0:
+                continue
+            cost = (conditional[net.start[i] + s] - own) / min(saved, excess)
+            if found == most and cost >= price[most - 1]:
+                continue
+            found = min(found + 1, most)
+            at = found - 1
+            while at > 0 and price[at - 1] > cost:
+                price[at] = price[at - 1]
+                flips[at] = flips[at - 1]
+                at -= 1
+            price[at] = cost
+            flips[at, 0], flips[at, 1] = i, s
+    return found
+
+
+@jit
+def repair(net, states, conditional, tree, rounds):
     """Lowers the steps above the limit by flips, highest step first, least cost per byte saved first.
 
-    Returns 1 if the states fit, 0 if they do not after so many flips, -1 if no flip is left.
+    A round lists the cheapest flips of a step and takes them while they stay cheaper than those that are not listed. Returns 1 if the
+    states fit, 0 if they do not after so many rounds, -1 if no flip is left.
     """
     leaves = tree.shape[1] // 2
-    for _ in range(flips):
+    refused = np.zeros(len(net.unary), dtype=np.bool_)
+    price, listed = np.empty(LISTED), np.empty((LISTED, 2), dtype=np.int64)
+    tried = 0
+    for _ in range(rounds):
         if net.steps == 0 or tree[0, 1] <= net.limit:
             return 1
         vertex = 1  # down to the highest step
         while vertex < leaves:
             vertex = 2 * vertex if tree[0, 2 * vertex] >= tree[0, 2 * vertex + 1] else 2 * vertex + 1
-        step = vertex - leaves - 1
-        excess = tree[0, 1] - net.limit
-        tried = 0
-        refused = np.zeros(len(net.unary), dtype=np.bool_)
-        while True:
-            if tried == REFUSED:
-                return -1
-            best, best_i, best_s = np.inf, -1, -1
-            for i in range(len(states)):
-                k = net.start[i + 1] - net.start[i]
-                for s in range(k):
-                    if s == states[i] or refused[net.start[i] + s]:
-                        continue
-                    saved = 0.0
-                    for u in range(net.use_start[i], net.use_start[i + 1]):
-                        if net.lo[u] <= step < net.hi[u]:
-                            saved += net.bytes[net.row[u] + states[i]] - net.bytes[net.row[u] + s]
-                    if saved > 0:
-                        price = (conditional[net.start[i] + s] - conditional[net.start[i] + states[i]]) / min(saved, excess)
-                        if price < best:
-                            best, best_i, best_s = price, i, s
-            if best_i < 0:
-                return -1
-            if try_bytes(net, tree, best_i, states[best_i], best_s):
-                flip(net, states, conditional, best_i, best_s)
-                break
-            refused[net.start[best_i] + best_s] = True
-            tried += 1
+        step, moved = vertex - leaves - 1, False
+        found = cheapest_flips(net, states, conditional, refused, step, tree[0, 1] - net.limit, price, listed)
+        for n in range(found):
+            i, s = listed[n]
+            old = states[i]
+            if moved:  # prices may have changed
+                excess = tree_max(tree, step, step + 1) - net.limit
+                saved = 0.0
+                for u in range(net.use_start[i], net.use_start[i + 1]):
+                    if net.lo[u] <= step < net.hi[u]:
+                        saved += net.bytes[net.row[u] + old] - net.bytes[net.row[u] + s]
+                if excess <= 0:
+                    break
+                cost = conditional[net.start[i] + s] - conditional[net.start[i] + old]
+                if saved <= 0 or cost > price[found - 1] * min(saved, excess):
+                    continue
+            if try_bytes(net, tree, i, old, s):
+                flip(net, states, conditional, i, s)
+                moved = True
+            else:
+                refused[net.start[i] + s] = True
+                tried += 1
+        if moved:
+            refused[:] = False
+            tried = 0
+        elif found == 0 or tried >= REFUSED:
+            return -1
     return 0
 
 

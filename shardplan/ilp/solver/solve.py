@@ -258,7 +258,7 @@ class Chain:
         self.first_feasible()
         while not self.deadline.over() and self.subproblem.problem.n_states > settings.large_states:
             primal.run(self.subproblem)
-            if primal.last:
+            if primal.ending:
                 continue
             priced = primal.priced(self.subproblem, share)
             result = self.tree.bound(priced, self.cutoff(), settings.bucket_entries, 0, share)

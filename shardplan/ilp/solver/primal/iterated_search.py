@@ -20,14 +20,19 @@ from itertools import pairwise
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.kernels import anneal, conditional_costs, flatten, objective, profile_tree, repair
+from shardplan.ilp.solver.kernels import anneal, conditional_costs, flatten, least_states, objective, profile_tree, repair
 from shardplan.ilp.solver.primal.tree_moves import EliminationSchedule, elimination_schedule, tree_move
 from shardplan.ilp.solver.problem import Edge, Messages, Problem, Usage
 from shardplan.ilp.solver.relax.trws import TRWS
 from shardplan.ilp.solver.search.branch import Incumbent, Subproblem
 
+BOUND_ABOVE = 1.2  # seconds left over those of the last run, from which another bound is computed: not where time cut that run short
 ASCENT_SHARE = 0.5  # share of a run that ascends; the rest perturbs
 RATE, GAIN = (1.0, 0.05), (3.0, 30.0)  # a and g in (7), at the start and at the end of the ascent
+NEARLY_FITS = 1.2  # peak over the limit of states at the first prices
+PRICE_RISE, PRICE_RISES = 4.0, 60  # factor between two first prices, and how many are tried at most
+SKIPPED = 5  # answers in a row that are not annealed, at most
+GAIN_MEMORY = 0.9  # what the greatest gain of annealing counts at the next one
 TREE_MOVES, EVERY = 4, 25  # tree moves that improve an answer, and rounds of the ascent between two such answers
 
 
@@ -41,6 +46,9 @@ class IteratedLocalSearch:
         self.schedules: list[EliminationSchedule] = []
         self.rng = np.random.default_rng(0)
         self.prices: np.ndarray | None = None
+        self._begun: tuple[np.ndarray, np.ndarray, float] | None = None  # states, prices and scale from which the next run goes on
+        # the least cost of an answer so far, what annealing gained lately at most, and how often it was left out since it last ran
+        self._least, self._gain, self._skipped = np.inf, np.inf, 0
         deadline.check()
         self.trws = TRWS(problem, compiled=True, messages=messages, deadline=deadline)
 
@@ -56,7 +64,7 @@ class IteratedLocalSearch:
     def trws_states(self, costs: np.ndarray) -> np.ndarray:
         """The states of least reparametrized cost after one more round of TRW-S with these node costs, [states of all nodes]."""
         self.trws.iterate(costs, 1)
-        return np.array([c.argmin() for c in self.problem.by_node(self.trws.reparametrized_costs(costs))], dtype=np.int64)
+        return least_states(self.net.start, self.trws.reparametrized_costs(costs))
 
     def tree_descent(self, states: np.ndarray, prices: np.ndarray, moves: int = TREE_MOVES) -> np.ndarray:
         """The states after a few tree moves at these prices."""
@@ -71,20 +79,36 @@ class IteratedLocalSearch:
         return objective(self.net, states) + float(prices @ self.memory.profile(states))
 
     def first_feasible(self) -> Iterator[tuple[int, ...]]:
-        """A short ascent; yields feasible states of any cost."""
+        """A short ascent to first feasible states of any cost: yields them as repaired, then annealed."""
         _, prices, scale = self._start(1)
         for turn in range(5, 51, 5):
             for _ in range(5):
                 states = self.trws_states(self.net.unary + self.memory.penalty(prices))
                 prices = self._follow_memory(prices, states, RATE[0], GAIN[0])
-            yield from self.feasible(self.tree_descent(states, prices, 1), scale, turn)
+            found = False
+            for answer in self.feasible(self.tree_descent(states, prices, 1), scale, turn, both=True):
+                found = True
+                yield answer
+            self._begun = states, prices, scale
+            if found:
+                return
 
     def _start(self, moves: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Cheap states, initial prices, and the scale of costs: how far these states are above the trivial lower bound."""
-        cheapest = np.array([cost.argmin() for cost in self.problem.costs], dtype=np.int64)
-        states = self.tree_descent(cheapest, np.zeros(self.net.steps), moves)
-        scale = max(objective(self.net, states) - self.problem.lower_bound(), 1e-9)
-        return states, np.full(self.net.steps, scale / self.net.limit / max(1, self.net.steps)), scale
+        """Cheap states, initial prices, and the scale of costs: how far these states are above the trivial lower bound.
+
+        The price of a byte is the same at every step, of a geometric sequence the first at which the states of TRW-S nearly fit. Where
+        only the limit costs anything, cheap states are free, and the scale is what the limit costs at that price.
+        """
+        net = self.net
+        states = self.tree_descent(least_states(net.start, net.unary), np.zeros(net.steps), moves)
+        scale = max(objective(net, states) - self.problem.lower_bound(), 1.0)
+        prices = np.full(net.steps, scale / net.limit / max(1, net.steps))
+        for _ in range(PRICE_RISES if net.steps else 0):
+            priced = self.trws_states(net.unary + self.memory.penalty(prices))
+            if self.memory.profile(priced).max() <= NEARLY_FITS * net.limit:
+                break
+            prices = PRICE_RISE * prices
+        return states, prices, max(scale, float(prices.sum()) * net.limit if net.steps else 0.0)
 
     def run(
         self, number: int, n_schedules: int, pace: Callable[[int], float], known: tuple[int, ...] | None = None
@@ -95,7 +119,8 @@ class IteratedLocalSearch:
         that is over after so many turns.
         """
         net, rng = self.net, np.random.default_rng(number)
-        states, prices, scale = self._start(TREE_MOVES)
+        states, prices, scale = self._begun or self._start(TREE_MOVES)
+        self._begun = None
         temperature = (0.0, 0.003, 0.01, 0.03)[number % 4]  # of the run's start, in units of `scale`
         best, turn = states, 0
         while (share := pace(turn) / ASCENT_SHARE) < 1:
@@ -143,7 +168,7 @@ class IteratedLocalSearch:
             extra = self.memory.penalty(prices)
             tree_move(net, self.schedule(int(rng.integers(n_schedules))), extra, states)
             now = self.priced_cost(states, prices)
-            yield from self.feasible(states, scale, turn)
+            yield from self.feasible(states, scale, turn, selective=True)
         self.prices = prices
 
     def ascend_dual(self, prices: np.ndarray, rounds: int, deadline: Deadline = UNLIMITED) -> np.ndarray:
@@ -163,8 +188,14 @@ class IteratedLocalSearch:
         full = self.memory.profile(states) / self.net.limit - 1.0
         return np.maximum(prices * np.exp(rate * np.clip(gain * full, -0.3, 1.0)), 1e-9 * prices.max())
 
-    def feasible(self, states: np.ndarray, scale: float, number: int = 0) -> Iterator[tuple[int, ...]]:
-        """Feasible states near the given ones, unless repair fails: repaired, then annealed while there is time."""
+    def feasible(
+        self, states: np.ndarray, scale: float, number: int = 0, both: bool = False, selective: bool = False
+    ) -> Iterator[tuple[int, ...]]:
+        """Feasible states near the given ones, unless repair fails: repaired, then annealed while there is time; or `both`.
+
+        `selective` leaves out, but for one in `SKIPPED`, those that annealing would have to improve by more than it lately did to make
+        a new best answer: it takes longer than all else.
+        """
         net, over = self.net, self.deadline.over
         states = np.array(states, dtype=np.int64)
         conditional, tree = conditional_costs(net, states, np.zeros(len(net.unary))), profile_tree(net, states)
@@ -174,12 +205,21 @@ class IteratedLocalSearch:
                 break
         if repaired != 1:
             return
+        start = objective(net, states)
+        if both:
+            yield tuple(states.tolist())
+        if selective and start - self._gain > self._least and self._skipped < SKIPPED:
+            self._skipped += 1
+            return
+        self._skipped = 0
         best, gained = states.copy(), np.zeros(2)
         seed = np.array([88172645463325252 + number], dtype=np.uint64)
         for hot, cold in pairwise(scale * np.geomspace(1e-4, 1e-7, 21)):
             if over():
                 break
             anneal(net, states, conditional, tree, hot, cold, len(net.unary), seed, best, gained)
+        self._gain = max(-gained[1], GAIN_MEMORY * self._gain if np.isfinite(self._gain) else 0.0)
+        self._least = min(self._least, start + gained[1])
         yield tuple(best.tolist())
 
 
@@ -204,8 +244,9 @@ class PrimalSearch:
         self.number, self.seconds, self.last = 0, 0.0, False
 
     def first_feasible(self, subproblem: Subproblem) -> None:
-        """Offers answers of a short ascent until the incumbent takes one."""
-        any(self._offer(subproblem, found) for found in self._prepared(subproblem).first_feasible())
+        """Offers the first answers of a short ascent."""
+        for found in self._prepared(subproblem).first_feasible():
+            self._offer(subproblem, found)
 
     def run(self, subproblem: Subproblem) -> None:
         """Offers the answers of one more run; the last one before the time limit takes all time that is left."""
@@ -231,6 +272,11 @@ class PrimalSearch:
         self.seconds = time.monotonic() - start
         self.number += 1
 
+    @property
+    def ending(self) -> bool:
+        """Whether what is left of the time limit is spent best in one more run."""
+        return self.last or self.deadline.seconds_left < BOUND_ABOVE * self.seconds
+
     def _prepared(self, subproblem: Subproblem) -> IteratedLocalSearch:
         if self.iterated is None or self.iterated.problem is not subproblem.problem:
             cap = 4_000 if subproblem.problem.n_states > self.large_states else 20_000
@@ -238,6 +284,9 @@ class PrimalSearch:
         return self.iterated
 
     def _offer(self, subproblem: Subproblem, found: tuple[int, ...]) -> bool:
+        assert self.iterated is not None
+        if objective(self.iterated.net, np.array(found)) + subproblem.offset >= self.incumbent.objective:  # quicker than in numpy
+            return False
         return self.incumbent.offer(found, subproblem.problem.objective(found) + subproblem.offset, subproblem.invert)
 
     def priced(self, subproblem: Subproblem, share: float) -> Subproblem:
