@@ -314,6 +314,8 @@ def test_elementwise_work_on_one_array_is_done_again_in_the_product_that_reads_i
         return h @ w.astype(h.dtype)
 
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 64), (64, 64), (64,))]
-    space = make_strategy_space(StepFacts.of(parse(jax.make_jaxpr(net)(*args)), mesh := MeshShape(("a",), (2,))), mesh, Cluster.preset("h100"))
+    space = make_strategy_space(
+        StepFacts.of(parse(jax.make_jaxpr(net)(*args)), mesh := MeshShape(("a",), (2,))), mesh, Cluster.preset("h100")
+    )
     written = [op for i, op in enumerate(space.graph.ops) if space.rules[i].fusion == "loop" and space.materialised[op.outputs[0]]]
     assert len([op for op in written if op.outs[0].shape == (256, 64)]) == stored
