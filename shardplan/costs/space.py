@@ -5,7 +5,7 @@ Thousands of arrays of repeated layers share a few edge templates, each read off
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -296,6 +296,24 @@ def make_strategy_space(
     seconds = compute_seconds(facts.graph, mesh, cluster, signatures, facts.traffic)
     strategies, numbers = tuple(found.strategies for found in signatures), tuple(found.number for found in signatures)
     return StrategySpace(facts, mesh, cluster, strategies, numbers, seconds, tuple(unknown))
+
+
+def with_merged_axes(space: StrategySpace, groups: Sequence[Sequence[str]]) -> StrategySpace:
+    """The strategies that put the mesh axes of a group on the same factor: those of a mesh on which each group is one axis."""
+    of = [[n for n, axis in enumerate(space.mesh.axes) if axis in group] for group in groups]
+    kept: dict[int, tuple[OpStrategies, list[int]]] = {}
+    timed: dict[int, np.ndarray] = {}
+    strategies, seconds = [], []
+    for some, times in zip(space.strategies, space.seconds, strict=True):
+        if id(some) not in kept:
+            numbers = [s for s, factors in enumerate(some.factors) if all(len({factors[n] for n in group}) == 1 for group in of)]
+            kept[id(some)] = some.only(numbers), numbers
+        found, numbers = kept[id(some)]
+        if id(times) not in timed:
+            timed[id(times)] = times[numbers]
+        strategies.append(found)
+        seconds.append(timed[id(times)])
+    return StrategySpace(space.facts, space.mesh, space.cluster, tuple(strategies), space.signature, tuple(seconds), space.unknown)
 
 
 def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options
 from shardplan.costs.pins import allowed_strategies
 from shardplan.costs.pricing import Pricing
-from shardplan.costs.space import StepFacts, StrategySpace, make_strategy_space
+from shardplan.costs.space import StepFacts, StrategySpace, make_strategy_space, with_merged_axes
 from shardplan.ilp.solver.problem import Solution
 from shardplan.ir.graph import Graph
 from shardplan.mesh.reshard import Resharder
@@ -51,6 +52,7 @@ class Stopwatch:
 class PlanningTask:
     """A step, before copies are put in, on a mesh, with options: what every search starts from.
 
+    With `merged`, mesh axes of a group are on the same factor, and `finer` is the task without.
     `constraint_states` is a cache of `propagation.search`: (limit, background price) -> states; `optima` one of `ilp`: of the networks
     that were solved to optimality, (pricing, limit) -> solution.
     """
@@ -61,6 +63,17 @@ class PlanningTask:
     stopwatch: Stopwatch
     constraint_states: dict[tuple[float | None, float], tuple[int, ...]] = field(default_factory=dict)
     optima: dict[tuple[Pricing, float | None], Solution] = field(default_factory=dict)
+    merged: tuple[tuple[str, ...], ...] = ()
+    finer: PlanningTask | None = None
+
+    def coarser(self) -> Iterator[PlanningTask]:
+        """The same step on every coarser mesh: neighbouring axes merged into one."""
+        axes = tuple(axis for axis, n in self.resharder.mesh if n > 1)
+        for n in range(len(axes) - 1):  # the number of cuts between groups
+            for cuts in combinations(range(1, len(axes)), n):
+                groups = tuple(axes[a:b] for a, b in pairwise((0, *cuts, len(axes))))
+                options = replace(self.options, corrections=None)
+                yield PlanningTask(self.graph, self.resharder, options, self.stopwatch, merged=groups, finer=self)
 
     @property
     def exposed_fraction(self) -> float:
@@ -75,11 +88,13 @@ class PlanningTask:
     @cached_property
     def facts(self) -> StepFacts:
         """What holds of the step whatever is sharded."""
-        return StepFacts.of(self.graph, self.resharder.mesh)
+        return self.finer.facts if self.finer else StepFacts.of(self.graph, self.resharder.mesh)
 
     @cached_property
     def space(self) -> StrategySpace:
         """The strategies of every op on all mesh axes."""
+        if self.finer:
+            return with_merged_axes(self.finer.space, self.merged)
         space = make_strategy_space(self.facts, self.resharder.mesh, self.resharder.cluster)
         self.stopwatch.lap("strategies")
         return space
@@ -91,11 +106,11 @@ class PlanningTask:
 
     @cached_property
     def network(self) -> Callable[[Pricing, float | None], CostNetwork]:
-        """The cost network at these prices and this limit; the last two are cached."""
+        """The cost network at these prices and this limit; the last four are cached."""
 
         def build(pricing: Pricing, limit: float | None) -> CostNetwork:
             network = build_network(self.space, self.resharder, limit, self.allowed, self.options.corrections, pricing)
             self.stopwatch.lap("network")
             return network
 
-        return lru_cache(maxsize=2)(build)
+        return lru_cache(maxsize=4)(build)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from shardplan.costs.network import CostNetwork
-from shardplan.costs.task import Candidate
+from shardplan.costs.task import Candidate, PlanningTask
+from shardplan.errors import ShardingError
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.presolve.presolve import presolve
@@ -15,7 +17,7 @@ from shardplan.ilp.solver.problem import Solution
 from shardplan.propagation.axis_by_axis import axis_by_axis
 from shardplan.propagation.search import Propagation, warm_start
 from shardplan.search.min_memory import min_peak_memory
-from shardplan.search.objective import Candidates
+from shardplan.search.objective import Candidates, Judged
 from shardplan.search.protocol import Search, time_left
 from shardplan.search.slope_scaling import slope_scaling
 
@@ -70,11 +72,27 @@ class IntegerProgram(Search):
             return found
         slope_scaling(found, Propagation(self.task).search, None, deadline)
         for network, solution in axis_by_axis(self.task, limit, self.task.exposed_fraction):
-            whole = self.task.network(network.pricing, limit)
-            states = whole.translate(network, solution.states)
-            allowed = np.isfinite(whole.problem.objective(states))
-            found.add_if_near(Candidate(whole, replace(solution, states=states)) if allowed else Candidate(network, solution))
+            found.add_if_near(self._on_all_axes(network, solution, limit))
+        for task in self.task.coarser() if not deadline.over() else ():
+            for plan in self._coarse_plans(task, limit, deadline):
+                found.add_if_near(self._on_all_axes(plan.network, plan.solution, limit))
         self.task.stopwatch.lap("other searches")
         if found.best is not None and found.best is not own and not deadline.over():
             slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined)
         return found
+
+    def _on_all_axes(self, network: CostNetwork, solution: Solution, limit: float | None) -> Candidate:
+        """A plan of a space with fewer strategies, in the space of all, if that allows it."""
+        whole = self.task.network(network.pricing, limit)
+        states = whole.translate(network, solution.states)
+        if np.isfinite(whole.problem.objective(states)):
+            return Candidate(whole, replace(solution, states=states))
+        return Candidate(network, solution)
+
+    def _coarse_plans(self, task: PlanningTask, limit: float | None, deadline: Deadline) -> Iterable[Judged]:
+        """The plans of the pricing loop on a coarser mesh; none where the pins tell its axes apart."""
+        try:
+            _ = task.allowed
+        except ShardingError:
+            return ()
+        return Search.candidates(IntegerProgram(task), limit, deadline).judged.values()

@@ -50,7 +50,7 @@ def lower_bound(task: PlanningTask, best: Judged, deadline: Deadline) -> float:
     tables = found.tables
     floor = found.weights({})
     chosen = found.weights(found.modes) if task.overlaps else Weights(*([1.0] * len(x) for x in (floor.ops, floor.edges, floor.beyond)))
-    bound, weights = 0.0, chosen
+    bound, weights = compute_floor(task), chosen
     for _ in range(3):
         if deadline.over():
             break

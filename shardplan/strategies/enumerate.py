@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,12 @@ class OpStrategies:
 
     def __len__(self) -> int:
         return len(self.factors)
+
+    def only(self, some: Sequence[int]) -> OpStrategies:
+        """Some of the strategies, by number."""
+        operands, results = (tuple(tuple(of[s] for s in some) for of in layouts) for layouts in (self.operands, self.results))
+        factors, shards = tuple(self.factors[s] for s in some), tuple(of[list(some)] for of in self.shards)
+        return OpStrategies(factors, operands, results, self.work[list(some)], shards)
 
 
 def enumerate_strategies(
