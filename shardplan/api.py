@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
@@ -132,8 +132,15 @@ class Auto(Generic[P, R]):
 
         call = Call.of(args, kwargs, *self._static)
         if call.signature not in self._steps:
-            self._steps[call.signature] = plan_step(self._fun, call, self.options)
+            self._steps[call.signature] = plan_step(self._fun, call, self.options, functools.partial(self._adopt, call.signature))
         return self._steps[call.signature], call.operands
+
+    def _adopt(self, signature: Hashable, step: PlannedStep) -> bool:
+        """Whether a faster plan replaces that of a signature: unless the step has run, and its state lies as the old plan wants it."""
+        if self._last is None and self.options.plan is None:
+            self._steps[signature] = step
+            return True
+        return False
 
     # ---- planning
 

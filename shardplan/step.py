@@ -28,8 +28,10 @@ from shardplan.plan.data import Leaf
 from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
 from shardplan.plan.reuse import matching_pins, saved_decisions
+from shardplan.search.objective import NEAR_TIE
 from shardplan.searches import SEARCHES
 from shardplan.signature import Call, arguments, path_text, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
+from shardplan.units import format_seconds
 from shardplan.view.progress import Progress
 from shardplan.xla.compiler.options import as_known, unknown
 from shardplan.xla_model.compiler_options import Flag, XlaOptions
@@ -102,8 +104,14 @@ class PlanContext:
     verified: Verified | None = None
 
 
-def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
+def plan_step(fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[PlannedStep], bool] | None = None) -> PlannedStep:
     """Traces and plans a step for a call's signature; nothing runs.
+
+    Args:
+        fun: the step as it was written.
+        call: the shapes of its arguments.
+        options: those of `auto`.
+        adopt: takes a faster plan that `Plan.fix` or `Plan.compare` comes upon in place of this one; says whether it did.
 
     Raises:
         ShardingError: an argument is no array, a pin cannot hold, XLA refuses a compiler option, or nothing fits the memory.
@@ -112,9 +120,19 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
     _refuse_options(options)
     step = TracedStep.of(fun, call, options)
 
+    fastest: list[Plan] = []
+
     def replan(pins: Mapping[str, Any], search: str | None = None) -> Plan:
         changed = {**(options.pins or {}), **pins}
-        return plan_step(fun, call, replace(options, pins=changed, search=search or options.search, plan=None, verify=None)).plan
+        found = plan_step(fun, call, replace(options, pins=changed, search=search or options.search, plan=None, verify=None))
+        before, after = (plan.seconds["total"] for plan in (fastest[0], found.plan))
+        if after < (1 - NEAR_TIE) * before and adopt is not None and adopt(found):
+            fastest[0] = found.plan
+            warn(
+                f"a faster plan was found: {format_seconds(after)} a step, {100 * (1 - after / before):.1f} % less. The step runs by it now.\n"
+                "  way out, for the plan before: auto(..., plan=that_plan)"
+            )
+        return found.plan
 
     def context(decisions: Decisions, planned: Planned | None = None) -> PlanContext:
         def program(plan: Plan) -> tuple[Callable, tuple]:
@@ -127,6 +145,7 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
     if (saved := options.saved_plan) is not None:
         if (decisions := saved_decisions(saved, step.traced, options.shape)) is not None:
             reused = structs.replace(saved, compiler_options=options.flags(saved.compiler_options))
+            fastest.append(reused)
             return step.jit(decisions, reused.with_context(context(decisions)))
         asked = matching_pins(saved, step.traced, asked)
 
@@ -146,6 +165,7 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
         warn(
             f"no rule for primitive {primitive!r} at {source}: it runs replicated on every device.\n  way out: shardplan.register_rule"
         )
+    fastest.append(plan)
     return step.jit(plan.context.planned.decisions, plan)
 
 

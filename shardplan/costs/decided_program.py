@@ -245,14 +245,14 @@ class DecidedProgram:
             if kind == "loop":
                 self._loop(n, waits, found, nested)
             elif n in free:
-                found += self._task(n, (), len(found))[-1:] if pipelined else ()
+                found += [Task(self._sent_s(n), True, ())] if pipelined else ()
                 continue
             else:
                 found += self._task(n, waits, len(found))
             numbers[name] = len(found) - 1
-        carried_s = 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate if pipelined else 0.0
-        if carried_s:
-            found.append(Task(carried_s, False, ()))
+        around_s = sum(map(self._staging_s, free)) + 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate
+        if free and pipelined and around_s:
+            found.append(Task(around_s, False, ()))
         return schedule(found, nested), any(task.collective or task.has_collectives for task in found)
 
     def _loop(self, n: int, waits: tuple[int, ...], found: list[Task], nested: dict[int, tuple[Timeline, float]]) -> None:
@@ -264,13 +264,14 @@ class DecidedProgram:
             found.append(Task(line.total_s * trips, False, waits, inside))
             return
         for m in ahead:
-            found.append(self._task(m, waits, len(found))[-1])
+            found.append(Task(self._sent_s(m), True, waits))
         waits = tuple(range(len(found) - len(ahead), len(found))) or waits
         line = (trips - 1) * line + self._computation(n, pipelined=False)[0]
         nested[len(found)] = line, 1.0
         found.append(Task(line.total_s, False, waits, has_collectives=True))
+        at = len(found) - 1
         for m in later:
-            found.append(self._task(m, (len(found) - 1,), len(found))[-1])
+            found.append(Task(self._sent_s(m), True, (at,)))
         if later:
             found.append(Task(0.0, False, tuple(range(len(found) - len(later), len(found)))))
 
@@ -294,16 +295,28 @@ class DecidedProgram:
 
     def _task(self, n: int, waits: tuple[int, ...], number: int) -> list[Task]:
         """A kernel with all that is merged into it, or a combined collective behind the kernels that fill its buffer."""
-        tasks, (_, combined), space = self.tasks, self._joined, self.network.space
-        if (some := combined.get(n)) is None:
+        if n not in self._joined[1]:
             return [Task(self._merged_seconds[n], False, waits)]
-        kind, axes = tasks.transfers[n].step.kind, tasks.transfers[n].step.axes
-        sizes = [tasks.transfers[m].step.bytes for m in some]
-        shared, latency_s, own = collective.staging_kernels(kind, space.cluster, len(some))
-        staging_s = shared * sum(sizes) + sum(max(latency_s, own * size) for size in sizes)
-        found = [Task(staging_s, False, waits)] if staging_s else []
-        waits = (number,) if staging_s else waits
-        return [*found, Task(collective.seconds(kind, sum(sizes), axes, space.mesh, space.cluster), True, waits)]
+        staging_s = self._staging_s(n)
+        if staging_s:
+            return [Task(staging_s, False, waits), Task(self._sent_s(n), True, (number,))]
+        return [Task(self._sent_s(n), True, waits)]
+
+    def _sent_s(self, first: int) -> float:
+        """Seconds on the network of a combined collective."""
+        step, space = self.tasks.transfers[first].step, self.network.space
+        return collective.seconds(step.kind, sum(self._sizes(first)), step.axes, space.mesh, space.cluster)
+
+    def _staging_s(self, first: int) -> float:
+        """Seconds of the kernels that fill and empty its buffer."""
+        sizes = self._sizes(first)
+        shared, latency_s, own = collective.staging_kernels(
+            self.tasks.transfers[first].step.kind, self.network.space.cluster, len(sizes)
+        )
+        return shared * sum(sizes) + sum(max(latency_s, own * size) for size in sizes)
+
+    def _sizes(self, first: int) -> list[float]:
+        return [self.tasks.transfers[n].step.bytes for n in self._joined[1][first]]
 
     @cached_property
     def _merged_seconds(self) -> dict[int, float]:
