@@ -239,6 +239,7 @@ class DecidedProgram:
         numbers: dict[Member, int] = {}
         found: list[Task] = []
         nested: dict[int, tuple[Timeline, float]] = {}
+        carried: set[int] = set()  # what makes the arrays that pipelining copies from round to round
         for name in self._order(home):
             kind, n = name
             waits = tuple(sorted({numbers[m] for m in before[name] if m[0] == "loop" or m[1] not in free}))
@@ -246,13 +247,14 @@ class DecidedProgram:
                 self._loop(n, waits, found, nested)
             elif n in free:
                 found += [Task(self._sent_s(n), True, ())] if pipelined else ()
+                carried.update(waits)
                 continue
             else:
                 found += self._task(n, waits, len(found))
             numbers[name] = len(found) - 1
         around_s = sum(map(self._staging_s, free)) + 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate
         if free and pipelined and around_s:
-            found.append(Task(around_s, False, ()))
+            found.append(Task(around_s, False, tuple(sorted(carried))))
         return schedule(found, nested), any(task.collective or task.has_collectives for task in found)
 
     def _loop(self, n: int, waits: tuple[int, ...], found: list[Task], nested: dict[int, tuple[Timeline, float]]) -> None:
@@ -263,15 +265,13 @@ class DecidedProgram:
             nested[len(found)] = line, trips
             found.append(Task(line.total_s * trips, False, waits, inside))
             return
-        for m in ahead:
-            found.append(Task(self._sent_s(m), True, waits))
+        found += [Task(self._sent_s(m), True, waits) for m in ahead]
         waits = tuple(range(len(found) - len(ahead), len(found))) or waits
         line = (trips - 1) * line + self._computation(n, pipelined=False)[0]
         nested[len(found)] = line, 1.0
         found.append(Task(line.total_s, False, waits, has_collectives=True))
         at = len(found) - 1
-        for m in later:
-            found.append(Task(self._sent_s(m), True, (at,)))
+        found += [Task(self._sent_s(m), True, (at,)) for m in later]
         if later:
             found.append(Task(0.0, False, tuple(range(len(found) - len(later), len(found)))))
 
