@@ -50,7 +50,7 @@ def lower_bound(task: PlanningTask, best: Judged, deadline: Deadline) -> float:
     tables = found.tables
     floor = found.weights({})
     chosen = found.weights(found.modes) if task.overlaps else Weights(*([1.0] * len(x) for x in (floor.ops, floor.edges, floor.beyond)))
-    bound, weights = 0.0, chosen
+    bound, weights = compute_floor(task), chosen
     for _ in range(3):
         if deadline.over():
             break
@@ -69,7 +69,7 @@ def _balance(found: _Bounds, ends: tuple[Weights, Weights], states: Sequence[int
     """The share of the second weights at which the best plan and these states cost the same."""
     if not states:
         return None
-    (a, b), (c, d) = ((found.tables.value(w, s) for w in ends) for s in (found.states, tuple(states)))
+    (a, b), (c, d) = ([found.tables.value(w, s) for w in ends] for s in (found.states, tuple(states)))
     slope = (b - a) - (d - c)
     return (c - a) / slope if slope > 0 else None
 
