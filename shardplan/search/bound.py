@@ -5,7 +5,7 @@ the best plan:
 
     "compute"    its kernels
     "exposed"    its kernels but those that may hide one of a set of collectives, and these collectives
-    "network"    all its collectives
+    "network"    all its collectives; of those that pipelining may move out of a loop, all rounds but one
 
 The cost network of this choice is solved, without a memory limit and without ties, so that its bound holds for all plans. If it leads
 to a plan that computes more than the bound counts, the mean of it and of "compute" is solved, at which both plans cost the same: two
@@ -69,7 +69,7 @@ def _balance(found: _Bounds, ends: tuple[Weights, Weights], states: Sequence[int
     """The share of the second weights at which the best plan and these states cost the same."""
     if not states:
         return None
-    (a, b), (c, d) = ((found.tables.value(w, s) for w in ends) for s in (found.states, tuple(states)))
+    (a, b), (c, d) = ([found.tables.value(w, s) for w in ends] for s in (found.states, tuple(states)))
     slope = (b - a) - (d - c)
     return (c - a) / slope if slope > 0 else None
 
@@ -143,6 +143,11 @@ class _Bounds:
         loop, kind = self.task.space.graph.ops[edge.consumer].loop, self.task.space.collective_sites[edge.value].collective_class
         return not pipelined or loop == OUTSIDE or kind not in ("prefetch", "gradient")
 
+    def inside_loop(self, edge: ArrayEdge) -> float:
+        """Fraction of the rounds of an edge's collectives that run in their loop, whatever is pipelined; the rest may run around it."""
+        loop, loops = self.task.space.graph.ops[edge.consumer].loop, self.task.space.graph.loops
+        return 1.0 if self.stays(edge) or loops[loop].trips <= 1 else (loops[loop].trips - 1) / loops[loop].trips
+
     # ---- the choice
 
     @cached_property
@@ -159,7 +164,7 @@ class _Bounds:
         sent: dict[int, float] = {}
         for n, edge in enumerate(edges):
             home = self.task.space.graph.ops[edge.consumer].loop
-            sent[home] = sent.get(home, 0.0) + self.sent_ps[n]
+            sent[home] = sent.get(home, 0.0) + self.inside_loop(edge) * self.sent_ps[n]
         loops = self.task.space.graph.loops
         for home in (*sorted(range(len(loops)), key=lambda n: loops[n].stop - loops[n].start), OUTSIDE):
             kernels = sum(self.kernel_ps[i] for i, at in enumerate(self.homes) if at == home)
@@ -193,7 +198,7 @@ class _Bounds:
         def edge(n: int) -> tuple[float, float]:
             home = graph.ops[edges[n].consumer].loop
             mode = modes.get(home, "compute")
-            counts = mode == "network" or (mode == "exposed" and n in self.exposed[home][0])
+            counts = self.inside_loop(edges[n]) if mode == "network" else float(mode == "exposed" and n in self.exposed[home][0])
             return counted[home] * counts, counted[home] * (mode == "compute")
 
         pairs = [edge(n) for n in range(len(edges))]
