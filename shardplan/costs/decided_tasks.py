@@ -3,7 +3,10 @@
     op        a kernel of c_i[s] seconds (`roofline.py`)
     reshard   its collectives one after the other, then what XLA computes around them (`tables.py`)
 
-What takes no time and waits for one task is that task: views, casts inside fusions, border ops.
+What takes no time and waits for one task is that task: views, casts inside fusions, border ops. Equal steps of one array, in one loop
+and phase, are one collective for all readers, unless the array is regathered behind a barrier.
+
+Facts: cse-merges-equal-reshards, cse-stops-at-barriers.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardplan.costs.network import PS, CostNetwork
+from shardplan.ir.graph import Graph, Phase
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import CollectiveSite
 
@@ -79,15 +83,20 @@ def decided_tasks(network: CostNetwork, states: Sequence[int]) -> Tasks:
     """The tasks of a cost network's ops and reshards under these states."""
     graph, tasks = network.space.graph, Tasks()
     strategies, retained = network.strategies(states), network.retained(states)
-    beyond = network.beyond_collectives(states)
+    beyond, regathers = network.beyond_collectives(states), network.regathers(strategies, retained)
     makes: dict[int, int] = {}  # value -> the task that makes it
+    done: dict[tuple, int] = {}  # step of an array -> the task after which the array has gone it
     for j, op in enumerate(graph.ops):
         moved, waits = dict(network.reshards(j, strategies, retained)), []
         for k, v in enumerate(op.inputs):
             at = -1 if v is None else makes[v]
             for step in moved.get(k, ()):
                 assert v is not None
-                at = _moved(tasks, network, j, v, at, step)
+                copy = regathers.get(j if op.traits.copy else graph.values[v].producer[0], 0)
+                key = (at, step.before, step.after, *shared_key(graph, j, v), copy)
+                if key not in done:
+                    done[key] = _moved(tasks, network, j, v, at, step)
+                at = done[key]
             waits.append(tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
         seconds = network.problem.costs[j][states[j]] / op.runs / PS
         home = op.held_during if op.traits.loop_slice or op.traits.loop_stack else op.loop
@@ -96,6 +105,11 @@ def decided_tasks(network: CostNetwork, states: Sequence[int]) -> Tasks:
             tasks.roots.setdefault(home, []).append(made)
         makes.update(dict.fromkeys(op.outputs, made))
     return tasks
+
+
+def shared_key(graph: Graph, j: int, v: int) -> tuple[int, int, Phase]:
+    """What two readers of an array must agree in to share a collective: op j reads value v."""
+    return graph.original(v), graph.ops[j].loop, graph.ops[j].phase
 
 
 def _moved(tasks: Tasks, network: CostNetwork, j: int, v: int, at: int, step: ReshardStep) -> int:

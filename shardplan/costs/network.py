@@ -152,6 +152,23 @@ class CostNetwork:
                 if before != after and (steps := self.path(v, before, after)):
                     yield k, steps
 
+    def regathers(self, strategies: Sequence[int], retained: Collection[int]) -> dict[int, int]:
+        """Copy -> how many times its array was gathered and freed before.
+
+        Emission numbers regathered copies and puts barriers before them: XLA's common subexpression elimination would merge them and
+        keep the first one alive (facts: cse-merges-equal-reshards, cse-stops-at-barriers).
+        """
+        graph, of = self.space.graph, self.space.strategies
+        found: dict[int, int] = {}
+        for j, (i, k) in graph.retainable_from.items():
+            v, wanted = graph.ops[j].inputs[0], of[j].results[0][strategies[j]]
+            assert v is not None
+            maker, r = graph.values[v].producer
+            again = j not in retained and of[i].operands[k][strategies[i]] == wanted
+            path = self.path(v, of[maker].results[r][strategies[maker]], wanted) if again else ()
+            found[j] = found.get(i, 0) + any(step.kind != "slice" for step in path)
+        return found
+
     def operand_layout(self, j: int, k: int, states: Sequence[int]) -> Layout:
         """Layout in which op j reads its operand k."""
         of = self.space.strategies[j]

@@ -141,18 +141,8 @@ class _Decided:
 
     @cached_property
     def regathers(self) -> dict[int, int]:
-        """Copy -> how many times its array was gathered and freed before.
-
-        Regathered copies are numbered: XLA's common subexpression elimination would merge them and keep the first one alive
-        (facts: cse-merges-equal-reshards, cse-stops-at-barriers).
-        """
-        found: dict[int, int] = {}
-        for j, (i, k) in self.graph.retainable_from.items():
-            v, wanted = self.graph.ops[j].inputs[0], self.layout(self.graph.ops[j].outputs[0])
-            assert v is not None
-            moved = any(step.kind != "slice" for step in self.network.path(v, self.layout(v), wanted))
-            found[j] = found.get(i, 0) + (j not in self.retained and moved and self.operand_layout(i, k) == wanted)
-        return found
+        """Copy -> how many times its array was gathered and freed before."""
+        return self.network.regathers(self.strategies, self.retained)
 
     def regather_source(self, v: int, copy: int) -> tuple[Layout, ...]:
         """The layout that a regathered copy starts from."""

@@ -14,6 +14,7 @@ steps of the cutting-plane method on (11) and (12).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from shardplan.costs.bound_network import BoundTables, Weights
-from shardplan.costs.decided_tasks import OUTSIDE
+from shardplan.costs.decided_tasks import OUTSIDE, shared_key
 from shardplan.costs.network import PS
 from shardplan.costs.space import ArrayEdge
 from shardplan.costs.task import PlanningTask
@@ -49,7 +50,7 @@ def lower_bound(task: PlanningTask, best: Judged, deadline: Deadline) -> float:
     found = _Bounds(task, best)
     tables = found.tables
     floor = found.weights({})
-    chosen = found.weights(found.modes) if task.overlaps else Weights(*([1.0] * len(x) for x in (floor.ops, floor.edges, floor.beyond)))
+    chosen = found.weights(found.modes) if task.overlaps else found.everything
     bound, weights = compute_floor(task), chosen
     for _ in range(3):
         if deadline.over():
@@ -133,9 +134,17 @@ class _Bounds:
 
     @cached_property
     def sent_ps(self) -> np.ndarray:
-        """Per array edge, the least picoseconds of its collectives."""
+        """Per array edge, the least picoseconds of its collectives that count."""
         sent = [self.tables.sent(edge, self.states) for edge in self.task.space.array_edges]
-        return np.nan_to_num(np.array(sent), nan=0.0, posinf=0.0)
+        return self.shares * np.nan_to_num(np.array(sent), nan=0.0, posinf=0.0)
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """Per array edge, the fraction of its collectives that counts: those of edges that may share them add up to one at most."""
+        graph, edges = self.task.space.graph, self.task.space.array_edges
+        keys = [shared_key(graph, edge.consumer, edge.value) for edge in edges]
+        sizes = Counter(keys)
+        return np.array([1.0 / sizes[key] for key in keys])
 
     def stays(self, edge: ArrayEdge) -> bool:
         """Whether no compiler option moves the collectives of an edge into another round of their loop."""
@@ -180,6 +189,12 @@ class _Bounds:
             total[home] = bounds[out[home]]
         return out
 
+    @property
+    def everything(self) -> Weights:
+        """All kernels and all collectives: what a step takes where nothing overlaps."""
+        space = self.task.space
+        return Weights([1.0] * len(space.graph.ops), self.shares.tolist(), [1.0] * len(space.array_edges))
+
     def weights(self, modes: dict[int, Mode]) -> Weights:
         """What the bounds of these modes count; "compute" where none is given."""
         graph, edges = self.task.space.graph, self.task.space.array_edges
@@ -199,7 +214,7 @@ class _Bounds:
             home = graph.ops[edges[n].consumer].loop
             mode = modes.get(home, "compute")
             counts = self.inside_loop(edges[n]) if mode == "network" else float(mode == "exposed" and n in self.exposed[home][0])
-            return counted[home] * counts, counted[home] * (mode == "compute")
+            return counted[home] * counts * float(self.shares[n]), counted[home] * (mode == "compute")
 
         pairs = [edge(n) for n in range(len(edges))]
         return Weights([op(i) for i in range(len(graph.ops))], [a for a, _ in pairs], [b for _, b in pairs])

@@ -1,0 +1,85 @@
+"""The lower bound of the objective: no plan undercuts it, whatever its collectives share, combine and hide."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardplan
+from shardplan import pipeline
+from shardplan.costs.decided_tasks import decided_tasks
+from shardplan.costs.network import PS
+from shardplan.costs.pricing import Pricing
+from shardplan.costs.task import Candidate
+from shardplan.ilp.solver import solve
+from shardplan.search import bound
+from shardplan.search.objective import judge
+
+S = jax.ShapeDtypeStruct
+
+
+def unrolled(params, x):
+    """A net whose partial sums are read by products and by elementwise ops."""
+
+    def loss(params):
+        h = x
+        for up, down in params:
+            y = h @ up
+            h = h + (jnp.tanh(y) * y) @ down + y @ up.T
+        return jnp.mean(h**2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def scanned(params, x):
+    """The same as a loop."""
+
+    def layer(h, w):
+        y = h @ w[0]
+        return h + (jnp.tanh(y) * y) @ w[1] + y @ w[0].T, None
+
+    def loss(params):
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def planned(step, params, monkeypatch, overlap):
+    """The plan, and what its bound was asked for."""
+    asked = []
+
+    def recorded(task, best, deadline):
+        asked.append((task, best))
+        return bound.lower_bound(task, best, deadline)
+
+    monkeypatch.setattr(pipeline, "lower_bound", recorded)
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    plan = shardplan.auto(mesh, cluster="h100", overlap=overlap)(step).plan(params, S((256, 512), jnp.float32))
+    return plan, *asked[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["unrolled", "scanned"])
+def test_no_plan_undercuts_the_bound(name, overlap, monkeypatch):
+    weights = lambda *layers: (S((*layers, 512, 1024), jnp.float32), S((*layers, 1024, 512), jnp.float32))  # noqa: E731
+    step, params = {"unrolled": (unrolled, [weights()] * 2), "scanned": (scanned, weights(2))}[name]
+    plan, task, best = planned(step, params, monkeypatch, overlap)
+    least = plan.seconds["bound"] * PS * (1 - 1e-9)
+    found, problem, rng = bound._Bounds(task, best), task.network(Pricing(), None).problem, np.random.default_rng(0)
+    everything = found.weights(found.modes) if task.overlaps else found.everything
+    shared = 0
+    for scale in (1e6, 1e7, 1e8, 1e9) * 2:  # picoseconds
+        noisy = tuple(cost + np.rint(scale * rng.random(len(cost))) for cost in problem.costs)
+        drawn = solve(replace(problem, costs=noisy), work_limit=1.0)
+        judged = judge(task, Candidate(task.network(Pricing(), None), drawn), None)
+        assert least <= judged.timeline.total_s * PS
+        own = bound._Bounds(task, judged)
+        assert own.tables.value(everything, own.states) <= judged.timeline.total_s * PS * (1 + 1e-9)
+        assert own.tables.value(own.weights(own.modes), own.states) <= judged.timeline.total_s * PS * (1 + 1e-9)
+        states, network = judged.states, judged.network
+        moved = (network.reshards(j, network.strategies(states), network.retained(states)) for j in range(len(network.space.graph.ops)))
+        steps = [step for paths in moved for _, path in paths for step in path if step.kind != "slice"]
+        shared += len(steps) - len(decided_tasks(network, states).transfers)
+    assert shared > 0
