@@ -264,6 +264,7 @@ def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
         waits = (levels[i] + (written[v] and (rules[i].fusion in ("reduce", "none") or sums[i])) for v, i in made)
         levels.append(max(waits, default=0))
         alone = op.traits.reads_part and not any(_fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
+        alone |= op.traits.matmul and rules[at].fusion == "none"
         homes.append((-1 - at if alone else groups[at], levels[at], op.phase, _runs_in(op)))
         if (reduced := over[at]) and not rows.behind[at]:
             first.setdefault(homes[at], reduced)
