@@ -30,6 +30,8 @@ from shardplan.xla_model.physical_layout import transposed_in_memory, transposed
 from shardplan.xla_model.row_kernels import RowKernels, reduces_rows, row_kernels
 
 FUSIBLE = ("loop", "view", "reduce")
+EXPENSIVE = ("tanh", "sin", "cos", "pow")
+"""What costs more to compute again than to write and read (fact: fusion-expensive)."""
 EXPONENTIALS = ("exp", "exp2")
 """What costs more to compute again than a number per row to write (fact: fusion-rows-exponentials)."""
 
@@ -137,6 +139,8 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
 
     Of k kernels, each reads the sources, or one reads them and writes the value, which the others read:
     k * sources  >  sources + value + (k - 1) * value.
+
+    So are expensive functions that several kernels read.
     """
     kernels = _kernels(graph, rules, written, sums)
     written, inside, rows = kernels.written, kernels.inside, kernels.rows
@@ -156,7 +160,7 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
         if rows.behind[at] and value.bytes < min(found.values(), default=0.0):  # numbers per row, of rows read anyway
             continue
         k = len(inside[at])
-        if (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
+        if (k > 1 and op.primitive in EXPENSIVE) or (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
             out.add(v)
     return out
 

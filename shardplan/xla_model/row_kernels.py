@@ -9,6 +9,7 @@ reduces it, and combines the result with the same row:
     softmax, layer norm       one kernel reads x and writes the result
     and their gradients       one kernel reads x and the result's gradient; it computes the forward pass of the row again
     root mean square norm     one kernel alone; several with its gradient: the reduction has two uses and seeds nothing
+    softmax of a transpose    several kernels: the dim that is reduced is not the last in memory
 
 Three things leave the kernel: a reduction of exponentials that several kernels read, for computing them once more costs more than writing
 a number per row; what a reduction of another kind reads, which is written first; and every result, for a kernel writes one.
@@ -46,13 +47,14 @@ class RowKernels:
 def row_kernels(graph: Graph, rules: Sequence[Rule], alone: frozenset[int] = frozenset()) -> RowKernels:
     """The kernels of a step; the reductions `alone` write their results."""
     behind, fused, statistics = [False] * len(graph.ops), set[int](), set[int]()
+    turned = _turned(graph, rules)
     for at, op in enumerate(graph.ops):
         makers = [graph.values[v].producer[0] for v in op.inputs if v is not None]
         follows = any(behind[i] and graph.ops[i].loop == op.loop for i in makers)
         if at in graph.dead:
             continue
         if reduces_rows(op) and rules[at].fusion == "reduce":
-            if at not in alone and (follows or _is_seed(graph, rules, at)):
+            if at not in alone and not turned[at] and (follows or _is_seed(graph, rules, at)):
                 behind[at] = True
                 fused.add(at)
                 statistics.add(op.outputs[0])
@@ -70,6 +72,17 @@ def reduces_rows(op: Op) -> bool:
         return False
     shape = op.ins[0].shape
     return tuple(op.params.get("axes", ())) == (len(shape) - 1,) and 1 < shape[-1] <= ROW_ELEMENTS and op.outs[0].dtype.kind in "fV"
+
+
+def _turned(graph: Graph, rules: Sequence[Rule]) -> list[bool]:
+    """Per op, whether elementwise work or a reduction reads an array whose last dim lies elsewhere in memory: a transpose moved it."""
+    out = [False] * len(graph.ops)
+    for at, op in enumerate(graph.ops):
+        if rules[at].fusion == "reduce" or _is_elementwise(graph, rules, at):
+            moved = op.traits.transpose and tuple(op.params["permutation"])[-1] != len(op.ins[0].shape) - 1
+            made = (graph.values[v].producer[0] for v in op.inputs if v is not None)
+            out[at] = moved or any(out[i] and rules[i].fusion != "reduce" for i in made)
+    return out
 
 
 def _is_elementwise(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
