@@ -119,6 +119,17 @@ class Graph:
     retainable_from: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """Copy -> (op, operand) that reads the same value in an earlier phase of the loop: its array may be retained or fetched again."""
 
+    @cached_property
+    def dead(self) -> frozenset[int]:
+        """Ops whose results nothing needs; XLA removes them."""
+        dead: set[int] = set()
+        for at in reversed(range(len(self.ops))):
+            op = self.ops[at]
+            kept = op.traits.leaves_region or not op.outputs or (op.traits.border and not op.traits.copy)
+            if not kept and all(reader in dead for v in op.outputs for reader, _ in self.values[v].consumers):
+                dead.add(at)
+        return frozenset(dead)
+
     def origin(self, v: int, through: Callable[[int], bool]) -> int:
         """The value that v is derived from: operands are followed back as long as `through(op number)` holds.
 

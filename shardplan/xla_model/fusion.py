@@ -27,8 +27,13 @@ from dataclasses import dataclass
 from shardplan.ir.graph import Graph, Op, components
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.physical_layout import transposed_in_memory, transposed_product
+from shardplan.xla_model.row_kernels import RowKernels, reduces_rows, row_kernels
 
 FUSIBLE = ("loop", "view", "reduce")
+EXPENSIVE = ("tanh", "sin", "cos", "pow")
+"""What costs more to compute again than to write and read (fact: fusion-expensive)."""
+EXPONENTIALS = ("exp", "exp2")
+"""What costs more to compute again than a number per row to write (fact: fusion-rows-exponentials)."""
 
 Kernel = tuple
 """Group of ops, how many kernels it waits for, phase, loop, and the shapes and dims of its reductions."""
@@ -37,22 +42,23 @@ Kernel = tuple
 def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool]) -> tuple[bool, ...]:
     """Per value, whether it is written to memory; views are not. `sums` are, per op, whether its result may be partial."""
     out = [True] * len(graph.values)
-    prologue = _prologues(graph, rules)
+    prologue, rows = _prologues(graph, rules), row_kernels(graph, rules)
     for v in reversed(range(len(graph.values))):
         at, _ = graph.values[v].producer
         op, fusion = graph.ops[at], rules[at].fusion
         if op.traits.materialised or fusion == "view":
             out[v] = op.traits.materialised
             continue
-        reached = list(graph.reached(v, lambda at: _seen_through(graph, rules, at)))
+        reached = [c for c in graph.reached(v, lambda at: _seen_through(graph, rules, at)) if c not in graph.dead]
         if op.scalar_broadcast and not any(graph.ops[c].traits.stores_operand for c in reached):
             out[v] = False
-        elif sums[at] and any(graph.ops[c].traits.copy for c in reached):
+        elif sums[at] and not rows.behind[at] and any(graph.ops[c].traits.copy for c in reached):
             continue  # partial sums are written, reduced and read again
         elif fusion == "loop" and not op.scalar_broadcast:
             readers = [c for c in reached if not _seen_through(graph, rules, c)]
             stacked = len(readers) == 1 and graph.ops[readers[0]].traits.loop_stack  # computed as the row is written
             out[v] = not stacked and not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
+            out[v] |= rows.behind[at] and any(rules[c].fusion == "reduce" and not reduces_rows(graph.ops[c]) for c in readers)
     for v, (w, always) in written_by_products(graph, rules).items():
         if always or out[w]:
             out[v], out[w] = False, True
@@ -133,8 +139,11 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
 
     Of k kernels, each reads the sources, or one reads them and writes the value, which the others read:
     k * sources  >  sources + value + (k - 1) * value.
+
+    So are expensive functions that several kernels read.
     """
-    _, inside = _kernels(graph, rules, written, sums)
+    kernels = _kernels(graph, rules, written, sums)
+    written, inside, rows = kernels.written, kernels.inside, kernels.rows
     out: set[int] = set()
     sources: list[dict[int, float]] = []
     for v, value in enumerate(graph.values):
@@ -148,8 +157,10 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
         sources.append(found)
         if written[v] or rules[at].fusion != "loop" or op.scalar_broadcast:
             continue
+        if rows.behind[at] and value.bytes < min(found.values(), default=0.0):  # numbers per row, of rows read anyway
+            continue
         k = len(inside[at])
-        if (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
+        if (k > 1 and op.primitive in EXPENSIVE) or (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
             out.add(v)
     return out
 
@@ -165,7 +176,8 @@ class KernelTraffic:
 
 def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> tuple[KernelTraffic, ...]:
     """What every op moves: each kernel reads an array once, on behalf of the first op that needs it; `written` are `materialised`."""
-    own, inside = _kernels(graph, rules, written, sums)
+    kernels = _kernels(graph, rules, written, sums)
+    own, inside, written = kernels.own, kernels.inside, kernels.written
     by_product = {v: w for v, (w, _) in written_by_products(graph, rules).items() if written[w] and not written[v]}
     ends = frozenset(by_product.values())
     seen: set[tuple[Kernel, int]] = set()  # what a kernel has read or made
@@ -175,7 +187,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)
         results: list[float] = [0] * len(op.outputs)
-        idle = op.traits.moves_nothing
+        idle = op.traits.moves_nothing or at in graph.dead
         for k, v in enumerate(op.inputs):
             if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):
                 continue
@@ -205,34 +217,73 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
     return tuple(KernelTraffic(operands, results, kernel.get(at)) for at, (operands, results) in enumerate(counts))
 
 
-def _kernels(
-    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]
-) -> tuple[list[Kernel], list[set[Kernel]]]:
-    """Per op, the kernel in which it writes; and those that compute it: its own where it writes, all its readers' where it does not.
+@dataclass(frozen=True)
+class _Kernels:
+    """Kernels of a step.
+
+    Attributes:
+        own: per op, the kernel in which it writes.
+        inside: per op, those that compute it: its own where it writes, all its readers' where it does not.
+        written: per value, whether a kernel writes it; what stays on chip with its row is not.
+        rows: the reductions that stay there.
+    """
+
+    own: list[Kernel]
+    inside: list[set[Kernel]]
+    written: list[bool]
+    rows: RowKernels
+
+
+def _kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> _Kernels:
+    """The kernels where `written` values are in memory. A reduction of exponentials that several would compute is written."""
+    first = _grouped_kernels(graph, rules, written, sums, row_kernels(graph, rules))
+    alone, exponentials = set[int](), [False] * len(graph.ops)
+    for at, op in enumerate(graph.ops):
+        made = [graph.values[v].producer[0] for v in op.inputs if v is not None and not first.written[v]]
+        exponentials[at] = op.primitive in EXPONENTIALS or any(exponentials[i] for i in made)
+        if at in first.rows.fused and exponentials[at] and len(first.inside[at]) > 1:
+            alone.add(at)
+            exponentials[at] = False
+    return _grouped_kernels(graph, rules, written, sums, row_kernels(graph, rules, frozenset(alone))) if alone else first
+
+
+def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels) -> _Kernels:
+    """The kernels with these reductions of rows inside.
 
     One kernel reduces arrays of one shape over the same dims; what is written on the way is written by any of its reductions.
     """
+    written = list(written)
+    for v in rows.statistics:
+        maker = graph.ops[graph.values[v].producer[0]]
+        written[v] &= not all(_absorbs(graph, rules, maker, reader, prologue=False) for reader in graph.readers(v) if reader not in graph.dead)
     groups, homes = _groups(graph, rules, written), []
     levels: list[int] = []  # per op, the reductions, products and partial sums that it waits for, one behind the other
-    over = [_reduction(op) if rule.fusion == "reduce" else None for op, rule in zip(graph.ops, rules, strict=True)]
+    over = [
+        _reduction(op) if rule.fusion == "reduce" and at not in rows.fused else None
+        for at, (op, rule) in enumerate(zip(graph.ops, rules, strict=True))
+    ]
     first: dict[Kernel, tuple] = {}
     for at, op in enumerate(graph.ops):
         made = ((v, graph.values[v].producer[0]) for v in op.inputs if v is not None)
         waits = (levels[i] + (written[v] and (rules[i].fusion in ("reduce", "none") or sums[i])) for v, i in made)
         levels.append(max(waits, default=0))
         alone = op.traits.reads_part and not any(_fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
+        alone |= op.traits.matmul and rules[at].fusion == "none"
         homes.append((-1 - at if alone else groups[at], levels[at], op.phase, _runs_in(op)))
-        if reduced := over[at]:
+        if (reduced := over[at]) and not rows.behind[at]:
             first.setdefault(homes[at], reduced)
-    own = [(*key, reduced or first.get(key)) for key, reduced in zip(homes, over, strict=True)]
+    own = [
+        (*key, -1 - at if rows.behind[at] else reduced or first.get(key))
+        for at, (key, reduced) in enumerate(zip(homes, over, strict=True))
+    ]
     inside: list[set[Kernel]] = [set() for _ in graph.ops]
     for at in reversed(range(len(graph.ops))):
-        for v in graph.ops[at].outputs:
+        for v in () if at in graph.dead else graph.ops[at].outputs:
             if not written[v]:
                 inside[at].update(*(inside[reader] for reader, _ in graph.values[v].consumers))
             elif not graph.ops[at].traits.moves_nothing:
                 inside[at].add(own[at])
-    return own, inside
+    return _Kernels(own, inside, written, rows)
 
 
 def _runs_in(op: Op) -> int:

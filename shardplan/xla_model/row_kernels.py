@@ -1,0 +1,122 @@
+"""Which reductions of rows run inside the kernels that read their results, each of which keeps whole rows on chip.
+
+Elsewhere what needs a reduction waits for it in a later kernel (`fusion.py`). XLA for GPU compiles with Triton a kernel that reads a row,
+reduces it, and combines the result with the same row:
+
+    x -> max -> x - max                     the seed: the one use of a reduction is elementwise with the array that it reduces
+         -> exp -> sum -> exp / sum         and what follows grows it: elementwise work, and reductions of rows that it makes
+
+    softmax, layer norm       one kernel reads x and writes the result
+    and their gradients       one kernel reads x and the result's gradient; it computes the forward pass of the row again
+    root mean square norm     one kernel alone; several with its gradient: the reduction has two uses and seeds nothing
+    softmax of a transpose    several kernels: the dim that is reduced is not the last in memory
+
+Three things leave the kernel: a reduction of exponentials that several kernels read, for computing them once more costs more than writing
+a number per row; what a reduction of another kind reads, which is written first; and every result, for a kernel writes one.
+
+Facts: fusion-rows, fusion-rows-exponentials, fusion-rows-columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardplan.ir.graph import Graph, Op
+from shardplan.strategies.rule import Rule
+
+ROW_ELEMENTS = 1 << 14
+"""Longest row that one kernel keeps on chip (fact: fusion-rows)."""
+
+
+@dataclass(frozen=True)
+class RowKernels:
+    """What the kernels that keep rows on chip hold.
+
+    Attributes:
+        fused: numbers of the reductions inside them.
+        behind: per op, whether it is such a reduction or elementwise work, views and copies behind one.
+        statistics: what the reductions make, and elementwise work on it before it meets a row again.
+    """
+
+    fused: frozenset[int]
+    behind: tuple[bool, ...]
+    statistics: frozenset[int]
+
+
+def row_kernels(graph: Graph, rules: Sequence[Rule], alone: frozenset[int] = frozenset()) -> RowKernels:
+    """The kernels of a step; the reductions `alone` write their results."""
+    behind, fused, statistics = [False] * len(graph.ops), set[int](), set[int]()
+    turned = _turned(graph, rules)
+    for at, op in enumerate(graph.ops):
+        makers = [graph.values[v].producer[0] for v in op.inputs if v is not None]
+        follows = any(behind[i] and graph.ops[i].loop == op.loop for i in makers)
+        if at in graph.dead:
+            continue
+        if reduces_rows(op) and rules[at].fusion == "reduce":
+            if at not in alone and not turned[at] and (follows or _is_seed(graph, rules, at)):
+                behind[at] = True
+                fused.add(at)
+                statistics.add(op.outputs[0])
+        elif _is_elementwise(graph, rules, at) and follows:
+            behind[at] = True
+            arrays = (v for v in op.inputs if v is not None and graph.values[v].shape)
+            if all(v in statistics for v in arrays) and not op.traits.broadcast:
+                statistics.update(op.outputs)
+    return RowKernels(frozenset(fused), tuple(behind), frozenset(statistics))
+
+
+def reduces_rows(op: Op) -> bool:
+    """Whether an op reduces the last dim alone, of no more elements than a kernel keeps on chip."""
+    if not op.traits.reduction or len(op.outputs) != 1:
+        return False
+    shape = op.ins[0].shape
+    return tuple(op.params.get("axes", ())) == (len(shape) - 1,) and 1 < shape[-1] <= ROW_ELEMENTS and op.outs[0].dtype.kind in "fV"
+
+
+def _turned(graph: Graph, rules: Sequence[Rule]) -> list[bool]:
+    """Per op, whether elementwise work or a reduction reads an array whose last dim lies elsewhere in memory: a transpose moved it."""
+    out = [False] * len(graph.ops)
+    for at, op in enumerate(graph.ops):
+        if rules[at].fusion == "reduce" or _is_elementwise(graph, rules, at):
+            moved = op.traits.transpose and tuple(op.params["permutation"])[-1] != len(op.ins[0].shape) - 1
+            made = (graph.values[v].producer[0] for v in op.inputs if v is not None)
+            out[at] = moved or any(out[i] and rules[i].fusion != "reduce" for i in made)
+    return out
+
+
+def _is_elementwise(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
+    op = graph.ops[at]
+    return op.traits.copy or (rules[at].fusion in ("loop", "view") and not op.traits.border)
+
+
+def _is_seed(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
+    """Whether the one use of a reduction's result is elementwise work with the array that it reduces."""
+    op = graph.ops[at]
+    sources, size = set(_unary_sources(graph, rules, op.inputs[0])), op.ins[0].size
+    v = op.outputs[0]
+    while True:
+        readers = [reader for reader in graph.readers(v) if reader not in graph.dead]
+        if len(readers) != 1 or not _is_elementwise(graph, rules, readers[0]) or graph.ops[readers[0]].loop != op.loop:
+            return False
+        reader = graph.ops[readers[0]]
+        others = [u for u in reader.inputs if u is not None and graph.original(u) != v and graph.values[u].shape]
+        if others and reader.outs[0].size == size:
+            return any(not sources.isdisjoint(_unary_sources(graph, rules, u)) for u in others)
+        v = reader.outputs[0]
+
+
+def _unary_sources(graph: Graph, rules: Sequence[Rule], v: int | None) -> Iterator[int]:
+    """A value and what it is made of by elementwise work on one array, back to the first with several."""
+    while v is not None:
+        yield v
+        at = graph.values[v].producer[0]
+        op = graph.ops[at]
+        if not _is_elementwise(graph, rules, at) or op.traits.broadcast:
+            return
+        arrays = {graph.original(u) for u in op.inputs if u is not None and graph.values[u].shape and not _is_scalar(graph, u)}
+        v = arrays.pop() if len(arrays) == 1 else None
+
+
+def _is_scalar(graph: Graph, v: int) -> bool:
+    return graph.ops[graph.maker(v)].scalar_broadcast
