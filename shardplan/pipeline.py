@@ -1,8 +1,10 @@
 """From a traced step to a plan, one arrow after the other.
 
-    jaxpr --parse--> Graph --rules--> StrategySpace --price--> CostNetwork --search--> Candidate --decide--> EmitDecisions
+    jaxpr --parse--> Graph --rules--> StrategySpace --price--> CostNetwork --search--> Candidate --judge--> Judged
+    Candidates --simplest--> Judged --compiler options--> Judged --bound--> Candidate --decide--> EmitDecisions
 
-A search prices and searches in turn (`search/slope_scaling.py`), so the middle arrows are its own.
+A search prices, searches and judges in turn (`search/slope_scaling.py`, `search/objective.py`), so the arrows from price to judge are
+its own. Of all plans that it judged the simplest of the fastest is taken; its bound holds for every plan (`search/bound.py`).
 """
 
 from __future__ import annotations

@@ -351,3 +351,16 @@ def test_a_product_of_few_tiles_is_split():
         split = f"f32[{parts},{m},{n}]" if parts > 1 else f"bf16[{m},{n}]"
         assert any("gemm_fusion" in line and f" = {split}" in line for line in done.text.splitlines()), (m, n, k, split)
         assert padded == k or f"bf16[{padded},{m}]" in done.text or f"bf16[{m},{padded}]" in done.text
+
+
+@pytest.mark.parametrize(("size", "widths"), [(D, [3 * D]), (4 * D, [4 * D] * 3)])
+def test_products_of_one_array_are_one_kernel_unless_each_is_large(size, widths):
+    """Which waits for the gathers of all weights; the large ones take 192 MiB each, the small ones 12."""
+
+    def products(x, *weights):
+        return [jnp.tanh(x @ constrain(w, s())) for w in weights]
+
+    ins = s(), *(s("data"),) * 3
+    done = compile(jax.jit(products, in_shardings=ins), *[a(size, size)] * 4, target="h200:8")
+    entry = done.module.computations[done.module.entry]
+    assert [i.arrays[0].shape for i in entry if i.name.startswith("gemm_fusion")] == [(size, width) for width in widths]

@@ -1,10 +1,12 @@
 """The program that one strategy per op decides, as XLA runs it: kernels, combined collectives, merged products, loops; and its seconds.
 
-This is the objective of planning: the seconds of a plan are those of the schedule of its program, whichever search found it.
+This is the objective of planning: the seconds of a plan are those of the schedule of its program (`xla_model/timeline.py`), whichever
+search found it.
 
 The tasks are those of `decided_tasks.py`. A loop is a computation of its own, which runs `trips` times; no collective of another one
 is in flight during a loop that has collectives. Collectives of one class, kind, axes and loop are combined (rule 2), as far as none
-waits for another. Products that share an operand are one kernel, which waits for all that they read.
+waits for another. Products that share an operand are counted as one kernel, which waits for all that they read, whatever their size. A
+collective that is pipelined in its loop runs with the kernels of the iteration before or after.
 
 Facts: fusion-merges-products, options-pipelined-gather, options-pipelined-gather-memory, options-pipelined-reduction,
 options-double-buffering.

@@ -44,7 +44,9 @@ SMALL_COPY = 1e-3
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The seconds of one step, in any unit of time.
+    """The seconds of one step at the prices of a cost network, (8) of docs/math.md, in any unit of time.
+
+    They find candidates; the seconds of a plan are those of its scheduled program (`decided_program.py`).
 
     Attributes:
         compute: kernels.
@@ -59,11 +61,11 @@ class StepSeconds:
     overlap_capacity: float
 
     def hidden(self, exposed_fraction: float) -> float:
-        """Seconds of background collectives that compute hides; a hidden one still costs `exposed_fraction` of its seconds."""
+        """Seconds of background collectives that (8) counts as hidden; a hidden one still costs `exposed_fraction` of its seconds."""
         return (1 - exposed_fraction) * min(self.background, self.overlap_capacity)
 
     def total(self, exposed_fraction: float) -> float:
-        """Seconds of the step: compute, blocking collectives, and background collectives as far as they stay exposed."""
+        """(8): compute, blocking collectives, and background collectives as far as they stay exposed."""
         return self.compute + self.blocking + self.background - self.hidden(exposed_fraction)
 
 
@@ -112,7 +114,7 @@ class CostNetwork:
     pricing: Pricing
 
     def step_seconds(self, states: Sequence[int]) -> StepSeconds:
-        """The step under these states, in picoseconds."""
+        """The step under these states at the network's own prices, in picoseconds."""
         edges, costs = self.problem.edges, self.problem.costs
         around = sum(ps for _, ps in self.edge_kernels(states))
         compute = sum(float(c[s]) for c, s in zip(costs, states, strict=True)) + around

@@ -77,7 +77,7 @@ class PlanningTask:
 
     @property
     def exposed_fraction(self) -> float:
-        """Fraction of a collective's seconds that is paid even where compute hides it; 1 where nothing is hidden."""
+        """Fraction of a hidden collective's seconds that a cost network prices all the same; 1 where no collective overlaps."""
         return 1.0 - self.resharder.cluster.overlap * self.options.overlap
 
     @property

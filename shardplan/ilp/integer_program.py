@@ -1,4 +1,4 @@
-"""The integer program: an optimal choice of states, with a proof, within the solver's limits."""
+"""The search "ilp": states of least cost by the integer program; plans of all other searches are candidates, too."""
 
 from __future__ import annotations
 

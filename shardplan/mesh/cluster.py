@@ -89,8 +89,8 @@ class Cluster:
         intra: the network inside a node.
         inter: the network between nodes.
         reduce_scatter: whether XLA forms reduce-scatter here (fact: cpu-no-reduce-scatter).
-        overlap: fraction of a collective's seconds that independent compute hides, as far as there is any (nearly all in XLA's
-            schedules for GPUs; none on CPU devices, where both want the same cores).
+        overlap: fraction of a collective's seconds that a cost network prices as hidden where independent compute runs; 0 if no
+            collective overlaps with kernels (on CPU devices both want the same cores).
         source: where the figures come from.
         launch_s: seconds that starting any collective costs.
         platforms: jax platform names this describes.

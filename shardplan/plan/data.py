@@ -172,7 +172,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         search: as in `auto(search=...)`.
         status: how the search ended.
         gap: proven relative distance from the optimum.
-        symmetric_layers: whether repeated layers were given equal strategies (the bound then holds for such plans).
+        symmetric_layers: whether repeated layers were given equal strategies; the bound holds for all plans.
         seconds: predicted seconds of a step: "compute", "communication", the part of that which is "hidden" behind compute,
             "total" (the first two less the third), and its lower "bound".
         fingerprint: of the program.

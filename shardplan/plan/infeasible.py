@@ -1,4 +1,4 @@
-"""Why no plan fits: the least memory found, where its peak is, its categories, what is proven, and ways out."""
+"""Why no plan fits: the lowest peak found, where it is, its categories, what is proven, and ways out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, le
 
     Args:
         network: at the prices of what the states combine.
-        states: of the leanest plan that any search found.
+        states: of the plan of the lowest peak that any search found.
         limit: bytes per device.
         least_bytes: a lower bound of the peak of every plan.
     """

@@ -1,1 +1,1 @@
-"""What every search shares: its interface, the loop that prices, searches and prices again, and the plans of least memory."""
+"""What every search shares: its interface, the loop that prices and searches, the one objective, its bound, and least memory."""

@@ -19,10 +19,10 @@ from shardplan.search.objective import Candidates, Judged
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
 LEANER = 0.97
-"""Below the leanest plan found, the search is repeated with this fraction of its peak as the limit ..."""
+"""Below the lowest peak found, the search is repeated with this fraction of it as the limit ..."""
 
 TRIES = 5
-"""... so many times, as long as that finds a leaner one."""
+"""... so many times, as long as that finds a lower one."""
 
 
 def min_average_memory(problem: Problem) -> tuple[int, ...]:

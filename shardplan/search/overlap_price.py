@@ -1,12 +1,13 @@
-"""The price of a hidden collective in the integer program: the price at which the plan's own seconds are least.
+"""The price of a hidden collective in a cost network: that at which the network's answer takes the fewest seconds by (8).
 
-The step's seconds are not linear in the background collectives (`StepSeconds`); f is the exposed fraction, C the capacity:
+By (8) the seconds are not linear in the background collectives (`StepSeconds`); f is the exposed fraction, C the capacity:
 
     seconds = compute + blocking + background - (1 - f) * min(background, C)
 
 That is the larger of two linear functions of `background`, with slopes f and 1. A cost network has one price w for a background second,
 so the network is solved at w = f; if that plan has more than C in the background, at w = 1; if this one has less than C, at the price
-between at which both plans cost the same. The optimum at any w, less (w - f) * C, is a lower bound of the least seconds.
+between at which both plans cost the same. The optimum at any w, less (w - f) * C, is a lower bound of (8): this is (9) of docs/math.md.
+It is none of the objective; what is found here is a candidate, which `objective.py` judges.
 
 Also known as parametric search, or one step of Dinkelbach's and Lawler's method on a piecewise linear objective.
 """
@@ -22,7 +23,7 @@ from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 
 
 def cheapest_price(search: Callable[[float], Candidate], exposed_fraction: float, deadline: Deadline = UNLIMITED) -> Candidate:
-    """The best of up to three candidates; objective and bound are seconds of the step, in the network's unit.
+    """The best of up to three candidates by (8); objective and bound are those of (8), in the network's unit.
 
     `search` solves a network at a price in [exposed_fraction, 1]; `deadline` is when to be content with what is found.
     """
@@ -46,7 +47,7 @@ def cheapest_price(search: Callable[[float], Candidate], exposed_fraction: float
 
 
 def step_objective(found: Candidate, price: float, exposed_fraction: float) -> tuple[Candidate, StepSeconds]:
-    """A candidate that was searched at a price, with objective and bound in seconds of the step, and these seconds by part."""
+    """A candidate that was searched at a price, with objective and bound of (8), and the seconds of (8) by part."""
     network, solution = found
     if not solution.states:
         return found, StepSeconds(0.0, 0.0, 0.0, 0.0)

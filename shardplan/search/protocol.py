@@ -1,7 +1,8 @@
 """What a search is: one class that chooses a strategy for every op.
 
 A search of cost networks says how it searches one (`Search.search`); `Search.plan` runs it in the loop that prices, searches and
-prices again (`slope_scaling.py`). A search that builds networks of its own replaces `plan`.
+prices again (`slope_scaling.py`), and has every plan judged by the objective (`objective.py`). A search that builds networks of its own
+replaces `plan`.
 """
 
 from __future__ import annotations

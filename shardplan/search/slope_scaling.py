@@ -1,5 +1,7 @@
 """The pricing loop: price, search, recount what the plan combines, until the plan costs what it was found at.
 
+Prices only find candidates: every plan on the way is judged by the objective (`objective.py`), and the best need not be the last.
+
 XLA combines collectives of one kind into one, which pays one latency, a fixed charge that depends on the whole plan. A cost network
 prices each array by itself, at 1/n of the latency if n arrays are combined. At first n is the number of all arrays of a class, which is
 too cheap where a plan moves some of them in another way. So:

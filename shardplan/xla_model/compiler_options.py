@@ -60,8 +60,8 @@ class XlaOptions:
         double_buffering: whether the body of a loop with a known trip count is unrolled once; the first iteration of an odd count is
             peeled.
         thresholds: (kind, bytes of results up to which collectives of this kind are combined); 30 MiB for kinds that are absent.
-        in_flight: collectives that may be in flight at once.
-        latency_hiding: whether XLA's latency-hiding scheduler is asked for.
+        in_flight: collectives that may be in flight at once; predicted seconds assume one.
+        latency_hiding: whether XLA's latency-hiding scheduler is asked for; predicted seconds assume its order.
     """
 
     pipelined: frozenset[CollectiveKind] = frozenset()

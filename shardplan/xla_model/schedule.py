@@ -1,4 +1,6 @@
-"""In which order XLA runs the ops of a step.
+"""In which order XLA runs the ops of a step, whatever is sharded: for the overlap windows that prices read, and for memory.
+
+The seconds of a decided program are those of `timeline.py`.
 
 XLA's latency-hiding scheduler builds the schedule from its end: what is needed late runs late, and what can run while a collective is
 in flight does.
