@@ -55,7 +55,10 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     chosen = compiled(task, chosen, thresholds(chosen.xla) if options.chooses_xla else ())
     deadline = Deadline(options.time_limit and options.time_limit - stopwatch.elapsed, work=np.inf)
     proves = options.search == "ilp"
-    bound = lower_bound(task, chosen, deadline) if proves else min(compute_floor(task), chosen.solution.objective)
+    bound, plans = lower_bound(task, chosen, deadline) if proves else (min(compute_floor(task), chosen.solution.objective), ())
+    for plan in plans:
+        found.add_if_near(plan)
+    chosen = found.faster_than(chosen) or chosen
     stopwatch.lap("bound")
     network, solution = chosen.proven(bound)
     network = replace(network, problem=replace(network.problem, limit=memory))

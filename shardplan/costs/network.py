@@ -134,6 +134,18 @@ class CostNetwork:
         """Per op, the number of its strategy."""
         return tuple(s % len(of) for s, of in zip(states, self.space.strategies, strict=True))
 
+    def states_of(self, strategies: Sequence[int], retained: Collection[int]) -> tuple[int, ...]:
+        """The states of these strategies, in which an alias has a buffer of its own where its layout differs from its operand's."""
+        graph, of, out = self.space.graph, self.space.strategies, []
+        for j, s in enumerate(strategies):
+            block = self.blocks.count(j) - 1 if j in retained else 0
+            v = graph.ops[j].inputs[0] if j in self.blocks.aliasing and not block else None
+            if v is not None:
+                i, r = graph.values[v].producer
+                block = int(of[i].results[r][strategies[i]] != of[j].operands[0][s])
+            out.append(block * len(of[j]) + s)
+        return tuple(out)
+
     def retained(self, states: Sequence[int]) -> frozenset[int]:
         """Copies that retain the array of an earlier phase."""
         of = self.space.strategies

@@ -70,7 +70,8 @@ class IntegerProgram(Search):
         own = found.best
         if deadline.over():
             return found
-        slope_scaling(found, Propagation(self.task).search, None, deadline)
+        for plan in Propagation(self.task).candidates(limit, deadline).judged.values():
+            found.add_if_near(Candidate(plan.network, plan.solution))
         for network, solution in axis_by_axis(self.task, limit, self.task.exposed_fraction):
             found.add_if_near(self._on_all_axes(network, solution, limit))
         for task in self.task.coarser() if not deadline.over() else ():
@@ -78,7 +79,7 @@ class IntegerProgram(Search):
                 found.add_if_near(self._on_all_axes(plan.network, plan.solution, limit))
         self.task.stopwatch.lap("other searches")
         if found.best is not None and found.best is not own and not deadline.over():
-            slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined)
+            slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined, restart=False)
         return found
 
     def _on_all_axes(self, network: CostNetwork, solution: Solution, limit: float | None) -> Candidate:
@@ -95,4 +96,6 @@ class IntegerProgram(Search):
             _ = task.allowed
         except ShardingError:
             return ()
-        return Search.candidates(IntegerProgram(task), limit, deadline).judged.values()
+        found = Candidates.none(task, limit)
+        slope_scaling(found, IntegerProgram(task).search, None, deadline, restart=False)
+        return found.judged.values()

@@ -39,7 +39,7 @@ from shardplan.strategies.enumerate import OPEN
 MEMORY_SHARES = (1.0, 0.8, 0.6)
 """Shares of the memory limit times the size of the axes to come, tried in this order."""
 
-SWEEPS = 3
+SWEEPS = 1
 """Rounds in which every axis is decided again."""
 
 WORK = 2.0

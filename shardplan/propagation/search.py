@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 
@@ -19,11 +20,12 @@ from shardplan.costs.build import build_network
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pins import allowed_strategies
 from shardplan.costs.pricing import Pricing
-from shardplan.costs.task import PlanningTask
+from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.presolve.presolve import Presolved, presolve
 from shardplan.ilp.solver.problem import Problem, Solution
+from shardplan.search.objective import Candidates
 from shardplan.search.protocol import Search, time_left
 
 SWEEPS = 12
@@ -41,6 +43,15 @@ class Propagation(Search):
         if not start.states or problem.fits(start.states):
             return start
         return solve(problem, hint=start.states, time_limit=time_left(deadline))
+
+    def candidates(self, limit: float | None, deadline: Deadline) -> Candidates:
+        """The propagated plan of the first network: one pricing, one answer."""
+        found = Candidates.none(self.task, limit)
+        network = self.task.network(Pricing(self.task.exposed_fraction), limit)
+        solution = self.search(network, (), inf, deadline)
+        if solution.states:
+            found.add(Candidate(network, solution))
+        return found
 
 
 def warm_start(

@@ -26,8 +26,9 @@ from shardplan.costs.bound_network import BoundTables, Weights
 from shardplan.costs.decided_tasks import OUTSIDE, shared_key
 from shardplan.costs.network import PS
 from shardplan.costs.space import ArrayEdge
-from shardplan.costs.task import PlanningTask
+from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.deadline import Deadline
+from shardplan.ilp.solver.problem import Solution
 from shardplan.ilp.solver.solve import solve
 from shardplan.search.objective import Judged
 
@@ -45,9 +46,15 @@ def compute_floor(task: PlanningTask) -> float:
     return float(sum(int(seconds.min() * op.runs * PS) for op, seconds in zip(task.space.graph.ops, task.space.seconds, strict=True)))
 
 
-def lower_bound(task: PlanningTask, best: Judged, deadline: Deadline) -> float:
-    """Picoseconds that no plan of the task undercuts, whatever its memory; the pins hold."""
-    found = _Bounds(task, best)
+def lower_bound(task: PlanningTask, best: Judged, deadline: Deadline) -> tuple[float, list[Candidate]]:
+    """Picoseconds that no plan of the task undercuts, whatever its memory; the pins hold.
+
+    Returns:
+        The bound, and the plans of least bounds: they compute and send little, and may be fast.
+    """
+    found, plans = _Bounds(task, best), []
+    if best.network.space is not task.space:
+        return min(compute_floor(task), best.solution.objective), plans
     tables = found.tables
     floor = found.weights({})
     chosen = found.weights(found.modes) if task.overlaps else found.everything
@@ -59,11 +66,13 @@ def lower_bound(task: PlanningTask, best: Judged, deadline: Deadline) -> float:
         hint = found.states if np.isfinite(problem.objective(found.states)) else None
         solution = solve(problem, hint=hint, work_limit=WORK)
         bound = max(bound, solution.bound)
+        if solution.states:
+            plans.append(found.candidate(solution))
         share = _balance(found, (floor, chosen), solution.states)
         if share is None or not 0 < share < 1:
             break
         weights = floor.mean(chosen, share)
-    return min(bound, best.solution.objective)
+    return min(bound, best.solution.objective), plans
 
 
 def _balance(found: _Bounds, ends: tuple[Weights, Weights], states: Sequence[int]) -> float | None:
@@ -93,6 +102,13 @@ class _Bounds:
         retained, chosen = network.retained(states), network.strategies(states)
         of, blocks = self.task.space.strategies, self.tables.tables.blocks
         return tuple(s + (blocks.count(j) - 1) * len(of[j]) * (j in retained) for j, s in enumerate(chosen))
+
+    def candidate(self, solution: Solution) -> Candidate:
+        """States of a network without memory limit as those of the best plan's network."""
+        of, blocks, network = self.task.space.strategies, self.tables.tables.blocks, self.best.network
+        chosen = [s % len(x) for s, x in zip(solution.states, of, strict=True)]
+        retained = {j for j in blocks.retainable if solution.states[j] >= len(of[j]) * (blocks.count(j) - 1)}
+        return Candidate(network, Solution("feasible", network.states_of(chosen, retained), solution.objective, 0.0))
 
     # ---- computations
 

@@ -177,6 +177,13 @@ class Candidates:
         """The plan of the lowest peak."""
         return min(self.judged.values(), key=lambda x: x.peak_bytes, default=None)
 
+    def faster_than(self, judged: Judged) -> Judged | None:
+        """The simplest plan, if one is known now that is faster than this one by more than `NEAR_TIE`."""
+        best = self.best
+        if best is None or best.excess_bytes or best.timeline.total_s >= (1 - NEAR_TIE) * judged.timeline.total_s:
+            return None
+        return self.simplest()
+
     def simplest(self) -> Judged | None:
         """The simplest of the plans that fit and take at most `NEAR_TIE` more seconds than the best; None if none fits."""
         if self.best is None or self.best.excess_bytes:

@@ -59,6 +59,7 @@ def slope_scaling(
     untied: SearchStates | None,
     deadline: Deadline,
     combined: CombinedGroups | None = None,
+    restart: bool = True,
 ) -> Candidate:
     """Every plan that the loop comes upon is added to `candidates`.
 
@@ -68,13 +69,14 @@ def slope_scaling(
         untied: searches for step 3, if anything does.
         deadline: ends the loop after the search in progress.
         combined: what the first network assumes to be combined; None: all arrays of a group.
+        restart: whether steps 2 to 4 follow step 1.
 
     Returns:
         The first candidate, at the prices it was found at.
     """
     loop = _PricingLoop(candidates, search, untied, deadline)
     first = loop.converge(combined)
-    if candidates.best is not None and combined is None:
+    if candidates.best is not None and restart:
         loop.restart_from_uniform_plans(first.solution.objective)
         loop.untie_layers()
         loop.fit_memory()

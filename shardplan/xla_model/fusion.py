@@ -255,7 +255,9 @@ def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
     written = list(written)
     for v in rows.statistics:
         maker = graph.ops[graph.values[v].producer[0]]
-        written[v] &= not all(_absorbs(graph, rules, maker, reader, prologue=False) for reader in graph.readers(v) if reader not in graph.dead)
+        written[v] &= not all(
+            _absorbs(graph, rules, maker, reader, prologue=False) for reader in graph.readers(v) if reader not in graph.dead
+        )
     groups, homes = _groups(graph, rules, written), []
     levels: list[int] = []  # per op, the reductions, products and partial sums that it waits for, one behind the other
     over = [
