@@ -1,4 +1,4 @@
-"""In which order XLA runs the ops of a step, whatever is sharded: for the overlap windows that prices read, and for memory.
+"""In which order XLA runs the ops of a step, before strategies are known: for the overlap windows that prices read, and for memory.
 
 The seconds of a decided program are those of `timeline.py`.
 
