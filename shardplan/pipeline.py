@@ -28,7 +28,7 @@ from shardplan.mesh.reshard import Resharder
 from shardplan.plan.infeasible import no_plan_fits, pins_contradict
 from shardplan.plan.planned import Planned
 from shardplan.search.bound import compute_floor, lower_bound
-from shardplan.search.min_memory import leanest_plan, least_memory, saved_memory
+from shardplan.search.min_memory import least_memory, lowest_peak_plan, saved_memory
 from shardplan.search.objective import Candidates, Judged, compiled
 from shardplan.search.protocol import Search
 from shardplan.searches import SEARCHES
@@ -51,7 +51,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     memory = saved_memory(task) if options.memory_saving else options.memory
     searches = [pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")]
     found: Candidates = next(plans for plans in (search.plan(memory) for search in searches) if plans is not None)
-    chosen = found.simplest() or _leanest(task, searches[-1], found, memory)
+    chosen = found.simplest() or _lowest_peak(task, searches[-1], found, memory)
     chosen = compiled(task, chosen, thresholds(chosen.xla) if options.chooses_xla else ())
     deadline = Deadline(options.time_limit and options.time_limit - stopwatch.elapsed, work=np.inf)
     proves = options.search == "ilp"
@@ -69,16 +69,16 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     return Planned(traced, network, solution, strategies, decisions, options, chosen.timeline, chosen.xla, stopwatch.seconds)
 
 
-def _leanest(task: PlanningTask, search: Search, found: Candidates, limit: float | None) -> Judged:
+def _lowest_peak(task: PlanningTask, search: Search, found: Candidates, limit: float | None) -> Judged:
     """A plan that fits after all.
 
     Raises:
         ShardingError: none was found.
     """
     deadline = Deadline(None, work=np.inf)
-    lean = None if limit is None else leanest_plan(lambda memory: search.candidates(memory, deadline), found, limit)
-    if limit is None or lean is None:
+    lowest = None if limit is None else lowest_peak_plan(lambda memory: search.candidates(memory, deadline), found, limit)
+    if limit is None or lowest is None:
         raise ShardingError(pins_contradict())
-    if lean.peak_bytes > limit:
-        raise ShardingError(no_plan_fits(lean.network, lean.states, limit, least_memory(task, limit)))
-    return replace(lean, limit=limit)
+    if lowest.peak_bytes > limit:
+        raise ShardingError(no_plan_fits(lowest.network, lowest.states, limit, least_memory(task, limit)))
+    return replace(lowest, limit=limit)

@@ -419,7 +419,7 @@ def test_prices_agree_with_the_collectives_that_the_plan_combines():
 
 
 def test_gradients_are_all_reduced_where_scattering_pays_one_latency_more():
-    """On 64 GPUs latencies count: no array alone would leave the others, and all together do (`slope_scaling.uniform_groups`)."""
+    """On 64 GPUs latencies count: no array alone would leave the others, and all together do."""
     step, state, batch = nets.vit(layers=6)
     plan = shardplan.auto(AbstractMesh((8, 8), ("node", "gpu")), cluster="h100", donate_argnums=0)(step).plan(state, batch)
     found = plan.context.planned

@@ -79,7 +79,7 @@ class IntegerProgram(Search):
                 found.add_if_near(self._on_all_axes(plan.network, plan.solution, limit))
         self.task.stopwatch.lap("other searches")
         if found.best is not None and found.best is not own and not deadline.over():
-            slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined, restart=False)
+            slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined, complete=False)
         return found
 
     def _on_all_axes(self, network: CostNetwork, solution: Solution, limit: float | None) -> Candidate:
@@ -97,5 +97,5 @@ class IntegerProgram(Search):
         except ShardingError:
             return ()
         found = Candidates.none(task, limit)
-        slope_scaling(found, IntegerProgram(task).search, None, deadline, restart=False)
+        slope_scaling(found, IntegerProgram(task).search, None, deadline, complete=False)
         return found.judged.values()

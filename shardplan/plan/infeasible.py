@@ -31,6 +31,6 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, le
     what = "no plan fits" if proven else "no plan found fits"
     return (
         f"{what} {format_memory(limit)} per device on mesh {network.space.mesh}.\n"
-        f"  leanest found: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]{bound}\n"
+        f"  lowest peak found: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]{bound}\n"
         f"  ways out: a larger mesh, donate_argnums for the state, jax.checkpoint around {op.source}, or memory={peak * 1.001:.4g}"
     )

@@ -2,8 +2,7 @@
 
 With all other axes decided an op has only as many strategies as its rule has factors, so one axis is a small cost network, built and
 solved like any other. A mesh costs the sum of its axes' choices and not their product, and time is linear in the ops. Axes are decided
-from the innermost links outwards, and the other way round; then each axis is decided again, given all the others, as long as that makes
-the step cheaper. Every plan on the way is a candidate, which the objective judges (`search/objective.py`); none comes with a proof.
+from the outermost links inwards; then each axis is decided again, given all the others, as long as that makes the step cheaper. Every plan on the way is a candidate, which the objective judges (`search/objective.py`); none comes with a proof.
 
 While axes are left, an array may still be sharded over them: the memory limit of an axis is the device's times the size of the axes to
 come, and less if that led to a mesh on which nothing fits.
@@ -39,7 +38,7 @@ from shardplan.strategies.enumerate import OPEN
 MEMORY_SHARES = (1.0, 0.8, 0.6)
 """Shares of the memory limit times the size of the axes to come, tried in this order."""
 
-SWEEPS = 1
+SWEEPS = 3
 """Rounds in which every axis is decided again."""
 
 WORK = 2.0
@@ -53,7 +52,7 @@ class AxisByAxis(Search):
     """Search "recursive"."""
 
     def plan(self, memory: float | None) -> Candidates | None:
-        """The plans of all orders of axes; None if none ends in a network that fits `memory` bytes per device."""
+        """The plans on the way; None if none ends in a network that fits `memory` bytes per device."""
         found = Candidates.none(self.task, memory)
         for plan in axis_by_axis(self.task, memory, self.task.exposed_fraction):
             found.add(plan)
@@ -62,10 +61,9 @@ class AxisByAxis(Search):
 
 
 def axis_by_axis(task: PlanningTask, limit: float | None, background_price: float) -> Iterator[Candidate]:
-    """The plans of every order of axes, "feasible": when all are decided, and whenever one is decided again; none exceeds `limit`."""
-    axes = tuple(a for a, n in task.resharder.mesh if n > 1)
-    for order in dict.fromkeys((axes[::-1], axes)) if axes else ():
-        descent = _Descent(task, limit, Pricing(background_price), order)
+    """The plans, "feasible", when all axes are decided and whenever one is decided again; none exceeds `limit`."""
+    if axes := tuple(a for a, n in task.resharder.mesh if n > 1):
+        descent = _Descent(task, limit, Pricing(background_price), axes)
         levels = (list(descent.run(share)) for share in MEMORY_SHARES)
         for level in next(filter(None, levels), ()):
             yield Candidate(level.network, replace(level.solution, status="feasible", bound=0.0))

@@ -18,7 +18,7 @@ from shardplan.ilp.solver.solve import solve
 from shardplan.search.objective import Candidates, Judged
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
-LEANER = 0.97
+LOWER = 0.97
 """Below the lowest peak found, the search is repeated with this fraction of it as the limit ..."""
 
 TRIES = 5
@@ -46,7 +46,7 @@ def least_memory(task: PlanningTask, limit: float) -> float:
     return minimize_peak(replace(network.problem, limit=None, ties=())).bound_bytes
 
 
-def leanest_plan(plans: Callable[[float], Candidates], found: Candidates, limit: float) -> Judged | None:
+def lowest_peak_plan(plans: Callable[[float], Candidates], found: Candidates, limit: float) -> Judged | None:
     """The plan of the lowest peak that any search finds, when none was found within `limit`; it may fit. None: the pins contradict.
 
     Args:
@@ -58,18 +58,18 @@ def leanest_plan(plans: Callable[[float], Candidates], found: Candidates, limit:
         network = found.task.network(pricing, limit)
         if not (states := min_peak_memory(network.problem)):
             return None
-        lean = found.add(Candidate(network, Solution("feasible", states, network.problem.objective(states), 0.0)))
-        pricing = replace(pricing, combined=lean.network.pricing.combined)
-    lean = found.leanest()
+        lowest = found.add(Candidate(network, Solution("feasible", states, network.problem.objective(states), 0.0)))
+        pricing = replace(pricing, combined=lowest.network.pricing.combined)
+    lowest = found.lowest_peak()
     for _ in range(TRIES):
-        assert lean is not None
-        leaner = plans(max(limit, LEANER * lean.peak_bytes)).leanest()
-        if leaner is None or leaner.peak_bytes >= lean.peak_bytes:
+        assert lowest is not None
+        lower = plans(max(limit, LOWER * lowest.peak_bytes)).lowest_peak()
+        if lower is None or lower.peak_bytes >= lowest.peak_bytes:
             break
-        lean = leaner
-        if lean.peak_bytes <= limit:
+        lowest = lower
+        if lowest.peak_bytes <= limit:
             break
-    return lean
+    return lowest
 
 
 def saved_memory(task: PlanningTask) -> float:

@@ -173,7 +173,7 @@ class Candidates:
             self.best = judged
         return judged
 
-    def leanest(self) -> Judged | None:
+    def lowest_peak(self) -> Judged | None:
         """The plan of the lowest peak."""
         return min(self.judged.values(), key=lambda x: x.peak_bytes, default=None)
 

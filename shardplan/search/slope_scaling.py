@@ -7,12 +7,12 @@ prices each array by itself, at 1/n of the latency if n arrays are combined. At 
 too cheap where a plan moves some of them in another way. So:
 
     1 converge    price at what the last plan combines; search; recount; until the plan costs what it was found at
-    2 restart     1 never leads to a plan that moves all arrays in another way: the first to change would pay the latency alone. If the
-                  plan costs much more than the first was found at, 1 starts again from uniform plans: every gradient reduce-scattered
-                  over the inner mesh axes and all-reduced over the others
-    3 untie       repeated layers on their own, at the best plan's prices
-    4 fit         what a plan combines says how long arrays wait in memory, too. If no plan fits at its own prices, the plan of least
+    2 untie       repeated layers on their own, at the best plan's prices
+    3 fit         what a plan combines says how long arrays wait in memory, too. If no plan fits at its own prices, the plan of least
                   memory sets the prices, and the search runs once more
+
+Step 1 never leads to a plan that moves all arrays in another way: the first to change would pay the latency alone. Such plans come from
+the other searches and from coarser meshes (`ilp/integer_program.py`), and the loop runs once more from the best of them.
 
 Also known as dynamic slope scaling: Kim and Pardalos, "A solution approach to the fixed charge network flow problem using a dynamic
 slope scaling procedure", Operations Research Letters 24(4), 1999.
@@ -20,18 +20,15 @@ slope scaling procedure", Operations Research Letters 24(4), 1999.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import combinations
-from math import inf, prod
+from math import inf
 
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import CombinedGroups, Pricing
-from shardplan.costs.space import StrategySpace
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
-from shardplan.mesh.collective import CollectiveKey
 from shardplan.search.min_memory import min_peak_memory
 from shardplan.search.objective import Candidates, Judged
 from shardplan.search.overlap_price import cheapest_price
@@ -46,12 +43,6 @@ ROUNDS = 3
 CONVERGED = 0.005
 """A plan that costs at most this much more than it was found at is not searched again."""
 
-FAR_OF_STEP, FAR_OF_COMMUNICATION = 0.03, 0.15
-"""Restart if the best plan costs more than the first was found at by this fraction of the step and of its communication."""
-
-HOPELESS = 0.1
-"""A restarted search drops plans that cost this much more than the best: their own prices would hardly make up for it."""
-
 
 def slope_scaling(
     candidates: Candidates,
@@ -59,25 +50,24 @@ def slope_scaling(
     untied: SearchStates | None,
     deadline: Deadline,
     combined: CombinedGroups | None = None,
-    restart: bool = True,
+    complete: bool = True,
 ) -> Candidate:
     """Every plan that the loop comes upon is added to `candidates`.
 
     Args:
         candidates: whose limit is that of the networks.
         search: states of one network.
-        untied: searches for step 3, if anything does.
+        untied: searches for step 2, if anything does.
         deadline: ends the loop after the search in progress.
         combined: what the first network assumes to be combined; None: all arrays of a group.
-        restart: whether steps 2 to 4 follow step 1.
+        complete: whether steps 2 and 3 follow step 1.
 
     Returns:
         The first candidate, at the prices it was found at.
     """
     loop = _PricingLoop(candidates, search, untied, deadline)
     first = loop.converge(combined)
-    if candidates.best is not None and restart:
-        loop.restart_from_uniform_plans(first.solution.objective)
+    if candidates.best is not None and complete:
         loop.untie_layers()
         loop.fit_memory()
     return first
@@ -141,33 +131,15 @@ class _PricingLoop:
                 break
         return first
 
-    def restart_from_uniform_plans(self, first_cost: float) -> None:
-        """Step 2, if the best plan costs much more than `first_cost`, the picoseconds at which the first was found."""
-        best = self.candidates.best
-        assert best is not None
-        priced = min(self.priced, best.priced)
-        communication = priced - best.network.step_seconds(best.states).compute
-        if priced - first_cost <= min(FAR_OF_STEP * first_cost, FAR_OF_COMMUNICATION * communication):
-            return
-        for combined in uniform_groups(self.task.space):
-            self.combined = combined
-            if self.deadline.over():
-                break
-            for _ in range(ROUNDS):
-                before, cutoff, at = self.priced, (1 + HOPELESS) * self.priced, self.candidates.best
-                self.attempt(self.search, self.combined, at.states if at else (), cutoff)
-                if not self.priced < before or self.deadline.over():
-                    break
-
     def untie_layers(self) -> None:
-        """Step 3."""
+        """Step 2."""
         best = self.candidates.best
         assert best is not None
         if self.untied and best.solution.tied and not self.deadline.over():
             self.attempt(self.untied, best.network.pricing.combined, best.states)
 
     def fit_memory(self) -> None:
-        """Step 4, if no plan fits at its own prices."""
+        """Step 3, if no plan fits at its own prices."""
         if not self.candidates.excess_bytes:
             return
         for _ in range(ROUNDS):
@@ -179,22 +151,3 @@ class _PricingLoop:
             self.network = self.price(Pricing(self.network.pricing.background_price, self.combined))
         if self.candidates.excess_bytes or not self.deadline.over():
             self.attempt(self.search, self.combined)
-
-
-def uniform_groups(space: StrategySpace) -> Iterator[CombinedGroups]:
-    """What uniform plans combine: every gradient is reduce-scattered over no axes, the innermost, the two innermost, ..."""
-    axes = tuple(axis for axis, n in space.mesh if n > 1)
-    arrays: dict[tuple[int, str], dict[int, float]] = {}
-    for value, site in zip(space.graph.values, space.collective_sites, strict=True):
-        if site.group_size > 1 and site.collective_class in ("prefetch", "gradient"):
-            arrays.setdefault((site.group, site.collective_class), {})[site.origin] = value.bytes
-    gathers = [CollectiveKey("all-gather", some) for n in range(len(axes)) for some in combinations(axes, n + 1)]
-    for n in range(len(axes) + 1):
-        summed, scattered = axes[: len(axes) - n], axes[len(axes) - n :]
-        reductions = [CollectiveKey(kind, over) for kind, over in (("all-reduce", summed), ("reduce-scatter", scattered)) if over]
-        shards = prod(space.mesh.size(axis) for axis in scattered)
-        yield tuple(
-            ((group, key), tuple(sorted((origin, size / shards) for origin, size in of.items())))
-            for (group, collective_class), of in sorted(arrays.items())
-            for key in sorted(gathers if collective_class == "prefetch" else reductions)
-        )
