@@ -112,7 +112,8 @@ class DecidedProgram:
             alone = site.group_size == 1 or site.collective_class == "update" or step.kind not in COMBINABLE
             alone = alone or (site.collective_class == "gradient" and step.kind == "all-gather")
             phase = self.graph.ops[at].phase if site.collective_class == "prefetch" else ""
-            key = n if alone else (site.group, step.kind, step.axes, tasks.home[n], phase, level[site.collective_class][n])
+            key = (site.group, step.kind, step.axes, tuple(op for axis, op in step.before.partial if axis in step.axes), tasks.home[n], phase)
+            key = n if alone else (*key, level[site.collective_class][n])
             groups.setdefault(key, []).append(n)  # pyright: ignore[reportArgumentType]
         for some in groups.values():
             threshold = self.options.threshold_bytes(tasks.transfers[some[0]].step.kind)
@@ -245,7 +246,7 @@ class DecidedProgram:
             if kind == "loop":
                 self._loop(n, waits, found, nested)
             elif n in free:
-                found += self._task(n, (), len(found))[-1:] if pipelined else ()
+                found += self._task(n, (), len(found)) if pipelined else ()
                 continue
             else:
                 found += self._task(n, waits, len(found))
@@ -263,16 +264,20 @@ class DecidedProgram:
             nested[len(found)] = line, trips
             found.append(Task(line.total_s * trips, False, waits, inside))
             return
-        for m in ahead:
-            found.append(self._task(m, waits, len(found))[-1])
-        waits = tuple(range(len(found) - len(ahead), len(found))) or waits
+        waits = self._alone(ahead, waits, found) or waits
         line = (trips - 1) * line + self._computation(n, pipelined=False)[0]
         nested[len(found)] = line, 1.0
         found.append(Task(line.total_s, False, waits, has_collectives=True))
-        for m in later:
-            found.append(self._task(m, (len(found) - 1,), len(found))[-1])
-        if later:
-            found.append(Task(0.0, False, tuple(range(len(found) - len(later), len(found)))))
+        if done := self._alone(later, (len(found) - 1,), found):
+            found.append(Task(0.0, False, done))
+
+    def _alone(self, transfers: Sequence[int], waits: tuple[int, ...], found: list[Task]) -> tuple[int, ...]:
+        """Adds the one run that pipelined transfers have outside their loop; the numbers of their collectives."""
+        ends = []
+        for m in transfers:
+            found += self._task(m, waits, len(found))
+            ends.append(len(found) - 1)
+        return tuple(ends)
 
     def _carried_bytes(self, home: int) -> Iterator[float]:
         """Bytes of the arrays that a pipelined loop copies from round to round: sums that are not reduced yet."""
@@ -300,7 +305,8 @@ class DecidedProgram:
         kind, axes = tasks.transfers[n].step.kind, tasks.transfers[n].step.axes
         sizes = [tasks.transfers[m].step.bytes for m in some]
         shared, latency_s, own = collective.staging_kernels(kind, space.cluster, len(some))
-        staging_s = shared * sum(sizes) + sum(max(latency_s, own * size) for size in sizes)
+        staging_s = max(latency_s, shared * sum(sizes)) if shared else 0.0
+        staging_s += sum(max(latency_s, own * size) for size in sizes)
         found = [Task(staging_s, False, waits)] if staging_s else []
         waits = (number,) if staging_s else waits
         return [*found, Task(collective.seconds(kind, sum(sizes), axes, space.mesh, space.cluster), True, waits)]
