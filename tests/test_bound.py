@@ -70,7 +70,8 @@ def sharing(task):
         readers[shared_key(task.space.graph, edge.consumer, edge.value)].append(edge)
     for first, second, *_ in (edges for edges in readers.values() if len(edges) > 1):
         (i, r), j, k = task.space.graph.values[first.value].producer, first.consumer, second.consumer
-        ways = itertools.product(*(enumerate(x) for x in (of[i].results[r], of[j].operands[first.operand], of[k].operands[second.operand])))
+        read = of[j].operands[first.operand], of[k].operands[second.operand]
+        ways = itertools.product(enumerate(of[i].results[r]), *map(enumerate, read))
         for (s, made), (t, wanted), (u, also) in ways:
             if made.partial and not wanted.partial and wanted == also:
                 costs = [cost.copy() for cost in problem.costs]

@@ -6,7 +6,7 @@
 What takes no time and waits for one task is that task: views, casts inside fusions, border ops. Equal steps of one array, in one loop
 and phase, are one collective for all readers, unless the array is regathered behind a barrier.
 
-Facts: cse-merges-equal-reshards, cse-stops-at-barriers.
+Facts: cse-merges-equal-reshards, cse-merges-equal-sums, cse-stops-at-barriers.
 """
 
 from __future__ import annotations
