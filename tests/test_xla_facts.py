@@ -354,7 +354,7 @@ def test_a_loop_of_one_trip_is_inlined(rounds):
 
     done = compile(jax.jit(fn, in_shardings=s()), a(D, D), a(rounds, D, D), target="h200:8")
     opcodes = [i.opcode for i in done.module.computations[done.module.entry]]
-    assert ("while" in opcodes) == (rounds > 1) and ("wrapped_copy" in done.text) <= (rounds > 1)
+    assert ("while" in opcodes) == (rounds > 1)
 
 
 # ---- fusion
