@@ -109,7 +109,7 @@ def decided_tasks(network: CostNetwork, states: Sequence[int]) -> Tasks:
 
 def shared_key(graph: Graph, j: int, v: int) -> tuple[int, int, Phase]:
     """What two readers of an array must agree in to share a collective: op j reads value v."""
-    return graph.original(v), graph.ops[j].loop, graph.ops[j].phase
+    return v, graph.ops[j].loop, graph.ops[j].phase
 
 
 def _moved(tasks: Tasks, network: CostNetwork, j: int, v: int, at: int, step: ReshardStep) -> int:
