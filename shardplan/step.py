@@ -129,7 +129,7 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[
         if after < (1 - NEAR_TIE) * before and adopt is not None and adopt(found):
             fastest[0] = found.plan
             warn(
-                f"a faster plan was found, {format_seconds(after)} a step, {100 * (1 - after / before):.1f} % less: the step runs by it\n"
+                f"the step runs by a faster plan that was found: {format_seconds(after)}, {100 * (1 - after / before):.1f} % less\n"
                 "  way out, for the plan before: auto(..., plan=that_plan)"
             )
         return found.plan

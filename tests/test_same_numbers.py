@@ -10,6 +10,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from models import MODELS, loss_of
 
 import shardplan
@@ -104,3 +105,23 @@ def test_whatever_layouts_are_asked_for(name):
     found = planned.plan(state, batch)
     for leaf, spec in zip(found.inputs, jax.tree.leaves(into, is_leaf=lambda s: s is None), strict=True):
         assert spec is None or leaf.layout.spec() == tuple(e[0] if e and len(e) == 1 else e for e in spec)
+
+
+@pytest.mark.parametrize("specs", [(P(None, None, "model"), P("data")), (P(None, "data"), P(None, "model"))])
+def test_a_scan_of_one_trip(specs):
+    def step(ws, x):
+        def layer(h, w):
+            h = h + jax.numpy.tanh(h @ w)
+            return h, h.sum(1)
+
+        def loss(ws):
+            h, sums = jax.lax.scan(jax.checkpoint(layer), x, ws)
+            return (h**2).mean() + sums.mean(), sums
+
+        grads, sums = jax.grad(loss, has_aux=True)(ws)
+        return ws - 0.1 * grads, sums
+
+    ws, x = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(((1, 64, 64), (32, 64))))
+    planned = shardplan.auto(make_mesh((2, 4), "auto"), in_shardings=specs)(step)
+    assert not planned.plan(ws, x).context.planned.graph.loops
+    assert_same(planned(ws, x), jax.jit(step)(ws, x))

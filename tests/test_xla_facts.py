@@ -155,6 +155,15 @@ def test_two_gathers_of_one_weight_are_one():
     assert emitted(fn, a(B, D), a(D, D), ins=(s("data"), s("data"))) == ["all-gather over data: f32[1024,1024]"]
 
 
+def test_two_sums_of_one_partial_result_are_one():
+    def fn(x, w, v):
+        y = x @ w
+        return constrain(y, s()) @ v, jnp.tanh(constrain(y, s()))
+
+    found = emitted(fn, a(B, D), a(D, D), a(D, D), ins=(s(None, "model"), s("model"), s()))
+    assert found == ["all-reduce over model: f32[512,1024]"]
+
+
 def test_and_stay_two_behind_a_barrier_of_weight_and_activation():
     def fn(x, w):
         y = x @ constrain(w, s())
@@ -261,6 +270,48 @@ def test_sums_in_a_chain_are_not_combined(chain, expected):
     assert len(emitted(fn, *[a(B, D)] * 3, ins=(s("data"),) * 3)) == expected
 
 
+def around_loop(step):
+    """The collectives of six rounds of a row-wise function of a matrix whose columns are sharded."""
+
+    def fn(h, ws):
+        def body(h, w):
+            return constrain(step(h) @ w, s(None, "model")), None
+
+        return jax.lax.scan(body, h, ws)[0]
+
+    found = emitted(fn, a(B, D), a(6, D, D), ins=(s(None, "model"), s(None, None, "model")), outs=s(None, "model"))
+    return [x for x in found if "f32[512]" in x or "f32:1024" in x or "f32[1024]" in x]
+
+
+def test_sums_of_one_depth_are_combined_in_a_loop_too():
+    found = around_loop(lambda h: jnp.tanh(h / jnp.sum(h * h, 1, keepdims=True) + jnp.sum(jnp.abs(h), 1, keepdims=True)))
+    assert found == ["all-reduce over model: f32[512] + f32[512] x6"]
+
+
+def test_but_not_sums_with_maxima():
+    found = around_loop(lambda h: jnp.tanh(h / jnp.sum(h * h, 1, keepdims=True) + jnp.max(h, 1, keepdims=True)))
+    assert found == ["all-reduce over model: f32[512] x6"] * 2
+
+
+def test_a_combined_all_reduce_copies_its_arrays_and_other_collectives_do_not():
+    def copies(fn, ins, outs):
+        args = [a(64, B, n * 16) for n in (1, 2, 3)]
+        done = compile(jax.jit(fn, in_shardings=ins, out_shardings=outs), *args, target="h200:8")
+        assert len(done.collectives) == 1
+        names = [i.name.partition(".")[0] for i in done.module.computations[done.module.entry]]
+        return {name: names.count(name) for name in ("wrapped_concatenate", "wrapped_slice")}
+
+    def sums(*xs):
+        return [x.sum(0) for x in xs]
+
+    def gathered(*xs):
+        return [jnp.sin(constrain(x, s())) for x in xs]
+
+    assert copies(sums, (s("data"),) * 3, [s()] * 3) == {"wrapped_concatenate": 1, "wrapped_slice": 3}
+    assert copies(sums, (s("data"),) * 3, [s("data")] * 3) == {"wrapped_concatenate": 0, "wrapped_slice": 0}
+    assert copies(gathered, (s("data"),) * 3, [s()] * 3) == {"wrapped_concatenate": 0, "wrapped_slice": 0}
+
+
 def test_sums_of_small_integers_are_sent_in_a_wider_type():
     found = emitted(lambda x: x.sum(1, dtype=jnp.int16), a(B, D, dtype=jnp.int16), ins=(s(None, "data"),), outs=s())
     assert found == ["all-reduce over data: s32[512]"]
@@ -291,6 +342,19 @@ def test_an_array_gathered_cast_and_gathered_again_may_be_in_flight_both_times()
     done = compile(jax.jit(fn, in_shardings=(s(), s(), s("data", "model"))), *[a(D, D)] * 3, target="h200:8")
     gathers = overlaps(done.module)
     assert len(gathers) == 2 and all(gather.flops > 0 for gather in gathers)
+
+
+# ---- loops
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_loop_of_one_trip_is_inlined(rounds):
+    def fn(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, ws)
+
+    done = compile(jax.jit(fn, in_shardings=s()), a(D, D), a(rounds, D, D), target="h200:8")
+    opcodes = [i.opcode for i in done.module.computations[done.module.entry]]
+    assert ("while" in opcodes) == (rounds > 1)
 
 
 # ---- fusion

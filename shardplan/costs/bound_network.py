@@ -111,13 +111,13 @@ class BoundTables:
 
 def _bounding(space: StrategySpace, resharder: Resharder) -> tuple[Resharder, ...]:
     """Per value, a resharder whose latencies are shared by all arrays that may be combined with it."""
-    arrays = Counter(space.collective_sites[edge.value].group for edge in space.array_edges)
+    arrays = Counter(space.collective_sites[edge.value].joint for edge in space.array_edges)
     out = []
     known: dict[tuple, Resharder] = {}
     for v, (value, site) in enumerate(zip(space.graph.values, space.collective_sites, strict=True)):
         factors = byte_factors(value.dtype, space.partial_bytes_ratio(v))
-        kinds = () if site.group_size == 1 else ("all-reduce", "reduce-scatter") if site.collective_class == "gradient" else COMBINABLE
-        key = (factors, kinds, arrays[site.group] if kinds else 1)
+        kinds = () if site.joint_size == 1 else ("all-reduce", "reduce-scatter") if site.collective_class == "gradient" else COMBINABLE
+        key = (factors, kinds, arrays[site.joint] if kinds else 1)
         if key not in known:
             known[key] = resharder.sending(factors).bounding(key[2], kinds)
         out.append(known[key])

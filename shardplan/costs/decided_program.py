@@ -4,12 +4,12 @@ This is the objective of planning: the seconds of a plan are those of the schedu
 search found it.
 
 The tasks are those of `decided_tasks.py`. A loop is a computation of its own, which runs `trips` times; no collective of another one
-is in flight during a loop that has collectives. Collectives of one class, kind, axes and loop are combined (rule 2), as far as none
-waits for another. Products that share an operand are counted as one kernel, which waits for all that they read, whatever their size. A
-collective that is pipelined in its loop runs with the kernels of the iteration before or after.
+is in flight during a loop that has collectives. Collectives of one class, kind, operator, axes and loop are combined (rule 2), as far
+as none waits for another. Products that share an operand are counted as one kernel, which waits for all that they read, whatever
+their size. A collective that is pipelined in its loop runs with the kernels of the iteration before or after.
 
 Facts: fusion-merges-products, options-pipelined-gather, options-pipelined-gather-memory, options-pipelined-reduction,
-options-double-buffering.
+options-double-buffering, combine-sums-in-loops, combine-same-operator.
 """
 
 from __future__ import annotations
@@ -104,18 +104,19 @@ class DecidedProgram:
         """Transfers that one collective makes: of one group, kind, axes and loop, none of which waits for another (rule 2)."""
         tasks = self.tasks
         level: dict[str, list[int]] = {}  # per class and task, how many of the class stand before it in a chain
-        for kind in dict.fromkeys(t.site.collective_class for t in tasks.transfers.values()):
+        classes = {n: "sum" if t.site.small_sum else t.site.collective_class for n, t in tasks.transfers.items()}
+        for kind in dict.fromkeys(classes.values()):
             of = level[kind] = [0] * len(tasks.home)
-            mine = {n for n, t in tasks.transfers.items() if t.site.collective_class == kind}
             for n, before in enumerate(tasks.before):
-                of[n] = max((of[m] + (m in mine) for m in before), default=0)
+                of[n] = max((of[m] + (classes.get(m) == kind) for m in before), default=0)
         groups: dict[tuple, list[int]] = {}
         for n, (step, site, _, _, (at, _)) in tasks.transfers.items():
-            alone = site.group_size == 1 or site.collective_class == "update" or step.kind not in COMBINABLE
+            alone = site.joint_size == 1 or site.collective_class == "update" or step.kind not in COMBINABLE
             alone = alone or (site.collective_class == "gradient" and step.kind == "all-gather")
             phase = self.graph.ops[at].phase if site.collective_class == "prefetch" else ""
-            key = n if alone else (site.group, step.kind, step.axes, tasks.home[n], phase, level[site.collective_class][n])
-            groups.setdefault(key, []).append(n)  # pyright: ignore[reportArgumentType]
+            operators = tuple(operator for axis, operator in step.before.partial if axis in step.axes)
+            key = (site.joint, step.kind, step.axes, operators, tasks.home[n], phase, level[classes[n]][n])
+            groups.setdefault(n if alone else key, []).append(n)  # pyright: ignore[reportArgumentType]
         for some in groups.values():
             threshold = self.options.threshold_bytes(tasks.transfers[some[0]].step.kind)
             yield from _up_to_threshold(sorted(some, key=lambda n: tasks.transfers[n].order), tasks, threshold)
@@ -315,7 +316,7 @@ class DecidedProgram:
         shared, latency_s, own = collective.staging_kernels(
             self.tasks.transfers[first].step.kind, self.network.space.cluster, len(sizes)
         )
-        return shared * sum(sizes) + sum(max(latency_s, own * size) for size in sizes)
+        return (max(latency_s, shared * sum(sizes)) if shared else 0.0) + sum(max(latency_s, own * size) for size in sizes)
 
     def _sizes(self, first: int) -> list[float]:
         return [self.tasks.transfers[n].step.bytes for n in self._joined[1][first]]

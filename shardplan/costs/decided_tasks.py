@@ -6,7 +6,7 @@
 What takes no time and waits for one task is that task: views, casts inside fusions, border ops. Equal steps of one array, in one loop
 and phase, are one collective for all readers, unless the array is regathered behind a barrier.
 
-Facts: cse-merges-equal-reshards, cse-stops-at-barriers.
+Facts: cse-merges-equal-reshards, cse-merges-equal-sums, cse-stops-at-barriers.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def decided_tasks(network: CostNetwork, states: Sequence[int]) -> Tasks:
 
 def shared_key(graph: Graph, j: int, v: int) -> tuple[int, int, Phase]:
     """What two readers of an array must agree in to share a collective: op j reads value v."""
-    return graph.original(v), graph.ops[j].loop, graph.ops[j].phase
+    return v, graph.ops[j].loop, graph.ops[j].phase
 
 
 def _moved(tasks: Tasks, network: CostNetwork, j: int, v: int, at: int, step: ReshardStep) -> int:

@@ -150,6 +150,14 @@ class _Scope:
     def scan(self, eqn, operands, path: Path) -> list:
         p = eqn.params
         inner, n_consts, n_carry = _jax.scan_parts(eqn)
+        if p["length"] == 1:  # as XLA does (fact: loop-of-one-trip)
+            split = n_consts + n_carry
+            rows = self.reads(path, "xs", operands[split:])
+            rows = [jax.lax.reshape(x, row.shape) for x, row in zip(rows, inner.in_avals[split:], strict=True)]
+            out = self.evaluate(inner.jaxpr, inner.consts, [*operands[:split], *self.results(path, "xs", rows)], (*path, "body"))
+            stacks = self.reads(path, "ys", out[n_carry:])
+            stacks = [jax.lax.reshape(x, (1, *row.shape)) for x, row in zip(stacks, inner.out_avals[n_carry:], strict=True)]
+            return [*out[:n_carry], *self.results(path, "ys", stacks)]
         consts = self.reads(path, "const_in", operands[:n_consts])
         carries = self.reads(path, "carry", operands[n_consts : n_consts + n_carry])
         rows = self.reads(path, "xs", operands[n_consts + n_carry :])

@@ -127,6 +127,8 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
     region = _jax.region(eqn)
     if region == "scan":
         body, n_consts, n_carry = _jax.scan_parts(eqn)
+        if eqn.params["length"] == 1:
+            return _single_trip(g, eqn, inputs, where, n_consts + n_carry, n_carry, body)
         return _loop(g, eqn, inputs, where, float(eqn.params["length"]), n_consts, n_carry, body)
     if region == "while":
         cond, n_cond, body, n_body = _jax.while_parts(eqn)
@@ -188,6 +190,21 @@ def _loop(g: _Recorder, eqn, inputs, path: Path, trips: float, n_consts: int, n_
     g.loops[loop] = replace(g.loops[loop], stop=len(g.ops))
     g.loop, g.runs = around, outside
     return out
+
+
+def _single_trip(g: _Recorder, eqn, inputs, path: Path, split: int, n_carry: int, body) -> list[int | None]:
+    """Record the body of a `scan` of one trip: no loop, rows and stacks are reshaped (fact: loop-of-one-trip)."""
+
+    def reshaped(name: str, some, operands, results) -> list[int]:
+        found = enumerate(zip(some, operands, results, strict=True))
+        return [
+            g.record("reshape", [v], [a.aval], [r.aval], (*path, name, k), {"new_sizes": r.aval.shape, "dimensions": None})[0]
+            for k, (v, a, r) in found
+        ]
+
+    rows = reshaped("xs", inputs[split:], eqn.invars[split:], body.jaxpr.invars[split:])
+    results = _call(g, body, [*inputs[:split], *rows], (*path, "body"))
+    return [*results[:n_carry], *reshaped("ys", results[n_carry:], body.jaxpr.outvars[n_carry:], eqn.outvars[n_carry:])]
 
 
 def _trip_count(eqn) -> float:

@@ -106,7 +106,7 @@ def staging_kernels(kind: str, cluster: Cluster, arrays: int = 1) -> tuple[float
     """Kernels that copy into and out of the buffer of a collective of `arrays` arrays, as XLA for GPU issues it.
 
     A combined all-reduce copies its arrays into one buffer and slices each out of it again; an all-to-all is transposed so that the
-    part for each device is contiguous.
+    part for each device is contiguous. Fact: combine-copies-all-reduces.
 
     Returns:
         (seconds per byte of one kernel for all arrays, which has no latency per array; seconds and seconds per byte of one kernel for

@@ -2,7 +2,8 @@
 
 With all other axes decided an op has only as many strategies as its rule has factors, so one axis is a small cost network, built and
 solved like any other. A mesh costs the sum of its axes' choices and not their product, and time is linear in the ops. Axes are decided
-from the outermost links inwards; then each axis is decided again, given all the others, as long as that makes the step cheaper. Every plan on the way is a candidate, which the objective judges (`search/objective.py`); none comes with a proof.
+from the outermost links inwards; then each axis is decided again, given all the others, as long as that makes the step cheaper. Every
+plan on the way is a candidate, which the objective judges (`search/objective.py`); none comes with a proof.
 
 While axes are left, an array may still be sharded over them: the memory limit of an axis is the device's times the size of the axes to
 come, and less if that led to a mesh on which nothing fits.

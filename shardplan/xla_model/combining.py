@@ -35,6 +35,9 @@ class CollectiveSite:
     group_size: int  # number of arrays in its group, casts and copies of one counted once
     group: int  # number of the group; only reshards of one group are combined (rule 2)
     origin: int  # op that makes the array of which the value is a cast or a copy
+    small_sum: bool  # whether it is a small sum on the critical path
+    joint: int  # number of the group whatever the phase and depth of small sums: how many stand before one depends on the plan
+    joint_size: int  # number of arrays in that
 
 
 def collective_sites(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite, ...]:
@@ -59,9 +62,16 @@ def collective_sites(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite
             keys.append(("update", loop))
         else:
             keys.append(("blocking", loop, str(value.dtype), op.phase, depth[v] if sums[v] else ~v))
-    sizes = Counter(key for key, _ in set(zip(keys, origins, strict=True)))
-    number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
-    return tuple(CollectiveSite(key[0], sizes[key], number[key], at) for key, at in zip(keys, origins, strict=True))
+    small = [key[0] == "blocking" and sums[v] for v, key in enumerate(keys)]
+    joint = [key[:3] if small[v] else key for v, key in enumerate(keys)]  # of any phase and depth
+    (sizes, number), (joint_sizes, joint_number) = (_groups(some, origins) for some in (keys, joint))
+    sites = zip(keys, origins, small, joint, strict=True)
+    return tuple(CollectiveSite(k[0], sizes[k], number[k], at, sum_, joint_number[j], joint_sizes[j]) for k, at, sum_, j in sites)
+
+
+def _groups(keys: Sequence[tuple], origins: Sequence[int]) -> tuple[Counter[tuple], dict[tuple, int]]:
+    """Per key, how many arrays have it, casts and copies of one counted once; and its number."""
+    return Counter(key for key, _ in set(zip(keys, origins, strict=True))), {key: n for n, key in enumerate(dict.fromkeys(keys))}
 
 
 def hands_on(op: Op) -> bool:
