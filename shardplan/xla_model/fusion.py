@@ -15,8 +15,10 @@ a later kernel, and reads again what an earlier one read:
     y -> cast -+-> sum ------+            kernel 1 reads y, writes the sum
                +-> minus <---+-> cast     kernel 2 reads y and the sum, writes the normalised y
 
-Facts: fusion-loop, fusion-recompute-cheaper, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar,
-fusion-zeros-shared, fusion-multi-output, fusion-reads-part, fusion-in-place-update.
+A reduction of rows may stay on chip, inside the kernels that read its result (`row_kernels.py`).
+
+Facts: fusion-loop, fusion-recompute-cheaper, fusion-expensive, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar,
+fusion-zeros-shared, fusion-multi-output, fusion-concatenate, fusion-reads-part, fusion-in-place-update.
 """
 
 from __future__ import annotations
