@@ -52,6 +52,9 @@ X = S((1000, 1000), F32)  # 4 MB
         (lambda x: jax.nn.softmax(x.T), 16),  # nor does a row of a transpose
         (lambda x: jax.vjp(jax.nn.softmax, x)[1](x)[0], 8),  # the gradient computes the row once more
         (lambda x: (lambda y, back: (y, back(x + 1)[0]))(*jax.vjp(jax.nn.softmax, x)), 4 + 8 + 8),  # the sum, and each result
+        (lambda x: (jnp.concatenate([x, x * 2]), x + 1), 12 + 8),  # what concatenates writes one result
+        (lambda x: (x[:500] + 1, x[500:] * 2), 8),  # slices read their own part
+        (lambda x: (lambda y: (y * 2, y @ x, jnp.tanh(x) - 1))(jnp.tanh(x)), 28),
         (lambda x: x @ x, 8),  # one operand twice is read once
         (lambda x: jnp.sin(x) @ jnp.cos(x), 24),  # two arrays are made before the product
         (lambda x: jnp.sin(x) @ x[0], 4),  # with a vector it is a sum
@@ -61,6 +64,15 @@ X = S((1000, 1000), F32)  # 4 MB
 )
 def test_bytes_that_kernels_read_and_write(fun, moved):
     assert megabytes(fun, X) == pytest.approx(moved, rel=0.01)
+
+
+def test_a_row_that_is_sharded_is_read_again():
+    mesh = MeshShape(("x",), (8,))
+    space = make_strategy_space(StepFacts.of(parse(jax.make_jaxpr(jax.nn.softmax)(X)), mesh), mesh, BYTES)
+    at = next(i for i, op in enumerate(space.graph.ops) if op.primitive == "reduce_sum")
+    operand, result = space.strategies[at].shards[:2]
+    again = space.seconds[at][operand > result].min() - space.seconds[at][(operand == result) & (operand == 8)].min()
+    assert again * BYTES.device.memory_rate == pytest.approx(4e6 / 8, rel=0.02)
 
 
 def test_a_product_is_written_transposed_while_it_is_computed():

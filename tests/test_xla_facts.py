@@ -379,6 +379,59 @@ def test_kernels_of_small_programs(fn, expected):
     assert kernels(fn, a(D, D)) == expected
 
 
+def normalised(x):
+    """Layer norm."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-5)
+
+
+def both_passes(fn):
+    """The results of a function and of its gradient."""
+
+    def run(x, g):
+        y, back = jax.vjp(fn, x)
+        return y, back(g)[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "expected"),
+    [
+        (jax.nn.softmax, [(1 << 8, 1 << 14)], 1),
+        (jax.nn.softmax, [(1 << 8, (1 << 14) + 512)], 5),  # two kernels per reduction
+        (lambda x: jax.nn.softmax(x, axis=0), [(4096, 4096)], 4),  # it writes the exponentials, too
+        (lambda x: jax.nn.softmax(x.T), [(4096, 4096)], 3),  # it transposes x first
+        (normalised, [(4096, 4096)], 1),
+        (both_passes(normalised), [(4096, 4096)] * 2, 2),  # either computes the row's mean and variance
+        (both_passes(jax.nn.softmax), [(4096, 4096)] * 2, 3),  # and the sum of the exponentials
+    ],
+)
+def test_kernels_that_keep_rows_on_chip(fn, shapes, expected):
+    assert len(kernels(fn, *(a(*shape) for shape in shapes))) == expected
+
+
+def test_columns_behind_rows_are_read_from_memory():
+    done = compile(jax.jit(lambda x, g: (g * normalised(x)).sum(0), in_shardings=(s(),) * 2), *[a(4096, 4096)] * 2, target="h200:8")
+    assert done.memory is not None and done.memory.temp_bytes >= 4 * 4096 * 4096
+
+
+@pytest.mark.parametrize(("fn", "written"), [(jnp.tanh, True), (jnp.sin, True), (lambda x: x**1.5, True), (jnp.exp, False)])
+def test_expensive_functions_are_written_not_computed_again(fn, written):
+    def run(x, w):
+        y = fn(x)
+        return ((y * x) @ w) * y
+
+    done = compile(jax.jit(run, in_shardings=(s(),) * 2), a(4096, 4096), a(4096, 4096), target="h200:8")
+    first = next(i for i in done.module.computations[done.module.entry] if i.opcode == "fusion")
+    assert first.type.startswith("(") == written  # two results
+
+
+def test_a_kernel_that_concatenates_writes_one_result():
+    found = kernels(lambda x, y: (jnp.concatenate([x * 2, y + 1], 1), x * 3 + y), a(4096, 4096), a(4096, 4096))
+    assert sorted(found) == ["input_concatenate_fusion", "loop_add_fusion"]
+
+
 @pytest.mark.parametrize(("length", "expected"), [(1 << 14, 1), ((1 << 14) + 512, 2)])
 def test_a_long_reduction_is_two_kernels(length, expected):
     assert len(kernels(lambda x: x.sum(1), a(8, length))) == expected

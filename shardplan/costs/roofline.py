@@ -51,6 +51,9 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
     for x, shards, times in zip(op.ins + op.outs, strategies.shards, moves.operand_reads + moves.result_writes, strict=True):
         if times:
             moved += times * (float(math.prod(x.shape)) * itemsize(x.dtype)) / shards
+    if moves.row_bytes:  # the sums of all shards are known only when a kernel ends
+        partial = strategies.shards[0] > strategies.shards[len(op.ins)]
+        moved += partial * moves.row_bytes / strategies.shards[0]
     if rule.scan:  # a second pass adds the totals of the shards before
         moved *= [1 if rule.scan.isdisjoint(factors) else 2 for factors in strategies.factors]
     seconds = moved / device.memory_rate

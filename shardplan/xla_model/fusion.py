@@ -15,8 +15,10 @@ a later kernel, and reads again what an earlier one read:
     y -> cast -+-> sum ------+            kernel 1 reads y, writes the sum
                +-> minus <---+-> cast     kernel 2 reads y and the sum, writes the normalised y
 
-Facts: fusion-loop, fusion-recompute-cheaper, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar,
-fusion-zeros-shared, fusion-multi-output, fusion-reads-part, fusion-in-place-update.
+A reduction of rows may stay on chip, inside the kernels that read its result (`row_kernels.py`).
+
+Facts: fusion-loop, fusion-recompute-cheaper, fusion-expensive, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar,
+fusion-zeros-shared, fusion-multi-output, fusion-concatenate, fusion-reads-part, fusion-in-place-update.
 """
 
 from __future__ import annotations
@@ -171,6 +173,7 @@ class KernelTraffic:
 
     operand_reads: tuple[float, ...]  # how many times the bytes of each operand are moved
     result_writes: tuple[float, ...]  # how many times those of each result
+    row_bytes: float  # of a reduction that stays on chip with its row: bytes that a later kernel reads again where the row is sharded
     kernel_bytes: float | None  # bytes that the kernel moves which the op stands for, of all shards; None if it stands for none
 
 
@@ -180,7 +183,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
     own, inside, written = kernels.own, kernels.inside, kernels.written
     by_product = {v: w for v, (w, _) in written_by_products(graph, rules).items() if written[w] and not written[v]}
     ends = frozenset(by_product.values())
-    seen: set[tuple[Kernel, int]] = set()  # what a kernel has read or made
+    seen: dict[tuple[Kernel, int], float] = {}  # bytes of an array that a kernel has read or made
     moved: dict[Kernel, float] = {}
     stands: dict[Kernel, int] = {}
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
@@ -192,20 +195,25 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
             if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):
                 continue
             root = _read_array(graph, rules, v)
-            new = [kernel for kernel in inside[at] if (kernel, root) not in seen] if written[root] else []
             part = k == 0 and op.traits.reads_part
-            (results if part else operands)[k] += len(new)
-            for kernel in new:
-                seen.add((kernel, root))
-                moved[kernel] = moved.get(kernel, 0.0) + graph.values[op.outputs[0] if part else root].bytes
+            size = graph.values[op.outputs[0] if part else root].bytes
+            whole = max(graph.values[root].bytes, 1.0)
+            for kernel in inside[at] if written[root] else ():
+                new = min(
+                    size, whole - seen.get((kernel, root), 0.0)
+                )  # every slice reads its own part, all of them no more than the whole
+                if new > 0:
+                    (results if part else operands)[k] += new / size
+                    seen[kernel, root] = seen.get((kernel, root), 0.0) + new
+                    moved[kernel] = moved.get(kernel, 0.0) + new
         for k, v in enumerate(op.outputs):
             if v in by_product:
                 results[k] += graph.values[by_product[v]].bytes / graph.values[v].bytes
             elif v in ends:
-                seen.add((own[at], v))
+                seen[own[at], v] = max(graph.values[v].bytes, 1.0)
             elif written[v] and not idle:
                 stands.setdefault(own[at], at)
-                seen.add((own[at], v))
+                seen[own[at], v] = max(graph.values[v].bytes, 1.0)
                 if op.traits.writes_part:
                     part, times = op.traits.writes_part
                     operands[part] += times
@@ -214,7 +222,23 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
                     moved[own[at]] = moved.get(own[at], 0.0) + graph.values[v].bytes
         counts.append((tuple(operands), tuple(results)))
     kernel = {at: moved.get(key, 0.0) for key, at in stands.items()}
-    return tuple(KernelTraffic(operands, results, kernel.get(at)) for at, (operands, results) in enumerate(counts))
+    again = _row_bytes(graph, rules, kernels)
+    return tuple(KernelTraffic(*moves, again.get(at, 0.0), kernel.get(at)) for at, moves in enumerate(counts))
+
+
+def _row_bytes(graph: Graph, rules: Sequence[Rule], kernels: _Kernels) -> dict[int, float]:
+    """Reduction inside a kernel that keeps rows on chip -> bytes of the arrays that it reduces something of."""
+    out: dict[int, float] = {}
+    for at in kernels.rows.fused - graph.dead:
+        found, todo = set[int](), [graph.ops[at].inputs[0]]
+        for v in todo:
+            if v is None or (root := _read_array(graph, rules, v)) in found:
+                continue
+            found.add(root)
+            if not kernels.written[root]:
+                todo += graph.ops[graph.values[root].producer[0]].inputs
+        out[at] = sum(graph.values[v].bytes for v in found if kernels.written[v])
+    return out
 
 
 @dataclass(frozen=True)
@@ -274,8 +298,9 @@ def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
         homes.append((-1 - at if alone else groups[at], levels[at], op.phase, _runs_in(op)))
         if (reduced := over[at]) and not rows.behind[at]:
             first.setdefault(homes[at], reduced)
+    joined = _joined(graph, rules, written)
     own = [
-        (*key, -1 - at if rows.behind[at] else reduced or first.get(key))
+        (*key, -1 - at if rows.behind[at] or joined[at] else reduced or first.get(key))
         for at, (key, reduced) in enumerate(zip(homes, over, strict=True))
     ]
     inside: list[set[Kernel]] = [set() for _ in graph.ops]
@@ -286,6 +311,15 @@ def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
             elif not graph.ops[at].traits.moves_nothing:
                 inside[at].add(own[at])
     return _Kernels(own, inside, written, rows)
+
+
+def _joined(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[bool]:
+    """Per op, whether its kernel concatenates arrays; such a kernel writes one result (fact: fusion-concatenate)."""
+    out: list[bool] = []
+    for at, op in enumerate(graph.ops):
+        made = (graph.values[v].producer[0] for v in op.inputs if v is not None and not written[v])
+        out.append(op.primitive == "concatenate" or ((op.traits.copy or _fuses(graph, rules, at)) and any(out[i] for i in made)))
+    return out
 
 
 def _runs_in(op: Op) -> int:

@@ -1,7 +1,7 @@
 """Which reductions of rows run inside the kernels that read their results, each of which keeps whole rows on chip.
 
-Elsewhere what needs a reduction waits for it in a later kernel (`fusion.py`). XLA for GPU compiles with Triton a kernel that reads a row,
-reduces it, and combines the result with the same row:
+Elsewhere what needs a reduction waits for it in a later kernel (`fusion.py`). With Triton, XLA for GPU makes one kernel of what reads a
+row, reduces it, and combines the result with the same row:
 
     x -> max -> x - max                     the seed: the one use of a reduction is elementwise with the array that it reduces
          -> exp -> sum -> exp / sum         and what follows grows it: elementwise work, and reductions of rows that it makes
@@ -11,8 +11,8 @@ reduces it, and combines the result with the same row:
     root mean square norm     one kernel alone; several with its gradient: the reduction has two uses and seeds nothing
     softmax of a transpose    several kernels: the dim that is reduced is not the last in memory
 
-Three things leave the kernel: a reduction of exponentials that several kernels read, for computing them once more costs more than writing
-a number per row; what a reduction of another kind reads, which is written first; and every result, for a kernel writes one.
+Three things leave the kernel: a reduction of exponentials that several kernels read, for computing them once more costs more than to
+write a number per row; what a reduction of another kind reads, which is written first; and every result, for a kernel writes one.
 
 Facts: fusion-rows, fusion-rows-exponentials, fusion-rows-columns.
 """
