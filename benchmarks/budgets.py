@@ -63,7 +63,9 @@ def problems(model: str, mesh: str) -> Iterator[tuple[str, Problem]]:
     resharder = Resharder(found.space.mesh, found.space.cluster)
 
     def problem(limit: float | None) -> Problem:
-        return build_network(found.space, resharder, limit, pricing=Pricing(found.exposed_fraction)).problem
+        return build_network(
+            found.space, resharder, limit, pricing=Pricing(1.0 - found.space.cluster.overlap * found.options.overlap)
+        ).problem
 
     limited = problem(plan.memory().peak)
     least = limited.peak(min_average_memory(limited))

@@ -3,9 +3,9 @@
     python benchmarks/symmetric_layers.py                 all models, with room and under budgets
     python benchmarks/symmetric_layers.py gpt moe         some of them
 
-`tied` and `untied` are the milliseconds of the two plans at the first one's prices, `gap` is that of the second, `s` the seconds of its
-search. The second combines other collectives, which changes latencies and overlap windows: `repriced` are its milliseconds at its own
-prices if it then fits, `loss` is what the first takes more. Budgets are shares of the free plan's peak, down to the last that fits.
+`tied` and `untied` are the milliseconds that the first one's prices say of the two plans, `gap` is that of the second, `s` the seconds of its
+search. The second combines other collectives, which changes latencies and overlap windows: `repriced` are its simulated milliseconds at
+its own prices if it then fits, `loss` is what the first takes more. Budgets are shares of the free plan's peak, down to the last that fits.
 """
 
 import argparse
@@ -26,11 +26,12 @@ import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
 from shardplan.costs.build import build_network  # noqa: E402
+from shardplan.costs.decided_program import decided_program  # noqa: E402
 from shardplan.costs.network import PS  # noqa: E402
 from shardplan.costs.pins import allowed_strategies  # noqa: E402
 from shardplan.ilp.solver import solve  # noqa: E402
 from shardplan.mesh.reshard import Resharder  # noqa: E402
-from shardplan.search.slope_scaling import reprice  # noqa: E402
+from shardplan.search.objective import reprice  # noqa: E402
 
 MODELS = {name: (lambda name=name: zoo.example(name)) for name in ("gpt", "moe", "digits_cnn", "dlrm", "hybrid_mlp")} | {
     name: zoo.QUALITY[name] for name in ("gpt2", "resnet-50", "unet", "vit-l", "lstm", "mamba")
@@ -53,16 +54,16 @@ def plans(model: str, mesh) -> Iterator[tuple[str, shardplan.Plan]]:
 
 
 def repriced(planned, states) -> float | None:
-    """Picoseconds of states at the prices of the collectives that they combine; None if they do not fit then."""
+    """Picoseconds of the program that states decide, at the prices of what they combine; None if they do not fit then."""
     space, options = planned.space, planned.options
     allowed, resharder = allowed_strategies(space, options=options), Resharder(space.mesh, space.cluster)
 
     def network(pricing):
         return build_network(space, resharder, options.memory, allowed, pricing=pricing)
 
-    found = reprice(network, planned.network, states)
-    fits = options.memory is None or found.problem.peak(states) <= options.memory
-    return found.step_seconds(states).total(planned.exposed_fraction) if fits else None
+    found = decided_program(reprice(network, planned.network, states), states, planned.xla)
+    fits = options.memory is None or found.peak_bytes() <= options.memory
+    return found.step_timeline().total_s * PS if fits else None
 
 
 def main(argv=None) -> None:

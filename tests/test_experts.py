@@ -207,7 +207,7 @@ def test_shards_optimizer_state_and_then_parameters_as_memory_tightens():
     assert [gathers(p) for p in plans] == [2, 3, 4] and fraction_per_device(plans[-1], "state/params") == 1 / 8
     peaks = [p.memory().peak for p in plans]
     assert [round(peak / 1e8) for peak in peaks[::2]] == [20, 11] and peaks[2] < peaks[1] <= 0.8 * peaks[0]
-    assert all(p.status == "optimal" for p in plans)
+    assert all(p.gap < 0.02 for p in plans)
 
 
 def test_gathers_again_rather_than_retaining_as_memory_tightens():
@@ -220,7 +220,9 @@ def test_gathers_again_rather_than_retaining_as_memory_tightens():
     assert all(fraction_per_device(p, "state/m") == 1 / 8 and layouts(p)["batch"] == sharded(1, 0) for p in (free, *plans))
     assert 8 == gathers(free) == gathers(plans[0]) < gathers(plans[1]) < gathers(plans[2]) <= 16
     seconds = [p.seconds["total"] for p in plans]
-    assert seconds[0] < seconds[1] < seconds[2] < 1.2 * seconds[0]
+    assert seconds[0] <= seconds[1] <= seconds[2] < 1.2 * seconds[0]  # equal where compute hides the gathers
+    sent = [p.seconds["communication"] for p in plans]
+    assert sent[0] < sent[1] < sent[2]
 
 
 def test_xla_gathers_again_where_the_plan_does():

@@ -14,6 +14,7 @@ from shardplan.costs.network import StepSeconds
 from shardplan.costs.task import Candidate
 from shardplan.ilp import Edge, Problem
 from shardplan.ilp.solver import solve
+from shardplan.search.objective import NEAR_TIE
 from shardplan.search.overlap_price import cheapest_price
 from shardplan.xla import available
 from shardplan.xla.compiler.compile import compile
@@ -44,7 +45,8 @@ def test_gradient_reductions_overlap_with_the_backward_pass():
     )  # the last is exposed
     for p in (plain, overlapped):
         assert p.seconds["total"] == pytest.approx(p.seconds["compute"] + p.seconds["communication"] - p.seconds["hidden"])
-        assert p.status == "optimal" and p.seconds["bound"] == p.seconds["total"]
+        assert p.seconds["bound"] >= p.seconds["compute"] - 1e-9 and p.gap == pytest.approx(1 - p.seconds["bound"] / p.seconds["total"])
+    assert plain.gap < 0.04 and overlapped.gap < 0.18  # the rest of it is the last gradients' reduction
     compute, communication = overlapped.seconds["compute"], overlapped.seconds["communication"]
     assert overlapped.seconds["total"] < plain.seconds["total"] <= compute + communication + 1e-12
 
@@ -77,12 +79,14 @@ def residual_plan(layers=6, width=4096, batch=4096, **options):
 
 def test_repeated_layers_differ_where_the_first_have_no_compute_to_overlap_with():
     """Gathers for the first layers are exposed, and so are the last gradients."""
-    plan = residual_plan(layers=12, width=2048, batch=2048)
+    plan = residual_plan()
     found = plan.context.planned
     problem = found.network.problem
-    assert not plan.symmetric_layers and plan.status == "optimal"
+    assert not plan.symmetric_layers
     assert len({leaf.layout.dims for leaf in plan.inputs if leaf.path.endswith("/0")}) > 1
     assert problem.objective(found.solution.states) < 0.99 * solve(problem).objective
+    alike = {f"layers/*/{n}": next(leaf for leaf in plan.inputs if leaf.path == f"layers/5/{n}").layout.spec for n in (0, 1)}
+    assert plan.seconds["total"] < (1 - NEAR_TIE) * residual_plan(pins=alike).seconds["total"]
 
 
 @needs_gpu_compiler

@@ -15,6 +15,8 @@ from models import MODELS, relu_step
 
 import shardplan
 from shardplan.costs.build import build_network
+from shardplan.costs.decided_program import decided_program
+from shardplan.costs.network import PS
 from shardplan.costs.pins import matches
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import presolve
@@ -34,14 +36,15 @@ def planned(name, **options):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_examples_are_proven_optimal_and_tying_loses_nothing(name):
+def test_examples_are_within_a_tenth_of_the_bound_and_tying_loses_nothing(name):
     plan, found = planned(name)
-    problem = found.network.problem
-    assert plan.status == "optimal" and 0 <= plan.gap < 1e-6
-    assert found.solution.objective == problem.objective(found.solution.states)
-    free = solve(replace(problem, ties=()), hint=found.solution.states)
-    assert free.bound <= found.solution.objective + 1
-    assert found.solution.objective <= 1.005 * free.objective
+    problem, states = found.network.problem, found.solution.states
+    assert 0 <= plan.gap <= 0.1 and plan.status == ("optimal" if plan.gap <= 1e-6 else "feasible")
+    assert plan.seconds["bound"] == pytest.approx((1 - plan.gap) * plan.seconds["total"])
+    line = decided_program(found.network, states, found.xla).step_timeline()
+    assert line == found.timeline and found.solution.objective == round(line.total_s * PS)
+    free = solve(replace(problem, ties=()), hint=states)  # at the prices of what the plan combines
+    assert free.bound <= problem.objective(states) <= 1.005 * free.objective
 
 
 def project(presolved, states):
@@ -96,7 +99,7 @@ def test_same_bytes_in_every_process():
 
 def test_a_time_limit_of_nothing_falls_back_to_an_answer():
     plan, _ = planned("gpt", time_limit=1e-3)
-    assert plan.status in ("optimal", "feasible", "fallback")
+    assert plan.status in ("optimal", "feasible") and 0 <= plan.gap < 1
     assert np.isfinite(plan.seconds["total"])
 
 
@@ -112,7 +115,8 @@ def test_when_the_time_is_over_a_plan_that_fits_is_taken_and_no_other_looked_for
     made.clear()
     plan, found = planned(name, memory=limit, time_limit=1e-9)
     assert len(made) < needed
-    assert plan.status == "fallback" and plan.seconds["total"] >= full.seconds["total"]
+    assert plan.status == "feasible" and plan.seconds["total"] >= full.seconds["total"]
+    assert plan.seconds["bound"] <= full.seconds["total"]
     assert found.network.peak(found.solution.states) <= limit
 
 

@@ -8,6 +8,7 @@ from models import MODELS
 
 import shardplan
 from shardplan import ShardingError
+from shardplan.units import format_percent
 
 S = jax.ShapeDtypeStruct
 
@@ -24,8 +25,8 @@ def planned(name, sizes, **options):
 def test_axis_by_axis_comes_within_two_percent_of_the_optimum(name, sizes):
     best, found = planned(name, sizes, search="ilp"), planned(name, sizes)
     assert best.seconds["bound"] <= found.seconds["total"] <= 1.02 * best.seconds["total"]
-    assert found.status == "feasible" and found.gap == 1.0
-    assert "feasible, nothing proven (recursive search" in str(found)
+    assert found.status == "feasible" and found.gap == pytest.approx(1 - found.seconds["bound"] / found.seconds["total"])
+    assert found.seconds["bound"] <= best.seconds["bound"] and "from the optimum (recursive search" in str(found)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (64, 32, 32)])
@@ -47,8 +48,8 @@ def test_memory_is_respected_on_the_way():
     budget = 0.7 * free.memory().peak
     plan = planned("hybrid_mlp", (2, 2, 2), memory=budget)
     assert plan.search == "recursive" and plan.memory().peak <= budget
-    assert plan.seconds["total"] >= free.seconds["total"]
-    with pytest.raises(ShardingError, match="least possible"):
+    assert plan.seconds["total"] >= free.seconds["bound"]
+    with pytest.raises(ShardingError, match="leanest found"):
         planned("hybrid_mlp", (2, 2, 2), memory=0.02 * budget)
 
 
@@ -62,9 +63,11 @@ def test_searches_are_compared_by_one_objective():
     plan = planned("hybrid_mlp", (2, 4), search="ilp")
     found = plan.compare()
     assert list(found.plans) == ["ilp", "propagation", "recursive"]
-    assert found.bound == plan.seconds["bound"] and found.gap("ilp") == 0 <= found.gap("recursive") <= found.gap("propagation")
+    assert found.bound == plan.seconds["bound"] and plan.gap - 1e-12 <= found.gap("ilp") <= found.gap("recursive") <= found.gap(
+        "propagation"
+    )
     head, *rows = str(found).splitlines()
     assert head.split() == ["search", "step", "communication", "memory", "from", "the", "bound", "planned", "in"]
-    assert [row.split()[0] for row in rows] == list(found.plans) and "optimal" in rows[0]
+    assert [row.split()[0] for row in rows] == list(found.plans) and format_percent(plan.gap) in rows[0]
     with pytest.raises(ShardingError, match="search='magic' is none of 'ilp', 'propagation', 'recursive'"):
         plan.compare(["magic"])

@@ -412,7 +412,7 @@ def test_prices_agree_with_the_collectives_that_the_plan_combines():
     found = plan.context.planned
     moved = found.network.combined_groups(found.solution.states)
     kinds = Counter(crowd for (crowd, _), _ in moved)
-    assert plan.status == "optimal" and max(kinds.values()) <= 2
+    assert plan.gap < 0.2 and max(kinds.values()) <= 2
     pricing = replace(found.network.pricing, combined=moved)
     again = build_network(found.space, found.network.resharders[0], None, pricing=pricing)
     assert again.step_seconds(found.solution.states).total(found.exposed_fraction) == pytest.approx(found.solution.objective, rel=0.02)

@@ -38,7 +38,7 @@ DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 LEVEL = "optimization_level"
-"""Level 1 pipelines all kinds and double-buffers (options-level-one)."""
+"""Level 1 pipelines all kinds, double-buffers and hides latency (options-level-one)."""
 LEVELS = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
 """jax's names of the levels; jit of jax 0.10 takes the numbers only."""
 RENAMED: Mapping[str, tuple[str, Mapping[Flag, Flag]]] = {
@@ -110,7 +110,7 @@ class XlaOptions:
             all_on or truth(flags.get(DOUBLE_BUFFERING, False)),
             tuple((kind, int(flags[name])) for kind, name in THRESHOLDS.items() if name in flags),
             int(flags.get(IN_FLIGHT, 1)),
-            truth(flags.get(LATENCY_HIDING, False)),
+            all_on or truth(flags.get(LATENCY_HIDING, False)),
         )
 
 
