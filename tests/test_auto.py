@@ -439,7 +439,7 @@ BAD = {
     "divide": ({"pins": {"batch/x": P("model", None)}}, r"shards dim 0 of size 30 over 4 devices.*\n.*pad dim 0 to 32"),
     "budget": (
         {"memory": 1000},
-        r"no plan fits .* per device on mesh data=2, model=4.\n  leanest found: .*\[.*\].*\n  ways out: ",
+        r"no plan fits .* per device on mesh data=2, model=4.\n  lowest peak found: .*\[.*\].*\n  ways out: ",
     ),
     "amount": ({"memory": "lots"}, r"memory='lots' is no amount of memory"),
     "prefix": ({"in_shardings": (None,)}, r"in_shardings is no tree prefix"),

@@ -240,7 +240,7 @@ def test_more_memory_is_never_worse_and_every_budget_is_kept(name, cluster):
 
 @pytest.mark.parametrize("name", ["unrolled"])
 def test_no_plan_found_takes_less_memory_than_the_error_says(name):
-    with pytest.raises(shardplan.ShardingError, match="leanest found") as refused:
+    with pytest.raises(shardplan.ShardingError, match="lowest peak found") as refused:
         plan_of(name, "even", memory=1e6)
     enough = float(str(refused.value).split("memory=")[1].split()[0])
     plans = [plan_of(name, "even", search=search) for search in SEARCHES] + [plan_of(name, "even", memory=enough)]

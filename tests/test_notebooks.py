@@ -43,5 +43,5 @@ def test_lines_of_notebook_cells_are_annotated(explored):
 def test_pins_cost_and_tight_memory_is_explained(explored):
     said = text(explored)
     assert "params/blocks/*/up" in said
-    assert "no plan fits" in said and "leanest found" in said
+    assert "no plan fits" in said and "lowest peak found" in said
     assert "with the saved plan" in said

@@ -49,7 +49,7 @@ def test_memory_is_respected_on_the_way():
     plan = planned("hybrid_mlp", (2, 2, 2), memory=budget)
     assert plan.search == "recursive" and plan.memory().peak <= budget
     assert plan.seconds["total"] >= free.seconds["bound"]
-    with pytest.raises(ShardingError, match="leanest found"):
+    with pytest.raises(ShardingError, match="lowest peak found"):
         planned("hybrid_mlp", (2, 2, 2), memory=0.02 * budget)
 
 

@@ -5,8 +5,8 @@ search found it.
 
 The tasks are those of `decided_tasks.py`. A loop is a computation of its own, which runs `trips` times; no collective of another one
 is in flight during a loop that has collectives. Collectives of one class, kind, operator, axes and loop are combined (rule 2), as far
-as none waits for another. Products that share an operand are counted as one kernel, which waits for all that they read, whatever
-their size. A collective that is pipelined in its loop runs with the kernels of the iteration before or after.
+as none waits for another. Products that share an operand are one kernel, which waits for all that they read, unless each is large. A
+collective that is pipelined in its loop runs with the kernels of the iteration before or after.
 
 Facts: fusion-merges-products, options-pipelined-gather, options-pipelined-gather-memory, options-pipelined-reduction,
 options-double-buffering, combine-sums-in-loops, combine-same-operator.
@@ -18,8 +18,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Literal
 
+from shardplan._jax import itemsize
 from shardplan.costs.decided_tasks import OUTSIDE, Tasks, decided_tasks
 from shardplan.costs.network import CostNetwork
 from shardplan.ilp.solver.problem import sum_over_intervals
@@ -28,6 +30,9 @@ from shardplan.mesh import collective
 from shardplan.xla_model.combining import COMBINABLE, SUMS
 from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
 from shardplan.xla_model.timeline import Task, Timeline, schedule
+
+MERGED_PRODUCT_BYTES = 64 << 20
+"""Of two products that XLA merges one takes at most this, operands and result (`xla_gpu_dot_merger_threshold_mb`)."""
 
 Member = tuple[Literal["task", "loop"], int]
 """A task or a loop of a computation."""
@@ -124,25 +129,31 @@ class DecidedProgram:
     def _merged_products(self) -> Iterator[list[int]]:
         """Products of one loop and pass that read the same array and do not wait for one another (fact: fusion-merges-products)."""
         shared: dict[tuple, list[int]] = {}
+        small = set()
         for j, op in enumerate(self.graph.ops):
+            if op.traits.matmul and self._product_bytes(j) <= MERGED_PRODUCT_BYTES:
+                small.add(self.tasks.kernels[j])
             for k, v in enumerate(op.inputs if op.traits.matmul else ()):
                 if v is not None:
-                    key = (
-                        self.graph.original(v),
-                        k,
-                        self.network.operand_layout(j, k, self.states),
-                        str(op.params.get("dimension_numbers")),
-                    )
-                    shared.setdefault((*key, op.outs[0].dtype, op.loop, op.phase), []).append(self.tasks.kernels[j])
+                    operand = self.graph.original(v), k, self.network.operand_layout(j, k, self.states)
+                    key = (*operand, str(op.params.get("dimension_numbers")), op.outs[0].dtype, op.loop, op.phase)
+                    shared.setdefault(key, []).append(self.tasks.kernels[j])
         seen: set[int] = set()
         for some in shared.values():
             together: list[int] = []
             for n in sorted(set(some) - seen) if len(some) > 1 else ():
-                if not any(self.tasks.waits_for(n, m) for m in together):
+                if not {n, *together[:1]}.isdisjoint(small) and not any(self.tasks.waits_for(n, m) for m in together):
                     together.append(n)
             if len(together) > 1:
                 seen.update(together)
                 yield together
+
+    def _product_bytes(self, j: int) -> float:
+        """Bytes on one device of what a product reads and writes."""
+        op, of = self.graph.ops[j], self.network.space.strategies[j]
+        s = self.states[j] % len(of)
+        sizes = (float(prod(x.shape)) * itemsize(x.dtype) for x in (*op.ins, *op.outs))
+        return sum(size / shards[s] for size, shards in zip(sizes, of.shards, strict=True))
 
     # ---- computations
 
