@@ -25,6 +25,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.xla.hlo.collectives import HloCollective, collectives
 from shardplan.xla.hlo.products import HloProduct, products
 from shardplan.xla.hlo.text import HloInstruction, HloModule, read
+from shardplan.xla_model.timeline import Streams, Timeline
 
 if TYPE_CHECKING:
     from shardplan.xla.compiler.compile import Compiled
@@ -58,16 +59,6 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """Seconds of one step, of them the busy ones of the compute and of the network stream, and the compute stream's idle ones."""
-
-    total_s: float
-    compute_s: float
-    collective_s: float
-    exposed_s: float
-
-
-@dataclass(frozen=True)
 class CompiledSeconds:
     """Seconds of one step on one device; `exposed_s` are those of `collective_s` in which XLA's own schedule runs no compute."""
 
@@ -98,35 +89,24 @@ def simulate(
 
     @cache
     def run(computation: str) -> Timeline:
-        now = free = busy = network = 0.0
-        done_at: dict[HloInstruction, float] = {}
+        streams = Streams()
         for i in walk.module.computations[computation]:
             collective = walk.collective.get(i.name)
             if collective is not None:
-                cost = collective_s(collective)
-                network += cost
-                free = max(now, free) + cost
-                if collective.asynchronous:
-                    done_at[i] = free
-                else:
-                    now = free
-            elif i.operands and i.operands[0] in done_at and i.opcode.endswith(("-done", "-update")):
-                now = max(now, done_at[i.operands[0]])
+                streams.start(i, collective_s(collective))
+                if not collective.asynchronous:
+                    streams.wait(i)
+            elif i.operands and i.operands[0] in streams.done_at and i.opcode.endswith(("-done", "-update")):
+                streams.wait(i.operands[0])
                 if i.opcode.endswith("-update"):
-                    done_at[i] = done_at[i.operands[0]]
+                    streams.done_at[i] = streams.done_at[i.operands[0]]
             elif i.opcode in ("while", "conditional", "call", "async-start"):
                 # Work inside does not overlap with work outside, but a transfer in flight continues.
                 for inner, times in walk.inside(i):
-                    part = run(inner)
-                    now += part.total_s * times
-                    busy += part.compute_s * times
-                    network += part.collective_s * times
+                    streams.nested(run(inner), times)
             elif i.opcode not in _FREE:
-                cost = work_s(walk.work(i))
-                now += cost
-                busy += cost
-        total = max([now, *done_at.values()])
-        return Timeline(total, busy, network, total - busy)
+                streams.kernel(work_s(walk.work(i)))
+        return streams.timeline()
 
     return run(walk.module.entry)
 
