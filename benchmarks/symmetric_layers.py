@@ -3,8 +3,8 @@
     python benchmarks/symmetric_layers.py                 all models, with room and under budgets
     python benchmarks/symmetric_layers.py gpt moe         some of them
 
-`tied` and `untied` are the milliseconds that the first one's prices say of the two plans, `gap` is that of the second, `s` the seconds of its
-search. The second combines other collectives, which changes latencies and overlap windows: `repriced` are its simulated milliseconds at
+`tied` and `untied` are the milliseconds that the first one's prices say of the two plans, `gap` is that of the second, `s` the seconds of
+its search. The second combines other collectives, which changes latencies and windows: `repriced` are its simulated milliseconds at
 its own prices if it then fits, `loss` is what the first takes more. Budgets are shares of the free plan's peak, down to the last that fits.
 """
 

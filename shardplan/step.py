@@ -121,18 +121,7 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[
     step = TracedStep.of(fun, call, options)
 
     fastest: list[Plan] = []
-
-    def replan(pins: Mapping[str, Any], search: str | None = None) -> Plan:
-        changed = {**(options.pins or {}), **pins}
-        found = plan_step(fun, call, replace(options, pins=changed, search=search or options.search, plan=None, verify=None))
-        before, after = (plan.seconds["total"] for plan in (fastest[0], found.plan))
-        if after < (1 - NEAR_TIE) * before and adopt is not None and adopt(found):
-            fastest[0] = found.plan
-            warn(
-                f"the step runs by a faster plan that was found: {format_seconds(after)}, {100 * (1 - after / before):.1f} % less\n"
-                "  way out, for the plan before: auto(..., plan=that_plan)"
-            )
-        return found.plan
+    replan = _replanner(fun, call, options, adopt, fastest)
 
     def context(decisions: Decisions, planned: Planned | None = None) -> PlanContext:
         def program(plan: Plan) -> tuple[Callable, tuple]:
@@ -167,6 +156,27 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[
         )
     fastest.append(plan)
     return step.jit(plan.context.planned.decisions, plan)
+
+
+def _replanner(
+    fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[PlannedStep], bool] | None, fastest: list[Plan]
+) -> Callable[..., Plan]:
+    """Plans the step with more pins or by another search; a plan that is faster than the last of `fastest` is adopted."""
+
+    def replan(pins: Mapping[str, Any], search: str | None = None) -> Plan:
+        changed = {**(options.pins or {}), **pins}
+        found = plan_step(fun, call, replace(options, pins=changed, search=search or options.search, plan=None, verify=None))
+        before, after = (plan.seconds["total"] for plan in (fastest[-1], found.plan))
+        if after < (1 - NEAR_TIE) * before and adopt is not None and adopt(found):
+            fastest.append(found.plan)
+            less = 100 * (1 - after / before)
+            warn(
+                f"the step runs by a faster plan that was found: {format_seconds(after)}, {less:.1f} % less\n"
+                "  way out, for the plan before: auto(..., plan=that_plan)"
+            )
+        return found.plan
+
+    return replan
 
 
 @dataclass(frozen=True, eq=False)
