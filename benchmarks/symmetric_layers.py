@@ -3,9 +3,10 @@
     python benchmarks/symmetric_layers.py                 all models, with room and under budgets
     python benchmarks/symmetric_layers.py gpt moe         some of them
 
-`tied` and `untied` are the milliseconds that the first one's prices say of the two plans, `gap` is that of the second, `s` the seconds of
-its search. The second combines other collectives, which changes latencies and windows: `repriced` are its simulated milliseconds at
-its own prices if it then fits, `loss` is what the first takes more. Budgets are shares of the free plan's peak, down to the last that fits.
+`tied` and `untied` are the milliseconds of the two plans at the first one's prices, `gap` is that of the second, `s` the seconds of its
+search. The second combines other collectives, which changes latencies and overlap windows: `repriced` are the simulated milliseconds of
+its program at its own prices if it then fits, `loss` is what the first takes more. Budgets are shares of the free plan's peak, down to
+the last that fits.
 """
 
 import argparse
