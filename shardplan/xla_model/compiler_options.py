@@ -114,8 +114,8 @@ class XlaOptions:
         )
 
 
-THRESHOLD_BYTES = (8 << 20, 128 << 20)
-"""Combine thresholds worth trying: one keeps layers apart and combines what is small, one saves latencies (fact: options-threshold)."""
+THRESHOLD_BYTES = (8 << 20,)
+"""Combine thresholds worth trying: this one keeps layers apart and combines what is small (fact: options-threshold)."""
 DEFAULT = XlaOptions()
 PIPELINING = XlaOptions(frozenset(PIPELINED), double_buffering=True)
 """Everything that level 1 does to loops."""
