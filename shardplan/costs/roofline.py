@@ -61,7 +61,7 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
         flops_s = rule.flops * strategies.work / device.flops_per_s(dtype)
         seconds = np.maximum(flops_s, seconds)
-        if device.sms and op.primitive == "dot_general" and rule.fusion == "none" and moved.any():
+        if device.sms and op.traits.matmul and rule.fusion == "none" and moved.any():
             seconds = split_product_seconds(op, strategies, mesh, device, flops_s, moved)
     if rule.fusion == "none" and moved.any():
         seconds = np.maximum(seconds, device.kernel_latency_s)

@@ -92,10 +92,9 @@ class IntegerProgram(Search):
 
     def _coarse_plans(self, task: PlanningTask, limit: float | None, deadline: Deadline) -> Iterable[Judged]:
         """The plans of the pricing loop on a coarser mesh; none where the pins tell its axes apart."""
+        found = Candidates.none(task, limit)
         try:
-            _ = task.allowed
+            slope_scaling(found, IntegerProgram(task).search, None, deadline, complete=False)
         except ShardingError:
             return ()
-        found = Candidates.none(task, limit)
-        slope_scaling(found, IntegerProgram(task).search, None, deadline, complete=False)
         return found.judged.values()

@@ -51,6 +51,7 @@ class Traits:
     broadcast: bool = False  # broadcasts its operand
     gather: bool = False  # looks up places of a table
     scatter: ScatterKind = ""  # how a scatter joins updates with the operand; "" for other ops
+    concatenates: bool = False  # joins arrays along a dim
     reduction: bool = False  # reduces dims named by the parameter `axes` with a fixed function
     sum_reduction: bool = False  # reduces dims by a sum
     reads_part: bool = False  # reads as many bytes of its first operand as it makes

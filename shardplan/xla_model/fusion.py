@@ -318,7 +318,7 @@ def _joined(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> lis
     out: list[bool] = []
     for at, op in enumerate(graph.ops):
         made = (graph.values[v].producer[0] for v in op.inputs if v is not None and not written[v])
-        out.append(op.primitive == "concatenate" or ((op.traits.copy or _fuses(graph, rules, at)) and any(out[i] for i in made)))
+        out.append(op.traits.concatenates or ((op.traits.copy or _fuses(graph, rules, at)) and any(out[i] for i in made)))
     return out
 
 

@@ -130,7 +130,7 @@ def iota(*ins, out, **_):
     return move(((),) * len(ins), (factors(out[0]),) * len(out))
 
 
-@rule()
+@rule(traits=Traits(concatenates=True))
 def concatenate(*ins, out, dimension, **_):
     before = accumulate((x.shape[dimension] for x in ins), initial=0)
     return shifted(ins, out, {dimension: [Halo(low=n) for n, _ in zip(before, ins, strict=False)]})
