@@ -70,10 +70,12 @@ class IntegerProgram(Search):
         own = found.best
         if deadline.over():
             return found
-        for plan in Propagation(self.task).candidates(limit, deadline).judged.values():
-            found.add_if_near(Candidate(plan.network, plan.solution))
-        for network, solution in axis_by_axis(self.task, limit, self.task.exposed_fraction):
+        if (plan := Propagation(self.task).first(limit, deadline)).solution.states:
+            found.add_if_near(plan)
+        for network, solution in axis_by_axis(self.task, limit, self.task.exposed_fraction) if not deadline.over() else ():
             found.add_if_near(self._on_all_axes(network, solution, limit))
+            if deadline.over():
+                break
         for task in self.task.coarser() if not deadline.over() else ():
             for plan in self._coarse_plans(task, limit, deadline):
                 found.add_if_near(self._on_all_axes(plan.network, plan.solution, limit))

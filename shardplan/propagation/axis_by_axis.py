@@ -65,9 +65,12 @@ def axis_by_axis(task: PlanningTask, limit: float | None, background_price: floa
     """The plans, "feasible", when all axes are decided and whenever one is decided again; none exceeds `limit`."""
     if axes := tuple(a for a, n in task.resharder.mesh if n > 1):
         descent = _Descent(task, limit, Pricing(background_price), axes)
-        levels = (list(descent.run(share)) for share in MEMORY_SHARES)
-        for level in next(filter(None, levels), ()):
-            yield Candidate(level.network, replace(level.solution, status="feasible", bound=0.0))
+        for share in MEMORY_SHARES:
+            level = None
+            for level in descent.run(share):
+                yield Candidate(level.network, replace(level.solution, status="feasible", bound=0.0))
+            if level is not None:
+                break
 
 
 class _Level(NamedTuple):

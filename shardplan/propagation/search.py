@@ -47,11 +47,14 @@ class Propagation(Search):
     def candidates(self, limit: float | None, deadline: Deadline) -> Candidates:
         """The propagated plan of the first network: one pricing, one answer."""
         found = Candidates.none(self.task, limit)
-        network = self.task.network(Pricing(self.task.exposed_fraction), limit)
-        solution = self.search(network, (), inf, deadline)
-        if solution.states:
-            found.add(Candidate(network, solution))
+        if (plan := self.first(limit, deadline)).solution.states:
+            found.add(plan)
         return found
+
+    def first(self, limit: float | None, deadline: Deadline) -> Candidate:
+        """The first network and its propagated states."""
+        network = self.task.network(Pricing(self.task.exposed_fraction), limit)
+        return Candidate(network, self.search(network, (), inf, deadline))
 
 
 def warm_start(
