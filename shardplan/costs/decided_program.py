@@ -38,11 +38,6 @@ Member = tuple[Literal["task", "loop"], int]
 """A task or a loop of a computation."""
 
 
-def step_timeline(network: CostNetwork, states: Sequence[int], overlaps: bool = True, options: XlaOptions = DEFAULT) -> Timeline:
-    """The seconds of one step under these states of a cost network; where nothing overlaps, the compute stream waits for all."""
-    return decided_program(network, states, options).step_timeline(overlaps)
-
-
 def decided_program(network: CostNetwork, states: Sequence[int], options: XlaOptions = DEFAULT) -> DecidedProgram:
     """The program of these states of a cost network, as it is compiled with these options."""
     return DecidedProgram(network, tuple(states), decided_tasks(network, states), options)
@@ -158,27 +153,16 @@ class DecidedProgram:
     # ---- computations
 
     @cached_property
-    def _holders(self) -> list[tuple[int, ...]]:
-        """Per loop, itself and the loops around it, innermost first, then OUTSIDE; the last entry is that of OUTSIDE."""
-        loops = self.graph.loops
-        by_size = sorted(range(len(loops)), key=lambda n: (loops[n].stop - loops[n].start, -loops[n].start, -n))
-        out: list[tuple[int, ...]] = [*[()] * len(loops), (OUTSIDE,)]
-        for at, n in reversed(list(enumerate(by_size))):
-            around = (m for m in by_size[at + 1 :] if loops[m].start <= loops[n].start and loops[n].stop <= loops[m].stop)
-            out[n] = (n, *out[next(around, OUTSIDE)])
-        return out
-
-    @cached_property
     def _members(self) -> dict[int, dict[Member, dict[Member, None]]]:
         """Computation -> its tasks and loops -> those of them that each waits for, in the order of its operands."""
         tasks, (one, _) = self.tasks, self._joined
         out: dict[int, dict[Member, dict[Member, None]]] = {home: {} for home in (OUTSIDE, *range(len(self.graph.loops)))}
         for n, before in enumerate(tasks.before):
-            mine = self._holders[tasks.home[n]]
+            mine = self.graph.loop_holders[tasks.home[n]]
             for inside, home in zip((OUTSIDE, *mine), mine, strict=False):
                 out[home].setdefault(("task", one[n]) if home == mine[0] else ("loop", inside), {})
             for m in before:
-                others = self._holders[tasks.home[m]]
+                others = self.graph.loop_holders[tasks.home[m]]
                 home = next(x for x in mine if x in others)
                 if (a := self._member(m, home)) != (b := self._member(n, home)):
                     out[home][b][a] = None
@@ -186,14 +170,18 @@ class DecidedProgram:
 
     def _member(self, n: int, home: int) -> Member:
         """What stands for task n in a computation that holds it: the task that it is one with, or a loop."""
-        holders = self._holders[self.tasks.home[n]]
+        holders = self.graph.loop_holders[self.tasks.home[n]]
         inside = holders.index(home)
         return ("loop", holders[inside - 1]) if inside else ("task", self._joined[0][n])
 
     def _order(self, home: int) -> Iterator[Member]:
         """The members of a computation in the order of its HLO: from its results back, each operand before its reader."""
         waits = self._members[home]
-        roots = [self._member(n, home) for n in self.tasks.roots.get(home, ()) if n >= 0 and home in self._holders[self.tasks.home[n]]]
+        roots = [
+            self._member(n, home)
+            for n in self.tasks.roots.get(home, ())
+            if n >= 0 and home in self.graph.loop_holders[self.tasks.home[n]]
+        ]
         done: dict[Member, bool] = {}  # False while its operands are visited
         for root in (*roots, *waits):
             stack = [(root, iter(waits[root]))] if root not in done else []

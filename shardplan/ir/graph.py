@@ -120,6 +120,17 @@ class Graph:
     """Copy -> (op, operand) that reads the same value in an earlier phase of the loop: its array may be retained or fetched again."""
 
     @cached_property
+    def loop_holders(self) -> list[tuple[int, ...]]:
+        """Per loop, itself and the loops around it, innermost first, then -1 for outside; the last entry is that of -1."""
+        loops = self.loops
+        by_size = sorted(range(len(loops)), key=lambda n: (loops[n].stop - loops[n].start, -loops[n].start, -n))
+        out: list[tuple[int, ...]] = [*[()] * len(loops), (-1,)]
+        for at, n in reversed(list(enumerate(by_size))):
+            around = (m for m in by_size[at + 1 :] if loops[m].start <= loops[n].start and loops[n].stop <= loops[m].stop)
+            out[n] = (n, *out[next(around, -1)])
+        return out
+
+    @cached_property
     def dead(self) -> frozenset[int]:
         """Ops whose results nothing needs; XLA removes them."""
         dead: set[int] = set()

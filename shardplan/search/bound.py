@@ -115,15 +115,7 @@ class _Bounds:
     @cached_property
     def around(self) -> list[int]:
         """Per loop, the loop that holds it, or OUTSIDE."""
-        loops, out = self.task.space.graph.loops, []
-        for n, loop in enumerate(loops):
-            holding = [
-                (other.stop - other.start, m) for m, other in enumerate(loops)
-                if m != n and other.start <= loop.start and loop.stop <= other.stop
-                and (other.stop - other.start, -m) > (loop.stop - loop.start, -n)
-            ]  # fmt: skip
-            out.append(min(holding)[1] if holding else OUTSIDE)
-        return out
+        return [holders[1] for holders in self.task.space.graph.loop_holders[:-1]]
 
     def inside(self, op_home: int, home: int) -> int | None:
         """The member of computation `home` that holds computation `op_home`: a loop, OUTSIDE for itself, or None if none does."""

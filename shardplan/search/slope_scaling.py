@@ -92,21 +92,20 @@ class _PricingLoop:
     def price(self, pricing: Pricing) -> CostNetwork:
         return self.task.network(pricing, self.candidates.limit)
 
-    def solve(self, search: SearchStates, combined: CombinedGroups | None, hint: States = (), cutoff: float = inf) -> Candidate:
-        """The best plan at the prices of `combined`, over all overlap prices; `cutoff` holds at the lowest of these."""
-        exposed_fraction = self.task.exposed_fraction
+    def solve(self, search: SearchStates, combined: CombinedGroups | None, hint: States = ()) -> Candidate:
+        """The best plan at the prices of `combined`, over all overlap prices."""
 
         def at(price: float) -> Candidate:
             network = self.price(Pricing(price, combined))
-            return Candidate(network, search(network, hint, cutoff if price == exposed_fraction else inf, self.deadline))
+            return Candidate(network, search(network, hint, inf, self.deadline))
 
-        found = cheapest_price(at, exposed_fraction, self.deadline)
+        found = cheapest_price(at, self.task.exposed_fraction, self.deadline)
         self.network = found.network
         return found
 
-    def attempt(self, search: SearchStates, combined: CombinedGroups | None, hint: States = (), cutoff: float = inf) -> None:
+    def attempt(self, search: SearchStates, combined: CombinedGroups | None, hint: States = ()) -> None:
         """Solve, and judge what is found."""
-        found = self.solve(search, combined, hint, cutoff)
+        found = self.solve(search, combined, hint)
         if found.solution.states:
             self.judge(found)
 
