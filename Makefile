@@ -29,7 +29,7 @@ docs: .venv/test
 
 smoke-newest: .venv312/smoke
 	.venv312/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
-	.venv312/bin/python -m pytest tests/test_smoke.py
+	.venv312/bin/python -m pytest tests/test_smoke.py tests/test_travel.py
 
 # Each stamp is made after its installation, and again when pyproject.toml changes.
 .venv/demo: pyproject.toml

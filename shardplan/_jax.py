@@ -302,11 +302,6 @@ def abstract(x) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
-def jaxpr_text(closed: ClosedJaxpr) -> str:
-    """The jaxpr as text, the same for the same program in every process."""
-    return closed.jaxpr.pretty_print(source_info=False, print_shapes=True, custom_pp_eqn_rules=False)
-
-
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 

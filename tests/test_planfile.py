@@ -59,8 +59,18 @@ def test_a_file_of_version_1_is_the_same_plan():
     decisions = list(plan.decisions)
     decisions[1] = replace(decisions[1], copy_numbers=(0, -1))
     memory = replace(plan.memory_report, profile=plan.memory_report.profile[:2])
-    expected = replace(plan, decisions=tuple(decisions), memory_report=memory, donated=("state",))
+    functions = {(d.file, d.line): d.function for d in decisions}
+    lines = tuple(replace(x, function=functions[x.file, x.line]) for x in plan.lines)
+    expected = replace(plan, decisions=tuple(decisions), memory_report=memory, donated=("state",), lines=lines)
     assert Plan.load(DATA / "version1.json") == expected
+
+
+def test_a_file_of_version_2_is_the_same_plan():
+    plan = transformer(layers=1)
+    memory = replace(plan.memory_report, profile=plan.memory_report.profile[:2])
+    lines = tuple(replace(x, function=next(d.function for d in plan.decisions if d.line == x.line)) for x in plan.lines)
+    options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    assert Plan.load(DATA / "version2.json") == replace(plan, memory_report=memory, compiler_options=options, lines=lines)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +92,7 @@ def test_saved_plans_meet_the_schema():
 LEAF = ("inputs", UP)
 
 WRONG = [  # where, what stands there, what the error says, whether the schema says so too
-    (("version",), 3, "version: 3 is newer than this shardplan reads (2).\n  ways out: a newer shardplan", True),
+    (("version",), 4, "version: 4 is newer than this shardplan reads (3).\n  ways out: a newer shardplan", True),
     (("version",), "1", "version: '1' is no version of a plan file", True),
     (("cluster",), 7, "cluster: expected `str`, got `int`.\n  way out: a file that plan.save() wrote, or plan anew", True),
     (("status",), "infeasible", "status: invalid enum value 'infeasible'", True),

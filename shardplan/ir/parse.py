@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardplan import _jax
+from shardplan.ir.canonical import digest, products_text, program_text
 from shardplan.ir.graph import Graph, Loop, Op, Path, Phase, Source, Value
 
 MAX_TRIPS = 1e9
@@ -27,9 +27,12 @@ class Traced:
     donated: tuple[int, ...]  # numbers of donated inputs
 
     def fingerprint(self) -> str:
-        """The same for the same program with the same shapes in every process."""
-        text = _jax.jaxpr_text(self.jaxpr) + repr((self.in_labels, self.out_labels, self.tied))
-        return hashlib.sha256(text.encode()).hexdigest()
+        """The same for the same program with the same shapes, on every mesh, in every process; see `ir/canonical.py`."""
+        return digest([*program_text(self.graph()), repr((self.in_labels, self.out_labels, self.tied))])
+
+    def products(self) -> str:
+        """The same, too, for that program as another version of JAX traces it."""
+        return digest([*products_text(self.graph()), repr((self.in_labels, self.out_labels, self.tied))])
 
     def donated_names(self) -> tuple[str, ...]:
         """Donated arguments by name; by leaf where only some leaves of an argument are donated."""

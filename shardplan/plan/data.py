@@ -13,7 +13,7 @@ from shardplan.mesh.cluster import CollectiveKind
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.xla_model.compiler_options import Flag
 
-VERSION: Literal[2] = 2
+VERSION: Literal[3] = 3
 
 Amount = Annotated[float, Meta(ge=0, le=1e300)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -135,12 +135,16 @@ class SourceLine(Struct, frozen=True, forbid_unknown_fields=True):
         file, line: as in `PlanDecision`; ("", 0) holds the ops without a source line.
         code: its text, "" where it could not be read.
         seconds: compute of all its ops on one device in one step.
+        function: that it stands in.
+        ops: primitive -> how many ops of it the line makes; {} in older files.
     """
 
     file: str
     line: Count
     code: str
     seconds: Amount
+    function: str = ""
+    ops: Mapping[Name, Count] = {}
 
 
 class MemoryReport(Struct, frozen=True, forbid_unknown_fields=True):
@@ -175,16 +179,18 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         symmetric_layers: whether repeated layers were given equal strategies; the bound holds for all plans.
         seconds: predicted seconds of a step: "compute", "communication", the part of that which is "hidden" behind compute,
             "total" (the first two less the third), and its lower "bound".
-        fingerprint: of the program.
+        fingerprint: of the program (`ir/canonical.py`); those of files before version 3 depend on the devices, too.
+        products: of its products, lookups and loops, which other versions of JAX trace in the same way; "" in older files.
+        jax: the version that traced it; "" in older files.
         donated: names of the donated arguments, or of leaves where only some of an argument are.
         inputs, outputs: leaves in flat pytree order.
         unknown: (primitive, source) of ops without a rule, computed in full on every device.
         compiler_options: options of XLA for GPU that the plan is predicted with, the user's own among them; {} in older files.
-        lines: the source lines whose ops take time, in the order in which they first run.
+        lines: the source lines that ops come from, in the order in which they first run; in older files, those that take time.
         decisions: in program order.
     """
 
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     mesh: MeshShape
     cluster: str
     search: Name
@@ -194,6 +200,8 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seconds: Mapping[str, Amount]
     memory_report: MemoryReport = field(name="memory")
     fingerprint: Name
+    products: str = ""
+    jax: str = ""
     donated: tuple[str, ...]
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 
 from shardplan.costs.decided_program import decided_program
 from shardplan.costs.halo_exchange import Exchange, exchanges
 from shardplan.costs.memory_categories import categories, memory_by_category
 from shardplan.costs.network import PS
-from shardplan.files import portable, source_line
+from shardplan.files import portable
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
+from shardplan.plan.program import result_type, source_lines
 from shardplan.strategies.enumerate import PARTIAL
 from shardplan.units import format_array
 from shardplan.xla_model.compiler_options import Flags, XlaOptions
@@ -61,24 +63,28 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
         memory_report=_memory(planned, XlaOptions.of(flags)),
         search=planned.options.search,
         fingerprint=planned.traced.fingerprint(),
+        products=planned.traced.products(),
+        jax=jax.__version__,
         donated=planned.traced.donated_names(),
         compiler_options=flags,
-        lines=tuple(_lines(planned)),
+        lines=_lines(planned),
         unknown=space.unknown,
     ).with_context(context)
 
 
-def _lines(planned: Planned) -> Iterator[SourceLine]:
-    ps: dict[tuple[str, int], float] = {}
-    for op, cost, state in zip(planned.graph.ops, planned.network.problem.costs, planned.solution.states, strict=True):
+def _lines(planned: Planned) -> tuple[SourceLine, ...]:
+    seconds: dict[tuple[str, int], float] = {}
+
+    def add(i: int, ps: float) -> None:
+        source = planned.graph.ops[i].source
+        seconds[source.file, source.line] = seconds.get((source.file, source.line), 0.0) + ps / PS
+
+    for i, (cost, state) in enumerate(zip(planned.network.problem.costs, planned.solution.states, strict=True)):
         if cost[state]:
-            at = (op.source.file, op.source.line)
-            ps[at] = ps.get(at, 0.0) + float(cost[state])
-    for i, cost in planned.network.edge_kernels(planned.solution.states):
-        at = (planned.graph.ops[i].source.file, planned.graph.ops[i].source.line)
-        ps[at] = ps.get(at, 0.0) + cost
-    for at, cost in ps.items():
-        yield SourceLine(portable(at[0]), at[1], source_line(*at), cost / PS)
+            add(i, float(cost[state]))
+    for i, ps in planned.network.edge_kernels(planned.solution.states):
+        add(i, ps)
+    return source_lines(planned.graph, seconds)
 
 
 def _leaf(planned: Planned, i: int, kind: str) -> Leaf:
@@ -115,7 +121,7 @@ def _decisions(planned: Planned) -> Iterator[PlanDecision]:
             operand_layouts=decided.reads if decided else (),
             copy_numbers=decided.copies if decided else (),
             result_layouts=decided.results if decided else (),
-            result_type=format_array(op.outs[0]) if op.outs and hasattr(op.outs[0], "shape") else "",
+            result_type=result_type(op),
             reshards=reshards,
             seconds=float(space.seconds[i][s]) * op.runs / runs,
             runs=float(runs),

@@ -139,7 +139,8 @@ def _current(value: Any) -> dict[str, Any]:
         raise PlanFileError(
             f"version: {version} is newer than this shardplan reads ({VERSION}).\n  ways out: a newer shardplan, or plan anew"
         )
-    return _from_version_1(value) if version == 1 else value
+    value = _from_version_1(value) if version == 1 else value
+    return _from_version_2(value) if value["version"] == 2 else value
 
 
 # ---- earlier versions
@@ -155,6 +156,17 @@ def _from_version_1(value: dict[str, Any]) -> dict[str, Any]:
         fields["decisions"] = [_decision(d) for d in value["decisions"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise PlanFileError(f"damaged: no plan of version 1 ({type(error).__name__}: {error}).\n  way out: plan anew") from None
+    return fields
+
+
+def _from_version_2(value: dict[str, Any]) -> dict[str, Any]:
+    """A plan of version 2 in version 3: its lines get the functions that its decisions know."""
+    fields = {**value, "version": 3}
+    try:
+        functions = {(d["file"], d["line"]): d["function"] for d in reversed(value["decisions"])}
+        fields["lines"] = [{**x, "function": functions.get((x["file"], x["line"]), "")} for x in value["lines"]]
+    except (KeyError, TypeError):
+        pass  # what is wrong with them the schema says
     return fields
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePath
+
+import jax
 
 from shardplan.costs.options import Options
 from shardplan.emit.emit import EmitDecision
 from shardplan.errors import PlanFileError, warn
-from shardplan.ir.graph import Path
+from shardplan.ir.graph import Graph, Path
 from shardplan.ir.parse import Traced
 from shardplan.mesh.layout import MeshShape
+from shardplan.plan.data import PlanDecision
 from shardplan.plan.plan import Plan
+from shardplan.plan.program import differences, numbered, placed, result_type, source_lines
 from shardplan.units import format_array
 
 MAX_LISTED = 5
@@ -27,24 +32,81 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
         raise PlanFileError(
             f"the plan is for mesh {plan.mesh}, the step runs on mesh {mesh}.\n  ways out: that mesh, or plan anew without plan="
         )
-    if plan.fingerprint != traced.fingerprint():
-        return None
-    ops = traced.graph().ops
-    if plan.donated != traced.donated_names():
-        then, now = (", ".join(names) or "nothing" for names in (plan.donated, traced.donated_names()))
+    graph = traced.graph()
+    if plan.fingerprint == traced.fingerprint():
+        numbers, lost = {d.op: d.op for d in plan.decisions}, []
+    elif _same_inputs(plan, traced) and plan.products == traced.products() and plan.jax != jax.__version__:
+        numbers, lost = _matched(plan, graph)
+    elif _same_inputs(plan, traced) and not plan.products and _fits(plan, graph):
+        numbers, lost = {d.op: d.op for d in plan.decisions}, []
         warn(
-            f"the plan was made for a step that donates {then}; this one donates {now}, so it needs other memory than the plan says.\n"
-            "  ways out: donate_argnums as it was, or plan anew without plan="
+            "the plan is from a file of an older format, which cannot say whether it was made for this very step; all its "
+            "decisions fit and are taken over.\n  way out: save it again"
         )
-    found = {}
-    for d in plan.decisions:
-        op = ops[d.op] if d.op < len(ops) else None
+    else:
+        return None
+    if lost:
+        warn(
+            f"the plan was made with jax {plan.jax}; jax {jax.__version__} traces the same step with other small ops: "
+            f"{len(numbers)} of {len(plan.decisions)} decisions are taken over, the others are left to XLA.\n"
+            f"  not matched: {_listed(lost)}\n  way out: plan anew without plan="
+        )
+    _check_donation(plan, traced)
+    ops, found = graph.ops, {}
+    for d in (d for d in plan.decisions if d.op in numbers):
+        n = numbers[d.op]
+        op = ops[n] if n < len(ops) else None
         if op is None or op.primitive != d.primitive:
             raise PlanFileError(
                 f"the plan decides op {d.op}, a {d.primitive}, which the step does not have.\n  way out: plan anew without plan="
             )
         found[op.path] = EmitDecision(d.operand_layouts, d.result_layouts, d.copy_numbers)
     return found
+
+
+def _check_donation(plan: Plan, traced: Traced) -> None:
+    if plan.donated != traced.donated_names():
+        then, now = (", ".join(names) or "nothing" for names in (plan.donated, traced.donated_names()))
+        warn(
+            f"the plan was made for a step that donates {then}; this one donates {now}, so it needs other memory than the plan says.\n"
+            "  ways out: donate_argnums as it was, or plan anew without plan="
+        )
+
+
+def _same_inputs(plan: Plan, traced: Traced) -> bool:
+    jaxpr = traced.jaxpr.jaxpr
+    ends = (plan.inputs, traced.in_labels, jaxpr.invars), (plan.outputs, traced.out_labels, jaxpr.outvars)
+    return all(
+        [(x.path, x.shape, x.dtype) for x in leaves] == [(name, *_type(v.aval)) for name, v in zip(labels, atoms, strict=True)]
+        for leaves, labels, atoms in ends
+    )
+
+
+def _type(aval) -> tuple[tuple[int, ...], str]:
+    return tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", "token"))
+
+
+def _fits(plan: Plan, graph: Graph) -> bool:
+    """Whether every op that the plan decides is an op of this program, by number, primitive, function and type of the result."""
+
+    def same(d: PlanDecision) -> bool:
+        op = graph.ops[d.op] if d.op < len(graph.ops) else None
+        return op is not None and (op.primitive, op.source.function, result_type(op)) == (d.primitive, d.function, d.result_type)
+
+    return all(map(same, plan.decisions))
+
+
+def _matched(plan: Plan, graph: Graph) -> tuple[dict[int, int], list[str]]:
+    """(op of the plan -> op of this program, decisions without an op): matched by source line, primitive, phase and type of result."""
+    known, found, lost = numbered(graph, source_lines(graph, {})), {}, []
+    for key, d in placed(plan.decisions, plan.lines):
+        n = known.get(key)
+        op = graph.ops[n] if n is not None else None
+        if op is not None and result_type(op) == d.result_type and len(op.inputs) >= len(d.operand_layouts):
+            found[d.op] = n
+        else:
+            lost.append(f"{d.primitive} at {PurePath(d.file).name}:{d.line}")
+    return found, lost
 
 
 def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
@@ -70,7 +132,9 @@ def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
     unmatched = [*lost, *(f"{path} (no longer there)" for path in leaves)]
     warn(
         f"the plan was made for another version of this step: {len(pins)} of {len(avals)} inputs keep its layouts, the rest is planned "
-        "again." + (f"\n  not matched: {_listed(unmatched)}" if unmatched else "")
+        "again."
+        + "".join(f"\n  {text}" for text in differences(plan, traced, jax.__version__))
+        + (f"\n  not matched: {_listed(unmatched)}" if unmatched else "")
     )
     return replace(options, in_pins={**pins, **(options.in_pins or {})})
 
