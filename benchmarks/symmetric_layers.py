@@ -28,8 +28,8 @@ import zoo  # noqa: E402
 import shardplan  # noqa: E402
 from shardplan.costs.build import build_network  # noqa: E402
 from shardplan.costs.decided_program import decided_program  # noqa: E402
-from shardplan.costs.network import PS  # noqa: E402
 from shardplan.costs.pins import allowed_strategies  # noqa: E402
+from shardplan.costs.states import PS  # noqa: E402
 from shardplan.ilp.solver import solve  # noqa: E402
 from shardplan.mesh.reshard import Resharder  # noqa: E402
 from shardplan.search.objective import reprice  # noqa: E402

@@ -61,7 +61,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     chosen = found.faster_than(chosen) or chosen
     stopwatch.lap("bound")
     network, solution = chosen.proven(bound)
-    network = replace(network, problem=replace(network.problem, limit=memory))
+    network = replace(network, limit=memory)
     strategies = network.strategies(solution.states)
     decisions = decide(network, strategies, network.retained(solution.states))
     stopwatch.lap("decisions")

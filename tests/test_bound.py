@@ -12,8 +12,8 @@ import pytest
 import shardplan
 from shardplan import pipeline
 from shardplan.costs.decided_tasks import decided_tasks, shared_key
-from shardplan.costs.network import PS
 from shardplan.costs.pricing import Pricing
+from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate
 from shardplan.ilp.solver import solve
 from shardplan.search import bound

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan import Plan
 from shardplan.costs.decided_program import decided_program
-from shardplan.costs.network import PS
 from shardplan.costs.pins import untie_pinned_state
 from shardplan.costs.pricing import Pricing
+from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.ilp.integer_program import IntegerProgram
 from shardplan.ilp.solver.problem import Solution

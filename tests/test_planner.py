@@ -16,8 +16,8 @@ from models import MODELS, relu_step
 import shardplan
 from shardplan.costs.build import build_network
 from shardplan.costs.decided_program import decided_program
-from shardplan.costs.network import PS
 from shardplan.costs.pins import matches
+from shardplan.costs.states import PS
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.presolve.reductions import ReduceDomain, TieClasses

@@ -414,7 +414,7 @@ def test_prices_agree_with_the_collectives_that_the_plan_combines():
     kinds = Counter(crowd for (crowd, _), _ in moved)
     assert plan.seconds["bound"] > 0.4 * plan.seconds["total"] and max(kinds.values()) <= 2
     pricing = replace(found.network.pricing, combined=moved)
-    again = build_network(found.space, found.network.resharders[0], None, pricing=pricing)
+    again = build_network(found.space, found.network.prices.resharders[0], None, pricing=pricing)
     assumed, combined = (network.step_seconds(found.solution.states) for network in (found.network, again))
     assert combined.total(0.0) == pytest.approx(assumed.total(0.0), rel=0.02)
     assert combined.total(1.0) >= found.solution.objective >= combined.compute  # of which the timeline hides a part

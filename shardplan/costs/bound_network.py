@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.costs.network import PS, StateBlocks
 from shardplan.costs.space import ArrayEdge, StrategySpace
+from shardplan.costs.states import PS, StateBlocks
 from shardplan.costs.tables import CostTables
 from shardplan.ilp.solver.problem import Edge, Problem
 from shardplan.mesh.reshard import Resharder

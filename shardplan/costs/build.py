@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from shardplan.costs.network import PS, CostNetwork, StateBlocks
+from shardplan.costs.network import CostNetwork, PricedProblem
 from shardplan.costs.options import CostCorrections
-from shardplan.costs.pricing import CombinedGroups, Pricing, plan_windows, resharders
+from shardplan.costs.pricing import CombinedGroups, CombinedPrices, Pricing, live
 from shardplan.costs.space import ArrayEdge, StrategySpace
+from shardplan.costs.states import PS, StateBlocks
 from shardplan.costs.tables import CostTables
 from shardplan.ilp.solver.problem import Edge, Problem, Usage, sum_over_intervals
 from shardplan.mesh.reshard import Resharder
-from shardplan.xla_model.liveness import Interval, live_intervals, takes_over_buffer
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
 
@@ -38,58 +38,51 @@ def build_network(
         windows: overlap windows, by default those of a plan that combines what `pricing` says; empty ones give every array its
             shortest life.
     """
-    graph, allowed, corrections = space.graph, allowed or {}, corrections or CostCorrections({}, {})
-    blocks, (priced, live, of) = StateBlocks.of(graph, limit), _priced(space, resharder, pricing.combined)
-    if windows is not None:
-        priced, live = windows, _live_intervals(space, windows)
+    graph, allowed = space.graph, allowed or {}
     pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
-    tables = CostTables(space, blocks, pinned, priced, of, pricing.background_price, dict(space.tables))
-    costs = _node_costs(space, blocks, allowed, corrections)
+    prices = (
+        _prices(space, resharder, pricing.combined) if windows is None else CombinedPrices(space, resharder, pricing.combined, windows)
+    )
+    corrections = corrections or CostCorrections({}, {})
+    return CostNetwork(space, StateBlocks.of(graph, limit), limit, allowed, pinned, corrections, pricing, prices, _priced)
+
+
+def _priced(network: CostNetwork) -> PricedProblem:
+    """The problem of a network: every strategy priced, every edge, every array in memory."""
+    space, blocks, prices, price = network.space, network.blocks, network.prices, network.pricing.background_price
+    graph, corrections = space.graph, network.corrections
+    tables = CostTables(space, blocks, network.pinned, prices.windows, prices.resharders, price, dict(space.tables))
+    costs = _node_costs(space, blocks, network.allowed, corrections)
     edges: list[Edge] = []
     background: list[tuple[int, np.ndarray]] = []
-    kernels: list[tuple[int, np.ndarray]] = []
     for edge in space.array_edges:
-        cost, hidden, computed = tables.edge(edge)
+        cost, hidden, _ = tables.edge(edge)
         if hidden is not None:
             background.append((len(edges), hidden))
-        if computed is not None:
-            kernels.append((len(edges), computed))
         edges.append(Edge(edge.producer, edge.consumer, _corrected(cost, edge, corrections) if corrections.reshards else cost))
     edges += [Edge(i, j, tables.same_layout(i, j)) for i, j in graph.same_layout]
     edges += [Edge(i, j, tables.retained(i, k, j)) for j, (i, k) in graph.retainable_from.items()]
-    usages, implicit_copies = _usages(space, blocks, tables, live)
-    problem = Problem(tuple(costs), tuple(edges), tuple(usages), limit, _symmetry_classes(space, blocks, costs))
+    usages = tuple(_usages(network, tables))
+    problem = Problem(tuple(costs), tuple(edges), usages, network.limit, _symmetry_classes(space, blocks, costs))
     space.tables.clear()
     space.tables.update(tables.cache)
-    return CostNetwork(space, problem, blocks, tuple(implicit_copies), of, tuple(background), tuple(kernels), pricing)
+    return PricedProblem(problem, tuple(background))
 
 
-def _priced(
-    space: StrategySpace, resharder: Resharder, combined: CombinedGroups | None
-) -> tuple[OverlapWindows, list[Interval | None], tuple[Resharder, ...]]:
-    """Overlap windows, live intervals and, per value, what prices its reshards, where a plan combines these arrays.
-
-    Those of the last two networks are kept: the price of background communication changes none of them.
-    """
+def _prices(space: StrategySpace, resharder: Resharder, combined: CombinedGroups | None) -> CombinedPrices:
+    """What follows from what a plan combines; the last two are kept: the price of background communication changes none of it."""
     known = space.priced
     if (key := (id(resharder), combined)) not in known:
-        windows = plan_windows(space, combined)
-        found = windows, _live_intervals(space, windows), resharders(space, resharder, combined), resharder
         while len(known) > 1:
             known.pop(next(iter(known)))
-        known[key] = found
-    return known[key][:3]
+        known[key] = CombinedPrices(space, resharder, combined)
+    return known[key]
 
 
 def replicated_bytes(space: StrategySpace) -> float:
     """Peak bytes of a device if every array were replicated, and no array waited for a collective."""
-    live = zip(_live_intervals(space), space.graph.values, strict=True)
-    return float(sum_over_intervals((*at, value.bytes) for at, value in live if at is not None).max(initial=0.0))
-
-
-def _live_intervals(space: StrategySpace, windows: OverlapWindows | None = None) -> list[Interval | None]:
-    in_place = [rule.fusion in ("loop", "view") for rule in space.rules]
-    return live_intervals(space.graph, space.materialised, in_place, windows)
+    held = zip(live(space), space.graph.values, strict=True)
+    return float(sum_over_intervals((*at, value.bytes) for at, value in held if at is not None).max(initial=0.0))
 
 
 def _node_costs(
@@ -120,29 +113,14 @@ def _corrected(cost: np.ndarray, edge: ArrayEdge, corrections: CostCorrections) 
     return cost
 
 
-def _usages(
-    space: StrategySpace, blocks: StateBlocks, tables: CostTables, live: list[Interval | None]
-) -> tuple[list[Usage], list[Usage]]:
-    """u_i with their intervals, and those of copies without states of their own."""
-    graph = space.graph
-    usages: list[Usage] = []
-    implicit_copies: list[Usage] = []
-    for v, interval in enumerate(live):
-        if interval is None or interval[0] >= interval[1]:
-            continue
-        i, r = graph.values[v].producer
-        explicit = not graph.ops[i].traits.alias or takes_over_buffer(graph, i) or i in blocks.aliasing
-        found = usages if explicit else implicit_copies
-        held, others = tables.bytes(i, r, v), blocks.count(i) - 1
-        first = 0 * held if explicit else held  # the first of several blocks is the same array
-        found.append(Usage(i, *interval, np.concatenate([first, *[held] * others]) if others else held))
-        if i in graph.retainable_from:
-            at, _ = graph.retainable_from[i]
-            earlier = live[graph.ops[at].outputs[0]] if graph.ops[at].traits.copy else None
-            since = earlier[1] if earlier else at + 1
-            if since < interval[0]:
-                found.append(Usage(i, since, interval[0], np.concatenate([*[0 * held] * others, held])))
-    return usages, implicit_copies
+def _usages(network: CostNetwork, tables: CostTables) -> Iterator[Usage]:
+    """u_i with their intervals; copies without states of their own have none."""
+    for i, r, v, lo, hi, buffer in network.lifetimes():
+        held, others = tables.bytes(i, r, v), network.blocks.count(i) - 1
+        if buffer == "retained":
+            yield Usage(i, lo, hi, np.concatenate([*[0 * held] * others, held]))
+        elif buffer != "implicit":
+            yield Usage(i, lo, hi, np.concatenate([0 * held, *[held] * others]) if others else held)
 
 
 def _symmetry_classes(space: StrategySpace, blocks: StateBlocks, costs: list[np.ndarray]) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardplan.costs.network import PS, CostNetwork
+from shardplan.costs.network import CostNetwork
+from shardplan.costs.states import PS
 from shardplan.ir.graph import Graph, Phase
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import CollectiveSite
@@ -84,6 +85,7 @@ def decided_tasks(network: CostNetwork, states: Sequence[int]) -> Tasks:
     graph, tasks = network.space.graph, Tasks()
     strategies, retained = network.strategies(states), network.retained(states)
     beyond, regathers = network.beyond_collectives(states), network.regathers(strategies, retained)
+    kernel_ps = network.kernel_ps(states)
     makes: dict[int, int] = {}  # value -> the task that makes it
     done: dict[tuple, int] = {}  # step of an array -> the task after which the array has gone it
     for j, op in enumerate(graph.ops):
@@ -98,9 +100,9 @@ def decided_tasks(network: CostNetwork, states: Sequence[int]) -> Tasks:
                     done[key] = _moved(tasks, network, j, v, at, step)
                 at = done[key]
             waits.append(tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
-        seconds = network.problem.costs[j][states[j]] / op.runs / PS
+        seconds = kernel_ps[j] / op.runs / PS
         home = op.held_during if op.traits.loop_slice or op.traits.loop_stack else op.loop
-        made = tasks.kernels[j] = tasks.add(home, waits, float(seconds))
+        made = tasks.kernels[j] = tasks.add(home, waits, seconds)
         if op.traits.leaves_region or op.traits.loop_stack:
             tasks.roots.setdefault(home, []).append(made)
         makes.update(dict.fromkeys(op.outputs, made))

@@ -7,39 +7,30 @@ Letters as in docs/math.md; `build.py` makes the network, and this file reads it
                 (`tables.py`); 0 if equal, else inf, between ops of one layout
     u_i[s]      bytes per device of the arrays that op i makes under strategy s, while they live
 
-A big op reads a gathered array through a copy (`xla_model/copies.py`), whose node counts the bytes. The states of an op are blocks of
-its strategies:
-
-    block 0     strategy s
-    block 1     of an op that may alias: strategy s with a buffer of its own; block 0 is the same array, free of memory, and allowed
-                only if layouts agree
-    last block  of a retainable copy: strategy s, with the array that an earlier phase read: no collective, and allowed only if the
-                earlier reader took that layout; the array stays in memory from there on
+The states of an op are blocks of its strategies (`states.py`). The reshard paths, kernels and live arrays of a plan are read from its
+strategies, without tables: a network prices its `problem` when a search asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.costs.pricing import CombinedGroups, Pricing
-from shardplan.costs.space import StrategySpace
-from shardplan.ilp.solver.problem import Problem, Usage, sum_over_intervals
-from shardplan.ir.graph import Graph
+from shardplan.costs.options import CostCorrections
+from shardplan.costs.pricing import CombinedGroups, CombinedPrices, Pricing
+from shardplan.costs.space import ArrayEdge, StrategySpace
+from shardplan.costs.states import PS, StateBlocks
+from shardplan.costs.tables import edge_layouts
+from shardplan.ilp.solver.problem import Problem, sum_over_intervals
 from shardplan.mesh.collective import CollectiveKey
 from shardplan.mesh.layout import Layout
-from shardplan.mesh.reshard import Resharder, ReshardStep
+from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import COMBINABLE
 from shardplan.xla_model.liveness import takes_over_buffer
-
-PS = 1e12
-"""Picoseconds per second: costs of a cost network are whole picoseconds, so that sums are exact."""
-
-SMALL_COPY = 1e-3
-"""Share of the memory limit below which a copy has no states of its own: the problem takes it for its original."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +60,26 @@ class StepSeconds:
         return self.compute + self.blocking + self.background - self.hidden(exposed_fraction)
 
 
-@dataclass(frozen=True, eq=False)
-class StateBlocks:
-    """Ops with a block for the same array and one for a buffer of their own, and copies that may retain an earlier phase's array."""
+class PricedProblem(NamedTuple):
+    """A network as the solver sees it, and per edge the picoseconds [state, state] that compute can hide, where it can."""
 
-    aliasing: frozenset[int]
-    retainable: Collection[int]
+    problem: Problem
+    background: tuple[tuple[int, np.ndarray], ...]
 
-    @classmethod
-    def of(cls, graph: Graph, limit: float | None) -> StateBlocks:
-        """The blocks of a graph's ops; without a memory limit (bytes per device) nothing aliases."""
-        small = inf if limit is None else SMALL_COPY * limit
-        copies = [i for i, op in enumerate(graph.ops) if op.traits.alias and graph.values[op.outputs[0]].bytes > small]
-        aliasing = frozenset(i for i in copies if graph.ops[i].inputs[0] is not None and not takes_over_buffer(graph, i))
-        return cls(aliasing, graph.retainable_from)
 
-    def count(self, i: int) -> int:
-        """Number of blocks of op i."""
-        return 1 + (i in self.aliasing) + (i in self.retainable)
+class Allocation(NamedTuple):
+    """What a device has in memory of value `value`, result `result` of op `op`, at times lo <= t < hi.
+
+    An "own" buffer is one of every block of states but the first, a "retained" one of the last block; an "implicit" one is of a copy
+    without states of its own, and is there if the copy's layout differs from that of its operand.
+    """
+
+    op: int
+    result: int
+    value: int
+    lo: int
+    hi: int
+    buffer: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,40 +88,87 @@ class CostNetwork:
 
     Attributes:
         space: the ops and their strategies.
-        problem: nodes are the graph's ops, in order.
         blocks: which states an op has per strategy.
-        implicit_copies: copies without states of their own, small ones, and without a limit all: the problem leaves out their bytes.
-        resharders: per value, what prices its reshards.
-        background: (edge, picoseconds [state, state] that compute can hide).
-        kernels: (edge, picoseconds [state, state] of its cost that are kernels).
+        limit: bytes per device, or None.
+        allowed: pinned op -> bool [s], which strategies remain.
+        pinned: ops whose layout is the user's: they follow nobody.
+        corrections: seconds of strategies and reshards beyond the model.
         pricing: what `problem` assumes of the whole plan.
+        prices: what follows from what it combines.
+        build: prices every state and pair of states.
     """
 
     space: StrategySpace
-    problem: Problem
     blocks: StateBlocks
-    implicit_copies: tuple[Usage, ...]
-    resharders: tuple[Resharder, ...]
-    background: tuple[tuple[int, np.ndarray], ...]
-    kernels: tuple[tuple[int, np.ndarray], ...]
+    limit: float | None
+    allowed: Mapping[int, np.ndarray]
+    pinned: frozenset[int]
+    corrections: CostCorrections
     pricing: Pricing
+    prices: CombinedPrices
+    build: Callable[[CostNetwork], PricedProblem]
+
+    @cached_property
+    def _priced(self) -> PricedProblem:
+        return self.build(self)
+
+    @property
+    def problem(self) -> Problem:
+        """Nodes are the graph's ops, in order."""
+        return self._priced.problem
 
     def step_seconds(self, states: Sequence[int]) -> StepSeconds:
         """The step under these states at the network's own prices, in picoseconds."""
-        edges, costs = self.problem.edges, self.problem.costs
+        problem, background = self._priced
+        edges, costs = problem.edges, problem.costs
         around = sum(ps for _, ps in self.edge_kernels(states))
         compute = sum(float(c[s]) for c, s in zip(costs, states, strict=True)) + around
         paid = [float(e.cost[states[e.i], states[e.j]]) for e in edges]
-        background = sum(float(hidden[states[edges[n].i], states[edges[n].j]]) for n, hidden in self.background)
-        blocking = sum(paid) - around - self.pricing.background_price * background
-        return StepSeconds(compute, blocking, background, sum(float(c.min()) for c in costs))
+        hidden = sum(float(table[states[edges[n].i], states[edges[n].j]]) for n, table in background)
+        blocking = sum(paid) - around - self.pricing.background_price * hidden
+        return StepSeconds(compute, blocking, hidden, sum(float(c.min()) for c in costs))
 
-    def edge_kernels(self, states: Sequence[int]) -> Iterator[tuple[int, float]]:
-        """(op, picoseconds) of the kernels that XLA puts around the collectives of the op's operands."""
-        for n, kernels in self.kernels:
-            edge = self.problem.edges[n]
-            if ps := float(kernels[states[edge.i], states[edge.j]]):
-                yield edge.j, ps
+    # ---- kernels
+
+    def kernel_ps(self, states: Sequence[int]) -> list[float]:
+        """c_i[s], per op."""
+        corrected, out = self.corrections.strategies, []
+        for i, (op, seconds, s) in enumerate(zip(self.space.graph.ops, self.space.seconds, self.strategies(states), strict=True)):
+            ps = float(np.rint(seconds[s] * op.runs * PS))
+            out.append(ps + float(np.rint(corrected[i, s] * PS)) if (i, s) in corrected else ps)
+        return out
+
+    def edge_kernels(self, states: Sequence[int]) -> Iterator[tuple[ArrayEdge, float]]:
+        """(array edge, picoseconds per step) of the kernels that XLA puts around the collectives of an operand."""
+        known: dict[tuple[int, int, int, bool], float] = {}
+        chosen, of = self.strategies(states), self.space.strategies
+        for edge in self.space.array_edges:
+            i, j, *_, template = edge
+            follows = template.is_follower and i not in self.pinned and j not in self.pinned
+            if (key := (id(template), chosen[i], chosen[j], follows)) not in known:
+                layouts = edge_layouts(self.space, template, follows)
+                known[key] = 0.0 if layouts.kernels is None else float(layouts.kernels[layouts.at(chosen[i], chosen[j])])
+            if (ps := known[key]) and self._has_array(j, states[j] // len(of[j])):
+                yield edge, ps
+
+    def _has_array(self, j: int, block: int) -> bool:
+        """Whether an op's operands are brought to it in this block of its states: no alias, nor what an earlier phase read."""
+        return not (j in self.blocks.aliasing and not block) and not (j in self.blocks.retainable and block == self.blocks.count(j) - 1)
+
+    def beyond_collectives(self, states: Sequence[int]) -> dict[tuple[int, int], float]:
+        """(op, operand) -> picoseconds per step that its edge costs beyond the collectives of its reshard, where it does."""
+        found = {(edge.consumer, edge.operand): ps for edge, ps in self.edge_kernels(states)}
+        chosen, of, graph = self.strategies(states), self.space.strategies, self.space.graph
+        for (j, k, before, after), seconds in self.corrections.reshards.items():
+            v = graph.ops[j].inputs[k]
+            if v is None or before == after or not self._has_array(j, states[j] // len(of[j])):
+                continue
+            i, r = graph.values[v].producer
+            if (of[i].results[r][chosen[i]], of[j].operands[k][chosen[j]]) == (before, after):
+                found[j, k] = found.get((j, k), 0.0) + float(np.rint(seconds * PS))
+        return found
+
+    # ---- states and strategies
 
     def strategies(self, states: Sequence[int]) -> tuple[int, ...]:
         """Per op, the number of its strategy."""
@@ -154,7 +194,7 @@ class CostNetwork:
     def path(self, v: int, before: Layout, after: Layout) -> tuple[ReshardStep, ...]:
         """The reshard path of value v from one layout to another."""
         value = self.space.graph.values[v]
-        return self.resharders[v].path(value.shape, value.itemsize, before, after)
+        return self.prices.resharders[v].path(value.shape, value.itemsize, before, after)
 
     def reshards(self, j: int, strategies: Sequence[int], retained: Collection[int]) -> Iterator[tuple[int, tuple[ReshardStep, ...]]]:
         """(operand, reshard path) of op j's operands, in one run; copies in `retained` move nothing."""
@@ -188,23 +228,6 @@ class CostNetwork:
         of = self.space.strategies[j]
         return of.operands[k][states[j] % len(of)]
 
-    def beyond_collectives(self, states: Sequence[int]) -> dict[tuple[int, int], float]:
-        """(op, operand) -> picoseconds per step that its edge costs beyond the collectives of its reshard, where it does."""
-        found: dict[tuple[int, int], float] = {}
-        strategies, retained = self.strategies(states), self.retained(states)
-        hidden = {n: table for n, table in self.background}
-        for n, ((i, j, k, v, template), edge) in enumerate(zip(self.space.array_edges, self.problem.edges, strict=False)):
-            if not (paid := float(edge.cost[states[i], states[j]])):
-                continue
-            if n in hidden:
-                paid += (1 - self.pricing.background_price) * float(hidden[n][states[i], states[j]])
-            made, read = template.result_layouts[strategies[i]], template.operand_layouts[strategies[j]]
-            steps = self.path(v, made, read) if made != read and j not in retained else ()
-            beyond = paid - template.reads * PS * sum(step.seconds for step in steps)
-            if beyond > 10.0:  # picoseconds are rounded
-                found[j, k] = beyond
-        return found
-
     def combined_groups(self, states: Sequence[int]) -> CombinedGroups:
         """What a plan of these states combines."""
         graph, strategies, retained = self.space.graph, self.strategies(states), self.retained(states)
@@ -231,16 +254,68 @@ class CostNetwork:
             out.append(block * len(wide) + number[narrow.factors[s]])
         return tuple(out)
 
+    def allows(self, states: Sequence[int]) -> bool:
+        """Whether the problem has these states: its objective is finite. Nothing is priced."""
+        chosen, of, graph = self.strategies(states), self.space.strategies, self.space.graph
+        if not all(allowed[chosen[i]] for i, allowed in self.allowed.items()):
+            return False
+        retained = self.retained(states)
+        for i, j, _, v, template in self.space.array_edges:
+            made, read = template.result_layouts[chosen[i]], template.operand_layouts[chosen[j]]
+            block = states[j] // len(of[j])
+            alike = j in self.blocks.aliasing and not block  # the same array, and not one of a buffer of its own
+            if (alike and made != read) or ((j in retained or (block and j in self.blocks.aliasing)) and made == read):
+                return False
+            if not self._has_array(j, block):
+                continue
+            follows = template.is_follower and i not in self.pinned and j not in self.pinned
+            layouts = edge_layouts(self.space, template, follows)
+            if layouts.forbidden is not None and layouts.forbidden[layouts.at(chosen[i], chosen[j])]:
+                return False
+            if made != read and not self.prices.resharders[v].leads(template.shape, template.itemsize, made, read):
+                return False
+        same = (of[a].results[0][chosen[a]] == of[b].results[0][chosen[b]] for a, b in graph.same_layout)
+        kept = (
+            of[i].operands[k][chosen[i]] == of[j].results[0][chosen[j]] for j, (i, k) in graph.retainable_from.items() if j in retained
+        )
+        return all(same) and all(kept)
+
+    # ---- memory
+
+    @cached_property
+    def _lifetimes(self) -> tuple[Allocation, ...]:
+        return tuple(self.lifetimes())
+
+    def lifetimes(self) -> Iterator[Allocation]:
+        """All that may be in memory."""
+        graph, live, blocks = self.space.graph, self.prices.live, self.blocks
+        for v, interval in enumerate(live):
+            if interval is None or interval[0] >= interval[1]:
+                continue
+            i, r = graph.values[v].producer
+            explicit = not graph.ops[i].traits.alias or takes_over_buffer(graph, i) or i in blocks.aliasing
+            yield Allocation(i, r, v, *interval, ("own" if blocks.count(i) > 1 else "") if explicit else "implicit")
+            if i in graph.retainable_from:
+                at, _ = graph.retainable_from[i]
+                earlier = live[graph.ops[at].outputs[0]] if graph.ops[at].traits.copy else None
+                since = earlier[1] if earlier else at + 1
+                if since < interval[0]:
+                    yield Allocation(i, r, v, since, interval[0], "retained")
+
     def allocations(self, states: Sequence[int]) -> list[tuple[int, int, int, float]]:
         """(op, lo, hi, bytes) of all that a device has in memory at times lo <= t < hi, implicit copies included."""
-        graph, of = self.space.graph, self.space.strategies
-        out = [(u.node, u.lo, u.hi, float(u.bytes[states[u.node]])) for u in self.problem.usages]
-        chosen = self.strategies(states)
-        for u in self.implicit_copies:
-            v, layout = graph.ops[u.node].inputs[0], of[u.node].results[0][chosen[u.node]]
-            i, r = (u.node, 0) if v is None else graph.values[v].producer  # a literal is stored by its reader
-            if v is None or layout != of[i].results[r][chosen[i]]:
-                out.append((u.node, u.lo, u.hi, float(u.bytes[states[u.node]])))
+        graph, of, chosen, out = self.space.graph, self.space.strategies, self.strategies(states), []
+        lists = self.space.layout_lists
+        for i, r, v, lo, hi, buffer in self._lifetimes:
+            s, block = chosen[i], states[i] // len(of[i])
+            if (buffer == "own" and not block) or (buffer == "retained" and block != self.blocks.count(i) - 1):
+                continue
+            if buffer == "implicit" and (read := graph.ops[i].inputs[0]) is not None:  # a literal is stored by its reader
+                maker, made = graph.values[read].producer
+                if of[i].results[0][s] == of[maker].results[made][chosen[maker]]:
+                    continue
+            found = lists(of[i].results[r])
+            out.append((i, lo, hi, float(np.ceil(graph.values[v].bytes / found.shards[found.index[s]]))))
         return out
 
     def profile(self, states: Sequence[int]) -> np.ndarray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
 from shardplan.costs.space import StrategySpace
@@ -14,6 +15,7 @@ from shardplan.mesh import collective
 from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.reshard import Resharder
 from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, byte_factors
+from shardplan.xla_model.liveness import Interval, live_intervals
 from shardplan.xla_model.overlap_windows import OverlapWindows, Transfer, overlap_windows
 
 CombinedGroups = tuple[tuple[tuple[int, CollectiveKey], tuple[tuple[int, float], ...]], ...]
@@ -31,6 +33,44 @@ class Pricing:
 
     background_price: float = 1.0
     combined: CombinedGroups | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class CombinedPrices:
+    """What follows for every array from what a plan combines; each part is found when it is first asked for.
+
+    Attributes:
+        space: the step and its strategies.
+        resharder: prices redistribution of one array that nothing is combined with.
+        combined: as of `Pricing`.
+        given: overlap windows, where those of the plan do not matter.
+    """
+
+    space: StrategySpace
+    resharder: Resharder
+    combined: CombinedGroups | None
+    given: OverlapWindows | None = None
+
+    @cached_property
+    def resharders(self) -> tuple[Resharder, ...]:
+        """Per value, what prices its reshards."""
+        return resharders(self.space, self.resharder, self.combined)
+
+    @cached_property
+    def windows(self) -> OverlapWindows:
+        """Overlap windows of its collectives."""
+        return plan_windows(self.space, self.combined) if self.given is None else self.given
+
+    @cached_property
+    def live(self) -> list[Interval | None]:
+        """Per value, when it is in memory."""
+        return live(self.space, self.windows)
+
+
+def live(space: StrategySpace, windows: OverlapWindows | None = None) -> list[Interval | None]:
+    """Per value, when it is in memory; without windows no array waits for a collective."""
+    in_place = [rule.fusion in ("loop", "view") for rule in space.rules]
+    return live_intervals(space.graph, space.materialised, in_place, windows)
 
 
 def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGroups | None) -> tuple[Resharder, ...]:

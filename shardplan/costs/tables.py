@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.costs.network import PS, StateBlocks
 from shardplan.costs.space import ArrayEdge, EdgeTemplate, LayoutList, StrategySpace
+from shardplan.costs.states import PS, StateBlocks
 from shardplan.costs.transposes import transpose_seconds
 from shardplan.mesh.device import Device
 from shardplan.mesh.layout import Layout
@@ -34,7 +34,7 @@ EdgeCost = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 """Picoseconds [s, t]: what an edge costs; of that, what of its collectives compute can hide, and its kernels (None: nothing)."""
 
 
-class _Layouts(NamedTuple):
+class EdgeLayouts(NamedTuple):
     """What the table of an edge has of its template alone, whatever the prices; masks and seconds are [source, target]."""
 
     sources: LayoutList
@@ -44,6 +44,26 @@ class _Layouts(NamedTuple):
     forbidden: np.ndarray | None  # where no plan may bring the array from one layout to the other; None: nowhere
     equal: np.ndarray  # [strategy, strategy]: whether the layouts are the same
     strategies: tuple[np.ndarray, ...]  # index of the tables' entries, [strategy, strategy]
+
+    def at(self, s: int, t: int) -> tuple[int, int]:
+        """Where the tables have the strategy s of the producer and t of the consumer."""
+        return self.sources.index[s], self.targets.index[t]
+
+
+def edge_layouts(space: StrategySpace, template: EdgeTemplate, follows: bool) -> EdgeLayouts:
+    """Of a template's edges whose consumer propagates the layout or not; found once."""
+    key = (id(template), follows)
+    if (found := space.edge_layouts.get(key)) is None:
+        sources, targets = map(space.layout_lists, (template.result_layouts, template.operand_layouts))
+        scattered, at = reduce_scattered(sources, targets), np.ix_(sources.index, targets.index)
+        computed = _beyond_collectives(space.cluster.device, template, sources, targets, scattered)
+        kernels = [np.broadcast_to(seconds * (template.reads * PS), scattered.shape) for seconds in computed]
+        kernels = np.rint(np.sum(kernels, axis=0)) if kernels else None
+        never = [mask for mask in _forbidden(template, sources, targets, scattered, follows) if mask.any()]
+        forbidden = np.logical_or.reduce([np.broadcast_to(mask, scattered.shape) for mask in never]) if never else None
+        found = EdgeLayouts(sources, targets, scattered, kernels, forbidden, sources.equal(targets)[at], at)
+        space.edge_layouts[key] = found
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,28 +105,14 @@ class CostTables:
     def _over_states(
         self, template: EdgeTemplate, resharder: Resharder, window: tuple[float, float], follows: bool, aliasing: tuple[bool, bool]
     ) -> EdgeCost:
-        layouts = self._layouts(template, follows)
+        layouts = edge_layouts(self.space, template, follows)
         cost, hidden = self._over_layouts(template, layouts, resharder, window)
         at = layouts.strategies
         tables = cost[at], None if hidden is None else hidden[at], None if layouts.kernels is None else layouts.kernels[at]
         return _over_states(template, tables, layouts.equal, *aliasing)
 
-    def _layouts(self, template: EdgeTemplate, follows: bool) -> _Layouts:
-        key = (id(template), follows)
-        if (found := self.space.edge_layouts.get(key)) is None:
-            sources, targets = map(self.space.layout_lists, (template.result_layouts, template.operand_layouts))
-            scattered, at = reduce_scattered(sources, targets), np.ix_(sources.index, targets.index)
-            computed = _beyond_collectives(self.space.cluster.device, template, sources, targets, scattered)
-            kernels = [np.broadcast_to(seconds * (template.reads * PS), scattered.shape) for seconds in computed]
-            kernels = np.rint(np.sum(kernels, axis=0)) if kernels else None
-            never = [mask for mask in _forbidden(template, sources, targets, scattered, follows) if mask.any()]
-            forbidden = np.logical_or.reduce([np.broadcast_to(mask, scattered.shape) for mask in never]) if never else None
-            found = _Layouts(sources, targets, scattered, kernels, forbidden, sources.equal(targets)[at], at)
-            self.space.edge_layouts[key] = found
-        return found
-
     def _over_layouts(
-        self, template: EdgeTemplate, layouts: _Layouts, resharder: Resharder, window: tuple[float, float]
+        self, template: EdgeTemplate, layouts: EdgeLayouts, resharder: Resharder, window: tuple[float, float]
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Cost and hidden part (None: nothing) in picoseconds, both [source, target], over distinct layouts.
 

@@ -109,8 +109,6 @@ class PlanningTask:
         """The cost network at these prices and this limit; the last four are cached."""
 
         def build(pricing: Pricing, limit: float | None) -> CostNetwork:
-            network = build_network(self.space, self.resharder, limit, self.allowed, self.options.corrections, pricing)
-            self.stopwatch.lap("network")
-            return network
+            return build_network(self.space, self.resharder, limit, self.allowed, self.options.corrections, pricing)
 
         return lru_cache(maxsize=4)(build)

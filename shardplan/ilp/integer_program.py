@@ -33,6 +33,7 @@ class IntegerProgram(Search):
     def search(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
         """The optimal states, or the best within the limits; repeated layers take the same states."""
         problem, options = network.problem, self.task.options
+        self.task.stopwatch.lap("network")
         known = self.task.optima.get(priced := (network.pricing, problem.limit))
         if known is not None and known.objective <= cutoff:
             return known
@@ -88,7 +89,7 @@ class IntegerProgram(Search):
         """A plan of a space with fewer strategies, in the space of all, if that allows it."""
         whole = self.task.network(network.pricing, limit)
         states = whole.translate(network, solution.states)
-        if np.isfinite(whole.problem.objective(states)):
+        if whole.allows(states):
             return Candidate(whole, replace(solution, states=states))
         return Candidate(network, solution)
 

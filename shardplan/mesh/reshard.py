@@ -191,6 +191,14 @@ class Resharder:
         self._paths[key] = tuple(steps)
         return self._paths[key]
 
+    def leads(self, shape: tuple[int, ...], itemsize: float, src: Layout, dst: Layout) -> bool:
+        """Whether any path leads from one layout to another."""
+        try:
+            self.path(shape, itemsize, src, dst)
+        except ValueError:
+            return False
+        return True
+
     def _shortest(self, query: TableQuery, part: TablePart, shape: tuple[int, ...], itemsize: float) -> _Distances:
         total = math.prod(shape, start=float(itemsize))
         subgraph = part.graph.subgraph(tuple(shape[d] for d in query.dims), part.src, part.dst)

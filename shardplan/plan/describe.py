@@ -13,7 +13,7 @@ import numpy as np
 from shardplan.costs.decided_program import decided_program
 from shardplan.costs.halo_exchange import Exchange, exchanges
 from shardplan.costs.memory_categories import categories, memory_by_category
-from shardplan.costs.network import PS
+from shardplan.costs.states import PS
 from shardplan.files import portable
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollective, PlannedReshard, SourceLine
@@ -74,16 +74,12 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
 
 def _lines(planned: Planned) -> tuple[SourceLine, ...]:
     seconds: dict[tuple[str, int], float] = {}
-
-    def add(i: int, ps: float) -> None:
-        source = planned.graph.ops[i].source
-        seconds[source.file, source.line] = seconds.get((source.file, source.line), 0.0) + ps / PS
-
-    for i, (cost, state) in enumerate(zip(planned.network.problem.costs, planned.solution.states, strict=True)):
-        if cost[state]:
-            add(i, float(cost[state]))
-    for i, ps in planned.network.edge_kernels(planned.solution.states):
-        add(i, ps)
+    ops, network, states = planned.graph.ops, planned.network, planned.solution.states
+    around = ((ops[edge.consumer], ps) for edge, ps in network.edge_kernels(states))
+    for op, ps in (*zip(ops, network.kernel_ps(states), strict=True), *around):
+        if ps:
+            at = (op.source.file, op.source.line)
+            seconds[at] = seconds.get(at, 0.0) + ps / PS
     return source_lines(planned.graph, seconds)
 
 
@@ -158,7 +154,7 @@ def _collective(step: ReshardStep | Exchange) -> PlannedCollective:
 
 
 def _memory(planned: Planned, options: XlaOptions) -> MemoryReport:
-    graph, limit = planned.graph, planned.network.problem.limit
+    graph, limit = planned.graph, planned.network.limit
     allocations = decided_program(planned.network, planned.solution.states, options).allocations()
     horizon = max((end for *_, end, _ in allocations), default=0)
     if not horizon:

@@ -38,6 +38,7 @@ class Propagation(Search):
     def search(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
         """Propagated states; the integer program's where those exceed the memory limit."""
         problem = network.problem
+        self.task.stopwatch.lap("network")
         start = warm_start(self.task, network, presolve(problem, tie=True), hint, always_propagate=True)
         self.task.stopwatch.lap("propagation")
         if not start.states or problem.fits(start.states):

@@ -24,8 +24,8 @@ import numpy as np
 
 from shardplan.costs.bound_network import BoundTables, Weights
 from shardplan.costs.decided_tasks import OUTSIDE, shared_key
-from shardplan.costs.network import PS
 from shardplan.costs.space import ArrayEdge
+from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution

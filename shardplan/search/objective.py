@@ -15,8 +15,9 @@ import numpy as np
 
 from shardplan.costs.build import build_network
 from shardplan.costs.decided_program import decided_program
-from shardplan.costs.network import PS, CostNetwork
+from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import Pricing
+from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.problem import Solution
 from shardplan.search.simplicity import complexity
@@ -47,19 +48,20 @@ class Judged:
         states: of the network.
         solution: the search's, with the objective in picoseconds of simulated step.
         timeline: seconds of the step.
-        priced: picoseconds that the network's own prices say.
-        peak_bytes: the most memory of a device.
-        xla: the compiler options that it is compiled with.
         limit: bytes per device, or None.
+        xla: the compiler options that it is compiled with.
     """
 
     network: CostNetwork
     solution: Solution
     timeline: Timeline
-    priced: float
-    peak_bytes: float
     limit: float | None
     xla: XlaOptions = DEFAULT
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """The most memory of a device."""
+        return decided_program(self.network, self.states, self.xla).peak_bytes()
 
     @property
     def excess_bytes(self) -> float:
@@ -106,9 +108,7 @@ def judge(task: PlanningTask, found: Candidate, limit: float | None) -> Judged:
         return build_network(network.space, task.resharder, limit, None, task.options.corrections, pricing)
 
     own = reprice(price, network, solution.states)
-    priced = own.step_seconds(solution.states).total(task.exposed_fraction)
-    judged = Judged(own, solution, Timeline(inf, inf, 0.0, 0.0), priced, inf, limit)
-    return compiled(task, judged, task.options.xla)
+    return compiled(task, Judged(own, solution, Timeline(inf, inf, 0.0, 0.0), limit), task.options.xla)
 
 
 def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) -> Judged:
@@ -117,9 +117,9 @@ def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) 
     best = judged
     for some in options:
         other = replace(program, options=some)
-        line, peak = other.step_timeline(task.overlaps), other.peak_bytes()
+        line = other.step_timeline(task.overlaps)
         answer = replace(judged.solution, objective=float(np.rint(line.total_s * PS)), bound=0.0)
-        found = replace(judged, solution=answer, timeline=line, peak_bytes=peak, xla=some)
+        found = replace(judged, solution=answer, timeline=line, xla=some)
         if best.timeline.total_s == inf or (found.excess_bytes, line.total_s) < (best.excess_bytes, (1 - GAIN) * best.timeline.total_s):
             best = found
     return best

@@ -75,7 +75,7 @@ def slope_scaling(
 
 @dataclass
 class _PricingLoop:
-    """The loop's state: the network last searched, what the plan last judged combines, and the least picoseconds at own prices."""
+    """The loop's state: the network last searched, and what the plan last judged combines."""
 
     candidates: Candidates
     search: SearchStates
@@ -83,7 +83,6 @@ class _PricingLoop:
     deadline: Deadline
     network: CostNetwork | None = None
     combined: CombinedGroups | None = None
-    priced: float = inf
 
     @property
     def task(self) -> PlanningTask:
@@ -112,8 +111,6 @@ class _PricingLoop:
     def judge(self, found: Candidate) -> Judged:
         judged = self.candidates.add(found)
         self.combined = judged.network.pricing.combined
-        if not judged.excess_bytes:
-            self.priced = min(self.priced, judged.priced)
         return judged
 
     def converge(self, combined: CombinedGroups | None) -> Candidate:
@@ -125,10 +122,14 @@ class _PricingLoop:
             if not found.solution.states:
                 break
             judged = self.judge(found)
-            agrees = not judged.excess_bytes and judged.priced <= (1 + CONVERGED) * found.solution.objective
-            if agrees or self.deadline.over():
+            if self.deadline.over() or (not judged.excess_bytes and self.agrees(judged, found)):
                 break
         return first
+
+    def agrees(self, judged: Judged, found: Candidate) -> bool:
+        """Whether a plan costs, at the prices of what it combines, what it was found at."""
+        own = judged.network.step_seconds(judged.states).total(self.task.exposed_fraction)
+        return own <= (1 + CONVERGED) * found.solution.objective
 
     def untie_layers(self) -> None:
         """Step 2."""
