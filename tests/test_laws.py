@@ -19,6 +19,7 @@ from shardplan.costs.pricing import Pricing
 from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.ilp.integer_program import IntegerProgram
+from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
 from shardplan.mesh.reshard import Resharder
 from shardplan.search.bound import OUTSIDE, Weights, _Bounds
@@ -166,6 +167,46 @@ def test_the_bounds_problem_is_below_the_objective_of_any_states(name, cluster):
         own, seconds = _Bounds(task, judged), least_ps(task, judged)
         ratios += [bounds.tables.value(w, own.states) / seconds for bounds in (best, own) for w in some_weights(bounds, rng)]
     assert max(ratios) <= 1 + ROUNDED and max(ratios) > 0.5
+
+
+# ---- a plan read from its strategies, and from the tables that the solver sees
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_plan_costs_and_holds_without_tables_what_the_tables_say(name, limited):
+    plan, rng = plan_of(name), np.random.default_rng(0)
+    task, limit = task_of(plan), 1.2 * plan.memory().peak if limited else None
+    network = task.network(Pricing(), limit)
+    problem, near = network.problem, neighbours(network.problem)
+    found = IntegerProgram(task).search(network, (), np.inf, Deadline(None, work=np.inf))
+    for n in range(8):
+        states = drawn_states(problem, near, found.states, (0.0, 0.02, 0.2, 1.0)[n % 4], rng)
+        paid = sum(network.kernel_ps(states)) + sum(ps for _, ps in network.edge_kernels(states)) + network.sent_ps(states)
+        assert paid == pytest.approx(problem.objective(states), rel=1e-6)
+        explicit = [(u.node, u.lo, u.hi, float(u.bytes[states[u.node]])) for u in problem.usages]
+        assert {x for x in explicit if x[3]} <= {*network.allocations(states)}
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_network_allows_the_states_of_finite_cost(name, limited):
+    plan, rng, seen = plan_of(name), np.random.default_rng(0), set()
+    task, limit = task_of(plan), 1.2 * plan.memory().peak if limited else None
+    network = task.network(Pricing(), limit)
+    problem, near = network.problem, neighbours(network.problem)
+    found = IntegerProgram(task).search(network, (), np.inf, Deadline(None, work=np.inf))
+    for n in range(60):
+        states = list(drawn_states(problem, near, found.states, (0.02, 0.3)[n % 2], rng))
+        for i in rng.choice(len(states), n % 3, replace=False):
+            states[i] = int(rng.integers(len(problem.costs[i])))
+        finite = bool(np.isfinite(problem.objective(states)))
+        assert network.allows(states) == finite
+        seen.add(finite)
+    assert seen == {True, False}
+
+
+# ---- searches
 
 
 OTHERS = (

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.costs.space import ArrayEdge, StrategySpace
+from shardplan.costs.array_edges import ArrayEdge
+from shardplan.costs.space import StrategySpace
 from shardplan.costs.states import PS, StateBlocks
 from shardplan.costs.tables import CostTables
 from shardplan.ilp.solver.problem import Edge, Problem
@@ -115,7 +116,7 @@ def _bounding(space: StrategySpace, resharder: Resharder) -> tuple[Resharder, ..
     out = []
     known: dict[tuple, Resharder] = {}
     for v, (value, site) in enumerate(zip(space.graph.values, space.collective_sites, strict=True)):
-        factors = byte_factors(value.dtype, space.partial_bytes_ratio(v))
+        factors = byte_factors(value.dtype, space.facts.partial_bytes_ratio(v))
         kinds = () if site.joint_size == 1 else ("all-reduce", "reduce-scatter") if site.collective_class == "gradient" else COMBINABLE
         key = (factors, kinds, arrays[site.joint] if kinds else 1)
         if key not in known:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from shardplan.costs.array_edges import ArrayEdge
 from shardplan.costs.network import CostNetwork, PricedProblem
 from shardplan.costs.options import CostCorrections
 from shardplan.costs.pricing import CombinedGroups, CombinedPrices, Pricing, live
-from shardplan.costs.space import ArrayEdge, StrategySpace
+from shardplan.costs.space import StrategySpace
 from shardplan.costs.states import PS, StateBlocks
 from shardplan.costs.tables import CostTables
 from shardplan.ilp.solver.problem import Edge, Problem, Usage, sum_over_intervals

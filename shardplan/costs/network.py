@@ -20,9 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.costs.array_edges import ArrayEdge
 from shardplan.costs.options import CostCorrections
 from shardplan.costs.pricing import CombinedGroups, CombinedPrices, Pricing
-from shardplan.costs.space import ArrayEdge, StrategySpace
+from shardplan.costs.space import StrategySpace
 from shardplan.costs.states import PS, StateBlocks
 from shardplan.costs.tables import edge_layouts
 from shardplan.ilp.solver.problem import Problem, sum_over_intervals
@@ -168,6 +169,12 @@ class CostNetwork:
                 found[j, k] = found.get((j, k), 0.0) + float(np.rint(seconds * PS))
         return found
 
+    def sent_ps(self, states: Sequence[int]) -> float:
+        """Picoseconds per step of all collectives and slices, one after the other."""
+        strategies, retained = self.strategies(states), self.retained(states)
+        moved = ((op.reads, self.reshards(j, strategies, retained)) for j, op in enumerate(self.space.graph.ops))
+        return PS * sum(reads * step.seconds for reads, paths in moved for _, steps in paths for step in steps)
+
     # ---- states and strategies
 
     def strategies(self, states: Sequence[int]) -> tuple[int, ...]:
@@ -263,8 +270,8 @@ class CostNetwork:
         for i, j, _, v, template in self.space.array_edges:
             made, read = template.result_layouts[chosen[i]], template.operand_layouts[chosen[j]]
             block = states[j] // len(of[j])
-            alike = j in self.blocks.aliasing and not block  # the same array, and not one of a buffer of its own
-            if (alike and made != read) or ((j in retained or (block and j in self.blocks.aliasing)) and made == read):
+            same = j in self.blocks.aliasing and not block  # the same array, and not one of a buffer of its own
+            if (same and made != read) or ((j in retained or (block and j in self.blocks.aliasing)) and made == read):
                 return False
             if not self._has_array(j, block):
                 continue

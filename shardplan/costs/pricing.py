@@ -14,7 +14,7 @@ from shardplan.costs.space import StrategySpace
 from shardplan.mesh import collective
 from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.reshard import Resharder
-from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, byte_factors
+from shardplan.xla_model.combining import COMBINABLE, COMBINE_THRESHOLD_BYTES, SUMS
 from shardplan.xla_model.liveness import Interval, live_intervals
 from shardplan.xla_model.overlap_windows import OverlapWindows, Transfer, overlap_windows
 
@@ -43,7 +43,7 @@ class CombinedPrices:
         space: the step and its strategies.
         resharder: prices redistribution of one array that nothing is combined with.
         combined: as of `Pricing`.
-        given: overlap windows, where those of the plan do not matter.
+        given: overlap windows to take instead of those that follow.
     """
 
     space: StrategySpace
@@ -81,18 +81,14 @@ def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGro
         if len(arrays) > 1:
             together = CombinedCollectives(len(arrays), COMBINE_THRESHOLD_BYTES if above else inf)
             known[group] = (*known.get(group, ()), (key, together))
-    found: dict[tuple, Resharder] = {}
-    out = []
-    for v, (value, site) in enumerate(zip(space.graph.values, space.collective_sites, strict=True)):
-        part = space.partial_bytes_ratio(v)
+    found: dict[int, Resharder] = {}
+    for moved in {id(moved): moved for moved in space.facts.moved}.values():
+        factors, site = moved
         others = CombinedCollectives(site.group_size, COMBINE_THRESHOLD_BYTES) if combined is None else UNCOMBINED
-        same = (value.dtype, part, site.collective_class, others, site.group if site.group in known else None)
-        if same not in found:
-            # A gradient that is both reduce-scattered and gathered would be all-reduced: only its reductions count as combined.
-            kinds = ("all-reduce", "reduce-scatter") if site.collective_class == "gradient" else COMBINABLE
-            found[same] = resharder.sending(byte_factors(value.dtype, part)).combining(others, kinds, known.get(site.group, ()))
-        out.append(found[same])
-    return tuple(out)
+        # A gradient that is both reduce-scattered and gathered would be all-reduced: only its reductions count as combined.
+        kinds = SUMS if site.collective_class == "gradient" else COMBINABLE
+        found[id(moved)] = resharder.sending(factors).combining(others, kinds, known.get(site.group, ()))
+    return tuple(found[id(moved)] for moved in space.facts.moved)
 
 
 def plan_windows(space: StrategySpace, combined: CombinedGroups | None) -> OverlapWindows:

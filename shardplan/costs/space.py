@@ -1,144 +1,37 @@
-"""The strategy space of a step: graph x rules x mesh, with copies for readers of several layouts put in between.
-
-Thousands of arrays of repeated layers share a few edge templates, each read off the graph once and priced once per cost network.
-"""
+"""The strategy space of a step: graph x rules x mesh, with copies for readers of several layouts put in between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.costs.array_edges import ArrayEdge, ArrayFacts, LayoutLists, array_edges, array_facts
 from shardplan.costs.roofline import compute_seconds
 from shardplan.ir.graph import Graph, Path
 from shardplan.ir.repeated_layers import repeated_layers
 from shardplan.mesh.cluster import Cluster
-from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import AxisFactors, OpStrategies
 from shardplan.strategies.rule import Rule
 from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
-from shardplan.xla_model.combining import CollectiveSite, collective_sites
-from shardplan.xla_model.copies import SMALL_BYTES, with_copies
-from shardplan.xla_model.fusion import KernelTraffic, kernel_traffic, materialised, written_by_products
-from shardplan.xla_model.physical_layout import ArrayOrder, CoupledState, array_order, coupled_state
+from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites
+from shardplan.xla_model.copies import with_copies
+from shardplan.xla_model.fusion import KernelTraffic, kernel_traffic, materialised
 
 SMALL_SUM_BYTES = 1 << 16
 """Blocking sums smaller than this are combined with those at their depth."""
 
 
-@dataclass(frozen=True, eq=False)
-class LayoutList:
-    """Layouts [s] of one operand or result; arrays are over the distinct ones, [layout]; bit n of a set stands for mesh axis n.
+class MovedArray(NamedTuple):
+    """What the price of an array's reshards depends on beyond its shape."""
 
-    Attributes:
-        layouts: the distinct ones.
-        index: [s] -> which of them.
-        ids: equal for equal layouts, also of other lists.
-        shards: number of shards.
-        partial_axes: set of the mesh axes over which it is partial.
-        dim_axes: [layout, dim], set of the mesh axes that shard the dim.
-        dim_shards: [layout, dim], number of its shards.
-    """
-
-    layouts: tuple[Layout, ...]
-    index: np.ndarray
-    ids: np.ndarray
-    shards: np.ndarray
-    partial_axes: np.ndarray
-    dim_axes: np.ndarray
-    dim_shards: np.ndarray
-
-    def equal(self, others: LayoutList) -> np.ndarray:
-        """Bool [layout, other]."""
-        return self.ids[:, None] == others.ids
-
-    def sharding_axes(self, dims: Iterable[int] | None = None) -> np.ndarray:
-        """Set of the mesh axes that shard these dims, by default all."""
-        return np.bitwise_or.reduce(self.dim_axes if dims is None else self.dim_axes[:, list(dims)], axis=1)
-
-
-class LayoutLists:
-    """The list of every tuple of layouts, made once per tuple object: ops of one signature share one, and the space keeps it alive."""
-
-    def __init__(self, mesh: MeshShape):
-        self.mesh, self.bit = mesh, {axis: 1 << n for n, axis in enumerate(mesh.axes)}
-        self.lists: dict[int, LayoutList] = {}
-        self.ids: dict[Layout, int] = {}
-
-    def __call__(self, layouts: tuple[Layout, ...]) -> LayoutList:
-        """The list of layouts [s]."""
-        if (found := self.lists.get(id(layouts))) is None:
-            number: dict[Layout, int] = {}
-            index = np.array([number.setdefault(x, len(number)) for x in layouts], dtype=np.int64)
-            ids = np.array([self.ids.setdefault(x, len(self.ids)) for x in number])
-            shards = np.array([x.shards(self.mesh) for x in number])
-            partial, dims = self._sets(x.partial_axes for x in number), self._sets(axes for x in number for axes in x.dims)
-            per_dim = np.array([self.mesh.size(*axes) for x in number for axes in x.dims], np.int64)
-            dims, per_dim = dims.reshape(len(number), -1), per_dim.reshape(len(number), -1)
-            found = LayoutList(tuple(number), index, ids, shards, partial, dims, per_dim)
-            self.lists[id(layouts)] = found
-        return found
-
-    def _sets(self, axes: Iterable[Iterable[str]]) -> np.ndarray:
-        return np.array([sum(map(self.bit.__getitem__, some)) for some in axes], np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class EdgeTemplate:
-    """One object for all arrays between which the planner sees no difference.
-
-    Attributes:
-        result_layouts: [s], layouts that the producer makes the array in.
-        operand_layouts: [t], layouts that the consumer reads it in.
-        shape: of the whole array.
-        itemsize: bytes per element.
-        reads: reads per step.
-        is_follower: the consumer takes the layout that the array has; partial sums may be completed on the way.
-        gathered_copy: the producer is a large copy for big ops: it is gathered where it is made, where its bytes count, and not behind.
-        coupled_state: what the optimizer computes with together with the array, if this may be a partial sum.
-        order: what fixes the order of its dims in memory; None where nothing does.
-        in_fusion: it is read inside a fusion.
-        sliced_bytes: bytes from which a loop slices rows, or 0.
-        accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
-        cast_bytes: of a product's result that its kernel casts unless a reshard comes first: bytes that a kernel of its own moves then;
-            else 0.
-        addend_dims: of a partial sum that is only added to another partial sum: dims along which one of them scatters rows. If none of
-            these is sharded, XLA adds the two before it reduce-scatters them. None for other arrays.
-        sum_dims: of what two partial sums add up to, the same dims.
-        from_retainable, to_retainable: whether producer or consumer may retain an earlier phase's array.
-    """
-
-    result_layouts: tuple[Layout, ...]
-    operand_layouts: tuple[Layout, ...]
-    shape: tuple[int, ...]
-    itemsize: float
-    reads: float
-    is_follower: bool
-    gathered_copy: bool
-    coupled_state: CoupledState | None
-    order: ArrayOrder | None
-    in_fusion: bool
-    sliced_bytes: float
-    accumulated_ratio: float
-    cast_bytes: float
-    addend_dims: tuple[int, ...] | None
-    sum_dims: tuple[int, ...]
-    from_retainable: bool
-    to_retainable: bool
-
-
-class ArrayEdge(NamedTuple):
-    """Op `producer` makes `value`, op `consumer` reads it as its operand `operand`."""
-
-    producer: int
-    consumer: int
-    operand: int
-    value: int
-    template: EdgeTemplate
+    byte_factors: tuple[tuple[str, float], ...]
+    site: CollectiveSite
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +79,25 @@ class StepFacts:
         pairs = ((v, self.rules[v.producer[0]]) for v in self.graph.values)
         small_sums = [v.bytes < SMALL_SUM_BYTES and (bool(rule.reduce) or (rule.linear and not v.shape)) for v, rule in pairs]
         return collective_sites(self.graph, small_sums)
+
+    @cached_property
+    def arrays(self) -> tuple[ArrayFacts, ...]:
+        """Every operand of every op, in program order."""
+        ratios = {v: self.partial_bytes_ratio(v) for v in self.accumulated_sums}
+        return tuple(array_facts(self.graph, self.rules, ratios))
+
+    @cached_property
+    def moved(self) -> tuple[MovedArray, ...]:
+        """Per value, what the price of its reshards depends on beyond its shape; one object for equal ones."""
+        known: dict[MovedArray, MovedArray] = {}
+        values = enumerate(zip(self.graph.values, self.collective_sites, strict=True))
+        found = (MovedArray(byte_factors(x.dtype, self.partial_bytes_ratio(v)), site) for v, (x, site) in values)
+        return tuple(known.setdefault(x, x) for x in found)
+
+    def partial_bytes_ratio(self, v: int) -> float:
+        """Bytes of a value's partial sums over its own: a loop accumulates in the dtype in which they are made."""
+        values = self.graph.values
+        return values[self.accumulated_sums.get(v, v)].itemsize / (values[v].itemsize or 1)
 
     @cached_property
     def accumulated_operands(self) -> dict[tuple[int, int], tuple[int, int]]:
@@ -259,11 +171,6 @@ class StrategySpace:
         """(op, operand) that may be partial sums that a loop accumulates -> that carry's (loop_carry, loop_next)."""
         return self.facts.accumulated_operands
 
-    def partial_bytes_ratio(self, v: int) -> float:
-        """Bytes of a value's partial sums over its own: a loop accumulates in the dtype in which they are made."""
-        values = self.graph.values
-        return values[self.accumulated_sums.get(v, v)].itemsize / (values[v].itemsize or 1)
-
     @cached_property
     def layout_lists(self) -> LayoutLists:
         """The lists of all layouts of operands and results."""
@@ -272,7 +179,7 @@ class StrategySpace:
     @cached_property
     def array_edges(self) -> tuple[ArrayEdge, ...]:
         """Every operand of every op, in program order."""
-        return tuple(_array_edges(self))
+        return tuple(array_edges(self.graph, self.facts.arrays, self.strategies, self.layout_lists))
 
 
 def make_strategy_space(
@@ -314,76 +221,3 @@ def with_merged_axes(space: StrategySpace, groups: Sequence[Sequence[str]]) -> S
         strategies.append(found)
         seconds.append(timed[id(times)])
     return StrategySpace(space.facts, space.mesh, space.cluster, tuple(strategies), space.signature, tuple(seconds), space.unknown)
-
-
-def _array_edges(space: StrategySpace) -> Iterator[ArrayEdge]:
-    graph, rules, strategies, lists = space.graph, space.rules, space.strategies, space.layout_lists
-    state = coupled_state(graph, [rule.fusion == "loop" for rule in rules])
-    narrower = ((v, w) for v, (w, always) in written_by_products(graph, rules).items() if always)
-    cast = {v: graph.values[v].bytes + graph.values[w].bytes for v, w in narrower}
-    readable: dict[tuple[LayoutList, LayoutList], bool] = {}  # whether every complete layout that is made can be read as it is
-    known: dict[tuple, EdgeTemplate] = {}
-    addend_dims: list[tuple[int, ...] | None] = []
-    for j, op in enumerate(graph.ops):
-        readers = tuple(graph.readers(op.outputs[0])) if op.traits.copy else (j,)
-        in_fusion = any(rules[at].fusion in ("loop", "reduce") for at in readers)
-        sliced = any(graph.ops[at].traits.loop_slice for at in readers)
-        addend_dims.append(_addend_dims(space, j))
-        for k, v in enumerate(op.inputs):
-            if v is None:
-                continue
-            value = graph.values[v]
-            i, r = value.producer
-            maker, made, read = graph.ops[i], strategies[i].results[r], strategies[j].operands[k]
-            if (pair := (lists(made), lists(read))) not in readable:
-                readable[pair] = bool(np.isin(pair[0].ids[pair[0].partial_axes == 0], pair[1].ids).all())
-            order = array_order(graph, rules, v, j, k) if len(value.shape) > 1 else ArrayOrder()
-            facts = (
-                value.shape,
-                value.itemsize,
-                op.reads,
-                readable[pair] and _is_follower(graph, rules, i, j),
-                maker.traits.copy and not maker.is_follower and value.bytes > SMALL_BYTES,
-                state[v] if pair[0].partial_axes.any() else None,
-                order if order != ArrayOrder() else None,
-                in_fusion,
-                value.bytes if sliced else 0.0,
-                space.partial_bytes_ratio(v) if v in space.accumulated_sums else 0.0,
-                cast.get(v, 0.0),
-                addend_dims[j],
-                addend_dims[i] or (),
-                i in graph.retainable_from,
-                j in graph.retainable_from,
-            )
-            if (key := (id(made), id(read), *facts)) not in known:
-                known[key] = EdgeTemplate(made, read, *facts)
-            yield ArrayEdge(i, j, k, v, known[key])
-
-
-def _addend_dims(space: StrategySpace, j: int) -> tuple[int, ...] | None:
-    """`EdgeTemplate.addend_dims` of both operands of op j."""
-    graph, op = space.graph, space.graph.ops[j]
-    if not op.traits.addition or len(values := [graph.values[v] for v in op.inputs if v is not None]) != 2:
-        return None
-    makers = [value.producer for value in values]
-    sums = all(space.layout_lists(space.strategies[i].results[r]).partial_axes.any() for i, r in makers)
-    if not sums or any(len(value.consumers) > 1 for value in values):
-        return None
-    scatters = [maker for i, _ in makers if (maker := graph.ops[i]).traits.scatter == "add"]
-    return tuple(d for scatter in scatters for d in scatter.params["dimension_numbers"].scatter_dims_to_operand_dims)
-
-
-def _is_follower(graph: Graph, rules: tuple[Rule, ...], i: int, j: int) -> bool:
-    """Whether op j propagates the layout of op i's result wherever it can.
-
-    An elementwise op, view or reduction does so behind elementwise ops and views: a reshard there would break a fusion, and one before
-    or after it serves as well.
-    """
-    maker, reader = graph.ops[i], graph.ops[j]
-    fused = rules[i].fusion in ("loop", "view") and not maker.traits.border
-    if reader.traits.copy:
-        return reader.is_follower and fused
-    if not rules[j].is_follower or reader.traits.border:
-        return False
-    only_reader = maker.traits.step_input and len(graph.values[maker.outputs[0]].consumers) == 1
-    return fused or only_reader or maker.traits.copy

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.costs.space import ArrayEdge, EdgeTemplate, LayoutList, StrategySpace
+from shardplan.costs.array_edges import ArrayEdge, EdgeTemplate, LayoutList
+from shardplan.costs.space import StrategySpace
 from shardplan.costs.states import PS, StateBlocks
 from shardplan.costs.transposes import transpose_seconds
 from shardplan.mesh.device import Device

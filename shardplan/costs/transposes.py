@@ -18,7 +18,7 @@ from math import prod
 
 import numpy as np
 
-from shardplan.costs.space import EdgeTemplate, LayoutList
+from shardplan.costs.array_edges import EdgeTemplate, LayoutList
 from shardplan.mesh.device import Device
 from shardplan.xla_model.physical_layout import Groups
 

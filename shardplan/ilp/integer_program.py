@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -17,11 +16,11 @@ from shardplan.ilp.solver.problem import Solution
 from shardplan.propagation.axis_by_axis import axis_by_axis
 from shardplan.propagation.search import Propagation, warm_start
 from shardplan.search.min_memory import min_peak_memory
-from shardplan.search.objective import Candidates, Judged
+from shardplan.search.objective import Candidates
 from shardplan.search.protocol import Search, time_left
-from shardplan.search.slope_scaling import slope_scaling
+from shardplan.search.slope_scaling import Coarse, slope_scaling
 
-UNTIED_WORK, UNTIED_OPS = 3.0, 20_000
+UNTIED_WORK, UNTIED_OPS = 3.0, 10_000
 """Work limit (about seconds) of planning repeated layers untied; above so many ops only if the memory limit makes ties costly."""
 
 UNTIED_GAIN = 1e-3  # an untied plan without a proof must be this much cheaper: layers that agree are simpler
@@ -72,32 +71,32 @@ class IntegerProgram(Search):
         if deadline.over():
             return found
         if (plan := Propagation(self.task).first(limit, deadline)).solution.states:
-            found.add_if_near(plan)
+            found.add(plan)
         for network, solution in axis_by_axis(self.task, limit, self.task.exposed_fraction) if not deadline.over() else ():
-            found.add_if_near(self._on_all_axes(network, solution, limit))
+            found.add(self._on_all_axes(Candidate(network, solution), limit))
             if deadline.over():
                 break
-        for task in self.task.coarser() if not deadline.over() else ():
-            for plan in self._coarse_plans(task, limit, deadline):
-                found.add_if_near(self._on_all_axes(plan.network, plan.solution, limit))
+        for task in self.task.coarser():
+            if not deadline.over():
+                self._add_coarse_plans(found, task, deadline)
         self.task.stopwatch.lap("other searches")
         if found.best is not None and found.best is not own and not deadline.over():
             slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined, complete=False)
         return found
 
-    def _on_all_axes(self, network: CostNetwork, solution: Solution, limit: float | None) -> Candidate:
+    def _on_all_axes(self, plan: Candidate, limit: float | None) -> Candidate:
         """A plan of a space with fewer strategies, in the space of all, if that allows it."""
+        network, solution = plan
         whole = self.task.network(network.pricing, limit)
         states = whole.translate(network, solution.states)
         if whole.allows(states):
             return Candidate(whole, replace(solution, states=states))
-        return Candidate(network, solution)
+        return plan
 
-    def _coarse_plans(self, task: PlanningTask, limit: float | None, deadline: Deadline) -> Iterable[Judged]:
+    def _add_coarse_plans(self, found: Candidates, task: PlanningTask, deadline: Deadline) -> None:
         """The plans of the pricing loop on a coarser mesh; none where the pins tell its axes apart."""
-        found = Candidates.none(task, limit)
+        coarse = Coarse(task, lambda plan: self._on_all_axes(plan, found.limit))
         try:
-            slope_scaling(found, IntegerProgram(task).search, None, deadline, complete=False)
+            slope_scaling(found, IntegerProgram(task).search, None, deadline, complete=False, coarse=coarse)
         except ShardingError:
-            return ()
-        return found.judged.values()
+            return

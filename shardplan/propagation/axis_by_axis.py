@@ -24,7 +24,7 @@ import numpy as np
 from shardplan.costs.build import build_network
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pins import allowed_strategies
-from shardplan.costs.pricing import Pricing
+from shardplan.costs.pricing import Pricing, plan_windows
 from shardplan.costs.space import make_strategy_space
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver import solve
@@ -35,6 +35,7 @@ from shardplan.propagation.search import propagate
 from shardplan.search.objective import Candidates
 from shardplan.search.protocol import Search
 from shardplan.strategies.enumerate import OPEN
+from shardplan.xla_model.overlap_windows import OverlapWindows
 
 MEMORY_SHARES = (1.0, 0.8, 0.6)
 """Shares of the memory limit times the size of the axes to come, tried in this order."""
@@ -74,11 +75,12 @@ def axis_by_axis(task: PlanningTask, limit: float | None, background_price: floa
 
 
 class _Level(NamedTuple):
-    """One axis decided: the network it was decided in, and what every op does on every axis."""
+    """One axis decided: the network it was decided in, what every op does on every axis, and the overlap windows of all networks."""
 
     network: CostNetwork
     solution: Solution
     factors: AxisFactors
+    windows: OverlapWindows
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +99,7 @@ class _Descent:
             within = self.opened(axis, level.factors if level else {})
             to_come = self.task.resharder.mesh.size(*self.order[n + 1 :])
             limit = None if self.limit is None else self.limit * to_come * (memory_share if to_come > 1 else 1.0)
-            level = self.decide(axis, within, self.order[: n + 1], limit)
+            level = self.decide(axis, within, self.order[: n + 1], limit, level and level.windows)
             if level is None:
                 return
         assert level is not None
@@ -112,27 +114,31 @@ class _Descent:
                 within = self.opened(axis, level.factors)
                 if within != given.get(axis):
                     given[axis] = within
-                    found = self.decide(axis, within, self.order, self.limit)
+                    found = self.decide(axis, within, self.order, self.limit, level.windows)
                     if found and found.solution.objective < level.solution.objective:
                         level = found
                         yield level
             if level is before:
                 break
 
-    def decide(self, axis: str, within: AxisFactors, decided: Sequence[str], limit: float | None) -> _Level | None:
+    def decide(
+        self, axis: str, within: AxisFactors, decided: Sequence[str], limit: float | None, windows: OverlapWindows | None
+    ) -> _Level | None:
         """One axis, given what every op does on the others; pins count as far as they speak of the axes `decided` by then."""
         task, mesh = self.task, self.task.resharder.mesh
         others = tuple(OPEN if a == axis else None for a in mesh.axes)
         space = make_strategy_space(task.facts, mesh, task.resharder.cluster, within, others)
         allowed = allowed_strategies(space, decided, options=task.options)
-        network = build_network(space, task.resharder, limit, allowed, pricing=self.pricing)
+        windows = windows or plan_windows(space, self.pricing.combined)
+        network = build_network(space, task.resharder, limit, allowed, pricing=self.pricing, windows=windows)
         presolved = presolve(network.problem, tie=True)
         hint = propagate(network.problem, presolved)
         solution = solve(network.problem, hint=hint.states or None, work_limit=WORK, presolved=presolved)
         if not solution.states or not np.isfinite(solution.objective):
             return None
         chosen = network.strategies(solution.states)
-        return _Level(network, solution, {op.path: space.strategies[i].factors[chosen[i]] for i, op in enumerate(space.graph.ops)})
+        factors = {op.path: space.strategies[i].factors[chosen[i]] for i, op in enumerate(space.graph.ops)}
+        return _Level(network, solution, factors, windows)
 
     def opened(self, axis: str, factors: AxisFactors) -> AxisFactors:
         """What every op does, but for one axis, which is to be decided."""

@@ -22,9 +22,9 @@ from typing import Literal
 
 import numpy as np
 
+from shardplan.costs.array_edges import ArrayEdge
 from shardplan.costs.bound_network import BoundTables, Weights
 from shardplan.costs.decided_tasks import OUTSIDE, shared_key
-from shardplan.costs.space import ArrayEdge
 from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.deadline import Deadline

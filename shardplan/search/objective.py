@@ -32,9 +32,6 @@ OPTIMAL = 1e-6
 GAIN = 0.001
 """Compiler options are set if the step is faster by this fraction."""
 
-FAR = 0.03
-"""Candidates that take this fraction more than the best at the prices they were found at are not judged at their own."""
-
 NEAR_TIE = 0.005
 """Among plans of at most this fraction more seconds than the fastest, the simplest is taken."""
 
@@ -150,15 +147,6 @@ class Candidates:
     def excess_bytes(self) -> float:
         """By which the best plan exceeds the limit; inf if there is none."""
         return inf if self.best is None else self.best.excess_bytes
-
-    def add_if_near(self, found: Candidate) -> None:
-        """Judges a candidate of another search, unless its program as it was found is far slower than the best plan that fits."""
-        best = self.best
-        if best is not None and not best.excess_bytes:
-            program = decided_program(found.network, found.solution.states, best.xla)
-            if program.step_timeline(self.task.overlaps).total_s > (1 + FAR) * best.timeline.total_s:
-                return
-        self.add(found)
 
     def add(self, found: Candidate) -> Judged:
         """Judges a candidate, which becomes the best if it is better."""

@@ -6,7 +6,7 @@ XLA combines collectives of one kind into one, which pays one latency, a fixed c
 prices each array by itself, at 1/n of the latency if n arrays are combined. At first n is the number of all arrays of a class, which is
 too cheap where a plan moves some of them in another way. So:
 
-    1 converge    price at what the last plan combines; search; recount; until the plan costs what it was found at
+    1 converge    price at what the last plan combines; search; recount; until its collectives cost what they were found at
     2 untie       repeated layers on their own, at the best plan's prices
     3 fit         what a plan combines says how long arrays wait in memory, too. If no plan fits at its own prices, the plan of least
                   memory sets the prices, and the search runs once more
@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import CombinedGroups, Pricing
@@ -41,7 +42,14 @@ ROUNDS = 3
 """Rounds of price, search and recount from one start."""
 
 CONVERGED = 0.005
-"""A plan that costs at most this much more than it was found at is not searched again."""
+"""A plan whose collectives cost at most this part of the step more than they were found at is not searched again."""
+
+
+class Coarse(NamedTuple):
+    """A task on a coarser mesh, and the translation of its plans into the space of all strategies."""
+
+    task: PlanningTask
+    on_all_axes: Callable[[Candidate], Candidate]
 
 
 def slope_scaling(
@@ -51,6 +59,7 @@ def slope_scaling(
     deadline: Deadline,
     combined: CombinedGroups | None = None,
     complete: bool = True,
+    coarse: Coarse | None = None,
 ) -> Candidate:
     """Every plan that the loop comes upon is added to `candidates`.
 
@@ -61,11 +70,12 @@ def slope_scaling(
         deadline: ends the loop after the search in progress.
         combined: what the first network assumes to be combined; None: all arrays of a group.
         complete: whether steps 2 and 3 follow step 1.
+        coarse: the networks are those of a coarser mesh.
 
     Returns:
         The first candidate, at the prices it was found at.
     """
-    loop = _PricingLoop(candidates, search, untied, deadline)
+    loop = _PricingLoop(candidates, search, untied, deadline, coarse or Coarse(candidates.task, lambda plan: plan))
     first = loop.converge(combined)
     if candidates.best is not None and complete:
         loop.untie_layers()
@@ -81,12 +91,13 @@ class _PricingLoop:
     search: SearchStates
     untied: SearchStates | None
     deadline: Deadline
+    coarse: Coarse
     network: CostNetwork | None = None
     combined: CombinedGroups | None = None
 
     @property
     def task(self) -> PlanningTask:
-        return self.candidates.task
+        return self.coarse.task
 
     def price(self, pricing: Pricing) -> CostNetwork:
         return self.task.network(pricing, self.candidates.limit)
@@ -109,7 +120,7 @@ class _PricingLoop:
             self.judge(found)
 
     def judge(self, found: Candidate) -> Judged:
-        judged = self.candidates.add(found)
+        judged = self.candidates.add(self.coarse.on_all_axes(found))
         self.combined = judged.network.pricing.combined
         return judged
 
@@ -127,9 +138,9 @@ class _PricingLoop:
         return first
 
     def agrees(self, judged: Judged, found: Candidate) -> bool:
-        """Whether a plan costs, at the prices of what it combines, what it was found at."""
-        own = judged.network.step_seconds(judged.states).total(self.task.exposed_fraction)
-        return own <= (1 + CONVERGED) * found.solution.objective
+        """Whether the collectives of a plan take, at the prices of what it combines, what they were found at."""
+        own, before = judged.network.sent_ps(judged.states), found.network.sent_ps(found.solution.states)
+        return own - before <= CONVERGED * judged.solution.objective
 
     def untie_layers(self) -> None:
         """Step 2."""

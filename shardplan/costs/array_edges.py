@@ -1,0 +1,250 @@
+"""The arrays of a step on their way from op to op: what a reshard of each depends on besides its layouts.
+
+Thousands of arrays of repeated layers share a few edge templates, each read off the graph once and priced once per cost network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shardplan.ir.graph import Graph
+from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.strategies.enumerate import OpStrategies
+from shardplan.strategies.rule import Rule
+from shardplan.xla_model.copies import SMALL_BYTES
+from shardplan.xla_model.fusion import written_by_products
+from shardplan.xla_model.physical_layout import ArrayOrder, CoupledState, array_order, coupled_state
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutList:
+    """Layouts [s] of one operand or result; arrays are over the distinct ones, [layout]; bit n of a set stands for mesh axis n.
+
+    Attributes:
+        layouts: the distinct ones.
+        index: [s] -> which of them.
+        ids: equal for equal layouts, also of other lists.
+        shards: number of shards.
+        partial_axes: set of the mesh axes over which it is partial.
+        dim_axes: [layout, dim], set of the mesh axes that shard the dim.
+        dim_shards: [layout, dim], number of its shards.
+    """
+
+    layouts: tuple[Layout, ...]
+    index: np.ndarray
+    ids: np.ndarray
+    shards: np.ndarray
+    partial_axes: np.ndarray
+    dim_axes: np.ndarray
+    dim_shards: np.ndarray
+
+    def equal(self, others: LayoutList) -> np.ndarray:
+        """Bool [layout, other]."""
+        return self.ids[:, None] == others.ids
+
+    def sharding_axes(self, dims: Iterable[int] | None = None) -> np.ndarray:
+        """Set of the mesh axes that shard these dims, by default all."""
+        return np.bitwise_or.reduce(self.dim_axes if dims is None else self.dim_axes[:, list(dims)], axis=1)
+
+
+class LayoutLists:
+    """The list of every tuple of layouts, made once per tuple object: ops of one signature share one, and the space keeps it alive."""
+
+    def __init__(self, mesh: MeshShape):
+        self.mesh, self.bit = mesh, {axis: 1 << n for n, axis in enumerate(mesh.axes)}
+        self.lists: dict[int, LayoutList] = {}
+        self.ids: dict[Layout, int] = {}
+
+    def __call__(self, layouts: tuple[Layout, ...]) -> LayoutList:
+        """The list of layouts [s]."""
+        if (found := self.lists.get(id(layouts))) is None:
+            number: dict[Layout, int] = {}
+            index = np.array([number.setdefault(x, len(number)) for x in layouts], dtype=np.int64)
+            ids = np.array([self.ids.setdefault(x, len(self.ids)) for x in number])
+            shards = np.array([x.shards(self.mesh) for x in number])
+            partial, dims = self._sets(x.partial_axes for x in number), self._sets(axes for x in number for axes in x.dims)
+            per_dim = np.array([self.mesh.size(*axes) for x in number for axes in x.dims], np.int64)
+            dims, per_dim = dims.reshape(len(number), -1), per_dim.reshape(len(number), -1)
+            found = LayoutList(tuple(number), index, ids, shards, partial, dims, per_dim)
+            self.lists[id(layouts)] = found
+        return found
+
+    def _sets(self, axes: Iterable[Iterable[str]]) -> np.ndarray:
+        return np.array([sum(map(self.bit.__getitem__, some)) for some in axes], np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeTemplate:
+    """One object for all arrays between which the planner sees no difference.
+
+    Attributes:
+        result_layouts: [s], layouts that the producer makes the array in.
+        operand_layouts: [t], layouts that the consumer reads it in.
+        shape: of the whole array.
+        itemsize: bytes per element.
+        reads: reads per step.
+        is_follower: the consumer takes the layout that the array has; partial sums may be completed on the way.
+        gathered_copy: the producer is a large copy for big ops: it is gathered where it is made, where its bytes count, and not behind.
+        coupled_state: what the optimizer computes with together with the array, if this may be a partial sum.
+        order: what fixes the order of its dims in memory; None where nothing does.
+        in_fusion: it is read inside a fusion.
+        sliced_bytes: bytes from which a loop slices rows, or 0.
+        accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
+        cast_bytes: of a product's result that its kernel casts unless a reshard comes first: bytes that a kernel of its own moves then;
+            else 0.
+        addend_dims: of a partial sum that is only added to another partial sum: dims along which one of them scatters rows. If none of
+            these is sharded, XLA adds the two before it reduce-scatters them. None for other arrays.
+        sum_dims: of what two partial sums add up to, the same dims.
+        from_retainable, to_retainable: whether producer or consumer may retain an earlier phase's array.
+    """
+
+    result_layouts: tuple[Layout, ...]
+    operand_layouts: tuple[Layout, ...]
+    shape: tuple[int, ...]
+    itemsize: float
+    reads: float
+    is_follower: bool
+    gathered_copy: bool
+    coupled_state: CoupledState | None
+    order: ArrayOrder | None
+    in_fusion: bool
+    sliced_bytes: float
+    accumulated_ratio: float
+    cast_bytes: float
+    addend_dims: tuple[int, ...] | None
+    sum_dims: tuple[int, ...]
+    from_retainable: bool
+    to_retainable: bool
+
+
+class EdgeFacts(NamedTuple):
+    """The fields of `EdgeTemplate` that no layout changes, but `is_follower` and `coupled_state`, which hold where layouts allow it."""
+
+    shape: tuple[int, ...]
+    itemsize: float
+    reads: float
+    is_follower: bool
+    gathered_copy: bool
+    coupled_state: CoupledState | None
+    order: ArrayOrder | None
+    in_fusion: bool
+    sliced_bytes: float
+    accumulated_ratio: float
+    cast_bytes: float
+    from_retainable: bool
+    to_retainable: bool
+
+
+class ArrayFacts(NamedTuple):
+    """Op `producer` makes a value as its result `result`, op `consumer` reads it as its operand `operand`; equal facts are shared."""
+
+    producer: int
+    result: int
+    consumer: int
+    operand: int
+    value: int
+    facts: EdgeFacts
+
+
+class ArrayEdge(NamedTuple):
+    """Op `producer` makes `value`, op `consumer` reads it as its operand `operand`."""
+
+    producer: int
+    consumer: int
+    operand: int
+    value: int
+    template: EdgeTemplate
+
+
+def array_facts(graph: Graph, rules: Sequence[Rule], accumulated_ratios: Mapping[int, float]) -> Iterator[ArrayFacts]:
+    """Every operand of every op, in program order.
+
+    `accumulated_ratios`: value that a loop accumulates -> `EdgeTemplate.accumulated_ratio`.
+    """
+    state = coupled_state(graph, [rule.fusion == "loop" for rule in rules])
+    narrower = ((v, w) for v, (w, always) in written_by_products(graph, rules).items() if always)
+    cast = {v: graph.values[v].bytes + graph.values[w].bytes for v, w in narrower}
+    known: dict[EdgeFacts, EdgeFacts] = {}
+    for j, op in enumerate(graph.ops):
+        readers = tuple(graph.readers(op.outputs[0])) if op.traits.copy else (j,)
+        in_fusion = any(rules[at].fusion in ("loop", "reduce") for at in readers)
+        sliced = any(graph.ops[at].traits.loop_slice for at in readers)
+        for k, v in enumerate(op.inputs):
+            if v is None:
+                continue
+            value = graph.values[v]
+            i, _ = value.producer
+            maker = graph.ops[i]
+            order = array_order(graph, rules, v, j, k) if len(value.shape) > 1 else ArrayOrder()
+            found = EdgeFacts(
+                value.shape,
+                value.itemsize,
+                op.reads,
+                _is_follower(graph, rules, i, j),
+                maker.traits.copy and not maker.is_follower and value.bytes > SMALL_BYTES,
+                state[v],
+                order if order != ArrayOrder() else None,
+                in_fusion,
+                value.bytes if sliced else 0.0,
+                accumulated_ratios.get(v, 0.0),
+                cast.get(v, 0.0),
+                i in graph.retainable_from,
+                j in graph.retainable_from,
+            )
+            yield ArrayFacts(*value.producer, j, k, v, known.setdefault(found, found))
+
+
+def array_edges(
+    graph: Graph, arrays: Sequence[ArrayFacts], strategies: Sequence[OpStrategies], lists: LayoutLists
+) -> Iterator[ArrayEdge]:
+    """The arrays with the layouts that these strategies, per op, make and read them in."""
+    readable: dict[tuple[int, int], bool] = {}  # whether every complete layout that is made can be read as it is
+    known: dict[tuple, EdgeTemplate] = {}
+    addend_dims = [_addend_dims(graph, strategies, lists, j) for j in range(len(graph.ops))]
+    for i, r, j, k, v, found in arrays:
+        made, read = strategies[i].results[r], strategies[j].operands[k]
+        key = (id(made), id(read), id(found), addend_dims[j], addend_dims[i])
+        if (template := known.get(key)) is None:
+            sources, targets = lists(made), lists(read)
+            if (pair := (id(made), id(read))) not in readable:
+                readable[pair] = bool(np.isin(sources.ids[sources.partial_axes == 0], targets.ids).all())
+            changed = found._replace(
+                is_follower=readable[pair] and found.is_follower,
+                coupled_state=found.coupled_state if sources.partial_axes.any() else None,
+            )
+            dims = {"addend_dims": addend_dims[j], "sum_dims": addend_dims[i] or ()}
+            template = known[key] = EdgeTemplate(made, read, **changed._asdict(), **dims)
+        yield ArrayEdge(i, j, k, v, template)
+
+
+def _addend_dims(graph: Graph, strategies: Sequence[OpStrategies], lists: LayoutLists, j: int) -> tuple[int, ...] | None:
+    """`EdgeTemplate.addend_dims` of both operands of op j."""
+    op = graph.ops[j]
+    if not op.traits.addition or len(values := [graph.values[v] for v in op.inputs if v is not None]) != 2:
+        return None
+    makers = [value.producer for value in values]
+    sums = all(lists(strategies[i].results[r]).partial_axes.any() for i, r in makers)
+    if not sums or any(len(value.consumers) > 1 for value in values):
+        return None
+    scatters = [maker for i, _ in makers if (maker := graph.ops[i]).traits.scatter == "add"]
+    return tuple(d for scatter in scatters for d in scatter.params["dimension_numbers"].scatter_dims_to_operand_dims)
+
+
+def _is_follower(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
+    """Whether op j propagates the layout of op i's result wherever it can.
+
+    An elementwise op, view or reduction does so behind elementwise ops and views: a reshard there would break a fusion, and one before
+    or after it serves as well.
+    """
+    maker, reader = graph.ops[i], graph.ops[j]
+    fused = rules[i].fusion in ("loop", "view") and not maker.traits.border
+    if reader.traits.copy:
+        return reader.is_follower and fused
+    if not rules[j].is_follower or reader.traits.border:
+        return False
+    only_reader = maker.traits.step_input and len(graph.values[maker.outputs[0]].consumers) == 1
+    return fused or only_reader or maker.traits.copy
