@@ -57,7 +57,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     proves = options.search == "ilp"
     bound, plans = lower_bound(task, chosen, deadline) if proves else (min(compute_floor(task), chosen.solution.objective), ())
     for plan in plans:
-        found.add(plan)
+        found.add_if_it_computes_less(plan)
     chosen = found.faster_than(chosen) or chosen
     stopwatch.lap("bound")
     network, solution = chosen.proven(bound)

@@ -25,7 +25,6 @@ from shardplan.costs.tables import CostTables
 from shardplan.ilp.solver.problem import Edge, Problem
 from shardplan.mesh.reshard import Resharder
 from shardplan.xla_model.combining import COMBINABLE, byte_factors
-from shardplan.xla_model.overlap_windows import OverlapWindows
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +65,7 @@ class BoundTables:
         """The tables of a strategy space."""
         graph = space.graph
         pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
-        return cls(
-            space, allowed, CostTables(space, StateBlocks.of(graph, None), pinned, OverlapWindows(), _bounding(space, resharder), 1.0)
-        )
+        return cls(space, allowed, CostTables(space, StateBlocks.of(graph, None), pinned, ({}, {}), _bounding(space, resharder), 1.0))
 
     def problem(self, weights: Weights) -> Problem:
         """The weighted costs as a cost network without a memory limit; the same states as `build_network` without one."""

@@ -52,7 +52,9 @@ def _priced(network: CostNetwork) -> PricedProblem:
     """The problem of a network: every strategy priced, every edge, every array in memory."""
     space, blocks, prices, price = network.space, network.blocks, network.prices, network.pricing.background_price
     graph, corrections = space.graph, network.corrections
-    tables = CostTables(space, blocks, network.pinned, prices.windows, prices.resharders, price, dict(space.tables))
+    found, schedule = prices.windows, network.pricing.windows
+    windows = (found.seconds, found.scatter_seconds) if schedule is None else (schedule.seconds, schedule.seconds)
+    tables = CostTables(space, blocks, network.pinned, windows, prices.resharders, price, dict(space.tables))
     costs = _node_costs(space, blocks, network.allowed, corrections)
     edges: list[Edge] = []
     background: list[tuple[int, np.ndarray]] = []

@@ -72,13 +72,19 @@ class DecidedProgram:
 
     def step_timeline(self, overlaps: bool = True) -> Timeline:
         """Seconds of one step; where nothing overlaps, the compute stream waits for all collectives."""
-        try:
-            line = self._computation(OUTSIDE)[0]
-        except _CycleError:  # what is joined waits for itself
-            line = replace(self, joins=False)._computation(OUTSIDE)[0]
+        line = self.acyclic._computation(OUTSIDE)[0]
         if overlaps:
             return line
         return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)
+
+    @cached_property
+    def acyclic(self) -> DecidedProgram:
+        """This program, or if tasks that are joined would wait for each other, the one in which nothing is joined."""
+        try:
+            _ = self._orders
+        except _CycleError:
+            return replace(self, joins=False)
+        return self
 
     def allocations(self) -> list[tuple[int, int, int, float]]:
         """(op, lo, hi, bytes) as of `CostNetwork.allocations`, with what pipelining carries from round to round."""
@@ -164,21 +170,30 @@ class DecidedProgram:
             for m in before:
                 others = self.graph.loop_holders[tasks.home[m]]
                 home = next(x for x in mine if x in others)
-                if (a := self._member(m, home)) != (b := self._member(n, home)):
+                if (a := self.member(m, home)) != (b := self.member(n, home)):
                     out[home][b][a] = None
         return out
 
-    def _member(self, n: int, home: int) -> Member:
+    def member(self, n: int, home: int) -> Member:
         """What stands for task n in a computation that holds it: the task that it is one with, or a loop."""
         holders = self.graph.loop_holders[self.tasks.home[n]]
         inside = holders.index(home)
         return ("loop", holders[inside - 1]) if inside else ("task", self._joined[0][n])
 
+    @cached_property
+    def _orders(self) -> dict[int, list[Member]]:
+        """By computation, its members in the order of its HLO.
+
+        Raises:
+            _CycleError: tasks wait for each other.
+        """
+        return {home: list(self._order(home)) for home in self._members}
+
     def _order(self, home: int) -> Iterator[Member]:
         """The members of a computation in the order of its HLO: from its results back, each operand before its reader."""
         waits = self._members[home]
         roots = [
-            self._member(n, home)
+            self.member(n, home)
             for n in self.tasks.roots.get(home, ())
             if n >= 0 and home in self.graph.loop_holders[self.tasks.home[n]]
         ]
@@ -237,12 +252,17 @@ class DecidedProgram:
 
     def _computation(self, home: int, pipelined: bool = True) -> tuple[Timeline, bool]:
         """The timeline of one run of a computation, and whether it has collectives; without those that are pipelined, or with them."""
+        found, nested, _ = self.listed(home, pipelined)
+        return schedule(found, nested), any(task.collective or task.has_collectives for task in found)
+
+    def listed(self, home: int, pipelined: bool = True) -> tuple[list[Task], dict[int, tuple[Timeline, float]], dict[Member, int]]:
+        """The tasks of a computation, (one run, number of runs) of those that are loops, and the numbers of its members."""
         before, free = self._members[home], frozenset(itertools.chain(*self._pipelined.get(home, ())))
         numbers: dict[Member, int] = {}
         found: list[Task] = []
         nested: dict[int, tuple[Timeline, float]] = {}
         carried: set[int] = set()  # what makes the arrays that pipelining copies from round to round
-        for name in self._order(home):
+        for name in self._orders[home]:
             kind, n = name
             waits = tuple(sorted({numbers[m] for m in before[name] if m[0] == "loop" or m[1] not in free}))
             if kind == "loop":
@@ -257,7 +277,7 @@ class DecidedProgram:
         around_s = sum(map(self._staging_s, free)) + 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate
         if free and pipelined and around_s:
             found.append(Task(around_s, False, tuple(sorted(carried))))
-        return schedule(found, nested), any(task.collective or task.has_collectives for task in found)
+        return found, nested, numbers
 
     def _loop(self, n: int, waits: tuple[int, ...], found: list[Task], nested: dict[int, tuple[Timeline, float]]) -> None:
         """Adds a loop: what is pipelined has its first run before it or its last run behind it, and is missing in one round."""

@@ -22,6 +22,13 @@ CombinedGroups = tuple[tuple[tuple[int, CollectiveKey], tuple[tuple[int, float],
 """Arrays that one collective moves: ((site group, kind and axes), ((op that makes it, bytes of the result per device), ...)), ..."""
 
 
+@dataclass(frozen=True, eq=False)
+class ScheduleWindows:
+    """Overlap windows of one schedule: (op, operand) -> seconds of one run that compute can hide of a collective there."""
+
+    seconds: Mapping[tuple[int, int], float]
+
+
 @dataclass(frozen=True)
 class Pricing:
     """What a cost network assumes of the whole plan; the pricing loop (`search/slope_scaling.py`) finds it out.
@@ -29,10 +36,12 @@ class Pricing:
     Attributes:
         background_price: fraction of a background collective's seconds that its edge costs.
         combined: what is combined; None: all arrays of a site group are, however each is moved.
+        windows: how long a collective may be in flight in the schedule of the plan before; None: as the rules say of any plan.
     """
 
     background_price: float = 1.0
     combined: CombinedGroups | None = None
+    windows: ScheduleWindows | None = None
 
 
 @dataclass(frozen=True, eq=False)

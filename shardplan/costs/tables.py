@@ -26,11 +26,11 @@ from shardplan.costs.transposes import transpose_seconds
 from shardplan.mesh.device import Device
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder
-from shardplan.xla_model.overlap_windows import OverlapWindows
 
 MIN_WINDOW_S = 1e-6
 """Compute shorter than this hides no collective."""
 
+WindowSeconds = Mapping[tuple[int, int], float]
 EdgeCost = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 """Picoseconds [s, t]: what an edge costs; of that, what of its collectives compute can hide, and its kernels (None: nothing)."""
 
@@ -76,13 +76,14 @@ class CostTables:
 
     Attributes:
         pinned: ops whose layout is the user's: they follow nobody.
+        window_seconds: (op, operand) -> seconds in one run that can hide a collective, and those that can hide a gradient's scatter.
         resharders: per value, what prices its reshards.
     """
 
     space: StrategySpace
     blocks: StateBlocks
     pinned: frozenset[int]
-    windows: OverlapWindows
+    window_seconds: tuple[WindowSeconds, WindowSeconds]
     resharders: tuple[Resharder, ...]
     background_price: float
     before: Mapping = field(default_factory=dict)
@@ -91,7 +92,7 @@ class CostTables:
     def edge(self, edge: ArrayEdge) -> EdgeCost:
         """Picoseconds of an array on its way, [state of the producer, state of the consumer]."""
         i, j, k, v, template = edge
-        whole, scattered = self.windows.seconds.get((j, k), 0.0), self.windows.scatter_seconds.get((j, k), 0.0)
+        whole, scattered = (seconds.get((j, k), 0.0) for seconds in self.window_seconds)
         window = _rounded_ps(whole, template.reads), _rounded_ps(scattered, template.reads)
         aliasing = i in self.blocks.aliasing, j in self.blocks.aliasing
         follows = template.is_follower and i not in self.pinned and j not in self.pinned

@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.costs.network import CostNetwork
+from shardplan.costs.pricing import Pricing
+from shardplan.costs.schedule_windows import schedule_windows
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.errors import ShardingError
 from shardplan.ilp.solver import solve
@@ -17,11 +19,15 @@ from shardplan.propagation.axis_by_axis import axis_by_axis
 from shardplan.propagation.search import Propagation, warm_start
 from shardplan.search.min_memory import min_peak_memory
 from shardplan.search.objective import Candidates
+from shardplan.search.overlap_price import cheapest_price
 from shardplan.search.protocol import Search, time_left
 from shardplan.search.slope_scaling import Coarse, slope_scaling
 
 UNTIED_WORK, UNTIED_OPS = 3.0, 10_000
 """Work limit (about seconds) of planning repeated layers untied; above so many ops only if the memory limit makes ties costly."""
+
+IMPROVEMENTS = 3
+"""Most rounds of prices from the best plan's schedule."""
 
 UNTIED_GAIN = 1e-3  # an untied plan without a proof must be this much cheaper: layers that agree are simpler
 
@@ -82,7 +88,26 @@ class IntegerProgram(Search):
         self.task.stopwatch.lap("other searches")
         if found.best is not None and found.best is not own and not deadline.over():
             slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined, complete=False)
+        self._improve(found, deadline)
         return found
+
+    def _improve(self, found: Candidates, deadline: Deadline) -> None:
+        """Plans at the prices of the best plan's own schedule, as long as each is better than the one before."""
+        for _ in range(IMPROVEMENTS if self.task.overlaps else 0):
+            if (best := found.best) is None or deadline.over():
+                break
+            pricing = Pricing(combined=best.network.pricing.combined, windows=schedule_windows(best.program))
+            hint = best.states if best.network.space is self.task.space else ()
+
+            def at(price: float, pricing=pricing, hint=hint) -> Candidate:
+                network = self.task.network(replace(pricing, background_price=price), found.limit)
+                return Candidate(network, self.search(network, hint, np.inf, deadline))
+
+            plan = cheapest_price(at, self.task.exposed_fraction, deadline)
+            if plan.solution.states:
+                found.add(plan)
+            if found.best is best:
+                break
 
     def _on_all_axes(self, plan: Candidate, limit: float | None) -> Candidate:
         """A plan of a space with fewer strategies, in the space of all, if that allows it."""

@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 
 from shardplan.costs.build import build_network
-from shardplan.costs.decided_program import decided_program
+from shardplan.costs.decided_program import DecidedProgram, decided_program
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import Pricing
 from shardplan.costs.states import PS
@@ -55,10 +55,15 @@ class Judged:
     limit: float | None
     xla: XlaOptions = DEFAULT
 
+    @property
+    def program(self) -> DecidedProgram:
+        """The program that is compiled."""
+        return decided_program(self.network, self.states, self.xla)
+
     @cached_property
     def peak_bytes(self) -> float:
         """The most memory of a device."""
-        return decided_program(self.network, self.states, self.xla).peak_bytes()
+        return self.program.peak_bytes()
 
     @property
     def excess_bytes(self) -> float:
@@ -160,6 +165,12 @@ class Candidates:
         if self.best is None or judged.rank < self.best.rank:
             self.best = judged
         return judged
+
+    def add_if_it_computes_less(self, found: Candidate) -> None:
+        """Judges a candidate, unless its kernels alone take longer than the step of the best plan: by (11) it is slower."""
+        kernels = sum(found.network.kernel_ps(found.solution.states))
+        if self.best is None or self.best.excess_bytes or kernels < PS * self.best.timeline.total_s:
+            self.add(found)
 
     def lowest_peak(self) -> Judged | None:
         """The plan of the lowest peak."""

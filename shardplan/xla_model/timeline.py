@@ -20,7 +20,7 @@ Facts: schedule-from-end, overlap-as-late-as-possible, overlap-one-per-kind, ove
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -162,16 +162,30 @@ class _Scheduler:
         return hidden and (bool(self.ends) or (depth > 0 and depth > -self.kernels[0][0]))
 
 
-def schedule(tasks: Sequence[Task], nested: dict[int, tuple[Timeline, float]]) -> Timeline:
+def schedule(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]]) -> Timeline:
     """The seconds of a computation in XLA's order; `nested` are the tasks that are loops: (one run, number of runs)."""
-    streams = Streams()
+    return _run(tasks, nested)[0].timeline()
+
+
+def spans(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]]) -> list[tuple[float, float]]:
+    """Per task, from when until when it is on its stream, in seconds after the start of the computation."""
+    found = _run(tasks, nested)[1]
+    return [found[n] for n in range(len(tasks))]
+
+
+def _run(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]]) -> tuple[Streams, dict[int, tuple[float, float]]]:
+    streams, found = Streams(), {}
     for n, starts in latency_hiding_order(tasks):
+        begins = streams.now
         if n in nested:
             streams.nested(*nested[n])
         elif not tasks[n].collective:
             streams.kernel(tasks[n].seconds)
         elif starts:
             streams.start(n, tasks[n].seconds)
+            found[n] = streams.done_at[n] - tasks[n].seconds, streams.done_at[n]
         else:
             streams.wait(n)
-    return streams.timeline()
+        if not tasks[n].collective:
+            found[n] = begins, streams.now
+    return streams, found
