@@ -19,6 +19,7 @@ from jax.extend.core import Literal as Literal
 from jax.extend.mlir import ir  # pyright: ignore[reportAttributeAccessIssue]
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardplan.errors import ShardingError
 from shardplan.files import is_library
 
 CALLS = """
@@ -375,8 +376,14 @@ UNKNOWN_AXIS = "is not found in mesh"
 """A PartitionSpec names an axis that the current mesh lacks."""
 
 
-class ForeignMeshError(ValueError):
+class ForeignMeshError(ShardingError):
     """A planned step was called with arrays that are typed with the axes of another mesh."""
+
+    def __init__(self):
+        super().__init__(
+            "a planned step is called on arrays of another mesh, as inside jax.pmap or jax.shard_map, where devices are given already.\n"
+            "  ways out: call it outside of them, or put the function as it was written there, without shardplan.auto"
+        )
 
 
 def refuses_placement(error: ValueError) -> bool:

@@ -11,10 +11,11 @@ What is static, donated or passed by keyword is decided by `jax.jit` itself; `st
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 import jax
@@ -23,7 +24,7 @@ from shardplan import _jax
 from shardplan.errors import OtherSignature, ShardingError
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.options import AutoOptions
+from shardplan.options import JIT_ARGUMENTS, AutoOptions
 from shardplan.plan import Plan
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def auto(
     """Plan and run a step on a mesh.
 
     Args:
-        mesh: with Auto or Explicit axes; an `AbstractMesh` plans only.
+        mesh: with Auto or Explicit axes; an `AbstractMesh` plans only, and needs `cluster`. A step that is decorated already is
+            planned for this mesh, with its own options where none are given here.
         in_shardings: as in `jax.jit`, a tree prefix of PartitionSpecs or NamedShardings; None and `P.UNCONSTRAINED` dims are planned.
         out_shardings: as `in_shardings`, of the results.
         pins: PartitionSpecs by path pattern of the inputs, e.g. {"params/**/kernel": P(None, "model")}.
@@ -69,7 +71,7 @@ def auto(
         search: "ilp" (integer program; judges the plans of the others, too, and bounds all plans), "propagation" (quickest) or
             "recursive" (one mesh axis after the other).
         time_limit: seconds for the search; then the best plan so far, or the one of least memory. None stops by counted work.
-        cluster: prices: a preset's name, a file made by `calibrate`, or a `Cluster`; None is the machine at hand.
+        cluster: prices: a preset's name, a file made by `calibrate`, or a `Cluster`; None is that of `plan`, or the machine at hand.
         compute_scale: factor on compute seconds; more weighs communication less.
         overlap: whether compute hides collectives, where the cluster hides any.
         user_shardings: `with_sharding_constraint`s of the step are pins ("keep"), where the search starts ("hint"), or ignored.
@@ -84,9 +86,15 @@ def auto(
         ShardingError: for an option that cannot be; when planning, if a pin cannot hold or nothing fits the memory.
     """
     given = dict(locals())
-    jit = {k: given.pop(k) for k in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")}
+    jit = {name: given.pop(name) for name in JIT_ARGUMENTS}
     options = AutoOptions(**given, jit_arguments=jit)
-    return lambda fun: Auto(fun, options)
+    given |= jit | given.pop("jit_options")
+    changed = {name: value for name, value in given.items() if value is not DEFAULTS.get(name)}
+    return lambda fun: fun.with_options(**changed) if isinstance(fun, Auto) else Auto(fun, options)
+
+
+DEFAULTS = {name: p.default for name, p in inspect.signature(auto).parameters.items()}
+"""Option of `auto` -> its default."""
 
 
 class Auto(Generic[P, R]):
@@ -95,14 +103,29 @@ class Auto(Generic[P, R]):
     def __init__(self, fun: Callable[P, R], options: AutoOptions):
         functools.update_wrapper(self, fun, updated=())
         self._fun, self.options = fun, options
-        self._static = _jax.static_arguments(jax.jit(fun, **options.jit_arguments))
+        try:
+            self._static = _jax.static_arguments(jax.jit(fun, **options.jit_arguments))
+        except ValueError as error:
+            given = ", ".join(f"{k}={v!r}" for k, v in options.jit_arguments.items() if v is not None)
+            raise ShardingError(f"{given}: {error}\n  way out: numbers or names of arguments that the step takes") from None
         self._steps: dict[Any, PlannedStep] = {}
         self._last: PlannedStep | None = None
+        self._unplanned_state = False  # whether `init` made a state before there was a plan: the next call reshards it
         self._explicit, self._abstract = not _jax.is_auto(options.mesh), isinstance(options.mesh, jax.sharding.AbstractMesh)
 
     def with_options(self, **changes: Any) -> Auto[P, R]:
-        """The same step with other options of `auto`; nothing planned is carried over."""
-        return Auto(self._fun, replace(self.options, **changes))
+        """The same step with other options of `auto`; nothing planned is carried over, nor a saved plan to another mesh.
+
+        Raises:
+            ShardingError: for an option that does not exist or cannot be.
+        """
+        old, own = self.options, {f.name for f in fields(AutoOptions)}
+        jit = {name: changes.pop(name) for name in JIT_ARGUMENTS if name in changes}
+        more = {name: changes.pop(name) for name in [*changes] if name not in own}
+        changes |= {"jit_arguments": {**old.jit_arguments, **jit}, "jit_options": {**old.jit_options, **more}}
+        if "plan" not in changes and old.plan is not None and replace(old, **changes, plan=None).shape != old.shape:
+            changes["plan"] = None
+        return Auto(self._fun, replace(old, **changes))
 
     # ---- calling
 
@@ -119,7 +142,8 @@ class Auto(Generic[P, R]):
             except OtherSignature:
                 pass
         step, operands = self._step(args, kwargs)
-        result = step(*operands)
+        result = step(*operands, expects_move=self._unplanned_state)
+        self._unplanned_state = False
         if not kwargs and not any(self._static):
             self._last = step
         return result
@@ -170,7 +194,9 @@ class Auto(Generic[P, R]):
                 return create(*args, **kwargs)
 
         leaves, tree = jax.tree.flatten(jax.eval_shape(created, *jax.tree.map(_jax.abstract, (args, kwargs))))
-        layouts = self._known_layouts(tree, leaves) or [even_layout(x.shape, self.options.shape) for x in leaves]
+        layouts = self._known_layouts(tree, leaves)
+        self._unplanned_state = layouts is None
+        layouts = layouts or [even_layout(x.shape, self.options.shape) for x in leaves]
         shardings = jax.tree.unflatten(tree, [_jax.sharding(mesh, x.spec()) for x in layouts])
         return jax.jit(_jax.on_auto_axes(created, mesh, shardings), out_shardings=shardings)(args, kwargs)
 

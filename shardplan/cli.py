@@ -32,7 +32,6 @@ from jax.sharding import PartitionSpec
 from shardplan.api import Auto, auto
 from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
 from shardplan.files import write_atomically
-from shardplan.mesh.cluster import ClusterError
 from shardplan.plan import Plan
 from shardplan.searches import SEARCHES
 from shardplan.units import parse_bytes
@@ -47,7 +46,7 @@ class _UsageError(Exception):
     """An error of the user, with all there is to say."""
 
 
-USER_ERRORS = _UsageError, ShardingError, PlanFileError, ClusterError
+USER_ERRORS = _UsageError, ShardingError, PlanFileError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -202,8 +201,6 @@ def _plan(options: argparse.Namespace) -> None:
     step, args = _step(options)
     if not isinstance(step, Auto):
         planned = auto(mesh, **asked)(step)
-    elif "donate_argnums" in asked:
-        raise _UsageError("--donate: the step was made by shardplan.auto, which says what is donated")
     else:  # its own options stand where the command line has none
         pins = {**(step.options.pins or {}), **asked.pop("pins", {})}
         planned = step.with_options(mesh=mesh, plan=None, pins=pins, **asked)

@@ -13,7 +13,7 @@ INTERNAL = (f"{Path(__file__).parent}{os.sep}", contextlib.__file__)
 
 
 class ShardingError(ValueError):
-    """A step, pin or budget for which no plan exists."""
+    """A step, pin or budget for which no plan exists, an option that cannot be, a machine that nobody knows."""
 
 
 class PlanFileError(ValueError):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import jax
 
-from shardplan.errors import ShardingError
+from shardplan.errors import ShardingError, warn
 from shardplan.mesh.cluster import Cluster, resolve
 from shardplan.mesh.device import gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Plan
 from shardplan.searches import SEARCHES
-from shardplan.units import parse_bytes
+from shardplan.units import format_memory, parse_bytes
 from shardplan.xla_model.compiler_options import Flag, Flags, XlaOptions, candidates, merged
 
 MEMORY_SAVING = {"slight": 0.25, "moderate": 0.5, "heavy": 0.75}
@@ -56,11 +58,15 @@ class AutoOptions:
             raise ShardingError(
                 f"auto() takes a mesh first, not {type(self.mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))"
             )
+        _refuse_unknown(self)
         for name, words in (("search", SEARCHES), ("user_shardings", ("keep", "hint", "ignore"))):
             if getattr(self, name) not in words:
                 raise ShardingError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(repr, words))}")
         if not (isinstance(self.compute_scale, (int, float)) and 0 < self.compute_scale < float("inf")):
             raise ShardingError(f"compute_scale={self.compute_scale!r} is no positive number")
+        limit = self.time_limit
+        if limit is not None and not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0):
+            raise ShardingError(f"time_limit={limit!r} is no number of seconds above 0.\n  way out: time_limit=30")
         if self.memory_saving and self.search == "recursive":
             raise ShardingError(
                 f"memory={self.memory!r} needs to know the fastest plan first.\n  ways out: search='ilp', or a number of bytes"
@@ -86,8 +92,29 @@ class AutoOptions:
         else:
             kind = getattr(getattr(self.mesh, "abstract_device", None), "device_kind", None) or "cpu"
             platform = "cpu" if kind == "cpu" else "gpu"
-        found = resolve(self.cluster, platform, kind, n_devices=self.mesh.size)
+        found = resolve(self.cluster or self._cluster_of_plan, platform, kind, n_devices=self.mesh.size)
         return found if self.compute_scale == 1 else found.scaled(float(self.compute_scale))
+
+    @property
+    def _cluster_of_plan(self) -> str | None:
+        """The preset of GPUs that the plan to reuse is priced for."""
+        name = self.saved_plan and self.saved_plan.cluster
+        return name if name in Cluster.presets() and name != "cpu" else None
+
+    def warn_of_prices(self) -> None:
+        """Warns where the prices of what is planned now are not those that the user may think."""
+        if self.cluster is not None:
+            return
+        named = "cluster=, the name of a preset (" + ", ".join(Cluster.presets()) + ") or a cluster file"
+        if self.saved_plan is not None:
+            if self.saved_plan.cluster != self.machine.name:
+                warn(f"plan= is priced as {self.saved_plan.cluster}, what is planned again as {self.machine.name}.\n  way out: {named}")
+        elif isinstance(self.mesh, jax.sharding.AbstractMesh) and "cpu" in self.machine.platforms:
+            memory = format_memory(self.machine.device.memory_bytes)
+            warn(
+                f"an AbstractMesh does not say what its devices are: without cluster= they are priced as {self.mesh.size} emulated "
+                f"devices of this machine's CPU, {memory} each.\n  way out: {named}"
+            )
 
     @functools.cached_property
     def own_flags(self) -> Flags:
@@ -145,3 +172,19 @@ class AutoOptions:
         """Bytes per device, or None for no limit."""
         limit = self.machine.device.memory_bytes if self.given_bytes is None else self.given_bytes
         return None if limit == float("inf") else float(limit)
+
+
+JIT_ARGUMENTS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+"""Options of `auto` that say which arguments are static or donated, as `jax.jit` takes them."""
+
+
+def _refuse_unknown(options: AutoOptions) -> None:
+    """Refuses options that neither `auto` nor `jax.jit` has, before anything is planned."""
+    of_jit = [name for name in inspect.signature(jax.jit).parameters if name not in ("fun", "device", "backend")]
+    own = [f.name for f in fields(AutoOptions) if not f.name.startswith("jit_")]
+    known = [*dict.fromkeys([*own, *JIT_ARGUMENTS, *of_jit])]
+    for name in {**options.jit_options, **options.jit_arguments}:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise ShardingError(f"auto() has no option {name!r}{meant}\n  options: {', '.join(known[1:])}")

@@ -31,7 +31,7 @@ from shardplan.plan.reuse import matching_pins, saved_decisions
 from shardplan.search.objective import NEAR_TIE
 from shardplan.searches import SEARCHES
 from shardplan.signature import Call, arguments, path_text, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
-from shardplan.units import format_seconds
+from shardplan.units import format_memory, format_seconds
 from shardplan.view.progress import Progress
 from shardplan.xla.compiler.options import as_known, unknown
 from shardplan.xla_model.compiler_options import Flag, XlaOptions
@@ -57,8 +57,8 @@ class PlannedStep:
     in_shardings: Sequence
     donated: Sequence[int]
 
-    def __call__(self, *operands):
-        """Runs the step; operands that jit refuses for the devices they are on are moved first.
+    def __call__(self, *operands, expects_move: bool = False):
+        """Runs the step; operands that jit refuses for the devices they are on are moved first, with a warning unless it is expected.
 
         Raises:
             ShardingError: it was planned on an AbstractMesh.
@@ -76,11 +76,31 @@ class PlannedStep:
         placed = [
             x if isinstance(x, (int, float, complex)) else jax.device_put(x, s) for x, s in zip(leaves, self.in_shardings, strict=True)
         ]
+        if not expects_move:
+            self._warn_of_moves(leaves)
         out = self.jitted(*jax.tree.unflatten(tree, placed))
         for n in self.donated:  # what was donated is gone, also where a copy of it was moved first
             if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
                 leaves[n].delete()
         return out
+
+    def _warn_of_moves(self, leaves: Sequence) -> None:
+        """Warns of arrays that lie otherwise than planned: whoever calls functions of other plans in turn moves the state each time."""
+        moved = [
+            (leaf, x)
+            for leaf, x, planned in zip(self.plan.inputs, leaves, self.in_shardings, strict=True)
+            if getattr(x, "committed", False) and not x.sharding.is_equivalent_to(planned, x.ndim)
+        ]
+        if not moved:
+            return
+        leaf, x = moved[0]
+        was = "on one device" if x.sharding.num_devices == 1 else getattr(x.sharding, "spec", x.sharding)
+        warn(
+            f"the call moved {len(moved)} of {len(leaves)} arrays, {format_memory(sum(x.nbytes for _, x in moved))} in all, which are not "
+            f"where its plan wants them: {leaf.path} was {was}, planned is {leaf.layout}.\n"
+            "  ways out: state from step.init after step.plan; for a second function of one state (another batch shape, an evaluation), "
+            "auto(mesh, in_shardings=(plan.in_shardings[0][0], None))"
+        )
 
     def argument_leaves(self, tree) -> list[list[Leaf]]:
         """Planned leaves of every argument of this structure."""
@@ -117,7 +137,7 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[
         ShardingError: an argument is no array, a pin cannot hold, XLA refuses a compiler option, or nothing fits the memory.
         PlanFileError: the saved plan is for another mesh or model.
     """
-    _refuse_options(options)
+    _refuse_options(options, call)
     step = TracedStep.of(fun, call, options)
 
     fastest: list[Plan] = []
@@ -137,6 +157,7 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[
             fastest.append(reused)
             return step.jit(decisions, reused.with_context(context(decisions)))
         asked = matching_pins(saved, step.traced, asked)
+    options.warn_of_prices()
 
     def solve(memory: float | None, corrections: CostCorrections | None = None) -> Plan:
         with Progress() as progress:
@@ -287,8 +308,15 @@ class TracedStep:
         return PlannedStep(plan, self.auto.mesh, jitted, functools.partial(step, keep_types=True), in_shardings, self.traced.donated)
 
 
-def _refuse_options(options: AutoOptions) -> None:
-    """Refuses the user's own compiler options that XLA would refuse, before the long planning."""
+def _refuse_options(options: AutoOptions, call: Call) -> None:
+    """Refuses donated arguments that a call does not have, and compiler options that XLA would refuse, before the long planning."""
+    donated = options.jit_arguments.get("donate_argnums")
+    numbers = (donated,) if isinstance(donated, int) else tuple(donated or ())
+    if wrong := [n for n in numbers if not -len(call.args) <= n < len(call.args) + len(call.kwargs)]:
+        raise ShardingError(
+            f"donate_argnums has {wrong[0]}, the step is called with {len(call.args)} arguments.\n"
+            "  way out: numbers from 0 of the arguments whose buffers may be reused, such as donate_argnums=0"
+        )
     if options.own_flags and (why := unknown(options.own_flags)):
         raise ShardingError(
             f"compiler_options: XLA of jax {jax.__version__} refuses them: {why}\n"
@@ -312,9 +340,9 @@ def _trace(fun: Callable, call: Call, auto: AutoOptions):
     except ValueError as error:
         if _jax.OTHER_SHARD_MAP_MESH in str(error):
             raise ShardingError(
-                "a shard_map inside the step is given a mesh whose axes are Explicit; a planned step is traced on the same mesh with "
-                "Auto axes.\n  ways out: leave mesh= out of that jax.shard_map (it takes the mesh in use), or plan on "
-                "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)"
+                "a jax.shard_map or jax.pmap in the step is given a mesh of its own; a planned step is traced on its mesh with Auto "
+                "axes.\n  ways out: leave mesh= out of that jax.shard_map (it takes the mesh in use); in place of jax.pmap, plan what "
+                "it maps with jax.vmap; or plan on jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)"
             ) from error
         if _jax.UNKNOWN_AXIS not in str(error):
             raise

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import shardplan
+from shardplan.units import format_bytes
 from shardplan.xla import CompilerMissingError, available, compare
 from shardplan.xla.report.check import expected
 
@@ -57,6 +58,11 @@ def test_expects_the_planned_collectives_and_no_slices(megatron):
     assert all(e.group_size == megatron.mesh.size(*e.axes) for e in wanted)
     sent = [e for e in wanted if e.axes == ("model",) and e.bytes > 1e6]
     assert [e.bytes for e in sent] == [BATCH.size * 4 / 2]  # h @ down, one shard of the batch
+
+
+def test_the_plan_and_its_check_say_one_figure_for_what_is_sent(megatron):
+    sent = sum(e.wire_bytes for e in expected(megatron))
+    assert sent == pytest.approx(megatron.comm_bytes) and f"{format_bytes(sent)} sent per device" in str(megatron)
 
 
 def test_sums_are_expected_where_they_are_made(megatron):

@@ -144,7 +144,8 @@ def test_a_step_made_by_auto_keeps_its_own_pins(here, capsys):
     plan = Plan.load("plan.json")
     assert plan.mesh.axes == ("data", "model")
     assert next(x for x in plan.inputs if x.path == "w/up").layout.dims == ((), ("model",))
-    assert main(["plan", "program.py:decorated", *MESH, "--donate", "0"]) == 2
+    assert main(["plan", "program.py:decorated", *MESH, "--donate", "1", "-o", "donates.json"]) == 0
+    assert Plan.load("donates.json").donated == ("x",)
     assert main(["plan", "program.py:unpinned", *MESH, "--pin", "w/up=model,None", "-o", "plan.json"]) == 0
     assert next(x for x in Plan.load("plan.json").inputs if x.path == "w/up").layout.dims == (("model",), ())
 

@@ -62,7 +62,7 @@ def test_it_is_well_formed_and_loads_nothing(plan, page):
 
 def test_it_shows_what_the_plan_says(plan):
     text = to_html(plan, page=True)
-    words = ("4.38 ms", "2.71 GiB", "44.8 MB", "state/<wbr>params/<wbr>blocks/<wbr>*/<wbr>up", "×3", "train.py:6", "my_kernel")
+    words = ("4.38 ms", "2.71 GiB", "63.7 MB", "state/<wbr>params/<wbr>blocks/<wbr>*/<wbr>up", "×3", "train.py:6", "my_kernel")
     assert [word for word in words if word not in text] == []
     assert "return x + h @ w[&#34;down&#34;]" in text
     found = Page(text)

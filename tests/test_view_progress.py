@@ -24,16 +24,21 @@ def test_a_short_solve_shows_nothing():
     assert shown == []
 
 
-def test_a_long_solve_shows_answer_bound_and_gap_and_cleans_up():
+def test_a_long_solve_shows_how_many_answers_and_cleans_up():
     shown = []
     with Progress(after_s=0.01, show=shown.append) as p:
         p((0, 1), float("-inf"), float("inf"))
         p((0, 1), 5.0, 0.5)
-        p((1, 1), 6.0, 0.004)
+        p((1, 1), 6.0, 0.0)
         wait_for(lambda: shown)
-    assert (shown[0].answers, shown[0].bound, shown[0].gap) == (2, 6.0, 0.004)
-    assert shown[-1] is None
-    assert str(shown[0]) == "planning, 0 s: 2 answers so far, at most 0.4 % from the optimum"
+    assert shown[0].answers == 2 and shown[-1] is None
+    assert str(shown[0]) == "planning, 0 s: 2 answers so far"
+
+
+def test_nothing_is_said_of_the_optimum_before_it_is_known():
+    for answers in (0, 1, 2):
+        text = str(State(60.0, answers))
+        assert "%" not in text and "optimum" not in text and "no answer so far" in str(State(3.0))
 
 
 def test_outside_of_a_solve_nothing_happens():
@@ -53,9 +58,17 @@ def test_a_display_that_fails_does_not_end_the_solve():
         p((0,), 1.0, 0.0)
 
 
-def test_plain_output_gets_nothing(monkeypatch):
+def test_without_a_terminal_the_logger_says_it_every_ten_seconds(monkeypatch, caplog):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert display() is None
+    caplog.set_level("INFO", logger="shardplan")
+    show = display()
+    for tenth in range(20, 160):
+        show(State(tenth / 10, 3))
+    show(None)
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("shardplan", "INFO", "planning, 2 s: 3 answers so far"),
+        ("shardplan", "INFO", "planning, 12 s: 3 answers so far"),
+    ]
 
 
 class Terminal(io.StringIO):
@@ -69,18 +82,34 @@ def test_a_terminal_gets_a_live_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     show = display()
-    show(State(3.2, 1, 4.0, 0.25))
+    show(State(3.2, 1))
     show(None)
-    assert "planning, 3 s: 1 answer so far, at most 25 % from the optimum" in screen.getvalue()
+    assert "planning, 3 s: 1 answer so far" in screen.getvalue()
 
 
-def test_without_rich_a_terminal_gets_nothing(monkeypatch):
+def test_without_rich_a_terminal_gets_the_logger(monkeypatch, caplog):
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: None)
-    assert display() is None
+    caplog.set_level("INFO", logger="shardplan")
+    display()(State(3.0, 1))
+    assert caplog.messages == ["planning, 3 s: 1 answer so far"]
 
 
-def test_the_bar_fills_as_the_gap_closes():
-    shares = [State(0, 1, None, gap).share for gap in (None, 1.0, 0.1, 0.01, 1e-4, 0.0)]
-    assert shares == [0, 0, 0.25, 0.5, 1, 1]
-    assert "<progress" in progress._bar(State(1, 1, None, 0.1))
+def test_a_notebook_keeps_the_last_word_and_no_empty_output(monkeypatch):
+    outputs = []
+
+    class Handle:
+        def update(self, text):
+            outputs[-1] = text.data
+
+    def shown(text, display_id):
+        outputs.append(text.data)
+        return Handle()
+
+    monkeypatch.setattr("IPython.display.display", shown)
+    show = progress._notebook()
+    assert outputs == []
+    show(State(3.0, 1))
+    assert "<progress>" in outputs[0] and "planning, 3 s: 1 answer so far" in outputs[0]
+    show(None)
+    assert outputs == ['<div style="font:13px system-ui,sans-serif">planned in 3 s: 1 answer</div>']

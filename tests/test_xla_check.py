@@ -131,7 +131,7 @@ PRINTED = """\
 compiled for 8 CPU devices in 0.1 s, mesh data=4, model=2
 memory       N KiB per device: arguments 66 KiB, temporaries N KiB
 products     655 kflop per device, 1.00 of its share
-collectives  67.6 kB per device and step, 0 B of it while other work may run
+collectives  67.6 kB of buffers per device and step, 0 B of it while other work may run
 
   UP:  h = jax.nn.relu(x @ params["up"])  # UP
      all-reduce (sum) over data                          32.8 kB   32.8 kB  backward

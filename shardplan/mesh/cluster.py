@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from shardplan.errors import ShardingError
 from shardplan.files import write_atomically
 from shardplan.mesh.device import FLOPS, Count, Device, Link, NotNegative, Text, Texts, gpu_of_device_kind, gpus
 from shardplan.mesh.layout import MeshShape
@@ -40,7 +41,7 @@ CollectiveKind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-a
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 
-class ClusterError(ValueError):
+class ClusterError(ShardingError):
     """A cluster that does not exist or a cluster file that cannot be used; the text names the field and the way out."""
 
 

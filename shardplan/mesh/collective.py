@@ -155,3 +155,13 @@ def _formulas(kind: str, link: AxisLink, cluster: Cluster) -> list[AlphaBeta]:
 def _log2(n: int) -> int:
     """⌈log2 n⌉."""
     return (n - 1).bit_length()
+
+
+def wire_bytes(kind: str, bytes_: float, members: int) -> float:
+    """Bytes that one device sends in one run, by the ring algorithm: an all-reduce counts twice what a reduce-scatter does."""
+    if kind == "slice":
+        return 0.0
+    share = (members - 1) / members
+    if kind == "all-reduce":
+        return 2 * share * bytes_
+    return bytes_ if kind == "collective-permute" else share * bytes_

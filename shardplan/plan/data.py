@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 from shardplan.mesh.cluster import CollectiveKind
+from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.xla_model.compiler_options import Flag
 
@@ -52,6 +53,10 @@ class PlannedCollective(Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Amount
     seconds: Amount
 
+    def sent_bytes(self, mesh: MeshShape) -> float:
+        """Bytes that a device sends in one run, as `plan.check()` counts them."""
+        return wire_bytes(self.kind, self.bytes, mesh.size(*self.axes))
+
 
 class PlannedReshard(Struct, frozen=True, forbid_unknown_fields=True):
     """The collectives that bring one operand into the layout in which an op reads it.
@@ -72,10 +77,9 @@ class PlannedReshard(Struct, frozen=True, forbid_unknown_fields=True):
     pins: Annotated[tuple[str, ...], Meta(max_length=2)] = ()
     producer_source: str = ""
 
-    @property
-    def bytes(self) -> float:
+    def sent_bytes(self, mesh: MeshShape) -> float:
         """Bytes that a device sends in one run."""
-        return sum(c.bytes for c in self.collectives if c.kind != "slice")
+        return sum(c.sent_bytes(mesh) for c in self.collectives)
 
     @property
     def seconds(self) -> float:

@@ -93,6 +93,9 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     def __str__(self) -> str:
         return resolve_name("shardplan.view.text:summary")(self)
 
+    def __repr__(self) -> str:
+        return resolve_name("shardplan.view.text:brief")(self)
+
     def _repr_html_(self) -> str:
         return resolve_name("shardplan.view.html:to_html")(self, page=False)
 
@@ -102,8 +105,8 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
 
     @cached_property
     def comm_bytes(self) -> float:
-        """Bytes a device sends through collectives in one step (buffer sizes, times runs)."""
-        return sum(d.runs * r.bytes for d in self.decisions for r in d.reshards)
+        """Bytes that a device sends in one step, by the ring algorithm, as `check()` counts them."""
+        return sum(d.runs * r.sent_bytes(self.mesh) for d in self.decisions for r in d.reshards)
 
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
@@ -112,7 +115,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         pairs: dict[tuple[str, ...], float] = {}
         for d, r in ((decision, reshard) for decision in self.decisions for reshard in decision.reshards if reshard.pins):
             at = sent.setdefault((r.pins, d.file, d.line), [0.0, 0.0])
-            at[0] += d.runs * r.bytes
+            at[0] += d.runs * r.sent_bytes(self.mesh)
             at[1] += d.runs * r.seconds
             pairs[r.pins] = pairs.get(r.pins, 0.0) + d.runs * r.seconds
         found = (Conflict(*at, *costs) for at, costs in sent.items())

@@ -1,13 +1,14 @@
-"""Progress of a solve, shown from its third second on: number of answers, the proven gap, and a bar.
+"""Progress of planning, shown from its third second on: how long it has lasted, and how many answers were found.
 
-A terminal shows a live line (if rich is installed), a notebook a bar; elsewhere nothing is written.
+A terminal shows a live line (if rich is installed), a notebook a line that stays with the last word; elsewhere the logger "shardplan"
+gets a message (level INFO) every ten seconds. How far a plan is from the optimum is known only when all is done, so nothing is said of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
+import logging
 import sys
 import threading
 import time
@@ -15,32 +16,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardplan.units import format_percent
-
 AFTER_S = 2.0
 EVERY_S = 0.1
 """Seconds between two updates."""
+LOG_EVERY_S = 10.0
+"""Seconds between two messages of the logger."""
 
 
 @dataclass(frozen=True)
 class State:
-    """How far a solve is; `bound` in the solver's own units, `gap` relative, None before the first answer."""
+    """How far planning is."""
 
     seconds: float = 0.0
     answers: int = 0
-    bound: float | None = None
-    gap: float | None = None
 
     def __str__(self) -> str:
-        found = f"{self.answers} answer{'s' * (self.answers != 1)} so far" if self.answers else "no answer yet"
-        known = "no bound yet" if self.gap is None else "nothing proven yet"
-        proof = f"at most {format_percent(self.gap)} from the optimum" if self.gap is not None and self.gap < 1 else known
-        return f"planning, {self.seconds:.0f} s: {found}, {proof}"
+        return f"planning, {self.seconds:.0f} s: {self.found} so far"
 
     @property
-    def share(self) -> float:
-        """How full a bar is: empty at a gap of 100 %, full at 0.01 %, a quarter for every factor of ten."""
-        return 0.0 if self.gap is None else min(1.0, max(0.0, -math.log10(max(self.gap, 1e-4)) / 4))
+    def found(self) -> str:
+        """The number of answers, in words."""
+        return f"{self.answers} answer{'s' * (self.answers != 1)}" if self.answers else "no answer"
 
 
 class Progress:
@@ -57,11 +53,9 @@ class Progress:
         self._state = State()
 
     def __call__(self, states: Sequence[int], bound: float, gap: float) -> None:
-        """Takes the solver's states, bound and gap so far."""
-        now = self._state
-        answers = now.answers + (states is not self._states and tuple(states) != tuple(self._states))
-        known = float(bound) if math.isfinite(bound) else now.bound, float(gap) if math.isfinite(gap) else now.gap
-        self._states, self._state = states, State(0.0, answers, *known)
+        """Takes the states of one of the solver's problems; its bound and gap say nothing of the plan."""
+        new = states is not self._states and tuple(states) != tuple(self._states)
+        self._states, self._state = states, State(0.0, self._state.answers + new)
 
     def __enter__(self) -> Progress:
         self._states, self._state, self._stop = (), State(), threading.Event()
@@ -79,8 +73,6 @@ class Progress:
             return
         with contextlib.suppress(Exception):  # a display that fails must not end a solve
             show = self._show or display()
-            if show is None:
-                return
             try:
                 while not stop.wait(EVERY_S):
                     show(replace(self._state, seconds=time.monotonic() - start))
@@ -88,26 +80,48 @@ class Progress:
                 show(None)
 
 
-def display() -> Callable[[State | None], None] | None:
-    """Shows a `State` as a notebook's bar or as a terminal's live line; None where neither is possible."""
+def display() -> Callable[[State | None], None]:
+    """Shows a `State` as a notebook's line, as a terminal's live line, or as a message of the logger."""
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
     if shell is not None and hasattr(shell, "kernel"):
         return _notebook()
     if sys.stderr is not None and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
         return _terminal()
-    return None
+    return _logger()
+
+
+def _logger() -> Callable[[State | None], None]:
+    log, last = logging.getLogger("shardplan"), -LOG_EVERY_S
+
+    def show(state: State | None) -> None:
+        nonlocal last
+        if state is not None and state.seconds >= last + LOG_EVERY_S:
+            last = state.seconds
+            log.info("%s", state)
+
+    return show
 
 
 def _notebook() -> Callable[[State | None], None]:
     from IPython.display import HTML, display
 
-    handle: Any = display(HTML(""), display_id=True)
-    return lambda state: handle.update(HTML(_bar(state) if state else ""))
+    handle: Any = None
+    last = State()
+
+    def show(state: State | None) -> None:
+        nonlocal handle, last
+        last = state or last
+        text = HTML(_line(str(state), "<progress></progress> ") if state else _line(f"planned in {last.seconds:.0f} s: {last.found}"))
+        if handle is None:
+            handle = display(text, display_id=True)
+        else:
+            handle.update(text)
+
+    return show
 
 
-def _bar(state: State) -> str:
-    bar = f'<progress max="1" value="{state.share:.3f}" style="width:16em;vertical-align:middle"></progress>'
-    return f'<div style="font:13px system-ui,sans-serif">{bar} {state}</div>'
+def _line(text: str, bar: str = "") -> str:
+    return f'<div style="font:13px system-ui,sans-serif">{bar}{text}</div>'
 
 
 def _terminal() -> Callable[[State | None], None]:
@@ -125,7 +139,7 @@ def _terminal() -> Callable[[State | None], None]:
         if not live.is_started:
             live.start()
         row = Table.grid(padding=(0, 1))
-        row.add_row(ProgressBar(total=1.0, completed=state.share, width=24), str(state))
+        row.add_row(ProgressBar(pulse=True, width=24), str(state))
         live.update(row, refresh=True)
 
     return show

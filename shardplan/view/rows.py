@@ -157,7 +157,10 @@ def leaf_rows(leaves: Sequence[Leaf], mesh: MeshShape) -> list[LeafRow]:
 
 
 class LineCost(NamedTuple):
-    """Collectives, result layouts ("layout") or reshards of operands ("reshard") of one text, line and phase, summed over a step."""
+    """Collectives, result layouts ("layout") or reshards of operands ("reshard") of one text, line and phase, summed over a step.
+
+    `bytes` are those that a device sends.
+    """
 
     what: str
     phase: str
@@ -219,7 +222,7 @@ def lines(plan: Plan, source: bool = True) -> list[LineRow]:
         found.setdefault((d.file, d.line, border), []).append(d)
     names, rows = file_names(file for file, *_ in found), []
     for (file, number, border), here in found.items():
-        line, costs = known.get((file, number, border)), _costs(here)
+        line, costs = known.get((file, number, border)), _costs(here, plan.mesh)
         rows.append(
             LineRow(
                 file,
@@ -236,7 +239,7 @@ def lines(plan: Plan, source: bool = True) -> list[LineRow]:
     return rows
 
 
-def _costs(decisions: Sequence[PlanDecision]) -> list[LineCost]:
+def _costs(decisions: Sequence[PlanDecision], mesh: MeshShape) -> list[LineCost]:
     sums: dict[tuple, list[float]] = {}
 
     def add(what: str, d: PlanDecision, text: str, sent: float, seconds: float) -> None:
@@ -250,8 +253,8 @@ def _costs(decisions: Sequence[PlanDecision]) -> list[LineCost]:
         for r in d.reshards:
             steps = [f"{c.kind} over {clean(', '.join(c.axes))}" for c in r.collectives]
             for step, c in zip(steps, r.collectives, strict=True):
-                add("collective", d, step, c.bytes if c.kind != "slice" else 0.0, c.seconds)
-            add("reshard", d, f"{', '.join(steps)} -> {array_type(r.array, r.after)}", r.bytes, r.seconds)
+                add("collective", d, step, c.sent_bytes(mesh), c.seconds)
+            add("reshard", d, f"{', '.join(steps)} -> {array_type(r.array, r.after)}", r.sent_bytes(mesh), r.seconds)
     costs = [LineCost(*key, *total) for key, total in sums.items()]
     return sorted(costs, key=lambda c: (_rank(c.phase, PHASES), c.what, -c.seconds, c.text))
 

@@ -24,7 +24,7 @@ MAX_CHANGES = 16
 def summary(plan: Plan) -> str:
     """Four lines and more: the mesh, how good the plan is, seconds per step, peak memory, and compiler options if there are any."""
     devices = f"{plan.mesh.n_devices} device{'s' * (plan.mesh.n_devices != 1)}"
-    sent = f"{format_bytes(plan.comm_bytes)} through collectives per device" if plan.comm_bytes else "nothing is sent"
+    sent = f"{format_bytes(plan.comm_bytes)} sent per device" if plan.comm_bytes else "nothing is sent"
     memory = plan.memory_report
     limit = f" of {format_memory(memory.limit)} per device at the peak" if memory.limit else " per device at the peak, without a limit"
     return "\n".join(
@@ -36,6 +36,12 @@ def summary(plan: Plan) -> str:
             *_compiler_options(plan),
         )
     )
+
+
+def brief(plan: Plan) -> str:
+    """A plan in one short line, for prompts and debuggers."""
+    step, peak = format_seconds(plan.seconds["total"]), format_memory(plan.memory_report.peak)
+    return fit(clean(f"<Plan for {plan.mesh}: {step} a step, {peak} per device, {plan.status}, priced as {plan.cluster}>"), WIDTH)
 
 
 def _compiler_options(plan: Plan) -> list[str]:
@@ -128,7 +134,7 @@ def _collective_table(plan: Plan, lines: Sequence[rows.LineRow]) -> str:
     senders, step_s = rows.senders(lines), plan.seconds["total"] or 1.0
     if not senders:
         return "collectives: none"
-    body: list[list[str] | str] = [["collectives", "per step", "bytes", "time", "of step"]]
+    body: list[list[str] | str] = [["collectives", "per step", "sent", "time", "of step"]]
     for line in senders[:MAX_ROWS]:
         body.append(fit(f"  {line.place}  {line.code.strip()}".rstrip(), WIDTH))
         for c in line.collectives:
@@ -142,7 +148,7 @@ def _collective_table(plan: Plan, lines: Sequence[rows.LineRow]) -> str:
 
 def _annotated(plan: Plan, lines: Sequence[rows.LineRow]) -> str:
     texts = ["\n".join(_file(name, here)) for name, here in rows.annotated(plan, lines)]
-    head = _columns("source lines, each with its results and reshards", "per step", "bytes", "time")
+    head = _columns("source lines, each with its results and reshards", "per step", "sent", "time")
     return "\n\n".join([head, *texts]) if texts else ""
 
 
@@ -167,7 +173,7 @@ def _conflicts(plan: Plan, lines: Sequence[rows.LineRow]) -> str:
     if not plan.conflicts:
         return ""
     places, step_s = {(line.file, line.number): line.place for line in lines}, plan.seconds["total"] or 1.0
-    body: list[list[str] | str] = [["pins that disagree", "bytes", "time", "of step"]]
+    body: list[list[str] | str] = [["pins that disagree", "sent", "time", "of step"]]
     for pins, conflicts in itertools.groupby(plan.conflicts[:MAX_ROWS], key=rows.disagreement):
         body.append(fit_middle(f"  {clean(pins)}", WIDTH))
         for c in conflicts:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan import _jax
+from shardplan.errors import ShardingError
 from shardplan.mesh.device import gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
 from shardplan.units import format_memory
@@ -46,7 +47,7 @@ FLAGS: Options = {
 """XLA flags for absent GPUs: autotuning runs kernels on the GPU; the other two emit collective kernels that abort without one."""
 
 
-class CompilerMissingError(ImportError):
+class CompilerMissingError(ShardingError, ImportError):
     """The packages that compile for absent GPUs are not installed."""
 
 

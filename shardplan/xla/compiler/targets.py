@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from shardplan.errors import ShardingError
 from shardplan.mesh.device import Gpu, gpus
 
 _XLA_TYPES = {
@@ -40,14 +41,14 @@ def parse(text: str | Target, n_devices: int | None = None) -> Target:
     """Reads 'h200:8' (one node of up to 8; more are nodes of 8), 'h100:8x8' (nodes x GPUs per node), or 'h100' (`n_devices`).
 
     Raises:
-        ValueError: an unknown GPU, a malformed count, or another number of devices than the program's `n_devices`.
+        ShardingError: an unknown GPU, a malformed count, or another number of devices than the program's `n_devices`.
     """
     if isinstance(text, Target):
         target = text
     else:
         found = re.fullmatch(r"\s*([\w-]+)(?::(\d+)(?:x(\d+))?)?\s*", text.lower())
         if not found or found[1] not in gpus():
-            raise ValueError(
+            raise ShardingError(
                 f"target {text!r} is not known; write GPU:count or GPU:nodesxcount with one of {', '.join(gpus())}, "
                 'as in "h200:8" or "h100:8x8"'
             )
@@ -56,11 +57,11 @@ def parse(text: str | Target, n_devices: int | None = None) -> Target:
         per_node = int(found[3] or min(count, gpu.node_size))
         nodes = count if found[3] else count // max(per_node, 1)
         if not found[3] and count != nodes * per_node:
-            raise ValueError(
+            raise ShardingError(
                 f"target {text!r}: {count} devices do not fill nodes of {gpu.node_size}; write the nodes, as in GPU:nodesxcount"
             )
         if nodes * per_node < 1:
-            raise ValueError(f"target {text!r} has no devices")
+            raise ShardingError(f"target {text!r} has no devices")
         target = Target(gpu, nodes, per_node)
     if n_devices is not None and n_devices != target.n_devices:
         way_out = (
@@ -69,7 +70,7 @@ def parse(text: str | Target, n_devices: int | None = None) -> Target:
             else f'name target "{target.gpu.key}:{n_devices}", or shard it over an AbstractMesh of {target.n_devices} devices '
             "(no devices are needed for that)"
         )
-        raise ValueError(f"the program is for {n_devices} devices and target {target} has {target.n_devices}: {way_out}")
+        raise ShardingError(f"the program is for {n_devices} devices and target {target} has {target.n_devices}: {way_out}")
     return target
 
 

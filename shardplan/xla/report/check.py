@@ -133,7 +133,7 @@ class XlaReport:
             f"memory       {format_memory(memory.peak_bytes)}{of} per device: arguments {format_memory(memory.argument_bytes)}, "
             f"temporaries {format_memory(memory.temp_bytes)}{_misfit(compiled)}",
             f"products     {format_flops(compiled.flops)} per device{balance}",
-            f"collectives  {format_bytes(self.collective_bytes)} per device and step, "
+            f"collectives  {format_bytes(self.collective_bytes)} of buffers per device and step, "
             f"{format_bytes(hidden)} of it while other work may run",
         ]
         return "\n".join([*lines, *_describe_lines(self.lines), *_details(self, self.replicas[:5])])
@@ -249,7 +249,7 @@ def check(
 
 def _refuse_unknown(fail_on: Collection[str]) -> None:
     if unknown := sorted(set(fail_on) - set(FAIL_ON)):
-        raise ValueError(f"fail_on has {', '.join(map(repr, unknown))}; it knows {', '.join(map(repr, FAIL_ON))}")
+        raise ShardingError(f"fail_on has {', '.join(map(repr, unknown))}; it knows {', '.join(map(repr, FAIL_ON))}")
 
 
 def check_plan(plan: Plan, target: str | Target | None = None, fail_on: Collection[str] = (), **options: Any) -> PlanReport:

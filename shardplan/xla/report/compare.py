@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from shardplan.mesh.collective import wire_bytes
 from shardplan.units import format_bytes
 from shardplan.xla.compiler.compile import Compiled
 from shardplan.xla.hlo.collectives import CombinedTensor, HloCollective
@@ -164,14 +165,6 @@ def compare(
     findings += [_finding([], group, tolerance) for group in right.values()]
     findings = _over_joint_axes(_rebalance(findings, tolerance), tolerance)
     return CollectiveComparison(tuple(sorted(findings, key=lambda f: (VERDICTS.index(f.verdict), -f.difference_bytes, f.source))))
-
-
-def wire_bytes(kind: str, n_bytes: float, group_size: int) -> float:
-    """Bytes that one device sends in one run, by the ring algorithm; `n_bytes` is the larger of operand and result on one device."""
-    share = (group_size - 1) / group_size
-    if kind == "all-reduce":
-        return 2 * share * n_bytes
-    return n_bytes if kind == "collective-permute" else share * n_bytes
 
 
 def _sent(found: Iterable[ExpectedCollective | EmittedTensor]) -> float:

@@ -31,7 +31,7 @@ from shardplan.strategies.rules import rule_for
 from shardplan.xla.compiler.compile import lower_for
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import collectives
-from shardplan.xla.report.compare import wire_bytes
+from shardplan.mesh.collective import wire_bytes
 from shardplan.xla_model.combining import byte_factors
 
 AXIS, REST = "x", "rest"
