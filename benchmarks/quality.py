@@ -35,10 +35,10 @@ import measurements  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
+from shardplan.mesh.collective import wire_bytes  # noqa: E402
 from shardplan.xla.compiler.compile import compile, lower_for  # noqa: E402
 from shardplan.xla.compiler.options import as_known  # noqa: E402
 from shardplan.xla.hlo.schedule import seconds  # noqa: E402
-from shardplan.mesh.collective import wire_bytes  # noqa: E402
 
 OURS = "shardplan"
 TARGETS = {"h100:8": (2, 4), "h100:2x8": (2, 8), "h100:8x8": (8, 8)}

@@ -381,7 +381,7 @@ class ForeignMeshError(ShardingError):
 
     def __init__(self):
         super().__init__(
-            "a planned step is called on arrays of another mesh, as inside jax.pmap or jax.shard_map, where devices are given already.\n"
+            "a planned step is called on arrays of another mesh, as inside jax.pmap or jax.shard_map, where devices are given.\n"
             "  ways out: call it outside of them, or put the function as it was written there, without shardplan.auto"
         )
 

@@ -95,11 +95,12 @@ class PlannedStep:
             return
         leaf, x = moved[0]
         was = "on one device" if x.sharding.num_devices == 1 else getattr(x.sharding, "spec", x.sharding)
+        size = format_memory(sum(x.nbytes for _, x in moved))
         warn(
-            f"the call moved {len(moved)} of {len(leaves)} arrays, {format_memory(sum(x.nbytes for _, x in moved))} in all, which are not "
-            f"where its plan wants them: {leaf.path} was {was}, planned is {leaf.layout}.\n"
-            "  ways out: state from step.init after step.plan; for a second function of one state (another batch shape, an evaluation), "
-            "auto(mesh, in_shardings=(plan.in_shardings[0][0], None))"
+            f"the call moved {len(moved)} of {len(leaves)} arrays, {size} in all, which are not where its plan wants them: "
+            f"{leaf.path} was {was}, planned is {leaf.layout}.\n"
+            "  ways out: state from step.init after step.plan; for a second function of one state (another batch shape, an "
+            "evaluation), auto(mesh, in_shardings=(plan.in_shardings[0][0], None))"
         )
 
     def argument_leaves(self, tree) -> list[list[Leaf]]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shardplan.plan import Plan
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^(?:<!-- )?```(?P<kind>python|sh)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
@@ -38,12 +40,12 @@ assert not runner.failures
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_snippets_run(page, tmp_path):
-    """Python blocks are one program per page; a block that begins with `# name.py` is that file; commands run between them."""
+    """Python blocks are one session per page; a block that begins with `# name.py` is that file, too; commands run between them."""
     program = ""
     for kind, text, line in blocks(page):
         if named := re.match(r"# (\w+\.py)\n", text):
             (tmp_path / named[1]).write_text(text)
-        elif kind == "python":
+        if kind == "python":
             text = DOCTEST.format(text=text) if text.startswith(">>>") else text
             program += "\n" * max(0, line - 1 - program.count("\n")) + text
         else:
@@ -60,6 +62,18 @@ def test_snippets_run(page, tmp_path):
     if program:
         (tmp_path / "page.py").write_text(program)
         run([sys.executable, "page.py"], tmp_path)
+
+
+def test_the_first_program_is_an_example_that_runs():
+    assert f"```python\n{(ROOT / 'examples' / 'job.py').read_text()}```" in (ROOT / "README.md").read_text()
+
+
+def test_the_command_line_takes_the_decorated_step_and_the_first_program_is_sharded_on_gpus(tmp_path):
+    words = f"-m shardplan plan {ROOT / 'examples' / 'job.py'}:example --mesh data=8,model=8 --cluster h100 -o wide.json"
+    run([sys.executable, *words.split()], tmp_path)
+    plan = Plan.load(tmp_path / "wide.json")
+    assert all(x.layout.shards(plan.mesh) == 64 for x in plan.inputs if x.kind == "parameters")
+    assert plan.donated == ("state",)  # as the decorated step says
 
 
 def test_recipes_are_short_and_apply():

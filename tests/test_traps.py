@@ -85,8 +85,8 @@ def test_the_command_line_refuses_it_too(capsys):
 def test_an_abstract_mesh_without_a_cluster_is_said_to_be_priced_as_this_machine(capsys):
     (text,) = warned(lambda: shardplan.auto(AbstractMesh((512,), ("data",)))(step).plan(W, W))
     assert re.match(
-        r"an AbstractMesh does not say what its devices are: without cluster= they are priced as 512 emulated devices of this machine's "
-        r"CPU, [\d.]+ [MG]iB each\.\n  way out: cluster=, the name of a preset \(a100, .*h100, h200\) or a cluster file",
+        r"an AbstractMesh does not say what its devices are: without cluster= they are priced as 512 emulated devices of this "
+        r"machine's CPU, [\d.]+ [MG]iB each\.\n  way out: cluster=, the name of a preset \(a100, .*h100, h200\) or a cluster file",
         text,
     )
     for cluster in ("cpu", "h100"):
@@ -156,3 +156,21 @@ def test_the_repr_of_a_plan_is_one_line(mesh):
     assert re.fullmatch(
         r"<Plan for data=2, model=4: [\d.]+ µs a step, [\d.]+ KiB per device, (optimal|feasible), priced as h100>", text
     )
+
+
+def test_a_decorated_step_is_planned_for_another_mesh_with_its_own_options(mesh):
+    train = shardplan.auto(mesh, donate_argnums=0, pins={"w": P("data", None)})(step)
+    wide = shardplan.auto(AbstractMesh((4, 8), ("data", "model")), cluster="h100")(train)
+    plan = wide.plan(W, W)
+    assert (str(plan.mesh), plan.cluster, plan.donated) == ("data=4, model=8", "h100", ("w",))
+    assert plan.inputs[0].layout.spec() == ("data", None)
+    free = shardplan.auto(mesh, pins={"w": P(None, "model")}, cluster="h100")(wide)
+    assert free.plan(W, W).inputs[0].layout.spec() == (None, "model")
+
+
+def test_a_saved_plan_stays_with_its_mesh(mesh):
+    saved = shardplan.auto(mesh, cluster="h100")(step).plan(W, W)
+    train = shardplan.auto(mesh, plan=saved)(step)
+    assert train.with_options(memory="1GB").options.plan is saved
+    wide = shardplan.auto(AbstractMesh((4, 8), ("data", "model")), cluster="h100")(train)
+    assert wide.options.plan is None and wide.plan(W, W).mesh.n_devices == 32

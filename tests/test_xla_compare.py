@@ -4,10 +4,10 @@ import gzip
 import pathlib
 from dataclasses import replace
 
+from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import ExpectedCollective, collectives, compare
 from shardplan.xla.hlo.text import HloArray
-from shardplan.mesh.collective import wire_bytes
 
 MESH = MeshShape(("data", "model"), (4, 2))
 TEXT = gzip.decompress((pathlib.Path(__file__).parent / "data" / "hlo" / "fsdp_gpu_0.12.hlo.gz").read_bytes()).decode()

@@ -1,7 +1,7 @@
 """Progress of planning, shown from its third second on: how long it has lasted, and how many answers were found.
 
 A terminal shows a live line (if rich is installed), a notebook a line that stays with the last word; elsewhere the logger "shardplan"
-gets a message (level INFO) every ten seconds. How far a plan is from the optimum is known only when all is done, so nothing is said of it.
+gets a message (level INFO) every ten seconds. The distance from the optimum is known when all is done.
 """
 
 from __future__ import annotations

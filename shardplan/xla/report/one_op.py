@@ -23,6 +23,7 @@ from shardplan import _jax
 from shardplan.costs.halo_exchange import exchanges
 from shardplan.emit.shard_local import forms
 from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder
 from shardplan.strategies.enumerate import PARTIAL, OpStrategies, enumerate_strategies
@@ -31,7 +32,6 @@ from shardplan.strategies.rules import rule_for
 from shardplan.xla.compiler.compile import lower_for
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import collectives
-from shardplan.mesh.collective import wire_bytes
 from shardplan.xla_model.combining import byte_factors
 
 AXIS, REST = "x", "rest"
