@@ -161,5 +161,53 @@ def test_an_input_of_another_shape_is_said_to_differ(tmp_path):
         shardplan.auto(ABSTRACT, cluster="h100", plan=tmp_path / "plan.json")(step).plan(example()[1][0], more)
 
 
+# ---- differences
+
+
+TEXT = """def step(params, batch):
+    up, down = params['up'], params['down']
+    hidden = jnp.maximum(batch['x'] @ up, 0.0)
+    return jnp.mean((hidden @ down) ** 2)
+"""
+
+
+def planned_text(text, folder, name="model.py", **options):
+    names: dict = {"jnp": jnp}
+    path = folder / name
+    path.write_text(text)
+    exec(compile(text, str(path), "exec"), names)
+    params, x = {"up": jax.ShapeDtypeStruct((256, 512), "float32"), "down": jax.ShapeDtypeStruct((512, 256), "float32")}, batch()
+    return shardplan.auto(ABSTRACT, cluster="h100", **options)(names["step"]).plan(params, x)
+
+
+def differ(a, b, folder, capsys) -> tuple[int, str]:
+    a.save(folder / "a.json")
+    b.save(folder / "b.json")
+    return main(["diff", str(folder / "a.json"), str(folder / "b.json")]), capsys.readouterr().out
+
+
+def test_a_comment_is_no_difference(tmp_path, capsys):
+    commented = TEXT.replace("    hidden", "    # the middle\n    hidden")
+    status, text = differ(planned_text(TEXT, tmp_path), planned_text(commented, tmp_path), tmp_path, capsys)
+    assert status == 0 and "the plans shard everything the same way" in text and "different programs" not in text
+
+
+def test_an_added_line_is_the_only_difference_of_programs(tmp_path, capsys):
+    more = TEXT.replace("    return", "    hidden = jnp.sin(hidden)\n    return")
+    pins = {"params/up": jax.P(None, "model"), "params/down": jax.P("model"), "batch/x": jax.P("data")}
+    a, b = (planned_text(t, tmp_path, pins=pins) for t in (TEXT, more))
+    assert {key[2] for key, *_ in a.diff(b).decisions} <= {
+        "sin",
+        "max",
+        "integer_pow",
+        "pow",
+        "div",
+        "mul",
+    }  # no product, no collective
+    status, text = differ(a, b, tmp_path, capsys)
+    assert status == bool(a.diff(b))
+    assert "program   the plans are for different programs\n          model.py:4 in step is new: hidden = jnp.sin(hidden)\n" in text
+
+
 if __name__ == "__main__":
     shardplan.auto(ABSTRACT, cluster="h100")(step).plan(*example()[1]).save(DATA / "travel.json")

@@ -28,6 +28,7 @@ from shardplan.files import write_atomically
 from shardplan.mesh.layout import Layout
 from shardplan.plan import io
 from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlanRecord
+from shardplan.plan.program import placed
 
 
 class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT):
@@ -220,13 +221,18 @@ class PlanDiff:
 
     @cached_property
     def decisions(self) -> tuple[tuple[tuple, PlanDecision | None, PlanDecision | None], ...]:
-        """(key, decision in a, decision in b) of ops that differ in strategy or layouts."""
+        """(key, decision in a, decision in b) of ops that differ in strategy or layouts.
+
+        Ops of one program are compared by number; those of two programs by function, code of the line, primitive, phase and occurrence.
+        """
 
         def choice(d: PlanDecision | None):
             return d and (d.strategy, d.operand_layouts, d.result_layouts)
 
-        a, b = ({d.key: d for d in p.decisions} for p in (self.a, self.b))
-        return tuple((k, a.get(k), b.get(k)) for k in dict.fromkeys([*a, *b]) if choice(a.get(k)) != choice(b.get(k)))
+        by_number = self.a.fingerprint == self.b.fingerprint
+        a, b = ({d.op if by_number else key: d for key, d in placed(p.decisions, p.lines)} for p in (self.a, self.b))
+        pairs = ((a.get(k), b.get(k)) for k in dict.fromkeys([*a, *b]))
+        return tuple(((y or x).key, x, y) for x, y in pairs if choice(x) != choice(y))  # pyright: ignore[reportOptionalMemberAccess]
 
     def __bool__(self) -> bool:
         return bool(self.a.mesh != self.b.mesh or self.leaves or self.decisions)

@@ -77,11 +77,28 @@ def numbered(graph: Graph, lines: Iterable[SourceLine]) -> dict[tuple, int]:
 
 def differences(plan: PlanRecord, traced: Traced, jax_version: str) -> list[str]:
     """In words, how a step is not the one that a plan was made for: versions of JAX, inputs, source lines; the first few of each."""
-    now = source_lines(traced.graph(), {})
-    found = [f"it was traced by jax {plan.jax}, now by jax {jax_version}"] if plan.jax and plan.jax != jax_version else []
-    found += _listed(_leaf_differences(plan.inputs, traced), "inputs")
-    found += _listed(_line_differences(plan.lines, now), "lines") if any(x.ops for x in plan.lines) else []
+    now = {label: format_array(v.aval) for label, v in zip(traced.in_labels, traced.jaxpr.jaxpr.invars, strict=True)}
+    return _differences(plan, jax_version, now, source_lines(traced.graph(), {}))
+
+
+def differences_of_plans(a: PlanRecord, b: PlanRecord) -> list[str]:
+    """The same of the programs of two plans."""
+    return _differences(a, b.jax, _types(b.inputs), b.lines)
+
+
+def _differences(plan: PlanRecord, jax_version: str, inputs: Mapping[str, str], lines: Sequence[SourceLine]) -> list[str]:
+    known = all(any(x.ops for x in some) for some in (plan.lines, lines))
+    other_jax = plan.jax and jax_version and plan.jax != jax_version
+    found = [
+        *([f"it was traced by jax {plan.jax}, now by jax {jax_version}"] if other_jax else []),
+        *_listed(_input_differences(_types(plan.inputs), inputs), "inputs"),
+        *_listed(_line_differences(plan.lines, lines) if known else [], "lines"),
+    ]
     return found or ["the same ops have other shapes, parameters or operands"]
+
+
+def _types(leaves: Iterable[Leaf]) -> dict[str, str]:
+    return {x.path: format_array(x) for x in leaves}
 
 
 def _listed(texts: Sequence[str], what: str) -> list[str]:
@@ -89,9 +106,7 @@ def _listed(texts: Sequence[str], what: str) -> list[str]:
     return [*texts[:MAX_LISTED], *([f"... and {left} more {what}"] if left > 0 else [])]
 
 
-def _leaf_differences(leaves: Sequence[Leaf], traced: Traced) -> list[str]:
-    then = {x.path: f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves}
-    now = {label: format_array(v.aval) for label, v in zip(traced.in_labels, traced.jaxpr.jaxpr.invars, strict=True)}
+def _input_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     changed = [f"input {path} is {now[path]}, was {text}" for path, text in then.items() if path in now and now[path] != text]
     new = [f"input {path} {text} is new" for path, text in now.items() if path not in then]
     return [*changed, *new, *(f"input {path} {text} is no longer there" for path, text in then.items() if path not in now)]

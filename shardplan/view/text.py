@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from shardplan.ir.traits import traits_of
 from shardplan.plan import Plan, PlanComparison, PlanDiff
 from shardplan.plan.data import MemoryReport, PlanDecision
+from shardplan.plan.program import differences_of_plans
 from shardplan.units import clean, fit, fit_middle, format_bytes, format_count, format_memory, format_percent, format_seconds, table
 from shardplan.view import rows
 
@@ -223,6 +224,7 @@ def diff_text(diff: PlanDiff) -> str:
     out = [fit(clean(f"{name:<8}  {x} -> {y}"), WIDTH) for name, x, y in names if x != y]
     if a.fingerprint != b.fingerprint:
         out.append("program   the plans are for different programs")
+        out += [fit(clean(f"          {text}"), WIDTH) for text in differences_of_plans(a, b)]
     for name, x, y, text in (
         ("step", a.seconds["total"], b.seconds["total"], format_seconds),
         ("compute", a.seconds["compute"], b.seconds["compute"], format_seconds),
