@@ -18,7 +18,7 @@ from shardplan.ilp.solver.problem import Solution
 from shardplan.propagation.axis_by_axis import axis_by_axis
 from shardplan.propagation.search import Propagation, warm_start
 from shardplan.search.min_memory import min_peak_memory
-from shardplan.search.objective import Candidates
+from shardplan.search.objective import Candidates, Judged
 from shardplan.search.overlap_price import cheapest_price
 from shardplan.search.protocol import Search, time_left
 from shardplan.search.slope_scaling import Coarse, slope_scaling
@@ -26,8 +26,8 @@ from shardplan.search.slope_scaling import Coarse, slope_scaling
 UNTIED_WORK, UNTIED_OPS = 3.0, 10_000
 """Work limit (about seconds) of planning repeated layers untied; above so many ops only if the memory limit makes ties costly."""
 
-IMPROVEMENTS = 3
-"""Most rounds of prices from the best plan's schedule."""
+PATIENCE = 3
+"""The prices of so many schedules in a row may bring no better plan before they are given up; of many ops one."""
 
 UNTIED_GAIN = 1e-3  # an untied plan without a proof must be this much cheaper: layers that agree are simpler
 
@@ -92,12 +92,17 @@ class IntegerProgram(Search):
         return found
 
     def _improve(self, found: Candidates, deadline: Deadline) -> None:
-        """Plans at the prices of the best plan's own schedule, as long as each is better than the one before."""
-        for _ in range(IMPROVEMENTS if self.task.overlaps else 0):
-            if (best := found.best) is None or deadline.over():
+        """Plans at the prices of a plan's own schedule: of the best first, then of the next, until that brings no better one."""
+        seen: list[Judged] = []
+        patience = PATIENCE if len(self.task.space.graph.ops) <= UNTIED_OPS else 1
+        vain = patience if not self.task.overlaps else 0
+        while vain < patience and not deadline.over():
+            best, start = found.best, min((x for x in found.judged.values() if x not in seen), key=lambda x: x.rank, default=None)
+            if start is None or start.excess_bytes:
                 break
-            pricing = Pricing(combined=best.network.pricing.combined, windows=schedule_windows(best.program))
-            hint = best.states if best.network.space is self.task.space else ()
+            seen.append(start)
+            pricing = Pricing(combined=start.network.pricing.combined, windows=schedule_windows(start.program))
+            hint = start.states if start.network.space is self.task.space else ()
 
             def at(price: float, pricing=pricing, hint=hint) -> Candidate:
                 network = self.task.network(replace(pricing, background_price=price), found.limit)
@@ -106,8 +111,7 @@ class IntegerProgram(Search):
             plan = cheapest_price(at, self.task.exposed_fraction, deadline)
             if plan.solution.states:
                 found.add(plan)
-            if found.best is best:
-                break
+            vain = vain + 1 if found.best is best else 0
 
     def _on_all_axes(self, plan: Candidate, limit: float | None) -> Candidate:
         """A plan of a space with fewer strategies, in the space of all, if that allows it."""
