@@ -1,6 +1,6 @@
 """How long planning takes, stage by stage, and what a planned step costs at dispatch.
 
-    python benchmarks/planning.py [--only gpt2,dispatch] [--cluster h100] [--json rows.json]
+    python benchmarks/planning.py [--only gpt2,dispatch] [--cluster h100] [--search propagation] [--json rows.json]
 
 Every case is planned in a process of its own, without devices, so that its peak memory is its own. `trace` is JAX's tracing, which
 jit pays too. `plan` is the call `step.plan(...)` with a cached trace; `cpu` its processor seconds over all threads, which vary less on
@@ -55,7 +55,7 @@ CASES = (
 )
 
 
-def planning(case: Case, cluster: str) -> dict:
+def planning(case: Case, cluster: str, search: str) -> dict:
     """Plans one case in this process."""
     import jax
     import zoo
@@ -70,9 +70,9 @@ def planning(case: Case, cluster: str) -> dict:
     with jax.sharding.use_abstract_mesh(mesh):
         closed = jax.jit(step).trace(state, batch).jaxpr
     traced, cpu = time.perf_counter(), time.process_time()
-    plan = shardplan.auto(mesh, cluster=cluster, donate_argnums=0)(step).plan(state, batch)  # jax has the trace already
+    plan = shardplan.auto(mesh, cluster=cluster, search=search, donate_argnums=0)(step).plan(state, batch)  # jax has the trace already
     trace_s, plan_s, cpu_s = traced - start, time.perf_counter() - traced, time.process_time() - cpu
-    stages = {stage: plan.planning_seconds[stage] for stage in STAGES}
+    stages = {stage: plan.planning_seconds.get(stage, 0.0) for stage in STAGES}
     graph = plan.context.planned.graph
     problem = plan.context.planned.network.problem
     return {
@@ -191,13 +191,14 @@ def main(argv: list[str]) -> int:
     names = [*(case.name for case in CASES), "dispatch"]
     parser.add_argument("--only", help=f"names, separated by commas: {', '.join(names)}")
     parser.add_argument("--cluster", default="h100", help="a preset or a cluster file")
+    parser.add_argument("--search", default="ilp", help="as in auto(search=...)")
     parser.add_argument("--json", type=Path, help="also write the rows there")
     parser.add_argument("--docs", action="store_true", help="put the table into docs/measurements.md")
     options = parser.parse_args(argv)
     wanted = options.only.split(",") if options.only else names
     if unknown := [name for name in wanted if name not in names]:
         parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(names)}")
-    works = {case.name: partial(planning, case, options.cluster) for case in CASES} | {"dispatch": dispatch}
+    works = {case.name: partial(planning, case, options.cluster, options.search) for case in CASES} | {"dispatch": dispatch}
     if wanted != ["dispatch"]:
         stages = "".join(f"{stage:>8.8}" for stage in ("graph", "strateg.", "network", "propag.", "solve", "decide", "rest"))
         size = f"{'mesh':>6}{'eqns':>8}{'ops':>8}{'classes':>8}  {'status':<9}{'gap':>7}"

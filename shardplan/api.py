@@ -68,8 +68,8 @@ def auto(
         pins: PartitionSpecs by path pattern of the inputs, e.g. {"params/**/kernel": P(None, "model")}.
         memory: bytes per device, a number or "80GB"; None or "adaptive": what the device has; inf or "disable": no limit. "slight",
             "moderate" and "heavy" save memory: 25, 50, 75 % of the way from the fastest plan's peak to the least possible peak.
-        search: "ilp" (integer program; judges the plans of the others, too, and bounds all plans), "propagation" (quickest) or
-            "recursive" (one mesh axis after the other).
+        search: "ilp" (integer program; judges the plans of the others, too, and bounds all plans), "propagation" (each op follows its
+            neighbours, from the pins on; no solver, no useful bound) or "recursive" (one mesh axis after the other).
         time_limit: seconds for the search; then the best plan so far, or the one of least memory. None stops by counted work.
         cluster: prices: a preset's name, a file made by `calibrate`, or a `Cluster`; None is that of `plan`, or the machine at hand.
         compute_scale: factor on compute seconds; more weighs communication less.

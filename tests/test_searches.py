@@ -62,3 +62,10 @@ def test_every_search_ends_in_a_plan_no_worse_than_plain_propagation(name):
     plan = planned(name)
     network = plan.context.planned.network
     assert network.problem.objective(plan.context.planned.solution.states) <= propagate(network.problem).objective
+
+
+def test_propagation_makes_one_plan_without_a_solver_or_another_search(monkeypatch):
+    for name in ("shardplan.propagation.search.solve", "shardplan.pipeline.lower_bound", "shardplan.ilp.integer_program.solve"):
+        monkeypatch.setattr(name, lambda *a, name=name, **k: pytest.fail(f"{name} was called"))
+    plan = planned("propagation")
+    assert plan.search == "propagation" and not {"solve", "other searches"} & plan.planning_seconds.keys()

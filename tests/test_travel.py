@@ -87,12 +87,12 @@ def runs_as_plain(plan, fun=step) -> None:
 
 
 def test_the_fingerprint_is_the_same_on_every_mesh():
-    assert len({traced(step, mesh).fingerprint() for mesh in meshes()}) == 1
+    assert len({traced(step, mesh).identity().fingerprint for mesh in meshes()}) == 1
 
 
 def test_a_number_in_the_program_is_no_other_program():
     slower = traced(lambda params, batch: step(params, batch, 0.01), ABSTRACT)
-    assert slower.fingerprint() == traced(step, ABSTRACT).fingerprint()
+    assert slower.identity().fingerprint == traced(step, ABSTRACT).identity().fingerprint
 
 
 def test_a_plan_made_without_devices_is_taken_over_on_devices(tmp_path, forbid_solving):

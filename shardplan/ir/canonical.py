@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,24 +28,29 @@ IGNORED = frozenset(
 EMPTY = "None", "False", "()", "{}", "''"
 
 
-def digest(lines: Iterable[str]) -> str:
-    """64 hexadecimal digits that stand for these lines."""
+class Identity(NamedTuple):
+    """Digests of a program: of all of it, and of the part that is the same in every version of JAX."""
+
+    fingerprint: str
+    products: str
+
+
+def identity(graph: Graph, labels: str) -> Identity:
+    """What stands for a program with these names of inputs and outputs.
+
+    All of it is a line per op, a line per loop, and the pairs of ops whose layouts must agree. The part of `products` is its
+    products, lookups and loops, whatever their order and operands.
+    """
+    texts = [op_text(op) for op in graph.ops]
+    wired = (f"{','.join('_' if v is None else str(v) for v in op.inputs)}: {text}" for op, text in zip(graph.ops, texts, strict=True))
+    loops = [f"loop {x.start}:{x.stop} {x.trips:g}" for x in graph.loops]
+    products = sorted(text for op, text in zip(graph.ops, texts, strict=True) if _is_product(op))
+    trips = sorted(f"loop {x.trips:g}" for x in graph.loops)
+    return Identity(_digest([*wired, *loops, f"same layout {graph.same_layout}", labels]), _digest([*products, *trips, labels]))
+
+
+def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def program_text(graph: Graph) -> Iterator[str]:
-    """The whole program: a line per op, a line per loop, and the pairs of ops whose layouts must agree."""
-    for op in graph.ops:
-        yield f"{','.join('_' if v is None else str(v) for v in op.inputs)}: {op_text(op)}"
-    yield from (f"loop {x.start}:{x.stop} {x.trips:g}" for x in graph.loops)
-    yield f"same layout {graph.same_layout}"
-
-
-def products_text(graph: Graph) -> Iterator[str]:
-    """The part of a program that is the same in every version of JAX: products, lookups, loops, whatever their order and operands."""
-    some = (op for op in graph.ops if _is_product(op))
-    yield from sorted(op_text(op) for op in some)
-    yield from sorted(f"loop {x.trips:g}" for x in graph.loops)
 
 
 def _is_product(op: Op) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardplan import _jax
-from shardplan.ir.canonical import digest, products_text, program_text
+from shardplan.ir.canonical import Identity, identity
 from shardplan.ir.graph import Graph, Loop, Op, Path, Phase, Source, Value
 
 MAX_TRIPS = 1e9
@@ -26,13 +26,9 @@ class Traced:
     tied: tuple[tuple[int, int], ...]  # (input, output) numbers of state: the output keeps the input's layout
     donated: tuple[int, ...]  # numbers of donated inputs
 
-    def fingerprint(self) -> str:
+    def identity(self) -> Identity:
         """The same for the same program with the same shapes, on every mesh, in every process; see `ir/canonical.py`."""
-        return digest([*program_text(self.graph()), repr((self.in_labels, self.out_labels, self.tied))])
-
-    def products(self) -> str:
-        """The same, too, for that program as another version of JAX traces it."""
-        return digest([*products_text(self.graph()), repr((self.in_labels, self.out_labels, self.tied))])
+        return identity(self.graph(), repr((self.in_labels, self.out_labels, self.tied)))
 
     def donated_names(self) -> tuple[str, ...]:
         """Donated arguments by name; by leaf where only some leaves of an argument are donated."""

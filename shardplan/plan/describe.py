@@ -43,6 +43,7 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
     kinds = categories(graph)
     line = planned.timeline
     status = planned.solution.status
+    program = planned.traced.identity()
     assert status != "infeasible"
     return Plan(
         mesh=space.mesh,
@@ -62,8 +63,8 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
         symmetric_layers=planned.solution.tied,
         memory_report=_memory(planned, XlaOptions.of(flags)),
         search=planned.options.search,
-        fingerprint=planned.traced.fingerprint(),
-        products=planned.traced.products(),
+        fingerprint=program.fingerprint,
+        products=program.products,
         jax=jax.__version__,
         donated=planned.traced.donated_names(),
         compiler_options=flags,

@@ -32,10 +32,10 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
         raise PlanFileError(
             f"the plan is for mesh {plan.mesh}, the step runs on mesh {mesh}.\n  ways out: that mesh, or plan anew without plan="
         )
-    graph = traced.graph()
-    if plan.fingerprint == traced.fingerprint():
+    graph, program = traced.graph(), traced.identity()
+    if plan.fingerprint == program.fingerprint:
         numbers, lost = {d.op: d.op for d in plan.decisions}, []
-    elif _same_inputs(plan, traced) and plan.products == traced.products() and plan.jax != jax.__version__:
+    elif _same_inputs(plan, traced) and plan.products == program.products and plan.jax != jax.__version__:
         numbers, lost = _matched(plan, graph)
     elif _same_inputs(plan, traced) and not plan.products and _fits(plan, graph):
         numbers, lost = {d.op: d.op for d in plan.decisions}, []
