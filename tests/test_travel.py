@@ -172,7 +172,7 @@ TEXT = """def step(params, batch):
 
 
 def planned_text(text, folder, name="model.py", **options):
-    names: dict = {"jnp": jnp}
+    names: dict = {"jnp": jnp, "lax": jax.lax}
     path = folder / name
     path.write_text(text)
     exec(compile(text, str(path), "exec"), names)
@@ -193,7 +193,7 @@ def test_a_comment_is_no_difference(tmp_path, capsys):
 
 
 def test_an_added_line_is_the_only_difference_of_programs(tmp_path, capsys):
-    more = TEXT.replace("    return", "    hidden = jnp.sin(hidden)\n    return")
+    more = TEXT.replace("    return", "    hidden = lax.sin(hidden)\n    return")
     pins = {"params/up": jax.P(None, "model"), "params/down": jax.P("model"), "batch/x": jax.P("data")}
     a, b = (planned_text(t, tmp_path, pins=pins) for t in (TEXT, more))
     assert {key[2] for key, *_ in a.diff(b).decisions} <= {
@@ -206,7 +206,7 @@ def test_an_added_line_is_the_only_difference_of_programs(tmp_path, capsys):
     }  # no product, no collective
     status, text = differ(a, b, tmp_path, capsys)
     assert status == bool(a.diff(b))
-    assert "program   the plans are for different programs\n          model.py:4 in step is new: hidden = jnp.sin(hidden)\n" in text
+    assert "program   the plans are for different programs\n          model.py:4 in step is new: hidden = lax.sin(hidden)\n" in text
 
 
 if __name__ == "__main__":
