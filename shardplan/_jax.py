@@ -168,12 +168,13 @@ def source(eqn) -> tuple[str, int, str]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _source(traceback) -> tuple[str, int, str]:
-    first = None
-    for frame in source_info_util.user_frames(traceback):
-        first = first or frame
-        if not is_library(frame.file_name):
-            return frame.file_name, frame.start_line, frame.function_name
-    return (first.file_name, first.start_line, first.function_name) if first else ("", 0, "")
+    innermost = next(call_stack(traceback), ("", 0, ""))
+    return next((frame for frame in call_stack(traceback) if not is_library(frame[0])), innermost)
+
+
+def call_stack(traceback) -> Iterator[tuple[str, int, str]]:
+    """(file, line, function) of the frames outside jax, innermost first."""
+    return ((x.file_name, x.start_line, x.function_name) for x in source_info_util.user_frames(traceback))
 
 
 BACKWARD, DIFFERENTIATED, REMATERIALISED = "transpose(", "jvp(", "rematted_computation"

@@ -52,7 +52,8 @@ class Stopwatch:
 class PlanningTask:
     """A step, before copies are put in, on a mesh, with options: what every search starts from.
 
-    With `merged`, mesh axes of a group are on the same factor, and `finer` is the task without.
+    With `merged`, mesh axes of a group are on the same factor, and `finer` is the task without. `known_space` is the one that an
+    earlier task of the step made.
     `constraint_states` is a cache of `propagation.search`: (limit, background price) -> states; `optima` one of `ilp`: of the networks
     that were solved to optimality, (pricing, limit) -> solution.
     """
@@ -65,6 +66,7 @@ class PlanningTask:
     optima: dict[tuple[Pricing, float | None], Solution] = field(default_factory=dict)
     merged: tuple[tuple[str, ...], ...] = ()
     finer: PlanningTask | None = None
+    known_space: StrategySpace | None = None
 
     def coarser(self) -> Iterator[PlanningTask]:
         """The same step on every coarser mesh: neighbouring axes merged into one."""
@@ -88,11 +90,15 @@ class PlanningTask:
     @cached_property
     def facts(self) -> StepFacts:
         """What holds of the step whatever is sharded."""
+        if self.known_space:
+            return self.known_space.facts
         return self.finer.facts if self.finer else StepFacts.of(self.graph, self.resharder.mesh)
 
     @cached_property
     def space(self) -> StrategySpace:
         """The strategies of every op on all mesh axes."""
+        if self.known_space:
+            return self.known_space
         if self.finer:
             return with_merged_axes(self.finer.space, self.merged)
         space = make_strategy_space(self.facts, self.resharder.mesh, self.resharder.cluster)

@@ -37,6 +37,7 @@ class Source:
     file: str = ""
     line: int = 0
     function: str = ""
+    traceback: Any = field(default=None, compare=False, repr=False)  # of JAX, for `_jax.call_stack`
 
     def __str__(self) -> str:
         return f"{self.file.rsplit('/', 1)[-1]}:{self.line}" if self.file else "?"

@@ -106,7 +106,7 @@ def _read(g: _Recorder, jaxpr, values: Sequence[int | None], path: Path) -> list
     def run(n: int, eqn, inputs) -> Sequence[int | None]:
         outer = g.source, g.phase
         if (source := _jax.source(eqn))[0]:
-            g.source = Source(*source)
+            g.source = Source(*source, eqn.source_info.traceback)
         g.phase = _phase(g, eqn, path)
         outputs = _equation(g, eqn, inputs, (*path, n))
         g.source, g.phase = outer

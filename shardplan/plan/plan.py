@@ -27,7 +27,7 @@ from shardplan.errors import ShardingError
 from shardplan.files import write_atomically
 from shardplan.mesh.layout import Layout
 from shardplan.plan import io
-from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlanRecord
+from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlannedReshard, PlanRecord
 from shardplan.plan.program import placed
 
 
@@ -127,6 +127,24 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     def diff(self, other: Plan) -> PlanDiff:
         """What `other` does differently."""
         return PlanDiff(self, other)
+
+    def why(self, what: str | PlannedReshard) -> Any:
+        """Why an array lies as it does: who makes and reads it, the next best choices and what they would cost, which constraint binds.
+
+        Args:
+            what: inputs by a path or pattern as in `pins`, all of one shape; a line "train.py:41", for its most expensive reshard; or a
+                reshard of `decisions`.
+
+        Returns:
+            A `shardplan.plan.why.Why`; `print` it. Seconds and bytes of other choices are those of plans in which nearby ops adapt and
+            the rest stays: `fix` may find faster ones.
+
+        Raises:
+            ShardingError: when this plan was read from a file, or nothing in it is so called.
+        """
+        if self._planned_from("why()", "step.plan(...).why(...)").planned is None:
+            raise ShardingError("why() needs a plan that was solved here; this one was taken over.\n  way out: plan without plan=")
+        return resolve_name("shardplan.plan.why:why")(self, what)
 
     def fix(self, path: str, spec) -> Plan:
         """What if: the best plan in which inputs matching `path` have the PartitionSpec `spec`.

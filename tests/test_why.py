@@ -1,0 +1,146 @@
+"""Why an array lies as it does, and what other choices would cost: `Plan.why`."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from msgspec.structs import replace
+
+import shardplan
+from shardplan.plan.what_if import WhatIf, sent_bytes
+from shardplan.search.objective import NEAR_TIE
+
+MESH = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+WIDTH, ROWS = 4096, 8192
+
+
+def mlp(x, w):
+    return jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+def loss_fn(params, batch):
+    x = batch["x"]
+    for w in params["layers"]:
+        x = x + mlp(x, w)
+    return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
+
+
+def train_step(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], grads)
+    params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moments)
+    return {"params": params, "moments": moments}, loss
+
+
+def shapes(head=4 * WIDTH + 1):
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layer = {"up": array(WIDTH, 4 * WIDTH), "down": array(4 * WIDTH, WIDTH)}
+    params = {"layers": [layer, layer], "head": array(WIDTH, head)}
+    return {"params": params, "moments": params}, {"x": array(ROWS, WIDTH), "y": array(ROWS, head)}
+
+
+def planned(**options):
+    return shardplan.auto(MESH, cluster="h100", donate_argnums=0, **options)(train_step).plan(*shapes())
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planned()
+
+
+def test_the_plan_itself_has_its_own_figures(plan):
+    chosen, of = plan.why("params/layers/1/up").chosen, plan.context.planned
+    assert (chosen.seconds, chosen.peak_bytes) == (plan.seconds["total"], plan.memory().peak)
+    assert chosen.sent_bytes == pytest.approx(plan.comm_bytes, rel=1e-12)
+    again = WhatIf(of).judged(of.solution.states)
+    assert (again.timeline, again.peak_bytes) == (of.timeline, plan.memory().peak)
+
+
+def test_a_choice_is_priced_as_a_plan_that_makes_it(plan):
+    what_if = WhatIf(plan.context.planned)
+    graph, space = what_if.planned.graph, what_if.planned.space
+    at = next(i for i in graph.args if graph.ops[i].label == "state/params/layers/1/up")
+    for choice in plan.why("params/layers/1/up").choices:
+        wanted = {at: np.array([x == choice.layout for x in space.strategies[at].results[0]])}
+        states = what_if.states_with(wanted)
+        assert what_if.planned.network.allows(states)
+        judged = what_if.judged(states)
+        assert space.strategies[at].results[0][judged.network.strategies(states)[at]] == choice.layout
+        assert (judged.timeline.total_s, judged.peak_bytes) == (choice.seconds, choice.peak_bytes)
+        assert sent_bytes(judged.network, states) == choice.sent_bytes
+
+
+def test_planning_again_with_the_layout_takes_at_most_what_was_said(plan):
+    best = plan.why("params/layers/*/up").choices[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", shardplan.ShardingWarning)  # where a faster plan is found on the way
+        fixed = plan.fix("params/layers/*/up", P(*best.layout.spec()))
+    assert {x.layout for x in fixed.inputs if x.path.startswith("state/params/layers") and x.path.endswith("up")} == {best.layout}
+    assert fixed.seconds["total"] <= (1 + NEAR_TIE) * best.seconds
+
+
+def test_it_says_who_makes_and_reads_an_array_and_where(plan):
+    found = plan.why("params/layers/1/up")
+    assert found.maker.what == "input of the step, parameters"
+    reader = next(use for use in found.readers if use.phase == "forward")
+    line = mlp.__code__.co_firstlineno + 1
+    assert reader.what == f"dot_general at test_why.py:{line} in mlp"
+    assert [frame.rsplit(" in ")[1] for frame in reader.stack[:3]] == ["mlp", "loss_fn", "train_step"]
+    text = str(found)
+    assert f"test_why.py:{line} in mlp" in text and "estimated: ops near the array adapt" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_collective_is_asked_for_by_its_line_or_as_a_reshard(plan):
+    decision = max((d for d in plan.decisions if d.reshards), key=lambda d: d.comm_seconds)
+    reshard = max(decision.reshards, key=lambda r: r.seconds)
+    found = plan.why(reshard)
+    assert found.array == reshard.array and found.layout == reshard.before
+    sent = next(use for use in found.readers if use.collectives)
+    assert sent.sent_bytes == pytest.approx(decision.runs * reshard.sent_bytes(plan.mesh))
+    assert all(c.text.startswith(("read as ", "made as ")) for c in found.choices) and found.choices
+    assert "result of" in found.name or "gradient of" in found.name or "state/" in found.name
+    assert plan.why(f"test_why.py:{decision.line}").array
+
+
+def test_gradients_are_called_by_their_parameter():
+    plan = planned(pins={"params/**": P(), "moments/**": P(), "batch/**": P(("data", "model"))})
+    names = {plan.why(r).name for d in plan.decisions if d.phase != "forward" for r in d.reshards}
+    assert {f"gradient of state/params/layers/{n}/{w}" for n in (0, 1) for w in ("up", "down")} <= names
+
+
+def test_constraints_that_bind_are_named(plan):
+    assert any("tie: the output" in text for text in plan.why("params/head").constraints)
+    assert any(text.startswith("divisibility: dim 1 of 16385") for text in plan.why("params/head").constraints)
+    pinned = plan.fix("params/layers/0/up", P(None, "model")).why("params/layers/0/up")
+    assert any(text.startswith("pin: ") and "'model'" in text for text in pinned.constraints)
+    assert not pinned.choices and pinned.impossible
+
+
+def test_memory_that_binds_is_named():
+    free = planned(memory="disable")
+    tight = planned(memory=0.85 * free.memory().peak)
+    text = [t for x in tight.inputs for t in tight.why(x.path).constraints if t.startswith("memory: ")]
+    assert text and " would take " in text[0] and " and needs " in text[0]
+    assert "DOES NOT FIT" in "".join(str(tight.why(x.path)) for x in tight.inputs)
+
+
+def test_questions_that_cannot_be_answered_say_so(plan, tmp_path):
+    with pytest.raises(shardplan.ShardingError, match="no input of the step has this path"):
+        plan.why("params/no/such")
+    with pytest.raises(shardplan.ShardingError, match="of 3 shapes"):
+        plan.why("params/**")
+    with pytest.raises(shardplan.ShardingError, match="reshard of this very plan"):
+        plan.why(replace(next(r for d in plan.decisions for r in d.reshards), array="float32[1,2,3]"))
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(shardplan.ShardingError, match="read from a file"):
+        shardplan.Plan.load(tmp_path / "plan.json").why("params/head")
+
+
+def test_the_answer_is_the_same_each_time(plan):
+    assert str(plan.why("params/layers/1/up")) == str(planned().why("params/layers/1/up"))
