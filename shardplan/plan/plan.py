@@ -30,6 +30,9 @@ from shardplan.plan import io
 from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlannedReshard, PlanRecord
 from shardplan.plan.program import placed
 
+QUICK_BASELINES = 3000
+"""Ops of a step up to which its baselines are planned to print a plan: a second or less."""
+
 
 class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT):
     """How one step is sharded over one mesh; its attributes are those of `PlanRecord`, which its file has too."""
@@ -142,9 +145,39 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         Raises:
             ShardingError: when this plan was read from a file, or nothing in it is so called.
         """
-        if self._planned_from("why()", "step.plan(...).why(...)").planned is None:
-            raise ShardingError("why() needs a plan that was solved here; this one was taken over.\n  way out: plan without plan=")
-        return resolve_name("shardplan.plan.why:why")(self, what)
+        return resolve_name("shardplan.plan.why:why")(self._solved("why()"), what)
+
+    def baselines(self) -> Any:
+        """This plan compared with data parallelism, ZeRO-1, FSDP, tensor parallelism and mixes, found by the step's structure.
+
+        Returns:
+            A `shardplan.plan.baselines.Baselines`; `print` it. The inputs of a baseline are pinned, all else is planned for them,
+            and its seconds are those of the same objective. No rows for a step that keeps no state.
+
+        Raises:
+            ShardingError: when this plan was read from a file, or taken over from one.
+        """
+        return self._solved("baselines()")._baselines
+
+    @cached_property
+    def _baselines(self) -> Any:
+        return resolve_name("shardplan.plan.baselines:baselines")(self)
+
+    @property
+    def saving(self) -> str:
+        """In words, what the plan saves of the fastest baseline's step, as it is printed; "" where there is none, or from a file.
+
+        Of a step of more than 3000 ops it is known once `baselines()` was called.
+        """
+        planned = self.context and self.context.planned
+        if planned is None or (len(planned.graph.ops) > QUICK_BASELINES and "_baselines" not in self.__dict__):
+            return ""
+        return self._baselines.saving_text
+
+    def _solved(self, method: str) -> Plan:
+        if self._planned_from(method, f"step.plan(...).{method}").planned is None:
+            raise ShardingError(f"{method} needs a plan that was solved here; this one was taken over.\n  way out: plan without plan=")
+        return self
 
     def fix(self, path: str, spec) -> Plan:
         """What if: the best plan in which inputs matching `path` have the PartitionSpec `spec`.

@@ -96,6 +96,7 @@ def _summary(plan: Plan) -> dict[str, Any]:
     return {
         "quality": quality(plan),
         "time_parts": time_parts(plan),
+        "saving": plan.saving,
         "step_s": step_s,
         "time_shares": [(kind, x, f"{kind} {format_percent(x)}") for kind, x in shares],
         "collective_runs": sum(d.runs * sum(c.kind != "slice" for r in d.reshards for c in r.collectives) for d in plan.decisions),

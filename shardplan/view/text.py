@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from shardplan.ir.traits import traits_of
 from shardplan.plan import Plan, PlanComparison, PlanDiff
+from shardplan.plan.baselines import Baselines
 from shardplan.plan.data import MemoryReport, PlanDecision
 from shardplan.plan.program import differences_of_plans
 from shardplan.units import clean, fit, fit_middle, format_bytes, format_count, format_memory, format_percent, format_seconds, table
@@ -23,7 +24,7 @@ MAX_CHANGES = 16
 
 
 def summary(plan: Plan) -> str:
-    """Four lines and more: the mesh, how good the plan is, seconds per step, peak memory, and compiler options if there are any."""
+    """Four lines and more: mesh, how good the plan is, seconds per step, peak memory, what it saves, compiler options."""
     devices = f"{plan.mesh.n_devices} device{'s' * (plan.mesh.n_devices != 1)}"
     sent = f"{format_bytes(plan.comm_bytes)} sent per device" if plan.comm_bytes else "nothing is sent"
     memory = plan.memory_report
@@ -34,6 +35,7 @@ def summary(plan: Plan) -> str:
             f"plan    {quality(plan)}",
             f"step    {format_seconds(plan.seconds['total'])} predicted = {time_parts(plan, ' + ')}; {sent}",
             fit(f"memory  {format_memory(memory.peak)}{limit}{rows.peak_place(memory)}", WIDTH),
+            *([fit(clean(f"saves   {saving}"), WIDTH)] if (saving := plan.saving) else []),
             *_compiler_options(plan),
         )
     )
@@ -215,6 +217,22 @@ def comparison_text(comparison: PlanComparison) -> str:
         memory = format_memory(plan.memory_report.peak)
         cells.append([name, format_seconds(step), format_seconds(sending), memory, proof, format_seconds(planning)])
     return "\n".join(table(cells, right=range(1, 6), indent=""))
+
+
+def baselines_text(found: Baselines) -> str:
+    """The plan, then a row per classical layout: seconds, how much slower, peak memory, bytes sent."""
+    if not found.rows:
+        return "no baselines: the step keeps no state"
+    plan_s, memory = found.plan.seconds["total"], found.plan.memory_report
+    cells = [["layout of the inputs", "step", "", "peak", "sent"]]
+    cells.append(["this plan", format_seconds(plan_s), "", format_memory(memory.peak), format_bytes(found.plan.comm_bytes)])
+    for row in found.rows:
+        change = row.seconds / plan_s - 1 if plan_s else 0.0
+        slower = "does not fit" if not row.fits else f"{'+' if change >= 0 else '−'}{format_percent(abs(change))}"
+        cells.append(
+            [clean(row.name), format_seconds(row.seconds), slower, format_memory(row.peak_bytes), format_bytes(row.sent_bytes)]
+        )
+    return "\n".join(table(cells, right=(1, 2, 3, 4), widths={0: 56}, indent=""))
 
 
 def diff_text(diff: PlanDiff) -> str:

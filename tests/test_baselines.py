@@ -1,0 +1,113 @@
+"""A plan beside the classical layouts of its step: `Plan.baselines`."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.search.objective import NEAR_TIE
+
+MESH = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+WIDTH, HEADS, VOCAB, BATCH, LENGTH = 1024, 8, 8192, 16, 256
+
+
+def attend(x, p):
+    q, k, v = (jnp.einsum("btd,dhe->bthe", x, p[n]) for n in "qkv")
+    scores = jax.nn.softmax(jnp.einsum("bthe,bshe->bhts", q, k) / 8)
+    return jnp.einsum("bthe,hed->btd", jnp.einsum("bhts,bshe->bthe", scores, v), p["o"])
+
+
+def loss_fn(p, batch):
+    x = p["t"][batch["in"]]
+    x = x + attend(x, p)
+    x = x + jax.nn.gelu(x @ p["a"]) @ p["b"]
+    logits = x @ p["h"]
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["out"][..., None], -1))
+
+
+def step(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state["p"], batch)
+    m = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], grads)
+    return {"p": jax.tree.map(lambda p, m: p - 0.1 * m, state["p"], m), "m": m}, loss
+
+
+def arguments():
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    heads = array(WIDTH, HEADS, WIDTH // HEADS)
+    p = {"t": array(VOCAB, WIDTH), "a": array(WIDTH, 4 * WIDTH), "b": array(4 * WIDTH, WIDTH), "h": array(WIDTH, VOCAB)}
+    p |= dict.fromkeys("qkv", heads) | {"o": array(HEADS, WIDTH // HEADS, WIDTH)}
+    tokens = array(BATCH, LENGTH, dtype=jnp.int32)
+    return {"p": p, "m": p}, {"in": tokens, "out": tokens}
+
+
+def planned(**options):
+    return shardplan.auto(MESH, cluster="h100", donate_argnums=0, **options)(step).plan(*arguments())
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planned()
+
+
+def row(plan, name):
+    return next(x for x in plan.baselines().rows if x.name == name)
+
+
+def test_tensor_parallelism_is_megatrons_whatever_the_names(plan):
+    found = row(plan, "data over data × tensor over model").layouts
+    assert found["state/p/a"] == (None, "model") and found["state/p/b"] == ("model", None)  # columns, then rows
+    assert found["state/p/q"] == (None, "model", None) and found["state/p/o"] == ("model", None, None)  # heads
+    assert found["state/p/t"] == ("model", None) and found["state/p/h"] == (None, "model")  # vocabulary
+    assert found["state/m/a"] == found["state/p/a"] and found["batch/in"] == ("data", None)
+
+
+def test_the_others_are_what_their_names_say(plan):
+    both = ("data", "model")
+    data, zero, fsdp = (row(plan, name).layouts for name in ("data parallel", "ZeRO-1", "FSDP"))
+    assert {x for path, x in data.items() if path.startswith("state")} == {(None, None), (None, None, None)}
+    assert zero["state/p/a"] == (None, None) and zero["state/m/a"] == (None, both)
+    assert fsdp["state/p/a"] == fsdp["state/m/a"] == (None, both) and fsdp["batch/in"] == (both, None)
+    mixed = row(plan, "FSDP over data × tensor over model").layouts
+    assert mixed["state/p/a"] == ("data", "model") and mixed["state/m/b"] == ("model", "data")
+
+
+@pytest.mark.parametrize("name", ["data parallel", "FSDP over data × tensor over model"])
+def test_a_baseline_is_on_the_plans_objective(plan, name):
+    """Planned by the user with the same pins, the step takes as long, but for what two searches differ in."""
+    found = row(plan, name)
+    pinned = planned(pins={path: jax.sharding.PartitionSpec(*x) for path, x in found.layouts.items()})
+    assert pinned.seconds["total"] == pytest.approx(found.seconds, rel=0.02)
+
+
+def test_the_plan_is_no_slower_and_its_first_lines_say_what_it_saves(plan):
+    found = plan.baselines()
+    assert len(found.rows) == 10 and found.best is found.rows[0] and found.saving >= -NEAR_TIE
+    lines = str(plan).splitlines()
+    assert lines[4] == f"saves   {found.saving_text}" and found.best.name in lines[4]
+    assert f"saves {found.saving_text}" in plan.html().replace("&nbsp;", " ")
+    text = str(found)
+    assert text.splitlines()[1].startswith("this plan ") and text.count("\n") == 11
+    assert str(planned().baselines()) == text
+
+
+def test_what_does_not_fit_says_so(plan):
+    plan = planned(memory=1.01 * plan.memory().peak)
+    found = plan.baselines()
+    assert not row(plan, "data parallel").fits and "does not fit" in str(found)
+    assert [x.fits for x in found.rows] == sorted((x.fits for x in found.rows), reverse=True)
+    assert all(x.peak_bytes > plan.memory().limit for x in found.rows if not x.fits)
+
+
+def test_a_step_without_state_has_no_baselines():
+    plan = shardplan.auto(MESH, cluster="h100")(lambda x: (x @ x).sum()).plan(jax.ShapeDtypeStruct((512, 512), jnp.float32))
+    assert plan.baselines().rows == () and plan.saving == "" and "no baselines" in str(plan.baselines())
+
+
+def test_a_plan_from_a_file_does_not_know_them(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    loaded = shardplan.Plan.load(tmp_path / "plan.json")
+    assert str(loaded) == str(plan).replace(f"\nsaves   {plan.saving}", "") and not loaded.saving
+    with pytest.raises(shardplan.ShardingError, match=r"baselines\(\) needs a plan that remembers its program"):
+        loaded.baselines()
