@@ -30,8 +30,8 @@ from shardplan.plan import io
 from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlannedReshard, PlanRecord
 from shardplan.plan.program import placed
 
-QUICK_BASELINES = 3000
-"""Ops of a step up to which its baselines are planned to print a plan: a second or less."""
+QUICK_BASELINES = 600
+"""Ops of a step up to which its baselines are planned to print a plan: about a second."""
 
 
 class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT):
@@ -167,7 +167,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     def saving(self) -> str:
         """In words, what the plan saves of the fastest baseline's step, as it is printed; "" where there is none, or from a file.
 
-        Of a step of more than 3000 ops it is known once `baselines()` was called.
+        Of a step of more than 600 ops it is known once `baselines()` was called.
         """
         planned = self.context and self.context.planned
         if planned is None or (len(planned.graph.ops) > QUICK_BASELINES and "_baselines" not in self.__dict__):
