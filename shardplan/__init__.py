@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shardplan.strategies.register import register_rule
     from shardplan.xla.report.check import check
 
+__version__ = "0.1.0"
+
 HOME = {
     "Auto": "api",
     "Cluster": "mesh",

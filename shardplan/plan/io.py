@@ -20,6 +20,7 @@ import msgspec
 from shardplan.errors import PlanFileError
 from shardplan.mesh.layout import REDUCTIONS, Layout, MeshShape
 from shardplan.plan.data import VERSION, Leaf, PlanRecord
+from shardplan.plan.travel import contract
 from shardplan.units import fit, format_bytes
 
 FORMAT = "shardplan-plan"
@@ -36,11 +37,19 @@ P = TypeVar("P", bound=PlanRecord)
 
 def dumps(plan: PlanRecord) -> str:
     """The JSON text of a plan."""
-    fields = []
-    for name, value in msgspec.to_builtins(plan).items():
+    fields, found = [], msgspec.to_builtins(plan)
+    start = {name: found.pop(name) for name in ("format", "version")}
+    for name, value in (start | {"contract": contract(plan)} | found).items():
         rows = ",\n".join(f"    {json.dumps(row)}" for row in value) if name in ROWS else ""
         fields.append(f"  {json.dumps(name)}: " + (f"[\n{rows}\n  ]" if rows else json.dumps(value)))
     return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def schema(of: type[PlanRecord]) -> dict[str, Any]:
+    """The JSON schema of files: that of the record, and the contract, which is derived from it."""
+    found = {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(of)}
+    found["$defs"][of.__name__]["properties"]["contract"] = {"type": "object", "description": "mesh, rules by path, versions, options"}
+    return found
 
 
 def read(path: str | os.PathLike[str], of: type[P]) -> P:
@@ -140,7 +149,8 @@ def _current(value: Any) -> dict[str, Any]:
             f"version: {version} is newer than this shardplan reads ({VERSION}).\n  ways out: a newer shardplan, or plan anew"
         )
     value = _from_version_1(value) if version == 1 else value
-    return _from_version_2(value) if value["version"] == 2 else value
+    value = _from_version_2(value) if value["version"] == 2 else value
+    return {name: x for name, x in value.items() if name != "contract"}  # derived from the rest
 
 
 # ---- earlier versions

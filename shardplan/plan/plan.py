@@ -19,14 +19,13 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import jax
-import msgspec
 from msgspec import structs
 
 from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.files import write_atomically
 from shardplan.mesh.layout import Layout
-from shardplan.plan import io
+from shardplan.plan import io, travel
 from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlannedReshard, PlanRecord
 from shardplan.plan.program import placed
 
@@ -232,10 +231,45 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         planned = self.context and self.context.planned
         return dict(planned.seconds) if planned else {}
 
+    # ---- to programs without shardplan
+
+    def to_rules(self, under: str = "") -> tuple[tuple[str, jax.sharding.PartitionSpec], ...]:
+        """Layouts of the inputs as (regular expression, PartitionSpec): the first that `re.search` finds in a path holds.
+
+        The list is as short as was found, and gives every input the plan's layout (`plan/partition_rules.py`).
+
+        Args:
+            under: only inputs below this path, whose paths then begin behind it, e.g. "state/params".
+
+        Raises:
+            ShardingError: no input is there.
+        """
+        found = travel.rules(self, under)
+        return tuple((pattern, jax.sharding.PartitionSpec(*spec)) for pattern, spec in found)
+
+    def to_python(self) -> str:
+        """A Python module with the mesh, the rules and `shardings(argument, tree, mesh)`; it imports jax and nothing of shardplan."""
+        return travel.python_source(self)
+
+    def to_logical_rules(self, axes: Mapping[str, Sequence[str | None]]) -> tuple[travel.LogicalRule, ...]:
+        """Logical axis rules, as `flax.linen.logical_to_mesh_sharding` and `nnx` metadata take them.
+
+        Args:
+            axes: names of the dims by path pattern as in `pins`, such as {"**/up": ("embed", "mlp")}; others are left out.
+
+        Raises:
+            ShardingError: one name cannot say what the plan does with two arrays, or names do not fit an array.
+        """
+        return travel.logical_rules(self, axes)
+
+    def to_maxtext(self, axes: Mapping[str, Sequence[str | None]]) -> str:
+        """`to_logical_rules` as MaxText's YAML, for a mesh whose axes are named as MaxText's (data, fsdp, tensor, ...)."""
+        return travel.maxtext(self, axes)
+
     # ---- files
 
     def dumps(self) -> str:
-        """The JSON text: one line per input, output, source line and decision, so that files diff well."""
+        """The JSON text: a contract, to use the layouts without shardplan, then a line per input, output, source line and decision."""
         return io.dumps(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -254,7 +288,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     @staticmethod
     def schema() -> dict[str, Any]:
         """The JSON schema (draft 2020-12) of plan files. A reader also checks layouts against the mesh and the shapes."""
-        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(Plan)}
+        return io.schema(Plan)
 
 
 @dataclass(frozen=True)
