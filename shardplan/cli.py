@@ -1,8 +1,9 @@
-"""The command line: plan a step without devices, show and compare plan files.
+"""The command line: plan a step without devices, show and compare plan files, check them against XLA.
 
     shardplan plan train.py:example --mesh data=2,model=4 --cluster h100 -o plan.json --html plan.html
     shardplan show plan.json
     shardplan diff plan.json other.json
+    shardplan check plan.json train.py:example --target h100:8 --tolerance 0.1 --markdown
 
 What `plan` and `check` are given is a function without parameters that returns the step and what it is called with, arrays or
 `jax.ShapeDtypeStruct`s: `return train_step, (state, batch)` or `return train_step, state, batch`.
@@ -23,23 +24,41 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 from jax.sharding import PartitionSpec
 
+from shardplan import __version__
 from shardplan.api import Auto, auto
 from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
 from shardplan.files import write_atomically
 from shardplan.plan import Plan
+from shardplan.plan.program import differences_of_plans
 from shardplan.searches import SEARCHES
-from shardplan.units import parse_bytes
+from shardplan.units import format_seconds, parse_bytes
+from shardplan.view.values import diff_values, fact_values, plan_values, report_markdown, report_values, rule_values, to_json
+from shardplan.xla.report.check import PlanReport
 from shardplan.xla_model.facts import facts, facts_text
 
 SAME, DIFFERENT, ERROR = 0, 1, 2
 NOT_OF_USER = (f"{Path(__file__).parent}{os.sep}", "<", os.path.dirname(os.__file__))
 """File names of this package, of code without a file, and of the standard library begin so."""
+
+
+EXAMPLES = {
+    "plan": """job.py:example --mesh data=2,model=4 --cluster h100 -o plan.json
+job.py:example --mesh data=8 --cluster a100 --memory 40GB --pin 'state/**/up=None,data' --html plan.html
+job.py:example --mesh data=8,model=8 --cluster h100 --brief --json""",
+    "show": "plan.json --json",
+    "diff": "plan.json other.json",
+    "check": """job.py:example --target h100:8 --fail-on memory,remat
+plan.json job.py:example --target h100:8 --tolerance 0.1 --max-seconds 0.02 --markdown""",
+    "facts": "combine-threshold",
+}
+"""Command -> arguments that its help gives as examples."""
 
 
 class _UsageError(Exception):
@@ -90,6 +109,7 @@ def _warn(message, category, filename, lineno, file=None, line=None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="shardplan", description="Plans how a JAX step is sharded over a device mesh.")
+    parser.add_argument("--version", action="version", version=f"shardplan {__version__}, jax {jax.__version__}")
     commands = parser.add_subparsers(metavar="command", required=True, parser_class=_Parser)
 
     plan = _command(commands, "plan", _plan, "plan a step; needs no devices")
@@ -115,26 +135,43 @@ def _parser() -> argparse.ArgumentParser:
     diff = _command(commands, "diff", _diff, "what the second plan shards otherwise; exit status 1 if anything")
     diff.add_argument("a")
     diff.add_argument("b")
+    _add_json(diff)
 
-    check = _command(commands, "check", _check, "what XLA makes of a step as it is sharded; exit status 1 on a fault")
+    check = _command(commands, "check", _check, "what XLA makes of a step as it is sharded or planned; exit status 1 on a fault")
+    check.add_argument(
+        "plan", nargs="?", metavar="plan.json", help="a plan of the step: stale plans fail, and XLA's program is compared"
+    )
     _add_target(check)
     check.add_argument("--target", metavar="GPU:N", help="GPUs, present or not, e.g. h100:8 or h100:8x8; default: devices at hand")
     check.add_argument("--max-bytes", type=_amount, metavar="BYTES", help="most that collectives may move per device and step")
     check.add_argument("--max-memory", type=_amount, metavar="BYTES", help="most memory that a device may need")
     check.add_argument("--fail-on", default="", metavar="WORD,...", help="remat, memory, replicated, twice, guess")
+    more = "part by which XLA's program may send or hold more than planned, e.g. 0.1"
+    check.add_argument("--tolerance", type=_positive, metavar="PART", help=f"with a plan: {more}")
+    check.add_argument(
+        "--max-seconds", type=_positive, metavar="S", help="with a plan: most seconds that the step may be predicted to take"
+    )
+    check.add_argument("--markdown", action="store_true", help="print Markdown, for a comment of continuous integration")
+    _add_json(check)
 
-    rules = Path(__file__).parent / "strategies" / "rules.txt"
-    _command(commands, "rules", lambda options: print(rules.read_text(), end=""), "print the rule of every primitive")
+    _add_json(_command(commands, "rules", _rules, "print the rule of every primitive"))
     known = _command(commands, "facts", _facts, "print what the planner takes XLA for GPU to do")
     known.add_argument("id", nargs="?", help="print one fact in full: source, flag, versions, test")
+    _add_json(known)
     commands.add_parser("solve", help="solve an instance of the public IOPDDL benchmark", add_help=False)
     return parser
 
 
 def _command(commands, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    examples = "\n".join(["examples:", *(f"  shardplan {name} {words}" for words in EXAMPLES.get(name, "").splitlines())])
+    more = {"epilog": examples, "formatter_class": argparse.RawDescriptionHelpFormatter} if name in EXAMPLES else {}
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", **more)
     parser.set_defaults(run=run)
     return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON: seconds of a step, bytes per device")
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +183,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 def _add_views(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--brief", action="store_true", help="print the summary only")
+    _add_json(parser)
 
 
 def _positive(text: str) -> float:
@@ -213,26 +251,61 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _diff(options: argparse.Namespace) -> int:
     diff = Plan.load(options.a).diff(Plan.load(options.b))
-    print(str(diff).rstrip("\n"))
+    print(to_json(diff_values(diff)) if options.json else str(diff).rstrip("\n"))
     return DIFFERENT if diff else SAME
 
 
 def _check(options: argparse.Namespace) -> int:
-    from shardplan.xla.report.check import check
-
     words = tuple(w.strip() for w in options.fail_on.split(",") if w.strip())
+    limits: dict[str, Any] = dict(max_bytes=options.max_bytes, max_memory=options.max_memory, fail_on=words)
     step, args = _step(options)
-    with _blamed(options, "checking"):
-        report = check(step, *args, target=options.target, max_bytes=options.max_bytes, max_memory=options.max_memory, fail_on=words)
-    print(report)
+    if options.plan is None:
+        if options.tolerance is not None or options.max_seconds is not None:
+            raise _UsageError(
+                "--tolerance and --max-seconds compare with a plan.\n  way out: shardplan check plan.json " + options.step
+            )
+        from shardplan.xla.report.check import check
+
+        with _blamed(options, "checking"):
+            report = check(step, *args, target=options.target, **limits)
+    else:
+        report = _checked_plan(options, Plan.load(options.plan), step, args, limits)
+    if options.json:
+        print(to_json(report_values(report)))
+    else:
+        print(report_markdown(report, f"{options.plan or ''} {options.step}".strip()) if options.markdown else report)
     return SAME if report.ok else DIFFERENT
+
+
+def _checked_plan(options: argparse.Namespace, plan: Plan, step: Callable, args: tuple, limits: dict[str, Any]) -> PlanReport:
+    """The report on a step as a plan file says; a plan of another step, and a slow one, are failures, too."""
+    mesh = jax.sharding.AbstractMesh(plan.mesh.sizes, plan.mesh.axes)
+    if isinstance(step, Auto):
+        planned = step.with_options(mesh=mesh, plan=plan)
+    else:
+        planned = auto(mesh, plan=plan, donate_argnames=[name for name in plan.donated if "/" not in name] or None)(step)
+    with _blamed(options, "checking"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShardingWarning)  # what they say of another step is a failure here
+        found = planned.plan(*args)
+        report = found.check(options.target, tolerance=options.tolerance, **limits)
+    failures = [f"the plan is for another step: {text}" for text in differences_of_plans(plan, found)] if found.context.planned else []
+    took = found.seconds["total"]
+    if options.max_seconds is not None and took > options.max_seconds:
+        failures.append(f"the step is predicted to take {format_seconds(took)}, more than {format_seconds(options.max_seconds)}")
+    return replace(report, report=replace(report.report, failures=(*report.failures, *failures)))
 
 
 def _facts(options: argparse.Namespace) -> None:
     try:
-        print(facts_text(options.id))
+        some = facts().values() if options.id is None else [facts()[options.id]]
+        print(to_json(fact_values(some)) if options.json else facts_text(options.id))
     except KeyError:
         raise ShardingError(f"there is no fact {options.id!r}.\n  facts: {', '.join(facts())}") from None
+
+
+def _rules(options: argparse.Namespace) -> None:
+    text = (Path(__file__).parent / "strategies" / "rules.txt").read_text()
+    print(to_json(rule_values(text)) if options.json else text.rstrip("\n"))
 
 
 def _solve(argv: list[str]) -> int:
@@ -249,7 +322,7 @@ def _solve(argv: list[str]) -> int:
 def _print(plan: Plan, options: argparse.Namespace) -> None:
     if options.html:
         _write(options.html, plan.html())
-    print(plan if options.brief else plan.explain().rstrip("\n"))
+    print(to_json(plan_values(plan, options.brief)) if options.json else plan if options.brief else plan.explain().rstrip("\n"))
 
 
 def _write(path: str, text: str) -> None:

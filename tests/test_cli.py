@@ -1,6 +1,9 @@
 """The command line: what it prints, writes and returns, and that an error is one message."""
 
+import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 
@@ -97,8 +100,6 @@ def test_a_step_is_named_by_module_or_file(here, capsys, name):
 
 
 def test_saved_plans_of_real_steps_meet_the_schema(here):
-    import json
-
     assert main(["plan", "program.py:example", *MESH, "-o", "plan.json", "--pin", "w/up=None,model", "--brief"]) == 0
     text = (here / "plan.json").read_text()
     jsonschema.Draft202012Validator(Plan.schema()).validate(json.loads(text))
@@ -171,6 +172,67 @@ def test_diff_returns_what_diff_returns(here, capsys):
     assert main(["diff", "a.json", "c.json"]) == 2
 
 
+def values(capsys, *argv, status=0):
+    """What a command prints as JSON."""
+    capsys.readouterr()
+    assert main([*argv, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_command_prints_json_of_the_same_figures(here, capsys):
+    planned = values(capsys, "plan", "program.py:example", *MESH, "-o", "plan.json")
+    plan = Plan.load("plan.json")
+    assert planned["seconds"]["total"] == pytest.approx(plan.seconds["total"], rel=1e-5)
+    assert {x["path"]: x["spec"] for x in planned["inputs"]} == {x.path: [*x.layout.spec()] for x in plan.inputs}
+    assert sum(c["sent_bytes"] for c in planned["collectives"]) == pytest.approx(plan.comm_bytes, rel=1e-5)
+    assert planned["saves"] and values(capsys, "show", "plan.json") == planned | {"saves": ""}
+    assert "inputs" not in values(capsys, "show", "plan.json", "--brief")
+    assert values(capsys, "diff", "plan.json", "plan.json")["same"] is True
+    transformer().save("other.json")
+    other = values(capsys, "diff", "plan.json", "other.json", status=1)
+    assert other["same"] is False and other["same_program"] is False and other["inputs"] and other["program"]
+    assert {x["primitive"] for x in values(capsys, "rules")} >= {"dot_general", "add"}
+    (fact,) = values(capsys, "facts", "combine-threshold")
+    assert fact["id"] == "combine-threshold" and fact["test"]
+    assert len(values(capsys, "facts")) > 50
+
+
+def test_a_plan_is_checked_in_continuous_integration(here, capsys):
+    assert main(["plan", "program.py:example", *MESH, "-o", "plan.json", "--brief"]) == 0
+    limits = ["--tolerance", "100", "--max-seconds", "10"]
+    found = values(capsys, "check", "plan.json", "program.py:example", *limits)
+    plan = Plan.load("plan.json")
+    assert found["ok"] and found["plan"]["peak_bytes"] == pytest.approx(plan.memory_report.peak, rel=1e-5)
+    assert found["plan"]["sent_bytes"] == pytest.approx(plan.comm_bytes, rel=1e-5) and found["xla"]["peak_bytes"] > 0
+    assert main(["check", "plan.json", "program.py:example", "--max-seconds", "1e-9", "--markdown"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("### ❌ plan.json program.py:example\n") and "| per device and step | planned | XLA |" in said
+    assert "- ❌ the step is predicted to take " in said and "</details>" in said
+    assert main(["check", "plan.json", "program.py:example", "--tolerance", "0.000001", "--max-bytes", "1B"]) == 1
+    assert "more than planned" in capsys.readouterr().out
+
+
+def test_a_stale_plan_fails_the_check(here, capsys):
+    assert main(["plan", "program.py:example", *MESH, "-o", "plan.json", "--brief"]) == 0
+    (here / "changed.py").write_text(PROGRAM.replace("a - 0.1 * b", "a - jnp.tanh(b)"))
+    found = values(capsys, "check", "plan.json", "changed.py:example", status=1)
+    assert any(text.startswith("the plan is for another step: ") for text in found["failures"])
+    sys.modules.pop("changed", None)
+
+
+def test_the_version_and_examples_are_printed(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert not done.value.code and re.fullmatch(r"shardplan \d+\.\d+\.\d+, jax \S+\n", capsys.readouterr().out)
+    for command, words in cli.EXAMPLES.items():
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        said = capsys.readouterr().out
+        assert all(f"  shardplan {command} {line}\n" in said for line in words.splitlines())
+        for line in words.splitlines():
+            cli._parser().parse_args([command, *shlex.split(line)])  # an example is no error
+
+
 def test_rules(capsys):
     assert main(["rules"]) == 0
     assert "dot_general" in capsys.readouterr().out
@@ -217,6 +279,8 @@ WRONG = [
     (["show", "missing.json"], "missing.json: cannot be read: No such file or directory"),
     (["show", "program.py"], "program.py: this is no plan file: it is not JSON"),
     (["check", "program.py:example", "--fail-on", "boredom"], "fail_on has 'boredom'"),
+    (["check", "program.py:example", "--tolerance", "0.1"], "--tolerance and --max-seconds compare with a plan"),
+    (["check", "missing.json", "program.py:example"], "missing.json: cannot be read"),
     (["solve", "missing.json"], "missing.json: cannot be read: No such file"),
 ]
 

@@ -209,7 +209,8 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         Args:
             target: a GPU cluster that need not be here, "h200:8" or "h100:8x8"; None for the devices at hand (a known GPU, else
                 emulated CPU devices).
-            **options: thresholds and compiler options, as for `shardplan.check`; the plan's own are set where a GPU is compiled for.
+            **options: thresholds and compiler options, as for `shardplan.check`, and `tolerance`: the part by which XLA's program may
+                send or hold more than planned. The plan's own compiler options are set where a GPU is compiled for.
 
         Returns:
             A `shardplan.xla.report.check.PlanReport`; `print` it.

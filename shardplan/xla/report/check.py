@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -252,8 +252,16 @@ def _refuse_unknown(fail_on: Collection[str]) -> None:
         raise ShardingError(f"fail_on has {', '.join(map(repr, unknown))}; it knows {', '.join(map(repr, FAIL_ON))}")
 
 
-def check_plan(plan: Plan, target: str | Target | None = None, fail_on: Collection[str] = (), **options: Any) -> PlanReport:
-    """Compiles the planned step for `target` and compares: `Plan.check`."""
+def check_plan(
+    plan: Plan, target: str | Target | None = None, fail_on: Collection[str] = (), tolerance: float | None = None, **options: Any
+) -> PlanReport:
+    """Compiles the planned step for `target` and compares: `Plan.check`.
+
+    Args:
+        plan: with its program.
+        target, fail_on, **options: as for `check`.
+        tolerance: fail when XLA's program sends or holds more than planned by more than this part, such as 0.1.
+    """
     _refuse_unknown(fail_on)
     if plan.context is None:
         raise ShardingError(
@@ -264,7 +272,23 @@ def check_plan(plan: Plan, target: str | Target | None = None, fail_on: Collecti
     lowered = lower_for(target, function, *args)  # so that `options` are none of the step's
     for_gpus = target is not None or target_at_hand() is not None
     flags = (as_known(plan.compiler_options) if for_gpus else {}) | dict(options.pop("options", None) or {})
-    return PlanReport(plan, check(lowered, target=target, fail_on=fail_on, mesh=plan.mesh, options=flags, **options))
+    report = PlanReport(plan, check(lowered, target=target, fail_on=fail_on, mesh=plan.mesh, options=flags, **options))
+    more = tuple(_excesses(report, tolerance)) if tolerance is not None else ()
+    return replace(report, report=replace(report.report, failures=(*report.failures, *more)))
+
+
+def _excesses(report: PlanReport, tolerance: float) -> Iterator[str]:
+    memory = report.compiled.memory
+    if not report.compiled.ok or memory is None:
+        return
+    comparison = report.comparison
+    for planned, emitted, verb, text in (
+        (comparison.planned_bytes, comparison.emitted_bytes, "sends", format_bytes),
+        (report.plan.memory().peak, float(memory.peak_bytes), "holds", format_memory),
+    ):
+        if emitted > (1 + tolerance) * planned:
+            more = f"{emitted / planned - 1:.0%} more than" if planned else "where nothing was"
+            yield f"a device {verb} {text(emitted)}, {more} planned{f' ({text(planned)})' if planned else ''}"
 
 
 def expected(plan: Plan) -> tuple[ExpectedCollective, ...]:
