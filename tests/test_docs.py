@@ -14,6 +14,16 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^(?:<!-- )?```(?P<kind>python|sh)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
 INSTALLS = ("git clone", "make ", "pip install", "export ")
+SOURCES = [
+    path
+    for room in ("shardplan", "tests", "benchmarks", "examples")
+    for path in sorted((ROOT / room).rglob("*.py"))
+    if path != Path(__file__)
+]
+NAMED = re.compile(r"`(?P<file>(?:[\w-]+/)*\w[\w-]*\.(?:py|toml|txt|json|md|ipynb))`(?:: `(?P<name>[\w.]+)`)?")
+"""A file of this repository as pages and docstrings name it, by the end of its path; behind it, perhaps, a name in it."""
+ELSEWHERE = {"docs/clusters.md": {"doc/PERFORMANCE.md"}, "shardplan/xla/compiler/_backend.py": {"request.json", "result.json"}}
+"""Files of other projects, and files that a program makes."""
 
 
 def blocks(page: Path) -> list[tuple[str, str, int]]:
@@ -62,6 +72,40 @@ def test_snippets_run(page, tmp_path):
     if program:
         (tmp_path / "page.py").write_text(program)
         run([sys.executable, "page.py"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, list[Path]]:
+    """End of a path -> the files of this repository that it may name."""
+    folders = ("shardplan", "docs", "tests", "benchmarks", "examples", "notebooks")
+    files = (*ROOT.glob("*.*"), *(path for folder in folders for path in (ROOT / folder).rglob("*.*")))
+    out: dict[str, list[Path]] = {}
+    for path in files:
+        parts = path.relative_to(ROOT).parts
+        for n in range(len(parts)):
+            out.setdefault("/".join(parts[n:]), []).append(path)
+    return out
+
+
+def stale_names(text: str, known: dict[str, list[Path]], elsewhere=frozenset()) -> list[str]:
+    """What a text names that is not there: a file, or `name` in "`file.py`: `name`"."""
+    found = [match for match in NAMED.finditer(text) if match["file"] not in elsewhere]
+
+    def there(match) -> bool:
+        word = re.compile(rf"\b{(match['name'] or '').split('.')[-1]}\b")
+        return any(word.search(path.read_text()) for path in known.get(match["file"], ()))
+
+    return [match[0] for match in found if not there(match)]
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CHANGELOG.md", *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_page_or_docstring_names_exists(path, known):
+    assert not stale_names(path.read_text(), known, ELSEWHERE.get(str(path.relative_to(ROOT)), frozenset()))
+
+
+def test_a_stale_name_is_found(known):
+    text = "`search/bound.py`: `lower_bound`, `bound.py`, `search/moved.py`, `search/bound.py`: `upper_bound`, `docs/other.md`"
+    assert stale_names(text, known) == ["`search/moved.py`", "`search/bound.py`: `upper_bound`", "`docs/other.md`"]
 
 
 def test_the_first_program_is_an_example_that_runs():

@@ -17,7 +17,7 @@ ARGS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 4096), (40
 class Replicated(Search):
     """Every op on every device, where pins allow it."""
 
-    def search(self, network, hint, cutoff, deadline):
+    def search(self, network, hint, deadline):
         states = tuple(
             next((s for s, factors in enumerate(of.factors) if not any(factors) and c[s] < float("inf")), int(c.argmin()))
             for of, c in zip(network.space.strategies, network.problem.costs, strict=True)

@@ -5,7 +5,7 @@ Thousands of arrays of repeated layers share a few edge templates, each read off
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,13 +77,11 @@ class LayoutLists:
         return np.array([sum(map(self.bit.__getitem__, some)) for some in axes], np.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class EdgeTemplate:
-    """One object for all arrays between which the planner sees no difference.
+@dataclass(frozen=True)
+class EdgeFacts:
+    """What holds of an array on its way whatever its layouts; arrays of equal facts share one object.
 
     Attributes:
-        result_layouts: [s], layouts that the producer makes the array in.
-        operand_layouts: [t], layouts that the consumer reads it in.
         shape: of the whole array.
         itemsize: bytes per element.
         reads: reads per step.
@@ -96,47 +94,42 @@ class EdgeTemplate:
         accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
         cast_bytes: of a product's result that its kernel casts unless a reshard comes first: bytes that a kernel of its own moves then;
             else 0.
+        from_retainable, to_retainable: whether producer or consumer may retain an earlier phase's array.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: float
+    reads: float
+    is_follower: bool
+    gathered_copy: bool
+    coupled_state: CoupledState | None
+    order: ArrayOrder | None
+    in_fusion: bool
+    sliced_bytes: float
+    accumulated_ratio: float
+    cast_bytes: float
+    from_retainable: bool
+    to_retainable: bool
+
+
+@dataclass(frozen=True)
+class EdgeTemplate(EdgeFacts):
+    """One object for all arrays between which the planner sees no difference: equal facts, and equal layouts at both ends.
+
+    `is_follower` and `coupled_state` hold only where the layouts allow them.
+
+    Attributes:
+        result_layouts: [s], layouts that the producer makes the array in.
+        operand_layouts: [t], layouts that the consumer reads it in.
         addend_dims: of a partial sum that is only added to another partial sum: dims along which one of them scatters rows. If none of
             these is sharded, XLA adds the two before it reduce-scatters them. None for other arrays.
         sum_dims: of what two partial sums add up to, the same dims.
-        from_retainable, to_retainable: whether producer or consumer may retain an earlier phase's array.
     """
 
     result_layouts: tuple[Layout, ...]
     operand_layouts: tuple[Layout, ...]
-    shape: tuple[int, ...]
-    itemsize: float
-    reads: float
-    is_follower: bool
-    gathered_copy: bool
-    coupled_state: CoupledState | None
-    order: ArrayOrder | None
-    in_fusion: bool
-    sliced_bytes: float
-    accumulated_ratio: float
-    cast_bytes: float
     addend_dims: tuple[int, ...] | None
     sum_dims: tuple[int, ...]
-    from_retainable: bool
-    to_retainable: bool
-
-
-class EdgeFacts(NamedTuple):
-    """The fields of `EdgeTemplate` that no layout changes, but `is_follower` and `coupled_state`, which hold where layouts allow it."""
-
-    shape: tuple[int, ...]
-    itemsize: float
-    reads: float
-    is_follower: bool
-    gathered_copy: bool
-    coupled_state: CoupledState | None
-    order: ArrayOrder | None
-    in_fusion: bool
-    sliced_bytes: float
-    accumulated_ratio: float
-    cast_bytes: float
-    from_retainable: bool
-    to_retainable: bool
 
 
 class ArrayFacts(NamedTuple):
@@ -158,6 +151,10 @@ class ArrayEdge(NamedTuple):
     operand: int
     value: int
     template: EdgeTemplate
+
+    def follows(self, pinned: Collection[int]) -> bool:
+        """Whether the consumer has to take the layout that the array has: not where the user chose a layout at either end."""
+        return self.template.is_follower and self.producer not in pinned and self.consumer not in pinned
 
 
 def array_facts(graph: Graph, rules: Sequence[Rule], accumulated_ratios: Mapping[int, float]) -> Iterator[ArrayFacts]:
@@ -212,12 +209,17 @@ def array_edges(
             sources, targets = lists(made), lists(read)
             if (pair := (id(made), id(read))) not in readable:
                 readable[pair] = bool(np.isin(sources.ids[sources.partial_axes == 0], targets.ids).all())
-            changed = found._replace(
-                is_follower=readable[pair] and found.is_follower,
-                coupled_state=found.coupled_state if sources.partial_axes.any() else None,
+            template = known[key] = EdgeTemplate(
+                **{
+                    **vars(found),
+                    "is_follower": readable[pair] and found.is_follower,
+                    "coupled_state": found.coupled_state if sources.partial_axes.any() else None,
+                },
+                result_layouts=made,
+                operand_layouts=read,
+                addend_dims=addend_dims[j],
+                sum_dims=addend_dims[i] or (),
             )
-            dims = {"addend_dims": addend_dims[j], "sum_dims": addend_dims[i] or ()}
-            template = known[key] = EdgeTemplate(made, read, **changed._asdict(), **dims)
         yield ArrayEdge(i, j, k, v, template)
 
 

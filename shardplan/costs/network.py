@@ -145,7 +145,7 @@ class CostNetwork:
         chosen, of = self.strategies(states), self.space.strategies
         for edge in self.space.array_edges:
             i, j, *_, template = edge
-            follows = template.is_follower and i not in self.pinned and j not in self.pinned
+            follows = edge.follows(self.pinned)
             if (key := (id(template), chosen[i], chosen[j], follows)) not in known:
                 layouts = edge_layouts(self.space, template, follows)
                 known[key] = 0.0 if layouts.kernels is None else float(layouts.kernels[layouts.at(chosen[i], chosen[j])])
@@ -267,7 +267,8 @@ class CostNetwork:
         if not all(allowed[chosen[i]] for i, allowed in self.allowed.items()):
             return False
         retained = self.retained(states)
-        for i, j, _, v, template in self.space.array_edges:
+        for edge in self.space.array_edges:
+            i, j, _, v, template = edge
             made, read = template.result_layouts[chosen[i]], template.operand_layouts[chosen[j]]
             block = states[j] // len(of[j])
             same = j in self.blocks.aliasing and not block  # the same array, and not one of a buffer of its own
@@ -275,8 +276,7 @@ class CostNetwork:
                 return False
             if not self._has_array(j, block):
                 continue
-            follows = template.is_follower and i not in self.pinned and j not in self.pinned
-            layouts = edge_layouts(self.space, template, follows)
+            layouts = edge_layouts(self.space, template, edge.follows(self.pinned))
             if layouts.forbidden is not None and layouts.forbidden[layouts.at(chosen[i], chosen[j])]:
                 return False
             if made != read and not self.prices.resharders[v].leads(template.shape, template.itemsize, made, read):
@@ -290,11 +290,11 @@ class CostNetwork:
     # ---- memory
 
     @cached_property
-    def _lifetimes(self) -> tuple[Allocation, ...]:
-        return tuple(self.lifetimes())
-
-    def lifetimes(self) -> Iterator[Allocation]:
+    def lifetimes(self) -> tuple[Allocation, ...]:
         """All that may be in memory."""
+        return tuple(self._lifetimes())
+
+    def _lifetimes(self) -> Iterator[Allocation]:
         graph, live, blocks = self.space.graph, self.prices.live, self.blocks
         for v, interval in enumerate(live):
             if interval is None or interval[0] >= interval[1]:
@@ -313,7 +313,7 @@ class CostNetwork:
         """(op, lo, hi, bytes) of all that a device has in memory at times lo <= t < hi, implicit copies included."""
         graph, of, chosen, out = self.space.graph, self.space.strategies, self.strategies(states), []
         lists = self.space.layout_lists
-        for i, r, v, lo, hi, buffer in self._lifetimes:
+        for i, r, v, lo, hi, buffer in self.lifetimes:
             s, block = chosen[i], states[i] // len(of[i])
             if (buffer == "own" and not block) or (buffer == "retained" and block != self.blocks.count(i) - 1):
                 continue

@@ -1,6 +1,8 @@
-"""What a cost network assumes of the whole plan: the price of hidden communication, and which arrays are combined in one collective.
+"""What a cost network assumes of the whole plan: the price of hidden communication, what is combined, and how much can be hidden.
 
-From what is combined follow the latency that each array pays, and how long its collective may be in flight while other work goes on.
+From what is combined follow the latency that each array pays and, by rules that hold for any plan, how long its collective may be in
+flight while kernels run (`xla_model/overlap_windows.py`). Windows that are read off the schedule of a judged plan
+(`costs/schedule_windows.py`) take the place of these in prices, not in memory.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Pricing:
     Attributes:
         background_price: fraction of a background collective's seconds that its edge costs.
         combined: what is combined; None: all arrays of a site group are, however each is moved.
-        windows: how long a collective may be in flight in the schedule of the plan before; None: as the rules say of any plan.
+        windows: how long a collective can be in flight in the schedule of a judged plan; None: as the rules say of any plan.
     """
 
     background_price: float = 1.0
@@ -52,7 +54,7 @@ class CombinedPrices:
         space: the step and its strategies.
         resharder: prices redistribution of one array that nothing is combined with.
         combined: as of `Pricing`.
-        given: overlap windows to take instead of those that follow.
+        given: windows by the rules for another plan, to take instead of those that follow.
     """
 
     space: StrategySpace
@@ -67,7 +69,7 @@ class CombinedPrices:
 
     @cached_property
     def windows(self) -> OverlapWindows:
-        """Overlap windows of its collectives."""
+        """Overlap windows by the rules: for live intervals, and for prices where `Pricing.windows` has none."""
         return plan_windows(self.space, self.combined) if self.given is None else self.given
 
     @cached_property

@@ -5,7 +5,7 @@
 
 The rules of `xla_model/overlap_windows.py` say what any plan may hide, by the class of a collective. The schedule of a plan says it of
 every array: between the end of the kernel that makes it and the start of the first kernel that computes with it, less what other
-collectives take of that time. The prices of a network that reads these windows find plans near that one (`search/improve.py`).
+collectives take of that time. The prices of a network that reads these windows find plans near that one (`ilp/integer_program.py`).
 """
 
 from __future__ import annotations

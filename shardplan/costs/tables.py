@@ -76,7 +76,7 @@ class CostTables:
 
     Attributes:
         pinned: ops whose layout is the user's: they follow nobody.
-        window_seconds: (op, operand) -> seconds in one run that can hide a collective, and those that can hide a gradient's scatter.
+        window_seconds: overlap windows, (op, operand) -> seconds of one run: of any collective, and of one that scatters a gradient.
         resharders: per value, what prices its reshards.
     """
 
@@ -95,7 +95,7 @@ class CostTables:
         whole, scattered = (seconds.get((j, k), 0.0) for seconds in self.window_seconds)
         window = _rounded_ps(whole, template.reads), _rounded_ps(scattered, template.reads)
         aliasing = i in self.blocks.aliasing, j in self.blocks.aliasing
-        follows = template.is_follower and i not in self.pinned and j not in self.pinned
+        follows = edge.follows(self.pinned)
         price = self.background_price if any(window) else 1.0  # of nothing that is hidden
         key = (id(template), id(self.resharders[v]), window, aliasing, follows, price)
         if (found := self.cache.get(key)) is None:

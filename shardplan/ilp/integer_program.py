@@ -1,4 +1,13 @@
-"""The search "ilp": states of least cost by the integer program; plans of all other searches are candidates, too."""
+"""The search "ilp": states of least cost by the integer program; plans of all other searches are candidates, too.
+
+    1 pricing loop      networks at what the last plan combines (`search/slope_scaling.py`)
+    2 other searches    propagation, axis by axis, and step 1 on coarser meshes, whose plans are judged on all axes
+    3 once more         step 1 from what the best plan combines, if step 2 found that
+    4 schedules         networks at what the best plans combine and at the overlap windows of their schedules
+                        (`costs/schedule_windows.py`), as long as that finds better plans
+
+Every plan on the way is judged by the objective (`search/objective.py`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +36,7 @@ UNTIED_WORK, UNTIED_OPS = 3.0, 10_000
 """Work limit (about seconds) of planning repeated layers untied; above so many ops only if the memory limit makes ties costly."""
 
 PATIENCE = 3
-"""The prices of so many schedules in a row may bring no better plan before they are given up; of many ops one."""
+"""Step 4 ends when the prices of so many schedules in a row brought no better plan; above `UNTIED_OPS` ops, of one."""
 
 UNTIED_GAIN = 1e-3  # an untied plan without a proof must be this much cheaper: layers that agree are simpler
 
@@ -35,18 +44,17 @@ UNTIED_GAIN = 1e-3  # an untied plan without a proof must be this much cheaper: 
 class IntegerProgram(Search):
     """Search "ilp"."""
 
-    def search(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
+    def search(self, network: CostNetwork, hint: tuple[int, ...], deadline: Deadline) -> Solution:
         """The optimal states, or the best within the limits; repeated layers take the same states."""
         problem, options = network.problem, self.task.options
         self.task.stopwatch.lap("network")
-        known = self.task.optima.get(priced := (network.pricing, problem.limit))
-        if known is not None and known.objective <= cutoff:
+        if (known := self.task.optima.get(priced := (network.pricing, problem.limit))) is not None:
             return known
         presolved = presolve(problem, tie=True)
         start = warm_start(self.task, network, presolved, hint).states or None
         self.task.stopwatch.lap("propagation")
         left, progress = time_left(deadline), options.progress
-        solution = solve(problem, hint=start, cutoff=cutoff, time_limit=left, progress=progress, presolved=presolved)
+        solution = solve(problem, hint=start, time_limit=left, progress=progress, presolved=presolved)
         if solution.status == "fallback" and not solution.states and deadline.over():  # least memory is better than an error
             states = min_peak_memory(problem)
             if states and problem.fits(states):
@@ -56,7 +64,7 @@ class IntegerProgram(Search):
         self.task.stopwatch.lap("solve")
         return solution
 
-    def untied(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
+    def untied(self, network: CostNetwork, hint: tuple[int, ...], deadline: Deadline) -> Solution:
         """States in which repeated layers may differ, if that pays; of many ops only where the memory limit makes ties costly."""
         problem = network.problem
         found = Solution("fallback", (), np.inf, 0.0)
@@ -71,7 +79,7 @@ class IntegerProgram(Search):
         return found
 
     def candidates(self, limit: float | None, deadline: Deadline) -> Candidates:
-        """The plans of the pricing loop and of all other searches, and of one more loop from the best of those if that is better."""
+        """The plans of all steps."""
         found = super().candidates(limit, deadline)
         own = found.best
         if deadline.over():
@@ -88,30 +96,30 @@ class IntegerProgram(Search):
         self.task.stopwatch.lap("other searches")
         if found.best is not None and found.best is not own and not deadline.over():
             slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined, complete=False)
-        self._improve(found, deadline)
+        self._price_at_schedules(found, deadline)
         return found
 
-    def _improve(self, found: Candidates, deadline: Deadline) -> None:
-        """Plans at the prices of a plan's own schedule: of the best first, then of the next, until that brings no better one."""
-        seen: list[Judged] = []
+    def _price_at_schedules(self, found: Candidates, deadline: Deadline) -> None:
+        """Step 4: plans at the prices of a judged plan's own schedule, of the best one first, then of the next best."""
         patience = PATIENCE if len(self.task.space.graph.ops) <= UNTIED_OPS else 1
-        vain = patience if not self.task.overlaps else 0
-        while vain < patience and not deadline.over():
-            best, start = found.best, min((x for x in found.judged.values() if x not in seen), key=lambda x: x.rank, default=None)
+        started: list[Judged] = []
+        in_vain = 0
+        while self.task.overlaps and in_vain < patience and not deadline.over():
+            best, start = found.best, min((x for x in found.judged.values() if x not in started), key=lambda x: x.rank, default=None)
             if start is None or start.excess_bytes:
                 break
-            seen.append(start)
+            started.append(start)
             pricing = Pricing(combined=start.network.pricing.combined, windows=schedule_windows(start.program))
             hint = start.states if start.network.space is self.task.space else ()
 
             def at(price: float, pricing=pricing, hint=hint) -> Candidate:
                 network = self.task.network(replace(pricing, background_price=price), found.limit)
-                return Candidate(network, self.search(network, hint, np.inf, deadline))
+                return Candidate(network, self.search(network, hint, deadline))
 
             plan = cheapest_price(at, self.task.exposed_fraction, deadline)
             if plan.solution.states:
                 found.add(plan)
-            vain = vain + 1 if found.best is best else 0
+            in_vain = in_vain + 1 if found.best is best else 0
 
     def _on_all_axes(self, plan: Candidate, limit: float | None) -> Candidate:
         """A plan of a space with fewer strategies, in the space of all, if that allows it."""
@@ -123,7 +131,7 @@ class IntegerProgram(Search):
         return plan
 
     def _add_coarse_plans(self, found: Candidates, task: PlanningTask, deadline: Deadline) -> None:
-        """The plans of the pricing loop on a coarser mesh; none where the pins tell its axes apart."""
+        """Step 1 on a coarser mesh; no plans where pins hold for some of its merged axes only."""
         coarse = Coarse(task, lambda plan: self._on_all_axes(plan, found.limit))
         try:
             slope_scaling(found, IntegerProgram(task).search, None, deadline, complete=False, coarse=coarse)

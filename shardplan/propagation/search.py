@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from math import inf
 
 import numpy as np
 
@@ -35,7 +34,7 @@ SWEEPS = 12
 class Propagation(Search):
     """Search "propagation"."""
 
-    def search(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
+    def search(self, network: CostNetwork, hint: tuple[int, ...], deadline: Deadline) -> Solution:
         """Propagated states; the integer program's where those exceed the memory limit."""
         problem = network.problem
         self.task.stopwatch.lap("network")
@@ -55,7 +54,7 @@ class Propagation(Search):
     def first(self, limit: float | None, deadline: Deadline) -> Candidate:
         """The first network and its propagated states."""
         network = self.task.network(Pricing(self.task.exposed_fraction), limit)
-        return Candidate(network, self.search(network, (), inf, deadline))
+        return Candidate(network, self.search(network, (), deadline))
 
 
 def warm_start(

@@ -31,13 +31,12 @@ class Search(ABC):
     untied: ClassVar[SearchStates | None] = None
     """`search` that may plan repeated layers each on their own, given states in which they agree; None if there is none."""
 
-    def search(self, network: CostNetwork, hint: tuple[int, ...], cutoff: float, deadline: Deadline) -> Solution:
+    def search(self, network: CostNetwork, hint: tuple[int, ...], deadline: Deadline) -> Solution:
         """States of one cost network.
 
         Args:
             network: objective, memory limit and pins are its problem's.
             hint: states that the network before this one was answered with; () at first.
-            cutoff: picoseconds; costlier answers are of no use.
             deadline: when to stop.
         """
         raise NotImplementedError

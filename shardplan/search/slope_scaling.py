@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
 from shardplan.costs.network import CostNetwork
@@ -35,7 +34,7 @@ from shardplan.search.objective import Candidates, Judged
 from shardplan.search.overlap_price import cheapest_price
 
 States = tuple[int, ...]
-SearchStates = Callable[[CostNetwork, States, float, Deadline], Solution]
+SearchStates = Callable[[CostNetwork, States, Deadline], Solution]
 """`Search.search`."""
 
 ROUNDS = 3
@@ -107,7 +106,7 @@ class _PricingLoop:
 
         def at(price: float) -> Candidate:
             network = self.price(Pricing(price, combined))
-            return Candidate(network, search(network, hint, inf, self.deadline))
+            return Candidate(network, search(network, hint, self.deadline))
 
         found = cheapest_price(at, self.task.exposed_fraction, self.deadline)
         self.network = found.network

@@ -5,7 +5,8 @@ Rule 10, gradient: from its product, or the last blocking collective, to the opt
 Rule 11, one in flight: one prefetch and one gradient reduction at a time, each as late as it is done in time.
 Rule 12, two in a row: of two gathers of one array, with a cast between, the first blocks.
 
-Prices of cost networks and live intervals read the windows; the seconds of a decided program are those of `timeline.py`.
+Live intervals read the windows, and prices of cost networks as long as no plan is judged; then the schedule of a plan says it
+(`costs/schedule_windows.py`). The seconds of a decided program are those of `timeline.py`.
 docs/xla_model.md states the rules in full, with pictures.
 Facts: overlap-one-per-kind, overlap-as-late-as-possible, overlap-not-across-loops, overlap-both-of-two.
 """
