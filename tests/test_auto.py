@@ -435,6 +435,7 @@ BAD = {
     "rank": ({"pins": {"up": P(None, None, "model")}}, r"has 3 entries, the array 2 dims"),
     "twice": ({"pins": {"up": P("data", "data")}}, r"uses mesh axis 'data' twice"),
     "nothing": ({"pins": {"no/such": P()}}, r"pin 'no/such' matches no input of the step.\n  inputs: params/down, params/up"),
+    "near": ({"pins": {"up/kernel": P()}}, r"pin 'up/kernel' matches no input of the step.\n  inputs: params/up, params/down"),
     "conflict": ({"pins": {"up": P("data", None), "params/*": P(None, "model")}}, r"conflicting pins on params/up"),
     "divide": ({"pins": {"batch/x": P("model", None)}}, r"shards dim 0 of size 30 over 4 devices.*\n.*pad dim 0 to 32"),
     "budget": (

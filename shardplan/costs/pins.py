@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -43,9 +43,9 @@ def pins_by_op(graph: Graph, options: Options) -> dict[int, list[Pin]]:
     for pattern, dims in (options.pins or {}).items():
         hits = [i for i in graph.args if matches(graph.ops[i].label, pattern)]
         if not hits:
-            some = ", ".join(graph.ops[i].label for i in graph.args[:5])
+            some = nearest_paths([graph.ops[i].label for i in graph.args], pattern)
             raise ShardingError(
-                f"pin {pattern!r} matches no input of the step.\n  inputs: {some}{', ...' if len(graph.args) > 5 else ''}\n"
+                f"pin {pattern!r} matches no input of the step.\n  inputs: {some}\n"
                 "  ways out: '**' matches any number of path segments, '*' any part of one"
             )
         for i in hits:
@@ -129,6 +129,13 @@ def pin_text(dims: PinDims) -> str:
         return "*" if d == FREE else "None" if not d else repr(d[0]) if len(d) == 1 else repr(tuple(d))
 
     return f"P({', '.join(map(one, dims))})"
+
+
+def nearest_paths(labels: Iterable[str], pattern: str, most: int = 5) -> str:
+    """Some of these paths for an error message: those that share most segments with a pattern, then the first."""
+    wanted = set(pattern.split("/"))
+    found = sorted(labels, key=lambda label: -len(wanted.intersection(label.split("/"))))
+    return ", ".join(found[:most]) + (", ..." if len(found) > most else "")
 
 
 def matches(label: str, pattern: str) -> bool:

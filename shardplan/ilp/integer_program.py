@@ -32,13 +32,17 @@ from shardplan.search.overlap_price import cheapest_price
 from shardplan.search.protocol import Search, time_left
 from shardplan.search.slope_scaling import Coarse, slope_scaling
 
-UNTIED_WORK, UNTIED_OPS = 3.0, 10_000
-"""Work limit (about seconds) of planning repeated layers untied; above so many ops only if the memory limit makes ties costly."""
+MANY_OPS = 10_000
+"""Above so many ops repeated layers are untied only if the memory limit makes ties costly; step 4 ends at the first start in vain."""
+
+UNTIED_WORK = 3.0
+"""Work limit (about seconds) of planning repeated layers untied."""
+
+UNTIED_GAIN = 1e-3
+"""An untied plan without a proof must be cheaper by this fraction: layers that agree are simpler."""
 
 PATIENCE = 3
-"""Step 4 ends when the prices of so many schedules in a row brought no better plan; above `UNTIED_OPS` ops, of one."""
-
-UNTIED_GAIN = 1e-3  # an untied plan without a proof must be this much cheaper: layers that agree are simpler
+"""Step 4 ends when the prices of so many schedules in a row brought no better plan."""
 
 
 class IntegerProgram(Search):
@@ -68,10 +72,10 @@ class IntegerProgram(Search):
         """States in which repeated layers may differ, if that pays; of many ops only where the memory limit makes ties costly."""
         problem = network.problem
         found = Solution("fallback", (), np.inf, 0.0)
-        if len(hint) > UNTIED_OPS and problem.limit is None:
+        if len(hint) > MANY_OPS and problem.limit is None:
             return found
         tied_cost, left = problem.objective(hint), time_left(deadline)
-        if len(hint) <= UNTIED_OPS or solve(replace(problem, usages=(), limit=None), time_limit=left).objective < tied_cost:
+        if len(hint) <= MANY_OPS or solve(replace(problem, usages=(), limit=None), time_limit=left).objective < tied_cost:
             own = solve(replace(problem, ties=()), hint=hint, time_limit=time_left(deadline), work_limit=UNTIED_WORK)
             proven = own.status == "optimal" and own.objective == tied_cost
             found = own if proven or own.objective < (1 - UNTIED_GAIN) * tied_cost else found
@@ -101,7 +105,7 @@ class IntegerProgram(Search):
 
     def _price_at_schedules(self, found: Candidates, deadline: Deadline) -> None:
         """Step 4: plans at the prices of a judged plan's own schedule, of the best one first, then of the next best."""
-        patience = PATIENCE if len(self.task.space.graph.ops) <= UNTIED_OPS else 1
+        patience = PATIENCE if len(self.task.space.graph.ops) <= MANY_OPS else 1
         started: list[Judged] = []
         in_vain = 0
         while self.task.overlaps and in_vain < patience and not deadline.over():

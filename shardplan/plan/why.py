@@ -22,7 +22,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.costs.memory_categories import categories
-from shardplan.costs.pins import matches, pin_description, pins_by_op
+from shardplan.costs.pins import matches, nearest_paths, pin_description, pins_by_op
 from shardplan.errors import ShardingError
 from shardplan.files import is_library, portable
 from shardplan.ir.graph import Graph, Source
@@ -128,9 +128,9 @@ def why(plan: Plan, what: str | PlannedReshard) -> Why:
     if found:
         runs = {id(r): d.runs for d in plan.decisions for r in d.reshards}
         return _of_reshard(plan, planned, *_place(plan, max(found, key=lambda r: r.seconds * runs[id(r)])))
-    some = ", ".join(x.path for x in plan.inputs[:5])
+    some = nearest_paths((x.path for x in plan.inputs), what)
     raise ShardingError(
-        f"why({what!r}): no input of the step has this path, and no collective is on such a line.\n  inputs: {some}, ...\n"
+        f"why({what!r}): no input of the step has this path, and no collective is on such a line.\n  inputs: {some}\n"
         '  ways out: a path or pattern as in pins, a line with collectives such as "train.py:41", or a reshard of plan.decisions'
     )
 

@@ -59,7 +59,7 @@ def slope_scaling(
     combined: CombinedGroups | None = None,
     complete: bool = True,
     coarse: Coarse | None = None,
-) -> Candidate:
+) -> None:
     """Every plan that the loop comes upon is added to `candidates`.
 
     Args:
@@ -70,16 +70,12 @@ def slope_scaling(
         combined: what the first network assumes to be combined; None: all arrays of a group.
         complete: whether steps 2 and 3 follow step 1.
         coarse: the networks are those of a coarser mesh.
-
-    Returns:
-        The first candidate, at the prices it was found at.
     """
     loop = _PricingLoop(candidates, search, untied, deadline, coarse or Coarse(candidates.task, lambda plan: plan))
-    first = loop.converge(combined)
+    loop.converge(combined)
     if candidates.best is not None and complete:
         loop.untie_layers()
         loop.fit_memory()
-    return first
 
 
 @dataclass
@@ -123,9 +119,9 @@ class _PricingLoop:
         self.combined = judged.network.pricing.combined
         return judged
 
-    def converge(self, combined: CombinedGroups | None) -> Candidate:
-        """Step 1; returns the first candidate."""
-        first = found = self.solve(self.search, combined)
+    def converge(self, combined: CombinedGroups | None) -> None:
+        """Step 1."""
+        found = self.solve(self.search, combined)
         for n in range(ROUNDS):
             if n:
                 found = self.solve(self.search, self.combined, found.solution.states)
@@ -134,7 +130,6 @@ class _PricingLoop:
             judged = self.judge(found)
             if self.deadline.over() or (not judged.excess_bytes and self.agrees(judged, found)):
                 break
-        return first
 
     def agrees(self, judged: Judged, found: Candidate) -> bool:
         """Whether the collectives of a plan take, at the prices of what it combines, what they were found at."""

@@ -97,7 +97,7 @@ def explain(plan: Plan, source: bool = True) -> str:
 
 def _short(path: str) -> str:
     """Long choices abbreviated: "{key,out,query,value}" as "{key,…}"."""
-    return re.sub(r"\{([^{},]+),[^{}]{12,}\}", r"{\1,…}", path)
+    return re.sub(r"\{([^{},]+),[^{}]{8,}\}", r"{\1,…}", path)
 
 
 def _more(n: int, what: str) -> list[str]:
