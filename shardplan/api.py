@@ -49,6 +49,8 @@ def auto(
     overlap: bool = True,
     user_shardings: Literal["keep", "hint", "ignore"] = "keep",
     plan: str | os.PathLike[str] | Plan | None = None,
+    state_like: str | os.PathLike[str] | Plan | None = None,
+    cache: str | os.PathLike[str] | None = None,
     verify: str | Literal[True] | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -76,6 +78,8 @@ def auto(
         overlap: whether compute hides collectives, where the cluster hides any.
         user_shardings: `with_sharding_constraint`s of the step are pins ("keep"), where the search starts ("hint"), or ignored.
         plan: a plan or a plan file to reuse without solving.
+        state_like: the plan (or its file) of another step: parameters and optimizer state that this one takes, too, keep its layouts.
+        cache: a folder that keeps plans, each taken from there when the same program is planned with the same options.
         verify: compile the plan for this target ("h100:8"; True: devices at hand), price what XLA does beyond it, and solve again,
             up to three plans; see `Plan.verified`. Not done for a plan that is reused.
         compiler_options: of XLA, on GPUs: "auto" chooses those that make the plan faster (`Plan.compiler_options`), None leaves XLA
@@ -114,7 +118,7 @@ class Auto(Generic[P, R]):
         self._explicit, self._abstract = not _jax.is_auto(options.mesh), isinstance(options.mesh, jax.sharding.AbstractMesh)
 
     def with_options(self, **changes: Any) -> Auto[P, R]:
-        """The same step with other options of `auto`; nothing planned is carried over, nor a saved plan to another mesh.
+        """The same step with other options of `auto`; nothing planned is carried over, nor `plan` and `state_like` to another mesh.
 
         Raises:
             ShardingError: for an option that does not exist or cannot be.
@@ -123,8 +127,9 @@ class Auto(Generic[P, R]):
         jit = {name: changes.pop(name) for name in JIT_ARGUMENTS if name in changes}
         more = {name: changes.pop(name) for name in [*changes] if name not in own}
         changes |= {"jit_arguments": {**old.jit_arguments, **jit}, "jit_options": {**old.jit_options, **more}}
-        if "plan" not in changes and old.plan is not None and replace(old, **changes, plan=None).shape != old.shape:
-            changes["plan"] = None
+        plans = {name: None for name in ("plan", "state_like") if name not in changes and getattr(old, name) is not None}
+        if plans and replace(old, **changes, **plans).shape != old.shape:
+            changes |= plans
         return Auto(self._fun, replace(old, **changes))
 
     # ---- calling

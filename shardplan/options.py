@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 
+from shardplan.costs.options import Options
 from shardplan.errors import ShardingError, warn
 from shardplan.mesh.cluster import Cluster, resolve
 from shardplan.mesh.device import gpu_of_device_kind
@@ -47,6 +48,8 @@ class AutoOptions:
     overlap: bool
     user_shardings: Literal["keep", "hint", "ignore"]
     plan: str | os.PathLike[str] | Plan | None
+    state_like: str | os.PathLike[str] | Plan | None
+    cache: str | os.PathLike[str] | None
     verify: str | Literal[True] | None
     compiler_options: Mapping[str, Flag] | Literal["auto"] | None
     keep_unused: bool
@@ -71,7 +74,9 @@ class AutoOptions:
             raise ShardingError(
                 f"memory={self.memory!r} needs to know the fastest plan first.\n  ways out: search='ilp', or a number of bytes"
             )
-        _ = self.given_bytes, self.saved_plan, self.own_flags  # a wrong one is refused at once
+        _ = self.given_bytes, self.saved_plan, self.state_plan, self.own_flags  # a wrong one is refused at once
+        if self.cache is not None and not isinstance(self.cache, (str, os.PathLike)):
+            raise ShardingError(f"cache={self.cache!r} is no folder")
 
     @functools.cached_property
     def shape(self) -> MeshShape:
@@ -82,6 +87,29 @@ class AutoOptions:
     def saved_plan(self) -> Plan | None:
         """The plan to reuse."""
         return Plan.load(self.plan) if isinstance(self.plan, (str, os.PathLike)) else self.plan
+
+    @functools.cached_property
+    def state_plan(self) -> Plan | None:
+        """The plan whose state's layouts are kept."""
+        found = Plan.load(self.state_like) if isinstance(self.state_like, (str, os.PathLike)) else self.state_like
+        if found is not None and found.mesh != self.shape:
+            raise ShardingError(f"state_like is a plan for mesh {found.mesh}, the step is for mesh {self.shape}.\n  way out: that mesh")
+        return found
+
+    def depends_on(self, program: str, asked: Options, donated: tuple[str, ...]) -> dict[str, Any]:
+        """All that the plan of a program depends on, for the cache."""
+        values = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in ("progress", "xla", "corrections")}
+        pins = {name: sorted(map(repr, (values.pop(name) or {}).items())) for name in ("in_pins", "out_pins", "pins")}
+        flags = self.compiler_options if self.compiler_options is None else sorted(self.own_flags.items()) or "auto"
+        return {
+            **values,
+            **pins,
+            "program": program,
+            "donated": donated,
+            "flags": flags,
+            "mesh": list(self.shape),
+            "cluster": repr(self.machine),
+        }
 
     @functools.cached_property
     def machine(self) -> Cluster:

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from shardplan import _jax
 from shardplan.costs.options import CostCorrections, Options
+from shardplan.costs.pins import matches
 from shardplan.emit.emit import EmitDecision, emit
 from shardplan.errors import OtherSignature, ShardingError, warn
 from shardplan.feedback import Verified, verified
@@ -24,10 +25,11 @@ from shardplan.ir.parse import Traced
 from shardplan.options import AutoOptions
 from shardplan.pipeline import make_plan
 from shardplan.plan import Plan
+from shardplan.plan.cache import CachedPlan
 from shardplan.plan.data import Leaf
 from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
-from shardplan.plan.reuse import matching_pins, saved_decisions
+from shardplan.plan.reuse import matching_pins, saved_decisions, state_pins
 from shardplan.search.objective import NEAR_TIE
 from shardplan.searches import SEARCHES
 from shardplan.signature import Call, arguments, path_text, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
@@ -100,7 +102,7 @@ class PlannedStep:
             f"the call moved {len(moved)} of {len(leaves)} arrays, {size} in all, which are not where its plan wants them: "
             f"{leaf.path} was {was}, planned is {leaf.layout}.\n"
             "  ways out: state from step.init after step.plan; for a second function of one state (another batch shape, an "
-            "evaluation), auto(mesh, in_shardings=(plan.in_shardings[0][0], None))"
+            "evaluation), auto(mesh, state_like=plan)"
         )
 
     def argument_leaves(self, tree) -> list[list[Leaf]]:
@@ -158,7 +160,13 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[
             fastest.append(reused)
             return step.jit(decisions, reused.with_context(context(decisions)))
         asked = matching_pins(saved, step.traced, asked)
+    elif options.state_plan is not None:
+        asked = replace(asked, in_pins={**state_pins(options.state_plan, step.traced, step.pinned(asked)), **asked.in_pins})
     options.warn_of_prices()
+    place = _place(options, step.traced, asked)
+    if place and (kept := place.load()) and (decisions := saved_decisions(kept, step.traced, options.shape)) is not None:
+        fastest.append(kept)
+        return step.jit(decisions, kept.with_context(context(decisions)))
 
     def solve(memory: float | None, corrections: CostCorrections | None = None) -> Plan:
         with Progress() as progress:
@@ -172,12 +180,25 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[
         found = verified(solve, None if options.verify is True else options.verify, asked.memory, options.machine)
         plan = found.rounds[found.chosen].plan
         plan = plan.with_context(replace(plan.context, verified=found))
+    _warn_of_unknown(plan)
+    if place:
+        place.save(plan)
+    fastest.append(plan)
+    return step.jit(plan.context.planned.decisions, plan)
+
+
+def _warn_of_unknown(plan: Plan) -> None:
     for primitive, source in plan.unknown:
         warn(
             f"no rule for primitive {primitive!r} at {source}: it runs replicated on every device.\n  way out: shardplan.register_rule"
         )
-    fastest.append(plan)
-    return step.jit(plan.context.planned.decisions, plan)
+
+
+def _place(options: AutoOptions, traced: Traced, asked: Options) -> CachedPlan | None:
+    """Where the plan is kept; None without a folder, and for plans that are corrected by a compiler."""
+    if options.cache is None or options.verify is not None:
+        return None
+    return CachedPlan.of(options.cache, options.depends_on(traced.identity().fingerprint, asked, traced.donated_names()))
 
 
 def _replanner(
@@ -263,6 +284,13 @@ class TracedStep:
             constraints=auto.user_shardings,
             xla=auto.xla,
             chooses_xla=len(auto.xla) > 1 and not XlaOptions.of(auto.own_flags).thresholds,
+        )
+
+    def pinned(self, asked: Options) -> frozenset[str]:
+        """Paths of the inputs that have pins."""
+        labels = self.traced.in_labels
+        return frozenset(
+            label for n, label in enumerate(labels) if n in asked.in_pins or any(matches(label, pattern) for pattern in asked.pins)
         )
 
     def compiler_options(self, plan: Plan) -> dict[str, Flag] | None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
 import jax
 
-from shardplan.costs.options import Options
+from shardplan.costs.options import Options, PinDims
 from shardplan.emit.emit import EmitDecision
-from shardplan.errors import PlanFileError, warn
+from shardplan.errors import PlanFileError, ShardingError, warn
 from shardplan.ir.graph import Graph, Path
 from shardplan.ir.parse import Traced
 from shardplan.mesh.layout import MeshShape
-from shardplan.plan.data import PlanDecision
+from shardplan.plan.data import Leaf, PlanDecision
 from shardplan.plan.plan import Plan
 from shardplan.plan.program import differences, numbered, placed, result_type, source_lines
 from shardplan.units import format_array
@@ -137,6 +137,48 @@ def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
         + (f"\n  not matched: {_listed(unmatched)}" if unmatched else "")
     )
     return replace(options, in_pins={**pins, **(options.in_pins or {})})
+
+
+# ---- one state, several functions
+
+
+def state_pins(plan: Plan, traced: Traced, taken: Collection[str]) -> dict[int, PinDims]:
+    """Pins, by flat number, that give the inputs of a step the layouts that they have as state of another step's plan.
+
+    An input is the state leaf of its path; else the only leaf, or the only parameter, whose path ends in its own without the argument's
+    name ("params/up" of "state/params/up"). Shape and dtype are the same.
+
+    Args:
+        plan: of the step that keeps the state.
+        traced: the step to be planned.
+        taken: paths of inputs that have pins of their own.
+
+    Raises:
+        ShardingError: no input is one of the state.
+    """
+    state = [x for x in plan.inputs if x.kind in ("parameters", "optimizer")]
+    pins: dict[int, PinDims] = {}
+    for n, (label, v) in enumerate(zip(traced.in_labels, traced.jaxpr.jaxpr.invars, strict=True)):
+        same = [x for x in state if (x.shape, x.dtype) == _type(v.aval)]
+        leaf = None if label in taken else _of_path(same, label)
+        if leaf is not None:
+            pins[n] = leaf.layout.dims
+    if not pins and not any(label in taken for label in traced.in_labels):
+        raise ShardingError(
+            f"state_like: no input of the step is state of that plan.\n  state: {_listed([x.path for x in state])}\n"
+            f"  step: {_listed(traced.in_labels)}\n  way out: the plan of a step with the same parameters, or in_shardings"
+        )
+    return pins
+
+
+def _of_path(leaves: Sequence[Leaf], label: str) -> Leaf | None:
+    whole = [x for x in leaves if x.path == label]
+    tail = label.partition("/")[2] or label
+    ends = [x for x in leaves if f"/{x.path}".endswith(f"/{tail}")]
+    for some in (whole, ends, [x for x in ends if x.kind == "parameters"]):
+        if some and all(x.layout == some[0].layout for x in some):
+            return some[0]
+    return None
 
 
 def _listed(names: Sequence[str]) -> str:

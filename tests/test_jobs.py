@@ -1,0 +1,178 @@
+"""Jobs of several steps: one layout of the state that they share (`state_like`), and plans kept in a folder (`cache`)."""
+
+import logging
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan.pipeline import make_plan
+
+WIDTH = 256
+
+
+def create_state(key):
+    up, down = jax.random.split(key)
+    p = {"up": 0.04 * jax.random.normal(up, (WIDTH, 4 * WIDTH)), "down": 0.02 * jax.random.normal(down, (4 * WIDTH, WIDTH))}
+    return {"params": p, "moments": jax.tree.map(jnp.zeros_like, p)}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jax.nn.gelu(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
+
+
+def train_step(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], grads)
+    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moments), "moments": moments}, loss
+
+
+def eval_step(params, batch):
+    return loss_fn(params, batch)
+
+
+def batch(rows=512):
+    x = jnp.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH)
+    return {"x": x, "y": jnp.sin(x)}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture(scope="module")
+def train(mesh):
+    pins = {"params/up": P("model", "data"), "params/down": P("data", None)}  # what no evaluation would choose
+    step = shardplan.auto(mesh, donate_argnums=0, pins=pins)(train_step)
+    step.plan(jax.eval_shape(create_state, jax.random.key(0)), batch())
+    return step
+
+
+def layouts(plan):
+    return {x.path: x.layout for x in plan.inputs}
+
+
+def test_an_evaluation_takes_the_state_where_training_left_it(mesh, train):
+    state, _ = train(train.init(create_state, jax.random.key(0)), batch())
+    expected = float(eval_step(jax.device_get(state["params"]), batch(64)))
+    plan = train.plan(state, batch())
+    evaluate = shardplan.auto(mesh, state_like=plan)(eval_step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", shardplan.ShardingWarning)
+        loss = evaluate(state["params"], batch(64))
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    own = layouts(evaluate.plan(state["params"], batch(64)))
+    assert {path: own[f"params/{path}"] for path in ("up", "down")} == {
+        path: layouts(plan)[f"state/params/{path}"] for path in ("up", "down")
+    }
+
+
+def test_without_it_the_state_is_moved_and_the_warning_names_it(mesh, train):
+    state, _ = train(train.init(create_state, jax.random.key(0)), batch())
+    with pytest.warns(shardplan.ShardingWarning, match=r"auto\(mesh, state_like=plan\)"):
+        shardplan.auto(mesh)(eval_step)(state["params"], batch(64))
+
+
+def test_another_batch_shape_keeps_the_whole_state(mesh, train, tmp_path):
+    shapes = jax.eval_shape(create_state, jax.random.key(0))
+    plan = train.plan(shapes, batch())
+    plan.save(tmp_path / "plan.json")
+    other = shardplan.auto(mesh, donate_argnums=0, state_like=tmp_path / "plan.json")(train_step).plan(shapes, batch(64))
+    same = [path for path in layouts(plan) if path.startswith("state/")]
+    assert len(same) == 4 and {p: layouts(other)[p] for p in same} == {p: layouts(plan)[p] for p in same}
+
+
+def test_own_pins_win(mesh, train):
+    shapes = jax.eval_shape(create_state, jax.random.key(0))
+    plan = train.plan(shapes, batch())
+    step = shardplan.auto(mesh, state_like=plan, pins={"params/up": P(None, "model")})(eval_step)
+    found = layouts(step.plan(shapes["params"], batch(64)))
+    assert found["params/up"].spec() == (None, "model") and found["params/down"] == layouts(plan)["state/params/down"]
+
+
+def test_a_state_that_is_not_shared_or_of_another_mesh_is_refused(mesh, train):
+    plan = train.plan(jax.eval_shape(create_state, jax.random.key(0)), batch())
+    with pytest.raises(shardplan.ShardingError, match="no input of the step is state of that plan"):
+        shardplan.auto(mesh, state_like=plan)(lambda x: x @ x).plan(jnp.ones((8, 8)))
+    other = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    with pytest.raises(shardplan.ShardingError, match="state_like is a plan for mesh data=2, model=4, the step is for mesh data=8"):
+        shardplan.auto(other, state_like=plan)
+    assert shardplan.auto(other)(shardplan.auto(mesh, state_like=plan)(eval_step)).options.state_like is None
+
+
+# ---- the cache
+
+
+def planned(mesh, folder, step=train_step, **options):
+    shapes = jax.eval_shape(create_state, jax.random.key(0))
+    return shardplan.auto(mesh, cache=folder, **options)(step).plan(shapes, batch())
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """How often a step is planned."""
+    calls = []
+
+    def counted(*args):
+        calls.append(1)
+        return make_plan(*args)
+
+    monkeypatch.setattr("shardplan.step.make_plan", counted)
+    return calls
+
+
+def test_a_step_is_planned_once(mesh, tmp_path, count, caplog):
+    first = planned(mesh, tmp_path / "plans", donate_argnums=0)
+    with caplog.at_level(logging.INFO, "shardplan"):
+        again = planned(mesh, str(tmp_path / "plans"), donate_argnums=0)
+    assert len(count) == 1 and again == first and again.dumps() == first.dumps()
+    assert "a plan is taken from" in caplog.text
+    (file,) = (tmp_path / "plans").iterdir()
+    assert shardplan.Plan.load(file) == first
+
+
+def test_a_kept_plan_runs(mesh, tmp_path, count):
+    planned(mesh, tmp_path, donate_argnums=0)
+    step = shardplan.auto(mesh, cache=tmp_path, donate_argnums=0)(train_step)
+    state = create_state(jax.random.key(0))
+    expected = float(jax.jit(train_step)(state, batch())[1])
+    assert float(step(state, batch())[1]) == pytest.approx(expected, rel=1e-5) and len(count) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory": 1e9}, {"pins": {"params/up": P("data")}}, {"cluster": "h100"}, {"search": "propagation"}, {"compiler_options": None},
+        {"donate_argnums": 0}, {"in_shardings": (None, P("data"))}, {"overlap": False}, {"compute_scale": 2.0},
+        {"step": lambda state, batch: train_step(state, {k: jnp.tanh(v) for k, v in batch.items()})},
+        {"mesh": jax.sharding.AbstractMesh((4, 2), ("data", "model"))},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_what_a_plan_depends_on_makes_another_file(mesh, tmp_path, count, change):
+    planned(mesh, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", shardplan.ShardingWarning)
+        planned(change.pop("mesh", mesh), tmp_path, **change)
+    assert len(count) == len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_damaged_file_is_replaced(mesh, tmp_path, count, caplog):
+    first = planned(mesh, tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(first.dumps()[:500])
+    assert planned(mesh, tmp_path) == first and len(count) == 2 and "planned anew" in caplog.text
+    assert shardplan.Plan.load(file) == first
+
+
+def test_what_is_no_folder_is_refused(mesh, tmp_path):
+    with pytest.raises(shardplan.ShardingError, match="cache=3 is no folder"):
+        shardplan.auto(mesh, cache=3)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(shardplan.ShardingError, match="cannot be written"):
+        planned(mesh, tmp_path / "file")
