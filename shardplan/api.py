@@ -141,12 +141,17 @@ class Auto(Generic[P, R]):
                 return self._fun(*args, **kwargs)
             step, operands = self._step(args, kwargs)
             return step.traceable(*operands)
+        refused = None
         if self._last is not None and not kwargs:
             try:
                 return self._last(*args)
             except OtherSignature:
                 pass
+            except (TypeError, ValueError) as error:  # jit holds arguments against shardings before it traces them
+                refused = error
         step, operands = self._step(args, kwargs)
+        if refused is not None and step is self._last:
+            raise refused
         result = step(*operands, expects_move=self._unplanned_state)
         self._unplanned_state = False
         if not kwargs and not any(self._static):

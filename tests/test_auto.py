@@ -148,6 +148,38 @@ def test_plans_once_per_signature(mesh, params):
     assert planned.plan(params, batch(64)) is planned.plan(params, batch(64))
 
 
+OTHERS = {
+    "rank": np.ones(64, F32),
+    "tree": {"x": np.ones((64, 64), F32), "mask": np.ones(3, F32)},
+    "dtype": np.ones((64, 64), np.float16),
+}
+
+
+def total(x):
+    return sum(jnp.sum(jnp.tanh(leaf.astype(F32))) for leaf in jax.tree.leaves(x))
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_a_call_that_the_sharding_of_the_last_call_does_not_fit_is_planned_anew(mesh, other):
+    planned, first = shardplan.auto(mesh, pins={"x": P(("data", "model"))})(total), np.ones((64, 64), F32)
+    for x in (first, other, first):
+        same(planned(x), total(x))
+
+
+def test_a_last_batch_that_does_not_divide_is_planned_anew(mesh):
+    planned, rows, last = shardplan.auto(mesh)(total), np.ones((1 << 16, 64), F32), np.ones((13, 64), F32)
+    assert planned.plan(rows).inputs[0].layout.shards(planned.plan(rows).mesh) == 8
+    for x in (rows, last, rows):
+        same(planned(x), total(x))
+
+
+def test_a_pin_that_a_later_call_cannot_meet_is_refused_in_words(mesh):
+    planned = shardplan.auto(mesh, pins={"x": P("model")})(total)
+    planned(np.ones((64, 64), F32))
+    with pytest.raises(ShardingError, match="of size 13 over 4 devices, which does not divide"):
+        planned(np.ones((13, 64), F32))
+
+
 def test_trace_lower_compile(mesh, params):
     planned = shardplan.auto(mesh)(step)
     assert planned.trace(params, batch()).jaxpr.out_avals[-1].shape == ()
