@@ -1,5 +1,6 @@
 """Why an array lies as it does, and what other choices would cost: `Plan.why`."""
 
+import re
 import warnings
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from markupsafe import escape
 from msgspec.structs import replace
 
 import shardplan
@@ -128,6 +130,15 @@ def test_memory_that_binds_is_named():
     text = [t for x in tight.inputs for t in tight.why(x.path).constraints if t.startswith("memory: ")]
     assert text and " would take " in text[0] and " and needs " in text[0]
     assert "DOES NOT FIT" in "".join(str(tight.why(x.path)) for x in tight.inputs)
+
+
+def test_the_page_answers_for_the_largest_inputs_and_the_most_expensive_reshards(plan):
+    page = plan.html()
+    assert escape(str(plan.why("params/layers/0/up")).splitlines()[-1]) in page
+    found = re.findall(r'<details class="why"><summary>(.*?)</summary>', page)
+    assert any("params/layers" in what for what in found) and any(" over " in what and "test_why.py:" in what for what in found)
+    assert "Classical layouts on the same objective" in page and plan.baselines().rows[0].name in page
+    assert page == plan.html() and "<h2>Why</h2>" not in plan._repr_html_()
 
 
 def test_questions_that_cannot_be_answered_say_so(plan, tmp_path):

@@ -29,8 +29,8 @@ from shardplan.plan import io, travel
 from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlannedReshard, PlanRecord
 from shardplan.plan.program import placed
 
-QUICK_BASELINES = 600
-"""Ops of a step up to which its baselines are planned to print a plan: about a second."""
+QUICK_OPS = 600
+"""Ops of a step up to which its baselines are planned to print a plan, and questions are answered on its page."""
 
 
 class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT):
@@ -168,10 +168,13 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
 
         Of a step of more than 600 ops it is known once `baselines()` was called.
         """
+        return self._baselines.saving_text if self.answers_quickly or "_baselines" in self.__dict__ else ""
+
+    @property
+    def answers_quickly(self) -> bool:
+        """Whether `why` and `baselines` take about a second: the plan was solved here, for a step of at most 600 ops."""
         planned = self.context and self.context.planned
-        if planned is None or (len(planned.graph.ops) > QUICK_BASELINES and "_baselines" not in self.__dict__):
-            return ""
-        return self._baselines.saving_text
+        return planned is not None and len(planned.graph.ops) <= QUICK_OPS
 
     def _solved(self, method: str) -> Plan:
         if self._planned_from(method, f"step.plan(...).{method}").planned is None:

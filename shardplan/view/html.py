@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -31,6 +31,7 @@ MAX_BARS = 16
 MAX_DEVICES = 512
 MAX_BLOCKS = 16  # along one dim of a picture
 MAX_TICKS = 4
+MAX_INPUTS_ASKED, MAX_RESHARDS_ASKED = 12, 8  # whose answers are on the page
 BUDGET_DRAWN = 1.6  # a budget is a line in the chart up to so many times the peak
 
 
@@ -40,7 +41,10 @@ def to_html(plan: Plan, page: bool) -> str:
     drawn = {"picture_of": partial(picture, mesh=plan.mesh, axes=axes), "coloured": partial(_coloured, axes=axes)}
     template = environment().get_template("page.jinja" if page else "plan.jinja")
     title = f"Plan for mesh {plan.mesh}"
-    return template.render(page=page, plan=plan, axes=axes, title=title, **drawn, **_summary(plan), **_memory(plan), **_lines(plan))
+    asked = _questions(plan) if page and plan.answers_quickly else {"why": [], "baselines": None}
+    return template.render(
+        page=page, plan=plan, axes=axes, title=title, **drawn, **_summary(plan), **_memory(plan), **_lines(plan), **asked
+    )
 
 
 @cache
@@ -52,7 +56,7 @@ def environment() -> Environment:
     found.filters |= {
         "bytes": format_bytes, "count": format_count, "memory": format_memory, "percent": format_percent, "seconds": format_seconds,
         "px": px, "breakable": _breakable, "memory_style": _memory_style,
-        "disagreement": rows.disagreement, "line_notes": rows.line_notes,
+        "lines": _as_lines, "disagreement": rows.disagreement, "line_notes": rows.line_notes,
     }  # fmt: skip
     found.globals |= {name: Markup((TEMPLATES / f"plan.{name}").read_text("utf-8")) for name in ("css", "js")}
     return found
@@ -65,6 +69,11 @@ def axis_colours(mesh: MeshShape) -> dict[str, int]:
 
 def _printable(value: object) -> object:
     return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _as_lines(text: str) -> Markup:
+    """Text of several lines, each cleaned and escaped."""
+    return Markup("\n").join(clean(line) for line in text.splitlines())
 
 
 def _memory_style(kind: str) -> str:
@@ -136,6 +145,18 @@ def _lines(plan: Plan) -> dict[str, Any]:
         "places": {(line.file, line.number): line.place for line in lines},
         "files": rows.annotated(plan, lines),
     }
+
+
+def _questions(plan: Plan) -> dict[str, Any]:
+    """(what, the answer of `Plan.why`) of the largest inputs and the most expensive reshards; and the plan's baselines."""
+    rows_ = sorted(rows.leaf_rows(plan.inputs, plan.mesh), key=lambda row: -row.device_bytes)[:MAX_INPUTS_ASKED]
+    sent = sorted(((d.runs * r.seconds, d.op, d, r) for d in plan.decisions for r in d.reshards), key=lambda x: (-x[0], x[1]))
+    answers = [(row.path, str(plan.why(row.leaves[0].path))) for row in rows_]
+    for _, _, d, r in sent[:MAX_RESHARDS_ASKED]:
+        kinds = ", ".join(f"{c.kind} over {', '.join(c.axes)}" for c in r.collectives)
+        answers.append((f"{kinds} of {r.array} at {PurePath(d.file).name}:{d.line}", str(plan.why(r))))
+    found = plan.baselines()
+    return {"why": answers, "baselines": found if found.rows else None}
 
 
 def _bars(lines: Sequence[rows.LineRow]) -> list[tuple[str, str, float, float]]:
