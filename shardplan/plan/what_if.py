@@ -4,8 +4,8 @@
     adapting    ops up to so many arrays away take the states of least cost, found exactly on the plan's own cost network
     staying     all other ops keep their states, so the part of the network is small and nothing is planned again
 
-What is found is a plan, and its seconds and bytes are those of its scheduled program: a plan with that layout needs at most these
-seconds. Planning again with a pin (`Plan.fix`) may find a faster one.
+What is found is a plan, and its seconds and bytes are those of its scheduled program: the best plan with that layout takes at most
+these seconds. Planning anew with a pin (`Plan.fix`) searches all of it, and often finds less.
 
 Also known as the best response of a neighbourhood.
 """

@@ -62,7 +62,7 @@ def _choices(found: Why) -> Iterator[str]:
     if rest:
         yield fit(f"  {'; '.join(rest)}", WIDTH)
     if found.choices:
-        yield "  estimated: ops near the array adapt, all others stay; a new plan with a pin takes at most this (plan.fix)"
+        yield "  estimated: ops near the array adapt, all others stay; plan.fix plans anew, and often finds less"
 
 
 def _row(mark: str, choice: LayoutChoice, chosen: LayoutChoice) -> list[str]:
