@@ -125,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--donate", dest="donate_argnums", type=_numbers, metavar="N,...", help=donate)
     given = "of XLA, on GPUs: auto (the default) chooses, none leaves XLA alone, or e.g. xla_gpu_enable_pipelined_all_gather=true"
     plan.add_argument("--compiler-options", type=_compiler_options, metavar="NAME=VALUE,...", help=given)
+    plan.add_argument("--state-like", metavar="FILE", help="plan file of another step, whose layouts of the shared state are kept")
+    plan.add_argument("--cache", metavar="FOLDER", help="folder of plans: take the plan from there, or keep it there")
     plan.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     _add_views(plan)
 
@@ -230,7 +232,7 @@ def _compiler_options(text: str) -> tuple[Any]:
 def _plan(options: argparse.Namespace) -> None:
     axes = parse_mesh(options.mesh)
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-    names = "cluster", "memory", "search", "time_limit", "donate_argnums"
+    names = "cluster", "memory", "search", "time_limit", "donate_argnums", "state_like", "cache"
     asked = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.compiler_options:
         asked["compiler_options"] = options.compiler_options[0]

@@ -129,6 +129,17 @@ def test_options_reach_the_planner(here, capsys):
     assert next(x for x in plan.inputs if x.path == "w/up").layout.dims == (("model",), ())
 
 
+def test_state_of_another_plan_and_a_folder_of_plans(here, capsys):
+    assert main([*PLAN, *MESH, "--pin", "w/up=model,data", "-o", "train.json", "--brief"]) == 0
+    assert main([*PLAN, *MESH, "--state-like", "train.json", "--cache", "plans", "-o", "plan.json", "--brief"]) == 0
+    plan = Plan.load("plan.json")
+    assert next(x for x in plan.inputs if x.path == "w/up").layout.spec() == ("model", "data")
+    (kept,) = (here / "plans").iterdir()
+    assert Plan.load(kept) == plan
+    assert main([*PLAN, *MESH, "--state-like", "train.json", "--cache", "plans", "-o", "again.json", "--brief"]) == 0
+    assert Plan.load("again.json") == plan and len([*(here / "plans").iterdir()]) == 1
+
+
 def test_compiler_options_reach_the_plan(here, capsys):
     def planned(text):
         assert main(["plan", "program.py:example", *MESH, "--compiler-options", text, "-o", "plan.json", "--brief"]) == 0
