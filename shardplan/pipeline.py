@@ -55,7 +55,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     chosen = compiled(task, chosen, thresholds(chosen.xla) if options.chooses_xla else ())
     deadline = Deadline(options.time_limit and options.time_limit - stopwatch.elapsed, work=np.inf)
     proves = options.search == "ilp"
-    bound, plans = lower_bound(task, chosen, deadline) if proves else (min(compute_floor(task), chosen.solution.objective), ())
+    bound, plans = lower_bound(task, chosen, deadline) if proves else (compute_floor(task), ())
     for plan in plans:
         found.add_if_it_computes_less(plan)
     chosen = found.faster_than(chosen) or chosen

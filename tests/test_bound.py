@@ -11,12 +11,14 @@ import pytest
 
 import shardplan
 from shardplan import pipeline
+from shardplan.costs.bound_network import Weights, slope
 from shardplan.costs.decided_tasks import decided_tasks, shared_key
 from shardplan.costs.pricing import Pricing
 from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate
 from shardplan.ilp.solver import solve
 from shardplan.search import bound
+from shardplan.search.bound_weights import _minimum_cut
 from shardplan.search.objective import judge
 
 S = jax.ShapeDtypeStruct
@@ -88,8 +90,7 @@ def test_no_plan_undercuts_the_bound(name, overlap, monkeypatch):
     step, params = {"unrolled": (unrolled, [weights()] * 2), "scanned": (scanned, weights(2))}[name]
     plan, task, best = planned(step, params, monkeypatch, overlap)
     least = plan.seconds["bound"]
-    found, problem, rng = bound._Bounds(task, best), task.network(Pricing(), None).problem, np.random.default_rng(0)
-    everything = found.weights(found.modes) if task.overlaps else found.everything
+    found, problem, rng = bound._Ascent(task, best), task.network(Pricing(), None).problem, np.random.default_rng(0)
     shared = 0
     noisy = [tuple(cost + np.rint(scale * rng.random(len(cost))) for cost in problem.costs) for scale in (1e6, 1e7, 1e8, 1e9)]
     for drawn in (*(replace(problem, costs=costs) for costs in noisy), *itertools.islice(sharing(task), 8)):
@@ -97,11 +98,52 @@ def test_no_plan_undercuts_the_bound(name, overlap, monkeypatch):
         if not solution.states:
             continue
         judged = judge(task, Candidate(task.network(Pricing(), None), solution), None)
-        seconds, own = judged.timeline.total_s, bound._Bounds(task, judged)
-        bounds = [least, own.tables.value(everything, own.states) / PS, own.tables.value(own.weights(own.modes), own.states) / PS]
+        seconds, own = judged.timeline.total_s, bound._Ascent(task, judged)
+        weights = [x.weights.best(plane) for x in (found, own) for plane in (found.planes[0], own.planes[0])]
+        bounds = [least, *(own.tables.problem(w).objective(own.states(judged)) / PS for w in weights)]
         assert all(x <= seconds * (1 + 1e-9) for x in bounds), (bounds, seconds)
         states, network = judged.states, judged.network
         moved = (network.reshards(j, network.strategies(states), network.retained(states)) for j in range(len(network.space.graph.ops)))
         steps = [step for paths in moved for _, path in paths for step in path if step.kind != "slice"]
         shared += len(steps) - len(decided_tasks(network, states).transfers)
     assert shared > 0
+
+
+def test_no_weights_value_a_plan_above_its_plane(monkeypatch):
+    """The value of a plan is concave in the weights, so what it changes by at some weights bounds it at all others."""
+    weights = [(S((512, 1024), jnp.float32), S((1024, 512), jnp.float32))] * 2
+    _, task, best = planned(unrolled, weights, monkeypatch, overlap=True)
+    found, rng = bound._Ascent(task, best), np.random.default_rng(0)
+    states, ends = found.states(best), found.columns
+    figures = found.tables.figures(states)
+
+    def some():
+        noisy = Weights(*(x * rng.random(x.shape) for x in ends[rng.integers(len(ends))]))
+        return Weights.mean([noisy, ends[0]], (0.5, 0.5))._replace(
+            edges=np.sort(rng.random((len(task.space.array_edges), 4)))[:, [2, 0, 1, 3]]
+        )
+
+    for _ in range(20):
+        here, there = some(), some()
+        plane, value = slope(figures, there), found.tables.problem(here).objective(states)
+        assert value <= here.times(plane) * (1 + 1e-9)
+        assert found.tables.problem(there).objective(states) == pytest.approx(there.times(plane), rel=1e-6)
+
+
+def test_a_bound_above_a_plan_is_an_internal_error(monkeypatch):
+    weights = [(S((512, 1024), jnp.float32), S((1024, 512), jnp.float32))]
+    _, _, best = planned(unrolled, weights, monkeypatch, overlap=True)
+    assert best.proven(best.solution.objective).solution.status == "optimal"
+    with pytest.raises(AssertionError, match=r"internal error: no plan takes less than \d+ ps, but one takes \d+ ps"):
+        best.proven(1.01 * best.solution.objective)
+
+
+def test_the_equilibrium_of_a_matrix_game():
+    rows, columns, value = bound.equilibrium(np.array([[3.0, -1.0], [-2.0, 2.0]]))
+    assert rows == pytest.approx([0.5, 0.5]) and columns == pytest.approx([3 / 8, 5 / 8]) and value == pytest.approx(0.5)
+
+
+def test_the_exposed_set_is_a_minimum_cut():
+    """Of two collectives of 5 and 1 seconds the first is independent of 2 seconds of compute, the second of 3 others."""
+    assert _minimum_cut([5e3, 1e3], [(0b10, 2e3), (0b01, 3e3)]) == 0b01
+    assert _minimum_cut([5e3, 1e3], []) == 0b11 and _minimum_cut([], [(0, 1e3)]) == 0

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import Plan
+from shardplan.costs.bound_network import Weights
 from shardplan.costs.decided_program import decided_program
 from shardplan.costs.pins import untie_pinned_state
 from shardplan.costs.pricing import Pricing
@@ -22,7 +23,7 @@ from shardplan.ilp.integer_program import IntegerProgram
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
 from shardplan.mesh.reshard import Resharder
-from shardplan.search.bound import OUTSIDE, Weights, _Bounds
+from shardplan.search.bound import _Ascent
 from shardplan.search.objective import NEAR_TIE, Judged, judge
 from shardplan.searches import SEARCHES
 from shardplan.xla_model.compiler_options import thresholds
@@ -137,12 +138,12 @@ def drawn_states(problem, near, states, share, rng) -> tuple[int, ...]:
     return tuple(out)
 
 
-def some_weights(bounds: _Bounds, rng) -> list[Weights]:
-    homes = [OUTSIDE, *range(len(bounds.task.space.graph.loops))]
-    alike = [bounds.weights(dict.fromkeys(homes, mode)) for mode in ("compute", "exposed", "network")]
-    mixed = bounds.weights({home: rng.choice(["compute", "exposed", "network"]) for home in homes})
-    found = [*alike, mixed, bounds.weights(bounds.modes)]
-    return [*found, found[rng.integers(5)].mean(found[rng.integers(5)], rng.random())]
+def some_weights(ascent: _Ascent, plane: Weights, rng) -> list[Weights]:
+    """Weights that are best for one plane, for others of noisy seconds, and for compute alone; and a mean of two of them."""
+    noisy = [Weights(*(x * rng.exponential(size=x.shape) ** power for x in plane)) for power in (1, 4)]
+    found = [ascent.weights.best(x) for x in (plane, *noisy)] + [ascent.weights.compute(plane)]
+    share = float(rng.random())
+    return [*found, Weights.mean([found[n] for n in rng.choice(4, 2)], (1 - share, share)).rounded()]
 
 
 def least_ps(task: PlanningTask, judged: Judged) -> float:
@@ -160,12 +161,13 @@ def test_the_bounds_problem_is_below_the_objective_of_any_states(name, cluster):
     network = task.network(Pricing(), None)
     problem, near = network.problem, neighbours(network.problem)
     states, ratios = plan.context.planned.solution.states, []
-    best = _Bounds(task, judge(task, Candidate(network, plan.context.planned.solution), None))
+    best = _Ascent(task, judge(task, Candidate(network, plan.context.planned.solution), None))
     for n in range(16):
         states = drawn_states(problem, near, states, (0.02, 0.2, 1.0)[n % 3], rng)
         judged = judge(task, Candidate(network, Solution("feasible", states, problem.objective(states), 0.0)), None)
-        own, seconds = _Bounds(task, judged), least_ps(task, judged)
-        ratios += [bounds.tables.value(w, own.states) / seconds for bounds in (best, own) for w in some_weights(bounds, rng)]
+        own, seconds = _Ascent(task, judged), least_ps(task, judged)
+        weights = [(x, w) for x in (best, own) for w in some_weights(x, x.planes[0], rng)]
+        ratios += [x.tables.problem(w).objective(own.states(judged)) / seconds for x, w in weights]
     assert max(ratios) <= 1 + ROUNDED and max(ratios) > 0.5
 
 

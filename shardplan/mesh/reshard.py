@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard_graph import EvenSubgraph, LayoutState, ReshardGraph, ReshardGraphs, TablePart, TableQuery
 
 KnownGroups = tuple[tuple[CollectiveKey, CombinedCollectives], ...]
+Kernels = Literal["all", "none", "only"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Resharder:
         sliced_sums: whether a path may complete a sum and then slice it. XLA does so where the all-reduces are combined, and may
             reduce-scatter otherwise.
         byte_factors: (kind, factor) of collectives that send `factor` times the bytes of the array.
-        kernels: whether kernels count that fill and empty a collective's buffer, and slices; not in lower bounds.
+        kernels: whether kernels count that fill and empty a collective's buffer, and slices; in lower bounds they may count not at
+            all, or alone.
         shared_graphs: those of another resharder on this mesh.
     """
 
@@ -82,7 +85,7 @@ class Resharder:
     known: KnownGroups = ()
     sliced_sums: bool = False
     byte_factors: tuple[tuple[str, float], ...] = ()
-    kernels: bool = True
+    kernels: Kernels = "all"
     shared_graphs: ReshardGraphs | None = None
     _tables: dict[tuple, np.ndarray] = field(default_factory=dict, init=False)
     _prices: dict[ReshardGraph, np.ndarray] = field(default_factory=dict, init=False)
@@ -104,9 +107,9 @@ class Resharder:
         """A resharder whose collectives send `factor` times the bytes of the array, by kind; others its bytes."""
         return self._variant(byte_factors=byte_factors) if byte_factors else self
 
-    def bounding(self, arrays: int, kinds: tuple[str, ...]) -> Resharder:
-        """A resharder whose paths take no more of the network than those of any other that combines at most so many arrays."""
-        return self._variant(combined=CombinedCollectives(arrays), combinable=kinds, sliced_sums=True, kernels=False)
+    def bounding(self, combined: CombinedCollectives, kinds: tuple[str, ...], kernels: Kernels) -> Resharder:
+        """A resharder whose paths take no more than those of any other that combines at most so much."""
+        return self._variant(combined=combined, combinable=kinds, sliced_sums=True, kernels=kernels)
 
     def _variant(self, **changes) -> Resharder:
         """This resharder with some settings changed; one object per settings."""
@@ -216,14 +219,15 @@ class Resharder:
 
     def _edge_prices(self, kind: str, axes: tuple[str, ...]) -> list[tuple[float, ...]]:
         """Per algorithm of a collective, alone and combined: its `AlphaBeta`, and the figures of its `staging_kernels`."""
-        if kind == "slice" and not self.kernels:
+        if kind == "slice" and self.kernels == "none":
             return [(0.0,) * 5]
         known = dict(self.known).get(CollectiveKey(kind, axes), self.combined) if kind in self.combinable else UNCOMBINED
         factor, found = dict(self.byte_factors).get(kind, 1.0), []
         for combined in dict.fromkeys((UNCOMBINED, known)):
             staging = collective.staging_kernels(kind, self.cluster, combined.arrays)
-            shared, latency_s, own = staging if self.kernels else (0.0,) * 3
+            shared, latency_s, own = (0.0,) * 3 if self.kernels == "none" else staging
             for a, b in collective.algorithms(kind, axes, self.mesh, self.cluster, combined):
+                a, b = (0.0, 0.0) if self.kernels == "only" and kind != "slice" else (a, b)
                 found.append((a, b * factor, shared * factor, latency_s, own * factor))
         return found
 

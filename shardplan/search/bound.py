@@ -1,44 +1,48 @@
-"""A lower bound of the seconds of every plan of a strategy space, from the best plan found.
+"""A lower bound of the seconds of every plan of a strategy space.
 
-For each computation (the step, a loop's body) one of three bounds of `costs/bound_network.py` is chosen, the one that is tightest for
-the best plan:
+Weighted means of the bounds (11) of `costs/bound_network.py` are cost networks, solved without a memory limit and without ties, so that
+each optimum holds for all plans. The best weights are those at which the least plan takes most:
 
-    "compute"    its kernels
-    "exposed"    its kernels but those that may hide one of a set of collectives, and these collectives
-    "network"    all its collectives; of those that pipelining may move out of a loop, all rounds but one
+    maximize over weights  min over plans  weights x seconds
 
-The cost network of this choice is solved, without a memory limit and without ties, so that its bound holds for all plans. If it leads
-to a plan that computes more than the bound counts, the mean of it and of "compute" is solved, at which both plans cost the same: two
-steps of the cutting-plane method on (11) and (12).
+Plans known so far are cutting planes: none is below its own seconds. Weights that are best for their mean (`bound_weights.py`) become
+a column of a matrix game, whose solution is a mean of weights; a step from the best weights so far towards it is solved quickly for
+another plan. The last weights are solved in full.
+
+Also known as Kelley's cutting-plane method with in-out separation (Ben-Ameur and Neto, Networks 49(1), 2007).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import linprog
 
-from shardplan.costs.array_edges import ArrayEdge
-from shardplan.costs.bound_network import BoundTables, Weights
-from shardplan.costs.decided_tasks import OUTSIDE, shared_key
+from shardplan.costs.bound_network import BoundTables, Figures, Weights, slope
 from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
 from shardplan.ilp.solver.solve import solve
+from shardplan.search.bound_weights import BestWeights
 from shardplan.search.objective import Judged
+from shardplan.xla_model.compiler_options import THRESHOLDS, thresholds
 
-WORK = 2.0
-"""Work limit of one bound, about seconds."""
+WORK, QUICK_WORK = 2.0, 0.05
+"""Work limits, about seconds, of the network that is solved in full, and of those that only give further plans."""
 
-MOST_COLLECTIVES = 512
-"""Collectives of one computation, the longest, that the set of "exposed" is chosen from."""
+ROUNDS, ROUND_STATES = (4, 8), 60_000
+"""Least and most plans that are sought for cutting planes; between these, as many as have this many states of networks together."""
 
-Mode = Literal["compute", "exposed", "network"]
+STEP = 0.5
+"""How far a step goes from the best weights to those of the matrix game."""
+
+CONVERGED = 1e-3
+"""Weights are taken as best once no others are better than by this."""
 
 
 def compute_floor(task: PlanningTask) -> float:
@@ -49,250 +53,175 @@ def compute_floor(task: PlanningTask) -> float:
 def lower_bound(task: PlanningTask, best: Judged, deadline: Deadline) -> tuple[float, list[Candidate]]:
     """Picoseconds that no plan of the task undercuts, whatever its memory; the pins hold.
 
+    Args:
+        best: the plan that the bound is wanted for.
+        deadline: ends it early.
+
     Returns:
         The bound, and the plans of least bounds: they compute and send little, and may be fast.
     """
-    found, plans = _Bounds(task, best), []
-    if best.network.space is not task.space:
-        return min(compute_floor(task), best.solution.objective), plans
-    tables = found.tables
-    floor = found.weights({})
-    chosen = found.weights(found.modes) if task.overlaps else found.everything
-    bound, weights = compute_floor(task), chosen
-    for _ in range(3):
-        if deadline.over():
+    found = _Ascent(task, best)
+    found.bound = compute_floor(task)
+    states = sum(map(len, task.space.strategies))
+    for _ in range(int(np.clip(ROUND_STATES // states, *ROUNDS))):
+        if deadline.over() or not found.step():
             break
-        problem = tables.problem(weights)
-        hint = found.states if np.isfinite(problem.objective(found.states)) else None
-        solution = solve(problem, hint=hint, work_limit=WORK)
-        bound = max(bound, solution.bound)
-        if solution.states:
-            plans.append(found.candidate(solution))
-        share = _balance(found, (floor, chosen), solution.states)
-        if share is None or not 0 < share < 1:
-            break
-        weights = floor.mean(chosen, share)
-    return min(bound, best.solution.objective), plans
+    tried = [x for x in found.tried if not x.solved and x.least > found.bound]
+    if tried and not deadline.over():
+        found.solved(max(tried, key=lambda x: x.least).weights, WORK)
+    return found.bound, found.plans
 
 
-def _balance(found: _Bounds, ends: tuple[Weights, Weights], states: Sequence[int]) -> float | None:
-    """The share of the second weights at which the best plan and these states cost the same."""
-    if not states:
-        return None
-    (a, b), (c, d) = ([found.tables.value(w, s) for w in ends] for s in (found.states, tuple(states)))
-    slope = (b - a) - (d - c)
-    return (c - a) / slope if slope > 0 else None
+class Tried(NamedTuple):
+    """Weights that were solved, and the seconds of the least plan known under them, in picoseconds."""
+
+    weights: Weights
+    least: float
+    solved: bool  # in full
 
 
-@dataclass(frozen=True, eq=False)
-class _Bounds:
-    """The bounds of the computations of a step, and the plan that they are chosen for."""
+@dataclass
+class _Ascent:
+    """The state of the cutting-plane method: known plans as planes, and weights that were best for some mean of them."""
 
     task: PlanningTask
     best: Judged
+    planes: list[Weights] = field(default_factory=list)
+    columns: list[Weights] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
+    plans: list[Candidate] = field(default_factory=list)
+    bound: float = 0.0
+    step_length: float = STEP
+
+    def __post_init__(self):
+        figures = self.tables.figures(self.states(self.best))
+        self.add_plane(figures, self.even)
+        self.columns += [self.weights.compute(self.planes[0]), *self.best_weights(self.planes[0])]
+
+    @cached_property
+    def weights(self) -> BestWeights:
+        return BestWeights(self.task, self.tables.costly)
 
     @cached_property
     def tables(self) -> BoundTables:
-        return BoundTables.of(self.task.space, self.task.resharder, self.task.allowed)
+        options = [y for x in self.task.options.xla for y in (x, *thresholds(x))]
+        most = max(x.threshold_bytes(kind) for x in options for kind in THRESHOLDS)
+        return BoundTables.of(self.task.space, self.task.resharder, self.task.allowed, frozenset(self.filled(most)), most)
 
-    @cached_property
-    def states(self) -> tuple[int, ...]:
-        """The best plan as states of a network without memory limit."""
-        network, states = self.best.network, self.best.states
+    def best_weights(self, plane: Weights) -> list[Weights]:
+        return [self.weights.best(plane, spread) for spread in (False, True)]
+
+    @property
+    def even(self) -> Weights:
+        """Half of all seconds: where the planes of plans begin that no weights led to."""
+        space = self.task.space
+        return Weights(np.full(len(space.graph.ops), 0.5), np.full((len(space.array_edges), 4), 0.5))
+
+    def filled(self, most_bytes: float) -> Iterator[int]:
+        """Groups of arrays (`CollectiveSite.joint`) of which the best plan fills several collectives."""
+        network = self.best.network
+        joint = {site.group: site.joint for site in network.space.collective_sites if site.collective_class in ("prefetch", "gradient")}
+        for (group, _), sizes in network.combined_groups(self.best.states):
+            if group in joint and sum(size for _, size in sizes) > most_bytes:
+                yield joint[group]
+
+    def states(self, judged: Judged) -> tuple[int, ...]:
+        """A plan as states of a network of the whole space without memory limit.
+
+        Raises:
+            KeyError: the space lacks one of its strategies.
+        """
+        network, states = judged.network, judged.states
         retained, chosen = network.retained(states), network.strategies(states)
-        of, blocks = self.task.space.strategies, self.tables.tables.blocks
+        of, blocks, numbers = self.task.space.strategies, self.tables.blocks, self.numbers
+        if network.space is not self.task.space:
+            own = network.space.strategies
+            chosen = [numbers(wide)[narrow.factors[s]] for wide, narrow, s in zip(of, own, chosen, strict=True)]
         return tuple(s + (blocks.count(j) - 1) * len(of[j]) * (j in retained) for j, s in enumerate(chosen))
 
+    @cached_property
+    def numbers(self):
+        known: dict[int, dict] = {}
+
+        def of(wide) -> dict:
+            if id(wide) not in known:
+                known[id(wide)] = {x: n for n, x in enumerate(wide.factors)}
+            return known[id(wide)]
+
+        return of
+
     def candidate(self, solution: Solution) -> Candidate:
-        """States of a network without memory limit as those of the best plan's network."""
-        of, blocks, network = self.task.space.strategies, self.tables.tables.blocks, self.best.network
+        """States of a network without memory limit as those of a network under the limit."""
+        of, blocks = self.task.space.strategies, self.tables.blocks
+        network = self.best.network
+        if network.space is not self.task.space:
+            network = self.task.network(network.pricing, self.best.limit)
         chosen = [s % len(x) for s, x in zip(solution.states, of, strict=True)]
         retained = {j for j in blocks.retainable if solution.states[j] >= len(of[j]) * (blocks.count(j) - 1)}
         return Candidate(network, Solution("feasible", network.states_of(chosen, retained), solution.objective, 0.0))
 
-    # ---- computations
+    # ---- the ascent
 
-    @cached_property
-    def around(self) -> list[int]:
-        """Per loop, the loop that holds it, or OUTSIDE."""
-        return [holders[1] for holders in self.task.space.graph.loop_holders[:-1]]
+    def add_plane(self, figures: Figures, at: Weights) -> None:
+        self.planes.append(slope(figures, at))
 
-    def inside(self, op_home: int, home: int) -> int | None:
-        """The member of computation `home` that holds computation `op_home`: a loop, OUTSIDE for itself, or None if none does."""
-        member = OUTSIDE
-        while op_home != home:
-            if op_home == OUTSIDE:
-                return None
-            member, op_home = op_home, self.around[op_home]
-        return member
+    def step(self) -> bool:
+        """Another plan; False once no weights are better than the best so far."""
+        target, most = self.game()
+        best = max(self.tried, key=lambda x: x.least, default=None)
+        if best is not None and most <= best.least * (1 + CONVERGED):
+            return False
+        center = self.columns[0] if best is None else best.weights
+        weights = Weights.mean((center, target), (1 - self.step_length, self.step_length)).rounded()
+        known = min(weights.times(plane) for plane in self.planes)
+        found = self.solved(weights, QUICK_WORK).objective
+        if found > known * (1 - CONVERGED):
+            found = self.solved(weights, WORK).objective
+        if not np.isfinite(found):
+            return False
+        cuts = target.times(self.planes[-1]) < most * (1 - CONVERGED)
+        self.step_length = STEP if cuts else min(1.0, 2 * self.step_length)
+        return True
 
-    @cached_property
-    def homes(self) -> list[int]:
-        """Per op, the computation that runs its kernel."""
-        ops = self.task.space.graph.ops
-        return [op.held_during if op.traits.loop_slice or op.traits.loop_stack else op.loop for op in ops]
+    def solved(self, weights: Weights, work: float) -> Solution:
+        """The network of these weights, and its plan as another plane."""
+        solution = solve(self.tables.problem(weights), work_limit=work)
+        if solution.states:
+            self.plans.append(self.candidate(solution))
+            self.add_plane(self.tables.figures(solution.states), weights)
+        self.bound = max(self.bound, solution.bound)
+        least = min([solution.objective, *(weights.times(plane) for plane in self.planes)])
+        self.tried = [x for x in self.tried if x.weights is not weights]
+        self.tried.append(Tried(weights, least, work == WORK))
+        return solution
 
-    # ---- seconds of the best plan
+    def game(self) -> tuple[Weights, float]:
+        """The mean of weights that the planes bound least, and their bound."""
+        _, plans, most = self.mixture()
+        mean = Weights.mean(self.planes, plans.tolist())
+        new = self.best_weights(mean)
+        if max(w.times(mean) for w in new) > most * (1 + CONVERGED):
+            self.columns += new
+        shares, _, most = self.mixture()
+        return Weights.mean(self.columns, shares.tolist()), most
 
-    @cached_property
-    def kernel_ps(self) -> np.ndarray:
-        graph, seconds = self.task.space.graph, self.task.space.seconds
-        chosen = self.best.network.strategies(self.best.states)
-        return np.array([float(seconds[i][s]) * op.runs * PS for i, (op, s) in enumerate(zip(graph.ops, chosen, strict=True))])
-
-    @cached_property
-    def sent_ps(self) -> np.ndarray:
-        """Per array edge, the least picoseconds of its collectives that count."""
-        sent = [self.tables.sent(edge, self.states) for edge in self.task.space.array_edges]
-        return self.shares * np.nan_to_num(np.array(sent), nan=0.0, posinf=0.0)
-
-    @cached_property
-    def shares(self) -> np.ndarray:
-        """Per array edge, the fraction of its collectives that counts: those of edges that may share them add up to one at most."""
-        graph, edges = self.task.space.graph, self.task.space.array_edges
-        keys = [shared_key(graph, edge.consumer, edge.value) for edge in edges]
-        sizes = Counter(keys)
-        return np.array([1.0 / sizes[key] for key in keys])
-
-    def stays(self, edge: ArrayEdge) -> bool:
-        """Whether no compiler option moves the collectives of an edge into another round of their loop."""
-        pipelined = any(options.pipelined for options in self.task.options.xla)
-        loop, kind = self.task.space.graph.ops[edge.consumer].loop, self.task.space.collective_sites[edge.value].collective_class
-        return not pipelined or loop == OUTSIDE or kind not in ("prefetch", "gradient")
-
-    def inside_loop(self, edge: ArrayEdge) -> float:
-        """Fraction of the rounds of an edge's collectives that run in their loop, whatever is pipelined; the rest may run around it."""
-        loop, loops = self.task.space.graph.ops[edge.consumer].loop, self.task.space.graph.loops
-        return 1.0 if self.stays(edge) or loops[loop].trips <= 1 else (loops[loop].trips - 1) / loops[loop].trips
-
-    # ---- the choice
-
-    @cached_property
-    def exposed(self) -> dict[int, tuple[frozenset[int], frozenset[int], frozenset[int]]]:
-        """By computation, the set E of (12) as array edges, and the ops and loops of H."""
-        return {home: _exposed_set(self, home) for home in (OUTSIDE, *range(len(self.around)))}
-
-    @cached_property
-    def modes(self) -> dict[int, Mode]:
-        """By computation, the bound that is tightest for the best plan, loops inside counted at theirs."""
-        out: dict[int, Mode] = {}
-        total: dict[int, float] = {}
-        edges = self.task.space.array_edges
-        sent: dict[int, float] = {}
-        for n, edge in enumerate(edges):
-            home = self.task.space.graph.ops[edge.consumer].loop
-            sent[home] = sent.get(home, 0.0) + self.inside_loop(edge) * self.sent_ps[n]
-        loops = self.task.space.graph.loops
-        for home in (*sorted(range(len(loops)), key=lambda n: loops[n].stop - loops[n].start), OUTSIDE):
-            kernels = sum(self.kernel_ps[i] for i, at in enumerate(self.homes) if at == home)
-            inner = {n: total[n] for n, at in enumerate(self.around) if at == home}
-            e, ops, hiding = self.exposed[home]
-            kept = kernels - sum(self.kernel_ps[i] for i in ops) + sum(t for n, t in inner.items() if n not in hiding)
-            bounds: dict[Mode, float] = {
-                "compute": kernels + sum(inner.values()),
-                "exposed": kept + sum(self.sent_ps[n] for n in e),
-                "network": sent.get(home, 0.0),
-            }
-            out[home] = max(bounds, key=bounds.__getitem__)
-            total[home] = bounds[out[home]]
-        return out
-
-    @property
-    def everything(self) -> Weights:
-        """All kernels and all collectives: what a step takes where nothing overlaps."""
-        space = self.task.space
-        return Weights([1.0] * len(space.graph.ops), self.shares.tolist(), [1.0] * len(space.array_edges))
-
-    def weights(self, modes: dict[int, Mode]) -> Weights:
-        """What the bounds of these modes count; "compute" where none is given."""
-        graph, edges = self.task.space.graph, self.task.space.array_edges
-        counted: dict[int, float] = {OUTSIDE: 1.0}
-        for n in sorted(range(len(self.around)), key=lambda n: graph.loops[n].start - graph.loops[n].stop):
-            home = self.around[n]
-            mode = modes.get(home, "compute")
-            hidden = mode == "network" or (mode == "exposed" and n in self.exposed[home][2])
-            counted[n] = 0.0 if hidden else counted[home]
-
-        def op(i: int) -> float:
-            home = self.homes[i]
-            mode = modes.get(home, "compute")
-            return 0.0 if mode == "network" or (mode == "exposed" and i in self.exposed[home][1]) else counted[home]
-
-        def edge(n: int) -> tuple[float, float]:
-            home = graph.ops[edges[n].consumer].loop
-            mode = modes.get(home, "compute")
-            counts = self.inside_loop(edges[n]) if mode == "network" else float(mode == "exposed" and n in self.exposed[home][0])
-            return counted[home] * counts * float(self.shares[n]), counted[home] * (mode == "compute")
-
-        pairs = [edge(n) for n in range(len(edges))]
-        return Weights([op(i) for i in range(len(graph.ops))], [a for a, _ in pairs], [b for _, b in pairs])
+    def mixture(self) -> tuple[np.ndarray, np.ndarray, float]:
+        """Shares of the columns and of the planes at the equilibrium of the matrix game, and its value."""
+        return equilibrium(np.array([[column.times(plane) for plane in self.planes] for column in self.columns]))
 
 
-def _exposed_set(found: _Bounds, home: int) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-    """The set E of a computation, chosen greedily: a collective is in it if it takes longer than what it alone adds to H."""
-    space = found.task.space
-    graph, edges = space.graph, space.array_edges
-    here = (n for n in map(int, np.flatnonzero(found.sent_ps)) if graph.ops[edges[n].consumer].loop == home and found.stays(edges[n]))
-    mine = sorted(here, key=lambda n: (-found.sent_ps[n], n))[:MOST_COLLECTIVES]
-    if not mine:
-        return frozenset(), frozenset(), frozenset()
-    members, related = _relations(found, home, mine)
-    cost = np.zeros(len(members))
-    for (kind, i), n in members.items():
-        cost[n] = (
-            found.kernel_ps[i]
-            if kind == "op"
-            else sum(found.kernel_ps[k] for k, at in enumerate(found.homes) if found.inside(at, home) == i)
-        )
-    hiding = np.zeros(len(members), dtype=bool)
-    chosen: list[int] = []
-    for _ in range(2):
-        for c, n in enumerate(mine):
-            new = ~related[:, c] & ~hiding
-            if n not in chosen and found.sent_ps[n] > cost[new].sum():
-                chosen.append(n)
-                hiding |= new
-    names = list(members)
-    ops = frozenset(names[m][1] for m in np.flatnonzero(hiding) if names[m][0] == "op")
-    return frozenset(chosen), ops, frozenset(names[m][1] for m in np.flatnonzero(hiding) if names[m][0] == "loop")
-
-
-def _relations(found: _Bounds, home: int, collectives: Sequence[int]) -> tuple[dict[tuple[str, int], int], np.ndarray]:
-    """The ops and loops of a computation, numbered; and bool [member, collective], whether one waits for the other."""
-    edges = found.task.space.array_edges
-
-    def member(i: int, at: int) -> tuple[str, int] | None:
-        inside = found.inside(at, home)
-        return None if inside is None else ("op", i) if inside == OUTSIDE else ("loop", inside)
-
-    of = [member(i, at) for i, at in enumerate(found.homes)]
-    members: dict[tuple[str, int], int] = {}
-    for name in of:
-        if name is not None:
-            members.setdefault(name, len(members))
-    bits = {n: 1 << c for c, n in enumerate(collectives)}
-    after, before = [0] * len(members), [0] * len(members)
-    for n, bit in bits.items():
-        reader, maker = of[edges[n].consumer], of[edges[n].producer]
-        if reader is not None:
-            after[members[reader]] |= bit
-        if maker is not None:
-            before[members[maker]] |= bit
-    waits: dict[int, set[int]] = {}
-    for edge in edges:
-        a, b = of[edge.producer], of[edge.consumer]
-        if a is not None and b is not None and a != b:
-            waits.setdefault(members[b], set()).add(members[a])
-    order = sorted(members.values(), key=lambda m: m)
-    for _ in range(2):  # a loop may be listed before what it waits for
-        for m in order:
-            for a in waits.get(m, ()):
-                after[m] |= after[a]
-        for m in reversed(order):
-            for a in waits.get(m, ()):
-                before[a] |= before[m]
-    both = [after[m] | before[m] for m in order]
-    width = (len(collectives) + 7) // 8
-    packed = np.array([np.frombuffer(x.to_bytes(width, "little"), np.uint8) for x in both]).reshape(len(both), width)
-    related = np.unpackbits(packed, axis=1, bitorder="little")[:, : len(collectives)].astype(bool)
-    return members, related
+def equilibrium(payoff: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Shares of rows that maximize the least column, shares of columns that minimize the largest row, and the value."""
+    rows, columns = payoff.shape
+    scale = float(np.abs(payoff).max()) or 1.0
+    answer = linprog(
+        np.append(np.zeros(rows), -1.0),
+        A_ub=np.hstack([-payoff.T / scale, np.ones((columns, 1))]),
+        b_ub=np.zeros(columns),
+        A_eq=np.append(np.ones(rows), 0.0)[None],
+        b_eq=[1.0],
+        bounds=[(0.0, None)] * rows + [(None, None)],
+        method="highs-ds",
+    )
+    some, others = np.maximum(answer.x[:rows], 0.0), np.maximum(-answer.ineqlin.marginals, 0.0)
+    return some / some.sum(), others / others.sum(), float(answer.x[-1]) * scale

@@ -32,6 +32,9 @@ OPTIMAL = 1e-6
 GAIN = 0.001
 """Compiler options are set if the step is faster by this fraction."""
 
+ROUNDING = 1e-6
+"""Fraction by which a bound may exceed the seconds of a plan: of the sums of both."""
+
 NEAR_TIE = 0.005
 """Among plans of at most this fraction more seconds than the fastest, the simplest is taken."""
 
@@ -76,8 +79,14 @@ class Judged:
         return self.solution.states
 
     def proven(self, bound: float) -> Candidate:
-        """The network and the answer, with a lower bound in picoseconds."""
+        """The network and the answer, with a lower bound in picoseconds.
+
+        Raises:
+            AssertionError: the bound is above the plan's own seconds, so it is none.
+        """
         objective = self.solution.objective
+        if bound > objective + ROUNDING * (1.0 + objective):
+            raise AssertionError(f"internal error: no plan takes less than {bound:.0f} ps, but one takes {objective:.0f} ps")
         status = "optimal" if bound >= (1 - OPTIMAL) * objective else "feasible"
         return Candidate(self.network, replace(self.solution, bound=min(bound, objective), status=status))
 
