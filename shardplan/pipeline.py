@@ -49,12 +49,12 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     stopwatch.lap("graph")
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
     memory = saved_memory(task) if options.memory_saving else options.memory
-    searches = [pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")]
-    found: Candidates = next(plans for plans in (search.plan(memory) for search in searches) if plans is not None)
-    chosen = found.simplest() or _lowest_peak(task, searches[-1], found, memory)
+    searches = {name: pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")}
+    plans_of = ((name, search.plan(memory)) for name, search in searches.items())
+    proves, found = next((name == "ilp", plans) for name, plans in plans_of if plans is not None)
+    chosen = found.simplest() or _lowest_peak(task, searches["ilp"], found, memory)
     chosen = compiled(task, chosen, thresholds(chosen.xla) if options.chooses_xla else ())
     deadline = Deadline(options.time_limit and options.time_limit - stopwatch.elapsed, work=np.inf)
-    proves = options.search == "ilp"
     bound, plans = lower_bound(task, chosen, deadline) if proves else (compute_floor(task), ())
     for plan in plans:
         found.add_if_it_computes_less(plan)

@@ -119,9 +119,9 @@ def test_no_weights_value_a_plan_above_its_plane(monkeypatch):
 
     def some():
         noisy = Weights(*(x * rng.random(x.shape) for x in ends[rng.integers(len(ends))]))
-        return Weights.mean([noisy, ends[0]], (0.5, 0.5))._replace(
-            edges=np.sort(rng.random((len(task.space.array_edges), 4)))[:, [2, 0, 1, 3]]
-        )
+        latency, network, kernels, around = np.sort(rng.random((4, len(task.space.array_edges))), axis=0)
+        kernels = rng.permutation(kernels)
+        return Weights(noisy.ops, np.stack([network, latency, kernels, around], axis=1))
 
     for _ in range(20):
         here, there = some(), some()

@@ -181,7 +181,7 @@ def test_a_plan_costs_and_holds_without_tables_what_the_tables_say(name, limited
     task, limit = task_of(plan), 1.2 * plan.memory().peak if limited else None
     network = task.network(Pricing(), limit)
     problem, near = network.problem, neighbours(network.problem)
-    found = IntegerProgram(task).search(network, (), np.inf, Deadline(None, work=np.inf))
+    found = IntegerProgram(task).search(network, (), Deadline(None, work=np.inf))
     for n in range(8):
         states = drawn_states(problem, near, found.states, (0.0, 0.02, 0.2, 1.0)[n % 4], rng)
         paid = sum(network.kernel_ps(states)) + sum(ps for _, ps in network.edge_kernels(states)) + network.sent_ps(states)
@@ -197,7 +197,7 @@ def test_a_network_allows_the_states_of_finite_cost(name, limited):
     task, limit = task_of(plan), 1.2 * plan.memory().peak if limited else None
     network = task.network(Pricing(), limit)
     problem, near = network.problem, neighbours(network.problem)
-    found = IntegerProgram(task).search(network, (), np.inf, Deadline(None, work=np.inf))
+    found = IntegerProgram(task).search(network, (), Deadline(None, work=np.inf))
     for n in range(60):
         states = list(drawn_states(problem, near, found.states, (0.02, 0.3)[n % 2], rng))
         for i in rng.choice(len(states), n % 3, replace=False):
@@ -239,8 +239,8 @@ def test_the_best_plan_of_the_integer_program_is_never_slower_than_that_of_anoth
     plans = {search: plan_of(name, cluster, search=search, compiler_options=None) for search in SEARCHES}
     best = IntegerProgram(task_of(plans["ilp"])).plan(None).best
     assert best is not None
-    for plan in plans.values():
-        assert best.timeline.total_s <= (1 + ROUNDED) * plan.seconds["total"]
+    for search, plan in plans.items():  # that of "ilp" may be one to which the bound led
+        assert search == "ilp" or best.timeline.total_s <= (1 + ROUNDED) * plan.seconds["total"]
         assert plans["ilp"].seconds["total"] <= (1 + NEAR_TIE) * plan.seconds["total"]
 
 

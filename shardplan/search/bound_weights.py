@@ -154,8 +154,8 @@ class BestWeights:
         return self._weights(seconds, chosen, spread)
 
     def _counted(self, seconds: np.ndarray, spread: bool) -> np.ndarray:
-        """Per array edge, the fraction that counts: of readers that may share, the one of most seconds; all alike if there is none."""
-        out, first = self.alike.copy(), {}
+        """Per array edge, the fraction that counts: of readers that may share, the one of most seconds; equal parts if none has."""
+        out, first = self.equal_parts.copy(), {}
         for n in np.flatnonzero(seconds > 0).tolist() if not spread else ():
             at = first.setdefault(self.readers[n], n)
             if seconds[n] > seconds[at]:
@@ -174,7 +174,7 @@ class BestWeights:
         return out
 
     @cached_property
-    def alike(self) -> np.ndarray:
+    def equal_parts(self) -> np.ndarray:
         """Per array edge, its part if all that may share its collectives have one."""
         out = np.zeros(len(self.edges))
         for some in self.sharing.values():
@@ -208,11 +208,11 @@ class BestWeights:
         related = [(a | b) & ~moves for a, b in zip(after, before, strict=True)]
         own = {n: 1 << c for c, n in enumerate(longest)}
         kernels = seconds.edges[:, AROUND] + np.maximum(0.0, seconds.edges[:, KERNELS]) * counts
-        beside = {n: (self._edge_bits(members, n, after, before) | own.get(n, 0)) & ~moves for n in np.flatnonzero(mine).tolist()}
+        meanwhile = {n: (self._edge_bits(members, n, after, before) | own.get(n, 0)) & ~moves for n in np.flatnonzero(mine).tolist()}
         classes: dict[int, float] = {}
         for m, bits in enumerate(related):
             classes[bits] = classes.get(bits, 0.0) + float(held[m])
-        for n, bits in beside.items():
+        for n, bits in meanwhile.items():
             if kernels[n] > 0:
                 classes[bits] = classes.get(bits, 0.0) + float(kernels[n])
         exposed = _minimum_cut(capacity, [(bits, x) for bits, x in classes.items() if x > 0 and bits != everything])
