@@ -188,10 +188,11 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[
 
 
 def _warn_of_unknown(plan: Plan) -> None:
-    for primitive, source in plan.unknown:
-        warn(
-            f"no rule for primitive {primitive!r} at {source}: it runs replicated on every device.\n  way out: shardplan.register_rule"
-        )
+    for text, source in plan.unknown:
+        primitive, _, why = text.removesuffix(")").partition(" (")
+        why = f"\n  why: {why}" if why else ""
+        way_out = "shardplan.register_rule"
+        warn(f"no rule for primitive {primitive!r} at {source}: it runs replicated on every device.{why}\n  way out: {way_out}")
 
 
 def _place(options: AutoOptions, traced: Traced, asked: Options) -> CachedPlan | None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 
 from shardplan._jax import equations
 from shardplan.strategies.rule import Rule
@@ -339,6 +340,22 @@ add("triangular_solve", lambda a, b: lax.linalg.triangular_solve(a, b, left_side
 add("tridiagonal", lambda x: lax.linalg.tridiagonal(positive(x)), _square)
 add("tridiagonal_solve", lax.linalg.tridiagonal_solve, "f32[4,6]", "f32[4,6]", "f32[4,6]", "f32[4,6,8]")
 
+
+def scaled_by_kernel(x, y, *, grid, block, index, other):
+    """x times y, block by block; `other` maps y's blocks."""
+
+    def body(x, y, out):
+        out[...] = x[...] * y[...]
+
+    spec = pl.BlockSpec(block, index)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(body, shape, grid=grid, in_specs=[spec, pl.BlockSpec(*other)], out_specs=spec, interpret=True)(x, y)
+
+
+HEADS = {"block": (None, None, 4), "grid": (2, 4), "index": lambda b, h: (b, h, 0)}
+ROWS = {"block": (2, 4), "grid": (2, 3), "index": lambda i, j: (i, j)}
+add("pallas_call", partial(scaled_by_kernel, **ROWS, other=((1, 4), lambda i, j: (0, j))), "f32[4,12]", "f32[1,12]")
+add("pallas_call", partial(scaled_by_kernel, **HEADS, other=((None, None, 4), lambda b, h: (b, h // 2, 0))), "f32[2,4,4]", "f32[2,2,4]")
 
 # ---- the table
 

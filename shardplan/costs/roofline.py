@@ -56,6 +56,8 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         moved += partial * moves.row_bytes / strategies.shards[0]
     if rule.scan:  # a second pass adds the totals of the shards before
         moved *= [1 if rule.scan.isdisjoint(factors) else 2 for factors in strategies.factors]
+    if rule.bytes is not None:
+        moved = rule.bytes * strategies.work
     seconds = moved / device.memory_rate
     if rule.flops and op.ins:
         dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"

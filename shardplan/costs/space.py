@@ -119,7 +119,7 @@ class StrategySpace:
         strategies: per op.
         signature: per op, equal numbers for ops between which the planner sees no difference.
         seconds: per op, seconds [s] of one run on one device.
-        unknown: (primitive, source) of ops without a rule, which are replicated.
+        unknown: (primitive, source) of ops without a rule, which are replicated; in parentheses why none could be derived.
         edge_layouts, tables, priced: caches of `costs/tables.py` and `costs/build.py`: by template; of the last network's tables; and
             of what the last network's combined collectives say.
     """
@@ -199,7 +199,8 @@ def make_strategy_space(
     """
     signatures = facts.signatures.read(facts.graph, within or {}, others)
     pairs = zip(facts.graph.ops, signatures, strict=True)
-    unknown = dict.fromkeys((op.primitive, str(op.source)) for op, found in pairs if not found.known)
+    named = ((op, f" ({found.rule.unsharded})" if found.rule.unsharded else "") for op, found in pairs if not found.known)
+    unknown = dict.fromkeys((op.primitive + why, str(op.source)) for op, why in named)
     seconds = compute_seconds(facts.graph, mesh, cluster, signatures, facts.traffic)
     strategies, numbers = tuple(found.strategies for found in signatures), tuple(found.number for found in signatures)
     return StrategySpace(facts, mesh, cluster, strategies, numbers, seconds, tuple(unknown))

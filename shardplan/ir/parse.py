@@ -208,6 +208,22 @@ def _single_trip(g: _Recorder, eqn, inputs, path: Path, split: int, n_carry: int
 
 def _trip_count(eqn) -> float:
     """Trips of a counting `while` whose bounds are literals (`fori_loop`); 1 when they are only known at run time."""
+    bounds = counted_bounds(eqn)
+    if bounds is None or not all(isinstance(x, _jax.Literal) for x in bounds):
+        return 1.0
+    start, stop, step = (x.val for x in bounds)
+    try:
+        trips = (stop - start) / step
+        return max(1.0, float(np.ceil(trips))) if np.ndim(trips) == 0 else 1.0
+    except (ValueError, TypeError):
+        return 1.0
+
+
+def counted_bounds(eqn) -> tuple[Any, Any, Any] | None:
+    """(start, stop, step) of a `while` that counts a carry up to a bound, as literals or operands of the equation; None for others.
+
+    A bound that the condition computes from other values is not known.
+    """
     cond, n_cond, body, n_body = _jax.while_parts(eqn)
     cond, before, after = cond.jaxpr, body.jaxpr.invars[n_body:], body.jaxpr.outvars
     reads = [*eqn.invars[:n_cond], *eqn.invars[n_cond + n_body :]]  # of the condition
@@ -219,13 +235,12 @@ def _trip_count(eqn) -> float:
         if not isinstance(stop, _jax.Literal):
             at = cond.invars.index(stop)
             if at >= n_cond and after[at - n_cond] is not before[at - n_cond]:
-                return 1.0  # the bound moves
+                return None  # the bound moves
             stop = reads[at]
         counts = test.primitive.name == "lt" and step.primitive.name == "add" and step.invars[0] is counter
-        trips = (stop.val - reads[start].val) / step.invars[1].val
-        return max(1.0, float(np.ceil(trips))) if counts and np.ndim(trips) == 0 else 1.0
+        return (reads[start], stop, step.invars[1]) if counts and isinstance(step.invars[1], _jax.Literal) else None
     except (AttributeError, ValueError, IndexError, TypeError):
-        return 1.0
+        return None
 
 
 def _cond(g: _Recorder, eqn, inputs, path: Path) -> list[int]:

@@ -188,7 +188,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         jax: the version that traced it; "" in older files.
         donated: names of the donated arguments, or of leaves where only some of an argument are.
         inputs, outputs: leaves in flat pytree order.
-        unknown: (primitive, source) of ops without a rule, computed in full on every device.
+        unknown: (primitive, source) of ops without a rule, computed in full on every device; in parentheses why none was derived.
         compiler_options: options of XLA for GPU that the plan is predicted with, the user's own among them; {} in older files.
         lines: the source lines that ops come from, in the order in which they first run; in older files, those that take time.
         decisions: in program order.

@@ -54,6 +54,8 @@ class Rule:
         fusion: how XLA's GPU back end treats the op: "loop" (elementwise-like, fuses with its neighbours), "view" (a bitcast:
             no bytes move), "reduce" (fuses its producers, writes its result), "none" (a kernel of its own).
         flops: floating point operations of the whole op; None means one per element of the largest result.
+        bytes: that the whole op reads and writes, where a kernel states them; None means every operand and result once.
+        unsharded: why no factor could be derived, for an op whose own description was looked at; "" otherwise.
     """
 
     operands: tuple[Dims, ...]
@@ -70,6 +72,8 @@ class Rule:
     accumulator_init: bool = False
     fusion: Fusion = "none"
     flops: float | None = None
+    bytes: float | None = None
+    unsharded: str = ""
 
     @property
     def exchanged(self) -> tuple[str, ...]:

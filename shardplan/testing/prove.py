@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.emit.shard_local import dynamic_index
+from shardplan.emit.shard_local import dynamic_index, kernels
 from shardplan.emit.shard_local.forms import FORMS, run_form
 from shardplan.emit.shard_local.halo import HaloDim, halo_dims
 from shardplan.emit.shard_local.window import convolution, windows
@@ -228,7 +228,12 @@ def _windows(op: ShardedOp, shards):
     return windows(op.eqn, shards, [op.halo_dims(0)], [fill])
 
 
+def _kernel(op: ShardedOp, shards):
+    return kernels.CALLS[op.name](op.eqn, shards, op.shards)
+
+
 LOCAL_FORMS: dict[str, Callable | None] = {
+    **dict.fromkeys(kernels.CALLS, _kernel),
     **dict.fromkeys(("reshape", "broadcast_in_dim", "broadcast_to", "empty"), _with_local_shape),
     "iota": _iota,
     "gather": lambda op, shards: dynamic_index.gather(op.eqn, shards, [op.sharded_dims(0)]),

@@ -28,12 +28,12 @@ import jax
 import jax.numpy as jnp
 
 from shardplan import _jax
-from shardplan.emit.shard_local import dynamic_index, window
+from shardplan.emit.shard_local import dynamic_index, kernels, window
 from shardplan.emit.shard_local.halo import HaloDims, halo_dims
 from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import Layout
 from shardplan.strategies.register import is_registered
-from shardplan.strategies.rule import Rule
+from shardplan.strategies.rule import Rule, factor_sizes
 from shardplan.strategies.rules import rule_for
 
 LocalOp = tuple[Callable[..., list], tuple[Layout, ...]]
@@ -101,6 +101,8 @@ def run_form(eqn, shards, halos: HaloDims) -> list:
 
 def by_rule(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
     """An op of which some shard-local factor is sharded; None where XLA does as well."""
+    if eqn.primitive.name in kernels.CALLS and not is_registered(eqn.primitive.name):
+        return kernel(eqn, operands, results, sizes)
     known = eqn.primitive.name in FORMS or is_registered(eqn.primitive.name)
     found = shard_factors(eqn, (*operands, *results), sizes) if known else None
     if found is None or not found[0].shard_local:
@@ -111,6 +113,20 @@ def by_rule(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) 
         return None
     dims = (tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in of) for of in rule.results)
     return lambda *shards: run_form(eqn, shards, halos), tuple(Layout(of, _summed(rule, axes)) for of in dims)
+
+
+def kernel(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
+    """A kernel that is called at the shapes of its shards; None where no factor is sharded."""
+    ins, outs = ([v.aval for v in of] for of in (eqn.invars, eqn.outvars))
+    rule, known = rule_for(eqn.primitive.name, ins, outs, eqn.params)
+    n = factor_sizes(rule, tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in outs))
+    axes = compound_axes(rule, n, operands, sizes)
+    if not known or not axes or not rule.shard_local.issuperset(axes):
+        return None
+    counts = {a: prod(sizes[n] for n in of) for a, of in axes.items()}
+    made = (tuple(tuple(n for a in dim for n in axes.get(a, ())) for dim in of) for of in rule.results)
+    run = kernels.CALLS[eqn.primitive.name]
+    return lambda *shards: run(eqn, shards, counts), tuple(map(Layout, made))
 
 
 FactorAxes = dict[str, tuple[str, ...]]
@@ -128,6 +144,26 @@ def shard_factors(eqn, layouts: Layouts, sizes: Mapping[str, int]) -> tuple[Rule
                 return None
     shards = {a: prod(sizes[n] for n in of) for a, of in axes.items()}
     return rule, axes, [halo_dims(rule, k, axes, shards, ins, outs) for k in range(len(ins))]
+
+
+def compound_axes(rule: Rule, n: Mapping[str, int], layouts: Layouts, sizes: Mapping[str, int]) -> FactorAxes | None:
+    """The axes of sharded factors, also of those in compound dims, given operands' layouts and factors' sizes n; None if they differ.
+
+    A factor of a compound dim is sharded once those before it are fully sharded, so the axes of a dim fill its factors in order.
+    """
+    axes: FactorAxes = {}
+    for dims, layout in zip(rule.operands, layouts, strict=True):
+        for dim, of in zip(dims, layout.dims if layout else (), strict=bool(layout)):
+            left = list(of)
+            for a in dim:
+                taken = []
+                while left and n[a] % (prod(sizes[x] for x in taken) * sizes[left[0]]) == 0:
+                    taken.append(left.pop(0))
+                if axes.setdefault(a, tuple(taken)) != tuple(taken):
+                    return None
+            if left:
+                return None
+    return {a: of for a, of in axes.items() if of}
 
 
 def _summed(rule: Rule, axes: FactorAxes) -> tuple[tuple[str, str], ...]:

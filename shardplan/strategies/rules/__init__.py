@@ -9,9 +9,9 @@ from collections.abc import Callable
 from shardplan.ir.traits import Traits, declare_traits
 from shardplan.strategies.register import is_registered
 from shardplan.strategies.rule import RULES, Rule, RuleError, factor_sizes, replicated_rule
-from shardplan.strategies.rules import elementwise, index, linalg, linear, random, reduce, shape, window  # noqa: F401
+from shardplan.strategies.rules import elementwise, index, kernel, linalg, linear, random, reduce, shape, window  # noqa: F401
 
-declare_traits(("pallas_call", "ffi_call", "custom_partitioning", "pure_callback", "io_callback"), Traits(shapes_in_params=True))
+declare_traits(("ffi_call", "custom_partitioning", "pure_callback", "io_callback"), Traits(shapes_in_params=True))
 declare_traits(("shard_map",), Traits(layouts_in_params=True))
 
 
@@ -29,7 +29,8 @@ def rule_for(primitive: str, ins, outs, params, strict: bool = False) -> tuple[R
     """
     try:
         if primitive in RULES:
-            return _fitted(primitive, RULES[primitive], ins, tuple(outs), params), True
+            rule = _fitted(primitive, RULES[primitive], ins, tuple(outs), params)
+            return rule, not rule.unsharded
     except RuleError:  # a parameter of a future jax must cost speed, not the run
         if strict or is_registered(primitive):
             raise

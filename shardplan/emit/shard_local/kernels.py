@@ -1,0 +1,103 @@
+"""Kernels on shards: the call with its grid, shapes and cost estimate cut down to what one device holds.
+
+    grid (4, 8), q (1, 64) at (b, h)     b over 2 devices     grid (2, 8), q[:2] at (b, h)
+
+Where a digit is sharded that is not the major one of its grid axis, or of a dim, index maps are traced anew: the local index is
+taken apart into the digits that are left, and put together with the places that they have on the shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardplan import _jax, _jax_kernels
+from shardplan.strategies.kernel.grid import KernelDim, KernelGrid, kernel_grid
+
+
+def pallas_call(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
+    """Results of a `pallas_call` on shards of its operands; `counts` has, per sharded factor, the number of shards."""
+    return _jax.bind(eqn, shards, local_params(eqn, counts), context=False)
+
+
+def local_params(eqn, counts: Mapping[str, int]) -> dict[str, Any]:
+    """The parameters of a `pallas_call` on one device's shards."""
+    found = kernel_grid(eqn.params, len(eqn.invars))
+    assert isinstance(found, KernelGrid), found  # a rule was derived
+    params, mapping = eqn.params, eqn.params["grid_mapping"]
+    local = _LocalGrid(found, counts)
+    n_scalars = mapping.num_index_operands
+    avals = tuple(
+        _jax_kernels.with_shape(aval, local.shape(dims))
+        for aval, dims in zip(mapping.index_map_avals[len(found.grid) :], found.operands[:n_scalars], strict=True)
+    )
+    avals = (*mapping.index_map_avals[: len(found.grid)], *avals)
+    tensors = (*found.operands[n_scalars:], *found.results)
+    blocks = tuple(local.block(b, dims, avals) for b, dims in zip(mapping.block_mappings, tensors, strict=True))
+    outs = tuple(_jax_kernels.with_shape(a, local.shape(d)) for a, d in zip(params["out_avals"], found.results, strict=True))
+    return {
+        "grid_mapping": mapping.replace(grid=local.grid, block_mappings=blocks, index_map_avals=avals),
+        "jaxpr": _jax_kernels.in_current_context(_jax_kernels.with_inputs(params["jaxpr"], avals[len(found.grid) :])),
+        "out_avals": outs,
+        "cost_estimate": _jax_kernels.scaled(params["cost_estimate"], 1 / math.prod(counts.values())),
+    }
+
+
+class _LocalGrid:
+    """A kernel's grid on one device, given the number of shards per factor."""
+
+    def __init__(self, found: KernelGrid, counts: Mapping[str, int]):
+        self.found = found
+        self.sizes = {d: d.size // counts.get(d.name, 1) for axis in found.digits for d in axis}
+        self.grid = tuple(
+            math.prod(self.sizes[d] for d in digits) if digits else n for n, digits in zip(found.grid, found.digits, strict=True)
+        )
+
+    def shape(self, dims: Sequence[KernelDim]) -> tuple[int, ...]:
+        """Shape of a shard of a tensor."""
+        return tuple(math.prod(self.sizes[d] for d in dim.digits) * dim.rest for dim in dims)
+
+    def block(self, block, dims: Sequence[KernelDim], avals):
+        """A block mapping over the shard; its index map gets the local index and the places of all scalars."""
+        array = _jax_kernels.with_shape(block.array_aval, self.shape(dims))
+        index_map = block.index_map_jaxpr
+        if self.index_maps_change(dims) or any(x is not y for x, y in zip(avals, index_map.in_avals, strict=True)):
+            index_map = _jax_kernels.index_map(lambda *args: self.indices(block, dims, args), avals, index_map)
+        return block.replace(array_aval=array, index_map_jaxpr=_jax_kernels.in_current_context(index_map))
+
+    def index_maps_change(self, dims: Sequence[KernelDim]) -> bool:
+        """Whether the local index does not stand for the same block of the shard as of the array."""
+        axes = any(d.place != place for axis in self.found.digits for d, place in zip(axis, self.places(axis), strict=True))
+        return axes or any(a != b for dim in dims for a, b in self.steps(dim))
+
+    def places(self, digits) -> list[int]:
+        """Places of an axis' digits in the local index."""
+        return [math.prod(self.sizes[d] for d in digits[:k]) for k in range(len(digits))]
+
+    def steps(self, dim: KernelDim) -> list[tuple[int, int]]:
+        """Per digit of a dim, its step in the index on the shard and in the whole array."""
+        unit, minor = dim.unit, [dim.digits[k + 1 :] for k in range(len(dim.digits))]
+        return [
+            (math.prod(self.sizes[d] for d in m) * dim.rest // unit, math.prod(d.size for d in m) * dim.rest // unit) for m in minor
+        ]
+
+    def indices(self, block, dims: Sequence[KernelDim], args: Sequence) -> list:
+        """The index map on the shard: that of the array at the first shard's digits, each digit then moved to its local place."""
+        n = len(self.found.grid)
+        digits = {
+            d: args[axis] // place % self.sizes[d] if len(of) > 1 else args[axis]
+            for axis, of in enumerate(self.found.digits)
+            for d, place in zip(of, self.places(of), strict=True)
+        }
+        at = [sum(digits[d] * d.place for d in of) if len(of) > 1 else args[axis] for axis, of in enumerate(self.found.digits)]
+        out = _jax_kernels.call(block.index_map_jaxpr, (*at, *args[n:]))
+        for k, dim in enumerate(dims):
+            for d, (local, whole) in zip(dim.digits, self.steps(dim), strict=True):
+                if local != whole:
+                    out[k] = out[k] + digits[d] * (local - whole)
+        return out
+
+
+CALLS: dict[str, Callable[..., list]] = {"pallas_call": pallas_call}
+"""Primitive -> (equation, shards of the operands, shards per factor) -> shards of the results."""
