@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 import jax
 import numpy as np
-from jax._src import compiler, config, core, source_info_util
+from jax._src import compiler, config, core, distributed, source_info_util
 from jax._src.interpreters import mlir, partial_eval, pxla
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -19,7 +19,7 @@ from jax.extend.core import Literal as Literal
 from jax.extend.mlir import ir  # pyright: ignore[reportAttributeAccessIssue]
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardplan.errors import ShardingError
+from shardplan.errors import ForeignMeshError
 from shardplan.files import is_library
 
 CALLS = """
@@ -377,16 +377,6 @@ UNKNOWN_AXIS = "is not found in mesh"
 """A PartitionSpec names an axis that the current mesh lacks."""
 
 
-class ForeignMeshError(ShardingError):
-    """A planned step was called with arrays that are typed with the axes of another mesh."""
-
-    def __init__(self):
-        super().__init__(
-            "a planned step is called on arrays of another mesh, as inside jax.pmap or jax.shard_map, where devices are given.\n"
-            "  ways out: call it outside of them, or put the function as it was written there, without shardplan.auto"
-        )
-
-
 def refuses_placement(error: ValueError) -> bool:
     """Whether jit refused arguments because of the devices they are on; `device_put` helps."""
     texts = "does not match the sharding", "incompatible devices", "should be equal", "mesh should be the same", "aval mesh"
@@ -396,6 +386,11 @@ def refuses_placement(error: ValueError) -> bool:
 def hide_frames(folder: str) -> None:
     """Source lines leave out the frames of a folder's files."""
     source_info_util.register_exclusion(folder)
+
+
+def coordination_client():
+    """The client of JAX's coordination service; None without `jax.distributed.initialize`."""
+    return distributed.global_state.client
 
 
 def uses_shardy() -> bool:

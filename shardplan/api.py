@@ -52,6 +52,7 @@ def auto(
     state_like: str | os.PathLike[str] | Plan | None = None,
     cache: str | os.PathLike[str] | None = None,
     verify: str | Literal[True] | None = None,
+    process_timeout: float = 300.0,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -74,16 +75,15 @@ def auto(
             neighbours, from the pins on; no solver, no useful bound) or "recursive" (one mesh axis after the other).
         time_limit: seconds for the search; then the best plan so far, or the one of least memory. None stops by counted work.
         cluster: prices: a preset's name, a file made by `calibrate`, or a `Cluster`; None is that of `plan`, or the machine at hand.
-        compute_scale: factor on compute seconds; more weighs communication less.
-        overlap: whether compute hides collectives, where the cluster hides any.
+        compute_scale, overlap: factor on compute seconds; whether compute hides collectives, where the cluster hides any.
         user_shardings: `with_sharding_constraint`s of the step are pins ("keep"), where the search starts ("hint"), or ignored.
         plan: a plan or a plan file to reuse without solving.
         state_like: the plan (or its file) of another step: parameters and optimizer state that this one takes, too, keep its layouts.
         cache: a folder that keeps plans, each taken from there when the same program is planned with the same options.
         verify: compile the plan for this target ("h100:8"; True: devices at hand), price what XLA does beyond it, and solve again,
             up to three plans; see `Plan.verified`. Not done for a plan that is reused.
-        compiler_options: of XLA, on GPUs: "auto" chooses those that make the plan faster (`Plan.compiler_options`), None leaves XLA
-            alone; a mapping as in `jax.jit` is passed on everywhere, and wins over what "auto" would choose, name by name.
+        process_timeout: seconds after which a process of the mesh that does not plan, or gives no sign of life, is an error.
+        compiler_options: of XLA, on GPUs: "auto" sets those that make the plan faster, None none; a mapping goes to every platform.
         static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, **jit_options: as in `jax.jit`.
 
     Raises:

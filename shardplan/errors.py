@@ -24,6 +24,16 @@ class ShardingWarning(UserWarning):
     """Something that works, but less well than a person may think."""
 
 
+class ForeignMeshError(ShardingError):
+    """A planned step was called with arrays that are typed with the axes of another mesh."""
+
+    def __init__(self):
+        super().__init__(
+            "a planned step is called on arrays of another mesh, as inside jax.pmap or jax.shard_map, where devices are given.\n"
+            "  ways out: call it outside of them, or put the function as it was written there, without shardplan.auto"
+        )
+
+
 class OtherSignature(Exception):  # noqa: N818  # caught inside, never seen
     """A planned step was called with arguments of another signature than it was planned for."""
 

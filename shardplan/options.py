@@ -51,6 +51,7 @@ class AutoOptions:
     state_like: str | os.PathLike[str] | Plan | None
     cache: str | os.PathLike[str] | None
     verify: str | Literal[True] | None
+    process_timeout: float
     compiler_options: Mapping[str, Flag] | Literal["auto"] | None
     keep_unused: bool
     jit_arguments: Mapping[str, Any]
@@ -67,9 +68,15 @@ class AutoOptions:
                 raise ShardingError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(repr, words))}")
         if not (isinstance(self.compute_scale, (int, float)) and 0 < self.compute_scale < float("inf")):
             raise ShardingError(f"compute_scale={self.compute_scale!r} is no positive number")
-        limit = self.time_limit
-        if limit is not None and not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0):
-            raise ShardingError(f"time_limit={limit!r} is no number of seconds above 0.\n  way out: time_limit=30")
+        for name in ("time_limit", "process_timeout"):
+            seconds = getattr(self, name)
+            number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0
+            if not number and not (seconds is None and name == "time_limit"):
+                raise ShardingError(f"{name}={seconds!r} is no number of seconds above 0.\n  way out: {name}=30")
+        if not (isinstance(self.process_timeout, (int, float)) and 0 < self.process_timeout < float("inf")):
+            raise ShardingError(
+                f"process_timeout={self.process_timeout!r} is no number of seconds above 0.\n  way out: process_timeout=600"
+            )
         if self.memory_saving and self.search == "recursive":
             raise ShardingError(
                 f"memory={self.memory!r} needs to know the fastest plan first.\n  ways out: search='ilp', or a number of bytes"
@@ -85,8 +92,25 @@ class AutoOptions:
 
     @functools.cached_property
     def saved_plan(self) -> Plan | None:
-        """The plan to reuse."""
-        return Plan.load(self.plan) if isinstance(self.plan, (str, os.PathLike)) else self.plan
+        """The plan to reuse; None also for a file that this process lacks, where the mesh has other processes, which may have it."""
+        if not isinstance(self.plan, (str, os.PathLike)):
+            return self.plan
+        return None if self._others_may_have_it else Plan.load(self.plan)
+
+    @property
+    def _others_may_have_it(self) -> bool:
+        devices = self.mesh.devices.flat if isinstance(self.mesh, jax.sharding.Mesh) else ()
+        return not os.path.exists(os.fspath(self.plan)) and len({d.process_index for d in devices}) > 1  # pyright: ignore
+
+    def plan_of_processes(self, text: str | None) -> Plan | None:
+        """The plan to reuse: this process's own, else one that another process has the text of.
+
+        Raises:
+            PlanFileError: there is to be one, and no process has it.
+        """
+        if self.saved_plan is not None or self.plan is None:
+            return self.saved_plan
+        return Plan.load(self.plan) if text is None else Plan.loads(text)  # pyright: ignore
 
     @functools.cached_property
     def state_plan(self) -> Plan | None:

@@ -6,34 +6,35 @@ The operands of a step are the arguments of a call that are not static: position
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import jax
 from msgspec import structs
 
-from shardplan import _jax
+from shardplan import __version__, _jax
 from shardplan.costs.options import CostCorrections, Options
 from shardplan.costs.pins import matches
 from shardplan.emit.emit import EmitDecision, emit
-from shardplan.errors import OtherSignature, ShardingError, warn
-from shardplan.feedback import Verified, verified
+from shardplan.errors import ForeignMeshError, OtherSignature, ShardingError, warn
+from shardplan.feedback import verified
 from shardplan.ir.graph import Path
 from shardplan.ir.parse import Traced
 from shardplan.options import AutoOptions
 from shardplan.pipeline import make_plan
 from shardplan.plan import Plan
 from shardplan.plan.cache import CachedPlan
-from shardplan.plan.data import Leaf
 from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
+from shardplan.plan.program import line_name, source_lines
 from shardplan.plan.reuse import matching_pins, saved_decisions, state_pins
+from shardplan.planned_step import PlanContext, PlannedStep
+from shardplan.processes import PROGRAM, Announcement, Announcements, Processes
 from shardplan.search.objective import NEAR_TIE
 from shardplan.searches import SEARCHES
-from shardplan.signature import Call, arguments, path_text, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
-from shardplan.units import format_memory, format_seconds
+from shardplan.signature import Call, path_text, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
+from shardplan.units import format_array, format_seconds
 from shardplan.view.progress import Progress
 from shardplan.xla.compiler.options import as_known, unknown
 from shardplan.xla_model.compiler_options import Flag, XlaOptions
@@ -41,138 +42,91 @@ from shardplan.xla_model.compiler_options import Flag, XlaOptions
 Decisions = Mapping[Path, EmitDecision]
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """The planned step of one signature; call it with the operands of a call.
-
-    Attributes:
-        jitted: raises `OtherSignature` when it is traced for other operands.
-        traceable: the step to be traced into a larger program on a mesh with Explicit axes.
-        in_shardings: per leaf of the operands.
-        donated: numbers of donated leaves.
-    """
-
-    plan: Plan
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
-    jitted: Callable
-    traceable: Callable
-    in_shardings: Sequence
-    donated: Sequence[int]
-
-    def __call__(self, *operands, expects_move: bool = False):
-        """Runs the step; operands that jit refuses for the devices they are on are moved first, with a warning unless it is expected.
-
-        Raises:
-            ShardingError: it was planned on an AbstractMesh.
-        """
-        if not isinstance(self.mesh, jax.sharding.Mesh):
-            raise ShardingError(
-                "this step was planned on an AbstractMesh, which has no devices to run on.\n  way out: auto(jax.make_mesh(...))"
-            )
-        try:
-            return self.jitted(*operands)
-        except ValueError as error:
-            if not _jax.refuses_placement(error):
-                raise
-        leaves, tree = jax.tree.flatten(operands)
-        placed = [
-            x if isinstance(x, (int, float, complex)) else jax.device_put(x, s) for x, s in zip(leaves, self.in_shardings, strict=True)
-        ]
-        if not expects_move:
-            self._warn_of_moves(leaves)
-        out = self.jitted(*jax.tree.unflatten(tree, placed))
-        for n in self.donated:  # what was donated is gone, also where a copy of it was moved first
-            if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
-                leaves[n].delete()
-        return out
-
-    def _warn_of_moves(self, leaves: Sequence) -> None:
-        """Warns of arrays that lie otherwise than planned: whoever calls functions of other plans in turn moves the state each time."""
-        moved = [
-            (leaf, x)
-            for leaf, x, planned in zip(self.plan.inputs, leaves, self.in_shardings, strict=True)
-            if getattr(x, "committed", False) and not x.sharding.is_equivalent_to(planned, x.ndim)
-        ]
-        if not moved:
-            return
-        leaf, x = moved[0]
-        was = "on one device" if x.sharding.num_devices == 1 else getattr(x.sharding, "spec", x.sharding)
-        size = format_memory(sum(x.nbytes for _, x in moved))
-        warn(
-            f"the call moved {len(moved)} of {len(leaves)} arrays, {size} in all, which are not where its plan wants them: "
-            f"{leaf.path} was {was}, planned is {leaf.layout}.\n"
-            "  ways out: state from step.init after step.plan; for a second function of one state (another batch shape, an "
-            "evaluation), auto(mesh, state_like=plan)"
-        )
-
-    def argument_leaves(self, tree) -> list[list[Leaf]]:
-        """Planned leaves of every argument of this structure."""
-        inputs = iter(self.plan.inputs)
-        parts = [(part, list(islice(inputs, part.num_leaves))) for part in arguments(self.plan.context.in_tree)]
-        return [leaves for part, leaves in parts if part == tree]
-
-
-@dataclass(frozen=True, eq=False)
-class PlanContext:
-    """What a fresh plan was planned from; `program` gives the jitted step and shapes to trace it with, devices or not."""
-
-    mesh: Any
-    in_tree: Any
-    out_tree: Any
-    in_dtypes: Mapping[str, Any]
-    replan: Callable[..., Plan]
-    program: Callable[[Plan], tuple[Callable, tuple]]
-    searches: Iterable[str]
-    planned: Planned | None = None
-    verified: Verified | None = None
-
-
-def plan_step(fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[PlannedStep], bool] | None = None) -> PlannedStep:
+def plan_step(
+    fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[PlannedStep], bool] | None = None, alone: bool = False
+) -> PlannedStep:
     """Traces and plans a step for a call's signature; nothing runs.
+
+    On a mesh of several processes, all of them call this, and take the plan of the first one.
 
     Args:
         fun: the step as it was written.
         call: the shapes of its arguments.
         options: those of `auto`.
         adopt: takes a faster plan that `Plan.fix` or `Plan.compare` comes upon in place of this one; says whether it did.
+        alone: plan on this process, whoever else the mesh belongs to.
 
     Raises:
-        ShardingError: an argument is no array, a pin cannot hold, XLA refuses a compiler option, or nothing fits the memory.
+        ShardingError: an argument is no array, a pin cannot hold, XLA refuses a compiler option, nothing fits the memory, or another
+            process plans another step.
         PlanFileError: the saved plan is for another mesh or model.
     """
+    if not alone and (processes := Processes.of(options.mesh, options.process_timeout)) is not None:
+        return _plan_of_all(processes, fun, call, options)
     _refuse_options(options, call)
     step = TracedStep.of(fun, call, options)
+    return step.jit(*_planned(step, fun, call, options, step.options(), adopt))
 
+
+def _plan_of_all(processes: Processes, fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
+    """The step of the plan that the first process makes.
+
+    It limits the memory by the least that a process announces, and reuses the plan file of any process. What is emitted comes from the
+    text of the plan on every process, the first one included, so that all compile the same program.
+    """
+    traced: list[TracedStep] = []
+    own: list[Plan] = []
+
+    def announce() -> Announcement:
+        _refuse_options(options, call)
+        traced.append(TracedStep.of(fun, call, options))
+        saved = options.saved_plan
+        return Announcement(traced[0].facts(), options.memory_limit, "" if saved is None else saved.dumps())
+
+    def make(announced: Announcements) -> str:
+        asked, limits = traced[0].options(), [x.memory_bytes for x in announced.values() if x.memory_bytes is not None]
+        file = next((x.plan_file for x in announced.values() if x.plan_file), None)
+        shared = replace(options, plan=options.plan_of_processes(file))
+        asked = replace(asked, memory=min(limits, default=None))
+        own.append(_planned(traced[0], fun, call, shared, asked, None)[1])
+        return own[0].dumps()
+
+    text = processes.one_plan(announce, make)
+    (step,), plan = traced, Plan.loads(text)
+    decisions = saved_decisions(plan, step.traced, options.shape)
+    assert decisions is not None, "internal error: all processes have traced the program that the plan is for"
+    if own:
+        return step.jit(decisions, own[0])
+    return step.jit(decisions, plan.with_context(step.context(decisions, _replanner(fun, call, options, None, [plan]))))
+
+
+def _planned(
+    step: TracedStep, fun: Callable, call: Call, options: AutoOptions, asked: Options, adopt: Callable[[PlannedStep], bool] | None
+) -> tuple[Decisions, Plan]:
+    """The decisions and the plan of a traced step: the saved one, that of the cache, or a new one."""
     fastest: list[Plan] = []
-    replan = _replanner(fun, call, options, adopt, fastest)
+    context = functools.partial(step.context, replan=_replanner(fun, call, options, adopt, fastest))
 
-    def context(decisions: Decisions, planned: Planned | None = None) -> PlanContext:
-        def program(plan: Plan) -> tuple[Callable, tuple]:
-            return step.jit(decisions, plan).jitted, step.operands
+    def known(plan: Plan, decisions: Decisions) -> tuple[Decisions, Plan]:
+        fastest.append(plan)
+        return decisions, plan.with_context(context(decisions))
 
-        dtypes = {label: x.dtype for label, x in zip(step.traced.in_labels, jax.tree.leaves(step.operands), strict=True)}
-        return PlanContext(options.mesh, step.in_tree, step.out_tree, dtypes, replan, program, SEARCHES, planned)
-
-    asked = step.options()
     if (saved := options.saved_plan) is not None:
         if (decisions := saved_decisions(saved, step.traced, options.shape)) is not None:
-            reused = structs.replace(saved, compiler_options=options.flags(saved.compiler_options))
-            fastest.append(reused)
-            return step.jit(decisions, reused.with_context(context(decisions)))
+            return known(structs.replace(saved, compiler_options=options.flags(saved.compiler_options)), decisions)
         asked = matching_pins(saved, step.traced, asked)
     elif options.state_plan is not None:
         asked = replace(asked, in_pins={**state_pins(options.state_plan, step.traced, step.pinned(asked)), **asked.in_pins})
     options.warn_of_prices()
     place = _place(options, step.traced, asked)
     if place and (kept := place.load()) and (decisions := saved_decisions(kept, step.traced, options.shape)) is not None:
-        fastest.append(kept)
-        return step.jit(decisions, kept.with_context(context(decisions)))
+        return known(kept, decisions)
 
     def solve(memory: float | None, corrections: CostCorrections | None = None) -> Plan:
         with Progress() as progress:
             task = replace(asked, memory=memory, corrections=corrections, progress=progress)
             planned = make_plan(step.traced, options.shape, options.machine, task)
-        return describe(planned, context(planned.decisions, planned), options.flags(planned.xla.flags()))
+        return describe(planned, context(planned.decisions, planned=planned), options.flags(planned.xla.flags()))
 
     if options.verify is None:
         plan = solve(asked.memory)
@@ -184,7 +138,7 @@ def plan_step(fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[
     if place:
         place.save(plan)
     fastest.append(plan)
-    return step.jit(plan.context.planned.decisions, plan)
+    return plan.context.planned.decisions, plan
 
 
 def _warn_of_unknown(plan: Plan) -> None:
@@ -209,7 +163,8 @@ def _replanner(
 
     def replan(pins: Mapping[str, Any], search: str | None = None) -> Plan:
         changed = {**(options.pins or {}), **pins}
-        found = plan_step(fun, call, replace(options, pins=changed, search=search or options.search, plan=None, verify=None))
+        changed_options = replace(options, pins=changed, search=search or options.search, plan=None, verify=None)
+        found = plan_step(fun, call, changed_options, alone=True)
         before, after = (plan.seconds["total"] for plan in (fastest[-1], found.plan))
         if after < (1 - NEAR_TIE) * before and adopt is not None and adopt(found):
             fastest.append(found.plan)
@@ -287,6 +242,32 @@ class TracedStep:
             chooses_xla=len(auto.xla) > 1 and not XlaOptions.of(auto.own_flags).thresholds,
         )
 
+    def context(self, decisions: Decisions, replan: Callable[..., Plan], planned: Planned | None = None) -> PlanContext:
+        """What a plan with these decisions remembers."""
+
+        def program(plan: Plan) -> tuple[Callable, tuple]:
+            return self.jit(decisions, plan).jitted, self.operands
+
+        dtypes = {label: x.dtype for label, x in zip(self.traced.in_labels, jax.tree.leaves(self.operands), strict=True)}
+        return PlanContext(self.auto.mesh, self.in_tree, self.out_tree, dtypes, replan, program, SEARCHES, planned)
+
+    def facts(self) -> dict[str, str]:
+        """Name -> value of all in which the processes that run the step must agree."""
+        mesh, own = self.auto.mesh, self.auto.own_flags
+        inputs = zip(self.traced.in_labels, self.traced.jaxpr.jaxpr.invars, strict=True)
+        lines = source_lines(self.traced.graph(), {})
+        return {
+            "jax": jax.__version__,
+            "shardplan": __version__,
+            "mesh": f"{self.auto.shape}, axes {', '.join(map(str, mesh.axis_types))}",
+            "devices of the mesh": str([d.id for d in mesh.devices.flat] if isinstance(mesh, jax.sharding.Mesh) else []),
+            "compiler options": str(dict(sorted(own.items()))),
+            "donated": ", ".join(self.traced.donated_names()),
+            **{f"input {label}": format_array(v.aval) for label, v in inputs},
+            **{line_name(x): ", ".join(f"{n} {name}" for name, n in x.ops.items()) for x in lines},
+            PROGRAM: self.traced.identity().fingerprint,
+        }
+
     def pinned(self, asked: Options) -> frozenset[str]:
         """Paths of the inputs that have pins."""
         labels = self.traced.in_labels
@@ -317,7 +298,7 @@ class TracedStep:
             if _types(jax.tree.map(_jax.abstract, operands)) != expected:
                 raise OtherSignature
             if any(_jax.is_foreign(x, mesh) for x in leaves):
-                raise _jax.ForeignMeshError
+                raise ForeignMeshError
             out = list(out_shardings)
             for a, o in self.traced.tied if keep_types else ():  # state comes out with the type that it went in with
                 out[o] = _jax.typed_sharding(leaves[a], mesh) or out[o]

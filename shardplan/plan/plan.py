@@ -26,6 +26,7 @@ from shardplan.errors import ShardingError
 from shardplan.files import write_atomically
 from shardplan.mesh.layout import Layout
 from shardplan.plan import io, travel
+from shardplan.plan.batches import data_shard, global_batch
 from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlannedReshard, PlanRecord
 from shardplan.plan.program import placed
 
@@ -82,6 +83,33 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
             return jax.ShapeDtypeStruct(leaf.shape, self.context.in_dtypes[leaf.path], sharding=self._sharding(leaf))
 
         return self._tree(self.inputs, self.context and self.context.in_tree, make)
+
+    # ---- data
+
+    def data_shard(self, dim: int = 0) -> tuple[int, int]:
+        """(number, count) of the part of every batch that this process reads, as data loaders take them (`ShardOptions` of grain).
+
+        Args:
+            dim: of the batch's arrays that counts rows; 1 where the first one counts microbatches.
+        """
+        context = self._planned_from("data_shard", "plan of a step on its mesh: step.plan(...)")
+        _refuse_abstract(context.mesh, "data_shard")
+        batch = [x for x in self.inputs if x.kind == "batch"]
+        return data_shard(batch, context.mesh, jax.process_index(), dim)
+
+    def global_batch(self, batch: Any, dim: int = 0) -> Any:
+        """An argument of the step made of what each process has read of it; on one process, the argument where the plan wants it.
+
+        Args:
+            batch: a pytree like one argument, or a tuple of several, of this process's part of the rows (`data_shard`) or of all rows.
+            dim: as in `data_shard`.
+
+        Raises:
+            ShardingError: the step has no such argument, or an array has other rows.
+        """
+        context = self._planned_from("global_batch", "plan of a step on its mesh: step.plan(...)")
+        _refuse_abstract(context.mesh, "global_batch")
+        return global_batch(self.inputs, context.in_tree, batch, context.mesh, self.data_shard(dim), dim)
 
     # ---- to read
 
@@ -290,9 +318,23 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return io.read(path, Plan)
 
     @staticmethod
+    def loads(text: str) -> Plan:
+        """The plan of a JSON text.
+
+        Raises:
+            PlanFileError: naming the field that is wrong.
+        """
+        return io.loads(text.encode(), Plan)
+
+    @staticmethod
     def schema() -> dict[str, Any]:
         """The JSON schema (draft 2020-12) of plan files. A reader also checks layouts against the mesh and the shapes."""
         return io.schema(Plan)
+
+
+def _refuse_abstract(mesh: Any, method: str) -> None:
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ShardingError(f"{method} needs devices, and {mesh} has none.\n  way out: plan on a mesh of jax.devices()")
 
 
 @dataclass(frozen=True)

@@ -126,5 +126,10 @@ def _line_differences(then: Sequence[SourceLine], now: Sequence[SourceLine]) -> 
     return [*texts, *gone]
 
 
+def line_name(x: SourceLine) -> str:
+    """A line for people: "model.py:4 in step: hidden = x @ w"."""
+    return f"{_at(x)}: {fit(x.code.strip(), 80)}"
+
+
 def _at(x: SourceLine) -> str:
     return f"{PurePath(x.file).name}:{x.line}{f' in {x.function}' if x.function else ''}" if x.file else "code without a line"

@@ -1,0 +1,105 @@
+"""A step that runs as planned, moving what lies elsewhere; and what a plan remembers of the program that it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import jax
+
+from shardplan import _jax
+from shardplan.errors import ShardingError, warn
+from shardplan.feedback import Verified
+from shardplan.plan import Plan
+from shardplan.plan.data import Leaf
+from shardplan.plan.planned import Planned
+from shardplan.signature import arguments
+from shardplan.units import format_memory
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """The planned step of one signature; call it with the operands of a call.
+
+    Attributes:
+        jitted: raises `OtherSignature` when it is traced for other operands.
+        traceable: the step to be traced into a larger program on a mesh with Explicit axes.
+        in_shardings: per leaf of the operands.
+        donated: numbers of donated leaves.
+    """
+
+    plan: Plan
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    jitted: Callable
+    traceable: Callable
+    in_shardings: Sequence
+    donated: Sequence[int]
+
+    def __call__(self, *operands, expects_move: bool = False):
+        """Runs the step; operands that jit refuses for the devices they are on are moved first, with a warning unless it is expected.
+
+        Raises:
+            ShardingError: it was planned on an AbstractMesh.
+        """
+        if not isinstance(self.mesh, jax.sharding.Mesh):
+            raise ShardingError(
+                "this step was planned on an AbstractMesh, which has no devices to run on.\n  way out: auto(jax.make_mesh(...))"
+            )
+        try:
+            return self.jitted(*operands)
+        except ValueError as error:
+            if not _jax.refuses_placement(error):
+                raise
+        leaves, tree = jax.tree.flatten(operands)
+        placed = [
+            x if isinstance(x, (int, float, complex)) else jax.device_put(x, s) for x, s in zip(leaves, self.in_shardings, strict=True)
+        ]
+        if not expects_move:
+            self._warn_of_moves(leaves)
+        out = self.jitted(*jax.tree.unflatten(tree, placed))
+        for n in self.donated:  # what was donated is gone, also where a copy of it was moved first
+            if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
+                leaves[n].delete()
+        return out
+
+    def _warn_of_moves(self, leaves: Sequence) -> None:
+        """Warns of arrays that lie otherwise than planned: whoever calls functions of other plans in turn moves the state each time."""
+        moved = [
+            (leaf, x)
+            for leaf, x, planned in zip(self.plan.inputs, leaves, self.in_shardings, strict=True)
+            if getattr(x, "committed", False) and not x.sharding.is_equivalent_to(planned, x.ndim)
+        ]
+        if not moved:
+            return
+        leaf, x = moved[0]
+        was = "on one device" if x.sharding.num_devices == 1 else getattr(x.sharding, "spec", x.sharding)
+        size = format_memory(sum(x.nbytes for _, x in moved))
+        warn(
+            f"the call moved {len(moved)} of {len(leaves)} arrays, {size} in all, which are not where its plan wants them: "
+            f"{leaf.path} was {was}, planned is {leaf.layout}.\n"
+            "  ways out: state from step.init after step.plan; for a second function of one state (another batch shape, an "
+            "evaluation), auto(mesh, state_like=plan)"
+        )
+
+    def argument_leaves(self, tree) -> list[list[Leaf]]:
+        """Planned leaves of every argument of this structure."""
+        inputs = iter(self.plan.inputs)
+        parts = [(part, list(islice(inputs, part.num_leaves))) for part in arguments(self.plan.context.in_tree)]
+        return [leaves for part, leaves in parts if part == tree]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanContext:
+    """What a fresh plan was planned from; `program` gives the jitted step and shapes to trace it with, devices or not."""
+
+    mesh: Any
+    in_tree: Any
+    out_tree: Any
+    in_dtypes: Mapping[str, Any]
+    replan: Callable[..., Plan]
+    program: Callable[[Plan], tuple[Callable, tuple]]
+    searches: Iterable[str]
+    planned: Planned | None = None
+    verified: Verified | None = None

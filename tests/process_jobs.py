@@ -1,0 +1,163 @@
+"""What one of several processes runs: `python process_jobs.py NUMBER COUNT PORT FOLDER PART`, a JSON line per claim."""
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+import shardplan
+import shardplan.step
+
+DEVICES = 8
+
+
+def create(key):
+    up, down = jax.random.split(key)
+    return {"up": 0.1 * jax.random.normal(up, (64, 128)), "down": 0.1 * jax.random.normal(down, (128, 64))}
+
+
+def train_step(state, batch):
+    def loss_fn(params):
+        return jnp.mean((jax.nn.gelu(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+def batches(n):
+    for k in range(n):
+        x = np.random.default_rng(k).normal(size=(32, 64)).astype(np.float32)
+        yield {"x": x, "y": np.roll(x, 1, axis=1)}
+
+
+def losses(step, plan, n=3):
+    """Of a few steps, each process reading its own rows."""
+    state, found = step.init(create, jax.random.key(0)), []
+    index, count = plan.data_shard()
+    for batch in batches(n):
+        mine = {name: np.split(x, count)[index] for name, x in batch.items()}
+        state, loss = step(state, plan.global_batch(mine))
+        found.append(float(loss))
+    return found
+
+
+def shapes():
+    return jax.eval_shape(create, jax.random.key(0)), next(batches(1))
+
+
+def mesh_of(kind, shape=(2, 4)):
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
+
+
+def refused(make):
+    try:
+        make()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def trained(mesh, **options):
+    """The text of a plan, and what a few steps by it lose."""
+    step = shardplan.auto(mesh, donate_argnums=0, process_timeout=60, **options)(train_step)
+    plan = step.plan(*shapes())
+    return {"plan": plan.dumps(), "losses": losses(step, plan)}
+
+
+def jobs():
+    """Claim -> mesh and options of a training job that one process and several run alike."""
+    auto = mesh_of(AxisType.Auto)
+    return {
+        "ilp": (auto, {}),
+        "Explicit axes": (mesh_of(AxisType.Explicit), {}),
+        "propagation": (auto, {"search": "propagation"}),
+        "recursive, time limit": (auto, {"search": "recursive", "time_limit": 30}),
+        "every process reads all": (mesh_of(AxisType.Auto, (1, 8)), {"pins": {"*/up": jax.P(None, "model"), "batch/*": jax.P()}}),
+    }
+
+
+def main(own, count, port, folder, part):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES // count)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", count, own, heartbeat_timeout_seconds=10)
+    warnings.simplefilter("ignore")
+
+    def say(claim, **values):
+        print(json.dumps({"claim": claim, **values}), flush=True)
+
+    if part not in ("all", *jobs()):
+        return waits(part, say)
+    auto = mesh_of(AxisType.Auto)
+    for claim, (mesh, options) in jobs().items():
+        if part == "all" or claim == part:
+            say(claim, **trained(mesh, **options))
+    if part == "all":
+        file = Path(folder) / f"{own}.json"
+        if own == count - 1:
+            wide = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+            shardplan.auto(wide, cluster="h100", donate_argnums=0)(train_step).plan(*shapes()).save(file)
+        say("a file that the last process has", **trained(auto, plan=file))
+        say("memory differs", **trained(auto, memory=1e6 if own else 2e6))
+        calibrated = Path(folder) / f"cluster{own}.json"
+        shardplan.Cluster.preset("cpu").scaled(1.0 + own).save(calibrated)
+        say("calibrations differ", **trained(auto, cluster=calibrated))
+        faults(own, auto, say)
+        say("after all faults", **trained(auto))
+
+
+def faults(own, mesh, say):
+    """Each is an error on every process."""
+
+    def planned(fun=train_step, inputs=None, process_timeout=60, **options):
+        return refused(lambda: shardplan.auto(mesh, process_timeout=process_timeout, **options)(fun).plan(*(inputs or (state, batch))))
+
+    def another(state, batch):
+        return train_step(jax.tree.map(jnp.sin, state), batch)
+
+    def breaks(state, batch):
+        raise RuntimeError("no data here")
+
+    state, batch = shapes()
+    wider = {name: np.concatenate([x, x]) for name, x in batch.items()}
+    say("other shapes", error=planned(inputs=(state, wider if own else batch)))
+    say("other code", error=planned(another if own else train_step))
+    say("nothing fits", error=planned(memory=10_000))
+    say("no such file", error=planned(plan="missing.json"))
+    say("one cannot trace", error=planned(breaks if own else train_step))
+    time.sleep(8 if own else 0)
+    say("one comes late", error=planned(process_timeout=4))
+
+
+def waits(part, say):
+    """Says when it is in this part of a job, and stays there for two minutes: to be killed, or to see another process killed."""
+
+    def stays(*_):
+        say("now")
+        time.sleep(120)
+
+    if part == "while it plans":  # the first process does; the other one waits for its plan
+        if jax.process_index() == 0:
+            sys.modules["shardplan.step"].make_plan = stays
+        else:
+            say("now")
+    step = shardplan.auto(mesh_of(AxisType.Auto), donate_argnums=0)(train_step)
+    plan = step.plan(*shapes())
+    if part == "before it runs":
+        step.lower(*shapes())
+        stays()
+    state = step.init(create, jax.random.key(0))
+    for batch in batches(10_000):
+        state, loss = step(state, plan.global_batch(batch))
+        float(loss)
+        say("now")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), *sys.argv[4:])
