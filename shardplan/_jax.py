@@ -250,11 +250,6 @@ def on_twin(jitted, twin: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh):
     return call
 
 
-def knows_its_mesh(closed: ClosedJaxpr) -> bool:
-    """Whether any equation, however deep, calls back into Python or brings its own partitioning: both ask for the mesh when lowered."""
-    return any("callback" in e.primitive.name or e.primitive.name == "custom_partitioning" for e in equations(closed.jaxpr))
-
-
 def is_foreign(x, mesh: Mesh) -> bool:
     """Whether an array is typed with the axes of another mesh."""
     axes = getattr(getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None), "axis_names", ())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax._src import core
+from jax._src import core, dispatch, xla_bridge
 from jax._src import linear_util as lu
+from jax._src.cudnn import fused_attention_stablehlo as attention
 from jax._src.interpreters import partial_eval
 from jax._src.state.types import AbstractRef
 from jax.extend.core import ClosedJaxpr
+
+from shardplan import _jax
 
 
 def with_shape(aval, shape: tuple[int, ...]):
@@ -62,3 +66,68 @@ def scaled(estimate, fraction: float):
         return None
     names: Any = ("flops", "transcendentals", "bytes_accessed", "remote_bytes_transferred")
     return type(estimate)(**{name: int(getattr(estimate, name) * fraction) for name in names if hasattr(estimate, name)})
+
+
+PARTITIONED = frozenset(
+    p
+    for p in dispatch.prim_requires_devices_during_lowering
+    if p.name == "custom_partitioning" or p.name.startswith("dot_product_attention")
+)
+"""Primitives that ask for devices when lowered, unless under a `shard_map` over all axes."""
+
+
+def asks_for_mesh(eqn) -> bool:
+    """Whether an equation calls back into Python or brings its own partitioning: both ask for the mesh when lowered."""
+    asks = PARTITIONED | dispatch.prim_requires_devices_during_lowering
+    return "callback" in eqn.primitive.name or eqn.primitive in asks
+
+
+def knows_its_mesh(closed: ClosedJaxpr) -> bool:
+    """Whether any equation, however deep, asks for the mesh."""
+    return any(map(asks_for_mesh, _jax.equations(closed.jaxpr)))
+
+
+@contextlib.contextmanager
+def devices_not_needed():
+    """Context in which calls that ask for devices when lowered are lowered on an `AbstractMesh`.
+
+    Under `shard_map` over all axes, as a planned step runs them, they are lowered to what one device runs and ask for none.
+    """
+    asks = dispatch.prim_requires_devices_during_lowering
+    held = asks & PARTITIONED
+    asks -= held
+    try:
+        yield
+    finally:
+        asks |= held
+
+
+ASSUMED_CUDNN, ASSUMED_CAPABILITY = 91100, (9, 0)
+"""cuDNN 9.11 on an H100."""
+
+
+@contextlib.contextmanager
+def cudnn_assumed():
+    """Context in which a step with cuDNN's attention is traced where cuDNN or a GPU is not there.
+
+    Tracing asks for cuDNN's version and the GPU's architecture only to refuse what these do not support; what is not there is assumed
+    to be `ASSUMED_CUDNN` and `ASSUMED_CAPABILITY`. Where both are there, nothing changes.
+    """
+    names = "check_cudnn_version", "check_compute_capability"
+    found = {name: getattr(attention, name) for name in names if hasattr(attention, name)}
+    if len(found) == len(names) and not _has_cudnn():
+        attention.check_cudnn_version = lambda: ASSUMED_CUDNN
+    if len(found) == len(names) and "cuda" not in xla_bridge.get_backend().platform_version:
+        attention.check_compute_capability = lambda capability: tuple(map(int, capability.split("."))) <= ASSUMED_CAPABILITY
+    try:
+        yield
+    finally:
+        for name, function in found.items():
+            setattr(attention, name, function)
+
+
+def _has_cudnn() -> bool:
+    try:
+        return bool(attention.check_cudnn_version())
+    except Exception:  # of whichever kind: no library, or one that does not load
+        return False

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from msgspec import structs
 
-from shardplan import __version__, _jax
+from shardplan import __version__, _jax, _jax_kernels
 from shardplan.costs.options import CostCorrections, Options
 from shardplan.costs.pins import matches
 from shardplan.emit.emit import EmitDecision, emit
@@ -283,7 +283,7 @@ class TracedStep:
     def jit(self, decisions: Decisions, plan: Plan) -> PlannedStep:
         """The step of a plan, jitted with its constraints and shardings."""
         # Callbacks know their mesh: with them the step runs on the twin, and its results are handed to the user's mesh.
-        on_twin = bool(self.traced.jaxpr.effects) or _jax.knows_its_mesh(self.traced.jaxpr)
+        on_twin = bool(self.traced.jaxpr.effects) or _jax_kernels.knows_its_mesh(self.traced.jaxpr)
         mesh: Any = self.twin if on_twin else self.auto.mesh
         in_shardings, out_shardings = ([_jax.sharding(mesh, x.layout.spec()) for x in leaves] for leaves in (plan.inputs, plan.outputs))
         flat = _jax.differentiable_as(emit(self.traced.jaxpr, decisions, self.twin), self.program)
@@ -347,7 +347,8 @@ def _trace(fun: Callable, call: Call, auto: AutoOptions):
     """
     args, kwargs = call.abstract()
     try:
-        return jax.jit(fun, **auto.jit_arguments).trace(*args, **kwargs)
+        with _jax_kernels.cudnn_assumed():
+            return jax.jit(fun, **auto.jit_arguments).trace(*args, **kwargs)
     except ValueError as error:
         if _jax.OTHER_SHARD_MAP_MESH in str(error):
             raise ShardingError(
@@ -360,7 +361,8 @@ def _trace(fun: Callable, call: Call, auto: AutoOptions):
         unknown = error
     why, way = f"the step asks for layouts that the mesh has no axis for: {unknown}", f"name axes of {auto.shape}"
     try:
-        traced = jax.jit(_jax.without_mesh(fun), **auto.jit_arguments).trace(*args, **kwargs)
+        with _jax_kernels.cudnn_assumed():
+            traced = jax.jit(_jax.without_mesh(fun), **auto.jit_arguments).trace(*args, **kwargs)
     except Exception:
         raise ShardingError(f"{why}\n  way out: {way}, or plan on a mesh that has it") from unknown
     warn(f"{why}\n  All that it asks for only where there is a mesh is left to the planner.\n  way out: {way}")

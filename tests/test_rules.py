@@ -37,6 +37,8 @@ WITHOUT_EXAMPLE = """
     scatter_add scatter_sub scatter_mul scatter_max scatter_min  (other spellings)
     shard_alike tie xla_metadata_value  (placements, too)
     device_put relayout sharding_constraint reshard layout_constraint with_memory_space_constraint  (placements)
+    dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd_wrapper
+    dot_product_attention_fp8_bwd_wrapper  (cuDNN's: test_attention.py)
     core_map mpmd_map  (kernels without block mappings, replicated)
     mulhi select_and_scatter platform_index dce_sink  (not lowered for CPU, not reachable, nothing to split)
 """

@@ -128,7 +128,7 @@ class _Scope:
             with _jax.at_source(eqn):
                 return evaluate(eqn, operands, where)
         if where not in self.decisions:
-            return forms.bind(eqn, operands)
+            return forms.run(eqn, operands, [None] * len(operands), [None] * len(eqn.outvars), self.mesh)
         with _jax.at_source(eqn):  # so that XLA hangs collectives on the user's line
             operands = self.operands(where, operands)
         decision = self.decisions[where]

@@ -46,6 +46,7 @@ class Traits:
     matmul: bool = False  # a product that XLA runs as a GEMM
     grouped_matmul: bool = False  # a ragged product: groups of rows, each with a right-hand side of its own
     convolution: bool = False  # a convolution
+    fused_attention: bool = False  # attention in one kernel of a library
     matmul_prologue: bool = False  # elementwise op that XLA computes again in every GEMM that reads its result
     transpose: bool = False  # permutes dims
     broadcast: bool = False  # broadcasts its operand

@@ -148,7 +148,7 @@ def _layout(dims: Dims, strategy: AxisFactors, mesh: MeshShape, reduce: Mapping[
             partial += [(axis, "sum")] if passes_partial else []
         elif x is not None:
             on[x] = (*on.get(x, ()), axis)
-            if x in reduce:
+            if x in reduce and not any(x in dim for dim in dims):
                 partial.append((axis, reduce[x]))
     sharded = tuple(tuple(axis for a in dim for axis in on.get(a, ())) for dim in dims)
     return Layout(sharded, tuple(sorted(partial)))

@@ -44,7 +44,7 @@ class Rule:
 
     Attributes:
         operands, results: factors of every operand and result; () for rank 0.
-        reduce: factor, in operands only -> kind (`REDUCTIONS`).
+        reduce: factor -> kind (`REDUCTIONS`); it is in operands only, or in some results, and then those without it are reduced.
         halo: windowed factor -> operand -> how windows slide over it.
         arg_reduce: factor -> how many elements along it are selected.
         shard_local: factors that, when sharded, have every device run the op on its own shards (`emit`), where XLA would move more.

@@ -72,7 +72,9 @@ def _sized_rule(op: Op) -> tuple[Rule, bool, dict[str, int]]:
     rule, known = (border, True) if border else rule_for(op.primitive, op.ins, op.outs, op.params)
     ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
     sizes = factor_sizes(rule, ins, outs, op.primitive)
-    empty = not op.traits.step_input and any(0 in shape for shape in (*ins, *outs))  # XLA does not shard it
+    tensors = zip(rule.operands + rule.results, ins + outs, strict=True)
+    used = (shape for dims, shape in tensors if not rule.replicated.issuperset(flat_factors(dims)))
+    empty = not op.traits.step_input and any(0 in shape for shape in used)  # XLA does not shard it
     if empty or any(str(getattr(x, "dtype", "")) in REPLICATED_DTYPES for x in (*op.ins, *op.outs)):
         rule = replace(rule, replicated=frozenset(sizes), linear=False)
     return rule, known, sizes

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from shardplan import _jax
+from shardplan import _jax, _jax_kernels
 from shardplan.strategies.rule import Rule, RuleError, factor_sizes, flat_factors
 from shardplan.strategies.rules import rule_for
 from shardplan.testing.prove import ShardedOp, prove_dependence, prove_linear, prove_local
@@ -116,7 +116,8 @@ def _prove(eqn, operands, seen: set, pairs: int) -> Proof | None:
     for dims in rule.operands + rule.results:
         if len(flat_factors(dims)) != len(set(flat_factors(dims))):
             op.fail("a factor stands twice in one tensor")
-    if misplaced := rule.reduce.keys() & flat_factors(*rule.results):
+    in_all = (a for a in rule.reduce if all(a in flat_factors(dims) for dims in rule.results))
+    if misplaced := set(in_all):
         op.fail(f"reduction factors {sorted(misplaced)} stand in a result")
     if rule.linear:
         prove_linear(op)
@@ -124,11 +125,11 @@ def _prove(eqn, operands, seen: set, pairs: int) -> Proof | None:
     if not ops:
         return None
     how = "local"
-    groups = defaultdict(list)  # by number of devices
+    groups = defaultdict(list)  # by number of devices; of calls that ask for the mesh when lowered, one each
     for x in ops:
         k = math.prod(x.shards.values())
-        groups[8 if 8 % k == 0 else k].append(x)
-    for n, group in sorted(groups.items()):
+        groups[8 if 8 % k == 0 else k, x.text if _jax_kernels.asks_for_mesh(eqn) else ""].append(x)
+    for (n, _), group in sorted(groups.items()):
         if not prove_local(group, n):
             how = "dependence"
             for x in group:

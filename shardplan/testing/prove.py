@@ -71,6 +71,11 @@ class ShardedOp:
         """Sharded factor -> its mesh axis."""
         return dict(zip(self.shards, AXES, strict=False))
 
+    def mesh(self, n_devices: int) -> Mesh:
+        """The sharded factors' axes, and one more for the devices that are left."""
+        shape = (*self.shards.values(), n_devices // math.prod(self.shards.values()))
+        return Mesh(np.asarray(jax.devices()[:n_devices]).reshape(shape), AXES[: len(shape)])
+
     def spec(self, dims: Dims) -> PartitionSpec:
         """PartitionSpec of a tensor with one dim per factor."""
         return PartitionSpec(*(self.axes.get(a) for a in flat_factors(dims)))
@@ -131,7 +136,7 @@ class _NoLocalFormError(Exception):
 def prove_local(group: list[ShardedOp], n_devices: int) -> bool:
     """Prove shardings of one op that take so many devices, in one program; False if the op has no local form."""
     try:
-        replicated = NamedSharding(Mesh(np.asarray(jax.devices()[:n_devices]), AXES[:1]), PartitionSpec())
+        replicated = NamedSharding(group[0].mesh(n_devices), PartitionSpec())
         operands = jax.device_put([jnp.asarray(x) for x in group[0].operands], replicated)
         joined = jax.jit(lambda xs: [_join(op, xs, n_devices) for op in group], out_shardings=replicated)(operands)
     except _NoLocalFormError:
@@ -144,10 +149,8 @@ def prove_local(group: list[ShardedOp], n_devices: int) -> bool:
 
 def _join(op: ShardedOp, operands, n_devices: int) -> list:
     """Results of the op run on shards, put together."""
-    shape = (*op.shards.values(), n_devices // math.prod(op.shards.values()))
-    mesh = Mesh(np.asarray(jax.devices()[:n_devices]).reshape(shape), AXES[: len(shape)])
     specs = {"in_specs": tuple(map(op.spec, op.rule.operands)), "out_specs": list(map(op.spec, op.rule.results))}
-    run = jax.shard_map(lambda *shards: _run_on_shards(op, shards), mesh=mesh, check_vma=False, **specs)
+    run = jax.shard_map(lambda *shards: _run_on_shards(op, shards), mesh=op.mesh(n_devices), check_vma=False, **specs)
     results = run(*(x.reshape(op.factor_shape(d, x.shape)) for x, d in zip(operands, op.rule.operands, strict=True)))
     return [x.reshape(y.shape) for x, y in zip(results, op.results, strict=True)]
 
@@ -167,17 +170,17 @@ def _run_on_shards(op: ShardedOp, shards) -> list:
     if [x.shape for x in results] != op.local_shapes:
         raise _NoLocalFormError
     return [
-        _reduce_partial(op, x).reshape(
+        _reduce_partial(op, x, d).reshape(
             [n // op.shards.get(a, 1) for a, n in zip(flat_factors(d), op.factor_shape(d, y.shape), strict=True)]
         )
         for x, d, y in zip(results, op.rule.results, op.results, strict=True)
     ]
 
 
-def _reduce_partial(op: ShardedOp, x):
+def _reduce_partial(op: ShardedOp, x, dims: Dims):
     """A partial result, reduced by the collective of its kind."""
     for factor, axis in op.axes.items():
-        kind = op.rule.reduce.get(factor)
+        kind = op.rule.reduce.get(factor) if factor not in flat_factors(dims) else None
         if kind in ("sum", "max", "min"):
             x = getattr(lax, f"p{kind}")(x, axis)
         elif kind:

@@ -27,13 +27,13 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
-from shardplan import _jax
+from shardplan import _jax, _jax_kernels
 from shardplan.emit.shard_local import dynamic_index, kernels, window
 from shardplan.emit.shard_local.halo import HaloDims, halo_dims
 from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import Layout
 from shardplan.strategies.register import is_registered
-from shardplan.strategies.rule import Rule, factor_sizes
+from shardplan.strategies.rule import Dims, Rule, factor_sizes, flat_factors
 from shardplan.strategies.rules import rule_for
 
 LocalOp = tuple[Callable[..., list], tuple[Layout, ...]]
@@ -124,9 +124,15 @@ def kernel(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -
     if not known or not axes or not rule.shard_local.issuperset(axes):
         return None
     counts = {a: prod(sizes[n] for n in of) for a, of in axes.items()}
-    made = (tuple(tuple(n for a in dim for n in axes.get(a, ())) for dim in of) for of in rule.results)
     run = kernels.CALLS[eqn.primitive.name]
-    return lambda *shards: run(eqn, shards, counts), tuple(map(Layout, made))
+    return lambda *shards: run(eqn, shards, counts), tuple(_made(rule, of, axes) for of in rule.results)
+
+
+def _made(rule: Rule, dims: Dims, axes: FactorAxes) -> Layout:
+    """The layout of a result that is partial over the reduction factors it does not have."""
+    reduced = {a: kind for a, kind in rule.reduce.items() if a not in flat_factors(dims)}
+    of = tuple(tuple(axis for a in dim for axis in axes.get(a, ())) for dim in dims)
+    return Layout(of, tuple((axis, kind) for a, kind in reduced.items() for axis in axes.get(a, ())))
 
 
 FactorAxes = dict[str, tuple[str, ...]]
@@ -181,10 +187,14 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
     layouts = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.invars, operands, strict=True)]
     made = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.outvars, results, strict=True)]
     read = [x for x in layouts if x is not None]
-    if len(read) < len(layouts) or not any(x.sharded_axes for x in read):
-        return bind(eqn, values)
-    plan = convolution if traits.convolution else unchanged if traits.runs_on_shards else by_rule
-    local = plan(eqn, layouts, made, mesh.shape)
+    local = None
+    if len(read) == len(layouts) and any(x.sharded_axes for x in read):
+        plan = convolution if traits.convolution else unchanged if traits.runs_on_shards else by_rule
+        local = plan(eqn, layouts, made, mesh.shape)
+    if local is None and eqn.primitive.name in kernels.CALLS and _jax_kernels.asks_for_mesh(eqn):
+        # Outside of `shard_map` it could not be lowered without devices: every device runs all of it.
+        read, made = ([Layout(((),) * v.aval.ndim) for v in of] for of in (eqn.invars, eqn.outvars))
+        local = unchanged(eqn, read, made, mesh.shape)
     if local is None:
         return bind(eqn, values)
     run_shards, made = local
@@ -197,11 +207,13 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
         out_specs=tuple(jax.sharding.PartitionSpec(*x.spec()) for x in rows),
         check_vma=False,
     )
-    return [sum_rows(x) if of.partial else x for x, of in zip(on_shards(*values), made, strict=True)]
+    return [join_rows(x, of.partial[0][1]) if of.partial else x for x, of in zip(on_shards(*values), made, strict=True)]
 
 
-def sum_rows(parts):
-    """The sum over the first dim; of booleans, whether any is true."""
+def join_rows(parts, kind: str = "sum"):
+    """The sum over the first dim, or its maximum; of booleans, whether any is true."""
+    if kind == "max":
+        return parts.max(0)
     join = jax.lax.bitwise_or if parts.dtype == bool else jax.lax.add
     return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), join, (0,))
 

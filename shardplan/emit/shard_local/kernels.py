@@ -99,5 +99,14 @@ class _LocalGrid:
         return out
 
 
-CALLS: dict[str, Callable[..., list]] = {"pallas_call": pallas_call}
+def unchanged(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
+    """Results of a kernel that takes its shapes from its operands."""
+    return _jax.bind(eqn, shards, context=False)
+
+
+ATTENTION = "fwd", "bwd", "fp8_fwd", "fp8_bwd"
+CALLS: dict[str, Callable[..., list]] = {
+    "pallas_call": pallas_call,
+    **{f"dot_product_attention_{which}_wrapper": unchanged for which in ATTENTION},
+}
 """Primitive -> (equation, shards of the operands, shards per factor) -> shards of the results."""

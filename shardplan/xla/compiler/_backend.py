@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from shardplan import _jax
+from shardplan import _jax, _jax_kernels
 
 
 def lower(function, *args, platform: str = "cpu", **kwargs):
@@ -26,7 +26,8 @@ def lower(function, *args, platform: str = "cpu", **kwargs):
     _jax.hide_frames(str(Path(__file__).parents[2]))
     if not hasattr(function, "trace"):
         function = jax.jit(function)
-    return function.trace(*args, **kwargs).lower(lowering_platforms=(platform,))
+    with _jax_kernels.devices_not_needed():
+        return function.trace(*args, **kwargs).lower(lowering_platforms=(platform,))
 
 
 def payload(lowered) -> tuple[bytes, dict]:

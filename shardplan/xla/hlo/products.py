@@ -91,10 +91,12 @@ def _flops(i: HloInstruction) -> tuple[str, float, str] | None:
             kernel, result = out, right
         return "convolution", _conv_flops(i, image, kernel, result), left.dtype
     if target.startswith("__cudnn$fmha"):
-        scores = config.get("cudnn_fmha_backend_config", config).get("intermediate_tensor_shape", {}).get("dimensions", ())
+        found = config.get("cudnn_fmha_backend_config", config)
+        scores = [int(n) for n in found.get("intermediate_tensor_shape", {}).get("dimensions", ())]
         width = min(left.shape[-1], right.shape[-1])
         n_products = 5 if "Backward" in target else 2
-        return "attention", 2.0 * n_products * math.prod(map(int, scores)) * width, left.dtype
+        seen = 0.5 if "CAUSAL" in str(found.get("mask_type", "")) else 1.0
+        return "attention", 2.0 * n_products * math.prod(scores) * width * seen, left.dtype
     return None
 
 
