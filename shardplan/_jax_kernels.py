@@ -34,15 +34,13 @@ def with_inputs(jaxpr, avals: Sequence):
 
 def in_current_context(held):
     """A jaxpr, or a parameter that holds some, whose equations see the current mesh, not the one under which they were traced."""
-    if isinstance(held, ClosedJaxpr):
-        return held.replace(jaxpr=in_current_context(held.jaxpr))
     if isinstance(held, (tuple, list)) and any(isinstance(x, (ClosedJaxpr, core.Jaxpr)) for x in held):
         return type(held)(map(in_current_context, held))
-    if not isinstance(held, core.Jaxpr):
-        return held
-    context = core.JaxprEqnContext()
-    eqns = [e.replace(ctx=context, params={name: in_current_context(value) for name, value in e.params.items()}) for e in held.eqns]
-    return held.replace(eqns=eqns)
+    if isinstance(held, core.Jaxpr):  # before closed ones: in jax 0.12 both are one class
+        now = core.JaxprEqnContext()
+        params = ({name: in_current_context(value) for name, value in e.params.items()} for e in held.eqns)
+        return held.replace(eqns=[e.replace(ctx=now, params=p) for e, p in zip(held.eqns, params, strict=True)])
+    return held.replace(jaxpr=in_current_context(held.jaxpr)) if isinstance(held, ClosedJaxpr) else held
 
 
 def call(closed: ClosedJaxpr, args: Sequence) -> list:

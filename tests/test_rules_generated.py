@@ -27,6 +27,8 @@ NOT_GENERATED = """
     threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape geqp3 eq_to le_to lt_to to_edtype from_edtype  (inside others)
     scatter_add scatter_sub scatter_mul scatter_max scatter_min  (other spellings)
     broadcast_to empty empty2 polynomial zeros_like log2 one_minus_square  (not made by every version of jax)
+    pallas_call core_map mpmd_map dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper
+    dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper  (kernels: test_kernels.py, test_attention.py)
     mulhi select_and_scatter platform_index dce_sink  (not lowered for CPU, not reachable, nothing to split)
 """
 
