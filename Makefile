@@ -8,12 +8,12 @@ NEWER ?= $(shell for p in python3.12 python3.13 python3.14 $$HOME/.pyenv/version
 PIP = -m pip install --quiet --disable-pip-version-check
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
-.PHONY: demo test lint docs smoke-newest clean
+.PHONY: demo test lint docs browser smoke-newest clean
 
 demo: .venv/demo
 	.venv/bin/python examples/gpt.py
 
-test: lint docs
+test: lint docs browser
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
 	$(if $(NEWER),$(MAKE) smoke-newest,@echo "no Python 3.12 found: the newest jax was not tried")
 
@@ -26,6 +26,12 @@ lint: .venv/test
 docs: .venv/test
 	.venv/bin/python docs/generate.py --check
 	.venv/bin/mkdocs build --strict --quiet
+
+# The browser of tests/test_page.py and tests/test_jupyterlab.py, from Debian's packages where there is none.
+browser:
+	@command -v chromium chromedriver >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	apt-get update -q && apt-get install -y -q chromium chromium-driver; } || \
+	{ echo "tests need chromium and chromedriver: apt-get install chromium chromium-driver"; exit 1; }
 
 smoke-newest: .venv312/smoke
 	.venv312/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"

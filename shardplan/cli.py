@@ -39,6 +39,7 @@ from shardplan.plan import Plan
 from shardplan.plan.program import differences_of_plans
 from shardplan.searches import SEARCHES
 from shardplan.units import format_seconds, parse_bytes
+from shardplan.view.exports import VIEWERS
 from shardplan.view.values import diff_values, fact_values, plan_values, report_markdown, report_values, rule_values, to_json
 from shardplan.xla.report.check import PlanReport
 from shardplan.xla_model.facts import facts, facts_text
@@ -47,11 +48,10 @@ SAME, DIFFERENT, ERROR = 0, 1, 2
 NOT_OF_USER = (f"{Path(__file__).parent}{os.sep}", "<", os.path.dirname(os.__file__))
 """File names of this package, of code without a file, and of the standard library begin so."""
 
-
 EXAMPLES = {
     "plan": """job.py:example --mesh data=2,model=4 --cluster h100 -o plan.json
 job.py:example --mesh data=8 --cluster a100 --memory 40GB --pin 'state/**/up=None,data' --html plan.html
-job.py:example --mesh data=8,model=8 --cluster h100 --brief --json""",
+job.py:example --mesh data=8,model=8 --cluster h100 --perfetto trace.json --brief --json""",
     "show": "plan.json --json",
     "diff": "plan.json other.json",
     "check": """job.py:example --target h100:8 --fail-on memory,remat
@@ -129,6 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cache", metavar="FOLDER", help="folder of plans: take the plan from there, or keep it there")
     plan.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     _add_views(plan)
+    for name, what in VIEWERS.items():
+        plan.add_argument(f"--{name.replace('_', '-')}", metavar="FILE", help=what)
 
     show = _command(commands, "show", lambda options: _print(Plan.load(options.file), options), "print a plan file")
     show.add_argument("file")
@@ -324,6 +326,8 @@ def _solve(argv: list[str]) -> int:
 def _print(plan: Plan, options: argparse.Namespace) -> None:
     if options.html:
         _write(options.html, plan.html())
+    for name in [name for name in VIEWERS if getattr(options, name, None)]:
+        getattr(plan, f"to_{name}")(getattr(options, name))
     print(to_json(plan_values(plan, options.brief)) if options.json else plan if options.brief else plan.explain().rstrip("\n"))
 
 

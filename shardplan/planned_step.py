@@ -92,7 +92,12 @@ class PlannedStep:
 
 @dataclass(frozen=True, eq=False)
 class PlanContext:
-    """What a fresh plan was planned from; `program` gives the jitted step and shapes to trace it with, devices or not."""
+    """What a fresh plan was planned from.
+
+    Attributes:
+        program: gives the jitted step and shapes to trace it with, devices or not.
+        decided: gives the plan of other decisions of the same program on the same mesh.
+    """
 
     mesh: Any
     in_tree: Any
@@ -101,5 +106,6 @@ class PlanContext:
     replan: Callable[..., Plan]
     program: Callable[[Plan], tuple[Callable, tuple]]
     searches: Iterable[str]
+    decided: Callable[[Planned], Plan]
     planned: Planned | None = None
     verified: Verified | None = None

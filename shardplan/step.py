@@ -159,14 +159,20 @@ def _place(options: AutoOptions, traced: Traced, asked: Options) -> CachedPlan |
 def _replanner(
     fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[PlannedStep], bool] | None, fastest: list[Plan]
 ) -> Callable[..., Plan]:
-    """Plans the step with more pins or by another search; a plan that is faster than the last of `fastest` is adopted."""
+    """Plans the step with more pins, by another search or for another target; a faster plan than the last of `fastest` is adopted.
 
-    def replan(pins: Mapping[str, Any], search: str | None = None) -> Plan:
-        changed = {**(options.pins or {}), **pins}
-        changed_options = replace(options, pins=changed, search=search or options.search, plan=None, verify=None)
-        found = plan_step(fun, call, changed_options, alone=True)
+    A plan for another mesh, cluster or memory is not: the step runs on what it was written for.
+    """
+
+    def replan(pins: Mapping[str, Any], search: str | None = None, **target: Any) -> Plan:
+        changed = {"pins": {**(options.pins or {}), **pins}, "search": search or options.search, "plan": None, "verify": None, **target}
+        if isinstance(mesh := target.get("mesh"), Mapping):
+            changed["mesh"] = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+        if options.state_plan is not None and "mesh" in target:
+            changed["state_like"] = None
+        found = plan_step(fun, call, replace(options, **changed), alone=True)
         before, after = (plan.seconds["total"] for plan in (fastest[-1], found.plan))
-        if after < (1 - NEAR_TIE) * before and adopt is not None and adopt(found):
+        if not target and after < (1 - NEAR_TIE) * before and adopt is not None and adopt(found):
             fastest.append(found.plan)
             less = 100 * (1 - after / before)
             warn(
@@ -248,8 +254,11 @@ class TracedStep:
         def program(plan: Plan) -> tuple[Callable, tuple]:
             return self.jit(decisions, plan).jitted, self.operands
 
+        def decided(other: Planned) -> Plan:
+            return describe(other, self.context(other.decisions, replan, other), self.auto.flags(other.xla.flags()))
+
         dtypes = {label: x.dtype for label, x in zip(self.traced.in_labels, jax.tree.leaves(self.operands), strict=True)}
-        return PlanContext(self.auto.mesh, self.in_tree, self.out_tree, dtypes, replan, program, SEARCHES, planned)
+        return PlanContext(self.auto.mesh, self.in_tree, self.out_tree, dtypes, replan, program, SEARCHES, decided, planned)
 
     def facts(self) -> dict[str, str]:
         """Name -> value of all in which the processes that run the step must agree."""

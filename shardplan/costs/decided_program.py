@@ -252,13 +252,20 @@ class DecidedProgram:
 
     def _computation(self, home: int, pipelined: bool = True) -> tuple[Timeline, bool]:
         """The timeline of one run of a computation, and whether it has collectives; without those that are pipelined, or with them."""
-        found, nested, _ = self.listed(home, pipelined)
+        found, nested, *_ = self.listed(home, pipelined)
         return schedule(found, nested), any(task.collective or task.has_collectives for task in found)
 
-    def listed(self, home: int, pipelined: bool = True) -> tuple[list[Task], dict[int, tuple[Timeline, float]], dict[Member, int]]:
-        """The tasks of a computation, (one run, number of runs) of those that are loops, and the numbers of its members."""
+    def round_s(self, loop: int, pipelined: bool = True) -> float:
+        """Seconds of one round of a loop; without what is pipelined, or with it."""
+        return self._computation(loop, pipelined)[0].total_s
+
+    def listed(
+        self, home: int, pipelined: bool = True
+    ) -> tuple[list[Task], dict[int, tuple[Timeline, float]], dict[Member, int], dict[int, Member]]:
+        """Tasks of a computation, (one run, number of runs) of those that are loops, numbers of its members, and which each is."""
         before, free = self._members[home], frozenset(itertools.chain(*self._pipelined.get(home, ())))
         numbers: dict[Member, int] = {}
+        members: dict[int, Member] = {}
         found: list[Task] = []
         nested: dict[int, tuple[Timeline, float]] = {}
         carried: set[int] = set()  # what makes the arrays that pipelining copies from round to round
@@ -266,34 +273,48 @@ class DecidedProgram:
             kind, n = name
             waits = tuple(sorted({numbers[m] for m in before[name] if m[0] == "loop" or m[1] not in free}))
             if kind == "loop":
-                self._loop(n, waits, found, nested)
+                self._loop(n, waits, found, nested, members)
             elif n in free:
-                found += [Task(self._sent_s(n), True, ())] if pipelined else ()
+                if pipelined:
+                    members[len(found)] = name
+                    found.append(Task(self._sent_s(n), True, ()))
                 carried.update(waits)
                 continue
             else:
+                members.update(dict.fromkeys((len(found), len(found) + 1), name))
                 found += self._task(n, waits, len(found))
             numbers[name] = len(found) - 1
         around_s = sum(map(self._staging_s, free)) + 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate
         if free and pipelined and around_s:
+            members.pop(len(found), None)
             found.append(Task(around_s, False, tuple(sorted(carried))))
-        return found, nested, numbers
+        return found, nested, numbers, members
 
-    def _loop(self, n: int, waits: tuple[int, ...], found: list[Task], nested: dict[int, tuple[Timeline, float]]) -> None:
+    def _loop(
+        self,
+        n: int,
+        waits: tuple[int, ...],
+        found: list[Task],
+        nested: dict[int, tuple[Timeline, float]],
+        members: dict[int, Member],
+    ) -> None:
         """Adds a loop: what is pipelined has its first run before it or its last run behind it, and is missing in one round."""
         (line, inside), trips = self._computation(n), self.graph.loops[n].trips
         ahead, later = self._pipelined.get(n, ((), ()))
         if not ahead and not later:
-            nested[len(found)] = line, trips
+            nested[len(found)], members[len(found)] = (line, trips), ("loop", n)
             found.append(Task(line.total_s * trips, False, waits, inside))
             return
+        members.update((len(found) + at, ("task", m)) for at, m in enumerate(ahead))
         found += [Task(self._sent_s(m), True, waits) for m in ahead]
         waits = tuple(range(len(found) - len(ahead), len(found))) or waits
         line = (trips - 1) * line + self._computation(n, pipelined=False)[0]
-        nested[len(found)] = line, 1.0
+        nested[len(found)], members[len(found)] = (line, 1.0), ("loop", n)
         found.append(Task(line.total_s, False, waits, has_collectives=True))
         at = len(found) - 1
+        members.update((at + 1 + number, ("task", m)) for number, m in enumerate(later))
         found += [Task(self._sent_s(m), True, (at,)) for m in later]
+        members.pop(len(found), None)
         if later:
             found.append(Task(0.0, False, tuple(range(len(found) - len(later), len(found)))))
 

@@ -96,7 +96,7 @@ class _Clock:
     @classmethod
     def of(cls, program: DecidedProgram, home: int) -> _Clock:
         """The clock of a computation with all collectives that run in it."""
-        tasks, nested, numbers = program.listed(home)
+        tasks, nested, numbers, _ = program.listed(home)
         found = spans(tasks, nested)
         kernels = [s for s, task in zip(found, tasks, strict=True) if not task.collective and not task.has_collectives]
         collectives = [s for s, task in zip(found, tasks, strict=True) if task.collective]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,10 @@ class Traced:
 
     def identity(self) -> Identity:
         """The same for the same program with the same shapes, on every mesh, in every process; see `ir/canonical.py`."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> Identity:
         return identity(self.graph(), repr((self.in_labels, self.out_labels, self.tied)))
 
     def donated_names(self) -> tuple[str, ...]:

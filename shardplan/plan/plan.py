@@ -32,6 +32,8 @@ from shardplan.plan.program import placed
 
 QUICK_OPS = 600
 """Ops of a step up to which its baselines are planned to print a plan, and questions are answered on its page."""
+TARGET = ("memory", "mesh", "cluster")
+"""What `Plan.replan` plans for."""
 
 
 class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT):
@@ -130,8 +132,11 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     def _repr_html_(self) -> str:
         return resolve_name("shardplan.view.html:to_html")(self, page=False)
 
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, Any]:
+        return resolve_name("shardplan.view.explore:mimebundle")(self)
+
     def html(self) -> str:
-        """The plan as an HTML page."""
+        """The plan as an HTML page: the instrument of `explore`, with the prices that are known already."""
         return resolve_name("shardplan.view.html:to_html")(self, page=True)
 
     @cached_property
@@ -158,12 +163,13 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         """What `other` does differently."""
         return PlanDiff(self, other)
 
-    def why(self, what: str | PlannedReshard) -> Any:
+    def why(self, what: str | Sequence[str] | PlannedReshard) -> Any:
         """Why an array lies as it does: who makes and reads it, the next best choices and what they would cost, which constraint binds.
 
         Args:
-            what: inputs by a path or pattern as in `pins`, all of one shape; a line "train.py:41", for its most expensive reshard; or a
-                reshard of `decisions`.
+            what: inputs by a path, a pattern as in `pins` or several, all of one shape; a line "train.py:41", for its most expensive
+                reshard; a reshard of `decisions`; or results of ops, "train.py:41 dot_general forward float32[8,4]", and with
+                " operand 1" after it their reshards there.
 
         Returns:
             A `shardplan.plan.why.Why`; `print` it. Seconds and bytes of other choices are those of plans in which nearby ops adapt and
@@ -190,6 +196,11 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     def _baselines(self) -> Any:
         return resolve_name("shardplan.plan.baselines:baselines")(self)
 
+    @cached_property
+    def known_answers(self) -> dict[str, dict[str, Any]]:
+        """What was asked of this plan in its instrument: row -> answer of `why` as JSON values; `html` shows them too."""
+        return {}
+
     @property
     def saving(self) -> str:
         """In words, what the plan saves of the fastest baseline's step, as it is printed; "" where there is none, or from a file.
@@ -209,6 +220,22 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
             raise ShardingError(f"{method} needs a plan that was solved here; this one was taken over.\n  way out: plan without plan=")
         return self
 
+    def what_if(self, what: str | Sequence[str] | PlannedReshard, choice: str | Sequence) -> Plan:
+        """What if some arrays lay otherwise, and the ops around them adapted: quicker than `fix`, and a little worse.
+
+        Args:
+            what: as for `why`; of repeated layers, all that it names.
+            choice: a PartitionSpec; or the text of one of the choices of `why`, such as "read as P('data', None)".
+
+        Returns:
+            A plan that runs as any other, with the seconds and bytes that `why` states of the choice. What was chosen before stays
+            chosen in further calls; `fix` plans all anew.
+
+        Raises:
+            ShardingError: when this plan was read from a file, or nothing in it is so called, or can lie so, or it does not fit.
+        """
+        return resolve_name("shardplan.plan.what_if:what_if")(self._solved("what_if()"), what, choice)
+
     def fix(self, path: str, spec) -> Plan:
         """What if: the best plan in which inputs matching `path` have the PartitionSpec `spec`.
 
@@ -220,6 +247,31 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
             ShardingError: when this plan was read from a file, or the pin cannot hold.
         """
         return self._planned_from("fix()", "step.plan(...) with pins={...}").replan({path: spec})
+
+    def replan(self, pins: Mapping[str, Any] | None = None, **target: Any) -> Plan:
+        """The same step planned anew: with more pins, with other memory, for another mesh or cluster.
+
+        Args:
+            pins: as in `auto`; those that this plan was made with stay.
+            **target: `memory`, `cluster` as in `auto`; `mesh`, a mesh or a dict of axes and sizes.
+
+        Raises:
+            ShardingError: when this plan was read from a file, or no plan can be so.
+        """
+        if unknown := [name for name in target if name not in TARGET]:
+            raise ShardingError(f"replan() takes pins, {', '.join(TARGET)}; not {unknown[0]}.\n  way out: auto(mesh, {unknown[0]}=...)")
+        return self._planned_from("replan()", "step.plan(...).replan()").replan(pins or {}, **target)
+
+    def explore(self) -> Any:
+        """The plan as a widget for notebooks: what its arrays and collectives could be instead, and what that would cost.
+
+        Returns:
+            An anywidget; the last line of a cell shows it. `explore().plan` is the plan that it shows now.
+
+        Raises:
+            ShardingError: anywidget is not installed.
+        """
+        return resolve_name("shardplan.view.explore:explore")(self)
 
     def compare(self, search: Sequence[str] | None = None) -> PlanComparison:
         """The same step planned by each search, judged by the one objective; `print` it.
@@ -297,6 +349,24 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     def to_maxtext(self, axes: Mapping[str, Sequence[str | None]]) -> str:
         """`to_logical_rules` as MaxText's YAML, for a mesh whose axes are named as MaxText's (data, fsdp, tensor, ...)."""
         return travel.maxtext(self, axes)
+
+    # ---- to other viewers
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted schedule as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
+
+        Raises:
+            ShardingError: when this plan was read from a file: a file has no schedule.
+        """
+        write_atomically(path, resolve_name("shardplan.view.exports:perfetto")(self._solved("to_perfetto()")))
+
+    def to_model_explorer(self, path: str | os.PathLike[str]) -> None:
+        """Write the program with the plan's strategies and reshards as JSON for Google's Model Explorer.
+
+        Raises:
+            ShardingError: when this plan was read from a file: a file has no program.
+        """
+        write_atomically(path, resolve_name("shardplan.view.exports:model_explorer")(self._solved("to_model_explorer()")))
 
     # ---- files
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
+
+import numpy as np
 
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options, ReshardKey
@@ -34,6 +36,7 @@ class Planned:
     timeline: Timeline  # of one step: the objective
     xla: XlaOptions  # compiler options that the plan chose
     seconds: Mapping[str, float]  # of planning, by stage
+    held: Mapping[int, np.ndarray] = field(default_factory=dict)  # op -> bool [strategy] of layouts that `Plan.what_if` was asked for
 
     @property
     def space(self) -> StrategySpace:
@@ -44,6 +47,11 @@ class Planned:
     def graph(self) -> Graph:
         """The program."""
         return self.space.graph
+
+    @cached_property
+    def user_ops(self) -> tuple[int, ...]:
+        """Numbers of the ops that are the program's own, as `PlanDecision.op` counts them: no copies."""
+        return tuple(i for i, op in enumerate(self.graph.ops) if not op.traits.copy)
 
     def result_layout(self, i: int, r: int = 0) -> Layout:
         """Layout in which op i makes its result r."""

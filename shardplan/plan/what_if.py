@@ -12,7 +12,7 @@ Also known as the best response of a neighbourhood.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,12 +21,19 @@ import numpy as np
 from shardplan.costs.halo_exchange import exchanges
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
+from shardplan.emit.decide import decide
+from shardplan.errors import ShardingError
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.problem import Edge, Problem, Solution
 from shardplan.mesh.collective import wire_bytes
+from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder
+from shardplan.plan.asked import Asked, asked
+from shardplan.plan.data import PlannedReshard
+from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.search.objective import Judged, judge
+from shardplan.units import format_memory
 
 HOPS = (8, 24)
 """How many arrays away ops adapt; further ones where nothing nearer can."""
@@ -34,6 +41,51 @@ MAX_ADAPTING = 600
 """Ops that adapt, the nearest first."""
 WORK = 0.2
 """Work of the solver, about seconds, on the part that adapts."""
+
+
+def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str | Sequence) -> Plan:
+    """The plan of `Plan.what_if`."""
+    planned, found = plan.context.planned, asked(plan, what)
+    text = choice if isinstance(choice, str) else _named(found, choice)
+    if text not in found.wanted:
+        present = " is how it lies already" if text == str(found.layout) else " is none of its layouts"
+        raise ShardingError(
+            f"what_if({what!r}, ...): {text}{present}.\n  choices: {', '.join(found.wanted) or 'none: it has one layout only'}"
+        )
+    _, masks = found.wanted[text]
+    prices = WhatIf(planned)
+    states = prices.states_with(masks)
+    if states is None:
+        raise ShardingError(f"what_if({what!r}, {text!r}): no plan near this one makes it.\n  way out: plan.fix, which plans all anew")
+    judged = prices.judged(states)
+    if judged.excess_bytes:
+        raise ShardingError(
+            f"what_if({what!r}, {text!r}) needs {format_memory(judged.peak_bytes)} per device of {format_memory(judged.limit or 0.0)}."
+            "\n  ways out: plan.fix, which plans all anew, or more memory="
+        )
+    bound = planned.solution.bound  # of all plans, so of those with this layout too
+    network, solution = judged.proven(min(bound, judged.solution.objective))
+    network = replace(network, limit=planned.network.limit)
+    strategies = network.strategies(solution.states)
+    return plan.context.decided(
+        replace(
+            planned,
+            network=network,
+            solution=replace(solution, tied=False),
+            strategies=strategies,
+            decisions=decide(network, strategies, network.retained(solution.states)),
+            timeline=judged.timeline,
+            held={**planned.held, **masks},
+        )
+    )
+
+
+def _named(found: Asked, spec: Sequence) -> str:
+    """The choice that a PartitionSpec means."""
+    dims = tuple(() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec)
+    dims += ((),) * (found.layout.rank - len(dims))
+    layouts = {x.dims: text for text, (x, _) in found.wanted.items()}
+    return layouts.get(dims, str(Layout(dims)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +116,7 @@ class WhatIf:
         return replace(judge(self.task, Candidate(network, found), limit), limit=network.limit)
 
     def states_with(self, wanted: Mapping[int, np.ndarray]) -> tuple[int, ...] | None:
-        """States of the plan's network in which ops take one of the wanted strategies.
+        """States of the plan's network in which ops take one of the wanted strategies, and of those that are held already.
 
         Args:
             wanted: op -> bool [strategy].
@@ -73,16 +125,17 @@ class WhatIf:
             None if the ops around them cannot adapt.
         """
         blocks = self.planned.network.blocks
-        masks = {i: np.tile(mask, blocks.count(i)) for i, mask in wanted.items()}
+        held = {i: mask & wanted.get(i, mask) for i, mask in self.planned.held.items()}
+        masks = {i: np.tile(mask, blocks.count(i)) for i, mask in {**held, **wanted}.items()}
         for hops in HOPS:
-            if (states := self._adapted(masks, self._near(masks, hops))) is not None:
+            if (states := self._adapted(masks, self._near(wanted, hops))) is not None:
                 return states
         return None
 
-    def _near(self, masks: Mapping[int, np.ndarray], hops: int) -> list[int]:
+    def _near(self, forced: Iterable[int], hops: int) -> list[int]:
         """The ops that adapt: up to `hops` arrays from the forced ones."""
-        near, most = self.planned.network.problem.flat.near, max(MAX_ADAPTING, len(masks))
-        found = dict.fromkeys(masks)
+        found = dict.fromkeys(forced)
+        near, most = self.planned.network.problem.flat.near, max(MAX_ADAPTING, len(found))
         last = list(found)
         for _ in range(hops):
             last = [j for j in dict.fromkeys(j for i in last for j, _ in near[i]) if j not in found]

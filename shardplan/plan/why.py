@@ -1,8 +1,7 @@
 """Why an array lies as it does: who makes and reads it, the call stack, the next best choices and their price, what binds.
 
     plan.why("params/blocks/3/up")             an input, or inputs of one shape, by path or pattern
-    plan.why("train.py:41")                    the most expensive reshard on a line
-    plan.why(plan.decisions[7].reshards[0])    a reshard of the plan
+    plan.why("train.py:41")                    the most expensive reshard on a line; `asked.py` has all that can be asked for
 
 The next best choices are priced by `what_if.py`: nearby ops adapt, the rest of the plan stays.
 """
@@ -18,17 +17,15 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
-
 from shardplan import _jax
 from shardplan.costs.memory_categories import categories
-from shardplan.costs.pins import matches, nearest_paths, pin_description, pins_by_op
-from shardplan.errors import ShardingError
+from shardplan.costs.pins import pin_description, pins_by_op
 from shardplan.files import is_library, portable
 from shardplan.ir.graph import Graph, Source
 from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
+from shardplan.plan.asked import Asked, Masks, asked
 from shardplan.plan.data import PlannedReshard
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
@@ -116,55 +113,41 @@ class Why:
         return resolve_name("shardplan.view.why:why_text")(self)
 
 
-def why(plan: Plan, what: str | PlannedReshard) -> Why:
+def why(plan: Plan, what: str | Sequence[str] | PlannedReshard) -> Why:
     """The answer of `Plan.why`."""
-    planned = plan.context.planned
-    if isinstance(what, PlannedReshard):
-        return _of_reshard(plan, planned, *_place(plan, what))
-    inputs = [i for i in planned.graph.args if matches(planned.graph.ops[i].label, what)]
-    if inputs:
-        return _of_inputs(plan, planned, what, inputs)
-    found = [r for d in plan.decisions for r in d.reshards if what in (_short(d.file, d.line), f"{d.file}:{d.line}")]
-    if found:
-        runs = {id(r): d.runs for d in plan.decisions for r in d.reshards}
-        return _of_reshard(plan, planned, *_place(plan, max(found, key=lambda r: r.seconds * runs[id(r)])))
-    some = nearest_paths((x.path for x in plan.inputs), what)
-    raise ShardingError(
-        f"why({what!r}): no input of the step has this path, and no collective is on such a line.\n  inputs: {some}\n"
-        '  ways out: a path or pattern as in pins, a line with collectives such as "train.py:41", or a reshard of plan.decisions'
-    )
-
-
-# ---- inputs
-
-
-def _of_inputs(plan: Plan, planned: Planned, what: str, inputs: Sequence[int]) -> Why:
-    graph, space = planned.graph, planned.space
-    shapes = {graph.ops[i].outs[0].shape for i in inputs}
-    if len(shapes) > 1:
-        some = ", ".join(f"{graph.ops[i].label} {format_array(graph.ops[i].outs[0])}" for i in inputs[:4])
-        raise ShardingError(f"why({what!r}) matches inputs of {len(shapes)} shapes: {some}, ...\n  way out: name those of one shape")
-    at = inputs[0]
-    present = planned.result_layout(at)
-    pinned = pins_by_op(graph, planned.options)
-    layouts = dict.fromkeys(x for x in space.strategies[at].results[0] if x != present and not x.partial)
-    wanted = {layout: {i: np.array([x == layout for x in space.strategies[i].results[0]]) for i in inputs} for layout in layouts}
+    planned, found = plan.context.planned, asked(plan, what)
+    graph = planned.graph
     what_if = WhatIf(planned)
-    choices, unpriced, impossible = _priced(what_if, {str(layout): (layout, masks) for layout, masks in wanted.items()})
-    name = graph.ops[at].label if len(inputs) == 1 else f"{what}, {len(inputs)} arrays"
-    chosen = _choice(str(present), present, what_if.present)
+    choices, unpriced, impossible = _priced(what_if, found.wanted)
+    made = graph.maker(found.value)
+    if found.kind == "reshards":
+        assert found.reader is not None
+        i, (_, after, uses) = found.ops[0], found.reader
+        others = (u for u in _readers(planned, found.value) if u.stack != _stack(graph.ops[i].source))
+        readers = _use(planned, i, after, uses), *others
+        chosen, binding = _choice("as planned", found.layout, what_if.present), [made, found.reader[0]]
+    else:
+        readers = tuple(_readers(planned, found.value))
+        chosen, binding = _choice(str(found.layout), found.layout, what_if.present), found.ops
     return Why(
-        name=name,
-        array=format_array(graph.ops[at].outs[0]),
-        layout=present,
-        maker=ArrayUse(f"input of the step, {categories(graph)[at]}", "", present),
-        readers=tuple(_readers(planned, graph.ops[at].outputs[0])),
+        name=_name(graph, what, found),
+        array=format_array(graph.values[found.value]),
+        layout=found.layout,
+        maker=_use(planned, made, found.layout),
+        readers=readers,
         chosen=chosen,
         choices=choices,
         unpriced=unpriced,
         impossible=impossible,
-        constraints=tuple(_constraints(plan, planned, inputs, pinned, chosen, choices)),
+        constraints=tuple(_constraints(plan, planned, binding, pins_by_op(graph, planned.options), chosen, choices)),
     )
+
+
+def _name(graph: Graph, what: str | Sequence[str] | PlannedReshard, found: Asked) -> str:
+    name = array_name(graph, found.value)
+    if found.kind == "reshards" or len(found.ops) == 1:
+        return name
+    return f"{what if isinstance(what, str) and found.kind == 'inputs' else name}, {len(found.ops)} arrays"
 
 
 def _readers(planned: Planned, v: int) -> Iterator[ArrayUse]:
@@ -186,6 +169,8 @@ def _use(planned: Planned, j: int, layout: Layout, steps: Iterable[tuple[int, Re
     graph, mesh = planned.graph, planned.space.mesh
     op, found = graph.ops[j], list(steps)
     what = f"output {op.label} of the step" if op.traits.step_output else f"{op.primitive}{_at(op.source)}"
+    if op.traits.step_input:
+        return ArrayUse(f"input of the step, {categories(graph)[j]}", "", layout)
     return ArrayUse(
         what,
         op.phase,
@@ -222,62 +207,14 @@ def _stack(source: Source) -> tuple[str, ...]:
     return tuple(f"{portable(file)}:{line} in {_function(function)}" for file, line, function in kept)
 
 
-# ---- reshards
+# ---- names
 
 
-def _place(plan: Plan, reshard: PlannedReshard) -> tuple[int, int]:
-    """(op of the graph, number of the reshard at it) of a reshard of the plan: of equal ones the first, or the very object."""
-    ops = [i for i, op in enumerate(plan.context.planned.graph.ops) if not op.traits.copy]
-    every = [(ops[d.op], n, r) for d in plan.decisions for n, r in enumerate(d.reshards)]
-    found = [(i, n) for i, n, r in every if r is reshard] or [(i, n) for i, n, r in every if r == reshard]
-    if not found:
-        raise ShardingError("why() takes a reshard of this very plan.\n  way out: one of plan.decisions[...].reshards")
-    return found[0]
+def array_name(graph: Graph, v: int, kinds: Mapping[int, str] | None = None) -> str:
+    """What a value is to the user: the path of an input, the gradient of a parameter, or the result of an op.
 
-
-def _of_reshard(plan: Plan, planned: Planned, i: int, n: int) -> Why:
-    graph, space = planned.graph, planned.space
-    moves = list(planned.operand_reshards(i))
-    if n < len(moves):
-        shown, v, (j, k, before, after), steps = moves[n]
-        uses = [(j, s) for s in steps]
-    else:  # a halo exchange of the op itself
-        shown = next(r for d in plan.decisions for m, r in enumerate(d.reshards) if _place(plan, r) == (i, n)).operand
-        v, j, k = graph.ops[i].inputs[shown], i, shown
-        assert v is not None
-        before = after = planned.operand_layout(i, k)
-        uses = []
-    maker, r = graph.values[v].producer
-    reads = {x: np.array([y == x for y in space.strategies[j].operands[k]]) for x in dict.fromkeys(space.strategies[j].operands[k])}
-    makes = {
-        x: np.array([y == x for y in space.strategies[maker].results[r]]) for x in dict.fromkeys(space.strategies[maker].results[r])
-    }
-    wanted = {f"read as {x}": (x, {j: mask}) for x, mask in reads.items() if x != after}
-    wanted |= {f"made as {x}": (x, {maker: mask}) for x, mask in makes.items() if x != before}
-    if before == after:
-        own = space.strategies[j].factors[planned.strategies[j]]
-        wanted = {"sharded otherwise": (after, {j: np.array([f != own for f in space.strategies[j].factors])})}
-    what_if = WhatIf(planned)
-    choices, unpriced, impossible = _priced(what_if, wanted)
-    chosen = _choice("as planned", before, what_if.present)
-    pinned = pins_by_op(graph, planned.options)
-    made = graph.maker(v)
-    return Why(
-        name=array_name(graph, v),
-        array=format_array(graph.values[v]),
-        layout=before,
-        maker=_use(planned, made, before),
-        readers=(_use(planned, i, after, uses), *(u for u in _readers(planned, v) if u.stack != _stack(graph.ops[i].source))),
-        chosen=chosen,
-        choices=choices,
-        unpriced=unpriced,
-        impossible=impossible,
-        constraints=tuple(_constraints(plan, planned, [made, j], pinned, chosen, choices)),
-    )
-
-
-def array_name(graph: Graph, v: int) -> str:
-    """What a value is to the user: the path of an input, the gradient of a parameter, or the result of an op."""
+    `kinds` are the graph's `categories`, for who asks for many names.
+    """
     op = graph.ops[graph.maker(v)]
     if op.label:
         return op.label
@@ -287,7 +224,10 @@ def array_name(graph: Graph, v: int) -> str:
         reader = graph.ops[at]
         return reader.phase != "forward" and any(prod(x.shape) == size for x in reader.outs if hasattr(x, "shape"))
 
-    kinds = categories(graph) if op.phase == "backward" else {}
+    if op.phase != "backward":
+        kinds = {}
+    elif kinds is None:
+        kinds = categories(graph)
     for _, at in zip(range(GRADIENT_OPS), graph.reached(v, passes) if kinds and size > 1 else (), strict=False):
         if at in state and kinds[state[at]] == "parameters":
             return f"gradient of {graph.ops[state[at]].label}"
@@ -297,9 +237,7 @@ def array_name(graph: Graph, v: int) -> str:
 # ---- prices and constraints
 
 
-def _priced(
-    what_if: WhatIf, wanted: Mapping[str, tuple[Layout, Mapping[int, np.ndarray]]]
-) -> tuple[tuple[LayoutChoice, ...], int, tuple[str, ...]]:
+def _priced(what_if: WhatIf, wanted: Mapping[str, tuple[Layout, Masks]]) -> tuple[tuple[LayoutChoice, ...], int, tuple[str, ...]]:
     """(choices that are judged, how many are not, those that cannot be)."""
     found, impossible = [], []
     for text, (layout, masks) in wanted.items():

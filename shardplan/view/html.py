@@ -1,17 +1,18 @@
-"""A plan as HTML: the mesh, the inputs as pictures of their shards, cost and memory over the step, collectives, annotated source.
+"""A plan as HTML: the instrument as a page, and for a notebook without widgets a report that needs no script.
 
-One piece of text with its style inside, for a notebook or as a page; nothing is loaded from elsewhere. `templates/` has the markup
+One piece of text with its style and script inside; nothing is loaded from elsewhere. `templates/` has the markup
 and escapes every value; this file computes the values, and the geometry of what is drawn.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -22,6 +23,8 @@ from shardplan.plan import Plan
 from shardplan.plan.data import Leaf, MemoryReport
 from shardplan.units import clean, fit, format_bytes, format_count, format_memory, format_percent, format_seconds
 from shardplan.view import rows
+from shardplan.view.instrument import Instrument, module, style
+from shardplan.view.session import Entry
 from shardplan.view.text import quality, time_parts
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -37,14 +40,59 @@ BUDGET_DRAWN = 1.6  # a budget is a line in the chart up to so many times the pe
 
 def to_html(plan: Plan, page: bool) -> str:
     """The plan as a page of its own, or as one element for a notebook."""
+    if page and plan.context is not None and plan.context.planned is not None:
+        return _page(plan)
     axes = axis_colours(plan.mesh)
     drawn = {"picture_of": partial(picture, mesh=plan.mesh, axes=axes), "coloured": partial(_coloured, axes=axes)}
+    title, parts = f"Plan for mesh {plan.mesh}", {**drawn, **_summary(plan), **_memory(plan), **_lines(plan)}
     template = environment().get_template("page.jinja" if page else "plan.jinja")
-    title = f"Plan for mesh {plan.mesh}"
-    asked = _questions(plan) if page and plan.answers_quickly else {"why": [], "baselines": None}
-    return template.render(
-        page=page, plan=plan, axes=axes, title=title, **drawn, **_summary(plan), **_memory(plan), **_lines(plan), **asked
+    return template.render(page=page, plan=plan, axes=axes, title=title, state=None, baselines=None, **parts)
+
+
+def _page(plan: Plan) -> str:
+    """The instrument with its data, and below it what is only read: baselines, warnings, the annotated source."""
+    entry = Entry(plan, "as planned")
+    data = entry.instrument.data()
+    for id_ in _asked_at_once(entry.instrument) if plan.answers_quickly else ():
+        entry.answer(id_)
+    copies = {"pins": entry.pins_code, "code": entry.code, "json": _short_json(plan)}
+    state = {"data": data, "answers": entry.answers, "copies": copies}
+    found = plan.baselines() if plan.answers_quickly else None
+    axes = axis_colours(plan.mesh)
+    return (
+        environment()
+        .get_template("page.jinja")
+        .render(
+            page=True,
+            plan=plan,
+            title=f"Plan for mesh {plan.mesh}",
+            state=Markup(json.dumps(state, separators=(",", ":")).translate(NOT_IN_SCRIPTS)),
+            module=Markup(module()),
+            style=Markup(style()),
+            coloured=partial(_coloured, axes=axes),
+            baselines=found if found and found.rows else None,
+            step_s=plan.seconds["total"] or 1.0,
+            memory=plan.memory_report,
+            **_lines(plan),
+        )
     )
+
+
+NOT_IN_SCRIPTS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+MAX_JSON = 200_000
+"""Characters of a plan's file that is on its page."""
+
+
+def _short_json(plan: Plan) -> str:
+    text = plan.dumps()
+    return text if len(text) <= MAX_JSON else f"{len(text)} characters: plan.save(path) writes them"
+
+
+def _asked_at_once(instrument: Instrument) -> list[str]:
+    """The largest inputs and the most expensive reshards."""
+    inputs = sorted((x for x in instrument.arrays if x["id"][0] == "i"), key=lambda x: -x["bytes"])
+    asked = [*inputs[:MAX_INPUTS_ASKED], *instrument.collectives[:MAX_RESHARDS_ASKED]]
+    return [x["id"] for x in asked if x["id"] in instrument.targets]
 
 
 @cache
@@ -145,18 +193,6 @@ def _lines(plan: Plan) -> dict[str, Any]:
         "places": {(line.file, line.number): line.place for line in lines},
         "files": rows.annotated(plan, lines),
     }
-
-
-def _questions(plan: Plan) -> dict[str, Any]:
-    """(what, the answer of `Plan.why`) of the largest inputs and the most expensive reshards; and the plan's baselines."""
-    rows_ = sorted(rows.leaf_rows(plan.inputs, plan.mesh), key=lambda row: -row.device_bytes)[:MAX_INPUTS_ASKED]
-    sent = sorted(((d.runs * r.seconds, d.op, d, r) for d in plan.decisions for r in d.reshards), key=lambda x: (-x[0], x[1]))
-    answers = [(row.path, str(plan.why(row.leaves[0].path))) for row in rows_]
-    for _, _, d, r in sent[:MAX_RESHARDS_ASKED]:
-        kinds = ", ".join(f"{c.kind} over {', '.join(c.axes)}" for c in r.collectives)
-        answers.append((f"{kinds} of {r.array} at {PurePath(d.file).name}:{d.line}", str(plan.why(r))))
-    found = plan.baselines()
-    return {"why": answers, "baselines": found if found.rows else None}
 
 
 def _bars(lines: Sequence[rows.LineRow]) -> list[tuple[str, str, float, float]]:

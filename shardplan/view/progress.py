@@ -12,7 +12,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,23 @@ class State:
         return f"{self.answers} answer{'s' * (self.answers != 1)}" if self.answers else "no answer"
 
 
+class Cancelled(Exception):  # noqa: N818  # no error: who watches wants no more
+    """Raised in the planning that is watched, to end it."""
+
+
+_watcher: ContextVar[Callable[[State], None] | None] = ContextVar("watcher", default=None)
+
+
+@contextlib.contextmanager
+def watched(watcher: Callable[[State], None]) -> Iterator[None]:
+    """Planning of this thread tells `watcher` of each answer, and shows nothing; the watcher may raise `Cancelled`."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
 class Progress:
     """Called by the solver whenever its states, bound or gap improve. Shows a `State` only inside `with`.
 
@@ -49,6 +67,7 @@ class Progress:
 
     def __init__(self, after_s: float = AFTER_S, show: Callable[[State | None], None] | None = None):
         self._after_s, self._show = after_s, show
+        self._watcher, self._since = _watcher.get(), time.monotonic()
         self._states: Sequence[int] = ()
         self._state = State()
 
@@ -56,9 +75,13 @@ class Progress:
         """Takes the states of one of the solver's problems; its bound and gap say nothing of the plan."""
         new = states is not self._states and tuple(states) != tuple(self._states)
         self._states, self._state = states, State(0.0, self._state.answers + new)
+        if self._watcher:
+            self._watcher(replace(self._state, seconds=time.monotonic() - self._since))
 
     def __enter__(self) -> Progress:
         self._states, self._state, self._stop = (), State(), threading.Event()
+        if self._watcher:
+            return self
         arguments = time.monotonic(), self._stop
         self._thread = threading.Thread(target=self._run, args=arguments, name="shardplan-progress", daemon=True)
         self._thread.start()
@@ -66,6 +89,8 @@ class Progress:
 
     def __exit__(self, *_) -> None:
         self._stop.set()
+        if self._watcher:
+            return
         self._thread.join(timeout=2)
 
     def _run(self, start: float, stop: threading.Event) -> None:

@@ -26,16 +26,17 @@ DIGITS = 6
 
 def to_json(value: Any) -> str:
     """JSON text, indented."""
-    return json.dumps(_rounded(value), indent=2)
+    return json.dumps(rounded(value), indent=2)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Floats of a JSON value with `DIGITS` significant digits; tuples as lists."""
     if isinstance(value, float):
         short = float(f"{value:.{DIGITS}g}")
         return int(short) if short == int(short) and abs(short) < 2**53 else short
     if isinstance(value, dict):
-        return {str(name): _rounded(x) for name, x in value.items()}
-    return [_rounded(x) for x in value] if isinstance(value, (list, tuple)) else value
+        return {str(name): rounded(x) for name, x in value.items()}
+    return [rounded(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
 def plan_values(plan: Plan, brief: bool = False) -> dict[str, Any]:

@@ -1,0 +1,188 @@
+"""What a question to a plan is about: the arrays that are meant, and the strategies that each other layout of them asks for.
+
+"params/blocks/*/up"                              inputs, by a path or pattern as in pins; or a sequence of paths
+"train.py:41"                                     the most expensive reshard on a line
+"train.py:41 dot_general forward f32[8,4]"        results of a line's ops, in all repeated layers (`address`)
+"train.py:41 dot_general forward f32[8,4] operand 1"   reshards at that operand of these ops
+plan.decisions[7].reshards[0]                     a reshard of the plan
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.costs.pins import matches, nearest_paths
+from shardplan.errors import ShardingError
+from shardplan.files import portable
+from shardplan.ir.graph import Op
+from shardplan.mesh.layout import Layout
+from shardplan.mesh.reshard import ReshardStep
+from shardplan.plan.data import PlannedReshard
+from shardplan.plan.plan import Plan
+from shardplan.plan.planned import Planned
+from shardplan.units import format_array
+
+Masks = Mapping[int, np.ndarray]
+"""Op -> bool [strategy]: those that are asked for."""
+
+ADDRESS = re.compile(r"(?P<ops>.*:\d+ \S+ (?:forward|backward|update) \S+)(?: operand (?P<operand>\d+))?")
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Arrays of one type, and what they could be instead.
+
+    Attributes:
+        kind: "inputs", "results" or "reshards".
+        ops: numbers in the graph: of what makes them, or of what reads them after a reshard; the first one stands for all.
+        value: the first array.
+        layout: of the plan: in which it is made.
+        wanted: choice in words -> (layout of the array, strategies that it asks for).
+        reader: of a reshard, (op, layout in which it reads, [(op that pays, step)]).
+    """
+
+    kind: str
+    ops: tuple[int, ...]
+    value: int
+    layout: Layout
+    wanted: Mapping[str, tuple[Layout, Masks]]
+    reader: tuple[int, Layout, list[tuple[int, ReshardStep]]] | None = None
+
+
+def asked(plan: Plan, what: str | Sequence[str] | PlannedReshard) -> Asked:
+    """The arrays that `what` names.
+
+    Raises:
+        ShardingError: nothing in the plan is so called, or inputs of several shapes are.
+    """
+    planned = plan.context.planned
+    if isinstance(what, PlannedReshard):
+        return _reshards(plan, planned, [place_of(plan, what)])
+    paths = [what] if isinstance(what, str) else list(what)
+    inputs = [i for i in planned.graph.args if any(matches(planned.graph.ops[i].label, path) for path in paths)]
+    if inputs:
+        return _inputs(planned, what, inputs)
+    if isinstance(what, str):
+        if (found := ADDRESS.fullmatch(what)) and (ops := _addressed(planned, found["ops"])):
+            if found["operand"] is None:
+                return _results(planned, ops)
+            if places := list(_operand_reshards(plan, planned, ops, int(found["operand"]))):
+                return _reshards(plan, planned, places)
+        here = [(d, r) for d in plan.decisions for r in d.reshards if what in (_short(d.file, d.line), f"{d.file}:{d.line}")]
+        if here:
+            return _reshards(plan, planned, [place_of(plan, max(here, key=lambda x: x[1].seconds * x[0].runs)[1])])
+    some = nearest_paths((x.path for x in plan.inputs), paths[0] if paths else "")
+    raise ShardingError(
+        f"why({what!r}): no input of the step has this path, and no collective is on such a line.\n  inputs: {some}\n"
+        '  ways out: a path or pattern as in pins, a line with collectives such as "train.py:41", or a reshard of plan.decisions'
+    )
+
+
+def address(op: Op) -> str:
+    """What names an op and its like in repeated layers: line, primitive, pass, and type of the first result."""
+    return f"{_short(portable(op.source.file), op.source.line)} {op.primitive} {op.phase} {format_array(op.outs[0])}"
+
+
+def _short(file: str, line: int) -> str:
+    return f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}"
+
+
+# ---- inputs and results
+
+
+def _inputs(planned: Planned, what: str | Sequence[str], inputs: Sequence[int]) -> Asked:
+    graph = planned.graph
+    if len({graph.ops[i].outs[0].shape for i in inputs}) > 1:
+        shapes = {graph.ops[i].outs[0].shape for i in inputs}
+        some = ", ".join(f"{graph.ops[i].label} {format_array(graph.ops[i].outs[0])}" for i in inputs[:4])
+        raise ShardingError(f"why({what!r}) matches inputs of {len(shapes)} shapes: {some}, ...\n  way out: name those of one shape")
+    return Asked("inputs", tuple(inputs), graph.ops[inputs[0]].outputs[0], planned.result_layout(inputs[0]), _made(planned, inputs))
+
+
+def _results(planned: Planned, ops: Sequence[int]) -> Asked:
+    at = ops[0]
+    return Asked("results", tuple(ops), planned.graph.ops[at].outputs[0], planned.result_layout(at), _made(planned, ops))
+
+
+def _made(planned: Planned, ops: Sequence[int]) -> dict[str, tuple[Layout, Masks]]:
+    """Other layouts in which these ops can make their first result, complete."""
+    space, present = planned.space, planned.result_layout(ops[0])
+    layouts = dict.fromkeys(x for x in space.strategies[ops[0]].results[0] if x != present and not x.partial)
+    return {str(x): (x, {i: np.array([y == x for y in space.strategies[i].results[0]]) for i in ops}) for x in layouts}
+
+
+def _addressed(planned: Planned, name: str) -> list[int]:
+    """Ops of an address whose first result lies as that of the first one."""
+    found = [i for i, op in enumerate(planned.graph.ops) if op.outs and not op.traits.copy and address(op) == name]
+    return [i for i in found if planned.result_layout(i) == planned.result_layout(found[0])]
+
+
+# ---- reshards
+
+
+def place_of(plan: Plan, reshard: PlannedReshard) -> tuple[int, int]:
+    """(op of the graph, number of the reshard at it) of a reshard of the plan: of equal ones the first, or the very object.
+
+    Raises:
+        ShardingError: it is none of this plan's.
+    """
+    ops = plan.context.planned.user_ops
+    every = [(ops[d.op], n, r) for d in plan.decisions for n, r in enumerate(d.reshards)]
+    found = [(i, n) for i, n, r in every if r is reshard] or [(i, n) for i, n, r in every if r == reshard]
+    if not found:
+        raise ShardingError("why() takes a reshard of this very plan.\n  way out: one of plan.decisions[...].reshards")
+    return found[0]
+
+
+def _operand_reshards(plan: Plan, planned: Planned, ops: Iterable[int], operand: int) -> Iterator[tuple[int, int]]:
+    by_op = {planned.user_ops[d.op]: d for d in plan.decisions}
+    for i in ops:
+        numbers = [n for n, r in enumerate(by_op[i].reshards) if r.operand == operand] if i in by_op else []
+        if numbers:
+            yield i, numbers[-1]
+
+
+def _reshards(plan: Plan, planned: Planned, places: Sequence[tuple[int, int]]) -> Asked:
+    found = [_move(plan, planned, i, n) for i, n in places]
+    v, reader, _, before, after, uses = found[0]
+    same = [x for x in found if x[3:5] == (before, after)]
+    if before == after:  # a halo exchange of the op itself
+        own = planned.space.strategies[reader].factors[planned.strategies[reader]]
+        masks = {j: np.array([f != own for f in planned.space.strategies[j].factors]) for _, j, *_ in same}
+        wanted: dict[str, tuple[Layout, Masks]] = {"sharded otherwise": (after, masks)}
+    else:
+        wanted = _read_or_made_otherwise(planned, same)
+    return Asked("reshards", tuple(i for i, _ in places), v, before, wanted, (reader, after, uses))
+
+
+def _read_or_made_otherwise(planned: Planned, moves: Sequence[tuple]) -> dict[str, tuple[Layout, Masks]]:
+    graph, strategies = planned.graph, planned.space.strategies
+    v, reader, k, before, after, _ = moves[0]
+    maker, r = graph.values[v].producer
+    wanted: dict[str, tuple[Layout, Masks]] = {}
+    for x in dict.fromkeys(strategies[reader].operands[k]):
+        if x != after:
+            masks = {j: np.array([y == x for y in strategies[j].operands[at]]) for _, j, at, *_ in moves}
+            wanted[f"read as {x}"] = x, masks
+    for x in dict.fromkeys(strategies[maker].results[r]):
+        if x != before:
+            makers = (graph.values[value].producer for value, *_ in moves)
+            wanted[f"made as {x}"] = x, {i: np.array([y == x for y in strategies[i].results[n]]) for i, n in makers}
+    return wanted
+
+
+def _move(plan: Plan, planned: Planned, i: int, n: int) -> tuple:
+    """(value, op that reads it, operand, layout before, layout after, [(op, step)]) of the n-th reshard at op i."""
+    moves = list(planned.operand_reshards(i))
+    if n < len(moves):
+        _, v, (j, k, before, after), steps = moves[n]
+        return v, j, k, before, after, [(j, s) for s in steps]
+    decision = next(d for d in plan.decisions if planned.user_ops[d.op] == i)
+    operand = decision.reshards[n].operand
+    v, layout = planned.graph.ops[i].inputs[operand], planned.operand_layout(i, operand)
+    assert v is not None
+    return v, i, operand, layout, layout, []

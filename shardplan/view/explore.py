@@ -1,0 +1,215 @@
+"""`Plan.explore`: the instrument as an anywidget; prices on request and plans in a thread of its own, so that the kernel stays free.
+
+The state is in traits: a saved notebook shows it without a kernel. Messages from the page are those of `_DO`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from shardplan.errors import ShardingError
+from shardplan.plan import Plan
+from shardplan.view.html import to_html
+from shardplan.view.instrument import module, style
+from shardplan.view.progress import Cancelled, State, watched
+from shardplan.view.session import SHARES, Entry, pickers
+from shardplan.view.values import rounded
+
+if TYPE_CHECKING or importlib.util.find_spec("anywidget"):
+    from anywidget import AnyWidget
+    from traitlets import Dict, Int, List, Unicode
+else:
+    AnyWidget = None
+
+
+def explore(plan: Plan) -> Any:
+    """The widget of a plan."""
+    if AnyWidget is None:
+        raise ShardingError('explore() needs anywidget.\n  ways out: pip install "shardplan[view]", or plan.html() for a page')
+    return Explorer(plan)
+
+
+def mimebundle(plan: Plan) -> dict[str, Any]:
+    """What a notebook shows of a plan: the widget where there is a kernel for it, and HTML where no widget can be shown."""
+    found = {"text/plain": repr(plan), "text/html": to_html(plan, page=False)}
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    if AnyWidget is None or not hasattr(shell, "kernel"):
+        return found
+    shown = Explorer(plan)._repr_mimebundle_()
+    return {**(shown[0] if isinstance(shown, tuple) else shown or {}), **found}
+
+
+if AnyWidget is not None:
+
+    class Explorer(AnyWidget):
+        """A plan, and what-ifs about it; `plan` is the one that is shown."""
+
+        _esm = module()
+        css = Unicode(style()).tag(sync=True)
+        data = Dict().tag(sync=True)
+        answers = Dict().tag(sync=True)
+        history = List().tag(sync=True)
+        current = Int(0).tag(sync=True)
+        work = Dict(allow_none=True, default_value=None).tag(sync=True)
+        pareto = List().tag(sync=True)
+        pickers = Dict().tag(sync=True)
+        message = Unicode("").tag(sync=True)
+
+        def __init__(self, plan: Plan):
+            self._entries = [Entry(plan, "as planned")]
+            self._lock, self._cancelled = threading.Lock(), threading.Event()
+            self._pricing, self._planning = (ThreadPoolExecutor(1, thread_name_prefix=f"shardplan-{x}") for x in ("price", "plan"))
+            first = self._entries[0]
+            super().__init__(data=first.instrument.data(), history=[rounded(first.row())])
+            self._planned = plan.context is not None and plan.context.planned is not None
+            if self._planned:
+                self.pickers = rounded(pickers(plan))
+            self.on_msg(self._on_message)
+
+        @property
+        def plan(self) -> Plan:
+            """The plan that is shown."""
+            return self._entries[self.current].plan
+
+        # ---- messages
+
+        def _on_message(self, _, message: Any, __) -> None:
+            act = _DO.get(str(message.get("do"))) if isinstance(message, dict) else None
+            if act is not None:
+                try:
+                    act(self, message)
+                except (KeyError, IndexError, TypeError, ValueError) as error:
+                    self.message = f"{type(error).__name__}: {error}"
+
+        def _hello(self, _) -> None:
+            self.send({"hello": self._planned})
+
+        def _ask(self, message) -> None:
+            id_ = str(message["id"])
+            entry = self._entries[self.current]
+            if id_ in entry.instrument.targets:
+                self._pricing.submit(self._answer, entry, id_)
+
+        def _answer(self, entry: Entry, id_: str) -> None:
+            entry.answer(id_)
+            with self._lock:
+                if entry is self._entries[self.current]:
+                    self.answers = dict(entry.answers)
+
+        def _take(self, message) -> None:
+            n, id_, choice = self.current, str(message["id"]), str(message["choice"])
+            entry = self._entries[n]
+            self._start(f"taking {choice}", lambda: self._add(entry.taken(n, id_, choice)))
+
+        def _anew(self, _) -> None:
+            n = self.current
+            self._start("planning the step anew", lambda: self._add(self._entries[n].anew(n)))
+
+        def _memory(self, message) -> None:
+            limit = float(f"{float(message['bytes']):.4g}")
+            n = self.current
+            self._start("planning for this memory", lambda: self._add(self._entries[n].retargeted(n, memory=limit)))
+
+        def _target(self, message) -> None:
+            mesh = {name.strip(): int(size) for name, _, size in (x.partition("=") for x in str(message["mesh"]).split(","))}
+            n, cluster = self.current, str(message["cluster"])
+            target: dict[str, Any] = {} if dict(self.plan.mesh) == mesh else {"mesh": mesh}
+            if cluster != self.plan.cluster:
+                target["cluster"] = cluster
+            if target:
+                self._start("planning for this mesh", lambda: self._add(self._entries[n].retargeted(n, **target)))
+
+        def _curve(self, _) -> None:
+            n = self.current
+            self._start("seconds against memory", lambda: self._find_curve(n))
+
+        def _find_curve(self, n: int) -> None:
+            entry = self._entries[n]
+            peak = entry.plan.memory_report.peak
+            self.pareto = [rounded(entry.point())]
+            for share in SHARES:
+                try:
+                    found = entry.retargeted(n, memory=share * peak)
+                except ShardingError:
+                    return  # less does not fit either
+                self.pareto = [*self.pareto, rounded(found.point())]
+
+        def _undo(self, _) -> None:
+            parent = self._entries[self.current].parent
+            if parent is not None:
+                self._show(parent)
+
+        def _show_entry(self, message) -> None:
+            self._show(int(message["n"]))
+
+        def _name(self, message) -> None:
+            n = int(message["n"])
+            self._entries[n] = self._entries[n].renamed(str(message["name"])[:80])
+            self.history = [rounded(x.row()) for x in self._entries]
+
+        def _compare(self, message) -> None:
+            a, b = (self._entries[int(message[name])] for name in ("a", "b"))
+            self.send({"title": f"{a.name} → {b.name}", "text": str(a.plan.diff(b.plan))})
+
+        def _copy(self, message) -> None:
+            entry, what = self._entries[self.current], message["what"]
+            text = {"pins": lambda: entry.pins_code, "code": lambda: entry.code, "json": lambda: entry.plan.dumps()}[what]()
+            self.send({"copied": what, "text": text})
+
+        def _cancel(self, _) -> None:
+            self._cancelled.set()
+            self.work = {**(self.work or {}), "state": "cancelling …"}
+
+        # ---- planning in the background
+
+        def _start(self, what: str, act: Callable[[], None]) -> None:
+            if self.work:
+                return
+            self._cancelled.clear()
+            self.message, self.work = "", {"what": what, "state": ""}
+            self._planning.submit(self._work, what, act)
+
+        def _work(self, what: str, act: Callable[[], None]) -> None:
+            try:
+                with watched(lambda state: self._watch(what, state)):
+                    act()
+            except Cancelled:
+                self.message = "cancelled"
+            except Exception as error:
+                self.message = str(error)
+            finally:
+                self.work = None
+
+        def _watch(self, what: str, state: State) -> None:
+            if self._cancelled.is_set():
+                raise Cancelled
+            text = f"{state.seconds:.0f} s, {state.found} so far"
+            if self.work and self.work.get("state") != text:
+                self.work = {"what": what, "state": text}
+
+        def _add(self, entry: Entry) -> None:
+            if self._cancelled.is_set():
+                raise Cancelled
+            entry.instrument.data()  # is made here, not under the lock
+            self._entries.append(entry)
+            with self.hold_sync():
+                self._show(len(self._entries) - 1)
+                self.history = [rounded(x.row()) for x in self._entries]
+
+        def _show(self, n: int) -> None:
+            entry = self._entries[n]
+            with self._lock, self.hold_sync():
+                self.current = n
+                self.answers = dict(entry.answers)
+                self.data = entry.instrument.data()
+
+    _DO: dict[str, Callable[[Any, Any], None]] = {
+        "hello": Explorer._hello, "ask": Explorer._ask, "take": Explorer._take, "anew": Explorer._anew, "undo": Explorer._undo,
+        "show": Explorer._show_entry, "name": Explorer._name, "compare": Explorer._compare, "copy": Explorer._copy,
+        "memory": Explorer._memory, "target": Explorer._target, "pareto": Explorer._curve, "cancel": Explorer._cancel,
+    }  # fmt: skip

@@ -1,0 +1,181 @@
+"""A history of what-ifs, each a plan with a name and the code that gives it: what the widget does when it is asked, without a widget.
+
+0 as planned
+1 up by rows        0.what_if("params/blocks/*/up", P("model", None))
+2 anew              0.fix("params/blocks/*/up", P("model", None))
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.layout import Layout
+from shardplan.plan import Plan
+from shardplan.plan.asked import asked
+from shardplan.units import format_memory
+from shardplan.view import rows
+from shardplan.view.instrument import Instrument, What, answer_values
+
+SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+"""Limits of the curve, of the peak of the first plan."""
+MAX_MESHES = 60
+SLIDER = 0.4, 1.3
+"""Ends of the memory slider, of the peak of the first plan."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One plan of the history.
+
+    Attributes:
+        parent: the entry that it was made from; None for the first.
+        calls: methods that give it from the first plan, as code.
+        pins: input pins chosen so far, of `calls`: path or pattern -> layout.
+    """
+
+    plan: Plan
+    name: str
+    parent: int | None = None
+    calls: tuple[str, ...] = ()
+    pins: Mapping[str, Layout] = field(default_factory=dict)
+    instrument: Instrument = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "instrument", Instrument(self.plan))
+
+    @property
+    def answers(self) -> dict[str, dict[str, Any]]:
+        """Answers of `Plan.why`, by id of the instrument's rows."""
+        return self.plan.known_answers
+
+    @property
+    def code(self) -> str:
+        """Python that gives this plan, from the first plan `plan`."""
+        lines = [f"changed = {'changed' if n else 'plan'}.{call}" for n, call in enumerate(self.calls)]
+        return "\n".join(["from jax.sharding import PartitionSpec as P", "", *(lines or ["changed = plan"])]) + "\n"
+
+    @property
+    def _specs(self) -> dict[str, PartitionSpec]:
+        return {path: PartitionSpec(*layout.spec()) for path, layout in self.pins.items()}
+
+    @property
+    def pins_code(self) -> str:
+        """The pins chosen so far as `auto(pins=...)` takes them; of a plan without any, the layouts of all its inputs."""
+        pins = self.pins or {row.path: row.leaves[0].layout for row in rows.leaf_rows(self.plan.inputs, self.plan.mesh)}
+        return "pins = {\n" + "".join(f"    {path!r}: {layout},\n" for path, layout in pins.items()) + "}\n"
+
+    def answer(self, id_: str) -> dict[str, Any]:
+        """What the row's other layouts would cost, and why it lies so."""
+        if id_ not in self.answers:
+            try:
+                self.answers[id_] = answer_values(self.plan.why(_argument(self.instrument.targets[id_])))
+            except Exception as error:
+                self.answers[id_] = {"error": str(error)}
+        return self.answers[id_]
+
+    def taken(self, number: int, id_: str, choice: str) -> Entry:
+        """The plan with a choice of a row."""
+        what = self.instrument.targets[id_]
+        found = asked(self.plan, _argument(what))
+        layout = found.wanted[choice][0] if choice in found.wanted else None
+        is_input = found.kind == "inputs" and layout is not None
+        given = str(layout) if is_input else repr(choice)
+        plan = self.plan.what_if(_argument(what), layout.spec() if is_input and layout else choice)
+        pins = {**self.pins, **({path: layout for path in _patterns(what)} if is_input and layout else {})}
+        row = next(x for x in (*self.instrument.arrays, *self.instrument.collectives) if x["id"] == id_)
+        call = f"what_if({_code(what)}, {given})"
+        return Entry(plan, f"{row['name'].removeprefix('state/')}: {choice}", number, (*self.calls, call), pins)
+
+    def anew(self, number: int) -> Entry:
+        """The whole step planned again with the pins of this entry."""
+        plan = self.plan.replan(self._specs)
+        kept = tuple(call for call in self.calls if call.startswith("replan("))
+        fixed = tuple(f"fix({path!r}, {layout})" for path, layout in self.pins.items())
+        return Entry(plan, f"anew: {', '.join(self.pins)}", number, (*kept, *fixed), self.pins)
+
+    def retargeted(self, number: int, **target: Any) -> Entry:
+        """The step planned again for other memory, mesh or cluster, with the pins of this entry."""
+        plan = self.plan.replan(self._specs, **target)
+        name = ", ".join(
+            format_memory(x) if k == "memory" else _mesh_text(x) if k == "mesh" else str(x) for k, x in target.items() if x is not None
+        )
+        given = ", ".join(
+            [*([f"{{{', '.join(f'{p!r}: {x}' for p, x in self.pins.items())}}}"] if self.pins else []), *_arguments(target)]
+        )
+        kept = tuple(call for call in self.calls if call.startswith("replan("))
+        return Entry(plan, name, number, (*kept, f"replan({given})"), self.pins)
+
+    def row(self) -> dict[str, Any]:
+        """What the history shows of it."""
+        plan = self.plan
+        return {
+            "name": self.name,
+            "parent": self.parent,
+            "seconds": plan.seconds["total"],
+            "peak": plan.memory_report.peak,
+            "sent": plan.comm_bytes,
+            "mesh": f"{plan.mesh} · {plan.cluster}",
+            "pins": len(self.pins),
+        }
+
+    def point(self) -> dict[str, float]:
+        """Its point of the curve."""
+        return {"seconds": self.plan.seconds["total"], "peak": self.plan.memory_report.peak}
+
+    def renamed(self, name: str) -> Entry:
+        """The same under another name."""
+        return replace(self, name=name)
+
+
+def _arguments(target: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in target.items():
+        if value is not None:
+            yield f"{name}={value!r}"
+
+
+def _mesh_text(axes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={n}" for name, n in axes.items())
+
+
+def _argument(what: What) -> str | Sequence[str]:
+    return what if isinstance(what, str) else list(what)
+
+
+def _patterns(what: What) -> tuple[str, ...]:
+    return (what,) if isinstance(what, str) else what
+
+
+def _code(what: What) -> str:
+    return repr(what if isinstance(what, str) else list(what))
+
+
+def pickers(plan: Plan) -> dict[str, Any]:
+    """What can be chosen: meshes of as many devices, clusters, and the ends of the memory slider."""
+    peak = plan.memory_report.peak
+    return {
+        "meshes": [_mesh_text(dict(x)) for x in meshes(plan.mesh.n_devices, plan.mesh.axes)],
+        "clusters": [*dict.fromkeys((plan.cluster, *Cluster.presets()))],
+        "least": SLIDER[0] * peak,
+        "most": SLIDER[1] * peak,
+    }
+
+
+def meshes(devices: int, axes: Sequence[str]) -> list[tuple[tuple[str, int], ...]]:
+    """All meshes of a number of devices on some of these axes, in their order; no axis has size one unless it is the only one."""
+    found = []
+    for k in range(1, len(axes) + 1):
+        for names in itertools.combinations(axes, k):
+            found += [tuple(zip(names, sizes, strict=True)) for sizes in _factorizations(devices, k)]
+    return found[:MAX_MESHES]
+
+
+def _factorizations(n: int, k: int) -> Iterator[tuple[int, ...]]:
+    divisors = [d for d in range(2, n + 1) if n % d == 0] or [1]
+    yield from (sizes for sizes in itertools.product(divisors, repeat=k) if prod(sizes) == n)

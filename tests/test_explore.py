@@ -1,0 +1,286 @@
+"""What-ifs without planning anew, the schedule that is shown, the instrument's data and the exports."""
+
+import itertools
+import json
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan.cli import main
+from shardplan.plan.schedule import StepSchedule
+from shardplan.view.exports import model_explorer, perfetto
+from shardplan.view.instrument import Instrument
+from shardplan.view.session import Entry, meshes
+
+EVIL = "</script><script>alert(1)</script>"
+WIDTH, ROWS = 2048, 4096
+
+
+def loss_fn(params, x):
+    for w in params["layers"]:
+        x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+    return jnp.mean(x**2)
+
+
+def train_step(params, x):
+    loss, grads = jax.value_and_grad(loss_fn)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def scanned_step(params, x):
+    def loss(params):
+        body = lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def arguments(width=WIDTH, rows=ROWS, name="down"):
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layer = {"up": array(width, 4 * width), name: array(4 * width, width)}
+    return {"layers": [layer, layer]}, array(rows, width)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    return shardplan.auto(mesh, cluster="h100", donate_argnums=0)(train_step).plan(*arguments())
+
+
+@pytest.fixture(scope="module")
+def looped():
+    stack = {"up": jax.ShapeDtypeStruct((6, 1024, 4096), jnp.float32), "down": jax.ShapeDtypeStruct((6, 4096, 1024), jnp.float32)}
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    return shardplan.auto(mesh, cluster="h100", donate_argnums=0)(scanned_step).plan(
+        stack, jax.ShapeDtypeStruct((8192, 1024), jnp.float32)
+    )
+
+
+# ---- what if
+
+
+def test_a_choice_is_taken_at_the_price_that_was_said(plan):
+    for what in ("params/layers/*/up", asked_result(plan), asked_reshard(plan)):
+        answer = plan.why(what)
+        choice = next(c for c in answer.choices if c.fits)
+        found = plan.what_if(what, choice.text)
+        figures = found.seconds["total"], found.memory().peak
+        assert figures == (choice.seconds, choice.peak_bytes)
+        assert found.comm_bytes == pytest.approx(choice.sent_bytes, rel=1e-12)
+        assert found.why(what).layout == choice.layout or choice.text.startswith("read as")
+
+
+def asked_result(plan):
+    rows = Instrument(plan)
+    return next(rows.targets[row["id"]] for row in rows.arrays if row["id"][0] == "r" and row["kind"] == "forward")
+
+
+def asked_reshard(plan):
+    rows = Instrument(plan)
+    return rows.targets[rows.collectives[0]["id"]]
+
+
+def test_what_was_chosen_stays_chosen(plan):
+    once = plan.what_if("params/layers/*/up", P("model"))
+    twice = once.what_if("params/layers/*/down", P(None, "data"))
+    layouts = {x.path: str(x.layout) for x in twice.inputs}
+    assert {layouts[f"params/layers/{n}/up"] for n in (0, 1)} == {"P('model', None)"}
+    assert {layouts[f"params/layers/{n}/down"] for n in (0, 1)} == {"P(None, 'data')"}
+
+
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(plan):
+    with pytest.raises(shardplan.ShardingError, match=r"is none of its layouts.\n  choices: .*P\('model'"):
+        plan.what_if("params/layers/0/up", P("data", "data"))
+    present = next(x.layout for x in plan.inputs if x.path == "params/layers/0/up")
+    with pytest.raises(shardplan.ShardingError, match="is how it lies already"):
+        plan.what_if("params/layers/0/up", present.spec())
+    with pytest.raises(shardplan.ShardingError, match=r"replan.. takes pins, memory, mesh, cluster; not serach"):
+        plan.replan(serach="ilp")
+
+
+def test_a_plan_with_a_choice_runs_with_the_same_numbers():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    step = shardplan.auto(mesh, cluster="h100")(train_step)
+    shapes = arguments(64, 32)
+    changed = step.plan(*shapes).what_if("params/layers/*/up", P("model", "data"))
+    values = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape) / 8, shapes)
+    jitted, _ = changed.context.program(changed)
+    got, expected = jitted(*values), jax.jit(train_step)(*values)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, expected)
+    assert got[0]["layers"][0]["up"].sharding.spec == P("model", "data")
+
+
+def test_the_history_states_code_that_gives_each_plan(plan):
+    first = Entry(plan, "as planned")
+    row = next(x["id"] for x in first.instrument.arrays if x["name"] == "params/layers/*/up")
+    choice = first.answer(row)["choices"][0]["text"]
+    taken = first.taken(0, row, choice)
+    moved = taken.instrument.collectives[0]["id"]
+    again = taken.taken(1, moved, next(c["text"] for c in taken.answer(moved)["choices"] if c["fits"]))
+    anew = taken.anew(1)
+    other = first.retargeted(0, mesh={"data": 8}, cluster="a100")
+    less = anew.retargeted(3, memory=1e9)
+    for entry in (first, taken, again, anew, other, less):
+        names = {"plan": plan}
+        exec(entry.code, names)
+        assert names["changed"].dumps() == entry.plan.dumps(), entry.code
+    assert (dict(other.plan.mesh), other.plan.cluster, less.plan.memory().limit) == ({"data": 8}, "a100", 1e9)
+    names = {"P": P}
+    exec(taken.pins_code, names)
+    assert names["pins"].keys() == {"params/layers/*/up"}
+    assert "params/layers/*/up" in first.pins_code
+
+
+def test_every_mesh_of_as_many_devices_can_be_picked():
+    found = meshes(8, ("data", "model"))
+    assert (("data", 8),) in found and (("model", 8),) in found and (("data", 4), ("model", 2)) in found
+    assert len(found) == 4 and all(np.prod([n for _, n in mesh]) == 8 for mesh in found)
+
+
+# ---- the schedule
+
+
+@pytest.mark.parametrize("which", ["plan", "looped"])
+def test_the_schedule_sums_to_the_seconds_of_the_plan(which, request):
+    plan = request.getfixturevalue(which)
+    schedule = StepSchedule(plan.context.planned)
+    sums = {lane: sum(x.seconds for x in schedule.spans if x.lane == lane) for lane in ("compute", "network")}
+    s = plan.seconds
+    assert sums["compute"] == pytest.approx(s["compute"], rel=1e-9) and sums["network"] == pytest.approx(s["communication"], rel=1e-9)
+    assert sum(x.exposed_s for x in schedule.spans) == pytest.approx(s["communication"] - s["hidden"], rel=1e-6, abs=1e-12)
+    assert schedule.end_s == pytest.approx(s["total"], rel=1e-9)
+    for lane in sums:  # a stream does one thing at a time
+        here = [x for x in schedule.spans if x.lane == lane]
+        assert all(a.end_s <= b.start_s + 1e-12 for a, b in itertools.pairwise(here))
+    assert [band[0] for band in schedule.bands] == ["forward", "backward", "update"]
+    assert sum(x.bytes for x in schedule.at_peak()) == plan.memory().peak
+
+
+def test_the_instrument_divides_all_exposed_seconds_among_its_collectives(plan):
+    data = Instrument(plan).data()
+    s = plan.seconds
+    assert sum(row["exposed"] for row in data["collectives"]) == pytest.approx(s["communication"] - s["hidden"], rel=1e-4)
+    assert sum(row["sent"] for row in data["collectives"]) == pytest.approx(plan.comm_bytes, rel=1e-4)
+    assert sum(row["bytes"] for row in data["memory"]["buffers"]) == pytest.approx(plan.memory().peak, rel=1e-4)
+    assert all(row["line"].startswith("test_explore.py:") for row in data["collectives"])
+    assert {row["n"] for row in data["roles"]} >= {2}  # repeated layers are one row
+
+
+# ---- exports
+
+
+def test_a_trace_has_both_streams_and_memory(plan, tmp_path):
+    plan.to_perfetto(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    busy = {name: sum(e["dur"] for e in events if e["ph"] == "X" and threads[e["tid"]] == name) for name in threads.values()}
+    assert busy["compute"] == pytest.approx(1e6 * plan.seconds["compute"], rel=1e-4)
+    assert busy["network"] == pytest.approx(1e6 * plan.seconds["communication"], rel=1e-4)
+    assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") <= plan.memory().peak + 8
+
+
+def test_the_graph_has_every_op_and_its_operands(plan):
+    nodes = json.loads(model_explorer(plan))["graphs"][0]["nodes"]
+    ids = {node["id"] for node in nodes}
+    assert len(ids) == len(plan.context.planned.user_ops)
+    assert all(edge["sourceNodeId"] in ids for node in nodes for edge in node["incomingEdges"])
+    products = [node for node in nodes if node["label"] == "dot_general"]
+    assert products and all(len(node["incomingEdges"]) == 2 and node["namespace"].count("/") == 2 for node in products)
+
+
+def test_the_command_line_writes_them(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tiny.py").write_text(
+        "import jax, jax.numpy as jnp\ndef step(w, x):\n    return w - jax.grad(lambda w: jnp.sum(x @ w))(w)\n"
+        "def example():\n    return step, (jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "plan",
+        "tiny.py:example",
+        "--mesh",
+        "data=2",
+        "--cluster",
+        "h100",
+        "-o",
+        "p.json",
+        "--perfetto",
+        "t.json",
+        "--model-explorer",
+        "g.json",
+    ]
+    assert main(words) == 0
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] and json.loads((tmp_path / "g.json").read_text())["graphs"]
+    with pytest.raises(shardplan.ShardingError, match="read from a file"):
+        shardplan.Plan.load(tmp_path / "p.json").to_perfetto(tmp_path / "no.json")
+    capsys.readouterr()
+
+
+# ---- the page
+
+
+def test_names_of_the_program_stay_text_on_the_page():
+    mesh = jax.sharding.AbstractMesh((2,), (EVIL,))
+    plan = shardplan.auto(mesh, cluster="h100")(train_step_named(EVIL)).plan(*arguments(64, 32, EVIL))
+    page = plan.html()
+    assert EVIL not in page and page.count("<script") == 3
+    state = json.loads(re.search(r'id="shardplan-data">(.*?)</script>', page, re.S)[1])
+    assert any(EVIL in row["name"] for row in state["data"]["arrays"]) and state["data"]["mesh"] == [[EVIL, 2]]
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(|\ssrc=|<link", page)
+    for text in (perfetto(plan), model_explorer(plan)):
+        json.loads(text)
+
+
+def train_step_named(name):
+    def step(params, x):
+        return jax.tree.map(
+            lambda p, g: p - 0.1 * g, params, jax.grad(lambda p: jnp.sum((x @ p["layers"][0]["up"]) @ p["layers"][0][name]))(params)
+        )
+
+    return step
+
+
+def test_the_widget_prices_replans_undoes_and_cancels(plan):
+    widget = plan.explore()
+    said = []
+    widget.send = said.append
+
+    def ask(**message):
+        widget._on_message(None, message, None)
+
+    def until(holds):
+        end = time.monotonic() + 60
+        while not holds() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert holds(), (widget.message, widget.work)
+
+    row = next(x["id"] for x in widget.data["arrays"] if x["name"] == "params/layers/*/up")
+    ask(do="ask", id=row)
+    until(lambda: row in widget.answers)
+    choice = widget.answers[row]["choices"][0]
+    ask(do="take", id=row, choice=choice["text"])
+    until(lambda: widget.current == 1 and not widget.work)
+    assert widget.history[1]["seconds"] == pytest.approx(choice["seconds"], rel=1e-5)
+    assert widget.data["figures"]["total"] == pytest.approx(widget.plan.seconds["total"], rel=1e-5)
+    ask(do="name", n=1, name="up otherwise")
+    assert widget.history[1]["name"] == "up otherwise"
+    ask(do="compare", a=0, b=1)
+    ask(do="copy", what="code")
+    assert "params/layers/*/up" in said[-2]["text"] and "what_if" in said[-1]["text"]
+    ask(do="anew")
+    ask(do="cancel")
+    until(lambda: not widget.work)
+    assert widget.message == "cancelled" and len(widget.history) == 2
+    ask(do="undo")
+    assert widget.current == 0 and widget.plan is plan
+    ask(do="nonsense")
+    ask(do="show", n=99)
+    assert "IndexError" in widget.message

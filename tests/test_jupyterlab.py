@@ -1,0 +1,195 @@
+"""The widget in a live JupyterLab: a parameter is opened, another layout priced, taken, undone; the copied code gives that plan."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from browser import assert_looks_as_stored, chromium, look
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "explore.ipynb"
+
+
+def a_free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """Address of a JupyterLab that has the notebook: its first cells, and one that names the widget for the test."""
+    folder, own = (tmp_path_factory.mktemp(name) for name in ("lab", "jupyter"))
+    quiet = own / "s" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+    quiet.parent.mkdir(parents=True)
+    quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    notebook = json.loads(NOTEBOOK.read_text("utf-8"))
+    last = next(n for n, cell in enumerate(notebook["cells"]) if "".join(cell["source"]).endswith("\nplan"))
+    notebook["cells"] = notebook["cells"][: last + 1]
+    source = "".join(notebook["cells"][last]["source"])
+    notebook["cells"][last]["source"] = source[: source.rindex("plan")] + "widget = plan.explore()\nwidget"
+    notebook["cells"].append({"cell_type": "code", "id": "empty", "metadata": {}, "source": []})
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+    notebook["metadata"].pop("widgets", None)
+    (folder / "explore.ipynb").write_text(json.dumps(notebook), "utf-8")
+    port = a_free_port()
+    settings = {
+        "--ServerApp.ip": "127.0.0.1", "--ServerApp.port": port, "--ServerApp.root_dir": folder, "--IdentityProvider.token": "",
+        "--ServerApp.password": "", "--ServerApp.open_browser": False,
+        "--ServerApp.disable_check_xsrf": True,
+    }  # fmt: skip
+    root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(own / "c"), "JUPYTER_DATA_DIR": str(own / "d"), "IPYTHONDIR": str(own / "i")}
+    environment["JUPYTERLAB_SETTINGS_DIR"], environment["JUPYTERLAB_WORKSPACES_DIR"] = str(own / "s"), str(own / "w")
+    arguments = [f"{name}={value}" for name, value in settings.items()]
+    with (own / "log").open("w") as log:
+        server = subprocess.Popen([sys.executable, "-m", "jupyterlab", *root, *arguments], env=environment, stdout=log, stderr=log)
+    try:
+        until(lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/api", timeout=5).status == 200, 60, (own / "log").read_text)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(20)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def until(holds, seconds: float, what=lambda: ""):
+    """The first true value of `holds()`, which may raise until then."""
+    end, error = time.monotonic() + seconds, None
+    while time.monotonic() < end:
+        try:
+            if value := holds():
+                return value
+        except Exception as e:
+            error = e
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds:.0f} s: {error or ''} {what()}")
+
+
+class Widget:
+    """The instrument in the page, through its shadow root."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    @property
+    def host(self):
+        return self.driver.find_element(By.CSS_SELECTOR, ".shardplan-instrument")
+
+    @property
+    def root(self):
+        return self.host.shadow_root
+
+    def one(self, css: str):
+        return self.root.find_element(By.CSS_SELECTOR, css)
+
+    def all(self, css: str):
+        return self.root.find_elements(By.CSS_SELECTOR, css)
+
+    def click(self, css: str):
+        self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", self.one(css))
+        self.driver.execute_script("arguments[0].click()", self.one(css))
+
+    def text(self, css: str) -> str:
+        return self.driver.execute_script("return arguments[0].textContent", self.one(css))
+
+    def copied(self, what: str) -> str:
+        self.click(f"button.copy.{what}")
+        return until(lambda: self.driver.execute_script("return arguments[0].value", self.one(f'textarea[aria-label^="{what}"]')), 30)
+
+
+def run(driver, lab: str, source: str) -> str:
+    """What a cell prints that is added to the end of the notebook and run, as a person would."""
+    panel = driver.find_element(By.CSS_SELECTOR, ".jp-Notebook")
+    last = panel.find_elements(By.CSS_SELECTOR, ".jp-Cell")[-1]
+    driver.execute_script("arguments[0].scrollIntoView()", last)
+    editor = last.find_element(By.CSS_SELECTOR, ".cm-content")
+    editor.click()
+    driver.execute_cdp_cmd("Input.insertText", {"text": source})
+    editor.send_keys(Keys.SHIFT, Keys.ENTER)
+    return until(lambda: last.find_element(By.CSS_SELECTOR, ".jp-OutputArea-output").text, 60).strip()
+
+
+def test_a_layout_is_chosen_replanned_undone_and_its_code_gives_that_plan(lab):
+    with chromium() as driver:
+        look(driver, 1280, 1500, dark=False)
+        driver.get(f"{lab}/lab/tree/explore.ipynb?reset")
+        until(lambda: driver.find_element(By.CSS_SELECTOR, ".jp-Notebook .cm-content"), 60)
+        until(
+            lambda: (
+                "Idle" in driver.find_element(By.CSS_SELECTOR, ".jp-Notebook-ExecutionIndicator").get_attribute("data-status").title()
+            ),
+            60,
+        )
+        until(lambda: run_all(driver), 30)
+        widget = Widget(driver)
+        until(lambda: widget.one(".tile .value"), 180, lambda: driver.find_element(By.CSS_SELECTOR, ".jp-Notebook").text[-2000:])
+        until(lambda: widget.one("input.memory"), 30)
+        before = widget.text(".tile .value")
+
+        row = next(r.get_attribute("data-id") for r in widget.all("tr.row") if "params/blocks/*/up" in r.text)
+        widget.click(f'tr.row[data-id="{row}"]')
+        until(lambda: len(widget.all(".layouts tbody tr")) > 2, 60)
+        choice = widget.all(".layouts tbody tr")[2]
+        said = choice.text
+        assert re.search(r"[+−][\d.]+ [µm]s|same", said), said  # the price, before anything is chosen
+        driver.execute_script("arguments[0].click()", choice.find_element(By.CSS_SELECTOR, "input"))
+        until(lambda: widget.one("button.take").is_enabled(), 5)
+        widget.click("button.take")
+        until(lambda: widget.one("table.history tr.own button").text == "1", 60, lambda: widget.text(".bar"))
+        now = widget.one("table.history tr.own td:nth-child(3)").text
+        until(lambda: widget.text(".tile .value").startswith(now) and not widget.all(".work"), 10)
+        until(lambda: len(widget.all(".layouts tbody tr")) > 2, 60)
+        driver.execute_script("arguments[0].scrollIntoView()", widget.host)
+        assert_looks_as_stored(driver, "lab_1280_light")
+
+        copied = widget.copied("code")
+        assert ".what_if(" in copied
+        assert "P(" in widget.copied("pins") and json.loads(widget.copied("json"))["format"] == "shardplan-plan"
+        widget.click("button.undo")
+        until(lambda: widget.text(".tile .value") == before, 20)
+        until(lambda: widget.one('tr[class="own"] button').text == "0", 5)
+        widget.click("table.history tr:nth-child(2) button.head")
+        until(lambda: widget.one("table.history tr.own button").text == "1", 20)
+        check = f"ns = dict(plan=plan); exec({copied!r}, ns); print('the same plan:', ns['changed'].dumps() == widget.plan.dumps())"
+        assert run(driver, lab, check) == "the same plan: True"
+
+        move = "arguments[0].value = 0.05; for (const name of ['input', 'change']) arguments[0].dispatchEvent(new Event(name))"
+        driver.execute_script(move, widget.one("input.memory"))
+        refused = lambda: "no plan fits" in widget.text("p.error")  # noqa: E731
+        until(lambda: widget.all("p.error") and refused(), 60, lambda: widget.text(".bar"))
+        driver.execute_script("arguments[0].scrollIntoView()", widget.host)
+        dark_theme(driver)
+        assert_looks_as_stored(driver, "lab_1280_dark")
+
+
+def run_all(driver) -> bool:
+    """Runs all cells by JupyterLab's own menu; whether they run."""
+
+    def runs() -> bool:
+        return any(re.search(r"\[[*\d]", x.text) for x in driver.find_elements(By.CSS_SELECTOR, ".jp-InputPrompt"))
+
+    next(item for item in driver.find_elements(By.CSS_SELECTOR, ".lm-MenuBar-item") if item.text == "Run").click()
+    until(lambda: driver.find_element(By.CSS_SELECTOR, '.lm-Menu-item[data-command="runmenu:run-all"]'), 5).click()
+    end = time.monotonic() + 3
+    while time.monotonic() < end and not runs():
+        time.sleep(0.1)
+    return runs()
+
+
+def dark_theme(driver) -> None:
+    """What JupyterLab's dark theme says to those in its page."""
+    look(driver, 1280, 1500, dark=True)
+    driver.execute_script("document.body.dataset.jpThemeLight = 'false'; document.body.dataset.jpThemeName = 'JupyterLab Dark'")
+    time.sleep(0.3)
