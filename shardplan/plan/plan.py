@@ -27,6 +27,7 @@ from shardplan.files import write_atomically
 from shardplan.mesh.layout import Layout
 from shardplan.plan import io, travel
 from shardplan.plan.batches import data_shard, global_batch
+from shardplan.plan.comparison import PlanComparison
 from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlannedReshard, PlanRecord
 from shardplan.plan.program import placed
 
@@ -440,23 +441,3 @@ class PlanDiff:
 
     def __str__(self) -> str:
         return resolve_name("shardplan.view.text:diff_text")(self)
-
-
-@dataclass(frozen=True)
-class PlanComparison:
-    """Plans of one step by several searches; `print` it."""
-
-    plans: Mapping[str, Plan]  # by the name of the search
-
-    @cached_property
-    def bound(self) -> float:
-        """Seconds per step that no plan is below, as far as any of the searches proved."""
-        return max((p.seconds["bound"] for p in self.plans.values()), default=0.0)
-
-    def gap(self, search: str) -> float:
-        """How far a search's plan is from the bound, relative to the plan."""
-        total = self.plans[search].seconds["total"]
-        return (total - self.bound) / total if total else 0.0
-
-    def __str__(self) -> str:
-        return resolve_name("shardplan.view.text:comparison_text")(self)
