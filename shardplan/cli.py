@@ -39,8 +39,7 @@ from shardplan.plan import Plan
 from shardplan.plan.program import differences_of_plans
 from shardplan.searches import SEARCHES
 from shardplan.units import format_seconds, parse_bytes
-from shardplan.view.exports import VIEWERS
-from shardplan.view.values import diff_values, fact_values, plan_values, report_markdown, report_values, rule_values, to_json
+from shardplan.view.values import VIEWERS, diff_values, fact_values, plan_values, report_markdown, report_values, rule_values, to_json
 from shardplan.xla.report.check import PlanReport
 from shardplan.xla_model.facts import facts, facts_text
 

@@ -17,12 +17,6 @@ from shardplan.plan.planned import Planned
 from shardplan.plan.schedule import Span, StepSchedule
 from shardplan.units import clean, format_array, format_bytes, format_seconds
 
-VIEWERS = {
-    "perfetto": "write the predicted schedule as a Chrome trace, for ui.perfetto.dev",
-    "model_explorer": "write the program with its strategies as JSON for Model Explorer",
-}
-"""Option -> its help; `Plan.to_...` writes the file."""
-
 LANES = {"compute": 1, "network": 2, "phase": 3}
 """Thread of the trace -> its number."""
 

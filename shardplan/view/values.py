@@ -21,6 +21,12 @@ from shardplan.view import rows
 from shardplan.xla.report.check import PlanReport, XlaReport
 from shardplan.xla_model.facts import Fact
 
+VIEWERS = {
+    "perfetto": "write the predicted schedule as a Chrome trace, for ui.perfetto.dev",
+    "model_explorer": "write the program with its strategies as JSON for Model Explorer",
+}
+"""Option -> its help; `Plan.to_...` writes the file."""
+
 DIGITS = 6
 
 
