@@ -21,8 +21,9 @@ import drawn_programs  # noqa: E402
 import structure  # noqa: E402
 
 import shardplan  # noqa: E402
+from shardplan.mesh.rates import kernel_seconds  # noqa: E402
 from shardplan.xla.compiler.compile import Compiled, compile, lower_for  # noqa: E402
-from shardplan.xla.hlo.schedule import _FREE, _dtype, _Walk, collective_s, seconds  # noqa: E402
+from shardplan.xla.hlo.schedule import _FREE, _Walk, collective_s, seconds  # noqa: E402
 from shardplan.xla.hlo.text import is_library  # noqa: E402
 
 CALLS = ("while", "conditional", "call", "async-start")
@@ -45,12 +46,9 @@ def kernels(compiled: Compiled, cluster: shardplan.Cluster) -> list[tuple[tuple[
             if i.opcode in _FREE or i.opcode.endswith("-done"):
                 continue
             work = walk.work(i)
-            products = sum(n / device.flops_per_s(_dtype(t)) for t, n in work.flops)
-            cost = max(products, work.bytes / device.memory_rate, device.kernel_latency_s) if work.flops or work.bytes else 0.0
+            cost = kernel_seconds(device, work.products, work.bytes) if work.products or work.bytes else 0.0
             phase = "backward" if "transpose(" in i.op_name else "forward" if "jvp" in i.op_name else "update"
-            text = (
-                f"{i.name} {' '.join(map(str, i.arrays))[:60]} {work.bytes / 1e6:.3f} MB {sum(n for _, n in work.flops) / 1e9:.2f} GF"
-            )
+            text = f"{i.name} {' '.join(map(str, i.arrays))[:60]} {work.bytes / 1e6:.3f} MB {work.flops / 1e9:.2f} GF"
             found.append(((line_of(i.stack), phase), cost * runs, runs, f"{text} {i.op_name[-60:]}"))
 
     visit(compiled.module.entry, 1.0)

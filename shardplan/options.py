@@ -151,7 +151,7 @@ class AutoOptions:
     def _cluster_of_plan(self) -> str | None:
         """The preset of GPUs that the plan to reuse is priced for."""
         name = self.saved_plan and self.saved_plan.cluster
-        return name if name in Cluster.presets() and name != "cpu" else None
+        return name if name and name.partition("@")[0] in Cluster.presets() and name != "cpu" else None
 
     def warn_of_prices(self) -> None:
         """Warns where the prices of what is planned now are not those that the user may think."""

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import doctest
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -13,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.mesh import Cluster, ClusterError, Device, Layout, Link, Measured, MeshShape, Resharder, resolve, seconds
-from shardplan.mesh.device import gpus
+from shardplan.mesh.device import fitted_rates, gpus
 from shardplan.mesh.mindspore import operator
+from shardplan.mesh.rates import Product, kernel_seconds
 
 H100 = Cluster.preset("h100")
+FITTED = Cluster.fitted("h100")
 MESH = MeshShape(("data", "model"), (2, 4))
 MB = 1 << 20
 
@@ -92,7 +95,7 @@ def test_preset_is_sourced_and_survives_a_file(name, tmp_path):
 @pytest.mark.parametrize("gpu", gpus().values(), ids=lambda g: g.key)
 def test_every_figure_of_a_gpu_has_a_source(gpu):
     sourced = {name for names in gpu.sources for name in names.split(", ")}
-    assert sourced | {"key", "name", "device_kinds", "node_size", "sources"} >= {f.name for f in dataclasses.fields(gpu)}
+    assert sourced | {"key", "name", "device_kinds", "node_size", "sources", "products"} >= {f.name for f in dataclasses.fields(gpu)}
 
 
 @pytest.mark.parametrize("name", Cluster.presets())
@@ -109,6 +112,9 @@ def test_measured_cluster_survives_a_file_and_wins_over_the_formulas(tmp_path):
     assert back == measured
     assert seconds("all-reduce", 1e6, ("model",), MESH, back) == pytest.approx(2e-3)
     assert seconds("all-gather", 1e6, ("model",), MESH, back) == seconds("all-gather", 1e6, ("model",), MESH, H100)
+
+
+RATE = {"efficiency": 0.8, "fill": 100, "edge": 20, "latency_s": 5e-6}
 
 
 def body(**changes):
@@ -150,6 +156,12 @@ def body(**changes):
         (body(measured=7), 'field "measured" must be a list, not 7'),
         (body(intra__colour="red"), 'field "intra.colour" is not known; known: bytes_per_s, latency_s'),
         (body(device__flops={"float32": -1}), 'field "device.flops" must be an object of dtype names and positive FLOP/s'),
+        (body(device__products={"bfloat16": {"fill": 1}}), 'field "device.products.(efficiency|edge)" is missing'),
+        (body(device__products={"bfloat16": {"speed": 1}}), 'field "device.products.bfloat16.speed" is not known'),
+        (
+            body(device__products={"bfloat16": RATE | {"efficiency": -1}}),
+            'field "device.products.efficiency" must be a positive number',
+        ),
         (body(platforms=["cuda", 7]), 'field "platforms" must be a list of texts'),
         (" " * 1_000_001, "larger than 1000000 bytes"),
     ],
@@ -292,6 +304,63 @@ def test_published_bus_bandwidths_come_out():
     assert bus("all-gather", 7 / 8, H100) == pytest.approx(370, rel=0.02)
     assert bus("all-reduce", 2 * 7 / 8, Cluster.preset("h200")) == pytest.approx(475, rel=0.03)
     assert bus("all-reduce", 2 * 7 / 8, Cluster.preset("a100")) == pytest.approx(230, rel=0.02)
+
+
+@pytest.mark.parametrize(("mib", "measured"), [(1, 44), (16, 234), (256, 423), (4096, 476)])
+def test_fitted_small_all_reduces_of_eight_h100_are_as_slow_as_measured(mib, measured):
+    bytes_ = mib * 2.0**20
+    bus = bytes_ * 2 * 7 / 8 / seconds("all-reduce", bytes_, ("x",), MeshShape(("x",), (8,)), FITTED) / 1e9
+    assert bus == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "sizes", "measured"),
+    [
+        ("h100", "bfloat16", (1, 256, 256, 256), 6.72e12),
+        ("h100", "bfloat16", (1, 1024, 1024, 1024), 253e12),
+        ("h100", "bfloat16", (1, 4096, 4096, 4096), 780e12),
+        ("h100", "bfloat16", (1, 4096, 256, 4096), 399e12),
+        ("h100", "float8_e4m3fn", (1, 8192, 8192, 8192), 1290e12),
+        ("a100", "float16", (1, 4096, 4096, 4096), 228e12),
+        ("b200", "bfloat16", (1, 4096, 4096, 4096), 1532e12),
+    ],
+)
+def test_fitted_products_run_at_the_measured_rate_of_their_shape(gpu, dtype, sizes, measured):
+    device = Cluster.fitted(gpu).device
+    short_run = dataclasses.replace(device, products={k: dataclasses.replace(r, sustained=1.0) for k, r in device.products.items()})
+    found = kernel_seconds(short_run, [Product(dtype, 2.0 * math.prod(sizes), sizes)], 0.0)
+    assert 2 * math.prod(sizes) / found == pytest.approx(measured, rel=0.15)
+
+
+@given(st.integers(1, 4), st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000))
+def test_larger_products_take_no_less_time(b, m, n, k):
+    def took(*sizes):
+        return kernel_seconds(FITTED.device, [Product("bfloat16", 2.0 * math.prod(sizes), sizes)], 0.0)
+
+    least = took(b, m, n, k)
+    assert all(took(*more) >= least for more in ((b + 1, m, n, k), (b, m + 1, n, k), (b, m, n + 1, k), (b, m, n, 2 * k)))
+    assert least > 2.0 * b * m * n * k / FITTED.device.flops_per_s("bfloat16")
+
+
+def test_fitted_clusters_survive_a_file_and_have_their_residuals(tmp_path):
+    for name in fitted_rates():
+        cluster = Cluster.fitted(name)
+        cluster.save(tmp_path / "c.json")
+        assert Cluster.load(tmp_path / "c.json") == cluster and cluster.intra.bytes_per_s == Cluster.preset(name).intra.bytes_per_s
+        assert all(rate.source and rate.median_error < 0.15 for rate in cluster.device.products.values())
+    with pytest.raises(ClusterError, match="nothing was fitted for it"):
+        Cluster.fitted("cpu")
+
+
+def test_a_network_is_a_word_after_the_preset():
+    assert resolve("h100@1600G-roce").inter.bytes_per_s == 25e9 and Cluster.preset("a100@400G").inter.bytes_per_s == 6.25e9
+    assert Cluster.preset("h100@3200G") == dataclasses.replace(H100, name="h100@3200G", source=Cluster.preset("h100@3200G").source)
+    assert Cluster.fitted("h100@800G").inter.latency_s == FITTED.inter.latency_s
+    for wrong in ("h100@fast", "h100@0G", "h100@200G-string", "h100@"):
+        with pytest.raises(ClusterError, match="is not known"):
+            Cluster.preset(wrong)
+    with pytest.raises(ClusterError, match="kinds: ib, roce, efa, tcpx"):
+        Cluster.preset("h100@200G-string")
 
 
 def test_a_lone_member_per_node_drives_one_adapter_and_a_full_node_all_of_them():

@@ -3,7 +3,8 @@
     seconds[s] = max(flops[s] / peak(dtype), bytes[s] / memory rate, latency of a kernel of its own)
                  + latency that a small fused kernel falls short of + halo exchanges
 
-`bytes` are those that the op's kernels read and write on its behalf (`xla_model/fusion.py`).
+Matrix products take the seconds of their shape on one device (`mesh/rates.py`). `bytes` are those that the op's kernels read and write
+on its behalf (`xla_model/fusion.py`).
 
 Also known as the roofline model: Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
 """
@@ -17,7 +18,7 @@ import numpy as np
 
 from shardplan._jax import itemsize
 from shardplan.costs.halo_exchange import exchanges
-from shardplan.costs.split_products import split_product_seconds
+from shardplan.costs.split_products import product_seconds
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
@@ -61,10 +62,10 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
     seconds = moved / device.memory_rate
     if rule.flops and op.ins:
         dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
-        flops_s = rule.flops * strategies.work / device.flops_per_s(dtype)
-        seconds = np.maximum(flops_s, seconds)
-        if device.sms and op.traits.matmul and rule.fusion == "none" and moved.any():
-            seconds = split_product_seconds(op, strategies, mesh, device, flops_s, moved)
+        if op.traits.matmul and rule.fusion == "none" and moved.any():
+            seconds = product_seconds(op, strategies, mesh, device, moved)
+        else:
+            seconds = np.maximum(rule.flops * strategies.work / device.flops_per_s(dtype), seconds)
     if rule.fusion == "none" and moved.any():
         seconds = np.maximum(seconds, device.kernel_latency_s)
     elif moves.kernel_bytes is not None:

@@ -19,8 +19,10 @@ import numpy as np
 
 from shardplan._jax import itemsize
 from shardplan.ir.graph import Op
+from shardplan.mesh import rates
 from shardplan.mesh.device import Device
 from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.rates import kernel_seconds
 from shardplan.strategies.enumerate import OpStrategies
 
 TILE = 128
@@ -57,27 +59,22 @@ def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> tu
     return b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, b * k), k
 
 
-def split_product_seconds(op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, flops_s: np.ndarray, moved: np.ndarray):
-    """Seconds [s] of products as XLA splits them; where it does not, the roofline over one kernel.
-
-    Args:
-        flops_s: [s], seconds of the floating point operations.
-        moved: [s], bytes that the product reads and writes.
-    """
-    seconds = np.maximum(np.maximum(flops_s, moved / device.memory_rate), device.kernel_latency_s)
-    known: dict[tuple[int, int, int, int], tuple[int, int]] = {}
-    element_bytes = itemsize(op.ins[0].dtype)
-    for s in range(len(strategies)):
-        b, m, n, k = sizes = local_sizes(op, strategies, s, mesh)
-        if sizes not in known:
-            known[sizes] = contracted_splits(*sizes, element_bytes, device.sms)
-        parts, padded = known[sizes]
+def product_seconds(op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, moved: np.ndarray) -> np.ndarray:
+    """Seconds [s] of a `dot_general` as XLA splits it; `moved` are the bytes [s] that it reads and writes."""
+    sizes = np.array([local_sizes(op, strategies, s, mesh) for s in range(len(strategies))])
+    split, extra_s, element_bytes = sizes.copy(), np.zeros(len(strategies)), itemsize(op.ins[0].dtype)
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    moved = moved.astype(float)
+    for s, key in enumerate(map(tuple, sizes.tolist()) if device.sms else ()):
+        b, m, n, k = key
+        if key not in known:
+            known[key] = contracted_splits(b, m, n, k, element_bytes, device.sms)
+        parts, padded = known[key]
         if parts == 1:
             continue
         partial, result = 4.0 * parts * b * m * n, itemsize(op.outs[0].dtype) * b * m * n
-        product = max(flops_s[s], (max(0.0, moved[s] - result) + partial) / device.memory_rate, device.kernel_latency_s)
-        seconds[s] = product + max((partial + result) / device.memory_rate, device.kernel_latency_s)
-        if padded != k:
-            pads = (2 * element_bytes * b * k * rows for rows in (m, n))
-            seconds[s] += sum(max(x / device.memory_rate, device.kernel_latency_s) for x in pads)
-    return seconds
+        split[s] = parts * b, m, n, padded // parts
+        moved[s] = max(0.0, moved[s] - result) + partial
+        pads = [2 * element_bytes * b * k * rows for rows in (m, n)] if padded != k else []
+        extra_s[s] = sum(kernel_seconds(device, (), x) for x in (partial + result, *pads))
+    return rates.product_seconds(device, str(op.ins[0].dtype), split, moved) + extra_s

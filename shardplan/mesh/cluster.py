@@ -28,7 +28,20 @@ from msgspec import Meta
 
 from shardplan.errors import ShardingError
 from shardplan.files import write_atomically
-from shardplan.mesh.device import FLOPS, Count, Device, Link, NotNegative, Text, Texts, gpu_of_device_kind, gpus
+from shardplan.mesh.device import (
+    FLOPS,
+    Count,
+    Device,
+    Link,
+    NotNegative,
+    ProductRate,
+    Text,
+    Texts,
+    fitted_rates,
+    gpu_of_device_kind,
+    gpus,
+    networks,
+)
 from shardplan.mesh.layout import MeshShape
 
 FORMAT = "shardplan-cluster"
@@ -120,7 +133,9 @@ class Cluster:
         """The same cluster with devices on which everything takes `compute` times as long; links stay."""
         d = self.device
         flops = {dtype: rate / compute for dtype, rate in d.flops.items()}
-        device = replace(d, flops=flops, bytes_per_s=d.bytes_per_s / compute, kernel_latency_s=d.kernel_latency_s * compute)
+        products = {dtype: replace(rate, latency_s=rate.latency_s * compute) for dtype, rate in d.products.items()}
+        latency_s = d.kernel_latency_s * compute
+        device = replace(d, flops=flops, bytes_per_s=d.bytes_per_s / compute, kernel_latency_s=latency_s, products=products)
         return replace(self, name=f"{self.name}, compute x {compute:g}", device=device)
 
     @staticmethod
@@ -130,17 +145,51 @@ class Cluster:
 
     @staticmethod
     def preset(name: str) -> Cluster:
-        """A built-in cluster.
+        """A built-in cluster, with another network between its nodes if the name says so.
+
+        Args:
+            name: one of `presets()`, or one with "@", the network's Gbit/s per node and its kind, as in "h100@1600G-roce", "a100@400G".
 
         Raises:
-            ClusterError: no such preset; the text lists them.
+            ClusterError: no such preset or network; the text lists them.
         """
-        if name not in Cluster.presets():
+        gpu, at, network = name.partition("@")
+        if gpu not in Cluster.presets() or (at and gpu == "cpu"):
             raise ClusterError(
                 f"cluster {name!r} is not known.\n  presets: {', '.join(Cluster.presets())}\n"
-                "  ways out: one of these, the path of a cluster file (.json), or a Cluster"
+                '  ways out: one of these, one with a network as in "h100@1600G-roce", the path of a cluster file (.json), or a Cluster'
             )
-        return _preset(name)
+        return _with_network(_preset(gpu), network) if at else _preset(gpu)
+
+    @staticmethod
+    def fitted(name: str) -> Cluster:
+        """A preset of GPUs, by any name that `preset` takes, with rates that were fitted to published measurements.
+
+        Products then take the seconds of their shape (`shardplan.mesh.rates`); launch and links are those that agree best with measured
+        collectives. Plans are not made with it unless it is given as `cluster=`.
+
+        Raises:
+            ClusterError: no such preset, or none of GPUs.
+        """
+        gpu, at, network = name.partition("@")
+        base = Cluster.preset(gpu)
+        if gpu not in fitted_rates():
+            raise ClusterError(
+                f"cluster {name!r}: nothing was fitted for it\n  fitted: {', '.join(fitted_rates())}\n  way out: Cluster.preset"
+            )
+        found = fitted_rates()[gpu]
+        intra, inter = (
+            Link(line.bytes_per_s, **own) for line, own in ((base.intra, found.links.intra), (base.inter, found.links.inter))
+        )
+        cluster = replace(
+            base,
+            device=replace(base.device, products=found.products),
+            intra=intra,
+            inter=inter,
+            launch_s=found.links.launch_s,
+            source=". ".join([base.source, *(f"Instead, {figures}: {source}" for figures, source in found.sources.items())]),
+        )
+        return _with_network(cluster, network) if at else cluster
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
@@ -209,12 +258,29 @@ def _preset(name: str) -> Cluster:
     )
 
 
+def _with_network(cluster: Cluster, text: str) -> Cluster:
+    """The cluster with the network that "1600G-roce" says: Gbit/s of a node's adapters together, and their kind."""
+    kinds, found = networks(), re.fullmatch(r"(\d+(?:\.\d+)?)G(?:-(\w+))?", text)
+    if not found or float(found[1]) == 0 or (found[2] or "ib") not in kinds:
+        raise ClusterError(
+            f"cluster {cluster.name + '@' + text!r}: network {text!r} is not known; say a node's Gbit/s and, if need be, a kind\n"
+            f"  kinds: {', '.join(kinds)}\n"
+            f'  ways out: as in "{cluster.name}@3200G", "{cluster.name}@1600G-roce", or a cluster file (.json)'
+        )
+    kind = kinds[found[2] or "ib"]
+    rate, latency_s = float(found[1]) * 1e9 / 8 / cluster.node_size, cluster.inter.latency_s + kind.latency_s
+    source = f"{cluster.source}. Network {text}: {found[1]} Gbit/s per node; {kind.source}"
+    return replace(
+        cluster, name=f"{cluster.name}@{text}", inter=replace(cluster.inter, bytes_per_s=rate, latency_s=latency_s), source=source
+    )
+
+
 # ---- why a cluster file is refused
 
 _RECORDS: dict[str, type] = {"device": Device, "intra": Link, "inter": Link, "measured": Measured}
 _WANTED: dict[str, str] = {
     name: next((m.description for m in getattr(hint, "__metadata__", ())), "an object")
-    for cls in (Cluster, *_RECORDS.values())
+    for cls in (Cluster, *_RECORDS.values(), ProductRate)
     for name, hint in get_type_hints(cls, include_extras=True).items()
 }
 
@@ -225,6 +291,9 @@ def _refuse_unknown_fields(body: dict[str, Any], where: str) -> None:
         value = body.get(name)
         every = [(f"{name}[{i}].", x) for i, x in enumerate(value)] if isinstance(value, list) else [(f"{name}.", value)]
         records += [(at, cls, x) for at, x in every if isinstance(x, dict)]
+    products = device.get("products") if isinstance(device := body.get("device"), dict) else None
+    if isinstance(products, dict):
+        records += [(f"device.products.{dtype}.", ProductRate, x) for dtype, x in products.items() if isinstance(x, dict)]
     for at, cls, record in records:
         known = [f.name for f in fields(cls)]
         for field in record:
@@ -240,6 +309,8 @@ def _reason(error: str, body: dict[str, Any]) -> str:
         return f'field "{_dotted([*steps, missing[1]])}" is missing'
     if steps[-1].isdigit() and steps[-2] not in _RECORDS:
         steps.pop()  # an entry of a list of texts: the field is named, not the entry
+    if "[...]." in path:  # in an entry of an object, which the text does not name
+        return f'field "{_dotted(steps)}" must be {_WANTED[steps[-1]]}'
     value: Any = body
     for step in steps:
         value = value[int(step) if isinstance(value, list | tuple) else step]
@@ -293,7 +364,7 @@ def resolve(
         return cluster
     if cluster is None:
         found = _at_hand(platform, device_kind)
-    elif isinstance(cluster, str) and (cluster in Cluster.presets() or not _looks_like_path(cluster)):
+    elif isinstance(cluster, str) and (cluster.partition("@")[0] in Cluster.presets() or not _looks_like_path(cluster)):
         found = Cluster.preset(cluster)
     else:
         return Cluster.load(cluster)

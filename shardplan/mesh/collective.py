@@ -133,23 +133,48 @@ def _algorithms(kind: str, link: AxisLink, cluster: Cluster) -> tuple[AlphaBeta,
 
 def _formulas(kind: str, link: AxisLink, cluster: Cluster) -> list[AlphaBeta]:
     """Every algorithm without its launch, in the letters of the module's head."""
-    n, m, k = link.members, link.local, link.nodes
-    a, A, b, B = cluster.intra.latency_s, cluster.inter.latency_s, cluster.intra.rate, cluster.inter.rate
-    ring = (n - k) * a + (k - 1) * A, (n - 1) / n / (b if k == 1 else min(b, m * B))
+    n, m, k, intra, inter = link.members, link.local, link.nodes, cluster.intra, cluster.inter
     match kind:
         case "all-gather" | "reduce-scatter":
-            return [ring]
+            return _ring(1, link, cluster)
         case "all-reduce":
-            latency_s = 2 * ((m - 1) * a + _log2(k) * A)
-            inside, between = 2 * (m - 1) / m / b, 2 * (k - 1) / k / (m * B)
-            found = [(2 * ring[0], 2 * ring[1]), (latency_s, max(inside, between))]
-            switch = cluster.intra.reduce_bytes_per_s
-            return found if switch is None or m == 1 else [*found, (latency_s, max(1 / switch, between))]
+            hops, depth, between = m - 1, _log2(k), 2 * (k - 1) / k / m
+            found = [*_ring(2, link, cluster), *_both(cluster, 2 * hops, 2 * depth, 2 * hops / m, between)]
+            if intra.reduce_bytes_per_s is None or m == 1:
+                return found
+            switch = intra.rate / intra.reduce_bytes_per_s
+            return [*found, *_both(cluster, 2 * hops, 2 * depth, switch, between)]
         case "all-to-all":
-            return [(_log2(m) * a + _log2(k) * A, max((m - 1) / n / b, (n - m) / n / B))]
+            return _both(cluster, _log2(m), _log2(k), (m - 1) / n, (n - m) / n)
         case "collective-permute":
-            return [(a, 1 / b) if k == 1 else (A, 1 / B)]
+            at = intra if k == 1 else inter
+            slow = [] if at.send_bytes_per_s is None else [(at.latency_s, 1 / at.send_bytes_per_s)]
+            return [*slow, (at.latency_s + at.send_latency_s, 1 / at.rate)]
     raise KeyError(kind)
+
+
+def _ring(times: int, link: AxisLink, cluster: Cluster) -> list[AlphaBeta]:
+    """A ring through all members, walked some times; between nodes its m parts share the slowest link."""
+    n, m, k = link.members, link.local, link.nodes
+    bytes_ = times * (n - 1) / n
+    return _both(cluster, times * (n - k), times * (k - 1), bytes_, bytes_ / m if k > 1 else 0.0)
+
+
+def _both(cluster: Cluster, hops: int, network_hops: int, inside: float, between: float) -> list[AlphaBeta]:
+    """An algorithm by the protocol for small messages and by that for large ones.
+
+    Args:
+        cluster: the machine.
+        hops, network_hops: that it takes one after the other inside nodes and between them.
+        inside, between: bytes that a device's links carry, per byte of the buffer.
+    """
+    intra, inter = cluster.intra, cluster.inter
+    latency_s = hops * intra.latency_s + network_hops * inter.latency_s
+    bulk_s = hops * intra.bulk_latency_s + network_hops * inter.bulk_latency_s
+    bulk = latency_s + bulk_s, max(inside / intra.rate, between / inter.rate)
+    if not bulk_s:
+        return [bulk]
+    return [(latency_s, max(inside / intra.rate / intra.small_rate, between / inter.rate / inter.small_rate)), bulk]
 
 
 def _log2(n: int) -> int:

@@ -1,7 +1,8 @@
 """What one device and its links are, and the GPUs whose published figures, each with its source, are in `gpus.json`.
 
 An entry of `gpus.json` that is `like` another one states only what differs; `node` is what the nodes of all GPUs share. `sources`
-names the figures that each source is for. Cluster presets and compile targets are made of these figures.
+names the figures that each source is for. Cluster presets and compile targets are made of these figures. `gpu_rates.json` has what
+benchmarks/fit_rates.py fitted to published measurements; only `Cluster.fitted` is made of it.
 """
 
 from __future__ import annotations
@@ -34,17 +35,53 @@ class Link:
         efficiency: fraction of the line rate that large collectives reach (bus bandwidth ÷ line rate).
         reduce_bytes_per_s: bytes of buffer per second of an all-reduce that the switch itself adds up (NVLink SHARP),
             as measured; None where switches only forward.
+        small_rate: fraction of `rate` that a protocol for small messages reaches, at `latency_s` a hop.
+        bulk_latency_s: seconds that a hop adds beyond `latency_s` at the full rate.
+        send_bytes_per_s: bytes per second of a message from one device to another, until it is so large that
+            `send_latency_s` more bring the full rate; None where that is reached at once.
+        send_latency_s: see above.
     """
 
     bytes_per_s: Positive
     latency_s: NotNegative
     efficiency: Positive = 1.0
     reduce_bytes_per_s: Annotated[Positive | None, Meta(description="a positive number or null")] = None
+    small_rate: Annotated[float, Meta(gt=0, le=1, description="a number above 0, at most 1")] = 1.0
+    bulk_latency_s: NotNegative = 0.0
+    send_bytes_per_s: Annotated[Positive | None, Meta(description="a positive number or null")] = None
+    send_latency_s: NotNegative = 0.0
 
     @property
     def rate(self) -> float:
         """Bytes per second that large collectives reach."""
         return self.bytes_per_s * self.efficiency
+
+
+@dataclass(frozen=True)
+class ProductRate:
+    """How fast a GPU multiplies matrices of one dtype, by their shape: fitted to measured products (`rates.product_seconds`).
+
+    Attributes:
+        efficiency: fraction of the peak that large products reach in a short run.
+        sustained: fraction of that which is left in a step that keeps the GPU at its power limit.
+        fill: contracted elements whose seconds each tile of the result takes besides its own: filling the pipeline, writing the tile.
+        edge: elements by which small tiles are slower: a tile of r x c takes 1 + edge (1/r + 1/c) times as long per element.
+        latency_s: seconds that any product takes besides.
+        rows: measured products that were fitted.
+        median_error: median of |log(predicted seconds ÷ measured seconds)| over them.
+        p90_error: its 90th percentile.
+        source: whose measurements.
+    """
+
+    efficiency: Positive
+    fill: NotNegative
+    edge: NotNegative
+    latency_s: NotNegative
+    sustained: Positive = 1.0
+    rows: Annotated[int, Meta(ge=0, le=1 << 20, description="a whole number from 0")] = 0
+    median_error: NotNegative = 0.0
+    p90_error: NotNegative = 0.0
+    source: Text = ""
 
 
 @dataclass(frozen=True)
@@ -57,9 +94,10 @@ class Device:
         bytes_per_s: peak memory bandwidth.
         memory_bytes: memory of one device that programs may use.
         kernel_latency_s: least seconds of any kernel: launch, drain, first load.
-        flops_efficiency: fraction of `flops` that large matrix products reach.
+        flops_efficiency: fraction of `flops` that large matrix products reach, of dtypes that `products` does not have.
         bytes_efficiency: fraction of `bytes_per_s` that large elementwise kernels reach.
         sms: streaming multiprocessors, over which XLA spreads a product by splitting it (`costs/split_products.py`); 0 for no splits.
+        products: dtype name to the rates of its matrix products by shape; where there are none, every shape is as fast.
     """
 
     name: Text
@@ -70,15 +108,31 @@ class Device:
     flops_efficiency: Positive = 1.0
     bytes_efficiency: Positive = 1.0
     sms: Annotated[int, Meta(ge=0, le=1 << 20, description="a whole number from 0")] = 0
+    products: Annotated[Mapping[Text, ProductRate], Meta(description="an object of dtype names and product rates")] = field(
+        default_factory=dict, hash=False
+    )
+
+    def family(self, dtype: str) -> str:
+        """The dtype of `flops` by whose rate a dtype is priced: itself, the nearest that is listed, at last float32."""
+        near = next((keys for prefix, keys in NEAREST.items() if dtype.startswith(prefix)), ())
+        return next((key for key in (dtype, *near) if key in self.flops), "float32")
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s for a dtype by name: of itself, of the nearest family that is listed, at last of float32."""
-        near = next((keys for prefix, keys in NEAREST.items() if dtype.startswith(prefix)), ())
-        return self.flops[next((key for key in (dtype, *near) if key in self.flops), "float32")]
+        """Peak FLOP/s for a dtype by name."""
+        return self.flops[self.family(dtype)]
+
+    def product_rate(self, dtype: str) -> ProductRate | None:
+        """Rates of products by shape; None if none were measured for the dtype or one of the same peak."""
+        if not self.sms:
+            return None
+        family = self.family(dtype)
+        same = (key for key, peak in self.flops.items() if peak == self.flops[family] and key in self.products)
+        return self.products.get(family) or next((self.products[key] for key in same), None)
 
     def flops_per_s(self, dtype: str) -> float:
-        """FLOP/s that large matrix products reach."""
-        return self.peak(dtype) * self.flops_efficiency
+        """FLOP/s that large matrix products reach in a step."""
+        rate = self.product_rate(dtype)
+        return self.peak(dtype) * (rate.efficiency * rate.sustained if rate else self.flops_efficiency)
 
     @property
     def memory_rate(self) -> float:
@@ -144,6 +198,54 @@ def gpus() -> Mapping[str, Gpu]:
         assert known >= {*full, *full["intra"], *full["inter"]}, key
         found[key] = msgspec.convert(full, Gpu)
     return found
+
+
+@dataclass(frozen=True)
+class NetworkKind:
+    """A kind of network between nodes.
+
+    Attributes:
+        latency_s: seconds that a hop takes beyond those of the GPU's own network.
+        source: of the figure.
+    """
+
+    latency_s: NotNegative
+    source: str
+
+
+@functools.cache
+def networks() -> Mapping[str, NetworkKind]:
+    """Kinds of networks by the names that clusters call them."""
+    table = msgspec.json.decode((resources.files("shardplan.mesh") / "gpus.json").read_bytes())
+    return msgspec.convert(table["networks"], dict[str, NetworkKind])
+
+
+@dataclass(frozen=True)
+class FittedLinks:
+    """What was fitted to measured collectives of a GPU: constants of links by name, how many rows, and the errors of their logs."""
+
+    launch_s: NotNegative
+    intra: dict[str, float]
+    inter: dict[str, float]
+    rows: int
+    median_error: NotNegative
+    p90_error: NotNegative
+    source: str
+
+
+@dataclass(frozen=True)
+class FittedRates:
+    """An entry of `gpu_rates.json`."""
+
+    sources: dict[str, str]
+    products: dict[str, ProductRate]
+    links: FittedLinks
+
+
+@functools.cache
+def fitted_rates() -> Mapping[str, FittedRates]:
+    """What was fitted to measurements, by the GPU's key."""
+    return msgspec.json.decode((resources.files("shardplan.mesh") / "gpu_rates.json").read_bytes(), type=dict[str, FittedRates])
 
 
 def gpu_of_device_kind(device_kind: str) -> Gpu | None:

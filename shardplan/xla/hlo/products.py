@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardplan.ir.windows import window_hits
@@ -19,6 +20,7 @@ class HloProduct(HasSource):
         kind: 'dot', 'convolution', 'attention' or 'ragged-dot'.
         dtype: of its left operand; it decides the peak rate.
         flops: of one run; a multiply-add is two.
+        sizes: [batch, rows, columns, contracted] of a 'dot'; None of other kinds.
         rematerialised: whether XLA computes it a second time on its own, to save memory.
     """
 
@@ -32,6 +34,7 @@ class HloProduct(HasSource):
     op_name: str
     stack: tuple[Frame, ...] = ()
     rematerialised: bool = False
+    sizes: tuple[int, int, int, int] | None = None
 
     @property
     def total_flops(self) -> float:
@@ -51,9 +54,9 @@ def products(text: str | HloModule) -> tuple[HloProduct, ...]:
         is_product = i.opcode in ("dot", "convolution", "ragged-dot") or (i.opcode == "custom-call" and "__cu" in i.attributes)
         runs = module.runs[i.computation]
         if is_product and runs and (found := _flops(i)):
-            kind, n, dtype = found
+            kind, n, dtype, sizes = found
             again = REMATERIALISED in i.name or i.computation in repeated
-            out.append(HloProduct(kind, i.name, i.arrays[0], dtype, n, runs, i.computation, *origin(module, i), again))
+            out.append(HloProduct(kind, i.name, i.arrays[0], dtype, n, runs, i.computation, *origin(module, i), again, sizes))
     return tuple(out)
 
 
@@ -62,42 +65,52 @@ def flops(text: str | HloModule) -> float:
     return float(sum(p.total_flops for p in products(text)))
 
 
-def _flops(i: HloInstruction) -> tuple[str, float, str] | None:
-    """(kind, flops of one run, dtype of the left operand); None for a library call that is no product."""
+Sizes = tuple[int, int, int, int]
+
+
+def _flops(i: HloInstruction) -> tuple[str, float, str, Sizes | None] | None:
+    """(kind, flops of one run, dtype of the left operand, sizes if known); None for a library call that is no product."""
     operands = [o.arrays[0] for o in i.operands if o.arrays]
     out = i.arrays[0]
     if len(operands) < 2:
         return None
     left, right = operands[:2]
     if i.opcode == "dot":
-        return "dot", 2.0 * out.size * math.prod(left.shape[d] for d in _dims(i, "lhs_contracting_dims")), left.dtype
+        return _dot(left, out, _dims(i, "lhs_contracting_dims"), _dims(i, "lhs_batch_dims"))
     if i.opcode == "convolution":
-        return "convolution", _conv_flops(i, left, right, out), left.dtype
+        return "convolution", _conv_flops(i, left, right, out), left.dtype, None
     if i.opcode == "ragged-dot":
         bound = {d for role in ("group", "contracting", "batch") for d in _dims(i, f"rhs_{role}_dims")}
         free = (n for d, n in enumerate(right.shape) if d not in bound)
-        return "ragged-dot", 2.0 * left.size * math.prod(free), left.dtype
+        return "ragged-dot", 2.0 * left.size * math.prod(free), left.dtype, None
     target = (i.attribute("custom_call_target") or "").strip('"')
     config = _config(i)
     if target.startswith("__cublas"):
         gemm = config.get("gemm_backend_config", config.get("grouped_gemm_backend_config", config))
-        dims = gemm.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", ())
-        return "dot", 2.0 * out.size * math.prod(left.shape[int(d)] for d in dims), left.dtype
+        numbers = gemm.get("dot_dimension_numbers", {})
+        contracting, batch = (map(int, numbers.get(f"lhs_{role}_dimensions", ())) for role in ("contracting", "batch"))
+        return _dot(left, out, contracting, batch)
     if target.startswith("__cudnn$conv"):
         image, kernel, result = left, right, out
         if "BackwardInput" in target:
             image, result = out, left
         elif "BackwardFilter" in target:
             kernel, result = out, right
-        return "convolution", _conv_flops(i, image, kernel, result), left.dtype
+        return "convolution", _conv_flops(i, image, kernel, result), left.dtype, None
     if target.startswith("__cudnn$fmha"):
         found = config.get("cudnn_fmha_backend_config", config)
         scores = [int(n) for n in found.get("intermediate_tensor_shape", {}).get("dimensions", ())]
         width = min(left.shape[-1], right.shape[-1])
         n_products = 5 if "Backward" in target else 2
         seen = 0.5 if "CAUSAL" in str(found.get("mask_type", "")) else 1.0
-        return "attention", 2.0 * n_products * math.prod(scores) * width * seen, left.dtype
+        return "attention", 2.0 * n_products * math.prod(scores) * width * seen, left.dtype, None
     return None
+
+
+def _dot(left: HloArray, out: HloArray, contracting: Iterable[int], batch: Iterable[int]) -> tuple[str, float, str, Sizes]:
+    k, b = (math.prod(left.shape[d] for d in dims) for dims in (contracting, batch))
+    rows = left.size // max(1, b * k)
+    return "dot", 2.0 * out.size * k, left.dtype, (b, rows, out.size // max(1, b * rows), k)
 
 
 def _dims(i: HloInstruction, attribute: str) -> list[int]:

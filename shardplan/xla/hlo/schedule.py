@@ -7,7 +7,7 @@ The order is XLA's. `simulate` takes the seconds of each instruction from the ca
 emitted HLO alone, one measure for every plan, whoever made it:
 
     total_s = compute_s + collective_s          nothing overlaps
-    compute_s = sum over kernels of max(flops / peak(dtype), bytes / memory rate, kernel latency), times runs
+    compute_s = sum over kernels of their seconds, by the shapes of their products and by their bytes (`mesh/rates.py`), times runs
     collective_s = sum over collectives of the cluster model's seconds for its bytes and its device groups, times runs
 """
 
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from shardplan.mesh.cluster import KINDS, Cluster, group_link
 from shardplan.mesh.collective import seconds_on_link
 from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.rates import Product, kernel_seconds
 from shardplan.xla.hlo.collectives import HloCollective, collectives
 from shardplan.xla.hlo.products import HloProduct, products
 from shardplan.xla.hlo.text import HloInstruction, HloModule, read
@@ -40,12 +41,17 @@ class KernelWork:
     """Work of one run of a top-level instruction.
 
     Attributes:
-        flops: of the products in it, by dtype of their left operand.
+        products: the products in it.
         bytes: read from and written to memory; a fusion reads its operands once and writes its results once.
     """
 
-    flops: tuple[tuple[str, float], ...]
+    products: tuple[Product, ...]
     bytes: int
+
+    @property
+    def flops(self) -> float:
+        """Of all products."""
+        return sum(p.flops for p in self.products)
 
 
 @dataclass(frozen=True)
@@ -139,10 +145,7 @@ def seconds_of(text: str | HloModule, cluster: Cluster, mesh: MeshShape | None =
     device = cluster.device
 
     def work_s(work: KernelWork) -> float:
-        if not work.flops and not work.bytes:
-            return 0.0
-        products = sum(n / device.flops_per_s(_dtype(dtype)) for dtype, n in work.flops)
-        return max(products, work.bytes / device.memory_rate, device.kernel_latency_s)
+        return kernel_seconds(device, work.products, work.bytes) if work.products or work.bytes else 0.0
 
     line = simulate(text, lambda c: collective_s(c, cluster), work_s, mesh)
     return CompiledSeconds(line.compute_s, line.collective_s, line.exposed_s)
@@ -196,16 +199,14 @@ class _Walk:
         inner = [n for group in i.callees.values() for n in group] if i.opcode.startswith("fusion") else []
         found = [p for n in inner for p in self.products.get(n, ())]
         found += [p for p in self.products.get(i.computation, ()) if p.name == i.name]
-        flops: dict[str, float] = defaultdict(float)
-        for p in found:
-            flops[p.dtype] += p.flops
-        return KernelWork(tuple(sorted(flops.items())), self._bytes(i, inner[0] if inner else None))
+        products = (Product(_dtype(p.dtype), p.flops, p.sizes) for p in found)
+        return KernelWork(tuple(products), self._bytes(i, inner[0] if inner else None))
 
     def total(self, i: HloInstruction) -> tuple[float, float]:
         """Flops and bytes of an instruction, loops with all their runs."""
         if i.opcode not in ("while", "conditional", "call"):
             work = self.work(i)
-            return sum(n for _, n in work.flops), work.bytes
+            return work.flops, work.bytes
         flops = moved = 0.0
         for inner, times in self.inside(i):
             for step in filter(self.works, self.module.computations[inner]):

@@ -1,0 +1,260 @@
+"""The train steps of published measurements, as shapes: a transformer at a row's sizes, and its layout as pins.
+
+One block is scanned over the layers. Norms and activations keep their operands for the backward pass and compute the rest again, as the
+fused kernels of all these frameworks do. Attention is one kernel (flash attention) with its own rule, so its flops are known and its
+scores are never in memory. The rule's flops are those that take as long at the rate of the planner's large products as the kernel
+takes by `attention_rate`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardplan import register_rule
+
+ATTENTION = {
+    ("A100", 64): (178e12, 155.0, 540.0),
+    ("A100", 128): (204e12, 190.0, 500.0),
+    ("H100", 64): (300e12, 190.0, 520.0),
+    ("H100", 128): (340e12, 190.0, 540.0),
+}
+"""GPU, head size -> FLOP/s of FlashAttention-2, forward and backward together, at long sequences; and the tokens s at which
+1 / (1 + s / length) of it are left, without and with a causal mask. Read off the FlashAttention-2 paper's figures (arXiv:2307.08691),
+which agree within 6 %."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a row; `micro` sequences per replica and microbatch, `accum` microbatches."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    gated: bool
+    vocab: int
+    tied: bool
+    seq: int
+    batch: int
+    accum: int
+    remat: str  # "none", "full", "selective"
+    param_dtype: str
+    compute_dtype: str
+    flash: bool = True
+
+
+def attention_rate(gpu: str, head: int, seq: int, causal: bool = True) -> float:
+    """FLOP/s of the flash attention kernel, its causal flops counted as half."""
+    rate, plain, masked = ATTENTION[gpu, 64 if head < 96 else 128]
+    return rate / (1 + (masked if causal else plain) / seq)
+
+
+# ---- flash attention as a primitive
+
+forward_p, backward_p = Primitive("published_flash_forward"), Primitive("published_flash_backward")
+backward_p.multiple_results = forward_p.multiple_results = True
+for primitive in (forward_p, backward_p):
+    mlir.register_lowering(primitive, lambda ctx, *args, **_: (_ for _ in ()).throw(NotImplementedError("priced, never run")))
+
+
+@forward_p.def_abstract_eval
+def _forward(q, k, v):
+    b, t, g, r, _ = q.shape
+    return q, jax.core.ShapedArray((b, g, r, t), jnp.float32)
+
+
+@backward_p.def_abstract_eval
+def _backward(q, k, v, out, sums, grad):
+    return q, k, v
+
+
+@jax.custom_vjp
+def flash(q, k, v):
+    """Causal attention of q [b, t, g, r, d] over k, v [b, s, g, d]."""
+    return forward_p.bind(q, k, v)[0]
+
+
+def _flash_forward(q, k, v):
+    out, sums = forward_p.bind(q, k, v)
+    return out, (q, k, v, out, sums)
+
+
+flash.defvjp(_flash_forward, lambda saved, grad: tuple(backward_p.bind(*saved, grad)))
+
+
+def price_attention(per_flop: float) -> None:
+    """Registers the rules of flash attention: a flop of it counts as `per_flop` flops of a large product."""
+
+    def flops(products: int):
+        return lambda n: per_flop * products * math.prod(n[name] for name in "btsgrd")  # 2 flops each, half of them masked
+
+    q, kv = "b t g r d", "b s g d"
+    register_rule(forward_p, f"{q}, {kv}, {kv} -> {q}, b g r t", replicated="t s d", flops=flops(2))
+    register_rule(backward_p, f"{q}, {kv}, {kv}, {q}, b g r t, {q} -> {q}, {kv}, {kv}", reduce="", replicated="t s d", flops=flops(5))
+
+
+# ---- the step
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _norm(x, p, gated: bool):
+    y = x.astype(jnp.float32)
+    if not gated:
+        y = y - y.mean(-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-5)
+    return (y * p["scale"] + (0 if gated else p["bias"])).astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _gelu(x, bias):
+    return jax.nn.gelu(x + bias)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def _attention(x, p, s: Shape, split: Callable):
+    t = x.shape[1]
+    q = split(jnp.einsum("btd,dgrk->btgrk", x, p["query"]))
+    k, v = (split(jnp.einsum("btd,dgk->btgk", x, p[name])) for name in ("key", "value"))
+    if s.flash:
+        out = flash(q, k, v)
+    else:
+        scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+        weights = jax.nn.softmax(jnp.where(jnp.tri(t, dtype=bool), scores, -1e9)).astype(x.dtype)
+        out = jnp.einsum("bgrts,bsgk->btgrk", weights, v)
+    return jnp.einsum("btgrk,grkd->btd", out, p["out"])
+
+
+def _block(x, p, s: Shape, split: Callable):
+    """One layer; `split` shards heads and hidden, dim 2, over the tensor axis."""
+    p = {name: w.astype(x.dtype) if name not in ("norm1", "norm2") else w for name, w in p.items()}
+    y = _attention(_norm(x, p["norm1"], s.gated), p, s, split)
+    x = x + (y if s.gated else y + p["out_bias"])
+    y = _norm(x, p["norm2"], s.gated)
+    if s.gated:
+        return x + _swiglu(split(y @ p["gate"]), split(y @ p["up"])) @ p["down"]
+    return x + _gelu(split(y @ p["up"]), p["up_bias"]) @ p["down"] + p["down_bias"]
+
+
+def _params(s: Shape) -> dict:
+    d, f, g, size = s.width, s.hidden, s.kv_heads, s.width // s.heads
+    dtype = jnp.dtype(s.param_dtype)
+
+    def norm(*stack):
+        return {"scale": jnp.ones((*stack, d), dtype)} | ({} if s.gated else {"bias": jnp.ones((*stack, d), dtype)})
+
+    shapes = {"query": (d, g, s.heads // g, size), "key": (d, g, size), "value": (d, g, size), "out": (g, s.heads // g, size, d)}
+    shapes |= {"up": (d, f), "down": (f, d)} | ({"gate": (d, f)} if s.gated else {"up_bias": (f,), "down_bias": (d,), "out_bias": (d,)})
+    layers = {name: jnp.zeros((s.layers, *shape), dtype) for name, shape in shapes.items()}
+    params = {
+        "embed": jnp.zeros((s.vocab, d), dtype),
+        "norm": norm(),
+        "layers": layers | {"norm1": norm(s.layers), "norm2": norm(s.layers)},
+    }
+    if not s.gated:
+        params["positions"] = jnp.zeros((s.seq, d), dtype)
+    return params if s.tied else params | {"head": jnp.zeros((d, s.vocab), dtype)}
+
+
+def build(s: Shape, mesh: jax.sharding.AbstractMesh):
+    """(train step, state, batch) of a row; the last two as shapes. The batch is [accum, sequences, tokens].
+
+    Activations are constrained to be sharded over the batch, and the logits over the vocabulary where there is tensor parallelism.
+    """
+    rows = tuple(a for a in ("data", "fsdp") if mesh.shape.get(a, 1) > 1) or None
+    tensor = "tensor" if "tensor" in mesh.axis_names and s.vocab % mesh.shape["tensor"] == 0 else None
+
+    def laid(x, *dims):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(rows, *dims)))
+
+    def split(x):
+        return laid(x, None, "tensor") if "tensor" in mesh.axis_names else x
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+
+    def create_state():
+        params = _params(s)
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def loss_fn(params, batch):
+        x = params["embed"].astype(s.compute_dtype)[batch["inputs"]]
+        if "positions" in params:
+            x = x + params["positions"].astype(x.dtype)
+
+        def block(x, p):
+            return laid(_block(x, p, s, split), P.UNCONSTRAINED, None)
+
+        x = laid(x, P.UNCONSTRAINED, None)
+        if s.remat == "selective":
+            block = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        elif s.remat == "full":
+            block = jax.checkpoint(block)
+        x, _ = jax.lax.scan(lambda x, p: (block(x, p), None), x, params["layers"])
+        x = _norm(x, params["norm"], s.gated)
+        head = params["embed"].astype(x.dtype).T if s.tied else params["head"].astype(x.dtype)
+        logits = laid(x @ head, None, tensor)
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]).mean()
+
+    def train_step(state, batch):
+        grads_of = jax.value_and_grad(loss_fn)
+        if s.accum == 1:
+            loss, grads = grads_of(state["params"], jax.tree.map(lambda x: x[0], batch))
+        else:
+            zeros = jax.tree.map(jnp.zeros_like, state["params"])
+
+            def add(total, one):
+                return jax.tree.map(jnp.add, total, grads_of(state["params"], one)), None
+
+            (loss, grads), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    tokens = jax.ShapeDtypeStruct((s.accum, s.batch // s.accum, s.seq), jnp.int32)
+    return train_step, jax.eval_shape(create_state), {"inputs": tokens, "targets": tokens}
+
+
+# ---- the layout
+
+
+TENSOR = {"query": 2, "key": 2, "value": 2, "out": 1, "up": 2, "gate": 2, "down": 1, "up_bias": 1, "embed": 0, "head": 1}
+"""Parameter -> its dim that tensor parallelism shards: heads, hidden, vocabulary."""
+
+
+def pins(state, mesh: Mapping[str, int], zero: int) -> dict[str, P]:
+    """Layouts of the state and the batch: tensor-parallel dims over "tensor", the state over "fsdp" as far as ZeRO of that level does.
+
+    Args:
+        state: the step's state, as shapes.
+        mesh: sizes of the axes "data", "fsdp", "tensor", in this order.
+        zero: 3 shards parameters and optimizer, 1 the optimizer alone (over "data" and "fsdp"), 0 neither.
+    """
+    found: dict[str, P] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+        dims: list = [None] * leaf.ndim
+        if leaf.ndim and (at := TENSOR.get(keys[-1])) is not None and mesh["tensor"] > 1 and leaf.shape[at] % mesh["tensor"] == 0:
+            dims[at] = "tensor"
+        axes = ("fsdp",) if zero == 3 else ("data", "fsdp") if zero and keys[0] == "opt" else ()
+        axes = tuple(a for a in axes if mesh[a] > 1)
+        n = math.prod(mesh[a] for a in axes)
+        free = [d for d in range(leaf.ndim) if dims[d] is None and leaf.shape[d] % n == 0 and not (d == 0 and "layers" in keys)]
+        if n > 1 and free and leaf.size > 1 << 14:
+            dims[max(free, key=lambda d: (leaf.shape[d], -d))] = axes if len(axes) > 1 else axes[0]
+        found["state/" + "/".join(keys)] = P(*dims)
+    rows = tuple(a for a in ("data", "fsdp") if mesh[a] > 1)
+    return found | {"batch/**": P(None, rows or None)}

@@ -1,0 +1,88 @@
+"""Seconds of one kernel on one device: matrix products by their shape, everything else by the bytes that it moves.
+
+A product [b, m, k] x [b, k, n] is computed tile by tile of its result, on p multiprocessors at once, each tile by one of them:
+
+    T = b ⌈m/r⌉ ⌈n/c⌉ tiles of r x c;   waves = ⌈T s / p⌉  if the contracted dim is split in s parts
+    compute = waves · (k/s + fill) · 2 r c (1 + edge (1/r + 1/c)) ÷ (rate of one multiprocessor)  +  sums of s > 1 parts
+    seconds = latency_s + max(compute, bytes ÷ memory rate)                 of the fastest (r, c) in `TILES` and s in `PARTS`
+
+So products fall off smoothly where they are thin, small or odd: few tiles leave multiprocessors idle, short contracted dims pay for
+filling. `ProductRate` has the constants of a GPU and a dtype, fitted to measured products by benchmarks/fit_rates.py. Without them
+every shape runs at `Device.flops_per_s`. A step is priced by this file alone, before it is compiled (`costs/roofline.py`) and after
+(`xla/hlo/schedule.py`).
+
+Also known as tile and wave quantization: NVIDIA, "Matrix Multiplication Background User's Guide".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardplan.mesh.device import Device, ProductRate
+
+TILES = np.array([(256, 128), (128, 128), (64, 64)], float)
+"""Rows and columns of a tile of the result that cuBLAS and Triton choose from."""
+
+PARTS = np.array([1, 2, 4, 8, 16], float)
+LEAST_PART = 64
+"""Contracted elements that a part has at least."""
+
+PART_BYTES = 32
+"""Bytes of memory traffic that each element of each part's result is worth; float32 written and read, and waited for."""
+
+
+class Product(NamedTuple):
+    """A product in a kernel: its dtype, its flops, and its [batch, rows, columns, contracted], where these are known."""
+
+    dtype: str
+    flops: float
+    sizes: tuple[int, int, int, int] | None = None
+
+
+def product_seconds(device: Device, dtype: str, sizes: np.ndarray, moved: np.ndarray) -> np.ndarray:
+    """Seconds of products on one device.
+
+    Args:
+        device: what computes them.
+        dtype: of their operands.
+        sizes: batch, rows, columns, contracted elements, [s, 4].
+        moved: bytes that each reads and writes, [s].
+    """
+    rate = device.product_rate(dtype)
+    if rate is None:
+        compute = 2.0 * np.prod(sizes, axis=1, dtype=float) / device.flops_per_s(dtype)
+        return np.maximum(np.maximum(compute, moved / device.memory_rate), device.kernel_latency_s)
+    compute = compute_seconds(rate, sizes, device.peak(dtype) / device.sms, device.sms, device.memory_rate)
+    return rate.latency_s + np.maximum(compute, moved / device.memory_rate)
+
+
+def compute_seconds(rate: ProductRate, sizes: np.ndarray, flops_per_s: float, multiprocessors: int, memory_rate: float) -> np.ndarray:
+    """Seconds of the products alone, [s]; `flops_per_s` is the peak of one multiprocessor."""
+    b, m, n, k = (x[:, None, None] for x in np.asarray(sizes, float).T)
+    rows, columns = TILES[:, 0, None], TILES[:, 1, None]  # [tile, part]
+    whole = 1 + rate.edge * (1 / TILES[0, 0] + 1 / TILES[0, 1])
+    slower = (1 + rate.edge * (1 / rows + 1 / columns)) / whole
+    tiles = b * np.ceil(m / rows) * np.ceil(n / columns)
+    waves = np.ceil(tiles * PARTS / multiprocessors)
+    seconds = waves * (k / PARTS + rate.fill) * (2 * rows * columns * slower / (flops_per_s * rate.efficiency * rate.sustained))
+    seconds = seconds + (PARTS > 1) * (PART_BYTES * tiles * rows * columns * PARTS / memory_rate)
+    return np.where((PARTS > 1) & (k / PARTS < LEAST_PART), np.inf, seconds).min(axis=(1, 2))
+
+
+def kernel_seconds(device: Device, products: Sequence[Product], bytes_: float) -> float:
+    """Seconds of one kernel with any number of products in it; none take as long as their bytes do."""
+    if not products:
+        return max(bytes_ / device.memory_rate, device.kernel_latency_s)
+    if not device.products:
+        return max(sum(p.flops / device.flops_per_s(p.dtype) for p in products), bytes_ / device.memory_rate, device.kernel_latency_s)
+    seconds = 0.0
+    for n, (dtype, flops, sizes) in enumerate(products):
+        moved = 0.0 if n else bytes_
+        if sizes is None:
+            seconds += max(flops / device.flops_per_s(dtype), moved / device.memory_rate, device.kernel_latency_s)
+        else:
+            seconds += float(product_seconds(device, dtype, np.array([sizes]), np.array([moved]))[0])
+    return seconds
