@@ -358,10 +358,9 @@ def differentiable_as(run: Callable, traced: ClosedJaxpr) -> Callable:
     return wrapped
 
 
-def static_arguments(jitted) -> tuple[frozenset[int], frozenset[str]]:
-    """Numbers and names of a jitted function's static arguments, each completed from the other by its signature."""
-    info = jitted._jit_info
-    return frozenset(info.static_argnums), frozenset(info.static_argnames)
+def jit_argument(fun, name: str) -> tuple:
+    """An option such as "static_argnums" of a jitted function, numbers and names completed from each other; () of a plain one."""
+    return tuple(getattr(getattr(fun, "_jit_info", None), name, ()))
 
 
 # ---- what JAX's errors say

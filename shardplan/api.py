@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import os
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -26,6 +27,7 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.options import JIT_ARGUMENTS, AutoOptions
 from shardplan.plan import Plan
+from shardplan.signature import Call, same_paths
 
 if TYPE_CHECKING:
     from shardplan.step import PlannedStep
@@ -51,7 +53,7 @@ def auto(
     plan: str | os.PathLike[str] | Plan | None = None,
     state_like: str | os.PathLike[str] | Plan | None = None,
     cache: str | os.PathLike[str] | None = None,
-    verify: str | Literal[True] | None = None,
+    verify: str | bool | None = None,
     process_timeout: float = 300.0,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
@@ -97,6 +99,15 @@ def auto(
     return lambda fun: fun.with_options(**changed) if isinstance(fun, Auto) else Auto(fun, options)
 
 
+def _with_arguments_of_jit(fun: Callable, options: AutoOptions) -> AutoOptions:
+    """The options, with the static and donated arguments of a step that is jitted already, where none are given."""
+    given = dict(options.jit_arguments)
+    for names in (("static_argnums", "static_argnames"), ("donate_argnums", "donate_argnames")):
+        if all(given[name] is None for name in names):
+            given |= {name: _jax.jit_argument(fun, name) or None for name in names}
+    return replace(options, jit_arguments=given)
+
+
 DEFAULTS = {name: p.default for name, p in inspect.signature(auto).parameters.items()}
 """Option of `auto` -> its default."""
 
@@ -105,11 +116,18 @@ class Auto(Generic[P, R]):
     """A step that plans itself; made by `auto`. Call it like the function it wraps."""
 
     def __init__(self, fun: Callable[P, R], options: AutoOptions):
+        if not callable(fun):
+            raise ShardingError(f"auto(mesh) takes a step, not {type(fun).__name__}.\n  way out: auto(mesh)(train_step)")
         functools.update_wrapper(self, fun, updated=())
+        options = _with_arguments_of_jit(fun, options)
         self._fun, self.options = fun, options
         try:
-            self._static = _jax.static_arguments(jax.jit(fun, **options.jit_arguments))
-        except ValueError as error:
+            jitted = jax.jit(fun, **options.jit_arguments)
+            self._static = (
+                frozenset(_jax.jit_argument(jitted, "static_argnums")),
+                frozenset(_jax.jit_argument(jitted, "static_argnames")),
+            )
+        except (ValueError, TypeError) as error:
             given = ", ".join(f"{k}={v!r}" for k, v in options.jit_arguments.items() if v is not None)
             raise ShardingError(f"{given}: {error}\n  way out: numbers or names of arguments that the step takes") from None
         self._steps: dict[Any, PlannedStep] = {}
@@ -163,17 +181,18 @@ class Auto(Generic[P, R]):
 
     def _step(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[PlannedStep, tuple]:
         """(the planned step of a call's signature, the operands it takes)."""
-        from shardplan.step import Call, plan_step  # the first plan loads the solver, not `import shardplan`
+        from shardplan.step import plan_step  # the first plan loads the solver, not `import shardplan`
 
         call = Call.of(args, kwargs, *self._static)
         if call.signature not in self._steps:
-            self._steps[call.signature] = plan_step(self._fun, call, self.options, functools.partial(self._adopt, call.signature))
+            adopt, before = functools.partial(self._adopt, call.signature), [*self._steps.values()]
+            self._steps[call.signature] = plan_step(self._fun, call, self.options, adopt, before)
         return self._steps[call.signature], call.operands
 
     def _adopt(self, signature: Hashable, step: PlannedStep) -> bool:
         """Whether a faster plan replaces that of a signature: unless the step has run, and its state lies as the old plan wants it."""
         if self._last is None and self.options.plan is None:
-            self._steps[signature] = step
+            self._steps[signature] = replace(step, asked=self._steps[signature].asked)
             return True
         return False
 
@@ -211,9 +230,10 @@ class Auto(Generic[P, R]):
         return jax.jit(_jax.on_auto_axes(created, mesh, shardings), out_shardings=shardings)(args, kwargs)
 
     def _known_layouts(self, tree, leaves) -> list[Layout] | None:
-        """The layouts of the first argument of this structure in the newest plan that has one."""
+        """The layouts of the first argument of this structure, or else of these paths, in the newest plan that has one."""
         want, saved = [(tuple(x.shape), str(x.dtype)) for x in leaves], self.options.saved_plan
-        parts = [part for step in reversed(self._steps.values()) for part in step.argument_leaves(tree)]
+        steps = [*reversed(self._steps.values())]
+        parts = [part for same in (operator.eq, same_paths) for step in steps for part in step.argument_leaves(tree, same)]
         parts += [list(saved.inputs[: len(want)])] if saved is not None else []
         return next(([x.layout for x in part] for part in parts if [(x.shape, x.dtype) for x in part] == want), None)
 

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
-from jax.sharding import PartitionSpec
 
 from shardplan import __version__
 from shardplan.api import Auto, auto
@@ -38,8 +37,9 @@ from shardplan.files import write_atomically
 from shardplan.plan import Plan
 from shardplan.plan.program import differences_of_plans
 from shardplan.searches import SEARCHES
-from shardplan.units import format_seconds, parse_bytes
+from shardplan.units import format_seconds
 from shardplan.view.values import VIEWERS, diff_values, fact_values, plan_values, report_markdown, report_values, rule_values, to_json
+from shardplan.words import UsageError, amount, compiler_options, numbers, parse_mesh, parse_pin, positive
 from shardplan.xla.report.check import PlanReport
 from shardplan.xla_model.facts import facts, facts_text
 
@@ -60,16 +60,12 @@ plan.json job.py:example --target h100:8 --tolerance 0.1 --max-seconds 0.02 --ma
 """Command -> arguments that its help gives as examples."""
 
 
-class _UsageError(Exception):
-    """An error of the user, with all there is to say."""
-
-
-USER_ERRORS = _UsageError, ShardingError, PlanFileError
+USER_ERRORS = UsageError, ShardingError, PlanFileError
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _UsageError(f"{message}\n  see: {self.prog} --help")
+        raise UsageError(f"{message}\n  see: {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,13 +113,13 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cluster", metavar="NAME", help="prices: a preset (h100, a100, ...) or a cluster file; default: this machine")
     plan.add_argument("--memory", metavar="BYTES", help="budget per device, e.g. 80GB, slight or disable; default: what the device has")
     plan.add_argument("--search", choices=SEARCHES, help="default: ilp")
-    plan.add_argument("--time-limit", type=_positive, metavar="S", help="seconds for the search; default: by counted work")
+    plan.add_argument("--time-limit", type=positive, metavar="S", help="seconds for the search; default: by counted work")
     pin = "e.g. 'params/**/kernel=None,model'; * leaves a dim free, data+model shards one dim over both"
     plan.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help=pin)
     donate = "numbers of donated arguments, as donate_argnums"
-    plan.add_argument("--donate", dest="donate_argnums", type=_numbers, metavar="N,...", help=donate)
+    plan.add_argument("--donate", dest="donate_argnums", type=numbers, metavar="N,...", help=donate)
     given = "of XLA, on GPUs: auto (the default) chooses, none leaves XLA alone, or e.g. xla_gpu_enable_pipelined_all_gather=true"
-    plan.add_argument("--compiler-options", type=_compiler_options, metavar="NAME=VALUE,...", help=given)
+    plan.add_argument("--compiler-options", type=compiler_options, metavar="NAME=VALUE,...", help=given)
     plan.add_argument("--state-like", metavar="FILE", help="plan file of another step, whose layouts of the shared state are kept")
     plan.add_argument("--cache", metavar="FOLDER", help="folder of plans: take the plan from there, or keep it there")
     plan.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
@@ -146,13 +142,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_target(check)
     check.add_argument("--target", metavar="GPU:N", help="GPUs, present or not, e.g. h100:8 or h100:8x8; default: devices at hand")
-    check.add_argument("--max-bytes", type=_amount, metavar="BYTES", help="most that collectives may move per device and step")
-    check.add_argument("--max-memory", type=_amount, metavar="BYTES", help="most memory that a device may need")
+    check.add_argument("--max-bytes", type=amount, metavar="BYTES", help="most that collectives may move per device and step")
+    check.add_argument("--max-memory", type=amount, metavar="BYTES", help="most memory that a device may need")
     check.add_argument("--fail-on", default="", metavar="WORD,...", help="remat, memory, replicated, twice, guess")
     more = "part by which XLA's program may send or hold more than planned, e.g. 0.1"
-    check.add_argument("--tolerance", type=_positive, metavar="PART", help=f"with a plan: {more}")
+    check.add_argument("--tolerance", type=positive, metavar="PART", help=f"with a plan: {more}")
     check.add_argument(
-        "--max-seconds", type=_positive, metavar="S", help="with a plan: most seconds that the step may be predicted to take"
+        "--max-seconds", type=positive, metavar="S", help="with a plan: most seconds that the step may be predicted to take"
     )
     check.add_argument("--markdown", action="store_true", help="print Markdown, for a comment of continuous integration")
     _add_json(check)
@@ -187,44 +183,6 @@ def _add_views(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--brief", action="store_true", help="print the summary only")
     _add_json(parser)
-
-
-def _positive(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-
-
-def _amount(text: str) -> float:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(n) for n in text.split(",") if n.strip())
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of argument numbers, such as 0,1") from None
-
-
-def _compiler_options(text: str) -> tuple[Any]:
-    """(what `auto(compiler_options=...)` takes,): a tuple, so that none given is not None given."""
-    if text in ("auto", "none"):
-        return (None if text == "none" else text,)
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name.strip() and equals for name, equals, _ in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, none and NAME=VALUE,...")
-
-    def value(word: str) -> bool | int | float | str:
-        for read in ({"true": True, "false": False}.__getitem__, int, float):
-            with contextlib.suppress(KeyError, ValueError):
-                return read(word)
-        return word
-
-    return ({name.strip(): value(word.strip()) for name, _, word in pairs},)
 
 
 # ---- the commands
@@ -264,9 +222,7 @@ def _check(options: argparse.Namespace) -> int:
     step, args = _step(options)
     if options.plan is None:
         if options.tolerance is not None or options.max_seconds is not None:
-            raise _UsageError(
-                "--tolerance and --max-seconds compare with a plan.\n  way out: shardplan check plan.json " + options.step
-            )
+            raise UsageError("--tolerance and --max-seconds compare with a plan.\n  way out: shardplan check plan.json " + options.step)
         from shardplan.xla.report.check import check
 
         with _blamed(options, "checking"):
@@ -317,9 +273,9 @@ def _solve(argv: list[str]) -> int:
     try:
         return iopddl.main(argv) or SAME
     except OSError as error:
-        raise _UsageError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"{error.filename}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise _UsageError(f"this is no instance of the IOPDDL benchmark ({type(error).__name__}: {error})") from None
+        raise UsageError(f"this is no instance of the IOPDDL benchmark ({type(error).__name__}: {error})") from None
 
 
 def _print(plan: Plan, options: argparse.Namespace) -> None:
@@ -334,7 +290,7 @@ def _write(path: str, text: str) -> None:
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise _UsageError(f"{path}: cannot be written: {error.strerror}") from None
+        raise UsageError(f"{path}: cannot be written: {error.strerror}.\n  way out: a file in a folder that exists") from None
     print(f"wrote {path}", file=sys.stderr)
 
 
@@ -345,35 +301,7 @@ def _stay_on_cpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-# ---- parsing
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """{"data": 2, "model": 4} of "data=2,model=4"."""
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (x.strip() for x in part.partition("="))
-        if not name or not size.isdecimal() or int(size) < 1:
-            raise _UsageError(f"--mesh {text}: {part!r} is no axis with a size.\n  way out: --mesh data=2,model=4")
-        if name in axes:
-            raise _UsageError(f"--mesh {text}: axis {name!r} stands twice")
-        axes[name] = int(size)
-    return axes
-
-
-def parse_pin(text: str) -> tuple[str, Any]:
-    """("params/**/kernel", P(None, "model")) of "params/**/kernel=None,model"."""
-    path, equals, spec = text.rpartition("=")
-    if not equals or not path.strip():
-        raise _UsageError(f"--pin {text}: has no path and spec.\n  way out: --pin 'params/**/kernel=None,model'")
-
-    def entry(word: str):
-        if word in ("None", "-", ""):
-            return None
-        return PartitionSpec.UNCONSTRAINED if word == "*" else tuple(word.split("+")) if "+" in word else word
-
-    words = [w.strip() for w in spec.split(",")] if spec.strip() else []
-    return path.strip(), PartitionSpec(*map(entry, words))
+# ---- the step
 
 
 def _step(options: argparse.Namespace) -> tuple[Callable, tuple]:
@@ -382,14 +310,14 @@ def _step(options: argparse.Namespace) -> tuple[Callable, tuple]:
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(make).parameters.values()
         if needed := [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
-            raise _UsageError(
+            raise UsageError(
                 f"{options.step} takes {', '.join(needed)}.\n"
                 "  way out: name a function that takes nothing and returns (step, args), args being arrays or ShapeDtypeStructs"
             )
     with _blamed(options, options.step):
         made = make()
     if not isinstance(made, (tuple, list)) or len(made) < 2 or not callable(made[0]):
-        raise _UsageError(
+        raise UsageError(
             f"{options.step} returned {type(made).__name__}, not a step with its arguments.\n"
             "  way out: return train_step, (state, batch)"
         )
@@ -400,19 +328,24 @@ def _step(options: argparse.Namespace) -> tuple[Callable, tuple]:
 def _function(options: argparse.Namespace) -> Callable:
     where, colon, name = options.step.rpartition(":")
     if not colon or not where or not name:
-        raise _UsageError(f"{options.step!r} names no function.\n  way out: module:function or path/to/file.py:function")
+        plan = options.step.endswith(".json")
+        step = f"the step as well: {options.step} job.py:example" if plan else "module:function or path/to/file.py:function"
+        raise UsageError(f"{options.step!r} names no function.\n  way out: {step}")
     with _blamed(options, where):
         module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
     found = functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), module)
     if not callable(found):
         some = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
-        raise _UsageError(f"{where} has no function {name!r}" + (f".\n  it has: {', '.join(some[:8])}" if some else ""))
+        raise UsageError(
+            f"{where} has no function {name!r}.\n"
+            + (f"  it has: {', '.join(some[:8])}" if some else "  way out: one that takes nothing and returns (step, args)")
+        )
     return found
 
 
 def _load_file(path: Path) -> types.ModuleType:
     if not path.is_file():
-        raise _UsageError(f"{path}: no such file")
+        raise UsageError(f"{path}: no such file.\n  way out: a path from here, {os.getcwd()}")
     sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     assert spec is not None and spec.loader is not None
@@ -427,7 +360,9 @@ def _load_module(name: str) -> types.ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and f"{name}.".startswith(f"{error.name}."):
-            raise _UsageError(f"no module {error.name!r} here or among the installed ones") from None
+            raise UsageError(
+                f"no module {error.name!r} here or among the installed ones.\n  way out: path/to/file.py:function, or PYTHONPATH"
+            ) from None
         raise
 
 
@@ -446,4 +381,4 @@ def _blamed(options: argparse.Namespace, what: str):
         lines = [(file, n) for file, n in files if not file.startswith(NOT_OF_USER) and "site-packages" not in file]
         at = f" at {Path(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""
         hint = "" if options.traceback else "\n  --traceback shows more"
-        raise _UsageError(f"{what} failed{at}: {type(error).__name__}{f': {text}' if text else ''}{hint}") from None
+        raise UsageError(f"{what} failed{at}: {type(error).__name__}{f': {text}' if text else ''}{hint}") from None

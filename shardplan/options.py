@@ -28,6 +28,9 @@ MEMORY_SAVING = {"slight": 0.25, "moderate": 0.5, "heavy": 0.75}
 HOPPER = (9, 0)
 """Compute capability from which on XLA hides latency unasked (fact: options-latency-hiding)."""
 
+LEAST_BYTES = 1000
+"""A smaller limit is gigabytes that were meant and not said."""
+
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 """Names of jax for the platform of GPUs."""
 
@@ -50,7 +53,7 @@ class AutoOptions:
     plan: str | os.PathLike[str] | Plan | None
     state_like: str | os.PathLike[str] | Plan | None
     cache: str | os.PathLike[str] | None
-    verify: str | Literal[True] | None
+    verify: str | bool | None
     process_timeout: float
     compiler_options: Mapping[str, Flag] | Literal["auto"] | None
     keep_unused: bool
@@ -60,30 +63,31 @@ class AutoOptions:
     def __post_init__(self):
         if not isinstance(self.mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
             raise ShardingError(
-                f"auto() takes a mesh first, not {type(self.mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))"
+                f"auto() takes a mesh first, not {type(self.mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))(step)"
             )
         _refuse_unknown(self)
-        for name, words in (("search", SEARCHES), ("user_shardings", ("keep", "hint", "ignore"))):
-            if getattr(self, name) not in words:
-                raise ShardingError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(repr, words))}")
+        for name, words in (("search", tuple(SEARCHES)), ("user_shardings", ("keep", "hint", "ignore")), ("overlap", (True, False))):
+            if (given := getattr(self, name)) not in words:
+                raise ShardingError(f"{name}={given!r} is none of {', '.join(map(repr, words))}.\n  way out: {name}={words[0]!r}")
         if not (isinstance(self.compute_scale, (int, float)) and 0 < self.compute_scale < float("inf")):
-            raise ShardingError(f"compute_scale={self.compute_scale!r} is no positive number")
+            raise ShardingError(f"compute_scale={self.compute_scale!r} is no positive number.\n  way out: compute_scale=1.0")
+        if self.pins is not None and not (isinstance(self.pins, Mapping) and all(isinstance(pattern, str) for pattern in self.pins)):
+            raise ShardingError(
+                f"pins={self.pins!r} is no mapping of path patterns to PartitionSpecs.\n"
+                '  way out: pins={"params/**/kernel": P(None, "model")}, or in_shardings by position'
+            )
         for name in ("time_limit", "process_timeout"):
             seconds = getattr(self, name)
             number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0
             if not number and not (seconds is None and name == "time_limit"):
                 raise ShardingError(f"{name}={seconds!r} is no number of seconds above 0.\n  way out: {name}=30")
-        if not (isinstance(self.process_timeout, (int, float)) and 0 < self.process_timeout < float("inf")):
-            raise ShardingError(
-                f"process_timeout={self.process_timeout!r} is no number of seconds above 0.\n  way out: process_timeout=600"
-            )
         if self.memory_saving and self.search == "recursive":
             raise ShardingError(
                 f"memory={self.memory!r} needs to know the fastest plan first.\n  ways out: search='ilp', or a number of bytes"
             )
         _ = self.given_bytes, self.saved_plan, self.state_plan, self.own_flags  # a wrong one is refused at once
         if self.cache is not None and not isinstance(self.cache, (str, os.PathLike)):
-            raise ShardingError(f"cache={self.cache!r} is no folder")
+            raise ShardingError(f'cache={self.cache!r} is no folder.\n  way out: cache="~/.cache/shardplan"')
 
     @functools.cached_property
     def shape(self) -> MeshShape:
@@ -93,14 +97,13 @@ class AutoOptions:
     @functools.cached_property
     def saved_plan(self) -> Plan | None:
         """The plan to reuse; None also for a file that this process lacks, where the mesh has other processes, which may have it."""
-        if not isinstance(self.plan, (str, os.PathLike)):
-            return self.plan
-        return None if self._others_may_have_it else Plan.load(self.plan)
+        return None if self._others_may_have_it else _plan_of("plan", self.plan)
 
     @property
     def _others_may_have_it(self) -> bool:
         devices = self.mesh.devices.flat if isinstance(self.mesh, jax.sharding.Mesh) else ()
-        return not os.path.exists(os.fspath(self.plan)) and len({d.process_index for d in devices}) > 1  # pyright: ignore
+        missing = isinstance(self.plan, (str, os.PathLike)) and not os.path.exists(self.plan)
+        return missing and len({d.process_index for d in devices}) > 1
 
     def plan_of_processes(self, text: str | None) -> Plan | None:
         """The plan to reuse: this process's own, else one that another process has the text of.
@@ -115,7 +118,7 @@ class AutoOptions:
     @functools.cached_property
     def state_plan(self) -> Plan | None:
         """The plan whose state's layouts are kept."""
-        found = Plan.load(self.state_like) if isinstance(self.state_like, (str, os.PathLike)) else self.state_like
+        found = _plan_of("state_like", self.state_like)
         if found is not None and found.mesh != self.shape:
             raise ShardingError(f"state_like is a plan for mesh {found.mesh}, the step is for mesh {self.shape}.\n  way out: that mesh")
         return found
@@ -212,18 +215,33 @@ class AutoOptions:
         if self.memory is None or self.memory == "adaptive" or self.memory_saving:
             return None
         try:
-            return float("inf") if self.memory == "disable" else parse_bytes(self.memory)
+            found = float("inf") if self.memory == "disable" else parse_bytes(self.memory)
         except ValueError:
             words = ", ".join(("adaptive", "disable", *MEMORY_SAVING))
             raise ShardingError(
                 f"memory={self.memory!r} is no amount of memory.\n  ways out: bytes, text like '80GB' or '74.5GiB', or one of {words}"
             ) from None
+        if found < LEAST_BYTES:
+            raise ShardingError(f"memory={self.memory!r} is {found:g} bytes per device.\n  way out: text with a unit, such as '80GB'")
+        return found
 
     @property
     def memory_limit(self) -> float | None:
         """Bytes per device, or None for no limit."""
         limit = self.machine.device.memory_bytes if self.given_bytes is None else self.given_bytes
         return None if limit == float("inf") else float(limit)
+
+
+def _plan_of(name: str, given: Any) -> Plan | None:
+    """The plan that an option gives itself or by its file."""
+    if given is None or isinstance(given, Plan):
+        return given
+    if isinstance(given, (str, os.PathLike)):
+        return Plan.load(given)
+    raise ShardingError(
+        f"{name}={type(given).__name__} is neither a plan nor the path of a plan file.\n"
+        f"  ways out: {name}=step.plan(state, batch), or {name}='plan.json' as plan.save() wrote it"
+    )
 
 
 JIT_ARGUMENTS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")

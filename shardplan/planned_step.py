@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from shardplan import _jax
+from shardplan.costs.options import Options
 from shardplan.errors import ShardingError, warn
 from shardplan.feedback import Verified
 from shardplan.plan import Plan
@@ -28,6 +29,7 @@ class PlannedStep:
         traceable: the step to be traced into a larger program on a mesh with Explicit axes.
         in_shardings: per leaf of the operands.
         donated: numbers of donated leaves.
+        asked: what was planned for; None for a plan that was taken over.
     """
 
     plan: Plan
@@ -36,6 +38,7 @@ class PlannedStep:
     traceable: Callable
     in_shardings: Sequence
     donated: Sequence[int]
+    asked: Options | None = None
 
     def __call__(self, *operands, expects_move: bool = False):
         """Runs the step; operands that jit refuses for the devices they are on are moved first, with a warning unless it is expected.
@@ -47,12 +50,15 @@ class PlannedStep:
             raise ShardingError(
                 "this step was planned on an AbstractMesh, which has no devices to run on.\n  way out: auto(jax.make_mesh(...))"
             )
+        leaves, tree = jax.tree.flatten(operands)
         try:
             return self.jitted(*operands)
         except ValueError as error:
             if not _jax.refuses_placement(error):
                 raise
-        leaves, tree = jax.tree.flatten(operands)
+        except (RuntimeError, TypeError) as error:
+            self._refuse(leaves, error)
+            raise
         placed = [
             x if isinstance(x, (int, float, complex)) else jax.device_put(x, s) for x, s in zip(leaves, self.in_shardings, strict=True)
         ]
@@ -63,6 +69,22 @@ class PlannedStep:
             if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
                 leaves[n].delete()
         return out
+
+    def _refuse(self, leaves: Sequence, error: Exception) -> None:
+        """Says in words what jit says of donated arrays that are used again, and of shapes in place of arrays."""
+        paths = [(leaf.path, x) for leaf, x in zip(self.plan.inputs, leaves, strict=True)]
+        gone = [path for path, x in paths if isinstance(x, jax.Array) and x.is_deleted()]
+        if gone and "deleted" in str(error):
+            more = f" and {len(gone) - 1} more arrays were" if len(gone) > 1 else " was"
+            raise ShardingError(
+                f"{gone[0]}{more} donated to an earlier call, or deleted; an array that was donated cannot be used again.\n"
+                "  ways out: go on with what the step returns, state, loss = step(state, batch); or drop donate_argnums"
+            ) from error
+        if shapes := [path for path, x in paths if isinstance(x, jax.ShapeDtypeStruct)]:
+            raise ShardingError(
+                f"{shapes[0]} is a shape, which can be planned with but not run.\n"
+                "  ways out: step.plan(...) plans from shapes; step.init(create_state, key) makes a state of arrays"
+            ) from error
 
     def _warn_of_moves(self, leaves: Sequence) -> None:
         """Warns of arrays that lie otherwise than planned: whoever calls functions of other plans in turn moves the state each time."""
@@ -83,11 +105,11 @@ class PlannedStep:
             "evaluation), auto(mesh, state_like=plan)"
         )
 
-    def argument_leaves(self, tree) -> list[list[Leaf]]:
-        """Planned leaves of every argument of this structure."""
+    def argument_leaves(self, tree, same: Callable[[Any, Any], bool]) -> list[list[Leaf]]:
+        """Planned leaves of every argument whose structure is the same."""
         inputs = iter(self.plan.inputs)
         parts = [(part, list(islice(inputs, part.num_leaves))) for part in arguments(self.plan.context.in_tree)]
-        return [leaves for part, leaves in parts if part == tree]
+        return [leaves for part, leaves in parts if same(part, tree)]
 
 
 @dataclass(frozen=True, eq=False)

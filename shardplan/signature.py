@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,9 +120,12 @@ def refuse_non_arrays(call: Call, fun: Callable) -> None:
         refuse_refs([leaf], "takes")
         array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not (isinstance(leaf, np.ndarray) and leaf.dtype == object)
         if not array and not isinstance(leaf, (int, float, complex)):
+            ways = "make it an array, or name it in static_argnums or static_argnames"
+            if callable(leaf):
+                ways += "; of an equinox module take the arrays alone: params, static = eqx.partition(model, eqx.is_array), and call "
+                ways += "eqx.combine(params, static) in the step"
             raise ShardingError(
-                f"argument {call.labels(fun)[n]} is {type(leaf).__name__} {str(leaf)[:40]!r}, not an array.\n"
-                "  ways out: make it an array, or name it in static_argnums or static_argnames"
+                f"argument {call.labels(fun)[n]} is {type(leaf).__name__} {str(leaf)[:40]!r}, not an array.\n  ways out: {ways}"
             )
 
 
@@ -140,6 +144,15 @@ def refuse_refs(values: Iterable, how: str) -> None:
 def arguments(in_tree) -> list:
     """Structures of the single arguments of a call, from that of (args, kwargs)."""
     return [part for side in in_tree.children() for part in side.children()]
+
+
+def same_paths(tree, other) -> bool:
+    """Whether two trees have leaves at the same paths; what else they hold, as the functions in a flax `TrainState`, may differ."""
+
+    def paths(tree) -> list:
+        return [path_text(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))]
+
+    return tree.num_leaves == other.num_leaves and paths(tree) == paths(other)
 
 
 def state_pairs(in_tree, in_leaves: Sequence, out_tree, out_leaves: Sequence) -> Iterator[tuple[int, int]]:
@@ -176,7 +189,12 @@ def prefix_pins(prefix, tree, leaves: Sequence, who: str) -> dict[int, PinDims]:
     try:
         spread = _jax.broadcast_prefix(prefix, jax.tree.unflatten(tree, range(tree.num_leaves)), is_leaf)
     except ValueError as error:
-        raise ShardingError(f"{who} is no tree prefix of what the step {'takes' if who[0] == 'i' else 'returns'}: {error}") from None
+        what, entry = ("takes", "argument") if who[0] == "i" else ("returns", "result")
+        said = re.sub(r"\s+", " ", str(error).replace("tree_map tree", who))
+        raise ShardingError(
+            f"{who} is no tree prefix of what the step {what}: {said}\n"
+            f"  way out: one entry per {entry}, each None, a spec for all arrays of it, or a tree of specs with its keys"
+        ) from None
     specs = {n: spec_of(sharding, who) for n, sharding in enumerate(spread) if sharding is not None}
     return {n: pin_dims(spec, max(len(leaves[n].shape), len(spec))) for n, spec in specs.items()}
 
@@ -185,5 +203,7 @@ def spec_of(sharding, who: str):
     """The PartitionSpec of a spec or a NamedSharding."""
     spec = getattr(sharding, "spec", sharding)
     if not isinstance(spec, (jax.sharding.PartitionSpec, tuple)):
-        raise ShardingError(f"{who}: {sharding!r} is no PartitionSpec or NamedSharding")
+        axes = [sharding] if isinstance(sharding, str) else sharding if isinstance(sharding, list) else []
+        way = f"P({', '.join(map(repr, axes))})" + ("" if axes else " for replicated, or leave it out")
+        raise ShardingError(f"{who}: {sharding!r} is no PartitionSpec or NamedSharding.\n  way out: {way}")
     return spec

@@ -6,7 +6,9 @@ The operands of a step are the arguments of a call that are not static: position
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,22 +30,29 @@ from shardplan.plan.cache import CachedPlan
 from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
 from shardplan.plan.program import line_name, source_lines
-from shardplan.plan.reuse import matching_pins, saved_decisions, state_pins
+from shardplan.plan.reuse import decisions_but_scalars, matching_pins, saved_decisions, state_pins
 from shardplan.planned_step import PlanContext, PlannedStep
 from shardplan.processes import PROGRAM, Announcement, Announcements, Processes
 from shardplan.search.objective import NEAR_TIE
 from shardplan.searches import SEARCHES
 from shardplan.signature import Call, path_text, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
+from shardplan.trace import trace
 from shardplan.units import format_array, format_seconds
 from shardplan.view.progress import Progress
 from shardplan.xla.compiler.options import as_known, unknown
 from shardplan.xla_model.compiler_options import Flag, XlaOptions
 
+LOG = logging.getLogger("shardplan")
 Decisions = Mapping[Path, EmitDecision]
 
 
 def plan_step(
-    fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[PlannedStep], bool] | None = None, alone: bool = False
+    fun: Callable,
+    call: Call,
+    options: AutoOptions,
+    adopt: Callable[[PlannedStep], bool] | None = None,
+    before: Sequence[PlannedStep] = (),
+    alone: bool = False,
 ) -> PlannedStep:
     """Traces and plans a step for a call's signature; nothing runs.
 
@@ -54,6 +63,7 @@ def plan_step(
         call: the shapes of its arguments.
         options: those of `auto`.
         adopt: takes a faster plan that `Plan.fix` or `Plan.compare` comes upon in place of this one; says whether it did.
+        before: the step as planned for other calls, with the same options.
         alone: plan on this process, whoever else the mesh belongs to.
 
     Raises:
@@ -62,20 +72,22 @@ def plan_step(
         PlanFileError: the saved plan is for another mesh or model.
     """
     if not alone and (processes := Processes.of(options.mesh, options.process_timeout)) is not None:
-        return _plan_of_all(processes, fun, call, options)
+        return _plan_of_all(processes, fun, call, options, before)
     _refuse_options(options, call)
     step = TracedStep.of(fun, call, options)
-    return step.jit(*_planned(step, fun, call, options, step.options(), adopt))
+    decisions, plan, asked = _planned(step, options, step.options(), before, functools.partial(_replanner, fun, call, options, adopt))
+    return replace(step.jit(decisions, plan), asked=asked)
 
 
-def _plan_of_all(processes: Processes, fun: Callable, call: Call, options: AutoOptions) -> PlannedStep:
+def _plan_of_all(processes: Processes, fun: Callable, call: Call, options: AutoOptions, before: Sequence[PlannedStep]) -> PlannedStep:
     """The step of the plan that the first process makes.
 
     It limits the memory by the least that a process announces, and reuses the plan file of any process. What is emitted comes from the
     text of the plan on every process, the first one included, so that all compile the same program.
     """
     traced: list[TracedStep] = []
-    own: list[Plan] = []
+    own: list[tuple[Decisions, Plan, Options | None]] = []
+    replanner = functools.partial(_replanner, fun, call, options, None)
 
     def announce() -> Announcement:
         _refuse_options(options, call)
@@ -88,39 +100,54 @@ def _plan_of_all(processes: Processes, fun: Callable, call: Call, options: AutoO
         file = next((x.plan_file for x in announced.values() if x.plan_file), None)
         shared = replace(options, plan=options.plan_of_processes(file))
         asked = replace(asked, memory=min(limits, default=None))
-        own.append(_planned(traced[0], fun, call, shared, asked, None)[1])
-        return own[0].dumps()
+        own.append(_planned(traced[0], shared, asked, before, replanner))
+        return own[0][1].dumps()
 
     text = processes.one_plan(announce, make)
     (step,), plan = traced, Plan.loads(text)
     decisions = saved_decisions(plan, step.traced, options.shape)
     assert decisions is not None, "internal error: all processes have traced the program that the plan is for"
     if own:
-        return step.jit(decisions, own[0])
-    return step.jit(decisions, plan.with_context(step.context(decisions, _replanner(fun, call, options, None, [plan]))))
+        return replace(step.jit(decisions, own[0][1]), asked=own[0][2])
+    return step.jit(decisions, plan.with_context(step.context(decisions, replanner([plan]))))
 
 
 def _planned(
-    step: TracedStep, fun: Callable, call: Call, options: AutoOptions, asked: Options, adopt: Callable[[PlannedStep], bool] | None
-) -> tuple[Decisions, Plan]:
-    """The decisions and the plan of a traced step: the saved one, that of the cache, or a new one."""
+    step: TracedStep,
+    options: AutoOptions,
+    asked: Options,
+    before: Sequence[PlannedStep],
+    replanner: Callable[[list[Plan]], Callable[..., Plan]],
+) -> tuple[Decisions, Plan, Options | None]:
+    """(decisions, plan, what was planned for) of a traced step: the saved plan, a known one, that of the cache, or a new one."""
     fastest: list[Plan] = []
-    context = functools.partial(step.context, replan=_replanner(fun, call, options, adopt, fastest))
+    context, start = functools.partial(step.context, replan=replanner(fastest)), time.perf_counter()
 
-    def known(plan: Plan, decisions: Decisions) -> tuple[Decisions, Plan]:
+    def taken_over(plan: Plan, decisions: Decisions, planned: Planned | None = None) -> tuple[Decisions, Plan, Options | None]:
         fastest.append(plan)
-        return decisions, plan.with_context(context(decisions))
+        return decisions, plan.with_context(context(decisions, planned=planned)), planned and asked
 
     if (saved := options.saved_plan) is not None:
         if (decisions := saved_decisions(saved, step.traced, options.shape)) is not None:
-            return known(structs.replace(saved, compiler_options=options.flags(saved.compiler_options)), decisions)
+            return taken_over(structs.replace(saved, compiler_options=options.flags(saved.compiler_options)), decisions)
         asked = matching_pins(saved, step.traced, asked)
     elif options.state_plan is not None:
         asked = replace(asked, in_pins={**state_pins(options.state_plan, step.traced, step.pinned(asked)), **asked.in_pins})
-    options.warn_of_prices()
     place = _place(options, step.traced, asked)
-    if place and (kept := place.load()) and (decisions := saved_decisions(kept, step.traced, options.shape)) is not None:
-        return known(kept, decisions)
+    if (known := _known_plan(step, asked, before, place)) is not None:
+        return taken_over(*known)
+    options.warn_of_prices()
+    plan = _solved(step, options, asked, context)
+    _warn_of_unknown(plan)
+    if place:
+        place.save(plan)
+    fastest.append(plan)
+    _log_planned(step.name, plan, before, time.perf_counter() - start)
+    return plan.context.planned.decisions, plan, asked
+
+
+def _solved(step: TracedStep, options: AutoOptions, asked: Options, context: Callable[..., PlanContext]) -> Plan:
+    """A new plan, corrected by a compiler where that is asked for."""
 
     def solve(memory: float | None, corrections: CostCorrections | None = None) -> Plan:
         with Progress() as progress:
@@ -128,17 +155,40 @@ def _planned(
             planned = make_plan(step.traced, options.shape, options.machine, task)
         return describe(planned, context(planned.decisions, planned=planned), options.flags(planned.xla.flags()))
 
-    if options.verify is None:
-        plan = solve(asked.memory)
-    else:
-        found = verified(solve, None if options.verify is True else options.verify, asked.memory, options.machine)
-        plan = found.rounds[found.chosen].plan
-        plan = plan.with_context(replace(plan.context, verified=found))
-    _warn_of_unknown(plan)
-    if place:
-        place.save(plan)
-    fastest.append(plan)
-    return plan.context.planned.decisions, plan
+    if not options.verify:
+        return solve(asked.memory)
+    found = verified(solve, None if options.verify is True else options.verify, asked.memory, options.machine)
+    plan = found.rounds[found.chosen].plan
+    return plan.with_context(replace(plan.context, verified=found))
+
+
+def _known_plan(
+    step: TracedStep, asked: Options, before: Sequence[PlannedStep], place: CachedPlan | None
+) -> tuple[Plan, Decisions, Planned | None] | None:
+    """(plan, its decisions, what it was planned from) where the step was planned before: in this process, or in the folder of plans."""
+    for known in (other.plan for other in before if other.asked == asked):
+        if (decisions := decisions_but_scalars(known, step.traced)) is not None:
+            LOG.info("%s is traced again for arguments of another tree or weak type; its plan is kept", step.name)
+            return known, decisions, known.context.planned
+    if place and (kept := place.load()) and (decisions := saved_decisions(kept, step.traced, step.auto.shape)) is not None:
+        return kept, decisions, None
+    return None
+
+
+def _log_planned(name: str, plan: Plan, before: Sequence[PlannedStep], seconds: float) -> None:
+    """One line per plan: a warning where the step was planned already, saying which arguments are others now."""
+    if not before:
+        LOG.info("%s is planned, in %.1f s: %r", name, seconds, plan)
+        return
+    was = {x.path: format_array(x) for x in before[-1].plan.inputs}
+    now = {x.path: format_array(x) for x in plan.inputs}
+    other = [
+        f"{path} {now.get(path, 'not there')}, was {was.get(path, 'not there')}"
+        for path in {**was, **now}
+        if was.get(path) != now.get(path)
+    ]
+    why = "; ".join(other[:3]) + ("; ..." if len(other) > 3 else "") or "static arguments or trees are others"
+    LOG.warning("%s is planned again (%d plans now), in %.1f s: %s", name, len(before) + 1, seconds, why)
 
 
 def _warn_of_unknown(plan: Plan) -> None:
@@ -151,7 +201,7 @@ def _warn_of_unknown(plan: Plan) -> None:
 
 def _place(options: AutoOptions, traced: Traced, asked: Options) -> CachedPlan | None:
     """Where the plan is kept; None without a folder, and for plans that are corrected by a compiler."""
-    if options.cache is None or options.verify is not None:
+    if options.cache is None or options.verify:
         return None
     return CachedPlan.of(options.cache, options.depends_on(traced.identity().fingerprint, asked, traced.donated_names()))
 
@@ -215,7 +265,7 @@ class TracedStep:
         refuse_non_arrays(call, fun)
         twin = _jax.auto_twin(auto.mesh)
         with _jax.within(twin):
-            traced = _trace(fun, call, auto)
+            traced = trace(fun, call, auto)
         refuse_refs(traced.jaxpr.consts, "closes over")
         in_leaves, in_tree = jax.tree.flatten(traced.args_info)
         avals, infos = ((*args, *(kwargs[k] for k in call.keywords)) for args, kwargs in (traced.in_avals, traced.args_info))
@@ -347,32 +397,3 @@ def _refuse_options(options: AutoOptions, call: Call) -> None:
 def _types(operands):
     leaves, tree = jax.tree.flatten(operands)
     return tree, [(x.shape, x.dtype, x.weak_type) for x in leaves]
-
-
-def _trace(fun: Callable, call: Call, auto: AutoOptions):
-    """`jax.jit(fun).trace` on this mesh.
-
-    A function that names axes which the mesh lacks, and none where there is no mesh, is traced as it is without one.
-    """
-    args, kwargs = call.abstract()
-    try:
-        with _jax_kernels.cudnn_assumed():
-            return jax.jit(fun, **auto.jit_arguments).trace(*args, **kwargs)
-    except ValueError as error:
-        if _jax.OTHER_SHARD_MAP_MESH in str(error):
-            raise ShardingError(
-                "a jax.shard_map or jax.pmap in the step is given a mesh of its own; a planned step is traced on its mesh with Auto "
-                "axes.\n  ways out: leave mesh= out of that jax.shard_map (it takes the mesh in use); in place of jax.pmap, plan what "
-                "it maps with jax.vmap; or plan on jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)"
-            ) from error
-        if _jax.UNKNOWN_AXIS not in str(error):
-            raise
-        unknown = error
-    why, way = f"the step asks for layouts that the mesh has no axis for: {unknown}", f"name axes of {auto.shape}"
-    try:
-        with _jax_kernels.cudnn_assumed():
-            traced = jax.jit(_jax.without_mesh(fun), **auto.jit_arguments).trace(*args, **kwargs)
-    except Exception:
-        raise ShardingError(f"{why}\n  way out: {way}, or plan on a mesh that has it") from unknown
-    warn(f"{why}\n  All that it asks for only where there is a mesh is left to the planner.\n  way out: {way}")
-    return traced

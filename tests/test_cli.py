@@ -272,7 +272,7 @@ WRONG = [
     ([*PLAN, *MESH, "--memory", "lots"], "memory='lots' is no amount of memory"),
     ([*PLAN, *MESH, "--memory", "1MB"], "no plan fits"),
     ([*PLAN, "--mesh", "x=2", "--cluster", "abacus"], "cluster 'abacus' is not known"),
-    ([*PLAN, *MESH, "--time-limit", "soon"], "'soon' is no number of seconds above 0"),
+    ([*PLAN, *MESH, "--time-limit", "soon"], "'soon' is no number above 0, such as 0.1"),
     ([*PLAN, *MESH, "--donate", "w"], "'w' is no list of argument numbers"),
     ([*PLAN, *MESH, "--pin", "nothing"], "--pin nothing: has no path and spec"),
     ([*PLAN, *MESH, "--pin", "w/upp=None,model"], "pin 'w/upp' matches no input"),

@@ -1,11 +1,14 @@
 """Jobs of several steps: one layout of the state that they share (`state_like`), and plans kept in a folder (`cache`)."""
 
 import logging
+import re
 import warnings
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -176,3 +179,67 @@ def test_what_is_no_folder_is_refused(mesh, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(shardplan.ShardingError, match="cannot be written"):
         planned(mesh, tmp_path / "file")
+
+
+# ---- one step, other trees and other shapes
+
+
+def create_train_state(key):
+    """As flax programs write it: each call makes an optimizer, whose functions are part of the state's tree."""
+    return TrainState.create(apply_fn=eval_step, params=create_state(key)["params"], tx=optax.adam(1e-3))
+
+
+def flax_step(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+    return state.apply_gradients(grads=grads), loss
+
+
+def test_a_train_state_with_new_functions_in_its_tree_keeps_the_plan(mesh, count, caplog):
+    step = shardplan.auto(mesh, pins={"state/params/up": P("model", "data")})(flax_step)
+    plan = step.plan(jax.eval_shape(create_train_state, jax.random.key(0)), batch())
+    state = step.init(create_train_state, jax.random.key(0))
+    assert state.params["up"].sharding.spec == P("model", "data")
+    with caplog.at_level(logging.INFO, "shardplan"):
+        after, loss = step(state, batch())
+    assert "flax_step is traced again for arguments of another tree or weak type; its plan is kept" in caplog.text
+    expected = jax.jit(flax_step)(create_train_state(jax.random.key(0)), batch())[1]
+    assert len(count) == 1 and float(loss) == pytest.approx(float(expected), rel=1e-5)
+    again = step.plan(after, batch())
+    assert again == plan and again.why("state/params/up")
+
+
+def test_a_step_that_is_planned_again_says_so_in_one_line(mesh, caplog):
+    step = shardplan.auto(mesh, search="propagation")(eval_step)
+    shapes = jax.eval_shape(create_state, jax.random.key(0))["params"]
+    with caplog.at_level(logging.WARNING, "shardplan"):
+        step.plan(shapes, batch())
+        assert caplog.text == ""
+        step.plan(shapes, batch(64))
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"eval_step is planned again \(2 plans now\), in [\d.]+ s: batch/x float32\[64,256\], was float32\[512,256\]; "
+        r"batch/y float32\[64,256\], was float32\[512,256\]",
+        line,
+    )
+
+
+def test_a_jitted_step_keeps_its_static_and_donated_arguments(mesh):
+    jitted = jax.jit(lambda w, rate: w * rate, static_argnames="rate", donate_argnums=0)
+    plan = shardplan.auto(mesh)(jitted).plan(jax.ShapeDtypeStruct((8, 8), jnp.float32), rate=3)
+    assert plan.donated == ("w",) and [x.path for x in plan.inputs] == ["w"]
+    assert shardplan.auto(mesh, donate_argnums=())(jitted).plan(jax.ShapeDtypeStruct((8, 8), jnp.float32), rate=3).donated == ()
+
+
+def test_a_python_number_in_the_state_is_planned_once(mesh, count):
+    def counting(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        rate = 0.1 / jnp.where(state["n"] < 3, 1, state["n"])
+        params = jax.tree.map(lambda p, g: p - rate * g, state["params"], grads)
+        return {"params": params, "n": jnp.where(jnp.isfinite(loss), state["n"] + 1, 0).astype(jnp.int32)}, loss
+
+    step = shardplan.auto(mesh, pins={"state/params/up": P("model", "data")})(counting)
+    state = plain = {"params": create_state(jax.random.key(0))["params"], "n": 0}
+    for _ in range(2):
+        (state, loss), (plain, expected) = step(state, batch()), jax.jit(counting)(plain, batch())
+        assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert len(count) == 1 and len(step._steps) == 2 and state["params"]["up"].sharding.spec == P("model", "data")

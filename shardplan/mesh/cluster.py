@@ -203,7 +203,10 @@ class Cluster:
             with open(path, "rb") as f:
                 raw = f.read(MAX_FILE_BYTES + 1)
         except OSError as e:
-            raise ClusterError(f"{where}: cannot be read ({e.strerror})") from None
+            presets = ", ".join(Cluster.presets())
+            raise ClusterError(
+                f"{where}: cannot be read ({e.strerror}).\n  ways out: a preset ({presets}), or a file by shardplan.calibrate"
+            ) from None
         if len(raw) > MAX_FILE_BYTES:
             raise ClusterError(f"{where}: larger than {MAX_FILE_BYTES} bytes, so it is no cluster file")
         try:
@@ -362,6 +365,11 @@ def resolve(
     """
     if isinstance(cluster, Cluster):
         return cluster
+    if not isinstance(cluster, (str, os.PathLike, type(None))):
+        raise ClusterError(
+            f"cluster={cluster!r} is no cluster.\n  ways out: a preset's name ({', '.join(Cluster.presets())}), "
+            "the path of a cluster file, or a Cluster"
+        )
     if cluster is None:
         found = _at_hand(platform, device_kind)
     elif isinstance(cluster, str) and (cluster.partition("@")[0] in Cluster.presets() or not _looks_like_path(cluster)):

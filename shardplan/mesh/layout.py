@@ -22,6 +22,8 @@ from functools import cached_property
 
 import numpy as np
 
+from shardplan.errors import ShardingError
+
 
 @dataclass(frozen=True)
 class MeshShape:
@@ -37,7 +39,10 @@ class MeshShape:
 
     def __post_init__(self):
         if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
-            raise ValueError(f"mesh axes {self.axes} and sizes {self.sizes} must have equal length and unique names")
+            raise ShardingError(
+                f"mesh axes {self.axes} and sizes {self.sizes} must have equal length and unique names.\n"
+                "  way out: a mesh such as jax.make_mesh((2, 4), ('data', 'model'))"
+            )
 
     @cached_property
     def _size(self) -> dict[str, int]:

@@ -62,6 +62,10 @@ def asked(plan: Plan, what: str | Sequence[str] | PlannedReshard) -> Asked:
     planned = plan.context.planned
     if isinstance(what, PlannedReshard):
         return _reshards(plan, planned, [place_of(plan, what)])
+    if not isinstance(what, str) and not (isinstance(what, Sequence) and all(isinstance(path, str) for path in what)):
+        raise ShardingError(
+            f'why() takes no {type(what).__name__}.\n  ways out: the path of an input, a line such as "train.py:41", or a reshard'
+        )
     paths = [what] if isinstance(what, str) else list(what)
     inputs = [i for i in planned.graph.args if any(matches(planned.graph.ops[i].label, path) for path in paths)]
     if inputs:

@@ -19,6 +19,7 @@ import jax
 
 from shardplan import __version__
 from shardplan.errors import PlanFileError, ShardingError
+from shardplan.files import write_atomically
 from shardplan.plan.plan import Plan
 
 
@@ -55,7 +56,9 @@ class CachedPlan:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            plan.save(self.path)
+            write_atomically(self.path, plan.dumps())
         except OSError as error:
-            raise ShardingError(f"cache={str(self.path.parent)!r} cannot be written: {error.strerror}") from None
+            raise ShardingError(
+                f"cache={str(self.path.parent)!r} cannot be written: {error.strerror}.\n  way out: a folder that you may write"
+            ) from None
         logging.getLogger("shardplan").info("a plan is kept in %s", self.path)

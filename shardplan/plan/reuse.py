@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
@@ -11,7 +12,7 @@ import jax
 from shardplan.costs.options import Options, PinDims
 from shardplan.emit.emit import EmitDecision
 from shardplan.errors import PlanFileError, ShardingError, warn
-from shardplan.ir.graph import Graph, Path
+from shardplan.ir.graph import Graph, Op, Path
 from shardplan.ir.parse import Traced
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan.data import Leaf, PlanDecision
@@ -35,9 +36,9 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
     graph, program = traced.graph(), traced.identity()
     if plan.fingerprint == program.fingerprint:
         numbers, lost = {d.op: d.op for d in plan.decisions}, []
-    elif _same_inputs(plan, traced) and plan.products == program.products and plan.jax != jax.__version__:
+    elif same_inputs(plan, traced) and plan.products == program.products and plan.jax != jax.__version__:
         numbers, lost = _matched(plan, graph)
-    elif _same_inputs(plan, traced) and not plan.products and _fits(plan, graph):
+    elif same_inputs(plan, traced) and not plan.products and _fits(plan, graph):
         numbers, lost = {d.op: d.op for d in plan.decisions}, []
         warn(
             "the plan is from a file of an older format, which cannot say whether it was made for this very step; all its "
@@ -73,7 +74,29 @@ def _check_donation(plan: Plan, traced: Traced) -> None:
         )
 
 
-def _same_inputs(plan: Plan, traced: Traced) -> bool:
+def decisions_but_scalars(plan: Plan, traced: Traced) -> Mapping[Path, EmitDecision] | None:
+    """Decisions of a plan that was solved here, for a program that differs from its own in scalars alone; None for any other.
+
+    A Python number in the state, such as a count of steps, is weakly typed until the step returns an array in its place; the step is
+    traced again then, with other conversions.
+    """
+    if plan.context is None or plan.context.planned is None or not same_inputs(plan, traced):
+        return None
+    before, after = plan.context.planned.traced.graph(), traced.graph()
+    old, new = ([n for n, op in enumerate(graph.ops) if not all(math.prod(x.shape) == 1 for x in op.outs)] for graph in (before, after))
+    if [_op_text(before.ops[n]) for n in old] != [_op_text(after.ops[n]) for n in new] or plan.products != traced.identity().products:
+        return None
+    numbers = dict(zip(old, new, strict=True))
+    decided = ((numbers[d.op], d) for d in plan.decisions if d.op in numbers)
+    return {after.ops[n].path: EmitDecision(d.operand_layouts, d.result_layouts, d.copy_numbers) for n, d in decided}
+
+
+def _op_text(op: Op) -> tuple:
+    return op.primitive, str(op.source), op.phase, op.runs, list(map(_type, op.outs)), list(map(_type, op.ins))
+
+
+def same_inputs(plan: Plan, traced: Traced) -> bool:
+    """Whether inputs and outputs have the paths and types that they have in the plan."""
     jaxpr = traced.jaxpr.jaxpr
     ends = (plan.inputs, traced.in_labels, jaxpr.invars), (plan.outputs, traced.out_labels, jaxpr.outvars)
     return all(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardplan import __version__
-from shardplan.costs.pins import matches
+from shardplan.costs.pins import matches, nearest_paths
 from shardplan.errors import ShardingError
 from shardplan.plan.data import Leaf, PlanRecord
 from shardplan.plan.partition_rules import Entries, PathRule, entries, path_rules
@@ -32,8 +32,8 @@ def _leaves(plan: PlanRecord, under: str) -> dict[str, Leaf]:
     head = f"{under.strip('/')}/" if under else ""
     found = {leaf.path[len(head) :]: leaf for leaf in plan.inputs if leaf.path.startswith(head)}
     if not found and plan.inputs:
-        some = ", ".join(x.path for x in plan.inputs[:4])
-        raise ShardingError(f"no input of the step is below {under!r}.\n  inputs: {some}, ...")
+        some = nearest_paths([x.path for x in plan.inputs], under)
+        raise ShardingError(f"no input of the step is below {under!r}.\n  inputs: {some}\n  way out: to_rules() for all of them")
     return found
 
 
@@ -142,11 +142,17 @@ def logical_rules(plan: PlanRecord, axes: Mapping[str, Sequence[str | None]]) ->
     """The answer of `Plan.to_logical_rules`."""
     named = {leaf.path: (leaf, names) for leaf in plan.inputs for pattern, names in axes.items() if matches(leaf.path, pattern)}
     for pattern, names in axes.items():
+        if isinstance(names, str):
+            raise ShardingError(
+                f"{pattern!r} has the text {names!r}, not a name per dim.\n  way out: ('embed', 'mlp'), None for no name"
+            )
         hits = [leaf for leaf in plan.inputs if matches(leaf.path, pattern)]
         if not hits:
             raise ShardingError(f"logical axes {pattern!r} match no input of the step.\n  way out: a path or pattern as in pins")
         if wrong := [leaf for leaf in hits if len(leaf.shape) != len(names)]:
-            raise ShardingError(f"{pattern!r} names {len(names)} dims, {wrong[0].path} has {len(wrong[0].shape)}")
+            raise ShardingError(
+                f"{pattern!r} names {len(names)} dims, {wrong[0].path} has {len(wrong[0].shape)}.\n  way out: a name, or None, per dim"
+            )
         if len(given := [name for name in names if name is not None]) > len(set(given)):
             raise ShardingError(f"{pattern!r} names two dims of one array the same, which flax refuses.\n  way out: names that differ")
     wanted: dict[str, dict[tuple[str, ...], str]] = {}  # name -> mesh axes -> an input that has them

@@ -49,7 +49,7 @@ def parse(text: str | Target, n_devices: int | None = None) -> Target:
         found = re.fullmatch(r"\s*([\w-]+)(?::(\d+)(?:x(\d+))?)?\s*", text.lower())
         if not found or found[1] not in gpus():
             raise ShardingError(
-                f"target {text!r} is not known; write GPU:count or GPU:nodesxcount with one of {', '.join(gpus())}, "
+                f"target {text!r} is not known.\n  way out: GPU:count or GPU:nodesxcount with one of {', '.join(gpus())}, "
                 'as in "h200:8" or "h100:8x8"'
             )
         gpu = gpus()[found[1]]
@@ -58,10 +58,10 @@ def parse(text: str | Target, n_devices: int | None = None) -> Target:
         nodes = count if found[3] else count // max(per_node, 1)
         if not found[3] and count != nodes * per_node:
             raise ShardingError(
-                f"target {text!r}: {count} devices do not fill nodes of {gpu.node_size}; write the nodes, as in GPU:nodesxcount"
+                f"target {text!r}: {count} devices do not fill nodes of {gpu.node_size}.\n  way out: the nodes, as in GPU:nodesxcount"
             )
         if nodes * per_node < 1:
-            raise ShardingError(f"target {text!r} has no devices")
+            raise ShardingError(f"target {text!r} has no devices.\n  way out: a count of at least 1, as in {gpu.key}:8")
         target = Target(gpu, nodes, per_node)
     if n_devices is not None and n_devices != target.n_devices:
         way_out = (
@@ -70,7 +70,7 @@ def parse(text: str | Target, n_devices: int | None = None) -> Target:
             else f'name target "{target.gpu.key}:{n_devices}", or shard it over an AbstractMesh of {target.n_devices} devices '
             "(no devices are needed for that)"
         )
-        raise ShardingError(f"the program is for {n_devices} devices and target {target} has {target.n_devices}: {way_out}")
+        raise ShardingError(f"the program is for {n_devices} devices and target {target} has {target.n_devices}.\n  way out: {way_out}")
     return target
 
 

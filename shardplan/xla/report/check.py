@@ -249,7 +249,9 @@ def check(
 
 def _refuse_unknown(fail_on: Collection[str]) -> None:
     if unknown := sorted(set(fail_on) - set(FAIL_ON)):
-        raise ShardingError(f"fail_on has {', '.join(map(repr, unknown))}; it knows {', '.join(map(repr, FAIL_ON))}")
+        raise ShardingError(
+            f"fail_on has {', '.join(map(repr, unknown))}, which it does not know.\n  way out: some of {', '.join(map(repr, FAIL_ON))}"
+        )
 
 
 def check_plan(
