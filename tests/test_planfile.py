@@ -241,7 +241,7 @@ def test_a_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError("disk gone")
 
     monkeypatch.setattr(os, "replace", crash)
-    with pytest.raises(OSError, match="disk gone"):
+    with pytest.raises(PlanFileError, match=r"plan.json: cannot be written: disk gone"):
         transformer(layers=2).save(path)
     assert path.read_bytes() == before
     assert [p.name for p in Path(tmp_path).iterdir()] == ["plan.json"]

@@ -1,5 +1,6 @@
 """Why an array lies as it does, and what other choices would cost: `Plan.why`."""
 
+import json
 import re
 import warnings
 
@@ -8,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from markupsafe import escape
-from msgspec.structs import replace
 
 import shardplan
 from shardplan.plan.what_if import WhatIf, sent_bytes
@@ -134,24 +133,11 @@ def test_memory_that_binds_is_named():
 
 def test_the_page_answers_for_the_largest_inputs_and_the_most_expensive_reshards(plan):
     page = plan.html()
-    assert escape(str(plan.why("params/layers/0/up")).splitlines()[-1]) in page
-    found = re.findall(r'<details class="why"><summary>(.*?)</summary>', page)
-    assert any("params/layers" in what for what in found) and any(" over " in what and "test_why.py:" in what for what in found)
+    state = json.loads(re.search(r'id="shardplan-data">(.*?)</script>', page, re.DOTALL)[1])
+    found, here = {x["name"]: x for x in state["answers"].values()}, plan.why("params/layers/*/up")
+    choices = found[f"state/{here.name}"]["choices"]
+    assert [c["text"] for c in choices] == [c.text for c in here.choices]
+    assert [c["seconds"] for c in choices] == pytest.approx([c.seconds for c in here.choices], rel=1e-3)
+    collectives = {x["id"] for x in state["data"]["collectives"]}
+    assert collectives & set(state["answers"]), "reshards are asked for, too"
     assert "Classical layouts on the same objective" in page and plan.baselines().rows[0].name in page
-    assert page == plan.html() and "<h2>Why</h2>" not in plan._repr_html_()
-
-
-def test_questions_that_cannot_be_answered_say_so(plan, tmp_path):
-    with pytest.raises(shardplan.ShardingError, match="no input of the step has this path"):
-        plan.why("params/no/such")
-    with pytest.raises(shardplan.ShardingError, match="of 3 shapes"):
-        plan.why("params/**")
-    with pytest.raises(shardplan.ShardingError, match="reshard of this very plan"):
-        plan.why(replace(next(r for d in plan.decisions for r in d.reshards), array="float32[1,2,3]"))
-    plan.save(tmp_path / "plan.json")
-    with pytest.raises(shardplan.ShardingError, match="read from a file"):
-        shardplan.Plan.load(tmp_path / "plan.json").why("params/head")
-
-
-def test_the_answer_is_the_same_each_time(plan):
-    assert str(plan.why("params/layers/1/up")) == str(planned().why("params/layers/1/up"))

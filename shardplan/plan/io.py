@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shardplan.errors import PlanFileError
+from shardplan.files import write_atomically
 from shardplan.mesh.layout import REDUCTIONS, Layout, MeshShape
 from shardplan.plan.data import VERSION, Leaf, PlanRecord
 from shardplan.plan.travel import contract
@@ -43,6 +44,17 @@ def dumps(plan: PlanRecord) -> str:
         rows = ",\n".join(f"    {json.dumps(row)}" for row in value) if name in ROWS else ""
         fields.append(f"  {json.dumps(name)}: " + (f"[\n{rows}\n  ]" if rows else json.dumps(value)))
     return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def write(path: str | os.PathLike[str], plan: PlanRecord) -> None:
+    """Writes a plan whole or not at all; a PlanFileError names a file that cannot be written."""
+    try:
+        write_atomically(path, dumps(plan))
+    except OSError as error:
+        name = os.fspath(path)
+        raise PlanFileError(
+            f"{name}: cannot be written: {error.strerror or error}.\n  way out: a file in a folder that exists"
+        ) from None
 
 
 def schema(of: type[PlanRecord]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import jax
 from msgspec import structs
 
 from shardplan import _jax
-from shardplan.errors import PlanFileError, ShardingError
+from shardplan.errors import ShardingError
 from shardplan.files import write_atomically
 from shardplan.mesh.layout import Layout
 from shardplan.plan import io, travel
@@ -161,11 +161,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     # ---- to question
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What `other` does differently.
-
-        Raises:
-            ShardingError: `other` is no plan.
-        """
+        """What `other`, another plan, does differently."""
         if not isinstance(other, PlanRecord):
             raise ShardingError(f"diff() takes a plan, not {type(other).__name__}.\n  way out: plan.diff(Plan.load(file))")
         return PlanDiff(self, other)
@@ -387,11 +383,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         Raises:
             PlanFileError: the file cannot be written.
         """
-        try:
-            write_atomically(path, self.dumps())
-        except OSError as error:
-            name = os.fspath(path)
-            raise PlanFileError(f"{name}: cannot be written: {error.strerror}.\n  way out: a file in a folder that exists") from None
+        io.write(path, self)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

@@ -33,8 +33,6 @@ from shardplan.plan.what_if import WhatIf, sent_bytes
 from shardplan.search.objective import NEAR_TIE, Judged
 from shardplan.units import format_array, format_memory, format_percent, format_seconds
 
-LINE = '"train.py:41"'
-"""How messages name a source line."""
 PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 """Frames of this package and what called it are none of the step's."""
 JUDGED = 6
