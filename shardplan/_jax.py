@@ -172,6 +172,12 @@ def _source(traceback) -> tuple[str, int, str]:
     return next((frame for frame in call_stack(traceback) if not is_library(frame[0])), innermost)
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def names_user(traceback) -> bool:
+    """Whether a frame is the user's own. JAX cuts the stack of an equation in a jitted function at the call, which may be a library's."""
+    return any(not is_library(file) for file, _, _ in call_stack(traceback))
+
+
 def call_stack(traceback) -> Iterator[tuple[str, int, str]]:
     """(file, line, function) of the frames outside jax, innermost first."""
     return ((x.file_name, x.start_line, x.function_name) for x in source_info_util.user_frames(traceback))
@@ -202,9 +208,10 @@ def row_major(x):
 
 
 def at_source(eqn) -> contextlib.AbstractContextManager:
-    """Whatever is traced inside carries the equation's source line and name scopes."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    """Whatever is traced inside carries the equation's name scopes and source line: that of its call, where it has no line of the user's."""
+    current, own = source_info_util._source_info_context.context, eqn.source_info.traceback
+    kept = own if current.traceback is None or names_user(own) else None
+    return source_info_util.user_context(kept, name_stack=current.name_stack + eqn.source_info.name_stack)
 
 
 def itemsize(dtype) -> float:

@@ -76,6 +76,7 @@ class Round:
         return (
             f"{planned}{budget}; XLA's program {self.seconds.total_s * 1e3:.3g} ms, {self.seconds.collective_s * 1e3:.3g} ms of it "
             f"collectives, {format_memory(self.report.compiled.memory.peak_bytes)}{'' if self.fits else ', DOES NOT FIT'}"
+            f"{', compiled without Triton products' if self.report.compiled.retried else ''}"
         )
 
 

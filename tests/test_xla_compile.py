@@ -85,6 +85,22 @@ def test_gpu_scatters_what_is_reduced_into_sharded_parameters():
 
 
 @needs_gpu_compiler
+def test_products_that_xla_cannot_tile_in_triton_are_compiled_without():
+    """bf16 attention over 197 tokens, projected from (token, head, feature): untuned, XLA finds no tiles for the projection."""
+
+    def attend(w, projection):
+        heads = jnp.einsum("bhts,bshe->bthe", w, jnp.ones((8, 197, 12, 64), w.dtype) * w[0, 0, 0, 0])
+        return jax.lax.dot_general(heads, projection, (((2, 3), (0, 1)), ((), ())))
+
+    args = sds((8, 12, 197, 197), jnp.bfloat16), sds((12, 64, 768), jnp.bfloat16)
+    found = check(attend, *args, target="h100:1")
+    assert found.ok and found.compiled.memory is not None and "output tile sizes" in found.compiled.retried
+    assert re.search(r"\nsecond attempt, with xla_gpu_enable_triton_gemm=False: XLA failed at test_xla_compile.py:\d+ \(Couldn't", str(found))
+    asked = compile(attend, *args, target="h100:1", options={"xla_gpu_enable_triton_gemm": True})
+    assert not asked.ok and not asked.retried and "output tile sizes" in asked.error
+
+
+@needs_gpu_compiler
 def test_what_does_not_fit_compiles_and_says_so():
     mesh = abstract(8, 1)
     fn = jax.jit(lambda x: x * 2, in_shardings=NamedSharding(mesh, P("data")))

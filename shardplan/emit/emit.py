@@ -5,6 +5,7 @@ Same skeleton and same paths as `ir/parse.py`. Every constraint has the name sco
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -49,12 +50,15 @@ def emit(closed, decisions: Mapping[Path, EmitDecision], mesh) -> Callable[..., 
         mesh: all axes of type Auto (`_jax.auto_twin`); where several meshes are in play it must be the current one.
     """
 
+    outputs = [None if isinstance(var, _jax.Literal) else var for var in closed.jaxpr.outvars]
+    makers = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
+
     def run(*args):
         scope = _Scope(decisions, mesh)
         consts = [scope.result(("const", k), 0, c) for k, c in enumerate(closed.consts)]
         args = [scope.result(("arg", k), 0, a) for k, a in enumerate(args)]
         results = scope.evaluate(closed.jaxpr, consts, args, ())
-        return [scope.read(("out", k), 0, x) for k, x in enumerate(results)]
+        return [scope.output(k, x, makers.get(var)) for k, (x, var) in enumerate(zip(results, outputs, strict=True))]
 
     return run
 
@@ -82,6 +86,11 @@ class _Scope:
                 self.copies[key] = (self.constrain(x, layout), x)  # x is kept alive: its id is the key
             x = self.copies[key][0]
         return x
+
+    def output(self, k: int, x, maker):
+        """Output k of the step, on the source line of the equation that makes it."""
+        with _jax.at_source(maker) if maker is not None else contextlib.nullcontext():
+            return self.read(("out", k), 0, x)
 
     def operands(self, path: Path, xs) -> list:
         """All operands of the op at `path`, constrained to the layouts that they are read in."""

@@ -97,9 +97,11 @@ def parse(
     for k, var in enumerate(jaxpr.invars):
         values += g.record("arg", [], [], [var.aval], ("arg", k), label=in_labels[k] if in_labels else f"[{k}]")
     results = _read(g, jaxpr, values, ())
-    outs, g.source, g.phase = range(len(g.ops), len(g.ops) + len(results)), Source(), "update"
+    outs, g.phase = range(len(g.ops), len(g.ops) + len(results)), "update"
     for k, (v, var) in enumerate(zip(results, jaxpr.outvars, strict=True)):
-        g.record("out", [v], [var.aval], [var.aval], ("out", k), label=out_labels[k] if out_labels else f"[{k}]")
+        made = Source() if v is None else g.ops[g.values[v].producer[0]].source
+        label = out_labels[k] if out_labels else f"[{k}]"
+        g.record("out", [v], [var.aval], [var.aval], ("out", k), label=label, source=made)
     made = tuple(replace(v, consumers=tuple(c)) for v, c in zip(g.values, g.consumers, strict=True))
     pairs = (*g.same_layout, *((args[a], outs[o]) for a, o in tied))
     return Graph(tuple(g.ops), made, tuple(g.loops), pairs, tuple(args), tuple(outs), frozenset(args[d] for d in donated))
@@ -110,7 +112,7 @@ def _read(g: _Recorder, jaxpr, values: Sequence[int | None], path: Path) -> list
 
     def run(n: int, eqn, inputs) -> Sequence[int | None]:
         outer = g.source, g.phase
-        if (source := _jax.source(eqn))[0]:
+        if (source := _jax.source(eqn))[0] and (not g.source.file or _jax.names_user(eqn.source_info.traceback)):
             g.source = Source(*source, eqn.source_info.traceback)
         g.phase = _phase(g, eqn, path)
         outputs = _equation(g, eqn, inputs, (*path, n))

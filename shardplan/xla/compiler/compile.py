@@ -46,6 +46,10 @@ FLAGS: Options = {
 }
 """XLA flags for absent GPUs: autotuning runs kernels on the GPU; the other two emit collective kernels that abort without one."""
 
+WITHOUT_TRITON: Options = {"xla_gpu_enable_triton_gemm": False}
+"""Flags of a second attempt: untuned, XLA finds no tiles for some products in Triton, which autotuning on the GPU would give to cuBLAS."""
+TRITON_ERROR = re.compile(r"output tile sizes|triton", re.IGNORECASE)
+
 
 class CompilerMissingError(ShardingError, ImportError):
     """The packages that compile for absent GPUs are not installed."""
@@ -84,6 +88,7 @@ class Compiled:
         before: HLO before any pass, of all devices together.
         live_range, assignment: XLA's live-range and buffer-assignment dumps; '' for CPUs.
         dropped_flags: flags this XLA does not know.
+        retried: the error of a first attempt, after which it was compiled with the flags `WITHOUT_TRITON`; '' otherwise.
     """
 
     ok: bool
@@ -99,6 +104,7 @@ class Compiled:
     live_range: str = ""
     assignment: str = ""
     dropped_flags: tuple[str, ...] = ()
+    retried: str = ""
 
     def __repr__(self) -> str:
         return f"Compiled({self.devices}, {self.memory or self.error}, {self.seconds:.1f} s)"
@@ -200,7 +206,7 @@ def compile(
     request = _complete(request, cluster, options)
     environment = _environment(request)
     key = hashlib.sha256(module + json.dumps([request, environment["XLA_FLAGS"]], sort_keys=True).encode()).hexdigest()
-    done = _DONE.get(key) or _in_child(module, request, environment, cluster, timeout_s)
+    done = _DONE.get(key) or _attempts(module, request, environment, cluster, timeout_s)
     if done.ok:
         _DONE[key] = done
         if len(_DONE) > _KEEP:
@@ -248,6 +254,15 @@ def _complete(request: dict, target: Target | None, options: Options | None) -> 
     }
     asked = {name: value for name, value in (options or {}).items() if target or not name.startswith("xla_gpu_")}
     return {**request, "options": asked, "flags": dict(FLAGS) if target else {}, "cluster": cluster}
+
+
+def _attempts(module: bytes, request: dict, environment: dict, target: Target | None, timeout_s: float) -> Compiled:
+    """The compiled program; where XLA failed at a Triton product of an absent GPU, compiled without these."""
+    done = _in_child(module, request, environment, target, timeout_s)
+    if done.ok or target is None or not TRITON_ERROR.search(done.error) or WITHOUT_TRITON.keys() & request["options"].keys():
+        return done
+    again = _in_child(module, {**request, "flags": {**request["flags"], **WITHOUT_TRITON}}, environment, target, timeout_s)
+    return replace(again, retried=done.error, seconds=done.seconds + again.seconds) if again.ok else done
 
 
 def _in_child(module: bytes, request: dict, environment: dict, target: Target | None, timeout_s: float) -> Compiled:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
 from shardplan import _jax
@@ -16,7 +18,7 @@ from shardplan.plan import Plan
 from shardplan.plan.data import PlanDecision, PlannedCollective, PlannedReshard
 from shardplan.units import format_bytes, format_flops, format_memory
 from shardplan.xla.compiler import _backend
-from shardplan.xla.compiler.compile import Compiled, Options, compile, lower_for, target_at_hand
+from shardplan.xla.compiler.compile import WITHOUT_TRITON, Compiled, Options, compile, lower_for, target_at_hand
 from shardplan.xla.compiler.options import as_known
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import HloCollective
@@ -130,6 +132,7 @@ class XlaReport:
         balance = (f", {compiled.balance:.2f} of its share" if compiled.balance else "") + _recomputed(compiled)
         lines = [
             f"compiled for {compiled.devices} in {compiled.seconds:.1f} s{mesh}",
+            *_retried(compiled),
             f"memory       {format_memory(memory.peak_bytes)}{of} per device: arguments {format_memory(memory.argument_bytes)}, "
             f"temporaries {format_memory(memory.temp_bytes)}{_misfit(compiled)}",
             f"products     {format_flops(compiled.flops)} per device{balance}",
@@ -205,7 +208,7 @@ class PlanReport:
         if self.flops is not None:
             ratio = "" if self.flops_ratio is None else f"{self.flops_ratio:.2f}   products and convolutions{_recomputed(compiled)}"
             rows.append(("products", format_flops(self.flops), format_flops(compiled.flops), ratio))
-        lines = [f"compiled for {compiled.devices} in {compiled.seconds:.1f} s, mesh {self.plan.mesh}"]
+        lines = [f"compiled for {compiled.devices} in {compiled.seconds:.1f} s, mesh {self.plan.mesh}", *_retried(compiled)]
         lines += [f"{name:<12} {a:>10} {b:>10}  {ratio}".rstrip() for name, a, b, ratio in rows]
         return "\n".join([*lines, *str(comparison).split("\n")[1:], *_details(self.report)])
 
@@ -411,6 +414,16 @@ def _recomputed(compiled: Compiled) -> str:
     """The flops that XLA's rematerialization repeats; '' for none."""
     repeated = compiled.recomputed_flops
     return f", {format_flops(repeated)} of it computed again by XLA to save memory" if repeated else ""
+
+
+def _retried(compiled: Compiled) -> list[str]:
+    """The line on a second attempt, without XLA's Triton products; [] where the first succeeded."""
+    if not compiled.retried:
+        return []
+    flags = ", ".join(f"{name}={value}" for name, value in WITHOUT_TRITON.items())
+    why = re.sub(r"^\w+: (INTERNAL: )?", "", compiled.retried.splitlines()[0])[:90]
+    at = re.search(r"Suspected Python Code Location:\s+(\S+:\d+)", compiled.retried)
+    return [f"second attempt, with {flags}: XLA {f'failed at {PurePath(at[1]).name}' if at else 'failed'} ({why}...)"]
 
 
 def _misfit(compiled: Compiled) -> str:
