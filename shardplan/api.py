@@ -170,7 +170,7 @@ class Auto(Generic[P, R]):
         step, operands = self._step(args, kwargs)
         if refused is not None and step is self._last:
             raise refused
-        result = step(*operands, expects_move=self._unplanned_state)
+        result = step(*operands, expects_move=self._unplanned_state, foreign=True)
         self._unplanned_state = False
         if not kwargs and not any(self._static):
             self._last = step

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import jax
+import numpy as np
 
 from shardplan import _jax
 from shardplan.costs.options import Options
@@ -16,7 +18,7 @@ from shardplan.feedback import Verified
 from shardplan.plan import Plan
 from shardplan.plan.data import Leaf
 from shardplan.plan.planned import Planned
-from shardplan.signature import arguments
+from shardplan.signature import arguments, buffer
 from shardplan.units import format_memory
 
 
@@ -40,8 +42,10 @@ class PlannedStep:
     donated: Sequence[int]
     asked: Options | None = None
 
-    def __call__(self, *operands, expects_move: bool = False):
+    def __call__(self, *operands, expects_move: bool = False, foreign: bool = False):
         """Runs the step; operands that jit refuses for the devices they are on are moved first, with a warning unless it is expected.
+
+        `foreign` operands may share memory though they are different objects; what the step itself returned does not.
 
         Raises:
             ShardingError: it was planned on an AbstractMesh.
@@ -50,15 +54,17 @@ class PlannedStep:
             raise ShardingError(
                 "this step was planned on an AbstractMesh, which has no devices to run on.\n  way out: auto(jax.make_mesh(...))"
             )
-        leaves, tree = jax.tree.flatten(operands)
+        if self.donated:
+            operands = self._with_own_buffers(operands, foreign)
         try:
             return self.jitted(*operands)
         except ValueError as error:
             if not _jax.refuses_placement(error):
                 raise
         except (RuntimeError, TypeError) as error:
-            self._refuse(leaves, error)
+            self._refuse(jax.tree.leaves(operands), error)
             raise
+        leaves, tree = jax.tree.flatten(operands)
         placed = [
             x if isinstance(x, (int, float, complex)) else jax.device_put(x, s) for x, s in zip(leaves, self.in_shardings, strict=True)
         ]
@@ -85,6 +91,19 @@ class PlannedStep:
                 f"{shapes[0]} is a shape, which can be planned with but not run.\n"
                 "  ways out: step.plan(...) plans from shapes; step.init(create_state, key) makes a state of arrays"
             ) from error
+
+    def _with_own_buffers(self, operands: tuple, foreign: bool) -> tuple:
+        """The operands, copied where a donated one is given twice: XLA refuses that, and ends the process on several devices."""
+        leaves, tree = jax.tree.flatten(operands)
+        same = buffer if foreign else id
+        if len(set(map(same, leaves))) == len(leaves):
+            return operands
+        kept, donated = Counter(map(same, leaves)), set(self.donated)
+        for n, x in enumerate(leaves):
+            if n in donated and kept[same(x)] > 1 and isinstance(x, (jax.Array, np.ndarray)):
+                kept[same(x)] -= 1
+                leaves[n] = x.copy()
+        return jax.tree.unflatten(tree, leaves)
 
     def _warn_of_moves(self, leaves: Sequence) -> None:
         """Warns of arrays that lie otherwise than planned: whoever calls functions of other plans in turn moves the state each time."""

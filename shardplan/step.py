@@ -194,9 +194,15 @@ def _log_planned(name: str, plan: Plan, before: Sequence[PlannedStep], seconds: 
 def _warn_of_unknown(plan: Plan) -> None:
     for text, source in plan.unknown:
         primitive, _, why = text.removesuffix(")").partition(" (")
+        compute_s, gather_s = plan.context.planned.replicated_seconds(primitive, source)
+        price = (compute_s + gather_s) / (plan.seconds["total"] or 1.0)
+        share = f"{price:.0%}".replace("%", " %") if price >= 0.01 else "under 1 %"
         why = f"\n  why: {why}" if why else ""
-        way_out = "shardplan.register_rule"
-        warn(f"no rule for primitive {primitive!r} at {source}: it runs replicated on every device.{why}\n  way out: {way_out}")
+        warn(
+            f"no rule for primitive {primitive!r} at {source}: it runs replicated, {share} of the step on every device "
+            f"({format_seconds(compute_s)} of compute, {format_seconds(gather_s)} of resharding its operands).{why}\n"
+            "  way out: shardplan.register_rule"
+        )
 
 
 def _place(options: AutoOptions, traced: Traced, asked: Options) -> CachedPlan | None:

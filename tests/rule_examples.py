@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import equinox.internal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from equinox.internal._loop.common import select_if_vmap_p
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
@@ -105,6 +107,10 @@ add("mul", lambda x: x * 2, "f32[]")
 add("name", lambda x: checkpoint_name(x, "kept"), "f32[8,4]")
 add("optimization_barrier", lambda x, y: lax.optimization_barrier((x, y)), "f32[8,4]", "i32[8]")
 add("reduce_precision", lambda x: lax.reduce_precision(x, 5, 10), "f32[8,4]")
+for _name in ("nonbatchable", "nontraceable"):
+    add(_name, getattr(equinox.internal, _name), "f32[8,4]")
+add("nondifferentiable_backward", lambda x: equinox.internal.nondifferentiable_backward(x), "f32[8,4]")
+add("select_if_vmap", select_if_vmap_p.bind, "bool[]", "f32[8,4]", "f32[8,4]")
 add("regularized_incomplete_beta", lax.betainc, "f32[8]", "f32[8]", "f32[8]")
 add("select_n", lax.select_n, "bool[8,4]", "f32[8,4]", "f32[8,4]")
 add("select_n", lax.select_n, "bool[]", "f32[8,4]", "f32[8,4]")
@@ -168,6 +174,9 @@ add("reduce_or", lambda x: x.any(0), "bool[8,4]")
 add("reduce_and", lambda x: lax.reduce_and(x, (1,)), "i32[8,4]")
 add("reduce_or", lambda x: lax.reduce_or(x, (1,)), "u8[8,4]")
 add("reduce_xor", lambda x: lax.reduce(x, np.int32(0), lax.bitwise_xor, (1,)), "i32[8,4]")
+add("unvmap_any", equinox.internal.unvmap_any, "bool[8,4]")
+add("unvmap_all", equinox.internal.unvmap_all, "bool[8]")
+add("unvmap_max", equinox.internal.unvmap_max, "i32[8,4]")
 add("argmax", lambda x: x.argmax(1), "f32[8,4]")
 add("argmin", lambda x: x.argmin(1), "f32[8,4]")
 add("reduce", lambda x: lax.reduce(x, 1.0, lambda a, b: a * b + a, (1,)), "f32[8,4]")

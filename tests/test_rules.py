@@ -40,6 +40,7 @@ WITHOUT_EXAMPLE = """
     dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd_wrapper
     dot_product_attention_fp8_bwd_wrapper  (cuDNN's: test_attention.py)
     core_map mpmd_map  (kernels without block mappings, replicated)
+    debug_print debug_callback  (no results)
     mulhi select_and_scatter platform_index dce_sink  (not lowered for CPU, not reachable, nothing to split)
 """
 

@@ -95,6 +95,13 @@ class Planned:
                 if _is_on(graph.ops[graph.maker(v)].source if reduces else op.source, line):
                     yield key, steps, graph.ops[key[0]].reads * sum(s.seconds for s in steps)
 
+    def replicated_seconds(self, primitive: str, source: str) -> tuple[float, float]:
+        """Seconds per training step of the ops of a primitive on a line, and of the reshards of their operands; nothing hidden."""
+        ops = [(i, op) for i, op in enumerate(self.graph.ops) if op.primitive == primitive and str(op.source) == source]
+        compute_s = sum(float(self.space.seconds[i][self.strategies[i]]) * op.runs for i, op in ops)
+        reshards = ((key[0], steps) for i, _ in ops for _, _, key, steps in self.operand_reshards(i))
+        return compute_s, sum(self.graph.ops[i].reads * sum(s.seconds for s in steps) for i, steps in reshards)
+
     def strategies_on_line(self, line: str) -> list[tuple[int, int]]:
         """(op, strategy) of the unfused ops on a line 'file:line'; where all are fused, of those that write an array to memory."""
         graph, space = self.graph, self.space

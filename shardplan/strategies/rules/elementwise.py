@@ -60,6 +60,25 @@ def sharding_constraint(*ins, out, **_):
     return elementwise(*ins, out=out, fusion="view", flops=0)
 
 
+@rule("nonbatchable", "nontraceable", "nondifferentiable_backward", traits=Traits(forwards_value=True))
+def equinox_identity(x, *, out, **_):
+    """The operand, for Equinox's checks of how it is transformed."""
+    return elementwise(x, out=out, linear=True, fusion="view", flops=0)
+
+
+@rule()
+def select_if_vmap(predicate, x, y, *, out, **_):
+    """The first of two arrays, for Equinox's loops: under vmap it is a select."""
+    return elementwise(predicate, x, y, out=out, flops=0)
+
+
+@rule("debug_print", "debug_callback")
+def debug_print(*ins, out, **_):
+    """Printed by the host, which needs all of it."""
+    dims = tuple(factors(x, f"x{i}_") for i, x in enumerate(ins))
+    return Rule(dims, (), replicated=frozenset(flat_factors(*dims)), fusion="none", flops=0)
+
+
 @rule()
 def tie(x, y, *, out, **_):
     """The second operand, once the first is computed."""

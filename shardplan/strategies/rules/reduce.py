@@ -47,6 +47,15 @@ for _kind in ("max", "min", "prod", "and", "or", "xor"):
     rule(f"reduce_{_kind}", traits=Traits(reduction=True))(partial(reduce_kind, _kind))
 
 
+def over_all(kind: str, x, *, out, **_) -> Rule:
+    """Equinox's reductions to one number, over batch dims as well."""
+    return reduction(x, range(len(x.shape)), kind=collective_kind(x, kind))
+
+
+for _name, _kind in {"any": "or", "all": "and", "max": "max"}.items():
+    rule(f"unvmap_{_name}", traits=Traits(reduction=True))(partial(over_all, _kind))
+
+
 def over_named_axes(kind: str, *ins, out, axes, **_) -> Rule:
     """A reduction over dims that a vmap has named."""
     operands = tuple(factors(x, f"x{i}_") for i, x in enumerate(ins))
