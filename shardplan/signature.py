@@ -120,13 +120,24 @@ def refuse_non_arrays(call: Call, fun: Callable) -> None:
         refuse_refs([leaf], "takes")
         array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not (isinstance(leaf, np.ndarray) and leaf.dtype == object)
         if not array and not isinstance(leaf, (int, float, complex)):
-            ways = "make it an array, or name it in static_argnums or static_argnames"
-            if callable(leaf):
-                ways += "; of an equinox module take the arrays alone: params, static = eqx.partition(model, eqx.is_array), and call "
-                ways += "eqx.combine(params, static) in the step"
             raise ShardingError(
-                f"argument {call.labels(fun)[n]} is {type(leaf).__name__} {str(leaf)[:40]!r}, not an array.\n  ways out: {ways}"
+                f"argument {call.labels(fun)[n]} is {type(leaf).__name__} {str(leaf)[:40]!r}, not an array.\n"
+                f"  ways out: {_ways_out(call, leaf)}"
             )
+
+
+def _ways_out(call: Call, leaf: Any) -> str:
+    """How to keep what is no array out of the planned arguments: a whole argument, a function held by a module, anything else."""
+    for n, argument in (*enumerate(call.args), *call.kwargs.items()):
+        if argument is leaf:
+            static = f"static_argnums={n}" if isinstance(n, int) else f"static_argnames={n!r}"
+            return f"auto(mesh, {static}), or a bound method: auto(mesh)(object.method)"
+    if callable(leaf):
+        return (
+            "part the arrays from the rest outside of the step: arrays, rest = eqx.partition(module, eqx.is_array), and join them inside: "
+            "eqx.combine(arrays, rest); or mark it as a static field of its module"
+        )
+    return "make it an array, or name it in static_argnums or static_argnames"
 
 
 def buffer(x) -> int | tuple[int, int]:

@@ -541,7 +541,9 @@ def test_effects_stay_and_unknown_primitives_are_told(mesh, capfd):
         return jax.pure_callback(lambda x: np.asarray(x) * 2, jax.ShapeDtypeStruct((8, 8), F32), x)
 
     x = np.ones((8, 8), F32)
-    with pytest.warns(ShardingWarning, match=r"'pure_callback' at test_auto.py:\d+: it runs replicated, \d+ % of the step on every dev"):
+    with pytest.warns(
+        ShardingWarning, match=r"'pure_callback' at test_auto.py:\d+: it runs replicated, \d+ % of the step on every dev"
+    ):
         out = shardplan.auto(mesh)(fun)(x)
     same(out, x * 2)
     jax.effects_barrier()

@@ -49,7 +49,6 @@ def emit(closed, decisions: Mapping[Path, EmitDecision], mesh) -> Callable[..., 
         decisions: by path; ops without one are left alone.
         mesh: all axes of type Auto (`_jax.auto_twin`); where several meshes are in play it must be the current one.
     """
-
     outputs = [None if isinstance(var, _jax.Literal) else var for var in closed.jaxpr.outvars]
     makers = {var: eqn for eqn in closed.jaxpr.eqns for var in eqn.outvars}
 
