@@ -1,12 +1,10 @@
-"""The only module that touches `jax.extend`, `jax._src` or differences between JAX versions."""
+"""The module that touches `jax.extend`, `jax._src` or differences between JAX versions; `_jax_expanded` is a part of it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate, pairwise
 
 import jax
 import numpy as np
@@ -19,6 +17,8 @@ from jax.extend.core import Literal as Literal
 from jax.extend.mlir import ir  # pyright: ignore[reportAttributeAccessIssue]
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardplan._jax_expanded import closed as closed
+from shardplan._jax_expanded import expansion
 from shardplan.errors import ForeignMeshError
 from shardplan.files import is_library
 
@@ -34,62 +34,13 @@ HELD = "jaxpr", "call_jaxpr", "fwd_jaxpr", "callee", "call"
 
 def inner_jaxpr(eqn) -> ClosedJaxpr | None:
     """The jaxpr that an equation calls or stands for (traced on its line), closed; None for one that is an op of its own."""
-    if run := EXPANDED.get(eqn.primitive.name):
+    if run := expansion(eqn):
         if eqn.effects or not all(isinstance(a.aval, core.ShapedArray) for a in (*eqn.invars, *eqn.outvars)):
             return None
         with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
             return jax.make_jaxpr(lambda *xs: run(eqn, *xs))(*(abstract(a.aval) for a in eqn.invars))
     held = (eqn.params.get(param) for param in HELD) if eqn.primitive.name in INLINED else ()
     return next((closed(inner) for inner in held if inner is not None), None)
-
-
-def _linear_solve(eqn, *xs) -> list:
-    lengths = eqn.params["const_lengths"]
-    first = lengths.matvec + lengths.vecmat
-    return jaxpr_as_fun(closed(eqn.params["jaxprs"].solve))(*xs[first : first + lengths.solve], *xs[sum(lengths) :])
-
-
-def _high_level(eqn, *xs) -> list:
-    prim = eqn.params["_prim"]
-    return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, xs)))
-
-
-def _slices(eqn, x) -> list:
-    cuts = pairwise(accumulate(eqn.params["sizes"], initial=0))
-    return [jax.lax.slice_in_dim(x, *cut, axis=eqn.params["axis"]) for cut in cuts]
-
-
-def _sparse(eqn, *xs) -> list:
-    name = eqn.primitive.name
-    module = importlib.import_module(f"jax.experimental.sparse.{name.partition('_')[0]}")
-    return jax.tree.leaves(getattr(module, f"_{name}_impl")(*xs, **eqn.params))
-
-
-def _dense(eqn, *xs) -> list:
-    x = jax.tree.unflatten(eqn.params["tree"], xs)
-    return [x.todense() if hasattr(x, "todense") else x]
-
-
-SPARSE = """
-    bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general
-    bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
-    coo_fromdense coo_matmat coo_matvec coo_todense csr_fromdense csr_matmat csr_matvec csr_todense
-"""
-
-EXPANDED = {
-    "custom_linear_solve": _linear_solve,
-    "call_hi_primitive": _high_level,
-    "split": _slices,
-    "todense": _dense,
-    **dict.fromkeys(SPARSE.split(), _sparse),
-}
-"""Primitives that stand for a program of their own, which has to be traced first: linear solves, the newest JAX's high-level
-primitives (searchsorted, expm, ...), splits, and what sparse arrays are made of (gathers and scatters)."""
-
-
-def closed(inner) -> ClosedJaxpr:
-    """A jaxpr with its constants, whichever form the parameter has."""
-    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, tuple(getattr(inner, "consts", ())))
 
 
 def without_refs(program):
@@ -174,7 +125,7 @@ def _source(traceback) -> tuple[str, int, str]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def names_user(traceback) -> bool:
-    """Whether a frame is the user's own. JAX cuts the stack of an equation in a jitted function at the call, which may be a library's."""
+    """Whether a frame is the user's own: in a jitted function, be it of a library, JAX cuts the stack of equations at the call."""
     return any(not is_library(file) for file, _, _ in call_stack(traceback))
 
 
@@ -208,7 +159,7 @@ def row_major(x):
 
 
 def at_source(eqn) -> contextlib.AbstractContextManager:
-    """Whatever is traced inside carries the equation's name scopes and source line: that of its call, where it has no line of the user's."""
+    """Whatever is traced inside carries the equation's name scopes and line; that of its call, where it has none of the user's."""
     current, own = source_info_util._source_info_context.context, eqn.source_info.traceback
     kept = own if current.traceback is None or names_user(own) else None
     return source_info_util.user_context(kept, name_stack=current.name_stack + eqn.source_info.name_stack)

@@ -134,8 +134,8 @@ def _ways_out(call: Call, leaf: Any) -> str:
             return f"auto(mesh, {static}), or a bound method: auto(mesh)(object.method)"
     if callable(leaf):
         return (
-            "part the arrays from the rest outside of the step: arrays, rest = eqx.partition(module, eqx.is_array), and join them inside: "
-            "eqx.combine(arrays, rest); or mark it as a static field of its module"
+            "part the arrays from the rest outside of the step: arrays, rest = eqx.partition(module, eqx.is_array), and join them "
+            "inside: eqx.combine(arrays, rest); or mark it as a static field of its module"
         )
     return "make it an array, or name it in static_argnums or static_argnames"
 

@@ -20,7 +20,8 @@ from functions import KEY, SQUARE, VECTOR, WHOLES, X, functions, jax_functions, 
 from jax import lax
 from layers import SEQUENCE, equinox_layers, linen_layers, missing, nnx_layers
 
-from shardplan._jax import EXPANDED, INLINED, equations, inner_jaxpr, without_refs
+from shardplan._jax import INLINED, equations, inner_jaxpr, without_refs
+from shardplan._jax_expanded import EXPANDED
 from shardplan.costs.space import StepFacts, make_strategy_space
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster

@@ -66,6 +66,15 @@ def test_a_partial_result_is_scattered_over_all_its_axes_on_one_dim(entries):
     assert partial_to(entries) == ["reduce-scatter over data,model: f32[512,1024]"]
 
 
+@pytest.mark.parametrize(("mode", "kind"), [("fill", "all-reduce"), ("clip", "reduce-scatter")])
+def test_a_lookup_that_fills_is_completed_before_it_selects(mode, kind):
+    def look_up(table, ids):
+        return constrain(constrain(jnp.take(table, ids, axis=0, mode=mode), s("data")), s(("data", "model"))) * 2
+
+    found = emitted(look_up, a(2 * B, D), a(B, dtype=jnp.int32), ins=(s("model"), s("data")))
+    assert found == [f"{kind} over model: f32[128,1024]"]
+
+
 def test_a_partial_result_over_two_axes_to_two_dims_is_all_reduced():
     assert partial_to(("data", "model")) == ["all-reduce over data,model: f32[512,1024]"]
 

@@ -47,7 +47,7 @@ FLAGS: Options = {
 """XLA flags for absent GPUs: autotuning runs kernels on the GPU; the other two emit collective kernels that abort without one."""
 
 WITHOUT_TRITON: Options = {"xla_gpu_enable_triton_gemm": False}
-"""Flags of a second attempt: untuned, XLA finds no tiles for some products in Triton, which autotuning on the GPU would give to cuBLAS."""
+"""Flags of a second attempt: untuned, XLA finds no tiles in Triton for some products, which autotuning on a GPU gives to cuBLAS."""
 TRITON_ERROR = re.compile(r"output tile sizes|triton", re.IGNORECASE)
 
 
