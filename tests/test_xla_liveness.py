@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
+import shardplan
 from shardplan.ir.parse import parse
+from shardplan.xla import available
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.liveness import live_intervals
 
@@ -51,6 +55,23 @@ def test_rule_13_only_a_result_of_the_same_size_reuses_an_operands_buffer():
         assert product is not None
         written = sine if same else sine + 1
         assert live[product] == (sine - 1, written if same else written + 1)
+
+
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+def test_rule_13_logits_that_a_loss_slices_are_held_once():
+    """The loss of a causal model: `logits[:, :-1]` in float32 of a product in bfloat16."""
+
+    def loss(w, x, ids):
+        logits = (x @ w).astype(jnp.float32)[:, :-1]
+        picked = jnp.take_along_axis(logits, ids[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    pins = {"w": P(), "x": P("data"), "ids": P("data")}
+    shapes = (512, 16000, jnp.bfloat16), (16, 256, 512, jnp.bfloat16), (16, 256, jnp.int32)
+    plan = shardplan.auto(mesh, cluster="h100", pins=pins)(jax.grad(loss)).plan(*(jax.ShapeDtypeStruct(x[:-1], x[-1]) for x in shapes))
+    live_bytes = plan.check("h100:8").compiled.live_bytes  # w, logits in bfloat16, and what picks of them give back in float32
+    assert plan.memory().peak == pytest.approx(live_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize("how", ["set", "add", "subtract", "multiply", "min", "max"])

@@ -119,7 +119,11 @@ class BoundTables:
         pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
         none, both, only = (_bounding(space, resharder, full, threshold_bytes, kernels) for kernels in KERNELS_COUNTED)
         some = (*none, *both, only[0])
-        return cls(space, allowed, tuple(CostTables(space, StateBlocks.of(graph, None), pinned, ({}, {}), x, 1.0) for x in some))
+        return cls(
+            space,
+            allowed,
+            tuple(CostTables(space, StateBlocks.of(graph, space.materialised, None), pinned, ({}, {}), x, 1.0) for x in some),
+        )
 
     @property
     def blocks(self) -> StateBlocks:

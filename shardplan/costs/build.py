@@ -45,7 +45,9 @@ def build_network(
         _prices(space, resharder, pricing.combined) if windows is None else CombinedPrices(space, resharder, pricing.combined, windows)
     )
     corrections = corrections or CostCorrections({}, {})
-    return CostNetwork(space, StateBlocks.of(graph, limit), limit, allowed, pinned, corrections, pricing, prices, _priced)
+    return CostNetwork(
+        space, StateBlocks.of(graph, space.materialised, limit), limit, allowed, pinned, corrections, pricing, prices, _priced
+    )
 
 
 def _priced(network: CostNetwork) -> PricedProblem:

@@ -300,7 +300,7 @@ class CostNetwork:
             if interval is None or interval[0] >= interval[1]:
                 continue
             i, r = graph.values[v].producer
-            explicit = not graph.ops[i].traits.alias or takes_over_buffer(graph, i) or i in blocks.aliasing
+            explicit = not graph.ops[i].traits.alias or takes_over_buffer(graph, self.space.materialised, i) or i in blocks.aliasing
             yield Allocation(i, r, v, *interval, ("own" if blocks.count(i) > 1 else "") if explicit else "implicit")
             if i in graph.retainable_from:
                 at, _ = graph.retainable_from[i]

@@ -11,7 +11,7 @@ A block has a state per strategy s:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -33,11 +33,11 @@ class StateBlocks:
     retainable: Collection[int]
 
     @classmethod
-    def of(cls, graph: Graph, limit: float | None) -> StateBlocks:
-        """The blocks of a graph's ops; without a memory limit (bytes per device) nothing aliases."""
+    def of(cls, graph: Graph, materialised: Sequence[bool], limit: float | None) -> StateBlocks:
+        """The blocks of a graph's ops; without a memory limit (bytes per device) nothing aliases. `materialised` as in `xla_model`."""
         small = inf if limit is None else SMALL_COPY * limit
         copies = [i for i, op in enumerate(graph.ops) if op.traits.alias and graph.values[op.outputs[0]].bytes > small]
-        aliasing = frozenset(i for i in copies if graph.ops[i].inputs[0] is not None and not takes_over_buffer(graph, i))
+        aliasing = frozenset(i for i in copies if graph.ops[i].inputs[0] is not None and not takes_over_buffer(graph, materialised, i))
         return cls(aliasing, graph.retainable_from)
 
     def count(self, i: int) -> int:

@@ -20,10 +20,18 @@ from shardplan.xla_model.schedule import runs_at
 Interval = tuple[int, int]
 
 
-def takes_over_buffer(graph: Graph, at: int) -> bool:
-    """Whether op `at` is a copy, and the only reader of a value that dies with it."""
+def takes_over_buffer(graph: Graph, materialised: Sequence[bool], at: int) -> bool:
+    """Whether op `at` is a copy, and the only reader of a value in memory, which dies with it.
+
+    A slice that is not written has no buffer, nor has what it is cut from: whoever reads a copy of it computes both (fact:
+    liveness-unwritten-slice).
+    """
     v = graph.ops[at].inputs[0] if graph.ops[at].traits.copy else None
-    return v is not None and len(graph.values[v].consumers) == 1 and not graph.ops[graph.values[v].producer[0]].traits.persistent
+    if v is None or len(graph.values[v].consumers) > 1:
+        return False
+    maker = graph.ops[graph.values[v].producer[0]]
+    sliced = maker.traits.reads_part or all(graph.ops[j].traits.reads_part for j in graph.readers(graph.ops[at].outputs[0]))
+    return not maker.traits.persistent and (materialised[v] or maker.traits.border or not sliced)
 
 
 def live_intervals(
@@ -83,7 +91,7 @@ def _last_uses(
                 held[v] = max(held[v], at if at in replaced else len(graph.ops))
             elif op.held_during >= 0 and not op.traits.loop_stack:
                 held[v] = max(held[v], graph.loops[op.held_during].stop)
-            elif takes_over_buffer(graph, at):
+            elif takes_over_buffer(graph, materialised, at):
                 held[v] = max(held[v], at)
             else:
                 read[v] = max(read[v], runs[at])
