@@ -131,7 +131,8 @@ def _ways_out(call: Call, leaf: Any) -> str:
     for n, argument in (*enumerate(call.args), *call.kwargs.items()):
         if argument is leaf:
             static = f"static_argnums={n}" if isinstance(n, int) else f"static_argnames={n!r}"
-            return f"auto(mesh, {static}), or a bound method: auto(mesh)(object.method)"
+            bound = ", or a bound method: auto(mesh)(object.method)" if n == 0 and not isinstance(leaf, str) else ""
+            return f"auto(mesh, {static}){bound}"
     if callable(leaf):
         return (
             "part the arrays from the rest outside of the step: arrays, rest = eqx.partition(module, eqx.is_array), and join them "

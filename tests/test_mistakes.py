@@ -119,7 +119,7 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     # ---- arguments
     "text as an argument": (
         lambda: planned(lambda w, mode: w, (W, "train")),
-        "argument mode is str 'train', not an array.…ways out: make it an array, or name it in static_argnums",
+        "argument mode is str 'train', not an array.…ways out: auto(mesh, static_argnums=1)",
     ),
     "an object as an argument": (
         lambda: planned(lambda w, o: w, (W, object())),
@@ -127,8 +127,8 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     ),
     "an equinox module as an argument": (
         lambda: planned(lambda m, x: jax.vmap(m)(x), (module(), jnp.ones((8, 8)))),
-        "argument m/activation is …, not an array.…params, static = eqx.partition(model, eqx.is_array), and call "
-        "eqx.combine(params, static) in the step",
+        "argument m/activation is …, not an array.…arrays, rest = eqx.partition(module, eqx.is_array), and join "
+        "them inside: eqx.combine(arrays, rest)",
     ),
     "eqx.filter_jit around the step": (
         lambda: planned(eqx.filter_jit(lambda m, x: jax.vmap(m)(x)), (module(), jnp.ones((8, 8)))),
