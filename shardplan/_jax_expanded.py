@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from itertools import accumulate, pairwise
+from math import prod
 
 import jax
 from jax._src.lax import slicing
@@ -34,8 +35,10 @@ def _filled(eqn, *xs) -> list:
 
 
 def _is_one_gather(eqn) -> bool:
-    dtype, fills = eqn.invars[0].aval.dtype, eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
-    return not fills or jax.numpy.issubdtype(dtype, jax.dtypes.extended) or len(eqn.invars) > 2
+    """Whether a gather does not fill, or runs on shards as it is: a single lookup (`strategies/rules/index.py`), keys."""
+    (operand, indices, *more), fills = eqn.invars, eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+    single = prod(indices.aval.shape[:-1]) == 1
+    return not fills or single or jax.numpy.issubdtype(operand.aval.dtype, jax.dtypes.extended) or bool(more)
 
 
 def _high_level(eqn, *xs) -> list:

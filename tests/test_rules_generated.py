@@ -29,6 +29,8 @@ NOT_GENERATED = """
     broadcast_to empty empty2 polynomial zeros_like log2 one_minus_square  (not made by every version of jax)
     pallas_call core_map mpmd_map dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper
     dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper  (kernels: test_kernels.py, test_attention.py)
+    nonbatchable nontraceable nondifferentiable_backward select_if_vmap unvmap_any unvmap_all unvmap_max debug_print debug_callback
+        (of Equinox, and printing: test_libraries.py)
     mulhi select_and_scatter platform_index dce_sink  (not lowered for CPU, not reachable, nothing to split)
 """
 

@@ -69,13 +69,14 @@ def dynamic_update_slice(eqn, shards, halo_dims: HaloDims) -> list:
 
 
 def gather(eqn, shards, halo_dims: HaloDims) -> list:
-    """The elements that the shard holds, zeros for the others."""
+    """The elements that the shard holds, zeros for the others; XLA clamps where bounds are promised, and so does a shard."""
     (x, indices, *rest), sharded = shards, {s.dim: s for s in halo_dims[0]}
     p, shape = eqn.params, eqn.invars[0].aval.shape
     n, mine, local = p["dimension_numbers"], True, []
     for c, d in enumerate(n.start_index_map):
         last = shape[d] - p["slice_sizes"][d]
-        at = window_start(indices[..., c], last, p["mode"])
+        fills = p["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+        at = window_start(indices[..., c], last, p["mode"] if fills else lax.GatherScatterMode.CLIP)
         if d in sharded:
             begin, outside = sharded[d].start(), (at < 0) | (at > last)
             mine &= jnp.where(outside, begin == 0, (at >= begin) & (at < begin + x.shape[d]))
