@@ -32,7 +32,7 @@ def test_contradicting_pins_are_named_with_their_line_bytes_and_seconds(search):
     assert found.pins == ("x: in_shardings = P('model', None)", "result: out_shardings = P(None, 'model')")
     transposed_s = Cluster.preset("h100").device.kernel_latency_s  # the kernel before an all-to-all, which is compute
     assert found.bytes == plan.comm_bytes and 0 < found.seconds == pytest.approx(plan.seconds["communication"] + transposed_s)
-    assert (found.file, found.line) == ("", 0)  # at the border of the step
+    assert (found.file, found.line) == ("test_regions.py", elementwise.__code__.co_firstlineno + 1)  # what makes the result
     text = plan.explain()
     assert "pins that disagree" in text and ", against ".join(found.pins) in text
     assert "Pins that disagree" in to_html(plan, page=False)
