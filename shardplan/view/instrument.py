@@ -297,7 +297,9 @@ class Instrument:
 
     def _memory(self) -> dict[str, Any]:
         """Bytes by category over the step, and the buffers at the peak."""
-        memory, kinds = self.plan.memory_report, rows.categories(self.plan.memory_report)
+        memory = self.plan.memory_report
+        held = (x.kind for x in self.schedule.buffers) if self.schedule else ()  # some of them between two points of the profile
+        kinds = tuple(dict.fromkeys((*rows.categories(memory), *held)))
         found = {
             "kinds": [clean(kind) for kind in kinds],
             "at_peak": [memory.at_peak.get(kind, 0.0) for kind in kinds],
