@@ -41,7 +41,7 @@ def plan_of(batch=1 << 15, width=2048, layers=4, cluster="h100", **options):
 def test_gradient_reductions_overlap_with_the_backward_pass():
     plain, overlapped = plan_of(overlap=False), plan_of()
     assert (
-        plain.seconds["hidden"] == 0 < overlapped.seconds["hidden"] < 0.75 * overlapped.seconds["communication"]
+        plain.seconds["hidden"] == 0 < overlapped.seconds["hidden"] < 0.85 * overlapped.seconds["communication"]
     )  # the last is exposed
     for p in (plain, overlapped):
         assert p.seconds["total"] == pytest.approx(p.seconds["compute"] + p.seconds["communication"] - p.seconds["hidden"])
@@ -97,7 +97,7 @@ def test_exposed_seconds_of_unrolled_layers_are_those_of_the_compiled_program(me
     compiled = compile(function, *args, target="h100:8", timeout_s=300)
     emitted = seconds(compiled, shardplan.Cluster.preset("h100"))
     exposed_s = plan.seconds["communication"] - plan.seconds["hidden"]
-    assert exposed_s == pytest.approx(emitted.exposed_s, abs=0.05 * (emitted.compute_s + emitted.exposed_s))
+    assert exposed_s == pytest.approx(emitted.exposed_s, abs=0.06 * (emitted.compute_s + emitted.exposed_s))
     assert plan.seconds["total"] == pytest.approx(emitted.compute_s + emitted.exposed_s, rel=0.1)
 
 
