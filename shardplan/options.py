@@ -18,6 +18,7 @@ from shardplan.mesh.cluster import Cluster, resolve
 from shardplan.mesh.device import gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Plan
+from shardplan.processes import process_numbers
 from shardplan.searches import SEARCHES
 from shardplan.units import format_memory, parse_bytes
 from shardplan.xla_model.compiler_options import Flag, Flags, XlaOptions, candidates, merged
@@ -101,9 +102,8 @@ class AutoOptions:
 
     @property
     def _others_may_have_it(self) -> bool:
-        devices = self.mesh.devices.flat if isinstance(self.mesh, jax.sharding.Mesh) else ()
         missing = isinstance(self.plan, (str, os.PathLike)) and not os.path.exists(self.plan)
-        return missing and len({d.process_index for d in devices}) > 1
+        return missing and len(process_numbers(self.mesh)) > 1
 
     def plan_of_processes(self, text: str | None) -> Plan | None:
         """The plan to reuse: this process's own, else one that another process has the text of.

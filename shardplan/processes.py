@@ -54,6 +54,12 @@ class Answer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+def process_numbers(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> tuple[int, ...]:
+    """Of the processes that have devices of a mesh, in order; () for a mesh without devices."""
+    devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
+    return tuple(sorted({d.process_index for d in devices}))
+
+
 @dataclass(frozen=True)
 class Processes:
     """The processes that have devices of one mesh.
@@ -75,11 +81,8 @@ class Processes:
         Raises:
             ShardingError: the mesh has other processes' devices, and none of this one.
         """
-        if not isinstance(mesh, jax.sharding.Mesh):
-            return None
-        numbers = tuple(sorted({d.process_index for d in mesh.devices.flat}))
-        own = jax.process_index()
-        if numbers == (own,):
+        numbers, own = process_numbers(mesh), jax.process_index()
+        if numbers in ((), (own,)):
             return None
         if own not in numbers or _jax.coordination_client() is None:
             raise ShardingError(

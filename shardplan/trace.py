@@ -29,9 +29,13 @@ def trace(fun: Callable, call: Call, auto: AutoOptions):
         ShardingError: the step asks for axes that are not there.
     """
     args, kwargs = call.abstract()
-    try:
+
+    def by_jit(fun: Callable):
         with _jax_kernels.cudnn_assumed():
-            traced = jax.jit(_watched(fun), **auto.jit_arguments).trace(*args, **kwargs)
+            return jax.jit(fun, **auto.jit_arguments).trace(*args, **kwargs)
+
+    try:
+        traced = by_jit(_watched(fun))
         _warn_of_constants(traced.jaxpr.consts)
         return traced
     except NameError as error:
@@ -54,8 +58,7 @@ def trace(fun: Callable, call: Call, auto: AutoOptions):
         unknown = error
     why, way = f"the step asks for layouts that the mesh has no axis for: {unknown}", f"name axes of {auto.shape}"
     try:
-        with _jax_kernels.cudnn_assumed():
-            traced = jax.jit(_jax.without_mesh(fun), **auto.jit_arguments).trace(*args, **kwargs)
+        traced = by_jit(_jax.without_mesh(fun))
     except Exception:
         raise ShardingError(f"{why}\n  way out: {way}, or plan on a mesh that has it") from unknown
     warn(f"{why}\n  All that it asks for only where there is a mesh is left to the planner.\n  way out: {way}")
