@@ -325,6 +325,8 @@ def jit_argument(fun, name: str) -> tuple:
 
 OTHER_SHARD_MAP_MESH = "should match the mesh passed to shard_map"
 """A `shard_map` was given another mesh than the one in use."""
+EXPLICIT_SPEC = "cannot contain axis names that are of type Auto"
+"""`out_sharding=` or `reshard` was used under Auto axes."""
 UNKNOWN_AXIS = "is not found in mesh"
 """A PartitionSpec names an axis that the current mesh lacks."""
 

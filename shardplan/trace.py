@@ -53,6 +53,12 @@ def trace(fun: Callable, call: Call, auto: AutoOptions):
                 "axes.\n  ways out: leave mesh= out of that jax.shard_map (it takes the mesh in use); in place of jax.pmap, plan what "
                 "it maps with jax.vmap; or plan on jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)"
             ) from error
+        if _jax.EXPLICIT_SPEC in str(error):
+            raise ShardingError(
+                f"the step shards its own arrays as Explicit axes do, and a planned step is traced with Auto axes: {error}\n"
+                "  ways out: leave out out_sharding= and jax.sharding.reshard there, and the planner chooses; or write "
+                "jax.lax.with_sharding_constraint(x, P(...)), which is kept as a pin"
+            ) from error
         if _jax.UNKNOWN_AXIS not in str(error):
             raise
         unknown = error

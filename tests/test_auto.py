@@ -383,6 +383,23 @@ def test_in_and_out_shardings_with_free_dims(mesh, params):
     same(planned(params, batch()), step(params, batch()))
 
 
+@pytest.mark.parametrize("search", ["ilp", "propagation", "recursive"])
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_an_axis_of_one_device_may_be_named_and_shards_nothing(kind, search):
+    mesh = jax.make_mesh((8, 1), ("data", "model"), axis_types=(kind,) * 2)
+
+    def product(x, w):
+        constrained = jax.lax.with_sharding_constraint(x @ w, P("data", "model"))
+        return jnp.tanh(constrained)
+
+    named = dict(pins={"w": P("model")}, in_shardings=(P("data", "model"), None), out_shardings=P(("data", "model")))
+    planned = shardplan.auto(mesh, search=search, **named)(product)
+    rng = np.random.default_rng(0)
+    args = [rng.normal(size=(64, 64)).astype(F32) for _ in range(2)]
+    np.testing.assert_allclose(planned(*args), np.tanh(args[0] @ args[1]), rtol=1e-5, atol=1e-5)
+    assert planned.plan(*args).in_shardings[0][0].spec == P("data", None)
+
+
 def test_the_users_own_constraint_is_kept(mesh, params):
     def constrained(params, batch):
         h = jax.lax.with_sharding_constraint(batch["x"] @ params["up"], P("model", None))

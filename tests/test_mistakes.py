@@ -298,6 +298,10 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
         lambda: planned(lambda w: jax.lax.with_sharding_constraint(w, P("zz")), (W,)),
         "the step asks for layouts that the mesh has no axis for: …zz…way out: name axes of data=2, model=4",
     ),
+    "out_sharding in the step": (
+        lambda: planned(lambda w: jnp.zeros((8, 8), out_sharding=P("data")) + w[:8, :8], (W,)),
+        "the step shards its own arrays as Explicit axes do…jnp.zeros…ways out: leave out out_sharding=",
+    ),
     # ---- state and plans
     "a step in place of its plan": (
         lambda: auto(mesh(), state_like=auto(mesh())(step)),

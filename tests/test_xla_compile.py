@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from shardplan.mesh.device import gpu_of_device_kind, gpus
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.xla import check
-from shardplan.xla.compiler import _backend, targets
+from shardplan.xla.compiler import targets
 from shardplan.xla.compiler.compile import CompilerMissingError, available, compile
 from shardplan.xla.hlo.collectives import collectives
 from shardplan.xla.hlo.diagnostics import rematerializations
@@ -151,7 +152,7 @@ def test_a_crash_is_a_result(monkeypatch, tmp_path):
     fatal = "F1121 04:00:34.698932   12502 kernel.cc:12] Check failed: there is a GPU"
     child = tmp_path / "child.py"
     child.write_text(f"import os, sys\nprint('before')\nprint({fatal!r}, file=sys.stderr, flush=True)\nos.abort()\n")
-    monkeypatch.setattr(_backend, "__file__", str(child))
+    monkeypatch.setattr(sys.modules[compile.__module__], "CHILD", str(child))
     done = compile(*mlp(abstract(), batch=256))
     assert not done.ok and done.memory is None
     assert done.error == f"the compiler crashed (SIGABRT): {fatal}"
@@ -166,7 +167,7 @@ def test_a_stack_trace_does_not_hide_the_error(monkeypatch, tmp_path):
     )
     child = tmp_path / "child.py"
     child.write_text(f"import sys\nsys.stderr.write({said!r})\nsys.exit(1)\n")
-    monkeypatch.setattr(_backend, "__file__", str(child))
+    monkeypatch.setattr(sys.modules[compile.__module__], "CHILD", str(child))
     error = compile(*mlp(abstract(), batch=512)).error
     assert error == f"the compiler crashed (exit status 1): {said.splitlines()[0]}"
 

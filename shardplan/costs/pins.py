@@ -80,10 +80,11 @@ def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, .
     op, layouts = space.graph.ops[i], space.strategies[i].results[0]
     shape, place = tuple(op.outs[0].shape), f" at {op.source}" if op.traits.sharding_constraint else ""
     what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"
+    splitting = {a for a in axes if space.mesh.size(a) > 1}  # an axis of one device leaves a dim whole: no strategy names it
     mask = np.ones(len(layouts), dtype=bool)
     for n, (who, dims) in enumerate(wanted):
         _check_pin(who := f"{who}{place} on {what}", dims, shape, space.mesh)
-        known = [d if d == FREE else tuple(a for a in d if a in axes) for d in dims]
+        known = [d if d == FREE else tuple(a for a in d if a in splitting) for d in dims]
         mask = mask & np.array([all(d in (FREE, x) for d, x in zip(known, layout.dims, strict=True)) for layout in layouts])
         if not mask.any():
             if n:

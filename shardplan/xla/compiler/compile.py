@@ -36,6 +36,8 @@ from shardplan.xla.hlo.diagnostics import Buffer, Rematerialization, buffers, re
 from shardplan.xla.hlo.products import HloProduct, flops, products
 from shardplan.xla.hlo.text import HloModule, read
 
+CHILD = _backend.__file__
+"""The program of the child process that compiles."""
 Options = Mapping[str, bool | int | float | str]
 """Compiler options: XLA flags without the dashes."""
 
@@ -270,7 +272,7 @@ def _in_child(module: bytes, request: dict, environment: dict, target: Target | 
         folder = Path(name)
         (folder / "module.mlirbc").write_bytes(module)
         (folder / "request.json").write_text(json.dumps(request))
-        command = [sys.executable, "-P", _backend.__file__, str(folder)]
+        command = [sys.executable, "-P", CHILD, str(folder)]
         started = time.perf_counter()
         with (folder / "stderr").open("wb") as stderr:
             child = subprocess.Popen(
