@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardplan.mesh import Cluster, Layout, MeshShape
     from shardplan.mesh.calibrate import calibrate
     from shardplan.plan import Plan, PlanDiff
+    from shardplan.plan.transfer import transfer
     from shardplan.strategies.register import register_rule
     from shardplan.xla.report.check import check
 
@@ -33,11 +34,12 @@ HOME = {
     "calibrate": "mesh.calibrate",
     "check": "xla.report.check",
     "register_rule": "strategies.register",
+    "transfer": "plan.transfer",
 }
 
 __all__ = [
     "Auto", "Cluster", "Layout", "MeshShape", "Plan", "PlanDiff", "PlanFileError", "ShardingError", "ShardingWarning", "auto",
-    "calibrate", "check", "register_rule",
+    "calibrate", "check", "register_rule", "transfer",
 ]  # fmt: skip
 
 

@@ -251,6 +251,11 @@ def sharding(mesh, spec: tuple, memory_kind: str | None = None) -> NamedSharding
     return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory_kind)
 
 
+def devices(sharding: NamedSharding) -> list:
+    """Of a mesh, in its order."""
+    return list(sharding.mesh.devices.flat)  # pyright: ignore[reportOptionalMemberAccess]
+
+
 def abstract(x) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of an argument leaf, without its placement."""
     aval = x if isinstance(x, jax.ShapeDtypeStruct | core.ShapedArray) else jax.typeof(x)

@@ -27,7 +27,8 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.options import JIT_ARGUMENTS, AutoOptions
 from shardplan.plan import Plan
-from shardplan.signature import Call, same_paths
+from shardplan.plan.arguments import same_paths
+from shardplan.signature import Call
 
 if TYPE_CHECKING:
     from shardplan.step import PlannedStep

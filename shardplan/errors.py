@@ -16,7 +16,7 @@ class ShardingError(ValueError):
     """A step, pin or budget for which no plan exists, an option that cannot be, a machine that nobody knows."""
 
 
-class PlanFileError(ValueError):
+class PlanFileError(ShardingError):
     """A plan file that is damaged, foreign, or for another mesh or model."""
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import linecache
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 
@@ -19,6 +21,24 @@ MAX_SOURCE_BYTES = 4_000_000
 def is_library(file: str) -> bool:
     """Whether a source file, by its path or its `portable` name, belongs to an installed package."""
     return any(f"/{folder}/" in f"/{file}" for folder in INSTALLED)
+
+
+def read_limited(path: str | os.PathLike[str], most: int) -> bytes:
+    """The bytes of a file, at most `most` and one more.
+
+    Raises:
+        OSError: there is none, or it is no file with an end: a folder, a pipe, a device.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))  # a pipe waits for no writer
+    try:
+        if stat.S_ISDIR(mode := os.fstat(handle).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "a pipe or a device, not a file", os.fspath(path))
+        with os.fdopen(handle, "rb", closefd=False) as f:
+            return f.read(most + 1)
+    finally:
+        os.close(handle)
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:

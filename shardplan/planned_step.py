@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import jax
@@ -16,9 +15,10 @@ from shardplan.costs.options import Options
 from shardplan.errors import ShardingError, warn
 from shardplan.feedback import Verified
 from shardplan.plan import Plan
+from shardplan.plan.arguments import arguments_like
 from shardplan.plan.data import Leaf
 from shardplan.plan.planned import Planned
-from shardplan.signature import arguments, buffer
+from shardplan.signature import buffer
 from shardplan.units import format_memory
 
 
@@ -126,9 +126,7 @@ class PlannedStep:
 
     def argument_leaves(self, tree, same: Callable[[Any, Any], bool]) -> list[list[Leaf]]:
         """Planned leaves of every argument whose structure is the same."""
-        inputs = iter(self.plan.inputs)
-        parts = [(part, list(islice(inputs, part.num_leaves))) for part in arguments(self.plan.context.in_tree)]
-        return [leaves for part, leaves in parts if same(part, tree)]
+        return [*arguments_like(self.plan.inputs, self.plan.context.in_tree, tree, same)]
 
 
 @dataclass(frozen=True, eq=False)

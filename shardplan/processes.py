@@ -20,7 +20,7 @@ import jax
 import msgspec
 
 from shardplan import _jax
-from shardplan.errors import PlanFileError, ShardingError
+from shardplan.errors import ShardingError
 
 ALIVE_S = 2.0
 """The first process shows that it is alive every so many seconds."""
@@ -135,7 +135,7 @@ class Processes:
 
     def _reported(self, error: Exception) -> str:
         """An error of this process, for the others."""
-        kind = "" if isinstance(error, (ShardingError, PlanFileError)) else f"{type(error).__name__}: "
+        kind = "" if isinstance(error, ShardingError) else f"{type(error).__name__}: "
         return f"on process {self.own}: {kind}{error}"
 
     def _announcements(self, store: _Store) -> Announcements:

@@ -16,6 +16,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.costs.pins import PinDims, pin_dims
 from shardplan.errors import ShardingError
+from shardplan.plan.arguments import arguments, path_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +98,6 @@ def _leaf_signature(leaf):
         return type(leaf)
 
 
-def path_text(keys: Sequence) -> str:
-    """A pytree path: "dense/kernel"."""
-    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
-
-
 def unique(labels: Iterable[str]) -> tuple[str, ...]:
     """The labels, each once: a number is appended where keys with slashes make two paths equal."""
     labels = list(labels)
@@ -160,20 +156,6 @@ def refuse_refs(values: Iterable, how: str) -> None:
 
 
 # ---- state
-
-
-def arguments(in_tree) -> list:
-    """Structures of the single arguments of a call, from that of (args, kwargs)."""
-    return [part for side in in_tree.children() for part in side.children()]
-
-
-def same_paths(tree, other) -> bool:
-    """Whether two trees have leaves at the same paths; what else they hold, as the functions in a flax `TrainState`, may differ."""
-
-    def paths(tree) -> list:
-        return [path_text(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))]
-
-    return tree.num_leaves == other.num_leaves and paths(tree) == paths(other)
 
 
 def state_pairs(in_tree, in_leaves: Sequence, out_tree, out_leaves: Sequence) -> Iterator[tuple[int, int]]:

@@ -26,16 +26,17 @@ from shardplan.ir.parse import Traced
 from shardplan.options import AutoOptions
 from shardplan.pipeline import make_plan
 from shardplan.plan import Plan
+from shardplan.plan.arguments import path_text
 from shardplan.plan.cache import CachedPlan
 from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
 from shardplan.plan.program import line_name, source_lines
-from shardplan.plan.reuse import decisions_but_scalars, matching_pins, saved_decisions, state_pins
+from shardplan.plan.reuse import decisions_but_scalars, matching_pins, refuse_other_state, saved_decisions, state_pins
 from shardplan.planned_step import PlanContext, PlannedStep
 from shardplan.processes import PROGRAM, Announcement, Announcements, Processes
 from shardplan.search.objective import NEAR_TIE
 from shardplan.searches import SEARCHES
-from shardplan.signature import Call, path_text, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
+from shardplan.signature import Call, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
 from shardplan.trace import trace
 from shardplan.units import format_array, format_seconds
 from shardplan.view.progress import Progress
@@ -127,12 +128,14 @@ def _planned(
         fastest.append(plan)
         return decisions, plan.with_context(context(decisions, planned=planned)), planned and asked
 
+    state = {} if options.state_plan is None else state_pins(options.state_plan, step.traced, step.pinned(asked))
     if (saved := options.saved_plan) is not None:
         if (decisions := saved_decisions(saved, step.traced, options.shape)) is not None:
+            refuse_other_state(saved, state)
             return taken_over(structs.replace(saved, compiler_options=options.flags(saved.compiler_options)), decisions)
-        asked = matching_pins(saved, step.traced, asked)
-    elif options.state_plan is not None:
-        asked = replace(asked, in_pins={**state_pins(options.state_plan, step.traced, step.pinned(asked)), **asked.in_pins})
+        asked = matching_pins(saved, step.traced, asked, state)
+    else:
+        asked = replace(asked, in_pins={**state, **(asked.in_pins or {})})
     place = _place(options, step.traced, asked)
     if (known := _known_plan(step, asked, before, place)) is not None:
         return taken_over(*known)

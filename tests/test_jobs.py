@@ -98,6 +98,21 @@ def test_own_pins_win(mesh, train):
     assert found["params/up"].spec() == (None, "model") and found["params/down"] == layouts(plan)["state/params/down"]
 
 
+def test_a_reused_plan_of_an_evaluation_keeps_the_layouts_of_the_state(mesh, train, tmp_path):
+    shapes = jax.eval_shape(create_state, jax.random.key(0))
+    plan = train.plan(shapes, batch())
+    evaluate = shardplan.auto(mesh, state_like=plan)(eval_step)
+    found = evaluate.plan(shapes["params"], batch(64))
+    again = evaluate.with_options(plan=found)
+    assert again.plan(shapes["params"], batch(64)).dumps() == found.dumps()
+    elsewhere = shardplan.auto(mesh, pins={"params/*": P()})(eval_step).plan(shapes["params"], batch(64))
+    with pytest.raises(shardplan.ShardingError, match=r"plan= has params/down as P\(None, None\), state_like= as P\('data'"):
+        evaluate.with_options(plan=elsewhere).plan(shapes["params"], batch(64))
+    with pytest.warns(shardplan.ShardingWarning, match="made for another version of this step"):  # and what is planned again
+        other = evaluate.with_options(plan=elsewhere).plan(shapes["params"], batch(32))
+    assert layouts(other)["params/down"] == layouts(plan)["state/params/down"]
+
+
 def test_a_state_that_is_not_shared_or_of_another_mesh_is_refused(mesh, train):
     plan = train.plan(jax.eval_shape(create_state, jax.random.key(0)), batch())
     with pytest.raises(shardplan.ShardingError, match="no input of the step is state of that plan"):

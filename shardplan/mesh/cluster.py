@@ -27,7 +27,7 @@ import numpy as np
 from msgspec import Meta
 
 from shardplan.errors import ShardingError
-from shardplan.files import write_atomically
+from shardplan.files import read_limited, write_atomically
 from shardplan.mesh.device import (
     FLOPS,
     Count,
@@ -200,8 +200,7 @@ class Cluster:
         """
         where = f"cluster file {os.fspath(path)}"
         try:
-            with open(path, "rb") as f:
-                raw = f.read(MAX_FILE_BYTES + 1)
+            raw = read_limited(path, MAX_FILE_BYTES)
         except OSError as e:
             presets = ", ".join(Cluster.presets())
             raise ClusterError(

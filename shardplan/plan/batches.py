@@ -9,6 +9,7 @@ Processes whose devices hold the same rows read the same part. Where what two of
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.errors import ShardingError
+from shardplan.plan.arguments import arguments_like
 from shardplan.plan.data import Leaf
 from shardplan.units import format_array
 
@@ -49,10 +51,7 @@ def global_batch(inputs: Sequence[Leaf], in_tree: Any, batch: Any, mesh: jax.sha
         ShardingError: no argument is such a pytree, or an array is neither of the part's shape nor of the whole batch's.
     """
     local, tree = jax.tree.flatten(batch)
-    left, found = iter(inputs), []
-    for part in (part for side in in_tree.children() for part in side.children()):
-        leaves = [next(left) for _ in range(part.num_leaves)]
-        found += [leaves] if part == tree else []
+    found = [*arguments_like(inputs, in_tree, tree, operator.eq)]
     if not found and isinstance(batch, tuple) and batch:
         return tuple(global_batch(inputs, in_tree, x, mesh, shard, dim) for x in batch)
     if not found:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shardplan.errors import PlanFileError
-from shardplan.files import write_atomically
+from shardplan.files import read_limited, write_atomically
 from shardplan.mesh.layout import REDUCTIONS, Layout, MeshShape
 from shardplan.plan.data import VERSION, Leaf, PlanRecord
 from shardplan.plan.travel import contract
@@ -68,8 +68,7 @@ def read(path: str | os.PathLike[str], of: type[P]) -> P:
     """The plan in a file of this version or an earlier one; a PlanFileError names the file and the field that is wrong."""
     name = os.fspath(path)
     try:
-        with open(path, "rb") as f:
-            raw = f.read(MAX_FILE_BYTES + 1)
+        raw = read_limited(path, MAX_FILE_BYTES)
     except OSError as error:
         raise PlanFileError(f"{name}: cannot be read: {error.strerror}.\n  way out: the path that plan.save() wrote") from None
     try:

@@ -10,6 +10,7 @@ from pathlib import PurePath
 import jax
 
 from shardplan.costs.options import Options, PinDims
+from shardplan.costs.pins import pin_text
 from shardplan.emit.emit import EmitDecision
 from shardplan.errors import PlanFileError, ShardingError, warn
 from shardplan.ir.graph import Graph, Op, Path
@@ -132,8 +133,14 @@ def _matched(plan: Plan, graph: Graph) -> tuple[dict[int, int], list[str]]:
     return found, lost
 
 
-def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
+def matching_pins(plan: Plan, traced: Traced, options: Options, state: Mapping[int, PinDims]) -> Options:
     """The options with every input that still matches pinned to the saved plan's layout; warns of the others.
+
+    Args:
+        plan: the saved one.
+        traced: the step to be planned.
+        options: their pins win over those of the saved plan.
+        state: pins of the state by another step's plan, which win over those of the saved plan, too.
 
     Raises:
         PlanFileError: when the plan has nothing in common with the step.
@@ -159,7 +166,7 @@ def matching_pins(plan: Plan, traced: Traced, options: Options) -> Options:
         + "".join(f"\n  {text}" for text in differences(plan, traced, jax.__version__))
         + (f"\n  not matched: {_listed(unmatched)}" if unmatched else "")
     )
-    return replace(options, in_pins={**pins, **(options.in_pins or {})})
+    return replace(options, in_pins={**pins, **state, **(options.in_pins or {})})
 
 
 # ---- one state, several functions
@@ -192,6 +199,16 @@ def state_pins(plan: Plan, traced: Traced, taken: Collection[str]) -> dict[int, 
             f"  step: {_listed(traced.in_labels)}\n  way out: the plan of a step with the same parameters, or in_shardings"
         )
     return pins
+
+
+def refuse_other_state(plan: Plan, pins: Mapping[int, PinDims]) -> None:
+    """Raises ShardingError if a saved plan has its state elsewhere than the pins of `state_like` say."""
+    for n, dims in pins.items():
+        if (leaf := plan.inputs[n]).layout.dims != dims:
+            raise ShardingError(
+                f"plan= has {leaf.path} as {leaf.layout}, state_like= as {pin_text(dims)}.\n"
+                "  ways out: state_like= alone, which plans anew; plan= alone, which moves the state at every call"
+            )
 
 
 def _of_path(leaves: Sequence[Leaf], label: str) -> Leaf | None:
