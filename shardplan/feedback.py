@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from shardplan.costs.options import CostCorrections, merge_corrections
 from shardplan.errors import ShardingError
+from shardplan.files import short_place
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import seconds as planned_s
 from shardplan.plan import Plan
@@ -41,7 +41,7 @@ class Overrun:
     correction: CostCorrections
 
     def __str__(self) -> str:
-        place = PurePath(self.finding.source).name or "no line known"
+        place = short_place(self.finding.source) or "no line known"
         most = max(_unmatched(self.finding)[1] or self.finding.emitted, key=lambda m: m.wire_bytes)
         return f"{place}  {self.seconds * 1e6:.0f} µs more than planned: {most}" + ("" if self.correction else "; no op to correct")
 

@@ -9,6 +9,7 @@ import linecache
 import os
 import re
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
@@ -58,12 +59,35 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         raise
 
 
-@functools.lru_cache(maxsize=4096)
+def cell(file: str) -> str:
+    """The name "In [2]" for the file that IPython compiles the cell of that number from, "" for any other."""
+    shell = IPython.get_ipython() if (IPython := sys.modules.get("IPython")) else None
+    kind, name = shell.compile.format_code_name(file) or ("", "") if shell and file else ("", "")
+    return name.replace("In[", "In [") if kind == "Cell" else ""
+
+
+def base_name(file: str) -> str:
+    """The last part of a source file's path; "In [2]" for a notebook's cell."""
+    return cell(file) or file.replace("\\", "/").rsplit("/", 1)[-1]
+
+
+def short_place(source: str) -> str:
+    """'dir/train.py:41' as 'train.py:41', and a cell's file as 'In [2]:41'."""
+    file, colon, line = source.rpartition(":")
+    return f"{base_name(file)}:{line}" if colon else base_name(source)
+
+
 def portable(file: str) -> str:
-    """The name of a source file as import knows it, without where it is installed or checked out.
+    """The name of a source file as import knows it, without where it is installed or checked out; "In [2]" for a notebook's cell."""
+    return cell(file) or _portable(file)
+
+
+@functools.lru_cache(maxsize=4096)
+def _portable(file: str) -> str:
+    """The portable name of a file that is no cell.
 
     "/home/ada/venv/lib/python3.11/site-packages/flax/nnx/nn/linear.py" is "site-packages/flax/nnx/nn/linear.py"; a file of one's
-    own package starts at the outermost folder with an `__init__.py`; a script, a notebook's cell or "<string>" is its own name.
+    own package starts at the outermost folder with an `__init__.py`; a script or "<string>" is its own name.
     """
     parts = re.split(r"[/\\]", file)
     inside = max((n + 1 for n, part in enumerate(parts) if part in INSTALLED), default=0)

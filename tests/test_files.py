@@ -1,6 +1,11 @@
 """Names and lines of source files."""
 
-from shardplan.files import portable, source_line
+import types
+
+import IPython
+from IPython.core.compilerop import CachingCompiler
+
+from shardplan.files import base_name, portable, short_place, source_line
 
 
 def test_a_file_has_the_same_name_wherever_it_is_installed(tmp_path):
@@ -24,3 +29,15 @@ def test_only_python_source_is_read(tmp_path):
     assert source_line(str(tmp_path / "train.py"), 9) == ""
     for file in (str(tmp_path / "passwd"), str(tmp_path / "fifo.py"), "relative.py", "/tmp/\0.py"):
         assert source_line(file, 1) == ""
+
+
+def test_a_cell_of_a_notebook_is_named_by_its_number(monkeypatch):
+    shell = types.SimpleNamespace(compile=CachingCompiler())
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
+    file = shell.compile.cache("def loss(w):\n    return w.sum()\n", 2)
+    assert portable(file) == base_name(file) == "In [2]"
+    assert short_place(f"{file}:1") == short_place("In [2]:1") == "In [2]:1"
+    assert source_line(file, 2) == "    return w.sum()"
+    again = shell.compile.cache("def loss(w):\n    return w.sum()\n", 7)
+    assert portable(again) == "In [7]"
+    assert portable("/home/ada/train.py") == "train.py"

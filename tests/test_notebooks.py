@@ -60,6 +60,8 @@ def test_lines_of_notebook_cells_are_annotated(explored):
     assert "def loss_fn" not in said
     assert 'x = x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"]' in said
     assert "# forward" in said
+    html = next(o.data["text/html"] for c in code(explored) for o in c.outputs if o.output_type == "execute_result")
+    assert re.search(r"In \[\d+\]:\d+", html) and not re.search(r"\d{6,}\.py", html)
 
 
 def test_other_layouts_cost_and_tight_memory_is_explained(explored):

@@ -23,6 +23,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
+from shardplan.files import base_name
 from shardplan.ir.traits import Traits, traits_of
 
 Phase = Literal["forward", "backward", "update"]
@@ -40,7 +41,7 @@ class Source:
     traceback: Any = field(default=None, compare=False, repr=False)  # of JAX, for `_jax.call_stack`
 
     def __str__(self) -> str:
-        return f"{self.file.rsplit('/', 1)[-1]}:{self.line}" if self.file else "?"
+        return f"{base_name(self.file)}:{self.line}" if self.file else "?"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import PurePath
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from shardplan.costs.options import Options, ReshardKey
 from shardplan.costs.pins import pin_description, pins_by_op
 from shardplan.costs.space import StrategySpace
 from shardplan.emit.emit import EmitDecision
+from shardplan.files import short_place
 from shardplan.ilp.solver.problem import Solution
 from shardplan.ir.graph import Graph, Path, Source, components
 from shardplan.ir.parse import Traced
@@ -154,5 +154,4 @@ class Planned:
 
 def _is_on(source: Source, line: str) -> bool:
     """Whether an op's source is 'file:line', whatever the folder."""
-    name, _, number = PurePath(line).name.rpartition(":")
-    return PurePath(source.file).name == name and str(source.line) == number
+    return bool(source.file) and str(source) == short_place(line)

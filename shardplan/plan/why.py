@@ -20,7 +20,7 @@ from typing import Any
 from shardplan import _jax
 from shardplan.costs.memory_categories import categories
 from shardplan.costs.pins import pin_description, pins_by_op
-from shardplan.files import is_library, portable
+from shardplan.files import base_name, is_library, portable
 from shardplan.ir.graph import Graph, Source
 from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import Layout
@@ -194,7 +194,7 @@ def _function(name: str) -> str:
 
 
 def _short(file: str, line: int) -> str:
-    return f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}"
+    return f"{base_name(file)}:{line}"
 
 
 def _stack(source: Source) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import PurePath
 
+from shardplan.files import short_place
 from shardplan.mesh.collective import wire_bytes
 from shardplan.units import format_bytes
 from shardplan.xla.compiler.compile import Compiled
@@ -139,7 +139,7 @@ class CollectiveComparison:
         ]
         for f in self.findings:
             if f.verdict != "same":
-                lines += ["", f"{f.verdict}  {_short_source(f.source) or 'no line known'}"]
+                lines += ["", f"{f.verdict}  {short_place(f.source) or 'no line known'}"]
                 lines += [f"   planned  {e}" for e in _few(f.planned)] + [f"   emitted  {e}" for e in _few(f.emitted)]
         lines += ["", f"{len(self.of('same'))} of {len(self.findings)} as planned"]
         return "\n".join(lines)
@@ -156,9 +156,9 @@ def compare(
     left, right = defaultdict(list), defaultdict(list)
     for e in planned:
         if e.group_size > 1 and e.bytes:
-            left[_short_source(e.source), frozenset(e.axes)].append(e)
+            left[short_place(e.source), frozenset(e.axes)].append(e)
     for m in (EmittedTensor(c, p) for c in collectives if c.group_size > 1 for p in c.parts):
-        right[_short_source(m.source), frozenset(m.collective.axes)].append(m)
+        right[short_place(m.source), frozenset(m.collective.axes)].append(m)
     findings = [_finding(left.pop(k), right.pop(k), tolerance) for k in sorted(left.keys() & right.keys(), key=str)]
     findings += _on_other_lines(left, right, tolerance)
     findings += [_finding(group, [], tolerance) for group in left.values()]
@@ -220,7 +220,7 @@ def _over_joint_axes(findings: list[CollectiveFinding], tolerance: float) -> lis
             for reshard, steps in reshards.items():
                 first = max((e for _, e in steps), key=lambda e: e.bytes)
                 covers = len(steps) > 1 and {a for _, e in steps for a in e.axes} == {*m.collective.axes}
-                here = _short_source(first.source) == _short_source(f.source)
+                here = short_place(first.source) == short_place(f.source)
                 if covers and here and abs(first.bytes - m.part.array.bytes) <= tolerance * first.bytes:
                     for k, e in steps:
                         found[k][0].remove(e)
@@ -241,11 +241,6 @@ def _finding(planned: list[ExpectedCollective], emitted: list[EmittedTensor], to
     source = planned[0].source if planned else emitted[0].source
     axes = max([*(e.axes for e in planned), *(m.collective.axes for m in emitted)], key=len)
     return CollectiveFinding(verdict, source, axes, tuple(planned), tuple(emitted))
-
-
-def _short_source(source: str) -> str:
-    """'dir/train.py:41' -> 'train.py:41': the two sides may spell the folder differently."""
-    return PurePath(source).name
 
 
 def _describe(c: ExpectedCollective | HloCollective, n_bytes: float) -> str:
