@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
+    parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, default=0, help="number of this one")
     parser.add_argument("--port", type=int, default=12345, help="of the first process")
@@ -166,7 +167,8 @@ def main() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         where = f"localhost:{options.port}"
         jax.distributed.initialize(where, options.processes, options.process, heartbeat_timeout_seconds=10)
-    run(Job(options.folder, options.devices, options.steps, options.batch, options.optimizer), lambda text: print(text, flush=True))
+    job = Job(options.folder, options.devices, options.steps, options.batch, options.optimizer, options.every)
+    run(job, lambda text: print(text, flush=True))
 
 
 if __name__ == "__main__":

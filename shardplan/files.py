@@ -30,6 +30,8 @@ def read_limited(path: str | os.PathLike[str], most: int) -> bytes:
     Raises:
         OSError: there is none, or it is no file with an end: a folder, a pipe, a device.
     """
+    if "\0" in os.fspath(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))  # a pipe waits for no writer
     try:
         if stat.S_ISDIR(mode := os.fstat(handle).st_mode):

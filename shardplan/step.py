@@ -173,9 +173,10 @@ def _known_plan(
         if (decisions := decisions_but_scalars(known, step.traced)) is not None:
             LOG.info("%s is traced again for arguments of another tree or weak type; its plan is kept", step.name)
             return known, decisions, known.context.planned
-    if place and (kept := place.load()) and (decisions := saved_decisions(kept, step.traced, step.auto.shape)) is not None:
-        return kept, decisions, None
-    return None
+    if place is None or (kept := place.load()) is None or kept.mesh != step.auto.shape:
+        return None
+    decisions = saved_decisions(kept, step.traced, step.auto.shape)
+    return None if decisions is None else (kept, decisions, None)
 
 
 def _log_planned(name: str, plan: Plan, before: Sequence[PlannedStep], seconds: float) -> None:

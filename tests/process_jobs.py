@@ -1,5 +1,11 @@
-"""What one of several processes runs: `python process_jobs.py NUMBER COUNT PORT FOLDER PART`, a JSON line per claim."""
+"""What one of several processes runs: `python process_jobs.py NUMBER COUNT PORT FOLDER PART`, a JSON line per claim.
 
+PART is "all" of the claims of `tests/test_processes.py`, one of them, or "example NAME WAY...": an example on both kinds of axes, once
+per way of planning. `benchmarks/processes.py` runs those, also by one process, to compare.
+"""
+
+import hashlib
+import itertools
 import json
 import sys
 import time
@@ -10,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
+from models import MODELS, loss_of
 
 import shardplan
-import shardplan.step
 
 DEVICES = 8
 
@@ -36,14 +42,14 @@ def batches(n):
         yield {"x": x, "y": np.roll(x, 1, axis=1)}
 
 
-def losses(step, plan, n=3):
+def losses(step, plan, create=create, data=None):
     """Of a few steps, each process reading its own rows."""
     state, found = step.init(create, jax.random.key(0)), []
     index, count = plan.data_shard()
-    for batch in batches(n):
-        mine = {name: np.split(x, count)[index] for name, x in batch.items()}
-        state, loss = step(state, plan.global_batch(mine))
-        found.append(float(loss))
+    for batch in data or batches(3):
+        mine = jax.tree.map(lambda x: np.split(np.asarray(x), count)[index], batch)
+        state, out = step(state, plan.global_batch(mine))
+        found.append(float(loss_of(out)))
     return found
 
 
@@ -82,18 +88,50 @@ def jobs():
     }
 
 
+WAYS = {
+    "ilp": {},
+    "propagation": {"search": "propagation"},
+    "recursive": {"search": "recursive"},
+    "file": {"plan": True},
+    "limit": {"time_limit": 20},
+    "verify": {"verify": "h100:8"},
+}
+"""How an example is planned; "file" takes over the plan of "ilp", which the last process alone has."""
+
+
+def example(name, ways, folder, say):
+    """Trains an example by a plan of each way, on axes of both kinds."""
+    create, fun, some = MODELS[name]()
+    data = list(some(3))
+    for kind, way in itertools.product((AxisType.Auto, AxisType.Explicit), ways):
+        options, file = dict(WAYS[way]), folder / f"{kind}{jax.process_index()}.json"
+        if "plan" in options:
+            options["plan"] = file
+        step = shardplan.auto(mesh_of(kind), donate_argnums=0, process_timeout=100, **options)(fun)
+        start = time.perf_counter()
+        plan = step.plan(jax.eval_shape(create, jax.random.key(0)), data[0])
+        planned = time.perf_counter() - start
+        if way == "ilp" and jax.process_index() == jax.process_count() - 1:
+            plan.save(file)
+        text = hashlib.sha256(plan.dumps().encode()).hexdigest()
+        say(f"{name} {kind} {way}", plan=text, losses=losses(step, plan, create, data), seconds=round(planned, 1))
+        jax.clear_caches()
+
+
 def main(own, count, port, folder, part):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", count, own, heartbeat_timeout_seconds=10)
+    if count > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{port}", count, own, heartbeat_timeout_seconds=10)
     warnings.simplefilter("ignore")
 
     def say(claim, **values):
         print(json.dumps({"claim": claim, **values}), flush=True)
 
-    if part not in ("all", *jobs()):
-        return waits(part, say)
+    if part.startswith("example"):
+        _, name, *ways = part.split()
+        return example(name, ways, Path(folder), say)
     auto = mesh_of(AxisType.Auto)
     for claim, (mesh, options) in jobs().items():
         if part == "all" or claim == part:
@@ -133,30 +171,6 @@ def faults(own, mesh, say):
     say("one cannot trace", error=planned(breaks if own else train_step))
     time.sleep(8 if own else 0)
     say("one comes late", error=planned(process_timeout=4))
-
-
-def waits(part, say):
-    """Says when it is in this part of a job, and stays there for two minutes: to be killed, or to see another process killed."""
-
-    def stays(*_):
-        say("now")
-        time.sleep(120)
-
-    if part == "while it plans":  # the first process does; the other one waits for its plan
-        if jax.process_index() == 0:
-            sys.modules["shardplan.step"].make_plan = stays
-        else:
-            say("now")
-    step = shardplan.auto(mesh_of(AxisType.Auto), donate_argnums=0)(train_step)
-    plan = step.plan(*shapes())
-    if part == "before it runs":
-        step.lower(*shapes())
-        stays()
-    state = step.init(create, jax.random.key(0))
-    for batch in batches(10_000):
-        state, loss = step(state, plan.global_batch(batch))
-        float(loss)
-        say("now")
 
 
 if __name__ == "__main__":

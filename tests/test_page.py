@@ -1,5 +1,6 @@
 """The stand-alone page in a browser: rows open, the time line zooms, in light and dark, wide and narrow; GPT-2's page is quick."""
 
+import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -116,3 +117,44 @@ def test_gpt2_unrolled_is_replanned_in_a_second_and_its_page_is_small_and_quick(
     ):
         timed = f"const from = performance.now(); {script}; root.host.offsetHeight; return performance.now() - from"
         assert quickest(lambda timed=timed: act(driver, timed)) < INTERACTION_MS, script
+
+
+EVIL = "</script><img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+EVIL_STEP = """
+import jax
+import jax.numpy as jnp
+
+
+def step(params, x):
+    def loss(params):
+        return jnp.mean((x @ params[{name!r}]) ** 2)  # {name}
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+"""
+
+
+def test_names_of_keys_axes_and_source_lines_stay_text(driver, tmp_path):
+    (tmp_path / "evil.py").write_text(EVIL_STEP.format(name=EVIL))
+    spec = importlib.util.spec_from_file_location("evil", tmp_path / "evil.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    mesh = jax.sharding.AbstractMesh((2, 4), (EVIL, "model"))
+    arrays = {EVIL: jax.ShapeDtypeStruct((512, 2048), "float32")}, jax.ShapeDtypeStruct((4096, 512), "float32")
+    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(module.step).plan(*arrays)
+    assert EVIL in plan.dumps().replace('\\"', '"') and any(EVIL in x.code for x in plan.lines)
+    pages = {"page": plan.html(), "saved": shardplan.Plan.loads(plan.dumps()).html(), "cell": plan._repr_html_()}
+    for name, text in pages.items():
+        path = tmp_path / f"{name}.html"
+        path.write_text(text, "utf-8")
+        driver.get(path.as_uri())
+        if name == "page":
+            for script in (
+                "root.querySelector('tr.row').click()",
+                "root.querySelectorAll('[role=tab]').forEach(x => x.click())",
+                "const i = root.querySelector('input[type=search]'); i.value = '<'; i.dispatchEvent(new Event('input'))",
+            ):
+                act(driver, script)
+            assert EVIL[:20] in act(driver, "return root.textContent")
+            assert act(driver, "return root.querySelectorAll('img, [onerror]').length") == 0
+        assert driver.title != "taken"
+        assert driver.execute_script("return document.querySelectorAll('img, [onerror]').length") == 0

@@ -14,6 +14,7 @@ import jax
 
 from shardplan import _jax
 from shardplan.emit.shard_local import forms
+from shardplan.errors import ShardingError
 from shardplan.ir.graph import Path
 from shardplan.mesh.layout import Layout
 
@@ -137,9 +138,10 @@ class _Scope:
                 return evaluate(eqn, operands, where)
         if where not in self.decisions:
             return forms.run(eqn, operands, [None] * len(operands), [None] * len(eqn.outvars), self.mesh)
+        decision = self.decisions[where]
+        _refuse_other_numbers(decision, eqn)
         with _jax.at_source(eqn):  # so that XLA hangs collectives on the user's line
             operands = self.operands(where, operands)
-        decision = self.decisions[where]
         layouts = [reads[-1] if reads else None for reads in decision.reads or [()] * len(operands)]
         placed = _jax.is_placement(eqn) and decision.results[0] is not None  # the plan says where instead
         results = operands if placed else forms.run(eqn, operands, layouts, decision.results, self.mesh)
@@ -213,3 +215,14 @@ class _Scope:
 
         branches = [branch(b, inner) for b, inner in enumerate(_jax.branches(eqn))]
         return self.results(path, "out", jax.lax.switch(index, branches, *operands))
+
+
+def _refuse_other_numbers(decision: EmitDecision, eqn) -> None:
+    """Raises ShardingError if a decision, as from a changed plan file, is about more or fewer operands and results than the op has."""
+    n, known = len(eqn.invars), len(decision.results) == len(eqn.outvars)
+    if not known or any(len(x) not in (0, n) for x in (decision.reads, decision.copies)):
+        file, line, _ = _jax.source(eqn)
+        raise ShardingError(
+            f"the plan decides {len(decision.reads)} operands and {len(decision.results)} results of {eqn.primitive.name} at "
+            f"{file}:{line}, which has {n} and {len(eqn.outvars)}.\n  way out: plan anew without plan="
+        )

@@ -43,10 +43,12 @@ from shardplan.mesh.device import (
     networks,
 )
 from shardplan.mesh.layout import MeshShape
+from shardplan.units import clean, fit_middle
 
 FORMAT = "shardplan-cluster"
 VERSION = 1
 MAX_FILE_BYTES = 1_000_000
+MAX_TEXT = 400
 CPU_PRESET_DEVICES = 8
 """Emulated devices of the machine that `cpu.json` was measured on."""
 
@@ -210,8 +212,9 @@ class Cluster:
             raise ClusterError(f"{where}: larger than {MAX_FILE_BYTES} bytes, so it is no cluster file")
         try:
             value = json.loads(raw.decode("utf-8"))
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # escapes of half a character are text in no encoding
         except (ValueError, RecursionError) as e:
-            raise ClusterError(f"{where}: is not JSON ({e})") from None
+            raise _wrong(where, f"is not JSON ({e})") from None
         return Cluster.from_json(value, where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -229,13 +232,13 @@ class Cluster:
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ClusterError(f'{where}: field "format" must be "{FORMAT}": this is no cluster file')
         if value.get("version") != VERSION:
-            raise ClusterError(f'{where}: field "version" is {value.get("version")!r}; this release reads version {VERSION}')
+            raise _wrong(where, f'field "version" is {value.get("version")!r}; this release reads version {VERSION}')
         body = {k: v for k, v in value.items() if k not in ("format", "version")}
         _refuse_unknown_fields(body, where)
         try:
             found = msgspec.convert(body, Cluster)
         except msgspec.ValidationError as error:
-            raise ClusterError(f"{where}: {_reason(str(error), body)}") from None
+            raise _wrong(where, _reason(str(error), body)) from None
         if "float32" not in found.device.flops:
             raise ClusterError(f'{where}: field "device.flops" must be {FLOPS}')
         return found
@@ -300,7 +303,12 @@ def _refuse_unknown_fields(body: dict[str, Any], where: str) -> None:
         known = [f.name for f in fields(cls)]
         for field in record:
             if field not in known:
-                raise ClusterError(f'{where}: field "{at}{field}" is not known; known: {", ".join(known)}')
+                raise _wrong(where, f'field "{at}{fit_middle(field, 60)}" is not known; known: {", ".join(known)}')
+
+
+def _wrong(where: str, what: str) -> ClusterError:
+    """An error whose text a file cannot make long, nor let steer a terminal."""
+    return ClusterError(f"{where}: {clean(fit_middle(what, MAX_TEXT))}")
 
 
 def _reason(error: str, body: dict[str, Any]) -> str:
@@ -309,7 +317,9 @@ def _reason(error: str, body: dict[str, Any]) -> str:
     steps = re.findall(r"[^.\[\]]+", path.rstrip("`").removesuffix("[...]"))
     if missing := re.search(r"missing required field `(.*)`", text):
         return f'field "{_dotted([*steps, missing[1]])}" is missing'
-    if steps[-1].isdigit() and steps[-2] not in _RECORDS:
+    if not steps or (steps[-1] not in _WANTED and not steps[-1].isdigit()):
+        return text  # a place that the text does not name
+    if steps[-1].isdigit() and steps[-2:-1] and steps[-2] not in _RECORDS:
         steps.pop()  # an entry of a list of texts: the field is named, not the entry
     if "[...]." in path:  # in an entry of an object, which the text does not name
         return f'field "{_dotted(steps)}" must be {_WANTED[steps[-1]]}'

@@ -22,10 +22,11 @@ from shardplan.files import read_limited, write_atomically
 from shardplan.mesh.layout import REDUCTIONS, Layout, MeshShape
 from shardplan.plan.data import VERSION, Leaf, PlanRecord
 from shardplan.plan.travel import contract
-from shardplan.units import fit, format_bytes
+from shardplan.units import clean, fit, fit_middle, format_bytes
 
 FORMAT = "shardplan-plan"
-MAX_FILE_BYTES = 256_000_000
+MAX_FILE_BYTES, MAX_VALUES = 256_000_000, 10_000_000
+"""Of GPT-2 small unrolled, 9,525 equations, it has 1.3 MB and 117,687; a value takes up to 100 bytes of memory while it is read."""
 MAX_DEVICES = 2**53
 ROWS = ("inputs", "outputs", "lines", "decisions")
 """Fields of which every entry has a line of its own."""
@@ -81,6 +82,8 @@ def loads(raw: bytes, of: type[P]) -> P:
     """The plan in the bytes of a file; a PlanFileError names the field that is wrong."""
     if len(raw) > MAX_FILE_BYTES:
         raise PlanFileError(f"larger than {format_bytes(MAX_FILE_BYTES)}, the most a plan file may have")
+    if sum(map(raw.count, (b"{", b"[", b","))) > MAX_VALUES:
+        raise PlanFileError(f"holds more than {MAX_VALUES:,} values, the most a plan file may have")
     value = _current(_json(raw))
     try:
         plan = msgspec.convert(value, of)
@@ -93,7 +96,9 @@ def loads(raw: bytes, of: type[P]) -> P:
 
 
 def _wrong(at: str, what: str) -> PlanFileError:
-    return PlanFileError(f"{at}: {what}.\n  way out: a file that plan.save() wrote, or plan anew")
+    return PlanFileError(
+        f"{clean(fit_middle(at, 200))}: {clean(fit_middle(what, 300))}.\n  way out: a file that plan.save() wrote, or plan anew"
+    )
 
 
 def _named(at: str, value: Mapping[str, Any]) -> str:

@@ -47,6 +47,10 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
         )
     else:
         return None
+    jaxpr = traced.jaxpr.jaxpr
+    for leaves, atoms in ((plan.inputs, jaxpr.invars), (plan.outputs, jaxpr.outvars)):
+        if [(x.shape, x.dtype) for x in leaves] != [_type(v.aval) for v in atoms]:
+            raise PlanFileError("the plan's inputs or results are not those of the step it names.\n  way out: plan anew without plan=")
     if lost:
         warn(
             f"the plan was made with jax {plan.jax}; jax {jax.__version__} traces the same step with other small ops: "
@@ -58,12 +62,20 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
     for d in (d for d in plan.decisions if d.op in numbers):
         n = numbers[d.op]
         op = ops[n] if n < len(ops) else None
-        if op is None or op.primitive != d.primitive:
+        if op is None or op.primitive != d.primitive or not _has_dims(d, op):
             raise PlanFileError(
                 f"the plan decides op {d.op}, a {d.primitive}, which the step does not have.\n  way out: plan anew without plan="
             )
         found[op.path] = EmitDecision(d.operand_layouts, d.result_layouts, d.copy_numbers)
     return found
+
+
+def _has_dims(d: PlanDecision, op: Op) -> bool:
+    """Whether the operands and results of an op have the numbers of dims that a decision says."""
+    ins, outs = ([len(getattr(x, "shape", ())) for x in avals] for avals in (op.ins, op.outs))
+    operands = [(n, layout.rank) for n, chain in enumerate(d.operand_layouts) for layout in chain]
+    results = [(n, layout.rank) for n, layout in enumerate(d.result_layouts) if layout is not None]
+    return all(n < len(ranks) and ranks[n] == rank for ranks, some in ((ins, operands), (outs, results)) for n, rank in some)
 
 
 def _check_donation(plan: Plan, traced: Traced) -> None:
