@@ -146,8 +146,30 @@ def main(own, count, port, folder, part):
         calibrated = Path(folder) / f"cluster{own}.json"
         shardplan.Cluster.preset("cpu").scaled(1.0 + own).save(calibrated)
         say("calibrations differ", **trained(auto, cluster=calibrated))
+        example("hybrid_mlp", ["propagation"], Path(folder), say)
+        say("init", grew=grown_by_init(auto))
         faults(own, auto, say)
         say("after all faults", **trained(auto))
+
+
+def grown_by_init(mesh):
+    """By what part of a state of 128 MiB the memory of a process grows at most while it is made."""
+
+    def status(name):
+        return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+
+    def wide(key):
+        return {f"w{n}": jnp.full((2048, 2048), 1.0 + n) for n in range(8)}
+
+    step = shardplan.auto(mesh, pins={"state/*": jax.P("data", "model")}, process_timeout=60)(lambda state, x: (state, x.sum()))
+    step.plan(jax.eval_shape(wide, jax.random.key(0)), jnp.ones(8))
+    jax.block_until_ready(step.init(lambda key: {f"w{n}": jnp.ones(64) for n in range(8)}, jax.random.key(0)))
+    if not Path("/proc/self/clear_refs").exists():
+        return 0.5
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    state = jax.block_until_ready(step.init(wide, jax.random.key(0)))
+    return (status("VmHWM") - before) * 1024 / sum(x.nbytes for x in state.values())
 
 
 def faults(own, mesh, say):

@@ -58,10 +58,26 @@ def test_two_processes_run_the_plan_of_one_with_its_losses(two, claim):
         assert two[0][claim]["plan"] == alone["plan"]
 
 
+def test_an_example_is_run_as_by_one_process(two, tmp_path):
+    """Auto and Explicit; all examples, planned in every way, by two and by four processes: benchmarks/processes.py."""
+    alone = {}
+    process_jobs.example("hybrid_mlp", ["propagation"], tmp_path, lambda claim, **values: alone.update({claim: values}))
+    assert len(alone) == 2
+    for claim, values in alone.items():
+        one, other = ({**said[claim], "seconds": 0} for said in two)
+        assert one == other and one["plan"] == values["plan"]
+        assert one["losses"] == pytest.approx(values["losses"], rel=1e-6)
+
+
 @pytest.mark.parametrize("claim", ["a file that the last process has", "memory differs", "calibrations differ", "after all faults"])
 def test_what_differs_between_machines_gives_one_plan(two, claim):
     assert two[0][claim] == two[1][claim]
     assert two[0][claim]["losses"] == pytest.approx(two[0]["ilp"]["losses"], rel=1e-6)
+
+
+def test_a_process_makes_only_its_own_shards_of_a_state(two):
+    for said in two:
+        assert said["init"]["grew"] < 0.75, "half of the state, and what compiling takes"
 
 
 @pytest.mark.parametrize("claim", FAULTS)

@@ -19,9 +19,9 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.plan.data import Leaf, PlanDecision
 from shardplan.plan.plan import Plan
 from shardplan.plan.program import differences, numbered, placed, result_type, source_lines
-from shardplan.units import format_array
+from shardplan.units import fit, format_array
 
-MAX_LISTED = 5
+MAX_LISTED, MAX_TEXT = 5, 100
 
 
 def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path, EmitDecision] | None:
@@ -32,7 +32,8 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
     """
     if plan.mesh != mesh:
         raise PlanFileError(
-            f"the plan is for mesh {plan.mesh}, the step runs on mesh {mesh}.\n  ways out: that mesh, or plan anew without plan="
+            f"the plan is for mesh {fit(str(plan.mesh), MAX_TEXT)}, the step runs on mesh {mesh}.\n"
+            "  ways out: that mesh, or plan anew without plan="
         )
     graph, program = traced.graph(), traced.identity()
     if plan.fingerprint == program.fingerprint:
@@ -64,7 +65,8 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
         op = ops[n] if n < len(ops) else None
         if op is None or op.primitive != d.primitive or not _has_dims(d, op):
             raise PlanFileError(
-                f"the plan decides op {d.op}, a {d.primitive}, which the step does not have.\n  way out: plan anew without plan="
+                f"the plan decides op {d.op}, a {fit(d.primitive, MAX_TEXT)}, which the step does not have.\n"
+                "  way out: plan anew without plan="
             )
         found[op.path] = EmitDecision(d.operand_layouts, d.result_layouts, d.copy_numbers)
     return found
@@ -141,7 +143,7 @@ def _matched(plan: Plan, graph: Graph) -> tuple[dict[int, int], list[str]]:
         if op is not None and result_type(op) == d.result_type and len(op.inputs) >= len(d.operand_layouts):
             found[d.op] = n
         else:
-            lost.append(f"{d.primitive} at {PurePath(d.file).name}:{d.line}")
+            lost.append(f"{fit(d.primitive, MAX_TEXT)} at {PurePath(d.file).name}:{d.line}")
     return found, lost
 
 
@@ -234,4 +236,4 @@ def _of_path(leaves: Sequence[Leaf], label: str) -> Leaf | None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
+    return ", ".join(fit(name, MAX_TEXT) for name in names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")

@@ -251,7 +251,7 @@ def _stepped(x: jax.Array, steps: Sequence[Any]) -> jax.Array:
     made = [jax.device_put(x, first)]
     with jax.set_mesh(first.mesh):
         for step in steps:
-            made.append(step(made[-1]))
+            made.append(step(made[-1]).block_until_ready())  # not before it runs has the next one its buffers
             if len(made) > 2:
                 made[-2].delete()
     return made[-1]
