@@ -27,7 +27,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.reshard import Resharder
 from shardplan.plan.infeasible import no_plan_fits, pins_contradict
 from shardplan.plan.planned import Planned
-from shardplan.search.bound import compute_floor, lower_bound
+from shardplan.search.bound import compute_floor
 from shardplan.search.min_memory import least_memory, lowest_peak_plan, saved_memory
 from shardplan.search.objective import Candidates, Judged, compiled
 from shardplan.search.protocol import Search
@@ -50,16 +50,11 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
     memory = saved_memory(task) if options.memory_saving else options.memory
     searches = {name: pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")}
-    plans_of = ((name, search.plan(memory)) for name, search in searches.items())
-    proves, found = next((name == "ilp", plans) for name, plans in plans_of if plans is not None)
+    plans_of = (search.plan(memory) for search in searches.values())
+    found = next(plans for plans in plans_of if plans is not None)
     chosen = found.simplest() or _lowest_peak(task, searches["ilp"], found, memory)
     chosen = compiled(task, chosen, thresholds(chosen.xla) if options.chooses_xla else ())
-    deadline = Deadline(options.time_limit and options.time_limit - stopwatch.elapsed, work=np.inf)
-    bound, plans = lower_bound(task, chosen, deadline) if proves else (compute_floor(task), ())
-    for plan in plans:
-        found.add_if_it_computes_less(plan)
-    chosen = found.faster_than(chosen) or chosen
-    stopwatch.lap("bound")
+    bound = max(found.bound, compute_floor(task))
     network, solution = chosen.proven(bound)
     network = replace(network, limit=memory)
     strategies = network.strategies(solution.states)

@@ -75,10 +75,10 @@ def test_the_others_are_what_their_names_say(plan):
 
 @pytest.mark.parametrize("name", ["data parallel", "FSDP over data × tensor over model"])
 def test_a_baseline_is_on_the_plans_objective(plan, name):
-    """Planned by the user with the same pins, the step takes as long, but for what two searches differ in."""
+    """Planned by the user with the same pins, the step is no slower, and faster only by what a whole search improves."""
     found = row(plan, name)
     pinned = planned(pins={path: jax.sharding.PartitionSpec(*x) for path, x in found.layouts.items()})
-    assert pinned.seconds["total"] == pytest.approx(found.seconds, rel=0.02)
+    assert 0.95 * found.seconds <= pinned.seconds["total"] <= (1 + NEAR_TIE) * found.seconds
 
 
 def test_the_plan_is_no_slower_and_its_first_lines_say_what_it_saves(plan):

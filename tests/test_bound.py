@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan import pipeline
 from shardplan.costs.bound_network import Weights, slope
 from shardplan.costs.decided_tasks import decided_tasks, shared_key
 from shardplan.costs.pricing import Pricing
 from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate
+from shardplan.ilp import integer_program
 from shardplan.ilp.solver import solve
 from shardplan.search import bound
 from shardplan.search.bound_weights import _minimum_cut
@@ -58,7 +58,7 @@ def planned(step, params, monkeypatch, overlap):
         asked.append((task, best))
         return bound.lower_bound(task, best, deadline)
 
-    monkeypatch.setattr(pipeline, "lower_bound", recorded)
+    monkeypatch.setattr(integer_program, "lower_bound", recorded)
     mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
     plan = shardplan.auto(mesh, cluster="h100", overlap=overlap)(step).plan(params, S((16384, 512), jnp.float32))
     return plan, *asked[0]

@@ -65,7 +65,11 @@ def test_every_search_ends_in_a_plan_no_worse_than_plain_propagation(name):
 
 
 def test_propagation_makes_one_plan_without_a_solver_or_another_search(monkeypatch):
-    for name in ("shardplan.propagation.search.solve", "shardplan.pipeline.lower_bound", "shardplan.ilp.integer_program.solve"):
+    for name in (
+        "shardplan.propagation.search.solve",
+        "shardplan.ilp.integer_program.lower_bound",
+        "shardplan.ilp.integer_program.solve",
+    ):
         monkeypatch.setattr(name, lambda *a, name=name, **k: pytest.fail(f"{name} was called"))
     plan = planned("propagation")
     assert plan.search == "propagation" and not {"solve", "other searches"} & plan.planning_seconds.keys()

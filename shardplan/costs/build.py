@@ -9,7 +9,7 @@ import numpy as np
 from shardplan.costs.array_edges import ArrayEdge
 from shardplan.costs.network import CostNetwork, PricedProblem
 from shardplan.costs.options import CostCorrections
-from shardplan.costs.pricing import CombinedGroups, CombinedPrices, Pricing, live
+from shardplan.costs.pricing import CombinedGroups, CombinedPrices, Pricing, ScheduleWindows, live
 from shardplan.costs.space import StrategySpace
 from shardplan.costs.states import PS, StateBlocks
 from shardplan.costs.tables import CostTables
@@ -54,8 +54,9 @@ def _priced(network: CostNetwork) -> PricedProblem:
     """The problem of a network: every strategy priced, every edge, every array in memory."""
     space, blocks, prices, price = network.space, network.blocks, network.prices, network.pricing.background_price
     graph, corrections = space.graph, network.corrections
-    found, schedule = prices.windows, network.pricing.windows
-    windows = (found.seconds, found.scatter_seconds) if schedule is None else (schedule.seconds, schedule.seconds)
+    schedule = network.pricing.windows
+    found = prices.windows if schedule is None else schedule
+    windows = found.seconds, found.seconds if isinstance(found, ScheduleWindows) else found.scatter_seconds
     tables = CostTables(space, blocks, network.pinned, windows, prices.resharders, price, dict(space.tables))
     costs = _node_costs(space, blocks, network.allowed, corrections)
     edges: list[Edge] = []
@@ -67,7 +68,7 @@ def _priced(network: CostNetwork) -> PricedProblem:
         edges.append(Edge(edge.producer, edge.consumer, _corrected(cost, edge, corrections) if corrections.reshards else cost))
     edges += [Edge(i, j, tables.same_layout(i, j)) for i, j in graph.same_layout]
     edges += [Edge(i, j, tables.retained(i, k, j)) for j, (i, k) in graph.retainable_from.items()]
-    usages = tuple(_usages(network, tables))
+    usages = tuple(_usages(network, tables)) if network.limit is not None else ()
     problem = Problem(tuple(costs), tuple(edges), usages, network.limit, _symmetry_classes(space, blocks, costs))
     space.tables.clear()
     space.tables.update(tables.cache)

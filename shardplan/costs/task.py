@@ -55,7 +55,7 @@ class PlanningTask:
     With `merged`, mesh axes of a group are on the same factor, and `finer` is the task without. `known_space` is the one that an
     earlier task of the step made.
     `constraint_states` is a cache of `propagation.search`: (limit, background price) -> states; `optima` one of `ilp`: of the networks
-    that were solved to optimality, (pricing, limit) -> solution.
+    that were solved to optimality, (pricing, limit) -> solution; `bounds` one of `search.bound`: its last answer.
     """
 
     graph: Graph
@@ -64,6 +64,7 @@ class PlanningTask:
     stopwatch: Stopwatch
     constraint_states: dict[tuple[float | None, float], tuple[int, ...]] = field(default_factory=dict)
     optima: dict[tuple[Pricing, float | None], Solution] = field(default_factory=dict)
+    bounds: list[tuple[float, list[Candidate]]] = field(default_factory=list)
     merged: tuple[tuple[str, ...], ...] = ()
     finer: PlanningTask | None = None
     known_space: StrategySpace | None = None
@@ -71,11 +72,11 @@ class PlanningTask:
     def coarser(self) -> Iterator[PlanningTask]:
         """The same step on every coarser mesh: neighbouring axes merged into one."""
         axes = tuple(axis for axis, n in self.resharder.mesh if n > 1)
-        for n in range(len(axes) - 1):  # the number of cuts between groups
+        for n in range(len(axes) - 1) if not self.merged else ():  # the number of cuts between groups
             for cuts in combinations(range(1, len(axes)), n):
                 groups = tuple(axes[a:b] for a, b in pairwise((0, *cuts, len(axes))))
                 options = replace(self.options, corrections=None)
-                yield PlanningTask(self.graph, self.resharder, options, self.stopwatch, merged=groups, finer=self)
+                yield PlanningTask(self.graph, self.resharder, options, self.stopwatch, bounds=self.bounds, merged=groups, finer=self)
 
     @property
     def exposed_fraction(self) -> float:

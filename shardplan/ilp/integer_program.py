@@ -1,24 +1,28 @@
 """The search "ilp": states of least cost by the integer program; plans of all other searches are candidates, too.
 
     1 pricing loop      networks at what the last plan combines (`search/slope_scaling.py`)
-    2 other searches    propagation, axis by axis, and step 1 on coarser meshes, whose plans are judged on all axes
-    3 once more         step 1 from what the best plan combines, if step 2 found that
-    4 schedules         networks at what the best plans combine and at the overlap windows of their schedules
+    2 bound             of all plans (`search/bound.py`), and the plans that it leads to
+    3 other searches    propagation, axis by axis, and step 1 on coarser meshes, whose plans are judged on all axes
+    4 once more         step 1 from what the best plan combines, if step 2 or 3 found that
+    5 schedules         networks at what the best plans combine and at the overlap windows of their schedules
                         (`costs/schedule_windows.py`), as long as that finds better plans
+    6 improvement       changes of the best plan, one at a time (`search/improvement.py`)
 
-Every plan on the way is judged by the objective (`search/objective.py`).
+The objective judges every plan on the way (`search/objective.py`). Once the best plan is near enough to the bound, no step follows.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import Pricing
-from shardplan.costs.schedule_windows import schedule_windows
-from shardplan.costs.task import Candidate, PlanningTask
+from shardplan.costs.states import PS
+from shardplan.costs.task import Candidate
 from shardplan.errors import ShardingError
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.deadline import Deadline
@@ -26,14 +30,16 @@ from shardplan.ilp.solver.presolve.presolve import presolve
 from shardplan.ilp.solver.problem import Solution
 from shardplan.propagation.axis_by_axis import axis_by_axis
 from shardplan.propagation.search import Propagation, warm_start
+from shardplan.search.bound import lower_bound
+from shardplan.search.improvement import OPS, improve
 from shardplan.search.min_memory import min_peak_memory
-from shardplan.search.objective import Candidates, Judged
+from shardplan.search.objective import NEAR_TIE, Candidates, Judged
 from shardplan.search.overlap_price import cheapest_price
 from shardplan.search.protocol import Search, time_left
 from shardplan.search.slope_scaling import Coarse, slope_scaling
 
 MANY_OPS = 10_000
-"""Above so many ops repeated layers are untied only if the memory limit makes ties costly; step 4 ends at the first start in vain."""
+"""Above so many ops repeated layers are untied only if the memory limit makes ties costly; step 5 ends at the first start in vain."""
 
 UNTIED_WORK = 3.0
 """Work limit (about seconds) of planning repeated layers untied."""
@@ -41,8 +47,20 @@ UNTIED_WORK = 3.0
 UNTIED_GAIN = 1e-3
 """An untied plan without a proof must be cheaper by this fraction: layers that agree are simpler."""
 
+NEAR_OF_MANY = 0.05
+"""A step of more than `MANY_OPS` ops is not searched further once its plan is so near to the bound; others `NEAR_TIE`."""
+
+FEW_OPS = 1_500
+"""Steps of up to so many ops are searched in all steps on coarser meshes, too, others in step 1."""
+
+COARSE_PLANS = 3
+"""The best plans of such a search on a coarser mesh are judged on all axes."""
+
+PROVING = 2
+"""Plans that are judged of those that the bound leads to: the last ones, under the best weights."""
+
 PATIENCE = 3
-"""Step 4 ends when the prices of so many schedules in a row brought no better plan."""
+"""Step 5 ends when the prices of so many schedules in a row brought no better plan."""
 
 
 class IntegerProgram(Search):
@@ -83,28 +101,66 @@ class IntegerProgram(Search):
         return found
 
     def candidates(self, limit: float | None, deadline: Deadline) -> Candidates:
-        """The plans of all steps."""
+        """The plans of all steps, up to the one that comes near enough to the bound."""
         found = super().candidates(limit, deadline)
-        own = found.best
-        if deadline.over():
-            return found
-        if (plan := Propagation(self.task).first(limit, deadline)).solution.states:
-            found.add(plan)
-        for network, solution in axis_by_axis(self.task, limit, self.task.exposed_fraction) if not deadline.over() else ():
-            found.add(self._on_all_axes(Candidate(network, solution), limit))
-            if deadline.over():
+        first = found.best
+        once_more = partial(self._once_more, first=first)
+        improved = partial(improve, ops=OPS / 4 if self.task.merged else OPS)
+        for step in (self._bound, self._propagated, self._by_axis, self._coarse, once_more, self._price_at_schedules, improved):
+            if found.best is None or deadline.over() or self._near_enough(found):
                 break
-        for task in self.task.coarser():
-            if not deadline.over():
-                self._add_coarse_plans(found, task, deadline)
-        self.task.stopwatch.lap("other searches")
-        if found.best is not None and found.best is not own and not deadline.over():
-            slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined, complete=False)
-        self._price_at_schedules(found, deadline)
+            step(found, deadline)
         return found
 
+    def _near_enough(self, found: Candidates) -> bool:
+        """Whether no other plan that fits can be faster by much."""
+        enough = NEAR_TIE if len(self.task.space.graph.ops) <= MANY_OPS else NEAR_OF_MANY
+        best = found.best
+        return best is not None and not best.excess_bytes and PS * best.timeline.total_s <= (1 + enough) * found.bound
+
+    def _bound(self, found: Candidates, deadline: Deadline) -> None:
+        """Step 2."""
+        assert found.best is not None
+        if not self.task.bounds:
+            self.task.bounds.append(lower_bound(self.task, found.best, deadline))
+        found.bound, plans = self.task.bounds[-1]
+        for plan in plans[-PROVING:] if not self.task.merged else ():
+            found.add_if_it_computes_less(plan)
+        self.task.stopwatch.lap("bound")
+
+    def _propagated(self, found: Candidates, deadline: Deadline) -> None:
+        """Step 3: sharding propagation."""
+        if (plan := Propagation(self.task).first(found.limit, deadline)).solution.states:
+            found.add(plan)
+
+    def _by_axis(self, found: Candidates, deadline: Deadline) -> None:
+        """Step 3: the plans on the way of the search axis by axis."""
+        for network, solution in () if self.task.merged else axis_by_axis(self.task, found.limit, self.task.exposed_fraction):
+            found.add(self._on_all_axes(Candidate(network, solution), found.limit))
+            if deadline.over():
+                break
+
+    def _coarse(self, found: Candidates, deadline: Deadline) -> None:
+        """Step 3: coarser meshes; no plans where pins hold for some of their merged axes only."""
+        for task in self.task.coarser():
+            with suppress(ShardingError):
+                if len(self.task.space.graph.ops) <= FEW_OPS and not deadline.over():
+                    plans = IntegerProgram(task).candidates(found.limit, deadline).judged.values()
+                    for plan in sorted(plans, key=lambda x: x.rank)[:COARSE_PLANS]:
+                        found.add(self._on_all_axes(Candidate(plan.network, plan.solution), found.limit))
+                elif not deadline.over():
+                    coarse = Coarse(task, lambda plan: self._on_all_axes(plan, found.limit))
+                    slope_scaling(found, IntegerProgram(task).search, None, deadline, complete=False, coarse=coarse)
+        self.task.stopwatch.lap("other searches")
+
+    def _once_more(self, found: Candidates, deadline: Deadline, first: Judged | None) -> None:
+        """Step 4, from a best plan that is not the `first` one."""
+        assert found.best is not None
+        if found.best is not first:
+            slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined, complete=False)
+
     def _price_at_schedules(self, found: Candidates, deadline: Deadline) -> None:
-        """Step 4: plans at the prices of a judged plan's own schedule, of the best one first, then of the next best."""
+        """Step 5: plans at the prices of a judged plan's own schedule, of the best one first, then of the next best."""
         patience = PATIENCE if len(self.task.space.graph.ops) <= MANY_OPS else 1
         started: list[Judged] = []
         in_vain = 0
@@ -113,7 +169,7 @@ class IntegerProgram(Search):
             if start is None or start.excess_bytes:
                 break
             started.append(start)
-            pricing = Pricing(combined=start.network.pricing.combined, windows=schedule_windows(start.program))
+            pricing = Pricing(combined=start.network.pricing.combined, windows=start.windows)
             hint = start.states if start.network.space is self.task.space else ()
 
             def at(price: float, pricing=pricing, hint=hint) -> Candidate:
@@ -133,11 +189,3 @@ class IntegerProgram(Search):
         if whole.allows(states):
             return Candidate(whole, replace(solution, states=states))
         return plan
-
-    def _add_coarse_plans(self, found: Candidates, task: PlanningTask, deadline: Deadline) -> None:
-        """Step 1 on a coarser mesh; no plans where pins hold for some of its merged axes only."""
-        coarse = Coarse(task, lambda plan: self._on_all_axes(plan, found.limit))
-        try:
-            slope_scaling(found, IntegerProgram(task).search, None, deadline, complete=False, coarse=coarse)
-        except ShardingError:
-            return

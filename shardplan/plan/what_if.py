@@ -1,18 +1,13 @@
 """What a plan would cost with another layout of some arrays: the ops around them adapt, all others stay, and the objective judges.
 
-    forced      the op that makes the array takes one of the strategies that were asked for
-    adapting    ops up to so many arrays away take the states of least cost, found exactly on the plan's own cost network
-    staying     all other ops keep their states, so the part of the network is small and nothing is planned again
-
-What is found is a plan, and its seconds and bytes are those of its scheduled program: the best plan with that layout takes at most
-these seconds. Planning anew with a pin (`Plan.fix`) searches all of it, and often finds less.
-
-Also known as the best response of a neighbourhood.
+The states near the plan are found on its own cost network (`search/neighbourhood.py`). What is found is a plan, and its seconds and
+bytes are those of its scheduled program: the best plan with that layout takes at most these seconds. Planning anew with a pin
+(`Plan.fix`) searches all of it, and often finds less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,8 +18,7 @@ from shardplan.costs.network import CostNetwork
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.emit.decide import decide
 from shardplan.errors import ShardingError
-from shardplan.ilp.solver import solve
-from shardplan.ilp.solver.problem import Edge, Problem, Solution
+from shardplan.ilp.solver.problem import Solution
 from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder
@@ -32,15 +26,9 @@ from shardplan.plan.asked import Asked, asked
 from shardplan.plan.data import PlannedReshard
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
+from shardplan.search.neighbourhood import Neighbourhood
 from shardplan.search.objective import Judged, judge
 from shardplan.units import format_memory
-
-HOPS = (8, 24)
-"""How many arrays away ops adapt; further ones where nothing nearer can."""
-MAX_ADAPTING = 600
-"""Ops that adapt, the nearest first."""
-WORK = 0.2
-"""Work of the solver, about seconds, on the part that adapts."""
 
 
 def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str | Sequence) -> Plan:
@@ -103,6 +91,11 @@ class WhatIf:
         return PlanningTask(space.graph, Resharder(space.mesh, space.cluster), options, Stopwatch(), known_space=space)
 
     @cached_property
+    def neighbourhood(self) -> Neighbourhood:
+        """Of the plan, at its own prices."""
+        return Neighbourhood(self.planned.network, self.planned.solution.states)
+
+    @cached_property
     def present(self) -> Judged:
         """The plan itself."""
         planned = self.planned
@@ -124,46 +117,8 @@ class WhatIf:
         Returns:
             None if the ops around them cannot adapt.
         """
-        blocks = self.planned.network.blocks
         held = {i: mask & wanted.get(i, mask) for i, mask in self.planned.held.items()}
-        masks = {i: np.tile(mask, blocks.count(i)) for i, mask in {**held, **wanted}.items()}
-        for hops in HOPS:
-            if (states := self._adapted(masks, self._near(wanted, hops))) is not None:
-                return states
-        return None
-
-    def _near(self, forced: Iterable[int], hops: int) -> list[int]:
-        """The ops that adapt: up to `hops` arrays from the forced ones."""
-        found = dict.fromkeys(forced)
-        near, most = self.planned.network.problem.flat.near, max(MAX_ADAPTING, len(found))
-        last = list(found)
-        for _ in range(hops):
-            last = [j for j in dict.fromkeys(j for i in last for j, _ in near[i]) if j not in found]
-            found |= dict.fromkeys(last)
-            if len(found) >= most:
-                break
-        return list(found)[:most]
-
-    def _adapted(self, masks: Mapping[int, np.ndarray], region: Sequence[int]) -> tuple[int, ...] | None:
-        """The states of least cost of the whole network in which only the region's ops leave theirs."""
-        problem, states = self.planned.network.problem, list(self.planned.solution.states)
-        flat, number = problem.flat, {i: n for n, i in enumerate(region)}
-        costs, edges = [], []
-        for i in region:
-            cost = np.where(masks[i], problem.costs[i], np.inf) if i in masks else problem.costs[i]
-            for at in range(flat.first[i], flat.first[i + 1]):
-                j, edge, side = int(flat.head[at]), flat.edges[flat.edge[at]], flat.side[at]
-                if j not in number:
-                    cost = cost + (edge.cost[states[j]] if side else edge.cost[:, states[j]])
-                elif not side:
-                    edges.append(Edge(number[i], number[j], edge.cost))
-            costs.append(cost)
-        if not all(np.isfinite(c).any() for c in costs):
-            return None
-        found = solve(Problem(tuple(costs), tuple(edges)), work_limit=WORK)
-        for i, s in zip(region, found.states, strict=False):
-            states[i] = s
-        return tuple(states) if found.states else None
+        return self.neighbourhood.states_with(wanted, held)
 
 
 def sent_bytes(network: CostNetwork, states: Sequence[int]) -> float:

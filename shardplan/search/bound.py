@@ -6,8 +6,8 @@ each optimum holds for all plans. The best weights are those at which the least 
     maximize over weights  min over plans  weights x seconds
 
 Plans known so far are cutting planes: none is below its own seconds. Weights that are best for their mean (`bound_weights.py`) become
-a column of a matrix game, whose solution is a mean of weights; a step from the best weights so far towards it is solved quickly for
-another plan. The last weights are solved in full.
+a column of a matrix game, whose solution is a mean of weights; a step from the best weights so far towards it is solved for another
+plan.
 
 Also known as Kelley's cutting-plane method with in-out separation (Ben-Ameur and Neto, Networks 49(1), 2007).
 """
@@ -32,8 +32,8 @@ from shardplan.search.bound_weights import BestWeights
 from shardplan.search.objective import Judged
 from shardplan.xla_model.compiler_options import THRESHOLDS, thresholds
 
-WORK, QUICK_WORK = 2.0, 0.05
-"""Work limits, about seconds, of the network that is solved in full, and of those that only give further plans."""
+WORK = 2.0
+"""Work limit of a network, about seconds: most are solved to optimality, in the time that a fortieth of it takes."""
 
 ROUNDS, ROUND_STATES = (4, 8), 60_000
 """Least and most plans that are sought for cutting planes; between these, as many as have this many states of networks together."""
@@ -66,9 +66,6 @@ def lower_bound(task: PlanningTask, best: Judged, deadline: Deadline) -> tuple[f
     for _ in range(int(np.clip(ROUND_STATES // states, *ROUNDS))):
         if deadline.over() or not found.step():
             break
-    tried = [x for x in found.tried if not x.solved and x.least > found.bound]
-    if tried and not deadline.over():
-        found.solved(max(tried, key=lambda x: x.least).weights, WORK)
     return found.bound, found.plans
 
 
@@ -77,7 +74,6 @@ class Tried(NamedTuple):
 
     weights: Weights
     least: float
-    solved: bool  # in full
 
 
 @dataclass
@@ -173,26 +169,21 @@ class _Ascent:
             return False
         center = self.columns[0] if best is None else best.weights
         weights = Weights.mean((center, target), (1 - self.step_length, self.step_length)).rounded()
-        known = min(weights.times(plane) for plane in self.planes)
-        found = self.solved(weights, QUICK_WORK).objective
-        if found > known * (1 - CONVERGED):
-            found = self.solved(weights, WORK).objective
-        if not np.isfinite(found):
+        if not np.isfinite(self.solved(weights).objective):
             return False
         cuts = target.times(self.planes[-1]) < most * (1 - CONVERGED)
         self.step_length = STEP if cuts else min(1.0, 2 * self.step_length)
         return True
 
-    def solved(self, weights: Weights, work: float) -> Solution:
+    def solved(self, weights: Weights) -> Solution:
         """The network of these weights, and its plan as another plane."""
-        solution = solve(self.tables.problem(weights), work_limit=work)
+        solution = solve(self.tables.problem(weights), work_limit=WORK)
         if solution.states:
             self.plans.append(self.candidate(solution))
             self.add_plane(self.tables.figures(solution.states), weights)
         self.bound = max(self.bound, solution.bound)
         least = min([solution.objective, *(weights.times(plane) for plane in self.planes)])
-        self.tried = [x for x in self.tried if x.weights is not weights]
-        self.tried.append(Tried(weights, least, work == WORK))
+        self.tried.append(Tried(weights, least))
         return solution
 
     def game(self) -> tuple[Weights, float]:

@@ -16,7 +16,8 @@ import numpy as np
 from shardplan.costs.build import build_network
 from shardplan.costs.decided_program import DecidedProgram, decided_program
 from shardplan.costs.network import CostNetwork
-from shardplan.costs.pricing import Pricing
+from shardplan.costs.pricing import Pricing, ScheduleWindows
+from shardplan.costs.schedule_windows import schedule_windows
 from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.problem import Solution
@@ -67,6 +68,11 @@ class Judged:
     def peak_bytes(self) -> float:
         """The most memory of a device."""
         return self.program.peak_bytes()
+
+    @cached_property
+    def windows(self) -> ScheduleWindows:
+        """Overlap windows of its schedule."""
+        return schedule_windows(self.program)
 
     @property
     def excess_bytes(self) -> float:
@@ -145,12 +151,14 @@ class Candidates:
         limit: bytes per device, or None.
         judged: in the order in which they were found, each once.
         best: the one of least rank.
+        bound: picoseconds that no plan undercuts, whatever its memory.
     """
 
     task: PlanningTask
     limit: float | None
     judged: dict[tuple, Judged]
     best: Judged | None = None
+    bound: float = 0.0
 
     @classmethod
     def none(cls, task: PlanningTask, limit: float | None) -> Candidates:
@@ -184,13 +192,6 @@ class Candidates:
     def lowest_peak(self) -> Judged | None:
         """The plan of the lowest peak."""
         return min(self.judged.values(), key=lambda x: x.peak_bytes, default=None)
-
-    def faster_than(self, judged: Judged) -> Judged | None:
-        """The simplest plan, if one is known now that is faster than this one by more than `NEAR_TIE`."""
-        best = self.best
-        if best is None or best.excess_bytes or best.timeline.total_s >= (1 - NEAR_TIE) * judged.timeline.total_s:
-            return None
-        return self.simplest()
 
     def simplest(self) -> Judged | None:
         """The simplest of the plans that fit and take at most `NEAR_TIE` more seconds than the best; None if none fits."""

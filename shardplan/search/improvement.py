@@ -1,0 +1,180 @@
+"""Improvement of the best plan under the objective: a change at a time, the ops around it adapted, judged, and kept if faster.
+
+    inputs      all inputs as another good plan has them; all else is solved again
+    reshards    an array is read as it is made, or made as it is read: the longest collectives first
+    arrays      inputs of one role in another layout: first those that other good plans give it, larger arrays first
+
+Prices are those of the best plan's own schedule (`costs/schedule_windows.py`); tied repeated layers change together. A new
+best plan starts the changes anew. The number of changes is limited by their ops together, so small steps are searched thoroughly.
+
+Also known as local search, and path relinking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from shardplan.costs.network import CostNetwork
+from shardplan.costs.pricing import Pricing
+from shardplan.costs.task import Candidate, PlanningTask
+from shardplan.ilp.solver.deadline import Deadline
+from shardplan.ilp.solver.problem import Solution
+from shardplan.mesh.layout import Layout
+from shardplan.search.neighbourhood import Neighbourhood
+from shardplan.search.objective import Candidates, Judged
+
+OPS = 40_000
+"""Ops of all changes together."""
+
+WHOLE = 3
+"""A change for which all of the network is solved counts as so many."""
+
+OTHERS = 4
+"""Other plans whose inputs are tried as a whole."""
+
+Masks = Mapping[int, np.ndarray]
+"""Op -> bool [strategy], which of them it may take."""
+
+
+class Change(NamedTuple):
+    """A change of a plan; `whole`: all ops may adapt."""
+
+    name: tuple
+    masks: Masks
+    whole: bool = False
+
+
+def improve(found: Candidates, deadline: Deadline, ops: float = OPS) -> None:
+    """Adds plans near the best one to `found`, as long as that finds better ones and the ops last."""
+    search = _Improvement(found, ops)
+    while search.best_is_known() and search.round(deadline):
+        pass
+
+
+@dataclass
+class _Improvement:
+    found: Candidates
+    ops: float
+    tried: set[tuple] = field(default_factory=set)
+
+    @property
+    def task(self) -> PlanningTask:
+        return self.found.task
+
+    def best_is_known(self) -> bool:
+        """Whether there is a plan that fits, of all strategies."""
+        best = self.found.best
+        return best is not None and not best.excess_bytes and best.network.space is self.task.space
+
+    def round(self, deadline: Deadline) -> bool:
+        """Changes of the best plan; True at the first that is better."""
+        best = self.found.best
+        assert best is not None
+        network = own_network(self.task, best, self.found.limit)
+        near = Neighbourhood(network, best.states, best.solution.tied)
+        n = len(self.task.space.graph.ops)
+        for change in self.changes(best, network):
+            if (name := (change.name, *(best.states[i] for i in change.masks))) in self.tried:
+                continue
+            cost = n * (WHOLE if change.whole else 1)
+            if deadline.over() or self.ops < cost:
+                return False
+            self.ops -= cost
+            self.tried.add(name)
+            states = near.solved_with(change.masks) if change.whole else near.states_with(change.masks)
+            if states is not None and states != best.states:
+                self.found.add(Candidate(network, Solution("feasible", states, 0.0, 0.0, tied=best.solution.tied)))
+                if self.found.best is not best:
+                    return True
+        return False
+
+    # ---- changes
+
+    def changes(self, best: Judged, network: CostNetwork) -> Iterator[Change]:
+        """In the order in which they are tried."""
+        others = sorted((x for x in self.found.judged.values() if x is not best and not x.excess_bytes), key=lambda x: x.rank)
+        others = [input_layouts(x) for x in others]
+        yield from self.whole(input_layouts(best), others)
+        small = zip_longest(self.reshards(best), self.relinks(best, others))
+        yield from (change for change in chain.from_iterable(small) if change)
+        yield from self.arrays(best)
+
+    def whole(self, own: dict[int, Layout], others: list[dict[int, Layout]]) -> Iterator[Change]:
+        distinct = {tuple(x.items()): x for x in others if x != own}
+        for layouts in list(distinct.values())[:OTHERS]:
+            if masks := self.masks(layouts):
+                yield Change(("inputs", *sorted(layouts.items(), key=lambda x: x[0])), masks, whole=True)
+
+    def masks(self, layouts: Mapping[int, Layout]) -> Masks | None:
+        """Inputs in these layouts; None if one of them cannot be."""
+        of = self.task.space.strategies
+        masks = {i: np.array([x == layout for x in of[i].results[0]]) for i, layout in layouts.items()}
+        return masks if all(mask.any() for mask in masks.values()) else None
+
+    def reshards(self, best: Judged) -> Iterator[Change]:
+        """Arrays that are read in another layout than they are made in, those that take longest first."""
+        network, space = best.network, self.task.space
+        chosen, of, values = network.strategies(best.states), space.strategies, space.graph.values
+        retained = network.retained(best.states)
+        seconds: dict[tuple[int, int], float] = {}
+        readers: dict[tuple[int, int], list[int]] = {}
+        for j, op in enumerate(space.graph.ops):
+            for k, steps in network.reshards(j, chosen, retained):
+                role = space.layers[j], k
+                seconds[role] = seconds.get(role, 0.0) + op.reads * sum(step.seconds for step in steps)
+                readers.setdefault(role, []).append(j)
+        for role in sorted(seconds, key=lambda role: -seconds[role]):
+            as_made, as_read = {}, {}
+            for j in readers[role]:
+                v = space.graph.ops[j].inputs[role[1]]
+                assert v is not None
+                i, r = values[v].producer
+                before, after = of[i].results[r][chosen[i]], of[j].operands[role[1]][chosen[j]]
+                as_made[j] = np.array([x == before for x in of[j].operands[role[1]]])
+                as_read[i] = np.array([x == after for x in of[i].results[r]])
+            for name, masks in (("made", as_made), ("read", as_read)):
+                if all(mask.any() for mask in masks.values()):
+                    yield Change((name, *role), masks)
+
+    @property
+    def roles(self) -> list[list[int]]:
+        """Inputs of one role in repeated layers, the largest together first."""
+        graph, found = self.task.space.graph, {}
+        for a in graph.args:
+            found.setdefault(self.task.space.layers[a], []).append(a)
+        return sorted(found.values(), key=lambda some: -sum(graph.values[graph.ops[a].outputs[0]].bytes for a in some))
+
+    def relinks(self, best: Judged, others: list[dict[int, Layout]]) -> Iterator[Change]:
+        """One role after the other as in other plans, the best of these first."""
+        own = input_layouts(best)
+        for layouts in others:
+            for some in self.roles:
+                if any(layouts[a] != own[a] for a in some) and (masks := self.masks({a: layouts[a] for a in some})):
+                    yield Change(("role", *(layouts[a] for a in some)), masks)
+
+    def arrays(self, best: Judged) -> Iterator[Change]:
+        """Every role in every layout."""
+        own, of = input_layouts(best), self.task.space.strategies
+        for some in self.roles:
+            for layout in dict.fromkeys(x for x in of[some[0]].results[0] if not x.partial and x != own[some[0]]):
+                if masks := self.masks(dict.fromkeys(some, layout)):
+                    yield Change(("role", *(layout for _ in some)), masks)
+
+
+def input_layouts(judged: Judged) -> dict[int, Layout]:
+    """Input -> its layout in a plan."""
+    network, space = judged.network, judged.network.space
+    chosen = network.strategies(judged.states)
+    return {a: space.strategies[a].results[0][chosen[a]] for a in space.graph.args}
+
+
+def own_network(task: PlanningTask, judged: Judged, limit: float | None) -> CostNetwork:
+    """The network at what a plan combines and at the windows of its schedule."""
+    combined = judged.network.pricing.combined
+    windows = judged.windows if task.overlaps else None
+    return task.network(replace(Pricing(combined=combined, windows=windows), background_price=task.exposed_fraction), limit)
