@@ -52,8 +52,8 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     searches = {name: pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")}
     plans_of = (search.plan(memory) for search in searches.values())
     found = next(plans for plans in plans_of if plans is not None)
+    found.combine_otherwise()
     chosen = found.simplest() or _lowest_peak(task, searches["ilp"], found, memory)
-    chosen = compiled(task, chosen, thresholds(chosen.xla) if options.chooses_xla else ())
     bound = max(found.bound, compute_floor(task))
     network, solution = chosen.proven(bound)
     network = replace(network, limit=memory)
@@ -76,4 +76,5 @@ def _lowest_peak(task: PlanningTask, search: Search, found: Candidates, limit: f
         raise ShardingError(pins_contradict())
     if lowest.peak_bytes > limit:
         raise ShardingError(no_plan_fits(lowest.network, lowest.states, limit, least_memory(task, limit)))
-    return replace(lowest, limit=limit)
+    lowest = replace(lowest, limit=limit)
+    return compiled(task, lowest, thresholds(lowest.xla) if task.options.chooses_xla else ())

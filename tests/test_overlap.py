@@ -40,12 +40,14 @@ def plan_of(batch=1 << 15, width=2048, layers=4, cluster="h100", **options):
 
 def test_gradient_reductions_overlap_with_the_backward_pass():
     plain, overlapped = plan_of(overlap=False), plan_of()
-    assert (
-        plain.seconds["hidden"] == 0 < overlapped.seconds["hidden"] < 0.75 * overlapped.seconds["communication"]
-    )  # the last is exposed
+    exposed = overlapped.seconds["communication"] - overlapped.seconds["hidden"]
+    assert plain.seconds["hidden"] == 0 < overlapped.seconds["hidden"]
+    assert exposed > 27.5e-6  # of the loss; the last gradients' reduction waits for nothing that it could run beside
     for p in (plain, overlapped):
         assert p.seconds["total"] == pytest.approx(p.seconds["compute"] + p.seconds["communication"] - p.seconds["hidden"])
-        assert p.seconds["bound"] >= p.seconds["compute"] - 1e-9 and p.gap == pytest.approx(1 - p.seconds["bound"] / p.seconds["total"])
+        assert plain.seconds["compute"] - 1e-9 <= p.seconds["bound"] and p.gap == pytest.approx(
+            1 - p.seconds["bound"] / p.seconds["total"]
+        )
     assert plain.gap < 0.06 and overlapped.gap < 0.18  # the rest of it is the last gradients' reduction
     compute, communication = overlapped.seconds["compute"], overlapped.seconds["communication"]
     assert overlapped.seconds["total"] < plain.seconds["total"] <= compute + communication + 1e-12

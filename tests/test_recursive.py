@@ -22,9 +22,9 @@ def planned(name, sizes, **options):
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("hybrid_mlp", (2, 4)), ("dlrm", (4, 2)), ("moe", (2, 2, 2))])
-def test_axis_by_axis_comes_within_two_percent_of_the_optimum(name, sizes):
+def test_axis_by_axis_comes_within_five_percent_of_the_best_plan(name, sizes):
     best, found = planned(name, sizes, search="ilp"), planned(name, sizes)
-    assert best.seconds["bound"] <= found.seconds["total"] <= 1.02 * best.seconds["total"]
+    assert best.seconds["bound"] <= found.seconds["total"] <= 1.05 * best.seconds["total"]
     assert found.status == "feasible" and found.gap == pytest.approx(1 - found.seconds["bound"] / found.seconds["total"])
     assert found.seconds["bound"] <= best.seconds["bound"] and "from the optimum (recursive search" in str(found)
 

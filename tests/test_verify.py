@@ -1,5 +1,6 @@
 """Plans that learn from what XLA made of them."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -32,18 +33,25 @@ def auto(cluster="h100", **options):
     return shardplan.auto(MESH, donate_argnums=0, cluster=cluster, **options)(step)
 
 
-@pytest.mark.xfail(
-    reason="the first plan scatters nothing at these prices, so XLA for CPUs adds nothing: it needs another step", strict=False
-)
+def momentum(state, x):
+    w, value = step(state["w"], x)
+    m = jax.tree.map(lambda m, new, old: 0.9 * m + new - old, state["m"], w, state["w"])
+    return {"w": jax.tree.map(jnp.add, state["w"], m), "m": m}, value
+
+
 def test_what_xla_adds_is_priced_and_planned_around():
-    """Prices of a GPU, XLA for CPUs: it reduces in full where the plan scatters, which the next plan pays for."""
-    plan = auto("a100", verify=True, pins=SPLIT).plan(STATE, BATCH)
+    """Prices of a GPU, XLA for CPUs: it reduces in full where the plan scatters to sharded momentum, which a later plan pays for."""
+    make = functools.partial(
+        shardplan.auto, MESH, donate_argnums=0, cluster="a100", pins={"x": jax.P("data"), "state/m/up": jax.P("data")}
+    )
+    plan = make(verify=True)(momentum).plan({"w": STATE, "m": STATE}, BATCH)
     found = plan.verified
     assert found is not None and 2 <= len(found.rounds) <= 3
     first, last = found.rounds[0], found.rounds[found.chosen]
     assert first.overruns and first.overruns[0].correction.reshards and first.overruns[0].seconds > 0
     assert found.rounds[1].plan.seconds["total"] >= first.plan.seconds["total"]
-    assert first.plan.decisions == auto("a100", pins=SPLIT).plan(STATE, BATCH).decisions
+    assert first.plan.decisions == make()(momentum).plan({"w": STATE, "m": STATE}, BATCH).decisions
+    assert last.seconds.total_s < first.seconds.total_s and not last.overruns
     assert last.seconds.total_s == min(r.seconds.total_s for r in found.rounds)
     assert plan.decisions == last.plan.decisions and plan.context.planned is last.plan.context.planned
     text = str(found)
@@ -69,10 +77,11 @@ def test_a_plan_that_holds_is_kept_after_one_round():
 
 @needs_gpu_compiler
 def test_the_budget_is_tightened_by_what_xla_needs_more():
-    plain = auto().check(STATE, BATCH, target="h100:8")
+    pins = {"x": jax.P(), "w/up": jax.P(None, "data"), "w/down": jax.P("data")}
+    plain = auto(pins=pins).check(STATE, BATCH, target="h100:8")
     assert plain.memory_ratio < 1, "the case is about a plan that promises too little"
     peak = plain.compiled.memory.peak_bytes
-    plan = auto(verify="h100:8", memory=(plain.plan.memory().peak + peak) / 2).plan(STATE, BATCH)
+    plan = auto(verify="h100:8", pins=pins, memory=(plain.plan.memory().peak + peak) / 2).plan(STATE, BATCH)
     first, second = plan.verified.rounds[:2]
     assert not first.fits and second.budget < first.budget
     assert plan.verified.rounds[plan.verified.chosen].fits
@@ -85,11 +94,12 @@ def test_seconds_are_those_of_the_emitted_program():
     took = seconds(found.compiled, cluster)
     products = found.compiled.flops / cluster.device.flops_per_s("float32")
     assert products < took.compute_s < 5 * products
-    sent = [c for c in found.compiled.collectives if c.bytes > 1e6]
-    assert took.collective_s == pytest.approx(sum(c.bytes for c in sent) / 275e9, rel=0.5)
+    sent = found.compiled.collectives
+    latencies = 27.5e-6 * len(sent)  # that of an all-reduce over 8 devices; how many are combined is the plan's choice
+    assert took.collective_s == pytest.approx(latencies + sum(c.bytes for c in sent) / 275e9, rel=0.1)
     assert took.exposed_s <= took.collective_s <= took.total_s
     slower = replace(cluster, intra=replace(cluster.intra, bytes_per_s=45e9, reduce_bytes_per_s=None))
-    assert seconds(found.compiled, slower).collective_s > 5 * took.collective_s
+    assert seconds(found.compiled, slower).collective_s - latencies > 5 * (took.collective_s - latencies)
 
 
 def test_groups_know_their_nodes():

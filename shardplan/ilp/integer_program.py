@@ -6,7 +6,7 @@
     4 once more         step 1 from what the best plan combines, if step 2 or 3 found that
     5 schedules         networks at what the best plans combine and at the overlap windows of their schedules
                         (`costs/schedule_windows.py`), as long as that finds better plans
-    6 improvement       changes of the best plan, one at a time (`search/improvement.py`)
+    6 improvement       changes of the best plans, one at a time (`search/improvement.py`)
 
 The objective judges every plan on the way (`search/objective.py`). Once the best plan is near enough to the bound, no step follows.
 """

@@ -22,7 +22,7 @@ from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver.problem import Solution
 from shardplan.search.simplicity import complexity
-from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
+from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions, thresholds
 from shardplan.xla_model.timeline import Timeline
 
 States = tuple[int, ...]
@@ -35,6 +35,12 @@ GAIN = 0.001
 
 ROUNDING = 1e-6
 """Fraction by which a bound may exceed the seconds of a plan: of the sums of both."""
+
+OTHERWISE = 8
+"""Plans that are tried with other combine thresholds at the end: the best ones ..."""
+
+THRESHOLD_GAIN = 0.15
+"""... that take at most this fraction more than the best one: thresholds gain up to so much."""
 
 NEAR_TIE = 0.005
 """Among plans of at most this fraction more seconds than the fastest, the simplest is taken."""
@@ -192,6 +198,19 @@ class Candidates:
     def lowest_peak(self) -> Judged | None:
         """The plan of the lowest peak."""
         return min(self.judged.values(), key=lambda x: x.peak_bytes, default=None)
+
+    def combine_otherwise(self) -> None:
+        """The best plans with the combine thresholds with which they are fastest, which may make another one the best."""
+        if self.best is None or not self.task.options.chooses_xla:
+            return
+        best = sorted(self.judged.items(), key=lambda x: x[1].rank)[:OTHERWISE]
+        for key, judged in best:
+            if (
+                judged.excess_bytes <= self.best.excess_bytes
+                and judged.timeline.total_s <= (1 + THRESHOLD_GAIN) * self.best.timeline.total_s
+            ):
+                self.judged[key] = compiled(self.task, judged, thresholds(judged.xla))
+        self.best = min((self.judged[key] for key, _ in best), key=lambda x: x.rank)
 
     def simplest(self) -> Judged | None:
         """The simplest of the plans that fit and take at most `NEAR_TIE` more seconds than the best; None if none fits."""
