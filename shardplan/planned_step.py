@@ -15,10 +15,9 @@ from shardplan.costs.options import Options
 from shardplan.errors import ShardingError, warn
 from shardplan.feedback import Verified
 from shardplan.plan import Plan
-from shardplan.plan.arguments import arguments_like
+from shardplan.plan.arguments import arguments_like, buffer
 from shardplan.plan.data import Leaf
 from shardplan.plan.planned import Planned
-from shardplan.signature import buffer
 from shardplan.units import format_memory
 
 

@@ -137,15 +137,6 @@ def _ways_out(call: Call, leaf: Any) -> str:
     return "make it an array, or name it in static_argnums or static_argnames"
 
 
-def buffer(x) -> int | tuple[int, int]:
-    """The memory of an array on its first device here, or the identity of anything else."""
-    try:
-        first = x.addressable_data(0)
-        return (first.unsafe_buffer_pointer(), first.nbytes) if first.nbytes else id(x)
-    except Exception:  # no array, of no memory, deleted, of keys, or of another process
-        return id(x)
-
-
 def refuse_refs(values: Iterable, how: str) -> None:
     """Raises ShardingError if a value is a mutable array."""
     if found := [jax.typeof(x) for x in values if _jax.is_ref(x)]:

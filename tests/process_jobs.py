@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType
 from models import MODELS, loss_of
 
@@ -148,6 +149,7 @@ def main(own, count, port, folder, part):
         say("calibrations differ", **trained(auto, cluster=calibrated))
         example("hybrid_mlp", ["propagation"], Path(folder), say)
         say("init", grew=grown_by_init(auto))
+        say("moved", differ=moved(auto))
         faults(own, auto, say)
         say("after all faults", **trained(auto))
 
@@ -170,6 +172,23 @@ def grown_by_init(mesh):
     before = status("VmRSS")
     state = jax.block_until_ready(step.init(wide, jax.random.key(0)))
     return (status("VmHWM") - before) * 1024 / sum(x.nbytes for x in state.values())
+
+
+def moved(mesh):
+    """How many arrays differ when a state has gone to a plan of another mesh of the same devices, to one of another order, and back."""
+    meshes = mesh, mesh_of(AxisType.Explicit, (4, 2)), jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
+    spec = jax.P("model", "data")
+    steps = [shardplan.auto(m, pins={"*/up": spec}, search="propagation", process_timeout=60)(train_step) for m in meshes]
+    plans = [step.plan(*shapes()) for step in steps]
+    state = steps[0].init(create, jax.random.key(0))
+    want = [np.asarray(multihost_utils.process_allgather(x, tiled=True)).tobytes() for x in jax.tree.leaves(state)]
+    found = []
+    for plan in (*plans[1:], plans[0]):
+        state = shardplan.transfer(state, plan)
+        assert all(x.sharding == s for x, s in zip(jax.tree.leaves(state), jax.tree.leaves(plan.in_shardings[0][0]), strict=True))
+        now = [np.asarray(multihost_utils.process_allgather(x, tiled=True)).tobytes() for x in jax.tree.leaves(state)]
+        found.append(sum(a != b for a, b in zip(now, want, strict=True)))
+    return found
 
 
 def faults(own, mesh, say):

@@ -196,6 +196,22 @@ def test_what_does_not_fit_goes_over_the_host_and_what_cannot_is_refused_before_
     assert_bit_identical(shardplan.transfer(state, tight), trained, b)
 
 
+def test_an_array_that_a_state_holds_twice_is_moved_twice_and_a_state_moved_over_the_host_may_be_donated(trained):
+    (step, a), (other, b) = planned((2, 4)), planned((2, 4), spec=jax.P("b", "a"))
+    want, _ = step(held(a, trained), jnp.ones(BATCH.shape))
+    state = held(a, trained)
+    now = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    got, _ = other(shardplan.transfer(state, budget(b, float(now))), jnp.ones(BATCH.shape))
+    np.testing.assert_allclose(got["params"]["w"], want["params"]["w"], rtol=1e-5, atol=1e-6)
+    state = held(a, trained)
+    moments = state["opt"][0]
+    tied = {**state, "opt": (moments._replace(mu=state["params"], nu=state["params"]), *state["opt"][1:])}
+    for plan in (b, planned((2, 2))[1]):
+        tied = shardplan.transfer(tied, plan)
+        for part in (tied["params"], tied["opt"][0].mu, tied["opt"][0].nu):
+            np.testing.assert_array_equal(part["w"], trained["params"]["w"])
+
+
 def test_a_state_that_is_no_argument_of_the_step_is_refused(trained):
     _, a = planned((2, 4))
     with pytest.raises(shardplan.ShardingError, match="no argument of the plan's step is a pytree like this state"):

@@ -75,6 +75,10 @@ def test_what_differs_between_machines_gives_one_plan(two, claim):
     assert two[0][claim]["losses"] == pytest.approx(two[0]["ilp"]["losses"], rel=1e-6)
 
 
+def test_a_state_is_moved_to_other_meshes_of_the_same_processes_bit_for_bit(two):
+    assert all(said["moved"]["differ"] == [0, 0, 0] for said in two)
+
+
 def test_a_process_makes_only_its_own_shards_of_a_state(two):
     for said in two:
         assert said["init"]["grew"] < 0.75, "half of the state, and what compiling takes"

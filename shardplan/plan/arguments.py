@@ -1,4 +1,4 @@
-"""Which leaves of a plan belong to which argument of its step, and which argument a pytree is."""
+"""Which leaves of a plan belong to which argument of its step, which argument a pytree is, and which arrays are one buffer."""
 
 from __future__ import annotations
 
@@ -38,3 +38,12 @@ def arguments_like(inputs: Sequence[Leaf], in_tree: Any, tree: Any, same: Callab
         leaves = list(islice(left, part.num_leaves))
         if same(part, tree):
             yield leaves
+
+
+def buffer(x) -> int | tuple[int, int]:
+    """The memory of an array on its first device here, or the identity of anything else."""
+    try:
+        first = x.addressable_data(0)
+        return (first.unsafe_buffer_pointer(), first.nbytes) if first.nbytes else id(x)
+    except Exception:  # no array, of no memory, deleted, of keys, or of another process
+        return id(x)

@@ -31,7 +31,7 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.device import Device, Link
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder
-from shardplan.plan.arguments import arguments_like, same_paths
+from shardplan.plan.arguments import arguments_like, buffer, same_paths
 from shardplan.plan.data import Leaf
 from shardplan.plan.plan import Plan
 from shardplan.units import format_array, format_memory
@@ -70,8 +70,13 @@ def transfer(state: Any, plan: Plan, *, donate: bool = True) -> Any:
     for leaf, x in zip(_wanted(plan, tree, arrays), arrays, strict=True):
         moves.append(Move.of(leaf, x, _jax.sharding(plan.context.mesh, leaf.layout.spec()), programs))
     moved: list[Any] = [None] * len(moves)
+    uses = Counter(map(buffer, arrays))
+    uses.update(buffer(move.array) for move in moves if move.in_place)  # which the result has, too
     for n, over_host in _schedule(moves, plan.memory_report.limit, donate):
-        moved[n] = moves[n].run(donate, over_host)
+        own = buffer(arrays[n])
+        uses[own] -= 1
+        last = not uses[own]  # of an array that a state holds twice
+        moved[n] = moves[n].run(donate and last, over_host and last)
     return jax.tree.unflatten(tree, moved)
 
 
@@ -137,7 +142,8 @@ class Move:
                 f"{leaf.path} has to go to other devices, and some of either are other processes'.\n"
                 "  way out: save a checkpoint, and restore it by the new plan"
             )
-        return cls(leaf.path, x, target, extra=shard, before=before, after=after)
+        # On each device at most: the shard in the making, the parts for it, and one part that another device fetches.
+        return cls(leaf.path, x, target, extra=3.0 * shard, before=before, after=after)
 
     @property
     def by_parts(self) -> bool:
@@ -172,7 +178,7 @@ class Move:
             for inside, piece, cut in _parts(x, box, None):
                 shards[box][inside] = np.asarray(piece)[cut]
         x.delete()
-        parts = [jax.device_put(shards[box], device) for device, box in boxes.items()]
+        parts = [jax.device_put(shards[box], device, may_alias=False) for device, box in boxes.items()]
         return jax.make_array_from_single_device_arrays(x.shape, self.target, parts)
 
 
@@ -290,7 +296,8 @@ def _fetched(x: jax.Array, target: NamedSharding) -> Iterator[jax.Array]:
                 shard = jnp.zeros(size, x.dtype, device=device) if shard is None else shard
                 shard = _written(shard, part, [s.start for s in inside])
         assert shard is not None or 0 in size, "internal error: shards cover their array"
-        yield jnp.zeros(size, x.dtype, device=device) if shard is None else shard
+        shard = jnp.zeros(size, x.dtype, device=device) if shard is None else shard
+        yield shard.block_until_ready()  # the parts for it are free before the next shard is made
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -310,7 +317,7 @@ def _schedule(moves: Sequence[Move], limit: float | None, donate: bool) -> Itera
     found = []
     for n in sorted(range(len(moves)), key=lambda n: (grows[n], n)):
         move = moves[n]
-        meanwhile = max((held[d] + move.extra for d in move.after), default=0.0)
+        meanwhile = max((held[d] + move.extra for d in {*move.before, *move.after}), default=0.0)
         over_host = limit is not None and meanwhile > limit and donate and move.by_parts and not move.in_place
         if over_host:
             meanwhile = max(held[d] + max(0.0, move.after[d] - move.before.get(d, 0.0)) for d in move.after)
