@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardplan.costs.split_products import contracted_splits
 from shardplan.xla import available, compile
+from shardplan.xla.hlo.products import products
 from shardplan.xla.hlo.schedule import overlaps
 
 pytestmark = [
@@ -477,6 +478,15 @@ def test_a_product_of_few_tiles_is_split():
         split = f"f32[{parts},{m},{n}]" if parts > 1 else f"bf16[{m},{n}]"
         assert any("gemm_fusion" in line and f" = {split}" in line for line in done.text.splitlines()), (m, n, k, split)
         assert padded == k or f"bf16[{padded},{m}]" in done.text or f"bf16[{m},{padded}]" in done.text
+
+
+def test_a_ragged_product_multiplies_all_rows_for_every_group():
+    groups, rows, width = 8, 4096, 256
+    args = a(rows, width, dtype=BF16), a(groups, width, 512, dtype=BF16), a(groups, dtype=jnp.int32)
+    done = compile(jax.jit(jax.lax.ragged_dot, in_shardings=s()), *args, target="h100:8")
+    masked = [i for i in done.module.computations[done.module.entry] if rows * groups * width in [x.size for x in i.arrays]]
+    assert sum(p.flops for p in products(done.module)) == 2 * groups * rows * width * 512
+    assert masked and not any(i.opcode == "custom-call" for i in masked)
 
 
 @pytest.mark.parametrize(("size", "widths"), [(D, [3 * D]), (4 * D, [4 * D] * 3)])

@@ -220,6 +220,8 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
                 else:
                     results[k] += 1
                     moved[own[at]] = moved.get(own[at], 0.0) + graph.values[v].bytes
+        if op.traits.grouped_matmul and not idle:
+            operands[0] += 2 * op.ins[2].shape[-1]  # its masked copies, written and read (fact: product-ragged-masked)
         counts.append((tuple(operands), tuple(results)))
     kernel = {at: moved.get(key, 0.0) for key, at in stands.items()}
     again = _row_bytes(graph, rules, kernels)

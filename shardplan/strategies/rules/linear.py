@@ -73,7 +73,10 @@ def scaled_dot(x, y, x_scale, y_scale, *, out, dimension_numbers, **_):
 
 @rule(traits=Traits(grouped_matmul=True))
 def ragged_dot_general(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, **_):
-    """Groups of rows of the left operand have a right operand each: the ragged dim and the groups need replication."""
+    """Groups of rows of the left operand have a right operand each: the ragged dim and the groups need replication.
+
+    Every group multiplies all rows, those of other groups masked (fact: product-ragged-masked).
+    """
     n = ragged_dot_dimension_numbers
     (left, right), batch = n.dot_dimension_numbers
     group = {d: ("g",) for d in n.rhs_group_dimensions}
@@ -86,7 +89,7 @@ def ragged_dot_general(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, 
     sizes = tuple(("s" + d[0],) for d in factors(group_sizes))
     replicated = {"g", *ragged, *(s[0] for s in sizes)}
     reduce = {a[i][0]: "sum" for i in left if i != ragged_dim}
-    flops = multiply_adds(x, (*x.shape, out[0].shape[-1]))
+    flops = multiply_adds(x, (*x.shape, out[0].shape[-1])) * group_sizes.shape[-1]
     return Rule((a, b, sizes), (c,), reduce=reduce, replicated=frozenset(replicated), flops=flops)
 
 
