@@ -81,7 +81,9 @@ def jobs(part: str, count: int, limit_s: float) -> list[dict] | None:
         in_time = ended(processes, limit_s)
         found = [said(folder, n) for n in range(count)]
         if in_time and any(p.returncode for p in processes):
-            print("\n".join((folder / f"{n}.err").read_text()[-2000:] for n in range(count)))
+            for n in range(count):  # the first error of each, such as a time-out of gloo on a machine that is too busy
+                errors = [line for line in (folder / f"{n}.err").read_text().splitlines() if "rror" in line]
+                print(*(f"process {n}: {line[:300]}" for line in errors[:1]), sep="\n", flush=True)
         return found if in_time else None
 
 
