@@ -312,7 +312,6 @@ class CostNetwork:
     def allocations(self, states: Sequence[int]) -> list[tuple[int, int, int, float]]:
         """(op, lo, hi, bytes) of all that a device has in memory at times lo <= t < hi, implicit copies included."""
         graph, of, chosen, out = self.space.graph, self.space.strategies, self.strategies(states), []
-        lists = self.space.layout_lists
         for i, r, v, lo, hi, buffer in self.lifetimes:
             s, block = chosen[i], states[i] // len(of[i])
             if (buffer == "own" and not block) or (buffer == "retained" and block != self.blocks.count(i) - 1):
@@ -321,8 +320,8 @@ class CostNetwork:
                 maker, made = graph.values[read].producer
                 if of[i].results[0][s] == of[maker].results[made][chosen[maker]]:
                     continue
-            found = lists(of[i].results[r])
-            out.append((i, lo, hi, float(np.ceil(graph.values[v].bytes / found.shards[found.index[s]]))))
+            shards = of[i].shards[len(of[i].operands) + r][s]
+            out.append((i, lo, hi, float(np.ceil(graph.values[v].bytes / shards))))
         return out
 
     def profile(self, states: Sequence[int]) -> np.ndarray:

@@ -51,10 +51,7 @@ def contracted_splits(batch: int, m: int, n: int, k: int, element_bytes: float, 
 def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> tuple[int, int, int, int]:
     """(batch, rows, columns, contracted elements) of a `dot_general` on one device under strategy s."""
     (contracted, (batch, _)) = op.params["dimension_numbers"]
-    left, right = (
-        [n // mesh.size(*axes) for n, axes in zip(x.shape, of[s].dims, strict=True)]
-        for x, of in zip(op.ins, strategies.operands, strict=True)
-    )
+    left, right = (of[s].local_shape(x.shape, mesh) for x, of in zip(op.ins, strategies.operands, strict=True))
     b, k = math.prod(left[d] for d in batch), math.prod(left[d] for d in contracted[0])
     return b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, b * k), k
 

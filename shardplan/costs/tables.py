@@ -155,11 +155,11 @@ class CostTables:
 
     def bytes(self, i: int, r: int, v: int) -> np.ndarray:
         """Bytes per device of value v, result r of op i, under each strategy, [s]."""
-        value, layouts = self.space.graph.values[v], self.space.strategies[i].results[r]
-        key = ("bytes", id(layouts), value.bytes)
+        value, of = self.space.graph.values[v], self.space.strategies[i]
+        shards = of.shards[len(of.operands) + r]
+        key = ("bytes", id(shards), value.bytes)
         if key not in self.cache:
-            found = self.space.layout_lists(layouts)
-            self.cache[key] = np.ceil(value.bytes / found.shards)[found.index]
+            self.cache[key] = np.ceil(value.bytes / shards)
         return self.cache[key]
 
 

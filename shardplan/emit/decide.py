@@ -16,7 +16,7 @@ from shardplan.costs.network import CostNetwork
 from shardplan.costs.space import StrategySpace
 from shardplan.emit.emit import BARRIER, EmitDecision
 from shardplan.ir.graph import Graph, Op, Path
-from shardplan.mesh.layout import Layout
+from shardplan.mesh.layout import Layout, splits_unevenly
 
 
 def decide(network: CostNetwork, strategies: Sequence[int], retained: Collection[int]) -> dict[Path, EmitDecision]:
@@ -65,10 +65,18 @@ class _Decided:
         op = self.graph.ops[i]
         factors = self.space.strategies[i].factors[self.strategies[i]]
         local = op.traits.runs_on_shards or not self.space.rules[i].shard_local.isdisjoint(factors)  # all its layouts are decided
+        local = local or (bool(op.traits.scatter) and self.may_split_unevenly(op.ins[2].shape))
         copies = tuple(self.copy_number(i, v) for v in op.inputs)
         reads = tuple(self.read(i, k, v, copies[k], local) for k, v in enumerate(op.inputs))
         results = tuple(self.result(i, v, local) for v in op.outputs)
         return EmitDecision(reads, results, copies if any(copies) else ())
+
+    def may_split_unevenly(self, shape: tuple[int, ...]) -> bool:
+        """Whether XLA could shard the updates of a scatter in unequal blocks unasked, and add what it fills them up with.
+
+        Fact: uneven-updates-are-not-masked.
+        """
+        return any(splits_unevenly(n, k) for n in shape for k in self.space.mesh.sizes)
 
     def copy_number(self, i: int, v: int | None) -> int:
         """As in `EmitDecision.copies`."""
@@ -115,7 +123,7 @@ class _Decided:
             passed.insert(0, made)
         complete = (replace(layout, partial=()) for layout in passed)
         shape = self.graph.values[v].shape
-        return (*(layout for layout in complete if layout != wanted and layout.divides(shape, self.space.mesh)), wanted)
+        return (*(layout for layout in complete if layout != wanted and layout.splits(shape, self.space.mesh)), wanted)
 
     def copy_path(self, v: int) -> tuple[Layout, ...]:
         """The layouts that a copy, or a copy of a copy, went through."""

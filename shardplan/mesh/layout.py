@@ -68,6 +68,18 @@ class MeshShape:
         return ", ".join(f"{a}={n}" for a, n in self)
 
 
+MOST_PADDING = 1 / 8
+"""What a dim that is sharded unevenly may grow by, as a fraction of its elements, when its blocks are filled up to one size."""
+
+
+def splits_unevenly(n: int, shards: int) -> bool:
+    """Whether a dim of n elements is sharded in unequal blocks: n / shards rounded up each, but for the last ones.
+
+    XLA fills the blocks up to one size and masks what it filled in, so a device computes on that size.
+    """
+    return n % shards != 0 and -(-n // shards) * shards <= (1 + MOST_PADDING) * n
+
+
 REDUCTIONS = ("sum", "max", "min", "prod", "and", "or")
 """Kinds of partial tensors: the reductions that collectives compute."""
 
@@ -116,6 +128,11 @@ class Layout:
     def divides(self, shape: tuple[int, ...], mesh: MeshShape) -> bool:
         """Whether every sharded dim divides evenly."""
         return all(n % mesh.size(*axes) == 0 for n, axes in zip(shape, self.dims, strict=True))
+
+    def splits(self, shape: tuple[int, ...], mesh: MeshShape) -> bool:
+        """Whether every sharded dim divides evenly, or is sharded along one mesh axis and `splits_unevenly`."""
+        dims = [(n, mesh.size(*axes), sum(mesh.size(a) > 1 for a in axes)) for n, axes in zip(shape, self.dims, strict=True)]
+        return all(n % k == 0 or (axes == 1 and splits_unevenly(n, k)) for n, k, axes in dims)
 
     def local_shape(self, shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
         """Shape of one device's shard; uneven dims round up, as XLA pads them."""

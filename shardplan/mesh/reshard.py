@@ -30,7 +30,7 @@ from shardplan.mesh import collective
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.mesh.reshard_graph import EvenSubgraph, LayoutState, ReshardGraph, ReshardGraphs, TablePart, TableQuery
+from shardplan.mesh.reshard_graph import ReshardSubgraph, LayoutState, ReshardGraph, ReshardGraphs, TablePart, TableQuery
 
 KnownGroups = tuple[tuple[CollectiveKey, CombinedCollectives], ...]
 Kernels = Literal["all", "none", "only"]
@@ -61,7 +61,7 @@ class ReshardStep:
 class Resharder:
     """Cheapest paths between layouts on one mesh of one cluster.
 
-    A path uses only layouts that divide the tensor evenly, besides its source and target. Results are cached; they are read-only
+    A path uses only layouts that divide the tensor evenly or nearly so (`Layout.splits`), besides its source and target. Results are cached; they are read-only
     and never change.
 
     Attributes:
@@ -187,7 +187,7 @@ class Resharder:
         layouts = [src, *(layout(after) for _, after in walk[:-1]), dst]
         steps = []
         for (c, _), (before, after) in zip(walk, pairwise(layouts), strict=False):
-            edge = part.graph.classes[c]
+            edge = part.graph.classes[shortest.subgraph.classes[c]]
             sent = float(shortest.bytes[c]) * factors.get(edge.kind, 1.0)
             axes = tuple(graphs.axes[a] for a in edge.axes)
             steps.append(ReshardStep(edge.kind, axes, sent, float(shortest.cost[c]), before, after))
@@ -238,15 +238,15 @@ class _Distances:
     Also known as multi-source Bellman-Ford, vectorised over sources.
     """
 
-    def __init__(self, subgraph: EvenSubgraph, total_bytes: float, prices: np.ndarray, sliced_sums: bool):
+    def __init__(self, subgraph: ReshardSubgraph, total_bytes: float, prices: np.ndarray, sliced_sums: bool):
         self.subgraph, self.sliced_sums = subgraph, sliced_sums
-        self.bytes = total_bytes / subgraph.graph.class_shards
-        latency, per_byte, shared, kernel_latency, kernel_per_byte = np.moveaxis(prices, 2, 0)
+        self.bytes = total_bytes / subgraph.graph.class_shards[subgraph.classes] * subgraph.padding
+        latency, per_byte, shared, kernel_latency, kernel_per_byte = np.moveaxis(prices[subgraph.classes], 2, 0)
         size = self.bytes[:, None]
         sent = latency + size * per_byte
         cost = sent + size * shared + np.maximum(kernel_latency, size * kernel_per_byte)
         best = cost.argmin(axis=1)[:, None] if cost.size else np.zeros((len(cost), 0), np.int64)
-        self.cost, self.sent = (np.take_along_axis(x, best, axis=1).ravel() for x in (cost, sent))  # per edge class
+        self.cost, self.sent = (np.take_along_axis(x, best, axis=1).ravel() for x in (cost, sent))  # per group of edges
         self.row = np.full(len(subgraph.allowed), -1)
         self.starts = np.empty(0, np.int64)
         self.rows = np.empty((len(subgraph.nodes), 0))  # [place, start]: seconds of the whole path
@@ -269,7 +269,7 @@ class _Distances:
 
     def _blocks(self, starts: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Per block of edges: sources, [edge, start] costs, and [edge, 1] seconds of the collective without staging kernels."""
-        sent = np.where([e.kind != "slice" for e in self.subgraph.graph.classes], self.sent, np.nan)
+        sent = np.where([self.subgraph.graph.classes[c].kind != "slice" for c in self.subgraph.classes], self.sent, np.nan)
         return [(sources, self._costs(group, starts), sent[group][:, None]) for sources, group in self.subgraph.blocks]
 
     def _search(self, starts: np.ndarray) -> np.ndarray:
@@ -305,13 +305,13 @@ class _Distances:
         not scattered along a dim that the path just scattered: XLA scatters over both axes at once. A completed sum is not
         sliced, unless `sliced_sums`. Facts: partition-scatter-at-once, partition-sliced-sum.
         """
-        graph = self.subgraph.graph
-        summed = graph.outer_axes[group] | (0 if self.sliced_sums else graph.slices[group])
-        never = (graph.gathers[group][:, None] & ~graph.sharded[starts]) | (summed[:, None] & graph.partial[starts])
+        graph, classes = self.subgraph.graph, self.subgraph.classes[group]
+        summed = graph.outer_axes[classes] | (0 if self.sliced_sums else self.subgraph.slices[group])
+        never = (graph.gathers[classes][:, None] & ~graph.sharded[starts]) | (summed[:, None] & graph.partial[starts])
         return np.where(never, np.inf, self.cost[group][:, None])
 
     def walk(self, src: int, dst: int) -> list[tuple[int, LayoutState]]:
-        """(edge class, layout after) of one shortest path; of equal edges the first listed."""
+        """(group of edges, layout after) of one shortest path; of equal edges the first listed."""
         subgraph, graph, one = self.subgraph, self.subgraph.graph, np.array([src])
         start = subgraph.canon[one]
         self._ensure(start)

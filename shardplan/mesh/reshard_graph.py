@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.mesh.layout import Layout, MeshShape, splits_unevenly
 
 LayoutState = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 """A layout without the kinds of its reductions, mesh axes as numbers: (per dim its axes, the partial axes sorted)."""
@@ -217,21 +217,26 @@ class ReshardGraph:
 
         axes = range(len(sizes))
         self._products = sorted({_product(c, sizes) for k in range(1, len(sizes) + 1) for c in itertools.combinations(axes, k)})
-        self._subgraphs: dict[tuple, EvenSubgraph] = {}
+        self._subgraphs: dict[tuple, ReshardSubgraph] = {}
 
     def ids(self, states: Sequence[LayoutState]) -> np.ndarray:
         """[n] node numbers."""
         return np.array([self.id[s] for s in states], np.int64)
 
-    def subgraph(self, shape: tuple[int, ...], src: np.ndarray, dst: np.ndarray) -> EvenSubgraph:
-        """The layouts that divide a tensor of this shape evenly, and the sources and targets that do not, with what leads to them."""
-        divides = tuple(tuple(n % p == 0 for p in self._products) for n in shape)
+    def subgraph(self, shape: tuple[int, ...], src: np.ndarray, dst: np.ndarray) -> ReshardSubgraph:
+        """The layouts that divide a tensor of this shape evenly or nearly so, other sources and targets, and what leads to these."""
+        divides: tuple = tuple(tuple(n % p == 0 for p in self._products) for n in shape)
+        unequal = [n if any(splits_unevenly(n, k) for k in self.sizes) else 0 for n in shape]
+        if any(unequal):
+            divides = tuple(zip(divides, unequal, strict=True))
         found = self._subgraphs.get(divides)
         if found is None:
-            even = [dict(zip(self._products, row, strict=True)) | {1: True} for row in divides]
-            allowed = np.array([all(even[d][_product(a, self.sizes)] for d, a in enumerate(dims)) for dims, _ in self.states])
+            blocks = self._blocks(shape, unequal) if any(unequal) else None
+            even = [dict(zip(self._products, (n % p == 0 for p in self._products), strict=True)) | {1: True} for n in shape]
+            allowed = [all(even[d][_product(a, self.sizes)] for d, a in enumerate(dims)) for dims, _ in self.states]
+            allowed = np.array(allowed) | (blocks.filled if blocks else False)
             interchangeable = tuple(divides.index(row) for row in divides)
-            found = EvenSubgraph(self, allowed, interchangeable if self.symmetric else tuple(range(self.rank)))
+            found = ReshardSubgraph(self, allowed, interchangeable if self.symmetric else tuple(range(self.rank)), blocks)
             self._subgraphs[divides] = found
         uneven = np.unique([*src[~found.allowed[src]], *dst[~found.allowed[dst]]])
         if len(uneven):
@@ -239,23 +244,61 @@ class ReshardGraph:
             if key not in self._subgraphs:
                 allowed = found.allowed.copy()
                 allowed[self.ids(_below([self.states[i] for i in uneven.astype(int)]))] = True
-                self._subgraphs[key] = EvenSubgraph(self, allowed, tuple(range(self.rank)))
+                blocks = self._blocks(shape, unequal) if any(unequal) else None
+                self._subgraphs[key] = ReshardSubgraph(self, allowed, tuple(range(self.rank)), blocks)
             found = self._subgraphs[key]
         return found
 
+    def _blocks(self, shape: tuple[int, ...], unequal: Sequence[int]) -> UnequalBlocks:
+        """What is not even about the layouts of a tensor of this shape; `unequal`: its sizes that are sharded so, others as 0."""
+        uneven, padding = [], []
+        for dims, _ in self.states:
+            shards = [_product(axes, self.sizes) for axes in dims]
+            uneven.append([bool(n and len(axes) == 1 and splits_unevenly(n, k)) for n, axes, k in zip(unequal, dims, shards, strict=True)])
+            grows = [-(-n // k) * k / n if filled else 1.0 for n, k, filled in zip(shape, shards, uneven[-1], strict=True)]
+            fits = all(filled or n % k == 0 for n, k, filled in zip(shape, shards, uneven[-1], strict=True))
+            padding.append(math.prod(grows) if fits else 0.0)
+        found = np.array(padding)
+        return UnequalBlocks(found > 1, np.array(uneven).reshape(len(self.states), -1), np.maximum(found, 1.0))
 
-class EvenSubgraph:
+
+class UnequalBlocks(NamedTuple):
+    """What is not even about the layouts of a tensor.
+
+    Attributes:
+        filled: [node] whether it is a layout in which some dim's blocks are filled up.
+        uneven: [node, dim] whether the dim's are.
+        padding: [node] elements of all shards, filled up, over those of the tensor.
+    """
+
+    filled: np.ndarray
+    uneven: np.ndarray
+    padding: np.ndarray
+
+
+class ReshardSubgraph:
     """The layouts that paths of one shape may use, ready for searching.
 
     Args:
         graph: the layouts of this rank.
         allowed: [node] whether a path may use it.
         interchangeable: [dim] equal numbers for dims that divide evenly by the same numbers: renaming them changes no price.
+        blocks: of a tensor of which some layouts are uneven.
+
+    Attributes:
+        classes: [group of edges] the edge class.
+        padding: [group] bytes of the collective over those of equal blocks.
+        slices: [group] `ReshardGraph.slices`; a slice into unequal blocks shards where no reduce-scatter could.
     """
 
-    def __init__(self, graph: ReshardGraph, allowed: np.ndarray, interchangeable: tuple[int, ...]):
+    def __init__(
+        self, graph: ReshardGraph, allowed: np.ndarray, interchangeable: tuple[int, ...], blocks: UnequalBlocks | None = None
+    ):
         self.graph, self.allowed = graph, allowed
         target, source, group = graph.edges[allowed[graph.edges[:, 0]] & allowed[graph.edges[:, 1]]].T
+        self.classes, self.padding, self.slices = np.arange(len(graph.classes)), np.ones(len(graph.classes)), graph.slices
+        if blocks:
+            target, source, group = self._with_unequal_blocks(blocks, target, source, group)
 
         # Nodes by falling number of edges into them, so that the d-th edges of all nodes are one block: those of the first few.
         degree = np.bincount(target, minlength=len(allowed))
@@ -287,6 +330,24 @@ class EvenSubgraph:
                 self.canon[i] = graph.id[tuple(dims[d] for d in order), partial]
         self._orders = list(number)
         self._renamed = {0: np.arange(len(allowed))}
+
+    def _with_unequal_blocks(self, blocks: UnequalBlocks, target, source, group) -> tuple[np.ndarray, ...]:
+        """The edges with their groups.
+
+        A sum is not scattered along a dim of unequal blocks, and such blocks are not moved before it is complete (facts:
+        uneven-sum-is-all-reduced, uneven-sum-is-completed-first).
+        """
+        graph = self.graph
+        kinds = np.array([e.kind for e in graph.classes])[group]
+        becomes = (blocks.uneven[target] & ~blocks.uneven[source]).any(axis=1)
+        changes = (blocks.uneven[target] != blocks.uneven[source]).any(axis=1)
+        kept = ~(changes & (graph.partial[source] != 0))
+        target, source, group, kinds, becomes = (x[kept] for x in (target, source, group, kinds, becomes))
+        rows = [group, np.maximum(blocks.padding[target], blocks.padding[source]), becomes & (kinds == "slice")]
+        groups, index = np.unique(np.stack(rows, axis=1).astype(float), axis=0, return_inverse=True)
+        self.classes, self.padding = groups[:, 0].astype(np.int64), groups[:, 1]
+        self.slices = np.where(groups[:, 2] > 0, 0, graph.slices[self.classes])
+        return target, source, index.reshape(-1)
 
     def renamed(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
         """[len(src), len(dst)]: each dst with its dims renamed as src's were to make it canonical."""

@@ -2,7 +2,7 @@
 
 For one mesh axis a rule offers: replicate; put the axis on one factor, which shards every dim the factor appears in and leaves results
 partial if it is a reduction factor; and, if the rule is linear, pass partial sums on (`PARTIAL`). A mesh of several axes takes the
-product, as long as every dim divides evenly:
+product, as long as every dim divides evenly, or is sharded along one mesh axis in blocks that are nearly equal (`uneven.py`):
 
     a b, b c -> a c  reduce b     on data=2, model=4:   (data on a, model on c)    R S1 . on model, S0 R . on data, ...
 
@@ -14,12 +14,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.mesh.layout import Layout, MeshShape, splits_unevenly
 from shardplan.strategies.rule import Dims, Rule, flat_factors
 
 PARTIAL = "+"
@@ -27,6 +27,9 @@ PARTIAL = "+"
 
 OPEN = "*"
 """Stands for the factor of an axis that is still to be chosen."""
+
+UnevenSizes = tuple[tuple[str, int], ...]
+"""Factors that may be sharded unevenly, with their sizes."""
 
 AxisFactors = tuple[str | None, ...]
 """One strategy: per mesh axis the factor it is put on, None, or PARTIAL."""
@@ -41,7 +44,7 @@ class OpStrategies:
         operands: per operand, [s] -> its layout.
         results: per result, [s] -> its layout.
         work: [s], the fraction of the op's flops that one device does (1 when replicated).
-        shards: per operand, then per result, [s] -> the number of its shards.
+        shards: per operand, then per result, [s] -> the number of its shards: elements of the tensor over those of the largest shard.
     """
 
     factors: tuple[AxisFactors, ...]
@@ -67,7 +70,12 @@ class OpStrategies:
 
 
 def enumerate_strategies(
-    rule: Rule, sizes: dict[str, int], mesh: MeshShape, linear: bool | None = None, within: AxisFactors | None = None
+    rule: Rule,
+    sizes: dict[str, int],
+    mesh: MeshShape,
+    linear: bool | None = None,
+    within: AxisFactors | None = None,
+    uneven: Collection[str] = (),
 ) -> OpStrategies:
     """All strategies of a rule on a mesh.
 
@@ -77,11 +85,14 @@ def enumerate_strategies(
         mesh: axis names and sizes; axes of size 1 are never used.
         linear: whether partial operands pass; default `rule.linear`.
         within: per axis the factor that is fixed, or OPEN; default all OPEN.
+        uneven: factors that may be sharded in unequal blocks (`uneven_factors`).
     """
     linear = rule.linear if linear is None else linear
     divisors = tuple((a, math.gcd(n, mesh.n_devices) if n else 1, n > 0 and mesh.n_devices % n == 0) for a, n in sizes.items())
-    found = _assignments(rule.operands + rule.results, rule.replicated, divisors, linear, within, mesh)
-    return _strategies(found, rule.operands, rule.results, tuple(rule.reduce.items()), rule.accumulator_init, mesh)
+    unequal = tuple((a, sizes[a]) for a in sorted(uneven) if any(splits_unevenly(sizes[a], n) for n in mesh.sizes))
+    local = rule.shard_local if unequal else frozenset()
+    found = _assignments(rule.operands + rule.results, rule.replicated, divisors, linear, within, mesh, unequal, local)
+    return _strategies(found, rule.operands, rule.results, tuple(rule.reduce.items()), rule.accumulator_init, mesh, unequal)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,27 +103,35 @@ def _assignments(
     linear: bool,
     within: AxisFactors | None,
     mesh: MeshShape,
+    unequal: UnevenSizes,
+    shard_local: frozenset[str],
 ) -> tuple[AxisFactors, ...]:
     """The strategies in which every dim divides. In a compound dim only fully sharded factors stand before a sharded one.
 
     `divisors` has, per factor, the most shards it may have (every number of shards that divides its size divides that), and whether
-    each then holds one element. Sizes matter in no other way, so factors of many sizes share an answer.
+    each then holds one element. Sizes matter in no other way but for `unequal` factors, so factors of many sizes share an answer. A
+    factor is sharded unevenly along one mesh axis, and never together with one of those that devices run on their shards.
     """
     compound = [dim for dims in tensors for dim in dims if len(dim) > 1]
     most, single = {a: n for a, n, _ in divisors}, {a for a, _, one in divisors if one}
     usable = [a for a in dict.fromkeys(flat_factors(*tensors)) if a not in replicated]
+    nearly_equal = {(a, n) for a, size in unequal for n in mesh.sizes if splits_unevenly(size, n)}
 
     def options(axis: int, n: int) -> list[str | None]:
         if within is not None and within[axis] != OPEN:
             return [within[axis]]
-        return [None, *(a for a in usable if most[a] % n == 0), *([PARTIAL] if linear else [])] if n > 1 else [None]
+        found = (a for a in usable if most[a] % n == 0 or (a, n) in nearly_equal)
+        return [None, *found, *([PARTIAL] if linear else [])] if n > 1 else [None]
 
     def divides(strategy: AxisFactors) -> bool:
         shards: dict[str, int] = {}
         for x, n in zip(strategy, mesh.sizes, strict=True):
             if x is not None and x != PARTIAL:
                 shards[x] = shards.get(x, 1) * n
-        if any(most[a] % n for a, n in shards.items()):
+        filled = [a for a, n in shards.items() if most[a] % n]
+        if any((a, shards[a]) not in nearly_equal or strategy.count(a) > 1 for a in filled):
+            return False
+        if filled and not shard_local.isdisjoint(shards):
             return False
         for dim in compound:
             partly = itertools.dropwhile(lambda a: a in single and shards.get(a, 1) == most[a], dim)
@@ -131,12 +150,28 @@ def _strategies(
     reduce: tuple[tuple[str, str], ...],
     accumulator_init: bool,
     mesh: MeshShape,
+    unequal: UnevenSizes,
 ) -> OpStrategies:
-    """The strategies of these assignments; they do not depend on sizes, so ops of many sizes share them."""
+    """The strategies of these assignments; they depend on no sizes but those of `unequal` factors, so ops of many sizes share them."""
     work = np.array([1.0 / mesh.size(*(a for a, x in zip(mesh.axes, c, strict=True) if x not in (None, PARTIAL))) for c in found])
     left = tuple(tuple(_layout(dims, c, mesh, {}, not accumulator_init) for c in found) for dims in operands)
     right = tuple(tuple(_layout(dims, c, mesh, dict(reduce), True) for c in found) for dims in results)
-    return OpStrategies.of(found, left, right, work, mesh)
+    even = OpStrategies.of(found, left, right, work, mesh)
+    return _filled_up(even, operands + results, dict(unequal), mesh) if unequal else even
+
+
+def _filled_up(even: OpStrategies, tensors: tuple[Dims, ...], sizes: Mapping[str, int], mesh: MeshShape) -> OpStrategies:
+    """Strategies of which some shard factors of these sizes unevenly: work and shards are those of the largest block."""
+
+    def padding(factor: str, strategy: AxisFactors) -> float:
+        shards = math.prod(n for x, n in zip(strategy, mesh.sizes, strict=True) if x == factor)
+        return -(-sizes[factor] // shards) * shards / sizes[factor]
+
+    grows = {a: np.array([padding(a, strategy) for strategy in even.factors]) for a in sizes}
+    work = even.work * np.prod(list(grows.values()), axis=0)
+    inside = ([grows[a] for a in flat_factors(dims) if a in grows] for dims in tensors)
+    shards = tuple(of / np.prod(found, axis=0) if found else of for of, found in zip(even.shards, inside, strict=True))
+    return OpStrategies(even.factors, even.operands, even.results, work, shards)
 
 
 def _layout(dims: Dims, strategy: AxisFactors, mesh: MeshShape, reduce: Mapping[str, str], passes_partial: bool) -> Layout:

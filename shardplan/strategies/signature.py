@@ -14,6 +14,7 @@ from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.strategies.enumerate import AxisFactors, OpStrategies, enumerate_strategies
 from shardplan.strategies.rule import Rule, factor_sizes, factors, flat_factors
 from shardplan.strategies.rules import rule_for
+from shardplan.strategies.uneven import uneven_factors
 
 REPLICATED_DTYPES = ("int2", "uint2")
 """Dtypes of which XLA has no reductions over devices, and whose gathers write past their buffers (jax 0.10.2)."""
@@ -36,7 +37,7 @@ class Signatures:
     def __init__(self, mesh: MeshShape):
         self.mesh = mesh
         self.numbers = count()
-        self.sized_rules: dict[Hashable, tuple[Rule, bool, dict[str, int], dict[Hashable, Signature]]] = {}
+        self.sized_rules: dict[Hashable, tuple[Rule, bool, dict[str, int], frozenset[str], dict[Hashable, Signature]]] = {}
 
     def read(self, graph: Graph, within: Mapping[Path, AxisFactors], others: AxisFactors | None) -> list[Signature]:
         """Per op, in order.
@@ -56,18 +57,18 @@ class Signatures:
         key = _key(op)
         if key not in self.sized_rules:
             self.sized_rules[key] = *_sized_rule(op), {}
-        rule, known, sizes, signatures = self.sized_rules[key]
+        rule, known, sizes, uneven, signatures = self.sized_rules[key]
         linear = (rule.linear or op.accumulates) and (operands_sum or rule.accumulator_init)
         if (linear, within) not in signatures:
             pinned = _shard_map_strategies(op, self.mesh)
-            strategies = pinned or enumerate_strategies(rule, sizes, self.mesh, linear, within)
+            strategies = pinned or enumerate_strategies(rule, sizes, self.mesh, linear, within, uneven)
             sums = linear or (not op.traits.border and bool(rule.reduce))
             signatures[linear, within] = Signature(next(self.numbers), rule, known or pinned is not None, sums, strategies)
         return signatures[linear, within]
 
 
-def _sized_rule(op: Op) -> tuple[Rule, bool, dict[str, int]]:
-    """The rule, whether it is one for the primitive, and the sizes of its factors."""
+def _sized_rule(op: Op) -> tuple[Rule, bool, dict[str, int], frozenset[str]]:
+    """The rule, whether it is one for the primitive, the sizes of its factors, and which of these may be sharded unevenly."""
     border = _border_rule(op)
     rule, known = (border, True) if border else rule_for(op.primitive, op.ins, op.outs, op.params)
     ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
@@ -77,7 +78,7 @@ def _sized_rule(op: Op) -> tuple[Rule, bool, dict[str, int]]:
     empty = not op.traits.step_input and any(0 in shape for shape in used)  # XLA does not shard it
     if empty or any(str(getattr(x, "dtype", "")) in REPLICATED_DTYPES for x in (*op.ins, *op.outs)):
         rule = replace(rule, replicated=frozenset(sizes), linear=False)
-    return rule, known, sizes
+    return rule, known, sizes, uneven_factors(rule, op.traits)
 
 
 def _border_rule(op: Op) -> Rule | None:

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from shardplan import _jax, _jax_kernels
+from shardplan.emit import uneven
 from shardplan.emit.shard_local import dynamic_index, kernels, window
 from shardplan.emit.shard_local.halo import HaloDims, halo_dims
 from shardplan.ir.traits import traits_of
@@ -186,6 +187,8 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
         return _jax.bind(eqn, jax.lax.optimization_barrier(list(values)))
     layouts = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.invars, operands, strict=True)]
     made = [layout or Layout(()) if not v.aval.ndim else layout for v, layout in zip(eqn.outvars, results, strict=True)]
+    if traits.scatter == "add" and (padded := uneven.scatter_add(eqn, values, layouts[2], mesh)):
+        return padded
     read = [x for x in layouts if x is not None]
     local = None
     if len(read) == len(layouts) and any(x.sharded_axes for x in read):
