@@ -1,4 +1,4 @@
-"""Every rule on drawn calls of its primitive: shapes, types, values and parameters by hypothesis, three proofs each.
+"""Every rule on drawn calls of its primitive: shapes, types, values and parameters by hypothesis, four proofs each.
 
     python benchmarks/rules_fuzz.py                            100 cases per family of primitives, 8 emulated CPU devices
     python benchmarks/rules_fuzz.py --cases 1000 --seed 7      more of them, others
@@ -6,8 +6,8 @@
 
 The calls are those of `tests/generated/`, of which the tests run a few. The proofs: every strategy of the primitive on local shards
 (`shardplan.testing.check_rule`); the call planned, sharded as far as its rules let it, on the machine of `benchmarks/jax_harness.py`,
-against plain `jit`; and the primitive as XLA partitions it under some strategies of three mesh axes. What plain `jit` does not run on
-CPU is skipped.
+against plain `jit`; the primitive as XLA partitions it under some strategies of three mesh axes, and under some of two axes that do not
+divide its dims (`--proof unequal`). What plain `jit` does not run on CPU is skipped.
 """
 
 import argparse
@@ -32,7 +32,8 @@ import numpy as np
 from hypothesis import HealthCheck, Phase
 
 from shardplan.emit.shard_local import forms
-from shardplan.mesh.layout import MeshShape
+from shardplan.mesh import layout
+from shardplan.mesh.layout import MOST_PADDING, MeshShape
 from shardplan.strategies.enumerate import enumerate_strategies
 from shardplan.strategies.rule import RuleError, factor_sizes
 from shardplan.strategies.rules import rule_for
@@ -78,16 +79,12 @@ def planned(case, mesh) -> tuple[str, str]:
 def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
     """The same of the primitive alone, compiled under several strategies of all mesh axes, drawn by the case's text."""
     axes, random = MeshShape(mesh.axis_names, mesh.axis_sizes), np.random.default_rng(zlib.crc32(str(case).encode()))
-    outcome, found = "replicated", []
+    outcome = "replicated"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if refusal := refused_by_jit(case):
             return "skipped", refusal
-        run_equations(jax.make_jaxpr(case.fn)(*case.args), list(case.args), lambda *pair: found.append(pair))
-        for eqn, operands in found:
-            if eqn.primitive.name != case.primitive or eqn.effects:
-                continue
-            operands = [jax.numpy.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
+        for eqn, operands in of_primitive(case):
             strategies = list(strategies_of(eqn, axes))
             want = jax.jit(lambda *xs, eqn=eqn: forms.bind(eqn, xs))(*operands) if strategies else []
             for n in random.permutation(len(strategies))[:most]:
@@ -101,6 +98,14 @@ def partitioned(case, mesh, most: int = 4) -> tuple[str, str]:
                     if (why := difference(x, y)) is not None:
                         return "failed", f"{eqn}\npartitioned as {factors}: {why}"
     return outcome, ""
+
+
+def of_primitive(case) -> list[tuple]:
+    """Equations and operands of the case's primitive."""
+    found = []
+    run_equations(jax.make_jaxpr(case.fn)(*case.args), list(case.args), lambda *pair: found.append(pair))
+    pairs = ((eqn, operands) for eqn, operands in found if eqn.primitive.name == case.primitive and not eqn.effects)
+    return [(eqn, [jax.numpy.asarray(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]) for eqn, operands in pairs]
 
 
 def strategies_of(eqn, mesh: MeshShape):
@@ -132,7 +137,36 @@ def one_strategy(eqn, operands, layouts, mesh):
     return step(*operands)
 
 
-PROOFS = {"local": lambda case, mesh: proof(case), "planned": planned, "partitioned": partitioned}
+def unequal(case, mesh, most: int = 4) -> tuple[str, str]:
+    """The same of the primitive alone on a mesh of 2 x 3, compiled under several strategies in which some dim does not divide."""
+    from unequal_blocks import unequal_strategies, wrong_strategies
+
+    layout.MOST_PADDING = 1.0  # also blocks that hold nothing
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    axes, random, outcome = (
+        MeshShape(mesh.axis_names, mesh.axis_sizes),
+        np.random.default_rng(zlib.crc32(str(case).encode())),
+        "replicated",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if refusal := refused_by_jit(case):
+            return "skipped", refusal
+        try:
+            for eqn, operands in of_primitive(case):
+                strategies = list(unequal_strategies(eqn, axes))
+                if strategies:
+                    outcome, some = "sharded", [strategies[n] for n in random.permutation(len(strategies))[:most]]
+                    if why := "\n".join(wrong_strategies(eqn, operands, mesh, some)):
+                        return "failed", why
+        except Exception as error:
+            return "failed", f"{case}: {jax_harness.first_line(error)}"
+        finally:
+            layout.MOST_PADDING = MOST_PADDING
+    return outcome, ""
+
+
+PROOFS = {"local": lambda case, mesh: proof(case), "planned": planned, "partitioned": partitioned, "unequal": unequal}
 
 
 def quietly(cases: int, phases=(Phase.generate,), **more) -> hypothesis.settings:

@@ -500,3 +500,33 @@ def test_products_of_one_array_are_one_kernel_unless_each_is_large(size, widths)
     done = compile(jax.jit(products, in_shardings=ins), *[a(size, size)] * 4, target="h200:8")
     entry = done.module.computations[done.module.entry]
     assert [i.arrays[0].shape for i in entry if i.name.startswith("gemm_fusion")] == [(size, width) for width in widths]
+
+
+def test_unequal_blocks_are_moved_as_they_are_filled_up():
+    def fn(x):
+        y = constrain(constrain(x, s(None, "data")) * 2, s("data"))
+        return constrain(y + 1, s())
+
+    assert emitted(fn, a(1021, 768), ins=(s(None, "data"),), outs=s()) == [
+        "all-gather over data: f32[1024,768]",
+        "all-to-all over data: f32[4,256,192]",
+    ]
+
+
+@pytest.mark.parametrize(("dim", "kind"), [(0, "all-reduce"), (1, "reduce-scatter")])
+def test_a_partial_result_is_not_scattered_in_unequal_blocks(dim, kind):
+    def fn(x, w):
+        return constrain(x @ w, s(*[None] * dim, ("data", "model"))) * 2
+
+    found = emitted(fn, a(1001, D), a(D, D), ins=PARTIAL["ins"], outs=s(None, ("data", "model")))
+    assert f"{kind} over data,model: f32[1001,1024]" in found
+
+
+def test_an_all_to_all_of_unequal_blocks_of_a_partial_result_gathers_the_operand():
+    def fn(x, y):
+        product = constrain(x, s("model", "data")).T @ constrain(y, s("model"))
+        return constrain(product, s(None, ("data", "model"))) * 2
+
+    rows = 8 * B
+    found = emitted(fn, a(rows, 1001), a(rows, D), ins=(s("model"), s("model")), outs=s(None, ("data", "model")))
+    assert any(line.startswith("all-gather over data") for line in found)

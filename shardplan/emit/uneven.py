@@ -1,4 +1,4 @@
-"""Scatter-adds whose updates are sharded in unequal blocks: the updates are filled up with neutral ones first, so that blocks are equal.
+"""How updates of a scatter-add that are sharded in unequal blocks become equal ones: they are filled up with neutral updates.
 
     61 updates on 8 devices    three more that add -0.0 to the first row: 64, in blocks of 8
 
@@ -35,6 +35,8 @@ def scatter_add(eqn, values: Sequence, updates: Layout | None, mesh) -> list | N
         return None
     neutral = -0.0 if jnp.issubdtype(values[2].dtype, jnp.inexact) else 0
     indices = jnp.pad(values[1], [*((0, missing[d]) for d in rows), (0, 0)])
-    added = jnp.pad(values[2], [(0, missing.get(d, 0)) for d in range(len(shape))], constant_values=jnp.asarray(neutral, values[2].dtype))
+    added = jnp.pad(
+        values[2], [(0, missing.get(d, 0)) for d in range(len(shape))], constant_values=jnp.asarray(neutral, values[2].dtype)
+    )
     added = jax.lax.with_sharding_constraint(added, _jax.sharding(mesh, updates.spec()))
     return _jax.bind(eqn, (values[0], indices, added), {"unique_indices": False, "indices_are_sorted": False})

@@ -30,7 +30,7 @@ from shardplan.mesh import collective
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.collective import UNCOMBINED, CollectiveKey, CombinedCollectives
 from shardplan.mesh.layout import Layout, MeshShape
-from shardplan.mesh.reshard_graph import ReshardSubgraph, LayoutState, ReshardGraph, ReshardGraphs, TablePart, TableQuery
+from shardplan.mesh.reshard_graph import LayoutState, ReshardGraph, ReshardGraphs, ReshardSubgraph, TablePart, TableQuery
 
 KnownGroups = tuple[tuple[CollectiveKey, CombinedCollectives], ...]
 Kernels = Literal["all", "none", "only"]
@@ -61,8 +61,8 @@ class ReshardStep:
 class Resharder:
     """Cheapest paths between layouts on one mesh of one cluster.
 
-    A path uses only layouts that divide the tensor evenly or nearly so (`Layout.splits`), besides its source and target. Results are cached; they are read-only
-    and never change.
+    A path uses only layouts that divide the tensor evenly or nearly so (`Layout.splits`), besides its source and target. Results are
+    cached; they are read-only and never change.
 
     Attributes:
         mesh: names and sizes of the axes.

@@ -233,8 +233,8 @@ class ReshardGraph:
         if found is None:
             blocks = self._blocks(shape, unequal) if any(unequal) else None
             even = [dict(zip(self._products, (n % p == 0 for p in self._products), strict=True)) | {1: True} for n in shape]
-            allowed = [all(even[d][_product(a, self.sizes)] for d, a in enumerate(dims)) for dims, _ in self.states]
-            allowed = np.array(allowed) | (blocks.filled if blocks else False)
+            allowed = np.array([all(even[d][_product(a, self.sizes)] for d, a in enumerate(dims)) for dims, _ in self.states])
+            allowed = allowed | blocks.filled if blocks else allowed
             interchangeable = tuple(divides.index(row) for row in divides)
             found = ReshardSubgraph(self, allowed, interchangeable if self.symmetric else tuple(range(self.rank)), blocks)
             self._subgraphs[divides] = found
@@ -253,10 +253,11 @@ class ReshardGraph:
         """What is not even about the layouts of a tensor of this shape; `unequal`: its sizes that are sharded so, others as 0."""
         uneven, padding = [], []
         for dims, _ in self.states:
-            shards = [_product(axes, self.sizes) for axes in dims]
-            uneven.append([bool(n and len(axes) == 1 and splits_unevenly(n, k)) for n, axes, k in zip(unequal, dims, shards, strict=True)])
-            grows = [-(-n // k) * k / n if filled else 1.0 for n, k, filled in zip(shape, shards, uneven[-1], strict=True)]
-            fits = all(filled or n % k == 0 for n, k, filled in zip(shape, shards, uneven[-1], strict=True))
+            counts = [_product(axes, self.sizes) for axes in dims]
+            filled = [len(axes) == 1 and splits_unevenly(n, k) for n, axes, k in zip(unequal, dims, counts, strict=True)]
+            fits = all(x or n % k == 0 for n, k, x in zip(shape, counts, filled, strict=True))
+            grows = (-(-n // k) * k / n for n, k, x in zip(shape, counts, filled, strict=True) if x)
+            uneven.append(filled)
             padding.append(math.prod(grows) if fits else 0.0)
         found = np.array(padding)
         return UnequalBlocks(found > 1, np.array(uneven).reshape(len(self.states), -1), np.maximum(found, 1.0))
@@ -291,9 +292,7 @@ class ReshardSubgraph:
         slices: [group] `ReshardGraph.slices`; a slice into unequal blocks shards where no reduce-scatter could.
     """
 
-    def __init__(
-        self, graph: ReshardGraph, allowed: np.ndarray, interchangeable: tuple[int, ...], blocks: UnequalBlocks | None = None
-    ):
+    def __init__(self, graph: ReshardGraph, allowed: np.ndarray, interchangeable: tuple[int, ...], blocks: UnequalBlocks | None = None):
         self.graph, self.allowed = graph, allowed
         target, source, group = graph.edges[allowed[graph.edges[:, 0]] & allowed[graph.edges[:, 1]]].T
         self.classes, self.padding, self.slices = np.arange(len(graph.classes)), np.ones(len(graph.classes)), graph.slices
@@ -339,8 +338,8 @@ class ReshardSubgraph:
         """
         graph = self.graph
         kinds = np.array([e.kind for e in graph.classes])[group]
-        becomes = (blocks.uneven[target] & ~blocks.uneven[source]).any(axis=1)
-        changes = (blocks.uneven[target] != blocks.uneven[source]).any(axis=1)
+        becomes = np.asarray((blocks.uneven[target] & ~blocks.uneven[source]).any(axis=1))
+        changes = np.asarray((blocks.uneven[target] != blocks.uneven[source]).any(axis=1))
         kept = ~(changes & (graph.partial[source] != 0))
         target, source, group, kinds, becomes = (x[kept] for x in (target, source, group, kinds, becomes))
         rows = [group, np.maximum(blocks.padding[target], blocks.padding[source]), becomes & (kinds == "slice")]

@@ -23,7 +23,7 @@ from shardplan.costs.pins import pin_description, pins_by_op
 from shardplan.files import base_name, is_library, portable
 from shardplan.ir.graph import Graph, Source
 from shardplan.mesh.collective import wire_bytes
-from shardplan.mesh.layout import Layout
+from shardplan.mesh.layout import Layout, splits_unevenly
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.asked import Asked, Masks, asked
 from shardplan.plan.data import PlannedReshard
@@ -279,8 +279,9 @@ def _constraints(
         labels = [graph.ops[j].label for j in equal if graph.ops[j].label]
         yield f"tie: {len(equal)} ops of repeated layers were given the same strategy{f', {labels[0]} among them' if labels else ''}"
     shape = tuple(graph.ops[ops[0]].outs[0].shape)
+    whole = graph.ops[ops[0]].traits.endpoint  # inside the step, blocks may be nearly equal
     for d, n in enumerate(shape):
-        if n > 1 and (bad := [f"{a}={size}" for a, size in space.mesh if n % size]):
+        if n > 1 and (bad := [f"{a}={k}" for a, k in space.mesh if n % k and (whole or not splits_unevenly(n, k))]):
             yield f"divisibility: dim {d} of {n} elements is no multiple of {', '.join(bad)}"
     limit = planned.network.limit
     quicker = [c for c in choices if not c.fits and c.seconds < chosen.seconds]

@@ -1,11 +1,11 @@
-"""Which factors of an op may be sharded in unequal blocks: those for which XLA's partitioner fills up the blocks and masks what it filled in.
+"""Which factors of an op may be sharded in unequal blocks: XLA's partitioner fills these up to one size, and masks what it filled in.
 
     dot_general   61 of a on 8 devices      blocks of 8 rows, the last has 5: 64 rows of work
-    reduce_max    197 of b on 4 devices     blocks of 50; what is filled in holds -inf, so the maxima are right
+    reduce_max    197 of b on 4 devices     blocks of 50; what is filled in counts as -inf, so the maxima are right
 
-XLA masks operands of sums, products and other reductions with the neutral element, lookups and updates by their indices. It does so for
-products, elementwise ops, reductions, lookups, scatters and the planner's border ops. Equal blocks are needed by ops that every device runs on its
-own shards, by factors inside compound dims, along which shards exchange something, and at the ends of the step, where JAX refuses others.
+XLA masks operands of sums, products and other reductions with the neutral element, lookups and updates by indices. Equal blocks are
+needed by ops that every device runs on its own shards, by factors inside compound dims, by factors along which shards exchange
+something, and at the ends of the step, where JAX refuses others.
 
 Facts: uneven-blocks-are-masked, uneven-sum-is-all-reduced.
 """
