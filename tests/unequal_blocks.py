@@ -24,7 +24,7 @@ def unequal_strategies(eqn, mesh: MeshShape) -> Iterator[tuple[AxisFactors, list
     """Factors per mesh axis, layouts of operands and of results, of every strategy in which some dim does not divide evenly."""
     ins, outs = ([v.aval for v in of] for of in (eqn.invars, eqn.outvars))
     rule, _ = rule_for(eqn.primitive.name, ins, outs, eqn.params, strict=True)
-    sizes = factor_sizes(rule, *(tuple(tuple(x.shape) for x in of) for of in (ins, outs)))
+    sizes = factor_sizes(rule, tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in outs))
     found = enumerate_strategies(rule, sizes, mesh, False, None, uneven_factors(rule, traits_of(eqn.primitive.name)))
     for s, factors in enumerate(found.factors):
         taken, made = [of[s] for of in found.operands], [of[s] for of in found.results]
