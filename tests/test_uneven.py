@@ -124,6 +124,11 @@ def test_a_sum_is_complete_before_it_is_sharded_unequally():
     assert next(kind for kind, _ in paths((1021, 768), moved, Layout(((), ("y",))))) == "all-reduce"
 
 
+def test_a_sum_in_unequal_blocks_leads_to_every_layout_of_equal_ones():
+    partial = Layout((("x",), ()), (("y", "sum"),))
+    assert next(kind for kind, _ in paths((1022, 767), partial, Layout((("y",), ())))) == "all-reduce"
+
+
 def small_model(vocabulary=101, width=36, rows=31, length=17):
     """A language model of two scanned layers with a tied table; no size but the width is a multiple of 2 or 3."""
 

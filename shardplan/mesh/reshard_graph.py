@@ -289,7 +289,7 @@ class ReshardSubgraph:
     Attributes:
         classes: [group of edges] the edge class.
         padding: [group] bytes of the collective over those of equal blocks.
-        slices: [group] `ReshardGraph.slices`; a slice into unequal blocks shards where no reduce-scatter could.
+        slices: [group] `ReshardGraph.slices`; next to unequal blocks none, since a sum may have no other way.
     """
 
     def __init__(self, graph: ReshardGraph, allowed: np.ndarray, interchangeable: tuple[int, ...], blocks: UnequalBlocks | None = None):
@@ -336,16 +336,13 @@ class ReshardSubgraph:
         A sum is not scattered along a dim of unequal blocks, and such blocks are not moved before it is complete (facts:
         uneven-sum-is-all-reduced, uneven-sum-is-completed-first).
         """
-        graph = self.graph
-        kinds = np.array([e.kind for e in graph.classes])[group]
-        becomes = np.asarray((blocks.uneven[target] & ~blocks.uneven[source]).any(axis=1))
         changes = np.asarray((blocks.uneven[target] != blocks.uneven[source]).any(axis=1))
-        kept = ~(changes & (graph.partial[source] != 0))
-        target, source, group, kinds, becomes = (x[kept] for x in (target, source, group, kinds, becomes))
-        rows = [group, np.maximum(blocks.padding[target], blocks.padding[source]), becomes & (kinds == "slice")]
-        groups, index = np.unique(np.stack(rows, axis=1).astype(float), axis=0, return_inverse=True)
+        kept = ~(changes & (self.graph.partial[source] != 0))
+        target, source, group = (x[kept] for x in (target, source, group))
+        padding = np.maximum(blocks.padding[target], blocks.padding[source])
+        groups, index = np.unique(np.stack([group.astype(float), padding], axis=1), axis=0, return_inverse=True)
         self.classes, self.padding = groups[:, 0].astype(np.int64), groups[:, 1]
-        self.slices = np.where(groups[:, 2] > 0, 0, graph.slices[self.classes])
+        self.slices = np.zeros(len(groups), np.int64)
         return target, source, index.reshape(-1)
 
     def renamed(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
