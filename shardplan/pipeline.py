@@ -27,7 +27,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.reshard import Resharder
 from shardplan.plan.infeasible import no_plan_fits, pins_contradict
 from shardplan.plan.planned import Planned
-from shardplan.search.bound import compute_floor
+from shardplan.search.bound import compute_floor, lower_bound
 from shardplan.search.min_memory import least_memory, lowest_peak_plan, saved_memory
 from shardplan.search.objective import Candidates, Judged, compiled
 from shardplan.search.protocol import Search
@@ -54,6 +54,9 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     found = next(plans for plans in plans_of if plans is not None)
     found.combine_otherwise()
     chosen = found.simplest() or _lowest_peak(task, searches["ilp"], found, memory)
+    if found.bound and chosen.network.space is not task.space:  # a plan that none of the space is, as followers reshard in it
+        deadline = Deadline(None if options.time_limit is None else 0.0, work=np.inf)
+        found.bound, _ = lower_bound(task, chosen, deadline)
     bound = max(found.bound, compute_floor(task))
     network, solution = chosen.proven(bound)
     network = replace(network, limit=memory)

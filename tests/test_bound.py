@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import MODELS
 
 import shardplan
 from shardplan.costs.bound_network import Weights, slope
@@ -128,6 +129,14 @@ def test_no_weights_value_a_plan_above_its_plane(monkeypatch):
         plane, value = slope(figures, there), found.tables.problem(here).objective(states)
         assert value <= here.times(plane) * (1 + 1e-9)
         assert found.tables.problem(there).objective(states) == pytest.approx(there.times(plane), rel=1e-6)
+
+
+def test_a_plan_in_which_a_follower_reshards_has_a_bound_of_such_plans():
+    create_state, train_step, batches = MODELS["dlrm"]("DEMO")
+    args = jax.eval_shape(create_state, jax.random.key(0)), next(iter(batches(1)))
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    plan = shardplan.auto(mesh, cluster="cpu", donate_argnums=0)(train_step).plan(*args)
+    assert 0.8 * plan.seconds["total"] < plan.seconds["bound"] <= plan.seconds["total"]
 
 
 def test_a_bound_above_a_plan_is_an_internal_error(monkeypatch):

@@ -257,7 +257,7 @@ def test_the_mesh_room_imports_no_other_room_and_only_calibrate_jax():
             names += [statement.module] if isinstance(statement, ast.ImportFrom) else []
             for name in names:
                 root = name.split(".")[0]
-                below = name.startswith(("shardplan.mesh", "shardplan.files", "shardplan.errors"))
+                below = name.startswith(("shardplan.mesh", "shardplan.files", "shardplan.errors", "shardplan.units"))
                 jax = root == "jax" and file.name == "calibrate.py"
                 assert root in sys.stdlib_module_names or root in ("numpy", "msgspec") or below or jax, (file, name)
 

@@ -108,15 +108,18 @@ class BoundTables:
         allowed: Mapping[int, np.ndarray],
         full: Collection[int] = (),
         threshold_bytes: float = inf,
+        released: bool = False,
     ) -> BoundTables:
         """The tables of a strategy space.
 
         Args:
             full: groups (`CollectiveSite.joint`) whose latencies are shared by bytes instead: they fill several collectives.
             threshold_bytes: the most bytes of results that a plan combines.
+            released: no op has to follow the layout of what it reads: a bound of more plans.
         """
         graph = space.graph
         pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
+        pinned = frozenset(range(len(graph.ops))) if released else pinned
         none, both, only = (_bounding(space, resharder, full, threshold_bytes, kernels) for kernels in KERNELS_COUNTED)
         some = (*none, *both, only[0])
         return cls(
@@ -157,6 +160,14 @@ class BoundTables:
         for some, parts in zip(*self._kinds, strict=True):
             out[some] = any(table.any() for table in parts[:6])
         return out
+
+    def hold(self, states: Sequence[int]) -> bool:
+        """Whether a plan, by its states in a network without memory limit, is one of those that are bounded."""
+        at = np.array(states)
+        ends = np.array([(e.producer, e.consumer) for e in self.space.array_edges], np.int64).reshape(-1, 2)
+        return all(
+            parts[6][at[ends[some, 0]], at[ends[some, 1]]].all() for some, parts in zip(*self._kinds, strict=True)
+        )  # where finite
 
     def figures(self, states: Sequence[int]) -> Figures:
         """Of a plan, by its states in a network without memory limit."""

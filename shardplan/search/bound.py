@@ -88,9 +88,14 @@ class _Ascent:
     plans: list[Candidate] = field(default_factory=list)
     bound: float = 0.0
     step_length: float = STEP
+    released: bool = False
 
     def __post_init__(self):
-        figures = self.tables.figures(self.states(self.best))
+        states = self.states(self.best)
+        if not self.tables.hold(states):  # a search of fewer strategies found it, in which fewer ops have to follow
+            self.released = True
+            del self.tables
+        figures = self.tables.figures(states)
         self.add_plane(figures, self.even)
         self.columns += [self.weights.compute(self.planes[0]), *self.best_weights(self.planes[0])]
 
@@ -102,7 +107,9 @@ class _Ascent:
     def tables(self) -> BoundTables:
         options = [y for x in self.task.options.xla for y in (x, *thresholds(x))]
         most = max(x.threshold_bytes(kind) for x in options for kind in THRESHOLDS)
-        return BoundTables.of(self.task.space, self.task.resharder, self.task.allowed, frozenset(self.filled(most)), most)
+        return BoundTables.of(
+            self.task.space, self.task.resharder, self.task.allowed, frozenset(self.filled(most)), most, self.released
+        )
 
     def best_weights(self, plane: Weights) -> list[Weights]:
         return [self.weights.best(plane, spread) for spread in (False, True)]
@@ -179,7 +186,9 @@ class _Ascent:
         """The network of these weights, and its plan as another plane."""
         solution = solve(self.tables.problem(weights), work_limit=WORK)
         if solution.states:
-            self.plans.append(self.candidate(solution))
+            candidate = self.candidate(solution)
+            if not self.released or candidate.network.allows(candidate.solution.states):
+                self.plans.append(candidate)
             self.add_plane(self.tables.figures(solution.states), weights)
         self.bound = max(self.bound, solution.bound)
         least = min([solution.objective, *(weights.times(plane) for plane in self.planes)])
