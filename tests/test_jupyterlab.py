@@ -180,8 +180,6 @@ def run_all(driver) -> bool:
     def runs() -> bool:
         return any(re.search(r"\[[*\d]", x.text) for x in driver.find_elements(By.CSS_SELECTOR, ".jp-InputPrompt"))
 
-    for button in driver.find_elements(By.CSS_SELECTOR, ".jp-Dialog button.jp-mod-accept"):  # of a kernel that is not ready yet
-        button.click()
     next(item for item in driver.find_elements(By.CSS_SELECTOR, ".lm-MenuBar-item") if item.text == "Run").click()
     until(lambda: driver.find_element(By.CSS_SELECTOR, '.lm-Menu-item[data-command="runmenu:run-all"]'), 5).click()
     end = time.monotonic() + 3
