@@ -126,12 +126,14 @@ def test_a_layout_is_chosen_replanned_undone_and_its_code_gives_that_plan(lab):
         look(driver, 1280, 1500, dark=False)
         driver.get(f"{lab}/lab/tree/explore.ipynb?reset")
         until(lambda: driver.find_element(By.CSS_SELECTOR, ".jp-Notebook .cm-content"), 60)
-        until(
-            lambda: (
-                "Idle" in driver.find_element(By.CSS_SELECTOR, ".jp-Notebook-ExecutionIndicator").get_attribute("data-status").title()
-            ),
-            60,
-        )
+        since: list[float] = []  # a kernel that has just started answers the menu with a dialog
+
+        def idle() -> bool:
+            status = driver.find_element(By.CSS_SELECTOR, ".jp-Notebook-ExecutionIndicator").get_attribute("data-status")
+            since[:] = (since or [time.monotonic()]) if status.title() == "Idle" else []
+            return bool(since) and time.monotonic() - since[0] > 3
+
+        until(idle, 60)
         until(lambda: run_all(driver), 30)
         widget = Widget(driver)
         until(lambda: widget.one(".tile .value"), 180, lambda: driver.find_element(By.CSS_SELECTOR, ".jp-Notebook").text[-2000:])
