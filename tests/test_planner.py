@@ -167,12 +167,12 @@ def test_the_least_memory_that_the_error_names_is_enough():
 
 
 def test_a_plan_made_without_the_limit_that_breaks_it_is_replaced(monkeypatch):
-    free, _ = planned("moe")
+    free, _ = planned("hybrid_mlp")
     tight = 0.9 * free.memory().peak
-    asked, _ = planned("moe", memory=tight)
-    assert planned("moe", memory=1e12)[0].memory().limit == 1e12
+    asked, _ = planned("hybrid_mlp", memory=tight)
+    assert planned("hybrid_mlp", memory=1e12)[0].memory().limit == 1e12
     monkeypatch.setattr("shardplan.search.protocol.replicated_bytes", lambda space: 0.0)  # as if nothing could break it
-    again, _ = planned("moe", memory=tight)
+    again, _ = planned("hybrid_mlp", memory=tight)
     assert again.dumps() == asked.dumps() and asked.memory().peak <= tight < free.memory().peak
 
 
