@@ -32,7 +32,7 @@ import jax
 
 from shardplan import __version__
 from shardplan.api import Auto, auto
-from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
+from shardplan.errors import ShardingError, ShardingWarning
 from shardplan.files import write_atomically
 from shardplan.plan import Plan
 from shardplan.plan.program import differences_of_plans
@@ -60,7 +60,7 @@ plan.json job.py:example --target h100:8 --tolerance 0.1 --max-seconds 0.02 --ma
 """Command -> arguments that its help gives as examples."""
 
 
-USER_ERRORS = UsageError, ShardingError, PlanFileError
+USER_ERRORS = UsageError, ShardingError
 
 
 class _Parser(argparse.ArgumentParser):

@@ -94,11 +94,13 @@ class BoundTables:
     Attributes:
         allowed: pinned op -> bool [s], which strategies remain.
         tables: of the cheapest paths by seconds on the network without latency and with it, by those and kernels, and by kernels alone.
+        released: whether no op has to follow the layout of what it reads.
     """
 
     space: StrategySpace
     allowed: Mapping[int, np.ndarray]
     tables: tuple[CostTables, ...]
+    released: bool
 
     @classmethod
     def of(
@@ -126,6 +128,7 @@ class BoundTables:
             space,
             allowed,
             tuple(CostTables(space, StateBlocks.of(graph, space.materialised, None), pinned, ({}, {}), x, 1.0) for x in some),
+            released,
         )
 
     @property
@@ -145,6 +148,11 @@ class BoundTables:
         first = [self.space.array_edges[some[0]] for some in edges.values()]
         return [np.array(some) for some in edges.values()], [tuple(self._parts(edge)) for edge in first]
 
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """[2, array edge], its producer and its consumer."""
+        return np.array([(e.producer, e.consumer) for e in self.space.array_edges], np.int64).reshape(-1, 2).T
+
     def _parts(self, edge: ArrayEdge):
         """The tables of `Figures.edges`, and where they are finite."""
         found = [tables.edge(edge) for tables in self.tables]
@@ -163,21 +171,17 @@ class BoundTables:
 
     def hold(self, states: Sequence[int]) -> bool:
         """Whether a plan, by its states in a network without memory limit, is one of those that are bounded."""
-        at = np.array(states)
-        ends = np.array([(e.producer, e.consumer) for e in self.space.array_edges], np.int64).reshape(-1, 2)
-        return all(
-            parts[6][at[ends[some, 0]], at[ends[some, 1]]].all() for some, parts in zip(*self._kinds, strict=True)
-        )  # where finite
+        made, read = np.array(states)[self._ends]
+        return all(finite[made[some], read[some]].all() for some, (*_, finite) in zip(*self._kinds, strict=True))
 
     def figures(self, states: Sequence[int]) -> Figures:
         """Of a plan, by its states in a network without memory limit."""
-        at, graph, seconds = np.array(states), self.space.graph, self.space.seconds
+        (made, read), graph, seconds = np.array(states)[self._ends], self.space.graph, self.space.seconds
         ops = [np.floor(of[s % len(of)] * op.runs * PS) for of, op, s in zip(seconds, graph.ops, states, strict=True)]
         edges = np.zeros((len(self.space.array_edges), 6))
-        ends = np.array([(e.producer, e.consumer) for e in self.space.array_edges], np.int64).reshape(-1, 2)
         for some, parts in zip(*self._kinds, strict=True):
             for n, table in enumerate(parts[:6]):
-                edges[some, n] = table[at[ends[some, 0]], at[ends[some, 1]]]
+                edges[some, n] = table[made[some], read[some]]
         return Figures(np.array(ops, float), edges)
 
     def problem(self, weights: Weights) -> Problem:

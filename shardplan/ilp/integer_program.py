@@ -143,12 +143,14 @@ class IntegerProgram(Search):
     def _coarse(self, found: Candidates, deadline: Deadline) -> None:
         """Step 3: coarser meshes; no plans where pins hold for some of their merged axes only."""
         for task in self.task.coarser():
+            if deadline.over():
+                break
             with suppress(ShardingError):
-                if len(self.task.space.graph.ops) <= FEW_OPS and not deadline.over():
+                if len(self.task.space.graph.ops) <= FEW_OPS:
                     plans = IntegerProgram(task).candidates(found.limit, deadline).judged.values()
                     for plan in sorted(plans, key=lambda x: x.rank)[:COARSE_PLANS]:
                         found.add(self._on_all_axes(Candidate(plan.network, plan.solution), found.limit))
-                elif not deadline.over():
+                else:
                     coarse = Coarse(task, lambda plan: self._on_all_axes(plan, found.limit))
                     slope_scaling(found, IntegerProgram(task).search, None, deadline, complete=False, coarse=coarse)
         self.task.stopwatch.lap("other searches")

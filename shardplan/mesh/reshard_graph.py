@@ -225,14 +225,13 @@ class ReshardGraph:
 
     def subgraph(self, shape: tuple[int, ...], src: np.ndarray, dst: np.ndarray) -> ReshardSubgraph:
         """The layouts that divide a tensor of this shape evenly or nearly so, other sources and targets, and what leads to these."""
-        divides: tuple = tuple(tuple(n % p == 0 for p in self._products) for n in shape)
+        rows = tuple(tuple(n % p == 0 for p in self._products) for n in shape)
         unequal = [n if any(splits_unevenly(n, k) for k in self.sizes) else 0 for n in shape]
-        if any(unequal):
-            divides = tuple(zip(divides, unequal, strict=True))
+        divides: tuple = tuple(zip(rows, unequal, strict=True)) if any(unequal) else rows
         found = self._subgraphs.get(divides)
         if found is None:
             blocks = self._blocks(shape, unequal) if any(unequal) else None
-            even = [dict(zip(self._products, (n % p == 0 for p in self._products), strict=True)) | {1: True} for n in shape]
+            even = [dict(zip(self._products, row, strict=True)) | {1: True} for row in rows]
             allowed = np.array([all(even[d][_product(a, self.sizes)] for d, a in enumerate(dims)) for dims, _ in self.states])
             allowed = allowed | blocks.filled if blocks else allowed
             interchangeable = tuple(divides.index(row) for row in divides)
@@ -244,8 +243,7 @@ class ReshardGraph:
             if key not in self._subgraphs:
                 allowed = found.allowed.copy()
                 allowed[self.ids(_below([self.states[i] for i in uneven.astype(int)]))] = True
-                blocks = self._blocks(shape, unequal) if any(unequal) else None
-                self._subgraphs[key] = ReshardSubgraph(self, allowed, tuple(range(self.rank)), blocks)
+                self._subgraphs[key] = ReshardSubgraph(self, allowed, tuple(range(self.rank)), found.unequal)
             found = self._subgraphs[key]
         return found
 
@@ -293,7 +291,7 @@ class ReshardSubgraph:
     """
 
     def __init__(self, graph: ReshardGraph, allowed: np.ndarray, interchangeable: tuple[int, ...], blocks: UnequalBlocks | None = None):
-        self.graph, self.allowed = graph, allowed
+        self.graph, self.allowed, self.unequal = graph, allowed, blocks
         target, source, group = graph.edges[allowed[graph.edges[:, 0]] & allowed[graph.edges[:, 1]]].T
         self.classes, self.padding, self.slices = np.arange(len(graph.classes)), np.ones(len(graph.classes)), graph.slices
         if blocks:

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardplan.costs.pins import matches, nearest_paths
 from shardplan.errors import ShardingError
-from shardplan.files import portable
+from shardplan.files import base_name, short_place
 from shardplan.ir.graph import Op
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
@@ -76,7 +76,7 @@ def asked(plan: Plan, what: str | Sequence[str] | PlannedReshard) -> Asked:
                 return _results(planned, ops)
             if places := list(_operand_reshards(plan, planned, ops, int(found["operand"]))):
                 return _reshards(plan, planned, places)
-        here = [(d, r) for d in plan.decisions for r in d.reshards if what in (_short(d.file, d.line), f"{d.file}:{d.line}")]
+        here = [(d, r) for d in plan.decisions for r in d.reshards if what in (short_place(at := f"{d.file}:{d.line}"), at)]
         if here:
             return _reshards(plan, planned, [place_of(plan, max(here, key=lambda x: x[1].seconds * x[0].runs)[1])])
     some = nearest_paths((x.path for x in plan.inputs), paths[0] if paths else "")
@@ -88,11 +88,7 @@ def asked(plan: Plan, what: str | Sequence[str] | PlannedReshard) -> Asked:
 
 def address(op: Op) -> str:
     """What names an op and its like in repeated layers: line, primitive, pass, and type of the first result."""
-    return f"{_short(portable(op.source.file), op.source.line)} {op.primitive} {op.phase} {format_array(op.outs[0])}"
-
-
-def _short(file: str, line: int) -> str:
-    return f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}"
+    return f"{base_name(op.source.file)}:{op.source.line} {op.primitive} {op.phase} {format_array(op.outs[0])}"
 
 
 # ---- inputs and results

@@ -15,7 +15,7 @@ from shardplan.costs.space import StrategySpace
 from shardplan.emit.emit import EmitDecision
 from shardplan.files import short_place
 from shardplan.ilp.solver.problem import Solution
-from shardplan.ir.graph import Graph, Path, Source, components
+from shardplan.ir.graph import Graph, Path, components
 from shardplan.ir.parse import Traced
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
@@ -88,11 +88,11 @@ class Planned:
 
     def reshards_on_line(self, line: str) -> Iterator[tuple[ReshardKey, tuple[ReshardStep, ...], float]]:
         """(key, steps, seconds per training step) of the reshards on a line 'file:line', reductions on the line of the partial sum."""
-        graph = self.graph
+        graph, place = self.graph, short_place(line)
         for i, op in enumerate(graph.ops):
             for _, v, key, steps in self.operand_reshards(i) if not op.traits.copy else ():
                 reduces = any(s.kind in ("all-reduce", "reduce-scatter") for s in steps)
-                if _is_on(graph.ops[graph.maker(v)].source if reduces else op.source, line):
+                if str(graph.ops[graph.maker(v)].source if reduces else op.source) == place:
                     yield key, steps, graph.ops[key[0]].reads * sum(s.seconds for s in steps)
 
     def replicated_seconds(self, primitive: str, source: str) -> tuple[float, float]:
@@ -104,8 +104,8 @@ class Planned:
 
     def strategies_on_line(self, line: str) -> list[tuple[int, int]]:
         """(op, strategy) of the unfused ops on a line 'file:line'; where all are fused, of those that write an array to memory."""
-        graph, space = self.graph, self.space
-        here = [i for i, op in enumerate(graph.ops) if _is_on(op.source, line) and not op.traits.copy]
+        graph, space, place = self.graph, self.space, short_place(line)
+        here = [i for i, op in enumerate(graph.ops) if str(op.source) == place and not op.traits.copy]
         kernels = [i for i in here if space.rules[i].fusion == "none" and not graph.ops[i].traits.border]
         ops = kernels or [i for i in here if any(space.materialised[v] for v in graph.ops[i].outputs)]
         return [(i, self.strategies[i]) for i in ops]
@@ -150,8 +150,3 @@ class Planned:
         kinds = ((i, op.runs, op.traits) for i, op in ops)
         products = [(i, n) for i, n, t in kinds if t.matmul or t.grouped_matmul or t.convolution or t.fused_attention]
         return float(sum((space.rules[i].flops or 0) * space.strategies[i].work[self.strategies[i]] * runs for i, runs in products))
-
-
-def _is_on(source: Source, line: str) -> bool:
-    """Whether an op's source is 'file:line', whatever the folder."""
-    return bool(source.file) and str(source) == short_place(line)

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from shardplan import _jax
 from shardplan.errors import ShardingError
@@ -195,7 +195,7 @@ def _path(x: jax.Array, target: NamedSharding) -> list[NamedSharding] | None:
     if not isinstance(source, NamedSharding) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return None
     devices: Any = _jax.devices(source)
-    strides = _strides(source.mesh) | _strides(target.mesh) | {len(devices)}
+    strides = {*_strides(source.mesh.axis_sizes), *_strides(target.mesh.axis_sizes), len(devices)}
     sizes = tuple(b // a for a, b in pairwise(sorted(strides)))[::-1]
     if devices != _jax.devices(target) or math.prod(sizes) != len(devices) or not 0 < len(sizes) <= MAX_AXES:
         return None
@@ -211,16 +211,15 @@ def _path(x: jax.Array, target: NamedSharding) -> list[NamedSharding] | None:
     return [_jax.sharding(mesh, layout.spec()) for layout in (ends[0], *(step.after for step in steps))]
 
 
-def _strides(mesh: Mesh | AbstractMesh) -> set[int]:
+def _strides(sizes: Sequence[int]) -> list[int]:
     """By how many devices the neighbours along every axis are apart."""
-    return set(accumulate(reversed(mesh.axis_sizes[1:]), operator.mul, initial=1))
+    return [*accumulate(reversed(sizes[1:]), operator.mul, initial=1)][::-1]
 
 
 def _on_parts(sharding: NamedSharding, rank: int, parts: MeshShape) -> Layout:
     """The layout of a sharding on the mesh of parts of its axes."""
     sizes = sharding.mesh.axis_sizes
-    starts = [*accumulate(reversed(sizes[1:]), operator.mul, initial=1)][::-1]
-    own = [*accumulate(reversed(parts.sizes[1:]), operator.mul, initial=1)][::-1]
+    starts, own = _strides(sizes), _strides(parts.sizes)
     part_of = {
         axis: tuple(name for name, at, n in zip(parts.axes, own, parts.sizes, strict=True) if n > 1 and start <= at < start * size)
         for axis, size, start in zip(sharding.mesh.axis_names, sizes, starts, strict=True)

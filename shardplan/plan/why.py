@@ -20,7 +20,7 @@ from typing import Any
 from shardplan import _jax
 from shardplan.costs.memory_categories import categories
 from shardplan.costs.pins import pin_description, pins_by_op
-from shardplan.files import base_name, is_library, portable
+from shardplan.files import is_library, portable
 from shardplan.ir.graph import Graph, Source
 from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import Layout, splits_unevenly
@@ -183,18 +183,12 @@ def _use(planned: Planned, j: int, layout: Layout, steps: Iterable[tuple[int, Re
 
 
 def _at(source: Source) -> str:
-    return (
-        f" at {_short(source.file, source.line)}{f' in {_function(source.function)}' if source.function else ''}" if source.file else ""
-    )
+    return f" at {source}{f' in {_function(source.function)}' if source.function else ''}" if source.file else ""
 
 
 def _function(name: str) -> str:
     """A function without those that it stands in: "loss_fn" of "train.<locals>.loss_fn"."""
     return name.rpartition("<locals>.")[2]
-
-
-def _short(file: str, line: int) -> str:
-    return f"{base_name(file)}:{line}"
 
 
 def _stack(source: Source) -> tuple[str, ...]:

@@ -88,13 +88,13 @@ class _Ascent:
     plans: list[Candidate] = field(default_factory=list)
     bound: float = 0.0
     step_length: float = STEP
-    released: bool = False
+    tables: BoundTables = field(init=False)
 
     def __post_init__(self):
+        self.tables = self.bounding(released=False)
         states = self.states(self.best)
         if not self.tables.hold(states):  # a search of fewer strategies found it, in which fewer ops have to follow
-            self.released = True
-            del self.tables
+            self.tables = self.bounding(released=True)
         figures = self.tables.figures(states)
         self.add_plane(figures, self.even)
         self.columns += [self.weights.compute(self.planes[0]), *self.best_weights(self.planes[0])]
@@ -103,13 +103,12 @@ class _Ascent:
     def weights(self) -> BestWeights:
         return BestWeights(self.task, self.tables.costly)
 
-    @cached_property
-    def tables(self) -> BoundTables:
+    def bounding(self, released: bool) -> BoundTables:
+        """The tables of the space; `released`: no op has to follow."""
         options = [y for x in self.task.options.xla for y in (x, *thresholds(x))]
         most = max(x.threshold_bytes(kind) for x in options for kind in THRESHOLDS)
-        return BoundTables.of(
-            self.task.space, self.task.resharder, self.task.allowed, frozenset(self.filled(most)), most, self.released
-        )
+        full = frozenset(self.filled(most))
+        return BoundTables.of(self.task.space, self.task.resharder, self.task.allowed, full, most, released)
 
     def best_weights(self, plane: Weights) -> list[Weights]:
         return [self.weights.best(plane, spread) for spread in (False, True)]
@@ -187,7 +186,7 @@ class _Ascent:
         solution = solve(self.tables.problem(weights), work_limit=WORK)
         if solution.states:
             candidate = self.candidate(solution)
-            if not self.released or candidate.network.allows(candidate.solution.states):
+            if not self.tables.released or candidate.network.allows(candidate.solution.states):
                 self.plans.append(candidate)
             self.add_plane(self.tables.figures(solution.states), weights)
         self.bound = max(self.bound, solution.bound)
