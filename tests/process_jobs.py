@@ -150,6 +150,7 @@ def main(own, count, port, folder, part):
         example("hybrid_mlp", ["propagation"], Path(folder), say)
         say("init", grew=grown_by_init(auto))
         say("moved", differ=moved(auto))
+        say("moved to other devices", error=moved_elsewhere(jax.process_count()))
         faults(own, auto, say)
         say("after all faults", **trained(auto))
 
@@ -189,6 +190,17 @@ def moved(mesh):
         now = [np.asarray(multihost_utils.process_allgather(x, tiled=True)).tobytes() for x in jax.tree.leaves(state)]
         found.append(sum(a != b for a, b in zip(now, want, strict=True)))
     return found
+
+
+def moved_elsewhere(count):
+    """What is said when a state on half of the devices of every process has to go to the other half."""
+    first, other = (jax.sharding.Mesh(x, ("data", "model")) for x in np.split(np.array(jax.devices()).reshape(count, -1), 2, axis=1))
+    state, plan = (shardplan.auto(mesh, pins={"*/up": jax.P("data")}, process_timeout=60)(train_step) for mesh in (first, other))
+    state.plan(*shapes()), plan.plan(*shapes())
+    held = state.init(create, jax.random.key(0))
+    error = refused(lambda: shardplan.transfer(held, plan.plan(*shapes())))
+    jax.block_until_ready(held)  # nothing was given up
+    return error
 
 
 def faults(own, mesh, say):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def run(count: int, folder: Path, part: str) -> list[dict]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env = {**os.environ, "XLA_FLAGS": re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])}
     outs, errs = ([open(folder / f"{n}.{what}", "w+") for n in range(count)] for what in ("out", "err"))  # noqa: SIM115
     arguments = [[str(x) for x in (JOBS, n, count, port, folder, part)] for n in range(count)]
     started = [subprocess.Popen([sys.executable, *arguments[n]], env=env, stdout=outs[n], stderr=errs[n]) for n in range(count)]
@@ -77,6 +78,12 @@ def test_what_differs_between_machines_gives_one_plan(two, claim):
 
 def test_a_state_is_moved_to_other_meshes_of_the_same_processes_bit_for_bit(two):
     assert all(said["moved"]["differ"] == [0, 0, 0] for said in two)
+
+
+def test_a_state_is_not_moved_to_devices_of_other_processes_and_is_kept(two):
+    for said in two:
+        assert "has to go to other devices, and some of either are other processes'" in said["moved to other devices"]["error"]
+        assert "save a checkpoint, and restore it by the new plan" in said["moved to other devices"]["error"]
 
 
 def test_a_process_makes_only_its_own_shards_of_a_state(two):

@@ -286,7 +286,7 @@ def test_a_sharded_dim_is_sliced_by_pieces_and_not_gathered(sizes):
 
     def run(x):
         gate, up = lax.split(x, sizes, axis=1)
-        return jnp.tanh(gate), jnp.sin(up)
+        return 2.0 * gate, up + 1.0
 
     step = shardplan.auto(mesh, cluster=NEAR, in_shardings=P(None, "x"), out_shardings=P(None, "x"))(run)
     for got, want in zip(step(x), run(x), strict=True):

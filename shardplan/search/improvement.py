@@ -5,7 +5,8 @@
     arrays      inputs of one role in another layout: first those that other good plans give it, larger arrays first
 
 Prices are those of the best plan's own schedule (`costs/schedule_windows.py`); tied repeated layers change together. A new
-best plan starts the changes anew. The number of changes is limited by their ops together, so small steps are searched thoroughly.
+best plan starts the changes anew. The number of changes is limited by their ops together, so small steps are searched thoroughly, and by
+those since the last gain.
 
 Also known as local search, and path relinking.
 """
@@ -26,10 +27,13 @@ from shardplan.ilp.solver.deadline import Deadline
 from shardplan.ilp.solver.problem import Solution
 from shardplan.mesh.layout import Layout
 from shardplan.search.neighbourhood import Neighbourhood
-from shardplan.search.objective import Candidates, Judged
+from shardplan.search.objective import GAIN, Candidates, Judged
 
 OPS = 40_000
 """Ops of all changes together."""
+
+IN_VAIN = 15_000
+"""Ops of all changes together since the last one that made the step faster by `GAIN`."""
 
 WHOLE = 3
 """A change for which all of the network is solved counts as so many."""
@@ -60,6 +64,7 @@ def improve(found: Candidates, deadline: Deadline, ops: float = OPS) -> None:
 class _Improvement:
     found: Candidates
     ops: float
+    in_vain: float = 0.0
     tried: set[tuple] = field(default_factory=set)
 
     @property
@@ -82,14 +87,17 @@ class _Improvement:
             if (name := (change.name, *(best.states[i] for i in change.masks))) in self.tried:
                 continue
             cost = n * (WHOLE if change.whole else 1)
-            if deadline.over() or self.ops < cost:
+            if deadline.over() or min(self.ops, IN_VAIN - self.in_vain) < cost:
                 return False
             self.ops -= cost
+            self.in_vain += cost
             self.tried.add(name)
             states = near.solved_with(change.masks) if change.whole else near.states_with(change.masks)
             if states is not None and states != best.states:
                 self.found.add(Candidate(network, Solution("feasible", states, 0.0, 0.0, tied=best.solution.tied)))
                 if self.found.best is not best:
+                    if self.found.best.timeline.total_s < (1 - GAIN) * best.timeline.total_s:
+                        self.in_vain = 0.0
                     return True
         return False
 

@@ -31,7 +31,7 @@ OPTIMAL = 1e-6
 """A plan is called optimal if its gap is at most this."""
 
 GAIN = 0.001
-"""Compiler options are set if the step is faster by this fraction."""
+"""Compiler options are set, and the best plan is changed for longer, if the step is faster by this fraction."""
 
 ROUNDING = 1e-6
 """Fraction by which a bound may exceed the seconds of a plan: of the sums of both."""

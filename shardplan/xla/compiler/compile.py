@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from shardplan.errors import ShardingError
 from shardplan.mesh.device import gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
 from shardplan.units import format_memory
-from shardplan.xla.compiler import _backend, targets
+from shardplan.xla.compiler import _backend, child, targets
 from shardplan.xla.compiler._backend import lower
 from shardplan.xla.compiler.targets import Target
 from shardplan.xla.hlo.collectives import HloCollective, collectives
@@ -272,19 +271,8 @@ def _in_child(module: bytes, request: dict, environment: dict, target: Target | 
         folder = Path(name)
         (folder / "module.mlirbc").write_bytes(module)
         (folder / "request.json").write_text(json.dumps(request))
-        command = [sys.executable, "-P", CHILD, str(folder)]
         started = time.perf_counter()
-        with (folder / "stderr").open("wb") as stderr:
-            child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, env=environment, start_new_session=True
-            )
-            try:
-                code = child.wait(timeout_s)
-            except BaseException as stopped:
-                _kill(child)
-                if not isinstance(stopped, subprocess.TimeoutExpired):
-                    raise
-                code = None
+        code = child.run(CHILD, folder, environment, timeout_s)
         seconds = time.perf_counter() - started
         stderr_text = (folder / "stderr").read_text(errors="replace")
         result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else {}
@@ -338,14 +326,6 @@ def _memory(sizes: Mapping[str, int], target: Target | None) -> XlaMemory:
     total = sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]
     peak = (target and sizes.get("peak_memory")) or total  # XLA for CPU leaves the temporaries out of its peak
     return XlaMemory(sizes["argument"], sizes["output"], sizes["temp"], sizes["alias"], peak)
-
-
-def _kill(child: subprocess.Popen) -> None:
-    if hasattr(os, "killpg"):
-        os.killpg(child.pid, signal.SIGKILL)
-    else:
-        child.kill()
-    child.wait()
 
 
 def _signal(code: int) -> str:
