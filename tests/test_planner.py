@@ -1,5 +1,6 @@
 """The chain from graph to plan: exact objective, valid bounds, the same bytes everywhere."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from shardplan.propagation.search import propagate
 MESH = ((2, 4), ("data", "model"))
 
 
+@functools.cache
 def planned(name, **options):
     create, step, batches = MODELS[name]()
     mesh = jax.sharding.AbstractMesh(*MESH)

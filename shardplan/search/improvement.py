@@ -5,7 +5,7 @@
     arrays      inputs of one role in another layout: first those that other good plans give it, larger arrays first
 
 Prices are those of the best plan's own schedule (`costs/schedule_windows.py`); tied repeated layers change together. A new
-best plan starts the changes anew. The number of changes is limited by their ops together, so small steps are searched thoroughly, and by
+best plan starts the changes anew. Their number is limited by their ops together, so small steps are searched thoroughly, and by
 those since the last gain.
 
 Also known as local search, and path relinking.

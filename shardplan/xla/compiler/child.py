@@ -7,6 +7,7 @@ The server is this file as a program, one per process that compiles. It reads a 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -64,6 +65,12 @@ def _server(environment: Mapping[str, str]) -> _Server:
         _SERVERS.pop().end()
     _SERVERS.append(_Server(others))
     return _SERVERS[-1]
+
+
+@atexit.register
+def _end() -> None:
+    while _SERVERS:
+        _SERVERS.pop().end()
 
 
 @dataclass
@@ -129,7 +136,7 @@ def serve() -> None:
     while select.select([requests], [], [], IDLE_S)[0] and (line := requests.readline()):
         if not (child := os.fork()):
             _run(json.loads(line))
-        os.setpgid(child, child)  # before anybody is told its number, by which it is killed with all that it starts
+        os.setpgid(child, child)  # before the parent knows the number, by which it kills it with all that it starts
         for answer in (lambda: child, lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])):
             answers.write(b"%d\n" % answer())
             answers.flush()
@@ -141,7 +148,7 @@ def _run(request: Mapping[str, str]) -> None:
 
     code = 1
     try:
-        output = os.open(Path(request["folder"]) / "stderr", os.O_WRONLY | os.O_CREAT, 0o600)
+        output = os.open(Path(request["folder"]) / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for to in (sys.stdout, sys.stderr):
             os.dup2(output, to.fileno())
         os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
