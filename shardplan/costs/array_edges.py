@@ -240,10 +240,10 @@ def _is_follower(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
     """Whether op j propagates the layout of op i's result wherever it can.
 
     An elementwise op, view or reduction does so behind elementwise ops and views: a reshard there would break a fusion, and one before
-    or after it serves as well.
+    or after it serves as well. Not behind a lookup: its rows are wanted in another layout than its table, by all that read them.
     """
     maker, reader = graph.ops[i], graph.ops[j]
-    fused = rules[i].fusion in ("loop", "view") and not maker.traits.border
+    fused = rules[i].fusion in ("loop", "view") and not maker.traits.border and not maker.traits.gather
     if reader.traits.copy:
         return reader.is_follower and fused
     if not rules[j].is_follower or reader.traits.border:

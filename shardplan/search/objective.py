@@ -36,8 +36,8 @@ GAIN = 0.001
 ROUNDING = 1e-6
 """Fraction by which a bound may exceed the seconds of a plan: of the sums of both."""
 
-OTHERWISE = 8
-"""Plans that are tried with other combine thresholds at the end: the best ones ..."""
+OTHERWISE, OTHERWISE_OPS = 8, 40_000
+"""Plans that are tried with other combine thresholds at the end: the best ones, so many, or more up to so many ops of all together ..."""
 
 THRESHOLD_GAIN = 0.15
 """... that take at most this fraction more than the best one: thresholds gain up to so much."""
@@ -203,7 +203,8 @@ class Candidates:
         """The best plans with the combine thresholds with which they are fastest, which may make another one the best."""
         if self.best is None or not self.task.options.chooses_xla:
             return
-        best = sorted(self.judged.items(), key=lambda x: x[1].rank)[:OTHERWISE]
+        count = max(OTHERWISE, OTHERWISE_OPS // len(self.task.space.graph.ops))
+        best = sorted(self.judged.items(), key=lambda x: x[1].rank)[:count]
         for key, judged in best:
             if (
                 judged.excess_bytes <= self.best.excess_bytes
