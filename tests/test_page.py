@@ -1,6 +1,7 @@
 """The stand-alone page in a browser: rows open, the time line zooms, in light and dark, wide and narrow; GPT-2's page is quick."""
 
 import importlib.util
+import json
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from selenium.webdriver.common.by import By
 from test_explore import arguments, train_step
 
 import shardplan
+from shardplan.view.instrument import module
+from shardplan.view.values import rounded
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -133,21 +136,44 @@ def step(params, x):
 """
 
 
+LIVE = """<!doctype html><meta charset="utf-8"><body><div id="cell"></div>
+<script type="application/json" id="state">{state}</script><script type="module">{module}
+const state = JSON.parse(document.getElementById("state").textContent);
+render({{ model: {{ get: (name) => state[name], on() {{}}, off() {{}}, send() {{}} }}, el: document.getElementById("cell") }});
+</script>"""
+"""A notebook's cell, as anywidget fills it."""
+
+
+def live(plan) -> str:
+    """The widget after a layout was asked for, taken and named, and another was refused."""
+    widget = plan.explore()
+    entry = widget._entries[0].renamed(EVIL)
+    for id_ in list(entry.instrument.targets)[:3]:
+        entry.answer(id_)
+    widget.answers, widget.message, widget.work = dict(entry.answers), EVIL, {"what": EVIL, "state": EVIL}
+    widget.history = [entry.row(), entry.row()]
+    state = {
+        name: getattr(widget, name) for name in ("css", "data", "answers", "history", "current", "work", "pareto", "pickers", "message")
+    }
+    state = json.dumps(rounded(state)).translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})
+    return LIVE.format(state=state, module=module())
+
+
 def test_names_of_keys_axes_and_source_lines_stay_text(driver, tmp_path):
     (tmp_path / "evil.py").write_text(EVIL_STEP.format(name=EVIL))
     spec = importlib.util.spec_from_file_location("evil", tmp_path / "evil.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    evil = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(evil)
     mesh = jax.sharding.AbstractMesh((2, 4), (EVIL, "model"))
     arrays = {EVIL: jax.ShapeDtypeStruct((512, 2048), "float32")}, jax.ShapeDtypeStruct((4096, 512), "float32")
-    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(module.step).plan(*arrays)
+    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(evil.step).plan(*arrays)
     assert EVIL in plan.dumps().replace('\\"', '"') and any(EVIL in x.code for x in plan.lines)
-    pages = {"page": plan.html(), "saved": shardplan.Plan.loads(plan.dumps()).html(), "cell": plan._repr_html_()}
+    pages = {"page": plan.html(), "saved": shardplan.Plan.loads(plan.dumps()).html(), "cell": plan._repr_html_(), "widget": live(plan)}
     for name, text in pages.items():
         path = tmp_path / f"{name}.html"
         path.write_text(text, "utf-8")
         driver.get(path.as_uri())
-        if name == "page":
+        if name in ("page", "widget"):
             for script in (
                 "root.querySelector('tr.row').click()",
                 "root.querySelectorAll('[role=tab]').forEach(x => x.click())",
