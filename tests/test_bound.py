@@ -134,15 +134,16 @@ def test_no_weights_value_a_plan_above_its_plane(monkeypatch):
 def test_a_bound_of_plans_in_which_followers_reshard_is_one_of_more_plans(monkeypatch):
     weights = [(S((512, 1024), jnp.float32), S((1024, 512), jnp.float32))] * 2
     _, task, best = planned(unrolled, weights, monkeypatch, overlap=True)
-    some, more = (bound._Ascent(task, best, released=released) for released in (False, True))
-    states = some.states(best)
-    assert some.tables.hold(states) and more.tables.hold(states)
-    fewer, all_of = (x.tables.problem(some.even).edges for x in (some, more))
+    ascent = bound._Ascent(task, best)
+    some, more = (ascent.bounding(released) for released in (False, True))
+    states = ascent.states(best)
+    assert some.hold(states) and more.hold(states)
+    fewer, all_of = (tables.problem(ascent.even).edges for tables in (some, more))
     assert all((b.cost <= a.cost).all() for a, b in zip(fewer, all_of, strict=True))
     added = next(a for a, b in zip(fewer, all_of, strict=True) if (np.isinf(a.cost) & np.isfinite(b.cost)).any())
     other = list(states)
     other[added.i] = next(s for s, row in enumerate(added.cost) if np.isinf(row[states[added.j]]))
-    assert not some.tables.hold(other)
+    assert not some.hold(other)
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)])
