@@ -94,9 +94,9 @@ class _Improvement:
             self.tried.add(name)
             states = near.solved_with(change.masks) if change.whole else near.states_with(change.masks)
             if states is not None and states != best.states:
-                self.found.add(Candidate(network, Solution("feasible", states, 0.0, 0.0, tied=best.solution.tied)))
+                judged = self.found.add(Candidate(network, Solution("feasible", states, 0.0, 0.0, tied=best.solution.tied)))
                 if self.found.best is not best:
-                    if self.found.best.timeline.total_s < (1 - GAIN) * best.timeline.total_s:
+                    if judged.timeline.total_s < (1 - GAIN) * best.timeline.total_s:
                         self.in_vain = 0.0
                     return True
         return False

@@ -37,7 +37,7 @@ ROUNDING = 1e-6
 """Fraction by which a bound may exceed the seconds of a plan: of the sums of both."""
 
 OTHERWISE, OTHERWISE_OPS = 8, 40_000
-"""Plans that are tried with other combine thresholds at the end: the best ones, so many, or more up to so many ops of all together ..."""
+"""Plans that are tried with other combine thresholds at the end: the best ones, so many, or more of up to so many ops together ..."""
 
 THRESHOLD_GAIN = 0.15
 """... that take at most this fraction more than the best one: thresholds gain up to so much."""
