@@ -5,3 +5,14 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 FLAGS = " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FLAGS
+
+import pytest  # noqa: E402  the flags come first
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_plans(request):
+    """What a module's cached functions made is given up with the module: plans hold many arrays of their networks."""
+    yield
+    for found in vars(request.module).values():
+        if hasattr(found, "cache_clear") and found.__module__ == request.module.__name__:
+            found.cache_clear()

@@ -31,7 +31,7 @@ from shardplan.ilp.solver.problem import Solution
 from shardplan.propagation.axis_by_axis import axis_by_axis
 from shardplan.propagation.search import Propagation, warm_start
 from shardplan.search.bound import lower_bound
-from shardplan.search.improvement import OPS, improve
+from shardplan.search.improvement import improve
 from shardplan.search.min_memory import min_peak_memory
 from shardplan.search.objective import NEAR_TIE, Candidates, Judged
 from shardplan.search.overlap_price import cheapest_price
@@ -51,7 +51,7 @@ NEAR_OF_MANY = 0.05
 """A step of more than `MANY_OPS` ops is not searched further once its plan is so near to the bound; others `NEAR_TIE`."""
 
 FEW_OPS = 1_500
-"""Steps of up to so many ops are searched in all steps on coarser meshes, too, others in step 1."""
+"""Steps of up to so many ops are searched in all steps but the last on coarser meshes, too, others in step 1."""
 
 COARSE_PLANS = 3
 """The best plans of such a search on a coarser mesh are judged on all axes."""
@@ -105,8 +105,7 @@ class IntegerProgram(Search):
         found = super().candidates(limit, deadline)
         first = found.best
         once_more = partial(self._once_more, first=first)
-        improved = partial(improve, ops=OPS / 4 if self.task.merged else OPS)
-        for step in (self._bound, self._propagated, self._by_axis, self._coarse, once_more, self._price_at_schedules, improved):
+        for step in (self._bound, self._propagated, self._by_axis, self._coarse, once_more, self._price_at_schedules, self._improve):
             if found.best is None or deadline.over() or self._near_enough(found):
                 break
             step(found, deadline)
@@ -182,6 +181,11 @@ class IntegerProgram(Search):
             if plan.solution.states:
                 found.add(plan)
             in_vain = in_vain + 1 if found.best is best else 0
+
+    def _improve(self, found: Candidates, deadline: Deadline) -> None:
+        """Step 6, where it is not the plan of a coarser mesh that would be changed."""
+        if not self.task.merged:
+            improve(found, deadline)
 
     def _on_all_axes(self, plan: Candidate, limit: float | None) -> Candidate:
         """A plan of a space with fewer strategies, in the space of all, if that allows it."""

@@ -53,9 +53,9 @@ class Change(NamedTuple):
     whole: bool = False
 
 
-def improve(found: Candidates, deadline: Deadline, ops: float = OPS) -> None:
+def improve(found: Candidates, deadline: Deadline) -> None:
     """Adds plans near the best one to `found`, as long as that finds better ones and the ops last."""
-    search = _Improvement(found, ops)
+    search = _Improvement(found)
     while search.best_is_known() and search.round(deadline):
         pass
 
@@ -63,7 +63,7 @@ def improve(found: Candidates, deadline: Deadline, ops: float = OPS) -> None:
 @dataclass
 class _Improvement:
     found: Candidates
-    ops: float
+    ops: float = OPS
     in_vain: float = 0.0
     tried: set[tuple] = field(default_factory=set)
 
