@@ -2,11 +2,11 @@
 
 import os
 
+import pytest
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 FLAGS = " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FLAGS
-
-import pytest  # noqa: E402  the flags come first
 
 
 @pytest.fixture(autouse=True, scope="module")
