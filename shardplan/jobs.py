@@ -151,7 +151,8 @@ class _Planning:
         """The best one that was found."""
         alone = [self._plan(n, {}) for n in range(len(self.calls))]
         names = [call.name for call in self.calls]
-        self.parts = shared_parts(names, [self._plan_of(n, step) for n, step in enumerate(alone)])
+        first = [next(iter(call.arguments), None) for call in self.calls]
+        self.parts = shared_parts(names, [self._plan_of(n, step) for n, step in enumerate(alone)], first)
         own = [self._plan_of(n, step).seconds for n, step in enumerate(alone)]
         tried = [self._in_order(order) for order in self._orders([x["total"] for x in own])]
         best = min(tried, key=lambda x: x.seconds)
@@ -197,7 +198,7 @@ class _Planning:
             step.plan(*self.calls[n].arguments)
             return step
         except ShardingError as error:
-            return type(error)(f"together: {self.calls[n].name}: {error}")
+            return ShardingError(f"together: {self.calls[n].name}: {error}")
 
     def _step(self, n: int, mine: StateLayouts, options: Mapping[str, Any]) -> Auto:
         """A call's step, not planned yet."""

@@ -125,6 +125,17 @@ def test_the_rest_of_the_state_is_in_memory_while_a_part_of_it_is_used():
     assert "memory=" in str(error.value)
 
 
+def test_of_several_parts_of_the_state_that_fit_the_one_that_is_passed_is_meant():
+    train, evaluate = steps(mesh(), search="propagation", pins={"moments/up": P("data", "model")})
+    evaluate = evaluate.with_options(pins=None)
+    job = shardplan.together({train: 1, evaluate: 1}, CALLS[0], (SHAPES["moments"], batch(64)))
+    assert layouts(job.plans[1])["params/up"].spec() == ("data", "model")
+    other = shardplan.together(
+        {train: 1, evaluate: 1}, CALLS[0], (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), SHAPES["params"]), batch(64))
+    )
+    assert layouts(other.plans[1])["params/up"] == layouts(other.plans[0])["state/params/up"]
+
+
 MISTAKES = [
     (lambda a, b: (3, *CALLS), "takes a mapping of steps to weights first, not int"),
     (lambda a, b: ({}, *CALLS), "takes a mapping of steps to weights first, not an empty one"),

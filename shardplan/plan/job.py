@@ -14,6 +14,7 @@ from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any
 
+import jax
 import numpy as np
 from msgspec import structs
 
@@ -125,8 +126,13 @@ class SharedPart:
         return WhatIf(self.alone.context.planned)
 
 
-def shared_parts(names: Sequence[str], plans: Sequence[Plan]) -> list[SharedPart]:
+def shared_parts(names: Sequence[str], plans: Sequence[Plan], given: Sequence[Any]) -> list[SharedPart]:
     """Each function's part of the state.
+
+    Args:
+        names: of the functions.
+        plans: of each alone.
+        given: the first argument of each; of several parts that fit, the one that is given in the state, too, is meant.
 
     Raises:
         ShardingError: a first argument is not a part of the largest one, or several parts of it fit.
@@ -137,7 +143,10 @@ def shared_parts(names: Sequence[str], plans: Sequence[Plan]) -> list[SharedPart
         raise ShardingError(
             f"together: the first argument of {names[keeper]} has no arrays.\n  way out: steps that take the state first"
         )
-    found = (_numbers(names[keeper], states[keeper], name, state) for name, state in zip(names, states, strict=True))
+    objects = [[*map(id, jax.tree.leaves(argument))] for argument in given]
+    known = [dict(zip(state, ids, strict=True)) if len(state) == len(ids) else {} for state, ids in zip(states, objects, strict=True)]
+    parts = zip(names, states, known, strict=True)
+    found = (_numbers(names[keeper], states[keeper], known[keeper], *part) for part in parts)
     return [SharedPart(plan, numbers) for plan, numbers in zip(plans, found, strict=True)]
 
 
@@ -147,13 +156,17 @@ def _first_argument(plan: Plan) -> dict[str, Leaf]:
     return {} if first is None else dict(zip(tree_paths(first), plan.inputs, strict=False))
 
 
-def _numbers(keeper: str, state: Mapping[str, Leaf], name: str, part: Mapping[str, Leaf]) -> tuple[int, ...]:
+def _numbers(
+    keeper: str, state: Mapping[str, Leaf], ids: Mapping[str, int], name: str, part: Mapping[str, Leaf], part_ids: Mapping[str, int]
+) -> tuple[int, ...]:
     """Numbers in the state of the leaves of a function's first argument."""
     first, paths = next(iter(part), ""), list(state)
     tops = [""] if first in state else []
     tops += [path.removesuffix(first).removesuffix("/") for path in paths if f"/{path}".endswith(f"/{first}") and path != first]
     lost = {top: [path for path, leaf in part.items() if not _same(state.get(_joined(top, path)), leaf)] for top in dict.fromkeys(tops)}
     whole = [top for top, paths in lost.items() if not paths] if part else []
+    if len(whole) > 1:
+        whole = [top for top in whole if ids and all(ids[_joined(top, path)] == part_ids.get(path) for path in part)] or whole
     if len(whole) > 1:
         whole = [top for top in whole if all(state[_joined(top, path)].kind == "parameters" for path in part)] or whole
     if len(whole) == 1:
