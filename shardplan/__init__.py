@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardplan.api import Auto, auto
     from shardplan.errors import PlanFileError, ShardingError, ShardingWarning
+    from shardplan.jobs import together
     from shardplan.mesh import Cluster, Layout, MeshShape
     from shardplan.mesh.calibrate import calibrate
     from shardplan.plan import Plan, PlanDiff
+    from shardplan.plan.job import Job
     from shardplan.plan.transfer import transfer
     from shardplan.strategies.register import register_rule
     from shardplan.xla.report.check import check
@@ -23,6 +25,7 @@ __version__ = "0.1.0"
 HOME = {
     "Auto": "api",
     "Cluster": "mesh",
+    "Job": "plan.job",
     "Layout": "mesh",
     "MeshShape": "mesh",
     "Plan": "plan",
@@ -34,12 +37,13 @@ HOME = {
     "calibrate": "mesh.calibrate",
     "check": "xla.report.check",
     "register_rule": "strategies.register",
+    "together": "jobs",
     "transfer": "plan.transfer",
 }
 
 __all__ = [
-    "Auto", "Cluster", "Layout", "MeshShape", "Plan", "PlanDiff", "PlanFileError", "ShardingError", "ShardingWarning", "auto",
-    "calibrate", "check", "register_rule", "transfer",
+    "Auto", "Cluster", "Job", "Layout", "MeshShape", "Plan", "PlanDiff", "PlanFileError", "ShardingError", "ShardingWarning", "auto",
+    "calibrate", "check", "register_rule", "together", "transfer",
 ]  # fmt: skip
 
 

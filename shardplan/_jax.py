@@ -54,6 +54,11 @@ def is_ref(x) -> bool:
     return isinstance(x, core.Ref)
 
 
+def is_tracer(x) -> bool:
+    """Whether a value is traced, and so is in no place."""
+    return isinstance(x, core.Tracer)
+
+
 def equations(jaxpr) -> Iterator:
     """Every equation, those of inner jaxprs behind the one that holds them."""
     for eqn in jaxpr.eqns:

@@ -20,6 +20,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 import jax
+from msgspec import structs
 
 from shardplan import _jax
 from shardplan.errors import OtherSignature, ShardingError
@@ -28,6 +29,7 @@ from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.options import JIT_ARGUMENTS, AutoOptions
 from shardplan.plan import Plan
 from shardplan.plan.arguments import same_paths
+from shardplan.plan.data import JobPart
 from shardplan.signature import Call
 
 if TYPE_CHECKING:
@@ -196,6 +198,13 @@ class Auto(Generic[P, R]):
             self._steps[signature] = replace(step, asked=self._steps[signature].asked)
             return True
         return False
+
+    def adopt_plans(self, other: Auto[P, R], job: tuple[JobPart, ...]) -> None:
+        """Has the plans of another `Auto` of the same step, as plans of a job."""
+        for signature, step in other._steps.items():
+            plan = structs.replace(step.plan, job=job).with_context(step.plan.context)
+            self._steps[signature] = replace(step, plan=plan)
+        other._steps = self._steps  # where `Plan.fix` puts a faster plan
 
     # ---- planning
 

@@ -17,7 +17,7 @@ import numpy as np
 from shardplan.costs.freed_by_pins import pinned_ops
 from shardplan.costs.options import Options
 from shardplan.costs.pins import untie_pinned_state
-from shardplan.costs.task import PlanningTask, Stopwatch
+from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.emit.decide import decide
 from shardplan.errors import ShardingError
 from shardplan.ilp.solver.collector import paused_collector
@@ -30,15 +30,18 @@ from shardplan.plan.infeasible import no_plan_fits, pins_contradict
 from shardplan.plan.planned import Planned
 from shardplan.search.bound import compute_floor, lower_bound
 from shardplan.search.min_memory import least_memory, lowest_peak_plan, saved_memory
-from shardplan.search.objective import Candidates, Judged, compiled
+from shardplan.search.objective import Candidates, Judged, compiled, judge
 from shardplan.search.protocol import Search
 from shardplan.searches import SEARCHES
 from shardplan.xla_model.compiler_options import thresholds
 
 
 @paused_collector()
-def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Options) -> Planned:
+def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Options, near: Planned | None = None) -> Planned:
     """Plan a step.
+
+    Args:
+        near: the step as it was planned for the same mesh; where the options allow its states, no slower plan is taken.
 
     Raises:
         ShardingError: when a pin cannot hold, or no plan fits the memory.
@@ -53,9 +56,10 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     if found.best is None and task.freed != pinned_ops(task.space, task.allowed):  # pins in a ring contradict each other unseen
         task = PlanningTask(graph, task.resharder, options, stopwatch, pins_free=True)
         found, search = _search(task)
+    least = None if near is None else _judged_again(task, found, near)
     found.combine_otherwise()
     memory = found.limit
-    chosen = found.simplest() or _lowest_peak(task, search, found, memory)
+    chosen = found.simplest(least) or _lowest_peak(task, search, found, memory)
     if found.bound and chosen.network.space is not task.space:  # a plan that none of the space is, as followers reshard in it
         deadline = Deadline(None if options.time_limit is None else 0.0, work=np.inf)
         found.bound, _ = lower_bound(task, chosen, deadline)
@@ -76,6 +80,20 @@ def _search(task: PlanningTask) -> tuple[Candidates, Search]:
     searches = {name: pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")}
     plans_of = (search.plan(memory) for search in searches.values())
     return next(plans for plans in plans_of if plans is not None), searches["ilp"]
+
+
+def _judged_again(task: PlanningTask, found: Candidates, near: Planned) -> float | None:
+    """Adds an earlier plan of the step to what was found; its seconds, or None where it is no plan of this task or does not fit."""
+    limit = near.network.limit if near.network.blocks.aliasing else None  # the states are those of a network that was found under it
+    whole = task.network(near.network.pricing, limit)
+    if [len(of) for of in near.space.strategies] != [len(of) for of in whole.space.strategies]:
+        return None
+    states = whole.translate(near.network, near.solution.states)
+    if not whole.allows(states):
+        return None
+    candidate = Candidate(whole, replace(near.solution, states=states, tied=False))
+    judged = found.add(candidate, replace(judge(task, candidate, limit), limit=found.limit))
+    return None if judged.excess_bytes else judged.timeline.total_s
 
 
 def _lowest_peak(task: PlanningTask, search: Search, found: Candidates, limit: float | None) -> Judged:

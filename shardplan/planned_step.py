@@ -58,8 +58,8 @@ class PlannedStep:
         try:
             return self.jitted(*operands)
         except ValueError as error:
-            if not _jax.refuses_placement(error):
-                raise
+            if not _jax.refuses_placement(error) or any(_jax.is_tracer(x) for x in jax.tree.leaves(operands)):
+                raise  # what is traced has no place of its own
         except (RuntimeError, TypeError) as error:
             self._refuse(jax.tree.leaves(operands), error)
             raise

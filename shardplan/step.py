@@ -54,6 +54,7 @@ def plan_step(
     adopt: Callable[[PlannedStep], bool] | None = None,
     before: Sequence[PlannedStep] = (),
     alone: bool = False,
+    near: Planned | None = None,
 ) -> PlannedStep:
     """Traces and plans a step for a call's signature; nothing runs.
 
@@ -66,6 +67,7 @@ def plan_step(
         adopt: takes a faster plan that `Plan.fix` or `Plan.compare` comes upon in place of this one; says whether it did.
         before: the step as planned for other calls, with the same options.
         alone: plan on this process, whoever else the mesh belongs to.
+        near: the step as it was planned for this mesh; no slower plan is taken where its states do.
 
     Raises:
         ShardingError: an argument is no array, a pin cannot hold, XLA refuses a compiler option, nothing fits the memory, or another
@@ -76,7 +78,8 @@ def plan_step(
         return _plan_of_all(processes, fun, call, options, before)
     _refuse_options(options, call)
     step = TracedStep.of(fun, call, options)
-    decisions, plan, asked = _planned(step, options, step.options(), before, functools.partial(_replanner, fun, call, options, adopt))
+    replanner = functools.partial(_replanner, fun, call, options, adopt)
+    decisions, plan, asked = _planned(step, options, step.options(), before, replanner, near)
     return replace(step.jit(decisions, plan), asked=asked)
 
 
@@ -119,6 +122,7 @@ def _planned(
     asked: Options,
     before: Sequence[PlannedStep],
     replanner: Callable[[list[Plan]], Callable[..., Plan]],
+    near: Planned | None = None,
 ) -> tuple[Decisions, Plan, Options | None]:
     """(decisions, plan, what was planned for) of a traced step: the saved plan, a known one, that of the cache, or a new one."""
     fastest: list[Plan] = []
@@ -136,11 +140,11 @@ def _planned(
         asked = matching_pins(saved, step.traced, asked, state)
     else:
         asked = replace(asked, in_pins={**state, **(asked.in_pins or {})})
-    place = _place(options, step.traced, asked)
+    place = _place(options, step.traced, asked) if near is None else None
     if (known := _known_plan(step, asked, before, place)) is not None:
         return taken_over(*known)
     options.warn_of_prices()
-    plan = _solved(step, options, asked, context)
+    plan = _solved(step, options, asked, context, near)
     _warn_of_unknown(plan)
     if place:
         place.save(plan)
@@ -149,13 +153,13 @@ def _planned(
     return plan.context.planned.decisions, plan, asked
 
 
-def _solved(step: TracedStep, options: AutoOptions, asked: Options, context: Callable[..., PlanContext]) -> Plan:
+def _solved(step: TracedStep, options: AutoOptions, asked: Options, context: Callable[..., PlanContext], near: Planned | None) -> Plan:
     """A new plan, corrected by a compiler where that is asked for."""
 
     def solve(memory: float | None, corrections: CostCorrections | None = None) -> Plan:
         with Progress() as progress:
             task = replace(asked, memory=memory, corrections=corrections, progress=progress)
-            planned = make_plan(step.traced, options.shape, options.machine, task)
+            planned = make_plan(step.traced, options.shape, options.machine, task, near)
         return describe(planned, context(planned.decisions, planned=planned), options.flags(planned.xla.flags()))
 
     if not options.verify:
@@ -224,13 +228,14 @@ def _replanner(
     A plan for another mesh, cluster or memory is not: the step runs on what it was written for.
     """
 
-    def replan(pins: Mapping[str, Any], search: str | None = None, **target: Any) -> Plan:
+    def replan(pins: Mapping[str, Any], search: str | None = None, near: Planned | None = None, **target: Any) -> Plan:
         changed = {"pins": {**(options.pins or {}), **pins}, "search": search or options.search, "plan": None, "verify": None, **target}
         if isinstance(mesh := target.get("mesh"), Mapping):
             changed["mesh"] = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
         if options.state_plan is not None and "mesh" in target:
             changed["state_like"] = None
-        found = plan_step(fun, call, replace(options, **changed), alone=True)
+        elsewhere = not {"mesh", "cluster"}.isdisjoint(target)
+        found = plan_step(fun, call, replace(options, **changed), alone=True, near=None if elsewhere else near)
         before, after = (plan.seconds["total"] for plan in (fastest[-1], found.plan))
         if not target and after < (1 - NEAR_TIE) * before and adopt is not None and adopt(found):
             fastest.append(found.plan)

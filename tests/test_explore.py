@@ -284,3 +284,9 @@ def test_the_widget_prices_replans_undoes_and_cancels(plan):
     ask(do="nonsense")
     ask(do="show", n=99)
     assert "IndexError" in widget.message
+
+
+def test_marimo_shows_the_widget_and_html_where_there_is_none(plan, monkeypatch):
+    assert type(plan._display_()).__name__ == "Explorer" and plan._display_().plan is plan
+    monkeypatch.setattr("shardplan.view.explore.AnyWidget", None)
+    assert "Plan for mesh data=2, model=4" in plan._display_()._repr_html_()

@@ -10,11 +10,10 @@ import jax
 import pytest
 from browser import assert_looks_as_stored, chromium, look
 from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
 from test_explore import arguments, train_step
 
 import shardplan
-from shardplan.view.instrument import module
-from shardplan.view.values import rounded
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -136,44 +135,27 @@ def step(params, x):
 """
 
 
-LIVE = """<!doctype html><meta charset="utf-8"><body><div id="cell"></div>
-<script type="application/json" id="state">{state}</script><script type="module">{module}
-const state = JSON.parse(document.getElementById("state").textContent);
-render({{ model: {{ get: (name) => state[name], on() {{}}, off() {{}}, send() {{}} }}, el: document.getElementById("cell") }});
-</script>"""
-"""A notebook's cell, as anywidget fills it."""
-
-
-def live(plan) -> str:
-    """The widget after a layout was asked for, taken and named, and another was refused."""
-    widget = plan.explore()
-    entry = widget._entries[0].renamed(EVIL)
-    for id_ in list(entry.instrument.targets)[:3]:
-        entry.answer(id_)
-    widget.answers, widget.message, widget.work = dict(entry.answers), EVIL, {"what": EVIL, "state": EVIL}
-    widget.history = [entry.row(), entry.row()]
-    state = {
-        name: getattr(widget, name) for name in ("css", "data", "answers", "history", "current", "work", "pareto", "pickers", "message")
-    }
-    state = json.dumps(rounded(state)).translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})
-    return LIVE.format(state=state, module=module())
-
-
-def test_names_of_keys_axes_and_source_lines_stay_text(driver, tmp_path):
-    (tmp_path / "evil.py").write_text(EVIL_STEP.format(name=EVIL))
-    spec = importlib.util.spec_from_file_location("evil", tmp_path / "evil.py")
-    evil = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(evil)
+@pytest.fixture(scope="module")
+def evil_plan(tmp_path_factory):
+    path = tmp_path_factory.mktemp("evil") / "evil.py"
+    path.write_text(EVIL_STEP.format(name=EVIL))
+    spec = importlib.util.spec_from_file_location("evil", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     mesh = jax.sharding.AbstractMesh((2, 4), (EVIL, "model"))
     arrays = {EVIL: jax.ShapeDtypeStruct((512, 2048), "float32")}, jax.ShapeDtypeStruct((4096, 512), "float32")
-    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(evil.step).plan(*arrays)
+    return shardplan.auto(mesh, cluster="h100", donate_argnums=0)(module.step).plan(*arrays)
+
+
+def test_names_of_keys_axes_and_source_lines_stay_text(driver, evil_plan, tmp_path):
+    plan = evil_plan
     assert EVIL in plan.dumps().replace('\\"', '"') and any(EVIL in x.code for x in plan.lines)
-    pages = {"page": plan.html(), "saved": shardplan.Plan.loads(plan.dumps()).html(), "cell": plan._repr_html_(), "widget": live(plan)}
+    pages = {"page": plan.html(), "saved": shardplan.Plan.loads(plan.dumps()).html(), "cell": plan._repr_html_()}
     for name, text in pages.items():
         path = tmp_path / f"{name}.html"
         path.write_text(text, "utf-8")
         driver.get(path.as_uri())
-        if name in ("page", "widget"):
+        if name == "page":
             for script in (
                 "root.querySelector('tr.row').click()",
                 "root.querySelectorAll('[role=tab]').forEach(x => x.click())",
@@ -184,3 +166,79 @@ def test_names_of_keys_axes_and_source_lines_stay_text(driver, tmp_path):
             assert act(driver, "return root.querySelectorAll('img, [onerror]').length") == 0
         assert driver.title != "taken"
         assert driver.execute_script("return document.querySelectorAll('img, [onerror]').length") == 0
+
+
+HOST = """<!doctype html><meta charset="utf-8"><body><script type="module">
+const traits = {traits}, heard = new Map(), of = (name) => heard.get(name) ?? heard.set(name, new Set()).get(name);
+window.sent = [];
+window.model = {{
+  get: (name) => traits[name], send: (message) => sent.push(message),
+  on: (name, act) => of(name).add(act), off: (name, act) => of(name).delete(act),
+  changed: (name, value) => {{ traits[name] = value; of(`change:${{name}}`).forEach((act) => act()); }},
+  told: (message) => of("msg:custom").forEach((act) => act(message)),
+}};
+const widget = (await import(URL.createObjectURL(new Blob([{module}], {{ type: "text/javascript" }})))).default;
+widget.render({{ model, el: document.body }});
+window.ready = true;
+</script>"""
+
+
+class Host:
+    """What a notebook does for a widget, with a page in the notebook's place: it carries messages and traits between both."""
+
+    TRAITS = "css", "data", "answers", "history", "current", "work", "pareto", "pickers", "message"
+
+    def __init__(self, driver, plan, folder):
+        self.driver, self.widget = driver, plan.explore()
+        self.widget.send = lambda content, buffers=None: driver.execute_script("model.told(arguments[0])", content)
+        self.known = self.traits()
+        as_text = [json.dumps(x).replace("<", "\\u003c") for x in (self.known, self.widget._esm)]
+        (folder / "widget.html").write_text(HOST.format(traits=as_text[0], module=as_text[1]), "utf-8")
+        driver.get((folder / "widget.html").as_uri())
+        WebDriverWait(driver, 10).until(lambda _: driver.execute_script("return window.ready"))
+        self.carry()
+
+    def traits(self):
+        return {name: getattr(self.widget, name) for name in self.TRAITS}
+
+    def carry(self):
+        """Messages to the widget, until none is left; what it does in its threads is waited for; then its traits to the page."""
+        while messages := self.driver.execute_script("return sent.splice(0)"):
+            for message in messages:
+                self.widget._on_message(None, message, None)
+            for pool in (self.widget._pricing, self.widget._planning):
+                pool.submit(lambda: None).result(60)
+        now = self.traits()
+        for name in (name for name in now if now[name] != self.known[name]):
+            self.driver.execute_script("model.changed(arguments[0], arguments[1])", name, now[name])
+        self.known = now
+
+    def act(self, script):
+        found = act(self.driver, script)
+        self.carry()
+        return found
+
+
+def test_in_the_live_widget_they_stay_text_too(driver, evil_plan, tmp_path):
+    host = Host(driver, evil_plan, tmp_path)
+    host.act("root.querySelector('tr.row').click()")
+    host.act("root.querySelectorAll('.layouts input[type=radio]')[1].click()")
+    assert len(host.widget.history) == 1
+    host.act("root.querySelector('button.take').click()")
+    assert len(host.widget.history) == 2 and host.widget.plan != evil_plan and host.widget.message == ""
+    host.act(f"const i = root.querySelectorAll('input.name')[1]; i.value = {json.dumps(EVIL)}; i.dispatchEvent(new Event('change'))")
+    assert host.widget.history[1]["name"] == EVIL[:80]
+    for button in ("copy.code", "copy.pins", "copy.json", "undo"):
+        host.act(f"root.querySelector('button.{button}').click()")
+    assert host.widget.current == 0 and host.widget.plan == evil_plan
+    host.act("const s = root.querySelector('select[aria-label=\"compare with\"]'); s.value = 1; s.dispatchEvent(new Event('change'))")
+    assert "</scrip…>: a" in act(driver, "return root.querySelector('textarea.copied').value")
+    host.act("root.querySelectorAll('[role=tab]').forEach(x => x.click())")
+    host.widget._on_message(None, {"do": "show", "n": EVIL}, None)  # a wrong message comes back in words
+    assert EVIL[:20] in host.widget.message
+    host.widget.work = {"what": EVIL, "state": EVIL}
+    host.carry()
+    shown = act(driver, "return root.textContent")
+    assert shown.count(EVIL[:20]) > 5 and "Plan for it" in shown and driver.title != "taken"
+    assert act(driver, "return root.querySelectorAll('img, script, [onerror]').length") == 0
+    assert [x for x in driver.get_log("browser") if x["level"] == "SEVERE"] == []

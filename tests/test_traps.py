@@ -121,8 +121,9 @@ def test_errors_of_machines_and_compilers_are_sharding_errors(mesh):
         shardplan.auto(mesh, cluster="h100", verify="hh100:8")(step).plan(W, W)
 
 
-def test_pmap_around_a_planned_step_and_in_it_is_refused_in_words():
-    mesh = jax.make_mesh((8,), ("d",))
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_pmap_around_a_planned_step_and_in_it_is_refused_in_words(kind):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
     with pytest.raises(ShardingError, match=r"called on arrays of another mesh, as inside jax\.pmap(.|\n)*ways out: call it outside"):
         jax.pmap(shardplan.auto(mesh)(lambda x: x @ x))(jnp.ones((8, 8, 8)))
     with pytest.raises(ShardingError, match=r"a jax\.shard_map or jax\.pmap in the step(.|\n)*in place of jax\.pmap.*jax\.vmap"):

@@ -1,4 +1,4 @@
-"""Beside which pinned ops no op follows: a pin frees others from following only where they could not meet all pins otherwise.
+"""Which pinned ops have neighbours that do not follow: a pin frees others from following only where they could not meet all pins otherwise.
 
 Ops that follow have the layout of what they read, so a pin reaches along them from op to op. What is left of their strategies is found
 by arc consistency; where nothing is left of one, the pins in reach of each other contradict, and arrays are resharded next to them.

@@ -54,7 +54,7 @@ class PlanningTask:
     """A step, before copies are put in, on a mesh, with options: what every search starts from.
 
     With `merged`, mesh axes of a group are on the same factor, and `finer` is the task without. `known_space` is the one that an
-    earlier task of the step made. With `pins_free`, no op follows beside a pin, whether it could or not.
+    earlier task of the step made. With `pins_free`, no op next to a pin follows, whether it could or not.
     `constraint_states` is a cache of `propagation.search`: (limit, background price) -> states; `optima` one of `ilp`: of the networks
     that were solved to optimality, (pricing, limit) -> solution; `bounds` one of `search.bound`: its last answer.
     """

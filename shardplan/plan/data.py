@@ -172,6 +172,20 @@ class MemoryReport(Struct, frozen=True, forbid_unknown_fields=True):
         return resolve_name("shardplan.view.text:memory_text")(self)
 
 
+class JobPart(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of several functions that are planned with one layout of the state that they share.
+
+    Attributes:
+        name: of the function, with the type of an argument where it is planned for several shapes.
+        weight: how often it is called, in proportion to the others.
+        seconds: predicted, of one call.
+    """
+
+    name: str
+    weight: Amount
+    seconds: Amount
+
+
 class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one step is sharded over one mesh: the content of a plan file, in its order.
 
@@ -190,6 +204,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         inputs, outputs: leaves in flat pytree order.
         unknown: (primitive, source) of ops without a rule, computed in full on every device; in parentheses why none was derived.
         compiler_options: options of XLA for GPU that the plan is predicted with, the user's own among them; {} in older files.
+        job: the functions that share the layout of the state, this one first (`shardplan.together`); () for a plan made alone.
         lines: the source lines that ops come from, in the order in which they first run; in older files, those that take time.
         decisions: in program order.
     """
@@ -211,6 +226,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     outputs: tuple[Leaf, ...]
     unknown: tuple[tuple[str, str], ...]
     compiler_options: Mapping[Name, Flag] = {}
+    job: tuple[JobPart, ...] = ()
     lines: tuple[SourceLine, ...]
     decisions: tuple[PlanDecision, ...]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any, ClassVar
@@ -24,12 +23,10 @@ from msgspec import structs
 from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.files import write_atomically
-from shardplan.mesh.layout import Layout
 from shardplan.plan import io, travel
 from shardplan.plan.batches import data_shard, global_batch
-from shardplan.plan.comparison import PlanComparison
-from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, PlannedReshard, PlanRecord
-from shardplan.plan.program import placed
+from shardplan.plan.comparison import PlanComparison, PlanDiff
+from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlannedReshard, PlanRecord
 
 QUICK_OPS = 600
 """Ops of a step up to which its baselines are planned to print a plan, and questions are answered on its page."""
@@ -132,6 +129,9 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
 
     def _repr_html_(self) -> str:
         return resolve_name("shardplan.view.html:to_html")(self, page=False)
+
+    def _display_(self) -> Any:
+        return resolve_name("shardplan.view.explore:displayed")(self)
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, Any]:
         return resolve_name("shardplan.view.explore:mimebundle")(self)
@@ -240,7 +240,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return resolve_name("shardplan.plan.what_if:what_if")(self._solved("what_if()"), what, choice)
 
     def fix(self, path: str, spec) -> Plan:
-        """What if: the best plan in which inputs matching `path` have the PartitionSpec `spec`.
+        """The best plan that is found in which inputs matching `path` have `spec`; not slower than what `what_if` has at once.
 
         Args:
             path: a path or pattern as in `pins`.
@@ -249,7 +249,11 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         Raises:
             ShardingError: when this plan was read from a file, or the pin cannot hold.
         """
-        return self._planned_from("fix()", "step.plan(...) with pins={...}").replan({path: spec})
+        return self._anew("fix()", "step.plan(...) with pins={...}", {path: spec})
+
+    def _anew(self, method: str, way_out: str, pins: Mapping[str, Any], **target: Any) -> Plan:
+        context = self._planned_from(method, way_out)
+        return context.replan(pins, near=resolve_name("shardplan.plan.what_if:near")(self, pins), **target)
 
     def replan(self, pins: Mapping[str, Any] | None = None, **target: Any) -> Plan:
         """The same step planned anew: with more pins, with other memory, for another mesh or cluster.
@@ -263,7 +267,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         """
         if unknown := [name for name in target if name not in TARGET]:
             raise ShardingError(f"replan() takes pins, {', '.join(TARGET)}; not {unknown[0]}.\n  way out: auto(mesh, {unknown[0]}=...)")
-        return self._planned_from("replan()", "step.plan(...).replan()").replan(pins or {}, **target)
+        return self._anew("replan()", "step.plan(...).replan()", pins or {}, **target)
 
     def explore(self) -> Any:
         """The plan as a widget for notebooks: what its arrays and collectives could be instead, and what that would cost.
@@ -412,38 +416,3 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
 def _refuse_abstract(mesh: Any, method: str) -> None:
     if not isinstance(mesh, jax.sharding.Mesh):
         raise ShardingError(f"{method} needs devices, and {mesh} has none.\n  way out: plan on a mesh of jax.devices()")
-
-
-@dataclass(frozen=True)
-class PlanDiff:
-    """Two plans side by side; `print` it."""
-
-    a: Plan
-    b: Plan
-
-    @cached_property
-    def leaves(self) -> tuple[tuple[str, Layout | None, Layout | None], ...]:
-        """(path, layout in a, layout in b) of inputs that differ."""
-        a, b = ({x.path: x.layout for x in p.inputs} for p in (self.a, self.b))
-        return tuple((k, a.get(k), b.get(k)) for k in dict.fromkeys([*a, *b]) if a.get(k) != b.get(k))
-
-    @cached_property
-    def decisions(self) -> tuple[tuple[tuple, PlanDecision | None, PlanDecision | None], ...]:
-        """(key, decision in a, decision in b) of ops that differ in strategy or layouts.
-
-        Ops of one program are compared by number; those of two programs by function, code of the line, primitive, phase and occurrence.
-        """
-
-        def choice(d: PlanDecision | None):
-            return d and (d.strategy, d.operand_layouts, d.result_layouts)
-
-        by_number = self.a.fingerprint == self.b.fingerprint
-        a, b = ({d.op if by_number else key: d for key, d in placed(p.decisions, p.lines)} for p in (self.a, self.b))
-        pairs = ((a.get(k), b.get(k)) for k in dict.fromkeys([*a, *b]))
-        return tuple(((y or x).key, x, y) for x, y in pairs if choice(x) != choice(y))  # pyright: ignore[reportOptionalMemberAccess]
-
-    def __bool__(self) -> bool:
-        return bool(self.a.mesh != self.b.mesh or self.leaves or self.decisions)
-
-    def __str__(self) -> str:
-        return resolve_name("shardplan.view.text:diff_text")(self)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +67,24 @@ def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str 
             held={**planned.held, **masks},
         )
     )
+
+
+def near(plan: Plan, pins: Mapping[str, Any]) -> Planned | None:
+    """What is known of a plan with these pins without planning anew: the plan with each of them taken; None where one cannot be."""
+    if plan.context.planned is None:
+        return None
+    for path, spec in pins.items():
+        try:
+            found = asked(plan, path)
+            choice = _named(found, spec)
+            plan = plan if choice == str(found.layout) and _all_lie_so(plan, found) else what_if(plan, path, choice)
+        except (ShardingError, TypeError):  # several shapes, dims left free, no spec at all: planning says what is wrong
+            return None
+    return plan.context.planned
+
+
+def _all_lie_so(plan: Plan, found: Asked) -> bool:
+    return all(plan.context.planned.result_layout(i) == found.layout for i in found.ops)
 
 
 def _named(found: Asked, spec: Sequence) -> str:

@@ -176,13 +176,13 @@ class Candidates:
         """By which the best plan exceeds the limit; inf if there is none."""
         return inf if self.best is None else self.best.excess_bytes
 
-    def add(self, found: Candidate) -> Judged:
-        """Judges a candidate, which becomes the best if it is better."""
+    def add(self, found: Candidate, judged: Judged | None = None) -> Judged:
+        """Judges a candidate, unless it was `judged` already; it becomes the best if it is better."""
         network, solution = found
         key = tuple(of.factors[s] for of, s in zip(network.space.strategies, network.strategies(solution.states), strict=True))
         key = (*key, network.retained(solution.states))
         if key not in self.judged:
-            self.judged[key] = judge(self.task, found, self.limit)
+            self.judged[key] = judged or judge(self.task, found, self.limit)
             self.task.stopwatch.lap("simulate")
         judged = self.judged[key]
         if self.best is None or judged.rank < self.best.rank:
@@ -213,10 +213,10 @@ class Candidates:
                 self.judged[key] = compiled(self.task, judged, thresholds(judged.xla))
         self.best = min((self.judged[key] for key, _ in best), key=lambda x: x.rank)
 
-    def simplest(self) -> Judged | None:
-        """The simplest of the plans that fit and take at most `NEAR_TIE` more seconds than the best; None if none fits."""
+    def simplest(self, most_s: float | None = None) -> Judged | None:
+        """The simplest of the plans that fit, and take at most `NEAR_TIE` more than the best and `most_s`; None if none fits."""
         if self.best is None or self.best.excess_bytes:
             return None
-        most = (1 + NEAR_TIE) * self.best.timeline.total_s
+        most = max(self.best.timeline.total_s, min((1 + NEAR_TIE) * self.best.timeline.total_s, inf if most_s is None else most_s))
         near = [x for x in self.judged.values() if not x.excess_bytes and x.timeline.total_s <= most]
         return min(near, key=lambda x: (x.complexity, x.timeline.total_s))

@@ -44,6 +44,18 @@ def mimebundle(plan: Plan) -> dict[str, Any]:
     return {**(shown[0] if isinstance(shown, tuple) else shown or {}), **found}
 
 
+def displayed(plan: Plan) -> Any:
+    """What marimo shows of a plan: the widget, or HTML without anywidget."""
+    return _Report(to_html(plan, page=False)) if AnyWidget is None else Explorer(plan)
+
+
+class _Report(str):
+    """HTML that notebooks show as such."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
 if AnyWidget is not None:
 
     class Explorer(AnyWidget):

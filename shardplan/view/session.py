@@ -66,6 +66,10 @@ class Entry:
         return {path: PartitionSpec(*layout.spec()) for path, layout in self.pins.items()}
 
     @property
+    def _pins_text(self) -> str:
+        return f"{{{', '.join(f'{path!r}: {layout}' for path, layout in self.pins.items())}}}"
+
+    @property
     def pins_code(self) -> str:
         """The pins chosen so far as `auto(pins=...)` takes them; of a plan without any, the layouts of all its inputs."""
         pins = self.pins or {row.path: row.leaves[0].layout for row in rows.leaf_rows(self.plan.inputs, self.plan.mesh)}
@@ -96,9 +100,7 @@ class Entry:
     def anew(self, number: int) -> Entry:
         """The whole step planned again with the pins of this entry."""
         plan = self.plan.replan(self._specs)
-        kept = tuple(call for call in self.calls if call.startswith("replan("))
-        fixed = tuple(f"fix({path!r}, {layout})" for path, layout in self.pins.items())
-        return Entry(plan, f"anew: {', '.join(self.pins)}", number, (*kept, *fixed), self.pins)
+        return Entry(plan, f"anew: {', '.join(self.pins)}", number, (*self.calls, f"replan({self._pins_text})"), self.pins)
 
     def retargeted(self, number: int, **target: Any) -> Entry:
         """The step planned again for other memory, mesh or cluster, with the pins of this entry."""
@@ -106,11 +108,8 @@ class Entry:
         name = ", ".join(
             format_memory(x) if k == "memory" else _mesh_text(x) if k == "mesh" else str(x) for k, x in target.items() if x is not None
         )
-        given = ", ".join(
-            [*([f"{{{', '.join(f'{p!r}: {x}' for p, x in self.pins.items())}}}"] if self.pins else []), *_arguments(target)]
-        )
-        kept = tuple(call for call in self.calls if call.startswith("replan("))
-        return Entry(plan, name, number, (*kept, f"replan({given})"), self.pins)
+        given = ", ".join([*([self._pins_text] if self.pins else []), *_arguments(target)])
+        return Entry(plan, name, number, (*self.calls, f"replan({given})"), self.pins)
 
     def row(self) -> dict[str, Any]:
         """What the history shows of it."""

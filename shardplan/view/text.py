@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from shardplan.ir.traits import traits_of
 from shardplan.plan import Plan, PlanComparison, PlanDiff
 from shardplan.plan.baselines import Baselines
-from shardplan.plan.data import MemoryReport, PlanDecision
+from shardplan.plan.data import JobPart, MemoryReport, PlanDecision
+from shardplan.plan.job import Job
 from shardplan.plan.program import differences_of_plans
 from shardplan.units import clean, fit, fit_middle, format_bytes, format_count, format_memory, format_percent, format_seconds, table
 from shardplan.view import rows
@@ -36,9 +37,18 @@ def summary(plan: Plan) -> str:
             f"step    {format_seconds(plan.seconds['total'])} predicted = {time_parts(plan, ' + ')}; {sent}",
             fit(f"memory  {format_memory(memory.peak)}{limit}{rows.peak_place(memory)}", WIDTH),
             *([fit(clean(f"saves   {saving}"), WIDTH)] if (saving := plan.saving) else []),
+            *([fit(clean(f"job     {job_parts(plan.job)}"), WIDTH)] if plan.job else []),
             *_compiler_options(plan),
         )
     )
+
+
+def job_parts(parts: Sequence[JobPart]) -> str:
+    """What the functions that share a state take on average of a call, by their weights."""
+    weight = sum(part.weight for part in parts)
+    seconds = sum(part.weight * part.seconds for part in parts) / (weight or 1.0)
+    shares = (f"{format_percent(part.weight / (weight or 1.0))} {part.name} {format_seconds(part.seconds)}" for part in parts)
+    return f"{format_seconds(seconds)} a call on average, one layout of the state: {', '.join(shares)}"
 
 
 def brief(plan: Plan) -> str:
@@ -217,6 +227,23 @@ def comparison_text(comparison: PlanComparison) -> str:
         memory = format_memory(plan.memory_report.peak)
         cells.append([name, format_seconds(step), format_seconds(sending), memory, proof, format_seconds(planning)])
     return "\n".join(table(cells, right=range(1, 6), indent=""))
+
+
+def job_text(job: Job) -> str:
+    """What the functions of a job take with one layout of the state and alone, and what other layouts of it would take."""
+    sure = "optimal" if job.gap <= 1e-6 else f"at most {format_percent(job.gap)} from the optimum"
+    leaves = f"{job.shared} array{'s' * (job.shared != 1)} in one layout, {job.layouts[0].name}"
+    heads = [f"state  {leaves}", f"job    {format_seconds(job.seconds)} a call on average, {sure}"]
+    cells = [["", "weight", "step", "planned alone", "peak"]]
+    for part, plan, alone in zip(job.parts, job.plans, job.alone_seconds, strict=True):
+        figures = format_seconds(part.seconds), format_seconds(alone), format_memory(plan.memory_report.peak)
+        cells.append([clean(part.name), f"{part.weight:.6g}", *figures])
+    others = [["other layouts of the state", "a call", ""]]
+    for other in job.layouts[1:]:
+        slower = "" if other.why_not else f"+{format_percent(max(0.0, other.seconds / job.seconds - 1))}" if job.seconds else ""
+        others.append([clean(other.name), "no plan" if other.why_not else format_seconds(other.seconds), slower])
+    tables = table(cells, right=(1, 2, 3, 4), widths={0: 56}, indent=""), table(others, right=(1, 2), widths={0: 56}, indent="")
+    return "\n".join(fit(line, WIDTH) for line in (*heads, *tables[0], *(tables[1] if len(others) > 1 else ())))
 
 
 def baselines_text(found: Baselines) -> str:
