@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardplan.costs.freed_by_pins import pinned_ops
 from shardplan.costs.options import Options
 from shardplan.costs.pins import untie_pinned_state
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
@@ -52,14 +51,13 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         options = replace(options, xla=tuple(dict.fromkeys(x.without_loops() for x in options.xla)))
     stopwatch.lap("graph")
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
-    found, search = _search(task)
-    if found.best is None and task.freed != pinned_ops(task.space, task.allowed):  # pins in a ring contradict each other unseen
-        task = PlanningTask(graph, task.resharder, options, stopwatch, pins_free=True)
-        found, search = _search(task)
+    memory = saved_memory(task) if options.memory_saving else options.memory
+    searches = {name: pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")}
+    plans_of = (search.plan(memory) for search in searches.values())
+    found = next(plans for plans in plans_of if plans is not None)
     least = None if near is None else _judged_again(task, found, near)
     found.combine_otherwise()
-    memory = found.limit
-    chosen = found.simplest(least) or _lowest_peak(task, search, found, memory)
+    chosen = found.simplest(least) or _lowest_peak(task, searches["ilp"], found, memory)
     if found.bound and chosen.network.space is not task.space:  # a plan that none of the space is, as followers reshard in it
         deadline = Deadline(None if options.time_limit is None else 0.0, work=np.inf)
         found.bound, _ = lower_bound(task, chosen, deadline)
@@ -71,15 +69,6 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     stopwatch.lap("decisions")
     options = replace(options, memory=memory)
     return Planned(traced, network, solution, strategies, decisions, options, chosen.timeline, chosen.xla, stopwatch.seconds)
-
-
-def _search(task: PlanningTask) -> tuple[Candidates, Search]:
-    """All plans that the search of the options comes upon, and the search "ilp", which takes over where that one leaves the task."""
-    options = task.options
-    memory = saved_memory(task) if options.memory_saving else options.memory
-    searches = {name: pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")}
-    plans_of = (search.plan(memory) for search in searches.values())
-    return next(plans for plans in plans_of if plans is not None), searches["ilp"]
 
 
 def _judged_again(task: PlanningTask, found: Candidates, near: Planned) -> float | None:

@@ -152,9 +152,9 @@ class ArrayEdge(NamedTuple):
     value: int
     template: EdgeTemplate
 
-    def follows(self, freed: Collection[int]) -> bool:
+    def follows(self, pinned: Collection[int]) -> bool:
         """Whether the consumer has to take the layout that the array has: not where the user chose a layout at either end."""
-        return self.template.is_follower and self.producer not in freed and self.consumer not in freed
+        return self.template.is_follower and self.producer not in pinned and self.consumer not in pinned
 
 
 def array_facts(graph: Graph, rules: Sequence[Rule], accumulated_ratios: Mapping[int, float]) -> Iterator[ArrayFacts]:

@@ -94,11 +94,13 @@ class BoundTables:
     Attributes:
         allowed: pinned op -> bool [s], which strategies remain.
         tables: of the cheapest paths by seconds on the network without latency and with it, by those and kernels, and by kernels alone.
+        released: whether no op has to follow the layout of what it reads.
     """
 
     space: StrategySpace
     allowed: Mapping[int, np.ndarray]
     tables: tuple[CostTables, ...]
+    released: bool
 
     @classmethod
     def of(
@@ -106,30 +108,28 @@ class BoundTables:
         space: StrategySpace,
         resharder: Resharder,
         allowed: Mapping[int, np.ndarray],
-        freed: frozenset[int],
         full: Collection[int] = (),
         threshold_bytes: float = inf,
+        released: bool = False,
     ) -> BoundTables:
         """The tables of a strategy space.
 
         Args:
-            freed: ops that follow nobody, and are followed by nobody; of all ops, it is a bound of more plans.
             full: groups (`CollectiveSite.joint`) whose latencies are shared by bytes instead: they fill several collectives.
             threshold_bytes: the most bytes of results that a plan combines.
+            released: no op has to follow the layout of what it reads: a bound of more plans.
         """
         graph = space.graph
+        pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
+        pinned = frozenset(range(len(graph.ops))) if released else pinned
         none, both, only = (_bounding(space, resharder, full, threshold_bytes, kernels) for kernels in KERNELS_COUNTED)
         some = (*none, *both, only[0])
         return cls(
             space,
             allowed,
-            tuple(CostTables(space, StateBlocks.of(graph, space.materialised, None), freed, ({}, {}), x, 1.0) for x in some),
+            tuple(CostTables(space, StateBlocks.of(graph, space.materialised, None), pinned, ({}, {}), x, 1.0) for x in some),
+            released,
         )
-
-    @property
-    def freed(self) -> frozenset[int]:
-        """Ops that follow nobody, and are followed by nobody."""
-        return self.tables[0].freed
 
     @property
     def blocks(self) -> StateBlocks:
@@ -141,10 +141,10 @@ class BoundTables:
     @cached_property
     def _kinds(self) -> tuple[list[np.ndarray], list[tuple[np.ndarray, ...]]]:
         """Numbers of the array edges that share tables, and these tables."""
-        freed, resharders = self.freed, self.tables[0].resharders
+        pinned, resharders = self.tables[0].pinned, self.tables[0].resharders
         edges: dict[tuple, list[int]] = {}
         for n, (i, j, _, v, template) in enumerate(self.space.array_edges):
-            edges.setdefault((id(template), id(resharders[v]), i in freed or j in freed), []).append(n)
+            edges.setdefault((id(template), id(resharders[v]), i in pinned or j in pinned), []).append(n)
         first = [self.space.array_edges[some[0]] for some in edges.values()]
         return [np.array(some) for some in edges.values()], [tuple(self._parts(edge)) for edge in first]
 

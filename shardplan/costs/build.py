@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from shardplan.costs.array_edges import ArrayEdge
-from shardplan.costs.freed_by_pins import freed_by_pins
 from shardplan.costs.network import CostNetwork, PricedProblem
 from shardplan.costs.options import CostCorrections
 from shardplan.costs.pricing import CombinedGroups, CombinedPrices, Pricing, ScheduleWindows, live
@@ -27,7 +26,6 @@ def build_network(
     corrections: CostCorrections | None = None,
     pricing: Pricing = Pricing(),  # noqa: B008
     windows: OverlapWindows | None = None,
-    freed: frozenset[int] | None = None,
 ) -> CostNetwork:
     """The cost network of a strategy space.
 
@@ -40,16 +38,15 @@ def build_network(
         pricing: what the network assumes of the whole plan.
         windows: overlap windows, by default those of a plan that combines what `pricing` says; empty ones give every array its
             shortest life.
-        freed: ops that follow nobody, and are followed by nobody; by default those that the pins free.
     """
     graph, allowed = space.graph, allowed or {}
-    freed = freed_by_pins(space, allowed) if freed is None else freed
+    pinned = frozenset(allowed) | {start for start, end in graph.same_layout if end in allowed}
     prices = (
         _prices(space, resharder, pricing.combined) if windows is None else CombinedPrices(space, resharder, pricing.combined, windows)
     )
     corrections = corrections or CostCorrections({}, {})
     return CostNetwork(
-        space, StateBlocks.of(graph, space.materialised, limit), limit, allowed, freed, corrections, pricing, prices, _priced
+        space, StateBlocks.of(graph, space.materialised, limit), limit, allowed, pinned, corrections, pricing, prices, _priced
     )
 
 
@@ -60,7 +57,7 @@ def _priced(network: CostNetwork) -> PricedProblem:
     schedule = network.pricing.windows
     found = prices.windows if schedule is None else schedule
     windows = found.seconds, found.seconds if isinstance(found, ScheduleWindows) else found.scatter_seconds
-    tables = CostTables(space, blocks, network.freed, windows, prices.resharders, price, dict(space.tables))
+    tables = CostTables(space, blocks, network.pinned, windows, prices.resharders, price, dict(space.tables))
     costs = _node_costs(space, blocks, network.allowed, corrections)
     edges: list[Edge] = []
     background: list[tuple[int, np.ndarray]] = []

@@ -92,7 +92,7 @@ class CostNetwork:
         blocks: which states an op has per strategy.
         limit: bytes per device, or None.
         allowed: pinned op -> bool [s], which strategies remain.
-        freed: ops that follow nobody, and are followed by nobody (`costs/freed_by_pins.py`).
+        pinned: ops whose layout is the user's: they follow nobody.
         corrections: seconds of strategies and reshards beyond the model.
         pricing: what `problem` assumes of the whole plan.
         prices: what follows from what it combines.
@@ -103,7 +103,7 @@ class CostNetwork:
     blocks: StateBlocks
     limit: float | None
     allowed: Mapping[int, np.ndarray]
-    freed: frozenset[int]
+    pinned: frozenset[int]
     corrections: CostCorrections
     pricing: Pricing
     prices: CombinedPrices
@@ -145,7 +145,7 @@ class CostNetwork:
         chosen, of = self.strategies(states), self.space.strategies
         for edge in self.space.array_edges:
             i, j, *_, template = edge
-            follows = edge.follows(self.freed)
+            follows = edge.follows(self.pinned)
             if (key := (id(template), chosen[i], chosen[j], follows)) not in known:
                 layouts = edge_layouts(self.space, template, follows)
                 known[key] = 0.0 if layouts.kernels is None else float(layouts.kernels[layouts.at(chosen[i], chosen[j])])
@@ -276,7 +276,7 @@ class CostNetwork:
                 return False
             if not self._has_array(j, block):
                 continue
-            layouts = edge_layouts(self.space, template, edge.follows(self.freed))
+            layouts = edge_layouts(self.space, template, edge.follows(self.pinned))
             if layouts.forbidden is not None and layouts.forbidden[layouts.at(chosen[i], chosen[j])]:
                 return False
             if made != read and not self.prices.resharders[v].leads(template.shape, template.itemsize, made, read):

@@ -75,14 +75,14 @@ class CostTables:
     looked up, and `StrategySpace.tables` keeps those that this one does.
 
     Attributes:
-        freed: ops that follow nobody, and are followed by nobody.
+        pinned: ops whose layout is the user's: they follow nobody.
         window_seconds: overlap windows, (op, operand) -> seconds of one run: of any collective, and of one that scatters a gradient.
         resharders: per value, what prices its reshards.
     """
 
     space: StrategySpace
     blocks: StateBlocks
-    freed: frozenset[int]
+    pinned: frozenset[int]
     window_seconds: tuple[WindowSeconds, WindowSeconds]
     resharders: tuple[Resharder, ...]
     background_price: float
@@ -95,7 +95,7 @@ class CostTables:
         whole, scattered = (seconds.get((j, k), 0.0) for seconds in self.window_seconds)
         window = _rounded_ps(whole, template.reads), _rounded_ps(scattered, template.reads)
         aliasing = i in self.blocks.aliasing, j in self.blocks.aliasing
-        follows = edge.follows(self.freed)
+        follows = edge.follows(self.pinned)
         price = self.background_price if any(window) else 1.0  # of nothing that is hidden
         key = (id(template), id(self.resharders[v]), window, aliasing, follows, price)
         if (found := self.cache.get(key)) is None:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.costs.build import build_network
-from shardplan.costs.freed_by_pins import freed_by_pins, pinned_ops
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options
 from shardplan.costs.pins import allowed_strategies
@@ -54,7 +53,7 @@ class PlanningTask:
     """A step, before copies are put in, on a mesh, with options: what every search starts from.
 
     With `merged`, mesh axes of a group are on the same factor, and `finer` is the task without. `known_space` is the one that an
-    earlier task of the step made. With `pins_free`, no op next to a pin follows, whether it could or not.
+    earlier task of the step made.
     `constraint_states` is a cache of `propagation.search`: (limit, background price) -> states; `optima` one of `ilp`: of the networks
     that were solved to optimality, (pricing, limit) -> solution; `bounds` one of `search.bound`: its last answer.
     """
@@ -69,7 +68,6 @@ class PlanningTask:
     merged: tuple[tuple[str, ...], ...] = ()
     finer: PlanningTask | None = None
     known_space: StrategySpace | None = None
-    pins_free: bool = False
 
     def coarser(self) -> Iterator[PlanningTask]:
         """The same step on every coarser mesh: neighbouring axes merged into one."""
@@ -114,15 +112,10 @@ class PlanningTask:
         return allowed_strategies(self.space, options=self.options)
 
     @cached_property
-    def freed(self) -> frozenset[int]:
-        """Ops that follow nobody, and are followed by nobody, since pins contradict each other otherwise."""
-        return (pinned_ops if self.pins_free else freed_by_pins)(self.space, self.allowed)
-
-    @cached_property
     def network(self) -> Callable[[Pricing, float | None], CostNetwork]:
         """The cost network at these prices and this limit; the last four are cached."""
 
         def build(pricing: Pricing, limit: float | None) -> CostNetwork:
-            return build_network(self.space, self.resharder, limit, self.allowed, self.options.corrections, pricing, freed=self.freed)
+            return build_network(self.space, self.resharder, limit, self.allowed, self.options.corrections, pricing)
 
         return lru_cache(maxsize=4)(build)

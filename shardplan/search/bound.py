@@ -108,9 +108,7 @@ class _Ascent:
         options = [y for x in self.task.options.xla for y in (x, *thresholds(x))]
         most = max(x.threshold_bytes(kind) for x in options for kind in THRESHOLDS)
         full = frozenset(self.filled(most))
-        task = self.task
-        freed = frozenset(range(len(task.space.graph.ops))) if released else task.freed
-        return BoundTables.of(task.space, task.resharder, task.allowed, freed, full, most)
+        return BoundTables.of(self.task.space, self.task.resharder, self.task.allowed, full, most, released)
 
     def best_weights(self, plane: Weights) -> list[Weights]:
         return [self.weights.best(plane, spread) for spread in (False, True)]
@@ -188,7 +186,7 @@ class _Ascent:
         solution = solve(self.tables.problem(weights), work_limit=WORK)
         if solution.states:
             candidate = self.candidate(solution)
-            if self.tables.freed == self.task.freed or candidate.network.allows(candidate.solution.states):
+            if not self.tables.released or candidate.network.allows(candidate.solution.states):
                 self.plans.append(candidate)
             self.add_plane(self.tables.figures(solution.states), weights)
         self.bound = max(self.bound, solution.bound)

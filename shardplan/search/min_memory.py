@@ -42,7 +42,7 @@ def min_peak_memory(problem: Problem) -> tuple[int, ...]:
 
 def least_memory(task: PlanningTask, limit: float) -> float:
     """A lower bound of the peak of every plan, bytes per device; inf if the pins contradict each other."""
-    network = build_network(task.space, task.resharder, limit, task.allowed, windows=OverlapWindows(), freed=task.freed)
+    network = build_network(task.space, task.resharder, limit, task.allowed, windows=OverlapWindows())
     return minimize_peak(replace(network.problem, limit=None, ties=())).bound_bytes
 
 
