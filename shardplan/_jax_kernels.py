@@ -9,10 +9,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax._src import core, dispatch, xla_bridge
 from jax._src import linear_util as lu
+from jax._src import mesh as mesh_lib
 from jax._src.cudnn import fused_attention_stablehlo as attention
-from jax._src.interpreters import partial_eval
+from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
+from jax._src.interpreters import mlir, partial_eval
 from jax._src.state.types import AbstractRef
 from jax.extend.core import ClosedJaxpr
+from jax.extend.mlir import ir
 
 from shardplan import _jax
 
@@ -98,6 +101,18 @@ def devices_not_needed():
         yield
     finally:
         asks |= held
+
+
+def sharding_rule(params, ins: Sequence, out: Sequence):
+    """The `SdyShardingRule` of a `custom_partitioning` call; one that the user makes from types is made from these."""
+    given = params["sharding_rule"]
+    if not callable(given):
+        return given
+    with mlir.make_ir_context(), ir.Location.unknown():
+        types = [[ir.RankedTensorType.get(x.shape, mlir.dtype_to_ir_type(x.dtype)) for x in of] for of in (ins, out)]
+        made = given(*params["static_args"], mesh_lib.AbstractMesh((), ()), *types)
+    text, options = made if isinstance(made, (list, tuple)) else (made, {})
+    return str_to_sdy_sharding_rule(text, **options) if isinstance(text, str) else text
 
 
 ASSUMED_CUDNN, ASSUMED_CAPABILITY = 91100, (9, 0)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import pallas_call
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
@@ -574,23 +573,11 @@ def kernel(x):
     return pallas_call(doubled, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
 
 
-@custom_partitioning
-def partitioned(x):
-    return x * 2
-
-
-partitioned.def_partition(
-    lambda mesh, args, _: (mesh, lambda x: x * 2, args[0].sharding, (args[0].sharding,)),
-    infer_sharding_from_operands=lambda mesh, args, _: args[0].sharding,
-    sharding_rule="i j -> i j",
-)
-
-
 def library(x):
     return jax.ffi.ffi_call("lapack_spotrf_ffi", [x, jax.ShapeDtypeStruct((), jnp.int32)])(x @ x.T, uplo=np.uint8(ord("L")))[0]
 
 
-@pytest.mark.parametrize("opaque", [kernel, partitioned, library])
+@pytest.mark.parametrize("opaque", [kernel, library])
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_what_the_planner_does_not_see_into_runs_whole(kind, opaque):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
@@ -600,7 +587,7 @@ def test_what_the_planner_does_not_see_into_runs_whole(kind, opaque):
     def fun(x):
         return opaque(jnp.sin(x) + 4 * jnp.eye(8)) @ x
 
-    with pytest.warns(ShardingWarning, match="no rule for primitive '(pallas_call|custom_partitioning|ffi_call)'"):
+    with pytest.warns(ShardingWarning, match="no rule for primitive '(pallas_call|ffi_call)'"):
         same(shardplan.auto(mesh)(fun)(x), fun(x))
 
 

@@ -125,6 +125,8 @@ def kernel(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -
     if not known or not axes or not rule.shard_local.issuperset(axes):
         return None
     counts = {a: prod(sizes[n] for n in of) for a, of in axes.items()}
+    if not kernels.runs(eqn, counts):
+        return None
     run = kernels.CALLS[eqn.primitive.name]
     return lambda *shards: run(eqn, shards, counts), tuple(_made(rule, of, axes) for of in rule.results)
 
@@ -197,7 +199,7 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
     if local is None and eqn.primitive.name in kernels.CALLS and _jax_kernels.asks_for_mesh(eqn):
         # Outside of `shard_map` it could not be lowered without devices: every device runs all of it.
         read, made = ([Layout(((),) * v.aval.ndim) for v in of] for of in (eqn.invars, eqn.outvars))
-        local = unchanged(eqn, read, made, mesh.shape)
+        local = (lambda *shards: kernels.CALLS[eqn.primitive.name](eqn, shards, {})), tuple(made)
     if local is None:
         return bind(eqn, values)
     run_shards, made = local

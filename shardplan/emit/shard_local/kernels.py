@@ -12,8 +12,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from shardplan import _jax, _jax_kernels
 from shardplan.strategies.kernel.grid import KernelDim, KernelGrid, kernel_grid
+from shardplan.strategies.rule import Rule
+from shardplan.strategies.rules import rule_for
+from shardplan.strategies.rules.partitioned import lower_fn, refusal
 
 
 def pallas_call(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
@@ -104,9 +109,33 @@ def unchanged(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
     return _jax.bind(eqn, shards, context=False)
 
 
+def partitioned(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
+    """Results of a `custom_partitioning` call: those of its `lower_fn` for these shards; without sharded factors, those of the call."""
+    if not counts:
+        whole: Any = _jax_kernels.in_current_context(eqn.params["call"])
+        return _jax_kernels.call(whole, shards)
+    rule, ins, outs = _rule(eqn)
+    run = lower_fn(eqn.params, rule, ins, outs, counts)
+    return jax.tree.leaves(run(*eqn.params["in_tree"].unflatten(shards)))
+
+
+def runs(eqn, counts: Mapping[str, int]) -> bool:
+    """Whether a kernel that has a rule runs with so many shards per factor: a `partition` may refuse what it serves one by one."""
+    if eqn.primitive.name != "custom_partitioning":
+        return True
+    rule, ins, outs = _rule(eqn)
+    return not refusal(eqn.params, rule, ins, outs, counts)
+
+
+def _rule(eqn) -> tuple[Rule, list, list]:
+    ins, outs = ([v.aval for v in of] for of in (eqn.invars, eqn.outvars))
+    return rule_for(eqn.primitive.name, ins, outs, eqn.params)[0], ins, outs
+
+
 ATTENTION = "fwd", "bwd", "fp8_fwd", "fp8_bwd"
 CALLS: dict[str, Callable[..., list]] = {
     "pallas_call": pallas_call,
+    "custom_partitioning": partitioned,
     **{f"dot_product_attention_{which}_wrapper": unchanged for which in ATTENTION},
 }
 """Primitive -> (equation, shards of the operands, shards per factor) -> shards of the results."""

@@ -38,6 +38,11 @@ def kernel_flops(params: Mapping[str, Any]) -> float | None:
     return float(np.mean(per_point)) * math.prod(mapping.grid)
 
 
+def program_flops(jaxpr) -> float:
+    """Of a program without a grid."""
+    return float(np.mean(_Counter(GridEvaluator(()), ()).count(jaxpr, [RunTimeValue()] * len(jaxpr.invars))))
+
+
 class _Counter:
     """Counts a body's operations as arrays over the grid."""
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from shardplan.ir.traits import Traits, declare_traits
 from shardplan.strategies.register import is_registered
 from shardplan.strategies.rule import RULES, Rule, RuleError, factor_sizes, replicated_rule
-from shardplan.strategies.rules import attention, elementwise, index, kernel, linalg, linear, random, reduce, shape, window  # noqa: F401
+from shardplan.strategies.rules import attention, elementwise, index, kernel, linalg, linear, partitioned, random, reduce, shape, window  # noqa: F401
 
-declare_traits(("ffi_call", "custom_partitioning", "pure_callback", "io_callback"), Traits(shapes_in_params=True))
+declare_traits(("ffi_call", "pure_callback", "io_callback"), Traits(shapes_in_params=True))
 declare_traits(("shard_map",), Traits(layouts_in_params=True))
 
 

@@ -1,0 +1,126 @@
+"""`custom_partitioning` calls: sharded as their Shardy rule says and their `partition` serves, with the numbers of the plain step."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clusters import NEAR
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan import ShardingWarning
+from shardplan._jax import equations
+from shardplan.strategies.rules import rule_for
+from shardplan.testing import check_rule, difference
+
+
+def partitioned(function, rule, *, moved=lambda s: s, **kinds):
+    """The function, run per shard in the layouts it is asked for, each first changed by `moved`."""
+
+    def partition(mesh, args, result):
+        return mesh, function, *(jax.tree.map(lambda x: moved(x.sharding), of) for of in (result, args))
+
+    call = custom_partitioning(function)
+    call.def_partition(partition, sharding_rule=rule, **kinds)
+    return call
+
+
+def softmax(x):
+    return jax.nn.softmax(x * 2)
+
+
+def flat(x):
+    return x.reshape(x.shape[0], -1)
+
+
+def array(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")
+
+
+def by_types(mesh, operands, results):
+    assert len(results) == 1
+    batch = " ".join(f"b{i}" for i in range(operands[0].rank - 1))
+    return f"{batch} i -> {batch} i", {"need_replication_factors": ("i",)}
+
+
+X = array(4, 8, 16)
+CASES = {
+    "leading dims": (partitioned(softmax, "... i -> ... i", need_replication_factors=("i",)), (X,), "...0 ...1"),
+    "made from types": (partitioned(softmax, by_types), (X,), "b0 b1"),
+    "product": (partitioned(lambda x, w: x @ w, "a b i, i j -> a b j", reduction_factors=("i",)), (X, array(16, 8)), "a b j"),
+    "compound": (partitioned(flat, "a b i -> a (b i)"), (X,), "a b i"),
+    "permuted": (partitioned(lambda x: x[:, ::-1], "a b i -> a b i", permutation_factors=("b",)), (X,), "a i"),
+    "two results": (partitioned(lambda x: (x + 1, x.sum(-1)), "a b i -> a b i, a b", reduction_factors=("i",)), (X,), "a b"),
+}  # fmt: skip
+
+
+def the_rule(fn, *args):
+    (e,) = [e for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name == "custom_partitioning"]
+    return rule_for("custom_partitioning", [v.aval for v in e.invars], [v.aval for v in e.outvars], e.params, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_factors_of_a_shardy_rule_shard(case):
+    fn, args, free = CASES[case]
+    rule, known = the_rule(fn, *args)
+    assert known and rule.shard_local == set(free.split())
+    (proof,) = check_rule(fn, *args, primitive="custom_partitioning")
+    assert proof.how == "local" and {x.split(":")[0] for x in proof.shardings if " " not in x} == rule.shard_local
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_a_planned_step_runs_the_call_on_shards_in_scans_and_gradients(shape, kind):
+    call = jax.custom_vjp(CASES["leading dims"][0])
+    backward = partitioned(
+        lambda y, g: 2 * y * (g - (g * y).sum(-1, keepdims=True)), "... i, ... i -> ... i", need_replication_factors=("i",)
+    )
+    call.defvjp(lambda x: (y := call(x), y), lambda y, g: (backward(y, g),))
+
+    @jax.value_and_grad
+    def loss(w, x):
+        body = jax.checkpoint(lambda x, w: (call(x @ w), ()))
+        return (jax.lax.scan(body, x, w)[0] ** 2).sum()
+
+    mesh = jax.make_mesh(shape, ("a", "b")[: len(shape)], axis_types=(kind,) * len(shape))
+    w, x = array(3, 16, 16), array(8, 4, 16, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShardingWarning)
+        step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(None, P("a")))(loss)
+        got = step(w, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(loss)(w, x)), strict=True):
+        assert difference(a, b) is None
+    planned = step.plan(w, x).context.planned
+    calls = [i for i, op in enumerate(planned.graph.ops) if op.primitive == "custom_partitioning"]
+    assert len(calls) >= 2 and all(any(planned.space.strategies[i].factors[planned.strategies[i]]) for i in calls)
+    assert "CustomSPMDPartitioning" not in step.lower(w, x).as_text()
+
+
+def test_operations_are_those_of_the_call():
+    fn, args, _ = CASES["product"]
+    assert the_rule(fn, *args)[0].flops == 2 * 4 * 8 * 16 * 8
+
+
+def without_axes(sharding):
+    return NamedSharding(sharding.mesh, P(*[None] * len(sharding.spec)))
+
+
+REFUSED = {
+    "partition gathers": (partitioned(jnp.sin, "a b i -> a b i", moved=without_axes), "its partition answers"),
+    "shapes": (partitioned(lambda x: jnp.zeros((4, 8, 16)), "a b i -> a b i"), "its lower_fn makes float32"),
+    "no rule": (partitioned(jnp.sin, None), "it has no sharding_rule"),
+    "unfit": (partitioned(jnp.sin, "a b -> a b"), "its sharding_rule does not fit: it names 2 dims of an array with 3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_shown_runs_replicated_and_the_warning_names_the_cause(case):
+    fn, why = REFUSED[case]
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    with pytest.warns(ShardingWarning, match=r"no rule for primitive 'custom_partitioning'[\s\S]*" + why):
+        got = shardplan.auto(mesh, cluster=NEAR)(lambda x: fn(x + 1))(X)
+    assert difference(got, fn.fun(X + 1)) is None
