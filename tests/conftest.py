@@ -1,5 +1,6 @@
 """Every test sees 8 emulated CPU devices; XLA compiles for them without LLVM's optimizations, in about half the time."""
 
+import gc
 import os
 
 import pytest
@@ -11,8 +12,10 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FLAGS
 
 @pytest.fixture(autouse=True, scope="module")
 def forgotten_plans(request):
-    """What a module's cached functions made is given up with the module: plans hold many arrays of their networks."""
+    """What a module's cached functions made is given up with the module; the collector no longer visits what other caches keep."""
     yield
     for found in vars(request.module).values():
         if hasattr(found, "cache_clear") and found.__module__ == request.module.__name__:
             found.cache_clear()
+    gc.collect()
+    gc.freeze()

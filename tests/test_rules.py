@@ -39,6 +39,7 @@ WITHOUT_EXAMPLE = """
     device_put relayout sharding_constraint reshard layout_constraint with_memory_space_constraint  (placements)
     dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd_wrapper
     dot_product_attention_fp8_bwd_wrapper  (cuDNN's: test_attention.py)
+    custom_partitioning  (of its users: test_partitioned.py)
     core_map mpmd_map  (kernels without block mappings, replicated)
     debug_print debug_callback  (no results)
     mulhi select_and_scatter platform_index dce_sink  (not lowered for CPU, not reachable, nothing to split)

@@ -92,7 +92,7 @@ def _smallest_divisor(n: int) -> int:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedShardings:
     """Shardings asked of a `partition`: one mesh axis, of the factor's name, per sharded factor."""
 
     mesh: AbstractMesh
@@ -100,7 +100,7 @@ class Asked:
     results: list[NamedSharding]
 
     @classmethod
-    def of(cls, rule: Rule, counts: Mapping[str, int]) -> Asked:
+    def of(cls, rule: Rule, counts: Mapping[str, int]) -> AskedShardings:
         """With so many shards per factor."""
         axes = tuple(counts)
         mesh = AbstractMesh(tuple(counts.values()), axes, axis_types=(AxisType.Auto,) * len(axes))
@@ -119,7 +119,7 @@ def lower_fn(params: Mapping[str, Any], rule: Rule, ins, out, counts: Mapping[st
     Raises:
         ValueError: `partition` answers with other shardings than it was asked for.
     """
-    asked = Asked.of(rule, counts)
+    asked = AskedShardings.of(rule, counts)
     sides = zip((ins, out), (asked.operands, asked.results), (params["in_tree"], params["out_tree"]), strict=True)
     types = [
         tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(xs, of, strict=True)])
