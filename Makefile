@@ -6,8 +6,7 @@ PYTHON ?= python3
 NEWER ?= $(shell for p in python3.12 python3.13 python3.14 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
 	"$$p" -c "import ensurepip, venv" 2>/dev/null && { command -v "$$p"; break; }; done)
 PIP = -m pip install --quiet --disable-pip-version-check
-# One more than the cores of a small machine: tests wait for compilers, browsers and other processes, too.
-PYTEST_ARGS ?= -n 3 --dist worksteal
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .PHONY: demo test lint docs browser smoke-newest clean
 

@@ -120,11 +120,14 @@ def partitioned(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
 
 
 def runs(eqn, counts: Mapping[str, int]) -> bool:
-    """Whether a kernel that has a rule runs with so many shards per factor: a `partition` may refuse what it serves one by one."""
-    if eqn.primitive.name != "custom_partitioning":
-        return True
+    """Whether a kernel that has a rule runs with so many shards per factor."""
+    refuses = REFUSALS.get(eqn.primitive.name)
+    return refuses is None or not refuses(eqn, counts)
+
+
+def _unserved(eqn, counts: Mapping[str, int]) -> str:
     rule, ins, outs = _rule(eqn)
-    return not refusal(eqn.params, rule, ins, outs, counts)
+    return refusal(eqn.params, rule, ins, outs, counts)
 
 
 def _rule(eqn) -> tuple[Rule, list, list]:
@@ -139,3 +142,5 @@ CALLS: dict[str, Callable[..., list]] = {
     **{f"dot_product_attention_{which}_wrapper": unchanged for which in ATTENTION},
 }
 """Primitive -> (equation, shards of the operands, shards per factor) -> shards of the results."""
+REFUSALS: dict[str, Callable[..., str]] = {"custom_partitioning": _unserved}
+"""Primitive -> (equation, shards per factor) -> why the user's code refuses them together, which serves each alone; "" if it does not."""
