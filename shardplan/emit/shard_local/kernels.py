@@ -143,4 +143,4 @@ CALLS: dict[str, Callable[..., list]] = {
 }
 """Primitive -> (equation, shards of the operands, shards per factor) -> shards of the results."""
 REFUSALS: dict[str, Callable[..., str]] = {"custom_partitioning": _unserved}
-"""Primitive -> (equation, shards per factor) -> why the user's code refuses them together, which serves each alone; "" if it does not."""
+"""Primitive -> (equation, shards per factor) -> why the user's code, which serves each factor, refuses them together; "" if not."""
