@@ -17,8 +17,7 @@ import jax
 from shardplan import _jax, _jax_kernels
 from shardplan.strategies.kernel.grid import KernelDim, KernelGrid, kernel_grid
 from shardplan.strategies.rule import Rule
-from shardplan.strategies.rules import rule_for
-from shardplan.strategies.rules.partitioned import lower_fn, refusal
+from shardplan.strategies.rules.partitioned import lower_fn, refusal, stated_rule
 
 
 def pallas_call(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
@@ -131,8 +130,9 @@ def _unserved(eqn, counts: Mapping[str, int]) -> str:
 
 
 def _rule(eqn) -> tuple[Rule, list, list]:
+    """What a call states, with its avals; which factors it serves is known by now, and is not asked again."""
     ins, outs = ([v.aval for v in of] for of in (eqn.invars, eqn.outvars))
-    return rule_for(eqn.primitive.name, ins, outs, eqn.params)[0], ins, outs
+    return stated_rule(eqn.params, ins, outs), ins, outs
 
 
 ATTENTION = "fwd", "bwd", "fp8_fwd", "fp8_bwd"

@@ -28,7 +28,7 @@ def custom_partitioning(*ins, out, **params):
     if params["sharding_rule"] is None:
         return unsharded_rule(ins, out, "it has no sharding_rule; its def_partition takes one")
     try:
-        found = shardy_rule(_jax_kernels.sharding_rule(params, ins, out), ins, out)
+        found = stated_rule(params, ins, out)
     except Exception as error:  # of whichever kind: a callable rule is the user's code
         return unsharded_rule(ins, out, f"its sharding_rule does not fit: {error}")
     names = [a for a in dict.fromkeys(flat_factors(*found.operands)) if a not in found.replicated]
@@ -39,6 +39,11 @@ def custom_partitioning(*ins, out, **params):
         return unsharded_rule(ins, out, why)
     flops = program_flops(params["call"].jaxpr)
     return replace(found, replicated=frozenset(found.sizes) - free, shard_local=free, flops=flops)
+
+
+def stated_rule(params: Mapping[str, Any], ins, out) -> Rule:
+    """What the `sharding_rule` of a call states, whatever its `partition` serves; raises what a rule made from types raises."""
+    return shardy_rule(_jax_kernels.sharding_rule(params, ins, out), ins, out)
 
 
 def shardy_rule(given, ins, out) -> Rule:
