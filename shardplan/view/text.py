@@ -15,6 +15,7 @@ from shardplan.plan.baselines import Baselines
 from shardplan.plan.data import JobPart, MemoryReport, PlanDecision
 from shardplan.plan.job import Job
 from shardplan.plan.program import differences_of_plans
+from shardplan.search.objective import OPTIMAL
 from shardplan.units import clean, fit, fit_middle, format_bytes, format_count, format_memory, format_percent, format_seconds, table
 from shardplan.view import rows
 
@@ -80,7 +81,7 @@ def quality(plan: Plan) -> str:
     """The search that found the plan and its proven distance from the optimum."""
     by = {"ilp": "integer program", "propagation": "propagation", "recursive": "recursive search"}.get(plan.search, clean(plan.search))
     symmetric = ", symmetric layers" if plan.symmetric_layers else ""
-    if plan.status == "optimal" or plan.gap <= 1e-6:
+    if plan.status == "optimal" or plan.gap <= OPTIMAL:
         return f"optimal ({by}{symmetric})"
     proof = f"at most {format_percent(plan.gap)} from the optimum" if plan.gap < 1 else "nothing proven"
     found = "what propagation found" if plan.status == "fallback" else "feasible"
@@ -222,7 +223,7 @@ def comparison_text(comparison: PlanComparison) -> str:
     cells = [["search", "step", "communication", "memory", "from the bound", "planned in"]]
     for name, plan in comparison.plans.items():
         gap = comparison.gap(name)
-        proof = "nothing proven" if not comparison.bound else format_percent(gap) if gap > 1e-6 else "optimal"
+        proof = "nothing proven" if not comparison.bound else format_percent(gap) if gap > OPTIMAL else "optimal"
         step, sending, planning = plan.seconds["total"], plan.seconds["communication"], sum(plan.planning_seconds.values())
         memory = format_memory(plan.memory_report.peak)
         cells.append([name, format_seconds(step), format_seconds(sending), memory, proof, format_seconds(planning)])
@@ -231,7 +232,7 @@ def comparison_text(comparison: PlanComparison) -> str:
 
 def job_text(job: Job) -> str:
     """What the functions of a job take with one layout of the state and alone, and what other layouts of it would take."""
-    sure = "optimal" if job.gap <= 1e-6 else f"at most {format_percent(job.gap)} from the optimum"
+    sure = "optimal" if job.gap <= OPTIMAL else f"at most {format_percent(job.gap)} from the optimum"
     leaves = f"{job.shared} array{'s' * (job.shared != 1)} in one layout, {job.layouts[0].name}"
     heads = [f"state  {leaves}", f"job    {format_seconds(job.seconds)} a call on average, {sure}"]
     cells = [["", "weight", "step", "planned alone", "peak"]]
