@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -63,3 +64,21 @@ def test_another_environment_and_a_server_that_was_killed_are_replaced(tmp_path,
     assert run(tmp_path, "import os; print(os.environ['SHARDPLAN_TEST'])") == (0, "1\n")
     os.killpg(child._SERVERS[-1].process.pid, signal.SIGKILL)
     assert run(tmp_path, "print(2)") == (0, "2\n")
+
+
+ENDS = """
+import os, sys, threading, time
+from pathlib import Path
+from shardplan.xla.compiler import child
+folder = Path(sys.argv[1])
+environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+arguments = str(folder / "program.py"), folder, environment, 60
+threading.Thread(target=child.run, args=arguments, daemon=True).start()
+while not (folder / "runs").exists():
+    time.sleep(0.05)
+"""
+
+
+def test_a_process_ends_although_a_thread_of_it_still_compiles(tmp_path):
+    (tmp_path / "program.py").write_text(f"import time; open({str(tmp_path / 'runs')!r}, 'w').close(); time.sleep(60)")
+    subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], check=True, timeout=40)

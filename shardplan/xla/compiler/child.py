@@ -84,8 +84,9 @@ class _Server:
         self.process = subprocess.Popen(words, bufsize=0, stdin=pipe, stdout=pipe, env=self.environment, start_new_session=True)
 
     def end(self) -> None:
-        """Closes its input, which a fork of this process only inherited."""
+        """Ends it, also while it waits for a child of another thread; not the one that a fork of this process only inherited."""
         if self.owner == os.getpid():
+            self.process.kill()
             self.process.communicate()
 
     def run(self, program: str, folder: Path, environment: Mapping[str, str], timeout_s: float) -> int | None:
