@@ -133,7 +133,7 @@ def _best(in_pins: Mapping[int, tuple], planned: Planned, limit: float | None) -
         for _ in range(ROUNDS):
             network = task.network(pricing, limit)
             solution = solve(network.problem, work_limit=WORK)
-            if not solution.states:
+            if not solution.found:
                 break
             judged = judge(task, Candidate(network, solution), limit)
             if best is None or judged.rank < best.rank:
