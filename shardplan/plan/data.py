@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Annotated, Literal
@@ -21,6 +23,12 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Name = Annotated[str, Meta(min_length=1)]
 
 
+def itemsize(dtype: str) -> float:
+    """Bytes of one element: by the first number in the type's name; 1 for bool, 8 for a key."""
+    bits = re.search(r"\d+", dtype)
+    return 8.0 if dtype.startswith("key<") else int(bits[0]) / 8 if bits else 1.0
+
+
 class Leaf(Struct, frozen=True, forbid_unknown_fields=True):
     """One input or output: its layout between steps.
 
@@ -36,6 +44,10 @@ class Leaf(Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Name
     layout: Layout
     kind: str = ""
+
+    def device_bytes(self, mesh: MeshShape) -> float:
+        """Bytes of a device's shard."""
+        return math.prod(self.layout.local_shape(self.shape, mesh)) * itemsize(self.dtype)
 
 
 class PlannedCollective(Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,6 +196,12 @@ class JobPart(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     weight: Amount
     seconds: Amount
+
+
+def seconds_per_call(parts: Sequence[JobPart]) -> float:
+    """Seconds of a call on average, by the weights of the functions."""
+    weight = math.fsum(part.weight for part in parts)
+    return math.fsum(part.weight * part.seconds for part in parts) / (weight or 1.0)
 
 
 class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -56,7 +56,7 @@ def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str 
     network, solution = judged.proven(min(bound, judged.solution.objective))
     network = replace(network, limit=planned.network.limit)
     strategies = network.strategies(solution.states)
-    return plan.context.decided(
+    changed = plan.context.decided(
         replace(
             planned,
             network=network,
@@ -65,8 +65,10 @@ def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str 
             decisions=decide(network, strategies, network.retained(solution.states)),
             timeline=judged.timeline,
             held={**planned.held, **masks},
-        )
+        ),
+        plan.context.replan,
     )
+    return changed.with_job_of(plan)
 
 
 def near(plan: Plan, pins: Mapping[str, Any]) -> Planned | None:
