@@ -228,8 +228,8 @@ def _place(options: AutoOptions, traced: Traced, asked: Options) -> CachedPlan |
 class Replanner:
     """Plans a step anew: with more pins, by another search or for another target.
 
-    A plan faster than the last of `fastest` is adopted, unless it is for another mesh, cluster or memory, as the step runs on what it was
-    written for, or has the state of a job elsewhere.
+    A plan faster than the last of `fastest` is adopted, unless it is for another mesh, cluster or memory, as the step runs on what it
+    was written for, or has the state of a job elsewhere.
     """
 
     fun: Callable

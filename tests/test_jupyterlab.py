@@ -47,7 +47,7 @@ def lab(tmp_path_factory):
     settings = {
         "--ServerApp.ip": "127.0.0.1", "--ServerApp.port": port, "--ServerApp.root_dir": folder, "--IdentityProvider.token": "",
         "--ServerApp.password": "", "--ServerApp.open_browser": False,
-        "--ServerApp.disable_check_xsrf": True,
+        "--ServerApp.disable_check_xsrf": True, "--LabApp.expose_app_in_browser": True,
     }  # fmt: skip
     root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(own / "c"), "JUPYTER_DATA_DIR": str(own / "d"), "IPYTHONDIR": str(own / "i")}
@@ -191,7 +191,8 @@ def run_all(driver) -> bool:
 
 
 def dark_theme(driver) -> None:
-    """What JupyterLab's dark theme says to those in its page."""
-    look(driver, 1280, 1500, dark=True)
-    driver.execute_script("document.body.dataset.jpThemeLight = 'false'; document.body.dataset.jpThemeName = 'JupyterLab Dark'")
-    time.sleep(0.3)
+    """JupyterLab's dark theme, on a system that is light."""
+    change = "jupyterapp.commands.execute('apputils:change-theme', { theme: 'JupyterLab Dark' }).then(() => arguments[0]())"
+    driver.execute_async_script(change)
+    until(lambda: driver.execute_script("return document.body.dataset.jpThemeLight") == "false", 10)
+    time.sleep(0.5)

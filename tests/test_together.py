@@ -107,7 +107,12 @@ def test_what_is_asked_of_a_plan_of_a_job_keeps_its_state_and_its_job():
     train(create_state(jax.random.key(0)), batch())  # so that no faster plan is adopted
     state = {path: x for path, x in layouts(plan).items() if path.startswith("state/")}
     batches = plan.fix("batch/x", P(None, "model"))
-    asked = batches, batches.fix("batch/y", P(None, "model")), plan.replan(), plan.what_if("batch/x", plan.why("batch/x").choices[0].text)
+    asked = (
+        batches,
+        batches.fix("batch/y", P(None, "model")),
+        plan.replan(),
+        plan.what_if("batch/x", plan.why("batch/x").choices[0].text),
+    )
     for changed in (*asked, asked[-1].fix("batch/y", P("model"))):
         assert {**layouts(changed), **state} == layouts(changed) and changed.job[1] == plan.job[1]
         assert changed.job[0] == msgspec.structs.replace(plan.job[0], seconds=changed.seconds["total"])
