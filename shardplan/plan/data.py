@@ -208,6 +208,13 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one step is sharded over one mesh: the content of a plan file, in its order.
 
     Attributes:
+        fingerprint: of the program (`ir/canonical.py`); those of files before version 3 depend on the devices, too.
+        products: of its products, lookups and loops, which other versions of JAX trace in the same way; "" in older files.
+        jax: the version that traced it; "" in older files.
+        donated: names of the donated arguments, or of leaves where only some of an argument are.
+        compiler_options: options of XLA for GPU that the plan is predicted with, the user's own among them; {} in older files.
+        inputs, outputs: leaves in flat pytree order.
+        decisions: in program order. What follows is the report, which applying the plan does not need.
         cluster: name of the cluster it was priced for.
         search: as in `auto(search=...)`.
         status: how the search ended.
@@ -215,20 +222,21 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         symmetric_layers: whether repeated layers were given equal strategies; the bound holds for all plans.
         seconds: predicted seconds of a step: "compute", "communication", the part of that which is "hidden" behind compute,
             "total" (the first two less the third), and its lower "bound".
-        fingerprint: of the program (`ir/canonical.py`); those of files before version 3 depend on the devices, too.
-        products: of its products, lookups and loops, which other versions of JAX trace in the same way; "" in older files.
-        jax: the version that traced it; "" in older files.
-        donated: names of the donated arguments, or of leaves where only some of an argument are.
-        inputs, outputs: leaves in flat pytree order.
         unknown: (primitive, source) of ops without a rule, computed in full on every device; in parentheses why none was derived.
-        compiler_options: options of XLA for GPU that the plan is predicted with, the user's own among them; {} in older files.
         job: the functions that share the layout of the state, this one first (`shardplan.together`); () for a plan made alone.
         lines: the source lines that ops come from, in the order in which they first run; in older files, those that take time.
-        decisions: in program order.
     """
 
     version: Literal[3] = VERSION
     mesh: MeshShape
+    fingerprint: Name
+    products: str = ""
+    jax: str = ""
+    donated: tuple[str, ...]
+    compiler_options: Mapping[Name, Flag] = {}
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    decisions: tuple[PlanDecision, ...]
     cluster: str
     search: Name
     status: Literal["optimal", "feasible", "fallback"]
@@ -236,17 +244,9 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     symmetric_layers: bool
     seconds: Mapping[str, Amount]
     memory_report: MemoryReport = field(name="memory")
-    fingerprint: Name
-    products: str = ""
-    jax: str = ""
-    donated: tuple[str, ...]
-    inputs: tuple[Leaf, ...]
-    outputs: tuple[Leaf, ...]
     unknown: tuple[tuple[str, str], ...]
-    compiler_options: Mapping[Name, Flag] = {}
     job: tuple[JobPart, ...] = ()
     lines: tuple[SourceLine, ...]
-    decisions: tuple[PlanDecision, ...]
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return self
 
     def what_if(self, what: str | Sequence[str] | PlannedReshard, choice: str | Sequence) -> Plan:
-        """What if some arrays lay otherwise, and the ops around them adapted: quicker than `fix`, and a little worse.
+        """The plan in which some arrays lie otherwise and the ops around them adapt: the warm replan, quicker than `fix`, a bit worse.
 
         Args:
             what: as for `why`; of repeated layers, all that it names.
@@ -249,7 +249,9 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return resolve_name("shardplan.plan.what_if:what_if")(self._solved("what_if()"), what, choice)
 
     def fix(self, path: str, spec) -> Plan:
-        """The best plan that is found in which inputs matching `path` have `spec`; not slower than what `what_if` has at once.
+        """The best plan that is found in which inputs matching `path` have `spec`; not slower than that of `what_if`.
+
+        It plans the whole step again, which takes as long as the first plan; the warm replan is `what_if`.
 
         Args:
             path: a path or pattern as in `pins`.
@@ -266,7 +268,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return found if target else found.with_job_of(self)
 
     def replan(self, pins: Mapping[str, Any] | None = None, **target: Any) -> Plan:
-        """The same step planned anew: with more pins, with other memory, for another mesh or cluster.
+        """The same step planned anew: with more pins, with other memory, for another mesh or cluster. As long as the first plan takes.
 
         Args:
             pins: as in `auto`; those that this plan was made with stay.
