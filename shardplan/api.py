@@ -83,8 +83,7 @@ def auto(
         compute_scale, overlap: factor on compute seconds; whether compute hides collectives, where the cluster hides any.
         user_shardings: `with_sharding_constraint`s of the step are pins ("keep"), where the search starts ("hint"), or ignored.
         plan: a plan or a plan file to reuse without solving.
-        state_like: the plan (or its file) of another step: parameters and optimizer state that this one takes, too, keep its layouts;
-            the rest of them is in memory, too, so `memory` is less by that.
+        state_like: the plan (or its file) of another step: the state that both take keeps its layouts; the rest is in memory, too.
         cache: a folder that keeps plans, each taken from there when the same program is planned with the same options.
         verify: compile the plan for this target ("h100:8"; True: devices at hand), price what XLA does beyond it, and solve again,
             up to three plans; see `Plan.verified`. Not done for a plan that is reused.
