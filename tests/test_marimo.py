@@ -90,4 +90,4 @@ def test_a_layout_is_chosen_replanned_undone_and_copied(app):
         assert widget.text(".tile .value").startswith(widget.one("table.history tr.own td:nth-child(3)").text)
         assert ".what_if('params/up', P(" in widget.copied("code")
         widget.click("button.undo")
-        until(lambda: widget.text(".tile .value") == before, 20)
+        until(lambda: widget.text(".tile .value") == before, 20, lambda: widget.text(".instrument")[:500])

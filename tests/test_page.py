@@ -257,6 +257,23 @@ def test_in_the_live_widget_they_stay_text_too(driver, evil_plan, tmp_path):
     assert [x for x in driver.get_log("browser") if x["level"] == "SEVERE"] == []
 
 
+def test_a_saved_notebook_shows_it_without_a_kernel(driver, tmp_path):
+    notebook = json.loads((Path(__file__).parent.parent / "notebooks" / "explore.ipynb").read_text("utf-8"))
+    states = notebook["metadata"]["widgets"]["application/vnd.jupyter.widget-state+json"]["state"].values()
+    state = next(x["state"] for x in states if "_esm" in x["state"])
+    assert state["_esm"] == module(), "store the notebook anew: SHARDPLAN_NOTEBOOKS=write"
+    as_text = [json.dumps(x).replace("<", "\\u003c") for x in (state, state["_esm"])]
+    (tmp_path / "saved.html").write_text(
+        HOST.format(traits=as_text[0], module=as_text[1]).replace("sent.push(message)", "nobody()"), "utf-8"
+    )
+    driver.get((tmp_path / "saved.html").as_uri())
+    WebDriverWait(driver, 10).until(lambda _: driver.execute_script("return window.names"))
+    assert act(driver, "return root.querySelector('.tile .value').textContent").endswith("s")
+    act(driver, "root.querySelector('tr.row').click()")
+    assert "each device holds" in act(driver, "return root.textContent")
+    assert [x for x in driver.get_log("browser") if x["level"] == "SEVERE"] == []
+
+
 FRONT_ENDS = (
     "jp-",
     "jptheme",

@@ -89,7 +89,10 @@ class App {
     this.read();
     if (name === "data") { this.picked = {}; this.all(); }
     else if (name === "answers") this.redrawOpen();
-    else this.drawBar();
+    else {
+      if (name === "current" || name === "history") this.drawHead();  // a front end may set one trait after the other
+      this.drawBar();
+    }
   }
 
   all() {
