@@ -63,7 +63,7 @@ def test_searches_are_compared_by_one_objective():
     plan = planned("hybrid_mlp", (2, 4), search="ilp")
     found = plan.compare()
     assert list(found.plans) == ["ilp", "propagation", "recursive"]
-    assert found.bound == plan.seconds["bound"] and plan.gap - 1e-12 <= found.gap("ilp") <= found.gap("recursive") <= found.gap(
+    assert found.bound == plan.seconds["bound"] and plan.gap - 1e-9 <= found.gap("ilp") <= found.gap("recursive") <= found.gap(
         "propagation"
     )
     head, *rows = str(found).splitlines()
