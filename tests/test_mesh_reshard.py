@@ -204,6 +204,17 @@ def test_a_layout_has_one_price_whoever_else_is_asked_for(arrays):
             assert table[i, j] == pytest.approx(sum(s.seconds for s in r.path((64, 64), 4, src, dst)), rel=1e-12)
 
 
+@pytest.mark.parametrize("size", [64, 4096])
+def test_no_price_is_that_of_a_detour_through_another_dim(size):
+    """Links of which sends are slow make detours cheap: P(None, None) + sum over b is no quicker brought to P(('a', 'b'), None)."""
+    mesh = MeshShape(("a", "b", "c"), (2, 2, 2))
+    r, every = Resharder(mesh, Cluster.fitted("h100")), every_layout(mesh, 2, partial=True)
+    whole = [x for x in every if not x.partial]
+    table = r.table((size, size), 4, every, whole)
+    for (i, src), (j, dst) in itertools.product(enumerate(every[::3]), enumerate(whole[::3])):
+        assert sum(s.seconds for s in r.path((size, size), 4, src, dst)) == pytest.approx(table[3 * i, 3 * j], rel=1e-12)
+
+
 @settings(max_examples=100, deadline=None)
 @given(questions(partial=False))
 def test_there_and_back_is_identity(question):
