@@ -28,12 +28,13 @@ KINDS = {
 LEAST_BYTES = 4096
 DISPATCH_S = {"autoparallel": 150e-6}
 START = {
-    "launch_s": 1.8e-5, "intra.latency_s": 1.2e-6, "intra.efficiency": 0.75, "intra.small_rate": 0.5, "intra.bulk_latency_s": 1e-5,
-    "intra.reduce_bytes_per_s": 2.6e11, "intra.send_bytes_per_s": 9e10, "intra.send_latency_s": 4e-4,
-    "inter.latency_s": 1e-5, "inter.efficiency": 0.86,
+    "launch_s": 1.8e-5, "intra.latency_s": 1.2e-6, "intra.efficiency": 0.75, "intra.small_rate": 0.5, "intra.bulk_start_s": 2e-5, "intra.bulk_latency_s": 2e-6,
+    "intra.ring_loss": 0.5, "intra.sum_loss": 1.0, "intra.reduce_bytes_per_s": 2.6e11, "intra.send_bytes_per_s": 9e10, "intra.send_latency_s": 4e-4,
+    "inter.latency_s": 1e-5, "inter.efficiency": 0.86, "inter.small_rate": 0.5, "inter.bulk_start_s": 5e-5, "inter.bulk_latency_s": 1e-5,
 }  # fmt: skip
 """Constants that are fitted, and from where the search starts; those between nodes and of the switch only where measured."""
-
+NETWORK_PROTOCOL = {"inter.small_rate": 1.0, "inter.bulk_start_s": 0.0, "inter.bulk_latency_s": 0.0}
+"""Of a network of which too few collectives are measured to tell two protocols apart."""
 
 SWITCHES = ("h100", "b200")
 """GPUs whose NVLink switch adds up all-reduces."""
@@ -62,7 +63,7 @@ FITS = {
     "h100": LinkFit(
         ("H100", "H200"),
         ("xla_coll", "xxrjun", "azure", "autoparallel", "dstack_nebius", "openshift_h200", "stas_torch", "stas_nccl"),
-        tuple(START),
+        tuple(key for key in START),
         "XLA's default collective performance table (Apache-2.0); nccl-tests by xxrjun (Apache-2.0), Azure (MIT), Nebius by dstack "
         "(MPL-2.0), OpenShift and stas00/ml-engineering (CC BY-SA 4.0); meta-pytorch/autoparallel (BSD-3); 1 to 32 nodes",
     ),
@@ -88,7 +89,8 @@ def cluster(gpu: Mapping, constants: Mapping[str, float], switch: bool) -> Clust
     of = {level: {k.split(".")[1]: v for k, v in constants.items() if k.startswith(level)} for level in ("intra", "inter")}
     if not switch:
         of["intra"].pop("reduce_bytes_per_s", None)
-    of["intra"]["small_rate"] = min(1.0, of["intra"]["small_rate"])
+    for level in of.values():
+        level["small_rate"] = min(1.0, level["small_rate"])
     device = Device("", {"float32": 1.0}, 1.0, 1.0, 0.0)
     intra, inter = (Link(bytes_per_s=gpu[level]["bytes_per_s"], **of[level]) for level in ("intra", "inter"))
     return Cluster("", device, 8, intra, inter, launch_s=constants["launch_s"])
@@ -121,6 +123,8 @@ def fitted(published: Path, gpus: Mapping) -> dict[str, dict]:
     for name, fit in FITS.items():
         rows, switch = measured(published, fit), name in SWITCHES
         start = dict(out[fit.base]["constants"] if fit.base else START)
+        start |= {key: value for key, value in NETWORK_PROTOCOL.items() if key not in fit.free}
+        start["intra.reduce_bytes_per_s"] = gpus[name]["intra"].get("reduce_bytes_per_s", start["intra.reduce_bytes_per_s"])
 
         def off(logs, start=start, rows=rows, switch=switch, fit=fit, name=name):
             constants = start | dict(zip(fit.free, np.exp(logs).tolist(), strict=True))
@@ -128,6 +132,7 @@ def fitted(published: Path, gpus: Mapping) -> dict[str, dict]:
 
         found = least_squares(off, np.log([start[key] for key in fit.free]), loss="soft_l1", f_scale=0.15, diff_step=1e-3)
         constants = start | {key: float(f"{value:.4g}") for key, value in zip(fit.free, np.exp(found.x), strict=True)}
+        constants |= {key: min(1.0, value) for key, value in constants.items() if key.endswith("small_rate")}
         if not switch:
             constants.pop("intra.reduce_bytes_per_s", None)
         of = np.abs(off(found.x))

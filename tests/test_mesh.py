@@ -19,7 +19,7 @@ from shardplan.mesh.mindspore import operator
 from shardplan.mesh.rates import Product, kernel_seconds
 
 H100 = Cluster.preset("h100")
-FITTED = Cluster.fitted("h100")
+FITTED = Cluster.preset("h100")
 MESH = MeshShape(("data", "model"), (2, 4))
 MB = 1 << 20
 
@@ -326,7 +326,7 @@ def test_fitted_small_all_reduces_of_eight_h100_are_as_slow_as_measured(mib, mea
     ],
 )
 def test_fitted_products_run_at_the_measured_rate_of_their_shape(gpu, dtype, sizes, measured):
-    device = Cluster.fitted(gpu).device
+    device = Cluster.preset(gpu).device
     short_run = dataclasses.replace(device, products={k: dataclasses.replace(r, sustained=1.0) for k, r in device.products.items()})
     found = kernel_seconds(short_run, [Product(dtype, 2.0 * math.prod(sizes), sizes)], 0.0)
     assert 2 * math.prod(sizes) / found == pytest.approx(measured, rel=0.15)
@@ -344,18 +344,18 @@ def test_larger_products_take_no_less_time(b, m, n, k):
 
 def test_fitted_clusters_survive_a_file_and_have_their_residuals(tmp_path):
     for name in fitted_rates():
-        cluster = Cluster.fitted(name)
+        cluster = Cluster.preset(name)
         cluster.save(tmp_path / "c.json")
         assert Cluster.load(tmp_path / "c.json") == cluster and cluster.intra.bytes_per_s == Cluster.preset(name).intra.bytes_per_s
         assert all(rate.source and rate.median_error < 0.15 for rate in cluster.device.products.values())
     with pytest.raises(ClusterError, match="nothing was fitted for it"):
-        Cluster.fitted("cpu")
+        Cluster.preset("cpu")
 
 
 def test_a_network_is_a_word_after_the_preset():
     assert resolve("h100@1600G-roce").inter.bytes_per_s == 25e9 and Cluster.preset("a100@400G").inter.bytes_per_s == 6.25e9
     assert Cluster.preset("h100@3200G") == dataclasses.replace(H100, name="h100@3200G", source=Cluster.preset("h100@3200G").source)
-    assert Cluster.fitted("h100@800G").inter.latency_s == FITTED.inter.latency_s
+    assert Cluster.preset("h100@800G").inter.latency_s == FITTED.inter.latency_s
     for wrong in ("h100@fast", "h100@0G", "h100@200G-string", "h100@"):
         with pytest.raises(ClusterError, match="is not known"):
             Cluster.preset(wrong)

@@ -14,7 +14,8 @@ under two weights is at least
 
     y >= z:   z (network + kernels) + (y - z) network        z > y:   y (network + kernels) + (z - y) kernels      (12)
 
-each of these with its own cheapest path, and likewise for the latency, of which collectives that are combined pay one.
+each of these with its own cheapest path. Likewise for the latency, of which collectives that are combined pay one: its weight goes with
+that of the kernels or apart from it, whichever gives the larger bound.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def _weighted(parts: tuple[np.ndarray, ...], network: float, latency: float, ker
     """(12)."""
     sent, sent_late, both, both_late, staged, beyond, finite = parts
     joint = min(network, kernels)
-    late = min(latency, joint)
+    late = np.where(both_late >= sent_late, min(latency, joint), max(0.0, latency + joint - network))
     cost = joint * both + late * both_late + (network - joint) * sent + (latency - late) * sent_late
     return np.where(finite, np.floor(cost + (kernels - joint) * staged + around * beyond), np.inf)
 
@@ -224,11 +225,13 @@ def slope(figures: Figures, weights: Weights) -> Weights:
     """
     sent, sent_late, both, both_late, staged, beyond = figures.edges.T
     network, latency, kernels, _ = weights.edges.T
-    more = network >= kernels
-    later = more & (latency >= kernels)
-    by_latency = np.where(later, sent_late, both_late)
-    by_kernels = np.where(more, both - sent, staged) + np.where(later, both_late - sent_late, 0.0)
-    return Weights(figures.ops, np.stack([np.where(more, sent, both - staged), by_latency, by_kernels, beyond], axis=1))
+    more, extra = network >= kernels, both_late - sent_late
+    apart = more & (extra < 0)
+    some = np.where(apart, latency + kernels > network, ~more | (latency < kernels))  # whether that of latency counts in `late`
+    joint = np.where(apart, some, ~some)  # and that of kernels
+    by_network = np.where(more, sent, both - staged) - extra * (apart & some)
+    by_kernels = np.where(more, both - sent, staged) + extra * joint
+    return Weights(figures.ops, np.stack([by_network, sent_late + extra * some, by_kernels, beyond], axis=1))
 
 
 def _bounding(

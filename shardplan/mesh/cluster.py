@@ -164,36 +164,6 @@ class Cluster:
         return _with_network(_preset(gpu), network) if at else _preset(gpu)
 
     @staticmethod
-    def fitted(name: str) -> Cluster:
-        """A preset of GPUs, by any name that `preset` takes, with rates that were fitted to published measurements.
-
-        Products then take the seconds of their shape (`shardplan.mesh.rates`); launch and links are those that agree best with measured
-        collectives. Plans are not made with it unless it is given as `cluster=`.
-
-        Raises:
-            ClusterError: no such preset, or none of GPUs.
-        """
-        gpu, at, network = name.partition("@")
-        base = Cluster.preset(gpu)
-        if gpu not in fitted_rates():
-            raise ClusterError(
-                f"cluster {name!r}: nothing was fitted for it\n  fitted: {', '.join(fitted_rates())}\n  way out: Cluster.preset"
-            )
-        found = fitted_rates()[gpu]
-        intra, inter = (
-            Link(line.bytes_per_s, **own) for line, own in ((base.intra, found.links.intra), (base.inter, found.links.inter))
-        )
-        cluster = replace(
-            base,
-            device=replace(base.device, products=found.products),
-            intra=intra,
-            inter=inter,
-            launch_s=found.links.launch_s,
-            source=". ".join([base.source, *(f"Instead, {figures}: {source}" for figures, source in found.sources.items())]),
-        )
-        return _with_network(cluster, network) if at else cluster
-
-    @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
         """Reads a cluster file.
 
@@ -249,15 +219,17 @@ def _preset(name: str) -> Cluster:
     if name not in gpus():
         with resources.as_file(resources.files("shardplan.mesh") / "presets" / f"{name}.json") as path:
             return Cluster.load(path)
-    gpu = gpus()[name]
+    gpu, found = gpus()[name], fitted_rates()[name]
+    intra, inter = (Link(line.bytes_per_s, **own) for line, own in ((gpu.intra, found.links.intra), (gpu.inter, found.links.inter)))
+    device = Device(*(getattr(gpu, f.name) for f in fields(Device)))
     return Cluster(
         name=name,
-        device=Device(*(getattr(gpu, f.name) for f in fields(Device))),
+        device=replace(device, products=found.products),
         node_size=gpu.node_size,
-        intra=gpu.intra,
-        inter=gpu.inter,
-        source=". ".join(f"{figures}: {source}" for figures, source in gpu.sources.items()),
-        launch_s=gpu.launch_s,
+        intra=intra,
+        inter=inter,
+        source=". ".join(f"{figures}: {source}" for figures, source in {**gpu.sources, **found.sources}.items()),
+        launch_s=found.links.launch_s,
         platforms=("cuda", "gpu"),
         device_kinds=gpu.device_kinds,
     )

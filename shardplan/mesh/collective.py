@@ -136,10 +136,11 @@ def _formulas(kind: str, link: AxisLink, cluster: Cluster) -> list[AlphaBeta]:
     n, m, k, intra, inter = link.members, link.local, link.nodes, cluster.intra, cluster.inter
     match kind:
         case "all-gather" | "reduce-scatter":
-            return _ring(1, link, cluster)
+            return _ring(1, link, cluster, intra.ring_loss if kind == "all-gather" else intra.sum_loss)
         case "all-reduce":
             hops, depth, between = m - 1, _log2(k), 2 * (k - 1) / k / m
-            found = [*_ring(2, link, cluster), *_both(cluster, 2 * hops, 2 * depth, 2 * hops / m, between)]
+            inside = 2 * hops / m * (1 + intra.sum_loss / m)
+            found = [*_ring(2, link, cluster, intra.sum_loss), *_both(cluster, 2 * hops, 2 * depth, inside, between)]
             if intra.reduce_bytes_per_s is None or m == 1:
                 return found
             switch = intra.rate / intra.reduce_bytes_per_s
@@ -153,11 +154,11 @@ def _formulas(kind: str, link: AxisLink, cluster: Cluster) -> list[AlphaBeta]:
     raise KeyError(kind)
 
 
-def _ring(times: int, link: AxisLink, cluster: Cluster) -> list[AlphaBeta]:
+def _ring(times: int, link: AxisLink, cluster: Cluster, loss: float) -> list[AlphaBeta]:
     """A ring through all members, walked some times; between nodes its m parts share the slowest link."""
     n, m, k = link.members, link.local, link.nodes
     bytes_ = times * (n - 1) / n
-    return _both(cluster, times * (n - k), times * (k - 1), bytes_, bytes_ / m if k > 1 else 0.0)
+    return _both(cluster, times * (n - k), times * (k - 1), bytes_ * (1 + loss / m) if m > 1 else 0.0, bytes_ / m if k > 1 else 0.0)
 
 
 def _both(cluster: Cluster, hops: int, network_hops: int, inside: float, between: float) -> list[AlphaBeta]:
@@ -170,7 +171,7 @@ def _both(cluster: Cluster, hops: int, network_hops: int, inside: float, between
     """
     intra, inter = cluster.intra, cluster.inter
     latency_s = hops * intra.latency_s + network_hops * inter.latency_s
-    bulk_s = hops * intra.bulk_latency_s + network_hops * inter.bulk_latency_s
+    bulk_s = (inter if network_hops else intra).bulk_start_s + hops * intra.bulk_latency_s + network_hops * inter.bulk_latency_s
     bulk = latency_s + bulk_s, max(inside / intra.rate, between / inter.rate)
     if not bulk_s:
         return [bulk]

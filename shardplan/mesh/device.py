@@ -36,7 +36,10 @@ class Link:
         reduce_bytes_per_s: bytes of buffer per second of an all-reduce that the switch itself adds up (NVLink SHARP),
             as measured; None where switches only forward.
         small_rate: fraction of `rate` that a protocol for small messages reaches, at `latency_s` a hop.
+        bulk_start_s: seconds that a collective takes besides at the full rate, before anything moves.
         bulk_latency_s: seconds that a hop adds beyond `latency_s` at the full rate.
+        ring_loss: a ring of n members reaches `rate` / (1 + ring_loss / n).
+        sum_loss: as `ring_loss`, of rings that add up what they pass on.
         send_bytes_per_s: bytes per second of a message from one device to another, until it is so large that
             `send_latency_s` more bring the full rate; None where that is reached at once.
         send_latency_s: see above.
@@ -47,7 +50,10 @@ class Link:
     efficiency: Positive = 1.0
     reduce_bytes_per_s: Annotated[Positive | None, Meta(description="a positive number or null")] = None
     small_rate: Annotated[float, Meta(gt=0, le=1, description="a number above 0, at most 1")] = 1.0
+    bulk_start_s: NotNegative = 0.0
     bulk_latency_s: NotNegative = 0.0
+    ring_loss: NotNegative = 0.0
+    sum_loss: NotNegative = 0.0
     send_bytes_per_s: Annotated[Positive | None, Meta(description="a positive number or null")] = None
     send_latency_s: NotNegative = 0.0
 

@@ -270,7 +270,7 @@ class _Distances:
     def _blocks(self, starts: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Per block of edges: sources, [edge, start] costs, and [edge, 1] seconds of the collective without staging kernels."""
         sent = np.where([self.subgraph.graph.classes[c].kind != "slice" for c in self.subgraph.classes], self.sent, np.nan)
-        return [(sources, self._costs(group, starts), sent[group][:, None]) for sources, group in self.subgraph.blocks]
+        return [(sources, self._costs(group, left, starts), sent[group][:, None]) for sources, group, left in self.subgraph.blocks]
 
     def _search(self, starts: np.ndarray) -> np.ndarray:
         """Bellman-Ford from every start at once: [place, start] -> seconds of the whole path."""
@@ -298,16 +298,18 @@ class _Distances:
                 return last
             last = found
 
-    def _costs(self, group: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    def _costs(self, group: np.ndarray, left: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """[edge, start] -> seconds; inf for edges that XLA would not follow on a path from that start.
 
         Axes that the path sliced are not gathered again, nor axes that it scattered, which XLA turns into an all-reduce. A sum is
         not scattered along a dim that the path just scattered: XLA scatters over both axes at once. A completed sum is not
-        sliced, unless `sliced_sums`. Facts: partition-scatter-at-once, partition-sliced-sum.
+        sliced, unless `sliced_sums`. Facts: partition-scatter-at-once, partition-sliced-sum. Axes stay on a dim that the start does not
+        shard, so a path passes through dims of its two ends alone, whatever other layouts are asked for with them.
         """
         graph, classes = self.subgraph.graph, self.subgraph.classes[group]
         summed = graph.outer_axes[classes] | (0 if self.sliced_sums else self.subgraph.slices[group])
         never = (graph.gathers[classes][:, None] & ~graph.sharded[starts]) | (summed[:, None] & graph.partial[starts])
+        never = (never | (left[:, None] & ~graph.sharded_dims[starts])) != 0
         return np.where(never, np.inf, self.cost[group][:, None])
 
     def walk(self, src: int, dst: int) -> list[tuple[int, LayoutState]]:
@@ -319,9 +321,9 @@ class _Distances:
         at, stop = int(subgraph.place[subgraph.renamed(one, np.array([dst]))[0, 0]]), int(subgraph.place[start[0]])
         path = []
         while at != stop:
-            into = [(sources[at], group[at]) for sources, group in subgraph.blocks if at < len(sources)]
-            costs = self._costs(np.array([c for _, c in into]), start)[:, 0]
-            before, c = into[min(range(len(into)), key=lambda n: distance[into[n][0]] + costs[n])]
+            into = np.array([[column[at] for column in block] for block in subgraph.blocks if at < len(block[0])])
+            costs = self._costs(into[:, 1], into[:, 2], start)[:, 0]
+            before, c, _ = into[np.argmin(distance[into[:, 0]] + costs)]
             canonical, partial = graph.states[subgraph.nodes[at]]
             dims = sorted(zip(subgraph.order(src), canonical, strict=True))
             path.append((int(c), (tuple(axes for _, axes in dims), partial)))

@@ -182,6 +182,8 @@ class ReshardGraph:
     Attributes:
         states: [node] the layouts.
         sharded, partial: [node] axes as bits, over which a layout is sharded and partial.
+        axes_of_dims: [node, dim] how many axes shard the dim.
+        sharded_dims: [node] dims as bits that any axis shards.
         classes: [edge class].
         edges: [edge, 3] target, source, edge class; sorted.
         class_shards, gathers, slices, outer_axes: [edge class] shards of the larger buffer; axes as bits that an all-gather gathers,
@@ -195,6 +197,9 @@ class ReshardGraph:
         split = [[a for axes in dims for a in axes] for dims, _ in states]
         shards = [_product(axes, sizes) for axes in split]
         self.sharded, self.partial = _bits(split), _bits(partial for _, partial in states)
+        self.axes_of_dims = np.array([[len(axes) for axes in dims] for dims, _ in states]).reshape(len(states), rank)
+        self._dims = 1 << np.arange(rank)
+        self.sharded_dims = (self.axes_of_dims > 0) @ self._dims
         same_shards: dict[tuple, list[LayoutState]] = {}
         for s in states:
             same_shards.setdefault(_shard_key(s, sizes), []).append(s)
@@ -222,6 +227,10 @@ class ReshardGraph:
     def ids(self, states: Sequence[LayoutState]) -> np.ndarray:
         """[n] node numbers."""
         return np.array([self.id[s] for s in states], np.int64)
+
+    def left(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """[n] the dims as bits that axes leave along edges between these nodes."""
+        return (self.axes_of_dims[target] < self.axes_of_dims[source]) @ self._dims
 
     def subgraph(self, shape: tuple[int, ...], src: np.ndarray, dst: np.ndarray) -> ReshardSubgraph:
         """The layouts that divide a tensor of this shape evenly or nearly so, other sources and targets, and what leads to these."""
@@ -288,6 +297,7 @@ class ReshardSubgraph:
         classes: [group of edges] the edge class.
         padding: [group] bytes of the collective over those of equal blocks.
         slices: [group] `ReshardGraph.slices`; next to unequal blocks none, since a sum may have no other way.
+        blocks: edges, the d-th into every node together: their sources, groups, and the dims as bits that axes leave.
     """
 
     def __init__(self, graph: ReshardGraph, allowed: np.ndarray, interchangeable: tuple[int, ...], blocks: UnequalBlocks | None = None):
@@ -308,7 +318,7 @@ class ReshardSubgraph:
         for d in range(int(degree.max(initial=0))):
             here = np.flatnonzero(nth == d)
             here = here[np.argsort(self.place[target[here]])]
-            self.blocks.append((self.place[source[here]], group[here]))
+            self.blocks.append((self.place[source[here]], group[here], graph.left(source[here], target[here])))
 
         # `canon[s]` is s with its dims ordered by their axes, and `renamed` does the same to any other layout.
         self.canon = np.arange(len(allowed))
