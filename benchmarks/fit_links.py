@@ -77,7 +77,7 @@ FITS = {
     "a100": LinkFit(
         ("A100-80GB", "A100-40GB"),
         ("azure", "stas_nccl", "oci_a100"),
-        ("launch_s", "intra.efficiency", "inter.latency_s"),
+        ("launch_s", "intra.efficiency", "intra.bulk_start_s", "inter.latency_s"),
         "all-reduces by Azure (MIT), stas00/ml-engineering (CC BY-SA 4.0) and Oracle, 1 and 2 nodes; the rest is as on the H100",
         base="h100",
     ),

@@ -18,6 +18,9 @@ every algorithm is a line in S (`AlphaBeta`), and the seconds are those of the f
     collective-permute                  a or A + S ÷ (b or B)
     slice                               reads and writes S/n of local memory
 
+A round of a ring inside a node reaches b ÷ (1 + loss ÷ m), with the loss of rounds that add up or of those that do not (`Link`). Each
+algorithm but a send runs by the faster of two protocols (`_both`).
+
 Sources: rings and their (n-1)/n: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 19(1), 2005; bus bandwidth: NCCL tests, doc/PERFORMANCE.md; chains in nodes and trees between them: Sanders,
 Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009, as NCCL's src/graph/tuning.cc
@@ -135,12 +138,14 @@ def _formulas(kind: str, link: AxisLink, cluster: Cluster) -> list[AlphaBeta]:
     """Every algorithm without its launch, in the letters of the module's head."""
     n, m, k, intra, inter = link.members, link.local, link.nodes, cluster.intra, cluster.inter
     match kind:
-        case "all-gather" | "reduce-scatter":
-            return _ring(1, link, cluster, intra.ring_loss if kind == "all-gather" else intra.sum_loss)
+        case "all-gather":
+            return _ring(1, link, cluster, 1 + intra.ring_loss / m)
+        case "reduce-scatter":
+            return _ring(1, link, cluster, 1 + intra.sum_loss / m)
         case "all-reduce":
             hops, depth, between = m - 1, _log2(k), 2 * (k - 1) / k / m
-            inside = 2 * hops / m * (1 + intra.sum_loss / m)
-            found = [*_ring(2, link, cluster, intra.sum_loss), *_both(cluster, 2 * hops, 2 * depth, inside, between)]
+            slower = 2 + (intra.sum_loss + intra.ring_loss) / m
+            found = [*_ring(2, link, cluster, slower), *_both(cluster, 2 * hops, 2 * depth, hops / m * slower, between)]
             if intra.reduce_bytes_per_s is None or m == 1:
                 return found
             switch = intra.rate / intra.reduce_bytes_per_s
@@ -154,11 +159,14 @@ def _formulas(kind: str, link: AxisLink, cluster: Cluster) -> list[AlphaBeta]:
     raise KeyError(kind)
 
 
-def _ring(times: int, link: AxisLink, cluster: Cluster, loss: float) -> list[AlphaBeta]:
-    """A ring through all members, walked some times; between nodes its m parts share the slowest link."""
+def _ring(times: int, link: AxisLink, cluster: Cluster, slower: float) -> list[AlphaBeta]:
+    """A ring through all members, walked some times; between nodes its m parts share the slowest link.
+
+    `slower`: how many times as long as at the link's rate one round takes inside a node, of all times together.
+    """
     n, m, k = link.members, link.local, link.nodes
-    bytes_ = times * (n - 1) / n
-    return _both(cluster, times * (n - k), times * (k - 1), bytes_ * (1 + loss / m) if m > 1 else 0.0, bytes_ / m if k > 1 else 0.0)
+    part = (n - 1) / n
+    return _both(cluster, times * (n - k), times * (k - 1), part * slower if m > 1 else 0.0, times * part / m if k > 1 else 0.0)
 
 
 def _both(cluster: Cluster, hops: int, network_hops: int, inside: float, between: float) -> list[AlphaBeta]:
