@@ -54,7 +54,7 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
         seconds={
             "compute": line.compute_s,
             "communication": line.collective_s,
-            "hidden": line.collective_s - line.exposed_s,
+            "hidden": max(0.0, line.collective_s - line.exposed_s),
             "total": line.total_s,
             "bound": line.total_s * (1 - planned.solution.gap),
         },
