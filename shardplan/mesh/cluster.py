@@ -1,7 +1,7 @@
 """What the machine is: devices, the links inside a node and between nodes, and which of them a mesh axis runs over.
 
 A cluster is data: peaks as the maker states them, and the fraction of each peak that real programs reach. Presets are made of the
-figures in `gpus.json` and of `presets/cpu.json`; users write cluster files (JSON). Devices are numbered row-major over the mesh;
+figures in `gpus.json`, of what measurements say instead in `gpu_rates.json`, and of `presets/cpu.json`; users write cluster files (JSON). Devices are numbered row-major over the mesh;
 `node_size` consecutive devices share a node.
 
     >>> h100 = Cluster.preset("h100")                          # nodes of 8
@@ -32,6 +32,7 @@ from shardplan.mesh.device import (
     FLOPS,
     Count,
     Device,
+    FittedRates,
     Link,
     NotNegative,
     ProductRate,
@@ -219,20 +220,32 @@ def _preset(name: str) -> Cluster:
     if name not in gpus():
         with resources.as_file(resources.files("shardplan.mesh") / "presets" / f"{name}.json") as path:
             return Cluster.load(path)
-    gpu, found = gpus()[name], fitted_rates()[name]
-    intra, inter = (Link(line.bytes_per_s, **own) for line, own in ((gpu.intra, found.links.intra), (gpu.inter, found.links.inter)))
-    device = Device(*(getattr(gpu, f.name) for f in fields(Device)))
-    return Cluster(
+    gpu = gpus()[name]
+    made = Cluster(
         name=name,
-        device=replace(device, products=found.products),
+        device=Device(*(getattr(gpu, f.name) for f in fields(Device))),
         node_size=gpu.node_size,
-        intra=intra,
-        inter=inter,
-        source=". ".join(f"{figures}: {source}" for figures, source in {**gpu.sources, **found.sources}.items()),
-        launch_s=found.links.launch_s,
+        intra=gpu.intra,
+        inter=gpu.inter,
+        source=". ".join(f"{figures}: {source}" for figures, source in gpu.sources.items()),
+        launch_s=gpu.launch_s,
         platforms=("cuda", "gpu"),
         device_kinds=gpu.device_kinds,
     )
+    found = fitted_rates().get(name)
+    return replace(made, **_fitted(made, found)) if found else made
+
+
+def _fitted(cluster: Cluster, rates: FittedRates) -> dict[str, Any]:
+    """What measurements say of a cluster instead of data sheets."""
+    links = rates.links
+    return {
+        "device": replace(cluster.device, products=rates.products),
+        "intra": Link(cluster.intra.bytes_per_s, **links.intra),
+        "inter": Link(cluster.inter.bytes_per_s, **links.inter),
+        "launch_s": links.launch_s,
+        "source": ". ".join([cluster.source, *(f"Instead, {figures}: {source}" for figures, source in rates.sources.items())]),
+    }
 
 
 def _with_network(cluster: Cluster, text: str) -> Cluster:
