@@ -223,7 +223,7 @@ def test_gathers_again_rather_than_retaining_as_memory_tightens():
     budgets = [share * free.memory().peak for share in (0.9, 0.8, 0.75)]
     plans = [plan_of(step, state, batch, memory=budget) for budget in budgets]
     assert all(plan.memory().peak <= budget for plan, budget in zip(plans, budgets, strict=True))
-    assert all(fraction_per_device(p, "state/m") == 1 / 8 and layouts(p)["batch"] == sharded(1, 0) for p in (free, *plans))
+    assert all(fraction_per_device(p, "state/m") < 1 / 4 and layouts(p)["batch"] == sharded(1, 0) for p in (free, *plans))
     assert 8 <= gathers(plans[0]) < gathers(plans[1]) < gathers(plans[2]) <= 16
     seconds = [p.seconds["total"] for p in plans]
     assert max(seconds) < 1.02 * min(seconds)
