@@ -7,15 +7,18 @@ NEWER ?= $(shell for p in python3.12 python3.13 python3.14 $$HOME/.pyenv/version
 	"$$p" -c "import ensurepip, venv" 2>/dev/null && { command -v "$$p"; break; }; done)
 PIP = -m pip install --quiet --disable-pip-version-check
 PYTEST_ARGS ?= -n 2 --dist worksteal
+# What runs at the same time is printed one after the other, by GNU Make 4.
+SYNC = $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .PHONY: demo test lint docs browser smoke-newest clean
 
 demo: .venv/demo
 	.venv/bin/python examples/gpt.py
 
-test: lint docs browser
+test: browser
+	+$(MAKE) -j2 $(SYNC) --no-print-directory lint docs $(if $(NEWER),smoke-newest)
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
-	$(if $(NEWER),$(MAKE) smoke-newest,@echo "no Python 3.12 found: the newest jax was not tried")
+	$(if $(NEWER),,@echo "no Python 3.12 found: the newest jax was not tried")
 
 lint: .venv/test
 	.venv/bin/ruff check .
@@ -37,7 +40,7 @@ smoke-newest: .venv312/smoke
 	.venv312/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
 	.venv312/bin/python -m pytest tests/test_smoke.py tests/test_travel.py
 
-# Each stamp is made after its installation, and again when pyproject.toml changes.
+# Each stamp is made after its installation, one after the other, and again when pyproject.toml changes.
 .venv/demo: pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) --upgrade "pip>=25.1"
@@ -48,7 +51,7 @@ smoke-newest: .venv312/smoke
 	.venv/bin/python $(PIP) --group test --group docs --editable ".[solver,examples,view,gpu-check]"
 	touch $@
 
-.venv312/smoke: pyproject.toml
+.venv312/smoke: pyproject.toml | .venv/test
 	test -x .venv312/bin/python || $(NEWER) -m venv .venv312
 	.venv312/bin/python $(PIP) --upgrade "pip>=25.1"
 	.venv312/bin/python $(PIP) --group test --editable ".[solver,examples,view]"

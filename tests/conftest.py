@@ -1,12 +1,18 @@
-"""Every test sees 8 emulated CPU devices; XLA compiles for them without LLVM's optimizations, in about half the time."""
+"""Every test sees 8 emulated CPU devices; XLA compiles for them without LLVM's optimizations, and kernels as older releases emit them.
+
+That takes a third of the time; planned and plain steps are compiled alike.
+"""
 
 import gc
 import os
+from importlib.metadata import version
 
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 FLAGS = " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+if version("jaxlib").startswith("0.10."):  # jaxlib 0.12 no longer knows the flag, and an unknown one ends the process
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FLAGS
 
 

@@ -32,12 +32,11 @@ def blocks(page: Path) -> list[tuple[str, str, int]]:
     return [(m["kind"], m["text"], source.count("\n", 0, m.start("text")) + 1) for m in BLOCK.finditer(source)]
 
 
-def run(command: list[str], folder: Path, ok: tuple[int, ...] = (0,)) -> None:
+def run(command: list[str], folder: Path) -> None:
     path = os.pathsep.join((str(folder), str(ROOT)))
-    flags = "--xla_force_host_platform_device_count=8"
-    env = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONWARNINGS": "ignore"}
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}  # platform, devices and flags are those of conftest.py
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode in ok, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
 DOCTEST = """import doctest
@@ -52,21 +51,24 @@ assert not runner.failures
 def test_snippets_run(page, tmp_path):
     """Python blocks are one session per page; a block that begins with `# name.py` is that file, too; commands run between them."""
     program = ""
+
+    def add(text: str, line: int) -> None:
+        nonlocal program
+        program += "\n" * max(0, line - 1 - program.count("\n")) + text
+
     for kind, text, line in blocks(page):
         if named := re.match(r"# (\w+\.py)\n", text):
             (tmp_path / named[1]).write_text(text)
         if kind == "python":
             text = DOCTEST.format(text=text) if text.startswith(">>>") else text
-            program += "\n" * max(0, line - 1 - program.count("\n")) + text
+            add(text, line)
         else:
-            if program:
-                (tmp_path / "page.py").write_text(program)
-                run([sys.executable, "page.py"], tmp_path)
-            for command in text.splitlines():
+            for number, command in enumerate(text.splitlines()):
                 if command.startswith(("shardplan ", "python ")):
                     words = command.split("#")[0].split()
                     words = words[1:] if words[0] == "python" else ["-m", *words]
-                    run([sys.executable, *words], tmp_path, ok=(0, 1) if "diff" in words else (0,))  # like diff, 1 says "they differ"
+                    ok = (0, 1) if "diff" in words else (0,)  # like diff, 1 says "they differ"
+                    add(f"assert __import__('subprocess').run({[sys.executable, *words]}).returncode in {ok}\n", line + number)
                 else:
                     assert command.startswith(INSTALLS), f"{page.name}: who runs {command!r}?"
     if program:

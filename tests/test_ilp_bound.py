@@ -123,6 +123,7 @@ def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
     plain, later, compiled = trws.TRWS(problem, compiled=False), trws.TRWS(problem), trws.TRWS(problem, compiled=True)
     plain.iterate(problem.cost_row, 7)
     monkeypatch.setattr(trws, "LOADING", 0.0)
+    monkeypatch.setattr(trws.TRWS, "visited", 0.0)
     monkeypatch.setattr(trws, "kernels_loaded", lambda: False)
     later.iterate(problem.cost_row, 3)
     assert later.compiled is None

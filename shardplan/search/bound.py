@@ -20,7 +20,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
 
 from shardplan.costs.bound_network import BoundTables, Figures, Weights, slope
 from shardplan.costs.states import PS
@@ -211,6 +210,8 @@ class _Ascent:
 
 def equilibrium(payoff: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     """Shares of rows that maximize the least column, shares of columns that minimize the largest row, and the value."""
+    from scipy.optimize import linprog  # takes half a second to load
+
     rows, columns = payoff.shape
     scale = float(np.abs(payoff).max()) or 1.0
     answer = linprog(

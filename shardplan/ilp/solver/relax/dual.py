@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.problem import Messages, Problem
@@ -208,6 +207,8 @@ def _maximize_planes(
     Only `steps` have a price, within `box` (cost per byte) of the prices `center` [T]; if `total` is given, prices sum to it. Returns
     the maximum, and the prices [T].
     """
+    from scipy.optimize import linprog  # takes half a second to load
+
     costs = np.array([c for c, _ in planes])
     slopes = np.array([slope[steps] for _, slope in planes])
     unit_cost, unit_bytes = max(np.abs(costs).max(), 1.0), max(np.abs(slopes).max(), 1e-30)

@@ -14,6 +14,7 @@ import functools
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,9 +28,14 @@ LOADING = 4e8  # table entries that numpy visits in the time in which the compil
 class TRWS:
     """The messages of a problem's edges, improved in place. Every state needs a finite partner in every edge.
 
-    Numpy and the compiled kernel (kernels.trws_round) compute the same sums, to the last bit. Numpy is used until the solve has
-    visited as many table entries as loading the kernels would have cost, or if they cannot be loaded.
+    Numpy and the compiled kernel (kernels.trws_round) compute the same sums, to the last bit. Numpy is used until all solves of the
+    process together have visited as many table entries as loading the kernels would have cost, or if they cannot be loaded.
+
+    Attributes:
+        visited: table entries that numpy has visited in this process.
     """
+
+    visited: ClassVar[float] = 0.0
 
     def __init__(
         self, problem: Problem, compiled: bool | None = None, messages: Messages | None = None, deadline: Deadline = UNLIMITED
@@ -52,7 +58,7 @@ class TRWS:
         self.receiver = np.repeat(self.problem.start[pairs.ravel()] - self.ends[:-1], lengths) + np.arange(self.ends[-1])
         self.from_earlier = np.repeat((pairs > pairs[:, ::-1]).ravel(), lengths)  # whether each entry is sent by an earlier node
         # one round of the compiled kernel; None while numpy is used
-        self.compiled, self._automatic, self._visited = self._compile() if compiled else None, compiled is None, 0.0
+        self.compiled, self._automatic = self._compile() if compiled else None, compiled is None
 
     def _by_edge(self, row: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Views of a row of messages: (to i, to j) of every edge."""
@@ -72,7 +78,7 @@ class TRWS:
 
     def iterate(self, costs: np.ndarray, rounds: int) -> None:
         """So many rounds, each forwards and backwards, with these node costs, [states of all nodes]."""
-        if self.compiled is None and self._automatic and (kernels_loaded() or self.deadline.spent + self._visited > LOADING):
+        if self.compiled is None and self._automatic and (kernels_loaded() or TRWS.visited > LOADING):
             self.compiled = self._compile()
         if self.compiled is not None:
             for _ in range(rounds):
@@ -80,7 +86,7 @@ class TRWS:
                 self.compiled(costs)
             return
         by_node = self.problem.by_node(costs)
-        self._visited += rounds * (self.entries + EDGE_OVERHEAD * len(self.problem.edges))
+        TRWS.visited += rounds * (self.entries + EDGE_OVERHEAD * len(self.problem.edges))
         for _ in range(rounds):
             self._sweep(by_node, forward=True)
             self._sweep(by_node, forward=False)
@@ -102,10 +108,10 @@ class TRWS:
     def _compile(self) -> Callable[[np.ndarray], None] | None:
         """One round of the compiled kernel; None if numba is missing, or cannot cache what it compiles."""
         self._automatic = False
-        try:
-            from shardplan.ilp.solver.kernels import pool_tables, trws_round
-        except (ImportError, RuntimeError):
+        if not kernels_loadable():
             return None
+        from shardplan.ilp.solver.kernels import pool_tables, trws_round
+
         flat, edges = self.flat, self.problem.edges
         by_rows = np.array([e.cost.flags.c_contiguous or not e.cost.flags.f_contiguous for e in edges], dtype=bool)
         keyed = [(id(e.cost), e.cost if rows else e.cost.T) for e, rows in zip(edges, by_rows, strict=True)]
@@ -138,6 +144,16 @@ class TRWS:
         for e, (to_i, to_j) in zip(self.problem.edges, self._by_edge(self.messages), strict=True):
             sent[e.i, e.j], sent[e.j, e.i] = to_i.copy(), to_j.copy()
         return sent
+
+
+@functools.cache
+def kernels_loadable() -> bool:
+    """Whether the compiled kernels can be imported; loads them. Tried once: a failed import is not remembered by Python."""
+    try:
+        import shardplan.ilp.solver.kernels  # noqa: F401
+    except (ImportError, RuntimeError):
+        return False
+    return True
 
 
 def kernels_loaded() -> bool:

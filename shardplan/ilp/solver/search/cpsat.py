@@ -3,6 +3,8 @@
 x[i, s]          node i takes state s, exactly one                                                     (2)
 y[e, a, b] >= 0  edge e pays entry (a, b):  sum_b y[e, a, b] = x[i, a],  sum_a y[e, a, b] = x[j, b]     local marginal polytope
 (3) at every step; costs in integer units, rounded down so that CP-SAT's bound stays a bound
+
+OR-Tools are loaded by the first core that is solved: most small problems have none, and it imports pandas.
 """
 
 from __future__ import annotations
@@ -10,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from shardplan.ilp.solver.problem import Problem, Solution, Status, Usage
 
 MAX_SUM = 2**52  # sums of all costs that CP-SAT adds without overflow
 
-STATUS: dict[object, Status] = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
+STATUS: dict[str, Status] = {"OPTIMAL": "optimal", "FEASIBLE": "feasible", "INFEASIBLE": "infeasible"}
 """Every other status of CP-SAT means that work or time ran out: "fallback"."""
 
 
@@ -32,6 +33,8 @@ def solve_core(problem: Problem, *, work: float, seconds: float | None = None, c
     `work` limits CP-SAT's deterministic seconds, `seconds` the wall-clock time. The answer's bound is inf if there is none within the
     cutoff, and its `stats["work"]` the work done.
     """
+    from ortools.sat.python import cp_model
+
     model, unit = cp_model.CpModel(), _unit(problem)
     x = [[model.new_bool_var("") for _ in c] for c in problem.costs]
     for node in x:
@@ -43,8 +46,9 @@ def solve_core(problem: Problem, *, work: float, seconds: float | None = None, c
     model.minimize(total)
     if np.floor(cutoff / unit) < sum(weights):  # a greater cutoff excludes nothing, and may be more than CP-SAT accepts
         model.add(total <= int(np.floor(cutoff / unit)))
-    solver = _solver(work, seconds)
-    status = STATUS.get(solver.solve(model), "fallback")
+    solver = cp_model.CpSolver()
+    _set_parameters(solver.parameters, work, seconds)
+    status = STATUS.get(solver.status_name(solver.solve(model)), "fallback")
     if status not in ("optimal", "feasible"):
         return Solution(status, (), np.inf, np.inf if status == "infeasible" else -np.inf, stats={"work": solver.deterministic_time})
     states = tuple(next(s for s, variable in enumerate(node) if solver.boolean_value(variable)) for node in x)
@@ -79,10 +83,8 @@ def _cost_terms(model, problem: Problem, x, unit: float) -> tuple[list, list[int
     return terms, weights
 
 
-def _solver(work: float, seconds: float | None) -> cp_model.CpSolver:
+def _set_parameters(parameters, work: float, seconds: float | None) -> None:
     """CP-SAT, deterministic. Core-based search and no probing prove 28 cores of the planner's in 8 s instead of 24."""
-    solver = cp_model.CpSolver()
-    parameters = solver.parameters
     parameters.num_workers, parameters.random_seed = 1, 0
     parameters.linearization_level, parameters.add_lp_constraints_lazily = 2, False  # the linear relaxation proves most
     parameters.optimize_with_core = True
@@ -90,7 +92,6 @@ def _solver(work: float, seconds: float | None) -> cp_model.CpSolver:
     parameters.max_deterministic_time = max(work, 1e-3)
     if seconds is not None:
         parameters.max_time_in_seconds = max(seconds, 1e-2)
-    return solver
 
 
 def _unit(problem: Problem) -> float:
@@ -105,6 +106,8 @@ def _unit(problem: Problem) -> float:
 
 def _limit_memory(model, usages: Sequence[Usage], limit: int, x) -> None:
     """(3) at every step; bytes and limit are rounded down, a relaxation where they are not integers."""
+    from ortools.sat.python import cp_model
+
     rows: list[tuple[list, list]] = [([], []) for _ in range(max((u.hi for u in usages), default=0))]
     for u in usages:
         amounts = np.floor(u.bytes).astype(int).tolist()
