@@ -83,7 +83,7 @@ def auto(
         compute_scale, overlap: factor on compute seconds; whether compute hides collectives, where the cluster hides any.
         user_shardings: `with_sharding_constraint`s of the step are pins ("keep"), where the search starts ("hint"), or ignored.
         plan: a plan or a plan file to reuse without solving.
-        state_like: the plan (or its file) of another step: parameters and optimizer state that this one takes, too, keep its layouts.
+        state_like: the plan (or its file) of another step: the state that both take keeps its layouts; the rest is in memory, too.
         cache: a folder that keeps plans, each taken from there when the same program is planned with the same options.
         verify: compile the plan for this target ("h100:8"; True: devices at hand), price what XLA does beyond it, and solve again,
             up to three plans; see `Plan.verified`. Not done for a plan that is reused.
@@ -202,9 +202,10 @@ class Auto(Generic[P, R]):
     def adopt_plans(self, other: Auto[P, R], job: tuple[JobPart, ...]) -> None:
         """Has the plans of another `Auto` of the same step, as plans of a job."""
         for signature, step in other._steps.items():
-            plan = structs.replace(step.plan, job=job).with_context(step.plan.context)
-            self._steps[signature] = replace(step, plan=plan)
-        other._steps = self._steps  # where `Plan.fix` puts a faster plan
+            plan, context = structs.replace(step.plan, job=job), step.plan.context
+            adopt = functools.partial(self._adopt, signature)  # where `Plan.fix` puts a faster plan
+            replan = replace(context.replan, options=self.options, adopt=adopt, fastest=[plan])
+            self._steps[signature] = replace(step, plan=plan.with_context(replace(context, replan=replan)))
 
     # ---- planning
 

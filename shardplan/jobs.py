@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from msgspec import structs
 
 from shardplan.api import Auto
 from shardplan.errors import ShardingError
 from shardplan.mesh.layout import Layout
 from shardplan.plan import Plan
-from shardplan.plan.data import JobPart, Leaf
+from shardplan.plan.data import JobPart, Leaf, seconds_per_call
 from shardplan.plan.job import Job, JobLayout, SharedPart, StateLayouts, shared_parts
 from shardplan.processes import process_numbers
 from shardplan.search.objective import NEAR_TIE
-from shardplan.units import format_array, format_memory
-from shardplan.view.rows import itemsize
+from shardplan.units import format_array
 
 ALL_ORDERS = 4
 """Functions up to which all orders are planned; of more, each comes first once, and the others follow by weighted seconds."""
@@ -168,49 +168,49 @@ class _Planning:
 
     # ---- plans
 
-    def _plan(self, n: int, state: StateLayouts, memory: float | None = None) -> Auto:
-        """A call's step, planned with these layouts of the state.
+    def _plan(self, n: int, state: StateLayouts, rest: Sequence[Leaf] = ()) -> Auto:
+        """A call's step, planned with these layouts of the state, and with room for the rest of it.
 
         Raises:
             ShardingError: it has no plan with them.
         """
         mine = {k: state[k] for k in self.parts[n].numbers if k in state} if state else {}
-        key = (n, tuple(sorted(mine.items())), memory)
+        key = (n, tuple(sorted(mine.items())), tuple((leaf.path, leaf.layout) for leaf in rest))
         if key not in self.known:
-            self.known[key] = self._known_plan(n, mine, memory) or self._new_plan(n, mine, memory)
+            self.known[key] = self._known_plan(key, mine) or self._new_plan(n, mine, rest)
         found = self.known[key]
         if isinstance(found, ShardingError):
             raise found
         return found
 
-    def _known_plan(self, n: int, mine: StateLayouts, memory: float | None) -> Auto | None:
+    def _known_plan(self, key: tuple, mine: StateLayouts) -> Auto | None:
         """A step that was planned with fewer of these layouts, and has them all."""
+        n, _, rest = key
         for (k, fewer, same), step in self.known.items():
-            if (k, same) == (n, memory) and isinstance(step, Auto) and {*fewer} <= {*mine.items()}:
+            if (k, same) == (n, rest) and isinstance(step, Auto) and {*fewer} <= {*mine.items()}:
                 had = self.parts[n].layouts(self._plan_of(n, step))
                 if all(had[leaf] == layout for leaf, layout in mine.items()):
                     return step
         return None
 
-    def _new_plan(self, n: int, mine: StateLayouts, memory: float | None) -> Auto | ShardingError:
-        step = self._step(n, mine, {} if memory is None else {"memory": memory})
+    def _new_plan(self, n: int, mine: StateLayouts, rest: Sequence[Leaf]) -> Auto | ShardingError:
+        step = self._step(n, mine, rest)
         try:
             step.plan(*self.calls[n].arguments)
             return step
         except ShardingError as error:
             return ShardingError(f"together: {self.calls[n].name}: {error}")
 
-    def _step(self, n: int, mine: StateLayouts, options: Mapping[str, Any]) -> Auto:
+    def _step(self, n: int, mine: StateLayouts, rest: Sequence[Leaf]) -> Auto:
         """A call's step, not planned yet."""
-        return self.calls[n].step.with_options(**options, **({"state_like": self.parts[n].pinned_to(mine)} if mine else {}))
+        return self.calls[n].step.with_options(**({"state_like": self.parts[n].pinned_to(mine, rest)} if mine else {}))
 
     def _plan_of(self, n: int, step: Auto) -> Plan:
         return step.plan(*self.calls[n].arguments)
 
     def _mean(self, seconds: Sequence[float]) -> float:
         """Seconds of a call on average."""
-        weights = [call.weight for call in self.calls]
-        return math.fsum(w * x for w, x in zip(weights, seconds, strict=True)) / math.fsum(weights)
+        return seconds_per_call([JobPart(call.name, call.weight, x) for call, x in zip(self.calls, seconds, strict=True)])
 
     # ---- layouts of the state
 
@@ -241,9 +241,9 @@ class _Planning:
             try:
                 step = self._plan(n, state)
                 plan = self._plan_of(n, step)
-                rest, limit = self._rest_bytes(n, state), plan.memory_report.limit
-                if limit is not None and rest and plan.memory_report.peak + rest > limit:
-                    step = self._plan_in_rest(n, state, rest, limit)
+                rest, limit = self._rest(n, state), plan.memory_report.limit
+                if limit is not None and plan.memory_report.peak + sum(x.device_bytes(plan.mesh) for x in rest) > limit:
+                    step = self._plan(n, state, rest)
                     plan = self._plan_of(n, step)
                 if (moved := self._elsewhere(n, plan, state)) is not None:
                     raise ShardingError(moved)
@@ -258,21 +258,10 @@ class _Planning:
         """Of the state, by number."""
         return {k: leaf for part in self.parts for k, leaf in zip(part.numbers, part.alone.inputs, strict=False)}
 
-    def _rest_bytes(self, n: int, state: StateLayouts) -> float:
-        """Bytes per device of the state that a call does not take, but that is there while it runs."""
-        leaves, mine, mesh = self._leaves, {*self.parts[n].numbers}, self.parts[n].alone.mesh
-        rest = ((leaves[k], layout) for k, layout in state.items() if k not in mine)
-        return sum(math.prod(layout.local_shape(leaf.shape, mesh)) * itemsize(leaf.dtype) for leaf, layout in rest)
-
-    def _plan_in_rest(self, n: int, state: StateLayouts, rest: float, limit: float) -> Auto:
-        """A call's step in the room that the rest of the state leaves."""
-        room = f"{format_memory(rest)} of {format_memory(limit)} hold the state that {self.calls[n].name} does not take"
-        if limit <= rest:
-            raise ShardingError(f"together: {room}.\n  ways out: a larger mesh, or more memory=")
-        try:
-            return self._plan(n, state, limit - rest)
-        except ShardingError as error:
-            raise ShardingError(f"{error}\n  {room}") from None
+    def _rest(self, n: int, state: StateLayouts) -> list[Leaf]:
+        """What of the state a call does not take, but is there while it runs."""
+        mine, leaves = {*self.parts[n].numbers}, self._leaves
+        return [structs.replace(leaves[k], layout=layout) for k, layout in state.items() if k not in mine]
 
     def _elsewhere(self, n: int, plan: Plan, state: StateLayouts) -> str | None:
         """What a plan has in another layout, as pins of a step win over the layout of the state."""
@@ -322,7 +311,7 @@ class _Planning:
         steps: dict[Auto, Auto] = {}
         for n, (call, step) in enumerate(zip(self.calls, best.steps, strict=True)):
             if call.step not in steps:
-                steps[call.step] = self._step(n, {k: best.state[k] for k in self.parts[n].numbers}, {})
+                steps[call.step] = self._step(n, {k: best.state[k] for k in self.parts[n].numbers}, self._rest(n, best.state))
             steps[call.step].adopt_plans(step, (parts[n], *(part for k, part in enumerate(parts) if k != n)))
         plans = [self._plan_of(n, steps[call.step]) for n, call in enumerate(self.calls)]
         others = {tuple(sorted(x.state.items())): x for x in tried if x is not best and x.state != best.state}

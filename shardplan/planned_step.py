@@ -134,7 +134,8 @@ class PlanContext:
 
     Attributes:
         program: gives the jitted step and shapes to trace it with, devices or not.
-        decided: gives the plan of other decisions of the same program on the same mesh.
+        replan: plans the step anew.
+        decided: gives the plan of other decisions of the same program on the same mesh, and with what that is planned anew.
     """
 
     mesh: Any
@@ -144,6 +145,6 @@ class PlanContext:
     replan: Callable[..., Plan]
     program: Callable[[Plan], tuple[Callable, tuple]]
     searches: Iterable[str]
-    decided: Callable[[Planned], Plan]
+    decided: Callable[[Planned, Callable[..., Plan]], Plan]
     planned: Planned | None = None
     verified: Verified | None = None

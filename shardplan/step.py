@@ -31,7 +31,7 @@ from shardplan.plan.cache import CachedPlan
 from shardplan.plan.describe import describe
 from shardplan.plan.planned import Planned
 from shardplan.plan.program import line_name, source_lines
-from shardplan.plan.reuse import decisions_but_scalars, matching_pins, refuse_other_state, saved_decisions, state_pins
+from shardplan.plan.reuse import SharedState, decisions_but_scalars, matching_pins, refuse_other_state, saved_decisions, shared_state
 from shardplan.planned_step import PlanContext, PlannedStep
 from shardplan.processes import PROGRAM, Announcement, Announcements, Processes
 from shardplan.search.objective import NEAR_TIE
@@ -78,7 +78,7 @@ def plan_step(
         return _plan_of_all(processes, fun, call, options, before)
     _refuse_options(options, call)
     step = TracedStep.of(fun, call, options)
-    replanner = functools.partial(_replanner, fun, call, options, adopt)
+    replanner = functools.partial(Replanner, fun, call, options, adopt)
     decisions, plan, asked = _planned(step, options, step.options(), before, replanner, near)
     return replace(step.jit(decisions, plan), asked=asked)
 
@@ -91,7 +91,7 @@ def _plan_of_all(processes: Processes, fun: Callable, call: Call, options: AutoO
     """
     traced: list[TracedStep] = []
     own: list[tuple[Decisions, Plan, Options | None]] = []
-    replanner = functools.partial(_replanner, fun, call, options, None)
+    replanner = functools.partial(Replanner, fun, call, options, None)
 
     def announce() -> Announcement:
         _refuse_options(options, call)
@@ -132,19 +132,23 @@ def _planned(
         fastest.append(plan)
         return decisions, plan.with_context(context(decisions, planned=planned)), planned and asked
 
-    state = {} if options.state_plan is None else state_pins(options.state_plan, step.traced, step.pinned(asked))
+    like = SharedState.none() if options.state_plan is None else shared_state(options.state_plan, step.traced, step.pinned(asked))
     if (saved := options.saved_plan) is not None:
         if (decisions := saved_decisions(saved, step.traced, options.shape)) is not None:
-            refuse_other_state(saved, state)
+            refuse_other_state(saved, like.pins)
             return taken_over(structs.replace(saved, compiler_options=options.flags(saved.compiler_options)), decisions)
-        asked = matching_pins(saved, step.traced, asked, state)
+        asked = matching_pins(saved, step.traced, asked, like.pins)
     else:
-        asked = replace(asked, in_pins={**state, **(asked.in_pins or {})})
+        asked = replace(asked, in_pins={**like.pins, **(asked.in_pins or {})})
+    asked, room = like.leaves_room(asked, step.name)
     place = _place(options, step.traced, asked) if near is None else None
     if (known := _known_plan(step, asked, before, place)) is not None:
         return taken_over(*known)
     options.warn_of_prices()
-    plan = _solved(step, options, asked, context, near)
+    try:
+        plan = _solved(step, options, asked, context, near)
+    except ShardingError as error:
+        raise ShardingError(f"{error}\n  {room}") if room else error from None
     _warn_of_unknown(plan)
     if place:
         place.save(plan)
@@ -220,33 +224,47 @@ def _place(options: AutoOptions, traced: Traced, asked: Options) -> CachedPlan |
     return CachedPlan.of(options.cache, options.depends_on(traced.identity().fingerprint, asked, traced.donated_names()))
 
 
-def _replanner(
-    fun: Callable, call: Call, options: AutoOptions, adopt: Callable[[PlannedStep], bool] | None, fastest: list[Plan]
-) -> Callable[..., Plan]:
-    """Plans the step with more pins, by another search or for another target; a faster plan than the last of `fastest` is adopted.
+@dataclass(frozen=True, eq=False)
+class Replanner:
+    """Plans a step anew: with more pins, by another search or for another target.
 
-    A plan for another mesh, cluster or memory is not: the step runs on what it was written for.
+    A plan faster than the last of `fastest` is adopted, unless it is for another mesh, cluster or memory, as the step runs on what it
+    was written for, or has the state of a job elsewhere.
     """
 
-    def replan(pins: Mapping[str, Any], search: str | None = None, near: Planned | None = None, **target: Any) -> Plan:
+    fun: Callable
+    call: Call
+    options: AutoOptions
+    adopt: Callable[[PlannedStep], bool] | None
+    fastest: list[Plan]
+
+    def __call__(self, pins: Mapping[str, Any], search: str | None = None, near: Planned | None = None, **target: Any) -> Plan:
+        """The plan with these pins, no slower than that of `near`."""
+        options = self.options
         changed = {"pins": {**(options.pins or {}), **pins}, "search": search or options.search, "plan": None, "verify": None, **target}
         if isinstance(mesh := target.get("mesh"), Mapping):
             changed["mesh"] = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
         if options.state_plan is not None and "mesh" in target:
             changed["state_like"] = None
         elsewhere = not {"mesh", "cluster"}.isdisjoint(target)
-        found = plan_step(fun, call, replace(options, **changed), alone=True, near=None if elsewhere else near)
-        before, after = (plan.seconds["total"] for plan in (fastest[-1], found.plan))
-        if not target and after < (1 - NEAR_TIE) * before and adopt is not None and adopt(found):
-            fastest.append(found.plan)
+        found = plan_step(self.fun, self.call, replace(options, **changed), alone=True, near=None if elsewhere else near)
+        if target:
+            return found.plan
+        found = replace(found, plan=found.plan.with_job_of(self.fastest[-1]))
+        self._adopt(found)
+        return found.plan
+
+    def _adopt(self, found: PlannedStep) -> None:
+        last = self.fastest[-1]
+        before, after = (plan.seconds["total"] for plan in (last, found.plan))
+        faster = after < (1 - NEAR_TIE) * before and bool(found.plan.job) == bool(last.job)
+        if faster and self.adopt is not None and self.adopt(found):
+            self.fastest.append(found.plan)
             less = 100 * (1 - after / before)
             warn(
                 f"the step runs by a faster plan that was found: {format_seconds(after)}, {less:.1f} % less\n"
                 "  way out, for the plan before: auto(..., plan=that_plan)"
             )
-        return found.plan
-
-    return replan
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,7 +337,7 @@ class TracedStep:
         def program(plan: Plan) -> tuple[Callable, tuple]:
             return self.jit(decisions, plan).jitted, self.operands
 
-        def decided(other: Planned) -> Plan:
+        def decided(other: Planned, replan: Callable[..., Plan]) -> Plan:
             return describe(other, self.context(other.decisions, replan, other), self.auto.flags(other.xla.flags()))
 
         dtypes = {label: x.dtype for label, x in zip(self.traced.in_labels, jax.tree.leaves(self.operands), strict=True)}

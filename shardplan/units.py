@@ -42,6 +42,11 @@ def format_count(n: float) -> str:
     return "" if n == 1 else f"×{n:.0f}" if n == int(n) else f"×{n:.3g}"
 
 
+def to_digits(x: float) -> float:
+    """A figure of a plan to ten significant digits: what is behind them is rounding, and makes files of equal plans differ."""
+    return float(f"{x:.10g}")
+
+
 def parse_bytes(amount: float | str) -> float:
     """Bytes of 80e9, "80GB" or "74.5GiB", in any case of letters; `inf` stays.
 

@@ -551,6 +551,17 @@ def test_a_step_without_arguments_or_results(mesh):
     assert shardplan.auto(mesh)(lambda x: None)(np.ones(8, F32)) is None
 
 
+@pytest.mark.parametrize("search", ["ilp", "propagation", "recursive"])
+@pytest.mark.parametrize(("fun", "arguments"), [(lambda: (), ()), (lambda state: state, ({},)), (lambda x: None, (None,))])
+def test_a_step_without_any_array_is_planned_and_runs(mesh, fun, arguments, search):
+    step = shardplan.auto(mesh, search=search)(fun)
+    assert step(*arguments) == jax.jit(fun)(*arguments)
+    gpus = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    plan = shardplan.auto(gpus, cluster="h100", memory="1MB", search=search)(fun).plan(*arguments)
+    assert plan.inputs == plan.outputs == () and plan.seconds["total"] == 0 == plan.gap and plan.replan().dumps() == plan.dumps()
+    assert shardplan.Plan.loads(plan.dumps()).explain() and plan.html() and not plan.baselines().rows
+
+
 def test_effects_stay_and_unknown_primitives_are_told(mesh, capfd):
     def fun(x):
         jax.debug.print("sum {s}", s=x.sum())

@@ -12,7 +12,7 @@ import jax
 import jsonschema
 import pytest
 import yaml
-from flax import linen
+from flax import linen, nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -157,6 +157,14 @@ def test_flax_shards_by_the_logical_rules_as_planned(plan):
     for path, names in {"state/up": ("embed", "mlp"), "state/down": ("mlp", "embed"), "batch/x": ("batch", None)}.items():
         planned = next(x.layout for x in plan.inputs if x.path == path)
         assert entries(linen.logical_to_mesh_axes(names, rules)) == entries(planned.spec())
+
+
+def test_nnx_makes_parameters_by_the_logical_rules_as_planned(plan):
+    made = nnx.with_partitioning(nnx.initializers.normal(), AXES["state/up"], sharding_rules=plan.to_logical_rules(AXES))
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+        up = nnx.Linear(512, 2048, kernel_init=made, rngs=nnx.Rngs(0)).kernel
+    planned = next(x.layout for x in plan.inputs if x.path == "state/up")
+    assert entries(up.get_value().sharding.spec) == entries(planned.spec()) != ()
 
 
 def test_maxtext_reads_the_same_rules(plan):

@@ -113,6 +113,37 @@ def test_a_reused_plan_of_an_evaluation_keeps_the_layouts_of_the_state(mesh, tra
     assert layouts(other)["params/down"] == layouts(plan)["state/params/down"]
 
 
+def test_what_an_evaluation_does_not_take_of_the_state_is_in_memory(mesh, train):
+    shapes = jax.eval_shape(create_state, jax.random.key(0))
+    plan = train.plan(shapes, batch())
+    like = shardplan.auto(mesh, search="propagation", state_like=plan)(eval_step)
+    moments = sum(4 * WIDTH * 4 * WIDTH / x.shards(plan.mesh) for path, x in layouts(plan).items() if path.startswith("state/moments/"))
+    peak = like.with_options(memory="disable").plan(shapes["params"], batch(4096)).memory_report.peak
+    fits = like.with_options(memory=peak + moments).plan(shapes["params"], batch(4096)).memory_report
+    assert fits.peak <= peak == fits.limit
+    says = r"(?s)no plan .* of .* hold the state that eval_step does not take"
+    with pytest.raises(shardplan.ShardingError, match=says):
+        like.with_options(memory=peak / 2 + moments).plan(shapes["params"], batch(4096))
+    with pytest.raises(shardplan.ShardingError, match=r"state_like: .* hold the state that eval_step does not take"):
+        like.with_options(memory=moments / 2).plan(shapes["params"], batch(4096))
+    assert like.with_options(memory=peak).plan(shapes["params"], batch(64)).memory_report.limit == peak - moments
+    pinned = like.with_options(memory=peak, pins={"params/up": P("model")}).plan(shapes["params"], batch(64))
+    assert pinned.memory_report.limit == peak - moments  # an array with a pin of its own is no rest
+
+
+def test_the_plan_of_an_evaluation_has_a_state_too(mesh):
+    shapes = jax.eval_shape(create_state, jax.random.key(0))
+    pins = {"params/up": P("data", "model"), "batch/x": P("model")}
+    evaluated = shardplan.auto(mesh, search="propagation", pins=pins)(eval_step).plan(shapes["params"], batch())
+    train = shardplan.auto(mesh, search="propagation", state_like=evaluated)(train_step).plan(shapes, batch())
+    assert [layouts(train)[f"state/params/{w}"] for w in ("up", "down")] == [layouts(evaluated)[f"params/{w}"] for w in ("up", "down")]
+    assert layouts(train)["batch/x"] != layouts(evaluated)["batch/x"] and train.memory_report.limit == evaluated.memory_report.limit
+    with pytest.raises(
+        shardplan.ShardingError, match=r"no input of the step is state of that plan\.\n  state: params/down, params/up\n"
+    ):
+        shardplan.auto(mesh, state_like=evaluated)(lambda batch: batch["x"] ** 2).plan(batch())
+
+
 def test_a_state_that_is_not_shared_or_of_another_mesh_is_refused(mesh, train):
     plan = train.plan(jax.eval_shape(create_state, jax.random.key(0)), batch())
     with pytest.raises(shardplan.ShardingError, match="no input of the step is state of that plan"):

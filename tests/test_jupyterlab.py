@@ -47,7 +47,7 @@ def lab(tmp_path_factory):
     settings = {
         "--ServerApp.ip": "127.0.0.1", "--ServerApp.port": port, "--ServerApp.root_dir": folder, "--IdentityProvider.token": "",
         "--ServerApp.password": "", "--ServerApp.open_browser": False,
-        "--ServerApp.disable_check_xsrf": True,
+        "--ServerApp.disable_check_xsrf": True, "--LabApp.expose_app_in_browser": True,
     }  # fmt: skip
     root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(own / "c"), "JUPYTER_DATA_DIR": str(own / "d"), "IPYTHONDIR": str(own / "i")}
@@ -172,8 +172,16 @@ def test_a_layout_is_chosen_replanned_undone_and_its_code_gives_that_plan(lab):
         refused = lambda: "no plan fits" in widget.text("p.error")  # noqa: E731
         until(lambda: widget.all("p.error") and refused(), 60, lambda: widget.text(".bar"))
         driver.execute_script("arguments[0].scrollIntoView()", widget.host)
-        dark_theme(driver)
+        choose_theme(driver, "Dark")
         assert_looks_as_stored(driver, "lab_1280_dark")
+
+        driver.execute_async_script("jupyterapp.commands.execute('application:toggle-left-area').then(() => arguments[0]())")
+        for theme, name in (("Dark", "dark"), ("Light", "light")):
+            choose_theme(driver, theme)
+            look(driver, 400, 1500, dark=False)
+            driver.execute_script("arguments[0].scrollIntoView()", widget.host)
+            assert driver.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", widget.host)
+            assert_looks_as_stored(driver, f"lab_400_{name}")
 
 
 def run_all(driver) -> bool:
@@ -190,8 +198,9 @@ def run_all(driver) -> bool:
     return runs()
 
 
-def dark_theme(driver) -> None:
-    """What JupyterLab's dark theme says to those in its page."""
-    look(driver, 1280, 1500, dark=True)
-    driver.execute_script("document.body.dataset.jpThemeLight = 'false'; document.body.dataset.jpThemeName = 'JupyterLab Dark'")
-    time.sleep(0.3)
+def choose_theme(driver, name: str) -> None:
+    """JupyterLab's own theme of this name, on a system that is light."""
+    change = "jupyterapp.commands.execute('apputils:change-theme', { theme: arguments[0] }).then(() => arguments[1]())"
+    driver.execute_async_script(change, f"JupyterLab {name}")
+    until(lambda: driver.execute_script("return document.body.dataset.jpThemeName") == f"JupyterLab {name}", 10)
+    time.sleep(0.5)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from test_explore import arguments, train_step
 
 import shardplan
+from shardplan.view.instrument import module
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -28,11 +30,15 @@ def driver():
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def plan_of_page():
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
-    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(train_step).plan(*arguments())
+    return shardplan.auto(mesh, cluster="h100", donate_argnums=0)(train_step).plan(*arguments())
+
+
+@pytest.fixture(scope="module")
+def page(plan_of_page, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "plan.html"
-    path.write_text(plan.html(), "utf-8")
+    path.write_text(plan_of_page.html(), "utf-8")
     return path.as_uri()
 
 
@@ -171,15 +177,22 @@ def test_names_of_keys_axes_and_source_lines_stay_text(driver, evil_plan, tmp_pa
 HOST = """<!doctype html><meta charset="utf-8"><body><script type="module">
 const traits = {traits}, heard = new Map(), of = (name) => heard.get(name) ?? heard.set(name, new Set()).get(name);
 window.sent = [];
-window.model = {{
-  get: (name) => traits[name], send: (message) => sent.push(message),
-  on: (name, act) => of(name).add(act), off: (name, act) => of(name).delete(act),
-  changed: (name, value) => {{ traits[name] = value; of(`change:${{name}}`).forEach((act) => act()); }},
-  told: (message) => of("msg:custom").forEach((act) => act(message)),
-}};
+window.changed = (name, value) => {{ traits[name] = value; of(`change:${{name}}`).forEach((act) => act()); }};
+window.told = (message) => of("msg:custom").forEach((act) => act(message));
+const only = (object) => new Proxy(object, {{ get: (_, name) => {{
+  if (!(name in object)) throw new Error(`anywidget documents no ${{String(name)}}`);
+  return object[name];
+}} }});
+const model = only({{
+  get: (name) => traits[name], send: (message) => sent.push(message), set: undefined, save_changes: undefined,
+  widget_manager: undefined, on: (name, act) => of(name).add(act), off: (name, act) => of(name).delete(act),
+}});
 const widget = (await import(URL.createObjectURL(new Blob([{module}], {{ type: "text/javascript" }})))).default;
-widget.render({{ model, el: document.body }});
-window.ready = true;
+const el = document.createElement("div");  // is in the page only later, as in JupyterLab
+window.stop = widget.render(only({{ model, el, signal: undefined, experimental: undefined }}));
+document.body.append(el);
+window.names = Object.keys(widget);
+window.listeners = () => [...heard.values()].reduce((n, some) => n + some.size, 0);
 </script>"""
 
 
@@ -190,12 +203,12 @@ class Host:
 
     def __init__(self, driver, plan, folder):
         self.driver, self.widget = driver, plan.explore()
-        self.widget.send = lambda content, buffers=None: driver.execute_script("model.told(arguments[0])", content)
+        self.widget.send = lambda content, buffers=None: driver.execute_script("told(arguments[0])", content)
         self.known = self.traits()
         as_text = [json.dumps(x).replace("<", "\\u003c") for x in (self.known, self.widget._esm)]
         (folder / "widget.html").write_text(HOST.format(traits=as_text[0], module=as_text[1]), "utf-8")
         driver.get((folder / "widget.html").as_uri())
-        WebDriverWait(driver, 10).until(lambda _: driver.execute_script("return window.ready"))
+        WebDriverWait(driver, 10).until(lambda _: driver.execute_script("return window.names"))
         self.carry()
 
     def traits(self):
@@ -210,7 +223,7 @@ class Host:
                 pool.submit(lambda: None).result(60)
         now = self.traits()
         for name in (name for name in now if now[name] != self.known[name]):
-            self.driver.execute_script("model.changed(arguments[0], arguments[1])", name, now[name])
+            self.driver.execute_script("changed(arguments[0], arguments[1])", name, now[name])
         self.known = now
 
     def act(self, script):
@@ -242,3 +255,60 @@ def test_in_the_live_widget_they_stay_text_too(driver, evil_plan, tmp_path):
     assert shown.count(EVIL[:20]) > 5 and "Plan for it" in shown and driver.title != "taken"
     assert act(driver, "return root.querySelectorAll('img, script, [onerror]').length") == 0
     assert [x for x in driver.get_log("browser") if x["level"] == "SEVERE"] == []
+
+
+def test_a_saved_notebook_shows_it_without_a_kernel(driver, tmp_path):
+    notebook = json.loads((Path(__file__).parent.parent / "notebooks" / "explore.ipynb").read_text("utf-8"))
+    states = notebook["metadata"]["widgets"]["application/vnd.jupyter.widget-state+json"]["state"].values()
+    state = next(x["state"] for x in states if "_esm" in x["state"])
+    assert state["_esm"] == module(), "store the notebook anew: SHARDPLAN_NOTEBOOKS=write"
+    as_text = [json.dumps(x).replace("<", "\\u003c") for x in (state, state["_esm"])]
+    (tmp_path / "saved.html").write_text(
+        HOST.format(traits=as_text[0], module=as_text[1]).replace("sent.push(message)", "nobody()"), "utf-8"
+    )
+    driver.get((tmp_path / "saved.html").as_uri())
+    WebDriverWait(driver, 10).until(lambda _: driver.execute_script("return window.names"))
+    assert act(driver, "return root.querySelector('.tile .value').textContent").endswith("s")
+    act(driver, "root.querySelector('tr.row').click()")
+    assert "each device holds" in act(driver, "return root.textContent")
+    assert [x for x in driver.get_log("browser") if x["level"] == "SEVERE"] == []
+
+
+FRONT_ENDS = (
+    "jp-",
+    "jptheme",
+    "jupyter",
+    "vscode",
+    "acquirevscodeapi",
+    "colab",
+    "marimo",
+    "google",
+    "require(",
+    "requirejs",
+    "import ",
+    "import(",
+)
+
+
+def test_the_widget_asks_for_no_more_than_anywidget_documents(driver, plan_of_page, tmp_path):
+    code = "\n".join(line for line in module().splitlines() if not line.lstrip().startswith(("//", "/**", "*")))
+    assert [name for name in FRONT_ENDS if name in code.lower()] == [] and code.count("export ") == 1
+    assert set(re.findall(r"\bmodel\.(\w+)", code)) == {"get", "on", "off", "send"}
+    look(driver, 1280, 1500, dark=False)
+    host = Host(driver, plan_of_page, tmp_path)  # whose model has nothing else, and whose element is not in the page yet
+    assert driver.execute_script("return names") == ["render"] and driver.execute_script("return listeners()") > 0
+    host.act("root.querySelector('tr.row').click()")
+    assert len(act(driver, "return [...root.querySelectorAll('.layouts tbody tr')]")) > 1
+    ground = "return getComputedStyle(root.querySelector('section')).backgroundColor"
+    light = act(driver, ground)
+    for colour, same in (
+        ("#ddd", False),
+        ("#222", True),
+        ("oklch(0.9 0.02 250)", False),
+        ("color(srgb 0.1 0.1 0.1)", True),
+        ("lab(90 0 0)", False),
+    ):
+        driver.execute_script("document.body.style.color = arguments[0]; return new Promise(requestAnimationFrame)", colour)
+        assert (act(driver, ground) == light) == same, colour
+    driver.execute_script("stop()")
+    assert driver.execute_script("return listeners()") == 0 and [x for x in driver.get_log("browser") if x["level"] == "SEVERE"] == []

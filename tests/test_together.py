@@ -5,6 +5,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -98,6 +99,37 @@ def test_the_same_job_has_the_same_plans_and_names_its_weights(job, tmp_path):
     assert shardplan.Plan.load(tmp_path / "eval.json") == job.plans[1]
     reused = shardplan.auto(mesh(), plan=tmp_path / "eval.json")(eval_step)
     assert reused.plan(*CALLS[1]).inputs == job.plans[1].inputs
+
+
+def test_what_is_asked_of_a_plan_of_a_job_keeps_its_state_and_its_job():
+    train, _ = job = planned(0.01, 0.99, search="propagation")
+    plan = job.plans[0]
+    train(create_state(jax.random.key(0)), batch())  # so that no faster plan is adopted
+    state = {path: x for path, x in layouts(plan).items() if path.startswith("state/")}
+    batches = plan.fix("batch/x", P(None, "model"))
+    asked = (
+        batches,
+        batches.fix("batch/y", P(None, "model")),
+        plan.replan(),
+        plan.what_if("batch/x", plan.why("batch/x").choices[0].text),
+    )
+    for changed in (*asked, asked[-1].fix("batch/y", P("model"))):
+        assert {**layouts(changed), **state} == layouts(changed) and changed.job[1] == plan.job[1]
+        assert changed.job[0] == msgspec.structs.replace(plan.job[0], seconds=changed.seconds["total"])
+    moved = plan.fix("state/moments/up", P())
+    assert moved.job == () and {**layouts(moved), **state, "state/moments/up": layouts(moved)["state/moments/up"]} == layouts(moved)
+    assert plan.replan(memory="disable").job == ()
+    assert layouts(train.plan(*CALLS[0])) == {**layouts(train.plan(*CALLS[0])), **state} and train.plan(*CALLS[0]).job
+
+
+def test_a_faster_plan_that_is_found_later_is_one_of_the_job():
+    train, _ = job = planned(0.01, 0.99, search="propagation")
+    before = job.plans[0]
+    with pytest.warns(shardplan.ShardingWarning, match="the step runs by a faster plan"):
+        found = before.compare(["ilp"]).plans["ilp"]
+    now = train.plan(*CALLS[0])
+    assert now.dumps() == found.dumps() and now.job[0].seconds == now.seconds["total"] < before.seconds["total"]
+    assert all(layouts(now)[path] == x for path, x in layouts(before).items() if path.startswith("state/"))
 
 
 def test_one_step_is_planned_for_two_shapes_of_a_batch():

@@ -73,11 +73,11 @@ class IntegerProgram(Search):
         if (known := self.task.optima.get(priced := (network.pricing, problem.limit))) is not None:
             return known
         presolved = presolve(problem, tie=True)
-        start = warm_start(self.task, network, presolved, hint).states or None
+        start = warm_start(self.task, network, presolved, hint)
         self.task.stopwatch.lap("propagation")
         left, progress = time_left(deadline), options.progress
-        solution = solve(problem, hint=start, time_limit=left, progress=progress, presolved=presolved)
-        if solution.status == "fallback" and not solution.states and deadline.over():  # least memory is better than an error
+        solution = solve(problem, hint=start.states if start.found else None, time_limit=left, progress=progress, presolved=presolved)
+        if solution.status == "fallback" and not solution.found and deadline.over():  # least memory is better than an error
             states = min_peak_memory(problem)
             if states and problem.fits(states):
                 solution = replace(solution, states=states, objective=problem.objective(states))
@@ -129,7 +129,7 @@ class IntegerProgram(Search):
 
     def _propagated(self, found: Candidates, deadline: Deadline) -> None:
         """Step 3: sharding propagation."""
-        if (plan := Propagation(self.task).first(found.limit, deadline)).solution.states:
+        if (plan := Propagation(self.task).first(found.limit, deadline)).solution.found:
             found.add(plan)
 
     def _by_axis(self, found: Candidates, deadline: Deadline) -> None:
@@ -178,7 +178,7 @@ class IntegerProgram(Search):
                 return Candidate(network, self.search(network, hint, deadline))
 
             plan = cheapest_price(at, self.task.exposed_fraction, deadline)
-            if plan.solution.states:
+            if plan.solution.found:
                 found.add(plan)
             in_vain = in_vain + 1 if found.best is best else 0
 

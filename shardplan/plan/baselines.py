@@ -22,7 +22,7 @@ from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.plan.what_if import sent_bytes
 from shardplan.search.objective import Judged, compiled, judge
-from shardplan.units import format_percent
+from shardplan.units import format_percent, to_digits
 from shardplan.xla_model.compiler_options import thresholds
 
 ROUNDS = 2
@@ -116,7 +116,7 @@ def _baselines(planned: Planned) -> Iterator[Baseline]:
             fits = limit is None or found.peak_bytes <= limit
             sent = sent_bytes(found.network, found.states)
             pins = {graph.ops[a].label: tuple(_entry(axes) for axes in dims) for a, dims in layouts.items()}
-            yield Baseline(classical.name, pins, found.timeline.total_s, found.peak_bytes, sent, fits)
+            yield Baseline(classical.name, pins, to_digits(found.timeline.total_s), found.peak_bytes, sent, fits)
 
 
 def _entry(axes: Axes) -> str | Axes | None:
@@ -133,7 +133,7 @@ def _best(in_pins: Mapping[int, tuple], planned: Planned, limit: float | None) -
         for _ in range(ROUNDS):
             network = task.network(pricing, limit)
             solution = solve(network.problem, work_limit=WORK)
-            if not solution.states:
+            if not solution.found:
                 break
             judged = judge(task, Candidate(network, solution), limit)
             if best is None or judged.rank < best.rank:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Annotated, Literal
@@ -21,6 +23,12 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Name = Annotated[str, Meta(min_length=1)]
 
 
+def itemsize(dtype: str) -> float:
+    """Bytes of one element: by the first number in the type's name; 1 for bool, 8 for a key."""
+    bits = re.search(r"\d+", dtype)
+    return 8.0 if dtype.startswith("key<") else int(bits[0]) / 8 if bits else 1.0
+
+
 class Leaf(Struct, frozen=True, forbid_unknown_fields=True):
     """One input or output: its layout between steps.
 
@@ -36,6 +44,10 @@ class Leaf(Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Name
     layout: Layout
     kind: str = ""
+
+    def device_bytes(self, mesh: MeshShape) -> float:
+        """Bytes of a device's shard."""
+        return math.prod(self.layout.local_shape(self.shape, mesh)) * itemsize(self.dtype)
 
 
 class PlannedCollective(Struct, frozen=True, forbid_unknown_fields=True):
@@ -186,10 +198,23 @@ class JobPart(Struct, frozen=True, forbid_unknown_fields=True):
     seconds: Amount
 
 
+def seconds_per_call(parts: Sequence[JobPart]) -> float:
+    """Seconds of a call on average, by the weights of the functions."""
+    weight = math.fsum(part.weight for part in parts)
+    return math.fsum(part.weight * part.seconds for part in parts) / (weight or 1.0)
+
+
 class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one step is sharded over one mesh: the content of a plan file, in its order.
 
     Attributes:
+        fingerprint: of the program (`ir/canonical.py`); those of files before version 3 depend on the devices, too.
+        products: of its products, lookups and loops, which other versions of JAX trace in the same way; "" in older files.
+        jax: the version that traced it; "" in older files.
+        donated: names of the donated arguments, or of leaves where only some of an argument are.
+        compiler_options: options of XLA for GPU that the plan is predicted with, the user's own among them; {} in older files.
+        inputs, outputs: leaves in flat pytree order.
+        decisions: in program order. What follows is the report, which applying the plan does not need.
         cluster: name of the cluster it was priced for.
         search: as in `auto(search=...)`.
         status: how the search ended.
@@ -197,20 +222,21 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         symmetric_layers: whether repeated layers were given equal strategies; the bound holds for all plans.
         seconds: predicted seconds of a step: "compute", "communication", the part of that which is "hidden" behind compute,
             "total" (the first two less the third), and its lower "bound".
-        fingerprint: of the program (`ir/canonical.py`); those of files before version 3 depend on the devices, too.
-        products: of its products, lookups and loops, which other versions of JAX trace in the same way; "" in older files.
-        jax: the version that traced it; "" in older files.
-        donated: names of the donated arguments, or of leaves where only some of an argument are.
-        inputs, outputs: leaves in flat pytree order.
         unknown: (primitive, source) of ops without a rule, computed in full on every device; in parentheses why none was derived.
-        compiler_options: options of XLA for GPU that the plan is predicted with, the user's own among them; {} in older files.
         job: the functions that share the layout of the state, this one first (`shardplan.together`); () for a plan made alone.
         lines: the source lines that ops come from, in the order in which they first run; in older files, those that take time.
-        decisions: in program order.
     """
 
     version: Literal[3] = VERSION
     mesh: MeshShape
+    fingerprint: Name
+    products: str = ""
+    jax: str = ""
+    donated: tuple[str, ...]
+    compiler_options: Mapping[Name, Flag] = {}
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    decisions: tuple[PlanDecision, ...]
     cluster: str
     search: Name
     status: Literal["optimal", "feasible", "fallback"]
@@ -218,17 +244,9 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     symmetric_layers: bool
     seconds: Mapping[str, Amount]
     memory_report: MemoryReport = field(name="memory")
-    fingerprint: Name
-    products: str = ""
-    jax: str = ""
-    donated: tuple[str, ...]
-    inputs: tuple[Leaf, ...]
-    outputs: tuple[Leaf, ...]
     unknown: tuple[tuple[str, str], ...]
-    compiler_options: Mapping[Name, Flag] = {}
     job: tuple[JobPart, ...] = ()
     lines: tuple[SourceLine, ...]
-    decisions: tuple[PlanDecision, ...]
 
 
 @dataclass(frozen=True)

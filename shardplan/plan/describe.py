@@ -21,7 +21,7 @@ from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.plan.program import result_type, source_lines
 from shardplan.strategies.enumerate import PARTIAL
-from shardplan.units import format_array
+from shardplan.units import format_array, to_digits
 from shardplan.xla_model.compiler_options import Flags, XlaOptions
 
 AGAINST = ("all-gather", "all-to-all", "collective-permute")
@@ -52,14 +52,14 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
         outputs=tuple(_leaf(planned, i, "output") for i in graph.outs),
         decisions=tuple(_decisions(planned)),
         seconds={
-            "compute": line.compute_s,
-            "communication": line.collective_s,
-            "hidden": max(0.0, line.collective_s - line.exposed_s),
-            "total": line.total_s,
-            "bound": line.total_s * (1 - planned.solution.gap),
+            "compute": to_digits(line.compute_s),
+            "communication": to_digits(line.collective_s),
+            "hidden": to_digits(max(0.0, line.collective_s - line.exposed_s)),
+            "total": to_digits(line.total_s),
+            "bound": to_digits(line.total_s * (1 - planned.solution.gap)),
         },
         status=status,
-        gap=float(planned.solution.gap),
+        gap=to_digits(planned.solution.gap),
         symmetric_layers=planned.solution.tied,
         memory_report=_memory(planned, XlaOptions.of(flags)),
         search=planned.options.search,
@@ -81,7 +81,7 @@ def _lines(planned: Planned) -> tuple[SourceLine, ...]:
         if ps:
             at = (op.source.file, op.source.line)
             seconds[at] = seconds.get(at, 0.0) + ps / PS
-    return source_lines(planned.graph, seconds)
+    return source_lines(planned.graph, {at: to_digits(x) for at, x in seconds.items()})
 
 
 def _leaf(planned: Planned, i: int, kind: str) -> Leaf:
@@ -120,7 +120,7 @@ def _decisions(planned: Planned) -> Iterator[PlanDecision]:
             result_layouts=decided.results if decided else (),
             result_type=result_type(op),
             reshards=reshards,
-            seconds=float(space.seconds[i][s]) * op.runs / runs,
+            seconds=to_digits(float(space.seconds[i][s]) * op.runs / runs),
             runs=float(runs),
         )
 
@@ -148,7 +148,8 @@ def _reshards(planned: Planned, i: int) -> Iterator[PlannedReshard]:
 
 
 def _collective(step: ReshardStep | Exchange) -> PlannedCollective:
-    return PlannedCollective(step.kind, tuple(step.axes), float(step.bytes), float(step.seconds))  # pyright: ignore[reportArgumentType]
+    seconds = to_digits(step.seconds)
+    return PlannedCollective(step.kind, tuple(step.axes), float(step.bytes), seconds)  # pyright: ignore[reportArgumentType]
 
 
 # ---- memory

@@ -8,7 +8,7 @@ The state is the largest first argument. That of another function is a part of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pkgutil import resolve_name
@@ -21,7 +21,7 @@ from msgspec import structs
 from shardplan.errors import ShardingError
 from shardplan.mesh.layout import Layout
 from shardplan.plan.arguments import arguments, tree_paths
-from shardplan.plan.data import JobPart, Leaf
+from shardplan.plan.data import JobPart, Leaf, seconds_per_call
 from shardplan.plan.plan import Plan
 from shardplan.plan.what_if import WhatIf
 from shardplan.units import fit, format_array
@@ -72,7 +72,7 @@ class Job:
     @property
     def seconds(self) -> float:
         """Of a call on average, by the weights."""
-        return self.layouts[0].seconds
+        return seconds_per_call(self.parts)
 
     @property
     def gap(self) -> float:
@@ -102,10 +102,11 @@ class SharedPart:
         """Of the state, as a plan of the function has it."""
         return {n: leaf.layout for n, leaf in zip(self.numbers, plan.inputs, strict=False)}
 
-    def pinned_to(self, state: StateLayouts) -> Plan:
-        """What `state_like` takes to give the function these layouts."""
+    def pinned_to(self, state: StateLayouts, rest: Iterable[Leaf] = ()) -> Plan:
+        """What `state_like` takes to give the function these layouts, and to leave room for the rest of the state."""
         leaves = zip(self.numbers, self.alone.inputs, strict=False)
-        inputs = (structs.replace(leaf, layout=state[n], kind="parameters") for n, leaf in leaves if n in state)
+        inputs = [structs.replace(leaf, layout=state[n], kind="parameters") for n, leaf in leaves if n in state]
+        inputs += [structs.replace(leaf, path="", kind="optimizer") for leaf in rest]  # without a path it is no input of the function
         return structs.replace(self.alone, inputs=tuple(inputs))
 
     def seconds_with(self, state: StateLayouts) -> float:

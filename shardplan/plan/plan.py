@@ -24,6 +24,7 @@ from shardplan import _jax
 from shardplan.errors import ShardingError
 from shardplan.files import write_atomically
 from shardplan.plan import io, travel
+from shardplan.plan.arguments import arguments
 from shardplan.plan.batches import data_shard, global_batch
 from shardplan.plan.comparison import PlanComparison, PlanDiff
 from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlannedReshard, PlanRecord
@@ -45,6 +46,14 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         plan = structs.replace(self)
         structs.force_setattr(plan, "context", context)
         return plan
+
+    def with_job_of(self, other: Plan) -> Plan:
+        """This plan of the same step as one of the job of `other`, if it has the first argument, the state, where that has it."""
+        state = next((part.num_leaves for part in arguments(self.context.in_tree)), 0) if other.job else 0
+        if [x.layout for x in self.inputs[:state]] != [x.layout for x in other.inputs[:state]]:
+            return self
+        own = tuple(structs.replace(part, seconds=self.seconds["total"]) for part in other.job[:1])
+        return structs.replace(self, job=(*own, *other.job[1:])).with_context(self.context)
 
     def _planned_from(self, method: str, way_out: str) -> Any:
         if self.context is None:
@@ -224,7 +233,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return self
 
     def what_if(self, what: str | Sequence[str] | PlannedReshard, choice: str | Sequence) -> Plan:
-        """What if some arrays lay otherwise, and the ops around them adapted: quicker than `fix`, and a little worse.
+        """The plan in which some arrays lie otherwise and the ops around them adapt: the warm replan, quicker than `fix`, a bit worse.
 
         Args:
             what: as for `why`; of repeated layers, all that it names.
@@ -240,7 +249,9 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return resolve_name("shardplan.plan.what_if:what_if")(self._solved("what_if()"), what, choice)
 
     def fix(self, path: str, spec) -> Plan:
-        """The best plan that is found in which inputs matching `path` have `spec`; not slower than what `what_if` has at once.
+        """The best plan that is found in which inputs matching `path` have `spec`; not slower than that of `what_if`.
+
+        It plans the whole step again, which takes as long as the first plan; the warm replan is `what_if`.
 
         Args:
             path: a path or pattern as in `pins`.
@@ -253,10 +264,11 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
 
     def _anew(self, method: str, way_out: str, pins: Mapping[str, Any], **target: Any) -> Plan:
         context = self._planned_from(method, way_out)
-        return context.replan(pins, near=resolve_name("shardplan.plan.what_if:near")(self, pins), **target)
+        found = context.replan(pins, near=resolve_name("shardplan.plan.what_if:near")(self, pins), **target)
+        return found if target else found.with_job_of(self)
 
     def replan(self, pins: Mapping[str, Any] | None = None, **target: Any) -> Plan:
-        """The same step planned anew: with more pins, with other memory, for another mesh or cluster.
+        """The same step planned anew: with more pins, with other memory, for another mesh or cluster. As long as the first plan takes.
 
         Args:
             pins: as in `auto`; those that this plan was made with stay.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 import jax
@@ -19,7 +19,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.plan.data import Leaf, PlanDecision
 from shardplan.plan.plan import Plan
 from shardplan.plan.program import differences, numbered, placed, result_type, source_lines
-from shardplan.units import fit, format_array
+from shardplan.units import fit, format_array, format_memory
 
 MAX_LISTED, MAX_TEXT = 5, 100
 
@@ -186,11 +186,43 @@ def matching_pins(plan: Plan, traced: Traced, options: Options, state: Mapping[i
 # ---- one state, several functions
 
 
-def state_pins(plan: Plan, traced: Traced, taken: Collection[str]) -> dict[int, PinDims]:
-    """Pins, by flat number, that give the inputs of a step the layouts that they have as state of another step's plan.
+@dataclass(frozen=True)
+class SharedState:
+    """The state of another step's plan, as a step takes it.
 
-    An input is the state leaf of its path; else the only leaf, or the only parameter, whose path ends in its own without the argument's
-    name ("params/up" of "state/params/up"). Shape and dtype are the same.
+    Attributes:
+        pins: flat number of an input -> its layout there.
+        rest_bytes: per device, of the state that the step does not take. It is in memory, too, while the step runs.
+    """
+
+    pins: Mapping[int, PinDims]
+    rest_bytes: float
+
+    @classmethod
+    def none(cls) -> SharedState:
+        """Of a step that shares no state."""
+        return cls({}, 0.0)
+
+    def leaves_room(self, options: Options, name: str) -> tuple[Options, str]:
+        """(the options with the memory that the rest of the state leaves for the step of this name, what holds the rest in words).
+
+        Raises:
+            ShardingError: it leaves none.
+        """
+        if options.memory is None or not self.rest_bytes:
+            return options, ""
+        room = f"{format_memory(self.rest_bytes)} of {format_memory(options.memory)} hold the state that {name} does not take"
+        if options.memory <= self.rest_bytes:
+            raise ShardingError(f"state_like: {room}.\n  ways out: a larger mesh, or more memory=")
+        return replace(options, memory=options.memory - self.rest_bytes), room
+
+
+def shared_state(plan: Plan, traced: Traced, taken: Collection[str]) -> SharedState:
+    """The inputs of a step that are state of another step's plan, in the layouts that they have there.
+
+    The state of a plan are its parameters and optimizer state; of one that keeps none, an evaluation's, the first argument. An input is
+    the state leaf of its path; else the only leaf, or the only parameter, whose path ends in its own without the argument's name
+    ("params/up" of "state/params/up"). Shape and dtype are the same.
 
     Args:
         plan: of the step that keeps the state.
@@ -200,19 +232,27 @@ def state_pins(plan: Plan, traced: Traced, taken: Collection[str]) -> dict[int, 
     Raises:
         ShardingError: no input is one of the state.
     """
-    state = [x for x in plan.inputs if x.kind in ("parameters", "optimizer")]
+    state = _state(plan)
     pins: dict[int, PinDims] = {}
+    rest = {id(x): x for x in state}
     for n, (label, v) in enumerate(zip(traced.in_labels, traced.jaxpr.jaxpr.invars, strict=True)):
         same = [x for x in state if (x.shape, x.dtype) == _type(v.aval)]
-        leaf = None if label in taken else _of_path(same, label)
+        leaf = _of_path(same, label)
         if leaf is not None:
+            rest.pop(id(leaf), None)
+        if leaf is not None and label not in taken:
             pins[n] = leaf.layout.dims
     if not pins and not any(label in taken for label in traced.in_labels):
         raise ShardingError(
             f"state_like: no input of the step is state of that plan.\n  state: {_listed([x.path for x in state])}\n"
             f"  step: {_listed(traced.in_labels)}\n  way out: the plan of a step with the same parameters, or in_shardings"
         )
-    return pins
+    return SharedState(pins, sum(leaf.device_bytes(plan.mesh) for leaf in rest.values()))
+
+
+def _state(plan: Plan) -> list[Leaf]:
+    kept = [x for x in plan.inputs if x.kind in ("parameters", "optimizer")]
+    return kept or [x for x in plan.inputs if x.path.partition("/")[0] == plan.inputs[0].path.partition("/")[0]]
 
 
 def refuse_other_state(plan: Plan, pins: Mapping[int, PinDims]) -> None:

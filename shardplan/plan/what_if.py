@@ -47,16 +47,11 @@ def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str 
     if states is None:
         raise ShardingError(f"what_if({what!r}, {text!r}): no plan near this one makes it.\n  way out: plan.fix, which plans all anew")
     judged = prices.judged(states)
-    if judged.excess_bytes:
-        raise ShardingError(
-            f"what_if({what!r}, {text!r}) needs {format_memory(judged.peak_bytes)} per device of {format_memory(judged.limit or 0.0)}."
-            "\n  ways out: plan.fix, which plans all anew, or more memory="
-        )
     bound = planned.solution.bound  # of all plans, so of those with this layout too
     network, solution = judged.proven(min(bound, judged.solution.objective))
     network = replace(network, limit=planned.network.limit)
     strategies = network.strategies(solution.states)
-    return plan.context.decided(
+    changed = plan.context.decided(
         replace(
             planned,
             network=network,
@@ -65,8 +60,16 @@ def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str 
             decisions=decide(network, strategies, network.retained(solution.states)),
             timeline=judged.timeline,
             held={**planned.held, **masks},
-        )
+        ),
+        plan.context.replan,
     )
+    peak, limit = changed.memory_report.peak, changed.memory_report.limit
+    if limit is not None and peak > limit:
+        raise ShardingError(
+            f"what_if({what!r}, {text!r}) needs {format_memory(peak)} per device of {format_memory(limit)}."
+            "\n  ways out: plan.fix, which plans all anew, or more memory="
+        )
+    return changed.with_job_of(plan)
 
 
 def near(plan: Plan, pins: Mapping[str, Any]) -> Planned | None:

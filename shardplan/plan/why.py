@@ -31,7 +31,7 @@ from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.plan.what_if import WhatIf, sent_bytes
 from shardplan.search.objective import NEAR_TIE, Judged
-from shardplan.units import format_array, format_memory, format_percent, format_seconds
+from shardplan.units import format_array, format_memory, format_percent, format_seconds, to_digits
 
 PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 """Frames of this package and what called it are none of the step's."""
@@ -247,7 +247,7 @@ def _priced(what_if: WhatIf, wanted: Mapping[str, tuple[Layout, Masks]]) -> tupl
 
 def _choice(text: str, layout: Layout, judged: Judged) -> LayoutChoice:
     sent = sent_bytes(judged.network, judged.states)
-    return LayoutChoice(text, layout, judged.timeline.total_s, judged.peak_bytes, sent, not judged.excess_bytes)
+    return LayoutChoice(text, layout, to_digits(judged.timeline.total_s), judged.peak_bytes, sent, not judged.excess_bytes)
 
 
 def _constraints(

@@ -19,8 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from shardplan.costs.build import build_network
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pins import allowed_strategies
@@ -133,8 +131,8 @@ class _Descent:
         network = build_network(space, task.resharder, limit, allowed, pricing=self.pricing, windows=windows)
         presolved = presolve(network.problem, tie=True)
         hint = propagate(network.problem, presolved)
-        solution = solve(network.problem, hint=hint.states or None, work_limit=WORK, presolved=presolved)
-        if not solution.states or not np.isfinite(solution.objective):
+        solution = solve(network.problem, hint=hint.states if hint.found else None, work_limit=WORK, presolved=presolved)
+        if not solution.found:
             return None
         chosen = network.strategies(solution.states)
         factors = {op.path: space.strategies[i].factors[chosen[i]] for i, op in enumerate(space.graph.ops)}

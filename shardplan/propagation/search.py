@@ -40,14 +40,14 @@ class Propagation(Search):
         self.task.stopwatch.lap("network")
         start = warm_start(self.task, network, presolve(problem, tie=True), hint, always_propagate=True)
         self.task.stopwatch.lap("propagation")
-        if not start.states or problem.fits(start.states):
+        if not start.found or problem.fits(start.states):
             return start
         return solve(problem, hint=start.states, time_limit=time_left(deadline))
 
     def candidates(self, limit: float | None, deadline: Deadline) -> Candidates:
         """The propagated plan of the first network: one pricing, one answer."""
         found = Candidates.none(self.task, limit)
-        if (plan := self.first(limit, deadline)).solution.states:
+        if (plan := self.first(limit, deadline)).solution.found:
             found.add(plan)
         return found
 

@@ -183,7 +183,7 @@ class _Ascent:
     def solved(self, weights: Weights) -> Solution:
         """The network of these weights, and its plan as another plane."""
         solution = solve(self.tables.problem(weights), work_limit=WORK)
-        if solution.states:
+        if solution.found:
             candidate = self.candidate(solution)
             if not self.tables.released or candidate.network.allows(candidate.solution.states):
                 self.plans.append(candidate)

@@ -74,7 +74,7 @@ class Neighbourhood:
             if not np.isfinite(costs[i]).any():
                 return None
         found = solve(replace(problem, costs=tuple(costs), ties=problem.ties if self.tied else ()), work_limit=WHOLE_WORK)
-        return found.states or None
+        return found.states if found.found else None
 
     @cached_property
     def _members(self) -> dict[int, list[int]]:
@@ -120,4 +120,4 @@ class Neighbourhood:
         found = solve(Problem(tuple(costs), tuple(edges), ties=ties), work_limit=WORK)
         for i, s in zip(region, found.states, strict=False):
             states[i] = s
-        return tuple(states) if found.states else None
+        return tuple(states) if found.found else None

@@ -203,7 +203,7 @@ class Candidates:
         """The best plans with the combine thresholds with which they are fastest, which may make another one the best."""
         if self.best is None or not self.task.options.chooses_xla:
             return
-        count = max(OTHERWISE, OTHERWISE_OPS // len(self.task.space.graph.ops))
+        count = max(OTHERWISE, OTHERWISE_OPS // max(1, len(self.task.space.graph.ops)))
         best = sorted(self.judged.items(), key=lambda x: x[1].rank)[:count]
         for key, judged in best:
             if (

@@ -29,11 +29,11 @@ def cheapest_price(search: Callable[[float], Candidate], exposed_fraction: float
     """
     found, seconds = step_objective(search(exposed_fraction), exposed_fraction, exposed_fraction)
     tried = [found]
-    if found.solution.states and seconds.background > seconds.overlap_capacity and exposed_fraction < 1 and not deadline.over():
+    if found.solution.found and seconds.background > seconds.overlap_capacity and exposed_fraction < 1 and not deadline.over():
         other, exposed = step_objective(search(1.0), 1.0, exposed_fraction)
         tried.append(other)
         less = seconds.background - exposed.background
-        below = other.solution.states and less > 0 and exposed.background < exposed.overlap_capacity
+        below = other.solution.found and less > 0 and exposed.background < exposed.overlap_capacity
         if below and not deadline.over():
             price = (exposed.compute + exposed.blocking - seconds.compute - seconds.blocking) / less
             price = min(1.0, max(exposed_fraction, price))
@@ -41,7 +41,7 @@ def cheapest_price(search: Callable[[float], Candidate], exposed_fraction: float
     network, solution = min(tried, key=lambda candidate: candidate.solution.objective)
     bound = max(candidate.solution.bound for candidate in tried)
     proven = bound > solution.objective - 1.0  # costs are whole; the hidden part of them may not be
-    status = "optimal" if solution.states and proven else solution.status
+    status = "optimal" if solution.found and proven else solution.status
     status = "feasible" if status == "optimal" and not proven else status
     return Candidate(network, replace(solution, bound=min(bound, solution.objective), status=status))
 
@@ -49,7 +49,7 @@ def cheapest_price(search: Callable[[float], Candidate], exposed_fraction: float
 def step_objective(found: Candidate, price: float, exposed_fraction: float) -> tuple[Candidate, StepSeconds]:
     """A candidate that was searched at a price, with objective and bound of (8), and the seconds of (8) by part."""
     network, solution = found
-    if not solution.states:
+    if not solution.found:
         return found, StepSeconds(0.0, 0.0, 0.0, 0.0)
     seconds = network.step_seconds(solution.states)
     bound = max(0.0, solution.bound - (price - exposed_fraction) * seconds.overlap_capacity)

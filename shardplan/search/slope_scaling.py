@@ -111,7 +111,7 @@ class _PricingLoop:
     def attempt(self, search: SearchStates, combined: CombinedGroups | None, hint: States = ()) -> None:
         """Solve, and judge what is found."""
         found = self.solve(search, combined, hint)
-        if found.solution.states:
+        if found.solution.found:
             self.judge(found)
 
     def judge(self, found: Candidate) -> Judged:
@@ -125,7 +125,7 @@ class _PricingLoop:
         for n in range(ROUNDS):
             if n:
                 found = self.solve(self.search, self.combined, found.solution.states)
-            if not found.solution.states:
+            if not found.solution.found:
                 break
             judged = self.judge(found)
             if self.deadline.over() or (not judged.excess_bytes and self.agrees(judged, found)):

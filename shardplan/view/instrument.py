@@ -18,7 +18,7 @@ from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import Layout
 from shardplan.plan import Plan
 from shardplan.plan.asked import address
-from shardplan.plan.data import PlanDecision, PlannedReshard
+from shardplan.plan.data import PlanDecision, PlannedReshard, itemsize
 from shardplan.plan.schedule import StepSchedule
 from shardplan.plan.why import Why
 from shardplan.units import clean
@@ -137,7 +137,7 @@ class Instrument:
         found = []
         for (name, layout), some in groups.items():
             aval = graph.ops[user[some[0].op]].outs[0]
-            each = prod(layout.local_shape(aval.shape, self.plan.mesh)) * rows.itemsize(str(aval.dtype))
+            each = prod(layout.local_shape(aval.shape, self.plan.mesh)) * itemsize(str(aval.dtype))
             found.append((each * len(some), name, layout, some, aval))
         found.sort(key=lambda x: (-x[0], x[1]))
         out = []

@@ -16,7 +16,7 @@ from shardplan.files import is_library
 from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.plan import Plan
-from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision
+from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlanDecision, itemsize
 from shardplan.units import clean
 
 KINDS = ("parameters", "optimizer", "batch", "constants", "output")
@@ -34,12 +34,6 @@ def _rank(name: str, order: Sequence[str]) -> tuple[int, str]:
 
 
 # ---- types, as JAX prints them
-
-
-def itemsize(dtype: str) -> float:
-    """Bytes of one element: by the first number in the type's name; 1 for bool, 8 for a key."""
-    bits = re.search(r"\d+", dtype)
-    return 8.0 if dtype.startswith("key<") else int(bits[0]) / 8 if bits else 1.0
 
 
 def type_text(dtype: str, shape: Sequence[int], layout: Layout) -> str:

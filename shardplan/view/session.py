@@ -2,7 +2,7 @@
 
 0 as planned
 1 up by rows        0.what_if("params/blocks/*/up", P("model", None))
-2 anew              0.fix("params/blocks/*/up", P("model", None))
+2 anew              0.replan({"params/blocks/*/up": P("model", None)})
 """
 
 from __future__ import annotations

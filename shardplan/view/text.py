@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from shardplan.ir.traits import traits_of
 from shardplan.plan import Plan, PlanComparison, PlanDiff
 from shardplan.plan.baselines import Baselines
-from shardplan.plan.data import JobPart, MemoryReport, PlanDecision
+from shardplan.plan.data import JobPart, MemoryReport, PlanDecision, seconds_per_call
 from shardplan.plan.job import Job
 from shardplan.plan.program import differences_of_plans
 from shardplan.search.objective import OPTIMAL
@@ -46,10 +46,9 @@ def summary(plan: Plan) -> str:
 
 def job_parts(parts: Sequence[JobPart]) -> str:
     """What the functions that share a state take on average of a call, by their weights."""
-    weight = sum(part.weight for part in parts)
-    seconds = sum(part.weight * part.seconds for part in parts) / (weight or 1.0)
-    shares = (f"{format_percent(part.weight / (weight or 1.0))} {part.name} {format_seconds(part.seconds)}" for part in parts)
-    return f"{format_seconds(seconds)} a call on average, one layout of the state: {', '.join(shares)}"
+    weight = sum(part.weight for part in parts) or 1.0
+    shares = (f"{format_percent(part.weight / weight)} {part.name} {format_seconds(part.seconds)}" for part in parts)
+    return f"{format_seconds(seconds_per_call(parts))} a call on average, one layout of the state: {', '.join(shares)}"
 
 
 def brief(plan: Plan) -> str:

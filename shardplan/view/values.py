@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
-from math import prod
 from typing import Any
 
 from shardplan.plan import Plan, PlanDiff
@@ -68,7 +67,7 @@ def plan_values(plan: Plan, brief: bool = False) -> dict[str, Any]:
             "shape": list(x.shape),
             "dtype": x.dtype,
             "spec": list(x.layout.spec()),
-            "device_bytes": prod(x.layout.local_shape(x.shape, plan.mesh)) * rows.itemsize(x.dtype),
+            "device_bytes": x.device_bytes(plan.mesh),
         }
         for x in plan.inputs
     ]

@@ -234,7 +234,7 @@ class Solution:
     Attributes:
         status: "optimal" (the bound is reached), "feasible" (an incumbent and a gap), "infeasible" (proven), "fallback" (the hint,
             or nothing: no better answer within the limits).
-        states: s_i, one per node; () if none were found.
+        states: s_i, one per node; () if none were found, and of a network without nodes.
         objective: (1) of `states`.
         bound: a lower bound of (1) over all states that satisfy (2), (3) and, if `tied`, the ties.
         tied: whether states were restricted by `Problem.ties`.
@@ -249,11 +249,16 @@ class Solution:
     stats: dict = field(default_factory=dict, compare=False)
 
     @property
+    def found(self) -> bool:
+        """Whether there is an answer: without one the objective is inf."""
+        return self.objective < np.inf
+
+    @property
     def gap(self) -> float:
         """(objective - bound) / |objective|; 0 if both are equal, inf without states."""
         if self.objective == self.bound:
             return 0.0
-        return (self.objective - self.bound) / max(abs(self.objective), 1e-30) if np.isfinite(self.objective) else np.inf
+        return (self.objective - self.bound) / max(abs(self.objective), 1e-30) if self.found else np.inf
 
 
 def sum_over_intervals(held: Iterable[tuple[int, int, float]]) -> np.ndarray:

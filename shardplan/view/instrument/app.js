@@ -49,10 +49,13 @@ class App {
     this.all();
     this.stops = ["data", "answers", "history", "current", "work", "pareto", "pickers", "message"].map((name) => source.on(name, () => this.changed(name)));
     this.stops.push(source.onreply((reply) => this.reply(reply)));
-    const redraw = () => { root.host.style.colorScheme = scheme(); this.timeline.draw(); }, dark = window.matchMedia("(prefers-color-scheme: dark)"), theme = new MutationObserver(redraw);
+    const redraw = () => { root.host.style.colorScheme = scheme(root.host.parentNode); this.timeline.draw(); };
+    const dark = window.matchMedia("(prefers-color-scheme: dark)"), theme = new MutationObserver(redraw), place = new ResizeObserver(redraw);
     dark.addEventListener("change", redraw);
-    theme.observe(document.body, { attributes: true });
-    this.stops.push(() => dark.removeEventListener("change", redraw), () => theme.disconnect());
+    place.observe(root.host);  // once it is in the page
+    for (const el of [document.documentElement, document.body]) theme.observe(el, { attributes: true });
+    theme.observe(document.head, { childList: true });
+    this.stops.push(() => dark.removeEventListener("change", redraw), () => theme.disconnect(), () => place.disconnect());
     this.send({ do: "hello" });
   }
 
@@ -86,7 +89,10 @@ class App {
     this.read();
     if (name === "data") { this.picked = {}; this.all(); }
     else if (name === "answers") this.redrawOpen();
-    else this.drawBar();
+    else {
+      if (name === "current" || name === "history") this.drawHead();  // a front end may set one trait after the other
+      this.drawBar();
+    }
   }
 
   all() {
@@ -148,17 +154,16 @@ class App {
   }
 }
 
-/** The colour scheme of the notebook around, or the system's. */
-function scheme() {
-  const body = document.body, page = document.documentElement, light = body.dataset.jpThemeLight;
-  if (light !== undefined) return light === "true" ? "light" : "dark";
-  const words = `${body.className} ${page.className} ${page.getAttribute("theme") ?? ""} ${body.dataset.theme ?? ""}`;
-  return /vscode-light|(^|\s)light(\s|$)/.test(words) ? "light" : /vscode-dark|vscode-high-contrast|(^|\s)dark(\s|$)/.test(words) ? "dark" : "light dark";
+/** The colour scheme around an element, of whatever front end: light text stands on dark ground. */
+function scheme(el) {
+  const text = getComputedStyle(el?.isConnected ? el : document.body).color, [x, y, z] = text.replace(/^[\w-]+\([a-z][\w-]* |^[\w-]+\(/, "").match(/[\d.]+/g).map(Number);
+  const luma = 0.2126 * x + 0.7152 * y + 0.0722 * z, light = /^rgb/.test(text) ? luma / 255 : /^color/.test(text) ? luma : /^ok/.test(text) ? x : x / 100;
+  return light > 0.5 ? "dark" : "light";
 }
 
 /** Mounts an instrument in a shadow root of `el`, so that the style around it does not reach it. */
 function mount(el, source, css) {
-  const host = h("div", { class: "shardplan-instrument", style: `color-scheme:${scheme()}` }), root = host.attachShadow({ mode: "open" });
+  const host = h("div", { class: "shardplan-instrument", style: `color-scheme:${scheme(el)}` }), root = host.attachShadow({ mode: "open" });
   root.append(Object.assign(document.createElement("style"), { textContent: css }));
   el.append(host);
   return new App(root, source);

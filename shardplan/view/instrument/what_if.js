@@ -44,12 +44,12 @@ function bar(app) {
   const select = (label, value, act) => { const el = h("select", { "aria-label": label, onchange: (e) => act(Number(e.target.value)) }, names.map((o) => o.cloneNode(true))); el.value = value; return el; };
   const now = app.history[app.current] ?? {}, first = app.history[0] ?? now;
   const busy = app.work && h("div", { class: "work", role: "status" }, h("span", { class: "spinner" }), h("span", {}, app.work.what), h("span", { class: "soft" }, app.work.state ?? ""), h("button", { class: "small cancel", onclick: () => app.send({ do: "cancel" }) }, "Cancel"));
-  const steps = app.history.length > 1 ? h("table", { class: "history", "aria-label": "what-ifs" }, h("tbody", {}, app.history.map((x, n) =>
+  const steps = app.history.length > 1 ? h("div", { class: "scroll" }, h("table", { class: "history", "aria-label": "what-ifs" }, h("tbody", {}, app.history.map((x, n) =>
     h("tr", { class: n === app.current ? "own" : "" },
       h("td", {}, h("button", { class: "head", "aria-current": n === app.current ? "true" : null, onclick: () => app.send({ do: "show", n }) }, `${n}`)),
       h("td", {}, h("input", { class: "name", "aria-label": `name of what-if ${n}`, value: x.name, onchange: (e) => app.send({ do: "name", n, name: e.target.value }) })),
       h("td", { class: "n" }, seconds(x.seconds)), h("td", { class: "n" }, n ? delta(x.seconds, first.seconds, (d) => percent(d / first.seconds)) : ""),
-      h("td", { class: "n" }, memory(x.peak)), h("td", { class: "n" }, bytes(x.sent)), h("td", { class: "soft" }, x.mesh))))) : "";
+      h("td", { class: "n" }, memory(x.peak)), h("td", { class: "n" }, bytes(x.sent)), h("td", { class: "soft" }, x.mesh)))))) : "";
   const other = app.history.length > 1 ? [h("span", { class: "soft" }, "compare with"), select("compare with", app.other ?? now.parent ?? 0, (n) => { app.other = n; app.compare(n); })] : "";
   return h("section", { class: "bar" },
     h("div", { class: "buttons" },
