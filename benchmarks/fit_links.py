@@ -28,9 +28,12 @@ KINDS = {
 LEAST_BYTES = 4096
 DISPATCH_S = {"autoparallel": 150e-6}
 START = {
-    "launch_s": 1.8e-5, "intra.latency_s": 1.2e-6, "intra.efficiency": 0.75, "intra.small_rate": 0.5, "intra.bulk_start_s": 2e-5, "intra.bulk_latency_s": 2e-6,
-    "intra.ring_loss": 0.5, "intra.sum_loss": 1.0, "intra.reduce_bytes_per_s": 2.6e11, "intra.send_bytes_per_s": 9e10, "intra.send_latency_s": 4e-4,
-    "inter.latency_s": 1e-5, "inter.efficiency": 0.86, "inter.small_rate": 0.5, "inter.bulk_start_s": 5e-5, "inter.bulk_latency_s": 1e-5,
+    "launch_s": 1.8e-5, "intra.latency_s": 1.2e-6, "intra.efficiency": 0.75,
+    "intra.small_rate": 0.5, "intra.bulk_start_s": 2e-5, "intra.bulk_latency_s": 2e-6,
+    "intra.ring_loss": 0.5, "intra.sum_loss": 1.0, "intra.reduce_bytes_per_s": 2.6e11,
+    "intra.send_bytes_per_s": 9e10, "intra.send_latency_s": 4e-4,
+    "inter.latency_s": 1e-5, "inter.efficiency": 0.86,
+    "inter.small_rate": 0.5, "inter.bulk_start_s": 5e-5, "inter.bulk_latency_s": 1e-5,
 }  # fmt: skip
 """Constants that are fitted, and from where the search starts; those between nodes and of the switch only where measured."""
 NETWORK_PROTOCOL = {"inter.small_rate": 1.0, "inter.bulk_start_s": 0.0, "inter.bulk_latency_s": 0.0}

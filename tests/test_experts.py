@@ -217,7 +217,7 @@ def test_shards_optimizer_state_and_then_parameters_as_memory_tightens():
 
 
 def test_gathers_again_rather_than_retaining_as_memory_tightens():
-    """FSDP retains gathered weights for the backward pass while there is room; as the budget falls, more are regathered, hidden by compute."""
+    """FSDP retains gathered weights while there is room; as the budget falls, more are gathered again, hidden by compute."""
     step, state, batch = adam(deep_loss), deep_state(), S((12288, 2048), F32)
     free = plan_of(step, state, batch, memory=float("inf"))
     budgets = [share * free.memory().peak for share in (0.9, 0.8, 0.75)]

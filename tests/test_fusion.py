@@ -173,7 +173,9 @@ def test_loops_count_their_iterations_and_slice_every_row_in_a_kernel_of_its_own
 
     square, stack = S((16, 16), F32), S((10, 16, 16), F32)
     product_s = kernel_seconds(H100.device, [Product("float32", 2 * 16.0**3, (1, 16, 16, 16))], 0.0)
-    assert whole(run, square, stack, stack, cluster=H100) == pytest.approx(10 * (2 * product_s + (1 + 2) * H100.device.kernel_latency_s))
+    assert whole(run, square, stack, stack, cluster=H100) == pytest.approx(
+        10 * (2 * product_s + (1 + 2) * H100.device.kernel_latency_s)
+    )
 
 
 @needs_gpu_compiler

@@ -1,8 +1,8 @@
 """What the machine is: devices, the links inside a node and between nodes, and which of them a mesh axis runs over.
 
 A cluster is data: peaks as the maker states them, and the fraction of each peak that real programs reach. Presets are made of the
-figures in `gpus.json`, of what measurements say instead in `gpu_rates.json`, and of `presets/cpu.json`; users write cluster files (JSON). Devices are numbered row-major over the mesh;
-`node_size` consecutive devices share a node.
+figures in `gpus.json`, of what measurements say instead in `gpu_rates.json`, and of `presets/cpu.json`; users write cluster files
+(JSON). Devices are numbered row-major over the mesh; `node_size` consecutive devices share a node.
 
     >>> h100 = Cluster.preset("h100")                          # nodes of 8
     >>> mesh = MeshShape(("data", "model"), (4, 8))
