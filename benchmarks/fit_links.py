@@ -66,7 +66,7 @@ FITS = {
     "h100": LinkFit(
         ("H100", "H200"),
         ("xla_coll", "xxrjun", "azure", "autoparallel", "dstack_nebius", "openshift_h200", "stas_torch", "stas_nccl"),
-        tuple(key for key in START),
+        tuple(START),
         "XLA's default collective performance table (Apache-2.0); nccl-tests by xxrjun (Apache-2.0), Azure (MIT), Nebius by dstack "
         "(MPL-2.0), OpenShift and stas00/ml-engineering (CC BY-SA 4.0); meta-pytorch/autoparallel (BSD-3); 1 to 32 nodes",
     ),

@@ -225,13 +225,13 @@ def slope(figures: Figures, weights: Weights) -> Weights:
     """
     sent, sent_late, both, both_late, staged, beyond = figures.edges.T
     network, latency, kernels, _ = weights.edges.T
-    more, extra = network >= kernels, both_late - sent_late
+    more, extra = network >= kernels, both_late - sent_late  # `late` of (12) counts `extra`; which weights it grows with:
     apart = more & (extra < 0)
-    some = np.where(apart, latency + kernels > network, ~more | (latency < kernels))  # whether that of latency counts in `late`
-    joint = np.where(apart, some, ~some)  # and that of kernels
-    by_network = np.where(more, sent, both - staged) - extra * (apart & some)
-    by_kernels = np.where(more, both - sent, staged) + extra * joint
-    return Weights(figures.ops, np.stack([by_network, sent_late + extra * some, by_kernels, beyond], axis=1))
+    with_latency = np.where(apart, latency + kernels > network, ~more | (latency < kernels))
+    with_kernels = np.where(apart, with_latency, ~with_latency)
+    by_network = np.where(more, sent, both - staged) - extra * (apart & with_latency)
+    by_kernels = np.where(more, both - sent, staged) + extra * with_kernels
+    return Weights(figures.ops, np.stack([by_network, sent_late + extra * with_latency, by_kernels, beyond], axis=1))
 
 
 def _bounding(
