@@ -132,7 +132,7 @@ def mesh_of(row: Mapping[str, str]) -> dict[str, int]:
 def cluster_of(row: Mapping[str, str]) -> Cluster:
     """The preset of a row's GPUs, with its network."""
     network = next((word for text, word in NETWORKS.items() if row["inter"].startswith(text)), None)
-    return Cluster.fitted(f"{gpu_of(row)}@{network}" if network else gpu_of(row) or "")
+    return Cluster.preset(f"{gpu_of(row)}@{network}" if network else gpu_of(row) or "")
 
 
 def predicted(row: Mapping[str, str]) -> Row:

@@ -78,7 +78,7 @@ def test_a_baseline_is_on_the_plans_objective(plan, name):
     """Planned by the user with the same pins, the step is no slower, and faster only by what a whole search improves."""
     found = row(plan, name)
     pinned = planned(pins={path: jax.sharding.PartitionSpec(*x) for path, x in found.layouts.items()})
-    assert 0.95 * found.seconds <= pinned.seconds["total"] <= (1 + NEAR_TIE) * found.seconds
+    assert 0.9 * found.seconds <= pinned.seconds["total"] <= (1 + NEAR_TIE) * found.seconds
 
 
 def test_the_plan_is_no_slower_and_its_first_lines_say_what_it_saves(plan):

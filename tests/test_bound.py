@@ -51,7 +51,7 @@ def scanned(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def planned(step, params, monkeypatch, overlap, cluster="h100"):
+def planned(step, params, monkeypatch, overlap):
     """The plan, and what its bound was asked for."""
     asked = []
 
@@ -61,7 +61,7 @@ def planned(step, params, monkeypatch, overlap, cluster="h100"):
 
     monkeypatch.setattr(integer_program, "lower_bound", recorded)
     mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
-    plan = shardplan.auto(mesh, cluster=cluster, overlap=overlap)(step).plan(params, S((16384, 512), jnp.float32))
+    plan = shardplan.auto(mesh, cluster="h100", overlap=overlap)(step).plan(params, S((16384, 512), jnp.float32))
     return plan, *asked[0]
 
 
@@ -113,7 +113,7 @@ def test_no_plan_undercuts_the_bound(name, overlap, monkeypatch):
 def test_no_weights_value_a_plan_above_its_plane(monkeypatch):
     """The value of a plan is concave in the weights, so what it changes by at some weights bounds it at all others."""
     weights = [(S((512, 1024), jnp.float32), S((1024, 512), jnp.float32))] * 2
-    _, task, best = planned(unrolled, weights, monkeypatch, overlap=True, cluster=shardplan.Cluster.fitted("h100"))
+    _, task, best = planned(unrolled, weights, monkeypatch, overlap=True)
     found, rng = bound._Ascent(task, best), np.random.default_rng(0)
     states, ends = found.states(best), found.columns
     figures = found.tables.figures(states)

@@ -12,6 +12,7 @@ import shardplan
 from shardplan.costs.space import StepFacts, make_strategy_space
 from shardplan.ir.parse import parse
 from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.rates import Product, kernel_seconds
 from shardplan.xla import available
 from shardplan.xla.hlo.schedule import seconds, seconds_of
 
@@ -149,7 +150,9 @@ def test_no_kernel_is_faster_than_a_launch(steps):
             x = jnp.tanh(x @ x)  # each product does what waits for the one before
         return x
 
-    assert whole(chain, small, cluster=H100) == pytest.approx((steps + 1) * H100.device.kernel_latency_s, rel=0.05)
+    product_s = kernel_seconds(H100.device, [Product("float32", 2 * 8.0**3, (1, 8, 8, 8))], 0.0)
+    assert product_s > H100.device.products["float32"].latency_s > H100.device.kernel_latency_s
+    assert whole(chain, small, cluster=H100) == pytest.approx(steps * product_s + H100.device.kernel_latency_s, rel=0.05)
     split = make_strategy_space(StepFacts.of(parse(jax.make_jaxpr(chain)(small)), mesh := MeshShape(("x",), (8,))), mesh, H100)
     least = sum(op.runs * s.min() for op, s in zip(split.graph.ops, split.seconds, strict=True))
     assert least > 0.9 * whole(chain, small, cluster=H100)  # eight devices are no faster
@@ -169,7 +172,10 @@ def test_loops_count_their_iterations_and_slice_every_row_in_a_kernel_of_its_own
         return lax.scan(lambda c, rows: (c @ rows[0] @ rows[1], None), c, (a, b))[0]
 
     square, stack = S((16, 16), F32), S((10, 16, 16), F32)
-    assert whole(run, square, stack, stack, cluster=H100) == pytest.approx(10 * (1 + 2 + 2) * H100.device.kernel_latency_s)
+    product_s = kernel_seconds(H100.device, [Product("float32", 2 * 16.0**3, (1, 16, 16, 16))], 0.0)
+    assert whole(run, square, stack, stack, cluster=H100) == pytest.approx(
+        10 * (2 * product_s + (1 + 2) * H100.device.kernel_latency_s)
+    )
 
 
 @needs_gpu_compiler

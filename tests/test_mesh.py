@@ -19,7 +19,6 @@ from shardplan.mesh.mindspore import operator
 from shardplan.mesh.rates import Product, kernel_seconds
 
 H100 = Cluster.preset("h100")
-FITTED = Cluster.fitted("h100")
 MESH = MeshShape(("data", "model"), (2, 4))
 MB = 1 << 20
 
@@ -300,16 +299,16 @@ def test_published_bus_bandwidths_come_out():
     def bus(kind, factor, cluster):
         return size / seconds(kind, size, ("x",), mesh, cluster) * factor / 1e9
 
-    assert bus("all-reduce", 2 * 7 / 8, H100) == pytest.approx(480, rel=0.02)
-    assert bus("all-gather", 7 / 8, H100) == pytest.approx(370, rel=0.02)
-    assert bus("all-reduce", 2 * 7 / 8, Cluster.preset("h200")) == pytest.approx(475, rel=0.03)
-    assert bus("all-reduce", 2 * 7 / 8, Cluster.preset("a100")) == pytest.approx(230, rel=0.02)
+    assert 398 < bus("all-reduce", 2 * 7 / 8, H100) < 480  # of XLA's tables, and of NCCL's tests
+    assert bus("all-gather", 7 / 8, H100) == pytest.approx(345, rel=0.03)
+    assert bus("reduce-scatter", 7 / 8, H100) == pytest.approx(345, rel=0.03)
+    assert bus("all-reduce", 2 * 7 / 8, Cluster.preset("a100")) == pytest.approx(230, rel=0.1)
 
 
 @pytest.mark.parametrize(("mib", "measured"), [(1, 44), (16, 234), (256, 423), (4096, 476)])
-def test_fitted_small_all_reduces_of_eight_h100_are_as_slow_as_measured(mib, measured):
+def test_small_all_reduces_of_eight_h100_are_as_slow_as_measured(mib, measured):
     bytes_ = mib * 2.0**20
-    bus = bytes_ * 2 * 7 / 8 / seconds("all-reduce", bytes_, ("x",), MeshShape(("x",), (8,)), FITTED) / 1e9
+    bus = bytes_ * 2 * 7 / 8 / seconds("all-reduce", bytes_, ("x",), MeshShape(("x",), (8,)), H100) / 1e9
     assert bus == pytest.approx(measured, rel=0.2)
 
 
@@ -325,8 +324,8 @@ def test_fitted_small_all_reduces_of_eight_h100_are_as_slow_as_measured(mib, mea
         ("b200", "bfloat16", (1, 4096, 4096, 4096), 1532e12),
     ],
 )
-def test_fitted_products_run_at_the_measured_rate_of_their_shape(gpu, dtype, sizes, measured):
-    device = Cluster.fitted(gpu).device
+def test_products_run_at_the_measured_rate_of_their_shape(gpu, dtype, sizes, measured):
+    device = Cluster.preset(gpu).device
     short_run = dataclasses.replace(device, products={k: dataclasses.replace(r, sustained=1.0) for k, r in device.products.items()})
     found = kernel_seconds(short_run, [Product(dtype, 2.0 * math.prod(sizes), sizes)], 0.0)
     assert 2 * math.prod(sizes) / found == pytest.approx(measured, rel=0.15)
@@ -335,27 +334,25 @@ def test_fitted_products_run_at_the_measured_rate_of_their_shape(gpu, dtype, siz
 @given(st.integers(1, 4), st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000))
 def test_larger_products_take_no_less_time(b, m, n, k):
     def took(*sizes):
-        return kernel_seconds(FITTED.device, [Product("bfloat16", 2.0 * math.prod(sizes), sizes)], 0.0)
+        return kernel_seconds(H100.device, [Product("bfloat16", 2.0 * math.prod(sizes), sizes)], 0.0)
 
     least = took(b, m, n, k)
     assert all(took(*more) >= least for more in ((b + 1, m, n, k), (b, m + 1, n, k), (b, m, n + 1, k), (b, m, n, 2 * k)))
-    assert least > 2.0 * b * m * n * k / FITTED.device.flops_per_s("bfloat16")
+    assert least > 2.0 * b * m * n * k / H100.device.flops_per_s("bfloat16")
 
 
-def test_fitted_clusters_survive_a_file_and_have_their_residuals(tmp_path):
+def test_presets_survive_a_file_and_have_their_residuals(tmp_path):
     for name in fitted_rates():
-        cluster = Cluster.fitted(name)
+        cluster = Cluster.preset(name)
         cluster.save(tmp_path / "c.json")
         assert Cluster.load(tmp_path / "c.json") == cluster and cluster.intra.bytes_per_s == Cluster.preset(name).intra.bytes_per_s
         assert all(rate.source and rate.median_error < 0.15 for rate in cluster.device.products.values())
-    with pytest.raises(ClusterError, match="nothing was fitted for it"):
-        Cluster.fitted("cpu")
 
 
 def test_a_network_is_a_word_after_the_preset():
     assert resolve("h100@1600G-roce").inter.bytes_per_s == 25e9 and Cluster.preset("a100@400G").inter.bytes_per_s == 6.25e9
     assert Cluster.preset("h100@3200G") == dataclasses.replace(H100, name="h100@3200G", source=Cluster.preset("h100@3200G").source)
-    assert Cluster.fitted("h100@800G").inter.latency_s == FITTED.inter.latency_s
+    assert Cluster.preset("h100@800G").inter.latency_s == H100.inter.latency_s
     for wrong in ("h100@fast", "h100@0G", "h100@200G-string", "h100@"):
         with pytest.raises(ClusterError, match="is not known"):
             Cluster.preset(wrong)
@@ -368,7 +365,8 @@ def test_a_lone_member_per_node_drives_one_adapter_and_a_full_node_all_of_them()
     alone = seconds("all-gather", 1e9, ("x",), mesh, H100)
     assert alone == pytest.approx(7 / 8 * 1e9 / H100.inter.rate, rel=0.01)
     together = seconds("all-gather", 1e9, ("x", "y"), mesh, H100)
-    assert together == pytest.approx(63 / 64 * 1e9 / min(H100.intra.rate, 8 * H100.inter.rate), rel=0.2)
+    hops = 56 * H100.intra.latency_s + 7 * H100.inter.latency_s + H100.launch_s
+    assert 0 < together - hops - 63 / 64 * 1e9 / min(H100.intra.rate, 8 * H100.inter.rate) < H100.inter.bulk_start_s + 63 * 2e-6
 
 
 def test_all_reduce_is_no_dearer_than_scatter_and_gather():
@@ -392,15 +390,15 @@ def test_documentation_states_the_presets_as_they_are():
         cells = (
             name,
             f"{d.peak('bfloat16') / 1e12:g}",
-            d.flops_efficiency,
+            f"{d.flops_per_s('bfloat16') / d.peak('bfloat16'):.2f}",
             f"{d.bytes_per_s / 1e9:.0f}",
             d.bytes_efficiency,
             f"{d.memory_bytes / 2**30:.1f}",
             f"{c.intra.bytes_per_s / 1e9:g}",
-            c.intra.efficiency,
-            f"{switch / 1e9:g}" if switch else "–",
+            f"{c.intra.efficiency:.2f}",
+            f"{switch / 1e9:.0f}" if switch else "–",
             f"{c.inter.bytes_per_s / 1e9:g}",
-            c.inter.efficiency,
+            f"{c.inter.efficiency:.2f}",
         )
         assert f"| {' | '.join(map(str, cells))} |" in text
 

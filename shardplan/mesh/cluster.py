@@ -1,8 +1,8 @@
 """What the machine is: devices, the links inside a node and between nodes, and which of them a mesh axis runs over.
 
 A cluster is data: peaks as the maker states them, and the fraction of each peak that real programs reach. Presets are made of the
-figures in `gpus.json` and of `presets/cpu.json`; users write cluster files (JSON). Devices are numbered row-major over the mesh;
-`node_size` consecutive devices share a node.
+figures in `gpus.json`, of what measurements say instead in `gpu_rates.json`, and of `presets/cpu.json`; users write cluster files
+(JSON). Devices are numbered row-major over the mesh; `node_size` consecutive devices share a node.
 
     >>> h100 = Cluster.preset("h100")                          # nodes of 8
     >>> mesh = MeshShape(("data", "model"), (4, 8))
@@ -32,6 +32,7 @@ from shardplan.mesh.device import (
     FLOPS,
     Count,
     Device,
+    FittedRates,
     Link,
     NotNegative,
     ProductRate,
@@ -164,36 +165,6 @@ class Cluster:
         return _with_network(_preset(gpu), network) if at else _preset(gpu)
 
     @staticmethod
-    def fitted(name: str) -> Cluster:
-        """A preset of GPUs, by any name that `preset` takes, with rates that were fitted to published measurements.
-
-        Products then take the seconds of their shape (`shardplan.mesh.rates`); launch and links are those that agree best with measured
-        collectives. Plans are not made with it unless it is given as `cluster=`.
-
-        Raises:
-            ClusterError: no such preset, or none of GPUs.
-        """
-        gpu, at, network = name.partition("@")
-        base = Cluster.preset(gpu)
-        if gpu not in fitted_rates():
-            raise ClusterError(
-                f"cluster {name!r}: nothing was fitted for it\n  fitted: {', '.join(fitted_rates())}\n  way out: Cluster.preset"
-            )
-        found = fitted_rates()[gpu]
-        intra, inter = (
-            Link(line.bytes_per_s, **own) for line, own in ((base.intra, found.links.intra), (base.inter, found.links.inter))
-        )
-        cluster = replace(
-            base,
-            device=replace(base.device, products=found.products),
-            intra=intra,
-            inter=inter,
-            launch_s=found.links.launch_s,
-            source=". ".join([base.source, *(f"Instead, {figures}: {source}" for figures, source in found.sources.items())]),
-        )
-        return _with_network(cluster, network) if at else cluster
-
-    @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
         """Reads a cluster file.
 
@@ -250,7 +221,7 @@ def _preset(name: str) -> Cluster:
         with resources.as_file(resources.files("shardplan.mesh") / "presets" / f"{name}.json") as path:
             return Cluster.load(path)
     gpu = gpus()[name]
-    return Cluster(
+    made = Cluster(
         name=name,
         device=Device(*(getattr(gpu, f.name) for f in fields(Device))),
         node_size=gpu.node_size,
@@ -261,6 +232,20 @@ def _preset(name: str) -> Cluster:
         platforms=("cuda", "gpu"),
         device_kinds=gpu.device_kinds,
     )
+    found = fitted_rates().get(name)
+    return replace(made, **_fitted(made, found)) if found else made
+
+
+def _fitted(cluster: Cluster, rates: FittedRates) -> dict[str, Any]:
+    """What measurements say of a cluster instead of data sheets."""
+    links = rates.links
+    return {
+        "device": replace(cluster.device, products=rates.products),
+        "intra": Link(cluster.intra.bytes_per_s, **links.intra),
+        "inter": Link(cluster.inter.bytes_per_s, **links.inter),
+        "launch_s": links.launch_s,
+        "source": ". ".join([cluster.source, *(f"Instead, {figures}: {source}" for figures, source in rates.sources.items())]),
+    }
 
 
 def _with_network(cluster: Cluster, text: str) -> Cluster:

@@ -2,7 +2,7 @@
 
 An entry of `gpus.json` that is `like` another one states only what differs; `node` is what the nodes of all GPUs share. `sources`
 names the figures that each source is for. Cluster presets and compile targets are made of these figures. `gpu_rates.json` has what
-benchmarks/fit_rates.py fitted to published measurements; only `Cluster.fitted` is made of it.
+benchmarks/fit_rates.py fitted to published measurements; a preset has these rates where its GPU has an entry there.
 """
 
 from __future__ import annotations
