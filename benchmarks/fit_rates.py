@@ -16,7 +16,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
+import fit_attention
 import fit_links
 import numpy as np
 from scipy.optimize import least_squares
@@ -24,7 +26,7 @@ from scipy.optimize import least_squares
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from shardplan.mesh.device import ProductRate  # noqa: E402
+from shardplan.mesh.device import AttentionRate, ProductRate  # noqa: E402
 from shardplan.mesh.rates import compute_seconds  # noqa: E402
 
 FILE = ROOT / "shardplan" / "mesh" / "gpu_rates.json"
@@ -59,9 +61,14 @@ def _xla(gpu: str, dtype: str) -> Callable[[Mapping[str, str]], bool]:
     return lambda r: (r["gpu"], r["dtype"], r["source"], r["flag"]) == (gpu, dtype, "xla_mm", "")
 
 
-IN_STEPS = {"h100": 0.69, "a100": 0.91}
+IN_STEPS = {"h100": 0.69, "a100": 0.91, "h100-500w": 0.51}
 """GPU -> fraction of the rate of 16 bit products that is left in training steps: at it the published steps of MPT on H100 at 700 W
-and on A100-80GB have no bias (`published.py`). On the A100 the products were measured in long runs, on the H100 in short ones."""
+and on A100-80GB, and those of torchtitan on H100 at 500 W, have no bias (`published.py`). On the A100 the products were measured in
+long runs, on the H100 in short ones."""
+
+
+FLOAT8_IN_STEPS = 0.85
+"""The same of products of 8 bits, measured in long runs: at it the published steps of MPT in float8 on H100 have no bias."""
 
 
 def _long_b200(*dtypes: str) -> Callable[[Mapping[str, str]], bool]:
@@ -76,6 +83,7 @@ FITS = {
         ("efficiency", "fill", "edge"),
         f"{AZURE}; {MAMF}",
         base=("h100", "bfloat16"),
+        sustained=FLOAT8_IN_STEPS,
     ),
     ("a100", "bfloat16"): Fit(
         lambda r: r["gpu"] == "A100-SXM",
@@ -141,6 +149,9 @@ def products(published: Path) -> dict[tuple[str, str], ProductRate]:
     return found
 
 
+Rate = TypeVar("Rate", ProductRate, AttentionRate)
+
+
 def links_of(found: Mapping) -> dict:
     """The constants of a fit of links, as the file has them."""
     out: dict = {"intra": {}, "inter": {}}
@@ -150,21 +161,33 @@ def links_of(found: Mapping) -> dict:
     return out | {name: found[name] for name in ("rows", "median_error", "p90_error", "source")}
 
 
-def text(found: dict[tuple[str, str], ProductRate], links: Mapping[str, Mapping]) -> str:
+def at_power(gpu: str, dtype: str, rate: Rate) -> Rate:
+    """A rate on a GPU like another one but for its power limit: what steps keep of 16 bit products says what they keep of others."""
+    like = json.loads((FILE.parent / "gpus.json").read_text())["gpus"][gpu].get("like")
+    if gpu not in IN_STEPS or like not in IN_STEPS or dtype == "float32":
+        return rate
+    return replace(rate, sustained=round(rate.sustained * IN_STEPS[gpu] / IN_STEPS[like], 4))
+
+
+def text(
+    found: dict[tuple[str, str], ProductRate], attention: Mapping[str, Mapping[str, AttentionRate]], links: Mapping[str, Mapping]
+) -> str:
     """The file."""
     gpus = json.loads((FILE.parent / "gpus.json").read_text())["gpus"]
     out = {}
     for key, entry in gpus.items():
         if (of := entry.get("like", key)) not in links:
             continue
-        rates = {dtype: asdict(rate) for (gpu, dtype), rate in found.items() if gpu == of}
+        rates = {dtype: asdict(at_power(key, dtype, rate)) for (gpu, dtype), rate in found.items() if gpu == of}
         like = f"as measured for the {of}; " if of != key else ""
         off = f"median |error| {links[of]['median_error']:.0%} over {links[of]['rows']} rows"
         sources = {
             "products": f"{like}fitted by benchmarks/fit_rates.py to what gpu_rates.json names per dtype",
+            "attention": f"{like}fitted by benchmarks/fit_attention.py to what gpu_rates.json names",
             "launch_s, intra, inter": f"{like}all but line rates fitted by benchmarks/fit_rates.py, {off}: {links[of]['source']}",
         }
-        out[key] = {"sources": sources, "products": rates, "links": links_of(links[of])}
+        kernels = {way: asdict(at_power(key, "bfloat16", rate)) for way, rate in attention[of].items()}
+        out[key] = {"sources": sources, "products": rates, "attention": kernels, "links": links_of(links[of])}
     return json.dumps(out, indent=2) + "\n"
 
 
@@ -174,15 +197,20 @@ def main(argv=None) -> None:
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
     options = parser.parse_args(argv)
     found = products(options.published)
-    links = fit_links.fitted(options.published, json.loads((FILE.parent / "gpus.json").read_text())["gpus"])
+    gpus = json.loads((FILE.parent / "gpus.json").read_text())["gpus"]
+    links, attention = fit_links.fitted(options.published, gpus), fit_attention.fitted(options.published, gpus)
     for (gpu, dtype), r in found.items():
         print(f"{gpu:5} {dtype:9} {r.rows:4} rows  median |error| {r.median_error:.3f}  p90 {r.p90_error:.3f}", end="  ")
         print(f"efficiency {r.efficiency:g} x {r.sustained:g}  fill {r.fill:g}  edge {r.edge:g}  latency {r.latency_s * 1e6:.3g} us")
+    for gpu, ways in attention.items():
+        for way, x in ways.items():
+            print(f"{gpu:5} attention {way:8} {x.rows:4} rows  median |error| {x.median_error:.3f}  p90 {x.p90_error:.3f}", end="  ")
+            print(f"heads of {x.head_sizes}: {x.efficiency} x {x.sustained:g}  short {x.short:g}, causal {x.short_causal:g}")
     for gpu, of in links.items():
         print(f"{gpu:5} collectives {of['rows']:4} rows  median |error| {of['median_error']:.3f}  p90 {of['p90_error']:.3f}")
     if options.check:
-        sys.exit(0 if FILE.read_text() == text(found, links) else f"{FILE.name} is not what the fit gives")
-    FILE.write_text(text(found, links))
+        sys.exit(0 if FILE.read_text() == text(found, attention, links) else f"{FILE.name} is not what the fit gives")
+    FILE.write_text(text(found, attention, links))
 
 
 if __name__ == "__main__":

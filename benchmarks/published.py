@@ -6,8 +6,7 @@
 
 A row of steps.csv becomes a transformer at its sizes (`published_models.py`), with its layout as pins: the state over the FSDP axis,
 heads, hidden and vocabulary over the tensor axis, the batch over both data axes. The planner's search "propagation" chooses the
-rest, without a memory limit, since other frameworks keep other residuals than JAX. Not expressed: pipelines, context parallelism,
-float8.
+rest, without a memory limit, since other frameworks keep other residuals than JAX. Not expressed: pipelines, context parallelism.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ import published_models as models
 import shardplan
 from shardplan import Cluster
 
-GPUS = {"A100-40GB": "a100-40gb", "A100-80GB": "a100", "H100-80GB": "h100", "H200": "h200"}
+GPUS = {"A100-40GB": "a100-40gb", "A100-80GB": "a100", "H100-80GB": "h100", "H100-96GB HBM2e 500W": "h100-500w", "H200": "h200"}
+FAMILIES = {"H100-80GB": "H100", "H100-96GB HBM2e 500W": "H100 of 500 W"}
 NETWORKS = {"1600 Gbps RoCE": "1600G-roce", "400 Gbps per node": "400G", "800 Gbps per node": "800G"}
 """Start of a row's network -> what follows the preset's name in a cluster's."""
 HEADS = {1.7: 24, 3.6: 32, 7.5: 32, 18.4: 48}
@@ -78,14 +78,15 @@ def gpu_of(row: Mapping[str, str]) -> str | None:
 
 def expressible(row: Mapping[str, str]) -> bool:
     """Whether the planner has all that a row needs."""
-    return row["plannable"] == "yes" and gpu_of(row) is not None and "fp8" not in row["precision"] and bool(row["layers"])
+    whole = all(int(row[name] or 1) == 1 for name in ("pp", "cp", "ep")) and row["plannable"] != "pipeline"
+    return whole and gpu_of(row) is not None and bool(row["layers"])
 
 
 def family(row: Mapping[str, str]) -> str:
     """System and GPU."""
     system = "MPT" if row["model"].startswith("MPT") else row["framework"].split(" (")[0]
-    gpu = row["gpu"].split()[0]
-    return f"{system} on {'H100' if gpu == 'H100-80GB' else gpu}"
+    gpu = next(name for name in GPUS if row["gpu"].startswith(name))
+    return f"{system}{' float8' if 'fp8' in row['precision'] else ''} on {FAMILIES.get(gpu, gpu)}"
 
 
 def shape_of(row: Mapping[str, str]) -> models.Shape:
@@ -118,6 +119,8 @@ def shape_of(row: Mapping[str, str]) -> models.Shape:
         param_dtype="bfloat16" if "PURE" in row["param_dtype"] else "float32",
         compute_dtype="float16" if row["precision"] == "fp16" else "bfloat16",
         flash=not plain,
+        float8="" if "fp8" not in row["precision"] else "dynamic" if row["framework"] == "torchtitan" else "delayed",
+        sequence_parallel=row["framework"].startswith(("torchtitan", "Megatron-Core", "Megatron-LM 2022")),
     )
 
 
@@ -141,7 +144,9 @@ def predicted(row: Mapping[str, str]) -> Row:
     shape = replace(shape, batch=shape.batch * sizes["fsdp"] // int(row["fsdp"] or 1))
     gpu = "A100" if row["gpu"].startswith("A100") else "H100"
     rate = models.attention_rate(gpu, shape.width // shape.heads, shape.seq) / (MPT_ATTENTION if family(row).startswith("MPT") else 1)
-    models.price_attention(cluster.device.flops_per_s(shape.compute_dtype) / rate)
+    of_products = cluster.device.flops_per_s(shape.compute_dtype)
+    rate *= of_products / Cluster.preset(gpu.lower()).device.flops_per_s(shape.compute_dtype)  # what its power limit leaves
+    models.price_attention(of_products / rate)
     zero = 3 if sizes["fsdp"] > 1 else 1 if "ZeRO-1" in row["zero"] else 0
     axes = {name: n for name, n in sizes.items() if n > 1} or {"data": 1}
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,10 @@ ATTENTION = {
 which agree within 6 %."""
 
 
+Float8 = Literal["", "delayed", "dynamic"]
+"""Scales of earlier steps, or of the largest value of every array, which is read once more for it."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a row; `micro` sequences per replica and microbatch, `accum` microbatches."""
@@ -53,6 +58,8 @@ class Shape:
     param_dtype: str
     compute_dtype: str
     flash: bool = True
+    float8: Float8 = ""  # how the products of a block's weights are scaled to 8 bits, if they are
+    sequence_parallel: bool = False  # what is not tensor-parallel is sharded over the sequence
 
 
 def attention_rate(gpu: str, head: int, seq: int, causal: bool = True) -> float:
@@ -108,6 +115,43 @@ def price_attention(per_flop: float) -> None:
 # ---- the step
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _float8_product(x, w, scaling: Float8):
+    """x [b, t, k] times w [k, n], both and the gradient cast to 8 bits."""
+    return _float8_forward(x, w, scaling)[0]
+
+
+def _float8(x, dtype, scaling: Float8):
+    scale = float(jnp.finfo(dtype).max) / jnp.abs(x).max() if scaling == "dynamic" else 1.0
+    return (x * scale).astype(dtype)
+
+
+def _float8_dot(x, y, contracted: tuple[tuple[int, ...], tuple[int, ...]], dtype):
+    return jax.lax.dot_general(x, y, (contracted, ((), ())), preferred_element_type=dtype)
+
+
+def _float8_forward(x, w, scaling):
+    x8, w8 = (_float8(a, jnp.float8_e4m3fn, scaling) for a in (x, w))
+    return _float8_dot(x8, w8, ((2,), (0,)), x.dtype), (x8, w8)
+
+
+def _float8_backward(scaling, saved, grad):
+    (x8, w8), grad8 = saved, _float8(grad, jnp.float8_e5m2, scaling)
+    return _float8_dot(grad8, w8, ((2,), (1,)), grad.dtype), _float8_dot(x8, grad8, ((0, 1), (0, 1)), grad.dtype)
+
+
+_float8_product.defvjp(_float8_forward, _float8_backward)
+
+
+def _linear(x, w, s: Shape, contracted: int = 1):
+    """x times w, of which the first dims are contracted with as many last dims of x."""
+    if not s.float8:
+        return jnp.tensordot(x, w, contracted)
+    rows, columns = math.prod(w.shape[:contracted]), w.shape[contracted:]
+    out = _float8_product(x.reshape(*x.shape[:2], rows), w.reshape(rows, -1), s.float8)
+    return out.reshape(*x.shape[:2], *columns)
+
+
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _norm(x, p, gated: bool):
     y = x.astype(jnp.float32)
@@ -127,28 +171,78 @@ def _swiglu(gate, up):
     return jax.nn.silu(gate) * up
 
 
+@dataclass(frozen=True)
+class Layouts:
+    """Constraints of a step on a mesh, most of them for tensor parallelism; all arrays' first dim is sharded over the axes `rows`."""
+
+    mesh: jax.sharding.AbstractMesh
+    rows: tuple[str, ...] | None
+    sequence_parallel: bool
+
+    @property
+    def tensor(self) -> str | None:
+        """The axis of tensor parallelism."""
+        return "tensor" if "tensor" in self.mesh.axis_names else None
+
+    def laid(self, x, *dims):
+        """Constrained to these dims behind the first."""
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(self.rows, *dims)))
+
+    def split(self, x):
+        """Heads or hidden, dim 2, over the tensor axis."""
+        return self.laid(x, None, self.tensor) if self.tensor else x
+
+    def between(self, x):
+        """The residual stream, between blocks' products."""
+        sequence = self.tensor if self.sequence_parallel else None
+        return self.laid(x, sequence if self.tensor else P.UNCONSTRAINED, None)
+
+    def whole(self, x):
+        """What the first products of attention and of the MLP read."""
+        return self.laid(x, None, None) if self.tensor else x
+
+    def gathered(self, name: str, w):
+        """A layer's weight as its product reads it: whole but for tensor parallelism. Its gradient may be in any layout."""
+        if not self.tensor:
+            return w
+        dims: list = [None] * w.ndim
+        if (at := TENSOR.get(name)) is not None and w.shape[at - 1] % self.mesh.shape["tensor"] == 0:
+            dims[at - 1] = "tensor"
+        return _as_read(w, NamedSharding(self.mesh, P(*dims)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _as_read(w, sharding):
+    return jax.lax.with_sharding_constraint(w, sharding)
+
+
+_as_read.defvjp(lambda w, sharding: (_as_read(w, sharding), None), lambda sharding, _, grad: (grad,))
+
+
 def _attention(x, p, s: Shape, split: Callable):
     t = x.shape[1]
-    q = split(jnp.einsum("btd,dgrk->btgrk", x, p["query"]))
-    k, v = (split(jnp.einsum("btd,dgk->btgk", x, p[name])) for name in ("key", "value"))
+    q, k, v = (split(_linear(x, p[name], s)) for name in ("query", "key", "value"))
     if s.flash:
         out = flash(q, k, v)
     else:
         scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
         weights = jax.nn.softmax(jnp.where(jnp.tri(t, dtype=bool), scores, -1e9)).astype(x.dtype)
         out = jnp.einsum("bgrts,bsgk->btgrk", weights, v)
-    return jnp.einsum("btgrk,grkd->btd", out, p["out"])
+    return _linear(split(out), p["out"], s, 3)
 
 
-def _block(x, p, s: Shape, split: Callable):
-    """One layer; `split` shards heads and hidden, dim 2, over the tensor axis."""
-    p = {name: w.astype(x.dtype) if name not in ("norm1", "norm2") else w for name, w in p.items()}
-    y = _attention(_norm(x, p["norm1"], s.gated), p, s, split)
+def _block(x, p, s: Shape, at: Layouts):
+    """One layer."""
+    split = at.split
+    p = {name: at.gathered(name, w.astype(x.dtype)) if name not in ("norm1", "norm2") else w for name, w in p.items()}
+    y = at.between(_attention(at.whole(_norm(x, p["norm1"], s.gated)), p, s, split))
     x = x + (y if s.gated else y + p["out_bias"])
-    y = _norm(x, p["norm2"], s.gated)
+    y = at.whole(_norm(x, p["norm2"], s.gated))
     if s.gated:
-        return x + _swiglu(split(y @ p["gate"]), split(y @ p["up"])) @ p["down"]
-    return x + _gelu(split(y @ p["up"]), p["up_bias"]) @ p["down"] + p["down_bias"]
+        gate, up = (split(_linear(y, p[name], s)) for name in ("gate", "up"))
+        return x + at.between(_linear(split(_swiglu(gate, up)), p["down"], s))
+    hidden = split(_gelu(split(_linear(y, p["up"], s)), p["up_bias"]))
+    return x + at.between(_linear(hidden, p["down"], s)) + p["down_bias"]
 
 
 def _params(s: Shape) -> dict:
@@ -174,17 +268,11 @@ def _params(s: Shape) -> dict:
 def build(s: Shape, mesh: jax.sharding.AbstractMesh):
     """(train step, state, batch) of a row; the last two as shapes. The batch is [accum, sequences, tokens].
 
-    Activations are constrained to be sharded over the batch, and the logits over the vocabulary where there is tensor parallelism.
+    Activations are constrained to be sharded over the batch, to tensor parallelism within blocks and to the sequence between them where a
+    row says so, and the logits over the vocabulary.
     """
-    rows = tuple(a for a in ("data", "fsdp") if mesh.shape.get(a, 1) > 1) or None
-    tensor = "tensor" if "tensor" in mesh.axis_names and s.vocab % mesh.shape["tensor"] == 0 else None
-
-    def laid(x, *dims):
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(rows, *dims)))
-
-    def split(x):
-        return laid(x, None, "tensor") if "tensor" in mesh.axis_names else x
-
+    at = Layouts(mesh, tuple(a for a in ("data", "fsdp") if mesh.shape.get(a, 1) > 1) or None, s.sequence_parallel)
+    vocabulary = at.tensor if at.tensor and s.vocab % mesh.shape["tensor"] == 0 else None
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
 
     def create_state():
@@ -197,17 +285,17 @@ def build(s: Shape, mesh: jax.sharding.AbstractMesh):
             x = x + params["positions"].astype(x.dtype)
 
         def block(x, p):
-            return laid(_block(x, p, s, split), P.UNCONSTRAINED, None)
+            return at.between(_block(x, p, s, at))
 
-        x = laid(x, P.UNCONSTRAINED, None)
+        x = at.between(x)
         if s.remat == "selective":
             block = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
         elif s.remat == "full":
             block = jax.checkpoint(block)
         x, _ = jax.lax.scan(lambda x, p: (block(x, p), None), x, params["layers"])
-        x = _norm(x, params["norm"], s.gated)
+        x = at.whole(_norm(x, params["norm"], s.gated))
         head = params["embed"].astype(x.dtype).T if s.tied else params["head"].astype(x.dtype)
-        logits = laid(x @ head, None, tensor)
+        logits = at.laid(x @ head, None, vocabulary)
         return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]).mean()
 
     def train_step(state, batch):

@@ -3,7 +3,7 @@
     seconds[s] = max(flops[s] / peak(dtype), bytes[s] / memory rate, latency of a kernel of its own)
                  + latency that a small fused kernel falls short of + halo exchanges
 
-Matrix products take the seconds of their shape on one device (`mesh/rates.py`). `bytes` are those that the op's kernels read and write
+Matrix products and attention kernels take the seconds of their shape on one device (`mesh/rates.py`). `bytes` are those that the op's kernels read and write
 on its behalf (`xla_model/fusion.py`).
 
 Also known as the roofline model: Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
@@ -22,6 +22,7 @@ from shardplan.costs.split_products import product_seconds
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.rates import attention_rate
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
 from shardplan.xla_model.fusion import KernelTraffic
@@ -65,7 +66,8 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         if op.traits.matmul and rule.fusion == "none" and moved.any():
             seconds = product_seconds(op, strategies, mesh, device, moved)
         else:
-            seconds = np.maximum(rule.flops * strategies.work / device.flops_per_s(dtype), seconds)
+            rate = attention_rate(device, dtype, rule.attention) if rule.attention else device.flops_per_s(dtype)
+            seconds = np.maximum(rule.flops * strategies.work / rate, seconds)
     if rule.fusion == "none" and moved.any():
         seconds = np.maximum(seconds, device.kernel_latency_s)
     elif moves.kernel_bytes is not None:

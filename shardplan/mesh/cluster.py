@@ -240,7 +240,7 @@ def _fitted(cluster: Cluster, rates: FittedRates) -> dict[str, Any]:
     """What measurements say of a cluster instead of data sheets."""
     links = rates.links
     return {
-        "device": replace(cluster.device, products=rates.products),
+        "device": replace(cluster.device, products=rates.products, attention=rates.attention),
         "intra": Link(cluster.intra.bytes_per_s, **links.intra),
         "inter": Link(cluster.inter.bytes_per_s, **links.inter),
         "launch_s": links.launch_s,

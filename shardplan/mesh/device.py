@@ -91,6 +91,36 @@ class ProductRate:
 
 
 @dataclass(frozen=True)
+class AttentionRate:
+    """How fast a GPU computes attention in one kernel, forward or backward: fitted to measured kernels (`rates.attention_rate`).
+
+    Attributes:
+        head_sizes: elements of a head, ascending, of which kernels were measured.
+        efficiency: for each of them, the fraction of the peak of products that long sequences reach in a short run.
+        short, short_causal: 1 / (1 + short / length) of that is left with so many keys per query; `short_causal` under a causal mask.
+        sustained: fraction that is left in a step that keeps the GPU at its power limit.
+        rows: measured kernels that were fitted.
+        median_error: median of |log(predicted seconds ÷ measured seconds)| over them.
+        p90_error: its 90th percentile.
+        source: whose measurements.
+    """
+
+    head_sizes: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=100, description="a list of positive numbers")]
+    efficiency: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=100, description="a list of positive numbers")]
+    short: NotNegative
+    short_causal: NotNegative
+    sustained: Positive = 1.0
+    rows: Annotated[int, Meta(ge=0, le=1 << 20, description="a whole number from 0")] = 0
+    median_error: NotNegative = 0.0
+    p90_error: NotNegative = 0.0
+    source: Text = ""
+
+    def __post_init__(self):
+        if len(self.head_sizes) != len(self.efficiency) or sorted(set(self.head_sizes)) != list(self.head_sizes):
+            raise ValueError("head_sizes ascend, and efficiency has a number for each of them")
+
+
+@dataclass(frozen=True)
 class Device:
     """One device.
 
@@ -104,6 +134,7 @@ class Device:
         bytes_efficiency: fraction of `bytes_per_s` that large elementwise kernels reach.
         sms: streaming multiprocessors, over which XLA spreads a product by splitting it (`costs/split_products.py`); 0 for no splits.
         products: dtype name to the rates of its matrix products by shape; where there are none, every shape is as fast.
+        attention: "forward" and "backward" to the rates of fused attention kernels; without them these run as large products do.
     """
 
     name: Text
@@ -115,6 +146,9 @@ class Device:
     bytes_efficiency: Positive = 1.0
     sms: Annotated[int, Meta(ge=0, le=1 << 20, description="a whole number from 0")] = 0
     products: Annotated[Mapping[Text, ProductRate], Meta(description="an object of dtype names and product rates")] = field(
+        default_factory=dict, hash=False
+    )
+    attention: Annotated[Mapping[Text, AttentionRate], Meta(description='an object of "forward" and "backward"')] = field(
         default_factory=dict, hash=False
     )
 
@@ -245,6 +279,7 @@ class FittedRates:
 
     sources: dict[str, str]
     products: dict[str, ProductRate]
+    attention: dict[str, AttentionRate]
     links: FittedLinks
 
 

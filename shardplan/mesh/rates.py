@@ -8,7 +8,7 @@ A product [b, m, k] x [b, k, n] is computed tile by tile of its result, on p mul
 
 So products fall off smoothly where they are thin, small or odd: few tiles leave multiprocessors idle, short contracted dims pay for
 filling. `ProductRate` has the constants of a GPU and a dtype, fitted to measured products by benchmarks/fit_rates.py. Without them
-every shape runs at `Device.flops_per_s`. A step is priced by this file alone, before it is compiled (`costs/roofline.py`) and after
+every shape runs at `Device.flops_per_s`. Attention that is one kernel has a rate of its own (`attention_rate`). A step is priced by this file alone, before it is compiled (`costs/roofline.py`) and after
 (`xla/hlo/schedule.py`).
 
 Also known as tile and wave quantization: NVIDIA, "Matrix Multiplication Background User's Guide".
@@ -34,12 +34,25 @@ PART_BYTES = 32
 """Bytes of memory traffic that each element of each part's result is worth; float32 written and read, and waited for."""
 
 
+class Attention(NamedTuple):
+    """What decides the rate of an attention kernel: elements of a head, keys that a query meets, causal masks, and the direction."""
+
+    head_size: int
+    keys: int
+    causal: bool
+    backward: bool
+
+
 class Product(NamedTuple):
-    """A product in a kernel: its dtype, its flops, and its [batch, rows, columns, contracted], where these are known."""
+    """A product in a kernel: its dtype, its flops, and its [batch, rows, columns, contracted], where these are known.
+
+    The products of an attention kernel are one, with `attention` in place of sizes.
+    """
 
     dtype: str
     flops: float
     sizes: tuple[int, int, int, int] | None = None
+    attention: Attention | None = None
 
 
 def product_seconds(device: Device, dtype: str, sizes: np.ndarray, moved: np.ndarray) -> np.ndarray:
@@ -72,6 +85,19 @@ def compute_seconds(rate: ProductRate, sizes: np.ndarray, flops_per_s: float, mu
     return np.where((PARTS > 1) & (k / PARTS < LEAST_PART), np.inf, seconds).min(axis=(1, 2))
 
 
+def attention_rate(device: Device, dtype: str, of: Attention) -> float:
+    """FLOP/s of a fused attention kernel, each of its products counted once and masked ones not at all.
+
+    Heads that are smaller than all measured ones take as long per pair of a query and a key, since so do their exponentials.
+    """
+    rate = device.attention.get("backward" if of.backward else "forward")
+    if rate is None:
+        return device.flops_per_s(dtype)
+    efficiency = float(np.interp(of.head_size, (0, *rate.head_sizes), (0, *rate.efficiency)))
+    short = rate.short_causal if of.causal else rate.short
+    return device.peak(dtype) * efficiency * rate.sustained / (1 + short / of.keys)
+
+
 def kernel_seconds(device: Device, products: Sequence[Product], bytes_: float) -> float:
     """Seconds of one kernel with any number of products in it; none take as long as their bytes do."""
     if not products:
@@ -79,10 +105,11 @@ def kernel_seconds(device: Device, products: Sequence[Product], bytes_: float) -
     if not device.products:
         return max(sum(p.flops / device.flops_per_s(p.dtype) for p in products), bytes_ / device.memory_rate, device.kernel_latency_s)
     seconds = 0.0
-    for n, (dtype, flops, sizes) in enumerate(products):
+    for n, (dtype, flops, sizes, attention) in enumerate(products):
         moved = 0.0 if n else bytes_
         if sizes is None:
-            seconds += max(flops / device.flops_per_s(dtype), moved / device.memory_rate, device.kernel_latency_s)
+            rate = attention_rate(device, dtype, attention) if attention else device.flops_per_s(dtype)
+            seconds += max(flops / rate, moved / device.memory_rate, device.kernel_latency_s)
         else:
             seconds += float(product_seconds(device, dtype, np.array([sizes]), np.array([moved]))[0])
     return seconds

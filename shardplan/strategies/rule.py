@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardplan.ir.traits import Traits, declare_traits
+from shardplan.mesh.rates import Attention
 from shardplan.strategies.halo import Halo
 
 Dims = tuple[tuple[str, ...], ...]
@@ -54,6 +55,7 @@ class Rule:
         fusion: how XLA's GPU back end treats the op: "loop" (elementwise-like, fuses with its neighbours), "view" (a bitcast:
             no bytes move), "reduce" (fuses its producers, writes its result), "none" (a kernel of its own).
         flops: floating point operations of the whole op; None means one per element of the largest result.
+        attention: of an attention kernel, what decides how fast these operations are.
         bytes: that the whole op reads and writes, where a kernel states them; None means every operand and result once.
         unsharded: why no factor could be derived, for an op whose own description was looked at; "" otherwise.
     """
@@ -72,6 +74,7 @@ class Rule:
     accumulator_init: bool = False
     fusion: Fusion = "none"
     flops: float | None = None
+    attention: Attention | None = None
     bytes: float | None = None
     unsharded: str = ""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.ir.traits import Traits
+from shardplan.mesh.rates import Attention
 from shardplan.strategies.rule import Dims, Rule, factors, flat_factors, rule
 from shardplan.strategies.rules.kernel import unsharded_rule
 
@@ -56,20 +57,20 @@ class Heads:
         """Sizes of the factors in it."""
         return {"m": self.count(self.key), "g": self.groups} if self.groups > 1 else {}
 
-    def flops(self, products: tuple[int, int], seen: float) -> float:
-        """Of so many products over a query's depth and over a value's, of which this fraction is seen."""
-        pairs = self.query.shape[0] * self.count(self.query) * self.length(self.query) * self.length(self.value)
-        return 2.0 * pairs * seen * (products[0] * self.query.shape[3] + products[1] * self.value.shape[3])
+    def work(self, products: tuple[int, int], causal: bool, window: int | None = None) -> Work:
+        """Of so many products over a query's depth and over a value's, of the pairs of queries and keys that masks leave."""
+        keys = self.length(self.value)
+        pairs = self.query.shape[0] * self.count(self.query) * self.length(self.query) * keys
+        seen = min(0.5 if causal else 1.0, window / keys if window else 1.0)
+        flops = 2.0 * pairs * seen * (products[0] * self.query.shape[3] + products[1] * self.value.shape[3])
+        return flops, Attention(self.query.shape[3], min(keys, window or keys), causal, products == BACKWARD)
 
+
+Work = tuple[float, Attention]
+"""Flops of an attention kernel, and what decides how fast they are."""
 
 FORWARD, BACKWARD = (1, 1), (3, 2)
 """Products over the depth of queries and of values: q k, p v; again q k, then its two gradients, and those of p and v."""
-
-
-def _seen(heads: Heads, causal: bool, window: int | None) -> float:
-    """Fraction of all pairs of queries and keys that masks leave."""
-    keys = heads.length(heads.value)
-    return min(0.5 if causal else 1.0, window / keys if window else 1.0)
 
 
 def _unused(x, k: int) -> Dims:
@@ -111,10 +112,10 @@ def _free(extras: Extras) -> frozenset[str]:
     return frozenset("m") if extras.segments > 1 else frozenset("bm")
 
 
-def _rule(operands, results, free: frozenset[str], sizes, flops: float, reduce: dict[str, str] | None = None) -> Rule:
+def _rule(operands, results, free: frozenset[str], sizes, work: Work, reduce: dict[str, str] | None = None) -> Rule:
     names = frozenset(flat_factors(*operands, *results))
     found = {"reduce": reduce or {}, "replicated": names - free, "shard_local": free & names, "sizes": sizes}
-    return Rule(operands, results, flops=flops, **found)
+    return Rule(operands, results, flops=work[0], attention=work[1], **found)
 
 
 def _queries_keys_values(heads: Heads, extras: Extras | None) -> tuple[Dims, Dims, Dims]:
@@ -144,9 +145,8 @@ def attention_forward(q, k, v, bias, *rest, out, layout, mask_type, dropout_rate
     of_q, of_k, of_v = _queries_keys_values(heads, extras)
     of_stats, sizes = _statistics(heads, extras)
     made = (of_q[:-1] + of_v[-1:], of_stats)[: len(out)]
-    seen = _seen(heads, _number(mask_type) in CAUSAL, sliding_window_length)
-    operands = (of_q, of_k, of_v, *extras.dims(heads))
-    return _rule(operands, made, _free(extras), heads.sizes | sizes, heads.flops(FORWARD, seen))
+    work = heads.work(FORWARD, _number(mask_type) in CAUSAL, sliding_window_length)
+    return _rule((of_q, of_k, of_v, *extras.dims(heads)), made, _free(extras), heads.sizes | sizes, work)
 
 
 @rule("dot_product_attention_bwd_wrapper", traits=ATTENTION)
@@ -157,7 +157,6 @@ def attention_backward(q, k, v, bias, *rest, out, layout, mask_type, dropout_rat
     of_q, of_k, of_v = _queries_keys_values(heads, extras)
     of_stats, sizes = _statistics(heads, extras)
     of_out, of_bias = of_q[:-1] + of_v[-1:], extras.bias_dims(heads)
-    seen = _seen(heads, _number(mask_type) in CAUSAL, sliding_window_length)
     operands = (of_q, of_k, of_v, *extras.dims(heads), of_stats, of_out, of_out)
     shared = _free(extras) - set(flat_factors(of_bias)) if len(out) == 4 else ()
     return _rule(
@@ -165,7 +164,7 @@ def attention_backward(q, k, v, bias, *rest, out, layout, mask_type, dropout_rat
         (of_q, of_k, of_v, of_bias)[: len(out)],
         _free(extras),
         heads.sizes | sizes,
-        heads.flops(BACKWARD, seen),
+        heads.work(BACKWARD, _number(mask_type) in CAUSAL, sliding_window_length),
         dict.fromkeys(sorted(shared), "sum"),
     )
 
@@ -180,8 +179,8 @@ def attention_forward_fp8(q, k, v, *scales, out, layout, use_causal_mask, **_):
     heads = Heads(q, k, v, layout == 1)
     of_q, of_k, of_v = _queries_keys_values(heads, None)
     made = (of_q, *_scalars(out[1:3]), (("b",), heads.query_heads, ("t",)))[: len(out)]
-    flops = heads.flops(FORWARD, _seen(heads, use_causal_mask, None))
-    return _rule((of_q, of_k, of_v, *_scalars(scales)), made, frozenset("bm"), heads.sizes, flops, {"b": "max", "m": "max"})
+    work = heads.work(FORWARD, use_causal_mask)
+    return _rule((of_q, of_k, of_v, *_scalars(scales)), made, frozenset("bm"), heads.sizes, work, {"b": "max", "m": "max"})
 
 
 @rule("dot_product_attention_fp8_bwd_wrapper", traits=ATTENTION)
@@ -189,9 +188,8 @@ def attention_backward_fp8(q, k, v, made, grad, stats, *scales, out, layout, use
     heads = Heads(q, k, v, layout == 1)
     of_q, of_k, of_v = _queries_keys_values(heads, None)
     operands = (of_q, of_k, of_v, of_q, of_q, (("b",), heads.query_heads, ("t",)), *_scalars(scales))
-    flops = heads.flops(BACKWARD, _seen(heads, use_causal_mask, None))
     results = (of_q, of_k, of_v, *_scalars(out[3:]))
-    return _rule(operands, results, frozenset("bm"), heads.sizes, flops, {"b": "max", "m": "max"})
+    return _rule(operands, results, frozenset("bm"), heads.sizes, heads.work(BACKWARD, use_causal_mask), {"b": "max", "m": "max"})
 
 
 def _number(mask_type) -> int:

@@ -6,9 +6,10 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardplan.ir.windows import window_hits
+from shardplan.mesh.rates import Attention
 from shardplan.xla.hlo.text import Frame, HasSource, HloArray, HloInstruction, HloModule, origin, read
 
 
@@ -21,6 +22,7 @@ class HloProduct(HasSource):
         dtype: of its left operand; it decides the peak rate.
         flops: of one run; a multiply-add is two.
         sizes: [batch, rows, columns, contracted] of a 'dot'; None of other kinds.
+        attention: what decides how fast an 'attention' is; None of other kinds.
         rematerialised: whether XLA computes it a second time on its own, to save memory.
     """
 
@@ -35,6 +37,7 @@ class HloProduct(HasSource):
     stack: tuple[Frame, ...] = ()
     rematerialised: bool = False
     sizes: tuple[int, int, int, int] | None = None
+    attention: Attention | None = None
 
     @property
     def total_flops(self) -> float:
@@ -56,7 +59,8 @@ def products(text: str | HloModule) -> tuple[HloProduct, ...]:
         if is_product and runs and (found := _flops(i)):
             kind, n, dtype, sizes = found
             again = REMATERIALISED in i.name or i.computation in repeated
-            out.append(HloProduct(kind, i.name, i.arrays[0], dtype, n, runs, i.computation, *origin(module, i), again, sizes))
+            product = HloProduct(kind, i.name, i.arrays[0], dtype, n, runs, i.computation, *origin(module, i), again)
+            out.append(replace(product, attention=sizes) if kind == "attention" else replace(product, sizes=sizes))
     return tuple(out)
 
 
@@ -68,7 +72,7 @@ def flops(text: str | HloModule) -> float:
 Sizes = tuple[int, int, int, int]
 
 
-def _flops(i: HloInstruction) -> tuple[str, float, str, Sizes | None] | None:
+def _flops(i: HloInstruction) -> tuple[str, float, str, Sizes | Attention | None] | None:
     """(kind, flops of one run, dtype of the left operand, sizes if known); None for a library call that is no product."""
     operands = [o.arrays[0] for o in i.operands if o.arrays]
     out = i.arrays[0]
@@ -100,10 +104,10 @@ def _flops(i: HloInstruction) -> tuple[str, float, str, Sizes | None] | None:
     if target.startswith("__cudnn$fmha"):
         found = config.get("cudnn_fmha_backend_config", config)
         scores = [int(n) for n in found.get("intermediate_tensor_shape", {}).get("dimensions", ())]
-        width = min(left.shape[-1], right.shape[-1])
-        n_products = 5 if "Backward" in target else 2
-        seen = 0.5 if "CAUSAL" in str(found.get("mask_type", "")) else 1.0
-        return "attention", 2.0 * n_products * math.prod(scores) * width * seen, left.dtype, None
+        width, backward = min(left.shape[-1], right.shape[-1]), "Backward" in target
+        causal = "CAUSAL" in str(found.get("mask_type", ""))
+        flops = 2.0 * (5 if backward else 2) * math.prod(scores) * width * (0.5 if causal else 1.0)
+        return "attention", flops, left.dtype, Attention(width, scores[-1] if scores else 1, causal, backward)
     return None
 
 
