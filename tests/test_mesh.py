@@ -94,7 +94,9 @@ def test_preset_is_sourced_and_survives_a_file(name, tmp_path):
 @pytest.mark.parametrize("gpu", gpus().values(), ids=lambda g: g.key)
 def test_every_figure_of_a_gpu_has_a_source(gpu):
     sourced = {name for names in gpu.sources for name in names.split(", ")}
-    assert sourced | {"key", "name", "device_kinds", "node_size", "sources", "products"} >= {f.name for f in dataclasses.fields(gpu)}
+    assert sourced | {"key", "name", "device_kinds", "node_size", "sources", "products", "attention"} >= {
+        f.name for f in dataclasses.fields(gpu)
+    }
 
 
 @pytest.mark.parametrize("name", Cluster.presets())
@@ -234,7 +236,7 @@ def test_resolve_takes_presets_files_and_clusters(tmp_path):
 
 
 def test_unknown_cluster_lists_presets():
-    with pytest.raises(ClusterError, match=r"'h1000' is not known(.|\n)*a100, a100-40gb, b200, cpu, h100, h200"):
+    with pytest.raises(ClusterError, match=r"'h1000' is not known(.|\n)*a100, a100-40gb, b200, cpu, h100, h100-500w, h200"):
         resolve("h1000")
     with pytest.raises(ClusterError, match=r"no preset describes 'Radeon'(.|\n)*h200(.|\n)*calibrate"):
         resolve(None, "rocm", "Radeon")

