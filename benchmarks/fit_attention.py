@@ -1,8 +1,8 @@
 """The fit of fused attention kernels to measured ones; `fit_rates.py` runs it.
 
-A row of attention_rates.csv has FLOP/s by direction, head size, keys and causal mask; `shardplan.mesh.rates.attention_rate` gives them from
-`AttentionRate`. Least squares of log FLOP/s, soft-L1 loss (0.1). Backward kernels were measured for FlashAttention-2 alone: how much slower
-they are than forward ones, at long and at short sequences, is taken from it for the kernels of other libraries.
+A row of attention_rates.csv has FLOP/s by direction, head size, keys and causal mask; `shardplan.mesh.rates.attention_rate` gives them
+from `AttentionRate`. Least squares of log FLOP/s, soft-L1 loss (0.1). Backward kernels were measured for FlashAttention-2 alone: how
+much slower they are than forward ones, at long and at short sequences, is taken from it for the kernels of other libraries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardplan.mesh.device import AttentionRate, Device
 from shardplan.mesh.rates import Attention, attention_rate
 
 SHAPE = ("short", "short_causal", "slower", "shorter")
-"""Constants besides one efficiency per head size: keys that halve the rate, and by which factors these are worse in backward kernels."""
+"""Constants besides one efficiency per head size: keys that halve the rate, and by which factors all of it is worse backward."""
 START = {"short": 120.0, "short_causal": 350.0, "slower": 0.9, "shorter": 1.5}
 FLASH2 = "figures of the FlashAttention-2 paper (arXiv:2307.08691)"
 IN_STEPS = "in-step attention rate"
@@ -67,7 +67,7 @@ FITS = {
         _of(("B200",), "flash4"),
         ("short", "short_causal"),
         "B200",
-        f"FlashAttention-4's forward kernels (github.com/Dao-AILab/flash-attention, pull request 2605); {BACKWARD}; what steps keep of it: "
+        f"FlashAttention-4's forward kernels (github.com/Dao-AILab/flash-attention, pull request 2605); {BACKWARD}; what steps keep: "
         "stas00/ml-engineering (CC BY-SA 4.0)",
     ),
 }

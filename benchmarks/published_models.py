@@ -268,8 +268,8 @@ def _params(s: Shape) -> dict:
 def build(s: Shape, mesh: jax.sharding.AbstractMesh):
     """(train step, state, batch) of a row; the last two as shapes. The batch is [accum, sequences, tokens].
 
-    Activations are constrained to be sharded over the batch, to tensor parallelism within blocks and to the sequence between them where a
-    row says so, and the logits over the vocabulary.
+    Activations are constrained to be sharded over the batch, to tensor parallelism within blocks and to the sequence between them where
+    a row says so, and the logits over the vocabulary.
     """
     at = Layouts(mesh, tuple(a for a in ("data", "fsdp") if mesh.shape.get(a, 1) > 1) or None, s.sequence_parallel)
     vocabulary = at.tensor if at.tensor and s.vocab % mesh.shape["tensor"] == 0 else None

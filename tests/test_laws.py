@@ -278,7 +278,8 @@ def test_more_memory_is_never_worse_and_every_budget_is_kept(name, cluster):
         plans.append(plan_of(name, cluster, memory=share * free.memory().peak))
         assert plans[-1].memory().peak <= share * free.memory().peak
     seconds = [p.seconds["total"] for p in plans]
-    assert all(more <= (1 + NEAR_TIE) * less for more, less in itertools.combinations(seconds, 2))
+    near = (1 + NEAR_TIE) ** 2  # the best plan that was found, and the simplest that is so near to it
+    assert all(more <= near * less for more, less in itertools.combinations(seconds, 2))
 
 
 @pytest.mark.parametrize("name", ["unrolled"])

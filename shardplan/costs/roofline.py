@@ -3,8 +3,8 @@
     seconds[s] = max(flops[s] / peak(dtype), bytes[s] / memory rate, latency of a kernel of its own)
                  + latency that a small fused kernel falls short of + halo exchanges
 
-Matrix products and attention kernels take the seconds of their shape on one device (`mesh/rates.py`). `bytes` are those that the op's kernels read and write
-on its behalf (`xla_model/fusion.py`).
+Matrix products and attention kernels take the seconds of their shape on one device (`mesh/rates.py`). `bytes` are those that the
+op's kernels read and write on its behalf (`xla_model/fusion.py`).
 
 Also known as the roofline model: Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
 """

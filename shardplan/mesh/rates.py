@@ -8,8 +8,8 @@ A product [b, m, k] x [b, k, n] is computed tile by tile of its result, on p mul
 
 So products fall off smoothly where they are thin, small or odd: few tiles leave multiprocessors idle, short contracted dims pay for
 filling. `ProductRate` has the constants of a GPU and a dtype, fitted to measured products by benchmarks/fit_rates.py. Without them
-every shape runs at `Device.flops_per_s`. Attention that is one kernel has a rate of its own (`attention_rate`). A step is priced by this file alone, before it is compiled (`costs/roofline.py`) and after
-(`xla/hlo/schedule.py`).
+every shape runs at `Device.flops_per_s`. Attention that is one kernel has a rate of its own (`attention_rate`). A step is priced by
+this file alone, before it is compiled (`costs/roofline.py`) and after (`xla/hlo/schedule.py`).
 
 Also known as tile and wave quantization: NVIDIA, "Matrix Multiplication Background User's Guide".
 """
