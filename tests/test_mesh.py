@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shardplan.mesh import Cluster, ClusterError, Device, Layout, Link, Measured, MeshShape, Resharder, resolve, seconds
 from shardplan.mesh.device import fitted_rates, gpus
 from shardplan.mesh.mindspore import operator
-from shardplan.mesh.rates import Product, kernel_seconds
+from shardplan.mesh.rates import Attention, Product, attention_rate, kernel_seconds
 
 H100 = Cluster.preset("h100")
 MESH = MeshShape(("data", "model"), (2, 4))
@@ -331,6 +331,47 @@ def test_products_run_at_the_measured_rate_of_their_shape(gpu, dtype, sizes, mea
     short_run = dataclasses.replace(device, products={k: dataclasses.replace(r, sustained=1.0) for k, r in device.products.items()})
     found = kernel_seconds(short_run, [Product(dtype, 2.0 * math.prod(sizes), sizes)], 0.0)
     assert 2 * math.prod(sizes) / found == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "of", "measured"),
+    [
+        ("h100", Attention(64, 512, True, False), 225e12),
+        ("h100", Attention(128, 16384, False, False), 595e12),
+        ("h100", Attention(256, 2048, True, False), 450e12),
+        ("a100", Attention(128, 16384, False, False), 226e12),
+        ("b200", Attention(128, 4096, True, False), 1090e12),
+        ("b200", Attention(64, 1024, False, False), 702e12),
+    ],
+)
+def test_attention_kernels_run_at_the_measured_rate_of_their_shape(gpu, of, measured):
+    device = Cluster.preset(gpu).device
+    short_run = dataclasses.replace(device, attention={k: dataclasses.replace(r, sustained=1.0) for k, r in device.attention.items()})
+    found = kernel_seconds(short_run, [Product("bfloat16", 1e12, attention=of)], 0.0)
+    assert 1e12 / found == pytest.approx(measured, rel=0.15)
+
+
+@given(st.integers(8, 512), st.integers(1, 1 << 17), st.booleans(), st.booleans())
+def test_attention_is_faster_per_flop_the_larger_it_is_and_slower_backward(head, keys, causal, backward):
+    def rate(head=head, keys=keys, causal=causal, backward=backward):
+        return attention_rate(H100.device, "bfloat16", Attention(head, keys, causal, backward))
+
+    assert rate() <= rate(keys=2 * keys) and rate(causal=True) <= rate(causal=False) and rate(backward=True) <= rate(backward=False)
+    assert rate(head=16) == pytest.approx(rate(head=64) / 4)  # as long per pair of a query and a key
+    assert rate() < H100.device.peak("bfloat16")
+
+
+def test_a_device_without_rates_of_attention_runs_it_as_large_products():
+    plain = dataclasses.replace(H100.device, attention={})
+    assert attention_rate(plain, "bfloat16", Attention(64, 512, True, False)) == plain.flops_per_s("bfloat16")
+
+
+def test_rates_of_attention_name_an_efficiency_for_every_head_size(tmp_path):
+    text = json.loads(json.dumps(H100.to_json()))
+    text["device"]["attention"]["forward"]["efficiency"] = [0.5]
+    (tmp_path / "c.json").write_text(json.dumps(text))
+    with pytest.raises(ClusterError, match="with an efficiency for every one of the ascending head sizes"):
+        Cluster.load(tmp_path / "c.json")
 
 
 @given(st.integers(1, 4), st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000))

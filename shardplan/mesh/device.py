@@ -22,6 +22,7 @@ NotNegative = Annotated[float, Meta(ge=0, lt=1e300, description="a number from 0
 Count = Annotated[int, Meta(ge=1, le=1 << 20, description="a whole number from 1")]
 Text = Annotated[str, Meta(max_length=10_000, description="text")]
 Texts = Annotated[tuple[Text, ...], Meta(max_length=1000, description="a list of texts")]
+ATTENTION = 'an object of "forward" and "backward", with an efficiency for every one of the ascending head sizes'
 FLOPS = 'an object of dtype names and positive FLOP/s, "float32" among them'
 
 
@@ -148,9 +149,7 @@ class Device:
     products: Annotated[Mapping[Text, ProductRate], Meta(description="an object of dtype names and product rates")] = field(
         default_factory=dict, hash=False
     )
-    attention: Annotated[Mapping[Text, AttentionRate], Meta(description='an object of "forward" and "backward"')] = field(
-        default_factory=dict, hash=False
-    )
+    attention: Annotated[Mapping[Text, AttentionRate], Meta(description=ATTENTION)] = field(default_factory=dict, hash=False)
 
     def family(self, dtype: str) -> str:
         """The dtype of `flops` by whose rate a dtype is priced: itself, the nearest that is listed, at last float32."""
