@@ -197,6 +197,10 @@ class Layouts:
         sequence = self.tensor if self.sequence_parallel else None
         return self.laid(x, sequence if self.tensor else P.UNCONSTRAINED, None)
 
+    def added(self, x):
+        """What is added to the residual stream."""
+        return self.between(x) if self.tensor else x
+
     def whole(self, x):
         """What the first products of attention and of the MLP read."""
         return self.laid(x, None, None) if self.tensor else x
@@ -235,14 +239,14 @@ def _block(x, p, s: Shape, at: Layouts):
     """One layer."""
     split = at.split
     p = {name: at.gathered(name, w.astype(x.dtype)) if name not in ("norm1", "norm2") else w for name, w in p.items()}
-    y = at.between(_attention(at.whole(_norm(x, p["norm1"], s.gated)), p, s, split))
+    y = at.added(_attention(at.whole(_norm(x, p["norm1"], s.gated)), p, s, split))
     x = x + (y if s.gated else y + p["out_bias"])
     y = at.whole(_norm(x, p["norm2"], s.gated))
     if s.gated:
         gate, up = (split(_linear(y, p[name], s)) for name in ("gate", "up"))
-        return x + at.between(_linear(split(_swiglu(gate, up)), p["down"], s))
+        return x + at.added(_linear(split(_swiglu(gate, up)), p["down"], s))
     hidden = split(_gelu(split(_linear(y, p["up"], s)), p["up_bias"]))
-    return x + at.between(_linear(hidden, p["down"], s)) + p["down_bias"]
+    return x + at.added(_linear(hidden, p["down"], s)) + p["down_bias"]
 
 
 def _params(s: Shape) -> dict:
