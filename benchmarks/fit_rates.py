@@ -71,6 +71,10 @@ FLOAT8_IN_STEPS = 0.85
 """The same of products of 8 bits, measured in long runs: at it the published steps of MPT in float8 on H100 have no bias."""
 
 
+STEPS = {"h100": (52, 0.14), "a100": (57, 0.31), "a100-40gb": (57, 0.147), "h100-500w": (6, 0.11), "h200": (2, 0.13)}
+"""GPU -> published steps that `published.py` predicts, and the 90th percentile of |log(predicted ÷ published)|."""
+
+
 def _long_b200(*dtypes: str) -> Callable[[Mapping[str, str]], bool]:
     return lambda r: r["gpu"] == "B200" and r["dtype"] in dtypes and r["source"] not in ("xla_mm", "stas_mamf") and int(r["k"]) >= 8192
 
@@ -187,7 +191,8 @@ def text(
             "launch_s, intra, inter": f"{like}all but line rates fitted by benchmarks/fit_rates.py, {off}: {links[of]['source']}",
         }
         kernels = {way: asdict(at_power(key, "bfloat16", rate)) for way, rate in attention[of].items()}
-        out[key] = {"sources": sources, "products": rates, "attention": kernels, "links": links_of(links[of])}
+        steps = dict(zip(("rows", "p90_error"), STEPS[key], strict=True)) if key in STEPS else None
+        out[key] = {"sources": sources, "products": rates, "attention": kernels, "links": links_of(links[of]), "steps": steps}
     return json.dumps(out, indent=2) + "\n"
 
 

@@ -18,17 +18,31 @@ DECIMAL = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 BINARY = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 
 
-def _amount(n: float, units: Mapping[str, float]) -> str:
-    unit, size = next((unit for unit in units.items() if abs(n) < 999.5 * unit[1]), [*units.items()][-1])
-    x = n / size
+def _unit(n: float, units: Mapping[str, float]) -> tuple[str, float]:
+    return next((unit for unit in units.items() if abs(n) < 999.5 * unit[1]), [*units.items()][-1])
+
+
+def _digits(x: float) -> str:
     text = f"{x:.{0 if abs(x) >= 99.95 else 1 if abs(x) >= 9.995 else 2}f}"
-    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-format_seconds = partial(_amount, units={"µs": 1e-6, "ms": 1e-3, "s": 1.0})
+def _amount(n: float, units: Mapping[str, float]) -> str:
+    unit, size = _unit(n, units)
+    return f"{_digits(n / size)} {unit}"
+
+
+SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
+format_seconds = partial(_amount, units=SECONDS)
 format_bytes = partial(_amount, units=DECIMAL)
 format_memory = partial(_amount, units=BINARY)
 format_flops = partial(_amount, units={"flop": 1.0, "kflop": 1e3, "Mflop": 1e6, "Gflop": 1e9, "Tflop": 1e12, "Pflop": 1e15})
+
+
+def format_range(low: float, high: float, of: float) -> str:
+    """Two durations in the unit that `format_seconds` writes `of` in, as in "0.99–1.38"."""
+    _, size = _unit(of, SECONDS)
+    return f"{_digits(low / size)}–{_digits(high / size)}"
 
 
 def format_percent(x: float) -> str:

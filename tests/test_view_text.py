@@ -44,7 +44,7 @@ def test_summary(plan):
     assert str(plan).splitlines() == [
         "mesh    data=2, model=4 (8 devices), priced as h100",
         "plan    feasible, at most 0.4 % from the optimum (integer program, symmetric layers)",
-        "step    4.38 ms predicted = 4.2 ms compute + 177 µs communication; 63.7 MB sent per device",
+        "step    4.38 ms = 4.2 ms compute + 177 µs communication; 63.7 MB sent per device",
         "memory  2.71 GiB of 74.5 GiB per device at the peak, train.py:6 in block",
     ]
 

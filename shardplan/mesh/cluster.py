@@ -113,6 +113,8 @@ class Cluster:
         platforms: jax platform names this describes.
         device_kinds: pieces of `jax.Device.device_kind`, lower case, by which `resolve` knows the machine at hand.
         measured: collectives measured on the real machine; they replace the formulas where they match.
+        collective_error: 90th percentile of |log(predicted ÷ measured seconds)| of collectives; None if none were measured.
+        step_error: the same of whole training steps.
     """
 
     name: Text
@@ -127,6 +129,8 @@ class Cluster:
     platforms: Texts = ()
     device_kinds: Texts = ()
     measured: Annotated[tuple[Measured, ...], Meta(description="a list")] = ()
+    collective_error: Annotated[NotNegative | None, Meta(description="a number from 0, or null")] = None
+    step_error: Annotated[NotNegative | None, Meta(description="a number from 0, or null")] = None
 
     def axis(self, mesh: MeshShape, axis: str | Sequence[str]) -> AxisLink:
         """How many members of a mesh axis (or of several axes jointly) share a node, and how many nodes a group spans."""
@@ -244,6 +248,8 @@ def _fitted(cluster: Cluster, rates: FittedRates) -> dict[str, Any]:
         "intra": Link(cluster.intra.bytes_per_s, **links.intra),
         "inter": Link(cluster.inter.bytes_per_s, **links.inter),
         "launch_s": links.launch_s,
+        "collective_error": links.p90_error,
+        "step_error": rates.steps.p90_error if rates.steps else None,
         "source": ". ".join([cluster.source, *(f"Instead, {figures}: {source}" for figures, source in rates.sources.items())]),
     }
 

@@ -273,6 +273,14 @@ class FittedLinks:
 
 
 @dataclass(frozen=True)
+class PredictedSteps:
+    """How well published training steps on a GPU are predicted: how many, and the 90th percentile of |log(predicted ÷ published)|."""
+
+    rows: int
+    p90_error: NotNegative
+
+
+@dataclass(frozen=True)
 class FittedRates:
     """An entry of `gpu_rates.json`."""
 
@@ -280,6 +288,7 @@ class FittedRates:
     products: dict[str, ProductRate]
     attention: dict[str, AttentionRate]
     links: FittedLinks
+    steps: PredictedSteps | None
 
 
 @functools.cache

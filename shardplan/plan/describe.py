@@ -20,6 +20,7 @@ from shardplan.plan.data import Leaf, MemoryReport, PlanDecision, PlannedCollect
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.plan.program import result_type, source_lines
+from shardplan.plan.seconds_range import seconds_range
 from shardplan.strategies.enumerate import PARTIAL
 from shardplan.units import format_array, to_digits
 from shardplan.xla_model.compiler_options import Flags, XlaOptions
@@ -44,6 +45,7 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
     line = planned.timeline
     status = planned.solution.status
     program = planned.traced.identity()
+    low_s, high_s, unmeasured = seconds_range(planned)
     assert status != "infeasible"
     return Plan(
         mesh=space.mesh,
@@ -57,6 +59,8 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
             "hidden": to_digits(max(0.0, line.collective_s - line.exposed_s)),
             "total": to_digits(line.total_s),
             "bound": to_digits(line.total_s * (1 - planned.solution.gap)),
+            "low": to_digits(low_s),
+            "high": to_digits(high_s),
         },
         status=status,
         gap=to_digits(planned.solution.gap),
@@ -70,6 +74,7 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
         compiler_options=flags,
         lines=_lines(planned),
         unknown=space.unknown,
+        unmeasured=unmeasured,
     ).with_context(context)
 
 

@@ -150,9 +150,10 @@ def _summary(plan: Plan) -> dict[str, Any]:
     s, found, step_s = plan.seconds, grids(plan.mesh), plan.seconds["total"] or 1.0
     shares = (("compute", s["compute"] / step_s), ("communication", (s["communication"] - s["hidden"]) / step_s))
     inputs = rows.leaf_rows(plan.inputs, plan.mesh)
+    span = f"between {format_seconds(s['low'])} and {format_seconds(s['high'])}; " if s.get("high") else ""
     return {
         "quality": quality(plan),
-        "time_parts": time_parts(plan),
+        "time_parts": f"{span}{time_parts(plan)}",
         "saving": plan.saving,
         "step_s": step_s,
         "time_shares": [(kind, x, f"{kind} {format_percent(x)}") for kind, x in shares],

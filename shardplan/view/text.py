@@ -16,7 +16,18 @@ from shardplan.plan.data import JobPart, MemoryReport, PlanDecision, seconds_per
 from shardplan.plan.job import Job
 from shardplan.plan.program import differences_of_plans
 from shardplan.search.objective import OPTIMAL
-from shardplan.units import clean, fit, fit_middle, format_bytes, format_count, format_memory, format_percent, format_seconds, table
+from shardplan.units import (
+    clean,
+    fit,
+    fit_middle,
+    format_bytes,
+    format_count,
+    format_memory,
+    format_percent,
+    format_range,
+    format_seconds,
+    table,
+)
 from shardplan.view import rows
 
 WIDTH = 120
@@ -35,13 +46,20 @@ def summary(plan: Plan) -> str:
         (
             fit(clean(f"mesh    {plan.mesh} ({devices}), priced as {plan.cluster}"), WIDTH),
             f"plan    {quality(plan)}",
-            f"step    {format_seconds(plan.seconds['total'])} predicted = {time_parts(plan, ' + ')}; {sent}",
+            fit(f"step    {step_seconds(plan)} = {time_parts(plan, ' + ')}; {sent}", WIDTH),
             fit(f"memory  {format_memory(memory.peak)}{limit}{rows.peak_place(memory)}", WIDTH),
             *([fit(clean(f"saves   {saving}"), WIDTH)] if (saving := plan.saving) else []),
             *([fit(clean(f"job     {job_parts(plan.job)}"), WIDTH)] if plan.job else []),
             *_compiler_options(plan),
         )
     )
+
+
+def step_seconds(plan: Plan) -> str:
+    """Predicted seconds of a step and their range, as in "1.17 ms (0.99–1.38)"."""
+    s = plan.seconds
+    span = format_range(s["low"], s["high"], s["total"]) if s.get("high") else ""
+    return f"{format_seconds(s['total'])}{f' ({span})' if span else ''}"
 
 
 def job_parts(parts: Sequence[JobPart]) -> str:
@@ -91,7 +109,7 @@ def explain(plan: Plan, source: bool = True) -> str:
     """The summary, then inputs, collectives, annotated source lines (with `source`), conflicts, ops without a rule, and memory."""
     lines = rows.lines(plan, source=source)
     parts = [
-        summary(plan),
+        summary(plan) + _unmeasured(plan),
         _leaf_table(plan),
         _collective_table(plan, lines),
         _annotated(plan, lines) if source else "",
@@ -100,6 +118,12 @@ def explain(plan: Plan, source: bool = True) -> str:
         memory_text(plan.memory_report),
     ]
     return "\n\n".join(p for p in parts if p) + "\n"
+
+
+def _unmeasured(plan: Plan) -> str:
+    if not plan.unmeasured:
+        return ""
+    return "\n" + fit(clean(f"range   not measured for this device, so wide: {', '.join(plan.unmeasured)}"), WIDTH)
 
 
 # ---- tables
