@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax._src import core, dispatch, xla_bridge
+from jax._src import core, dispatch, ffi, xla_bridge
 from jax._src import linear_util as lu
 from jax._src import mesh as mesh_lib
 from jax._src.cudnn import fused_attention_stablehlo as attention
@@ -67,6 +67,22 @@ def scaled(estimate, fraction: float):
         return None
     names: Any = ("flops", "transcendentals", "bytes_accessed", "remote_bytes_transferred")
     return type(estimate)(**{name: int(getattr(estimate, name) * fraction) for name in names if hasattr(estimate, name)})
+
+
+def ffi_attributes(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a `ffi_call` as the user gave them."""
+    return ffi._unwrap_kwargs_hashable(params["attributes"])
+
+
+def ffi_params(params: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a `ffi_call` whose results have these shapes, with these attributes."""
+    avals = tuple(core.ShapedArray(s, x.dtype) for s, x in zip(shapes, params["result_avals"], strict=True))
+    return {"result_avals": avals, "attributes": ffi_hashable(attributes)}
+
+
+def ffi_hashable(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Attributes as a `ffi_call` holds them: sorted, and comparable."""
+    return tuple(ffi._wrap_kwargs_hashable(dict(attributes)))
 
 
 PARTITIONED = frozenset(
