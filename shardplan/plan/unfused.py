@@ -148,9 +148,19 @@ class _Scores:
             (i, k) for i, k in readers if i in weights and ops[i].inputs[k] in weights[i] and self._contracts(i, k, exponential, axis)
         ]
         kind: Kind = "attention" if gradients or made else "cross-entropy"
-        random = any(str(getattr(x, "dtype", "")).startswith("key<") for i in self.ops for x in ops[i].ins)
         weighted = min(made) if made else None
-        return UnfusedSoftmax(kind, exponential, frozenset(self.ops), maker, tuple(gradients), readers, weighted, random)
+        return UnfusedSoftmax(kind, exponential, frozenset(self.ops), maker, tuple(gradients), readers, weighted, self._drawn())
+
+    def _drawn(self) -> bool:
+        """Whether a random number generator is among what makes them, up to products."""
+        ops, seen, queue = self.graph.ops, set(self.ops), sorted(self.ops)
+        for i in queue:
+            if any(str(getattr(x, "dtype", "")).startswith("key<") for x in ops[i].ins):
+                return True
+            makers = {self.graph.values[v].producer[0] for v in ops[i].inputs if v is not None} - seen
+            queue += sorted(x for x in makers if not ops[x].traits.matmul)
+            seen |= makers
+        return False
 
     def _weights(self, after: set[int]) -> dict[int, list[int]]:
         """Op -> its operands that are the exponentials, normalised, masked or scaled: nothing is added to them."""
