@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax._src import core, dispatch, xla_bridge
+from jax._src import core, dispatch, ffi, xla_bridge
+from jax._src import custom_partitioning_sharding_rule as sharding_rules
 from jax._src import linear_util as lu
 from jax._src import mesh as mesh_lib
 from jax._src.cudnn import fused_attention_stablehlo as attention
-from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
 from jax._src.interpreters import mlir, partial_eval
 from jax._src.state.types import AbstractRef
 from jax.extend.core import ClosedJaxpr
@@ -69,6 +69,22 @@ def scaled(estimate, fraction: float):
     return type(estimate)(**{name: int(getattr(estimate, name) * fraction) for name in names if hasattr(estimate, name)})
 
 
+def ffi_attributes(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a `ffi_call` as the user gave them."""
+    return ffi._unwrap_kwargs_hashable(params["attributes"])
+
+
+def ffi_params(params: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a `ffi_call` whose results have these shapes, with these attributes."""
+    avals = tuple(core.ShapedArray(s, x.dtype) for s, x in zip(shapes, params["result_avals"], strict=True))
+    return {"result_avals": avals, "attributes": ffi_hashable(attributes)}
+
+
+def ffi_hashable(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Attributes as a `ffi_call` holds them: sorted, and comparable."""
+    return tuple(ffi._wrap_kwargs_hashable(dict(attributes)))
+
+
 PARTITIONED = frozenset(
     p
     for p in dispatch.prim_requires_devices_during_lowering
@@ -112,7 +128,12 @@ def sharding_rule(params, ins: Sequence, out: Sequence):
         types = [[ir.RankedTensorType.get(x.shape, mlir.dtype_to_ir_type(x.dtype)) for x in of] for of in (ins, out)]
         made = given(*params["static_args"], mesh_lib.AbstractMesh((), ()), *types)
     text, options = made if isinstance(made, (list, tuple)) else (made, {})
-    return str_to_sdy_sharding_rule(text, **options) if isinstance(text, str) else text
+    return sharding_rules.str_to_sdy_sharding_rule(text, **options) if isinstance(text, str) else text
+
+
+def is_batching(factor: str) -> bool:
+    """Whether a name in a `SdyShardingRule` stands for any number of leading dims, as "...2" does."""
+    return sharding_rules._is_batching(factor)
 
 
 ASSUMED_CUDNN, ASSUMED_CAPABILITY = 91100, (9, 0)

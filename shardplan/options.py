@@ -20,6 +20,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Plan
 from shardplan.processes import process_numbers
 from shardplan.searches import SEARCHES
+from shardplan.strategies.register import registered_text
 from shardplan.units import format_memory, parse_bytes
 from shardplan.xla_model.compiler_options import Flag, Flags, XlaOptions, candidates, merged
 
@@ -136,6 +137,7 @@ class AutoOptions:
             "flags": flags,
             "mesh": list(self.shape),
             "cluster": repr(self.machine),
+            "rules": registered_text(),
         }
 
     @functools.cached_property

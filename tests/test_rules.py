@@ -40,6 +40,7 @@ WITHOUT_EXAMPLE = """
     dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd_wrapper
     dot_product_attention_fp8_bwd_wrapper  (cuDNN's: test_attention.py)
     custom_partitioning  (of its users: test_partitioned.py)
+    ffi_call  (of its users: test_foreign.py)
     core_map mpmd_map  (kernels without block mappings, replicated)
     debug_print debug_callback  (no results)
     mulhi select_and_scatter platform_index dce_sink  (not lowered for CPU, not reachable, nothing to split)
@@ -276,8 +277,8 @@ def test_a_registered_rule_is_used(mine):
         ("a b -> a b", {"replicated": "z"}, "replicated= names ['z'], which are in no tensor"),
         ("a b, a b", {}, "needs operands and results separated by one '->'"),
         ("a (b c -> a", {}, "parentheses in 'a (b c' are nested or unbalanced"),
-        ("(a b) -> a b", {"shard_local": True}, "every dim has to be one factor\n  way out: a reshape around the op"),
-        ("a b -> a", {"shard_local": True, "reduce": "b=max"}, "['b'] can only be summed\n  way out: these factors in replicated="),
+        ("a b -> a, b", {"reduce": "a"}, "['b'] are not in result 0, so sharding leaves a partial one of unknown kind\n  way out: "),
+        ("a b c -> a", {"shard_local": True, "reduce": "b=max c"}, "partial results are of one kind, here of max, sum\n  way out: fac"),
     ],
 )  # fmt: skip
 def test_a_rule_that_contradicts_itself_is_refused(mine, pattern, kw, message):

@@ -27,7 +27,7 @@ NOT_GENERATED = """
     threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape geqp3 eq_to le_to lt_to to_edtype from_edtype  (inside others)
     scatter_add scatter_sub scatter_mul scatter_max scatter_min  (other spellings)
     broadcast_to empty empty2 polynomial zeros_like log2 one_minus_square  (not made by every version of jax)
-    custom_partitioning pallas_call core_map mpmd_map dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper
+    custom_partitioning ffi_call pallas_call core_map mpmd_map dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper
     dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper  (kernels: test_kernels.py, test_attention.py)
     nonbatchable nontraceable nondifferentiable_backward select_if_vmap unvmap_any unvmap_all unvmap_max debug_print debug_callback
         (of Equinox, and printing: test_libraries.py)

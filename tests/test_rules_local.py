@@ -80,8 +80,13 @@ def cholesky(x):
 
 @pytest.mark.parametrize(
     ("fn", "pattern", "options"),
-    [(cholesky, "a b c -> a b c", {}), (lambda x: cholesky(x).sum(0), "a b c -> b c", {"reduce": "a"})],
-    ids=["split", "summed"],
+    [
+        (cholesky, "a b c -> a b c", {}),
+        (lambda x: cholesky(x).sum(0), "a b c -> b c", {"reduce": "a"}),
+        (lambda x: cholesky(x).min(0), "a b c -> b c", {"reduce": "a=min"}),
+        (lambda x: cholesky(x).reshape(-1, x.shape[-1]), "a b c -> (a b) c", {}),
+    ],
+    ids=["split", "summed", "least", "joined"],
 )
 @pytest.mark.parametrize("local", [False, True])
 def test_a_primitive_of_the_users_runs_on_shards_where_its_rule_says_so(local, fn, pattern, options):

@@ -64,6 +64,7 @@ class Traits:
     row_major: bool = False  # needs row-major operands and results (XLA for CPU fails otherwise)
     barrier_operands: bool = False  # needs an optimization barrier before sharded operands
     shapes_in_params: bool = False  # its parameters hold the global shapes of its results, so it cannot run on shards
+    foreign: bool = False  # calls a foreign function, named by the parameter `target_name`
     sharding_constraint: bool = False  # the user's own layout of a value
     layouts_in_params: bool = False  # its parameters hold the layouts of operands and results (`shard_map`)
 

@@ -213,6 +213,20 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         """What was asked of this plan in its instrument: row -> answer of `why` as JSON values; `html` shows them too."""
         return {}
 
+    def advice(self) -> tuple[Any, ...]:
+        """What a fused kernel would make faster: attention and cross-entropies that take more than a tenth of the step.
+
+        Returns:
+            `shardplan.plan.advice.Advice`s, the largest share first: line, share, seconds now and fused, and which function gives it.
+            () where there is nothing, on a CPU, and for a plan that was not solved here.
+        """
+        return self._advice
+
+    @cached_property
+    def _advice(self) -> tuple[Any, ...]:
+        planned = self.context and self.context.planned
+        return () if planned is None else resolve_name("shardplan.plan.advice:advice")(planned)
+
     @property
     def saving(self) -> str:
         """In words, what the plan saves of the fastest baseline's step, as it is printed; "" where there is none, or from a file.

@@ -12,6 +12,7 @@ from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options, ReshardKey
 from shardplan.costs.pins import pin_description, pins_by_op
 from shardplan.costs.space import StrategySpace
+from shardplan.costs.states import PS
 from shardplan.emit.emit import EmitDecision
 from shardplan.files import short_place
 from shardplan.ilp.solver.problem import Solution
@@ -101,6 +102,17 @@ class Planned:
         compute_s = sum(float(self.space.seconds[i][self.strategies[i]]) * op.runs for i, op in ops)
         reshards = ((key[0], steps) for i, _ in ops for _, _, key, steps in self.operand_reshards(i))
         return compute_s, sum(self.graph.ops[i].reads * sum(s.seconds for s in steps) for i, steps in reshards)
+
+    @cached_property
+    def kernel_seconds(self) -> tuple[float, ...]:
+        """Per op, compute on one device in one step."""
+        return tuple(ps / PS for ps in self.network.kernel_ps(self.solution.states))
+
+    @cached_property
+    def edge_seconds(self) -> tuple[tuple[int, int, float], ...]:
+        """(maker, reader, seconds per step) of the kernels around the collectives of an operand."""
+        found = self.network.edge_kernels(self.solution.states)
+        return tuple((edge.producer, edge.consumer, ps / PS) for edge, ps in found)
 
     def strategies_on_line(self, line: str) -> list[tuple[int, int]]:
         """(op, strategy) of the unfused ops on a line 'file:line'; where all are fused, of those that write an array to memory."""

@@ -12,7 +12,7 @@ from shardplan._jax import shard_map_specs
 from shardplan.ir.graph import Graph, Op, Path
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.strategies.enumerate import AxisFactors, OpStrategies, enumerate_strategies
-from shardplan.strategies.rule import Rule, factor_sizes, factors, flat_factors
+from shardplan.strategies.rule import Rule, RuleError, factor_sizes, factors, flat_factors
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.uneven import uneven_factors
 
@@ -50,7 +50,10 @@ class Signatures:
         out: list[Signature] = []
         for op in graph.ops:
             sums = bool(op.inputs) and all(v is not None and out[graph.values[v].producer[0]].sums for v in op.inputs)
-            out.append(self._signature(op, sums, within.get(op.path, others)))
+            try:
+                out.append(self._signature(op, sums, within.get(op.path, others)))
+            except RuleError as error:
+                raise RuleError(_at_source(str(error), op)) from error
         return out
 
     def _signature(self, op: Op, operands_sum: bool, within: AxisFactors | None) -> Signature:
@@ -65,6 +68,12 @@ class Signatures:
             sums = linear or (not op.traits.border and bool(rule.reduce))
             signatures[linear, within] = Signature(next(self.numbers), rule, known or pinned is not None, sums, strategies)
         return signatures[linear, within]
+
+
+def _at_source(text: str, op: Op) -> str:
+    """An error's text with the line of the op that it is about."""
+    what, *rest = text.split("\n")
+    return "\n".join([what, f"  at {op.source}", *rest]) if op.source.file else text
 
 
 def _sized_rule(op: Op) -> tuple[Rule, bool, dict[str, int], frozenset[str]]:

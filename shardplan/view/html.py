@@ -190,6 +190,7 @@ def _lines(plan: Plan) -> dict[str, Any]:
         "bars_s": max((compute_s + communication_s for *_, compute_s, communication_s in bars), default=1.0),
         "senders": senders[:MAX_ROWS],
         "longest_s": max((c.seconds for line in senders for c in line.collectives), default=0.0) or 1.0,
+        "advice": plan.advice(),
         "conflicts": plan.conflicts[:MAX_ROWS],
         "places": {(line.file, line.number): line.place for line in lines},
         "files": rows.annotated(plan, lines),

@@ -37,7 +37,7 @@ MAX_CHANGES = 16
 
 
 def summary(plan: Plan) -> str:
-    """Four lines and more: mesh, how good the plan is, seconds per step, peak memory, what it saves, compiler options."""
+    """Four lines and more: mesh, how good the plan is, seconds per step, peak memory, what it saves, advice, compiler options."""
     devices = f"{plan.mesh.n_devices} device{'s' * (plan.mesh.n_devices != 1)}"
     sent = f"{format_bytes(plan.comm_bytes)} sent per device" if plan.comm_bytes else "nothing is sent"
     memory = plan.memory_report
@@ -50,6 +50,7 @@ def summary(plan: Plan) -> str:
             fit(f"memory  {format_memory(memory.peak)}{limit}{rows.peak_place(memory)}", WIDTH),
             *([fit(clean(f"saves   {saving}"), WIDTH)] if (saving := plan.saving) else []),
             *([fit(clean(f"job     {job_parts(plan.job)}"), WIDTH)] if plan.job else []),
+            *(fit(clean(f"advice  {line}"), WIDTH) for one in plan.advice() for line in (one.finding, f"  way out: {one.use}")),
             *_compiler_options(plan),
         )
     )

@@ -58,6 +58,7 @@ def plan_values(plan: Plan, brief: bool = False) -> dict[str, Any]:
         "saves": plan.saving,
         "fingerprint": plan.fingerprint,
     }
+    found["advice"] = [asdict(one) for one in plan.advice()]
     if brief:
         return found
     inputs = [

@@ -102,10 +102,9 @@ def run_form(eqn, shards, halos: HaloDims) -> list:
 
 def by_rule(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
     """An op of which some shard-local factor is sharded; None where XLA does as well."""
-    if eqn.primitive.name in kernels.CALLS and not is_registered(eqn.primitive.name):
+    if eqn.primitive.name in kernels.CALLS or is_registered(eqn.primitive.name):
         return kernel(eqn, operands, results, sizes)
-    known = eqn.primitive.name in FORMS or is_registered(eqn.primitive.name)
-    found = shard_factors(eqn, (*operands, *results), sizes) if known else None
+    found = shard_factors(eqn, (*operands, *results), sizes) if eqn.primitive.name in FORMS else None
     if found is None or not found[0].shard_local:
         return None
     rule, axes, halos = found
@@ -117,7 +116,7 @@ def by_rule(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) 
 
 
 def kernel(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
-    """A kernel that is called at the shapes of its shards; None where no factor is sharded."""
+    """A kernel, or a primitive of the user's, that is called at the shapes of its shards; None where no factor is sharded."""
     ins, outs = ([v.aval for v in of] for of in (eqn.invars, eqn.outvars))
     rule, known = rule_for(eqn.primitive.name, ins, outs, eqn.params)
     n = factor_sizes(rule, tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in outs))
@@ -127,7 +126,7 @@ def kernel(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -
     counts = {a: prod(sizes[n] for n in of) for a, of in axes.items()}
     if not kernels.runs(eqn, counts):
         return None
-    run = kernels.CALLS[eqn.primitive.name]
+    run = kernels.unchanged if is_registered(eqn.primitive.name) else kernels.CALLS[eqn.primitive.name]
     return lambda *shards: run(eqn, shards, counts), tuple(_made(rule, of, axes) for of in rule.results)
 
 
@@ -216,9 +215,9 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
 
 
 def join_rows(parts, kind: str = "sum"):
-    """The sum over the first dim, or its maximum; of booleans, whether any is true."""
-    if kind == "max":
-        return parts.max(0)
+    """The reduction over the first dim; the sum of booleans is whether any is true."""
+    if kind != "sum":
+        return getattr(jax.lax, f"reduce_{kind}")(parts, (0,))
     join = jax.lax.bitwise_or if parts.dtype == bool else jax.lax.add
     return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), join, (0,))
 

@@ -16,7 +16,8 @@ import jax
 
 from shardplan import _jax, _jax_kernels
 from shardplan.strategies.kernel.grid import KernelDim, KernelGrid, kernel_grid
-from shardplan.strategies.rule import Rule
+from shardplan.strategies.rule import Rule, factor_sizes
+from shardplan.strategies.rules import foreign, rule_for
 from shardplan.strategies.rules.partitioned import lower_fn, refusal, stated_rule
 
 
@@ -108,6 +109,17 @@ def unchanged(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
     return _jax.bind(eqn, shards, context=False)
 
 
+def foreign_call(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
+    """Results of a foreign function on shards of its operands, whose rule the user registered."""
+    ins, outs = ([v.aval for v in of] for of in (eqn.invars, eqn.outvars))
+    rule, _ = rule_for(eqn.primitive.name, ins, outs, eqn.params)
+    sizes = factor_sizes(rule, tuple(tuple(x.shape) for x in ins), tuple(tuple(x.shape) for x in outs))
+    given, local = _jax_kernels.ffi_attributes(eqn.params), foreign.local_sizes(sizes, counts)
+    attributes = foreign.local_attributes(eqn.params["target_name"], given, local)
+    params = _jax_kernels.ffi_params(eqn.params, foreign.local_shapes(rule, sizes, counts), attributes)
+    return _jax.bind(eqn, shards, params, context=False)
+
+
 def partitioned(eqn, shards: Sequence, counts: Mapping[str, int]) -> list:
     """Results of a `custom_partitioning` call: those of its `lower_fn` for these shards; without sharded factors, those of the call."""
     if not counts:
@@ -139,6 +151,7 @@ ATTENTION = "fwd", "bwd", "fp8_fwd", "fp8_bwd"
 CALLS: dict[str, Callable[..., list]] = {
     "pallas_call": pallas_call,
     "custom_partitioning": partitioned,
+    "ffi_call": foreign_call,
     **{f"dot_product_attention_{which}_wrapper": unchanged for which in ATTENTION},
 }
 """Primitive -> (equation, shards of the operands, shards per factor) -> shards of the results."""

@@ -9,9 +9,22 @@ from collections.abc import Callable
 from shardplan.ir.traits import Traits, declare_traits
 from shardplan.strategies.register import is_registered
 from shardplan.strategies.rule import RULES, Rule, RuleError, factor_sizes, replicated_rule
-from shardplan.strategies.rules import attention, elementwise, index, kernel, linalg, linear, partitioned, random, reduce, shape, window  # noqa: F401
+from shardplan.strategies.rules import (  # noqa: F401
+    attention,
+    elementwise,
+    foreign,
+    index,
+    kernel,
+    linalg,
+    linear,
+    partitioned,
+    random,
+    reduce,
+    shape,
+    window,
+)
 
-declare_traits(("ffi_call", "pure_callback", "io_callback"), Traits(shapes_in_params=True))
+declare_traits(("pure_callback", "io_callback"), Traits(shapes_in_params=True))
 declare_traits(("shard_map",), Traits(layouts_in_params=True))
 
 
@@ -32,7 +45,7 @@ def rule_for(primitive: str, ins, outs, params, strict: bool = False) -> tuple[R
             rule = _fitted(primitive, RULES[primitive], ins, tuple(outs), params)
             return rule, not rule.unsharded
     except RuleError:  # a parameter of a future jax must cost speed, not the run
-        if strict or is_registered(primitive):
+        if strict or is_registered(primitive, params):
             raise
     return replicated_rule(ins, outs), False
 

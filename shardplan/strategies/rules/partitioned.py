@@ -69,12 +69,13 @@ def shardy_rule(given, ins, out) -> Rule:
     sizes = {a: n for a, n in sizes.items() if a in left | right}
     special = {*given.reduction_factors, *given.need_replication_factors, *given.permutation_factors}
     twice = {a for dims in kept for a in flat_factors(dims) if flat_factors(dims).count(a) > 1}
-    return Rule(operands, results, replicated=frozenset((left ^ right) | twice | special & (left | right)), sizes=sizes)
+    empty = {a for a, n in sizes.items() if n == 0}
+    return Rule(operands, results, replicated=frozenset((left ^ right) | twice | empty | special & (left | right)), sizes=sizes)
 
 
 def _dims(mapping: Sequence, shape: tuple[int, ...]) -> Dims:
     """Factors of one tensor; the dims that "..." stands for are named "...0", "...1", by group ("...2" becomes "...2_0")."""
-    leading = len(mapping) > 0 and isinstance(mapping[0], str) and not mapping[0][0].isalpha()
+    leading = len(mapping) > 0 and isinstance(mapping[0], str) and _jax_kernels.is_batching(mapping[0])
     rest = tuple((d,) if isinstance(d, str) else tuple(d) for d in mapping[leading:])
     n = len(shape) - len(rest)
     if n < 0 or (n and not leading):
@@ -84,9 +85,12 @@ def _dims(mapping: Sequence, shape: tuple[int, ...]) -> Dims:
 
 
 def _distinct(dims: Dims, shape: tuple[int, ...], unequal: set[str], k: int) -> Dims:
-    """The dims, with no factor where the size is one; a factor of several sizes is one per dim."""
-    names = (d if unequal.isdisjoint(d) else (f"{'.'.join(d)}.{k}.{i}",) for i, d in enumerate(dims))
-    return tuple(d if n > 1 else () for d, n in zip(names, shape, strict=True))
+    """The dims, with no factor where the size is one; a factor of several sizes is one per size, inside a compound dim one per dim."""
+    names = (
+        d if unequal.isdisjoint(d) else (f"{d[0]}.{n}" if len(d) == 1 else f"{'.'.join(d)}.{k}.{i}",)
+        for i, (d, n) in enumerate(zip(dims, shape, strict=True))
+    )
+    return tuple(d if n != 1 else () for d, n in zip(names, shape, strict=True))
 
 
 def _smallest_divisor(n: int) -> int:
