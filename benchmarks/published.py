@@ -237,9 +237,8 @@ def main(argv=None) -> None:
         write_docs(groups)
     for name, some in {**groups, "all": found}.items():
         n, median, p90, bias = summary(some)
-        print(
-            f"{name:44} {n:4} rows  median |error| {median:6.1%}  p90 {p90:6.1%}  bias {bias:+6.1%}  within {sum(r.within for r in some)}"
-        )
+        errors = f"median |error| {median:6.1%}  p90 {p90:6.1%}  bias {bias:+6.1%}"
+        print(f"{name:44} {n:4} rows  {errors}  within the range {sum(r.within for r in some)}")
 
 
 if __name__ == "__main__":
