@@ -313,8 +313,9 @@ def test_the_fused_kernels_are_for_gpus():
 
 def test_heads_that_no_kernel_takes_get_no_advice():
     one_head = lambda w, x, y: plain(*((z @ w[n])[:, :, None] for n, z in zip("qkv", (x, y, y), strict=True)))  # noqa: E731
+    many = like(B, 4 * T, H * D), like(B, 4 * S, H * D)
     for depth, n in ((256, 1), (264, 0)):
-        assert len(plan_of(one_head, {name: like(H * D, depth) for name in WEIGHTS}, X, Y).advice()) == n
+        assert len(plan_of(one_head, {name: like(H * D, depth) for name in WEIGHTS}, *many).advice()) == n
 
 
 # ---- where it is shown

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardplan.costs.memory_categories import categories
+from shardplan.mesh.rates import Attention, attention_rate
 from shardplan.plan.planned import Planned
 from shardplan.plan.unfused import Kind, UnfusedSoftmax, unfused_softmaxes
 from shardplan.units import format_percent, format_seconds
@@ -116,11 +117,24 @@ def _attention_seconds(planned: Planned, part: UnfusedSoftmax) -> float:
         moved += _bytes(planned, forward[0], (*_others(planned, part, forward[0]), *ops[forward[0]].outputs))
     else:  # of what is computed again, nothing reads the result: values are as long as keys
         values, moved = scores, 2 * moved
-    seconds = _kernel_seconds(planned, made, scores + values, moved, attention=True)
+    shape = _shape(planned, part)
+    seconds = _kernel_seconds(planned, made, scores + values, moved, shape)
     if part.gradients:
         gradients = scores + math.fsum(_flops(planned, i) for i in set(part.products) - {made, *forward})
-        seconds += _kernel_seconds(planned, made, gradients, 2 * moved, attention=True)
+        seconds += _kernel_seconds(planned, made, gradients, 2 * moved, shape._replace(backward=True))
     return seconds
+
+
+def _shape(planned: Planned, part: UnfusedSoftmax) -> Attention:
+    """Of the forward kernel. Keys are what the scores are contracted over; of what is computed again, the scores' last dim."""
+    op = planned.graph.ops[part.scores]
+    contracted = op.params["dimension_numbers"][0][0]
+    head, keys = math.prod(op.ins[0].shape[d] for d in contracted), op.outs[0].shape[-1]
+    if part.weighted:
+        i, k = part.weighted
+        weighted = planned.graph.ops[i]
+        keys = math.prod(weighted.ins[k].shape[d] for d in weighted.params["dimension_numbers"][0][k])
+    return Attention(head, keys, causal=False, backward=False)
 
 
 def _others(planned: Planned, part: UnfusedSoftmax, i: int) -> list[int | None]:
@@ -143,11 +157,14 @@ def _loss_seconds(planned: Planned, part: UnfusedSoftmax) -> float:
     return backward + forward * (ops[made].phase == "forward")
 
 
-def _kernel_seconds(planned: Planned, at: int, flops: float, moved: float, attention: bool = False) -> float:
+def _kernel_seconds(planned: Planned, at: int, flops: float, moved: float, attention: Attention | None = None) -> float:
     """Of one kernel for each run of an op, from flops and bytes of a step."""
     device, op = planned.space.cluster.device, planned.graph.ops[at]
     dtype = str(op.ins[0].dtype)
-    rate = device.flops_per_s(dtype if dtype in HALF or not attention else HALF[0])
+    if attention is None:
+        rate = device.flops_per_s(dtype)
+    else:
+        rate = attention_rate(device, dtype if dtype in HALF else HALF[0], attention)
     return max(flops / rate, moved / device.memory_rate, op.runs * device.kernel_latency_s)
 
 
