@@ -14,6 +14,7 @@ import pytest
 from clusters import NEAR
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from on_shards import on_shards
 
 import shardplan
 from shardplan import ShardingWarning
@@ -101,18 +102,9 @@ def mesh_of(shape, kind):
     return jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(kind,) * len(shape))
 
 
-def planned_as(fn, *args, mesh, **options):
-    """The planned step after its results are compared with the plain ones; no call is replicated for want of a rule."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ShardingWarning)
-        step = shardplan.auto(mesh, cluster=NEAR, **options)(fn)
-        got = step(*args)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
-        assert difference(a, b) is None
-    planned = step.plan(*args).context.planned
-    calls = [i for i, op in enumerate(planned.graph.ops) if op.primitive == "ffi_call"]
-    assert calls and all(any(planned.space.strategies[i].factors[planned.strategies[i]]) for i in calls)
-    return step
+def planned_as(fn, *args, **options):
+    """The planned step; all its foreign calls run on shards."""
+    return on_shards("ffi_call", fn, *args, **options)[0]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)

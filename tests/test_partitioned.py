@@ -1,7 +1,5 @@
 """`custom_partitioning` calls: sharded as their Shardy rule says and their `partition` serves, with the numbers of the plain step."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,7 @@ from clusters import NEAR
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from on_shards import on_shards
 
 import shardplan
 from shardplan import ShardingWarning
@@ -88,16 +87,8 @@ def test_a_planned_step_runs_the_call_on_shards_in_scans_and_gradients(shape, ki
 
     mesh = jax.make_mesh(shape, ("a", "b")[: len(shape)], axis_types=(kind,) * len(shape))
     w, x = array(3, 16, 16), array(8, 4, 16, seed=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ShardingWarning)
-        step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(None, P("a")))(loss)
-        got = step(w, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(loss)(w, x)), strict=True):
-        assert difference(a, b) is None
-    planned = step.plan(w, x).context.planned
-    calls = [i for i, op in enumerate(planned.graph.ops) if op.primitive == "custom_partitioning"]
-    assert len(calls) >= 2 and all(any(planned.space.strategies[i].factors[planned.strategies[i]]) for i in calls)
-    assert "CustomSPMDPartitioning" not in step.lower(w, x).as_text()
+    step, n = on_shards("custom_partitioning", loss, w, x, mesh=mesh, in_shardings=(None, P("a")))
+    assert n >= 2 and "CustomSPMDPartitioning" not in step.lower(w, x).as_text()
 
 
 def test_operations_are_those_of_the_call():

@@ -5,7 +5,6 @@ compute what is written next to them.
 """
 
 import math
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from clusters import NEAR
 from jax.experimental.custom_partitioning import BATCHING, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from on_shards import on_shards
 
 import shardplan
 from shardplan import ShardingWarning
@@ -269,13 +269,5 @@ def test_a_planned_step_runs_the_calls_on_shards(shape, kind):
     def step(w, x):
         return jax.lax.scan(lambda x, _: layer(x, w), x, None, length=2)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ShardingWarning)
-        planned_step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(None, P("a")))(step)
-        got = planned_step(w, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(w, x)), strict=True):
-        assert difference(a, b) is None
-    planned = planned_step.plan(w, x).context.planned
-    calls = [i for i, op in enumerate(planned.graph.ops) if op.primitive == "custom_partitioning"]
-    assert len(calls) == 6 and all(any(planned.space.strategies[i].factors[planned.strategies[i]]) for i in calls)
-    assert "CustomSPMDPartitioning" not in planned_step.lower(w, x).as_text()
+    planned, n = on_shards("custom_partitioning", step, w, x, mesh=mesh, in_shardings=(None, P("a")))
+    assert n == 6 and "CustomSPMDPartitioning" not in planned.lower(w, x).as_text()

@@ -126,10 +126,10 @@ class _Scores:
 
     def classified(self, kinds: Mapping[int, str]) -> UnfusedSoftmax | None:
         """What a fused kernel would be; None where they are no softmax, or something else needs them."""
-        if self.needed:
+        exponentials = sorted(i for i in self.ops if self.graph.ops[i].primitive in EXPONENTIALS)
+        if self.needed or not exponentials:
             return None
         derived = {i: self._derived(i) for i in self.makers}
-        exponentials = sorted(i for i in self.ops if self.graph.ops[i].primitive in EXPONENTIALS)
         for maker, after in derived.items():
             for i in exponentials:
                 if i not in after or (axis := self._summed_axis(i, after)) is None:
