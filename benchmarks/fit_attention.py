@@ -133,7 +133,7 @@ def fitted(published: Path, gpus: Mapping) -> dict[str, dict[str, AttentionRate]
                 tuple(_rounded(x) for x in rate.efficiency),
                 _rounded(rate.short),
                 _rounded(rate.short_causal),
-                sustained,
+                sustained=sustained,
                 **errors,
                 source=fit.source,
             )

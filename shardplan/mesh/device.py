@@ -64,57 +64,56 @@ class Link:
         return self.bytes_per_s * self.efficiency
 
 
-@dataclass(frozen=True)
-class ProductRate:
-    """How fast a GPU multiplies matrices of one dtype, by their shape: fitted to measured products (`rates.product_seconds`).
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRate:
+    """What any rate of kernels says of the measurements it was fitted to.
 
     Attributes:
-        efficiency: fraction of the peak that large products reach in a short run.
-        sustained: fraction of that which is left in a step that keeps the GPU at its power limit.
-        fill: contracted elements whose seconds each tile of the result takes besides its own: filling the pipeline, writing the tile.
-        edge: elements by which small tiles are slower: a tile of r x c takes 1 + edge (1/r + 1/c) times as long per element.
-        latency_s: seconds that any product takes besides.
-        rows: measured products that were fitted.
-        median_error: median of |log(predicted seconds ÷ measured seconds)| over them.
-        p90_error: its 90th percentile.
-        source: whose measurements.
-    """
-
-    efficiency: Positive
-    fill: NotNegative
-    edge: NotNegative
-    latency_s: NotNegative
-    sustained: Positive = 1.0
-    rows: Annotated[int, Meta(ge=0, le=1 << 20, description="a whole number from 0")] = 0
-    median_error: NotNegative = 0.0
-    p90_error: NotNegative = 0.0
-    source: Text = ""
-
-
-@dataclass(frozen=True)
-class AttentionRate:
-    """How fast a GPU computes attention in one kernel, forward or backward: fitted to measured kernels (`rates.attention_rate`).
-
-    Attributes:
-        head_sizes: elements of a head, ascending, of which kernels were measured.
-        efficiency: for each of them, the fraction of the peak of products that long sequences reach in a short run.
-        short, short_causal: 1 / (1 + short / length) of that is left with so many keys per query; `short_causal` under a causal mask.
-        sustained: fraction that is left in a step that keeps the GPU at its power limit.
+        sustained: fraction of the rate of short runs that is left in a step that keeps the GPU at its power limit.
         rows: measured kernels that were fitted.
         median_error: median of |log(predicted seconds ÷ measured seconds)| over them.
         p90_error: its 90th percentile.
         source: whose measurements.
     """
 
-    head_sizes: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=100, description="a list of positive numbers")]
-    efficiency: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=100, description="a list of positive numbers")]
-    short: NotNegative
-    short_causal: NotNegative
     sustained: Positive = 1.0
     rows: Annotated[int, Meta(ge=0, le=1 << 20, description="a whole number from 0")] = 0
     median_error: NotNegative = 0.0
     p90_error: NotNegative = 0.0
     source: Text = ""
+
+
+@dataclass(frozen=True)
+class ProductRate(MeasuredRate):
+    """How fast a GPU multiplies matrices of one dtype, by their shape: fitted to measured products (`rates.product_seconds`).
+
+    Attributes:
+        efficiency: fraction of the peak that large products reach in a short run.
+        fill: contracted elements whose seconds each tile of the result takes besides its own: filling the pipeline, writing the tile.
+        edge: elements by which small tiles are slower: a tile of r x c takes 1 + edge (1/r + 1/c) times as long per element.
+        latency_s: seconds that any product takes besides.
+    """
+
+    efficiency: Positive
+    fill: NotNegative
+    edge: NotNegative
+    latency_s: NotNegative
+
+
+@dataclass(frozen=True)
+class AttentionRate(MeasuredRate):
+    """How fast a GPU computes attention in one kernel, forward or backward: fitted to measured kernels (`rates.attention_rate`).
+
+    Attributes:
+        head_sizes: elements of a head, ascending, of which kernels were measured.
+        efficiency: for each of them, the fraction of the peak of products that long sequences reach in a short run.
+        short, short_causal: 1 / (1 + short / length) of that is left with so many keys per query; `short_causal` under a causal mask.
+    """
+
+    head_sizes: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=100, description="a list of positive numbers")]
+    efficiency: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=100, description="a list of positive numbers")]
+    short: NotNegative
+    short_causal: NotNegative
 
     def __post_init__(self):
         if len(self.head_sizes) != len(self.efficiency) or sorted(set(self.head_sizes)) != list(self.head_sizes):

@@ -161,10 +161,8 @@ def _kernel_seconds(planned: Planned, at: int, flops: float, moved: float, atten
     """Of one kernel for each run of an op, from flops and bytes of a step."""
     device, op = planned.space.cluster.device, planned.graph.ops[at]
     dtype = str(op.ins[0].dtype)
-    if attention is None:
-        rate = device.flops_per_s(dtype)
-    else:
-        rate = attention_rate(device, dtype if dtype in HALF else HALF[0], attention)
+    half = dtype if dtype in HALF else HALF[0]
+    rate = attention_rate(device, half, attention) if attention else device.flops_per_s(dtype)
     return max(flops / rate, moved / device.memory_rate, op.runs * device.kernel_latency_s)
 
 
