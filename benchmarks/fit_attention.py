@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from shardplan.mesh.device import AttentionRate, Device
+from shardplan.mesh.fit_rates import ATTENTION, attention_rates, least_errors, residuals
 from shardplan.mesh.rates import Attention, attention_rate
 
-SHAPE = ("short", "short_causal", "slower", "shorter")
-"""Constants besides one efficiency per head size: keys that halve the rate, and by which factors all of it is worse backward."""
-START = {"short": 120.0, "short_causal": 350.0, "slower": 0.9, "shorter": 1.5}
 FLASH2 = "figures of the FlashAttention-2 paper (arXiv:2307.08691)"
 IN_STEPS = "in-step attention rate"
 """In the source of the rows of attention in training steps."""
@@ -33,7 +30,7 @@ class Fit:
 
     Attributes:
         rows: whether a row counts.
-        free: constants of `SHAPE` that are fitted; others are those of the fit of FlashAttention-2 on the H100.
+        free: constants of `ATTENTION` that are fitted; others are those of the fit of FlashAttention-2 on the H100.
         sustained: fraction of these rates that is left in steps, or the GPU of the row that says it.
         source: for people.
     """
@@ -48,7 +45,7 @@ def _of(gpus: tuple[str, ...], *implementations: str) -> Callable[[Mapping[str, 
     return lambda r: r["gpu"] in gpus and r["impl"] in implementations and r["causal"] != ""
 
 
-FLASH2_H100 = Fit(_of(("H100-SXM",), "flash2"), SHAPE, 1.0, FLASH2)
+FLASH2_H100 = Fit(_of(("H100-SXM",), "flash2"), tuple(ATTENTION), 1.0, FLASH2)
 FITS = {
     "h100": Fit(
         _of(("H100-SXM",), "cudnn"),
@@ -73,19 +70,6 @@ FITS = {
 }
 
 
-def device_of(constants: Mapping[str, float], heads: tuple[float, ...]) -> Device:
-    """A device of a peak of one FLOP/s whose attention kernels have these constants."""
-    forward = tuple(constants[f"{h:g}"] for h in heads)
-    ahead = AttentionRate(heads, forward, constants["short"], constants["short_causal"])
-    back = AttentionRate(
-        heads,
-        tuple(constants["slower"] * x for x in forward),
-        constants["shorter"] * constants["short"],
-        constants["shorter"] * constants["short_causal"],
-    )
-    return Device("", {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0, 0.0, attention={"forward": ahead, "backward": back})
-
-
 def predicted(row: Mapping[str, str], device: Device) -> float:
     """The fraction of the peak that a row's kernel, or its two kernels together, reach."""
     ahead, back = (
@@ -99,19 +83,19 @@ def fit_one(fit: Fit, table: list[Mapping[str, str]], peak: float, shape: Mappin
     """The kernels of a GPU, their constants, and the log errors of the rows."""
     rows = [r for r in table if fit.rows(r)]
     heads = tuple(sorted({float(r["headdim"]) for r in rows}))
-    free = (*(f"{h:g}" for h in heads), *fit.free)
-    start = {**START, **shape} | {f"{h:g}": 0.5 for h in heads}
+    start = {**ATTENTION, **shape}
+    free = {f"{head:g}": 0.5 for head in heads} | {name: start[name] for name in fit.free}
 
-    def device(logs: np.ndarray) -> tuple[Device, dict]:
-        constants = start | dict(zip(free, np.exp(logs).tolist(), strict=True))
-        return device_of(constants, heads), constants
+    def device(constants: Mapping[str, float]) -> Device:
+        found = attention_rates(start | constants, heads)
+        return Device("", {"float32": 1.0, "bfloat16": 1.0}, 1.0, 1.0, 0.0, attention=found)
 
-    def errors(logs: np.ndarray) -> np.ndarray:
-        found, _ = device(logs)
+    def errors(constants: Mapping[str, float]) -> np.ndarray:
+        found = device(constants)
         return np.log([predicted(r, found) * peak / 1e12 / float(r["tflops"]) for r in rows])
 
-    found = least_squares(errors, np.log([start[name] for name in free]), loss="soft_l1", f_scale=0.1, diff_step=1e-3)
-    return *device(found.x), errors(found.x)
+    constants, off = least_errors(free, errors)
+    return device(constants), start | constants, off
 
 
 def fitted(published: Path, gpus: Mapping) -> dict[str, dict[str, AttentionRate]]:
@@ -126,7 +110,6 @@ def fitted(published: Path, gpus: Mapping) -> dict[str, dict[str, AttentionRate]
         in_steps = [r for r in table if IN_STEPS in r["source"] and r["gpu"] == fit.sustained]
         steps = [float(r["tflops"]) * 1e12 / predicted(r, device) / peak for r in in_steps]
         sustained = _rounded(np.median(steps)) if steps else fit.sustained
-        errors = {"rows": len(off), "median_error": _rounded(np.median(abs(off))), "p90_error": _rounded(np.quantile(abs(off), 0.9))}
         out[gpu] = {
             way: AttentionRate(
                 rate.head_sizes,
@@ -134,7 +117,7 @@ def fitted(published: Path, gpus: Mapping) -> dict[str, dict[str, AttentionRate]
                 _rounded(rate.short),
                 _rounded(rate.short_causal),
                 sustained=sustained,
-                **errors,
+                **residuals(off),
                 source=fit.source,
             )
             for way, rate in device.attention.items()

@@ -21,17 +21,14 @@ from typing import TypeVar
 import fit_attention
 import fit_links
 import numpy as np
-from scipy.optimize import least_squares
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from shardplan.mesh.device import AttentionRate, ProductRate  # noqa: E402
-from shardplan.mesh.rates import compute_seconds  # noqa: E402
+from shardplan.mesh.fit_rates import CONSTANTS, START, fit_products, product_errors  # noqa: E402
 
 FILE = ROOT / "shardplan" / "mesh" / "gpu_rates.json"
-CONSTANTS = ("efficiency", "fill", "edge", "latency_s")
-START = ProductRate(efficiency=0.8, fill=150.0, edge=30.0, latency_s=4e-6)
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
 XLA = "XLA's default matmul performance table (openxla/xla, xla/service/gpu/model; Apache-2.0), medians of short runs"
 AZURE = "Azure AI benchmarking guide (github.com/Azure/AI-benchmarking-guide, MIT), long runs on random data"
@@ -106,22 +103,17 @@ ALIKE = {("a100", "float32"): ("a100", "bfloat16")}
 
 def fitted(fit: Fit, start: ProductRate, table: list[Mapping[str, str]], gpu: Mapping, dtype: str) -> ProductRate:
     """The rates that agree best with the rows of a table, and how well they do."""
-    sizes, measured = _measured(table, fit.rows)
-    x0 = np.log([getattr(start, name) for name in fit.free])
-
-    def errors(logs: np.ndarray) -> np.ndarray:
-        constants = dict(zip(fit.free, np.exp(logs).tolist(), strict=True))
-        return _errors(replace(start, sustained=1.0, **constants), sizes, measured, gpu, dtype)
-
-    found = least_squares(errors, x0, loss="soft_l1", f_scale=0.1, diff_step=1e-3)
-    off = np.abs(errors(found.x))
-    constants = {name: float(f"{value:.4g}") for name, value in zip(fit.free, np.exp(found.x), strict=True)}
-    best = replace(start, sustained=1.0, **constants)
+    device = {
+        "peak": gpu["flops"][dtype],
+        "multiprocessors": gpu["sms"],
+        "memory_rate": gpu["bytes_per_s"] * gpu["bytes_efficiency"],
+        "itemsize": ELEMENT_BYTES[dtype],
+    }
+    best = fit_products(start, fit.free, *_measured(table, fit.rows), **device)
     sustained = fit.sustained
     if callable(sustained):
-        sustained = round(float(np.exp(np.median(_errors(best, *_measured(table, sustained), gpu, dtype)))), 3)
-    of = {"rows": len(sizes), "median_error": round(float(np.median(off)), 4), "p90_error": round(float(np.quantile(off, 0.9)), 4)}
-    return replace(best, sustained=sustained, source=fit.source, **of)
+        sustained = round(float(np.exp(np.median(product_errors(best, *_measured(table, sustained), **device)))), 3)
+    return replace(best, sustained=sustained, source=fit.source)
 
 
 def _measured(table: list[Mapping[str, str]], counts: Callable[[Mapping[str, str]], bool]) -> tuple[np.ndarray, np.ndarray]:
@@ -129,15 +121,6 @@ def _measured(table: list[Mapping[str, str]], counts: Callable[[Mapping[str, str
     rows = [r for r in table if counts(r)]
     sizes = np.array([[float(r[name]) for name in ("b", "m", "n", "k")] for r in rows])
     return sizes, 2 * sizes.prod(axis=1) / np.array([float(r["tflops"]) * 1e12 for r in rows])
-
-
-def _errors(rate: ProductRate, sizes: np.ndarray, measured: np.ndarray, gpu: Mapping, dtype: str) -> np.ndarray:
-    """Log of predicted over measured seconds."""
-    b, m, n, k = sizes.T
-    memory_rate = gpu["bytes_per_s"] * gpu["bytes_efficiency"]
-    moved_s = ELEMENT_BYTES[dtype] * b * (m * k + k * n + m * n) / memory_rate
-    compute = compute_seconds(rate, sizes, gpu["flops"][dtype] / gpu["sms"], gpu["sms"], memory_rate)
-    return np.log((rate.latency_s + np.maximum(compute, moved_s)) / measured)
 
 
 def products(published: Path) -> dict[tuple[str, str], ProductRate]:
