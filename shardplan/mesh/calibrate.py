@@ -3,6 +3,8 @@
     >>> cluster = shardplan.calibrate(mesh, "here.json")       # once
     >>> @shardplan.auto(mesh, cluster="here.json")
 
+    python -m shardplan.mesh.calibrate --one-gpu --out gpu.json    the rates of one GPU by shape (`one_device.py`)
+
 All devices work at once, as in a step, so that shared cores and memory buses count. Each op runs in a loop on the devices, so that
 dispatch is not part of the figure; the fastest of several runs counts. Seconds t of a collective at sizes S are fitted by
 
@@ -14,9 +16,11 @@ measurements, price the groups that this mesh does not have.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
@@ -24,22 +28,25 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardplan.mesh import one_device
 from shardplan.mesh.cluster import KINDS, AxisLink, Cluster, ClusterError, CollectiveKind, Measured, physical_memory_bytes, resolve
-from shardplan.mesh.device import Device, Link
+from shardplan.mesh.device import Device, Link, gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
 
 DTYPES = ("float32", "bfloat16", "float16")
 SIZES_BYTES = {"cpu": (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23), "other": (1 << 14, 1 << 18, 1 << 21, 1 << 24, 1 << 27)}
 RUNS = 5
+EFFORT_S = 0.02
 Key = tuple[Any, ...]
 
 
-def calibrate(mesh: Mesh, path: str | os.PathLike[str] | None = None, progress: bool = True, effort_s: float = 0.02) -> Cluster:
+def calibrate(mesh: Mesh, path: str | os.PathLike[str] | None = None, progress: bool = True, effort_s: float = EFFORT_S) -> Cluster:
     """Measures the machine under a mesh.
 
     Args:
@@ -86,6 +93,41 @@ def fit(sizes: Iterable[float], times: Iterable[float]) -> tuple[float, float]:
     return float(constant), float(slope)
 
 
+def calibrate_gpu(
+    path: str | os.PathLike[str] | None = None, base: str | os.PathLike[str] | Cluster | None = None, progress: bool = True
+) -> Cluster:
+    """Measures one GPU: products by shape, attention kernels, memory, the optimizer's update, in some minutes.
+
+    Args:
+        path: where to store the cluster as JSON for `cluster=`; None keeps it in memory only.
+        base: preset or cluster file with the links and peaks of the GPU; None takes the preset of the GPU at hand.
+        progress: show a bar in the terminal, where rich is installed.
+
+    Returns:
+        The cluster `base`, whose device has the rates that were measured.
+
+    Raises:
+        ClusterError: there is no GPU, or no preset of it and no `base`.
+    """
+    device = jax.local_devices()[0]
+    if device.platform not in ("gpu", "cuda", "rocm"):
+        raise ClusterError(f"there is no GPU here: JAX's first device is {device}\n  way out: jax with CUDA, on a machine with a GPU")
+    if base is None:
+        known = gpu_of_device_kind(device.device_kind)
+        if known is None:
+            raise ClusterError(
+                f"no preset knows the peaks and links of {device.device_kind!r}\n  way out: base=, a cluster file that states them"
+            )
+        base = known.key
+    bench = _Bench(Mesh(np.array([device]), ("x",)), EFFORT_S)
+    with jax.set_mesh(bench.mesh):
+        shown = partial(_shown, progress=progress)
+        cluster = one_device.measured(resolve(base), bench.loop, bench.kernel(), progress=lambda jobs: (x for (x,) in shown(zip(jobs))))
+    if path is not None:
+        cluster.save(path)
+    return cluster
+
+
 class _Bench:
     """Times ops on all devices of a mesh at once."""
 
@@ -112,8 +154,8 @@ class _Bench:
         """FLOP/s of one device on the best of several squares."""
         best, m = 0.0, 128
         while True:
-            x = np.zeros((self.n * m, m), dtype="float32")
-            t = self._loop(lambda i, x, w: (x @ w, w), (x, x), dtype)
+            x = np.zeros((self.n * m, m), jnp.dtype(dtype))
+            t = self.loop(lambda i, x, w: (x @ w, w), (x, x))
             best = max(best, 2 * m**3 / t)
             if t > self.effort_s / 10 or m >= 8192:
                 return best
@@ -123,12 +165,12 @@ class _Bench:
         """Bytes per second that one device reads and writes."""
         bytes_ = 1 << (24 if self.on_cpu else 29)
         x = np.zeros((self.n * bytes_ // 4,), np.float32)
-        return 2 * bytes_ / self._loop(lambda i, x: (x * 0.5 + 1.0,), (x,))
+        return 2 * bytes_ / self.loop(lambda i, x: (x * 0.5 + 1.0,), (x,))
 
     def kernel(self) -> float:
         """Seconds of an op on a few elements."""
         x = np.zeros((self.n * 16, 16), np.float32)
-        return self._loop(lambda i, x, w: (x @ w, w), (x, x))
+        return self.loop(lambda i, x, w: (x @ w, w), (x, x))
 
     def collective(self, kind: str, axes: tuple[str, ...], bytes_: int) -> float:
         """Seconds of one collective whose larger buffer has `bytes_` per device."""
@@ -142,11 +184,11 @@ class _Bench:
             "collective-permute": lambda i, x: lax.ppermute(x, axes, [(d, (d + (n + 1) // 2) % n) for d in range(n)]),
         }[kind]
         local = part if kind == "all-gather" else part * n
-        return self._loop(lambda i, x: (body(i, x),), (np.zeros((self.n * local,), np.float32),))
+        return self.loop(lambda i, x: (body(i, x),), (np.zeros((self.n * local,), np.float32),))
 
-    def _loop(self, body: Callable, arrays: tuple[np.ndarray, ...], dtype: str = "float32") -> float:
+    def loop(self, body: Callable, arrays: tuple[Any, ...], effort_s: float | None = None) -> float:
         """Seconds of one round of `body(i, *carry) -> carry`, on arrays whose first dim is sharded over all devices."""
-        sharded = PartitionSpec(self.shape.axes)
+        sharded, effort_s = PartitionSpec(self.shape.axes), effort_s or self.effort_s
 
         def rounds(i, carry):
             for _ in range(self.unroll):
@@ -157,11 +199,11 @@ class _Bench:
             return jax.lax.fori_loop(0, n, rounds, carry)
 
         specs = (sharded,) * len(arrays)
-        run = jax.jit(
-            jax.shard_map(looped, mesh=self.mesh, in_specs=(PartitionSpec(), *specs), out_specs=specs, check_vma=False),
-            donate_argnums=tuple(range(1, len(arrays) + 1)),  # so that no round pays for fresh memory
-        )
-        carry = tuple(jax.device_put(x.astype(dtype), NamedSharding(self.mesh, sharded)) for x in arrays)
+        mapped = looped
+        if self.n > 1:
+            mapped = jax.shard_map(looped, mesh=self.mesh, in_specs=(PartitionSpec(), *specs), out_specs=specs, check_vma=False)
+        run = jax.jit(mapped, donate_argnums=tuple(range(1, len(arrays) + 1)))  # so that no round pays for fresh memory
+        carry = tuple(jax.device_put(x, NamedSharding(self.mesh, sharded)) for x in arrays)
 
         def timed(n: int) -> float:
             nonlocal carry
@@ -172,9 +214,9 @@ class _Bench:
         timed(1)  # compiles
         idle = min(timed(0) for _ in range(RUNS))
         n = 1
-        while (t := timed(n) - idle) < self.effort_s / 4 and n < 1 << 20:
+        while (t := timed(n) - idle) < effort_s / 4 and n < 1 << 20:
             n *= 4
-        n = max(1, round(n * self.effort_s / max(t, 1e-9)))
+        n = max(1, round(n * effort_s / max(t, 1e-9)))
         return max(min(timed(n) for _ in range(RUNS)) - idle, 1e-9) / n / self.unroll
 
 
@@ -248,3 +290,25 @@ def _shown(jobs: Iterable[Key], progress: bool) -> Iterator[Key]:
             bar.update(task, description=name)
             yield key
             bar.advance(task)
+
+
+def main(argv=None) -> None:
+    """`python -m shardplan.mesh.calibrate`."""
+    parser = argparse.ArgumentParser(prog="python -m shardplan.mesh.calibrate", description="Measures one GPU for cluster=.")
+    parser.add_argument("--one-gpu", action="store_true", required=True, help="the first GPU; whole meshes: shardplan.calibrate(mesh)")
+    parser.add_argument("--out", default="gpu.json", help="the cluster file (default: gpu.json)")
+    parser.add_argument("--base", help="preset or cluster file of the GPU's peaks and links (default: the preset of the GPU at hand)")
+    options = parser.parse_args(argv)
+    try:
+        cluster = calibrate_gpu(options.out, options.base)
+    except ClusterError as error:
+        sys.exit(str(error))
+    device = cluster.device
+    for dtype, rate in device.products.items():
+        print(f"products in {dtype:9} {device.flops_per_s(dtype) / 1e12:.0f} TFLOP/s in steps, median error {rate.median_error:.0%}")
+    print(f"memory                {device.memory_rate / 1e9:.0f} GB/s")
+    print(f"stored: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The rates of one device by shape: fits find the constants they were made of, and measuring runs on what is there."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from shardplan.mesh import Cluster, ClusterError
+from shardplan.mesh import calibrate as calibration
+from shardplan.mesh import one_device
+from shardplan.mesh.one_device import SHAPES, Shapes, measured
+from shardplan.mesh.rates import Attention, Product, kernel_seconds
+
+H100 = Cluster.preset("h100")
+SMALL = Shapes(((1, 64, 64, 64), (1, 128, 128, 128), (2, 64, 64, 32)), (16,), (32,), 64, 32, 1 << 12)
+
+
+class FakeGpu:
+    """An H100 whose kernels take what the preset says, on whatever it is asked to time."""
+
+    device = dataclasses.replace(
+        H100.device,
+        products={dtype: dataclasses.replace(rate, sustained=1.0) for dtype, rate in H100.device.products.items()},
+        attention={way: dataclasses.replace(rate, sustained=1.0) for way, rate in H100.device.attention.items()},
+    )
+
+    def product_s(self, clock, dtype, sizes, effort_s=None):
+        moved = one_device._itemsize(dtype) * sizes[0] * sum(math.prod(sizes[1:]) / n for n in sizes[1:])
+        took = kernel_seconds(self.device, [Product(dtype, 2.0 * math.prod(sizes), sizes)], moved)
+        return took if effort_s is None else took / 0.7
+
+    def attention_s(self, clock, of, shapes):
+        return one_device._flops(of, shapes) / one_device.attention_rate(self.device, "bfloat16", of)
+
+    def update_rate(self, clock, elements):
+        return self.device.memory_rate
+
+
+def test_a_measured_gpu_has_the_rates_that_it_has(monkeypatch, tmp_path):
+    gpu = FakeGpu()
+    for name in ("product_s", "attention_s", "update_rate"):
+        monkeypatch.setattr(one_device, name, getattr(gpu, name))
+    found = measured(H100, lambda *_: 0.0, launch_s=2e-6)
+    for sizes in (*SHAPES.products, (1, 3000, 1000, 2000), (8, 4096, 512, 64)):  # those that were measured, and others
+        for dtype in ("bfloat16", "float32", "float8_e4m3fn"):
+            work = [Product(dtype, 2.0 * math.prod(sizes), sizes)]
+            ratio = kernel_seconds(found.device, work, 0.0) / kernel_seconds(gpu.device, work, 0.0)
+            assert 0.85 < ratio < 1.15 / 0.7
+    for of in (Attention(64, 4096, True, False), Attention(128, 1024, False, True)):
+        work = [Product("bfloat16", 1e12, attention=of)]
+        assert kernel_seconds(found.device, work, 0.0) == pytest.approx(kernel_seconds(gpu.device, work, 0.0) / 0.7, rel=0.05)
+    assert {rate.sustained for rate in found.device.products.values()} == {0.7}
+    assert found.device.memory_rate == pytest.approx(gpu.device.memory_rate) and found.device.kernel_latency_s == 2e-6
+    assert (found.intra, found.inter) == (H100.intra, H100.inter) and "measured by" in found.source
+    found.save(tmp_path / "gpu.json")
+    assert Cluster.load(tmp_path / "gpu.json") == found
+
+
+def test_everything_is_measured_on_the_device_that_is_there(monkeypatch):
+    monkeypatch.setattr(one_device, "SUSTAINED_S", 0.01)
+    bench = calibration._Bench(Mesh(np.array(jax.devices()[:1]), ("x",)), 0.002)
+    with jax.set_mesh(bench.mesh):
+        found = measured(H100, bench.loop, 1e-6, SMALL)
+    assert {*found.device.products} == {"bfloat16", "float32", "float8"}
+    assert all(rate.rows == len(SMALL.products) for rate in found.device.products.values())
+    assert found.device.attention == H100.device.attention  # no cuDNN here: the preset's
+    assert 0 < found.device.memory_rate <= H100.device.bytes_per_s
+
+
+def test_a_machine_without_a_gpu_gets_an_error(tmp_path):
+    with pytest.raises(ClusterError, match="there is no GPU here"):
+        calibration.calibrate_gpu(tmp_path / "gpu.json")
+    with pytest.raises(SystemExit, match="way out: jax with CUDA"):
+        calibration.main(["--one-gpu", "--out", str(tmp_path / "gpu.json")])
+    assert not (tmp_path / "gpu.json").exists()
