@@ -70,7 +70,7 @@ def module():
 
 
 AMOUNTS = "ways out: bytes, text like '80GB' or '74.5GiB', or one of adaptive, disable, slight, moderate, heavy"
-PRESETS = "a100, a100-40gb, b200, cpu, h100, h200"
+PRESETS = "a100, a100-40gb, b200, cpu, h100, h100-500w, h200"
 MISTAKES = {  # what a person does -> how, and what is said; … stands for anything
     # ---- auto
     "auto without a mesh": (

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from shardplan.mesh import Cluster, ClusterError
+from shardplan.mesh import Cluster, ClusterError, one_device
 from shardplan.mesh import calibrate as calibration
-from shardplan.mesh import one_device
 from shardplan.mesh.one_device import SHAPES, Shapes, measured
 from shardplan.mesh.rates import Attention, Product, kernel_seconds
 

@@ -86,7 +86,7 @@ def test_an_abstract_mesh_without_a_cluster_is_said_to_be_priced_as_this_machine
     (text,) = warned(lambda: shardplan.auto(AbstractMesh((512,), ("data",)))(step).plan(W, W))
     assert re.match(
         r"an AbstractMesh does not say what its devices are: without cluster= they are priced as 512 emulated devices of this "
-        r"machine's CPU, [\d.]+ [MG]iB each\.\n  way out: cluster=, the name of a preset \(a100, .*h100, h200\) or a cluster file",
+        r"machine's CPU, [\d.]+ [MG]iB each\.\n  way out: cluster=, the name of a preset \(a100, .*h200\) or a cluster file",
         text,
     )
     for cluster in ("cpu", "h100"):

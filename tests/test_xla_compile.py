@@ -196,7 +196,7 @@ def test_missing_packages_say_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("h300:8", "with one of a100, a100-40gb, h100, h200, b200"),
+        ("h300:8", "with one of a100, a100-40gb, h100, h100-500w, h200, b200"),
         ("h200:12", "do not fill nodes of 8"),
         ("h200:0", "has no devices"),
         ("h200:16", 'name target "h200:8", or shard it over an AbstractMesh of 16 devices'),
