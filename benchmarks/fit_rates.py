@@ -148,10 +148,9 @@ def links_of(found: Mapping) -> dict:
     return out | {name: found[name] for name in ("rows", "median_error", "p90_error", "source")}
 
 
-def at_power(gpu: str, dtype: str, rate: Rate) -> Rate:
+def at_power(gpu: str, like: str, dtype: str, rate: Rate) -> Rate:
     """A rate on a GPU like another one but for its power limit: what steps keep of 16 bit products says what they keep of others."""
-    like = json.loads((FILE.parent / "gpus.json").read_text())["gpus"][gpu].get("like")
-    if gpu not in IN_STEPS or like not in IN_STEPS or dtype == "float32":
+    if gpu == like or gpu not in IN_STEPS or dtype == "float32":
         return rate
     return replace(rate, sustained=round(rate.sustained * IN_STEPS[gpu] / IN_STEPS[like], 4))
 
@@ -165,7 +164,7 @@ def text(
     for key, entry in gpus.items():
         if (of := entry.get("like", key)) not in links:
             continue
-        rates = {dtype: asdict(at_power(key, dtype, rate)) for (gpu, dtype), rate in found.items() if gpu == of}
+        rates = {dtype: asdict(at_power(key, of, dtype, rate)) for (gpu, dtype), rate in found.items() if gpu == of}
         like = f"as measured for the {of}; " if of != key else ""
         off = f"median |error| {links[of]['median_error']:.0%} over {links[of]['rows']} rows"
         sources = {
@@ -173,7 +172,7 @@ def text(
             "attention": f"{like}fitted by benchmarks/fit_attention.py to what gpu_rates.json names",
             "launch_s, intra, inter": f"{like}all but line rates fitted by benchmarks/fit_rates.py, {off}: {links[of]['source']}",
         }
-        kernels = {way: asdict(at_power(key, "bfloat16", rate)) for way, rate in attention[of].items()}
+        kernels = {way: asdict(at_power(key, of, "bfloat16", rate)) for way, rate in attention[of].items()}
         steps = dict(zip(("rows", "p90_error"), STEPS[key], strict=True)) if key in STEPS else None
         out[key] = {"sources": sources, "products": rates, "attention": kernels, "links": links_of(links[of]), "steps": steps}
     return json.dumps(out, indent=2) + "\n"

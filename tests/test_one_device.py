@@ -32,7 +32,8 @@ class FakeGpu:
         return took if effort_s is None else took / 0.7
 
     def attention_s(self, clock, of, shapes):
-        return one_device._flops(of, shapes) / one_device.attention_rate(self.device, "bfloat16", of)
+        ways = (of._replace(backward=False), of) if of.backward else (of,)
+        return sum(one_device._flops(x, shapes) / one_device.attention_rate(self.device, "bfloat16", x) for x in ways)
 
     def update_rate(self, clock, elements):
         return self.device.memory_rate

@@ -69,6 +69,11 @@ class Traits:
     layouts_in_params: bool = False  # its parameters hold the layouts of operands and results (`shard_map`)
 
     @property
+    def product(self) -> bool:
+        """Multiplies and adds: a matrix product, a ragged one, or a convolution."""
+        return self.matmul or self.grouped_matmul or self.convolution
+
+    @property
     def persistent(self) -> bool:
         """In memory from the start of the step: inputs and constants."""
         return self.step_input or self.constant

@@ -145,20 +145,22 @@ def product_s(clock: Clock, dtype: str, sizes: tuple[int, int, int, int], effort
 
 
 def attention_s(clock: Clock, of: Attention, shapes: Shapes) -> float:
-    """Seconds of cuDNN's kernel; NaN where it does not run."""
+    """Seconds of cuDNN's forward kernel, for `backward` of both; NaN where they do not run."""
     batch, heads = shapes.tokens // of.keys, max(1, shapes.width // of.head_size)
     q, k, v, out = (_drawn((batch, of.keys, heads, of.head_size), jnp.bfloat16) for _ in range(4))
 
     def attend(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=of.causal, implementation="cudnn")
 
-    def backward(i, q, k, v, out):
+    def forward(i, q, k, v, out):
+        return q, k, v, attend(q, k, v)
+
+    def both(i, q, k, v, out):
         _, pull = jax.vjp(attend, q, k, v)
         return *pull(out), out  # gradients as the next operands: both kernels run in every round
 
     try:
-        ahead = clock(lambda i, q, k, v, out: (q, k, v, attend(q, k, v)), (q, k, v, out))
-        return clock(backward, (q, k, v, out)) - ahead if of.backward else ahead
+        return clock(both if of.backward else forward, (q, k, v, out))
     except Exception:  # no cuDNN here, a head that it does not take: whatever it is, this GPU has no such kernel
         return math.nan
 
@@ -185,7 +187,8 @@ def _itemsize(dtype: str) -> float:
 
 def _attention(device: Device, seconds: dict[Attention, float], shapes: Shapes, sustained: dict) -> dict[str, AttentionRate]:
     """The rates of attention kernels; none if none ran."""
-    ran = {of: t for of, t in seconds.items() if t > 0}
+    ahead = {of: seconds[of._replace(backward=False)] if of.backward else 0.0 for of in seconds}  # a part of both kernels' time
+    ran = {of: t - ahead[of] for of, t in seconds.items() if t > ahead[of]}
     if not ran:
         return {}
     heads = sorted({float(of.head_size) for of in ran})

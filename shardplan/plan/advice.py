@@ -83,9 +83,7 @@ def _together(a: Advice, b: Advice) -> Advice:
 def _of(planned: Planned, part: UnfusedSoftmax) -> Advice | None:
     """What is known of one softmax; None where its heads are too wide for a fused kernel."""
     graph, step_s = planned.graph, planned.timeline.total_s
-    op = graph.ops[part.scores]
-    contracted = op.params["dimension_numbers"][0][0]
-    if part.kind == "attention" and math.prod(op.ins[0].shape[d] for d in contracted) > MOST_DEPTH:
+    if part.kind == "attention" and _shape(planned, part).head_size > MOST_DEPTH:
         return None
     own = planned.kernel_seconds
     between, products = math.fsum(own[i] for i in part.between), math.fsum(own[i] for i in part.products)

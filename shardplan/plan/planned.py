@@ -160,5 +160,5 @@ class Planned:
         """Flops of the matrix products and convolutions that one device does in one step."""
         space, ops = self.space, enumerate(self.graph.ops)
         kinds = ((i, op.runs, op.traits) for i, op in ops)
-        products = [(i, n) for i, n, t in kinds if t.matmul or t.grouped_matmul or t.convolution or t.fused_attention]
+        products = [(i, n) for i, n, t in kinds if t.product or t.fused_attention]
         return float(sum((space.rules[i].flops or 0) * space.strategies[i].work[self.strategies[i]] * runs for i, runs in products))

@@ -20,10 +20,10 @@ NOT_MEASURED = 0.3
 """Error of what nothing was measured of: that of the systems that `docs/measurements.md` predicts worst."""
 
 MEASURED_HERE = 0.2
-"""Error of what `calibrate` measured on the machine itself."""
+"""Error of what `calibrate` measured on the machine itself; an estimate."""
 
 OTHER_KERNELS = 0.2
-"""Error of kernels without products: of the bandwidth that they reach, and of which ops XLA fuses."""
+"""Error of kernels without products: of the bandwidth that they reach, and of which ops XLA fuses; an estimate."""
 
 WORTH_NAMING = 0.05
 """Least part of a step of which it is said that it was not measured."""
@@ -51,7 +51,7 @@ def _seconds_by_kind(planned: Planned) -> dict[str, float]:
         kind = "other kernels"
         if op.traits.fused_attention:
             kind = "attention kernels"
-        elif op.traits.matmul or op.traits.grouped_matmul or op.traits.convolution:
+        elif op.traits.product:
             kind = f"products of {space.cluster.device.family(str(op.ins[0].dtype))}"
         out[kind] += float(seconds[chosen]) * op.runs
     out["collectives"] = planned.timeline.exposed_s
