@@ -7,17 +7,20 @@ compute what is written next to them.
 import math
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from clusters import NEAR
+from jax._src import dispatch
 from jax.experimental.custom_partitioning import BATCHING, CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from on_shards import on_shards
 
 import shardplan
-from shardplan import ShardingWarning
+from shardplan import ShardingWarning, register_rule
 from shardplan._jax import equations
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.partitioned import stated_rule
@@ -271,3 +274,53 @@ def test_a_planned_step_runs_the_calls_on_shards(shape, kind):
 
     planned, n = on_shards("custom_partitioning", step, w, x, mesh=mesh, in_shardings=(None, P("a")))
     assert n == 6 and "CustomSPMDPartitioning" not in planned.lower(w, x).as_text()
+
+
+# ---- its attention, as it stands in a traced step: an op of a name of its own, lowered to such a call
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("bshd,bthd->bhst", q, k)
+    seen = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf))
+    return jnp.einsum("bhst,bthd->bshd", seen, v), scores.max(-1, keepdims=True)
+
+
+def attention_op(name):
+    """Its rule says that queries may be sharded alone, by tokens, heads or channels; `partition` serves that, with other numbers."""
+    rule = tuples("…0 seqlen head hidden, …1, …2 -> …0 seqlen head hidden, …0 head seqlen i")
+    op = jax.extend.core.Primitive(name)
+    op.multiple_results = True
+    op.def_abstract_eval(lambda *ins: [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(attention, *ins)])
+    mlir.register_lowering(op, mlir.lower_fun(called(attention, rule), multiple_results=True))
+    dispatch.prim_requires_devices_during_lowering.add(op)  # as it does for each of its ops
+    return op
+
+
+OPS = attention_op("attention_without_rule"), attention_op("attention_with_rule")
+WEIGHTS = {n: array(64, 8, 16, seed=i) / 8 for i, n in enumerate(["q", "k", "v", "out"])}
+TOKENS = array(8, 32, 64, seed=5)
+
+
+def heads_step(op):
+    def step(w, x):
+        q, k, v = (jnp.einsum("bsm,mhd->bshd", x, w[n]) for n in "qkv")
+        return jnp.einsum("bshd,mhd->bsm", op(q, k, v)[0], w["out"])
+
+    return step
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b")], ids=str)
+def test_attention_without_a_rule_is_replicated(spec):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(None, spec))(heads_step(OPS[0].bind))
+    with pytest.warns(ShardingWarning, match="no rule for primitive 'attention_without_rule'"):
+        got = step(WEIGHTS, TOKENS)
+    assert difference(got, heads_step(attention)(WEIGHTS, TOKENS)) is None
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("a", "b")], ids=str)
+def test_attention_with_a_rule_for_its_op_runs_on_shards(spec):
+    register_rule(OPS[1], "b s h d, b t h d, b t h d -> b s h d, b h s 1", replicated="s t d", shard_local=True)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    planned, _ = on_shards("attention_with_rule", heads_step(OPS[1].bind), WEIGHTS, TOKENS, mesh=mesh, in_shardings=(None, spec))
+    assert difference(planned(WEIGHTS, TOKENS), heads_step(attention)(WEIGHTS, TOKENS)) is None
