@@ -3,6 +3,7 @@
 That takes a third of the time; planned and plain steps are compiled alike.
 """
 
+import contextlib
 import gc
 import os
 from importlib.metadata import version
@@ -14,6 +15,27 @@ FLAGS = " --xla_force_host_platform_device_count=8 --xla_backend_optimization_le
 if version("jaxlib").startswith("0.10."):  # jaxlib 0.12 no longer knows the flag, and an unknown one ends the process
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FLAGS
+
+
+@contextlib.contextmanager
+def search_of(node):
+    """Tests and modules marked `first_plan` ask whether plans are right, not how fast, and take the first: a sixth of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        if node.get_closest_marker("first_plan"):
+            patch.setattr("shardplan.ilp.integer_program.IntegerProgram._near_enough", lambda *_: True)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def search_of_module(request):
+    with search_of(request.node):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def search_of_test(request):
+    with search_of(request.node):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

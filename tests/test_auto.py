@@ -16,6 +16,8 @@ import shardplan
 from shardplan import PlanFileError, ShardingError, ShardingWarning
 from shardplan.signature import unique
 
+pytestmark = pytest.mark.first_plan
+
 F32 = np.float32
 
 

@@ -21,6 +21,8 @@ import shardplan
 from shardplan import checkpoints
 from shardplan.plan import transfer as module
 
+pytestmark = pytest.mark.first_plan
+
 AXES = {2: ("a", "b"), 3: ("p", "q", "r"), 1: ("data",)}
 PAIRS = [((2, 4), (4, 2)), ((2, 4), (8,)), ((2, 2, 2), (2, 4)), ((8,), (2, 2)), ((2, 2), (3, 2))]
 """Other axes of the same devices, fewer devices, more devices that no power of two counts."""

@@ -15,6 +15,8 @@ from shardplan import cli
 from shardplan.cli import main
 from shardplan.plan import Plan
 
+pytestmark = pytest.mark.first_plan
+
 PROGRAM = """\
 import jax, jax.numpy as jnp
 import shardplan

@@ -22,6 +22,8 @@ import shardplan
 from shardplan.plan.partition_rules import entries, matching, path_rules
 from shardplan.plan.travel import spec_text
 
+pytestmark = pytest.mark.first_plan
+
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import sys

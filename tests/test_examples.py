@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from models import MODELS, loss_of
 
+pytestmark = pytest.mark.first_plan
+
 
 def losses(name: str, steps: int) -> list[float]:
     create_state, train_step, batches = MODELS[name]()

@@ -18,6 +18,8 @@ from shardplan.view.exports import model_explorer, perfetto
 from shardplan.view.instrument import Instrument
 from shardplan.view.session import Entry, meshes
 
+pytestmark = pytest.mark.first_plan
+
 EVIL = "</script><script>alert(1)</script>"
 WIDTH, ROWS = 2048, 4096
 

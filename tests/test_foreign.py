@@ -23,6 +23,8 @@ from shardplan.strategies.rule import RuleError
 from shardplan.testing import check_rule, difference
 from shardplan.xla.hlo.collectives import collectives
 
+pytestmark = pytest.mark.first_plan
+
 
 @pytest.fixture(autouse=True)
 def no_rules():

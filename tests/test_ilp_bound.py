@@ -297,6 +297,7 @@ def test_parts_without_a_search_for_dominated_states_keep_the_optimum(problem):
         assert best.objective + small.offset == whole.objective == problem.objective(small.invert(best.states))
 
 
+@pytest.mark.first_plan
 def test_three_axes_and_a_tight_budget_are_proven():
     create, step, batches = MODELS["hybrid_mlp"]()
     state, batch = jax.eval_shape(create, jax.random.key(0)), next(iter(batches(1)))
@@ -355,6 +356,7 @@ def test_same_answer_with_and_without_numba_and_with_other_hashing():
     assert answer("without", "1") == answer("compiled", "2") == answer("with", "3") != ""
 
 
+@pytest.mark.first_plan
 @pytest.mark.parametrize(("name", "shape"), [("digits_cnn", (2, 4)), ("dlrm", (8,)), ("face_softmax", (2, 4)), ("hybrid_mlp", (2, 4))])
 def test_tight_budgets_are_proven_within_one_percent(name, shape):
     create, step, batches = MODELS[name]()

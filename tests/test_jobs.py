@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.pipeline import make_plan
 
+pytestmark = pytest.mark.first_plan
+
 WIDTH = 256
 
 

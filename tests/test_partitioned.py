@@ -16,6 +16,8 @@ from shardplan._jax import equations
 from shardplan.strategies.rules import rule_for
 from shardplan.testing import check_rule, difference
 
+pytestmark = pytest.mark.first_plan
+
 
 def partitioned(function, rule, *, moved=lambda s: s, **kinds):
     """The function, run per shard in the layouts it is asked for, each first changed by `moved`."""

@@ -87,7 +87,7 @@ PROGRAM = """
 import sys, jax
 sys.path[:0] = {paths!r}
 from test_planner import planned
-sys.stdout.write(planned("gpt")[0].dumps())
+sys.stdout.write(planned("dlrm")[0].dumps())
 """
 
 

@@ -15,6 +15,8 @@ from shardplan.testing import difference
 from shardplan.xla import available
 from shardplan.xla.hlo.collectives import collectives
 
+pytestmark = pytest.mark.first_plan
+
 
 def values(dtype: str):
     """Many equal numbers; of real ones infinities, NaN and zeros of both signs among them."""

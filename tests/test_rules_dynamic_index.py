@@ -20,6 +20,8 @@ from shardplan.testing import difference
 from shardplan.xla import available
 from shardplan.xla.hlo.collectives import collectives
 
+pytestmark = pytest.mark.first_plan
+
 
 def array(*shape, dtype="float32"):
     x = np.arange(np.prod(shape)).reshape(shape)

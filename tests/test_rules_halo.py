@@ -24,6 +24,8 @@ from shardplan.testing import check_rule, difference
 from shardplan.xla import available
 from shardplan.xla.hlo.collectives import collectives
 
+pytestmark = pytest.mark.first_plan
+
 
 @pytest.mark.parametrize(
     ("halo", "n", "m", "shards", "hops"),

@@ -17,6 +17,8 @@ from shardplan.strategies.rule import RULES
 from shardplan.testing import check_rule, difference
 from shardplan.xla.hlo.collectives import collectives
 
+pytestmark = pytest.mark.first_plan
+
 
 def array(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).uniform(0.2, 0.9, shape), "float32")

@@ -26,6 +26,8 @@ from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.partitioned import stated_rule
 from shardplan.testing import check_rule, difference
 
+pytestmark = pytest.mark.first_plan
+
 
 def array(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")

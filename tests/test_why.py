@@ -137,6 +137,7 @@ def test_constraints_that_bind_are_named(plan):
     assert not pinned.choices and pinned.impossible
 
 
+@pytest.mark.first_plan
 def test_memory_that_binds_is_named():
     free = planned(memory="disable")
     tight = planned(memory=0.85 * free.memory().peak)

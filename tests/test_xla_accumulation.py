@@ -12,6 +12,8 @@ from shardplan.xla import available
 from shardplan.xla.report.check import expected
 from shardplan.xla_model.accumulation import accumulated_operands
 
+pytestmark = pytest.mark.first_plan
+
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds = jax.ShapeDtypeStruct
 MESH = AbstractMesh((8,), ("data",))

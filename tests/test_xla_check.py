@@ -16,6 +16,8 @@ from shardplan.xla import available, check, overlaps, simulate
 from shardplan.xla.hlo.diagnostics import buffers
 from shardplan.xla.hlo.text import read
 
+pytestmark = pytest.mark.first_plan
+
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
 MESH = MeshShape(("data", "model"), (4, 2))
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')

@@ -10,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import zoo
 
+pytestmark = pytest.mark.first_plan
+
 
 @pytest.mark.parametrize(
     ("name", "billions"),
