@@ -270,7 +270,7 @@ def test_pins_of_a_plans_own_inputs_lead_to_its_seconds(name, cluster):
 # ---- memory
 
 
-@pytest.mark.parametrize(("name", "cluster"), [("unrolled", "h100"), ("scanned", "h100"), ("accumulated", "even")])
+@pytest.mark.parametrize(("name", "cluster"), [("unrolled", "h100"), ("tied", "h100"), ("accumulated", "even")])
 def test_more_memory_is_never_worse_and_every_budget_is_kept(name, cluster):
     free = plan_of(name, cluster)
     plans = [free]
