@@ -43,7 +43,7 @@ def arguments():
 
 
 def planned(**options):
-    return shardplan.auto(MESH, cluster="h100", donate_argnums=0, **options)(step).plan(*arguments())
+    return shardplan.auto(MESH, cluster="h100", donate_argnums=0, compiler_options=None, **options)(step).plan(*arguments())
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The planned step gives the numbers of the plain one: every example, every mesh, every way of running.
 
-The full product of options is `benchmarks/same_numbers.py`; here every model meets every mesh, and along the way every kind of
-axis, every search, and inside as well as outside `jax.set_mesh`.
+The full product of options is `benchmarks/same_numbers.py`; here every model meets every other mesh, and along the way every kind
+of axis, every search, and inside as well as outside `jax.set_mesh`.
 """
 
 import contextlib
@@ -61,6 +61,8 @@ def plain():
 
 def cases():
     for k, (name, shape) in enumerate(itertools.product(MODELS, MESHES)):
+        if (k + k // len(MESHES)) % 2:
+            continue
         kind, inside, how = WAYS[(5 * k) % len(WAYS)]
         marks = () if how == "ilp" and len(shape) < 3 else pytest.mark.first_plan  # three axes take the search longest
         yield pytest.param(name, shape, kind, inside, how, marks=marks, id=f"{name}-{'x'.join(map(str, shape))}-{kind}-{inside}-{how}")
