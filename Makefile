@@ -1,4 +1,5 @@
-# make demo: train a GPT by plan.   make test: everything CI checks.   make lint: style, types, imports.   make docs: the site in out/site.
+# make demo: train a GPT by plan.   make test: lint, docs and tests.   make lint: style, types, imports.   make docs: the site in out/site.
+# make sweeps: the tests marked slow, over many programs and compiled steps; CI runs them after make test.
 # The first call makes .venv with $(PYTHON), which must be 3.11 or newer; PYTHON=/path/to/python chooses another.
 
 PYTHON ?= python3
@@ -10,15 +11,18 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 # What runs at the same time is printed one after the other, by GNU Make 4.
 SYNC = $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-.PHONY: demo test lint docs browser smoke-newest clean
+.PHONY: demo test sweeps lint docs browser smoke-newest clean
 
 demo: .venv/demo
 	.venv/bin/python examples/gpt.py
 
 test: browser
 	+$(MAKE) -j2 $(SYNC) --no-print-directory lint docs $(if $(NEWER),smoke-newest)
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
 	$(if $(NEWER),,@echo "no Python 3.12 found: the newest jax was not tried")
+
+sweeps: .venv/test
+	.venv/bin/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: .venv/test
 	.venv/bin/ruff check .

@@ -88,7 +88,7 @@ def off(program: drawn_programs.Drawn, mesh) -> float:
     return worst
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.first_plan if n % 2 else ()) for n in SEEDS])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n else ()) for n in SEEDS])
 def test_a_planned_step_has_the_numbers_of_plain_jit(seed):
     shape = ((2, 4), (8,), (2, 2, 2))[seed % 3]
     mesh = jax.make_mesh(shape, drawn_programs.AXES[len(shape)], axis_types=(jax.sharding.AxisType.Auto,) * len(shape))

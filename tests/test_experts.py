@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import shardplan
 from shardplan.mesh import Layout
@@ -231,6 +232,7 @@ def test_gathers_again_rather_than_retaining_as_memory_tightens():
     assert sent[0] < sent[1] < sent[2]
 
 
+@pytest.mark.slow
 def test_xla_gathers_again_where_the_plan_does():
     step, state, batch = adam(deep_loss), deep_state(layers=3, width=1024), S((16384, 1024), F32)
     free = plan_of(step, state, batch, memory=float("inf"))

@@ -357,6 +357,7 @@ def test_same_answer_with_and_without_numba_and_with_other_hashing():
 
 
 @pytest.mark.first_plan
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), [("digits_cnn", (2, 4)), ("dlrm", (8,)), ("face_softmax", (2, 4)), ("hybrid_mlp", (2, 4))])
 def test_tight_budgets_are_proven_within_one_percent(name, shape):
     create, step, batches = MODELS[name]()

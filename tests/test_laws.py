@@ -95,8 +95,17 @@ PROGRAMS = {
     "accumulated": (accumulated, {"up": S((D, 2 * D), F32), "down": S((2 * D, D), F32)}, S((4, D, D), BF16)),
 }
 CLUSTERS = {"h100": H100, "even": EVEN}
-CASES = list(itertools.product(PROGRAMS, CLUSTERS))
-SOME = [("unrolled", "even"), ("scanned", "h100"), ("tied", "h100"), ("accumulated", "even")]
+SLOW = ("scanned", "tied")
+
+
+def swept(*cases):
+    """Cases as parameters; those of the larger programs are slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow if case[0] in SLOW else ()) for case in cases]
+
+
+EACH = swept(*((name,) for name in PROGRAMS))
+CASES = swept(*itertools.product(PROGRAMS, CLUSTERS))
+SOME = swept(("unrolled", "even"), ("scanned", "h100"), ("tied", "h100"), ("accumulated", "even"))
 
 
 @cache
@@ -175,7 +184,7 @@ def test_the_bounds_problem_is_below_the_objective_of_any_states(name, cluster):
 
 
 @pytest.mark.parametrize("limited", [False, True])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", EACH)
 def test_a_plan_costs_and_holds_without_tables_what_the_tables_say(name, limited):
     plan, rng = plan_of(name), np.random.default_rng(0)
     task, limit = task_of(plan), 1.2 * plan.memory().peak if limited else None
@@ -191,7 +200,7 @@ def test_a_plan_costs_and_holds_without_tables_what_the_tables_say(name, limited
 
 
 @pytest.mark.parametrize("limited", [False, True])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", EACH)
 def test_a_network_allows_the_states_of_finite_cost(name, limited):
     plan, rng, seen = plan_of(name), np.random.default_rng(0), set()
     task, limit = task_of(plan), 1.2 * plan.memory().peak if limited else None
@@ -221,7 +230,7 @@ OTHERS = (
 )
 
 
-@pytest.mark.parametrize(("name", "cluster"), SOME[2:])
+@pytest.mark.parametrize(("name", "cluster"), SOME)
 def test_no_plan_is_below_the_bound_of_the_free_one(name, cluster):
     free = plan_of(name, cluster)
     plans = [plan_of(name, cluster, **options) for options in OTHERS]
@@ -245,7 +254,7 @@ def test_the_best_plan_of_the_integer_program_is_never_slower_than_that_of_anoth
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", EACH)
 def test_a_plan_has_one_objective_wherever_it_comes_from(name, search, tmp_path):
     plan = plan_of(name, "even", search=search, compiler_options=None)
     found = plan.context.planned
@@ -270,7 +279,7 @@ def test_pins_of_a_plans_own_inputs_lead_to_its_seconds(name, cluster):
 # ---- memory
 
 
-@pytest.mark.parametrize(("name", "cluster"), [("unrolled", "h100"), ("tied", "h100"), ("accumulated", "even")])
+@pytest.mark.parametrize(("name", "cluster"), swept(("unrolled", "h100"), ("tied", "h100"), ("accumulated", "even")))
 def test_more_memory_is_never_worse_and_every_budget_is_kept(name, cluster):
     free = plan_of(name, cluster)
     plans = [free]

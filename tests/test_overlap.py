@@ -91,6 +91,7 @@ def test_repeated_layers_differ_where_the_first_have_no_compute_to_overlap_with(
     assert plan.seconds["total"] < (1 - NEAR_TIE) * residual_plan(pins=alike).seconds["total"]
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 @pytest.mark.parametrize("memory", [None, 360 << 20])
 def test_exposed_seconds_of_unrolled_layers_are_those_of_the_compiled_program(memory):

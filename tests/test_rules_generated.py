@@ -42,6 +42,7 @@ def drawn(n: int, cases):
     return lambda each: rules_fuzz.quietly(n, derandomize=True)(hypothesis.given(cases)(each))()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gradients"])
 def test_every_strategy_gives_the_result_of_the_global_op(family):
     @drawn({"regions": 2, "special functions": 3}.get(family, 5), FAMILIES[family])
@@ -50,6 +51,7 @@ def test_every_strategy_gives_the_result_of_the_global_op(family):
         assert kind != "failed", f"{case}\n{why}"
 
 
+@pytest.mark.slow
 def test_every_primitive_with_a_rule_is_drawn():
     found = set()
     for cases in CASES.values():

@@ -219,6 +219,7 @@ def programs_of(family: str) -> tuple:
     return tuple(FAMILIES[family][0]())
 
 
+@pytest.mark.slow
 def test_every_public_function_of_optax_is_trained():
     optax, contrib = pytest.importorskip("optax"), pytest.importorskip("optax.contrib")
     found = {name.split(".")[-1] for family in FAMILIES if "optax" in family for name, *_ in programs_of(family)}
@@ -228,6 +229,7 @@ def test_every_public_function_of_optax_is_trained():
     assert sorted(public - found - NOT_TRAINED) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "module"), [("linen", "flax.linen"), ("nnx", "flax.nnx"), ("equinox", "equinox.nn")], ids=["linen", "nnx", "equinox"]
 )

@@ -12,7 +12,7 @@ from shardplan.xla import available
 from shardplan.xla.report.check import expected
 from shardplan.xla_model.accumulation import accumulated_operands
 
-pytestmark = pytest.mark.first_plan
+pytestmark = [pytest.mark.slow, pytest.mark.first_plan]
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds = jax.ShapeDtypeStruct
