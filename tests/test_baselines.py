@@ -82,6 +82,7 @@ def test_a_baseline_is_on_the_plans_objective(plan, name):
     assert 0.9 * found.seconds <= pinned.seconds["total"] <= (1 + NEAR_TIE) * found.seconds
 
 
+@pytest.mark.slow
 def test_the_plan_is_no_slower_and_its_first_lines_say_what_it_saves(plan):
     found = plan.baselines()
     assert len(found.rows) == 10 and found.best is found.rows[0] and found.saving >= -NEAR_TIE

@@ -12,6 +12,8 @@ from shardplan.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SLOW_PAGES = ("training_jobs.md", "clusters.md", "frameworks.md")
+"""Pages whose snippets plan many steps."""
 BLOCK = re.compile(r"^(?:<!-- )?```(?P<kind>python|sh)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
 INSTALLS = ("git clone", "make ", "pip install", "export ")
 SOURCES = [
@@ -47,7 +49,11 @@ assert not runner.failures
 """A block of a Python prompt as a program that checks what it prints."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(x, marks=pytest.mark.slow if x.name in SLOW_PAGES else ()) for x in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_snippets_run(page, tmp_path):
     """Python blocks are one session per page; a block that begins with `# name.py` is that file, too; commands run between them."""
     program = ""

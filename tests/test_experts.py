@@ -217,6 +217,7 @@ def test_shards_optimizer_state_and_then_parameters_as_memory_tightens():
     assert free.gap < 0.02 and all(p.gap < 0.13 for p in plans)  # the bound is that of any memory
 
 
+@pytest.mark.slow
 def test_gathers_again_rather_than_retaining_as_memory_tightens():
     """FSDP retains gathered weights while there is room; as the budget falls, more are gathered again, hidden by compute."""
     step, state, batch = adam(deep_loss), deep_state(), S((12288, 2048), F32)

@@ -178,6 +178,7 @@ def test_loops_count_their_iterations_and_slice_every_row_in_a_kernel_of_its_own
     )
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_xla_moves_as_much():
     """Normalised layers, forward and backward, and their optimizer: seconds of the plan and of the emitted kernels."""
@@ -200,6 +201,7 @@ def test_xla_moves_as_much():
     assert planned["compute"] + planned["communication"] == pytest.approx(emitted.total_s, rel=0.1)
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_xla_runs_as_many_kernels_in_a_recurrence():
     """A gated recurrence in small steps, forward and backward, is made of the least times of its kernels."""

@@ -212,7 +212,7 @@ class Stopwatch:
 
 
 @pytest.mark.parametrize("large", [0, 20_000])
-@pytest.mark.parametrize("looks", [1, 30, 1_000, 10_000, 30_000])
+@pytest.mark.parametrize("looks", [1, 30, 1_000, 10_000, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_at_whichever_look_the_time_is_over_the_search_ends_with_its_incumbent(large, looks, monkeypatch):
     problem, watch = grid(25, 4, tight=0.8), Stopwatch(looks)
     for module in ("deadline", "primal.iterated_search"):

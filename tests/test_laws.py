@@ -230,6 +230,7 @@ OTHERS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "cluster"), SOME)
 def test_no_plan_is_below_the_bound_of_the_free_one(name, cluster):
     free = plan_of(name, cluster)

@@ -48,6 +48,7 @@ def test_it_is_stored_with_its_outputs_and_its_widget():
     assert not re.search(r"/tmp/|/home/|/root/|site-packages", text(notebook)), "paths of one machine"
 
 
+@pytest.mark.slow
 def test_a_plan_is_shown_as_the_instrument_and_as_html(explored):
     shown = [o.data for c in code(explored) for o in c.outputs if o.output_type == "execute_result"]
     assert len(shown) == 1
@@ -55,6 +56,7 @@ def test_a_plan_is_shown_as_the_instrument_and_as_html(explored):
     assert 'class="shardplan"' in shown[0]["text/html"]
 
 
+@pytest.mark.slow
 def test_lines_of_notebook_cells_are_annotated(explored):
     said = text(explored)
     assert "def loss_fn" not in said
@@ -64,6 +66,7 @@ def test_lines_of_notebook_cells_are_annotated(explored):
     assert re.search(r"In \[\d+\]:\d+", html) and not re.search(r"\d{6,}\.py", html)
 
 
+@pytest.mark.slow
 def test_other_layouts_cost_and_tight_memory_is_explained(explored):
     said = text(explored)
     assert "params/blocks/*/up" in said

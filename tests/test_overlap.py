@@ -79,6 +79,7 @@ def residual_plan(layers=6, width=4096, batch=4096, **options):
     return shardplan.auto(mesh, cluster="h100", donate_argnums=0, **options)(residual).plan(*args)
 
 
+@pytest.mark.slow
 def test_repeated_layers_differ_where_the_first_have_no_compute_to_overlap_with():
     """Gathers for the first layers are exposed, and so are the last gradients."""
     plan = residual_plan()

@@ -96,6 +96,7 @@ def within(limit, of, tries=20):
     return any(of() <= limit for _ in range(tries))
 
 
+@pytest.mark.slow
 @pytest.mark.first_plan
 def test_gpt2_unrolled_is_replanned_sooner_than_planned_and_its_page_is_small_and_quick(driver, tmp_path):
     import zoo

@@ -37,7 +37,10 @@ def planned(name, **options):
     return plan, plan.context.planned
 
 
-@pytest.mark.parametrize("name", MODELS)
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in ("gpt", "llama", "moe") else ()) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_examples_are_within_a_tenth_of_the_bound_and_tying_loses_nothing(name):
     plan, found = planned(name)
     problem, states = found.network.problem, found.solution.states
@@ -63,7 +66,7 @@ def project(presolved, states):
     return [int(states[i]) for i in presolved.nodes]
 
 
-@pytest.mark.parametrize("name", ["gpt", "moe"])
+@pytest.mark.parametrize("name", [EACH[list(MODELS).index(name)] for name in ("dlrm", "gpt", "moe")])
 def test_presolve_keeps_the_objective(name):
     _, found = planned(name)
     problem = replace(found.network.problem, limit=None)
@@ -75,7 +78,7 @@ def test_presolve_keeps_the_objective(name):
             assert presolved.problem.objective(projected) + presolved.offset == cost <= problem.objective(states)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH)
 def test_propagation_is_never_better_than_the_optimum_and_not_far(name):
     best, _ = planned(name)
     fast, _ = planned(name, search="propagation")

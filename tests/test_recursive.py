@@ -21,7 +21,9 @@ def planned(name, sizes, **options):
     return shardplan.auto(mesh, donate_argnums=0, **options)(step).plan(state, next(iter(batches(1))))
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("hybrid_mlp", (2, 4)), ("dlrm", (4, 2)), ("moe", (4, 2))])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("hybrid_mlp", (2, 4)), ("dlrm", (4, 2)), pytest.param("moe", (4, 2), marks=pytest.mark.slow)]
+)
 def test_axis_by_axis_comes_within_five_percent_of_the_best_plan(name, sizes):
     best, found = planned(name, sizes, search="ilp"), planned(name, sizes)
     assert best.seconds["bound"] <= found.seconds["total"] <= 1.05 * best.seconds["total"]

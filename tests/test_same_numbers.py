@@ -64,7 +64,8 @@ def cases():
         if (k + k // len(MESHES)) % 2:
             continue
         kind, inside, how = WAYS[(5 * k) % len(WAYS)]
-        marks = () if how == "ilp" and len(shape) < 3 else pytest.mark.first_plan  # three axes take the search longest
+        whole = how == "ilp" and len(shape) < 3  # three axes take the search longest
+        marks = [*([] if whole else [pytest.mark.first_plan]), *([] if shape in MESHES[:2] else [pytest.mark.slow])]
         yield pytest.param(name, shape, kind, inside, how, marks=marks, id=f"{name}-{'x'.join(map(str, shape))}-{kind}-{inside}-{how}")
 
 

@@ -14,6 +14,8 @@ from shardplan.mesh.collective import seconds_on_link
 from shardplan.xla import available
 from shardplan.xla.hlo.schedule import seconds
 
+pytestmark = pytest.mark.slow
+
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds = jax.ShapeDtypeStruct
 MESH = AbstractMesh((8,), ("data",))

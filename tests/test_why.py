@@ -137,6 +137,7 @@ def test_constraints_that_bind_are_named(plan):
     assert not pinned.choices and pinned.impossible
 
 
+@pytest.mark.slow
 @pytest.mark.first_plan
 def test_memory_that_binds_is_named():
     free = planned(memory="disable")
@@ -146,6 +147,7 @@ def test_memory_that_binds_is_named():
     assert "DOES NOT FIT" in "".join(str(tight.why(x.path)) for x in tight.inputs)
 
 
+@pytest.mark.slow
 def test_the_page_answers_for_the_largest_inputs_and_the_most_expensive_reshards(plan):
     page = plan.html()
     state = json.loads(re.search(r'id="shardplan-data">(.*?)</script>', page, re.DOTALL)[1])

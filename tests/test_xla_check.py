@@ -16,7 +16,7 @@ from shardplan.xla import available, check, overlaps, simulate
 from shardplan.xla.hlo.diagnostics import buffers
 from shardplan.xla.hlo.text import read
 
-pytestmark = pytest.mark.first_plan
+pytestmark = [pytest.mark.slow, pytest.mark.first_plan]
 
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
 MESH = MeshShape(("data", "model"), (4, 2))

@@ -420,6 +420,7 @@ def test_prices_agree_with_the_collectives_that_the_plan_combines():
     assert combined.total(1.0) >= found.solution.objective >= combined.compute  # of which the timeline hides a part
 
 
+@pytest.mark.slow
 def test_gradients_are_all_reduced_where_scattering_pays_one_latency_more():
     """On 64 GPUs latencies count: no array alone would leave the others, and all together do."""
     step, state, batch = nets.vit(layers=6)
@@ -515,11 +516,13 @@ def order(done, computation):
     return [i.arrays[0].shape for i in done.module.computations[computation] if i.name.startswith("gemm")]
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_rule_2_xla_combines_up_to_the_threshold():
     assert [len(c.parts) for c in compiled("twelve small weights").collectives] == [7, 5]  # of 4 MiB each
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_rule_5_xla_reduces_gradients_of_a_loop_during_products_of_the_same_iteration():
     """Here a product that the next iteration needs; rule 5 has one of another gradient."""
@@ -527,6 +530,7 @@ def test_rule_5_xla_reduces_gradients_of_a_loop_during_products_of_the_same_iter
     assert products_in_flight(done, "reduce-scatter") == [("reduce-scatter", ("data",), 1)]
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_rule_6_xla_defers_products_of_scattered_gradients_to_the_end():
     done = compiled("fsdp step")
@@ -534,6 +538,7 @@ def test_rule_6_xla_defers_products_of_scattered_gradients_to_the_end():
     assert [n for *_, n in products_in_flight(done, "reduce-scatter")] == [1, 1, 1, 0]
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_rules_6_7_and_10_xla_fills_the_last_blocking_collective_and_reduces_gradients_afterwards():
     done = compiled("megatron step")
@@ -543,6 +548,7 @@ def test_rules_6_7_and_10_xla_fills_the_last_blocking_collective_and_reduces_gra
     assert all(n for _, _, n in found[5:-1])
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_rule_11_xla_has_one_collective_of_a_kind_in_flight():
     for name in PROGRAMS:
@@ -554,6 +560,7 @@ def test_rule_11_xla_has_one_collective_of_a_kind_in_flight():
                 assert kind is None or in_flight[kind] <= 1
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_rule_11_windows_are_those_of_the_compiled_schedule():
     """Four gathers that take two products each: what the later ones need is not there for the earlier ones."""
@@ -566,6 +573,7 @@ def test_rule_11_windows_are_those_of_the_compiled_schedule():
     assert emitted == [min(2.0, windows[at, 1]) for at, n in enumerate(work) if n] == [0, 0, 1, 2]
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_rule_16_xla_writes_new_state_over_donated_state():
     for name in ("fsdp step", "megatron step"):
