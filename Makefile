@@ -1,5 +1,5 @@
 # make demo: train a GPT by plan.   make test: lint, docs and tests.   make lint: style, types, imports.   make docs: the site in out/site.
-# make sweeps: the tests marked slow, over many programs and compiled steps; CI runs them after make test.
+# make sweeps: the tests marked slow, over more programs and over steps compiled for GPUs; CI runs them after make test.
 # The first call makes .venv with $(PYTHON), which must be 3.11 or newer; PYTHON=/path/to/python chooses another.
 
 PYTHON ?= python3
@@ -21,8 +21,9 @@ test: browser
 	.venv/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
 	$(if $(NEWER),,@echo "no Python 3.12 found: the newest jax was not tried")
 
-sweeps: .venv/test
+sweeps: .venv/test $(if $(NEWER),.venv312/smoke)
 	.venv/bin/python -m pytest -m slow $(PYTEST_ARGS)
+	$(if $(NEWER),.venv312/bin/python -m pytest -m slow tests/test_smoke.py)
 
 lint: .venv/test
 	.venv/bin/ruff check .
@@ -42,7 +43,7 @@ browser:
 
 smoke-newest: .venv312/smoke
 	.venv312/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"
-	.venv312/bin/python -m pytest tests/test_smoke.py tests/test_travel.py
+	.venv312/bin/python -m pytest -m "not slow" tests/test_smoke.py tests/test_travel.py
 
 # Each stamp is made after its installation, one after the other, and again when pyproject.toml changes.
 .venv/demo: pyproject.toml

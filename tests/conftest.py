@@ -3,7 +3,6 @@
 That takes a third of the time; planned and plain steps are compiled alike.
 """
 
-import contextlib
 import gc
 import os
 from importlib.metadata import version
@@ -17,24 +16,11 @@ if version("jaxlib").startswith("0.10."):  # jaxlib 0.12 no longer knows the fla
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FLAGS
 
 
-@contextlib.contextmanager
-def search_of(node):
-    """Tests and modules marked `first_plan` ask whether plans are right, not how fast, and take the first: a sixth of the time."""
+@pytest.fixture(scope="module")
+def first_plan():
+    """For modules that ask whether plans are right, not how fast: the search ends with its first plan, after a sixth of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        if node.get_closest_marker("first_plan"):
-            patch.setattr("shardplan.ilp.integer_program.IntegerProgram._near_enough", lambda *_: True)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def search_of_module(request):
-    with search_of(request.node):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def search_of_test(request):
-    with search_of(request.node):
+        patch.setattr("shardplan.ilp.integer_program.IntegerProgram._near_enough", lambda *_: True)
         yield
 
 

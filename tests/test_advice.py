@@ -15,7 +15,7 @@ import shardplan
 from shardplan.plan.advice import LEAST_SHARE, Advice
 from shardplan.view.values import plan_values
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 BF16 = jnp.bfloat16
 B, T, S, H, D, W = 4, 1024, 1536, 4, 64, 32768  # batch, queries, keys, heads, depth, words

@@ -19,7 +19,7 @@ from shardplan.strategies.rules import rule_for
 from shardplan.testing import check_rule, difference
 from shardplan.xla.compiler._backend import lower
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 cudnn_on_cpu.install()
 

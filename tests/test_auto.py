@@ -16,7 +16,7 @@ import shardplan
 from shardplan import PlanFileError, ShardingError, ShardingWarning
 from shardplan.signature import unique
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 F32 = np.float32
 

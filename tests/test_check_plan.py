@@ -15,7 +15,7 @@ from shardplan.units import format_bytes
 from shardplan.xla import CompilerMissingError, available, compare
 from shardplan.xla.report.check import expected
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds, BF16 = jax.ShapeDtypeStruct, jnp.bfloat16

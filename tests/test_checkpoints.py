@@ -21,7 +21,7 @@ import shardplan
 from shardplan import checkpoints
 from shardplan.plan import transfer as module
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 AXES = {2: ("a", "b"), 3: ("p", "q", "r"), 1: ("data",)}
 PAIRS = [((2, 4), (4, 2)), ((2, 4), (8,)), ((2, 2, 2), (2, 4)), ((8,), (2, 2)), ((2, 2), (3, 2))]

@@ -15,7 +15,7 @@ from shardplan import cli
 from shardplan.cli import main
 from shardplan.plan import Plan
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 PROGRAM = """\
 import jax, jax.numpy as jnp

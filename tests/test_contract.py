@@ -22,7 +22,7 @@ import shardplan
 from shardplan.plan.partition_rules import entries, matching, path_rules
 from shardplan.plan.travel import spec_text
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """

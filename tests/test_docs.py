@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sweeps import sweep
 
 from shardplan.plan import Plan
 
@@ -51,7 +52,7 @@ assert not runner.failures
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(x, marks=pytest.mark.slow if x.name in SLOW_PAGES else ()) for x in PAGES],
+    sweep(PAGES, lambda page: page.name in SLOW_PAGES),
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_snippets_run(page, tmp_path):

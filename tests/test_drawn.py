@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import drawn
 import drawn_programs
 import structure
+from sweeps import sweep
 
 import shardplan
 
@@ -88,7 +89,7 @@ def off(program: drawn_programs.Drawn, mesh) -> float:
     return worst
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n else ()) for n in SEEDS])
+@pytest.mark.parametrize("seed", sweep(SEEDS, bool))
 def test_a_planned_step_has_the_numbers_of_plain_jit(seed):
     shape = ((2, 4), (8,), (2, 2, 2))[seed % 3]
     mesh = jax.make_mesh(shape, drawn_programs.AXES[len(shape)], axis_types=(jax.sharding.AxisType.Auto,) * len(shape))

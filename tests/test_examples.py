@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from models import MODELS, loss_of
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 
 def losses(name: str, steps: int) -> list[float]:

@@ -18,7 +18,7 @@ from shardplan.view.exports import model_explorer, perfetto
 from shardplan.view.instrument import Instrument
 from shardplan.view.session import Entry, meshes
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 EVIL = "</script><script>alert(1)</script>"
 WIDTH, ROWS = 2048, 4096

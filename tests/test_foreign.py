@@ -23,7 +23,7 @@ from shardplan.strategies.rule import RuleError
 from shardplan.testing import check_rule, difference
 from shardplan.xla.hlo.collectives import collectives
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 
 @pytest.fixture(autouse=True)

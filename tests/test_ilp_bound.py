@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from models import MODELS
+from sweeps import sweep
 from test_ilp import brute_force, chain, choices, laws, networks
 
 import shardplan
@@ -212,7 +213,7 @@ class Stopwatch:
 
 
 @pytest.mark.parametrize("large", [0, 20_000])
-@pytest.mark.parametrize("looks", [1, 30, 1_000, 10_000, pytest.param(30_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("looks", sweep([1, 30, 1_000, 10_000, 30_000], lambda looks: looks == 30_000))
 def test_at_whichever_look_the_time_is_over_the_search_ends_with_its_incumbent(large, looks, monkeypatch):
     problem, watch = grid(25, 4, tight=0.8), Stopwatch(looks)
     for module in ("deadline", "primal.iterated_search"):
@@ -297,7 +298,7 @@ def test_parts_without_a_search_for_dominated_states_keep_the_optimum(problem):
         assert best.objective + small.offset == whole.objective == problem.objective(small.invert(best.states))
 
 
-@pytest.mark.first_plan
+@pytest.mark.slow
 def test_three_axes_and_a_tight_budget_are_proven():
     create, step, batches = MODELS["hybrid_mlp"]()
     state, batch = jax.eval_shape(create, jax.random.key(0)), next(iter(batches(1)))
@@ -346,6 +347,7 @@ print([solve(p, work_limit=2.0) for p in (grid(7, 5, tight=0.9), grid(5, 6, 1, t
 """
 
 
+@pytest.mark.slow
 def test_same_answer_with_and_without_numba_and_with_other_hashing():
     def answer(how, seed):
         env = {**os.environ, "PYTHONHASHSEED": seed}
@@ -356,7 +358,6 @@ def test_same_answer_with_and_without_numba_and_with_other_hashing():
     assert answer("without", "1") == answer("compiled", "2") == answer("with", "3") != ""
 
 
-@pytest.mark.first_plan
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), [("digits_cnn", (2, 4)), ("dlrm", (8,)), ("face_softmax", (2, 4)), ("hybrid_mlp", (2, 4))])
 def test_tight_budgets_are_proven_within_one_percent(name, shape):

@@ -13,8 +13,6 @@ pytest.importorskip("absl")
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import jax_harness
 
-pytestmark = pytest.mark.first_plan
-
 PARTS = 4
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.pipeline import make_plan
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 WIDTH = 256
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from clusters import EVEN, H100
 from jax.sharding import PartitionSpec as P
+from sweeps import sweep
 
 import shardplan
 from shardplan import Plan
@@ -95,17 +96,11 @@ PROGRAMS = {
     "accumulated": (accumulated, {"up": S((D, 2 * D), F32), "down": S((2 * D, D), F32)}, S((4, D, D), BF16)),
 }
 CLUSTERS = {"h100": H100, "even": EVEN}
-SLOW = ("scanned", "tied")
 
 
-def swept(*cases):
-    """Cases as parameters; those of the larger programs are slow."""
-    return [pytest.param(*case, marks=pytest.mark.slow if case[0] in SLOW else ()) for case in cases]
-
-
-EACH = swept(*((name,) for name in PROGRAMS))
-CASES = swept(*itertools.product(PROGRAMS, CLUSTERS))
-SOME = swept(("unrolled", "even"), ("scanned", "h100"), ("tied", "h100"), ("accumulated", "even"))
+LARGE = ("scanned", "tied")
+NAMES = sweep(PROGRAMS, lambda name: name in LARGE)
+CASES = sweep(itertools.product(PROGRAMS, CLUSTERS), lambda case: case[0] in LARGE)
 
 
 @cache
@@ -171,7 +166,7 @@ def test_the_bounds_problem_is_below_the_objective_of_any_states(name, cluster):
     problem, near = network.problem, neighbours(network.problem)
     states, ratios = plan.context.planned.solution.states, []
     best = _Ascent(task, judge(task, Candidate(network, plan.context.planned.solution), None))
-    for n in range(6):
+    for n in range(16):
         states = drawn_states(problem, near, states, (0.02, 0.2, 1.0)[n % 3], rng)
         judged = judge(task, Candidate(network, Solution("feasible", states, problem.objective(states), 0.0)), None)
         own, seconds = _Ascent(task, judged), least_ps(task, judged)
@@ -184,7 +179,7 @@ def test_the_bounds_problem_is_below_the_objective_of_any_states(name, cluster):
 
 
 @pytest.mark.parametrize("limited", [False, True])
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plan_costs_and_holds_without_tables_what_the_tables_say(name, limited):
     plan, rng = plan_of(name), np.random.default_rng(0)
     task, limit = task_of(plan), 1.2 * plan.memory().peak if limited else None
@@ -200,7 +195,7 @@ def test_a_plan_costs_and_holds_without_tables_what_the_tables_say(name, limited
 
 
 @pytest.mark.parametrize("limited", [False, True])
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_network_allows_the_states_of_finite_cost(name, limited):
     plan, rng, seen = plan_of(name), np.random.default_rng(0), set()
     task, limit = task_of(plan), 1.2 * plan.memory().peak if limited else None
@@ -231,7 +226,7 @@ OTHERS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "cluster"), SOME)
+@pytest.mark.parametrize(("name", "cluster"), [("unrolled", "even"), ("scanned", "h100"), ("tied", "h100"), ("accumulated", "even")])
 def test_no_plan_is_below_the_bound_of_the_free_one(name, cluster):
     free = plan_of(name, cluster)
     plans = [plan_of(name, cluster, **options) for options in OTHERS]
@@ -243,7 +238,7 @@ def test_no_plan_is_below_the_bound_of_the_free_one(name, cluster):
 # ---- one objective
 
 
-@pytest.mark.parametrize(("name", "cluster"), SOME)
+@pytest.mark.parametrize(("name", "cluster"), CASES)
 def test_the_best_plan_of_the_integer_program_is_never_slower_than_that_of_another_search(name, cluster):
     """The plan that is taken may be: it is the simplest of those within NEAR_TIE of the best."""
     plans = {search: plan_of(name, cluster, search=search, compiler_options=None) for search in SEARCHES}
@@ -255,7 +250,7 @@ def test_the_best_plan_of_the_integer_program_is_never_slower_than_that_of_anoth
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plan_has_one_objective_wherever_it_comes_from(name, search, tmp_path):
     plan = plan_of(name, "even", search=search, compiler_options=None)
     found = plan.context.planned
@@ -266,7 +261,7 @@ def test_a_plan_has_one_objective_wherever_it_comes_from(name, search, tmp_path)
     assert program.step_timeline() == found.timeline and program.peak_bytes() == plan.memory().peak
 
 
-@pytest.mark.parametrize(("name", "cluster"), SOME)
+@pytest.mark.parametrize(("name", "cluster"), CASES)
 def test_pins_of_a_plans_own_inputs_lead_to_its_seconds(name, cluster):
     plan = plan_of(name, cluster, compiler_options=None)
     step, params, x = PROGRAMS[name]
@@ -279,8 +274,10 @@ def test_pins_of_a_plans_own_inputs_lead_to_its_seconds(name, cluster):
 
 # ---- memory
 
+MEMORY = sweep([("unrolled", "h100"), ("scanned", "h100"), ("tied", "h100"), ("accumulated", "even")], lambda case: case[0] in LARGE)
 
-@pytest.mark.parametrize(("name", "cluster"), swept(("unrolled", "h100"), ("tied", "h100"), ("accumulated", "even")))
+
+@pytest.mark.parametrize(("name", "cluster"), MEMORY)
 def test_more_memory_is_never_worse_and_every_budget_is_kept(name, cluster):
     free = plan_of(name, cluster)
     plans = [free]
@@ -292,6 +289,7 @@ def test_more_memory_is_never_worse_and_every_budget_is_kept(name, cluster):
     assert all(more <= near * less for more, less in itertools.combinations(seconds, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unrolled"])
 def test_no_plan_found_takes_less_memory_than_the_error_says(name):
     with pytest.raises(shardplan.ShardingError, match="lowest peak found") as refused:

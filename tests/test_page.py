@@ -97,7 +97,6 @@ def within(limit, of, tries=20):
 
 
 @pytest.mark.slow
-@pytest.mark.first_plan
 def test_gpt2_unrolled_is_replanned_sooner_than_planned_and_its_page_is_small_and_quick(driver, tmp_path):
     import zoo
 

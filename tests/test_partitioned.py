@@ -16,7 +16,7 @@ from shardplan._jax import equations
 from shardplan.strategies.rules import rule_for
 from shardplan.testing import check_rule, difference
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 
 def partitioned(function, rule, *, moved=lambda s: s, **kinds):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from models import MODELS, relu_step
+from sweeps import sweep
 
 import shardplan
 from shardplan.costs.build import build_network
@@ -37,10 +38,11 @@ def planned(name, **options):
     return plan, plan.context.planned
 
 
-EACH = [pytest.param(name, marks=pytest.mark.slow if name in ("gpt", "llama", "moe") else ()) for name in MODELS]
+def is_large(name) -> bool:
+    return name in ("gpt", "llama", "moe")
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", sweep(MODELS, is_large))
 def test_examples_are_within_a_tenth_of_the_bound_and_tying_loses_nothing(name):
     plan, found = planned(name)
     problem, states = found.network.problem, found.solution.states
@@ -66,7 +68,7 @@ def project(presolved, states):
     return [int(states[i]) for i in presolved.nodes]
 
 
-@pytest.mark.parametrize("name", [EACH[list(MODELS).index(name)] for name in ("dlrm", "gpt", "moe")])
+@pytest.mark.parametrize("name", sweep(("dlrm", "gpt", "moe"), is_large))
 def test_presolve_keeps_the_objective(name):
     _, found = planned(name)
     problem = replace(found.network.problem, limit=None)
@@ -78,7 +80,7 @@ def test_presolve_keeps_the_objective(name):
             assert presolved.problem.objective(projected) + presolved.offset == cost <= problem.objective(states)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", sweep(MODELS, is_large))
 def test_propagation_is_never_better_than_the_optimum_and_not_far(name):
     best, _ = planned(name)
     fast, _ = planned(name, search="propagation")
@@ -90,13 +92,14 @@ PROGRAM = """
 import sys, jax
 sys.path[:0] = {paths!r}
 from test_planner import planned
-sys.stdout.write(planned("dlrm")[0].dumps())
+sys.stdout.write(planned({name!r})[0].dumps())
 """
 
 
-def test_same_bytes_in_every_process():
+@pytest.mark.parametrize("name", sweep(("dlrm", "gpt"), is_large))
+def test_same_bytes_in_every_process(name):
     paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-    command = [sys.executable, "-c", PROGRAM.format(paths=paths)]
+    command = [sys.executable, "-c", PROGRAM.format(paths=paths, name=name)]
     environments = ({**os.environ, "PYTHONHASHSEED": seed} for seed in "12")
     texts = {subprocess.run(command, env=env, capture_output=True, check=True).stdout for env in environments}
     assert len(texts) == 1 and len(texts.pop()) > 1000
@@ -108,7 +111,7 @@ def test_a_time_limit_of_nothing_falls_back_to_an_answer():
     assert np.isfinite(plan.seconds["total"])
 
 
-@pytest.mark.parametrize("name", ["dlrm"])
+@pytest.mark.parametrize("name", sweep(("digits_cnn", "dlrm"), lambda name: name == "digits_cnn"))
 def test_when_the_time_is_over_a_plan_that_fits_is_taken_and_no_other_looked_for(name, monkeypatch):
     made = []
     for room in ("costs.task", "propagation.axis_by_axis"):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from models import MODELS
+from sweeps import sweep
 
 import shardplan
 from shardplan import ShardingError
@@ -21,9 +22,10 @@ def planned(name, sizes, **options):
     return shardplan.auto(mesh, donate_argnums=0, **options)(step).plan(state, next(iter(batches(1))))
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("hybrid_mlp", (2, 4)), ("dlrm", (4, 2)), pytest.param("moe", (4, 2), marks=pytest.mark.slow)]
-)
+CASES = sweep([("hybrid_mlp", (2, 4)), ("dlrm", (4, 2)), ("moe", (2, 2, 2))], lambda case: case[0] == "moe")
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES)
 def test_axis_by_axis_comes_within_five_percent_of_the_best_plan(name, sizes):
     best, found = planned(name, sizes, search="ilp"), planned(name, sizes)
     assert best.seconds["bound"] <= found.seconds["total"] <= 1.05 * best.seconds["total"]

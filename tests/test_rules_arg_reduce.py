@@ -15,7 +15,7 @@ from shardplan.testing import difference
 from shardplan.xla import available
 from shardplan.xla.hlo.collectives import collectives
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 
 def values(dtype: str):

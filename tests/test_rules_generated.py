@@ -20,8 +20,6 @@ from shardplan.testing import check_rule
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import rules_fuzz
 
-pytestmark = pytest.mark.first_plan
-
 NOT_GENERATED = """
     shard_alike tie xla_metadata_value  (placements, too)
     device_put relayout reshard sharding_constraint layout_constraint with_memory_space_constraint  (placements)

@@ -24,7 +24,7 @@ from shardplan.testing import check_rule, difference
 from shardplan.xla import available
 from shardplan.xla.hlo.collectives import collectives
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from shardplan.strategies.rule import RULES
 from shardplan.testing import check_rule, difference
 from shardplan.xla.hlo.collectives import collectives
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 
 def array(*shape, seed=0):

@@ -28,8 +28,6 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rule import RULES
 from shardplan.strategies.rules import rule_for
 
-pytestmark = pytest.mark.first_plan
-
 LOWERED = """
 import functions
 from jax._src.interpreters import mlir

@@ -14,7 +14,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.testing import difference
 from shardplan.xla.hlo.collectives import collectives
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 OPS = {"cumsum": lax.cumsum, "cumprod": lax.cumprod, "cummax": lax.cummax, "cummin": lax.cummin, "cumlogsumexp": lax.cumlogsumexp}
 

@@ -1,7 +1,7 @@
 """The planned step gives the numbers of the plain one: every example, every mesh, every way of running.
 
-The full product of options is `benchmarks/same_numbers.py`; here every model meets every other mesh, and along the way every kind
-of axis, every search, and inside as well as outside `jax.set_mesh`.
+The full product of options is `benchmarks/same_numbers.py`; here every model meets every mesh, and along the way every kind of
+axis, every search, and inside as well as outside `jax.set_mesh`.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from models import MODELS, loss_of
+from sweeps import sweep
 
 import shardplan
 
@@ -61,11 +62,8 @@ def plain():
 
 def cases():
     for k, (name, shape) in enumerate(itertools.product(MODELS, MESHES)):
-        if (k + k // len(MESHES)) % 2:
-            continue
         kind, inside, how = WAYS[(5 * k) % len(WAYS)]
-        whole = how == "ilp" and len(shape) < 3  # three axes take the search longest
-        marks = [*([] if whole else [pytest.mark.first_plan]), *([] if shape in MESHES[:2] else [pytest.mark.slow])]
+        marks = () if shape == MESHES[k // len(MESHES) % 2] else pytest.mark.slow
         yield pytest.param(name, shape, kind, inside, how, marks=marks, id=f"{name}-{'x'.join(map(str, shape))}-{kind}-{inside}-{how}")
 
 
@@ -96,8 +94,7 @@ def any_spec(x, axes: dict[str, int], random) -> jax.P | None:
     return None if random.random() < 0.3 else jax.P(*entries)
 
 
-@pytest.mark.first_plan
-@pytest.mark.parametrize("name", ["gpt", "moe", "dlrm", "digits_cnn"])
+@pytest.mark.parametrize("name", sweep(["gpt", "moe", "dlrm", "digits_cnn"], lambda name: name in ("gpt", "moe")))
 def test_whatever_layouts_are_asked_for(name):
     """Inputs and outputs pinned at random, also state to one layout on its way in and to another on its way out."""
     create, step, batches = MODELS[name]()

@@ -4,13 +4,14 @@ import jax
 import numpy as np
 import pytest
 from models import MODELS, loss_of
+from sweeps import sweep
 
 import shardplan
 
 LOSS_TOLERANCE = 1e-3
 
 
-@pytest.mark.parametrize("name", ["hybrid_mlp", "moe"])
+@pytest.mark.parametrize("name", sweep(["gpt", "hybrid_mlp", "moe"], lambda name: name == "gpt"))
 def test_plan_run_save_reload(name, tmp_path):
     create, step, batches = MODELS[name]()
     data = list(batches(4))

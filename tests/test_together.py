@@ -13,7 +13,7 @@ from test_jobs import batch, create_state, eval_step, layouts, train_step
 
 import shardplan
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 SHAPES = jax.eval_shape(create_state, jax.random.key(0))
 CALLS = (SHAPES, batch()), (SHAPES["params"], batch(64))

@@ -26,7 +26,7 @@ from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.partitioned import stated_rule
 from shardplan.testing import check_rule, difference
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 
 def array(*shape, seed=0):

@@ -23,7 +23,7 @@ from shardplan.plan import Plan
 from shardplan.signature import Call
 from shardplan.step import TracedStep
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 DATA = Path(__file__).parent / "data" / "plan"
 ABSTRACT = AbstractMesh((2, 4), ("data", "model"))

@@ -21,7 +21,7 @@ from shardplan.strategies.rule import Rule
 from shardplan.strategies.uneven import uneven_factors
 from shardplan.testing.check import run_equations
 
-pytestmark = pytest.mark.first_plan
+pytestmark = pytest.mark.usefixtures("first_plan")
 
 MESH = MeshShape(("x", "y"), (2, 3))
 

@@ -14,8 +14,6 @@ from shardplan.mesh.collective import seconds_on_link
 from shardplan.xla import available
 from shardplan.xla.hlo.schedule import seconds
 
-pytestmark = pytest.mark.slow
-
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds = jax.ShapeDtypeStruct
 MESH = AbstractMesh((8,), ("data",))
@@ -73,12 +71,14 @@ def test_a_plan_without_says_nothing():
     assert plan.fix("w/up", jax.P("data")).verified is None
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_a_plan_that_holds_is_kept_after_one_round():
     plan = auto(verify="h100:8").plan(STATE, BATCH)
     assert len(plan.verified.rounds) == 1 and plan.verified.stopped == "XLA's program is as planned"
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_the_budget_is_tightened_by_what_xla_needs_more():
     pins = {"x": jax.P(), "w/up": jax.P(None, "data"), "w/down": jax.P("data")}
@@ -91,6 +91,7 @@ def test_the_budget_is_tightened_by_what_xla_needs_more():
     assert plan.verified.rounds[plan.verified.chosen].fits
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_seconds_are_those_of_the_emitted_program():
     found = auto(pins={"x": jax.P("data"), "w/*": jax.P()}).check(STATE, BATCH, target="h100:8")

@@ -138,7 +138,6 @@ def test_constraints_that_bind_are_named(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.first_plan
 def test_memory_that_binds_is_named():
     free = planned(memory="disable")
     tight = planned(memory=0.85 * free.memory().peak)

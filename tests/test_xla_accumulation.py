@@ -12,8 +12,6 @@ from shardplan.xla import available
 from shardplan.xla.report.check import expected
 from shardplan.xla_model.accumulation import accumulated_operands
 
-pytestmark = [pytest.mark.slow, pytest.mark.first_plan]
-
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 sds = jax.ShapeDtypeStruct
 MESH = AbstractMesh((8,), ("data",))
@@ -47,6 +45,7 @@ def test_one_reduction_after_all_microbatches():
     assert plan.seconds["communication"] < 2 * 4 * W.size / 275e9 + 1e-3
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_xla_reduces_once_too():
     found = planned().check("h100:8")
@@ -55,6 +54,7 @@ def test_xla_reduces_once_too():
     assert found.collectives_ratio == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_into_sharded_parameters_the_sum_is_scattered_once():
     found = planned(split=P("data")).check("h100:8")
@@ -74,6 +74,7 @@ def in_bf16(w, batch):
     return w - 0.1 * total
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 @pytest.mark.parametrize("mesh", [MESH, AbstractMesh((2, 4), ("data", "model"))])
 def test_behind_a_cast_the_sum_is_reduced_in_the_dtype_before_and_sliced_afterwards(mesh):
@@ -84,6 +85,7 @@ def test_behind_a_cast_the_sum_is_reduced_in_the_dtype_before_and_sliced_afterwa
     assert found.collectives_ratio == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 @pytest.mark.parametrize("split", [P(("data", "model")), P("data", "model"), P("model")])
 def test_over_two_axes_it_is_paid_once_too(split):

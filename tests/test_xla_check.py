@@ -16,8 +16,6 @@ from shardplan.xla import available, check, overlaps, simulate
 from shardplan.xla.hlo.diagnostics import buffers
 from shardplan.xla.hlo.text import read
 
-pytestmark = [pytest.mark.slow, pytest.mark.first_plan]
-
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
 MESH = MeshShape(("data", "model"), (4, 2))
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
@@ -118,6 +116,7 @@ def test_a_failed_compile_is_a_failure():
     assert str(report).startswith("compiling for 8 CPU devices failed, mesh data=4, model=2\n")
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_what_does_not_fit_fails():
     fn = jax.jit(lambda x: x * 2, in_shardings=split("data"))
@@ -154,6 +153,7 @@ failed
   collectives move 67.6 kB per device and step, more than 10 kB"""
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_the_peak_is_listed_tensor_by_tensor():
     def step(ws, x):

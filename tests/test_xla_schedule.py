@@ -439,7 +439,7 @@ def test_gradients_are_scattered_along_the_major_dim():
     assert layouts and all(rows and not columns for rows, columns in layouts)
 
 
-@pytest.mark.first_plan
+@pytest.mark.slow
 def test_where_all_fast_plans_need_too_much_memory_one_that_fits_is_found():
     """Gradients wait for those they are combined with, and hold their operands: a plan may need more than it was found with."""
     step, state, batch = zoo.example("gpt", layers=1, width=512, length=512, batch=64)
