@@ -2,6 +2,7 @@
 
     python benchmarks/drawn.py --seeds 0:100 --store drawn.json   100 programs; a second call goes on where the first ended
     python benchmarks/drawn.py --seeds 0:8 --small                sizes that plan and compile in seconds
+    python benchmarks/drawn.py --seeds 0:8 --layouts 0            predicted over emitted of ours alone
     python benchmarks/drawn.py --show 7                           what a seed draws
     python benchmarks/drawn.py --store drawn.json --seeds 0:100 --docs    the summary into docs/measurements.md
 
@@ -235,7 +236,7 @@ def main(argv=None) -> None:
     parser.add_argument("--seeds", type=seeds, default=seeds("0:100"), help="first:last+1, or one seed; default 0:100")
     parser.add_argument("--small", action="store_true", help="sizes that plan and compile in seconds")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--layouts", type=int, default=3, help="how many others are compiled")
+    parser.add_argument("--layouts", type=int, default=3, help="how many others are compiled; 0: ours alone, without options")
     parser.add_argument("--limit", type=float, default=1500.0, help="seconds for a program")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one compilation")
     parser.add_argument("--store", type=Path, help="JSON of the records; read, and written after every program")
@@ -261,7 +262,9 @@ def main(argv=None) -> None:
     records = [store[str(s)] for s in options.seeds if str(s) in store]
     print(summary(records))
     if options.docs:
-        asked = f"--seeds {options.seeds.start}:{options.seeds.stop}{' --small' * options.small}"
+        asked = (
+            f"--seeds {options.seeds.start}:{options.seeds.stop}{' --small' * options.small}{' --layouts 0' * (not options.layouts)}"
+        )
         measurements.write("drawn", f"python benchmarks/drawn.py {asked} --docs", markdown(records))
 
 

@@ -26,8 +26,10 @@ def events(program: Drawn, layouts: int, timeout_s: float) -> Iterator[dict]:
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
     yield {"about": program.about, "family": program.family, "made": program.made, "where": program.place,
            "parameters": f"{program.parameters:.3g}", "stage": "planning"}  # fmt: skip
-    for name in (OURS, WITH_OPTIONS) if HAS_OPTIONS else (OURS,):
+    for name in (OURS, WITH_OPTIONS) if HAS_OPTIONS and layouts else (OURS,):
         yield from _tried(f"planning {name}", lambda name=name: _ours(program, name, timeout_s))
+    if not layouts:
+        return
     yield {"stage": "ranking"}
     yield from _tried("ranking", lambda: _others(program, layouts, timeout_s))
 

@@ -15,20 +15,17 @@ import jax
 from shardplan.costs.options import Options
 from shardplan.errors import ShardingError, warn
 from shardplan.mesh.cluster import Cluster, resolve
-from shardplan.mesh.device import gpu_of_device_kind
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Plan
 from shardplan.processes import process_numbers
 from shardplan.searches import SEARCHES
 from shardplan.strategies.register import registered_text
 from shardplan.units import format_memory, parse_bytes
-from shardplan.xla_model.compiler_options import Flag, Flags, XlaOptions, candidates, merged
+from shardplan.xla_model.compiler_options import Flag, Flags, XlaOptions, candidates, hides_unasked, merged
 
 MEMORY_SAVING = {"slight": 0.25, "moderate": 0.5, "heavy": 0.75}
 """Words for memory: how far from the peak of the fastest plan (0) to the least possible peak (1)."""
 
-HOPPER = (9, 0)
-"""Compute capability from which on XLA hides latency unasked (fact: options-latency-hiding)."""
 
 LEAST_BYTES = 1000
 """A smaller limit is gigabytes that were meant and not said."""
@@ -195,8 +192,7 @@ class AutoOptions:
         """What the plan may choose among: nothing for CPUs and for None, and never against the user's own options."""
         if self.compiler_options is None or "cpu" in self.machine.platforms:
             return (XlaOptions.of(self.own_flags),)
-        gpu = gpu_of_device_kind(self.machine.device.name)
-        some = candidates(hides_by_itself=gpu is None or gpu.compute_capability >= HOPPER)
+        some = candidates(hides_unasked(self.machine.device.name))
         return tuple(dict.fromkeys(XlaOptions.of(merged(x.flags(), self.own_flags)) for x in some))
 
     @property

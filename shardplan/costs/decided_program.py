@@ -24,15 +24,21 @@ from typing import Literal
 from shardplan._jax import itemsize
 from shardplan.costs.decided_tasks import OUTSIDE, Tasks, decided_tasks
 from shardplan.costs.network import CostNetwork
+from shardplan.costs.split_products import sums_in_float32
 from shardplan.ilp.solver.problem import sum_over_intervals
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh import collective
+from shardplan.strategies.enumerate import OpStrategies
 from shardplan.xla_model.combining import COMBINABLE, SUMS
-from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
+from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions, hides_unasked
+from shardplan.xla_model.latency_estimate import KernelKind, collective_estimate_s, kernel_estimate_s
 from shardplan.xla_model.timeline import Task, Timeline, schedule
 
 MERGED_PRODUCT_BYTES = 64 << 20
 """Of two products that XLA merges one takes at most this, operands and result (`xla_gpu_dot_merger_threshold_mb`)."""
+
+LOOP_S = 1e-8
+"""Seconds that XLA's scheduler takes a loop for."""
 
 Member = tuple[Literal["task", "loop"], int]
 """A task or a loop of a computation."""
@@ -76,6 +82,11 @@ class DecidedProgram:
         if overlaps:
             return line
         return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)
+
+    @cached_property
+    def hides(self) -> bool:
+        """Whether XLA's latency-hiding scheduler orders it."""
+        return self.options.latency_hiding or hides_unasked(self.network.space.cluster.device.name)
 
     @cached_property
     def acyclic(self) -> DecidedProgram:
@@ -132,13 +143,13 @@ class DecidedProgram:
         shared: dict[tuple, list[int]] = {}
         small = set()
         for j, op in enumerate(self.graph.ops):
-            if op.traits.matmul and self._product_bytes(j) <= MERGED_PRODUCT_BYTES:
-                small.add(self.tasks.kernels[j])
+            if op.traits.matmul and self._op_bytes(j) <= MERGED_PRODUCT_BYTES:
+                small.add(self.tasks.made[j])
             for k, v in enumerate(op.inputs if op.traits.matmul else ()):
                 if v is not None:
                     operand = self.graph.original(v), k, self.network.operand_layout(j, k, self.states)
                     key = (*operand, str(op.params.get("dimension_numbers")), op.outs[0].dtype, op.loop, op.phase)
-                    shared.setdefault(key, []).append(self.tasks.kernels[j])
+                    shared.setdefault(key, []).append(self.tasks.made[j])
         seen: set[int] = set()
         for some in shared.values():
             together: list[int] = []
@@ -149,8 +160,8 @@ class DecidedProgram:
                 seen.update(together)
                 yield together
 
-    def _product_bytes(self, j: int) -> float:
-        """Bytes on one device of what a product reads and writes."""
+    def _op_bytes(self, j: int) -> float:
+        """Bytes on one device of what an op reads and writes."""
         op, of = self.graph.ops[j], self.network.space.strategies[j]
         s = self.states[j] % len(of)
         sizes = (float(prod(x.shape)) * itemsize(x.dtype) for x in (*op.ins, *op.outs))
@@ -253,7 +264,7 @@ class DecidedProgram:
     def _computation(self, home: int, pipelined: bool = True) -> tuple[Timeline, bool]:
         """The timeline of one run of a computation, and whether it has collectives; without those that are pipelined, or with them."""
         found, nested, *_ = self.listed(home, pipelined)
-        return schedule(found, nested), any(task.collective or task.has_collectives for task in found)
+        return schedule(found, nested, self.hides), any(task.collective or task.has_collectives for task in found)
 
     def round_s(self, loop: int, pipelined: bool = True) -> float:
         """Seconds of one round of a loop; without what is pipelined, or with it."""
@@ -277,7 +288,7 @@ class DecidedProgram:
             elif n in free:
                 if pipelined:
                     members[len(found)] = name
-                    found.append(Task(self._sent_s(n), True, ()))
+                    found.append(self._collective(n, ()))
                 carried.update(waits)
                 continue
             else:
@@ -303,17 +314,17 @@ class DecidedProgram:
         ahead, later = self._pipelined.get(n, ((), ()))
         if not ahead and not later:
             nested[len(found)], members[len(found)] = (line, trips), ("loop", n)
-            found.append(Task(line.total_s * trips, False, waits, inside))
+            found.append(Task(line.total_s * trips, False, waits, inside, LOOP_S, True))
             return
         members.update((len(found) + at, ("task", m)) for at, m in enumerate(ahead))
-        found += [Task(self._sent_s(m), True, waits) for m in ahead]
+        found += [self._collective(m, waits) for m in ahead]
         waits = tuple(range(len(found) - len(ahead), len(found))) or waits
         line = (trips - 1) * line + self._computation(n, pipelined=False)[0]
         nested[len(found)], members[len(found)] = (line, 1.0), ("loop", n)
-        found.append(Task(line.total_s, False, waits, has_collectives=True))
+        found.append(Task(line.total_s, False, waits, True, LOOP_S, True))
         at = len(found) - 1
         members.update((at + 1 + number, ("task", m)) for number, m in enumerate(later))
-        found += [Task(self._sent_s(m), True, (at,)) for m in later]
+        found += [self._collective(m, (at,)) for m in later]
         members.pop(len(found), None)
         if later:
             found.append(Task(0.0, False, tuple(range(len(found) - len(later), len(found)))))
@@ -339,11 +350,50 @@ class DecidedProgram:
     def _task(self, n: int, waits: tuple[int, ...], number: int) -> list[Task]:
         """A kernel with all that is merged into it, or a combined collective behind the kernels that fill its buffer."""
         if n not in self._joined[1]:
-            return [Task(self._merged_seconds[n], False, waits)]
+            return [self._kernel(n, waits)]
         staging_s = self._staging_s(n)
         if staging_s:
-            return [Task(staging_s, False, waits), Task(self._sent_s(n), True, (number,))]
-        return [Task(self._sent_s(n), True, waits)]
+            return [Task(staging_s, False, waits), self._collective(n, (number,))]
+        return [self._collective(n, waits)]
+
+    def _kernel(self, n: int, waits: tuple[int, ...]) -> Task:
+        kernels, group, seconds = self.network.space.facts.kernels, self.tasks.group[n], self._merged_seconds[n]
+        kind = self._kinds.get(n) or ("rows" if group in kernels.rows else "fused")
+        estimate_s = kernel_estimate_s(kind, seconds, self._small_bytes.get(n, 0.0), self.network.space.cluster)
+        return Task(seconds, False, waits, False, estimate_s, self.tasks.results[n] > 1, kernels.inputs.get(group, 0))
+
+    @cached_property
+    def _kinds(self) -> dict[int, KernelKind]:
+        """Task of a product or convolution -> which of them it is."""
+        found: dict[int, KernelKind] = {}
+        for j, op in enumerate(self.graph.ops):
+            if op.traits.convolution:
+                found[self.tasks.made[j]] = "convolution"
+            elif op.traits.matmul:
+                of = self.network.space.strategies[j]
+                found[self.tasks.made[j]] = self._product_kind(op, of, self.states[j] % len(of))
+        return found
+
+    @cached_property
+    def _small_bytes(self) -> dict[int, float]:
+        """Kernel that takes no longer than any -> the most bytes that one of its ops reads and writes."""
+        latency_s, out = self.network.space.cluster.device.kernel_latency_s, dict[int, float]()
+        for j, n in self.tasks.computed.items():
+            if self.tasks.seconds[n] <= latency_s:
+                out[n] = max(out.get(n, 0.0), self._op_bytes(j))
+        return out
+
+    def _product_kind(self, op: Op, of: OpStrategies, s: int) -> KernelKind:
+        space = self.network.space
+        if itemsize(op.ins[0].dtype) >= 4:
+            return "float32 product"
+        return "float32 sums" if sums_in_float32(op, of, s, space.mesh, space.cluster.device) else "product"
+
+    def _collective(self, first: int, waits: tuple[int, ...]) -> Task:
+        step, space, sizes = self.tasks.transfers[first].step, self.network.space, self._sizes(first)
+        link, groups = space.cluster.axis(space.mesh, step.axes), space.mesh.n_devices // space.mesh.size(*step.axes)
+        estimate_s = collective_estimate_s(step.kind, sum(sizes), link, groups, space.cluster)
+        return Task(self._sent_s(first), True, waits, False, estimate_s, len(sizes) > 1)
 
     def _sent_s(self, first: int) -> float:
         """Seconds on the network of a combined collective."""

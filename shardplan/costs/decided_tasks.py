@@ -1,23 +1,32 @@
-"""The tasks of a decided program: a kernel per op, a chain of collectives per reshard, before XLA combines or merges any.
+"""The tasks of a decided program: a kernel per group of fused ops, a chain of collectives per reshard, before XLA combines any.
 
-    op        a kernel of c_i[s] seconds (`roofline.py`)
-    reshard   its collectives one after the other, then what XLA computes around them (`tables.py`)
+    fused ops   one kernel, which waits for all that any of them reads (`xla_model/fusion.py`), of the sum of their c_i[s] seconds
+    other ops   a kernel each
+    reshard     its collectives one after the other, then what XLA computes around them (`tables.py`)
 
-What takes no time and waits for one task is that task: views, casts inside fusions, border ops. Equal steps of one array, in one loop
-and phase, are one collective for all readers, unless the array is regathered behind a barrier.
+An op whose result is not written is computed by the kernel that reads it: its seconds are that kernel's. Where several do, it is a
+kernel of its own, so that it hides no collective that stands behind any of them (the lower bound counts on that). What takes no time
+and waits for one task is that task: views, casts inside fusions, border ops. Ops of one kernel between which a collective or a loop
+stands are kernels of their own. Equal steps of one array, in one loop and phase, are one collective for all readers, unless the array
+is regathered behind a barrier. What a checkpointed layer computes again waits for the gradient of its result, and what is gathered
+again behind a barrier for the other operands of its first reader.
 
-Facts: cse-merges-equal-reshards, cse-merges-equal-sums, cse-stops-at-barriers.
+Facts: cse-merges-equal-reshards, cse-merges-equal-sums, cse-stops-at-barriers, schedule-fused-kernels, schedule-recompute-barrier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.states import PS
-from shardplan.ir.graph import Graph, Phase
+from shardplan.ir.graph import Graph, Op, Phase
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import CollectiveSite
 
@@ -45,7 +54,10 @@ class Tasks:
         before: what it waits for, in the order of its operands.
         transfers: those that are collectives.
         roots: by computation, the tasks whose results it hands out, in their order.
-        kernels: by op, its task, -1 if it has none.
+        made: by op, the task after which its result is there, -1 if it is from the start.
+        computed: by op, the task that computes it first; those that take no time are missing.
+        group: of a kernel of fused ops, its number in `FusedKernels`; -1 of other tasks.
+        results: how many arrays it writes.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -53,9 +65,12 @@ class Tasks:
     before: list[tuple[int, ...]] = field(default_factory=list)
     transfers: dict[int, Transfer] = field(default_factory=dict)
     roots: dict[int, list[int]] = field(default_factory=dict)
-    kernels: dict[int, int] = field(default_factory=dict)
+    made: dict[int, int] = field(default_factory=dict)
+    computed: dict[int, int] = field(default_factory=dict)
+    group: list[int] = field(default_factory=list)
+    results: list[int] = field(default_factory=list)
 
-    def add(self, home: int, before: Iterable[int], seconds: float = 0.0, transfer: Transfer | None = None) -> int:
+    def add(self, home: int, before: Iterable[int], seconds: float = 0.0, transfer: Transfer | None = None, group: int = -1) -> int:
         """A new task, its number; -1 for one that takes no time and waits for none."""
         waits = tuple(dict.fromkeys(n for n in before if n >= 0))
         if not seconds and transfer is None and len(waits) < 2:
@@ -63,6 +78,8 @@ class Tasks:
         self.seconds.append(seconds)
         self.home.append(home)
         self.before.append(waits)
+        self.group.append(group)
+        self.results.append(1)
         if transfer is not None:
             self.transfers[len(self.home) - 1] = transfer
         return len(self.home) - 1
@@ -82,31 +99,89 @@ class Tasks:
 
 def decided_tasks(network: CostNetwork, states: Sequence[int]) -> Tasks:
     """The tasks of a cost network's ops and reshards under these states."""
-    graph, tasks = network.space.graph, Tasks()
-    strategies, retained = network.strategies(states), network.retained(states)
-    beyond, regathers = network.beyond_collectives(states), network.regathers(strategies, retained)
-    kernel_ps = network.kernel_ps(states)
-    makes: dict[int, int] = {}  # value -> the task that makes it
-    done: dict[tuple, int] = {}  # step of an array -> the task after which the array has gone it
-    for j, op in enumerate(graph.ops):
-        moved, waits = dict(network.reshards(j, strategies, retained)), []
-        for k, v in enumerate(op.inputs):
-            at = -1 if v is None else makes[v]
-            for step in moved.get(k, ()):
-                assert v is not None
-                copy = regathers.get(j if op.traits.copy else graph.values[v].producer[0], 0)
-                key = (at, step.before, step.after, *shared_key(graph, j, v), copy)
-                if key not in done:
-                    done[key] = _moved(tasks, network, j, v, at, step)
-                at = done[key]
-            waits.append(tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
-        seconds = kernel_ps[j] / op.runs / PS
+    return fused(_Builder(network, states).tasks)
+
+
+class _Builder:
+    """Makes a task per op and collective; `tasks` are all of them."""
+
+    def __init__(self, network: CostNetwork, states: Sequence[int]):
+        self.network, self.graph, self.tasks = network, network.space.graph, Tasks()
+        self.done: dict[tuple, int] = {}  # step of an array -> the task after which the array has gone it
+        self.inside: list[dict[int, tuple[float, list[int]]]] = []  # per op, by kernel that has yet to compute it: seconds, ops
+        self.behind: dict[tuple, list[int]] = {}  # by barrier, its ops so far
+        self.regathered: dict[tuple[int, int], int] = {}  # (value, copy) -> the task that its collectives wait for
+        strategies, retained = network.strategies(states), network.retained(states)
+        beyond, regathers = network.beyond_collectives(states), network.regathers(strategies, retained)
+        kernel_ps = network.kernel_ps(states)
+        for j, op in enumerate(self.graph.ops):
+            moved, waits = dict(network.reshards(j, strategies, retained)), []
+            for k, v in enumerate(op.inputs):
+                at = -1 if v is None else self.tasks.made[self.graph.values[v].producer[0]]
+                if v is not None and k in moved:
+                    copy = regathers.get(j if op.traits.copy else self.graph.values[v].producer[0], 0)
+                    at = self.resharded(j, v, moved[k], copy)
+                waits.append(self.tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
+            self.op(j, op, waits, kernel_ps[j] / op.runs / PS)
+        for j in range(len(self.inside)):
+            self.flush(j)
+
+    def op(self, j: int, op: Op, waits: list[int], seconds: float) -> None:
+        """Adds the task of an op, or leaves its seconds to the kernels that compute it."""
+        tasks, kernels = self.tasks, self.network.space.facts.kernels
         home = op.held_during if op.traits.loop_slice or op.traits.loop_stack else op.loop
-        made = tasks.kernels[j] = tasks.add(home, waits, seconds)
+        mine = kernels.inside[j] if len(kernels.inside[j]) == 1 else ()
+        shares = {n: (seconds / len(mine), [j] if seconds else []) for n in mine}
+        for v in op.inputs:
+            handed = self.inside[self.graph.values[v].producer[0]] if v is not None else {}
+            for n in [n for n in handed if n in shares or n == kernels.own[j]]:
+                more, ops = handed.pop(n)
+                if n == kernels.own[j]:
+                    seconds += more
+                    tasks.computed.update((i, len(tasks.home)) for i in ops if i not in tasks.computed)
+                else:
+                    shares[n] = shares[n][0] + more, shares[n][1] + ops
+        self.inside.append({n: share for n, share in shares.items() if share[1]})
+        made = tasks.made[j] = tasks.add(home, waits, 0.0 if mine else seconds, group=kernels.own[j])
+        if op.traits.recompute_barrier:
+            some = self.behind.setdefault(op.path[:-1], [])
+            some.append(j)
+            tasks.made.update(dict.fromkeys(some, tasks.add(home, [tasks.made[i] for i in some])))
+        if seconds and not mine:
+            tasks.computed[j] = made
         if op.traits.leaves_region or op.traits.loop_stack:
             tasks.roots.setdefault(home, []).append(made)
-        makes.update(dict.fromkeys(op.outputs, made))
-    return tasks
+
+    def flush(self, j: int) -> None:
+        """Gives what is left of an op's seconds a kernel."""
+        shares, self.inside[j] = self.inside[j], {}
+        if shares:
+            ops = dict.fromkeys(i for _, some in shares.values() for i in some)
+            made = self.tasks.add(self.graph.ops[j].loop, (self.tasks.made[j],), sum(seconds for seconds, _ in shares.values()))
+            self.tasks.computed.update((i, made) for i in ops if i not in self.tasks.computed)
+            self.tasks.made[j] = made
+
+    def other_operands(self, j: int) -> Iterator[int]:
+        """The tasks after which the other operands of the first reader of copy j are there: it is gathered again behind them."""
+        graph = self.graph
+        reader, k = min(graph.values[graph.ops[j].outputs[0]].consumers, default=(j, 0))
+        for i, u in enumerate(graph.ops[reader].inputs if reader != j else ()):
+            if i != k and u is not None and (at := graph.values[graph.original(u)].producer[0]) < j:
+                yield self.tasks.made[at]
+
+    def resharded(self, j: int, v: int, steps: Iterable[ReshardStep], copy: int) -> int:
+        """The task after which value v has gone these steps towards op j."""
+        producer = self.graph.values[v].producer[0]
+        self.flush(producer)
+        at = self.tasks.made[producer]
+        if copy and self.graph.ops[j].traits.copy:
+            at = self.regathered.setdefault((v, copy), self.tasks.add(self.graph.ops[j].loop, (at, *self.other_operands(j))))
+        for step in steps:
+            key = (at, step.before, step.after, *shared_key(self.graph, j, v), copy)
+            if key not in self.done:
+                self.done[key] = _moved(self.tasks, self.network, j, v, at, step)
+            at = self.done[key]
+        return at
 
 
 def shared_key(graph: Graph, j: int, v: int) -> tuple[int, int, Phase]:
@@ -123,3 +198,89 @@ def _moved(tasks: Tasks, network: CostNetwork, j: int, v: int, at: int, step: Re
     site, size = space.collective_sites[v], graph.values[v].bytes / step.after.shards(space.mesh)
     order = (j, made) if site.collective_class == "prefetch" else (made, j)
     return tasks.add(graph.ops[j].loop, (at,), transfer=Transfer(step, site, v, size, order))
+
+
+def fused(tasks: Tasks) -> Tasks:
+    """The same tasks with one for the ops of each kernel, as far as none then waits for itself, and none that only joins others."""
+    real = _past_joins(tasks)
+    waits = [tuple(dict.fromkeys(m for at in before for m in real[at])) for before in tasks.before]
+    stands = _kernel_of(tasks)
+    kept = [n for n, some in enumerate(real) if some == (n,)]
+    if not (order := _order(kept, waits, stands)):
+        stands = _without_cycles(waits, stands)
+        order = _order(kept, waits, stands)
+    number = {first: n for n, first in enumerate(order)}
+    out = Tasks(
+        [0.0] * len(order),
+        [tasks.home[n] for n in order],
+        [()] * len(order),
+        group=[tasks.group[n] for n in order],
+        results=[0] * len(order),
+    )
+    before: list[dict[int, None]] = [{} for _ in order]
+    for n in kept:
+        at = number[stands[n]]
+        out.seconds[at] += tasks.seconds[n]
+        out.results[at] += tasks.results[n]
+        before[at].update((number[stands[m]], None) for m in waits[n] if stands[m] != stands[n])
+    out.before = [tuple(some) for some in before]
+    to = [tuple(number[stands[m]] for m in some) for some in real]
+    out.transfers = {number[n]: tasks.transfers[n] for n in order if n in tasks.transfers}
+    out.roots = {home: [m for n in some if n >= 0 for m in to[n]] for home, some in tasks.roots.items()}
+    out.made = {j: max(to[n]) if n >= 0 else n for j, n in tasks.made.items()}
+    out.computed = {j: to[n][0] for j, n in tasks.computed.items()}
+    return out
+
+
+def _past_joins(tasks: Tasks) -> list[tuple[int, ...]]:
+    """Per task itself, or what it waits for if it only joins others."""
+    out: list[tuple[int, ...]] = []
+    for n, (seconds, before) in enumerate(zip(tasks.seconds, tasks.before, strict=True)):
+        joins = not seconds and n not in tasks.transfers
+        out.append(tuple(dict.fromkeys(m for at in before for m in out[at])) if joins else (n,))
+    return out
+
+
+def _kernel_of(tasks: Tasks) -> list[int]:
+    """Per task, the first of its kernel: of a group of fused ops with as many collectives and loops before them."""
+    levels: list[int] = []
+    first: dict[tuple[int, int, int], int] = {}
+    out: list[int] = []
+    for n, (home, before, group) in enumerate(zip(tasks.home, tasks.before, tasks.group, strict=True)):
+        levels.append(max((levels[m] + (m in tasks.transfers or tasks.home[m] != home) for m in before), default=0))
+        out.append(n if group < 0 else first.setdefault((group, home, levels[n]), n))
+    return out
+
+
+def _order(kept: Iterable[int], waits: Sequence[tuple[int, ...]], stands: Sequence[int]) -> list[int]:
+    """The first tasks of kernels, each behind those that its kernel waits for; [] if some wait for each other."""
+    before: dict[int, dict[int, None]] = {}
+    for n in kept:
+        before.setdefault(stands[n], {}).update((stands[m], None) for m in waits[n] if stands[m] != stands[n])
+    out: list[int] = []
+    done: dict[int, bool] = {}  # False while what it waits for is visited
+    for root in before:
+        stack = [] if root in done else [(root, iter(before[root]))]
+        done.setdefault(root, False)
+        while stack:
+            at, left = stack[-1]
+            m = next((m for m in left if not done.get(m, False)), None)
+            if m is None:
+                done[at] = True
+                out.append(at)
+                stack.pop()
+            elif m in done:
+                return []
+            else:
+                done[m] = False
+                stack.append((m, iter(before[m])))
+    return out
+
+
+def _without_cycles(waits: Sequence[tuple[int, ...]], stands: Sequence[int]) -> list[int]:
+    """The kernels but for those that would wait for themselves: their ops are kernels of their own."""
+    edges = np.array([(first, stands[m]) for n, first in enumerate(stands) for m in waits[n]], dtype=np.int64).reshape(-1, 2)
+    graph = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(len(stands), len(stands)))
+    _, component = connected_components(graph, connection="strong")
+    sizes = np.bincount(component[sorted(set(stands))])
+    return [n if sizes[component[first]] > 1 else first for n, first in enumerate(stands)]

@@ -97,7 +97,7 @@ class _Clock:
     def of(cls, program: DecidedProgram, home: int) -> _Clock:
         """The clock of a computation with all collectives that run in it."""
         tasks, nested, numbers, _ = program.listed(home)
-        found = spans(tasks, nested)
+        found = spans(tasks, nested, program.hides)
         kernels = [s for s, task in zip(found, tasks, strict=True) if not task.collective and not task.has_collectives]
         collectives = [s for s, task in zip(found, tasks, strict=True) if task.collective]
         return cls(program, home, numbers, found, sorted(kernels), sorted(collectives))
@@ -109,14 +109,14 @@ class _Clock:
 
     def end_of(self, i: int) -> float:
         """When what op i makes is there; 0 if it is there before the computation starts."""
-        return self._span(i)[1]
+        return self._span(self.program.tasks.made[i])[1]
 
     def start_of(self, j: int) -> float:
         """When op j, or the loop that holds it, starts."""
-        return self._span(j)[0]
+        tasks = self.program.tasks
+        return self._span(tasks.computed.get(j, tasks.made[j]))[0]
 
-    def _span(self, i: int) -> tuple[float, float]:
-        n = self.program.tasks.kernels[i]
+    def _span(self, n: int) -> tuple[float, float]:
         if n < 0 or self.home not in self.program.graph.loop_holders[self.program.tasks.home[n]]:
             return 0.0, 0.0
         number = self.numbers.get(self.program.member(n, self.home))

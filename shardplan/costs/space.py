@@ -21,7 +21,7 @@ from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites
 from shardplan.xla_model.copies import with_copies
-from shardplan.xla_model.fusion import KernelTraffic, kernel_traffic, materialised
+from shardplan.xla_model.fusion import FusedKernels, KernelTraffic, fused_kernels, kernel_traffic, kernels_of, materialised
 
 SMALL_SUM_BYTES = 1 << 16
 """Blocking sums smaller than this are combined with those at their depth."""
@@ -45,6 +45,7 @@ class StepFacts:
         numbers: per op, equal ones for ops between which the planner sees no difference.
         materialised: per value, whether it is ever written to memory.
         traffic: per op, what its kernels move.
+        kernels: which kernels run which ops.
     """
 
     graph: Graph
@@ -54,6 +55,7 @@ class StepFacts:
     numbers: tuple[int, ...]
     materialised: tuple[bool, ...]
     traffic: tuple[KernelTraffic, ...]
+    kernels: FusedKernels
 
     @classmethod
     def of(cls, graph: Graph, mesh: MeshShape) -> StepFacts:
@@ -66,7 +68,9 @@ class StepFacts:
         found = table.read(graph, {}, whole)
         rules, sums = tuple(x.rule for x in found), tuple(x.sums for x in found)
         written = materialised(graph, rules, sums)
-        return cls(graph, table, rules, sums, tuple(x.number for x in found), written, kernel_traffic(graph, rules, written, sums))
+        kernels = kernels_of(graph, rules, written, sums)
+        traffic, fused = kernel_traffic(graph, rules, kernels), fused_kernels(graph, rules, kernels)
+        return cls(graph, table, rules, sums, tuple(x.number for x in found), written, traffic, fused)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

@@ -56,6 +56,13 @@ def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> tu
     return b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, b * k), k
 
 
+def sums_in_float32(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape, device: Device) -> bool:
+    """Whether the kernel of a product of narrower operands writes float32: what is asked for, or the parts of a split one."""
+    if op.outs[0].dtype == np.float32 or not device.sms:
+        return op.outs[0].dtype == np.float32
+    return contracted_splits(*local_sizes(op, strategies, s, mesh), itemsize(op.ins[0].dtype), device.sms)[0] > 1
+
+
 def product_seconds(op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, moved: np.ndarray) -> np.ndarray:
     """Seconds [s] of a `dot_general` as XLA splits it; `moved` are the bytes [s] that it reads and writes."""
     sizes = np.array([local_sizes(op, strategies, s, mesh) for s in range(len(strategies))])

@@ -108,7 +108,7 @@ class StepSchedule:
     def _run(self, home: int, start_s: float, share: float, pipelined: bool = True) -> Iterator[Span]:
         """One run of a computation that starts at a time; `share` is its part of all spans that are shown one by one."""
         tasks, nested, _, members = self.program.listed(home, pipelined)
-        for n, (begin, end) in enumerate(spans(tasks, nested)):
+        for n, (begin, end) in enumerate(spans(tasks, nested, self.program.hides)):
             kind, number = members.get(n, ("task", -1))
             if kind == "loop":
                 yield from self._rounds(number, start_s + begin, share / max(1, len(nested)))
@@ -161,11 +161,17 @@ class StepSchedule:
         return next((at for at in graph.readers(graph.original(v))), graph.values[v].producer[0])
 
     @cached_property
+    def _kernels(self) -> dict[int, int]:
+        """Op -> the task that computes it."""
+        tasks = self.program.tasks
+        return {op: tasks.computed.get(op, made) for op, made in tasks.made.items()}
+
+    @cached_property
     def _ops(self) -> dict[int, list[int]]:
         """Task -> ops that take its time, the most expensive first."""
         kernel_ps, out = self.program.network.kernel_ps(self.planned.solution.states), {}
         one = self.program._joined[0]
-        for op, task in self.program.tasks.kernels.items():
+        for op, task in self._kernels.items():
             if task >= 0 and kernel_ps[op]:
                 out.setdefault(one[task], []).append(op)
         for ops in out.values():
@@ -200,7 +206,7 @@ class StepSchedule:
     @cached_property
     def times(self) -> np.ndarray:
         """Where program order is on the time line, in seconds [op + 1]: never decreasing, else nearest to the ends of the kernels."""
-        one, kernels = self.program._joined[0], self.program.tasks.kernels
+        one, kernels = self.program._joined[0], self._kernels
         ends: dict[int, float] = {}
         for x in self.spans:
             if x.lane == "compute" and x.op >= 0:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardplan.mesh.cluster import CollectiveKind
+from shardplan.mesh.device import gpu_of_device_kind
 from shardplan.xla_model.combining import COMBINE_THRESHOLD_BYTES
 
 Flag = bool | int | float | str
@@ -37,6 +38,8 @@ THRESHOLDS: Mapping[CollectiveKind, str] = {
 DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+HOPPER = (9, 0)
+"""Compute capability of the first GPUs for which XLA hides latency unasked."""
 LEVEL = "optimization_level"
 """Level 1 pipelines all kinds, double-buffers and hides latency (options-level-one)."""
 LEVELS = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
@@ -130,6 +133,12 @@ def merged(planned: Flags, own: Flags) -> dict[str, Flag]:
 def truth(value: Flag) -> bool:
     """A flag as a bool: jax takes True, 1 and text for one."""
     return value.lower() in ("true", "1") if isinstance(value, str) else bool(value)
+
+
+def hides_unasked(device_kind: str) -> bool:
+    """Whether XLA hides the latency of collectives on a GPU without being asked to (fact: options-latency-hiding)."""
+    gpu = gpu_of_device_kind(device_kind)
+    return gpu is None or gpu.compute_capability >= HOPPER
 
 
 def candidates(hides_by_itself: bool = True) -> tuple[XlaOptions, ...]:

@@ -18,12 +18,13 @@ a later kernel, and reads again what an earlier one read:
 A reduction of rows may stay on chip, inside the kernels that read its result (`row_kernels.py`).
 
 Facts: fusion-loop, fusion-recompute-cheaper, fusion-expensive, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar,
-fusion-zeros-shared, fusion-multi-output, fusion-concatenate, fusion-reads-part, fusion-in-place-update.
+fusion-zeros-shared, fusion-multi-output, fusion-concatenate, fusion-reads-part, fusion-in-place-update, product-ragged-masked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.ir.graph import Graph, Op, components
@@ -144,7 +145,7 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
 
     So are expensive functions that several kernels read.
     """
-    kernels = _kernels(graph, rules, written, sums)
+    kernels = kernels_of(graph, rules, written, sums)
     written, inside, rows = kernels.written, kernels.inside, kernels.rows
     out: set[int] = set()
     sources: list[dict[int, float]] = []
@@ -177,11 +178,54 @@ class KernelTraffic:
     kernel_bytes: float | None  # bytes that the kernel moves which the op stands for, of all shards; None if it stands for none
 
 
-def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> tuple[KernelTraffic, ...]:
-    """What every op moves: each kernel reads an array once, on behalf of the first op that needs it; `written` are `materialised`."""
-    kernels = _kernels(graph, rules, written, sums)
+@dataclass(frozen=True)
+class FusedKernels:
+    """Which kernels run which ops.
+
+    Attributes:
+        own: per op, the number of the fused kernel in which it writes; -1 if it writes in none.
+        inside: per op that writes nothing, the numbers of the fused kernels that compute it.
+        rows: numbers of the kernels that keep rows on chip.
+        inputs: kernel number -> how many inputs of the step only it reads.
+    """
+
+    own: tuple[int, ...]
+    inside: tuple[tuple[int, ...], ...]
+    rows: frozenset[int]
+    inputs: Mapping[int, int]
+
+
+def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> FusedKernels:
+    """The kernels of a step by number. Products have a number, too, for what is computed inside them; what they write is their own."""
+    instead = written_instead(graph, rules, kernels)
+    ends = frozenset(instead.values())
+    numbers: dict[Kernel, int] = {key: n for n, key in enumerate(dict.fromkeys(kernels.own))}
+    own, inside, rows, readers = [], [], set[int](), dict[int, set[Kernel]]()
+    for at, op in enumerate(graph.ops):
+        writes = any(kernels.written[v] or v in instead for v in op.outputs)
+        fused = writes and ends.isdisjoint(op.outputs) and (_fuses(graph, rules, at) or op.traits.matmul)
+        own.append(numbers[kernels.own[at]] if fused else -1)
+        computed = () if writes or op.traits.moves_nothing else kernels.inside[at]
+        inside.append(tuple(sorted(numbers[key] for key in computed)))
+        if kernels.rows.behind[at]:
+            rows.update((own[at],) if fused else inside[at])
+        for v in op.inputs if not op.traits.border and rules[at].fusion != "view" else ():
+            if v is not None and not graph.ops[graph.values[root := _read_array(graph, rules, v)].producer[0]].inputs:
+                readers.setdefault(root, set()).update(kernels.inside[at])
+    inputs = Counter(numbers[key] for some in readers.values() if len(some) == 1 for key in some)
+    return FusedKernels(tuple(own), tuple(inside), frozenset(rows), inputs)
+
+
+def written_instead(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> dict[int, int]:
+    """Result of a product that its kernel does not write -> what it writes."""
+    written = kernels.written
+    return {v: w for v, (w, _) in written_by_products(graph, rules).items() if written[w] and not written[v]}
+
+
+def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tuple[KernelTraffic, ...]:
+    """What every op moves: each kernel reads an array once, on behalf of the first op that needs it."""
     own, inside, written = kernels.own, kernels.inside, kernels.written
-    by_product = {v: w for v, (w, _) in written_by_products(graph, rules).items() if written[w] and not written[v]}
+    by_product = written_instead(graph, rules, kernels)
     ends = frozenset(by_product.values())
     seen: dict[tuple[Kernel, int], float] = {}  # bytes of an array that a kernel has read or made
     moved: dict[Kernel, float] = {}
@@ -206,6 +250,11 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
                     (results if part else operands)[k] += new / size
                     seen[kernel, root] = seen.get((kernel, root), 0.0) + new
                     moved[kernel] = moved.get(kernel, 0.0) + new
+        if (
+            op.traits.grouped_matmul and not idle
+        ):  # a copy of the rows per group, masked; written and read, transposed where it sums rows
+            sums_rows = len(op.outs[0].shape) > len(op.ins[0].shape)
+            operands[0] += (4 if sums_rows else 2) * op.ins[2].shape[-1]
         for k, v in enumerate(op.outputs):
             if v in by_product:
                 results[k] += graph.values[by_product[v]].bytes / graph.values[v].bytes
@@ -228,7 +277,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
     return tuple(KernelTraffic(*moves, again.get(at, 0.0), kernel.get(at)) for at, moves in enumerate(counts))
 
 
-def _row_bytes(graph: Graph, rules: Sequence[Rule], kernels: _Kernels) -> dict[int, float]:
+def _row_bytes(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> dict[int, float]:
     """Reduction inside a kernel that keeps rows on chip -> bytes of the arrays that it reduces something of."""
     out: dict[int, float] = {}
     for at in kernels.rows.fused - graph.dead:
@@ -244,7 +293,7 @@ def _row_bytes(graph: Graph, rules: Sequence[Rule], kernels: _Kernels) -> dict[i
 
 
 @dataclass(frozen=True)
-class _Kernels:
+class Kernels:
     """Kernels of a step.
 
     Attributes:
@@ -260,7 +309,7 @@ class _Kernels:
     rows: RowKernels
 
 
-def _kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> _Kernels:
+def kernels_of(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> Kernels:
     """The kernels where `written` values are in memory. A reduction of exponentials that several would compute is written."""
     first = _grouped_kernels(graph, rules, written, sums, row_kernels(graph, rules))
     alone, exponentials = set[int](), [False] * len(graph.ops)
@@ -273,7 +322,7 @@ def _kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums:
     return _grouped_kernels(graph, rules, written, sums, row_kernels(graph, rules, frozenset(alone))) if alone else first
 
 
-def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels) -> _Kernels:
+def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels) -> Kernels:
     """The kernels with these reductions of rows inside.
 
     One kernel reduces arrays of one shape over the same dims; what is written on the way is written by any of its reductions.
@@ -312,7 +361,7 @@ def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
                 inside[at].update(*(inside[reader] for reader, _ in graph.values[v].consumers))
             elif not graph.ops[at].traits.moves_nothing:
                 inside[at].add(own[at])
-    return _Kernels(own, inside, written, rows)
+    return Kernels(own, inside, written, rows)
 
 
 def _joined(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[bool]:

@@ -4,26 +4,36 @@
     network             |--all-gather-------|               exposed where the compute stream waits
 
 `Streams` runs kernels and collectives in a given order: of a compiled program that of its HLO, of a decided program that of
-`latency_hiding_order`. XLA's latency-hiding scheduler builds the order of a computation from its end. Of the tasks whose readers are
-all placed it places, one at a time,
+`latency_hiding_order`. XLA's latency-hiding scheduler builds the order of a computation from its end, by its own estimates of seconds
+(`latency_estimate.py`). A task may be placed once its readers all are, without a stall `EDGE_S` after each of them was, twice that
+where it has several results: its readers read them through operations of no time. Of the tasks that may be placed it places, one at a
+time,
 
-    1 the end of a collective, or a loop with collectives inside, if none is in flight; of several the one behind the longest chain of
-      collectives, its own seconds counted
-    2 the start of the collective in flight, once enough work is placed to hide it, if another one waits for the network or if its chain
-      is the longest
-    3 the kernel behind the longest chain of collectives, of equal ones one that reads a collective, then the last of the program
-    4 the start of the collective in flight if nothing else is left: the compute stream waits
+    1 the end of a collective, or a loop with collectives inside, if none is in flight; first without a stall, then the one behind the
+      longest chain of collectives, its own seconds counted
+    2 what makes it stall least: a kernel that may be placed now comes before all that may not; the start of the collective in flight
+      may be once enough work is placed to hide it
+    3 the start of the collective in flight, if another one waits for the network
+    4 of kernels, and of a start with collectives before it, the one behind the longest chain of collectives; of several kernels the one
+      whose seconds come closest to those left until the next task may be placed without a stall; then one that reads a collective,
+      then what leaves most tasks with no reader to place, then the last of the program
+    5 the start of the collective in flight if nothing else is left: the compute stream waits
 
 Also known as list scheduling with asynchronous collectives. docs/xla_model.md has a picture.
-Facts: schedule-from-end, overlap-as-late-as-possible, overlap-one-per-kind, overlap-not-across-loops.
+Facts: schedule-from-end, schedule-least-stall, overlap-as-late-as-possible, overlap-one-per-kind, overlap-not-across-loops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from heapq import heappop, heappush
+from math import inf
 from typing import NamedTuple
+
+EDGE_S = 1e-6
+"""Seconds that XLA's scheduler puts between any two instructions, and for the start and the end of a collective."""
 
 
 class Task(NamedTuple):
@@ -33,6 +43,14 @@ class Task(NamedTuple):
     collective: bool
     before: tuple[int, ...]  # tasks of the computation that it waits for, all earlier in the list
     has_collectives: bool = False  # a loop with collectives inside: no other one is in flight meanwhile
+    estimate_s: float = -1.0  # seconds by XLA's own estimate, which decides the order; by default the same
+    several: bool = False  # it has several results, so that its readers stand behind operations of no time
+    inputs: int = 0  # how many arrays that are there from the start only this task reads
+
+    @property
+    def estimated_s(self) -> float:
+        """Seconds by XLA's estimate."""
+        return self.seconds if self.estimate_s < 0 else self.estimate_s
 
 
 @dataclass(frozen=True)
@@ -94,88 +112,192 @@ def latency_hiding_order(tasks: Sequence[Task]) -> list[tuple[int, bool]]:
     return _Scheduler(tasks).order()
 
 
+class _Kernels:
+    """Kernels whose readers are all placed: those that would stall, by time, and the others by the collectives before them.
+
+    Attributes:
+        stalled: (time from which it may be placed, -depth, key); a key is (estimate, preferences, the last of them its number).
+        ready: -depth -> keys in their order, and as a heap that is led by preference.
+        depths: the heap of what `ready` holds.
+    """
+
+    def __init__(self):
+        self.stalled: list[tuple[float, float, tuple]] = []
+        self.ready: dict[float, tuple[list[tuple], list[tuple]]] = {}
+        self.depths: list[float] = []
+
+    def add(self, at: float, depth: float, seconds: float, preferences: tuple[bool, int, int]) -> None:
+        """A kernel that may be placed from a time on."""
+        heappush(self.stalled, (at, -depth, (seconds, *preferences)))
+
+    def pass_time(self, now: float) -> None:
+        """What stalled until now may be placed."""
+        while self.stalled and self.stalled[0][0] <= now:
+            _, depth, key = heappop(self.stalled)
+            if depth not in self.ready:
+                self.ready[depth] = [], []
+                heappush(self.depths, depth)
+            keys, preferred = self.ready[depth]
+            insort(keys, key)
+            heappush(preferred, (*(-x for x in key[1:]), key[0]))
+
+    def pop(self, left_s: float | None) -> int:
+        """Of the deepest kernels the one whose seconds come closest to those that are left to hide, if any are, else the preferred."""
+        depth = self.depths[0]
+        keys, preferred = self.ready[depth]
+        if left_s is None:
+            at = -1
+            while at < 0:
+                *preferences, seconds = heappop(preferred)
+                at = _index(keys, (seconds, *(-x for x in preferences)))
+        else:
+            at = bisect_left(keys, (left_s,))
+            if at == len(keys) or (at and left_s - keys[at - 1][0] <= keys[at][0] - left_s):
+                at -= 1
+            else:
+                at = bisect_right(keys, (keys[at][0], inf)) - 1
+        n = keys.pop(at)[-1]
+        if not keys:
+            del self.ready[depth]
+            heappop(self.depths)
+        return n
+
+
+def _index(keys: list[tuple], key: tuple) -> int:
+    """Where a sorted list has a key; -1 if it has not."""
+    at = bisect_left(keys, key)
+    return at if at < len(keys) and keys[at] == key else -1
+
+
 class _Scheduler:
     """The state of the scheduler, at the time `now` before the end of the computation."""
 
     def __init__(self, tasks: Sequence[Task]):
-        self.tasks = tasks
+        self.tasks, self.now, self.placed = tasks, 0.0, list[tuple[int, bool]]()
+        self.in_flight, self.hidden_at = -1, 0.0
         self.readers = [0] * len(tasks)  # not yet placed
         self.depth = [0.0] * len(tasks)  # seconds of the longest chain of collectives before a task
+        self.no_stall_at = [0.0] * len(tasks)
         self.joins: list[int] = []
-        self.ends: list[tuple[float, bool, int]] = []
-        self.kernels: list[tuple[float, bool, int]] = []
+        self.ends: list[tuple[float, bool, int, float]] = []  # of collectives, and loops with collectives
+        self.stalled_ends: list[tuple[float, float, bool, int]] = []
+        self.kernels = _Kernels()
         for n, task in enumerate(tasks):
             for m in task.before:
                 self.readers[m] += 1
-                self.depth[n] = max(self.depth[n], self.depth[m] + (tasks[m].seconds if tasks[m].collective else 0.0))
-        self.release(n for n, readers in enumerate(self.readers) if not readers)
+                self.depth[n] = max(self.depth[n], self.depth[m] + (tasks[m].estimated_s if tasks[m].collective else 0.0))
+        for n, readers in enumerate(self.readers):
+            if not readers:
+                self.release(n)
 
-    def release(self, tasks: Iterable[int]) -> None:
-        """Tasks whose readers are all placed."""
-        for n in tasks:
-            task = self.tasks[n]
-            reads_none = not any(self.tasks[m].collective for m in task.before)
-            if task.collective or task.has_collectives:
-                heappush(self.ends, (-self.depth[n] - task.seconds * task.collective, reads_none, -n))
-            elif task.seconds > 0:
-                heappush(self.kernels, (-self.depth[n], reads_none, -n))
-            else:
-                self.joins.append(n)
+    def release(self, n: int) -> None:
+        """The readers of task n are all placed."""
+        task, depth, at = self.tasks[n], self.depth[n], max(self.now, self.no_stall_at[n])
+        reads_collective = any(self.tasks[m].collective and not self.tasks[m].several for m in task.before)
+        if task.collective or task.has_collectives:
+            heappush(self.stalled_ends, (at, -depth - task.estimated_s * task.collective, not reads_collective, -n))
+        elif task.seconds > 0:
+            freed = task.inputs + sum(self.readers[m] == 1 for m in task.before)
+            self.kernels.add(at, depth, task.estimated_s, (reads_collective, freed, n))
+        else:
+            self.joins.append(n)
 
-    def placed(self, n: int) -> None:
-        """What waits only for task n to be placed may follow."""
+    def place(self, n: int, at: float, seconds: float, start: bool = False) -> None:
+        """Task n ends at a time before the end, and takes so long by estimate; what waits only for it may follow."""
+        self.placed.append((n, start))
+        self.now = at + seconds
         for m in self.tasks[n].before:
             self.readers[m] -= 1
+            no_stall_at = max(self.now, at + EDGE_S) + EDGE_S if self.tasks[m].several else at + EDGE_S
+            self.no_stall_at[m] = max(self.no_stall_at[m], no_stall_at)
             if not self.readers[m]:
-                self.release((m,))
+                self.release(m)
 
     def order(self) -> list[tuple[int, bool]]:
         """As `latency_hiding_order`."""
-        out: list[tuple[int, bool]] = []
-        now, in_flight, hidden_at = 0.0, -1, 0.0
+        tasks, kernels = self.tasks, self.kernels
         while True:
-            released = in_flight >= 0 and not self.joins and self._releases(in_flight, now >= hidden_at)
-            start = False
+            kernels.pass_time(self.now)
+            while self.stalled_ends and (self.stalled_ends[0][0] <= self.now or not self.ends):
+                at, *end = heappop(self.stalled_ends)
+                heappush(self.ends, (*end, at))  # pyright: ignore[reportArgumentType]
             if self.joins:
-                n = self.joins.pop()
-            elif in_flight < 0 and self.ends:
-                n = -heappop(self.ends)[-1]
-            elif released:
-                n, in_flight, now, start = in_flight, -1, max(now, hidden_at), True
-            elif self.kernels:
-                n = -heappop(self.kernels)[-1]
+                self.place(self.joins.pop(), self.now, 0.0)
+            elif self.in_flight < 0 and self.ends:
+                _, _, n, at = heappop(self.ends)
+                self.place_end(-n, max(self.now, at))
+            elif self.in_flight >= 0 and self.starts():
+                n, self.in_flight = self.in_flight, -1
+                self.place(n, max(self.now, self.hidden_at), EDGE_S, start=True)
+            elif kernels.ready:
+                n = kernels.pop(self.left_s())
+                self.place(n, self.now, tasks[n].estimated_s)
+            elif kernels.stalled:
+                self.now = kernels.stalled[0][0]
             else:
-                break
-            out.append((n, start))
-            if self.tasks[n].collective and not start:
-                in_flight, hidden_at = n, now + self.tasks[n].seconds
-                continue
-            now += 0.0 if start else self.tasks[n].seconds
-            self.placed(n)
-        return out[::-1]
+                return self.placed[::-1]
 
-    def _releases(self, in_flight: int, hidden: bool) -> bool:
+    def place_end(self, n: int, at: float) -> None:
+        """Places the end of a collective, which is in flight from now on, or a loop with collectives."""
+        if self.tasks[n].collective:
+            self.placed.append((n, False))
+            self.in_flight, self.hidden_at, self.now = n, at + self.tasks[n].estimated_s, at + EDGE_S
+        else:
+            self.place(n, at, self.tasks[n].estimated_s)
+
+    def starts(self) -> bool:
         """Whether the start of the collective in flight comes before any kernel."""
-        if not self.kernels:
-            return True
-        depth = self.depth[in_flight]
-        return hidden and (bool(self.ends) or (depth > 0 and depth > -self.kernels[0][0]))
+        kernels = self.kernels
+        if not kernels.ready:
+            return not kernels.stalled or self.hidden_at < max(self.now, kernels.stalled[0][0])
+        depth = self.depth[self.in_flight]
+        return self.hidden_at <= self.now and (bool(self.ends) or (depth > 0 and depth > -kernels.depths[0]))
+
+    def left_s(self) -> float | None:
+        """Estimated seconds until the next task may be placed without a stall; None if none has to wait."""
+        times = [kernel[0] for kernel in self.kernels.stalled[:1]]
+        if self.in_flight >= 0 and self.hidden_at >= self.now:
+            times.append(self.hidden_at)
+        return min(times) - self.now if times else None
 
 
-def schedule(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]]) -> Timeline:
-    """The seconds of a computation in XLA's order; `nested` are the tasks that are loops: (one run, number of runs)."""
-    return _run(tasks, nested)[0].timeline()
+def program_order(tasks: Sequence[Task]) -> list[tuple[int, bool]]:
+    """As `latency_hiding_order`, where no latency is hidden: a collective starts where it stands, and its first reader waits."""
+    out: list[tuple[int, bool]] = []
+    in_flight: dict[int, None] = {}
+    for n, task in enumerate(tasks):
+        for m in task.before if not task.has_collectives else tuple(in_flight):
+            if m in in_flight:
+                del in_flight[m]
+                out.append((m, False))
+        out.append((n, task.collective))
+        if task.collective:
+            in_flight[n] = None
+    return [*out, *((n, False) for n in in_flight)]
 
 
-def spans(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]]) -> list[tuple[float, float]]:
+def schedule(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]], hides: bool = True) -> Timeline:
+    """The seconds of a computation in XLA's order.
+
+    Args:
+        tasks: of the computation.
+        nested: those that are loops: (one run, number of runs).
+        hides: whether XLA hides latency.
+    """
+    return _run(tasks, nested, hides)[0].timeline()
+
+
+def spans(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]], hides: bool = True) -> list[tuple[float, float]]:
     """Per task, from when until when it is on its stream, in seconds after the start of the computation."""
-    found = _run(tasks, nested)[1]
+    found = _run(tasks, nested, hides)[1]
     return [found[n] for n in range(len(tasks))]
 
 
-def _run(tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]]) -> tuple[Streams, dict[int, tuple[float, float]]]:
+def _run(
+    tasks: Sequence[Task], nested: Mapping[int, tuple[Timeline, float]], hides: bool = True
+) -> tuple[Streams, dict[int, tuple[float, float]]]:
     streams, found = Streams(), {}
-    for n, starts in latency_hiding_order(tasks):
+    for n, starts in latency_hiding_order(tasks) if hides else program_order(tasks):
         begins = streams.now
         if n in nested:
             streams.nested(*nested[n])

@@ -1,0 +1,110 @@
+"""How long XLA's latency-hiding scheduler believes kernels and collectives to take: the order follows its estimates, the seconds ours.
+
+                                 from Hopper on                                      before, where asked to hide latency
+    fused kernel                 bytes / memory rate, no latency of a kernel         1,000 units; 1 where it reduces
+    kernel that keeps rows       nothing                                             1
+    product                      a table of measured products: 1.1 times ours,       1
+                                 twice for float32; sums in float32 of narrower
+                                 operands are not in it: 60 times
+    convolution                  10 us                                               1,000
+    collective within a node     a table of measured ones: latency and rate          5,000
+                                 (`WITHIN_NODE`), no latency below 1 KiB
+    collective between nodes     launch + rounds of a ring (`ring_s`)                5,000
+
+A unit is a microsecond. Facts: estimate-kernels, estimate-collectives, options-latency-hiding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from shardplan.mesh import collective
+from shardplan.mesh.cluster import AxisLink, Cluster
+from shardplan.xla_model.compiler_options import hides_unasked
+
+KernelKind = Literal["fused", "rows", "product", "float32 product", "float32 sums", "convolution"]
+
+NODE = 8
+"""GPUs that XLA takes a node to have."""
+MEMORY_FRACTION = 0.9
+"""Of the memory rate that a kernel reaches by our measure; XLA takes the data sheet's."""
+WITHIN_NODE: dict[str, tuple[float, float]] = {
+    "all-gather": (28e-6, 2.8e-12),
+    "reduce-scatter": (22e-6, 3.0e-12),
+    "all-reduce": (42e-6, 5.1e-12),
+    "all-to-all": (33e-6, 2.8e-12),
+}
+"""Seconds, and seconds per byte, that XLA's table has for collectives of a node of 8 GPUs."""
+TABLE_BYTES = 1 << 10
+"""Smallest buffer of the table: below it the rate stays, not the latency."""
+PRODUCTS: dict[str, tuple[float, float]] = {"product": (1.1, 4e-6), "float32 product": (2.0, 0.0), "float32 sums": (60.0, 0.0)}
+"""XLA's seconds of a product over ours, and what it adds."""
+UNKNOWN_S, KERNEL_S = 5e-3, 1e-3
+"""What it takes a collective and a kernel for where it has no estimate."""
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Constants of XLA's ring between nodes: seconds to launch, of a round trip, to prepare a chunk; bytes of one, and per second."""
+
+    launch_s: float = 45e-6
+    trip_s: float = 31e-6
+    chunk_s: float = 6e-6
+    chunk_bytes: int = 4 << 20
+    bytes_per_s: float = 50e9 / 1.025
+
+
+_RINGS = {"h100": _Ring(bytes_per_s=25e9 / 1.025)}
+
+
+def kernel_estimate_s(kind: KernelKind, seconds: float, size: float, cluster: Cluster) -> float:
+    """Seconds that XLA expects of a kernel that takes `seconds` by our measure; if these are its latency, it moves `size` bytes."""
+    if not hides_unasked(cluster.device.name):
+        return KERNEL_S if kind in ("fused", "convolution") else 1e-6
+    if kind == "rows":
+        return 1e-8
+    if kind == "convolution":
+        return 1e-5
+    if kind in PRODUCTS:
+        return PRODUCTS[kind][0] * seconds + PRODUCTS[kind][1]
+    small_s = size / cluster.device.memory_rate
+    return MEMORY_FRACTION * (seconds if seconds > cluster.device.kernel_latency_s else min(small_s, seconds))
+
+
+def collective_estimate_s(kind: str, size: float, link: AxisLink, groups: int, cluster: Cluster) -> float:
+    """Seconds that XLA expects of a collective.
+
+    Args:
+        kind: of the collective.
+        size: bytes per device of the larger buffer.
+        link: of its groups.
+        groups: how many there are.
+        cluster: the machine.
+    """
+    if not hides_unasked(cluster.device.name):
+        return UNKNOWN_S
+    if link.nodes == 1:
+        if kind not in WITHIN_NODE:
+            return collective.seconds_on_link(kind, size, link, cluster)
+        latency_s, s_per_byte = WITHIN_NODE[kind]
+        sent = size * (1 - 1 / link.members) / (1 - 1 / NODE)
+        return (latency_s + sent * s_per_byte) * min(1.0, size / TABLE_BYTES)
+    nodes, communicators = (link.members // NODE, 1) if link.local == NODE else (link.members, groups)
+    if kind == "collective-permute":
+        nodes, communicators = 2, NODE
+    if NODE % communicators:
+        return UNKNOWN_S
+    return ring_s(kind, size, nodes, nodes * NODE // communicators, cluster)
+
+
+def ring_s(kind: str, size: float, nodes: int, members: int, cluster: Cluster) -> float:
+    """Seconds of a ring of `members` GPUs on as many as `nodes` nodes; twice for an all-reduce; of an all-to-all to all others."""
+    ring = _RINGS.get(cluster.name, _Ring())
+    parts = members - 1 if kind == "all-to-all" else members
+    part = size if kind == "collective-permute" else size / parts
+    rounds = members - members // nodes if kind == "all-to-all" else (members - 1) / (members / nodes)
+    each = part / ring.bytes_per_s + ceil(part / ring.chunk_bytes) * ring.chunk_s + ring.trip_s
+    times = 2 if kind == "all-reduce" else 1
+    return ring.launch_s + times * rounds * each + 2 * MEMORY_FRACTION * size / cluster.device.memory_rate

@@ -1,0 +1,142 @@
+"""In which order XLA runs a decided program: kernels of fused ops, stalls, recomputation behind barriers, XLA's own estimates."""
+
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan.costs.decided_tasks import Tasks, fused
+from shardplan.mesh.layout import MeshShape
+from shardplan.xla import available
+from shardplan.xla.compiler import compile as compiler
+from shardplan.xla.compiler.compile import compile, lower_for
+from shardplan.xla.hlo.schedule import seconds
+from shardplan.xla_model.latency_estimate import collective_estimate_s, kernel_estimate_s
+from shardplan.xla_model.timeline import Task, latency_hiding_order, program_order, schedule
+
+F32, BF16, S = jnp.float32, jnp.bfloat16, jax.ShapeDtypeStruct
+needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+
+
+def order(*tasks: Task) -> str:
+    return " ".join(f"{'s' if starts else 'e' if tasks[n].collective else 'k'}{n}" for n, starts in latency_hiding_order(tasks))
+
+
+GATHER, CAST = Task(3e-4, True, ()), Task(1e-4, False, ())
+
+
+@pytest.mark.parametrize("several, found", [(False, "s0 k1 k3 e0 k2 k4"), (True, "s0 k1 e0 k2 k3 k4")])
+def test_a_kernel_stalls_behind_one_of_several_results(several, found):
+    # 0 is gathered for 1 -> 2 -> 4; 3 is a cast for 4. Two results of 2 let the cast be placed next to 4, where it hides nothing.
+    tasks = [GATHER, CAST, Task(1e-4, False, (0, 1), several=several), CAST, Task(1e-4, False, (2, 3))]
+    assert order(*tasks) == found
+
+
+@pytest.mark.parametrize("estimate_s, found, exposed_s", [(9e-4, "s0 e0 k1 s2 k3 e2 k4", 5e-4), (1e-6, "s0 k3 e0 k1 s2 e2 k4", 5e-4)])
+def test_estimates_order_and_seconds_time(estimate_s, found, exposed_s):
+    gather = GATHER._replace(estimate_s=estimate_s)
+    tasks = [gather, CAST._replace(before=(0,)), gather._replace(before=(1,)), CAST, CAST._replace(before=(2, 3))]
+    assert order(*tasks) == found
+    assert schedule(tasks, {}).exposed_s == pytest.approx(exposed_s)
+
+
+def test_without_latency_hiding_a_collective_ends_before_its_first_reader():
+    tasks = [CAST, Task(3e-4, True, (0,)), CAST, Task(1e-4, False, (1,))]
+    assert program_order(tasks) == [(0, False), (1, True), (2, False), (1, False), (3, False)]
+
+
+def test_fused_ops_are_one_kernel_that_waits_for_all_they_read():
+    tasks = Tasks()
+    decay = tasks.add(-1, (), 1.0, group=0)
+    product = tasks.add(-1, (), 2.0)
+    update = tasks.add(-1, (decay, product), 3.0, group=0)
+    tasks.made = {0: decay, 1: product, 2: update}
+    found = fused(tasks)
+    assert found.seconds == [2.0, 4.0] and found.before == [(), (0,)] and found.made == {0: 1, 1: 0, 2: 1} and found.results == [1, 2]
+
+
+def test_fused_ops_that_would_wait_for_themselves_stay_apart():
+    tasks = Tasks()
+    first = tasks.add(-1, (), 1.0, group=0)
+    between = tasks.add(-1, (first,), 2.0, group=1)
+    tasks.add(-1, (between,), 3.0, group=0)
+    assert fused(tasks).seconds == [1.0, 2.0, 3.0]
+
+
+def layers(params, x, checkpoint):
+    def layer(x, p):
+        return x + jax.nn.gelu(x @ p["up"].astype(BF16)) @ p["down"].astype(BF16)
+
+    run = jax.checkpoint(layer) if checkpoint else layer
+    for p in params:
+        x = run(x, p)
+    return (x.astype(F32) ** 2).mean()
+
+
+@cache
+def steps(checkpoint: bool):
+    """Predicted and compiled seconds of a step of three layers with momentum, weights and tokens sharded over 8 GPUs."""
+
+    def step(state, x):
+        params, momentum = state
+        grads = jax.grad(layers)(params, x, checkpoint)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return jax.tree.map(lambda p, m: p - 0.01 * m, params, momentum), momentum
+
+    params = [{"up": S((2048, 8192), F32), "down": S((8192, 2048), F32)}] * 3
+    pins = {"**/up": P(None, "data"), "**/down": P("data")} if not checkpoint else {"state/**": P("data")}
+    args = (params, params), S((4096, 2048), BF16)
+    made = shardplan.auto(AbstractMesh((8,), ("data",)), donate_argnums=0, cluster="h200", compiler_options=None, pins=pins)(step)
+    plan = made.plan(*args)
+    function, args = plan.context.program(plan)
+    compiled = compile(lower_for("h200:8", function, *args), target="h200:8", timeout_s=300)
+    return plan.seconds, seconds(compiled, shardplan.Cluster.preset("h200"))
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_exposed_seconds_are_those_of_the_compiled_program(checkpoint):
+    planned, emitted = steps(checkpoint)
+    total = emitted.compute_s + emitted.exposed_s
+    exposed = planned["communication"] - planned["hidden"]
+    assert planned["total"] == pytest.approx(total, rel=0.03 if not checkpoint else 0.06)  # casts of weights are transposed apart
+    assert exposed == pytest.approx(emitted.exposed_s, abs=0.03 * total)
+    assert emitted.exposed_s > 0.05 * total  # there is something to predict
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_xlas_own_estimates_of_collectives_and_kernels(monkeypatch):
+    """A gather within a node, an all-to-all and a sum between nodes, and a kernel, as XLA's scheduler logs them."""
+    mesh = AbstractMesh((2, 8), ("nodes", "node"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    environment = compiler._environment
+    log = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "sol_latency_estimator=10"}
+    monkeypatch.setattr(compiler, "_environment", lambda request: environment(request) | log)
+
+    def f(x, y):
+        whole = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, P("nodes")))
+        return jnp.sin(whole) + whole[::-1].T, y.sum(), (y * 2).sum(0)
+
+    shardings = tuple(jax.sharding.NamedSharding(mesh, p) for p in (P(("nodes", "node")), P(("nodes", "node"))))
+    args = S((4096, 4096), F32), S((1 << 14, 1 << 10), F32)
+    compiled = compile(lower_for("h100:2x8", jax.jit(f, in_shardings=shardings), *args), target="h100:2x8", timeout_s=300)
+    assert compiled.ok, compiled.error
+    found = dict(re.findall(r"Computed collective time for ([\w.-]+): ([\d.e+-]+) us", compiled.stderr))
+    cluster, shape = shardplan.Cluster.preset("h100"), MeshShape(mesh.axis_names, mesh.axis_sizes)
+    assert {(c.kind, c.axes) for c in compiled.collectives} == {
+        ("all-gather", ("node",)), ("all-to-all", ("nodes",)), ("all-reduce", ("nodes", "node"))
+    }  # fmt: skip
+    for c in compiled.collectives:
+        link = cluster.axis(shape, c.axes)
+        expected = collective_estimate_s(c.kind, c.bytes, link, len(c.groups), cluster)
+        assert 1e-6 * float(found[c.name]) == pytest.approx(expected, rel=0.1 if link.nodes == 1 else 0.01)
+    kernel = re.findall(r"calculated cost for: loop_transpose_fusion[\d.]*\. Cost: ([\d.e+-]+)", compiled.stderr)
+    assert 1e-6 * float(kernel[0]) == pytest.approx(
+        kernel_estimate_s("fused", 2 * (32 << 20) / cluster.device.memory_rate, 0.0, cluster), rel=0.05
+    )
