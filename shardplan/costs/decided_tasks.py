@@ -117,6 +117,7 @@ class _Builder:
         for j, op in enumerate(self.graph.ops):
             moved, waits = dict(network.reshards(j, strategies, retained)), []
             for k, v in enumerate(op.inputs):
+                self.flush_untaken(j, v)
                 at = -1 if v is None else self.tasks.made[self.graph.values[v].producer[0]]
                 if v is not None and k in moved:
                     copy = regathers.get(j if op.traits.copy else self.graph.values[v].producer[0], 0)
@@ -151,6 +152,12 @@ class _Builder:
             tasks.computed[j] = made
         if op.traits.leaves_region or op.traits.loop_stack:
             tasks.roots.setdefault(home, []).append(made)
+
+    def flush_untaken(self, j: int, v: int | None) -> None:
+        """Gives what is left of the seconds of value v's op a kernel if op j, which reads v, does not take them over."""
+        kernels, made = self.network.space.facts.kernels, -1 if v is None else self.graph.values[v].producer[0]
+        if made >= 0 and self.inside[made] and self.inside[made].keys().isdisjoint((kernels.own[j], *kernels.inside[j])):
+            self.flush(made)
 
     def flush(self, j: int) -> None:
         """Gives what is left of an op's seconds a kernel."""

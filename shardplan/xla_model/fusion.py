@@ -205,7 +205,7 @@ def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Fuse
         writes = any(kernels.written[v] or v in instead for v in op.outputs)
         fused = writes and ends.isdisjoint(op.outputs) and (_fuses(graph, rules, at) or op.traits.matmul)
         own.append(numbers[kernels.own[at]] if fused else -1)
-        computed = () if writes or op.traits.moves_nothing else kernels.inside[at]
+        computed = () if writes or (op.traits.moves_nothing and not op.traits.copy) else kernels.inside[at]
         inside.append(tuple(sorted(numbers[key] for key in computed)))
         if kernels.rows.behind[at]:
             rows.update((own[at],) if fused else inside[at])
@@ -250,11 +250,6 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
                     (results if part else operands)[k] += new / size
                     seen[kernel, root] = seen.get((kernel, root), 0.0) + new
                     moved[kernel] = moved.get(kernel, 0.0) + new
-        if (
-            op.traits.grouped_matmul and not idle
-        ):  # a copy of the rows per group, masked; written and read, transposed where it sums rows
-            sums_rows = len(op.outs[0].shape) > len(op.ins[0].shape)
-            operands[0] += (4 if sums_rows else 2) * op.ins[2].shape[-1]
         for k, v in enumerate(op.outputs):
             if v in by_product:
                 results[k] += graph.values[by_product[v]].bytes / graph.values[v].bytes

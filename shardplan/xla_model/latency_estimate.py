@@ -3,9 +3,9 @@
                                  from Hopper on                                      before, where asked to hide latency
     fused kernel                 bytes / memory rate, no latency of a kernel         1,000 units; 1 where it reduces
     kernel that keeps rows       nothing                                             1
-    product                      a table of measured products: 1.1 times ours,       1
-                                 twice for float32; sums in float32 of narrower
-                                 operands are not in it: 60 times
+    product                      a table of products measured in short runs, as our  1
+                                 rates without what power takes; sums in float32
+                                 of narrower operands are not in it: 60 times
     convolution                  10 us                                               1,000
     collective within a node     a table of measured ones: latency and rate          5,000
                                  (`WITHIN_NODE`), no latency below 1 KiB
@@ -22,14 +22,13 @@ from typing import Literal
 
 from shardplan.mesh import collective
 from shardplan.mesh.cluster import AxisLink, Cluster
+from shardplan.mesh.device import gpu_of_device_kind
 from shardplan.xla_model.compiler_options import hides_unasked
 
 KernelKind = Literal["fused", "rows", "product", "float32 product", "float32 sums", "convolution"]
 
 NODE = 8
 """GPUs that XLA takes a node to have."""
-MEMORY_FRACTION = 0.9
-"""Of the memory rate that a kernel reaches by our measure; XLA takes the data sheet's."""
 WITHIN_NODE: dict[str, tuple[float, float]] = {
     "all-gather": (28e-6, 2.8e-12),
     "reduce-scatter": (22e-6, 3.0e-12),
@@ -39,8 +38,10 @@ WITHIN_NODE: dict[str, tuple[float, float]] = {
 """Seconds, and seconds per byte, that XLA's table has for collectives of a node of 8 GPUs."""
 TABLE_BYTES = 1 << 10
 """Smallest buffer of the table: below it the rate stays, not the latency."""
-PRODUCTS: dict[str, tuple[float, float]] = {"product": (1.1, 4e-6), "float32 product": (2.0, 0.0), "float32 sums": (60.0, 0.0)}
-"""XLA's seconds of a product over ours, and what it adds."""
+PRODUCTS: dict[str, tuple[str, float]] = {
+    "product": ("bfloat16", 1.05), "float32 product": ("float32", 1.0), "float32 sums": ("bfloat16", 60.0),
+}  # fmt: skip
+"""Kind of product -> the dtype of its operands, and XLA's seconds over ours of a short run."""
 UNKNOWN_S, KERNEL_S = 5e-3, 1e-3
 """What it takes a collective and a kernel for where it has no estimate."""
 
@@ -56,7 +57,7 @@ class _Ring:
     bytes_per_s: float = 50e9 / 1.025
 
 
-_RINGS = {"h100": _Ring(bytes_per_s=25e9 / 1.025)}
+_RINGS = {"h100": _Ring(bytes_per_s=25e9 / 1.025), "h100-500w": _Ring(bytes_per_s=25e9 / 1.025)}
 
 
 def kernel_estimate_s(kind: KernelKind, seconds: float, size: float, cluster: Cluster) -> float:
@@ -67,10 +68,13 @@ def kernel_estimate_s(kind: KernelKind, seconds: float, size: float, cluster: Cl
         return 1e-8
     if kind == "convolution":
         return 1e-5
+    device = cluster.device
     if kind in PRODUCTS:
-        return PRODUCTS[kind][0] * seconds + PRODUCTS[kind][1]
-    small_s = size / cluster.device.memory_rate
-    return MEMORY_FRACTION * (seconds if seconds > cluster.device.kernel_latency_s else min(small_s, seconds))
+        dtype, times = PRODUCTS[kind]
+        rate = device.product_rate(dtype)
+        return times * seconds * (rate.sustained if rate else 1.0)
+    small_s = size / device.memory_rate
+    return device.bytes_efficiency * (seconds if seconds > device.kernel_latency_s else min(small_s, seconds))
 
 
 def collective_estimate_s(kind: str, size: float, link: AxisLink, groups: int, cluster: Cluster) -> float:
@@ -101,10 +105,11 @@ def collective_estimate_s(kind: str, size: float, link: AxisLink, groups: int, c
 
 def ring_s(kind: str, size: float, nodes: int, members: int, cluster: Cluster) -> float:
     """Seconds of a ring of `members` GPUs on as many as `nodes` nodes; twice for an all-reduce; of an all-to-all to all others."""
-    ring = _RINGS.get(cluster.name, _Ring())
+    gpu = gpu_of_device_kind(cluster.device.name)
+    ring = _RINGS.get(gpu.key if gpu else "", _Ring())
     parts = members - 1 if kind == "all-to-all" else members
     part = size if kind == "collective-permute" else size / parts
     rounds = members - members // nodes if kind == "all-to-all" else (members - 1) / (members / nodes)
     each = part / ring.bytes_per_s + ceil(part / ring.chunk_bytes) * ring.chunk_s + ring.trip_s
     times = 2 if kind == "all-reduce" else 1
-    return ring.launch_s + times * rounds * each + 2 * MEMORY_FRACTION * size / cluster.device.memory_rate
+    return ring.launch_s + times * rounds * each + 2 * size / cluster.device.bytes_per_s
