@@ -44,9 +44,11 @@ Member = tuple[Literal["task", "loop"], int]
 """A task or a loop of a computation."""
 
 
-def decided_program(network: CostNetwork, states: Sequence[int], options: XlaOptions = DEFAULT) -> DecidedProgram:
-    """The program of these states of a cost network, as it is compiled with these options."""
-    return DecidedProgram(network, tuple(states), decided_tasks(network, states), options)
+def decided_program(
+    network: CostNetwork, states: Sequence[int], options: XlaOptions = DEFAULT, tasks: Tasks | None = None
+) -> DecidedProgram:
+    """The program of these states of a cost network, as it is compiled with these options; `tasks` are its own if they are known."""
+    return DecidedProgram(network, tuple(states), tasks or decided_tasks(network, states), options)
 
 
 class _CycleError(Exception):
@@ -123,9 +125,11 @@ class DecidedProgram:
         level: dict[str, list[int]] = {}  # per class and task, how many of the class stand before it in a chain
         classes = {n: "sum" if t.site.small_sum else t.site.collective_class for n, t in tasks.transfers.items()}
         for kind in dict.fromkeys(classes.values()):
-            of = level[kind] = [0] * len(tasks.home)
+            of = level[kind] = []
+            behind: list[int] = []  # the same, the task itself counted
             for n, before in enumerate(tasks.before):
-                of[n] = max((of[m] + (classes.get(m) == kind) for m in before), default=0)
+                of.append(max([behind[m] for m in before]) if before else 0)
+                behind.append(of[n] + (classes.get(n) == kind))
         groups: dict[tuple, list[int]] = {}
         for n, (step, site, _, _, (at, _)) in tasks.transfers.items():
             alone = site.joint_size == 1 or site.collective_class == "update" or step.kind not in COMBINABLE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from shardplan.ir.graph import Graph
 
@@ -28,9 +28,9 @@ def categories(graph: Graph) -> dict[int, str]:
     return out
 
 
-def memory_by_category(graph: Graph, allocations: Iterable[tuple[int, int, int, float]], time: int) -> dict[str, float]:
+def memory_by_category(kinds: Mapping[int, str], allocations: Iterable[tuple[int, int, int, float]], time: int) -> dict[str, float]:
     """Bytes per device that are live at one time step, by category, the largest first; allocations as of `CostNetwork.allocations`."""
-    kinds, out = categories(graph), {}
+    out: dict[str, float] = {}
     for i, lo, hi, held in allocations:
         if lo <= time < hi and held:
             out[kinds[i]] = out.get(kinds[i], 0.0) + held

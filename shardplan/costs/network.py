@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -179,7 +179,13 @@ class CostNetwork:
 
     def strategies(self, states: Sequence[int]) -> tuple[int, ...]:
         """Per op, the number of its strategy."""
-        return tuple(s % len(of) for s, of in zip(states, self.space.strategies, strict=True))
+        return self._strategies(tuple(states))
+
+    @cached_property
+    def _strategies(self) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+        """As `strategies`, whose last answer is asked for again and again."""
+        counts = [len(of) for of in self.space.strategies]
+        return lru_cache(maxsize=1)(lambda states: tuple(s % n for s, n in zip(states, counts, strict=True)))
 
     def states_of(self, strategies: Sequence[int], retained: Collection[int]) -> tuple[int, ...]:
         """The states of these strategies, in which an alias has a buffer of its own where its layout differs from its operand's."""
@@ -200,6 +206,8 @@ class CostNetwork:
 
     def path(self, v: int, before: Layout, after: Layout) -> tuple[ReshardStep, ...]:
         """The reshard path of value v from one layout to another."""
+        if before is after or before == after:
+            return ()
         value = self.space.graph.values[v]
         return self.prices.resharders[v].path(value.shape, value.itemsize, before, after)
 
@@ -210,7 +218,7 @@ class CostNetwork:
             if v is not None:
                 i, r = values[v].producer
                 before, after = of[i].results[r][strategies[i]], of[j].operands[k][strategies[j]]
-                if before != after and (steps := self.path(v, before, after)):
+                if steps := self.path(v, before, after):
                     yield k, steps
 
     def regathers(self, strategies: Sequence[int], retained: Collection[int]) -> dict[int, int]:

@@ -115,7 +115,7 @@ class _Decided:
         otherwise loses the path, or aborts.
         """
         made = self.layout(v)
-        if wanted == made or wanted.partial:
+        if wanted is made or wanted == made or wanted.partial:
             return ()
         steps = self.network.path(v, made, wanted)
         passed = [s.after for s, t in pairwise(steps) if not s.after.partial or s.kind == t.kind == "reduce-scatter"]

@@ -5,12 +5,11 @@ A copy of an array for several readers is no op of the user's: its reshards are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 
-from shardplan.costs.decided_program import decided_program
 from shardplan.costs.halo_exchange import Exchange, exchanges
 from shardplan.costs.memory_categories import categories, memory_by_category
 from shardplan.costs.states import PS
@@ -65,7 +64,7 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
         status=status,
         gap=to_digits(planned.solution.gap),
         symmetric_layers=planned.solution.tied,
-        memory_report=_memory(planned, XlaOptions.of(flags)),
+        memory_report=_memory(planned, XlaOptions.of(flags), kinds),
         search=planned.options.search,
         fingerprint=program.fingerprint,
         products=program.products,
@@ -160,13 +159,12 @@ def _collective(step: ReshardStep | Exchange) -> PlannedCollective:
 # ---- memory
 
 
-def _memory(planned: Planned, options: XlaOptions) -> MemoryReport:
+def _memory(planned: Planned, options: XlaOptions, kinds: Mapping[int, str]) -> MemoryReport:
     graph, limit = planned.graph, planned.network.limit
-    allocations = decided_program(planned.network, planned.solution.states, options).allocations()
+    allocations = planned.program(options).allocations()
     horizon = max((end for *_, end, _ in allocations), default=0)
     if not horizon:
         return MemoryReport(0.0, limit, "", {})
-    kinds = categories(graph)
     change = {kind: np.zeros(horizon + 1) for kind in sorted(set(kinds.values()))}
     for i, start, end, held in allocations:
         change[kinds[i]][start] += held
@@ -180,6 +178,6 @@ def _memory(planned: Planned, options: XlaOptions) -> MemoryReport:
         peak=float(profile[peak]),
         limit=None if limit is None else float(limit),
         where=f"{op.source}{f' in {op.source.function}' if op.source.function else ''}",
-        at_peak=memory_by_category(graph, allocations, peak),
+        at_peak=memory_by_category(kinds, allocations, peak),
         profile=tuple({kind: float(x[t]) for kind, x in live.items() if x[t] > 0} for t in points),
     )

@@ -8,6 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
+from shardplan.costs.decided_program import DecidedProgram, decided_program
+from shardplan.costs.decided_tasks import Tasks
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options, ReshardKey
 from shardplan.costs.pins import pin_description, pins_by_op
@@ -38,6 +40,11 @@ class Planned:
     xla: XlaOptions  # compiler options that the plan chose
     seconds: Mapping[str, float]  # of planning, by stage
     held: Mapping[int, np.ndarray] = field(default_factory=dict)  # op -> bool [strategy] of layouts that `Plan.what_if` was asked for
+    tasks: Tasks | None = None  # of its program, where they are known
+
+    def program(self, options: XlaOptions) -> DecidedProgram:
+        """What the plan decides, as it is compiled with these options."""
+        return decided_program(self.network, self.solution.states, options, self.tasks)
 
     @property
     def space(self) -> StrategySpace:

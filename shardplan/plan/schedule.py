@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from shardplan.costs.decided_program import DecidedProgram, decided_program
+from shardplan.costs.decided_program import DecidedProgram
 from shardplan.costs.decided_tasks import OUTSIDE
 from shardplan.costs.memory_categories import categories
 from shardplan.costs.states import PS
@@ -94,8 +94,7 @@ class StepSchedule:
     @cached_property
     def program(self) -> DecidedProgram:
         """The program that is scheduled."""
-        of = self.planned
-        return decided_program(of.network, of.solution.states, of.xla).acyclic
+        return self.planned.program(self.planned.xla).acyclic
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:

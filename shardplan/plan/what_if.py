@@ -60,6 +60,7 @@ def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str 
             decisions=decide(network, strategies, network.retained(solution.states)),
             timeline=judged.timeline,
             held={**planned.held, **masks},
+            tasks=judged.tasks,
         ),
         plan.context.replan,
     )

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardplan.costs.build import build_network
 from shardplan.costs.decided_program import DecidedProgram, decided_program
+from shardplan.costs.decided_tasks import Tasks
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import Pricing, ScheduleWindows
 from shardplan.costs.schedule_windows import schedule_windows
@@ -57,6 +58,7 @@ class Judged:
         timeline: seconds of the step.
         limit: bytes per device, or None.
         xla: the compiler options that it is compiled with.
+        tasks: of its program, as long as somebody needs them: they are large.
     """
 
     network: CostNetwork
@@ -64,11 +66,12 @@ class Judged:
     timeline: Timeline
     limit: float | None
     xla: XlaOptions = DEFAULT
+    tasks: Tasks | None = None
 
     @property
     def program(self) -> DecidedProgram:
         """The program that is compiled."""
-        return decided_program(self.network, self.states, self.xla)
+        return decided_program(self.network, self.states, self.xla, self.tasks)
 
     @cached_property
     def peak_bytes(self) -> float:
@@ -79,6 +82,12 @@ class Judged:
     def windows(self) -> ScheduleWindows:
         """Overlap windows of its schedule."""
         return schedule_windows(self.program)
+
+    def without_tasks(self) -> Judged:
+        """The same plan, of which only what has been asked is kept."""
+        light = replace(self, tasks=None)
+        vars(light).update({name: value for name, value in vars(self).items() if name == "peak_bytes"})
+        return light
 
     @property
     def excess_bytes(self) -> float:
@@ -142,7 +151,7 @@ def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) 
         other = replace(program, options=some)
         line = other.step_timeline(task.overlaps)
         answer = replace(judged.solution, objective=float(np.rint(line.total_s * PS)), bound=0.0)
-        found = replace(judged, solution=answer, timeline=line, xla=some)
+        found = replace(judged, solution=answer, timeline=line, xla=some, tasks=program.tasks)
         if best.timeline.total_s == inf or (found.excess_bytes, line.total_s) < (best.excess_bytes, (1 - GAIN) * best.timeline.total_s):
             best = found
     return best
@@ -182,7 +191,7 @@ class Candidates:
         key = tuple(of.factors[s] for of, s in zip(network.space.strategies, network.strategies(solution.states), strict=True))
         key = (*key, network.retained(solution.states))
         if key not in self.judged:
-            self.judged[key] = judged or judge(self.task, found, self.limit)
+            self.judged[key] = (judged or judge(self.task, found, self.limit)).without_tasks()
             self.task.stopwatch.lap("simulate")
         judged = self.judged[key]
         if self.best is None or judged.rank < self.best.rank:
@@ -210,7 +219,7 @@ class Candidates:
                 judged.excess_bytes <= self.best.excess_bytes
                 and judged.timeline.total_s <= (1 + THRESHOLD_GAIN) * self.best.timeline.total_s
             ):
-                self.judged[key] = compiled(self.task, judged, thresholds(judged.xla))
+                self.judged[key] = compiled(self.task, judged, thresholds(judged.xla)).without_tasks()
         self.best = min((self.judged[key] for key, _ in best), key=lambda x: x.rank)
 
     def simplest(self, most_s: float | None = None) -> Judged | None:

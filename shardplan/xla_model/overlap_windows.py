@@ -128,15 +128,14 @@ def _windows(graph: Graph, sites: Sequence[CollectiveSite], transfers: Mapping[i
             key = out.edges[j, k] = at, phase, op.loop
             out.bytes[key] = min(out.bytes.get(key, inf), graph.values[v].bytes)
             transfer, size = transfers.get(at, (None, graph.values[v].bytes))
+            closes, seen = start_s[needed[j]], out.windows.get(key)
+            if seen is not None:
+                closes, size = min(seen.needed, closes), min(seen.bytes, size)
             first = start_s[stops[bisect_right(stops, needed[j]) - 1]] if prefetch else 0.0
             if op.loop < 0:
                 before = bisect_left(blocked, start_s[needed[j]]) if prefetch else len(blocked)
                 first = max(first, blocked[before - 1]) if before else first
-            opens, closes = max(schedule.end_s[at], first), start_s[needed[j]]
-            window = Window(opens, closes, (kind, phase, sites[v].group, transfer), size, op.reads)
-            if (seen := out.windows.get(key)) is not None:
-                window = replace(window, needed=min(seen.needed, closes), bytes=min(seen.bytes, size))
-            out.windows[key] = window
+            out.windows[key] = Window(max(schedule.end_s[at], first), closes, (kind, phase, sites[v].group, transfer), size, op.reads)
     return out
 
 
