@@ -114,3 +114,16 @@ def test_a_plan_from_a_file_does_not_know_them(plan, tmp_path):
     assert str(loaded) == str(plan).replace(f"\nsaves   {plan.saving}", "") and not loaded.saving
     with pytest.raises(shardplan.ShardingError, match=r"baselines\(\) needs a plan that remembers its program"):
         loaded.baselines()
+
+
+@pytest.mark.slow
+def test_of_a_longer_step_the_pure_layouts_are_compared_and_of_a_very_long_one_none(monkeypatch):
+    fresh = planned()
+    monkeypatch.setattr("shardplan.plan.plan.QUICK_OPS", 0)
+    assert fresh.saving.endswith(" classical layouts") and " of 4 " in fresh.saving
+    rows = {row.name: row for row in fresh.baselines().rows}
+    pure = fresh._fastest_pure.best
+    assert pure.seconds >= rows[pure.name].seconds * (1 - 1e-6) and fresh.saving == fresh.baselines().saving_text
+    monkeypatch.setattr("shardplan.plan.baselines.COMPARED_OPS", 0)
+    del vars(fresh)["_baselines"]
+    assert fresh.saving == "not known; plan.baselines() compares" and f"saves   {fresh.saving}" in str(fresh)

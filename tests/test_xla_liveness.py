@@ -144,3 +144,19 @@ def test_rule_8_a_product_of_the_backward_pass_holds_its_operands_until_its_resu
 def _readers_through_views(graph, at):
     for reader, _ in graph.values[graph.ops[at].outputs[0]].consumers:
         yield from _readers_through_views(graph, reader) if graph.ops[reader].primitive == "transpose" else (reader,)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+def test_a_ragged_product_holds_a_masked_copy_of_the_rows_per_group_and_where_it_sums_them_a_transposed_one():
+    groups, rows, width = 8, 1 << 14, 512
+
+    def step(w, x, sizes):
+        return w - 0.1 * jax.grad(lambda w: (jax.lax.ragged_dot(x, w, sizes) ** 2).mean())(w)
+
+    types = jax.ShapeDtypeStruct((groups, width, width), jnp.float32), jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    mesh = AbstractMesh((8,), ("data",))
+    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(*types, jax.ShapeDtypeStruct((groups,), jnp.int32))
+    least = 2 * groups * rows * width * 4 / 8
+    report = plan.check("h100:8")
+    assert least < plan.memory().peak <= report.compiled.memory.peak_bytes

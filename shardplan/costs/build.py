@@ -121,8 +121,8 @@ def _corrected(cost: np.ndarray, edge: ArrayEdge, corrections: CostCorrections) 
 
 def _usages(network: CostNetwork, tables: CostTables) -> Iterator[Usage]:
     """u_i with their intervals; copies without states of their own have none."""
-    for i, r, v, lo, hi, buffer in network.lifetimes:
-        held, others = tables.bytes(i, r, v), network.blocks.count(i) - 1
+    for i, array, v, lo, hi, buffer, times in network.lifetimes:
+        held, others = times * tables.bytes(i, array, v), network.blocks.count(i) - 1
         if buffer == "retained":
             yield Usage(i, lo, hi, np.concatenate([*[0 * held] * others, held]))
         elif buffer != "implicit":

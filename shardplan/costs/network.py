@@ -69,18 +69,19 @@ class PricedProblem(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """What a device has in memory of value `value`, result `result` of op `op`, at times lo <= t < hi.
+    """What a device has in memory of value `value`, array `array` of op `op` (operands, then results), at times lo <= t < hi.
 
     An "own" buffer is one of every block of states but the first, a "retained" one of the last block; an "implicit" one is of a copy
-    without states of its own, and is there if the copy's layout differs from that of its operand.
+    without states of its own, and is there if the copy's layout differs from that of its operand. `times` counts equal buffers.
     """
 
     op: int
-    result: int
+    array: int
     value: int
     lo: int
     hi: int
     buffer: str
+    times: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,6 +310,7 @@ class CostNetwork:
                 continue
             i, r = graph.values[v].producer
             explicit = not graph.ops[i].traits.alias or takes_over_buffer(graph, self.space.materialised, i) or i in blocks.aliasing
+            r += len(graph.ops[i].inputs)
             yield Allocation(i, r, v, *interval, ("own" if blocks.count(i) > 1 else "") if explicit else "implicit")
             if i in graph.retainable_from:
                 at, _ = graph.retainable_from[i]
@@ -316,11 +318,17 @@ class CostNetwork:
                 since = earlier[1] if earlier else at + 1
                 if since < interval[0]:
                     yield Allocation(i, r, v, since, interval[0], "retained")
+        for i, op in enumerate(graph.ops):
+            if (
+                op.traits.grouped_matmul and op.inputs[0] is not None
+            ):  # a masked copy of the rows per group (fact: product-ragged-masked)
+                sums_rows = len(op.outs[0].shape) > len(op.ins[0].shape)  # then it is also transposed
+                yield Allocation(i, 0, op.inputs[0], i, i + 1, "", (1 + sums_rows) * op.ins[2].shape[-1])
 
     def allocations(self, states: Sequence[int]) -> list[tuple[int, int, int, float]]:
         """(op, lo, hi, bytes) of all that a device has in memory at times lo <= t < hi, implicit copies included."""
         graph, of, chosen, out = self.space.graph, self.space.strategies, self.strategies(states), []
-        for i, r, v, lo, hi, buffer in self.lifetimes:
+        for i, array, v, lo, hi, buffer, times in self.lifetimes:
             s, block = chosen[i], states[i] // len(of[i])
             if (buffer == "own" and not block) or (buffer == "retained" and block != self.blocks.count(i) - 1):
                 continue
@@ -328,8 +336,8 @@ class CostNetwork:
                 maker, made = graph.values[read].producer
                 if of[i].results[0][s] == of[maker].results[made][chosen[maker]]:
                     continue
-            shards = of[i].shards[len(of[i].operands) + r][s]
-            out.append((i, lo, hi, float(np.ceil(graph.values[v].bytes / shards))))
+            shards = of[i].shards[array][s]
+            out.append((i, lo, hi, times * float(np.ceil(graph.values[v].bytes / shards))))
         return out
 
     def profile(self, states: Sequence[int]) -> np.ndarray:

@@ -153,10 +153,10 @@ class CostTables:
             self.cache[key] = np.tile(np.concatenate([*[np.zeros_like(equal)] * free, *[equal] * columns], axis=1), (rows, 1))
         return self.cache[key]
 
-    def bytes(self, i: int, r: int, v: int) -> np.ndarray:
-        """Bytes per device of value v, result r of op i, under each strategy, [s]."""
+    def bytes(self, i: int, array: int, v: int) -> np.ndarray:
+        """Bytes per device of value v, an array of op i (operands, then results), under each strategy, [s]."""
         value, of = self.space.graph.values[v], self.space.strategies[i]
-        shards = of.shards[len(of.operands) + r]
+        shards = of.shards[array]
         key = ("bytes", id(shards), value.bytes)
         if key not in self.cache:
             self.cache[key] = np.ceil(value.bytes / shards)

@@ -46,6 +46,11 @@ class ClassicalLayout:
     state: Axes = ()
     model: Axes = ()
 
+    @property
+    def pure(self) -> bool:
+        """Whether it is one kind of parallelism over all axes."""
+        return not (self.batch and self.model)
+
 
 def classical_layouts(mesh: MeshShape) -> list[ClassicalLayout]:
     """On all mesh axes, and on every split of the axes into outer and inner ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.costs.memory_categories import memory_by_category
+from shardplan.costs.memory_categories import categories, memory_by_category
 from shardplan.costs.network import CostNetwork
 from shardplan.units import format_memory
 
@@ -24,7 +24,7 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, le
     graph, memory = network.space.graph, network.profile(states)
     step, peak = int(memory.argmax()), float(memory.max())
     op = graph.ops[min(step, len(graph.ops) - 1)]
-    shares = memory_by_category(network.space.graph, network.allocations(states), step)
+    shares = memory_by_category(categories(network.space.graph), network.allocations(states), step)
     parts = ", ".join(f"{category} {format_memory(n)}" for category, n in shares.items() if n > 0.005 * peak)
     proven = least_bytes > limit
     bound = "" if abs(peak - least_bytes) < 0.005 * peak else f"; no plan takes less than {format_memory(least_bytes)}"

@@ -30,7 +30,7 @@ from shardplan.plan.comparison import PlanComparison, PlanDiff
 from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlannedReshard, PlanRecord
 
 QUICK_OPS = 600
-"""Ops of a step up to which its baselines are planned to print a plan, and questions are answered on its page."""
+"""Ops of a step up to which all its baselines are planned to print a plan, and questions are answered on its page."""
 TARGET = ("memory", "mesh", "cluster")
 """What `Plan.replan` plans for."""
 
@@ -227,13 +227,18 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         planned = self.context and self.context.planned
         return () if planned is None else resolve_name("shardplan.plan.advice:advice")(planned)
 
+    @cached_property
+    def _fastest_pure(self) -> Any:
+        return resolve_name("shardplan.plan.baselines:fastest_pure")(self)
+
     @property
     def saving(self) -> str:
-        """In words, what the plan saves of the fastest baseline's step, as it is printed; "" where there is none, or from a file.
+        """In words, what the plan saves of the fastest baseline's step, as it is printed; "" for a plan that was not solved here.
 
-        Of a step of more than 600 ops it is known once `baselines()` was called.
+        Of a step of more than 600 ops the baselines are data parallelism, ZeRO-1, FSDP and tensor parallelism over all axes, until
+        `baselines()` was called; of one of more than 4,000 ops it is known only then.
         """
-        return self._baselines.saving_text if self.answers_quickly or "_baselines" in self.__dict__ else ""
+        return resolve_name("shardplan.plan.baselines:saving")(self)
 
     @property
     def answers_quickly(self) -> bool:
