@@ -219,6 +219,16 @@ def test_a_curve_belongs_to_its_mesh_and_its_points_are_shown_without_planning(p
     assert len(widget.history) == 3
 
 
+def test_a_path_with_brackets_names_itself():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    step = lambda s, x: {name: w - 0.1 * jnp.sum(x) for name, w in s.items()}  # noqa: E731
+    state = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in ("w[0]", "w0", "a*")}
+    pins = {"s/w[0]": P("model"), "w0": P(None, "data")}
+    plan = shardplan.auto(mesh, cluster="h100", pins=pins)(step).plan(state, jax.ShapeDtypeStruct((64,), jnp.float32))
+    assert {x.path: x.layout.spec() for x in plan.inputs if x.path[2:3] == "w"} == {"s/w[0]": P("model", None), "s/w0": P(None, "data")}
+    assert plan.why("s/w[0]").name == "s/w[0]" and plan.why("s/a*").name == "s/a*"
+
+
 # ---- the schedule
 
 
