@@ -1,4 +1,4 @@
-"""The widget in a live JupyterLab: layouts, meshes, clusters and memories are priced, taken, undone; the copied code gives that plan."""
+"""The widget in a live JupyterLab: layouts, meshes, clusters and memories are priced, taken, undone; copied code gives that plan."""
 
 import json
 import os
@@ -256,6 +256,8 @@ def test_another_mesh_and_cluster_are_planned_as_picked(small):
     first = small.figures()
     assert small.options("mesh") == {"data=2, model=4", "data=4, model=2", "data=8", "model=8"}
     assert not small.one("button.retarget").is_enabled()  # what is shown is planned already
+    small.click("tr.row")
+    until(lambda: small.all(".layouts tbody tr"), 30)  # an open row, with the axes of the mesh that goes
     small.pick("mesh", "model=8")
     small.click("button.retarget")
     elsewhere = small.planned("model=8 · h100")

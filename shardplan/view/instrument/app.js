@@ -92,8 +92,10 @@ class App {
   }
 
   changed(name) {
+    const before = this.data;
     this.read();
-    if (name === "data") { this.picked = {}; this.limit = this.wish; this.all(); }
+    if (this.data !== before) { this.picked = {}; this.limit = this.wish; this.all(); }  // other traits may come first: old rows do not fit a new mesh
+    else if (name === "data") return;
     else if (name === "answers") this.redrawOpen();
     else if (name === "pareto") this.drawCurve();
     else if (name === "pickers") this.drawTargets();
