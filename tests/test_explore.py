@@ -274,6 +274,14 @@ def test_a_trace_has_both_streams_and_memory(plan, tmp_path):
     assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") <= plan.memory().peak + 8
 
 
+def test_an_export_that_cannot_be_written_is_refused_in_words(plan, tmp_path):
+    for export in (plan.to_perfetto, plan.to_model_explorer):
+        with pytest.raises(
+            shardplan.ShardingError, match=r"cannot be written: Is a directory.\n  way out: a file in a folder that exists"
+        ):
+            export(tmp_path)
+
+
 def test_the_graph_has_every_op_and_its_operands(plan):
     nodes = json.loads(model_explorer(plan))["graphs"][0]["nodes"]
     ids = {node["id"] for node in nodes}
