@@ -309,14 +309,15 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         """The same step planned by each search, judged by the one objective; `print` it.
 
         Args:
-            search: their names, as in `auto(search=...)`; None for all.
+            search: their names, or one, as in `auto(search=...)`; None for all.
 
         Raises:
             ShardingError: when this plan was read from a file, or a search does not exist.
         """
         context = self._planned_from("compare()", "step.plan(...).compare()")
         mine = self.search if context.verified is None else None  # this plan itself, unless it learned from XLA
-        return PlanComparison({name: self if name == mine else context.replan({}, search=name) for name in search or context.searches})
+        names = [search] if isinstance(search, str) else search or context.searches
+        return PlanComparison({name: self if name == mine else context.replan({}, search=name) for name in names})
 
     def check(self, target: str | None = None, **options) -> Any:
         """Compile the planned step, run nothing, and compare what XLA emitted with what was planned.
