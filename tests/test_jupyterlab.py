@@ -109,11 +109,11 @@ class Widget:
         self.driver.execute_script(choose, self.one(f"select.{name}"), value)
 
     def options(self, name: str) -> set[str]:
-        return {x.get_attribute("value") for x in self.all(f"select.{name} option")}
+        return {*self.each(f"select.{name} option", "x.value")}
 
     def figures(self) -> dict:
         """What is shown: seconds of the step, peak in bytes, and the mesh."""
-        step, peak = (self.driver.execute_script("return arguments[0].firstChild.data", x) for x in self.all(".tile .value")[:2])
+        step, peak = self.each(".tile .value", "x.firstChild.data")[:2]
         units = {"µs": 1e-6, "ms": 1e-3, "s": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
         number = [float(n) * units[unit] for n, unit in (step.split(), peak.split())]
         return {"seconds": number[0], "peak": number[1], "mesh": self.text("h1")}
@@ -128,6 +128,11 @@ class Widget:
 
         until(there, 60, lambda: self.text(".bar"))
         return self.figures()
+
+    def each(self, css: str, what: str = "x.textContent") -> list:
+        """Something of every element, all at one moment: rows are drawn anew whenever an answer comes."""
+        script = f"return [...arguments[0].shadowRoot.querySelectorAll(arguments[1])].map((x) => {what})"
+        return self.driver.execute_script(script, self.host, css)
 
     def copied(self, what: str) -> str:
         self.click(f"button.copy.{what}")
@@ -261,7 +266,7 @@ def test_another_mesh_and_cluster_are_planned_as_picked(small):
     small.pick("mesh", "model=8")
     small.click("button.retarget")
     elsewhere = small.planned("model=8 · h100")
-    layouts = " ".join(x.text for x in small.all("tr.row td:nth-child(5)"))
+    layouts = " ".join(small.each("tr.row td:nth-child(5)"))
     assert "mesh model=8" in elsewhere["mesh"] and "model" in layouts and "data" not in layouts
     assert elsewhere["seconds"] != first["seconds"] and elsewhere["peak"] != first["peak"]
     small.pick("cluster", "a100")
