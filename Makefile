@@ -21,7 +21,7 @@ test: browser
 	.venv/bin/python -m pytest -m "not slow" $(PYTEST_ARGS)
 	$(if $(NEWER),,@echo "no Python 3.12 found: the newest jax was not tried")
 
-sweeps: .venv/test $(if $(NEWER),.venv312/smoke)
+sweeps: browser .venv/test .venv/front_ends/ready $(if $(NEWER),.venv312/smoke)
 	.venv/bin/python -m pytest -m slow $(PYTEST_ARGS)
 	$(if $(NEWER),.venv312/bin/python -m pytest -m slow tests/test_smoke.py)
 
@@ -40,6 +40,16 @@ browser:
 	@command -v chromium chromedriver >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
 	apt-get update -q && apt-get install -y -q chromium chromium-driver; } || \
 	{ echo "tests need chromium and chromedriver: apt-get install chromium chromium-driver"; exit 1; }
+
+# VS Code's widget manager, of tests/test_front_ends.py, from npm: each package as it is published, without those that it was built from.
+.venv/front_ends/ready: Makefile | .venv/test
+	@command -v npm >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -q && apt-get install -y -q npm; } || \
+	{ echo "make sweeps needs npm: apt-get install npm"; exit 1; }
+	mkdir -p $(@D)
+	cd $(@D) && npm pack --silent @vscode/jupyter-ipywidgets8@1.0.9 requirejs@2.3.7 >/dev/null
+	tar -xzf $(@D)/vscode-jupyter-ipywidgets8-1.0.9.tgz -C $(@D) --strip-components=2 package/dist/ipywidgets.js
+	tar -xzf $(@D)/requirejs-2.3.7.tgz -C $(@D) --strip-components=1 package/require.js
+	touch $@
 
 smoke-newest: .venv312/smoke
 	.venv312/bin/python -c "import jax, sys; print('Python', sys.version.split()[0], 'jax', jax.__version__)"

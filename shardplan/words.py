@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import re
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -70,10 +72,14 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def parse_pin(text: str) -> tuple[str, Any]:
-    """("params/**/kernel", P(None, "model")) of "params/**/kernel=None,model"."""
+    """("params/**/kernel", P(None, "model")) of "params/**/kernel=None,model", or of the spec as plans print it, "P(None, 'model')"."""
     path, equals, spec = text.rpartition("=")
     if not equals or not path.strip():
         raise UsageError(f"--pin {text}: has no path and spec.\n  way out: --pin 'params/**/kernel=None,model'")
+
+    if printed := re.fullmatch(r"\s*(?:P|PartitionSpec)\((.*)\)\s*", spec):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return path.strip(), PartitionSpec(*ast.literal_eval(f"({printed[1]},)" if printed[1].strip(", ") else "()"))
 
     def entry(word: str):
         if word in ("None", "-", ""):

@@ -115,6 +115,8 @@ def test_saved_plans_of_real_steps_meet_the_schema(here):
         ("**/up=data+model", (("data", "model"),)),
         ("w/*=", ()),
         ("a=b/up=model", ("model",)),
+        ("w/up=P(None, ('data', 'model'))", (None, ("data", "model"))),
+        ("w/up=P()", ()),
         ("w/up=-,*", (None, cli.parse_pin("x=*")[1][0])),
     ],
 )

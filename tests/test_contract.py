@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import venv
 from pathlib import Path
 
 import jax
@@ -66,12 +67,12 @@ def plan():
     return step(names["train_step"]).plan(jax.eval_shape(names["create_state"], jax.random.key(0)), names["batch"])
 
 
-def run_alone(program: str, folder: Path) -> str:
+def run_alone(program: str, folder: Path, python: str | Path = sys.executable) -> str:
     """What a program prints in a process that cannot import shardplan, and sees 8 devices."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
     (folder / "program.py").write_text(program)
     done = subprocess.run(
-        [sys.executable, "program.py"],
+        [python, "program.py"],
         cwd=folder,
         env=environment | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -112,6 +113,17 @@ def test_rules_reproduce_any_layout_of_any_paths(specs):
     assert {path: matching(rules, path) for path in specs} == specs
     assert len({*specs.values()}) <= len(rules) <= len(specs)
     assert path_rules(dict(sorted(specs.items()))) == path_rules(dict(sorted(specs.items())))
+
+
+def test_numbered_layers_are_told_apart_one_by_one_only_where_the_plan_does(monkeypatch):
+    specs = {f"state/layer_{n}/{name}": ("data",) if name == "w" else () for n in range(1000) for name in ("w", "b")}
+    odd = dict([*specs.items()][:200]) | {"state/layer_7/w": ("model",)}
+    monkeypatch.setattr("shardplan.plan.partition_rules.MANY_PATHS", 100)
+    rules = path_rules(odd)
+    assert {path: matching(rules, path) for path in odd} == odd and len(rules) == 3
+    tried, compiled = [], re.compile
+    monkeypatch.setattr("shardplan.plan.partition_rules.re.compile", lambda text: tried.append(text) or compiled(text))
+    assert path_rules(specs) == (("(^|/)b$", ()), (".*", ("data",))) and len(tried) < 20
 
 
 def test_no_rule_can_be_left_out():
@@ -202,14 +214,60 @@ def test_a_file_begins_with_its_contract(plan):
     jsonschema.Draft202012Validator(shardplan.Plan.schema()).validate(json.loads(text))
 
 
-def test_twelve_lines_use_a_file_without_shardplan(plan, tmp_path):
+@pytest.fixture(scope="module")
+def twelve_lines():
+    """The lines of the docs, as they stand there."""
     page = (ROOT / "docs" / "travel.md").read_text()
     lines = re.search(r"twelve lines\n.*?```python\n(.*?)```", page, re.DOTALL)[1]
     assert len([line for line in lines.splitlines() if line.strip()]) == 12
+    return lines
+
+
+START, RUN = "state = create_state(jax.random.key(0))\n", "state, loss = step(*jax.device_put((state, batch), ins))\n"
+
+
+def test_twelve_lines_use_a_file_without_shardplan(plan, twelve_lines, tmp_path):
     plan.save(tmp_path / "plan.json")
-    start, run = "state = create_state(jax.random.key(0))\n", "state, loss = step(*jax.device_put((state, batch), ins))\n"
-    said = run_alone(PROGRAM + start + lines + run + SAY, tmp_path)
+    said = run_alone(PROGRAM + START + twelve_lines + RUN + SAY, tmp_path)
     assert "'up': \"P(None, 'model')\"" in said.replace("PartitionSpec", "P")
+
+
+FRESH = """
+import importlib.metadata, importlib.util
+assert importlib.util.find_spec("shardplan") is None
+placed = jax.device_put((state, batch), ins)
+arrays = {"state": placed[0], "batch": placed[1]}
+state, loss = step(*placed)
+"""
+SAY_ALL = """
+leaves = jax.tree_util.tree_flatten_with_path
+flat = lambda trees: {"/".join(x.key for x in path): list(x.sharding.spec) for path, x in leaves(trees)[0]}
+installed = [x.metadata["Name"] for x in importlib.metadata.distributions()]
+print(json.dumps({"mesh": dict(mesh.shape), "installed": installed, "given": flat(arrays), "returned": flat({"0": state})}))
+"""
+
+
+@pytest.mark.slow
+def test_twelve_lines_shard_as_planned_where_nothing_but_jax_is_installed(plan, twelve_lines, tmp_path):
+    venv.create(tmp_path / "fresh", with_pip=True)
+    python = tmp_path / "fresh" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"jax=={jax.__version__}"], check=True)
+    plan.save(tmp_path / "plan.json")
+    program = PROGRAM.replace('sys.modules["shardplan"] = None', "") + START + twelve_lines + FRESH + SAY_ALL
+    said = json.loads(run_alone(program, tmp_path, python))
+    assert {*said["installed"]} <= {"jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy", "pip", "setuptools"}
+    assert said["mesh"] == dict(plan.mesh)
+    given, returned = ({path: spec_list(x) for path, x in said[kind].items()} for kind in ("given", "returned"))
+    assert given == {x.path: spec_list(x.layout.spec()) for x in plan.inputs}
+    assert returned == {x.path: spec_list(x.layout.spec()) for x in plan.outputs if x.path != "1"}
+
+
+def spec_list(spec) -> list:
+    """A PartitionSpec, or what JSON has of it, without trailing dims that are whole."""
+    out = [list(x) if isinstance(x, (list, tuple)) else x for x in spec]
+    while out and out[-1] is None:
+        out.pop()
+    return out
 
 
 def test_the_version_is_stated_once():

@@ -1,5 +1,6 @@
 """What-ifs without planning anew, the schedule that is shown, the instrument's data and the exports."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -146,6 +147,89 @@ def test_every_mesh_of_as_many_devices_can_be_picked():
     found = meshes(8, ("data", "model"))
     assert (("data", 8),) in found and (("model", 8),) in found and (("data", 4), ("model", 2)) in found
     assert len(found) == 4 and all(np.prod([n for _, n in mesh]) == 8 for mesh in found)
+    assert (("x", 2), ("model", 4)) in meshes(8, ("x",)) and (("model", 2), ("data", 4)) in meshes(8, ("model",))
+
+
+class Kernel:
+    """A widget, and messages to it as a page sends them."""
+
+    def __init__(self, plan):
+        self.widget, self.said = plan.explore(), []
+        self.widget.send = self.said.append
+
+    def ask(self, **message):
+        self.widget._on_message(None, message, None)
+
+    def done(self, holds=lambda: True):
+        end = time.monotonic() + 60
+        while (self.widget.work or not holds()) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not self.widget.work and holds(), (self.widget.message, self.widget.work)
+        return self.widget
+
+
+def small_plan(sizes, axes, **options):
+    return shardplan.auto(jax.sharding.AbstractMesh(sizes, axes), **{"cluster": "h100", **options})(train_step).plan(
+        *arguments(256, 64)
+    )
+
+
+def test_the_mesh_of_a_plan_can_be_picked_even_with_an_axis_of_one_device():
+    kernel = Kernel(small_plan((8, 1), ("data", "model")))
+    assert kernel.widget.pickers["meshes"][0] == "data=8, model=1" and "data=4, model=2" in kernel.widget.pickers["meshes"]
+    kernel.ask(do="target", mesh="data=4, model=2", cluster="h100")
+    assert dict(kernel.done().plan.mesh) == {"data": 4, "model": 2}
+    kernel.ask(do="target", mesh="data=8, model=1", cluster="h100")
+    widget = kernel.done()
+    assert dict(widget.plan.mesh) == {"data": 8, "model": 1} and widget.message == ""
+
+
+def test_a_cluster_of_ones_own_can_be_picked_again(tmp_path):
+    dataclasses.replace(shardplan.Cluster.preset("a100"), name="ours").save(tmp_path / "ours.json")
+    kernel = Kernel(small_plan((2, 4), ("data", "model"), cluster=tmp_path / "ours.json"))
+    assert kernel.widget.plan.cluster == "ours"
+    first = kernel.widget.plan
+    kernel.ask(do="target", mesh="data=8", cluster="h100")
+    assert kernel.done().plan.cluster == "h100"
+    kernel.ask(do="target", mesh="data=8", cluster="ours")
+    widget = kernel.done()
+    assert (widget.plan.cluster, dict(widget.plan.mesh), widget.message) == ("ours", {"data": 8}, "")
+    kernel.ask(do="target", mesh="data=2, model=4", cluster="h100")
+    kernel.done()
+    kernel.ask(do="target", mesh="data=2, model=4", cluster="ours")
+    assert kernel.done().plan is first
+
+
+def test_a_curve_belongs_to_its_mesh_and_its_points_are_shown_without_planning(plan, monkeypatch):
+    monkeypatch.setattr("shardplan.view.session.SHARES", (0.95, 0.9))
+    kernel = Kernel(plan)
+    kernel.ask(do="pareto")
+    widget = kernel.done(lambda: len(kernel.widget.pareto) > 2)
+    assert widget.pickers["more"] is False and len(widget.history) == 1
+    curve = widget.pareto
+    kernel.ask(do="target", mesh="data=8", cluster="h100")
+    assert kernel.done(lambda: kernel.widget.current == 1).pareto == [] and widget.pickers["more"]
+    assert widget.pickers["most"] == pytest.approx(1.3 * widget.plan.memory().peak, rel=1e-3)
+    kernel.ask(do="undo")
+    assert widget.pareto == curve
+    monkeypatch.setattr("shardplan.plan.plan.Plan.replan", lambda *_, **__: pytest.fail("it planned again"))
+    for _ in range(2):
+        kernel.ask(do="point", n=2)
+        assert widget.plan.memory().peak == pytest.approx(curve[2]["peak"], rel=1e-3) and widget.plan.memory().limit < curve[0]["peak"]
+    assert len(widget.history) == 3
+
+
+def test_a_path_with_brackets_names_itself():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    step = lambda s, x: {name: w - 0.1 * jnp.sum(x) for name, w in s.items()}  # noqa: E731
+    state = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in ("w[0]", "w0", "a*")}
+    pins = {"s/w[0]": P("model"), "w0": P(None, "data")}
+    plan = shardplan.auto(mesh, cluster="h100", pins=pins)(step).plan(state, jax.ShapeDtypeStruct((64,), jnp.float32))
+    assert {x.path: P(*x.layout.spec()) for x in plan.inputs if x.path[2:3] == "w"} == {
+        "s/w[0]": P("model", None),
+        "s/w0": P(None, "data"),
+    }
+    assert plan.why("s/w[0]").name == "s/w[0]" and plan.why("s/a*").name == "s/a*"
 
 
 # ---- the schedule
@@ -188,6 +272,14 @@ def test_a_trace_has_both_streams_and_memory(plan, tmp_path):
     assert busy["compute"] == pytest.approx(1e6 * plan.seconds["compute"], rel=1e-4)
     assert busy["network"] == pytest.approx(1e6 * plan.seconds["communication"], rel=1e-4)
     assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") <= plan.memory().peak + 8
+
+
+def test_an_export_that_cannot_be_written_is_refused_in_words(plan, tmp_path):
+    for export in (plan.to_perfetto, plan.to_model_explorer):
+        with pytest.raises(
+            shardplan.ShardingError, match=r"cannot be written: Is a directory.\n  way out: a file in a folder that exists"
+        ):
+            export(tmp_path)
 
 
 def test_the_graph_has_every_op_and_its_operands(plan):
@@ -251,12 +343,8 @@ def train_step_named(name):
 
 
 def test_the_widget_prices_replans_undoes_and_cancels(plan):
-    widget = plan.explore()
-    said = []
-    widget.send = said.append
-
-    def ask(**message):
-        widget._on_message(None, message, None)
+    kernel = Kernel(plan)
+    widget, said, ask = kernel.widget, kernel.said, kernel.ask
 
     def until(holds):
         end = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""The widget in a live JupyterLab: a parameter is opened, another layout priced, taken, undone; the copied code gives that plan."""
+"""The widget in a live JupyterLab: layouts, meshes, clusters and memories are priced, taken, undone; copied code gives that plan."""
 
 import json
 import os
@@ -104,13 +104,43 @@ class Widget:
     def text(self, css: str) -> str:
         return self.driver.execute_script("return arguments[0].textContent", self.one(css))
 
+    def pick(self, name: str, value: str):
+        choose = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('change'))"
+        self.driver.execute_script(choose, self.one(f"select.{name}"), value)
+
+    def options(self, name: str) -> set[str]:
+        return {*self.each(f"select.{name} option", "x.value")}
+
+    def figures(self) -> dict:
+        """What is shown: seconds of the step, peak in bytes, and the mesh."""
+        step, peak = self.each(".tile .value", "x.firstChild.data")[:2]
+        units = {"µs": 1e-6, "ms": 1e-3, "s": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+        number = [float(n) * units[unit] for n, unit in (step.split(), peak.split())]
+        return {"seconds": number[0], "peak": number[1], "mesh": self.text("h1")}
+
+    def planned(self, row: str) -> dict:
+        """The figures of a what-if, when it is there: its row, the last one, has this text and is the one shown."""
+        last = 'return arguments[0].textContent + [...arguments[0].querySelectorAll("input")].map((x) => x.value).join(" ")'
+
+        def there():
+            shown = self.one("table.history tr:last-child.own")
+            return row in self.driver.execute_script(last, shown) and not self.all(".work")
+
+        until(there, 60, lambda: self.text(".bar"))
+        return self.figures()
+
+    def each(self, css: str, what: str = "x.textContent") -> list:
+        """Something of every element, all at one moment: rows are drawn anew whenever an answer comes."""
+        script = f"return [...arguments[0].shadowRoot.querySelectorAll(arguments[1])].map((x) => {what})"
+        return self.driver.execute_script(script, self.host, css)
+
     def copied(self, what: str) -> str:
         self.click(f"button.copy.{what}")
         return until(lambda: self.driver.execute_script("return arguments[0].value", self.one(f'textarea[aria-label^="{what}"]')), 30)
 
 
-def run(driver, lab: str, source: str) -> str:
-    """What a cell prints that is added to the end of the notebook and run, as a person would."""
+def enter(driver, source: str):
+    """A cell that is added to the end of the notebook and run, as a person would."""
     panel = driver.find_element(By.CSS_SELECTOR, ".jp-Notebook")
     last = panel.find_elements(By.CSS_SELECTOR, ".jp-Cell")[-1]
     driver.execute_script("arguments[0].scrollIntoView()", last)
@@ -118,10 +148,18 @@ def run(driver, lab: str, source: str) -> str:
     editor.click()
     driver.execute_cdp_cmd("Input.insertText", {"text": source})
     editor.send_keys(Keys.SHIFT, Keys.ENTER)
-    return until(lambda: last.find_element(By.CSS_SELECTOR, ".jp-OutputArea-output").text, 60).strip()
+    return last
 
 
-def test_a_layout_is_chosen_replanned_undone_and_its_code_gives_that_plan(lab):
+def run(driver, source: str) -> str:
+    """What such a cell prints."""
+    cell = enter(driver, source)
+    return until(lambda: cell.find_element(By.CSS_SELECTOR, ".jp-OutputArea-output").text, 60).strip()
+
+
+@pytest.fixture(scope="module")
+def opened(lab):
+    """The widget in a browser, after all cells were run as a person runs them."""
     with chromium() as driver:
         look(driver, 1280, 1500, dark=False)
         driver.get(f"{lab}/lab/tree/explore.ipynb?reset")
@@ -138,50 +176,126 @@ def test_a_layout_is_chosen_replanned_undone_and_its_code_gives_that_plan(lab):
         widget = Widget(driver)
         until(lambda: widget.one(".tile .value"), 180, lambda: driver.find_element(By.CSS_SELECTOR, ".jp-Notebook").text[-2000:])
         until(lambda: widget.one("input.memory"), 30)
-        before = widget.text(".tile .value")
+        yield widget
 
-        row = next(r.get_attribute("data-id") for r in widget.all("tr.row") if "params/blocks/*/up" in r.text)
-        widget.click(f'tr.row[data-id="{row}"]')
-        until(lambda: len(widget.all(".layouts tbody tr")) > 2, 60)
-        choice = widget.all(".layouts tbody tr")[2]
-        said = choice.text
-        assert re.search(r"[+−][\d.]+ [µm]s|same", said), said  # the price, before anything is chosen
-        driver.execute_script("arguments[0].click()", choice.find_element(By.CSS_SELECTOR, "input"))
-        until(lambda: widget.one("button.take").is_enabled(), 5)
-        widget.click("button.take")
-        until(lambda: widget.one("table.history tr.own button").text == "1", 60, lambda: widget.text(".bar"))
-        now = widget.one("table.history tr.own td:nth-child(3)").text
-        until(lambda: widget.text(".tile .value").startswith(now) and not widget.all(".work"), 10)
-        until(lambda: len(widget.all(".layouts tbody tr")) > 2, 60)
+
+def test_a_layout_is_chosen_replanned_undone_and_its_code_gives_that_plan(opened):
+    widget, driver = opened, opened.driver
+    before = widget.text(".tile .value")
+
+    row = next(r.get_attribute("data-id") for r in widget.all("tr.row") if "params/blocks/*/up" in r.text)
+    widget.click(f'tr.row[data-id="{row}"]')
+    until(lambda: len(widget.all(".layouts tbody tr")) > 2, 60)
+    choice = widget.all(".layouts tbody tr")[2]
+    said = choice.text
+    assert re.search(r"[+−][\d.]+ [µm]s|same", said), said  # the price, before anything is chosen
+    driver.execute_script("arguments[0].click()", choice.find_element(By.CSS_SELECTOR, "input"))
+    until(lambda: widget.one("button.take").is_enabled(), 5)
+    widget.click("button.take")
+    until(lambda: widget.one("table.history tr.own button").text == "1", 60, lambda: widget.text(".bar"))
+    now = widget.one("table.history tr.own td:nth-child(3)").text
+    until(lambda: widget.text(".tile .value").startswith(now) and not widget.all(".work"), 10)
+    until(lambda: len(widget.all(".layouts tbody tr")) > 2, 60)
+    driver.execute_script("arguments[0].scrollIntoView()", widget.host)
+    assert_looks_as_stored(driver, "lab_1280_light")
+
+    copied = widget.copied("code")
+    assert ".what_if(" in copied
+    assert "P(" in widget.copied("pins") and json.loads(widget.copied("json"))["format"] == "shardplan-plan"
+    widget.click("button.undo")
+    until(lambda: widget.text(".tile .value") == before, 20)
+    until(lambda: widget.one('tr[class="own"] button').text == "0", 5)
+    widget.click("table.history tr:nth-child(2) button.head")
+    until(lambda: widget.one("table.history tr.own button").text == "1", 20)
+    check = f"ns = dict(plan=plan); exec({copied!r}, ns); print('the same plan:', ns['changed'].dumps() == widget.plan.dumps())"
+    assert run(driver, check) == "the same plan: True"
+
+    move = "arguments[0].value = 0.05; for (const name of ['input', 'change']) arguments[0].dispatchEvent(new Event(name))"
+    driver.execute_script(move, widget.one("input.memory"))
+    refused = lambda: "no plan fits" in widget.text("p.error")  # noqa: E731
+    until(lambda: widget.all("p.error") and refused(), 60, lambda: widget.text(".bar"))
+    driver.execute_script("arguments[0].scrollIntoView()", widget.host)
+    choose_theme(driver, "Dark")
+    assert_looks_as_stored(driver, "lab_1280_dark")
+
+    driver.execute_async_script("jupyterapp.commands.execute('application:toggle-left-area').then(() => arguments[0]())")
+    for theme, name in (("Dark", "dark"), ("Light", "light")):
+        choose_theme(driver, theme)
+        look(driver, 400, 1500, dark=False)
         driver.execute_script("arguments[0].scrollIntoView()", widget.host)
-        assert_looks_as_stored(driver, "lab_1280_light")
+        assert driver.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", widget.host)
+        assert_looks_as_stored(driver, f"lab_400_{name}")
 
-        copied = widget.copied("code")
-        assert ".what_if(" in copied
-        assert "P(" in widget.copied("pins") and json.loads(widget.copied("json"))["format"] == "shardplan-plan"
-        widget.click("button.undo")
-        until(lambda: widget.text(".tile .value") == before, 20)
-        until(lambda: widget.one('tr[class="own"] button').text == "0", 5)
-        widget.click("table.history tr:nth-child(2) button.head")
-        until(lambda: widget.one("table.history tr.own button").text == "1", 20)
-        check = f"ns = dict(plan=plan); exec({copied!r}, ns); print('the same plan:', ns['changed'].dumps() == widget.plan.dumps())"
-        assert run(driver, lab, check) == "the same plan: True"
 
-        move = "arguments[0].value = 0.05; for (const name of ['input', 'change']) arguments[0].dispatchEvent(new Event(name))"
-        driver.execute_script(move, widget.one("input.memory"))
-        refused = lambda: "no plan fits" in widget.text("p.error")  # noqa: E731
-        until(lambda: widget.all("p.error") and refused(), 60, lambda: widget.text(".bar"))
-        driver.execute_script("arguments[0].scrollIntoView()", widget.host)
-        choose_theme(driver, "Dark")
-        assert_looks_as_stored(driver, "lab_1280_dark")
+SMALL = """
+def mlp(w, x):
+    loss = lambda w: jnp.mean((jax.nn.relu(x @ w['up']) @ w['down']) ** 2)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w))
 
-        driver.execute_async_script("jupyterapp.commands.execute('application:toggle-left-area').then(() => arguments[0]())")
-        for theme, name in (("Dark", "dark"), ("Light", "light")):
-            choose_theme(driver, theme)
-            look(driver, 400, 1500, dark=False)
-            driver.execute_script("arguments[0].scrollIntoView()", widget.host)
-            assert driver.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", widget.host)
-            assert_looks_as_stored(driver, f"lab_400_{name}")
+shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2048, 8192), (8192, 2048), (8192, 2048))]
+shardplan.auto(mesh, cluster='h100', donate_argnums=0)(mlp).plan({'up': shapes[0], 'down': shapes[1]}, shapes[2])
+"""
+
+
+class Last(Widget):
+    """The last instrument of the page."""
+
+    @property
+    def host(self):
+        return self.driver.find_elements(By.CSS_SELECTOR, ".shardplan-instrument")[-1]
+
+
+@pytest.fixture(scope="module")
+def small(opened):
+    """The widget of a small step, as a plan in a cell of its own shows it."""
+    look(opened.driver, 1280, 1500, dark=False)
+    others = len(opened.driver.find_elements(By.CSS_SELECTOR, ".shardplan-instrument"))
+    enter(opened.driver, SMALL)
+    widget = Last(opened.driver)
+    until(lambda: len(opened.driver.find_elements(By.CSS_SELECTOR, ".shardplan-instrument")) > others, 60)
+    until(lambda: widget.one("input.memory"), 30)
+    return widget
+
+
+def test_another_mesh_and_cluster_are_planned_as_picked(small):
+    first = small.figures()
+    assert small.options("mesh") == {"data=2, model=4", "data=4, model=2", "data=8", "model=8"}
+    assert not small.one("button.retarget").is_enabled()  # what is shown is planned already
+    small.click("tr.row")
+    until(lambda: small.all(".layouts tbody tr"), 30)  # an open row, with the axes of the mesh that goes
+    small.pick("mesh", "model=8")
+    small.click("button.retarget")
+    elsewhere = small.planned("model=8 · h100")
+    layouts = " ".join(small.each("tr.row td:nth-child(5)"))
+    assert "mesh model=8" in elsewhere["mesh"] and "model" in layouts and "data" not in layouts
+    assert elsewhere["seconds"] != first["seconds"] and elsewhere["peak"] != first["peak"]
+    small.pick("cluster", "a100")
+    small.click("button.retarget")
+    slower = small.planned("model=8 · a100")
+    assert slower["seconds"] > elsewhere["seconds"]
+    for before in (elsewhere, first):
+        small.click("button.undo")
+        until(lambda before=before: small.figures() == before, 20)
+    assert small.one("select.mesh").get_property("value") == "data=2, model=4"
+
+
+def test_seconds_against_memory_are_found_and_cancelled_and_the_slider_plans_for_less(small):
+    if small.all("table.history"):
+        small.click("table.history tr:first-child button.head")
+    first = until(lambda: "data=2, model=4" in small.text("h1") and small.figures(), 20)
+    small.click("button.curve")
+    until(lambda: re.search(r"\d s, (no|\d+) answer", small.text(".work")), 30)
+    until(lambda: len(small.all(".pareto circle:not(.current)")) >= 2, 60, lambda: small.text(".bar"))
+    small.click("button.cancel")
+    until(lambda: not small.all(".work") and small.text("p.error") == "cancelled", 60, lambda: small.text(".bar"))
+    assert small.figures() == first and small.one("button.curve").text == "Find more points"
+    small.one("input.memory").send_keys(*[Keys.PAGE_DOWN] * 3)  # by keyboard: of several presses the last is planned for
+    limit = small.text(".slide output")
+    less = small.planned(limit)
+    assert less["peak"] < first["peak"] and less["seconds"] > first["seconds"]
+    known = len(small.all("table.history tr"))
+    small.one(".pareto circle").send_keys(Keys.ENTER)  # was found before, and is shown at once
+    until(lambda: len(small.all("table.history tr")) == known + 1 and small.figures()["peak"] < first["peak"], 5)
 
 
 def run_all(driver) -> bool:

@@ -46,6 +46,7 @@ def test_a_comparison_has_the_searches_of_now(monkeypatch):
     plan = planned("propagation")
     monkeypatch.setitem(SEARCHES, "replicated", f"{__name__}:Replicated")
     assert [*plan.compare().plans] == [*SEARCHES] and "replicated" in str(plan.compare(["replicated"]))
+    assert [*plan.compare("replicated").plans] == ["replicated"]
     monkeypatch.delitem(SEARCHES, "replicated")
     assert "replicated" not in plan.compare().plans
 

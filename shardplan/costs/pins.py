@@ -140,13 +140,18 @@ def nearest_paths(labels: Iterable[str], pattern: str, most: int = 5) -> str:
 
 
 def matches(label: str, pattern: str) -> bool:
-    """Whether a path ends in what `pattern` describes: '**' any segments, '*' and '?' inside one segment."""
+    """Whether a path ends in what `pattern` describes: '**' any segments, '*' and '?' inside one segment; a path matches itself."""
+    pattern = pattern.strip("/")
+    if label == pattern or label.endswith(f"/{pattern}"):  # whatever signs are in it, as in "w[0]"
+        return True
+    if not set("*?") & set(pattern):
+        return False
 
     def match(path: list[str], want: list[str]) -> bool:
         if not want:
             return not path
         if want[0] == "**":
             return any(match(path[n:], want[1:]) for n in range(len(path) + 1))
-        return bool(path) and fnmatchcase(path[0], want[0]) and match(path[1:], want[1:])
+        return bool(path) and fnmatchcase(path[0], want[0].replace("[", "[[]")) and match(path[1:], want[1:])
 
-    return match(label.split("/"), ["**", *pattern.strip("/").split("/")])
+    return match(label.split("/"), ["**", *pattern.split("/")])

@@ -50,9 +50,14 @@ def dumps(plan: PlanRecord) -> str:
 
 
 def write(path: str | os.PathLike[str], plan: PlanRecord) -> None:
-    """Writes a plan whole or not at all; a PlanFileError names a file that cannot be written."""
+    """Writes a plan whole or not at all."""
+    write_text(path, dumps(plan))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes what is made of a plan whole or not at all; a PlanFileError names a file that cannot be written."""
     try:
-        write_atomically(path, dumps(plan))
+        write_atomically(path, text)
     except OSError as error:
         name = os.fspath(path)
         raise PlanFileError(

@@ -19,6 +19,8 @@ Entries = tuple[str | tuple[str, ...] | None, ...]
 """Entries of a PartitionSpec without the Nones at its end."""
 PathRule = tuple[str, Entries]
 
+MANY_PATHS = 300
+"""Of so many paths and more, those with numbers as `\\d+` are tried first: literal ones are as many as layers."""
 MAX_NODES = 2000
 """Lists that are tried to find one that is shorter than the greedy one."""
 
@@ -42,31 +44,38 @@ def path_rules(specs: Mapping[str, Entries]) -> tuple[PathRule, ...]:
     It is a shortest list if it has as many rules as there are different specs, and where the search was not cut off one of these
     patterns.
     """
-    paths = list(specs)
-    candidates = _candidates(paths)
-    of_spec: dict[Entries, int] = {}
-    for n, path in enumerate(paths):
-        of_spec[specs[path]] = of_spec.get(specs[path], 0) | 1 << n
-    search = _Search(candidates, of_spec)
-    best = search.greedy((1 << len(paths)) - 1)
-    for length in range(len(of_spec), len(best)):
-        found = search.within((1 << len(paths)) - 1, length)
-        if found is not None:
-            best = found
-            break
-    rules = tuple(_tidy(best, specs))
+    rules = _shortest(specs, literal=False) if len(specs) >= MANY_PATHS else None
+    if rules is None or len(rules) > len({*specs.values()}):
+        rules = _shortest(specs, literal=True)
+    assert rules is not None, "internal error: every path has a literal pattern"
+    rules = tuple(_tidy(rules, specs))
     wrong = [path for path, spec in specs.items() if matching(rules, path) != spec]
     assert not wrong, wrong
     return rules
 
 
+def _shortest(specs: Mapping[str, Entries], literal: bool) -> list[PathRule] | None:
+    """The shortest list found of patterns with literal numbers, too, or without; None if there is none."""
+    paths = list(specs)
+    of_spec: dict[Entries, int] = {}
+    for n, path in enumerate(paths):
+        of_spec[specs[path]] = of_spec.get(specs[path], 0) | 1 << n
+    search = _Search(_candidates(paths, literal), of_spec)
+    best = search.greedy((1 << len(paths)) - 1)
+    for length in range(len(of_spec), len(best or ())):
+        found = search.within((1 << len(paths)) - 1, length)
+        if found is not None:
+            return found
+    return best
+
+
 # ---- patterns
 
 
-def _candidates(paths: Sequence[str]) -> list[tuple[int, str]]:
+def _candidates(paths: Sequence[str], literal: bool = True) -> list[tuple[int, str]]:
     """(paths that it matches as bits, pattern): of patterns that match the same the shortest."""
     known: dict[int, str] = {}
-    for pattern in dict.fromkeys(p for path in paths for p in _patterns(path)):
+    for pattern in dict.fromkeys(p for path in paths for p in _patterns(path, literal)):
         found, bits = re.compile(pattern), 0
         for n, path in enumerate(paths):
             bits |= bool(found.search(path)) << n
@@ -75,12 +84,12 @@ def _candidates(paths: Sequence[str]) -> list[tuple[int, str]]:
     return sorted(known.items(), key=lambda x: (-x[0].bit_count(), len(x[1]), x[1]))
 
 
-def _patterns(path: str) -> Iterator[str]:
-    """Patterns of one path, those of any path of this form first."""
-    literal = [re.escape(x).replace(r"\-", "-") for x in path.split("/")]
-    wild = [re.sub(r"\d+", r"\\d+", x) for x in literal]
+def _patterns(path: str, literal: bool) -> Iterator[str]:
+    """Patterns of one path, those of any path of this form first, then perhaps those with its own numbers."""
+    own = [re.escape(x).replace(r"\-", "-") for x in path.split("/")]
+    wild = [re.sub(r"\d+", r"\\d+", x) for x in own]
     yield ".*"
-    for words in dict.fromkeys((tuple(wild), tuple(literal))):
+    for words in dict.fromkeys((tuple(wild), tuple(own)) if literal else (tuple(wild),)):
         n = len(words)
         ends = [f"(^|/){'/'.join(words[k:])}$" for k in range(n - 1, 0, -1)]
         starts = [f"^{'/'.join(words[:k])}/" for k in range(1, n)]
@@ -116,11 +125,13 @@ class _Search:
                 kept.append(rule)
         return kept
 
-    def greedy(self, left: int) -> list[PathRule]:
-        """Rules, each of most paths."""
+    def greedy(self, left: int) -> list[PathRule] | None:
+        """Rules, each of most paths; None where no pattern tells the specs of some paths apart."""
         rules: list[PathRule] = []
         while left:
-            here, pattern, spec = self.pure(left)[0]
+            if not (pure := self.pure(left)):
+                return None
+            here, pattern, spec = pure[0]
             rules.append((pattern, spec))
             left &= ~here
         return rules

@@ -22,7 +22,6 @@ from msgspec import structs
 
 from shardplan import _jax
 from shardplan.errors import ShardingError
-from shardplan.files import write_atomically
 from shardplan.plan import io, travel
 from shardplan.plan.arguments import arguments
 from shardplan.plan.batches import data_shard, global_batch
@@ -315,14 +314,15 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         """The same step planned by each search, judged by the one objective; `print` it.
 
         Args:
-            search: their names, as in `auto(search=...)`; None for all.
+            search: their names, or one, as in `auto(search=...)`; None for all.
 
         Raises:
             ShardingError: when this plan was read from a file, or a search does not exist.
         """
         context = self._planned_from("compare()", "step.plan(...).compare()")
         mine = self.search if context.verified is None else None  # this plan itself, unless it learned from XLA
-        return PlanComparison({name: self if name == mine else context.replan({}, search=name) for name in search or context.searches})
+        names = [search] if isinstance(search, str) else search or context.searches
+        return PlanComparison({name: self if name == mine else context.replan({}, search=name) for name in names})
 
     def check(self, target: str | None = None, **options) -> Any:
         """Compile the planned step, run nothing, and compare what XLA emitted with what was planned.
@@ -394,17 +394,17 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         """Write the predicted schedule as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
         Raises:
-            ShardingError: when this plan was read from a file: a file has no schedule.
+            ShardingError: when this plan was read from a file: a file has no schedule; or the trace cannot be written.
         """
-        write_atomically(path, resolve_name("shardplan.view.exports:perfetto")(self._solved("to_perfetto()")))
+        io.write_text(path, resolve_name("shardplan.view.exports:perfetto")(self._solved("to_perfetto()")))
 
     def to_model_explorer(self, path: str | os.PathLike[str]) -> None:
         """Write the program with the plan's strategies and reshards as JSON for Google's Model Explorer.
 
         Raises:
-            ShardingError: when this plan was read from a file: a file has no program.
+            ShardingError: when this plan was read from a file: a file has no program; or the graph cannot be written.
         """
-        write_atomically(path, resolve_name("shardplan.view.exports:model_explorer")(self._solved("to_model_explorer()")))
+        io.write_text(path, resolve_name("shardplan.view.exports:model_explorer")(self._solved("to_model_explorer()")))
 
     # ---- files
 

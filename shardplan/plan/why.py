@@ -212,19 +212,18 @@ def array_name(graph: Graph, v: int, kinds: Mapping[int, str] | None = None) -> 
     op = graph.ops[graph.maker(v)]
     if op.label:
         return op.label
-    size, state = prod(graph.values[v].shape), {out: a for a, out in graph.same_layout if graph.ops[a].traits.step_input}
+    size = prod(graph.values[v].shape)
 
     def passes(at: int) -> bool:
         reader = graph.ops[at]
         return reader.phase != "forward" and any(prod(x.shape) == size for x in reader.outs if hasattr(x, "shape"))
 
-    if op.phase != "backward":
-        kinds = {}
-    elif kinds is None:
-        kinds = categories(graph)
-    for _, at in zip(range(GRADIENT_OPS), graph.reached(v, passes) if kinds and size > 1 else (), strict=False):
-        if at in state and kinds[state[at]] == "parameters":
-            return f"gradient of {graph.ops[state[at]].label}"
+    if op.phase == "backward" and size > 1:
+        kinds = categories(graph) if kinds is None else kinds
+        state = {out: a for a, out in graph.same_layout if graph.ops[a].traits.step_input}
+        for _, at in zip(range(GRADIENT_OPS), graph.reached(v, passes), strict=False):
+            if at in state and kinds[state[at]] == "parameters":
+                return f"gradient of {graph.ops[state[at]].label}"
     return f"result of {op.primitive}{_at(op.source)}"
 
 

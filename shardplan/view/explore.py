@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import ShardingError
@@ -17,7 +18,7 @@ from shardplan.plan import Plan
 from shardplan.view.html import to_html
 from shardplan.view.instrument import module, style
 from shardplan.view.progress import Cancelled, State, watched
-from shardplan.view.session import SHARES, Entry, pickers
+from shardplan.view.session import Curve, Entry, pickers
 from shardplan.view.values import rounded
 
 if TYPE_CHECKING or importlib.util.find_spec("anywidget"):
@@ -74,13 +75,13 @@ if AnyWidget is not None:
 
         def __init__(self, plan: Plan):
             self._entries = [Entry(plan, "as planned")]
+            self._curves: dict[Hashable, Curve] = {}
             self._lock, self._cancelled = threading.Lock(), threading.Event()
             self._pricing, self._planning = (ThreadPoolExecutor(1, thread_name_prefix=f"shardplan-{x}") for x in ("price", "plan"))
             first = self._entries[0]
             super().__init__(data=first.instrument.data(), history=[rounded(first.row())])
             self._planned = plan.context is not None and plan.context.planned is not None
-            if self._planned:
-                self.pickers = rounded(pickers(plan))
+            self._offer(first)
             self.on_msg(self._on_message)
 
         @property
@@ -129,27 +130,36 @@ if AnyWidget is not None:
 
         def _target(self, message) -> None:
             mesh = {name.strip(): int(size) for name, _, size in (x.partition("=") for x in str(message["mesh"]).split(","))}
-            n, cluster = self.current, str(message["cluster"])
-            target: dict[str, Any] = {} if dict(self.plan.mesh) == mesh else {"mesh": mesh}
-            if cluster != self.plan.cluster:
+            n, cluster, first = self.current, str(message["cluster"]), self._entries[0]
+            base = self._entries[n]
+            if cluster == first.plan.cluster != self.plan.cluster:  # may be one that only the first plan knows, not a preset
+                n, base = 0, replace(first, pins=base.pins)
+            target: dict[str, Any] = {} if dict(base.plan.mesh) == mesh else {"mesh": mesh}
+            if cluster != base.plan.cluster:
                 target["cluster"] = cluster
-            if target:
-                self._start("planning for this mesh", lambda: self._add(self._entries[n].retargeted(n, **target)))
+            if not target and not base.pins:
+                self._show(n)
+            else:
+                self._start("planning for this mesh", lambda: self._add(base.retargeted(n, **target)))
 
         def _curve(self, _) -> None:
             n = self.current
             self._start("seconds against memory", lambda: self._find_curve(n))
 
         def _find_curve(self, n: int) -> None:
-            entry = self._entries[n]
-            peak = entry.plan.memory_report.peak
-            self.pareto = [rounded(entry.point())]
-            for share in SHARES:
-                try:
-                    found = entry.retargeted(n, memory=share * peak)
-                except ShardingError:
-                    return  # less does not fit either
-                self.pareto = [*self.pareto, rounded(found.point())]
+            curve = self._curves.setdefault(self._entries[n].target, Curve(n, self._entries[n]))
+            self._offer(self._entries[self.current])
+            for _ in curve.continued():
+                self._offer(self._entries[self.current])
+            self._offer(self._entries[self.current])
+
+        def _point(self, message) -> None:
+            found = self._curves[self._entries[self.current].target].entries[int(message["n"])]
+            known = next((n for n, x in enumerate(self._entries) if x.plan is found.plan), None)
+            if known is None:
+                self._put(found)
+            else:
+                self._show(known)
 
         def _undo(self, _) -> None:
             parent = self._entries[self.current].parent
@@ -207,6 +217,9 @@ if AnyWidget is not None:
         def _add(self, entry: Entry) -> None:
             if self._cancelled.is_set():
                 raise Cancelled
+            self._put(entry)
+
+        def _put(self, entry: Entry) -> None:
             entry.instrument.data()  # is made here, not under the lock
             self._entries.append(entry)
             with self.hold_sync():
@@ -218,10 +231,19 @@ if AnyWidget is not None:
             with self._lock, self.hold_sync():
                 self.current = n
                 self.answers = dict(entry.answers)
+                self._offer(entry)
                 self.data = entry.instrument.data()
+
+        def _offer(self, entry: Entry) -> None:
+            """What else can be chosen for the entry that is shown: its curve, and other targets."""
+            curve = self._curves.get(entry.target)
+            self.pareto = [rounded(x.point()) for x in curve.entries] if curve else []
+            if self._planned:
+                self.pickers = {**rounded(pickers(self._entries, entry)), "more": curve is None or curve.more}
 
     _DO: dict[str, Callable[[Any, Any], None]] = {
         "hello": Explorer._hello, "ask": Explorer._ask, "take": Explorer._take, "anew": Explorer._anew, "undo": Explorer._undo,
         "show": Explorer._show_entry, "name": Explorer._name, "compare": Explorer._compare, "copy": Explorer._copy,
-        "memory": Explorer._memory, "target": Explorer._target, "pareto": Explorer._curve, "cancel": Explorer._cancel,
+        "memory": Explorer._memory, "target": Explorer._target, "pareto": Explorer._curve, "point": Explorer._point,
+        "cancel": Explorer._cancel,
     }  # fmt: skip

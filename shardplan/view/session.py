@@ -15,6 +15,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from shardplan.errors import ShardingError
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout
 from shardplan.plan import Plan
@@ -27,7 +28,7 @@ SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 """Limits of the curve, of the peak of the first plan."""
 MAX_MESHES = 60
 SLIDER = 0.4, 1.3
-"""Ends of the memory slider, of the peak of the first plan."""
+"""Ends of the memory slider, of the largest peak of the plans for the same mesh and cluster."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +110,7 @@ class Entry:
             format_memory(x) if k == "memory" else _mesh_text(x) if k == "mesh" else str(x) for k, x in target.items() if x is not None
         )
         given = ", ".join([*([self._pins_text] if self.pins else []), *_arguments(target)])
-        return Entry(plan, name, number, (*self.calls, f"replan({given})"), self.pins)
+        return Entry(plan, name or plan.cluster, number, (*self.calls, f"replan({given})"), self.pins)
 
     def row(self) -> dict[str, Any]:
         """What the history shows of it."""
@@ -131,6 +132,30 @@ class Entry:
     def renamed(self, name: str) -> Entry:
         """The same under another name."""
         return replace(self, name=name)
+
+    @property
+    def target(self) -> tuple[Any, ...]:
+        """What it was planned for, memory apart: plans of one target stand on one curve."""
+        return self.plan.mesh, self.plan.cluster, tuple(sorted(self.pins))
+
+
+class Curve:
+    """Plans of one entry under ever less memory, the entry itself the first; `entries` grows as they are found."""
+
+    def __init__(self, number: int, entry: Entry):
+        self._number, self._first = number, entry
+        self.entries, self.more = [entry], True
+
+    def continued(self) -> Iterator[Entry]:
+        """The next points, until no plan fits; `more` says whether there may be others."""
+        for share in SHARES[len(self.entries) - 1 :]:
+            limit = float(f"{share * self._first.plan.memory_report.peak:.4g}")
+            try:
+                self.entries.append(self._first.retargeted(self._number, memory=limit))
+            except ShardingError:
+                break  # less does not fit either
+            yield self.entries[-1]
+        self.more = False
 
 
 def _arguments(target: Mapping[str, Any]) -> Iterator[str]:
@@ -155,20 +180,27 @@ def _code(what: What) -> str:
     return repr(what if isinstance(what, str) else list(what))
 
 
-def pickers(plan: Plan) -> dict[str, Any]:
+def pickers(entries: Sequence[Entry], shown: Entry) -> dict[str, Any]:
     """What can be chosen: meshes of as many devices, clusters, and the ends of the memory slider."""
-    peak = plan.memory_report.peak
+    first, plan = entries[0].plan, shown.plan
+    peak = max(x.plan.memory_report.peak for x in (*entries, shown) if (x.plan.mesh, x.plan.cluster) == (plan.mesh, plan.cluster))
+    others = map(dict, meshes(first.mesh.n_devices, first.mesh.axes))
     return {
-        "meshes": [_mesh_text(dict(x)) for x in meshes(plan.mesh.n_devices, plan.mesh.axes)],
-        "clusters": [*dict.fromkeys((plan.cluster, *Cluster.presets()))],
+        "meshes": [*dict.fromkeys(_mesh_text(dict(x)) for x in (plan.mesh, first.mesh, *others))],
+        "clusters": [*dict.fromkeys((first.cluster, *Cluster.presets()))],
         "least": SLIDER[0] * peak,
         "most": SLIDER[1] * peak,
     }
 
 
 def meshes(devices: int, axes: Sequence[str]) -> list[tuple[tuple[str, int], ...]]:
-    """All meshes of a number of devices on some of these axes, in their order; no axis has size one unless it is the only one."""
+    """Meshes of a number of devices on some of these axes, in their order; no axis has size one unless it is the only one.
+
+    Where there is one axis only, a second one joins it.
+    """
     found = []
+    if len(axes) == 1:
+        axes = (*axes, "model" if "model" not in axes else "data")
     for k in range(1, len(axes) + 1):
         for names in itertools.combinations(axes, k):
             found += [tuple(zip(names, sizes, strict=True)) for sizes in _factorizations(devices, k)]

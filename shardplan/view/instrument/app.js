@@ -4,7 +4,7 @@ let instances = 0;
 
 class App {
   constructor(root, source) {
-    Object.assign(this, { root, source, number: ++instances, live: false, picked: {}, other: null, shown: null, limit: null });
+    Object.assign(this, { root, source, number: ++instances, live: false, picked: {}, other: null, shown: null, limit: null, wish: null });
     this.read();
     this.timeline = new Timeline((n) => this.reveal(n));
     const column = (name, key, text, more = {}) => ({ name, key, text: text ?? ((row) => row[key]), ...more });
@@ -69,6 +69,12 @@ class App {
   send(message) { this.source.send(message); }
   ask(id) { if (this.live && !this.answers[id]) this.send({ do: "ask", id }); }
   take(row, choice) { this.shown = null; this.send({ do: "take", id: row.id, choice }); }
+  /** Plans for so much memory: of several wishes soon after each other, as by arrow keys, and of those while something is planned, the last. */
+  planFor(bytes) {
+    this.limit = bytes;
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => { if (this.work) this.wish = bytes; else this.send({ do: "memory", bytes }); }, 400);
+  }
   compare(n) { this.source.static ? null : this.send({ do: "compare", a: n, b: this.current }); }
   copy(what) { if (this.source.static) this.reply({ copied: what, text: this.source.get("copies")?.[what] ?? "" }); else this.send({ do: "copy", what }); }
 
@@ -86,18 +92,25 @@ class App {
   }
 
   changed(name) {
+    const before = this.data;
     this.read();
-    if (name === "data") { this.picked = {}; this.all(); }
+    if (this.data !== before) { this.picked = {}; this.limit = this.wish; this.all(); }  // other traits may come first: old rows do not fit a new mesh
+    else if (name === "data") return;
     else if (name === "answers") this.redrawOpen();
+    else if (name === "pareto") this.drawCurve();
+    else if (name === "pickers") this.drawTargets();
+    else if (name === "work" && this.work && this.frame.bar.querySelector(".work")) this.frame.bar.querySelector(".work .soft").textContent = this.work.state ?? "";
     else {
       if (name === "current" || name === "history") this.drawHead();  // a front end may set one trait after the other
       this.drawBar();
+      if (name === "work" && !this.work && this.wish) { this.send({ do: "memory", bytes: this.wish }); this.wish = null; }
     }
   }
 
   all() {
     this.drawHead();
     this.drawBar();
+    this.drawTargets();
     this.timeline.set(this.data);
     this.arrays.set(this.data.arrays);
     this.collectives.set(this.data.collectives);
@@ -132,11 +145,21 @@ class App {
   }
 
   drawBar() {
-    const focus = this.root.activeElement?.className;
+    const active = this.root.activeElement, label = active?.getAttribute("aria-label"), text = active?.matches("input.name") ? active.value : null;
+    const same = label ? `[aria-label="${CSS.escape(label)}"]` : active?.className ? `.${active.className.split(" ").join(".")}` : null;
     this.frame.bar.replaceChildren(this.live || this.history.length > 1 || this.source.static ? bar(this) : "");
-    this.frame.targets.replaceChildren(targets(this));
-    if (focus) this.frame.bar.querySelector(`.${focus.split(" ").join(".")}`)?.focus();
+    const again = same && !active.isConnected && this.frame.bar.querySelector(same);
+    if (again) { again.focus(); if (text !== null) again.value = text; }
     for (const button of this.frame.panes.querySelectorAll("button.take")) button.disabled = !!this.work || !button.closest(".choices") || !this.picked[button.closest(".choices").dataset.for];
+    this.idle();
+  }
+
+  drawTargets() { this.frame.targets.replaceChildren(targets(this)); this.drawCurve(); }
+  drawCurve() { this.frame.targets.querySelector(".seen")?.replaceChildren(...curve(this)); this.idle(); }
+
+  /** What cannot be begun while something is planned. */
+  idle() {
+    for (const button of this.frame.targets.querySelectorAll("button")) button.disabled = !!this.work || (button.matches(".retarget") && !this.otherTarget());
   }
 
   drawTabs() {

@@ -58,16 +58,19 @@ function meshPicture(row, mesh) {
 /** Seconds against peak memory of the plans that were found under other limits; the slider's value is a line. */
 function paretoPicture(points, limit, current, choose) {
   const W = 300, H = 84, pad = 8;
-  const svg = h("svg", { class: "pareto", viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `seconds against peak memory of ${points.length} plans` });
+  const svg = h("svg", { class: "pareto", viewBox: `0 0 ${W} ${H}`, role: "group", "aria-label": points.length ? `seconds against peak memory of ${points.length} plans` : "no other plans yet" });
   const all = [...points, current], xs = all.map((p) => p.peak), ys = all.map((p) => p.seconds);
   const [x0, x1, y0, y1] = [Math.min(...xs, limit ?? Infinity), Math.max(...xs, limit ?? 0), Math.min(...ys), Math.max(...ys)];
   const X = (x) => pad + (W - 2 * pad) * (x1 > x0 ? (x - x0) / (x1 - x0) : 0.5), Y = (y) => H - pad - (H - 2 * pad) * (y1 > y0 ? (y - y0) / (y1 - y0) : 0.5);
   if (limit) svg.append(h("line", { class: "limit", x1: X(limit), x2: X(limit), y1: 0, y2: H }));
-  const sorted = [...points].sort((a, b) => a.peak - b.peak || a.seconds - b.seconds);
+  const sorted = points.map((p, n) => ({ ...p, n })).sort((a, b) => a.peak - b.peak || a.seconds - b.seconds);
   let best = Infinity, path = "";
   for (const p of sorted) if (p.seconds < best) { path += path ? ` H${X(p.peak)} V${Y(p.seconds)}` : `M${X(p.peak)} ${Y(p.seconds)}`; best = p.seconds; }
   if (path) svg.append(h("path", { class: "front", d: path + ` H${W - pad}` }));
-  for (const p of sorted) svg.append(h("circle", { class: "point", r: 4, cx: X(p.peak), cy: Y(p.seconds), onclick: () => choose(p.peak) }, h("title", {}, `${seconds(p.seconds)} with ${memory(p.peak)}`)));
-  svg.append(h("circle", { class: "point current", r: 5, cx: X(current.peak), cy: Y(current.seconds) }, h("title", {}, `this plan: ${seconds(current.seconds)} with ${memory(current.peak)}`)));
+  for (const p of sorted) {
+    const name = `${seconds(p.seconds)} with ${memory(p.peak)}`, act = { onclick: () => choose(p.n), onkeydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); choose(p.n); } } };
+    svg.append(h("circle", { class: "point", r: 4, cx: X(p.peak), cy: Y(p.seconds), tabindex: 0, role: "button", "aria-label": `show the plan of ${name}`, ...act }, h("title", {}, name)));
+  }
+  svg.append(h("circle", { class: "point current", "pointer-events": "none", r: 5, cx: X(current.peak), cy: Y(current.seconds) }, h("title", {}, `this plan: ${seconds(current.seconds)} with ${memory(current.peak)}`)));
   return svg;
 }

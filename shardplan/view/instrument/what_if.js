@@ -43,7 +43,7 @@ function bar(app) {
   const names = app.history.map((x, n) => h("option", { value: n }, `${n}  ${x.name}`));
   const select = (label, value, act) => { const el = h("select", { "aria-label": label, onchange: (e) => act(Number(e.target.value)) }, names.map((o) => o.cloneNode(true))); el.value = value; return el; };
   const now = app.history[app.current] ?? {}, first = app.history[0] ?? now;
-  const busy = app.work && h("div", { class: "work", role: "status" }, h("span", { class: "spinner" }), h("span", {}, app.work.what), h("span", { class: "soft" }, app.work.state ?? ""), h("button", { class: "small cancel", onclick: () => app.send({ do: "cancel" }) }, "Cancel"));
+  const busy = app.work && h("div", { class: "work", role: "status" }, h("span", { class: "spinner" }), h("span", {}, app.work.what), h("span", { class: "soft" }, app.work.state ?? ""), h("button", { class: "small cancel", onclick: () => { app.wish = null; app.send({ do: "cancel" }); } }, "Cancel"));
   const steps = app.history.length > 1 ? h("div", { class: "scroll" }, h("table", { class: "history", "aria-label": "what-ifs" }, h("tbody", {}, app.history.map((x, n) =>
     h("tr", { class: n === app.current ? "own" : "" },
       h("td", {}, h("button", { class: "head", "aria-current": n === app.current ? "true" : null, onclick: () => app.send({ do: "show", n }) }, `${n}`)),
@@ -68,17 +68,28 @@ function targets(app) {
   const limit = app.limit ?? now.limit ?? now.peak, low = pick.least, value = (x) => low * (pick.most / low) ** x;
   const place = Math.min(1, Math.max(0, Math.log(limit / low) / Math.log(pick.most / low)));
   const shown = h("output", {}, memory(limit));
-  const slider = h("input", { type: "range", class: "memory", min: 0, max: 1, step: 0.005, value: place, "aria-label": "memory per device", oninput: (e) => { shown.textContent = memory(value(Number(e.target.value))); }, onchange: (e) => { app.limit = value(Number(e.target.value)); app.send({ do: "memory", bytes: app.limit }); } });
+  const slider = h("input", { type: "range", class: "memory", min: 0, max: 1, step: 0.005, value: place, "aria-label": "memory per device", oninput: (e) => { shown.textContent = memory(value(Number(e.target.value))); }, onchange: (e) => app.planFor(value(Number(e.target.value))) });
   slider.value = place;
-  const option = (x) => h("option", { value: x }, x);
-  const mesh = h("select", { class: "mesh", "aria-label": "mesh" }, pick.meshes.map(option)), cluster = h("select", { class: "cluster", "aria-label": "cluster" }, pick.clusters.map(option));
-  mesh.value = app.data.mesh.map(([a, n]) => `${a}=${n}`).join(", ");
-  cluster.value = app.data.cluster;
-  const go = () => app.send({ do: "target", mesh: mesh.value, cluster: cluster.value });
+  const here = { mesh: app.data.mesh.map(([a, n]) => `${a}=${n}`).join(", "), cluster: app.data.cluster };
+  const picker = (name, all) => {
+    const el = h("select", { class: name, "aria-label": name, onchange: () => app.idle() }, [...new Set([here[name], ...all])].map((x) => h("option", { value: x }, x)));
+    el.value = here[name];
+    return el;
+  };
+  const mesh = picker("mesh", pick.meshes), cluster = picker("cluster", pick.clusters);
+  const go = h("button", { class: "retarget", onclick: () => app.send({ do: "target", mesh: mesh.value, cluster: cluster.value }) }, "Plan for it");
+  app.otherTarget = () => mesh.value !== here.mesh || cluster.value !== here.cluster;
   return h("section", { class: "targets" },
-    h("div", {}, h("h2", {}, "Memory per device"), h("div", { class: "slide" }, slider, shown),
-      paretoPicture(app.pareto, app.limit, { peak: now.peak, seconds: now.total }, (bytes) => { app.limit = bytes; app.send({ do: "memory", bytes }); }),
-      h("p", { class: "note" }, app.pareto.length ? "Each point is a plan under another limit: peak to the right, seconds upwards." : h("button", { class: "small curve", disabled: !!app.work, onclick: () => app.send({ do: "pareto" }) }, "Find seconds against memory"))),
-    h("div", {}, h("h2", {}, "Mesh and cluster"), h("div", { class: "picks" }, h("label", {}, "mesh ", mesh), h("label", {}, "cluster ", cluster), h("button", { disabled: !!app.work, class: "retarget", onclick: go }, "Plan for it")),
+    h("div", {}, h("h2", {}, "Memory per device"), h("div", { class: "slide" }, slider, shown), h("div", { class: "seen" })),
+    h("div", {}, h("h2", {}, "Mesh and cluster"), h("div", { class: "picks" }, h("label", {}, "mesh ", mesh), h("label", {}, "cluster ", cluster), go),
       h("p", { class: "note" }, app.data.options.length ? ["compiled with ", ...app.data.options.flatMap((x) => [h("code", {}, x), " "])] : "XLA's compiler options are left as they are.")));
+}
+
+/** The curve below the slider, and the button that finds it. */
+function curve(app) {
+  const now = app.data.figures, more = app.pickers.more !== false;
+  const say = app.pareto.length ? "Each point is a plan under another limit: peak to the right, seconds upwards." : "";
+  const limit = app.limit ?? (now.limit < 1.6 * now.peak ? now.limit : null);
+  return [paretoPicture(app.pareto, limit, { peak: now.peak, seconds: now.total }, (n) => app.send({ do: "point", n })),
+    h("p", { class: "note" }, say, " ", more && h("button", { class: "small curve", onclick: () => app.send({ do: "pareto" }) }, app.pareto.length ? "Find more points" : "Find seconds against memory"))];
 }
