@@ -421,15 +421,15 @@ def test_prices_agree_with_the_collectives_that_the_plan_combines():
 
 
 @pytest.mark.slow
-def test_gradients_are_all_reduced_where_scattering_pays_one_latency_more():
-    """On 64 GPUs latencies count: no array alone would leave the others, and all together do."""
+def test_the_large_gradients_of_a_loop_all_move_in_one_way():
+    """On 64 GPUs latencies count: an array that moved otherwise than the others would pay one of its own."""
     step, state, batch = nets.vit(layers=6)
     plan = shardplan.auto(AbstractMesh((8, 8), ("node", "gpu")), cluster="h100", donate_argnums=0)(step).plan(state, batch)
     found = plan.context.planned
     large = {place.group for v, place in zip(found.graph.values, found.space.collective_sites, strict=True)
              if place.collective_class == "gradient" and v.dtype == BF16 and found.graph.ops[v.producer[0]].loop >= 0}  # fmt: skip
-    ways = [way for (crowd, way), _ in found.network.combined_groups(found.solution.states) if crowd in large]
-    assert ways == [("all-reduce", ("node", "gpu"))]
+    moved = [arrays for (crowd, _), arrays in found.network.combined_groups(found.solution.states) if crowd in large]
+    assert moved and len({frozenset(at for at, _ in arrays) for arrays in moved}) == 1 and len(moved[0]) > 4
 
 
 def test_gradients_are_scattered_along_the_major_dim():
