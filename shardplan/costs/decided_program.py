@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import inf, prod
 from typing import Literal
 
 from shardplan._jax import itemsize
@@ -147,13 +147,15 @@ class DecidedProgram:
         shared: dict[tuple, list[int]] = {}
         small = set()
         for j, op in enumerate(self.graph.ops):
-            if op.traits.matmul and self._op_bytes(j) <= MERGED_PRODUCT_BYTES:
-                small.add(self.tasks.made[j])
-            for k, v in enumerate(op.inputs if op.traits.matmul else ()):
+            if not op.traits.matmul or (n := self.tasks.computed.get(j)) is None:  # a product of empty arrays
+                continue
+            if self._op_bytes(j) <= MERGED_PRODUCT_BYTES:
+                small.add(n)
+            for k, v in enumerate(op.inputs):
                 if v is not None:
                     operand = self.graph.original(v), k, self.network.operand_layout(j, k, self.states)
                     key = (*operand, str(op.params.get("dimension_numbers")), op.outs[0].dtype, op.loop, op.phase)
-                    shared.setdefault(key, []).append(self.tasks.made[j])
+                    shared.setdefault(key, []).append(n)
         seen: set[int] = set()
         for some in shared.values():
             together: list[int] = []
@@ -363,19 +365,19 @@ class DecidedProgram:
     def _kernel(self, n: int, waits: tuple[int, ...]) -> Task:
         kernels, group, seconds = self.network.space.facts.kernels, self.tasks.group[n], self._merged_seconds[n]
         kind = self._kinds.get(n) or ("rows" if group in kernels.rows else "fused")
-        estimate_s = kernel_estimate_s(kind, seconds, self._small_bytes.get(n, 0.0), self.network.space.cluster)
+        estimate_s = kernel_estimate_s(kind, seconds, self._small_bytes.get(n, inf), self.network.space.cluster)
         return Task(seconds, False, waits, False, estimate_s, self.tasks.results[n] > 1, kernels.inputs.get(group, 0))
 
     @cached_property
     def _kinds(self) -> dict[int, KernelKind]:
         """Task of a product or convolution -> which of them it is."""
         found: dict[int, KernelKind] = {}
-        for j, op in enumerate(self.graph.ops):
+        for j, n in self.tasks.computed.items():
+            op, of = self.graph.ops[j], self.network.space.strategies[j]
             if op.traits.convolution:
-                found[self.tasks.made[j]] = "convolution"
+                found[n] = "convolution"
             elif op.traits.matmul:
-                of = self.network.space.strategies[j]
-                found[self.tasks.made[j]] = self._product_kind(op, of, self.states[j] % len(of))
+                found[n] = self._product_kind(op, of, self.states[j] % len(of))
         return found
 
     @cached_property

@@ -6,9 +6,9 @@
 
 An op whose result is not written is computed by the kernel that reads it: its seconds are that kernel's. Where several do, it is a
 kernel of its own, so that it hides no collective that stands behind any of them (the lower bound counts on that). What takes no time
-and waits for one task is that task: views, casts inside fusions, border ops. Ops of one kernel between which a collective or a loop
-stands are kernels of their own. Equal steps of one array, in one loop and phase, are one collective for all readers, unless the array
-is regathered behind a barrier. What a checkpointed layer computes again waits for the gradient of its result, and what is gathered
+and waits for one task is that task: views, casts inside fusions, border ops. Ops of one kernel with more or fewer collectives and loops
+before them are kernels of their own. Equal steps of one array, in one loop and phase, are one collective for all readers, unless it is
+regathered behind a barrier. What a checkpointed layer computes again waits for the gradient of its result, and what is gathered
 again behind a barrier for the other operands of its first reader.
 
 Facts: cse-merges-equal-reshards, cse-merges-equal-sums, cse-stops-at-barriers, schedule-fused-kernels, schedule-recompute-barrier.
@@ -16,7 +16,7 @@ Facts: cse-merges-equal-reshards, cse-merges-equal-sums, cse-stops-at-barriers, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -114,8 +114,10 @@ class _Builder:
         strategies, retained = network.strategies(states), network.retained(states)
         beyond, regathers = network.beyond_collectives(states), network.regathers(strategies, retained)
         kernel_ps = network.kernel_ps(states)
-        for j, op in enumerate(self.graph.ops):
-            moved, waits = dict(network.reshards(j, strategies, retained)), []
+        moves = [dict(network.reshards(j, strategies, retained)) for j in range(len(self.graph.ops))]
+        self.computed_in = self.readers(moves)
+        for j, (op, moved) in enumerate(zip(self.graph.ops, moves, strict=True)):
+            waits = []
             for k, v in enumerate(op.inputs):
                 self.flush_untaken(j, v)
                 at = -1 if v is None else self.tasks.made[self.graph.values[v].producer[0]]
@@ -127,11 +129,38 @@ class _Builder:
         for j in range(len(self.inside)):
             self.flush(j)
 
+    def readers(self, moves: Sequence[Mapping[int, Sequence[ReshardStep]]]) -> list[tuple[int, ...]]:
+        """Per op, the kernel that computes it where it is read: (), if it writes its result, or several kernels do.
+
+        Nor is an op computed where it is read if a reader reshards its result, or if readers run behind more collectives than others:
+        it would be computed behind something that waits for it.
+        """
+        graph, inside = self.graph, self.network.space.facts.kernels.inside
+        levels: list[int] = []  # collectives and loops in a row before each op
+        for op, moved in zip(graph.ops, moves, strict=True):
+            makers = ((k, graph.values[v].producer[0]) for k, v in enumerate(op.inputs) if v is not None)
+            before = (
+                levels[i] + sum(step.kind != "slice" for step in moved.get(k, ())) + (_home(graph.ops[i]) != _home(op))
+                for k, i in makers
+            )
+            levels.append(max(before, default=0))
+        sent = {
+            graph.values[v].producer[0]
+            for op, moved in zip(graph.ops, moves, strict=True)
+            for k in moved
+            if (v := op.inputs[k]) is not None
+        }
+        out: list[tuple[int, ...]] = [()] * len(levels)
+        for j in reversed(range(len(levels))):
+            behind = {levels[i] for v in graph.ops[j].outputs for i, _ in graph.values[v].consumers}
+            if len(inside[j]) == 1 and len(behind) == 1 and j not in sent:
+                out[j], levels[j] = inside[j], behind.pop()
+        return out
+
     def op(self, j: int, op: Op, waits: list[int], seconds: float) -> None:
         """Adds the task of an op, or leaves its seconds to the kernels that compute it."""
-        tasks, kernels = self.tasks, self.network.space.facts.kernels
-        home = op.held_during if op.traits.loop_slice or op.traits.loop_stack else op.loop
-        mine = kernels.inside[j] if len(kernels.inside[j]) == 1 else ()
+        tasks, kernels, home = self.tasks, self.network.space.facts.kernels, _home(op)
+        mine = self.computed_in[j]
         shares = {n: (seconds / len(mine), [j] if seconds else []) for n in mine}
         for v in op.inputs:
             handed = self.inside[self.graph.values[v].producer[0]] if v is not None else {}
@@ -144,6 +173,8 @@ class _Builder:
                     shares[n] = shares[n][0] + more, shares[n][1] + ops
         self.inside.append({n: share for n, share in shares.items() if share[1]})
         made = tasks.made[j] = tasks.add(home, waits, 0.0 if mine else seconds, group=kernels.own[j])
+        if made == len(tasks.home) - 1 and seconds and not mine:
+            tasks.results[made] = max(1, sum(self.network.space.materialised[v] for v in op.outputs))
         if op.traits.recompute_barrier:
             some = self.behind.setdefault(op.path[:-1], [])
             some.append(j)
@@ -156,7 +187,7 @@ class _Builder:
     def flush_untaken(self, j: int, v: int | None) -> None:
         """Gives what is left of the seconds of value v's op a kernel if op j, which reads v, does not take them over."""
         kernels, made = self.network.space.facts.kernels, -1 if v is None else self.graph.values[v].producer[0]
-        if made >= 0 and self.inside[made] and self.inside[made].keys().isdisjoint((kernels.own[j], *kernels.inside[j])):
+        if made >= 0 and self.inside[made] and self.inside[made].keys().isdisjoint((kernels.own[j], *self.computed_in[j])):
             self.flush(made)
 
     def flush(self, j: int) -> None:
@@ -164,7 +195,7 @@ class _Builder:
         shares, self.inside[j] = self.inside[j], {}
         if shares:
             ops = dict.fromkeys(i for _, some in shares.values() for i in some)
-            made = self.tasks.add(self.graph.ops[j].loop, (self.tasks.made[j],), sum(seconds for seconds, _ in shares.values()))
+            made = self.tasks.add(_home(self.graph.ops[j]), (self.tasks.made[j],), sum(seconds for seconds, _ in shares.values()))
             self.tasks.computed.update((i, made) for i in ops if i not in self.tasks.computed)
             self.tasks.made[j] = made
 
@@ -178,17 +209,22 @@ class _Builder:
 
     def resharded(self, j: int, v: int, steps: Iterable[ReshardStep], copy: int) -> int:
         """The task after which value v has gone these steps towards op j."""
-        producer = self.graph.values[v].producer[0]
-        self.flush(producer)
-        at = self.tasks.made[producer]
+        at = self.tasks.made[self.graph.values[v].producer[0]]
         if copy and self.graph.ops[j].traits.copy:
-            at = self.regathered.setdefault((v, copy), self.tasks.add(self.graph.ops[j].loop, (at, *self.other_operands(j))))
+            if (v, copy) not in self.regathered:
+                self.regathered[v, copy] = self.tasks.add(self.graph.ops[j].loop, (at, *self.other_operands(j)))
+            at = self.regathered[v, copy]
         for step in steps:
             key = (at, step.before, step.after, *shared_key(self.graph, j, v), copy)
             if key not in self.done:
                 self.done[key] = _moved(self.tasks, self.network, j, v, at, step)
             at = self.done[key]
         return at
+
+
+def _home(op: Op) -> int:
+    """The loop in whose rounds an op runs: the row that a loop reads is one of that loop."""
+    return op.held_during if op.traits.loop_slice or op.traits.loop_stack else op.loop
 
 
 def shared_key(graph: Graph, j: int, v: int) -> tuple[int, int, Phase]:

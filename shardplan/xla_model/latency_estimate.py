@@ -1,14 +1,14 @@
 """How long XLA's latency-hiding scheduler believes kernels and collectives to take: the order follows its estimates, the seconds ours.
 
                                  from Hopper on                                      before, where asked to hide latency
-    fused kernel                 bytes / memory rate, no latency of a kernel         1,000 units; 1 where it reduces
+    fused kernel                 bytes / memory rate, no latency of a kernel         1,000 units
     kernel that keeps rows       nothing                                             1
     product                      a table of products measured in short runs, as our  1
                                  rates without what power takes; sums in float32
                                  of narrower operands are not in it: 60 times
     convolution                  10 us                                               1,000
     collective within a node     a table of measured ones: latency and rate          5,000
-                                 (`WITHIN_NODE`), no latency below 1 KiB
+                                 (`WITHIN_NODE`), below 1 KiB in proportion to bytes
     collective between nodes     launch + rounds of a ring (`ring_s`)                5,000
 
 A unit is a microsecond. Facts: estimate-kernels, estimate-collectives, options-latency-hiding.
@@ -37,7 +37,7 @@ WITHIN_NODE: dict[str, tuple[float, float]] = {
 }
 """Seconds, and seconds per byte, that XLA's table has for collectives of a node of 8 GPUs."""
 TABLE_BYTES = 1 << 10
-"""Smallest buffer of the table: below it the rate stays, not the latency."""
+"""Smallest buffer of the table: below it seconds are in proportion to bytes."""
 PRODUCTS: dict[str, tuple[str, float]] = {
     "product": ("bfloat16", 1.05), "float32 product": ("float32", 1.0), "float32 sums": ("bfloat16", 60.0),
 }  # fmt: skip
@@ -61,7 +61,7 @@ _RINGS = {"h100": _Ring(bytes_per_s=25e9 / 1.025), "h100-500w": _Ring(bytes_per_
 
 
 def kernel_estimate_s(kind: KernelKind, seconds: float, size: float, cluster: Cluster) -> float:
-    """Seconds that XLA expects of a kernel that takes `seconds` by our measure; if these are its latency, it moves `size` bytes."""
+    """Seconds that XLA expects of a kernel that takes `seconds` by our measure; `size` bytes count where those are only its latency."""
     if not hides_unasked(cluster.device.name):
         return KERNEL_S if kind in ("fused", "convolution") else 1e-6
     if kind == "rows":
