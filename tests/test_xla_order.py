@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -140,3 +141,59 @@ def test_xlas_own_estimates_of_collectives_and_kernels(monkeypatch):
     assert 1e-6 * float(kernel[0]) == pytest.approx(
         kernel_estimate_s("fused", 2 * (32 << 20) / cluster.device.memory_rate, 0.0, cluster), rel=0.05
     )
+
+
+def momentum(checkpoint: bool, scan: bool):
+    """Plans of a step of four layers under several searches and pins."""
+
+    def step(state, x):
+        params, m = state
+
+        def loss(params):
+            def layer(x, p):
+                return x * jnp.tanh(x @ p["up"].astype(BF16)) @ p["down"].astype(BF16) * p["scale"].astype(BF16), None
+
+            run = jax.checkpoint(layer) if checkpoint else layer
+            if scan:
+                y, _ = jax.lax.scan(run, x, params)
+            else:
+                y = x
+                for n in range(4):
+                    y, _ = run(y, jax.tree.map(lambda p, n=n: p[n], params))
+            return (y.astype(F32) ** 2).mean()
+
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, m, jax.grad(loss)(params))
+        return jax.tree.map(lambda p, m: p * 0.999 - 0.01 * m, params, m), m
+
+    params = {"up": S((4, 1024, 1024), F32), "down": S((4, 1024, 1024), F32), "scale": S((4, 1024), F32)}
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    for options in ({"search": "propagation"}, {"search": "recursive"}, {"pins": {"state/*/up": P(None, "data", "model")}}):
+        make = shardplan.auto(mesh, donate_argnums=0, cluster="h100", compiler_options=None, **options)
+        yield make(step).plan((params, params), S((2048, 1024), BF16)).context.planned
+
+
+@pytest.mark.parametrize(("checkpoint", "scan"), [(False, False), (True, False), (False, True), (True, True)])
+def test_whatever_an_op_reads_is_computed_before_it_in_its_loop_and_no_second_is_lost(checkpoint, scan):
+    for planned in momentum(checkpoint, scan):
+        graph, tasks = planned.graph, planned.program(planned.xla).tasks
+
+        def computed(i, graph=graph, tasks=tasks) -> set[int]:
+            """The tasks after which what op i makes is there: of ops that take no time those of what they read."""
+            if i in tasks.computed:
+                return {tasks.computed[i]}
+            return set().union(*(computed(graph.values[v].producer[0]) for v in graph.ops[i].inputs if v is not None))
+
+        for j, n in tasks.computed.items():
+            for v in filter(None, graph.ops[j].inputs):
+                assert all(m == n or tasks.waits_for(n, m) for m in computed(graph.values[v].producer[0])), graph.ops[j]
+        for n, transfer in tasks.transfers.items():
+            assert all(tasks.waits_for(n, m) for m in computed(graph.values[transfer.value].producer[0]))
+        trips = {n: prod(graph.loops[m].trips for m in holders if m >= 0) for n, holders in enumerate(graph.loop_holders[:-1])} | {
+            -1: 1
+        }
+        ops_s = sum(planned.kernel_seconds) + sum(seconds for *_, seconds in planned.edge_seconds)
+        slices_s = planned.network.sent_ps(planned.solution.states) / 1e12 - sum(
+            t.step.seconds * trips[tasks.home[n]] for n, t in tasks.transfers.items()
+        )
+        all_s = sum(seconds * trips[home] for seconds, home in zip(tasks.seconds, tasks.home, strict=True))
+        assert ops_s - 1e-9 <= all_s <= ops_s + max(0.0, slices_s) + 1e-9
