@@ -140,7 +140,7 @@ class _Builder:
         for op, moved in zip(graph.ops, moves, strict=True):
             makers = ((k, graph.values[v].producer[0]) for k, v in enumerate(op.inputs) if v is not None)
             before = (
-                levels[i] + sum(step.kind != "slice" for step in moved.get(k, ())) + (_home(graph.ops[i]) != _home(op))
+                levels[i] + sum(step.kind != "slice" for step in moved.get(k, ())) + (graph.ops[i].runs_in != op.runs_in)
                 for k, i in makers
             )
             levels.append(max(before, default=0))
@@ -159,7 +159,7 @@ class _Builder:
 
     def op(self, j: int, op: Op, waits: list[int], seconds: float) -> None:
         """Adds the task of an op, or leaves its seconds to the kernels that compute it."""
-        tasks, kernels, home = self.tasks, self.network.space.facts.kernels, _home(op)
+        tasks, kernels, home = self.tasks, self.network.space.facts.kernels, op.runs_in
         mine = self.computed_in[j]
         shares = {n: (seconds / len(mine), [j] if seconds else []) for n in mine}
         for v in op.inputs:
@@ -173,14 +173,13 @@ class _Builder:
                     shares[n] = shares[n][0] + more, shares[n][1] + ops
         self.inside.append({n: share for n, share in shares.items() if share[1]})
         made = tasks.made[j] = tasks.add(home, waits, 0.0 if mine else seconds, group=kernels.own[j])
-        if made == len(tasks.home) - 1 and seconds and not mine:
-            tasks.results[made] = max(1, sum(self.network.space.materialised[v] for v in op.outputs))
         if op.traits.recompute_barrier:
             some = self.behind.setdefault(op.path[:-1], [])
             some.append(j)
             tasks.made.update(dict.fromkeys(some, tasks.add(home, [tasks.made[i] for i in some])))
         if seconds and not mine:
             tasks.computed[j] = made
+            tasks.results[made] = max(1, sum(self.network.space.materialised[v] for v in op.outputs))
         if op.traits.leaves_region or op.traits.loop_stack:
             tasks.roots.setdefault(home, []).append(made)
 
@@ -195,7 +194,7 @@ class _Builder:
         shares, self.inside[j] = self.inside[j], {}
         if shares:
             ops = dict.fromkeys(i for _, some in shares.values() for i in some)
-            made = self.tasks.add(_home(self.graph.ops[j]), (self.tasks.made[j],), sum(seconds for seconds, _ in shares.values()))
+            made = self.tasks.add(self.graph.ops[j].runs_in, (self.tasks.made[j],), sum(seconds for seconds, _ in shares.values()))
             self.tasks.computed.update((i, made) for i in ops if i not in self.tasks.computed)
             self.tasks.made[j] = made
 
@@ -220,11 +219,6 @@ class _Builder:
                 self.done[key] = _moved(self.tasks, self.network, j, v, at, step)
             at = self.done[key]
         return at
-
-
-def _home(op: Op) -> int:
-    """The loop in whose rounds an op runs: the row that a loop reads is one of that loop."""
-    return op.held_during if op.traits.loop_slice or op.traits.loop_stack else op.loop
 
 
 def shared_key(graph: Graph, j: int, v: int) -> tuple[int, int, Phase]:

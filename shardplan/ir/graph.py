@@ -97,6 +97,11 @@ class Op:
         return traits_of(self.primitive)
 
     @property
+    def runs_in(self) -> int:
+        """Number of the loop in whose rounds it is computed, or -1; a row is sliced in the loop that reads it."""
+        return self.held_during if self.traits.loop_slice else self.loop
+
+    @property
     def scalar_broadcast(self) -> bool:
         """Whether it broadcasts one number, in one step or several: XLA writes it where it is read and nowhere else, in loops too."""
         return self.traits.broadcast and (not self.ins[0].shape or self.operand_is_broadcast_scalar)

@@ -63,8 +63,7 @@ class BestWeights:
     @cached_property
     def homes(self) -> list[int]:
         """Per op, the computation that runs its kernel."""
-        ops = self.task.space.graph.ops
-        return [op.held_during if op.traits.loop_slice or op.traits.loop_stack else op.loop for op in ops]
+        return [op.runs_in for op in self.task.space.graph.ops]
 
     @cached_property
     def edge_homes(self) -> list[int]:

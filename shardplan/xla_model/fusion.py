@@ -79,7 +79,7 @@ def _seen_through(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
 def _absorbs(graph: Graph, rules: Sequence[Rule], producer: Op, at: int, prologue: bool) -> bool:
     """Whether op `at` computes what `producer` makes inside its own kernel."""
     reader, inside = graph.ops[at], graph.ops[at].traits.copy or not graph.ops[at].traits.border
-    return inside and _runs_in(producer) == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.traits.matmul))
+    return inside and producer.runs_in == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.traits.matmul))
 
 
 def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
@@ -341,7 +341,7 @@ def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
         levels.append(max(waits, default=0))
         alone = op.traits.reads_part and not any(_fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
         alone |= op.traits.matmul and rules[at].fusion == "none"
-        homes.append((-1 - at if alone else groups[at], levels[at], op.phase, _runs_in(op)))
+        homes.append((-1 - at if alone else groups[at], levels[at], op.phase, op.runs_in))
         if (reduced := over[at]) and not rows.behind[at]:
             first.setdefault(homes[at], reduced)
     joined = _joined(graph, rules, written)
@@ -366,11 +366,6 @@ def _joined(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> lis
         made = (graph.values[v].producer[0] for v in op.inputs if v is not None and not written[v])
         out.append(op.traits.concatenates or ((op.traits.copy or _fuses(graph, rules, at)) and any(out[i] for i in made)))
     return out
-
-
-def _runs_in(op: Op) -> int:
-    """The loop in which an op is computed; rows are sliced in the loop that reads them."""
-    return op.held_during if op.traits.loop_slice else op.loop
 
 
 def _read_array(graph: Graph, rules: Sequence[Rule], v: int) -> int:
