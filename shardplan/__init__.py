@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardplan.mesh.calibrate import calibrate
     from shardplan.plan import Plan, PlanDiff
     from shardplan.plan.job import Job
+    from shardplan.plan.padded import unpadded
     from shardplan.plan.transfer import transfer
     from shardplan.strategies.register import register_rule
     from shardplan.xla.report.check import check
@@ -39,11 +40,12 @@ HOME = {
     "register_rule": "strategies.register",
     "together": "jobs",
     "transfer": "plan.transfer",
+    "unpadded": "plan.padded",
 }
 
 __all__ = [
     "Auto", "Cluster", "Job", "Layout", "MeshShape", "Plan", "PlanDiff", "PlanFileError", "ShardingError", "ShardingWarning", "auto",
-    "calibrate", "check", "register_rule", "together", "transfer",
+    "calibrate", "check", "register_rule", "together", "transfer", "unpadded",
 ]  # fmt: skip
 
 

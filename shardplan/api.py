@@ -25,11 +25,12 @@ from msgspec import structs
 from shardplan import _jax
 from shardplan.errors import OtherSignature, ShardingError
 from shardplan.mesh.cluster import Cluster
-from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.mesh.layout import even_layout
 from shardplan.options import JIT_ARGUMENTS, AutoOptions
 from shardplan.plan import Plan
 from shardplan.plan.arguments import same_paths
-from shardplan.plan.data import JobPart
+from shardplan.plan.data import JobPart, Leaf
+from shardplan.plan.padded import Padded, fill
 from shardplan.signature import Call
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def auto(
     user_shardings: Literal["keep", "hint", "ignore"] = "keep",
     plan: str | os.PathLike[str] | Plan | None = None,
     state_like: str | os.PathLike[str] | Plan | None = None,
+    pad_state: bool = False,
     cache: str | os.PathLike[str] | None = None,
     verify: str | bool | None = None,
     process_timeout: float = 300.0,
@@ -84,6 +86,8 @@ def auto(
         user_shardings: `with_sharding_constraint`s of the step are pins ("keep"), where the search starts ("hint"), or ignored.
         plan: a plan or a plan file to reuse without solving.
         state_like: the plan (or its file) of another step: the state that both take keeps its layouts; the rest is in memory, too.
+        pad_state: hold state whose dims an axis does not divide filled up with zeros, if that is faster or fits better: such arrays
+            come back as nodes of the state's pytree, of which `shardplan.unpadded(state)` makes arrays.
         cache: a folder that keeps plans, each taken from there when the same program is planned with the same options.
         verify: compile the plan for this target ("h100:8"; True: devices at hand), price what XLA does beyond it, and solve again,
             up to three plans; see `Plan.verified`. Not done for a plan that is reused.
@@ -161,7 +165,7 @@ class Auto(Generic[P, R]):
             if under is None:  # eager arrays under a transformation: its rule is the plain function's
                 return self._fun(*args, **kwargs)
             step, operands = self._step(args, kwargs)
-            return step.traceable(*operands)
+            return step.traceable(*step.held(operands))
         refused = None
         if self._last is not None and not kwargs:
             try:
@@ -186,11 +190,12 @@ class Auto(Generic[P, R]):
         """(the planned step of a call's signature, the operands it takes)."""
         from shardplan.step import plan_step  # the first plan loads the solver, not `import shardplan`
 
-        call = Call.of(args, kwargs, *self._static)
+        given = Call.of(args, kwargs, *self._static)
+        call = given.with_own_shapes()
         if call.signature not in self._steps:
             adopt, before = functools.partial(self._adopt, call.signature), [*self._steps.values()]
             self._steps[call.signature] = plan_step(self._fun, call, self.options, adopt, before)
-        return self._steps[call.signature], call.operands
+        return self._steps[call.signature], given.operands
 
     def _adopt(self, signature: Hashable, step: PlannedStep) -> bool:
         """Whether a faster plan replaces that of a signature: unless the step has run, and its state lies as the old plan wants it."""
@@ -234,26 +239,34 @@ class Auto(Generic[P, R]):
                 return create(*args, **kwargs)
 
         leaves, tree = jax.tree.flatten(jax.eval_shape(created, *jax.tree.map(_jax.abstract, (args, kwargs))))
-        layouts = self._known_layouts(tree, leaves)
-        self._unplanned_state = layouts is None
-        layouts = layouts or [even_layout(x.shape, self.options.shape) for x in leaves]
-        shardings = jax.tree.unflatten(tree, [_jax.sharding(mesh, x.spec()) for x in layouts])
-        return jax.jit(_jax.on_auto_axes(created, mesh, shardings), out_shardings=shardings)(args, kwargs)
+        known = self._known_leaves(tree, leaves)
+        self._unplanned_state = known is None
+        layouts = [x.layout for x in known] if known else [even_layout(x.shape, self.options.shape) for x in leaves]
+        shapes = [layout.filled_shape(x.shape, self.options.shape) for x, layout in zip(leaves, layouts, strict=True)]
+        shardings = [_jax.sharding(mesh, x.spec()) for x in layouts]
 
-    def _known_layouts(self, tree, leaves) -> list[Layout] | None:
-        """The layouts of the first argument of this structure, or else of these paths, in the newest plan that has one."""
+        def filled(args, kwargs):
+            return [fill(x, shape) for x, shape in zip(jax.tree.leaves(created(args, kwargs)), shapes, strict=True)]
+
+        arrays = jax.jit(_jax.on_auto_axes(filled, mesh, shardings), out_shardings=shardings)(args, kwargs)
+        made = (x if x.shape == own.shape else Padded(x, own.shape) for x, own in zip(arrays, leaves, strict=True))
+        return jax.tree.unflatten(tree, made)
+
+    def _known_leaves(self, tree, leaves) -> list[Leaf] | None:
+        """The leaves of the first argument of this structure, or else of these paths, in the newest plan that has one."""
         want, saved = [(tuple(x.shape), str(x.dtype)) for x in leaves], self.options.saved_plan
         steps = [*reversed(self._steps.values())]
         parts = [part for same in (operator.eq, same_paths) for step in steps for part in step.argument_leaves(tree, same)]
         parts += [list(saved.inputs[: len(want)])] if saved is not None else []
-        return next(([x.layout for x in part] for part in parts if [(x.shape, x.dtype) for x in part] == want), None)
+        return next((part for part in parts if [(x.shape, x.dtype) for x in part] == want), None)
 
     # ---- jit's other verbs
 
     def trace(self, *args: Any, **kwargs: Any):
         """As `jax.jit(f).trace`, of the planned function; on an AbstractMesh, of the shapes."""
         step, operands = self._step(args, kwargs)
-        return step.jitted.trace(*jax.tree.map(_jax.abstract, operands) if self._abstract else operands)
+        shapes = self._abstract or step.plan.pads_state
+        return step.jitted.trace(*step.held(jax.tree.map(_jax.abstract, operands)) if shapes else operands)
 
     def lower(self, *args: Any, **kwargs: Any):
         """As `jax.jit(f).lower`, of the planned function; on an AbstractMesh, for the cluster's platform."""
@@ -272,16 +285,3 @@ class Auto(Generic[P, R]):
         """Forget all plans and compiled steps."""
         self._steps.clear()
         self._last = None
-
-
-def even_layout(shape: Sequence[int], mesh: MeshShape) -> Layout:
-    """Every mesh axis on the largest dim that it divides."""
-    dims: list[tuple[str, ...]] = [()] * len(shape)
-    local = list(shape)
-    for axis, n in mesh:
-        fits = [d for d in range(len(local)) if n > 1 and local[d] % n == 0 and local[d] >= n]
-        if fits:
-            d = max(fits, key=lambda d: local[d])
-            dims[d] += (axis,)
-            local[d] //= n
-    return Layout(tuple(dims))

@@ -51,6 +51,7 @@ class AutoOptions:
     user_shardings: Literal["keep", "hint", "ignore"]
     plan: str | os.PathLike[str] | Plan | None
     state_like: str | os.PathLike[str] | Plan | None
+    pad_state: bool
     cache: str | os.PathLike[str] | None
     verify: str | bool | None
     process_timeout: float
@@ -65,7 +66,7 @@ class AutoOptions:
                 f"auto() takes a mesh first, not {type(self.mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))(step)"
             )
         _refuse_unknown(self)
-        for name, words in (("search", tuple(SEARCHES)), ("user_shardings", ("keep", "hint", "ignore")), ("overlap", (True, False))):
+        for name, words in (("search", tuple(SEARCHES)), ("user_shardings", ("keep", "hint", "ignore")), ("overlap", (True, False)), ("pad_state", (False, True))):
             if (given := getattr(self, name)) not in words:
                 raise ShardingError(f"{name}={given!r} is none of {', '.join(map(repr, words))}.\n  way out: {name}={words[0]!r}")
         if not (isinstance(self.compute_scale, (int, float)) and 0 < self.compute_scale < float("inf")):
@@ -132,10 +133,16 @@ class AutoOptions:
             "program": program,
             "donated": donated,
             "flags": flags,
+            "pad_state": self.pads_state,
             "mesh": list(self.shape),
             "cluster": repr(self.machine),
             "rules": registered_text(),
         }
+
+    @property
+    def pads_state(self) -> bool:
+        """Whether state may be held padded: where that is asked for, and where the plan to reuse does."""
+        return self.pad_state or (self.saved_plan is not None and self.saved_plan.pads_state)
 
     @functools.cached_property
     def machine(self) -> Cluster:

@@ -17,6 +17,7 @@ from shardplan.feedback import Verified
 from shardplan.plan import Plan
 from shardplan.plan.arguments import arguments_like, buffer
 from shardplan.plan.data import Leaf
+from shardplan.plan.padded import held, is_held, is_padded
 from shardplan.plan.planned import Planned
 from shardplan.units import format_memory
 
@@ -53,6 +54,8 @@ class PlannedStep:
             raise ShardingError(
                 "this step was planned on an AbstractMesh, which has no devices to run on.\n  way out: auto(jax.make_mesh(...))"
             )
+        if foreign and (filled := self.held(operands)) is not operands:
+            return self._of_other_shapes(operands, filled, expects_move)
         if self.donated:
             operands = self._with_own_buffers(operands, foreign)
         try:
@@ -70,10 +73,31 @@ class PlannedStep:
         if not expects_move:
             self._warn_of_moves(leaves)
         out = self.jitted(*jax.tree.unflatten(tree, placed))
-        for n in self.donated:  # what was donated is gone, also where a copy of it was moved first
+        self._delete_donated(leaves)
+        return out
+
+    def held(self, operands: tuple) -> tuple:
+        """The operands in the shapes in which the plan holds them between steps; the same object where they are already."""
+        leaves, tree = jax.tree.flatten(operands, is_leaf=is_padded)
+        pairs, mesh = [*zip(leaves, self.plan.inputs, self.in_shardings, strict=True)], self.plan.mesh
+        if all(is_held(x, leaf, mesh) for x, leaf, _ in pairs):
+            return operands
+        return jax.tree.unflatten(tree, [held(x, leaf, mesh, s) for x, leaf, s in pairs])
+
+    def _of_other_shapes(self, operands: tuple, filled: tuple, expects_move: bool) -> Any:
+        """Runs the step on operands some of which were not held as the plan wants them."""
+        leaves = jax.tree.leaves(operands, is_leaf=is_padded)
+        if not expects_move:
+            self._warn_of_moves(leaves)
+        out = self(*filled, expects_move=True, foreign=True)
+        self._delete_donated([x.array if is_padded(x) else x for x in leaves])
+        return out
+
+    def _delete_donated(self, leaves: Sequence) -> None:
+        """What was donated is gone, also where a copy of it was moved first."""
+        for n in self.donated:
             if isinstance(leaves[n], jax.Array) and not leaves[n].is_deleted():
                 leaves[n].delete()
-        return out
 
     def _refuse(self, leaves: Sequence, error: Exception) -> None:
         """Says in words what jit says of donated arrays that are used again, and of shapes in place of arrays."""

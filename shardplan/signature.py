@@ -17,6 +17,7 @@ from shardplan import _jax
 from shardplan.costs.pins import PinDims, pin_dims
 from shardplan.errors import ShardingError
 from shardplan.plan.arguments import arguments, path_text
+from shardplan.plan.padded import with_own_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,14 @@ class Call:
                 ) from None
         leaves, tree = jax.tree.flatten((self.positional, self.keywords))
         return tree, tuple(map(_leaf_signature, leaves)), tuple(static)
+
+    def with_own_shapes(self) -> Call:
+        """The call with shapes in place of what is held padded."""
+
+        def one(n: int | str, x):
+            return x if n in self.static else with_own_shapes(x)
+
+        return Call(tuple(one(n, x) for n, x in enumerate(self.args)), {k: one(k, x) for k, x in self.kwargs.items()}, self.static)
 
     def abstract(self) -> tuple[list, dict[str, Any]]:
         """The call with shapes for arrays, as `jax.jit(f).trace` takes it."""

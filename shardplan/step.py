@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from msgspec import structs
 
 from shardplan import __version__, _jax, _jax_kernels
@@ -29,9 +30,10 @@ from shardplan.plan import Plan
 from shardplan.plan.arguments import path_text
 from shardplan.plan.cache import CachedPlan
 from shardplan.plan.describe import describe
+from shardplan.plan.padded import cut, fill, held
 from shardplan.plan.planned import Planned
 from shardplan.plan.program import line_name, source_lines
-from shardplan.plan.reuse import SharedState, decisions_but_scalars, matching_pins, refuse_other_state, saved_decisions, shared_state
+from shardplan.plan.reuse import SharedState, decisions_but_scalars, matching_pins, padded_inputs, refuse_other_state, saved_decisions, shared_state
 from shardplan.planned_step import PlanContext, PlannedStep
 from shardplan.processes import PROGRAM, Announcement, Announcements, Processes
 from shardplan.search.objective import NEAR_TIE
@@ -311,6 +313,7 @@ class TracedStep:
             tuple(state_pairs(in_tree, in_leaves, out_tree, results)),
             tuple(n for n, x in enumerate(in_leaves) if x.donated),
         )
+        flat = replace(flat, padded=_padded(flat, auto))
         donated = tuple(n for n, info in enumerate(infos) if any(x.donated for x in jax.tree.leaves(info)))
         return cls(auto, twin, getattr(fun, "__name__", "step"), traced.jaxpr, flat, operands, donated, in_tree, results, out_tree)
 
@@ -335,7 +338,7 @@ class TracedStep:
         """What a plan with these decisions remembers."""
 
         def program(plan: Plan) -> tuple[Callable, tuple]:
-            return self.jit(decisions, plan).jitted, self.operands
+            return self.jit(decisions, plan).jitted, self.held(plan)
 
         def decided(other: Planned, replan: Callable[..., Plan]) -> Plan:
             return describe(other, self.context(other.decisions, replan, other), self.auto.flags(other.xla.flags()))
@@ -360,6 +363,11 @@ class TracedStep:
             PROGRAM: self.traced.identity().fingerprint,
         }
 
+    def held(self, plan: Plan) -> tuple:
+        """The operands, as shapes in which a plan holds them between steps."""
+        leaves, tree = jax.tree.flatten(self.operands)
+        return jax.tree.unflatten(tree, [held(x, leaf, plan.mesh) for x, leaf in zip(leaves, plan.inputs, strict=True)])
+
     def pinned(self, asked: Options) -> frozenset[str]:
         """Paths of the inputs that have pins."""
         labels = self.traced.in_labels
@@ -379,11 +387,14 @@ class TracedStep:
         mesh: Any = self.twin if on_twin else self.auto.mesh
         in_shardings, out_shardings = ([_jax.sharding(mesh, x.layout.spec()) for x in leaves] for leaves in (plan.inputs, plan.outputs))
         flat = _jax.differentiable_as(emit(self.traced.jaxpr, decisions, self.twin), self.program)
-        expected = _types(self.operands)
+        expected = _types(self.held(plan))
+        results = [held(x, leaf, plan.mesh) for x, leaf in zip(self.results, plan.outputs, strict=True)]
+        out_tree = jax.tree.structure(jax.tree.unflatten(self.out_tree, results))
 
         def flat_step(*leaves):
             with _jax.within(self.twin):
-                return tuple(flat(*leaves))
+                own = (cut(x, leaf.shape) for x, leaf in zip(leaves, plan.inputs, strict=True))
+                return tuple(fill(x, leaf.held_shape(plan.mesh)) for x, leaf in zip(flat(*own), plan.outputs, strict=True))
 
         def step(*operands, keep_types: bool = False):
             leaves = jax.tree.leaves(operands)
@@ -394,7 +405,7 @@ class TracedStep:
             out = list(out_shardings)
             for a, o in self.traced.tied if keep_types else ():  # state comes out with the type that it went in with
                 out[o] = _jax.typed_sharding(leaves[a], mesh) or out[o]
-            return jax.tree.unflatten(self.out_tree, _jax.on_auto_axes(flat_step, mesh, tuple(out))(*leaves))
+            return jax.tree.unflatten(out_tree, _jax.on_auto_axes(flat_step, mesh, tuple(out))(*leaves))
 
         step.__name__ = self.name
         jitted = jax.jit(
@@ -409,6 +420,14 @@ class TracedStep:
         if on_twin and not _jax.is_auto(self.auto.mesh):
             jitted = _jax.on_twin(jitted, self.twin, self.auto.mesh)
         return PlannedStep(plan, self.auto.mesh, jitted, functools.partial(step, keep_types=True), in_shardings, self.traced.donated)
+
+
+def _padded(traced: Traced, auto: AutoOptions) -> frozenset[int]:
+    """Numbers of the inputs that may be held padded between steps: state, and what the plan that has the state holds so."""
+    kept = {a for a, _ in traced.tied} if auto.pads_state else set()
+    shared = padded_inputs(auto.state_plan, traced) if auto.state_plan is not None else set()
+    dtypes = [v.aval.dtype for v in traced.jaxpr.jaxpr.invars]
+    return frozenset(n for n in kept | shared if not jnp.issubdtype(dtypes[n], jax.dtypes.extended))
 
 
 def _refuse_options(options: AutoOptions, call: Call) -> None:

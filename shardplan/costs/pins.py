@@ -14,7 +14,7 @@ from shardplan.costs.space import StrategySpace
 from shardplan.errors import ShardingError
 from shardplan.files import portable
 from shardplan.ir.graph import Graph, Op
-from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.layout import Layout, MeshShape
 
 Pin = tuple[str, PinDims]
 """Its author in words, and the layout it asks for."""
@@ -83,7 +83,7 @@ def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, .
     splitting = {a for a in axes if space.mesh.size(a) > 1}  # an axis of one device leaves a dim whole: no strategy names it
     mask = np.ones(len(layouts), dtype=bool)
     for n, (who, dims) in enumerate(wanted):
-        _check_pin(who := f"{who}{place} on {what}", dims, shape, space.mesh)
+        _check_pin(who := f"{who}{place} on {what}", dims, op, space.mesh)
         known = [d if d == FREE else tuple(a for a in d if a in splitting) for d in dims]
         mask = mask & np.array([all(d in (FREE, x) for d, x in zip(known, layout.dims, strict=True)) for layout in layouts])
         if not mask.any():
@@ -97,9 +97,9 @@ def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, .
     return mask
 
 
-def _check_pin(who: str, dims: PinDims, shape: tuple[int, ...], mesh: MeshShape) -> None:
+def _check_pin(who: str, dims: PinDims, op: Op, mesh: MeshShape) -> None:
     """Raises ShardingError for a pin of the wrong rank, an axis the mesh lacks, or a dim that does not divide."""
-    text = pin_text(dims)
+    text, shape = pin_text(dims), tuple(op.outs[0].shape)
     if len(dims) != len(shape):
         raise ShardingError(f"{who}: {text} has {len(dims)} entries, the array {len(shape)} dims.\n  way out: one entry per dim")
     sharded = {d: axes for d, axes in enumerate(dims) if axes != FREE}
@@ -110,10 +110,12 @@ def _check_pin(who: str, dims: PinDims, shape: tuple[int, ...], mesh: MeshShape)
         if used.count(axis) > 1:
             raise ShardingError(f"{who}: {text} uses mesh axis {axis!r} twice.\n  way out: each axis on one dim")
     for d, axes in sharded.items():
-        if shape[d] % mesh.size(*axes):
+        fills_up = Layout((axes,)).splits((shape[d],), mesh)
+        if shape[d] % mesh.size(*axes) and not (op.padded and fills_up):
+            held = "pad_state=True for what the step returns in its place, or " if fills_up and not op.padded else ""
             raise ShardingError(
                 f"{who}: {text} shards dim {d} of size {shape[d]} over {mesh.size(*axes)} devices, which does not divide.\n"
-                f"  way out: pad dim {d} to {-(-shape[d] // mesh.size(*axes)) * mesh.size(*axes)}, or leave it replicated"
+                f"  way out: {held}pad dim {d} to {-(-shape[d] // mesh.size(*axes)) * mesh.size(*axes)}, or leave it replicated"
             )
 
 

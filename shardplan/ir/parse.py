@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ class Traced:
     out_labels: tuple[str, ...]  # pytree paths of the flat outputs
     tied: tuple[tuple[int, int], ...]  # (input, output) numbers of state: the output keeps the input's layout
     donated: tuple[int, ...]  # numbers of donated inputs
+    padded: frozenset[int] = frozenset()  # numbers of inputs that may be held padded between steps; outputs tied to them, too
 
     def identity(self) -> Identity:
         """The same for the same program with the same shapes, on every mesh, in every process; see `ir/canonical.py`."""
@@ -43,7 +44,7 @@ class Traced:
 
     def graph(self) -> Graph:
         """The step as a graph."""
-        return parse(self.jaxpr, self.in_labels, self.out_labels, self.tied, self.donated)
+        return parse(self.jaxpr, self.in_labels, self.out_labels, self.tied, self.donated, self.padded)
 
 
 class _Recorder:
@@ -89,19 +90,22 @@ def parse(
     out_labels: Sequence[str] = (),
     tied: Sequence[tuple[int, int]] = (),
     donated: Sequence[int] = (),
+    padded: Collection[int] = (),
 ) -> Graph:
     """The graph of a closed jaxpr, from `jax.make_jaxpr` or `jax.jit(f).trace(...).jaxpr`; the other arguments as in `Traced`."""
     g, jaxpr = _Recorder(), closed.jaxpr
     values: list[int | None] = [g.record("const", [], [], [var.aval], ("const", k))[0] for k, var in enumerate(jaxpr.constvars)]
     args = range(len(g.ops), len(g.ops) + len(jaxpr.invars))
     for k, var in enumerate(jaxpr.invars):
-        values += g.record("arg", [], [], [var.aval], ("arg", k), label=in_labels[k] if in_labels else f"[{k}]")
+        label = in_labels[k] if in_labels else f"[{k}]"
+        values += g.record("arg", [], [], [var.aval], ("arg", k), label=label, padded=k in padded)
     results = _read(g, jaxpr, values, ())
+    padded = {o for a, o in tied if a in padded}
     outs, g.phase = range(len(g.ops), len(g.ops) + len(results)), "update"
     for k, (v, var) in enumerate(zip(results, jaxpr.outvars, strict=True)):
         made = Source() if v is None else g.ops[g.values[v].producer[0]].source
         label = out_labels[k] if out_labels else f"[{k}]"
-        g.record("out", [v], [var.aval], [var.aval], ("out", k), label=label, source=made)
+        g.record("out", [v], [var.aval], [var.aval], ("out", k), label=label, source=made, padded=k in padded)
     made = tuple(replace(v, consumers=tuple(c)) for v, c in zip(g.values, g.consumers, strict=True))
     pairs = (*g.same_layout, *((args[a], outs[o]) for a, o in tied))
     return Graph(tuple(g.ops), made, tuple(g.loops), pairs, tuple(args), tuple(outs), frozenset(args[d] for d in donated))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -138,6 +138,10 @@ class Layout:
         """Shape of one device's shard; uneven dims round up, as XLA pads them."""
         return tuple(-(-n // mesh.size(*axes)) for n, axes in zip(shape, self.dims, strict=True))
 
+    def filled_shape(self, shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
+        """Shape of the whole tensor with every dim filled up to equal blocks."""
+        return tuple(-(-n // k) * k for n, k in zip(shape, (mesh.size(*axes) for axes in self.dims), strict=True))
+
     def slices(self, shape: tuple[int, ...], mesh: MeshShape, device: int) -> tuple[slice, ...]:
         """The slice of the whole tensor that `device` (row-major number) holds."""
         where, out = mesh.coordinates(device), []
@@ -177,3 +181,16 @@ class Layout:
         entries = ", ".join(map(repr, self.spec()))
         partial = "".join(f" + {kind} over {axis}" for axis, kind in self.partial)
         return f"P({entries}){partial}"
+
+
+def even_layout(shape: Sequence[int], mesh: MeshShape) -> Layout:
+    """Every mesh axis on the largest dim that it divides."""
+    dims: list[tuple[str, ...]] = [()] * len(shape)
+    local = list(shape)
+    for axis, n in mesh:
+        fits = [d for d in range(len(local)) if n > 1 and local[d] % n == 0 and local[d] >= n]
+        if fits:
+            d = max(fits, key=lambda d: local[d])
+            dims[d] += (axis,)
+            local[d] //= n
+    return Layout(tuple(dims))

@@ -45,6 +45,10 @@ class Leaf(Struct, frozen=True, forbid_unknown_fields=True):
     layout: Layout
     kind: str = ""
 
+    def held_shape(self, mesh: MeshShape) -> tuple[int, ...]:
+        """Of the array between steps: `shape`, dims that do not divide filled up (`plan/padded.py`)."""
+        return self.layout.filled_shape(self.shape, mesh)
+
     def device_bytes(self, mesh: MeshShape) -> float:
         """Bytes of a device's shard."""
         return math.prod(self.layout.local_shape(self.shape, mesh)) * itemsize(self.dtype)

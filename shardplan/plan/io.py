@@ -262,7 +262,7 @@ def _leaf_faults(at: str, x: Leaf, mesh: MeshShape) -> Iterator[tuple[str, str]]
     if x.layout.rank != len(x.shape):
         yield f"{at}.layout", f"has {x.layout.rank} dims, the array {len(x.shape)}"
     for d, (n, axes) in enumerate(zip(x.shape, x.layout.dims, strict=True)):
-        if n % mesh.size(*axes):
+        if not Layout((axes,)).splits((n,), mesh):
             yield f"{at}.layout.dims[{d}]", f"{mesh.size(*axes)} shards over {', '.join(axes)} do not divide {n}"
 
 

@@ -27,6 +27,7 @@ from shardplan.plan.arguments import arguments
 from shardplan.plan.batches import data_shard, global_batch
 from shardplan.plan.comparison import PlanComparison, PlanDiff
 from shardplan.plan.data import Conflict, Leaf, MemoryReport, PlannedReshard, PlanRecord
+from shardplan.plan.padded import held
 
 QUICK_OPS = 600
 """Ops of a step up to which all its baselines are planned to print a plan, and questions are answered on its page."""
@@ -39,6 +40,11 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
 
     context: ClassVar[Any] = None
     """What the plan was planned from (`step.PlanContext`); None for a plan read from a file."""
+
+    @property
+    def pads_state(self) -> bool:
+        """Whether some state is held padded between steps (`auto(mesh, pad_state=True)`)."""
+        return any(x.held_shape(self.mesh) != x.shape for x in self.inputs)
 
     def with_context(self, context: Any) -> Plan:
         """This plan with another context."""
@@ -83,12 +89,16 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return self._tree(self.outputs, self.context and self.context.out_tree, self._sharding)
 
     def abstract(self):
-        """The arguments as `jax.ShapeDtypeStruct`s with their shardings, for checkpoint restoring: a pytree (args, kwargs)."""
+        """The arguments as `jax.ShapeDtypeStruct`s with their shardings, for checkpoint restoring: a pytree (args, kwargs).
+
+        What is held padded is in it as the step takes it.
+        """
 
         def make(leaf: Leaf):
             if not self.context:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            return jax.ShapeDtypeStruct(leaf.shape, self.context.in_dtypes[leaf.path], sharding=self._sharding(leaf))
+            shape, dtype = leaf.held_shape(self.mesh), self.context.in_dtypes[leaf.path]
+            return held(jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(leaf)), leaf, self.mesh)
 
         return self._tree(self.inputs, self.context and self.context.in_tree, make)
 

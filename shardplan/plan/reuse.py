@@ -232,22 +232,30 @@ def shared_state(plan: Plan, traced: Traced, taken: Collection[str]) -> SharedSt
     Raises:
         ShardingError: no input is one of the state.
     """
-    state = _state(plan)
-    pins: dict[int, PinDims] = {}
-    rest = {id(x): x for x in state}
-    for n, (label, v) in enumerate(zip(traced.in_labels, traced.jaxpr.jaxpr.invars, strict=True)):
-        same = [x for x in state if (x.shape, x.dtype) == _type(v.aval)]
-        leaf = _of_path(same, label)
-        if leaf is not None:
-            rest.pop(id(leaf), None)
-        if leaf is not None and label not in taken:
-            pins[n] = leaf.layout.dims
+    state, found = _state(plan), _shared_leaves(plan, traced)
+    known = {id(leaf) for leaf in found.values()}
+    pins = {n: leaf.layout.dims for n, leaf in found.items() if traced.in_labels[n] not in taken}
+    rest = [leaf for leaf in state if id(leaf) not in known]
     if not pins and not any(label in taken for label in traced.in_labels):
         raise ShardingError(
             f"state_like: no input of the step is state of that plan.\n  state: {_listed([x.path for x in state])}\n"
             f"  step: {_listed(traced.in_labels)}\n  way out: the plan of a step with the same parameters, or in_shardings"
         )
-    return SharedState(pins, sum(leaf.device_bytes(plan.mesh) for leaf in rest.values()))
+    return SharedState(pins, sum(leaf.device_bytes(plan.mesh) for leaf in rest))
+
+
+def padded_inputs(plan: Plan, traced: Traced) -> frozenset[int]:
+    """Numbers of the inputs of a step that are state of another step's plan, which holds them padded."""
+    found = _shared_leaves(plan, traced) if plan.pads_state else {}
+    return frozenset(n for n, leaf in found.items() if leaf.held_shape(plan.mesh) != leaf.shape)
+
+
+def _shared_leaves(plan: Plan, traced: Traced) -> dict[int, Leaf]:
+    """Number of an input -> the leaf of another plan's state that it is."""
+    state = _state(plan)
+    inputs = enumerate(zip(traced.in_labels, traced.jaxpr.jaxpr.invars, strict=True))
+    found = ((n, _of_path([x for x in state if (x.shape, x.dtype) == _type(v.aval)], label)) for n, (label, v) in inputs)
+    return {n: leaf for n, leaf in found if leaf is not None}
 
 
 def _state(plan: Plan) -> list[Leaf]:

@@ -87,7 +87,7 @@ def _sized_rule(op: Op) -> tuple[Rule, bool, dict[str, int], frozenset[str]]:
     empty = not op.traits.step_input and any(0 in shape for shape in used)  # XLA does not shard it
     if empty or any(str(getattr(x, "dtype", "")) in REPLICATED_DTYPES for x in (*op.ins, *op.outs)):
         rule = replace(rule, replicated=frozenset(sizes), linear=False)
-    return rule, known, sizes, uneven_factors(rule, op.traits)
+    return rule, known, sizes, uneven_factors(rule, op.traits, op.padded)
 
 
 def _border_rule(op: Op) -> Rule | None:
@@ -135,7 +135,7 @@ def _key(op: Op) -> Hashable:
         params = repr(rule_for(op.primitive, op.ins, op.outs, op.params))
     else:
         params = tuple((name, _hashable(value)) for name, value in sorted(op.params.items()))
-    return op.primitive, params, op.is_follower, op.accumulates, tuple(map(aval, op.ins)), tuple(map(aval, op.outs)), literal
+    return op.primitive, params, op.is_follower, op.accumulates, op.padded, tuple(map(aval, op.ins)), tuple(map(aval, op.outs)), literal
 
 
 def _hashable(value) -> Hashable:

@@ -5,7 +5,7 @@
 
 XLA masks operands of sums, products and other reductions with the neutral element, lookups and updates by indices. Equal blocks are
 needed by ops that every device runs on its own shards, by factors inside compound dims, by factors along which shards exchange
-something, and at the ends of the step, where JAX refuses others.
+something, and at the ends of the step, where JAX refuses others, but for state that is held padded (`plan/padded.py`).
 
 Facts: uneven-blocks-are-masked, uneven-sum-is-all-reduced.
 """
@@ -19,16 +19,17 @@ FUSIONS = ("loop", "view", "reduce")
 """Kinds of ops (`Rule.fusion`) whose blocks XLA fills up; of others, products and scatters."""
 
 
-def uneven_factors(rule: Rule, traits: Traits) -> frozenset[str]:
+def uneven_factors(rule: Rule, traits: Traits, padded: bool = False) -> frozenset[str]:
     """The factors of an op that may be sharded unevenly.
 
     Args:
         rule: the op's rule.
         traits: of its primitive.
+        padded: whether it is an end of the step where the array may be held padded.
     """
     pointwise = rule.fusion in FUSIONS and not rule.scan and not rule.arg_reduce and not rule.head
     adds = traits.scatter == "add" and not rule.shard_local  # of several windows
-    if traits.endpoint or traits.runs_on_shards or traits.convolution or not (pointwise or traits.matmul or adds or traits.border):
+    if (traits.endpoint and not padded) or traits.runs_on_shards or traits.convolution or not (pointwise or traits.matmul or adds or traits.border):
         return frozenset()
     dims = {dim for tensor in rule.operands + rule.results for dim in tensor}
     compound = {a for dim in dims if len(dim) > 1 for a in dim}
