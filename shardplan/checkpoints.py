@@ -5,11 +5,13 @@
     restored = checkpoints.restore(manager, other_plan)       # another mesh, more or fewer devices: `.state` lies as that plan wants it
 
 A checkpoint is a folder of orbax's: `state` (a pytree, which orbax alone restores, too), `plan/metadata` (a plan file), and `notes`.
+What is held padded (`plan/padded.py`) is saved so, under its path and "padded_from_50257x768", and read with any other padding or none.
 Orbax writes it under another name and renames it when it is complete, so that a crash leaves the checkpoints before it as they were.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,8 @@ import jax.numpy as jnp
 from shardplan.errors import ShardingError
 from shardplan.files import read_limited
 from shardplan.plan import Plan
-from shardplan.plan.arguments import path_text
+from shardplan.plan.arguments import path_text, tree_paths
+from shardplan.plan.padded import Padded, is_padded, padded_from, padded_key
 from shardplan.plan.program import differences_of_plans
 from shardplan.units import format_array, format_bytes
 
@@ -58,6 +61,7 @@ def save(manager: Any, step: int, state: Any, plan: Plan, notes: Mapping[str, An
         **options: of `manager.save`, such as `force=True`.
     """
     args = _orbax().args
+    state = jax.tree.map(lambda x: {padded_key(x.shape): x.array} if is_padded(x) else x, state, is_leaf=is_padded)
     items = {"state": args.PyTreeSave(state), "plan": args.JsonSave(json.loads(plan.dumps()))}
     items |= {} if notes is None else {"notes": args.JsonSave(dict(notes))}
     return manager.save(step, args=args.Composite(**items), **options)
@@ -95,20 +99,38 @@ def restore(manager: Any, plan: Plan, *, step: int | None = None, argument: int 
     kept = ocp.PyTreeCheckpointHandler().metadata(folder / "state")
     kept = getattr(kept, "tree", kept)
     wanted, tree = _wanted(plan, argument)
-    there = {path_text(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(kept)}
+    there = dict(_own(path_text(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(kept))
     lacking = [path for path, x in wanted.items() if path not in there or _type(there[path]) != _type(x)]
     fresh = _fresh(initial, tree, wanted, lacking, there, step)
 
-    def asked(keys: Sequence, _: Any) -> Any:
-        path = path_text(keys)
-        return ocp.PLACEHOLDER if path not in wanted or path in fresh else wanted[path]
+    def asked(keys: Sequence, x: Any) -> Any:
+        path, _ = _own(path_text(keys), x)
+        return ocp.PLACEHOLDER if path not in wanted or path in fresh else _array(wanted[path])
 
     asked_for = jax.tree_util.tree_map_with_path(asked, kept)
     how = ocp.checkpoint_utils.construct_restore_args(asked_for)
+    how = jax.tree.map(lambda how, x, y: how if x is ocp.PLACEHOLDER or x.shape == y.shape else _refilled(how), how, asked_for, kept)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         read = reader.restore(folder / "state", args=ocp.args.PyTreeRestore(asked_for, how))
-    arrays = {path_text(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(read)} | fresh
+    found = (_own(path_text(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(read))
+    arrays = {path: Padded(_array(x), wanted[path].shape) if is_padded(wanted.get(path)) else _array(x) for path, x in found} | fresh
     return Restored(step, jax.tree.unflatten(tree, [arrays[path] for path in wanted]), saved, _notes(folder / "notes" / "metadata"))
+
+
+def _own(path: str, x: Any) -> tuple[str, Any]:
+    """(path of an array in the state, the array): what was saved padded knows its own shape."""
+    head, _, last = path.rpartition("/")
+    shape = padded_from(last)
+    return (path, x) if shape is None else (head, Padded(x, shape))
+
+
+def _array(x: Any) -> Any:
+    return x.array if is_padded(x) else x
+
+
+def _refilled(how: Any) -> Any:
+    """How to read an array that is saved with another padding: what is too much is left out, what lacks is zero."""
+    return dataclasses.replace(how, strict=False)
 
 
 def _orbax() -> Any:
@@ -151,8 +173,8 @@ def _log_differences(saved: Plan, plan: Plan, step: int) -> None:
         LOG.warning("checkpoint %d was saved by another program:\n  %s", step, "\n  ".join(differences_of_plans(saved, plan)))
 
 
-def _wanted(plan: Plan, argument: int | str) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
-    """(path -> type and sharding of every leaf of an argument, its structure)."""
+def _wanted(plan: Plan, argument: int | str) -> tuple[dict[str, Any], Any]:
+    """(path -> type and sharding of every leaf of an argument, in a `Padded` what is held so; its structure)."""
     if plan.context is None or not isinstance(plan.context.mesh, jax.sharding.Mesh):
         raise ShardingError("restore needs a plan with its devices.\n  way out: step.plan(...) of a step on a mesh of jax.devices()")
     args, kwargs = cast(tuple[tuple, dict], plan.abstract())
@@ -161,11 +183,14 @@ def _wanted(plan: Plan, argument: int | str) -> tuple[dict[str, jax.ShapeDtypeSt
     except (KeyError, IndexError):
         has = f"{len(args)} positional arguments and {', '.join(kwargs) or 'no'} keyword arguments"
         raise ShardingError(f"argument={argument!r}: the plan's step has {has}.\n  way out: one of these") from None
-    return {path_text(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(tree)}, jax.tree.structure(tree)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
+    return dict(zip(tree_paths(structure), leaves, strict=True)), structure
 
 
 def _type(x: Any) -> str:
     """Of an array as it is stored: keys as numbers."""
+    if is_padded(x):
+        return format_array(jax.ShapeDtypeStruct(x.shape, x.dtype))
     return format_array(jax.eval_shape(jax.random.key_data, x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
@@ -182,14 +207,15 @@ def _fresh(
             "\n  ".join((f"checkpoint {step} has another state than the plan's step takes.", *listed))
             + "\n  ways out: initial=step.init(create_state, key), for arrays that begin anew; or a plan of the step that was saved"
         )
-    if jax.tree.structure(initial) != tree:
+    leaves, structure = jax.tree.flatten(initial, is_leaf=is_padded)
+    if structure != tree:
         raise ShardingError(
-            f"initial is {jax.tree.structure(initial)}, the state of the plan's step {tree}.\n  way out: step.init(create_state, key)"
+            f"initial is {structure}, the state of the plan's step {tree}.\n  way out: step.init(create_state, key)"
         )
-    arrays = dict(zip(wanted, jax.tree.leaves(initial), strict=True))
+    arrays = dict(zip(wanted, leaves, strict=True))
     for path in wanted:
-        if path not in lacking and isinstance(arrays[path], jax.Array):
-            arrays.pop(path).delete()
+        if path not in lacking and isinstance(array := _array(arrays[path]), jax.Array):
+            array.delete()
     if lacking:
         text = "%d of %d arrays are not in checkpoint %d and begin anew:\n  %s"
         LOG.warning(text, len(lacking), len(wanted), step, "\n  ".join(listed))

@@ -86,11 +86,11 @@ class PlannedStep:
 
     def _of_other_shapes(self, operands: tuple, filled: tuple, expects_move: bool) -> Any:
         """Runs the step on operands some of which were not held as the plan wants them."""
-        leaves = jax.tree.leaves(operands, is_leaf=is_padded)
+        leaves = jax.tree.leaves(operands)
         if not expects_move:
             self._warn_of_moves(leaves)
         out = self(*filled, expects_move=True, foreign=True)
-        self._delete_donated([x.array if is_padded(x) else x for x in leaves])
+        self._delete_donated(leaves)
         return out
 
     def _delete_donated(self, leaves: Sequence) -> None:

@@ -12,6 +12,7 @@ Fact: padded-state-is-cut-locally.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +26,10 @@ from shardplan.mesh.layout import MeshShape, even_layout
 from shardplan.plan.data import Leaf
 
 Shape = tuple[int, ...]
+
+
+class NoArrayError(ShardingError, AttributeError):
+    """What is held padded was used as an array."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -57,7 +62,7 @@ class Padded:
         return f"Padded({self.array!r}, shape={self.shape})"
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise ShardingError(
+        raise NoArrayError(
             f"an array of shape {self.shape} is held padded to {self.array.shape} between steps, and is no array for other functions.\n"
             "  way out: shardplan.unpadded(state), outside or inside of the function"
         )
@@ -65,7 +70,7 @@ class Padded:
     __array__ = __jax_array__ = __getitem__ = __len__ = __iter__ = __float__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__") or "array" not in self.__dict__:
+        if name.startswith("_"):
             raise AttributeError(name)
         self._refuse()
 
@@ -73,6 +78,12 @@ class Padded:
 def padded_key(shape: Shape) -> str:
     """The last part of the path of a `Padded`'s array: "padded_from_50257x768"."""
     return f"padded_from_{'x'.join(map(str, shape))}"
+
+
+def padded_from(key: str) -> Shape | None:
+    """The shape that a `padded_key` names; None for any other key."""
+    found = re.fullmatch(r"padded_from_(\d+(?:x\d+)*)", key)
+    return found and tuple(map(int, found[1].split("x")))
 
 
 def is_padded(x: Any) -> bool:
@@ -125,8 +136,8 @@ def resized(x: Any, own: Shape, want: Shape, sharding: jax.sharding.NamedShardin
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(want, x.dtype, weak_type=x.weak_type)
     if not isinstance(x, jax.Array):
-        cut = np.asarray(x)[tuple(map(slice, own))]
-        return np.pad(cut, [(0, b - a) for a, b in zip(own, want, strict=True)])
+        inside = np.asarray(x)[tuple(map(slice, own))]
+        return np.pad(inside, [(0, b - a) for a, b in zip(own, want, strict=True)])
     if _jax.is_tracer(x) or not isinstance(x.sharding, jax.sharding.NamedSharding):
         return fill(cut(x, own), want)
     mesh: Any = x.sharding.mesh

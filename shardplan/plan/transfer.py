@@ -33,6 +33,7 @@ from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder
 from shardplan.plan.arguments import arguments_like, buffer, same_paths
 from shardplan.plan.data import Leaf
+from shardplan.plan.padded import Padded, held, is_held, is_padded
 from shardplan.plan.plan import Plan
 from shardplan.units import format_array, format_memory
 
@@ -64,10 +65,14 @@ def transfer(state: Any, plan: Plan, *, donate: bool = True) -> Any:
     """
     if plan.context is None or not isinstance(plan.context.mesh, Mesh):
         raise ShardingError("transfer needs a plan with its devices.\n  way out: step.plan(...) of a step on a mesh of jax.devices()")
-    arrays, tree = jax.tree.flatten(state)
-    arrays = [x if isinstance(x, jax.Array) else np.asarray(x) for x in arrays]
+    given, tree = jax.tree.flatten(state, is_leaf=is_padded)
+    given = [x if is_padded(x) or isinstance(x, jax.Array) else np.asarray(x) for x in given]
+    leaves = _wanted(plan, tree, given)
+    fitting = [is_held(x, leaf, plan.mesh) for x, leaf in zip(given, leaves, strict=True)]
+    arrays = [x if fits else held(x, leaf, plan.mesh) for x, leaf, fits in zip(given, leaves, fitting, strict=True)]
+    arrays = [x.array if is_padded(x) else x for x in arrays]
     programs, moves = _Programs(), []
-    for leaf, x in zip(_wanted(plan, tree, arrays), arrays, strict=True):
+    for leaf, x in zip(leaves, arrays, strict=True):
         moves.append(Move.of(leaf, x, _jax.sharding(plan.context.mesh, leaf.layout.spec()), programs))
     moved: list[Any] = [None] * len(moves)
     uses = Counter(map(buffer, arrays))
@@ -77,7 +82,11 @@ def transfer(state: Any, plan: Plan, *, donate: bool = True) -> Any:
         uses[own] -= 1
         last = not uses[own]  # of an array that a state holds twice
         moved[n] = moves[n].run(donate and last, over_host and last)
-    return jax.tree.unflatten(tree, moved)
+    for x, fits in zip(given, fitting, strict=True):  # another padding is another array
+        if donate and not fits and isinstance(old := x.array if is_padded(x) else x, jax.Array):
+            old.delete()
+    own = (x if x.shape == leaf.shape else Padded(x, leaf.shape) for x, leaf in zip(moved, leaves, strict=True))
+    return jax.tree.unflatten(tree, own)
 
 
 def _wanted(plan: Plan, tree: Any, arrays: Sequence) -> list[Leaf]:

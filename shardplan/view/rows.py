@@ -121,7 +121,7 @@ class LeafRow:
         path: of all of them, as `fold` writes it.
         leaves: in flat order.
         type: of one leaf with its axes, "f32[768, 3072@model]".
-        layout: PartitionSpec of one leaf, or "replicated".
+        layout: PartitionSpec of one leaf, or "replicated"; with ", padded" if it is held so.
         device_bytes: of all leaves on one device.
     """
 
@@ -140,6 +140,7 @@ def leaf_rows(leaves: Sequence[Leaf], mesh: MeshShape) -> list[LeafRow]:
     found = []
     for (kind, dtype, shape, layout), numbers in groups.items():
         text, spec = type_text(dtype, shape, layout), clean(str(layout)) if layout.sharded_axes else "replicated"
+        spec += ", padded" if layout.filled_shape(shape, mesh) != shape else ""
         each = math.prod(layout.local_shape(shape, mesh)) * itemsize(dtype)
         for path, members in fold([(leaves[n].path, n) for n in numbers], [x.path for x in leaves]):
             row = LeafRow(path, tuple(leaves[n] for n in members), text, spec, each * len(members))
