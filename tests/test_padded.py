@@ -1,5 +1,7 @@
 """State that no mesh axis divides is held filled up with zeros between steps: the same numbers, and never taken for an array."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,46 +17,66 @@ from shardplan.plan.padded import Padded, is_padded
 
 pytestmark = pytest.mark.usefixtures("first_plan")
 
-TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2, eps=1e-3))
 VOCABULARY, WIDTH, HIDDEN, ROWS, LENGTH = 101, 34, 150, 30, 11
 """No size is a multiple of 4 or 8."""
+IDS = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, LENGTH)).astype(np.int32)
+PINS = {"**/table": jax.P("x"), "**/up": jax.P(None, "x")}
+"""Of both programs."""
 
 
 def create():
-    keys = jax.random.split(jax.random.key(0), 3)
-    layers = {
-        "up": 0.1 * jax.random.normal(keys[0], (2, WIDTH, HIDDEN)),
-        "down": 0.1 * jax.random.normal(keys[1], (2, HIDDEN, WIDTH)),
-        "scale": jnp.ones((2, WIDTH)),
-    }
-    params = {"table": jax.random.normal(keys[2], (VOCABULARY, WIDTH)), "layers": layers}
-    return {"params": params, "opt": TX.init(params), "count": jnp.int32(0)}
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {"table": jax.random.normal(keys[0], (VOCABULARY, WIDTH)), "up": 0.1 * jax.random.normal(keys[1], (WIDTH, HIDDEN))}
+    return {"params": params, "count": jnp.int32(0)}
 
 
 def loss_fn(params, ids):
-    def layer(x, p):
-        return x + jax.nn.gelu((x * p["scale"]) @ p["up"]) @ p["down"], None
-
-    x, _ = lax.scan(jax.checkpoint(layer), params["table"][ids], params["layers"])
-    logits = (x / jnp.abs(x).max(-1, keepdims=True)) @ params["table"].T
-    return optax.softmax_cross_entropy_with_integer_labels(logits, ids).mean()
+    x = params["table"][ids] @ params["up"] @ params["up"].T
+    return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(x) @ params["table"].T, ids).mean()
 
 
 def train_step(state, ids):
-    """Two microbatches, whose gradients are summed in a loop."""
-
-    def accumulate(grads, ids):
-        value, more = jax.value_and_grad(loss_fn)(state["params"], ids)
-        return jax.tree.map(jnp.add, grads, more), value
-
-    grads, values = lax.scan(accumulate, jax.tree.map(jnp.zeros_like, state["params"]), ids.reshape(2, -1, LENGTH))
-    updates, opt = TX.update(grads, state["opt"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "count": state["count"] + 1}, values.mean()
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"], ids)
+    return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads), "count": state["count"] + 1}, loss
 
 
-IDS = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, LENGTH)).astype(np.int32)
 STATE = jax.eval_shape(create)
-PINS = {"**/table": jax.P("x"), "**/up": jax.P(None, None, "x"), "**/down": jax.P(None, "x")}
+
+
+class Deep:
+    """Adam, gradient accumulation in a loop, layers in a loop, recomputed."""
+
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2, eps=1e-3))
+
+    def create(self):
+        keys = jax.random.split(jax.random.key(0), 3)
+        layers = {
+            "up": 0.1 * jax.random.normal(keys[0], (2, WIDTH, HIDDEN)),
+            "down": 0.1 * jax.random.normal(keys[1], (2, HIDDEN, WIDTH)),
+            "scale": jnp.ones((2, WIDTH)),
+        }
+        params = {"table": jax.random.normal(keys[2], (VOCABULARY, WIDTH)), "layers": layers}
+        return {"params": params, "opt": self.tx.init(params), "count": jnp.int32(0)}
+
+    def loss(self, params, ids):
+        def layer(x, p):
+            return x + jax.nn.gelu((x * p["scale"]) @ p["up"]) @ p["down"], None
+
+        x, _ = lax.scan(jax.checkpoint(layer), params["table"][ids], params["layers"])
+        logits = (x / jnp.abs(x).max(-1, keepdims=True)) @ params["table"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, ids).mean()
+
+    def step(self, state, ids):
+        def accumulate(grads, ids):
+            value, more = jax.value_and_grad(self.loss)(state["params"], ids)
+            return jax.tree.map(jnp.add, grads, more), value
+
+        grads, values = lax.scan(accumulate, jax.tree.map(jnp.zeros_like, state["params"]), ids.reshape(2, -1, LENGTH))
+        updates, opt = self.tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "count": state["count"] + 1}, values.mean()
+
+
+DEEP = Deep()
 
 
 def make_mesh(shape, kind="Auto"):
@@ -67,23 +89,19 @@ def padded_step(shape=(8,), kind="Auto", fun=train_step, **options):
     return shardplan.auto(make_mesh(shape, kind), cluster=NEAR, search="propagation", **options)(fun)
 
 
-def trained(step, n=3, state=None):
-    state = step.init(create) if state is None else state
+def trained(step, n=3, state=None, make=create):
+    state = step.init(make) if state is None else state
     for _ in range(n):
         state, loss = step(state, IDS)
     return state, loss
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return trained_plain(3)
-
-
-def trained_plain(n):
-    state, step = create(), jax.jit(train_step)
-    for _ in range(n):
+@functools.cache
+def plainly_trained(fun=train_step, make=create):
+    state, step = make(), jax.jit(fun)
+    for _ in range(3):
         state, loss = step(state, IDS)
-    return state, loss
+    return jax.tree.map(np.asarray, (state, loss))
 
 
 def assert_same(got, want, atol=1e-4):
@@ -101,16 +119,16 @@ def assert_filled_with_zeros(state):
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((8,), "Explicit"), ((8,), "Auto"), ((2, 4), "Explicit"), ((2, 2, 2), "Auto")])
-def test_same_numbers(shape, kind, plain):
-    axis = "xyz"[len(shape) - 1] if shape != (2, 4) else "y"
-    step = padded_step(shape, kind, pins={name: jax.P(*(axis if e else None for e in spec)) for name, spec in PINS.items()})
-    plan = step.plan(STATE, IDS)
-    held = {x.path: x.held_shape(plan.mesh) for x in plan.inputs}
+def test_same_numbers(shape, kind):
+    axis = "y" if shape == (2, 4) else "x"
+    pins = {"**/table": jax.P(axis), "**/layers/up": jax.P(None, None, axis), "**/layers/down": jax.P(None, axis)}
+    step = padded_step(shape, kind, DEEP.step, pins=pins)
+    plan = step.plan(jax.eval_shape(DEEP.create), IDS)
     n = plan.mesh.size(axis)
-    assert held["state/params/table"] == (-(-VOCABULARY // n) * n, WIDTH)
-    assert plan.pads_state
-    state, loss = trained(step)
-    assert_same((state, loss), plain)
+    held = {x.path: x.held_shape(plan.mesh) for x in plan.inputs}
+    assert held["state/opt/1/0/mu/table"] == (-(-VOCABULARY // n) * n, WIDTH)
+    state, loss = trained(step, make=DEEP.create)
+    assert_same((state, loss), plainly_trained(DEEP.step, DEEP.create))
     assert_filled_with_zeros(state)
     assert len(step._steps) == 1
 
@@ -118,7 +136,7 @@ def test_same_numbers(shape, kind, plain):
 def test_without_the_option_nothing_is_padded():
     plan = padded_step(pins=None, pad_state=False).plan(STATE, IDS)
     assert not plan.pads_state
-    with pytest.raises(shardplan.ShardingError, match="pad_state=True for what the step returns in its place, or pad dim 1 to 152"):
+    with pytest.raises(shardplan.ShardingError, match="pad_state=True for what the step returns in its place, or pad dim 0 to 104"):
         padded_step(pad_state=False).plan(STATE, IDS)
 
 
@@ -129,11 +147,11 @@ def test_a_batch_is_never_padded():
 
 def test_the_planner_pads_where_memory_is_short():
     """Unasked by pins; whole along a dim that does not divide, the state would not fit."""
-    free = padded_step(pins=None, pad_state=False).plan(STATE, IDS).memory().peak
-    plan = padded_step(pins=None, memory=0.9 * free).plan(STATE, IDS)
-    assert plan.pads_state and plan.memory().peak < 0.9 * free
-    with pytest.raises(shardplan.ShardingError, match="no plan fits"):
-        padded_step(pins=None, memory=plan.memory().peak, pad_state=False).plan(STATE, IDS)
+    state = jax.eval_shape(DEEP.create)
+    least = padded_step(fun=DEEP.step, pins=None, memory="heavy").plan(state, IDS)
+    assert least.pads_state
+    with pytest.raises(shardplan.ShardingError, match="ways out: pad_state=True, a larger mesh"):
+        padded_step(fun=DEEP.step, pins=None, memory=least.memory().peak, pad_state=False).plan(state, IDS)
 
 
 def test_predicted_bytes_are_those_of_the_filled_up_shards():
@@ -144,10 +162,10 @@ def test_predicted_bytes_are_those_of_the_filled_up_shards():
     assert held == sum(x.device_bytes(plan.mesh) for x in plan.inputs if x.path.startswith("state"))
 
 
-def test_a_plan_file_says_what_is_padded(tmp_path, plain):
+def test_a_plan_file_says_what_is_padded(tmp_path):
     padded_step().plan(STATE, IDS).save(tmp_path / "plan.json")
     step = shardplan.auto(make_mesh((8,)), plan=tmp_path / "plan.json", donate_argnums=0)(train_step)
-    assert_same(trained(step), plain)
+    assert_same(trained(step), plainly_trained())
     assert step.plan(STATE, IDS).pads_state
     assert "P('x', None), padded" in step.plan(STATE, IDS).explain()
 
@@ -161,12 +179,12 @@ def test_what_is_held_padded_is_no_array_for_other_functions():
     with pytest.raises(shardplan.ShardingError, match="is held padded to"):
         jax.jit(loss_fn)(params, IDS)
     want = loss_fn(jax.tree.map(np.asarray, shardplan.unpadded(params)), IDS)
-    np.testing.assert_allclose(jax.jit(loss_fn)(shardplan.unpadded(params), IDS), want, rtol=1e-5)
-    np.testing.assert_allclose(jax.jit(lambda p: loss_fn(shardplan.unpadded(p), IDS))(params), want, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(loss_fn)(shardplan.unpadded(params), IDS), want, rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(lambda p: loss_fn(shardplan.unpadded(p), IDS))(params), want, rtol=1e-4)
     np.testing.assert_allclose(optax.global_norm(params), optax.global_norm(shardplan.unpadded(params)), rtol=1e-5)
 
 
-def test_a_state_in_its_own_shapes_is_padded_once(plain):
+def test_a_state_in_its_own_shapes_is_padded_once():
     """Of the host or sharded already; what was donated is gone."""
     step = padded_step()
     state = jax.device_put(create(), jax.NamedSharding(make_mesh((8,)), jax.P()))
@@ -174,16 +192,16 @@ def test_a_state_in_its_own_shapes_is_padded_once(plain):
     with pytest.warns(shardplan.ShardingWarning, match="the call moved"):
         state, _ = step(state, IDS)
     assert table.is_deleted() and is_padded(state["params"]["table"])
-    assert_same(trained(step, 2, state), plain)
-    assert_same(trained(padded_step(), 3, jax.tree.map(np.asarray, create())), plain)
+    assert_same(trained(step, 2, state), plainly_trained())
+    assert_same(trained(padded_step(), 3, jax.tree.map(np.asarray, create())), plainly_trained())
 
 
-def test_a_state_with_the_padding_of_another_mesh_gets_its_own(plain):
+def test_a_state_with_the_padding_of_another_mesh_gets_its_own():
     state, _ = trained(padded_step((4,)), 1)
     host = jax.tree.map(np.asarray, state)
     step = padded_step((8,))
-    assert host["params"]["layers"]["up"].array.shape[-1] == 152 and VOCABULARY == host["params"]["table"].shape[0]
-    assert_same(trained(step, 2, host), plain)
+    assert host["params"]["up"].array.shape[-1] == 152 and VOCABULARY == host["params"]["table"].shape[0]
+    assert_same(trained(step, 2, host), plainly_trained())
 
 
 def test_an_evaluation_takes_the_padded_state():
@@ -191,11 +209,11 @@ def test_an_evaluation_takes_the_padded_state():
     state, _ = trained(train, 1)
     want = loss_fn(shardplan.unpadded(state)["params"], IDS)
     evaluate = shardplan.auto(make_mesh((8,)), cluster=NEAR, state_like=train.plan(STATE, IDS))(loss_fn)
-    np.testing.assert_allclose(evaluate(state["params"], IDS), want, rtol=1e-5)
+    np.testing.assert_allclose(evaluate(state["params"], IDS), want, rtol=1e-4)
     plan = evaluate.plan(STATE["params"], IDS)
     assert {x.path: x.layout for x in plan.inputs}["params/table"].dims == (("x",), ())
     other = shardplan.auto(make_mesh((8,)), cluster=NEAR)(loss_fn)  # plans for arrays that divide
-    np.testing.assert_allclose(other(state["params"], IDS), want, rtol=1e-5)
+    np.testing.assert_allclose(other(state["params"], IDS), want, rtol=1e-4)
 
 
 @pytest.mark.parametrize("pad_state", [True, False])

@@ -513,6 +513,14 @@ def test_unequal_blocks_are_moved_as_they_are_filled_up():
     ]
 
 
+def test_padded_state_is_cut_and_filled_up_on_every_device():
+    def fn(x, y):
+        z = constrain(jax.lax.slice(x, (0, 0), (1021, 768)), s("data")) * jnp.sin(y)
+        return jnp.pad(constrain(z, s("data")), ((0, 3), (0, 0)))
+
+    assert emitted(fn, a(1024, 768), a(1021, 768), ins=(s("data"), s()), outs=s("data")) == []
+
+
 @pytest.mark.parametrize(("dim", "kind"), [(0, "all-reduce"), (1, "reduce-scatter")])
 def test_a_partial_result_is_not_scattered_in_unequal_blocks(dim, kind):
     def fn(x, w):

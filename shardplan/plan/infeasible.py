@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from shardplan.costs.memory_categories import categories, memory_by_category
 from shardplan.costs.network import CostNetwork
+from shardplan.ir.graph import Graph
+from shardplan.mesh.layout import MeshShape, splits_unevenly
 from shardplan.units import format_memory
 
 
@@ -28,9 +30,17 @@ def no_plan_fits(network: CostNetwork, states: tuple[int, ...], limit: float, le
     parts = ", ".join(f"{category} {format_memory(n)}" for category, n in shares.items() if n > 0.005 * peak)
     proven = least_bytes > limit
     bound = "" if abs(peak - least_bytes) < 0.005 * peak else f"; no plan takes less than {format_memory(least_bytes)}"
+    pad = "pad_state=True, " if has_state_to_pad(graph, network.space.mesh) else ""
     what = "no plan fits" if proven else "no plan found fits"
     return (
         f"{what} {format_memory(limit)} per device on mesh {network.space.mesh}.\n"
         f"  lowest peak found: {format_memory(peak)}, at {op.source} in {op.source.function or op.primitive}   [{parts}]{bound}\n"
-        f"  ways out: a larger mesh, donate_argnums for the state, jax.checkpoint around {op.source}, or memory={peak * 1.001:.4g}"
+        f"  ways out: {pad}a larger mesh, donate_argnums for the state, jax.checkpoint around {op.source}, or memory={peak * 1.001:.4g}"
     )
+
+
+def has_state_to_pad(graph: Graph, mesh: MeshShape) -> bool:
+    """Whether a mesh axis could shard state that it does not divide if the state were held padded, and it may not be."""
+    ends = ((graph.ops[i], graph.ops[j]) for i, j in graph.same_layout)
+    state = (arg for arg, out in ends if arg.traits.step_input and out.traits.step_output and not arg.padded)
+    return any(splits_unevenly(n, k) for arg in state for n in arg.outs[0].shape for k in mesh.sizes)

@@ -272,10 +272,12 @@ def _constraints(
         labels = [graph.ops[j].label for j in equal if graph.ops[j].label]
         yield f"tie: {len(equal)} ops of repeated layers were given the same strategy{f', {labels[0]} among them' if labels else ''}"
     shape = tuple(graph.ops[ops[0]].outs[0].shape)
-    whole = graph.ops[ops[0]].traits.endpoint  # inside the step, blocks may be nearly equal
+    end = graph.ops[ops[0]]
+    whole = end.traits.endpoint and not end.padded  # inside the step, and in padded state, blocks may be nearly equal
     for d, n in enumerate(shape):
         if n > 1 and (bad := [f"{a}={k}" for a, k in space.mesh if n % k and (whole or not splits_unevenly(n, k))]):
-            yield f"divisibility: dim {d} of {n} elements is no multiple of {', '.join(bad)}"
+            ways = "; pad_state=True would fill it up" if whole and any(splits_unevenly(n, k) for _, k in space.mesh) else ""
+            yield f"divisibility: dim {d} of {n} elements is no multiple of {', '.join(bad)}{ways if partners else ''}"
     limit = planned.network.limit
     quicker = [c for c in choices if not c.fits and c.seconds < chosen.seconds]
     if quicker and limit is not None:
