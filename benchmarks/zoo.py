@@ -17,8 +17,8 @@ import optax
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import llama as _llama
 
-# Llama 3.2 1B, Llama 3.1 8B and 70B (arXiv:2407.21783), Llama 2 7B (arXiv:2307.09288): layers, width, query heads, key-value heads, hidden, vocabulary.
-# The output matrix is never tied to the embedding, as it is in Llama 3.2 1B.
+# Llama 3.2 1B, Llama 3.1 8B and 70B (arXiv:2407.21783), Llama 2 7B (arXiv:2307.09288): layers, width, query heads,
+# key-value heads, hidden, vocabulary. The output matrix is never tied to the embedding, as it is in Llama 3.2 1B.
 LLAMA = {
     "1b": (16, 2048, 32, 8, 8192, 128256),
     "7b": (32, 4096, 32, 32, 11008, 32000),

@@ -246,9 +246,9 @@ class Auto(Generic[P, R]):
         shardings = [_jax.sharding(mesh, x.spec()) for x in layouts]
 
         def filled(args, kwargs):
-            return [fill(x, shape) for x, shape in zip(jax.tree.leaves(created(args, kwargs)), shapes, strict=True)]
+            return tuple(fill(x, shape) for x, shape in zip(jax.tree.leaves(created(args, kwargs)), shapes, strict=True))
 
-        arrays = jax.jit(_jax.on_auto_axes(filled, mesh, shardings), out_shardings=shardings)(args, kwargs)
+        arrays = jax.jit(_jax.on_auto_axes(filled, mesh, tuple(shardings)), out_shardings=tuple(shardings))(args, kwargs)
         made = (x if x.shape == own.shape else Padded(x, own.shape) for x, own in zip(arrays, leaves, strict=True))
         return jax.tree.unflatten(tree, made)
 

@@ -24,9 +24,9 @@ from shardplan.errors import ShardingError
 from shardplan.files import read_limited
 from shardplan.plan import Plan
 from shardplan.plan.arguments import path_text, tree_paths
-from shardplan.plan.padded import Padded, is_padded, padded_from, padded_key
+from shardplan.plan.padded import Padded, array_of, is_padded, padded_from, padded_key
 from shardplan.plan.program import differences_of_plans
-from shardplan.units import format_array, format_bytes
+from shardplan.units import format_bytes
 
 LOG = logging.getLogger("shardplan")
 MAX_LISTED = 5
@@ -105,15 +105,21 @@ def restore(manager: Any, plan: Plan, *, step: int | None = None, argument: int 
 
     def asked(keys: Sequence, x: Any) -> Any:
         path, _ = _own(path_text(keys), x)
-        return ocp.PLACEHOLDER if path not in wanted or path in fresh else _array(wanted[path])
+        return ocp.PLACEHOLDER if path not in wanted or path in fresh else array_of(wanted[path])
+
+    def read_as(keys: Sequence, x: Any, how: Any) -> Any:
+        path, own = _own(path_text(keys), x)  # of another padding, what is too much is left out, and what lacks is zero
+        refilled = path in wanted and path not in fresh and (is_padded(own) or is_padded(wanted[path]))
+        return dataclasses.replace(how, strict=False) if refilled else how
 
     asked_for = jax.tree_util.tree_map_with_path(asked, kept)
     how = ocp.checkpoint_utils.construct_restore_args(asked_for)
-    how = jax.tree.map(lambda how, x, y: how if x is ocp.PLACEHOLDER or x.shape == y.shape else _refilled(how), how, asked_for, kept)
+    how = jax.tree_util.tree_map_with_path(read_as, kept, how)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         read = reader.restore(folder / "state", args=ocp.args.PyTreeRestore(asked_for, how))
     found = (_own(path_text(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(read))
-    arrays = {path: Padded(_array(x), wanted[path].shape) if is_padded(wanted.get(path)) else _array(x) for path, x in found} | fresh
+    plain = {path: array_of(x) for path, x in found}
+    arrays = {path: Padded(x, wanted[path].shape) if is_padded(wanted.get(path)) else x for path, x in plain.items()} | fresh
     return Restored(step, jax.tree.unflatten(tree, [arrays[path] for path in wanted]), saved, _notes(folder / "notes" / "metadata"))
 
 
@@ -122,15 +128,6 @@ def _own(path: str, x: Any) -> tuple[str, Any]:
     head, _, last = path.rpartition("/")
     shape = padded_from(last)
     return (path, x) if shape is None else (head, Padded(x, shape))
-
-
-def _array(x: Any) -> Any:
-    return x.array if is_padded(x) else x
-
-
-def _refilled(how: Any) -> Any:
-    """How to read an array that is saved with another padding: what is too much is left out, what lacks is zero."""
-    return dataclasses.replace(how, strict=False)
 
 
 def _orbax() -> Any:
@@ -209,12 +206,10 @@ def _fresh(
         )
     leaves, structure = jax.tree.flatten(initial, is_leaf=is_padded)
     if structure != tree:
-        raise ShardingError(
-            f"initial is {structure}, the state of the plan's step {tree}.\n  way out: step.init(create_state, key)"
-        )
+        raise ShardingError(f"initial is {structure}, the state of the plan's step {tree}.\n  way out: step.init(create_state, key)")
     arrays = dict(zip(wanted, leaves, strict=True))
     for path in wanted:
-        if path not in lacking and isinstance(array := _array(arrays[path]), jax.Array):
+        if path not in lacking and isinstance(array := array_of(arrays[path]), jax.Array):
             array.delete()
     if lacking:
         text = "%d of %d arrays are not in checkpoint %d and begin anew:\n  %s"

@@ -121,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     given = "of XLA, on GPUs: auto (the default) chooses, none leaves XLA alone, or e.g. xla_gpu_enable_pipelined_all_gather=true"
     plan.add_argument("--compiler-options", type=compiler_options, metavar="NAME=VALUE,...", help=given)
     plan.add_argument("--state-like", metavar="FILE", help="plan file of another step, whose layouts of the shared state are kept")
+    plan.add_argument("--pad-state", action="store_true", default=None, help="hold state that does not divide padded where that pays")
     plan.add_argument("--cache", metavar="FOLDER", help="folder of plans: take the plan from there, or keep it there")
     plan.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     _add_views(plan)
@@ -191,7 +192,7 @@ def _add_views(parser: argparse.ArgumentParser) -> None:
 def _plan(options: argparse.Namespace) -> None:
     axes = parse_mesh(options.mesh)
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-    names = "cluster", "memory", "search", "time_limit", "donate_argnums", "state_like", "cache"
+    names = "cluster", "memory", "search", "time_limit", "donate_argnums", "state_like", "pad_state", "cache"
     asked = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.compiler_options:
         asked["compiler_options"] = options.compiler_options[0]

@@ -66,7 +66,8 @@ class AutoOptions:
                 f"auto() takes a mesh first, not {type(self.mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))(step)"
             )
         _refuse_unknown(self)
-        for name, words in (("search", tuple(SEARCHES)), ("user_shardings", ("keep", "hint", "ignore")), ("overlap", (True, False)), ("pad_state", (False, True))):
+        known = {"search": tuple(SEARCHES), "user_shardings": ("keep", "hint", "ignore"), "overlap": (True, False)}
+        for name, words in {**known, "pad_state": (False, True)}.items():
             if (given := getattr(self, name)) not in words:
                 raise ShardingError(f"{name}={given!r} is none of {', '.join(map(repr, words))}.\n  way out: {name}={words[0]!r}")
         if not (isinstance(self.compute_scale, (int, float)) and 0 < self.compute_scale < float("inf")):

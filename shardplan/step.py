@@ -33,7 +33,15 @@ from shardplan.plan.describe import describe
 from shardplan.plan.padded import cut, fill, held
 from shardplan.plan.planned import Planned
 from shardplan.plan.program import line_name, source_lines
-from shardplan.plan.reuse import SharedState, decisions_but_scalars, matching_pins, padded_inputs, refuse_other_state, saved_decisions, shared_state
+from shardplan.plan.reuse import (
+    SharedState,
+    decisions_but_scalars,
+    matching_pins,
+    padded_inputs,
+    refuse_other_state,
+    saved_decisions,
+    shared_state,
+)
 from shardplan.planned_step import PlanContext, PlannedStep
 from shardplan.processes import PROGRAM, Announcement, Announcements, Processes
 from shardplan.search.objective import NEAR_TIE

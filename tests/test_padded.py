@@ -200,7 +200,7 @@ def test_a_state_with_the_padding_of_another_mesh_gets_its_own():
     state, _ = trained(padded_step((4,)), 1)
     host = jax.tree.map(np.asarray, state)
     step = padded_step((8,))
-    assert host["params"]["up"].array.shape[-1] == 152 and VOCABULARY == host["params"]["table"].shape[0]
+    assert host["params"]["up"].array.shape[-1] == 152 and host["params"]["table"].shape[0] == VOCABULARY
     assert_same(trained(step, 2, host), plainly_trained())
 
 

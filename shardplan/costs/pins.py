@@ -102,7 +102,7 @@ def _check_pin(who: str, dims: PinDims, op: Op, mesh: MeshShape) -> None:
     text, shape = pin_text(dims), tuple(op.outs[0].shape)
     if len(dims) != len(shape):
         raise ShardingError(f"{who}: {text} has {len(dims)} entries, the array {len(shape)} dims.\n  way out: one entry per dim")
-    sharded = {d: axes for d, axes in enumerate(dims) if axes != FREE}
+    sharded = {d: tuple(axes) for d, axes in enumerate(dims) if axes != FREE}
     used = [axis for axes in sharded.values() for axis in axes]
     for axis in used:
         if axis not in mesh.axes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -86,9 +86,14 @@ def padded_from(key: str) -> Shape | None:
     return found and tuple(map(int, found[1].split("x")))
 
 
-def is_padded(x: Any) -> bool:
+def is_padded(x: Any) -> TypeGuard[Padded]:
     """Whether a node of a pytree is a `Padded`."""
     return isinstance(x, Padded)
+
+
+def array_of(x: Any) -> Any:
+    """The array that is held, padded or not."""
+    return x.array if is_padded(x) else x
 
 
 def unpadded(tree: Any) -> Any:
@@ -117,7 +122,7 @@ def held(x: Any, leaf: Leaf, mesh: MeshShape, sharding: jax.sharding.NamedShardi
         sharding: where the plan wants it.
     """
     want = leaf.held_shape(mesh)
-    array = x.array if is_padded(x) else x
+    array = array_of(x)
     array = resized(array, leaf.shape, want, sharding) if np.shape(array) != want else array
     return array if want == leaf.shape else Padded(array, leaf.shape)
 

@@ -33,7 +33,8 @@ from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.mesh.reshard import Resharder
 from shardplan.plan.arguments import arguments_like, buffer, same_paths
 from shardplan.plan.data import Leaf
-from shardplan.plan.padded import Padded, held, is_held, is_padded
+from shardplan.plan.padded import Padded, array_of, is_held, is_padded
+from shardplan.plan.padded import held as as_held
 from shardplan.plan.plan import Plan
 from shardplan.units import format_array, format_memory
 
@@ -69,8 +70,8 @@ def transfer(state: Any, plan: Plan, *, donate: bool = True) -> Any:
     given = [x if is_padded(x) or isinstance(x, jax.Array) else np.asarray(x) for x in given]
     leaves = _wanted(plan, tree, given)
     fitting = [is_held(x, leaf, plan.mesh) for x, leaf in zip(given, leaves, strict=True)]
-    arrays = [x if fits else held(x, leaf, plan.mesh) for x, leaf, fits in zip(given, leaves, fitting, strict=True)]
-    arrays = [x.array if is_padded(x) else x for x in arrays]
+    pairs = zip(given, leaves, fitting, strict=True)
+    arrays = [array_of(x if fits else as_held(x, leaf, plan.mesh)) for x, leaf, fits in pairs]
     programs, moves = _Programs(), []
     for leaf, x in zip(leaves, arrays, strict=True):
         moves.append(Move.of(leaf, x, _jax.sharding(plan.context.mesh, leaf.layout.spec()), programs))
@@ -83,7 +84,7 @@ def transfer(state: Any, plan: Plan, *, donate: bool = True) -> Any:
         last = not uses[own]  # of an array that a state holds twice
         moved[n] = moves[n].run(donate and last, over_host and last)
     for x, fits in zip(given, fitting, strict=True):  # another padding is another array
-        if donate and not fits and isinstance(old := x.array if is_padded(x) else x, jax.Array):
+        if donate and not fits and isinstance(old := array_of(x), jax.Array):
             old.delete()
     own = (x if x.shape == leaf.shape else Padded(x, leaf.shape) for x, leaf in zip(moved, leaves, strict=True))
     return jax.tree.unflatten(tree, own)

@@ -29,7 +29,8 @@ def uneven_factors(rule: Rule, traits: Traits, padded: bool = False) -> frozense
     """
     pointwise = rule.fusion in FUSIONS and not rule.scan and not rule.arg_reduce and not rule.head
     adds = traits.scatter == "add" and not rule.shard_local  # of several windows
-    if (traits.endpoint and not padded) or traits.runs_on_shards or traits.convolution or not (pointwise or traits.matmul or adds or traits.border):
+    fills_up = pointwise or traits.matmul or adds or traits.border
+    if (traits.endpoint and not padded) or traits.runs_on_shards or traits.convolution or not fills_up:
         return frozenset()
     dims = {dim for tensor in rule.operands + rule.results for dim in tensor}
     compound = {a for dim in dims if len(dim) > 1 for a in dim}
