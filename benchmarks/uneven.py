@@ -15,17 +15,41 @@ import zoo
 
 import shardplan
 
+PADDED = {"pad_state": True}
+"""Options of cases whose state may be held padded between steps."""
+
 CASES = {
     "gpt2, 50304 words": (lambda layers: zoo.gpt2(scan=True, layers=layers or 12), (8,)),
     "gpt2, 50257 words": (lambda layers: zoo.gpt2(scan=True, layers=layers or 12, vocab=50257), (8,)),
     "gpt2, 50304 words, 2x4": (lambda layers: zoo.gpt2(scan=True, layers=layers or 12), (2, 4)),
     "gpt2, 50257 words, 2x4": (lambda layers: zoo.gpt2(scan=True, layers=layers or 12, vocab=50257), (2, 4)),
+    "gpt2, 50257 words, padded rows": (
+        lambda layers: zoo.gpt2(scan=True, layers=layers or 12, vocab=50257),
+        (8,),
+        PADDED | {"pins": {"**/tokens": jax.P("data")}},
+    ),
     "gpt2, 50257 words, 3x2": (lambda layers: zoo.gpt2(scan=True, layers=layers or 12, vocab=50257, batch=64), (3, 2)),
     "a million classes and three": (lambda layers: zoo.classifier(1_000_003), (8,)),
     "llama-8b, 64 sequences": (lambda layers: zoo.llama("8b", batch=64, layers=layers), (12, 8)),
     "llama-8b, 64 sequences, 3x32": (lambda layers: zoo.llama("8b", batch=64, layers=layers), (3, 32)),
     "llama-8b, 96 sequences": (lambda layers: zoo.llama("8b", batch=96, layers=layers), (12, 8)),
     "llama-8b, 96 sequences, 3x32": (lambda layers: zoo.llama("8b", batch=96, layers=layers), (3, 32)),
+    "llama-7b, 8x8": (lambda layers: zoo.llama("7b", batch=64, layers=layers), (8, 8)),
+    "llama-7b, 12x8": (lambda layers: zoo.llama("7b", batch=96, layers=layers), (12, 8)),
+    "llama-7b, 12x8, padded state": (lambda layers: zoo.llama("7b", batch=96, layers=layers), (12, 8), PADDED),
+    "llama-7b, 8x8 in 16 GB": (lambda layers: zoo.llama("7b", batch=64, layers=layers), (8, 8), {"memory": "16GB"}),
+    "llama-7b, 12x8 in 16 GB": (lambda layers: zoo.llama("7b", batch=96, layers=layers), (12, 8), {"memory": "16GB"}),
+    "llama-7b, 12x8 in 16 GB, padded state": (
+        lambda layers: zoo.llama("7b", batch=96, layers=layers),
+        (12, 8),
+        PADDED | {"memory": "16GB"},
+    ),
+    "llama-7b, 12x8 in 11 GB, padded state": (
+        lambda layers: zoo.llama("7b", batch=96, layers=layers),
+        (12, 8),
+        PADDED | {"memory": "11GB"},
+    ),
+    "llama-7b, 96, padded state": (lambda layers: zoo.llama("7b", batch=96, layers=layers), (96,), PADDED),
     "llama-70b, 96 sequences, 3x32": (lambda layers: zoo.llama("70b", batch=96, layers=layers), (3, 32)),
 }
 
@@ -40,13 +64,13 @@ def main(argv=None) -> None:
     parser.add_argument("--check", action="store_true", help="compile the steps, at two layers")
     parser.add_argument("--slow", action="store_true", help="compile them at all layers")
     options = parser.parse_args(argv)
-    for name, (build, sizes) in CASES.items():
+    for name, (build, sizes, *more) in CASES.items():
         if options.names and not any(part in name for part in options.names):
             continue
         mesh = jax.sharding.AbstractMesh(sizes, ("data", "model")[: len(sizes)], axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
         step, *arguments = build(2 if options.check and not options.slow else None)
         start = time.process_time()
-        plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(*arguments)
+        plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, **(more[0] if more else {}))(step).plan(*arguments)
         tflop, peak = plan.context.planned.product_flops / 1e12, plan.memory().peak / 2**30
         total_ms, sent_ms = (plan.seconds[part] * 1e3 for part in ("total", "communication"))
         text = f"{name:<32}{total_ms:9.1f} ms {sent_ms:8.1f} ms sent {peak:7.2f} GiB {tflop:8.1f} tflop"

@@ -30,7 +30,7 @@ from shardplan.options import JIT_ARGUMENTS, AutoOptions
 from shardplan.plan import Plan
 from shardplan.plan.arguments import same_paths
 from shardplan.plan.data import JobPart, Leaf
-from shardplan.plan.padded import Padded, fill
+from shardplan.plan.padded import Padded, fill, with_own_shapes
 from shardplan.signature import Call
 
 if TYPE_CHECKING:
@@ -71,10 +71,8 @@ def auto(
     """Plan and run a step on a mesh.
 
     Args:
-        mesh: with Auto or Explicit axes; an `AbstractMesh` plans only, and needs `cluster`. A step that is decorated already is
-            planned for this mesh, with its own options where none are given here.
-        in_shardings: as in `jax.jit`, a tree prefix of PartitionSpecs or NamedShardings; None and `P.UNCONSTRAINED` dims are planned.
-        out_shardings: as `in_shardings`, of the results.
+        mesh: of any axes; an `AbstractMesh` plans only, and needs `cluster`. A step of `auto` keeps options that are not given here.
+        in_shardings, out_shardings: as in `jax.jit`, tree prefixes of specs or NamedShardings; None and `P.UNCONSTRAINED` are planned.
         pins: PartitionSpecs by path pattern of the inputs, e.g. {"params/**/kernel": P(None, "model")}.
         memory: bytes per device, a number or "80GB"; None or "adaptive": what the device has; inf or "disable": no limit. "slight",
             "moderate" and "heavy" save memory: 25, 50, 75 % of the way from the fastest plan's peak to the least possible peak.
@@ -86,8 +84,7 @@ def auto(
         user_shardings: `with_sharding_constraint`s of the step are pins ("keep"), where the search starts ("hint"), or ignored.
         plan: a plan or a plan file to reuse without solving.
         state_like: the plan (or its file) of another step: the state that both take keeps its layouts; the rest is in memory, too.
-        pad_state: hold state whose dims an axis does not divide filled up with zeros, if that is faster or fits better: such arrays
-            come back as nodes of the state's pytree, of which `shardplan.unpadded(state)` makes arrays.
+        pad_state: state that an axis does not divide may be held filled up with zeros; `shardplan.unpadded(state)` gives arrays.
         cache: a folder that keeps plans, each taken from there when the same program is planned with the same options.
         verify: compile the plan for this target ("h100:8"; True: devices at hand), price what XLA does beyond it, and solve again,
             up to three plans; see `Plan.verified`. Not done for a plan that is reused.
@@ -279,7 +276,7 @@ class Auto(Generic[P, R]):
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.eval_shape`: shapes of the result."""
-        return jax.eval_shape(self._fun, *args, **kwargs)
+        return jax.eval_shape(self._fun, *with_own_shapes(args), **with_own_shapes(kwargs))
 
     def clear_cache(self) -> None:
         """Forget all plans and compiled steps."""

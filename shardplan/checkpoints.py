@@ -26,7 +26,7 @@ from shardplan.plan import Plan
 from shardplan.plan.arguments import path_text, tree_paths
 from shardplan.plan.padded import Padded, array_of, is_padded, padded_from, padded_key
 from shardplan.plan.program import differences_of_plans
-from shardplan.units import format_bytes
+from shardplan.units import format_array, format_bytes
 
 LOG = logging.getLogger("shardplan")
 MAX_LISTED = 5

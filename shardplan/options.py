@@ -14,9 +14,11 @@ import jax
 
 from shardplan.costs.options import Options
 from shardplan.errors import ShardingError, warn
+from shardplan.ir.parse import Traced
 from shardplan.mesh.cluster import Cluster, resolve
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Plan
+from shardplan.plan.reuse import padded_inputs
 from shardplan.processes import process_numbers
 from shardplan.searches import SEARCHES
 from shardplan.strategies.register import registered_text
@@ -144,6 +146,10 @@ class AutoOptions:
     def pads_state(self) -> bool:
         """Whether state may be held padded: where that is asked for, and where the plan to reuse does."""
         return self.pad_state or (self.saved_plan is not None and self.saved_plan.pads_state)
+
+    def padded_inputs(self, traced: Traced) -> frozenset[int]:
+        """Numbers of the inputs of a step that may be held padded."""
+        return padded_inputs(traced, self.pads_state, self.state_plan)
 
     @functools.cached_property
     def machine(self) -> Cluster:

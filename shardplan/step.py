@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from msgspec import structs
 
 from shardplan import __version__, _jax, _jax_kernels
@@ -33,15 +32,7 @@ from shardplan.plan.describe import describe
 from shardplan.plan.padded import cut, fill, held
 from shardplan.plan.planned import Planned
 from shardplan.plan.program import line_name, source_lines
-from shardplan.plan.reuse import (
-    SharedState,
-    decisions_but_scalars,
-    matching_pins,
-    padded_inputs,
-    refuse_other_state,
-    saved_decisions,
-    shared_state,
-)
+from shardplan.plan.reuse import SharedState, decisions_but_scalars, matching_pins, refuse_other_state, saved_decisions, shared_state
 from shardplan.planned_step import PlanContext, PlannedStep
 from shardplan.processes import PROGRAM, Announcement, Announcements, Processes
 from shardplan.search.objective import NEAR_TIE
@@ -321,7 +312,7 @@ class TracedStep:
             tuple(state_pairs(in_tree, in_leaves, out_tree, results)),
             tuple(n for n, x in enumerate(in_leaves) if x.donated),
         )
-        flat = replace(flat, padded=_padded(flat, auto))
+        flat = replace(flat, padded=auto.padded_inputs(flat))
         donated = tuple(n for n, info in enumerate(infos) if any(x.donated for x in jax.tree.leaves(info)))
         return cls(auto, twin, getattr(fun, "__name__", "step"), traced.jaxpr, flat, operands, donated, in_tree, results, out_tree)
 
@@ -428,14 +419,6 @@ class TracedStep:
         if on_twin and not _jax.is_auto(self.auto.mesh):
             jitted = _jax.on_twin(jitted, self.twin, self.auto.mesh)
         return PlannedStep(plan, self.auto.mesh, jitted, functools.partial(step, keep_types=True), in_shardings, self.traced.donated)
-
-
-def _padded(traced: Traced, auto: AutoOptions) -> frozenset[int]:
-    """Numbers of the inputs that may be held padded between steps: state, and what the plan that has the state holds so."""
-    kept = {a for a, _ in traced.tied} if auto.pads_state else set()
-    shared = padded_inputs(auto.state_plan, traced) if auto.state_plan is not None else set()
-    dtypes = [v.aval.dtype for v in traced.jaxpr.jaxpr.invars]
-    return frozenset(n for n in kept | shared if not jnp.issubdtype(dtypes[n], jax.dtypes.extended))
 
 
 def _refuse_options(options: AutoOptions, call: Call) -> None:

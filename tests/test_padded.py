@@ -1,6 +1,7 @@
 """State that no mesh axis divides is held filled up with zeros between steps: the same numbers, and never taken for an array."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +169,8 @@ def test_a_plan_file_says_what_is_padded(tmp_path):
     assert_same(trained(step), plainly_trained())
     assert step.plan(STATE, IDS).pads_state
     assert "P('x', None), padded" in step.plan(STATE, IDS).explain()
+    contract = json.loads((tmp_path / "plan.json").read_text())["contract"]
+    assert contract["padded"] == {"state/params/table": [104, WIDTH], "state/params/up": [WIDTH, 152]}
 
 
 def test_what_is_held_padded_is_no_array_for_other_functions():
@@ -254,8 +257,10 @@ def test_jits_other_verbs_take_either_shape():
     state = step.init(create)  # before there is a plan: in its own shapes
     assert not any(map(is_padded, jax.tree.leaves(state, is_leaf=is_padded)))
     compiled = step.compile(STATE, IDS)
+    assert step.eval_shape(STATE, IDS)[0] == STATE
     state, _ = step(state, IDS)
     step.lower(state, IDS)
+    assert step.eval_shape(state, IDS)[0] == STATE
     (held, _), _ = step.plan(STATE, IDS).abstract()
     assert jax.tree.structure(held) == jax.tree.structure(state)
     assert [x.shape for x in jax.tree.leaves(held)] == [x.shape for x in jax.tree.leaves(state)]

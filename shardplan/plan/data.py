@@ -255,6 +255,11 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     job: tuple[JobPart, ...] = ()
     lines: tuple[SourceLine, ...]
 
+    @property
+    def pads_state(self) -> bool:
+        """Whether some state is held padded between steps (`auto(mesh, pad_state=True)`)."""
+        return any(x.held_shape(self.mesh) != x.shape for x in self.inputs)
+
 
 @dataclass(frozen=True)
 class Conflict:

@@ -41,11 +41,6 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     context: ClassVar[Any] = None
     """What the plan was planned from (`step.PlanContext`); None for a plan read from a file."""
 
-    @property
-    def pads_state(self) -> bool:
-        """Whether some state is held padded between steps (`auto(mesh, pad_state=True)`)."""
-        return any(x.held_shape(self.mesh) != x.shape for x in self.inputs)
-
     def with_context(self, context: Any) -> Plan:
         """This plan with another context."""
         plan = structs.replace(self)
@@ -89,16 +84,12 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return self._tree(self.outputs, self.context and self.context.out_tree, self._sharding)
 
     def abstract(self):
-        """The arguments as `jax.ShapeDtypeStruct`s with their shardings, for checkpoint restoring: a pytree (args, kwargs).
-
-        What is held padded is in it as the step takes it.
-        """
+        """The arguments as `jax.ShapeDtypeStruct`s with their shardings, as they are held between steps: a pytree (args, kwargs)."""
 
         def make(leaf: Leaf):
-            if not self.context:
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            shape, dtype = leaf.held_shape(self.mesh), self.context.in_dtypes[leaf.path]
-            return held(jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding(leaf)), leaf, self.mesh)
+            dtype = self.context.in_dtypes[leaf.path] if self.context else leaf.dtype
+            sharding = self._sharding(leaf) if self.context else None
+            return held(jax.ShapeDtypeStruct(leaf.held_shape(self.mesh), dtype, sharding=sharding), leaf, self.mesh)
 
         return self._tree(self.inputs, self.context and self.context.in_tree, make)
 

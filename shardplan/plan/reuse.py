@@ -244,10 +244,13 @@ def shared_state(plan: Plan, traced: Traced, taken: Collection[str]) -> SharedSt
     return SharedState(pins, sum(leaf.device_bytes(plan.mesh) for leaf in rest))
 
 
-def padded_inputs(plan: Plan, traced: Traced) -> frozenset[int]:
-    """Numbers of the inputs of a step that are state of another step's plan, which holds them padded."""
-    found = _shared_leaves(plan, traced) if plan.pads_state else {}
-    return frozenset(n for n, leaf in found.items() if leaf.held_shape(plan.mesh) != leaf.shape)
+def padded_inputs(traced: Traced, pads_state: bool, plan: Plan | None) -> frozenset[int]:
+    """Numbers of the inputs of a step that may be held padded: its own state if that may, and what another step's plan holds so."""
+    own = {a for a, _ in traced.tied} if pads_state else set()
+    shared = _shared_leaves(plan, traced) if plan is not None and plan.pads_state else {}
+    taken = {n for n, leaf in shared.items() if leaf.held_shape(plan.mesh) != leaf.shape} if plan is not None else set()
+    dtypes = [v.aval.dtype for v in traced.jaxpr.jaxpr.invars]
+    return frozenset(n for n in own | taken if not jax.dtypes.issubdtype(dtypes[n], jax.dtypes.extended))
 
 
 def _shared_leaves(plan: Plan, traced: Traced) -> dict[int, Leaf]:

@@ -41,7 +41,11 @@ def _leaves(plan: PlanRecord, under: str) -> dict[str, Leaf]:
 
 
 def contract(plan: PlanRecord) -> dict[str, Any]:
-    """What a program without shardplan needs of a plan: mesh, rules by path, donated arguments, versions, options, cluster."""
+    """What a program without shardplan needs of a plan: mesh, rules by path, donated arguments, versions, options, cluster.
+
+    If state is held padded, its shapes, for which its layouts are.
+    """
+    padded = {x.path: list(shape) for x in plan.inputs if (shape := x.held_shape(plan.mesh)) != x.shape}
     return {
         "mesh": dict(plan.mesh),
         "rules": [[pattern, list(spec)] for pattern, spec in rules(plan)],
@@ -49,6 +53,7 @@ def contract(plan: PlanRecord) -> dict[str, Any]:
         "compiler_options": dict(plan.compiler_options),
         "cluster": plan.cluster,
         "versions": {"jax": plan.jax, "shardplan": __version__},
+        **({"padded": padded} if padded else {}),
     }
 
 
