@@ -18,6 +18,11 @@ import shardplan
 PADDED = {"pad_state": True}
 """Options of cases whose state may be held padded between steps."""
 
+
+def llama_7b(batch: int):
+    return lambda layers: zoo.llama("7b", batch=batch, layers=layers)
+
+
 CASES = {
     "gpt2, 50304 words": (lambda layers: zoo.gpt2(scan=True, layers=layers or 12), (8,)),
     "gpt2, 50257 words": (lambda layers: zoo.gpt2(scan=True, layers=layers or 12, vocab=50257), (8,)),
@@ -34,22 +39,12 @@ CASES = {
     "llama-8b, 64 sequences, 3x32": (lambda layers: zoo.llama("8b", batch=64, layers=layers), (3, 32)),
     "llama-8b, 96 sequences": (lambda layers: zoo.llama("8b", batch=96, layers=layers), (12, 8)),
     "llama-8b, 96 sequences, 3x32": (lambda layers: zoo.llama("8b", batch=96, layers=layers), (3, 32)),
-    "llama-7b, 8x8": (lambda layers: zoo.llama("7b", batch=64, layers=layers), (8, 8)),
-    "llama-7b, 12x8": (lambda layers: zoo.llama("7b", batch=96, layers=layers), (12, 8)),
-    "llama-7b, 12x8, padded state": (lambda layers: zoo.llama("7b", batch=96, layers=layers), (12, 8), PADDED),
-    "llama-7b, 8x8 in 16 GB": (lambda layers: zoo.llama("7b", batch=64, layers=layers), (8, 8), {"memory": "16GB"}),
-    "llama-7b, 12x8 in 16 GB": (lambda layers: zoo.llama("7b", batch=96, layers=layers), (12, 8), {"memory": "16GB"}),
-    "llama-7b, 12x8 in 16 GB, padded state": (
-        lambda layers: zoo.llama("7b", batch=96, layers=layers),
-        (12, 8),
-        PADDED | {"memory": "16GB"},
-    ),
-    "llama-7b, 12x8 in 11 GB, padded state": (
-        lambda layers: zoo.llama("7b", batch=96, layers=layers),
-        (12, 8),
-        PADDED | {"memory": "11GB"},
-    ),
-    "llama-7b, 96, padded state": (lambda layers: zoo.llama("7b", batch=96, layers=layers), (96,), PADDED),
+    "llama-7b, 8x8 in 16 GB": (llama_7b(64), (8, 8), {"memory": "16GB"}),
+    "llama-7b, 12x8 in 16 GB": (llama_7b(96), (12, 8), {"memory": "16GB"}),
+    "llama-7b, 12x8 in 16 GB, padded": (llama_7b(96), (12, 8), PADDED | {"memory": "16GB"}),
+    "llama-7b, 8x8 in 11 GB": (llama_7b(64), (8, 8), {"memory": "11GB"}),
+    "llama-7b, 12x8 in 11 GB, padded": (llama_7b(96), (12, 8), PADDED | {"memory": "11GB"}),
+    "llama-7b, 96, padded": (llama_7b(96), (96,), PADDED),
     "llama-70b, 96 sequences, 3x32": (lambda layers: zoo.llama("70b", batch=96, layers=layers), (3, 32)),
 }
 
