@@ -117,7 +117,7 @@ WRONG = [  # where, what stands there, what the error says, whether the schema s
     ((*LEAF, "layout", "dims"), [["model"]], f"{W}.layout: has 1 dims, the array 2", False),
     ((*LEAF, "layout", "dims"), [[], "model"], f"{W}.layout.dims[1]: expected `array`, got `str`", True),
     ((*LEAF, "layout"), {"dims": [[], []], "partial": [["data", "sum"]]}, f"{W}.layout: is partial, which inputs", False),
-    ((*LEAF, "shape"), [768, 3070], f"{W}.layout.dims[1]: 4 shards over model do not divide 3070", False),
+    ((*LEAF, "shape"), [768, 5], f"{W}.layout.dims[1]: 4 shards over model do not divide 5", False),
     ((*LEAF, "shape"), [-1, 3072], f"{W}.shape[0]: expected `int` >= 0", True),
     ((*LEAF, "shape"), [768.0, 3072], f"{W}.shape[0]: expected `int`, got `float`", False),
     ((*LEAF, "dtype"), "", f"{W}.dtype: expected `str` of length >= 1", True),
