@@ -126,8 +126,10 @@ def test_gradients_are_called_by_their_parameter():
 
 def test_a_dim_that_no_axis_divides_is_named():
     w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((WIDTH, WIDTH + 1), (ROWS, WIDTH)))
-    odd = shardplan.auto(MESH, cluster="h100")(lambda w, x: w - jax.grad(lambda w: ((x @ w) ** 2).mean())(w)).plan(w, x)
-    assert f"divisibility: dim 1 of {WIDTH + 1} elements is no multiple of data=2, model=4" in odd.why("w").constraints
+    step = shardplan.auto(MESH, cluster="h100")(lambda w, x: w - jax.grad(lambda w: ((x @ w) ** 2).mean())(w))
+    text = f"divisibility: dim 1 of {WIDTH + 1} elements is no multiple of data=2, model=4; pad_state=True would fill it up"
+    assert text in step.plan(w, x).why("w").constraints
+    assert not any("divisibility" in text for text in step.with_options(pad_state=True).plan(w, x).why("w").constraints)
 
 
 def test_constraints_that_bind_are_named(plan):
