@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 import jax
+import jax.numpy as jnp
 
 from shardplan.costs.options import Options, PinDims
 from shardplan.costs.pins import pin_text
@@ -250,7 +251,7 @@ def padded_inputs(traced: Traced, pads_state: bool, plan: Plan | None) -> frozen
     shared = _shared_leaves(plan, traced) if plan is not None and plan.pads_state else {}
     taken = {n for n, leaf in shared.items() if leaf.held_shape(plan.mesh) != leaf.shape} if plan is not None else set()
     dtypes = [v.aval.dtype for v in traced.jaxpr.jaxpr.invars]
-    return frozenset(n for n in own | taken if not jax.dtypes.issubdtype(dtypes[n], jax.dtypes.extended))
+    return frozenset(n for n in own | taken if not jnp.issubdtype(dtypes[n], jax.dtypes.extended))
 
 
 def _shared_leaves(plan: Plan, traced: Traced) -> dict[int, Leaf]:
