@@ -91,6 +91,8 @@ PARTITIONED = frozenset(
     if p.name == "custom_partitioning" or p.name.startswith("dot_product_attention")
 )
 """Primitives that ask for devices when lowered, unless under a `shard_map` over all axes."""
+CALLBACKS = frozenset(p for p in dispatch.prim_requires_devices_during_lowering if p.name in ("pure_callback", "io_callback"))
+"""Primitives that ask for devices to name the one whose process calls back: where none is named, it is the first."""
 
 
 def asks_for_mesh(eqn) -> bool:
@@ -108,15 +110,18 @@ def knows_its_mesh(closed: ClosedJaxpr) -> bool:
 def devices_not_needed():
     """Context in which calls that ask for devices when lowered are lowered on an `AbstractMesh`.
 
-    Under `shard_map` over all axes, as a planned step runs them, they are lowered to what one device runs and ask for none.
+    Under `shard_map` over all axes, as a planned step runs them, kernels are lowered to what one device runs and ask for none.
+    Callbacks ask for the client of the platform they are lowered for, which only a TPU's use.
     """
-    asks = dispatch.prim_requires_devices_during_lowering
-    held = asks & PARTITIONED
+    asks, get_backend = dispatch.prim_requires_devices_during_lowering, mlir.ModuleContext.get_backend
+    held = asks & (PARTITIONED | CALLBACKS)
     asks -= held
+    mlir.ModuleContext.get_backend = lambda self, optional=False: get_backend(self, True)
     try:
         yield
     finally:
         asks |= held
+        mlir.ModuleContext.get_backend = get_backend
 
 
 def sharding_rule(params, ins: Sequence, out: Sequence):
