@@ -57,6 +57,10 @@ def _sparse(eqn, *xs) -> list:
     return jax.tree.leaves(getattr(module, f"_{name}_impl")(*xs, **eqn.params))
 
 
+def _implementation(eqn, *xs) -> list:
+    return list(eqn.primitive.impl(*xs, **eqn.params))
+
+
 def _dense(eqn, *xs) -> list:
     x = jax.tree.unflatten(eqn.params["tree"], xs)
     return [x.todense() if hasattr(x, "todense") else x]
@@ -75,7 +79,9 @@ EXPANDED: dict[str, Callable[..., list]] = {
     "split": _slices,
     "todense": _dense,
     **dict.fromkeys(SPARSE.split(), _sparse),
+    **dict.fromkeys(("linear_solve", "maybe_set", "vprim"), _implementation),
 }
-"""Primitives that stand for a program of their own, which has to be traced first: linear solves, the newest JAX's high-level
-primitives (searchsorted, expm, ...), splits, what sparse arrays are made of (gathers and scatters), and gathers in mode "fill": XLA
-gathers, completes the parts of a sharded operand, and then selects (fact: partition-filled-gather)."""
+"""Primitives that stand for a program of their own, which has to be traced first: linear solves (JAX's and lineax's), the newest JAX's
+high-level primitives (searchsorted, expm, ...), splits, writes into Equinox's loops and what it batches by their implementation, what
+sparse arrays are made of (gathers and scatters), and gathers in mode "fill": XLA gathers, completes the parts of a sharded operand, and
+then selects (fact: partition-filled-gather)."""
