@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.ir.graph import Graph
+from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.rule import Rule
@@ -240,9 +240,12 @@ def _is_follower(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
     """Whether op j propagates the layout of op i's result wherever it can.
 
     An elementwise op, view or reduction does so behind elementwise ops and views: a reshard there would break a fusion, and one before
-    or after it serves as well. Not behind a lookup: its rows are wanted in another layout than its table, by all that read them.
+    or after it serves as well. Not behind a lookup: its rows are wanted in another layout than its table, by all that read them. Nor
+    where a cast to fewer bits meets one to more, as of a quantized weight: a reshard there sends the fewest bytes.
     """
     maker, reader = graph.ops[i], graph.ops[j]
+    if _casts(graph, maker) < 0 < _casts(graph, reader):
+        return False
     fused = rules[i].fusion in ("loop", "view") and not maker.traits.border and not maker.traits.gather
     if reader.traits.copy:
         return reader.is_follower and fused
@@ -250,3 +253,10 @@ def _is_follower(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
         return False
     only_reader = maker.traits.step_input and len(graph.values[maker.outputs[0]].consumers) == 1
     return fused or only_reader or maker.traits.copy
+
+
+def _casts(graph: Graph, op: Op) -> float:
+    """Bytes per element that a cast adds, below 0 for one to fewer bits; 0 for another op."""
+    if not (op.traits.forwards_value and len(op.inputs) == len(op.outputs) == 1) or op.inputs[0] is None:
+        return 0.0
+    return graph.values[op.outputs[0]].itemsize - graph.values[op.inputs[0]].itemsize
