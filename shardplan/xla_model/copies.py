@@ -47,7 +47,8 @@ def _copies(graph: Graph, follows: Sequence[bool], sums: Sequence[bool], lookups
     """The copies to be made of value v."""
     value, found, direct = graph.values[v], {}, {}
     made = value.producer[0]
-    fixed = follows[made] and not sums[made]  # lies as its operands do, complete
+    leaves = graph.ops[made].traits.leaves_region
+    fixed = follows[made] and not sums[made] and not leaves  # lies as its operands do, complete, and is read so
     born, large = graph.ops[made].phase, value.bytes > SMALL_BYTES
     for at, k in value.consumers:
         op = graph.ops[at]
