@@ -49,6 +49,34 @@ def without_refs(program):
     return pxla._discharge_internal_refs(program) if mutable else program
 
 
+def without_dead_code(program):
+    """The same program, of the same inputs, without what no result and no effect needs: XLA leaves it out, too."""
+    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
+    return closed_over(jaxpr, program)
+
+
+def with_lines(program):
+    """The same program, in which equations whose stack names no line of the user's have that of their first reader that does.
+
+    What JAX moves out of a loop while it differentiates has a stack that begins in the loop's body.
+    """
+    reader: dict = {}
+    made = []
+    for eqn in reversed(program.jaxpr.eqns):
+        own = eqn.source_info.traceback
+        if not names_user(own):
+            own = next((reader[v] for v in eqn.outvars if v in reader), own)
+        made.append(eqn.replace(source_info=eqn.source_info.replace(traceback=own)))
+        if names_user(own):
+            reader.update((v, own) for v in eqn.invars if not isinstance(v, Literal))
+    return closed_over(program.jaxpr.replace(eqns=made[::-1]), program)
+
+
+def closed_over(jaxpr, like):
+    """A jaxpr with the constants of a closed one."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else like.replace(jaxpr=jaxpr)
+
+
 def is_ref(x) -> bool:
     """Whether an argument or a constant is a mutable array."""
     return isinstance(x, core.Ref)

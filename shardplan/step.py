@@ -306,7 +306,7 @@ class TracedStep:
         operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), avals)
         results, out_tree = jax.tree.flatten(traced.out_info)
         flat = Traced(
-            _jax.without_refs(traced.jaxpr),
+            _jax.with_lines(_jax.without_dead_code(_jax.without_refs(traced.jaxpr))),
             call.labels(fun),
             unique(path_text(path) or "result" for path, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)),
             tuple(state_pairs(in_tree, in_leaves, out_tree, results)),
