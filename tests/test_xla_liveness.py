@@ -160,3 +160,15 @@ def test_a_ragged_product_holds_a_masked_copy_of_the_rows_per_group_and_where_it
     least = 2 * groups * rows * width * 4 / 8
     report = plan.check("h100:8")
     assert least < plan.memory().peak <= report.compiled.memory.peak_bytes
+
+
+def test_readers_of_what_a_loop_hands_out_share_one_gather():
+    """As the scale and the choice in `optax.clip_by_global_norm` read a gradient."""
+
+    def step(rows):
+        total, _ = jax.lax.scan(lambda c, row: (c + row, None), jnp.zeros_like(rows[0]), rows)
+        return sum(jax.lax.with_sharding_constraint(f(total), P()) for f in (jnp.exp, jnp.sin, jnp.cos))
+
+    mesh, size = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,)), 1 << 20
+    plan = shardplan.auto(mesh, pins={"rows": P(None, "data")}, cluster="h100")(step).plan(jax.ShapeDtypeStruct((8, size), jnp.float32))
+    assert plan.comm_bytes == 7 / 8 * 4 * size
