@@ -48,7 +48,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     stopwatch = Stopwatch()
     graph = untie_pinned_state(traced.graph(), options)
     if not any(loop.trips > 1 for loop in graph.loops):
-        options = replace(options, xla=tuple(dict.fromkeys(x.without_loops() for x in options.xla)))
+        options = replace(options, xla=tuple(dict.fromkeys(x.without_loops(options.own_xla) for x in options.xla)))
     stopwatch.lap("graph")
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
     memory = saved_memory(task) if options.memory_saving else options.memory

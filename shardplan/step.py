@@ -330,6 +330,7 @@ class TracedStep:
             overlap=auto.overlap,
             constraints=auto.user_shardings,
             xla=auto.xla,
+            own_xla=XlaOptions.of(auto.own_flags),
             chooses_xla=len(auto.xla) > 1 and not XlaOptions.of(auto.own_flags).thresholds,
         )
 

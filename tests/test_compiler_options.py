@@ -18,6 +18,7 @@ from shardplan.xla_model.combining import COMBINE_THRESHOLD_BYTES
 from shardplan.xla_model.compiler_options import (
     DEFAULT,
     DOUBLE_BUFFERING,
+    LATENCY_HIDING,
     LEVEL,
     LEVELS,
     PIPELINED,
@@ -94,6 +95,16 @@ def test_nothing_is_chosen_without_loops_and_for_none():
     options = {"cluster": "h100", "pins": SHARDED}
     unrolled = shardplan.auto(MESH, static_argnames="scanned", **options)(step).plan(*arguments(), scanned=False)
     assert unrolled.compiler_options == plan(compiler_options=None).compiler_options == {}
+
+
+def test_latency_that_the_user_asks_to_hide_is_predicted_hidden_without_loops():
+    def modelled(**options):
+        options = {"cluster": "a100", "pins": SHARDED} | options
+        found = shardplan.auto(MESH, static_argnames="scanned", **options)(step).plan(*arguments(), scanned=False)
+        return found.context.planned.xla
+
+    assert modelled(compiler_options={LATENCY_HIDING: True}) == replace(DEFAULT, latency_hiding=True)
+    assert modelled() == DEFAULT
 
 
 def test_ampere_is_asked_to_hide_latency():
@@ -179,7 +190,7 @@ def test_options_are_read_back_from_flags():
     assert len(set(tried)) == len(tried) and all(XlaOptions.of(x.flags()) == x for x in tried)
     assert XlaOptions.of({LEVEL: "O1"}) == XlaOptions.of({LEVEL: LEVELS["O2"]}) == replace(PIPELINING, latency_hiding=True)
     assert XlaOptions.of({LEVEL: 1}) == XlaOptions.of({}) == DEFAULT and not DEFAULT.flags()
-    assert candidates()[0] == DEFAULT and {x.without_loops() for x in candidates()} == {DEFAULT}
+    assert candidates()[0] == DEFAULT and {x.without_loops(DEFAULT) for x in candidates(False)} == {DEFAULT}
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ class Options:
         memory_saving: how far memory has to go down from the fastest plan's peak (0) to that of least average memory (1).
         overlap: whether background collectives overlap with compute, on a cluster that can.
         xla: XLA's compiler options to choose among; of equal ones the first.
+        own_xla: the user's own compiler options.
         chooses_xla: whether other combine thresholds are tried, too.
         constraints: whether the program's own `with_sharding_constraint`s are kept, only a "hint", or ignored.
     """
@@ -68,5 +69,6 @@ class Options:
     memory_saving: float = 0.0
     overlap: bool = True
     xla: tuple[XlaOptions, ...] = (DEFAULT,)
+    own_xla: XlaOptions = DEFAULT
     chooses_xla: bool = False
     constraints: Literal["keep", "hint", "ignore"] = "keep"

@@ -76,9 +76,9 @@ class XlaOptions:
     def __bool__(self) -> bool:
         return self != DEFAULT
 
-    def without_loops(self) -> XlaOptions:
-        """What is left of it for a step without loops of several rounds."""
-        return replace(self, pipelined=frozenset(), double_buffering=False, latency_hiding=False)
+    def without_loops(self, own: XlaOptions) -> XlaOptions:
+        """What is left of it for a step without loops of several rounds; latency is hidden if the user's own options ask for it."""
+        return replace(self, pipelined=frozenset(), double_buffering=False, latency_hiding=own.latency_hiding)
 
     def threshold_bytes(self, kind: str) -> int:
         """Bytes of results up to which collectives of a kind are combined."""
