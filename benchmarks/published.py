@@ -5,7 +5,7 @@
     python benchmarks/published.py ../shared/published --docs             and writes the table and the scatter plot into docs/
 
 A row of steps.csv becomes a transformer at its sizes (`published_models.py`), with its layout as pins: the state over the FSDP axis,
-heads, hidden and vocabulary over the tensor axis, the batch over both data axes. The planner's search "propagation" chooses the
+heads, hidden and vocabulary over the tensor axis, the batch over both data axes. The planner's search "recursive" chooses the
 rest, without a memory limit, since other frameworks keep other residuals than JAX. Not expressed: pipelines, context parallelism.
 """
 
@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
+import math
 import os
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -32,6 +34,7 @@ import published_models as models
 
 import shardplan
 from shardplan import Cluster
+from shardplan.mesh.rates import Attention, attention_rate
 
 GPUS = {"A100-40GB": "a100-40gb", "A100-80GB": "a100", "H100-80GB": "h100", "H100-96GB HBM2e 500W": "h100-500w", "H200": "h200"}
 FAMILIES = {"H100-80GB": "H100", "H100-96GB HBM2e 500W": "H100 of 500 W"}
@@ -41,16 +44,20 @@ HEADS = {1.7: 24, 3.6: 32, 7.5: 32, 18.4: 48}
 """Parameters in units of 10^9 -> heads of the models of arXiv:2104.04473, table 1, where the row has none."""
 FITTED = ("MPT on H100", "MPT float8 on H100", "MPT on A100-80GB", "torchtitan on H100 of 500 W")
 """Families that the fraction of the rate of products that steps reach, one per GPU, and the attention kernel of MPT were fitted to."""
-MPT_ATTENTION = 1.8
+MPT_ATTENTION = 1.9
 """How much longer than FlashAttention-2 the attention kernel of the MPT rows takes: Triton's, with ALiBi. Fitted to the same."""
 ENOUGH_BYTES = 1e13
-OPTIONS = {f"xla_gpu_{kind}_combine_threshold_bytes": 1 << 31 for kind in ("all_gather", "reduce_scatter", "all_reduce")} | {
-    "xla_gpu_enable_pipelined_all_gather": True,
-    "xla_gpu_enable_pipelined_reduce_scatter": True,
-    "xla_gpu_enable_pipelined_all_reduce": True,
-    "xla_gpu_enable_while_loop_double_buffering": True,
-}
-"""One collective per block and kind, started a block ahead, as FSDP does."""
+NEAR_TIE = 0.02
+"""Logarithm of the ratio of two published steps below which they have no order."""
+DEPTHS, SHALLOW = (2, 4), (1, 2)
+"""Layers of the two models that stand for a deeper one, whose seconds are linear in them; and for the many MPT rows on few GPUs."""
+FEW_GPUS = 64
+BLOCKING = ("Megatron-LM 2021",)
+"""Systems that hide no collective: gradients were summed after the backward pass (arXiv:2104.04473)."""
+UNFUSED = ("Megatron-LM", "Pax")
+"""Systems whose attention keeps its scores in memory; Transformer Engine's for JAX fused it only where NVTE_FUSED_ATTN=1 (until 2024)."""
+CUDNN = ("MaxText",)
+"""Systems whose rows name cuDNN's fused attention."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Row:
     predicted_s: float
     low_s: float
     high_s: float
+    hidden_s: float
     parts: Mapping[str, float]
 
     @property
@@ -107,7 +115,6 @@ def shape_of(row: Mapping[str, str]) -> models.Shape:
         if row["remat"].startswith(("selective", "per-op", "minimal"))
         else "none"
     )
-    plain = row["framework"].startswith(("Megatron-LM", "Pax")) and "TE" not in row["precision"]
     if "Megatron" in row["framework"]:
         remat = remat if remat == "full" else "none"  # selective is attention's: flash attention does it
     return models.Shape(
@@ -125,9 +132,10 @@ def shape_of(row: Mapping[str, str]) -> models.Shape:
         remat=remat,
         param_dtype="bfloat16" if "PURE" in row["param_dtype"] else "float32",
         compute_dtype="float16" if row["precision"] == "fp16" else "bfloat16",
-        flash=not plain,
+        flash=not row["framework"].startswith(UNFUSED),
         float8="" if "fp8" not in row["precision"] else "dynamic" if row["framework"] == "torchtitan" else "delayed",
         sequence_parallel=row["framework"].startswith(("torchtitan", "Megatron-Core", "Megatron-LM 2022")),
+        one_hot=row["framework"].startswith("Pax"),  # praxis/layers/embedding_softmax.py
     )
 
 
@@ -145,26 +153,65 @@ def cluster_of(row: Mapping[str, str]) -> Cluster:
     return Cluster.preset(f"{gpu_of(row)}@{network}" if network else gpu_of(row) or "")
 
 
+def combining(shape: models.Shape, sizes: Mapping[str, int]) -> dict[str, int | bool]:
+    """Compiler options: one collective per block and kind, hidden behind compute, as FSDP does. XLA counts bytes of results."""
+    block = models.block_bytes(shape) // sizes["tensor"]
+    bytes_ = {"all_gather": block, "all_reduce": block, "reduce_scatter": block // (sizes["fsdp"] * sizes["data"])}
+    combined = {f"xla_gpu_{kind}_combine_threshold_bytes": most for kind, most in bytes_.items()}
+    return combined | {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
 def predicted(row: Mapping[str, str]) -> Row:
-    """Plans a row's step."""
-    shape, sizes, cluster = shape_of(row), mesh_of(row), cluster_of(row)
-    shape = replace(shape, batch=shape.batch * sizes["fsdp"] // int(row["fsdp"] or 1))
+    """Plans two steps with fewer layers than a row's."""
+    shape = shape_of(row)
+    depths = SHALLOW if row["model"].startswith("MPT") and int(row["gpus"]) <= FEW_GPUS else DEPTHS
+    few, more = (planned(row, replace(shape, layers=depth)) for depth in depths)
+    times = (shape.layers - depths[0]) / (depths[1] - depths[0])
+
+    def deep(a: float, b: float) -> float:
+        return a + times * (b - a)
+
+    parts = {name: deep(seconds, more.parts[name]) for name, seconds in few.parts.items()}
+    found = {name: deep(getattr(few, name), getattr(more, name)) for name in ("params", "predicted_s", "low_s", "high_s", "hidden_s")}
+    return replace(few, **found, parts=parts)
+
+
+def attention_prices(row: Mapping[str, str], shape: models.Shape, cluster: Cluster) -> tuple[float, float]:
+    """Flops of a large product that take as long as one of the forward, and of the backward attention kernel."""
+    of_products, head = cluster.device.flops_per_s(shape.compute_dtype), shape.width // shape.heads
+    if row["framework"].startswith(CUDNN):
+        kernels = (Attention(head, shape.seq, True, backward) for backward in (False, True))
+        forward, backward = (of_products / attention_rate(cluster.device, shape.compute_dtype, kernel) for kernel in kernels)
+        return forward, backward
     gpu = "A100" if row["gpu"].startswith("A100") else "H100"
-    rate = models.attention_rate(gpu, shape.width // shape.heads, shape.seq) / (MPT_ATTENTION if family(row).startswith("MPT") else 1)
-    of_products = cluster.device.flops_per_s(shape.compute_dtype)
+    rate = models.attention_rate(gpu, head, shape.seq) / (MPT_ATTENTION if family(row).startswith("MPT") else 1)
     rate *= of_products / Cluster.preset(gpu.lower()).device.flops_per_s(shape.compute_dtype)  # what its power limit leaves
-    models.price_attention(of_products / rate)
+    return of_products / rate, of_products / rate
+
+
+def planned(row: Mapping[str, str], shape: models.Shape) -> Row:
+    """Plans a step of a row's layout."""
+    sizes, cluster = mesh_of(row), cluster_of(row)
+    shape = replace(shape, batch=shape.batch * sizes["fsdp"] // int(row["fsdp"] or 1))
+    models.price_attention(*attention_prices(row, shape, cluster))
     zero = 3 if sizes["fsdp"] > 1 else 1 if "ZeRO-1" in row["zero"] else 0
     axes = {name: n for name, n in sizes.items() if n > 1} or {"data": 1}
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
     step, state, batch = models.build(shape, mesh)
     wanted = models.pins(state, sizes, zero)
     auto = shardplan.auto(
-        mesh, cluster=cluster, donate_argnums=0, pins=wanted, memory=ENOUGH_BYTES, search="propagation", compiler_options=OPTIONS
+        mesh,
+        cluster=cluster,
+        donate_argnums=0,
+        pins=wanted,
+        memory=ENOUGH_BYTES,
+        search="recursive",
+        overlap=not row["framework"].startswith(BLOCKING),
+        compiler_options=combining(shape, sizes),
     )
     plan = auto(step).plan(state, batch)
     params = sum(x.size for x in jax.tree.leaves(state["params"]))
-    seconds = (plan.seconds[name] for name in ("total", "low", "high"))
+    seconds = (plan.seconds[name] for name in ("total", "low", "high", "hidden"))
     return Row(row["id"], family(row), int(row["gpus"]), params, float(row["step_s"]), *seconds, parts_of(plan))
 
 
@@ -186,7 +233,46 @@ def summary(rows: Iterable[Row]) -> tuple[int, float, float, float]:
     return len(errors), float(np.median(abs(errors))), float(np.quantile(abs(errors), 0.9)), float(np.median(errors))
 
 
-def write_docs(groups: Mapping[str, list[Row]]) -> None:
+def by_size(rows: Sequence[Row]) -> list[tuple]:
+    """(size, rows, median error) for ranges of GPUs and of parameters."""
+    out = []
+    for unit, of, edges in (
+        ("GPUs", lambda r: r.gpus, (1, 9, 33, 129, 1025)),
+        ("10⁹ parameters", lambda r: r.params / 1e9, (0, 0.2, 0.8, 2, 5, 10, 40, 100)),
+    ):
+        for low, high in itertools.pairwise(edges):
+            some = [r for r in rows if low <= of(r) < high]
+            if some:
+                mean = float(np.mean([r.error for r in some]))
+                out.append((f"{low} to below {high} {unit}", len(some), f"{summary(some)[3]:+.1%}", f"{mean:+.1%}"))
+    return out
+
+
+def layouts(rows: Iterable[Row], table: Iterable[Mapping[str, str]]) -> list[tuple]:
+    """Of groups of rows that time one model in several layouts: (group, rows, pairs in order, of how many, largest error of a ratio).
+
+    A pair whose published seconds differ by less than 2 % has no order. Ratios are to the group's median error.
+    """
+    known = {r.id: r for r in rows}
+    groups: dict[tuple, list[Row]] = defaultdict(list)
+    for row in table:
+        if row["id"] in known:
+            same = ("framework", "model", "gpu", "precision", "seq", "micro", "accum", "remat")
+            groups[tuple(row[name] for name in same)].append(known[row["id"]])
+    out = []
+    for key, some in groups.items():
+        if len(some) < 2:
+            continue
+        pairs = [(a, b) for a, b in itertools.combinations(some, 2) if abs(math.log(a.published_s / b.published_s)) > NEAR_TIE]
+        right = sum((a.published_s < b.published_s) == (a.predicted_s < b.predicted_s) for a, b in pairs)
+        logs = [math.log(1 + r.error) for r in some]
+        off = max(abs(x - float(np.median(logs))) for x in logs)
+        gpus = " ".join(str(r.gpus) for r in some)
+        out.append((f"{key[1]} on {key[2].split(' ')[0]}, {key[4]} tokens", gpus, f"{right} of {len(pairs)}", f"{math.expm1(off):.1%}"))
+    return out
+
+
+def write_docs(groups: Mapping[str, list[Row]], table: Sequence[Mapping[str, str]]) -> None:
     """The section of docs/measurements.md, and the scatter plot beside it."""
     import matplotlib
 
@@ -208,14 +294,22 @@ def write_docs(groups: Mapping[str, list[Row]]) -> None:
         errors = (f"{median:.1%}", f"{p90:.1%}", f"{bias:+.1%}", off, sum(r.within for r in rows))
         out.append((name, "fitted" if name in FITTED else "held out", n, *errors))
     head = ("system and GPU", "", "rows", "median of the error", "90th percentile", "bias", "off by more than 20 %", "within the range")
-    measurements.write("published", "python benchmarks/published.py PUBLISHED --docs", measurements.table(head, out))
+    every = [r for rows in groups.values() for r in rows]
+    sections = [
+        measurements.table(head, out),
+        measurements.table(("size", "rows", "median error", "mean error"), by_size(every)),
+        measurements.table(
+            ("one model in several layouts", "GPUs", "pairs in order", "largest error of a ratio"), layouts(every, table)
+        ),
+    ]
+    measurements.write("published", "python benchmarks/published.py PUBLISHED --docs", "\n\n".join(x.strip() for x in sections) + "\n")
 
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("published", type=Path, help="the folder of steps.csv")
     parser.add_argument("--docs", action="store_true", help="write the table and the plot into docs/")
-    parser.add_argument("--json", type=Path, help="where to store the rows")
+    parser.add_argument("--json", type=Path, help="where to store the rows; those that it has are not predicted again")
     parser.add_argument("--only", help="parts of ids, separated by commas")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
@@ -223,22 +317,29 @@ def main(argv=None) -> None:
         table = [r for r in csv.DictReader(f) if expressible(r)]
     if options.only:
         table = [r for r in table if any(part in r["id"] for part in options.only.split(","))]
+    stored = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    known = {values["id"]: Row(**values) for values in stored}
     found: list[Row] = []
     groups: dict[str, list[Row]] = defaultdict(list)
     for given in table:
-        row = predicted(given)
+        row = known[given["id"]] = known.get(given["id"]) or predicted(given)
         found.append(row)
         groups[row.family].append(row)
         parts = "  ".join(f"{name} {seconds / row.predicted_s:.0%}" for name, seconds in row.parts.items())
         print(f"{row.id:60} {row.published_s:9.4f} {row.predicted_s:9.4f} {1 + row.error:6.2f}  {parts}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in found]))
+        if options.json:
+            options.json.write_text(json.dumps([asdict(row) for row in known.values()]))
     if options.docs:
-        write_docs(groups)
-    for name, some in {**groups, "all": found}.items():
+        write_docs(groups, table)
+    held_out = [r for r in found if r.family not in FITTED]
+    for name, some in {**groups, "held out": held_out, "all": found}.items():
+        if not some:
+            continue
         n, median, p90, bias = summary(some)
         errors = f"median |error| {median:6.1%}  p90 {p90:6.1%}  bias {bias:+6.1%}"
         print(f"{name:44} {n:4} rows  {errors}  within the range {sum(r.within for r in some)}")
+    for line in (*by_size(found), *layouts(found, table)):
+        print("  ".join(str(x) for x in line))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The train steps of published measurements, as shapes: a transformer at a row's sizes, and its layout as pins.
 
-One block is scanned over the layers. Norms and activations keep their operands for the backward pass and compute the rest again, as the
+Layers are unrolled, as all of these frameworks run them: a scan would copy what the backward pass reads into stacks and out of them. Norms and activations keep their operands for the backward pass and compute the rest again, as the
 fused kernels of all these frameworks do. Attention is one kernel (flash attention) with its own rule, so its flops are known and its
 scores are never in memory. The rule's flops are those that take as long at the rate of the planner's large products as the kernel
 takes by `attention_rate`.
@@ -60,6 +60,7 @@ class Shape:
     flash: bool = True
     float8: Float8 = ""  # how the products of a block's weights are scaled to 8 bits, if they are
     sequence_parallel: bool = False  # what is not tensor-parallel is sharded over the sequence
+    one_hot: bool = False  # embeddings are products with one-hot tokens, and the loss multiplies with one-hot targets
 
 
 def attention_rate(gpu: str, head: int, seq: int, causal: bool = True) -> float:
@@ -101,15 +102,17 @@ def _flash_forward(q, k, v):
 flash.defvjp(_flash_forward, lambda saved, grad: tuple(backward_p.bind(*saved, grad)))
 
 
-def price_attention(per_flop: float) -> None:
-    """Registers the rules of flash attention: a flop of it counts as `per_flop` flops of a large product."""
+def price_attention(forward: float, backward: float) -> None:
+    """Registers the rules of flash attention: a flop of each pass counts as so many flops of a large product."""
 
-    def flops(products: int):
-        return lambda n: per_flop * products * math.prod(n[name] for name in "btsgrd")  # 2 flops each, half of them masked
+    def flops(products: float):
+        return lambda n: products * math.prod(n[name] for name in "btsgrd")  # 2 flops each, half of them masked
 
     q, kv = "b t g r d", "b s g d"
-    register_rule(forward_p, f"{q}, {kv}, {kv} -> {q}, b g r t", replicated="t s d", flops=flops(2))
-    register_rule(backward_p, f"{q}, {kv}, {kv}, {q}, b g r t, {q} -> {q}, {kv}, {kv}", reduce="", replicated="t s d", flops=flops(5))
+    register_rule(forward_p, f"{q}, {kv}, {kv} -> {q}, b g r t", replicated="t s d", flops=flops(2 * forward))
+    register_rule(
+        backward_p, f"{q}, {kv}, {kv}, {q}, b g r t, {q} -> {q}, {kv}, {kv}", reduce="r", replicated="t s d", flops=flops(5 * backward)
+    )
 
 
 # ---- the step
@@ -190,28 +193,26 @@ class Layouts:
 
     def split(self, x):
         """Heads or hidden, dim 2, over the tensor axis."""
-        return self.laid(x, None, self.tensor) if self.tensor else x
+        return self.laid(x, None, self.tensor)
 
     def between(self, x):
         """The residual stream, between blocks' products."""
         sequence = self.tensor if self.sequence_parallel else None
-        return self.laid(x, sequence if self.tensor else P.UNCONSTRAINED, None)
+        return self.laid(x, sequence, None)
 
     def added(self, x):
         """What is added to the residual stream."""
-        return self.between(x) if self.tensor else x
+        return self.between(x)
 
     def whole(self, x):
         """What the first products of attention and of the MLP read."""
-        return self.laid(x, None, None) if self.tensor else x
+        return self.laid(x, None, None)
 
     def gathered(self, name: str, w):
         """A layer's weight as its product reads it: whole but for tensor parallelism. Its gradient may be in any layout."""
-        if not self.tensor:
-            return w
         dims: list = [None] * w.ndim
-        if (at := TENSOR.get(name)) is not None and w.shape[at - 1] % self.mesh.shape["tensor"] == 0:
-            dims[at - 1] = "tensor"
+        if self.tensor and (at := TENSOR.get(name)) is not None and w.shape[at] % self.mesh.shape["tensor"] == 0:
+            dims[at] = "tensor"
         return _as_read(w, NamedSharding(self.mesh, P(*dims)))
 
 
@@ -253,20 +254,22 @@ def _params(s: Shape) -> dict:
     d, f, g, size = s.width, s.hidden, s.kv_heads, s.width // s.heads
     dtype = jnp.dtype(s.param_dtype)
 
-    def norm(*stack):
-        return {"scale": jnp.ones((*stack, d), dtype)} | ({} if s.gated else {"bias": jnp.ones((*stack, d), dtype)})
+    def norm():
+        return {"scale": jnp.ones(d, dtype)} | ({} if s.gated else {"bias": jnp.ones(d, dtype)})
 
     shapes = {"query": (d, g, s.heads // g, size), "key": (d, g, size), "value": (d, g, size), "out": (g, s.heads // g, size, d)}
     shapes |= {"up": (d, f), "down": (f, d)} | ({"gate": (d, f)} if s.gated else {"up_bias": (f,), "down_bias": (d,), "out_bias": (d,)})
-    layers = {name: jnp.zeros((s.layers, *shape), dtype) for name, shape in shapes.items()}
-    params = {
-        "embed": jnp.zeros((s.vocab, d), dtype),
-        "norm": norm(),
-        "layers": layers | {"norm1": norm(s.layers), "norm2": norm(s.layers)},
-    }
+    layer = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()} | {"norm1": norm(), "norm2": norm()}
+    params = {"embed": jnp.zeros((s.vocab, d), dtype), "norm": norm(), "layers": [layer] * s.layers}
     if not s.gated:
         params["positions"] = jnp.zeros((s.seq, d), dtype)
     return params if s.tied else params | {"head": jnp.zeros((d, s.vocab), dtype)}
+
+
+def block_bytes(s: Shape) -> int:
+    """Bytes of a block's weights as its products read them."""
+    layer = jax.eval_shape(lambda: _params(s))["layers"][0]
+    return sum(x.size for x in jax.tree.leaves(layer)) * jnp.dtype(s.compute_dtype).itemsize
 
 
 def build(s: Shape, mesh: jax.sharding.AbstractMesh):
@@ -284,7 +287,8 @@ def build(s: Shape, mesh: jax.sharding.AbstractMesh):
         return {"params": params, "opt": optimizer.init(params)}
 
     def loss_fn(params, batch):
-        x = params["embed"].astype(s.compute_dtype)[batch["inputs"]]
+        embed = params["embed"].astype(s.compute_dtype)
+        x = jax.nn.one_hot(batch["inputs"], s.vocab, dtype=embed.dtype) @ embed if s.one_hot else embed[batch["inputs"]]
         if "positions" in params:
             x = x + params["positions"].astype(x.dtype)
 
@@ -296,11 +300,15 @@ def build(s: Shape, mesh: jax.sharding.AbstractMesh):
             block = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
         elif s.remat == "full":
             block = jax.checkpoint(block)
-        x, _ = jax.lax.scan(lambda x, p: (block(x, p), None), x, params["layers"])
+        for p in params["layers"]:
+            x = block(x, p)
         x = at.whole(_norm(x, params["norm"], s.gated))
         head = params["embed"].astype(x.dtype).T if s.tied else params["head"].astype(x.dtype)
         logits = at.laid(x @ head, None, vocabulary)
-        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]).mean()
+        logits = logits.astype(jnp.float32)
+        if s.one_hot:
+            return optax.softmax_cross_entropy(logits, jax.nn.one_hot(batch["targets"], s.vocab)).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
     def train_step(state, batch):
         grads_of = jax.value_and_grad(loss_fn)
@@ -323,7 +331,7 @@ def build(s: Shape, mesh: jax.sharding.AbstractMesh):
 # ---- the layout
 
 
-TENSOR = {"query": 2, "key": 2, "value": 2, "out": 1, "up": 2, "gate": 2, "down": 1, "up_bias": 1, "embed": 0, "head": 1}
+TENSOR = {"query": 1, "key": 1, "value": 1, "out": 0, "up": 1, "gate": 1, "down": 0, "up_bias": 0, "embed": 0, "head": 1}
 """Parameter -> its dim that tensor parallelism shards: heads, hidden, vocabulary."""
 
 
@@ -344,7 +352,7 @@ def pins(state, mesh: Mapping[str, int], zero: int) -> dict[str, P]:
         axes = ("fsdp",) if zero == 3 else ("data", "fsdp") if zero and keys[0] == "opt" else ()
         axes = tuple(a for a in axes if mesh[a] > 1)
         n = math.prod(mesh[a] for a in axes)
-        free = [d for d in range(leaf.ndim) if dims[d] is None and leaf.shape[d] % n == 0 and not (d == 0 and "layers" in keys)]
+        free = [d for d in range(leaf.ndim) if dims[d] is None and leaf.shape[d] % n == 0]
         if n > 1 and free and leaf.size > 1 << 14:
             dims[max(free, key=lambda d: (leaf.shape[d], -d))] = axes if len(axes) > 1 else axes[0]
         found["state/" + "/".join(keys)] = P(*dims)
