@@ -57,7 +57,7 @@ FITS = {
     "a100": Fit(
         _of(("A100-80GB-SXM", "A100-SXM"), "flash2"),
         ("short", "short_causal"),
-        0.91,
+        0.87,
         f"FlashAttention-2: {FLASH2}, whose kernels for this GPU cuDNN's resemble; what steps keep of it: as for products",
     ),
     "b200": Fit(

@@ -58,7 +58,7 @@ def _xla(gpu: str, dtype: str) -> Callable[[Mapping[str, str]], bool]:
     return lambda r: (r["gpu"], r["dtype"], r["source"], r["flag"]) == (gpu, dtype, "xla_mm", "")
 
 
-IN_STEPS = {"h100": 0.69, "a100": 0.91, "h100-500w": 0.51}
+IN_STEPS = {"h100": 0.67, "a100": 0.87, "h100-500w": 0.495}
 """GPU -> fraction of the rate of 16 bit products that is left in training steps: at it the published steps of MPT on H100 at 700 W
 and on A100-80GB, and those of torchtitan on H100 at 500 W, have no bias (`published.py`). On the A100 the products were measured in
 long runs, on the H100 in short ones."""
