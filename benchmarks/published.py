@@ -55,7 +55,7 @@ FEW_GPUS = 64
 BLOCKING = ("Megatron-LM 2021",)
 """Systems that hide no collective: gradients were summed after the backward pass (arXiv:2104.04473)."""
 UNFUSED = ("Megatron-LM", "Pax")
-"""Systems whose attention keeps its scores in memory; Transformer Engine's for JAX fused it only where NVTE_FUSED_ATTN=1 (until 2024)."""
+"""Systems whose attention keeps its scores in memory. So did Transformer Engine for JAX until 2024, unless NVTE_FUSED_ATTN asked."""
 CUDNN = ("MaxText",)
 """Systems whose rows name cuDNN's fused attention."""
 
@@ -295,12 +295,11 @@ def write_docs(groups: Mapping[str, list[Row]], table: Sequence[Mapping[str, str
         out.append((name, "fitted" if name in FITTED else "held out", n, *errors))
     head = ("system and GPU", "", "rows", "median of the error", "90th percentile", "bias", "off by more than 20 %", "within the range")
     every = [r for rows in groups.values() for r in rows]
+    head_layouts = ("one model in several layouts", "GPUs", "pairs in order", "largest error of a ratio")
     sections = [
         measurements.table(head, out),
         measurements.table(("size", "rows", "median error", "mean error"), by_size(every)),
-        measurements.table(
-            ("one model in several layouts", "GPUs", "pairs in order", "largest error of a ratio"), layouts(every, table)
-        ),
+        measurements.table(head_layouts, layouts(every, table)),
     ]
     measurements.write("published", "python benchmarks/published.py PUBLISHED --docs", "\n\n".join(x.strip() for x in sections) + "\n")
 

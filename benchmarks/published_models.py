@@ -1,9 +1,9 @@
 """The train steps of published measurements, as shapes: a transformer at a row's sizes, and its layout as pins.
 
-Layers are unrolled, as all of these frameworks run them: a scan would copy what the backward pass reads into stacks and out of them. Norms and activations keep their operands for the backward pass and compute the rest again, as the
-fused kernels of all these frameworks do. Attention is one kernel (flash attention) with its own rule, so its flops are known and its
-scores are never in memory. The rule's flops are those that take as long at the rate of the planner's large products as the kernel
-takes by `attention_rate`.
+Layers are unrolled, as all of these systems run them: a scan would copy what the backward pass reads into stacks and out of them. Norms
+and activations keep their operands for the backward pass and compute the rest again, as the fused kernels of all these systems do.
+Attention is one kernel (flash attention) with its own rule, so its flops are known and its scores are never in memory. The rule's
+flops are those that take as long at the rate of the planner's large products as the kernel takes by `attention_rate`.
 """
 
 from __future__ import annotations
