@@ -3,6 +3,7 @@
     python benchmarks/published.py ../shared/published                    every row that the planner can express
     python benchmarks/published.py ../shared/published --only mpt-7b      some: parts of their ids
     python benchmarks/published.py ../shared/published --docs             and writes the table and the scatter plot into docs/
+    python benchmarks/published.py ../shared/published --every 6          of MPT's 151 rows each sixth
 
 A row of steps.csv becomes a transformer at its sizes (`published_models.py`), with its layout as pins: the state over the FSDP axis,
 heads, hidden and vocabulary over the tensor axis, the batch over both data axes. The planner's search "recursive" chooses the
@@ -272,7 +273,7 @@ def layouts(rows: Iterable[Row], table: Iterable[Mapping[str, str]]) -> list[tup
     return out
 
 
-def write_docs(groups: Mapping[str, list[Row]], table: Sequence[Mapping[str, str]]) -> None:
+def write_docs(groups: Mapping[str, list[Row]], table: Sequence[Mapping[str, str]], sampled: str) -> None:
     """The section of docs/measurements.md, and the scatter plot beside it."""
     import matplotlib
 
@@ -301,7 +302,8 @@ def write_docs(groups: Mapping[str, list[Row]], table: Sequence[Mapping[str, str
         measurements.table(("size", "rows", "median error", "mean error"), by_size(every)),
         measurements.table(head_layouts, layouts(every, table)),
     ]
-    measurements.write("published", "python benchmarks/published.py PUBLISHED --docs", "\n\n".join(x.strip() for x in sections) + "\n")
+    text = "\n\n".join(sections)
+    measurements.write("published", f"python benchmarks/published.py PUBLISHED{sampled} --docs", text)
 
 
 def main(argv=None) -> None:
@@ -309,11 +311,14 @@ def main(argv=None) -> None:
     parser.add_argument("published", type=Path, help="the folder of steps.csv")
     parser.add_argument("--docs", action="store_true", help="write the table and the plot into docs/")
     parser.add_argument("--json", type=Path, help="where to store the rows; those that it has are not predicted again")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="of the 151 MPT rows each N-th; all others")
     parser.add_argument("--only", help="parts of ids, separated by commas")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
     with open(options.published / "steps.csv") as f:
         table = [r for r in csv.DictReader(f) if expressible(r)]
+    mpt = [r for r in table if family(r).startswith("MPT")]
+    table = [r for r in table if not family(r).startswith("MPT")] + mpt[:: options.every]
     if options.only:
         table = [r for r in table if any(part in r["id"] for part in options.only.split(","))]
     stored = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
@@ -329,7 +334,7 @@ def main(argv=None) -> None:
         if options.json:
             options.json.write_text(json.dumps([asdict(row) for row in known.values()]))
     if options.docs:
-        write_docs(groups, table)
+        write_docs(groups, table, f" --every {options.every}" if options.every > 1 else "")
     held_out = [r for r in found if r.family not in FITTED]
     for name, some in {**groups, "held out": held_out, "all": found}.items():
         if not some:
