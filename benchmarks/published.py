@@ -286,7 +286,7 @@ def write_docs(groups: Mapping[str, list[Row]], table: Sequence[Mapping[str, str
         axes.scatter(*seconds, s=18, marker="o" if name in FITTED else "^", label=name)
     axes.axhline(1, color="grey", lw=0.8)
     axes.set(xscale="log", xlabel="published seconds of a step", ylabel="predicted / published", ylim=(0.4, 1.6))
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=6, ncols=3, loc="lower right")
     figure.savefig(Path(__file__).parent.parent / "docs" / "published.png", dpi=110, metadata={"Software": None})
     out = []
     for name, rows in groups.items():
