@@ -35,6 +35,8 @@ GATHER = PIPELINED["all-gather"]
 NEW_NAME = RENAMED[GATHER][0]
 MESH = AbstractMesh((8,), ("data",))
 SHAPES = {"up": (2048, 8192), "down": (8192, 2048)}
+FASTER = shardplan.Cluster.preset("h100").scaled(0.9)
+"""GPUs on which a round computes too little to hide its collectives."""
 SHARDED = {"w/up": P(None, None, "data"), "w/down": P(None, "data", None), "x": P("data")}
 
 
@@ -60,7 +62,7 @@ def arguments():
 
 
 def plan(mesh=MESH, **options):
-    options = {"cluster": "h100", "pins": SHARDED} | options
+    options = {"cluster": FASTER, "pins": SHARDED} | options
     return shardplan.auto(mesh, donate_argnums=0, static_argnames="scanned", **options)(step).plan(*arguments())
 
 
