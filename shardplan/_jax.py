@@ -198,6 +198,7 @@ def at_source(eqn) -> contextlib.AbstractContextManager:
     return source_info_util.user_context(kept, name_stack=current.name_stack + eqn.source_info.name_stack)
 
 
+@functools.cache
 def itemsize(dtype) -> float:
     """Bytes per element, also of typed keys and of types narrower than a byte."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):

@@ -14,6 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.cli import main
+from shardplan.emit.decide import decide
+from shardplan.plan.asked import asked
+from shardplan.plan.describe import describe
 from shardplan.plan.schedule import StepSchedule
 from shardplan.view.exports import model_explorer, perfetto
 from shardplan.view.instrument import Instrument
@@ -90,6 +93,30 @@ def asked_result(plan):
 def asked_reshard(plan):
     rows = Instrument(plan)
     return rows.targets[rows.collectives[0]["id"]]
+
+
+@pytest.mark.parametrize("which", ["plan", "looped"])
+def test_what_is_decided_anew_near_a_choice_is_what_deciding_everything_gives(which, request):
+    plan = request.getfixturevalue(which)
+    kept = []
+    for what in [*Instrument(plan).targets.values()][::3]:
+        for choice in [*asked(plan, what).wanted][:2]:
+            planned = plan.what_if(what, choice).context.planned
+            everything = decide(planned.network, planned.strategies, planned.retained)
+            assert [*planned.decisions.items()] == [*everything.items()]
+            whole = describe(dataclasses.replace(planned, decisions=everything, kept={}, tasks=None))
+            assert whole.decisions == describe(planned).decisions
+            kept.append(len(planned.kept) / len(planned.user_ops))
+    assert len(kept) > 10 and max(kept) > 0.5  # of a step of four products
+
+
+def test_all_reshards_of_a_plan_are_those_of_its_ops(plan, looped):
+    for planned in (plan.context.planned, looped.context.planned):
+        network, chosen = planned.network, planned.strategies
+        one_by_one = [
+            (j, k, steps) for j in range(len(planned.graph.ops)) for k, steps in network.reshards(j, chosen, planned.retained)
+        ]
+        assert [(j, k, steps) for j, k, _, steps in network.moves(chosen, planned.retained)] == one_by_one != []
 
 
 def test_what_was_chosen_stays_chosen(plan):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -155,6 +156,43 @@ class ArrayEdge(NamedTuple):
     def follows(self, pinned: Collection[int]) -> bool:
         """Whether the consumer has to take the layout that the array has: not where the user chose a layout at either end."""
         return self.template.is_follower and self.producer not in pinned and self.consumer not in pinned
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeEnds:
+    """The layouts at both ends of every array edge, as numbers: tells those that a plan reshards from all others at once.
+
+    Attributes:
+        edges: in program order.
+        producers, consumers: per edge, its ops.
+        made, read: per edge, where the layouts [strategy] of its ends begin in `ids`.
+        ids: equal for equal layouts.
+    """
+
+    edges: tuple[ArrayEdge, ...]
+    producers: np.ndarray
+    consumers: np.ndarray
+    made: np.ndarray
+    read: np.ndarray
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, edges: tuple[ArrayEdge, ...], lists: LayoutLists) -> EdgeEnds:
+        """The ends of these edges."""
+        every = (x for edge in edges for x in (edge.template.result_layouts, edge.template.operand_layouts))
+        distinct = {id(x): x for x in every}
+        begins = dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
+        ids = [np.zeros(0, np.int64), *(found.ids[found.index] for found in map(lists, distinct.values()))]
+        made = [begins[id(edge.template.result_layouts)] for edge in edges]
+        read = [begins[id(edge.template.operand_layouts)] for edge in edges]
+        ops = ([edge.producer for edge in edges], [edge.consumer for edge in edges])
+        return cls(edges, *(np.array(x, np.int64) for x in (*ops, made, read)), np.concatenate(ids))
+
+    def resharded(self, strategies: Sequence[int]) -> Iterator[ArrayEdge]:
+        """The edges whose array is read in another layout than it is made in."""
+        chosen = np.array(strategies, np.int64)
+        differs = self.ids[self.made + chosen[self.producers]] != self.ids[self.read + chosen[self.consumers]]
+        return (self.edges[n] for n in np.flatnonzero(differs).tolist())
 
 
 def array_facts(graph: Graph, rules: Sequence[Rule], accumulated_ratios: Mapping[int, float]) -> Iterator[ArrayFacts]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -73,6 +74,24 @@ def _priced(network: CostNetwork) -> PricedProblem:
     space.tables.clear()
     space.tables.update(tables.cache)
     return PricedProblem(problem, tuple(background))
+
+
+def restricted(network: CostNetwork, allowed: Mapping[int, np.ndarray]) -> CostNetwork:
+    """The network in which pinned ops keep fewer strategies, as `build_network` makes it; what has a price is not priced again.
+
+    Args:
+        network: of ops that are pinned to these layouts or any others.
+        allowed: op, one of those -> bool [s], which strategies remain.
+    """
+    assert allowed.keys() <= network.pinned
+
+    def priced(own: CostNetwork) -> PricedProblem:
+        known = network.priced
+        costs = _node_costs(own.space, own.blocks, own.allowed, own.corrections)
+        ties = _symmetry_classes(own.space, own.blocks, costs)
+        return known._replace(problem=replace(known.problem, costs=tuple(costs), ties=ties))
+
+    return replace(network, allowed={**network.allowed, **allowed}, build=priced)
 
 
 def _prices(space: StrategySpace, resharder: Resharder, combined: CombinedGroups | None) -> CombinedPrices:

@@ -114,47 +114,46 @@ class _Builder:
         strategies, retained = network.strategies(states), network.retained(states)
         beyond, regathers = network.beyond_collectives(states), network.regathers(strategies, retained)
         kernel_ps = network.kernel_ps(states)
-        moves = [dict(network.reshards(j, strategies, retained)) for j in range(len(self.graph.ops))]
+        moves = {(j, k): steps for j, k, _, steps in network.moves(strategies, retained)}
         self.computed_in = self.readers(moves)
-        for j, (op, moved) in enumerate(zip(self.graph.ops, moves, strict=True)):
+        for j, op in enumerate(self.graph.ops):
             waits = []
             for k, v in enumerate(op.inputs):
-                self.flush_untaken(j, v)
-                at = -1 if v is None else self.tasks.made[self.graph.values[v].producer[0]]
-                if v is not None and k in moved:
-                    copy = regathers.get(j if op.traits.copy else self.graph.values[v].producer[0], 0)
-                    at = self.resharded(j, v, moved[k], copy)
+                made = -1 if v is None else self.graph.values[v].producer[0]
+                if made >= 0 and self.inside[made]:
+                    self.flush_untaken(j, made)
+                at = -1 if made < 0 else self.tasks.made[made]
+                if v is not None and (j, k) in moves:
+                    at = self.resharded(j, v, moves[j, k], regathers.get(j if op.traits.copy else made, 0))
                 waits.append(self.tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
             self.op(j, op, waits, kernel_ps[j] / op.runs / PS)
         for j in range(len(self.inside)):
             self.flush(j)
 
-    def readers(self, moves: Sequence[Mapping[int, Sequence[ReshardStep]]]) -> list[tuple[int, ...]]:
+    def readers(self, moves: Mapping[tuple[int, int], Sequence[ReshardStep]]) -> list[tuple[int, ...]]:
         """Per op, the kernel that computes it where it is read: (), if it writes its result, or several kernels do.
 
         Nor is an op computed where it is read if a reader reshards its result, or if readers run behind more collectives than others:
         it would be computed behind something that waits for it.
         """
         graph, inside = self.graph, self.network.space.facts.kernels.inside
+        collectives = {at: sum(step.kind != "slice" for step in steps) for at, steps in moves.items()}
+        homes = [op.runs_in for op in graph.ops]
         levels: list[int] = []  # collectives and loops in a row before each op
-        for op, moved in zip(graph.ops, moves, strict=True):
-            makers = ((k, graph.values[v].producer[0]) for k, v in enumerate(op.inputs) if v is not None)
-            before = (
-                levels[i] + sum(step.kind != "slice" for step in moved.get(k, ())) + (graph.ops[i].runs_in != op.runs_in)
-                for k, i in makers
-            )
-            levels.append(max(before, default=0))
-        sent = {
-            graph.values[v].producer[0]
-            for op, moved in zip(graph.ops, moves, strict=True)
-            for k in moved
-            if (v := op.inputs[k]) is not None
-        }
+        for j, op in enumerate(graph.ops):
+            most = 0
+            for k, v in enumerate(op.inputs):
+                if v is not None:
+                    i = graph.values[v].producer[0]
+                    most = max(most, levels[i] + collectives.get((j, k), 0) + (homes[i] != homes[j]))
+            levels.append(most)
+        sent = {graph.values[v].producer[0] for j, k in moves if (v := graph.ops[j].inputs[k]) is not None}
         out: list[tuple[int, ...]] = [()] * len(levels)
         for j in reversed(range(len(levels))):
-            behind = {levels[i] for v in graph.ops[j].outputs for i, _ in graph.values[v].consumers}
-            if len(inside[j]) == 1 and len(behind) == 1 and j not in sent:
-                out[j], levels[j] = inside[j], behind.pop()
+            if len(inside[j]) == 1 and j not in sent:
+                behind = {levels[i] for v in graph.ops[j].outputs for i, _ in graph.values[v].consumers}
+                if len(behind) == 1:
+                    out[j], levels[j] = inside[j], behind.pop()
         return out
 
     def op(self, j: int, op: Op, waits: list[int], seconds: float) -> None:
@@ -164,7 +163,7 @@ class _Builder:
         shares = {n: (seconds / len(mine), [j] if seconds else []) for n in mine}
         for v in op.inputs:
             handed = self.inside[self.graph.values[v].producer[0]] if v is not None else {}
-            for n in [n for n in handed if n in shares or n == kernels.own[j]]:
+            for n in [n for n in handed if n in shares or n == kernels.own[j]] if handed else ():
                 more, ops = handed.pop(n)
                 if n == kernels.own[j]:
                     seconds += more
@@ -183,10 +182,9 @@ class _Builder:
         if op.traits.leaves_region or op.traits.loop_stack:
             tasks.roots.setdefault(home, []).append(made)
 
-    def flush_untaken(self, j: int, v: int | None) -> None:
-        """Gives what is left of the seconds of value v's op a kernel if op j, which reads v, does not take them over."""
-        kernels, made = self.network.space.facts.kernels, -1 if v is None else self.graph.values[v].producer[0]
-        if made >= 0 and self.inside[made] and self.inside[made].keys().isdisjoint((kernels.own[j], *self.computed_in[j])):
+    def flush_untaken(self, j: int, made: int) -> None:
+        """Gives what is left of the seconds of an op a kernel if op j, which reads its result, does not take them over."""
+        if self.inside[made].keys().isdisjoint((self.network.space.facts.kernels.own[j], *self.computed_in[j])):
             self.flush(made)
 
     def flush(self, j: int) -> None:

@@ -111,17 +111,18 @@ class CostNetwork:
     build: Callable[[CostNetwork], PricedProblem]
 
     @cached_property
-    def _priced(self) -> PricedProblem:
+    def priced(self) -> PricedProblem:
+        """The problem, and what compute can hide of it."""
         return self.build(self)
 
     @property
     def problem(self) -> Problem:
         """Nodes are the graph's ops, in order."""
-        return self._priced.problem
+        return self.priced.problem
 
     def step_seconds(self, states: Sequence[int]) -> StepSeconds:
         """The step under these states at the network's own prices, in picoseconds."""
-        problem, background = self._priced
+        problem, background = self.priced
         edges, costs = problem.edges, problem.costs
         around = sum(ps for _, ps in self.edge_kernels(states))
         compute = sum(float(c[s]) for c, s in zip(costs, states, strict=True)) + around
@@ -134,17 +135,20 @@ class CostNetwork:
 
     def kernel_ps(self, states: Sequence[int]) -> list[float]:
         """c_i[s], per op."""
-        corrected, out = self.corrections.strategies, []
-        for i, (op, seconds, s) in enumerate(zip(self.space.graph.ops, self.space.seconds, self.strategies(states), strict=True)):
-            ps = float(np.rint(seconds[s] * op.runs * PS))
-            out.append(ps + float(np.rint(corrected[i, s] * PS)) if (i, s) in corrected else ps)
+        chosen = self.strategies(states)
+        out = np.rint(self.space.chosen_seconds(chosen) * PS).tolist()
+        for (i, s), seconds in self.corrections.strategies.items():
+            out[i] += float(np.rint(seconds * PS)) if chosen[i] == s else 0.0
         return out
 
     def edge_kernels(self, states: Sequence[int]) -> Iterator[tuple[ArrayEdge, float]]:
-        """(array edge, picoseconds per step) of the kernels that XLA puts around the collectives of an operand."""
+        """(array edge, picoseconds per step) of the kernels that XLA puts around the collectives of an operand.
+
+        An array that is read in the layout it is made in has none (`tables.py`).
+        """
         known: dict[tuple[int, int, int, bool], float] = {}
         chosen, of = self.strategies(states), self.space.strategies
-        for edge in self.space.array_edges:
+        for edge in self.space.edge_ends.resharded(chosen):
             i, j, *_, template = edge
             follows = edge.follows(self.pinned)
             if (key := (id(template), chosen[i], chosen[j], follows)) not in known:
@@ -173,8 +177,8 @@ class CostNetwork:
     def sent_ps(self, states: Sequence[int]) -> float:
         """Picoseconds per step of all collectives and slices, one after the other."""
         strategies, retained = self.strategies(states), self.retained(states)
-        moved = ((op.reads, self.reshards(j, strategies, retained)) for j, op in enumerate(self.space.graph.ops))
-        return PS * sum(reads * step.seconds for reads, paths in moved for _, steps in paths for step in steps)
+        moved = ((self.space.graph.ops[j].reads, steps) for j, _, _, steps in self.moves(strategies, retained))
+        return PS * sum(reads * step.seconds for reads, steps in moved for step in steps)
 
     # ---- states and strategies
 
@@ -222,6 +226,13 @@ class CostNetwork:
                 if steps := self.path(v, before, after):
                     yield k, steps
 
+    def moves(self, strategies: Sequence[int], retained: Collection[int]) -> Iterator[tuple[int, int, int, tuple[ReshardStep, ...]]]:
+        """(op, operand, value, reshard path) of all ops, as `reshards` has them of one."""
+        for i, j, k, v, template in self.space.edge_ends.resharded(strategies):
+            before, after = template.result_layouts[strategies[i]], template.operand_layouts[strategies[j]]
+            if j not in retained and (steps := self.path(v, before, after)):
+                yield j, k, v, steps
+
     def regathers(self, strategies: Sequence[int], retained: Collection[int]) -> dict[int, int]:
         """Copy -> how many times its array was gathered and freed before.
 
@@ -248,16 +259,13 @@ class CostNetwork:
         """What a plan of these states combines."""
         graph, strategies, retained = self.space.graph, self.strategies(states), self.retained(states)
         groups: dict[tuple[int, CollectiveKey], dict[int, float]] = {}
-        for j, op in enumerate(graph.ops):
-            for k, steps in self.reshards(j, strategies, retained):
-                v = op.inputs[k]
-                assert v is not None
-                site = self.space.collective_sites[v]
-                blocks = site.collective_class == "blocking" and op.phase != "update" and op.loop < 0
-                for step in steps if site.group_size > 1 or blocks else ():
-                    if step.kind in COMBINABLE or blocks:
-                        size = graph.values[v].bytes / step.after.shards(self.space.mesh)
-                        groups.setdefault((site.group, CollectiveKey(step.kind, step.axes)), {})[site.origin] = size
+        for j, _, v, steps in self.moves(strategies, retained):
+            op, site = graph.ops[j], self.space.collective_sites[v]
+            blocks = site.collective_class == "blocking" and op.phase != "update" and op.loop < 0
+            for step in steps if site.group_size > 1 or blocks else ():
+                if step.kind in COMBINABLE or blocks:
+                    size = graph.values[v].bytes / step.after.shards(self.space.mesh)
+                    groups.setdefault((site.group, CollectiveKey(step.kind, step.axes)), {})[site.origin] = size
         return tuple((key, tuple(sorted(sizes.items()))) for key, sizes in sorted(groups.items()))
 
     def translate(self, other: CostNetwork, states: Sequence[int]) -> tuple[int, ...]:

@@ -60,9 +60,8 @@ def _own_seconds(program: DecidedProgram) -> Iterable[tuple[tuple[int, int], flo
     """(op, operand) -> seconds of one run of the collectives that bring it there."""
     network = program.network
     strategies, retained = network.strategies(program.states), network.retained(program.states)
-    for j in range(len(program.graph.ops)):
-        for k, steps in network.reshards(j, strategies, retained):
-            yield (j, k), sum(step.seconds for step in steps)
+    for j, k, _, steps in network.moves(strategies, retained):
+        yield (j, k), sum(step.seconds for step in steps)
 
 
 def _needed(program: DecidedProgram, clocks: dict[int, _Clock]) -> list[float]:

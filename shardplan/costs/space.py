@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.costs.array_edges import ArrayEdge, ArrayFacts, LayoutLists, array_edges, array_facts
+from shardplan.costs.array_edges import ArrayEdge, ArrayFacts, EdgeEnds, LayoutLists, array_edges, array_facts
 from shardplan.costs.roofline import compute_seconds
 from shardplan.ir.graph import Graph, Path
 from shardplan.ir.repeated_layers import repeated_layers
@@ -184,6 +185,24 @@ class StrategySpace:
     def array_edges(self) -> tuple[ArrayEdge, ...]:
         """Every operand of every op, in program order."""
         return tuple(array_edges(self.graph, self.facts.arrays, self.strategies, self.layout_lists))
+
+    @cached_property
+    def edge_ends(self) -> EdgeEnds:
+        """The layouts of all array edges."""
+        return EdgeEnds.of(self.array_edges, self.layout_lists)
+
+    def chosen_seconds(self, strategies: Sequence[int]) -> np.ndarray:
+        """Per op, seconds of all its runs in one step under its strategy."""
+        seconds, begins, runs = self._seconds
+        return seconds[begins + np.array(strategies, np.int64)] * runs
+
+    @cached_property
+    def _seconds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`seconds` in a row, each array once; per op where its own begin; per op its runs."""
+        distinct = {id(x): x for x in self.seconds}
+        begins = dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
+        runs = np.array([op.runs for op in self.graph.ops], np.float64)
+        return np.concatenate([np.zeros(0), *distinct.values()]), np.array([begins[id(x)] for x in self.seconds], np.int64), runs
 
 
 def make_strategy_space(

@@ -7,7 +7,7 @@ planned one in some places: each is a function here, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -19,19 +19,54 @@ from shardplan.ir.graph import Graph, Op, Path
 from shardplan.mesh.layout import Layout, splits_unevenly
 
 
-def decide(network: CostNetwork, strategies: Sequence[int], retained: Collection[int]) -> dict[Path, EmitDecision]:
+def decide(
+    network: CostNetwork,
+    strategies: Sequence[int],
+    retained: Collection[int],
+    known: Mapping[Path, EmitDecision] | None = None,
+    otherwise: Collection[int] = (),
+) -> dict[Path, EmitDecision]:
     """The constraints of a decided program.
 
     Args:
         network: the cost network that was solved; its reshard paths are emitted.
         strategies: per op of the graph, the number of its strategy.
         retained: copies that reuse the copy of an earlier phase: they move nothing.
+        known: the constraints of another program of the same strategy space, if there is one.
+        otherwise: ops that may be constrained otherwise than in `known`, as `affected` finds them.
 
     Returns:
         By path in the nested jaxprs, what is constrained at that op; ops without constraints are left out.
     """
     decided = _Decided(network, network.space, network.space.graph, strategies, retained)
-    return {op.path: found for i, op in enumerate(decided.graph.ops) if not op.traits.copy and (found := decided.decision(i))}
+    ops = ((i, op) for i, op in enumerate(decided.graph.ops) if not op.traits.copy)
+    every = ((op, decided.decision(i) if known is None or i in otherwise else known.get(op.path)) for i, op in ops)
+    return {op.path: found for op, found in every if found}
+
+
+def affected(graph: Graph, changed: Collection[int]) -> set[int]:
+    """The ops whose constraints or reshards may differ where those of `changed` have other strategies or other reshards.
+
+    These are the readers of what a changed op makes, behind copies too, and the ops that make what it reads: whether a result is
+    constrained depends on its readers, behind copies and transposes too (`_Decided.is_resharded`, `_Decided.is_only_completed`).
+    """
+    found = set(changed)
+    readers, makers = list(changed), list(changed)
+    while readers:
+        for v in graph.ops[readers.pop()].outputs:
+            for i, _ in graph.values[v].consumers:
+                if graph.ops[i].traits.copy:
+                    readers.append(i)
+                found.add(i)
+    seen = set(changed)
+    while makers:
+        for v in graph.ops[makers.pop()].inputs:
+            i = -1 if v is None else graph.values[v].producer[0]
+            if i >= 0 and i not in seen:
+                seen.add(i)
+                if graph.ops[i].traits.copy or graph.ops[i].traits.transpose:
+                    makers.append(i)
+    return found | seen
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +132,7 @@ class _Decided:
         """The layout that op i makes value v in; None leaves it to XLA."""
         op, layout, fusion = self.graph.ops[i], self.layout(v), self.space.rules[i].fusion
         written = local or op.traits.border or op.traits.sharding_constraint or fusion in ("none", "reduce")
-        written = written or v in self.reshard_sources or self.space.materialised[v]
+        written = written or self.space.materialised[v] or self.is_resharded(v)
         if op.traits.step_output or self.is_scalar_broadcast(i) or not written:
             return None
         if self.completes_partial_sum(i, v):
@@ -115,7 +150,7 @@ class _Decided:
         otherwise loses the path, or aborts.
         """
         made = self.layout(v)
-        if wanted is made or wanted == made or wanted.partial:
+        if not _differs(made, wanted):
             return ()
         steps = self.network.path(v, made, wanted)
         passed = [s.after for s, t in pairwise(steps) if not s.after.partial or s.kind == t.kind == "reduce-scatter"]
@@ -130,20 +165,18 @@ class _Decided:
         source = self.copied(v)
         return () if source is None else (*self.copy_path(source), *self.reshard_path(source, self.layout(v)))
 
-    @cached_property
-    def reshard_sources(self) -> frozenset[int]:
-        """Values that some reader reshards.
+    def is_resharded(self, v: int) -> bool:
+        """Whether some reader reshards a value, or a copy of it in its layout.
 
-        They are constrained where they are made: sharding propagation runs backwards, too, and would make them in that reader's layout.
+        Such a value is constrained where it is made: sharding propagation runs backwards, too, and would make it in that reader's layout.
         """
-        found = set()
-        for i, op in enumerate(self.graph.ops):
-            for k, v in enumerate(op.inputs):
-                while v is not None and self.reshard_path(v, self.operand_layout(i, k)):
-                    found.add(v)
-                    source = self.copied(v)
-                    v = source if source is not None and self.layout(source) == self.layout(v) else None
-        return frozenset(found)
+        made, ops = self.layout(v), self.graph.ops
+        for i, k in self.graph.values[v].consumers:
+            if _differs(made, self.operand_layout(i, k)):
+                return True
+            if ops[i].traits.copy and self.layout(ops[i].outputs[0]) == made and self.is_resharded(ops[i].outputs[0]):
+                return True
+        return False
 
     # ---- copies that XLA would merge
 
@@ -200,10 +233,15 @@ class _Decided:
     def is_only_completed(self, v: int) -> bool:
         """Whether every reader of a partial sum completes it, some after a transpose."""
         for i, k in self.graph.values[v].consumers:
-            if self.reshard_path(v, self.operand_layout(i, k)):
+            if _differs(self.layout(v), self.operand_layout(i, k)):
                 continue
             op = self.graph.ops[i]
             passes = (op.traits.copy or op.traits.transpose) and self.layout(v).partial == self.layout(op.outputs[0]).partial
             if not (passes and self.is_only_completed(op.outputs[0])):
                 return False
         return True
+
+
+def _differs(made: Layout, wanted: Layout) -> bool:
+    """Whether an array is brought from one layout to another; a partial sum is made where it is read."""
+    return wanted is not made and wanted != made and not wanted.partial

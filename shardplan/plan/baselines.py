@@ -7,15 +7,21 @@ So a baseline is no slower than what a person makes of that layout, as far as th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import chain, islice
 from pkgutil import resolve_name
 
+import numpy as np
+
+from shardplan.costs.build import build_network, restricted
+from shardplan.costs.network import CostNetwork
 from shardplan.costs.pricing import Pricing
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.errors import ShardingError
 from shardplan.ilp.solver import solve
+from shardplan.ilp.solver.collector import paused_collector
 from shardplan.mesh.reshard import Resharder
 from shardplan.plan.classical import Axes, ClassicalLayout, StepInputs, classical_layouts
 from shardplan.plan.plan import Plan
@@ -29,8 +35,6 @@ ROUNDS = 2
 """Times that the network of a baseline is solved: once more at the prices of what its first plan combines, which saves up to 7 %."""
 WORK = 1.0
 """Work of the solver, about seconds, for each."""
-COMPARED_OPS = 4_000
-"""Ops of a step up to which `fastest_pure` is planned to print a plan: two fifths of the seconds of planning, at most some."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,15 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Baselines:
-    """A plan and the baselines of its step, the fastest that fits first; `print` it."""
+    """A plan and the baselines of its step, the fastest that fits first; `print` it.
+
+    Attributes:
+        pure: whether they are the layouts that are no mixes only.
+    """
 
     plan: Plan
     rows: tuple[Baseline, ...]
+    pure: bool = False
 
     @cached_property
     def best(self) -> Baseline | None:
@@ -73,11 +82,12 @@ class Baselines:
     def saving_text(self) -> str:
         """`saving` in words; "" without baselines."""
         n, best, saving = len(self.rows), self.best, self.saving
+        layouts = f"{n} {'unmixed ' if self.pure else ''}classical layouts"
         if not n:
             return ""
         if best is None or saving is None:
-            return f"does what none of {n} classical layouts does: fit the memory"
-        what = f"{best.name}, the fastest of {n} classical layouts"
+            return f"does what none of {layouts} does: fit the memory"
+        what = f"{best.name}, the fastest of {layouts}"
         change = format_percent(abs(saving))
         return (
             f"{change} of the step of {what}"
@@ -91,10 +101,12 @@ class Baselines:
         return resolve_name("shardplan.view.text:baselines_text")(self)
 
 
+@paused_collector()
 def baselines(plan: Plan) -> Baselines:
     """The answer of `Plan.baselines`."""
-    planned = plan.context.planned
-    return _compared(plan, (row for each in _classical(planned) if (row := _baseline(planned, *each))))
+    inputs = _Inputs(plan.context.planned)
+    last = (list(inputs.rounds(*each))[-1:] for each in inputs.classical())
+    return _compared(plan, chain.from_iterable(last))
 
 
 def saving(plan: Plan) -> str:
@@ -102,72 +114,95 @@ def saving(plan: Plan) -> str:
     planned = plan.context and plan.context.planned
     if planned is None:
         return ""
-    if plan.answers_quickly or "_baselines" in vars(plan):
-        return plan.baselines().saving_text
-    return plan._fastest_pure.saving_text if len(planned.graph.ops) <= COMPARED_OPS else "not known; plan.baselines() compares"
+    return (plan.baselines() if plan.answers_quickly or "_baselines" in vars(plan) else plan._fastest_pure).saving_text
 
 
+@paused_collector()
 def fastest_pure(plan: Plan) -> Baselines:
     """The layouts that are no mixes, each solved once, the fastest of them once more: quicker than `baselines`, and misses more."""
-    planned = plan.context.planned
-    layouts = {classical.name: (classical, of) for classical, of in _classical(planned) if classical.pure}
-    rows = {name: row for name, each in layouts.items() if (row := _baseline(planned, *each, rounds=1))}
-    best = _compared(plan, rows.values()).best
-    return _compared(plan, ({**rows, best.name: _baseline(planned, *layouts[best.name]) or best} if best else rows).values())
+    inputs = _Inputs(plan.context.planned)
+    tried = {each.name: inputs.rounds(each, layouts) for each, layouts in inputs.classical() if each.pure}
+    rows = {name: row for name, found in tried.items() if (row := next(found, None))}
+    best = _compared(plan, rows.values(), pure=True).best
+    if best is not None:
+        rows[best.name] = next(tried[best.name], best)
+    return _compared(plan, rows.values(), pure=True)
 
 
-def _compared(plan: Plan, rows: Iterable[Baseline]) -> Baselines:
-    return Baselines(plan, tuple(sorted(rows, key=lambda row: (not row.fits, row.seconds if row.fits else row.peak_bytes, row.name))))
+def _compared(plan: Plan, rows: Iterable[Baseline], pure: bool = False) -> Baselines:
+    order = sorted(rows, key=lambda row: (not row.fits, row.seconds if row.fits else row.peak_bytes, row.name))
+    return Baselines(plan, tuple(order), pure)
 
 
-def _classical(planned: Planned) -> Iterator[tuple[ClassicalLayout, Mapping[int, tuple[Axes, ...]]]]:
-    """Every classical layout that differs from those before it, and the layouts of the inputs."""
-    inputs = StepInputs.of(planned.graph, planned.space.rules)
-    known: set[tuple] = set()
-    for classical in classical_layouts(planned.space.mesh) if inputs.parameters else ():
-        layouts = inputs.layouts(planned.space.mesh, classical)
-        key = tuple(sorted(layouts.items()))
-        if key not in known:  # else there is nothing to shard in this way
-            known.add(key)
-            yield classical, layouts
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """The inputs of a planned step, in any classical layout."""
 
+    planned: Planned
 
-def _baseline(
-    planned: Planned, classical: ClassicalLayout, layouts: Mapping[int, tuple[Axes, ...]], rounds: int = ROUNDS
-) -> Baseline | None:
-    graph, limit, numbers = planned.graph, planned.network.limit, {a: n for n, a in enumerate(planned.graph.args)}
-    in_pins = {numbers[a]: dims for a, dims in layouts.items()}
-    found = _best(in_pins, planned, None, rounds)
-    if found is not None and limit is not None and found.peak_bytes > limit:
-        found = min((x for x in (found, _best(in_pins, planned, limit, rounds)) if x), key=lambda x: x.peak_bytes)
-    if found is None:
-        return None
-    fits = limit is None or found.peak_bytes <= limit
-    pins = {graph.ops[a].label: tuple(_entry(axes) for axes in dims) for a, dims in layouts.items()}
-    sent = sent_bytes(found.network, found.states)
-    return Baseline(classical.name, pins, to_digits(found.timeline.total_s), found.peak_bytes, sent, fits)
+    def classical(self) -> Iterator[tuple[ClassicalLayout, Mapping[int, tuple[Axes, ...]]]]:
+        """Every classical layout that differs from those before it, and the layouts of the inputs."""
+        mesh, inputs = self.planned.space.mesh, StepInputs.of(self.planned.graph, self.planned.space.rules)
+        known: set[tuple] = set()
+        for classical in classical_layouts(mesh) if inputs.parameters else ():
+            layouts = inputs.layouts(mesh, classical)
+            key = tuple(sorted(layouts.items()))
+            if key not in known:  # else there is nothing to shard in this way
+                known.add(key)
+                yield classical, layouts
+
+    def rounds(self, classical: ClassicalLayout, layouts: Mapping[int, tuple[Axes, ...]]) -> Iterator[Baseline]:
+        """The best step that is found with these inputs, after each round."""
+        graph, limit, numbers = self.planned.graph, self.planned.network.limit, {a: n for n, a in enumerate(self.planned.graph.args)}
+        in_pins = {numbers[a]: dims for a, dims in layouts.items()}
+        pins = {graph.ops[a].label: tuple(_entry(axes) for axes in dims) for a, dims in layouts.items()}
+        within = None  # the same under the limit, where the fastest does not fit
+        for found in self._judged(in_pins, None):
+            best = found
+            if limit is not None and found.peak_bytes > limit:
+                within = within or self._judged(in_pins, limit)
+                best = min((found, *islice(within, 1)), key=lambda x: x.peak_bytes)
+            fits = limit is None or best.peak_bytes <= limit
+            sent = sent_bytes(best.network, best.states)
+            yield Baseline(classical.name, pins, to_digits(best.timeline.total_s), best.peak_bytes, sent, fits)
+
+    def _judged(self, in_pins: Mapping[int, tuple], limit: float | None) -> Iterator[Judged]:
+        """The best plan found with these inputs after each round; nothing if they cannot be."""
+        space, options = self.planned.space, self.planned.options
+        own = replace(options, in_pins=in_pins, out_pins={}, pins={}, constraints="ignore", progress=None, corrections=None)
+        task = PlanningTask(space.graph, self._resharder, own, Stopwatch(), known_space=space)
+        pricing, best = self._pricing, None
+        try:
+            for _ in range(ROUNDS):
+                first = pricing == self._pricing
+                network = restricted(self._any_layout(limit), task.allowed) if first else task.network(pricing, limit)
+                solution = solve(network.problem, work_limit=WORK)
+                if not solution.found:
+                    return
+                judged = judge(task, Candidate(network, solution), limit)
+                if best is None or judged.rank < best.rank:
+                    best = judged
+                pricing = replace(pricing, combined=judged.network.pricing.combined)
+                yield compiled(task, best, thresholds(best.xla) if own.chooses_xla else ())
+        except ShardingError:  # an array cannot be laid out so
+            return
+
+    @cached_property
+    def _resharder(self) -> Resharder:
+        return Resharder(self.planned.space.mesh, self.planned.space.cluster)
+
+    @property
+    def _pricing(self) -> Pricing:
+        return Pricing(self.planned.network.pricing.background_price)
+
+    @cached_property
+    def _any_layout(self) -> Callable[[float | None], CostNetwork]:
+        """The network of the first round under a limit, whatever the layout: every input is pinned, to all its strategies."""
+        space, inputs = self.planned.space, StepInputs.of(self.planned.graph, self.planned.space.rules)
+        pinned = (*inputs.parameters, *inputs.parameter_of, *inputs.batch)
+        every = {a: np.ones(len(space.strategies[a]), bool) for a in sorted(pinned)}
+        return cache(lambda limit: build_network(space, self._resharder, limit, every, None, self._pricing))
 
 
 def _entry(axes: Axes) -> str | Axes | None:
     return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def _best(in_pins: Mapping[int, tuple], planned: Planned, limit: float | None, rounds: int) -> Judged | None:
-    """The best plan found with these inputs; None if they cannot be."""
-    space = planned.space
-    own = replace(planned.options, in_pins=in_pins, out_pins={}, pins={}, constraints="ignore", progress=None, corrections=None)
-    task = PlanningTask(space.graph, Resharder(space.mesh, space.cluster), own, Stopwatch(), known_space=space)
-    pricing, best = Pricing(planned.network.pricing.background_price), None
-    try:
-        for _ in range(rounds):
-            network = task.network(pricing, limit)
-            solution = solve(network.problem, work_limit=WORK)
-            if not solution.found:
-                break
-            judged = judge(task, Candidate(network, solution), limit)
-            if best is None or judged.rank < best.rank:
-                best = judged
-            pricing = replace(pricing, combined=judged.network.pricing.combined)
-    except ShardingError:  # an array cannot be laid out so
-        return None
-    return best and compiled(task, best, thresholds(best.xla) if own.chooses_xla else ())

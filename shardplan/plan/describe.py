@@ -104,6 +104,10 @@ def _decisions(planned: Planned) -> Iterator[PlanDecision]:
         file = portable(op.source.file)
         name = (file, op.source.line, op.primitive, op.phase)
         occurrence = seen[name] = seen.get(name, -1) + 1
+        if i in planned.kept:
+            if (known := planned.kept[i]) is not None:
+                yield known
+            continue
         decided, reshards = planned.decisions.get(op.path), tuple(_reshards(planned, i))
         if decided is None and not reshards:
             continue

@@ -22,6 +22,7 @@ from shardplan.ir.graph import Graph, Path, components
 from shardplan.ir.parse import Traced
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
+from shardplan.plan.data import PlanDecision
 from shardplan.xla_model.compiler_options import XlaOptions
 from shardplan.xla_model.timeline import Timeline
 
@@ -41,6 +42,7 @@ class Planned:
     seconds: Mapping[str, float]  # of planning, by stage
     held: Mapping[int, np.ndarray] = field(default_factory=dict)  # op -> bool [strategy] of layouts that `Plan.what_if` was asked for
     tasks: Tasks | None = None  # of its program, where they are known
+    kept: Mapping[int, PlanDecision | None] = field(default_factory=dict)  # op -> its record, as in the plan that this one came from
 
     def program(self, options: XlaOptions) -> DecidedProgram:
         """What the plan decides, as it is compiled with these options."""
@@ -73,6 +75,18 @@ class Planned:
     def retained(self) -> frozenset[int]:
         """Copies that retain the array of an earlier phase: they reshard nothing."""
         return self.network.retained(self.solution.states)
+
+    @cached_property
+    def moved(self) -> Mapping[tuple[int, int], tuple[ReshardStep, ...]]:
+        """(op, operand) -> its reshard path, where it has one; those of retained copies, too."""
+        return {(i, k): steps for i, k, _, steps in self.network.moves(self.strategies, ())}
+
+    def changed(self, other: Planned) -> set[int]:
+        """Ops that another plan of the same strategy space computes, reshards or copies otherwise."""
+        ours, theirs = (x.network.regathers(x.strategies, x.retained) for x in (self, other))
+        found = {i for i, (s, t) in enumerate(zip(self.strategies, other.strategies, strict=True)) if s != t}
+        found |= self.retained ^ other.retained | {j for j, n in ours.items() if theirs[j] != n}
+        return found | {at[0] for at in self.moved | other.moved if self.moved.get(at) != other.moved.get(at)}
 
     def operand_reshards(self, i: int) -> Iterator[tuple[int, int, ReshardKey, tuple[ReshardStep, ...]]]:
         """Reshards of the operands of op i, and of a copy of an array at its first reader.

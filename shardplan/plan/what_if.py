@@ -17,8 +17,9 @@ import numpy as np
 from shardplan.costs.halo_exchange import exchanges
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
-from shardplan.emit.decide import decide
+from shardplan.emit.decide import affected, decide
 from shardplan.errors import ShardingError
+from shardplan.ilp.solver.collector import paused_collector
 from shardplan.ilp.solver.problem import Solution
 from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import Layout
@@ -32,6 +33,7 @@ from shardplan.search.objective import Judged, judge
 from shardplan.units import format_memory
 
 
+@paused_collector()
 def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str | Sequence) -> Plan:
     """The plan of `Plan.what_if`."""
     planned, found = plan.context.planned, asked(plan, what)
@@ -50,20 +52,17 @@ def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str 
     bound = planned.solution.bound  # of all plans, so of those with this layout too
     network, solution = judged.proven(min(bound, judged.solution.objective))
     network = replace(network, limit=planned.network.limit)
-    strategies = network.strategies(solution.states)
-    changed = plan.context.decided(
-        replace(
-            planned,
-            network=network,
-            solution=replace(solution, tied=False),
-            strategies=strategies,
-            decisions=decide(network, strategies, network.retained(solution.states)),
-            timeline=judged.timeline,
-            held={**planned.held, **masks},
-            tasks=judged.tasks,
-        ),
-        plan.context.replan,
+    after = replace(
+        planned,
+        network=network,
+        solution=replace(solution, tied=False),
+        strategies=network.strategies(solution.states),
+        timeline=judged.timeline,
+        held={**planned.held, **masks},
+        tasks=judged.tasks,
+        kept={},
     )
+    changed = plan.context.decided(_decided_near(plan, after), plan.context.replan)
     peak, limit = changed.memory_report.peak, changed.memory_report.limit
     if limit is not None and peak > limit:
         raise ShardingError(
@@ -71,6 +70,16 @@ def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str 
             "\n  ways out: plan.fix, which plans all anew, or more memory="
         )
     return changed.with_job_of(plan)
+
+
+def _decided_near(plan: Plan, after: Planned) -> Planned:
+    """A plan with its constraints: only those near an op that it plans otherwise than `plan` are decided anew."""
+    before = plan.context.planned
+    otherwise = affected(after.graph, before.changed(after))
+    records = {before.user_ops[d.op]: d for d in plan.decisions} if after.conflicts == before.conflicts else None
+    kept = {} if records is None else {i: records.get(i) for i in before.user_ops if i not in otherwise}
+    decisions = decide(after.network, after.strategies, after.retained, before.decisions, otherwise)
+    return replace(after, decisions=decisions, kept=kept)
 
 
 def near(plan: Plan, pins: Mapping[str, Any]) -> Planned | None:
@@ -147,10 +156,10 @@ class WhatIf:
 def sent_bytes(network: CostNetwork, states: Sequence[int]) -> float:
     """Bytes that a device sends in one step, as `Plan.comm_bytes` counts them."""
     space, mesh = network.space, network.space.mesh
-    chosen, retained, total = network.strategies(states), network.retained(states), 0.0
+    chosen, total = network.strategies(states), 0.0
+    for j, _, _, steps in network.moves(chosen, network.retained(states)):
+        total += space.graph.ops[j].reads * sum(wire_bytes(s.kind, s.bytes, mesh.size(*s.axes)) for s in steps)
     for i, op in enumerate(space.graph.ops):
-        for _, steps in network.reshards(i, chosen, retained):
-            total += op.reads * sum(wire_bytes(s.kind, s.bytes, mesh.size(*s.axes)) for s in steps)
         if space.rules[i].exchanged:
             of, s = space.strategies[i], chosen[i]
             layouts = [each[s] for each in of.operands]

@@ -145,7 +145,7 @@ def judge(task: PlanningTask, found: Candidate, limit: float | None) -> Judged:
 
 def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) -> Judged:
     """A plan with the compiler options with which it fits and is fastest; others than the first must gain something."""
-    program = decided_program(judged.network, judged.states)
+    program = decided_program(judged.network, judged.states, tasks=judged.tasks)
     best = judged
     for some in options:
         other = replace(program, options=some)

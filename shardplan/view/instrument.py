@@ -79,7 +79,7 @@ class Instrument:
                 "title": f"Plan for mesh {plan.mesh}" if plan.mesh.axes else "Plan for one device",
                 "quality": quality(plan),
                 "parts": time_parts(plan),
-                "saves": plan.saving if "_baselines" in vars(plan) else "",  # planning baselines takes seconds
+                "saves": plan.known_saving,  # planning baselines takes seconds
                 "mesh": [list(x) for x in plan.mesh],
                 "cluster": plan.cluster,
                 "options": [f"{k}={str(v).lower()}" for k, v in plan.compiler_options.items()],
