@@ -11,11 +11,16 @@ a busy machine. The columns after these are the stages of `plan`:
     network     prices of all reshards           rest        fingerprint, and the description of the plan
     propagate   a first plan by propagation
 
+Below a case stand the processor seconds of what is asked of its plan, and their part of `cpu`: `replan` is `plan.what_if`, another
+layout of the largest parameters of all layers, the median over its layouts; `saves` is `plan.saving`, the line of `print(plan)` that
+compares classical layouts.
+
 The states of full-size models are shapes: nothing is allocated. The last case trains: one planned step against plain jit.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import resource
 import statistics
@@ -73,6 +78,8 @@ def planning(case: Case, cluster: str, search: str) -> dict:
     plan = shardplan.auto(mesh, cluster=cluster, search=search, donate_argnums=0)(step).plan(state, batch)  # jax has the trace already
     trace_s, plan_s, cpu_s = traced - start, time.perf_counter() - traced, time.process_time() - cpu
     stages = {stage: plan.planning_seconds.get(stage, 0.0) for stage in STAGES}
+    rss_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    asked = {"replan_s": _replan_s(plan), "saves_s": _processor_s(lambda: plan.saving)}
     graph = plan.context.planned.graph
     problem = plan.context.planned.network.problem
     return {
@@ -88,12 +95,29 @@ def planning(case: Case, cluster: str, search: str) -> dict:
         "trace_s": trace_s,
         "plan_s": plan_s,
         "cpu_s": cpu_s,
+        **asked,
         **stages,
         "rest": plan_s - sum(stages.values()),
-        "rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        "rss_gb": rss_gb,
         "limit_s": case.limit_s,
         "limit_gb": case.limit_gb,
     }
+
+
+def _processor_s(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def _replan_s(plan) -> float:
+    """Processor seconds of one more pin, warm: `why` prices the layouts before."""
+    from shardplan.view import rows
+
+    parameters = [x for x in rows.leaf_rows(plan.inputs, plan.mesh) if x.leaves[0].kind == "parameters"]
+    largest = max(parameters, key=lambda x: len(x.leaves) * math.prod(x.leaves[0].shape))
+    choices = [choice.text for choice in plan.why(largest.path).choices if choice.fits]
+    return statistics.median([_processor_s(lambda choice=choice: plan.what_if(largest.path, choice)) for choice in choices])
 
 
 def _equations(closed) -> int:
@@ -173,8 +197,13 @@ def said(row: dict) -> str:
     missed += [f"MISSED {row['limit_gb']} GB" for _ in (1,) if row["limit_gb"] and row["rss_gb"] > row["limit_gb"]]
     stages = "".join(f"{row[stage]:>8.2f}" for stage in (*STAGES, "rest"))
     size = f"{row['mesh']:>6}{row['equations']:>8}{row['ops']:>8}{row['classes']:>8}"
+    asked = "\n".join(
+        f"{'':<14}{name}{row[f'{name}_s']:>6.2f}  {row[f'{name}_s'] / row['cpu_s']:.1%} of planning" for name in ("replan", "saves")
+    )
     seconds = f"{row['trace_s']:>7.1f}{row['plan_s']:>7.1f}{row['cpu_s']:>7.1f}{stages}"
-    return f"{row['name']:<14}{size}  {row['status']:<9}{row['gap']:>7.2%}{seconds}{row['rss_gb']:>7.2f} GB  {' '.join(missed)}"
+    return (
+        f"{row['name']:<14}{size}  {row['status']:<9}{row['gap']:>7.2%}{seconds}{row['rss_gb']:>7.2f} GB  {' '.join(missed)}\n{asked}"
+    )
 
 
 def page(rows: list[dict]) -> str:

@@ -168,7 +168,8 @@ class _Decided:
     def is_resharded(self, v: int) -> bool:
         """Whether some reader reshards a value, or a copy of it in its layout.
 
-        Such a value is constrained where it is made: sharding propagation runs backwards, too, and would make it in that reader's layout.
+        Such a value is constrained where it is made: sharding propagation runs backwards, too, and would make it in that reader's
+        layout.
         """
         made, ops = self.layout(v), self.graph.ops
         for i, k in self.graph.values[v].consumers:
