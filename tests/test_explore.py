@@ -20,6 +20,7 @@ from shardplan.plan.describe import describe
 from shardplan.plan.schedule import StepSchedule
 from shardplan.view.exports import model_explorer, perfetto
 from shardplan.view.instrument import Instrument
+from shardplan.view.rows import type_text
 from shardplan.view.session import Entry, meshes
 
 pytestmark = pytest.mark.usefixtures("first_plan")
@@ -117,6 +118,31 @@ def test_all_reshards_of_a_plan_are_those_of_its_ops(plan, looped):
             (j, k, steps) for j in range(len(planned.graph.ops)) for k, steps in network.reshards(j, chosen, planned.retained)
         ]
         assert [(j, k, steps) for j, k, _, steps in network.moves(chosen, planned.retained)] == one_by_one != []
+
+
+def test_every_row_can_be_asked_about_where_layers_lie_differently():
+    """Pins of single layers: a line's ops then lie differently, and not all of them reshard what they read."""
+    mesh = jax.sharding.AbstractMesh((2, 2, 2), ("a", "b", "c"))
+    pins = {"params/layers/0/up": P(None, "a"), "params/layers/1/up": P("b"), "x": P("c")}
+    plan = shardplan.auto(mesh, cluster="a100", donate_argnums=0, pins=pins)(train_step).plan(*arguments())
+    rows = Instrument(plan)
+    for row in (*rows.arrays, *rows.collectives):
+        found = asked(plan, rows.targets[row["id"]])
+        if row["id"][0] == "c":
+            assert row["to"].split(" {")[0] == type_text("float32", plan_shape(plan, found), found.reader[1]).split(" {")[0], row
+        elif row["spec"] != "replicated":
+            assert row["spec"] == str(dataclasses.replace(found.layout, partial=())) and len(found.ops) >= row["n"], row
+            what = rows.targets[row["id"]]
+            assert row["id"][0] == "i" or " as " in what or asked(plan, f"{what} as {row['spec']}").ops == found.ops
+    moved = rows.targets[rows.collectives[0]["id"]]
+    found = asked(plan, moved)
+    assert asked(plan, f"{moved} as {found.layout} -> {found.reader[1]}").ops == found.ops
+    with pytest.raises(shardplan.ShardingError, match="no input of the step has this path"):
+        asked(plan, f"{moved} as {found.reader[1]} -> {found.layout}")
+
+
+def plan_shape(plan, found):
+    return plan.context.planned.graph.values[found.value].shape
 
 
 def test_what_was_chosen_stays_chosen(plan):

@@ -183,10 +183,10 @@ class EdgeEnds:
         distinct = {id(x): x for x in every}
         begins = dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
         ids = [np.zeros(0, np.int64), *(found.ids[found.index] for found in map(lists, distinct.values()))]
-        made = [begins[id(edge.template.result_layouts)] for edge in edges]
-        read = [begins[id(edge.template.operand_layouts)] for edge in edges]
-        ops = ([edge.producer for edge in edges], [edge.consumer for edge in edges])
-        return cls(edges, *(np.array(x, np.int64) for x in (*ops, made, read)), np.concatenate(ids))
+        made = np.array([begins[id(edge.template.result_layouts)] for edge in edges], np.int64)
+        read = np.array([begins[id(edge.template.operand_layouts)] for edge in edges], np.int64)
+        producers, consumers = (np.array([edge[n] for edge in edges], np.int64) for n in (0, 1))
+        return cls(edges, producers, consumers, made, read, np.concatenate(ids))
 
     def resharded(self, strategies: Sequence[int]) -> Iterator[ArrayEdge]:
         """The edges whose array is read in another layout than it is made in."""

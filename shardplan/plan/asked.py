@@ -4,6 +4,8 @@
 "train.py:41"                                     the most expensive reshard on a line
 "train.py:41 dot_general forward f32[8,4]"        results of a line's ops, in all repeated layers (`address`)
 "train.py:41 dot_general forward f32[8,4] operand 1"   reshards at that operand of these ops
+"train.py:41 mul update f32[8,4] as P('data', None)"   those of them that lie so, where not all of them lie as the first one
+"... operand 1 as P(None, None) -> P('data', None)"    the same of reshards
 plan.decisions[7].reshards[0]                     a reshard of the plan
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,7 +31,7 @@ from shardplan.units import format_array
 Masks = Mapping[int, np.ndarray]
 """Op -> bool [strategy]: those that are asked for."""
 
-ADDRESS = re.compile(r"(?P<ops>.*:\d+ \S+ (?:forward|backward|update) \S+)(?: operand (?P<operand>\d+))?")
+ADDRESS = re.compile(r"(?P<ops>.*:\d+ \S+ (?:forward|backward|update) \S+)(?: operand (?P<operand>\d+))?(?: as (?P<layout>P\(.*))?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +74,9 @@ def asked(plan: Plan, what: str | Sequence[str] | PlannedReshard) -> Asked:
         return _inputs(planned, what, inputs)
     if isinstance(what, str):
         if (found := ADDRESS.fullmatch(what)) and (ops := _addressed(planned, found["ops"])):
-            if found["operand"] is None:
-                return _results(planned, ops)
-            if places := list(_operand_reshards(plan, planned, ops, int(found["operand"]))):
+            if found["operand"] is None and (same := _of_one_layout(planned, ops, found["layout"])):
+                return _results(planned, same)
+            if places := list(_operand_reshards(plan, planned, ops, found["operand"], found["layout"])):
                 return _reshards(plan, planned, places)
         here = [(d, r) for d in plan.decisions for r in d.reshards if what in (short_place(at := f"{d.file}:{d.line}"), at)]
         if here:
@@ -116,9 +118,14 @@ def _made(planned: Planned, ops: Sequence[int]) -> dict[str, tuple[Layout, Masks
 
 
 def _addressed(planned: Planned, name: str) -> list[int]:
-    """Ops of an address whose first result lies as that of the first one."""
-    found = [i for i, op in enumerate(planned.graph.ops) if op.outs and not op.traits.copy and address(op) == name]
-    return [i for i in found if planned.result_layout(i) == planned.result_layout(found[0])]
+    """Ops of an address."""
+    return [i for i, op in enumerate(planned.graph.ops) if op.outs and not op.traits.copy and address(op) == name]
+
+
+def _of_one_layout(planned: Planned, ops: Sequence[int], layout: str | None) -> list[int]:
+    """Those of some ops whose first result lies as that of the first one, or of the first one of this layout, when it is complete."""
+    some = [i for i in ops if layout in (None, str(replace(planned.result_layout(i), partial=())))]
+    return [i for i in some if planned.result_layout(i) == planned.result_layout(some[0])]
 
 
 # ---- reshards
@@ -138,10 +145,18 @@ def place_of(plan: Plan, reshard: PlannedReshard) -> tuple[int, int]:
     return found[0]
 
 
-def _operand_reshards(plan: Plan, planned: Planned, ops: Iterable[int], operand: int) -> Iterator[tuple[int, int]]:
+def reshard_layouts(reshard: PlannedReshard) -> str:
+    """What names the reshards of an operand that change one layout into the same other one."""
+    return f"{reshard.before} -> {reshard.after}"
+
+
+def _operand_reshards(
+    plan: Plan, planned: Planned, ops: Iterable[int], operand: str | None, layouts: str | None
+) -> Iterator[tuple[int, int]]:
     by_op = {planned.user_ops[d.op]: d for d in plan.decisions}
-    for i in ops:
-        numbers = [n for n, r in enumerate(by_op[i].reshards) if r.operand == operand] if i in by_op else []
+    for i in ops if operand is not None else ():
+        reshards = enumerate(by_op[i].reshards if i in by_op else ())
+        numbers = [n for n, r in reshards if str(r.operand) == operand and layouts in (None, reshard_layouts(r))]
         if numbers:
             yield i, numbers[-1]
 

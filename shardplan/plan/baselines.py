@@ -117,6 +117,11 @@ def saving(plan: Plan) -> str:
     return (plan.baselines() if plan.answers_quickly or "_baselines" in vars(plan) else plan._fastest_pure).saving_text
 
 
+def known_saving(plan: Plan) -> str:
+    """`Plan.saving`, if it was asked for before; else ""."""
+    return plan.saving if {"_baselines", "_fastest_pure"} & vars(plan).keys() else ""
+
+
 @paused_collector()
 def fastest_pure(plan: Plan) -> Baselines:
     """The layouts that are no mixes, each solved once, the fastest of them once more: quicker than `baselines`, and misses more."""

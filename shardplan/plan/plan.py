@@ -241,11 +241,6 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return resolve_name("shardplan.plan.baselines:saving")(self)
 
     @property
-    def known_saving(self) -> str:
-        """`saving`, if it was asked for before; else ""."""
-        return self.saving if {"_baselines", "_fastest_pure"} & vars(self).keys() else ""
-
-    @property
     def answers_quickly(self) -> bool:
         """Whether `why` and `baselines` take about a second: the plan was solved here, for a step of at most 600 ops."""
         planned = self.context and self.context.planned

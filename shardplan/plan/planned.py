@@ -86,7 +86,7 @@ class Planned:
         ours, theirs = (x.network.regathers(x.strategies, x.retained) for x in (self, other))
         found = {i for i, (s, t) in enumerate(zip(self.strategies, other.strategies, strict=True)) if s != t}
         found |= self.retained ^ other.retained | {j for j, n in ours.items() if theirs[j] != n}
-        return found | {at[0] for at in self.moved | other.moved if self.moved.get(at) != other.moved.get(at)}
+        return found | {at[0] for at in {**self.moved, **other.moved} if self.moved.get(at) != other.moved.get(at)}
 
     def operand_reshards(self, i: int) -> Iterator[tuple[int, int, ReshardKey, tuple[ReshardStep, ...]]]:
         """Reshards of the operands of op i, and of a copy of an array at its first reader.

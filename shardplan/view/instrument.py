@@ -6,6 +6,7 @@ can be asked for has an `id`, and `Targets` says what `Plan.why` and `Plan.what_
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,8 @@ from shardplan.costs.pins import matches
 from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import Layout
 from shardplan.plan import Plan
-from shardplan.plan.asked import address
+from shardplan.plan.asked import address, reshard_layouts
+from shardplan.plan.baselines import known_saving
 from shardplan.plan.data import PlanDecision, PlannedReshard, itemsize
 from shardplan.plan.schedule import StepSchedule
 from shardplan.plan.why import Why
@@ -79,7 +81,7 @@ class Instrument:
                 "title": f"Plan for mesh {plan.mesh}" if plan.mesh.axes else "Plan for one device",
                 "quality": quality(plan),
                 "parts": time_parts(plan),
-                "saves": plan.known_saving,  # planning baselines takes seconds
+                "saves": known_saving(plan),  # planning baselines takes seconds
                 "mesh": [list(x) for x in plan.mesh],
                 "cluster": plan.cluster,
                 "options": [f"{k}={str(v).lower()}" for k, v in plan.compiler_options.items()],
@@ -140,10 +142,10 @@ class Instrument:
             each = prod(layout.local_shape(aval.shape, self.plan.mesh)) * itemsize(str(aval.dtype))
             found.append((each * len(some), name, layout, some, aval))
         found.sort(key=lambda x: (-x[0], x[1]))
-        out = []
+        out, names = [], Counter(name for _, name, *_ in found)
         for size, name, layout, some, aval in found[:MAX_RESULTS]:
             id_, d = f"r{len(self._targets)}", some[0]
-            self._targets[id_] = name
+            self._targets[id_] = name if names[name] == 1 else f"{name} as {layout}"
             text = rows.type_text(str(aval.dtype), aval.shape, layout)
             out.append(
                 {
@@ -180,17 +182,19 @@ class Instrument:
                 key = (d.file, d.line, d.primitive, d.phase, name, r.operand, r.array, r.before, r.after, kinds)
                 groups.setdefault(key, []).append((d, r))
         order = sorted(groups.items(), key=lambda x: -sum(d.runs * r.seconds for d, r in x[1]))
-        return [self._collective(f"c{n}", key, some) for n, (key, some) in enumerate(order)]
+        names = Counter(f"{key[4]} operand {key[5]}" for key in groups)
+        for n, (key, some) in enumerate(order):
+            name = f"{key[4]} operand {key[5]}"
+            if key[4]:
+                self._targets[f"c{n}"] = name if names[name] == 1 else f"{name} as {reshard_layouts(some[0][1])}"
+        return [self._collective(f"c{n}", some) for n, (_, some) in enumerate(order)]
 
     def _reader(self, d: PlanDecision) -> str:
         planned = self.schedule and self.schedule.planned
         return address(planned.graph.ops[planned.user_ops[d.op]]) if planned else ""
 
-    def _collective(self, id_: str, key: tuple, some: Sequence[tuple[PlanDecision, PlannedReshard]]) -> dict[str, Any]:
+    def _collective(self, id_: str, some: Sequence[tuple[PlanDecision, PlannedReshard]]) -> dict[str, Any]:
         d, r = some[0]
-        name = key[4]
-        if name:
-            self._targets[id_] = f"{name} operand {r.operand}"
         makers = dict.fromkeys(x.producer_source for _, x in some if x.producer_source)
         names = dict.fromkeys(self._moved_name(x) for _, x in some)
         for _, x in some:
