@@ -120,6 +120,7 @@ def test_a_plan_from_a_file_does_not_know_them(plan, tmp_path):
         loaded.baselines()
 
 
+@pytest.mark.slow
 def test_of_a_longer_step_the_first_lines_compare_the_layouts_that_are_no_mixes(monkeypatch):
     fresh = planned()
     monkeypatch.setattr("shardplan.plan.plan.QUICK_OPS", 0)
