@@ -2,8 +2,10 @@
 
     1 pricing loop      networks at what the last plan combines (`search/slope_scaling.py`)
     2 bound             of all plans (`search/bound.py`), and the plans that it leads to
-    3 other searches    propagation, axis by axis, and step 1 on coarser meshes, whose plans are judged on all axes
-    4 once more         step 1 from what the best plan combines, if step 2 or 3 found that
+    3 other searches    propagation, axis by axis, and step 1 on coarser meshes, whose plans are judged on all axes; for few
+                        ops step 1 with less memory
+    4 once more         step 1 from what the best plan combines, if step 2 or 3 found that; from then on plans are judged with the
+                        combine threshold of the best one, too
     5 schedules         networks at what the best plans combine and at the overlap windows of their schedules
                         (`costs/schedule_windows.py`), as long as that finds better plans
     6 improvement       changes of the best plans, one at a time (`search/improvement.py`)
@@ -52,6 +54,9 @@ NEAR_OF_MANY = 0.05
 
 FEW_OPS = 1_500
 """Steps of up to so many ops are searched in all steps but the last on coarser meshes, too, others in step 1."""
+
+LESS_MEMORY, LESS_MEMORY_OPS = 0.8, 500
+"""With this part of the memory limit (without one, of the best plan's peak) steps of up to so many ops are searched, too."""
 
 COARSE_PLANS = 3
 """The best plans of such a search on a coarser mesh are judged on all axes."""
@@ -105,7 +110,8 @@ class IntegerProgram(Search):
         found = super().candidates(limit, deadline)
         first = found.best
         once_more = partial(self._once_more, first=first)
-        for step in (self._bound, self._propagated, self._by_axis, self._coarse, once_more, self._price_at_schedules, self._improve):
+        others = self._propagated, self._by_axis, self._coarse, self._with_less_memory
+        for step in (self._bound, *others, once_more, self._price_at_schedules, self._improve):
             if found.best is None or deadline.over() or self._near_enough(found):
                 break
             step(found, deadline)
@@ -154,11 +160,22 @@ class IntegerProgram(Search):
                     slope_scaling(found, IntegerProgram(task).search, None, deadline, complete=False, coarse=coarse)
         self.task.stopwatch.lap("other searches")
 
+    def _with_less_memory(self, found: Candidates, deadline: Deadline) -> None:
+        """Step 3: a lower memory limit. Not to retain an array may be quicker, which no price says where there is room for it."""
+        best = found.best
+        assert best is not None
+        if len(self.task.space.graph.ops) <= LESS_MEMORY_OPS and not self.task.merged:
+            less = Candidates.none(self.task, LESS_MEMORY * (found.limit or best.peak_bytes))
+            slope_scaling(less, self.search, None, deadline, complete=False)
+            found.adopt(less.judged.values())
+        self.task.stopwatch.lap("other searches")
+
     def _once_more(self, found: Candidates, deadline: Deadline, first: Judged | None) -> None:
         """Step 4, from a best plan that is not the `first` one."""
         assert found.best is not None
         if found.best is not first:
             slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined, complete=False)
+        found.combine_otherwise()
 
     def _price_at_schedules(self, found: Candidates, deadline: Deadline) -> None:
         """Step 5: plans at the prices of a judged plan's own schedule, of the best one first, then of the next best."""

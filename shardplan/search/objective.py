@@ -130,8 +130,8 @@ def reprice(price: Callable[[Pricing], CostNetwork], network: CostNetwork, state
     return own
 
 
-def judge(task: PlanningTask, found: Candidate, limit: float | None) -> Judged:
-    """A candidate with states, by the objective, under a limit of bytes per device."""
+def judge(task: PlanningTask, found: Candidate, limit: float | None, others: Iterable[XlaOptions] = ()) -> Judged:
+    """A candidate with states, by the objective, under a limit of bytes per device; with the task's compiler options, or `others`."""
     network, solution = found
 
     def price(pricing: Pricing) -> CostNetwork:
@@ -140,7 +140,7 @@ def judge(task: PlanningTask, found: Candidate, limit: float | None) -> Judged:
         return build_network(network.space, task.resharder, limit, None, task.options.corrections, pricing)
 
     own = reprice(price, network, solution.states)
-    return compiled(task, Judged(own, solution, Timeline(inf, inf, 0.0, 0.0), limit), task.options.xla)
+    return compiled(task, Judged(own, solution, Timeline(inf, inf, 0.0, 0.0), limit), (*task.options.xla, *others))
 
 
 def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) -> Judged:
@@ -167,6 +167,7 @@ class Candidates:
         judged: in the order in which they were found, each once.
         best: the one of least rank.
         bound: picoseconds that no plan undercuts, whatever its memory.
+        others: compiler options next to the task's that plans are judged with: those of the best plan, with its combine threshold.
     """
 
     task: PlanningTask
@@ -174,6 +175,7 @@ class Candidates:
     judged: dict[tuple, Judged]
     best: Judged | None = None
     bound: float = 0.0
+    others: tuple[XlaOptions, ...] = ()
 
     @classmethod
     def none(cls, task: PlanningTask, limit: float | None) -> Candidates:
@@ -191,12 +193,23 @@ class Candidates:
         key = tuple(of.factors[s] for of, s in zip(network.space.strategies, network.strategies(solution.states), strict=True))
         key = (*key, network.retained(solution.states))
         if key not in self.judged:
-            self.judged[key] = (judged or judge(self.task, found, self.limit)).without_tasks()
+            self.judged[key] = (judged or judge(self.task, found, self.limit, self.others)).without_tasks()
             self.task.stopwatch.lap("simulate")
         judged = self.judged[key]
         if self.best is None or judged.rank < self.best.rank:
             self.best = judged
         return judged
+
+    def adopt(self, plans: Iterable[Judged]) -> None:
+        """Adds plans that were found under another limit."""
+        for plan in sorted(plans, key=lambda x: x.rank):
+            network, solution = plan.network, plan.solution
+            if network.space is self.task.space:  # with other states: a buffer of its own is one of them only under a limit
+                states = network.strategies(solution.states), network.retained(solution.states)
+                network = self.task.network(network.pricing, self.limit)
+                solution = replace(solution, states=network.states_of(*states))
+            own = replace(plan, network=network, solution=solution, limit=self.limit)
+            self.add(Candidate(network, solution), own)
 
     def add_if_it_computes_less(self, found: Candidate) -> None:
         """Judges a candidate, unless its kernels alone take longer than the step of the best plan: by (11) it is slower."""
@@ -209,7 +222,10 @@ class Candidates:
         return min(self.judged.values(), key=lambda x: x.peak_bytes, default=None)
 
     def combine_otherwise(self) -> None:
-        """The best plans with the combine thresholds with which they are fastest, which may make another one the best."""
+        """The best plans with the combine thresholds with which they are fastest, which may make another one the best.
+
+        Plans that are added later are tried with that one's threshold.
+        """
         if self.best is None or not self.task.options.chooses_xla:
             return
         count = max(OTHERWISE, OTHERWISE_OPS // max(1, len(self.task.space.graph.ops)))
@@ -221,6 +237,7 @@ class Candidates:
             ):
                 self.judged[key] = compiled(self.task, judged, thresholds(judged.xla)).without_tasks()
         self.best = min((self.judged[key] for key, _ in best), key=lambda x: x.rank)
+        self.others = (self.best.xla,)
 
     def simplest(self, most_s: float | None = None) -> Judged | None:
         """The simplest of the plans that fit, and take at most `NEAR_TIE` more than the best and `most_s`; None if none fits."""

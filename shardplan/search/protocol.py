@@ -49,11 +49,14 @@ class Search(ABC):
         """
         deadline = Deadline(self.task.options.time_limit, work=np.inf)
         # Without a limit copies need no states of their own, and the network is smaller.
-        if memory is not None and replicated_bytes(self.task.space) <= memory:
-            found = self.candidates(None, deadline)
-            if found.best is None or found.best.network.peak(found.best.states) <= memory:
-                return replace(found, limit=memory)
-        return self.candidates(memory, deadline)
+        if memory is None or replicated_bytes(self.task.space) > memory:
+            return self.candidates(memory, deadline)
+        free = self.candidates(None, deadline)
+        if free.best is None or free.best.network.peak(free.best.states) <= memory:
+            return replace(free, limit=memory)
+        found = self.candidates(memory, deadline)
+        found.adopt(x for x in free.judged.values() if x.peak_bytes <= memory)
+        return found
 
     def candidates(self, limit: float | None, deadline: Deadline) -> Candidates:
         """All plans that the search comes upon under a limit."""
