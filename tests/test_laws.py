@@ -274,7 +274,10 @@ def test_pins_of_a_plans_own_inputs_lead_to_its_seconds(name, cluster):
 
 # ---- memory
 
-MEMORY = sweep([("unrolled", "h100"), ("scanned", "h100"), ("scanned", "even"), ("tied", "h100"), ("accumulated", "even")], lambda case: case[0] in LARGE)
+MEMORY = sweep(
+    [("unrolled", "h100"), ("scanned", "h100"), ("scanned", "even"), ("tied", "h100"), ("accumulated", "even")],
+    lambda case: case[0] in LARGE,
+)
 
 
 @pytest.mark.parametrize(("name", "cluster"), MEMORY)

@@ -4,9 +4,9 @@
     reshards    an array is read as it is made, or made as it is read: the longest collectives first
     arrays      inputs of one role in another layout: first those that other good plans give it, larger arrays first
 
-Prices are those of the best plan's own schedule (`costs/schedule_windows.py`); tied repeated layers change together. A new
-best plan starts the changes anew. Their number is limited by their ops together, so small steps are searched thoroughly, and by
-those since the last gain.
+Prices are those of the plan's own schedule (`costs/schedule_windows.py`); tied repeated layers change together. A faster plan starts
+the changes anew. Their number is limited by their ops together, so small steps are searched thoroughly, and by those since the last
+gain. Then the best plan of other inputs is changed, which may end below.
 
 Also known as local search, and path relinking.
 """
@@ -38,6 +38,9 @@ IN_VAIN = 15_000
 WHOLE = 3
 """A change for which all of the network is solved counts as so many."""
 
+STARTS = 3
+"""Plans that are changed, one after the other."""
+
 OTHERS = 4
 """Other plans whose inputs are tried as a whole."""
 
@@ -54,10 +57,12 @@ class Change(NamedTuple):
 
 
 def improve(found: Candidates, deadline: Deadline) -> None:
-    """Adds plans near the best one to `found`, as long as that finds better ones and the ops last."""
+    """Adds plans near the best ones to `found`, as long as that finds better ones and the ops last."""
     search = _Improvement(found)
-    while search.best_is_known() and search.round(deadline):
-        pass
+    for _ in range(STARTS):
+        plan = search.start()
+        while plan is not None:
+            plan = search.faster(plan, deadline)
 
 
 @dataclass
@@ -66,20 +71,24 @@ class _Improvement:
     ops: float = OPS
     in_vain: float = 0.0
     tried: set[tuple] = field(default_factory=set)
+    changed: list[dict[int, Layout]] = field(default_factory=list)  # inputs of the plans so far
 
     @property
     def task(self) -> PlanningTask:
         return self.found.task
 
-    def best_is_known(self) -> bool:
-        """Whether there is a plan that fits, of all strategies."""
-        best = self.found.best
-        return best is not None and not best.excess_bytes and best.network.space is self.task.space
+    def start(self) -> Judged | None:
+        """The best plan that fits, of all strategies, with other inputs than those that were changed."""
+        self.in_vain = 0.0
+        for plan in sorted(self.found.judged.values(), key=lambda x: x.rank):
+            fits = not plan.excess_bytes and plan.network.space is self.task.space
+            if fits and input_layouts(plan) not in self.changed:
+                return plan
+        return None
 
-    def round(self, deadline: Deadline) -> bool:
-        """Changes of the best plan; True at the first that is better."""
-        best = self.found.best
-        assert best is not None
+    def faster(self, best: Judged, deadline: Deadline) -> Judged | None:
+        """The first faster plan that a change of this one leads to."""
+        self.changed.append(input_layouts(best))
         network = own_network(self.task, best, self.found.limit)
         near = Neighbourhood(network, best.states, best.solution.tied)
         n = len(self.task.space.graph.ops)
@@ -88,18 +97,18 @@ class _Improvement:
                 continue
             cost = n * (WHOLE if change.whole else 1)
             if deadline.over() or min(self.ops, IN_VAIN - self.in_vain) < cost:
-                return False
+                return None
             self.ops -= cost
             self.in_vain += cost
             self.tried.add(name)
             states = near.solved_with(change.masks) if change.whole else near.states_with(change.masks)
             if states is not None and states != best.states:
                 judged = self.found.add(Candidate(network, Solution("feasible", states, 0.0, 0.0, tied=best.solution.tied)))
-                if self.found.best is not best:
+                if judged.rank < best.rank:
                     if judged.timeline.total_s < (1 - GAIN) * best.timeline.total_s:
                         self.in_vain = 0.0
-                    return True
-        return False
+                    return judged
+        return None
 
     # ---- changes
 
