@@ -44,6 +44,14 @@ class Transfer(NamedTuple):
     order: tuple[int, int]  # of arrays that are combined: as they are needed, or as they are made
 
 
+class Unwritten(NamedTuple):
+    """What a kernel has yet to compute for an op whose result is not written."""
+
+    kernel: int
+    seconds: float
+    ops: tuple[int, ...]  # those that take seconds
+
+
 @dataclass
 class Tasks:
     """Tasks of all computations, in program order: each waits for earlier ones only.
@@ -108,30 +116,30 @@ class _Builder:
     def __init__(self, network: CostNetwork, states: Sequence[int]):
         self.network, self.graph, self.tasks = network, network.space.graph, Tasks()
         self.done: dict[tuple, int] = {}  # step of an array -> the task after which the array has gone it
-        self.inside: list[dict[int, tuple[float, list[int]]]] = []  # per op, by kernel that has yet to compute it: seconds, ops
-        self.behind: dict[tuple, list[int]] = {}  # by barrier, its ops so far
+        self.unwritten: list[Unwritten | None] = []  # per op
+        self.barriers: dict[tuple, list[int]] = {}  # path of a barrier -> its ops so far
         self.regathered: dict[tuple[int, int], int] = {}  # (value, copy) -> the task that its collectives wait for
         strategies, retained = network.strategies(states), network.retained(states)
         beyond, regathers = network.beyond_collectives(states), network.regathers(strategies, retained)
         kernel_ps = network.kernel_ps(states)
         moves = {(j, k): steps for j, k, _, steps in network.moves(strategies, retained)}
-        self.computed_in = self.readers(moves)
+        self.computed_in = self.reading_kernels(moves)
         for j, op in enumerate(self.graph.ops):
             waits = []
             for k, v in enumerate(op.inputs):
                 made = -1 if v is None else self.graph.values[v].producer[0]
-                if made >= 0 and self.inside[made]:
-                    self.flush_untaken(j, made)
+                if made >= 0 and (left := self.unwritten[made]) is not None and left.kernel not in self.kernels_of(j):
+                    self.flush(made)
                 at = -1 if made < 0 else self.tasks.made[made]
                 if v is not None and (j, k) in moves:
                     at = self.resharded(j, v, moves[j, k], regathers.get(j if op.traits.copy else made, 0))
                 waits.append(self.tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
             self.op(j, op, waits, kernel_ps[j] / op.runs / PS)
-        for j in range(len(self.inside)):
+        for j in range(len(self.unwritten)):
             self.flush(j)
 
-    def readers(self, moves: Mapping[tuple[int, int], Sequence[ReshardStep]]) -> list[tuple[int, ...]]:
-        """Per op, the kernel that computes it where it is read: (), if it writes its result, or several kernels do.
+    def reading_kernels(self, moves: Mapping[tuple[int, int], Sequence[ReshardStep]]) -> list[int]:
+        """Per op, the kernel that computes it where it is read; -1 if it writes its result, or several kernels read it.
 
         Nor is an op computed where it is read if a reader reshards its result, or if readers run behind more collectives than others:
         it would be computed behind something that waits for it.
@@ -148,53 +156,52 @@ class _Builder:
                     most = max(most, levels[i] + collectives.get((j, k), 0) + (homes[i] != homes[j]))
             levels.append(most)
         sent = {graph.values[v].producer[0] for j, k in moves if (v := graph.ops[j].inputs[k]) is not None}
-        out: list[tuple[int, ...]] = [()] * len(levels)
+        out = [-1] * len(levels)
         for j in reversed(range(len(levels))):
             if len(inside[j]) == 1 and j not in sent:
-                behind = {levels[i] for v in graph.ops[j].outputs for i, _ in graph.values[v].consumers}
-                if len(behind) == 1:
-                    out[j], levels[j] = inside[j], behind.pop()
+                of_readers = {levels[i] for v in graph.ops[j].outputs for i, _ in graph.values[v].consumers}
+                if len(of_readers) == 1:
+                    (out[j],), (levels[j],) = inside[j], of_readers
         return out
 
     def op(self, j: int, op: Op, waits: list[int], seconds: float) -> None:
-        """Adds the task of an op, or leaves its seconds to the kernels that compute it."""
-        tasks, kernels, home = self.tasks, self.network.space.facts.kernels, op.runs_in
-        mine = self.computed_in[j]
-        shares = {n: (seconds / len(mine), [j] if seconds else []) for n in mine}
+        """Adds the task of an op, or leaves its seconds to the kernel that computes it."""
+        tasks, (own, reader) = self.tasks, self.kernels_of(j)
+        home, ops = op.runs_in, [j] if seconds else []
         for v in op.inputs:
-            handed = self.inside[self.graph.values[v].producer[0]] if v is not None else {}
-            for n in [n for n in handed if n in shares or n == kernels.own[j]] if handed else ():
-                more, ops = handed.pop(n)
-                if n == kernels.own[j]:
-                    seconds += more
-                    tasks.computed.update((i, len(tasks.home)) for i in ops if i not in tasks.computed)
-                else:
-                    shares[n] = shares[n][0] + more, shares[n][1] + ops
-        self.inside.append({n: share for n, share in shares.items() if share[1]})
-        made = tasks.made[j] = tasks.add(home, waits, 0.0 if mine else seconds, group=kernels.own[j])
+            made = -1 if v is None else self.graph.values[v].producer[0]
+            if made >= 0 and (left := self.unwritten[made]) is not None:  # else it has been flushed
+                self.unwritten[made] = None
+                seconds += left.seconds
+                ops += left.ops
+        written = reader < 0
+        self.unwritten.append(None if written or not ops else Unwritten(reader, seconds, tuple(ops)))
+        made = tasks.made[j] = tasks.add(home, waits, seconds if written else 0.0, group=own)
+        if seconds and written:
+            tasks.results[made] = max(1, sum(self.network.space.materialised[v] for v in op.outputs))
+            self.compute(ops, made)
         if op.traits.recompute_barrier:
-            some = self.behind.setdefault(op.path[:-1], [])
+            some = self.barriers.setdefault(op.path[:-1], [])
             some.append(j)
             tasks.made.update(dict.fromkeys(some, tasks.add(home, [tasks.made[i] for i in some])))
-        if seconds and not mine:
-            tasks.computed[j] = made
-            tasks.results[made] = max(1, sum(self.network.space.materialised[v] for v in op.outputs))
         if op.traits.leaves_region or op.traits.loop_stack:
             tasks.roots.setdefault(home, []).append(made)
 
-    def flush_untaken(self, j: int, made: int) -> None:
-        """Gives what is left of the seconds of an op a kernel if op j, which reads its result, does not take them over."""
-        if self.inside[made].keys().isdisjoint((self.network.space.facts.kernels.own[j], *self.computed_in[j])):
-            self.flush(made)
+    def kernels_of(self, j: int) -> tuple[int, int]:
+        """The kernel in which op j writes, and the one that computes it where it is read; -1 for none."""
+        return self.network.space.facts.kernels.own[j], self.computed_in[j]
+
+    def compute(self, ops: Iterable[int], task: int) -> None:
+        """Notes which task computes these ops, if none does so far."""
+        for i in ops:
+            self.tasks.computed.setdefault(i, task)
 
     def flush(self, j: int) -> None:
-        """Gives what is left of an op's seconds a kernel."""
-        shares, self.inside[j] = self.inside[j], {}
-        if shares:
-            ops = dict.fromkeys(i for _, some in shares.values() for i in some)
-            made = self.tasks.add(self.graph.ops[j].runs_in, (self.tasks.made[j],), sum(seconds for seconds, _ in shares.values()))
-            self.tasks.computed.update((i, made) for i in ops if i not in self.tasks.computed)
-            self.tasks.made[j] = made
+        """Gives what is left of an op's seconds a kernel of its own."""
+        left, self.unwritten[j] = self.unwritten[j], None
+        if left is not None:
+            self.tasks.made[j] = self.tasks.add(self.graph.ops[j].runs_in, (self.tasks.made[j],), left.seconds)
+            self.compute(left.ops, self.tasks.made[j])
 
     def other_operands(self, j: int) -> Iterator[int]:
         """The tasks after which the other operands of the first reader of copy j are there: it is gathered again behind them."""
@@ -237,13 +244,14 @@ def _moved(tasks: Tasks, network: CostNetwork, j: int, v: int, at: int, step: Re
 
 def fused(tasks: Tasks) -> Tasks:
     """The same tasks with one for the ops of each kernel, as far as none then waits for itself, and none that only joins others."""
-    real = _past_joins(tasks)
-    waits = [tuple(dict.fromkeys(m for at in before for m in real[at])) for before in tasks.before]
-    stands = _kernel_of(tasks)
-    kept = [n for n, some in enumerate(real) if some == (n,)]
-    if not (order := _order(kept, waits, stands)):
-        stands = _without_cycles(waits, stands)
-        order = _order(kept, waits, stands)
+    past = _past_joins(tasks)
+    waits = [tuple(dict.fromkeys(m for at in before for m in past[at])) for before in tasks.before]
+    leader = _leaders(tasks)
+    kept = [n for n, some in enumerate(past) if some == (n,)]
+    if (order := _order(kept, waits, leader)) is None:
+        leader = _without_cycles(waits, leader)
+        order = _order(kept, waits, leader)
+        assert order is not None
     number = {first: n for n, first in enumerate(order)}
     out = Tasks(
         [0.0] * len(order),
@@ -254,12 +262,12 @@ def fused(tasks: Tasks) -> Tasks:
     )
     before: list[dict[int, None]] = [{} for _ in order]
     for n in kept:
-        at = number[stands[n]]
+        at = number[leader[n]]
         out.seconds[at] += tasks.seconds[n]
         out.results[at] += tasks.results[n]
-        before[at].update((number[stands[m]], None) for m in waits[n] if stands[m] != stands[n])
+        before[at].update((number[leader[m]], None) for m in waits[n] if leader[m] != leader[n])
     out.before = [tuple(some) for some in before]
-    to = [tuple(number[stands[m]] for m in some) for some in real]
+    to = [tuple(number[leader[m]] for m in some) for some in past]
     out.transfers = {number[n]: tasks.transfers[n] for n in order if n in tasks.transfers}
     out.roots = {home: [m for n in some if n >= 0 for m in to[n]] for home, some in tasks.roots.items()}
     out.made = {j: max(to[n]) if n >= 0 else n for j, n in tasks.made.items()}
@@ -276,7 +284,7 @@ def _past_joins(tasks: Tasks) -> list[tuple[int, ...]]:
     return out
 
 
-def _kernel_of(tasks: Tasks) -> list[int]:
+def _leaders(tasks: Tasks) -> list[int]:
     """Per task, the first of its kernel: of a group of fused ops with as many collectives and loops before them."""
     levels: list[int] = []
     first: dict[tuple[int, int, int], int] = {}
@@ -287,11 +295,11 @@ def _kernel_of(tasks: Tasks) -> list[int]:
     return out
 
 
-def _order(kept: Iterable[int], waits: Sequence[tuple[int, ...]], stands: Sequence[int]) -> list[int]:
-    """The first tasks of kernels, each behind those that its kernel waits for; [] if some wait for each other."""
+def _order(kept: Iterable[int], waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int] | None:
+    """The first tasks of kernels, each behind those that its kernel waits for; None if some wait for each other."""
     before: dict[int, dict[int, None]] = {}
     for n in kept:
-        before.setdefault(stands[n], {}).update((stands[m], None) for m in waits[n] if stands[m] != stands[n])
+        before.setdefault(leader[n], {}).update((leader[m], None) for m in waits[n] if leader[m] != leader[n])
     out: list[int] = []
     done: dict[int, bool] = {}  # False while what it waits for is visited
     for root in before:
@@ -305,17 +313,17 @@ def _order(kept: Iterable[int], waits: Sequence[tuple[int, ...]], stands: Sequen
                 out.append(at)
                 stack.pop()
             elif m in done:
-                return []
+                return None
             else:
                 done[m] = False
                 stack.append((m, iter(before[m])))
     return out
 
 
-def _without_cycles(waits: Sequence[tuple[int, ...]], stands: Sequence[int]) -> list[int]:
+def _without_cycles(waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int]:
     """The kernels but for those that would wait for themselves: their ops are kernels of their own."""
-    edges = np.array([(first, stands[m]) for n, first in enumerate(stands) for m in waits[n]], dtype=np.int64).reshape(-1, 2)
-    graph = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(len(stands), len(stands)))
+    edges = np.array([(first, leader[m]) for n, first in enumerate(leader) for m in waits[n]], dtype=np.int64).reshape(-1, 2)
+    graph = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(len(leader), len(leader)))
     _, component = connected_components(graph, connection="strong")
-    sizes = np.bincount(component[sorted(set(stands))])
-    return [n if sizes[component[first]] > 1 else first for n, first in enumerate(stands)]
+    sizes = np.bincount(component[sorted(set(leader))])
+    return [n if sizes[component[first]] > 1 else first for n, first in enumerate(leader)]
