@@ -184,9 +184,9 @@ def test_a_plan_made_without_the_limit_that_breaks_it_is_replaced(monkeypatch):
     assert again.dumps() == asked.dumps() and asked.memory().peak <= tight < free.memory().peak
 
 
-@pytest.mark.parametrize(("table", "scattered"), [(None, {1}), (P("model", "data"), {1, 2})])
-def test_sums_of_a_weight_with_two_uses_are_added_before_they_are_scattered(table, scattered):
-    """XLA does so, so neither overlaps with compute by itself; unless the rows that one use picks are sharded."""
+@pytest.mark.parametrize(("table", "scattered"), [(None, {1, 2}), (P("model", "data"), {1, 2, 3})])
+def test_sums_of_a_weight_with_two_uses_are_scattered(table, scattered):
+    """After they are added, or each by itself, which XLA makes one of (fact: reassociate-add); over two axes in one step or two."""
     bf16, f32, shape = jnp.bfloat16, jnp.float32, jax.ShapeDtypeStruct
 
     def loss(params, batch):

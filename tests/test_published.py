@@ -11,12 +11,23 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import published
 
+from shardplan.strategies.rule import RULES
+
 ROW = defaultdict(
     str,
     id="tiny", framework="torchtitan", model="tiny", layers="10", d_model="256", heads="8", kv_heads="2", d_ff="512", gated="swiglu",
     vocab="1024", seq="512", gpu="H100-80GB SXM", gpus="8", fsdp="8", gbs="64", remat="none", step_s="0.01",
 )  # fmt: skip
 """A row of steps.csv; what it does not say is empty."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_rules():
+    """The rules of published attention kernels are those of this module."""
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def test_plans_many_axes_and_many_devices(sizes):
     plan = shardplan.auto(mesh, cluster="h100", search="recursive")(step).plan(w, x)
     reached = shardplan.Cluster.preset("h100").device.flops_per_s("bfloat16")
     least = 5 * 2 * x.size * 65536 / (reached * mesh.size)  # flops of the five products over what all devices reach
-    assert least < plan.seconds["compute"] < 1.1 * least + 1.2e-4  # the rest: bytes of the weights, kernel latencies
+    assert least < plan.seconds["compute"] < 1.1 * least + 2e-4  # the rest: bytes of the weights, kernel latencies
 
 
 def test_memory_is_respected_on_the_way():

@@ -165,11 +165,12 @@ def _resizing(own: Shape, want: Shape, sharding: jax.sharding.NamedSharding):
     return jax.jit(_jax.on_auto_axes(change, mesh, sharding), out_shardings=sharding)  # type: ignore[arg-type]
 
 
-def cut(x: jax.Array, own: Shape) -> jax.Array:
+def cut(x: jax.typing.ArrayLike, own: Shape) -> jax.typing.ArrayLike:
     """Without what an array is filled up with."""
-    return x if x.shape == own else jax.lax.slice(x, [0] * len(own), own)
+    return x if np.shape(x) == own else jax.lax.slice(x, [0] * len(own), own)
 
 
-def fill(x: jax.Array, want: Shape) -> jax.Array:
+def fill(x: jax.typing.ArrayLike, want: Shape) -> jax.typing.ArrayLike:
     """Filled up with zeros."""
-    return x if x.shape == want else jnp.pad(x, [(0, b - a) for a, b in zip(x.shape, want, strict=True)])
+    own = np.shape(x)
+    return x if own == want else jnp.pad(x, [(0, b - a) for a, b in zip(own, want, strict=True)])
