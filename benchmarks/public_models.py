@@ -20,6 +20,8 @@ import warnings
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Else devices that the CPU plays may wait for each other (docs/troubleshooting.md).
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
