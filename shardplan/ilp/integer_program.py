@@ -4,8 +4,8 @@
     2 bound             of all plans (`search/bound.py`), and the plans that it leads to
     3 other searches    propagation, axis by axis, and step 1 on coarser meshes, whose plans are judged on all axes; for few
                         ops step 1 with less memory
-    4 once more         step 1 from what the best plan combines, if step 2 or 3 found that; from then on plans are judged with the
-                        combine threshold of the best one, too
+    4 once more         step 1 from what the best plan combines, if step 2 or 3 found that; from then on plans of few ops are judged
+                        with the combine threshold of the best one, too
     5 schedules         networks at what the best plans combine and at the overlap windows of their schedules
                         (`costs/schedule_windows.py`), as long as that finds better plans
     6 improvement       changes of the best plans, one at a time (`search/improvement.py`)
@@ -53,7 +53,7 @@ NEAR_OF_MANY = 0.05
 """A step of more than `MANY_OPS` ops is not searched further once its plan is so near to the bound; others `NEAR_TIE`."""
 
 FEW_OPS = 1_500
-"""Steps of up to so many ops are searched in all steps but the last on coarser meshes, too, others in step 1."""
+"""Steps of up to so many ops are searched in all steps but the last on coarser meshes, too, others in step 1; see step 4, too."""
 
 LESS_MEMORY, LESS_MEMORY_OPS = 0.8, 500
 """With this part of the memory limit (without one, of the best plan's peak) steps of up to so many ops are searched, too."""
@@ -175,7 +175,8 @@ class IntegerProgram(Search):
         assert found.best is not None
         if found.best is not first:
             slope_scaling(found, self.search, None, deadline, found.best.network.pricing.combined, complete=False)
-        found.combine_otherwise()
+        if len(self.task.space.graph.ops) <= FEW_OPS:
+            found.combine_otherwise()
 
     def _price_at_schedules(self, found: Candidates, deadline: Deadline) -> None:
         """Step 5: plans at the prices of a judged plan's own schedule, of the best one first, then of the next best."""
