@@ -204,10 +204,8 @@ def t5(small: bool) -> Program:
         return jnp.clip(x, low, high if a_max is None else a_max)
 
     modeling_flax_t5.jnp = SimpleNamespace(**vars(jnp) | {"clip": clip})
-    sizes = (
-        dict(d_model=64, d_kv=8, d_ff=128, num_heads=8, vocab_size=160)
-        if small
-        else dict(d_model=768, d_kv=64, d_ff=3072, num_heads=12)
+    sizes = either(
+        small, dict(d_model=64, d_kv=8, d_ff=128, num_heads=8, vocab_size=160), dict(d_model=768, d_kv=64, d_ff=3072, num_heads=12)
     )
     config = T5Config(num_layers=2, num_decoder_layers=2, decoder_start_token_id=0, **sizes)
     return encoder_decoder("FlaxT5ForConditionalGeneration", config, small, *((16, 32, 16) if small else (64, 512, 128)))

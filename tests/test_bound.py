@@ -104,8 +104,8 @@ def test_no_plan_undercuts_the_bound(name, overlap, monkeypatch):
         bounds = [least, *(own.tables.problem(w).objective(own.states(judged)) / PS for w in weights)]
         assert all(x <= seconds * (1 + 1e-9) for x in bounds), (bounds, seconds)
         states, network = judged.states, judged.network
-        moved = (network.reshards(j, network.strategies(states), network.retained(states)) for j in range(len(network.space.graph.ops)))
-        steps = [step for paths in moved for _, path in paths for step in path if step.kind != "slice"]
+        moved = network.moves(network.strategies(states), network.retained(states))
+        steps = [step for *_, path in moved for step in path if step.kind != "slice"]
         shared += len(steps) - len(decided_tasks(network, states).transfers)
     assert shared > 0
 

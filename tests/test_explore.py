@@ -114,9 +114,13 @@ def test_what_is_decided_anew_near_a_choice_is_what_deciding_everything_gives(wh
 def test_all_reshards_of_a_plan_are_those_of_its_ops(plan, looped):
     for planned in (plan.context.planned, looped.context.planned):
         network, chosen = planned.network, planned.strategies
-        one_by_one = [
-            (j, k, steps) for j in range(len(planned.graph.ops)) for k, steps in network.reshards(j, chosen, planned.retained)
-        ]
+        of, values, one_by_one = network.space.strategies, planned.graph.values, []
+        for j, op in enumerate(planned.graph.ops):
+            for k, v in enumerate(op.inputs if j not in planned.retained else ()):
+                if v is not None:
+                    i, r = values[v].producer
+                    steps = network.path(v, of[i].results[r][chosen[i]], of[j].operands[k][chosen[j]])
+                    one_by_one += [(j, k, steps)] if steps else []
         assert [(j, k, steps) for j, k, _, steps in network.moves(chosen, planned.retained)] == one_by_one != []
 
 

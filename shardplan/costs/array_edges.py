@@ -5,7 +5,7 @@ Thousands of arrays of repeated layers share a few edge templates, each read off
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -180,9 +180,8 @@ class EdgeEnds:
     def of(cls, edges: tuple[ArrayEdge, ...], lists: LayoutLists) -> EdgeEnds:
         """The ends of these edges."""
         every = (x for edge in edges for x in (edge.template.result_layouts, edge.template.operand_layouts))
-        distinct = {id(x): x for x in every}
-        begins = dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
-        ids = [np.zeros(0, np.int64), *(found.ids[found.index] for found in map(lists, distinct.values()))]
+        distinct, begins = in_a_row(every)
+        ids = [np.zeros(0, np.int64), *(found.ids[found.index] for found in map(lists, distinct))]
         made = np.array([begins[id(edge.template.result_layouts)] for edge in edges], np.int64)
         read = np.array([begins[id(edge.template.operand_layouts)] for edge in edges], np.int64)
         producers, consumers = (np.array([edge[n] for edge in edges], np.int64) for n in (0, 1))
@@ -193,6 +192,12 @@ class EdgeEnds:
         chosen = np.array(strategies, np.int64)
         differs = self.ids[self.made + chosen[self.producers]] != self.ids[self.read + chosen[self.consumers]]
         return (self.edges[n] for n in np.flatnonzero(differs).tolist())
+
+
+def in_a_row(some: Iterable[Sized]) -> tuple[list, dict[int, int]]:
+    """Sequences, each once, and by the `id` of each where it begins if they are put one behind the other."""
+    distinct = {id(x): x for x in some}
+    return [*distinct.values()], dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
 
 
 def array_facts(graph: Graph, rules: Sequence[Rule], accumulated_ratios: Mapping[int, float]) -> Iterator[ArrayFacts]:

@@ -216,18 +216,8 @@ class CostNetwork:
         value = self.space.graph.values[v]
         return self.prices.resharders[v].path(value.shape, value.itemsize, before, after)
 
-    def reshards(self, j: int, strategies: Sequence[int], retained: Collection[int]) -> Iterator[tuple[int, tuple[ReshardStep, ...]]]:
-        """(operand, reshard path) of op j's operands, in one run; copies in `retained` move nothing."""
-        values, of = self.space.graph.values, self.space.strategies
-        for k, v in enumerate(self.space.graph.ops[j].inputs if j not in retained else ()):
-            if v is not None:
-                i, r = values[v].producer
-                before, after = of[i].results[r][strategies[i]], of[j].operands[k][strategies[j]]
-                if steps := self.path(v, before, after):
-                    yield k, steps
-
     def moves(self, strategies: Sequence[int], retained: Collection[int]) -> Iterator[tuple[int, int, int, tuple[ReshardStep, ...]]]:
-        """(op, operand, value, reshard path) of all ops, as `reshards` has them of one."""
+        """(op, operand, value, reshard path) of what is moved in one run, in program order; copies in `retained` move nothing."""
         for i, j, k, v, template in self.space.edge_ends.resharded(strategies):
             before, after = template.result_layouts[strategies[i]], template.operand_layouts[strategies[j]]
             if j not in retained and (steps := self.path(v, before, after)):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.costs.array_edges import ArrayEdge, ArrayFacts, EdgeEnds, LayoutLists, array_edges, array_facts
+from shardplan.costs.array_edges import ArrayEdge, ArrayFacts, EdgeEnds, LayoutLists, array_edges, array_facts, in_a_row
 from shardplan.costs.roofline import compute_seconds
 from shardplan.ir.graph import Graph, Path
 from shardplan.ir.repeated_layers import repeated_layers
@@ -199,10 +198,9 @@ class StrategySpace:
     @cached_property
     def _seconds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`seconds` in a row, each array once; per op where its own begin; per op its runs."""
-        distinct = {id(x): x for x in self.seconds}
-        begins = dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
+        distinct, begins = in_a_row(self.seconds)
         runs = np.array([op.runs for op in self.graph.ops], np.float64)
-        return np.concatenate([np.zeros(0), *distinct.values()]), np.array([begins[id(x)] for x in self.seconds], np.int64), runs
+        return np.concatenate([np.zeros(0), *distinct]), np.array([begins[id(x)] for x in self.seconds], np.int64), runs
 
 
 def make_strategy_space(

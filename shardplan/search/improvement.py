@@ -140,11 +140,10 @@ class _Improvement:
         retained = network.retained(best.states)
         seconds: dict[tuple[int, int], float] = {}
         readers: dict[tuple[int, int], list[int]] = {}
-        for j, op in enumerate(space.graph.ops):
-            for k, steps in network.reshards(j, chosen, retained):
-                role = space.layers[j], k
-                seconds[role] = seconds.get(role, 0.0) + op.reads * sum(step.seconds for step in steps)
-                readers.setdefault(role, []).append(j)
+        for j, k, _, steps in network.moves(chosen, retained):
+            role = space.layers[j], k
+            seconds[role] = seconds.get(role, 0.0) + space.graph.ops[j].reads * sum(step.seconds for step in steps)
+            readers.setdefault(role, []).append(j)
         for role in sorted(seconds, key=lambda role: -seconds[role]):
             as_made, as_read = {}, {}
             for j in readers[role]:

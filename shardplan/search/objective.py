@@ -140,7 +140,7 @@ def judge(task: PlanningTask, found: Candidate, limit: float | None, others: Ite
         return build_network(network.space, task.resharder, limit, None, task.options.corrections, pricing)
 
     own = reprice(price, network, solution.states)
-    return compiled(task, Judged(own, solution, Timeline(inf, inf, 0.0, 0.0), limit), (*task.options.xla, *others))
+    return compiled(task, Judged(own, solution, Timeline(inf, inf, 0.0, 0.0), limit), dict.fromkeys((*task.options.xla, *others)))
 
 
 def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) -> Judged:
