@@ -12,7 +12,8 @@ a busy machine. The columns after these are the stages of `plan`:
     propagate   a first plan by propagation
 
 Below a case stand the processor seconds of what is asked of its plan, and their part of `cpu`: `replan` is `plan.what_if`, another
-layout of the largest parameters of all layers, the median over its layouts; `saves` is `plan.saving`, the line of `print(plan)` that
+layout of the largest parameters of all layers, the median over its layouts; `click` is `plan.why(row, estimate=True)`, what the widget
+answers when a row is opened, the median over all rows, and `slowest` the most; `saves` is `plan.saving`, the line of `print(plan)` that
 compares classical layouts.
 
 The states of full-size models are shapes: nothing is allocated. The last case trains: one planned step against plain jit.
@@ -34,6 +35,7 @@ from pathlib import Path
 import measurements
 
 STAGES = ("graph", "strategies", "network", "propagation", "solve", "decisions")
+ASKED = ("click", "slowest", "replan", "saves")
 CALLS = 400  # of each step, in turns
 
 
@@ -79,7 +81,9 @@ def planning(case: Case, cluster: str, search: str) -> dict:
     trace_s, plan_s, cpu_s = traced - start, time.perf_counter() - traced, time.process_time() - cpu
     stages = {stage: plan.planning_seconds.get(stage, 0.0) for stage in STAGES}
     rss_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    asked = {"replan_s": _replan_s(plan), "saves_s": _processor_s(lambda: plan.saving)}
+    clicks = _clicks_s(plan)
+    asked = {"click_s": statistics.median(clicks), "slowest_s": max(clicks), "replan_s": _replan_s(plan)}
+    asked["saves_s"] = _processor_s(lambda: plan.saving)
     graph = plan.context.planned.graph
     problem = plan.context.planned.network.problem
     return {
@@ -108,6 +112,15 @@ def _processor_s(work: Callable[[], object]) -> float:
     start = time.process_time()
     work()
     return time.process_time() - start
+
+
+def _clicks_s(plan) -> list[float]:
+    """Processor seconds of the estimates for every row of the instrument."""
+    from shardplan.view.instrument import Instrument
+
+    targets = [x if isinstance(x, str) else list(x) for x in Instrument(plan).targets.values()]
+    plan.why(targets[0], estimate=True)  # what is made once per plan
+    return [_processor_s(lambda what=what: plan.why(what, estimate=True)) for what in targets]
 
 
 def _replan_s(plan) -> float:
@@ -197,9 +210,7 @@ def said(row: dict) -> str:
     missed += [f"MISSED {row['limit_gb']} GB" for _ in (1,) if row["limit_gb"] and row["rss_gb"] > row["limit_gb"]]
     stages = "".join(f"{row[stage]:>8.2f}" for stage in (*STAGES, "rest"))
     size = f"{row['mesh']:>6}{row['equations']:>8}{row['ops']:>8}{row['classes']:>8}"
-    asked = "\n".join(
-        f"{'':<14}{name}{row[f'{name}_s']:>6.2f}  {row[f'{name}_s'] / row['cpu_s']:.1%} of planning" for name in ("replan", "saves")
-    )
+    asked = "\n".join(f"{'':<14}{name:<8}{row[f'{name}_s']:>6.2f}  {row[f'{name}_s'] / row['cpu_s']:.1%} of planning" for name in ASKED)
     seconds = f"{row['trace_s']:>7.1f}{row['plan_s']:>7.1f}{row['cpu_s']:>7.1f}{stages}"
     return (
         f"{row['name']:<14}{size}  {row['status']:<9}{row['gap']:>7.2%}{seconds}{row['rss_gb']:>7.2f} GB  {' '.join(missed)}\n{asked}"

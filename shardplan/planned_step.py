@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from shardplan.plan.arguments import arguments_like, buffer
 from shardplan.plan.data import Leaf
 from shardplan.plan.padded import held, is_held, is_padded
 from shardplan.plan.planned import Planned
+from shardplan.plan.what_if import WhatIf
 from shardplan.units import format_memory
 
 
@@ -172,3 +174,9 @@ class PlanContext:
     decided: Callable[[Planned, Callable[..., Plan]], Plan]
     planned: Planned | None = None
     verified: Verified | None = None
+
+    @cached_property
+    def prices(self) -> WhatIf:
+        """Of changes of the plan that was solved."""
+        assert self.planned is not None
+        return WhatIf(self.planned)

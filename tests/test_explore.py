@@ -18,6 +18,7 @@ from shardplan.emit.decide import decide
 from shardplan.plan.asked import asked
 from shardplan.plan.describe import describe
 from shardplan.plan.schedule import StepSchedule
+from shardplan.plan.what_if import sent_bytes
 from shardplan.view.exports import model_explorer, perfetto
 from shardplan.view.instrument import Instrument
 from shardplan.view.rows import type_text
@@ -147,6 +148,34 @@ def test_every_row_can_be_asked_about_where_layers_lie_differently():
 
 def plan_shape(plan, found):
     return plan.context.planned.graph.values[found.value].shape
+
+
+@pytest.mark.parametrize("which", ["plan", "looped"])
+def test_choices_of_an_array_are_priced_together_as_each_alone(which, request):
+    """The least cost of the network near each choice, though what adapts to all of them is found once."""
+    plan = request.getfixturevalue(which)
+    near, problem = plan.context.prices.neighbourhood, plan.context.planned.network.problem
+    priced = 0
+    for what in [*Instrument(plan).targets.values()][::2]:
+        wanted = asked(plan, what).wanted
+        for text, change in plan.context.prices.changes(wanted).items():
+            alone = near.states_with(wanted[text][1])
+            assert (alone is None) == (change is None)
+            if change is not None:
+                assert change.cost == problem.objective(change.states) - near.objective == problem.objective(alone) - near.objective
+                assert all(mask[plan.context.planned.network.strategies(change.states)[i]] for i, mask in wanted[text][1].items())
+                priced += 1
+    assert priced > 40
+
+
+def test_an_estimate_counts_the_bytes_and_the_peak_that_the_network_has_of_the_whole_step(plan):
+    prices, network = plan.context.prices, plan.context.planned.network
+    for what in ("params/layers/*/up", "x", asked_result(plan), asked_reshard(plan)):
+        for change in filter(None, prices.changes(asked(plan, what).wanted).values()):
+            _, peak, sent = prices.estimated(change)
+            more = network.peak(change.states) - network.peak(plan.context.planned.solution.states)
+            assert sent == pytest.approx(sent_bytes(network, change.states), rel=1e-9)
+            assert peak == pytest.approx(plan.memory().peak + more, rel=1e-9)
 
 
 def test_what_was_chosen_stays_chosen(plan):
@@ -400,6 +429,7 @@ def train_step_named(name):
 
 
 def test_the_widget_prices_replans_undoes_and_cancels(plan):
+    plan.known_answers.clear()
     kernel = Kernel(plan)
     widget, said, ask = kernel.widget, kernel.said, kernel.ask
 
@@ -410,9 +440,13 @@ def test_the_widget_prices_replans_undoes_and_cancels(plan):
         assert holds(), (widget.message, widget.work)
 
     row = next(x["id"] for x in widget.data["arrays"] if x["name"] == "params/layers/*/up")
+    answers = []
+    widget.observe(lambda change: answers.append(change["new"].get(row)), "answers")
     ask(do="ask", id=row)
-    until(lambda: row in widget.answers)
-    choice = widget.answers[row]["choices"][0]
+    until(lambda: row in widget.answers and not widget.answers[row]["estimated"])
+    estimate, scheduled = answers  # the first at once
+    assert estimate["estimated"] and {c["text"] for c in estimate["choices"]} == {c["text"] for c in scheduled["choices"]}
+    choice = scheduled["choices"][0]
     ask(do="take", id=row, choice=choice["text"])
     until(lambda: widget.current == 1 and not widget.work)
     assert widget.history[1]["seconds"] == pytest.approx(choice["seconds"], rel=1e-5)

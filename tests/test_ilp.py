@@ -1,5 +1,6 @@
 """Laws of the solver: it equals brute force on small networks; its bounds and reductions are valid."""
 
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -111,6 +112,26 @@ def test_nodes_of_one_class_take_the_same_state(problem):
     solution = solve(problem)
     assert solution.tied
     check(problem, solution)
+
+
+@laws
+@given(networks(limit=False), st.integers(0, 2**32 - 1))
+def test_nodes_that_presolve_keeps_can_be_given_costs_later(problem, seed):
+    rng = np.random.default_rng(seed)
+    kept = [i for i in range(len(problem.costs)) if rng.random() < 0.5]
+    small = presolve(problem, kept=kept)
+    later = {i: np.where(rng.random(len(problem.costs[i])) < 0.3, np.inf, rng.integers(0, 9, len(problem.costs[i]))) for i in kept}
+    whole = dataclasses.replace(problem, costs=tuple(c + later.get(i, 0.0) for i, c in enumerate(problem.costs)))
+    if not small.feasible:
+        assert np.isinf(brute_force(problem))
+        return
+    assert set(kept) <= set(small.nodes)
+    costs = tuple(c + later.get(i, 0.0) for i, c in zip(small.nodes, small.problem.costs, strict=True))
+    part = dataclasses.replace(small.problem, costs=costs)
+    best = min(choices(part), key=part.objective)
+    assert part.objective(best) + small.offset == brute_force(whole)
+    if np.isfinite(part.objective(best)):
+        assert whole.objective(small.invert(best)) == brute_force(whole)
 
 
 @laws

@@ -185,7 +185,7 @@ def test_a_layout_is_chosen_replanned_undone_and_its_code_gives_that_plan(opened
 
     row = next(r.get_attribute("data-id") for r in widget.all("tr.row") if "params/blocks/*/up" in r.text)
     widget.click(f'tr.row[data-id="{row}"]')
-    until(lambda: len(widget.all(".layouts tbody tr")) > 2, 60)
+    until(lambda: len(widget.all(".choices:not(.estimated) tbody tr")) > 2, 60)
     choice = widget.all(".layouts tbody tr")[2]
     said = choice.text
     assert re.search(r"[+−][\d.]+ [µm]s|same", said), said  # the price, before anything is chosen
@@ -195,7 +195,7 @@ def test_a_layout_is_chosen_replanned_undone_and_its_code_gives_that_plan(opened
     until(lambda: widget.one("table.history tr.own button").text == "1", 60, lambda: widget.text(".bar"))
     now = widget.one("table.history tr.own td:nth-child(3)").text
     until(lambda: widget.text(".tile .value").startswith(now) and not widget.all(".work"), 10)
-    until(lambda: len(widget.all(".layouts tbody tr")) > 2, 60)
+    until(lambda: len(widget.all(".choices:not(.estimated) tbody tr")) > 2, 60)
     driver.execute_script("arguments[0].scrollIntoView()", widget.host)
     assert_looks_as_stored(driver, "lab_1280_light")
 
@@ -262,7 +262,7 @@ def test_another_mesh_and_cluster_are_planned_as_picked(small):
     assert small.options("mesh") == {"data=2, model=4", "data=4, model=2", "data=8", "model=8"}
     assert not small.one("button.retarget").is_enabled()  # what is shown is planned already
     small.click("tr.row")
-    until(lambda: small.all(".layouts tbody tr"), 30)  # an open row, with the axes of the mesh that goes
+    until(lambda: small.all(".choices:not(.estimated) tbody tr"), 30)  # an open row, with the axes of the mesh that goes
     small.pick("mesh", "model=8")
     small.click("button.retarget")
     elsewhere = small.planned("model=8 · h100")

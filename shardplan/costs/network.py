@@ -216,9 +216,14 @@ class CostNetwork:
         value = self.space.graph.values[v]
         return self.prices.resharders[v].path(value.shape, value.itemsize, before, after)
 
-    def moves(self, strategies: Sequence[int], retained: Collection[int]) -> Iterator[tuple[int, int, int, tuple[ReshardStep, ...]]]:
-        """(op, operand, value, reshard path) of what is moved in one run, in program order; copies in `retained` move nothing."""
-        for i, j, k, v, template in self.space.edge_ends.resharded(strategies):
+    def moves(
+        self, strategies: Sequence[int], retained: Collection[int], ops: Collection[int] | None = None
+    ) -> Iterator[tuple[int, int, int, tuple[ReshardStep, ...]]]:
+        """(op, operand, value, reshard path) of what is moved in one run, in program order; copies in `retained` move nothing.
+
+        With `ops`, only of arrays that one of these makes or reads.
+        """
+        for i, j, k, v, template in self.space.edge_ends.resharded(strategies, ops):
             before, after = template.result_layouts[strategies[i]], template.operand_layouts[strategies[j]]
             if j not in retained and (steps := self.path(v, before, after)):
                 yield j, k, v, steps
@@ -323,16 +328,16 @@ class CostNetwork:
                 sums_rows = len(op.outs[0].shape) > len(op.ins[0].shape)  # then it is also transposed
                 yield Allocation(i, 0, op.inputs[0], i, i + 1, "", (1 + sums_rows) * op.ins[2].shape[-1])
 
-    def allocations(self, states: Sequence[int]) -> list[tuple[int, int, int, float]]:
-        """(op, lo, hi, bytes) of all that a device has in memory at times lo <= t < hi, implicit copies included."""
-        graph, of, chosen, out = self.space.graph, self.space.strategies, self.strategies(states), []
-        for i, array, v, lo, hi, buffer, times in self.lifetimes:
-            s, block = chosen[i], states[i] // len(of[i])
+    def allocations(self, states: Sequence[int], ops: Collection[int] | None = None) -> list[tuple[int, int, int, float]]:
+        """(op, lo, hi, bytes) of all that a device has in memory at times lo <= t < hi, implicit copies included; or of some `ops`."""
+        graph, of, out = self.space.graph, self.space.strategies, []
+        for i, array, v, lo, hi, buffer, times in self.lifetimes if ops is None else (x for x in self.lifetimes if x[0] in ops):
+            block, s = divmod(states[i], len(of[i]))
             if (buffer == "own" and not block) or (buffer == "retained" and block != self.blocks.count(i) - 1):
                 continue
             if buffer == "implicit" and (read := graph.ops[i].inputs[0]) is not None:  # a literal is stored by its reader
                 maker, made = graph.values[read].producer
-                if of[i].results[0][s] == of[maker].results[made][chosen[maker]]:
+                if of[i].results[0][s] == of[maker].results[made][states[maker] % len(of[maker])]:
                     continue
             shards = of[i].shards[array][s]
             out.append((i, lo, hi, times * float(np.ceil(graph.values[v].bytes / shards))))

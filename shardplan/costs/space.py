@@ -186,6 +186,11 @@ class StrategySpace:
         return tuple(array_edges(self.graph, self.facts.arrays, self.strategies, self.layout_lists))
 
     @cached_property
+    def exchanging(self) -> tuple[int, ...]:
+        """The ops of which shards may need something of each other, such as halos."""
+        return tuple(i for i, rule in enumerate(self.rules) if rule.exchanged)
+
+    @cached_property
     def edge_ends(self) -> EdgeEnds:
         """The layouts of all array edges."""
         return EdgeEnds.of(self.array_edges, self.layout_lists)

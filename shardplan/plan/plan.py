@@ -175,13 +175,15 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
             raise ShardingError(f"diff() takes a plan, not {type(other).__name__}.\n  way out: plan.diff(Plan.load(file))")
         return PlanDiff(self, other)
 
-    def why(self, what: str | Sequence[str] | PlannedReshard) -> Any:
+    def why(self, what: str | Sequence[str] | PlannedReshard, *, estimate: bool = False) -> Any:
         """Why an array lies as it does: who makes and reads it, the next best choices and what they would cost, which constraint binds.
 
         Args:
             what: inputs by a path, a pattern as in `pins` or several, all of one shape; a line "train.py:41", for its most expensive
                 reshard; a reshard of `decisions`; or results of ops, "train.py:41 dot_general forward float32[8,4]", and with
                 " operand 1" after it their reshards there.
+            estimate: price other choices by the plan's cost network alone, within a tenth of a second for steps of 10,000 equations;
+                otherwise the steps of the best six are scheduled.
 
         Returns:
             A `shardplan.plan.why.Why`; `print` it. Seconds and bytes of other choices are those of plans in which nearby ops adapt and
@@ -190,7 +192,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         Raises:
             ShardingError: when this plan was read from a file, or nothing in it is so called.
         """
-        return resolve_name("shardplan.plan.why:why")(self._solved("why()"), what)
+        return resolve_name("shardplan.plan.why:why")(self._solved("why()"), what, estimate)
 
     def baselines(self) -> Any:
         """This plan compared with data parallelism, ZeRO-1, FSDP, tensor parallelism and mixes, found by the step's structure.

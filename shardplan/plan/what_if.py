@@ -7,28 +7,28 @@ bytes are those of its scheduled program: the best plan with that layout takes a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
-
-import numpy as np
 
 from shardplan.costs.halo_exchange import exchanges
 from shardplan.costs.network import CostNetwork
+from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.emit.decide import affected, decide
 from shardplan.errors import ShardingError
 from shardplan.ilp.solver.collector import paused_collector
-from shardplan.ilp.solver.problem import Solution
+from shardplan.ilp.solver.problem import Solution, sum_over_intervals
 from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import Resharder
-from shardplan.plan.asked import Asked, asked
+from shardplan.plan.asked import Asked, Masks, asked
 from shardplan.plan.data import PlannedReshard
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
-from shardplan.search.neighbourhood import Neighbourhood
+from shardplan.search.neighbourhood import Change, Neighbourhood
 from shardplan.search.objective import Judged, judge
 from shardplan.units import format_memory
 
@@ -44,11 +44,11 @@ def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str 
             f"what_if({what!r}, ...): {text}{present}.\n  choices: {', '.join(found.wanted) or 'none: it has one layout only'}"
         )
     _, masks = found.wanted[text]
-    prices = WhatIf(planned)
-    states = prices.states_with(masks)
-    if states is None:
+    prices = plan.context.prices
+    change = prices.changes(found.wanted)[text]
+    if change is None:
         raise ShardingError(f"what_if({what!r}, {text!r}): no plan near this one makes it.\n  way out: plan.fix, which plans all anew")
-    judged = prices.judged(states)
+    judged = prices.judged(change.states)
     bound = planned.solution.bound  # of all plans, so of those with this layout too
     network, solution = judged.proven(min(bound, judged.solution.objective))
     network = replace(network, limit=planned.network.limit)
@@ -140,28 +140,63 @@ class WhatIf:
         limit = network.limit if network.blocks.aliasing else None  # the states are those of a network that was found under it
         return replace(judge(self.task, Candidate(network, found), limit), limit=network.limit)
 
-    def states_with(self, wanted: Mapping[int, np.ndarray]) -> tuple[int, ...] | None:
-        """States of the plan's network in which ops take one of the wanted strategies, and of those that are held already.
+    def changes(self, wanted: Mapping[str, tuple[Layout, Masks]]) -> dict[str, Change | None]:
+        """The plan's network changed for each choice of `Asked.wanted`; None if the ops around cannot adapt.
 
-        Args:
-            wanted: op -> bool [strategy].
-
-        Returns:
-            None if the ops around them cannot adapt.
+        Layouts that were chosen before stay.
         """
-        held = {i: mask & wanted.get(i, mask) for i, mask in self.planned.held.items()}
-        return self.neighbourhood.states_with(wanted, held)
+        found: dict[str, Change | None] = dict.fromkeys(wanted)
+        choices = sorted(wanted, key=lambda text: (*wanted[text][1],))  # those of the same ops together
+        for _, group in groupby(choices, key=lambda text: (*wanted[text][1],)):
+            some = [*group]
+            found |= zip(some, self.neighbourhood.choices([wanted[text][1] for text in some], self.planned.held), strict=True)
+        return found
+
+    def estimated(self, change: Change) -> tuple[float, float, float]:
+        """(seconds, peak, sent bytes) of the step after a change, not scheduled: what changes is counted as in the plan's network."""
+        planned, network, graph = self.planned, self.planned.network, self.planned.graph
+        present = planned.solution.states
+        changed = [i for i, (s, t) in enumerate(zip(present, change.states, strict=True)) if s != t]
+        near = set(changed).union(j for i in changed for v in graph.ops[i].outputs for j, _ in graph.values[v].consumers)
+        others = [x for x in self._allocations if x[0] not in near]
+        peak, before = (_peak([*others, *network.allocations(states, near)]) for states in (change.states, present))
+        strategies = list(planned.strategies)
+        for i in changed:
+            strategies[i] = change.states[i] % len(planned.space.strategies[i])
+        sent = _sent_bytes(network, strategies, network.retained(change.states), near)
+        sent -= _sent_bytes(network, planned.strategies, planned.retained, near)
+        seconds = planned.timeline.total_s + change.cost / PS
+        return seconds, self.present.peak_bytes + peak - before, self.sent_bytes + sent
+
+    @cached_property
+    def _allocations(self) -> list[tuple[int, int, int, float]]:
+        return self.planned.network.allocations(self.planned.solution.states)
+
+    @cached_property
+    def sent_bytes(self) -> float:
+        """Of the plan itself."""
+        return sent_bytes(self.planned.network, self.planned.solution.states)
+
+
+def _peak(allocations: Iterable[tuple[int, int, int, float]]) -> float:
+    return float(sum_over_intervals((lo, hi, n) for _, lo, hi, n in allocations).max(initial=0.0))
 
 
 def sent_bytes(network: CostNetwork, states: Sequence[int]) -> float:
     """Bytes that a device sends in one step, as `Plan.comm_bytes` counts them."""
-    space, mesh = network.space, network.space.mesh
-    chosen, total = network.strategies(states), 0.0
-    for j, _, _, steps in network.moves(chosen, network.retained(states)):
+    return _sent_bytes(network, network.strategies(states), network.retained(states))
+
+
+def _sent_bytes(
+    network: CostNetwork, strategies: Sequence[int], retained: Collection[int], ops: Collection[int] | None = None
+) -> float:
+    """The same; with `ops`, for the arrays that these make or read."""
+    space, mesh, total = network.space, network.space.mesh, 0.0
+    for j, _, _, steps in network.moves(strategies, retained, ops):
         total += space.graph.ops[j].reads * sum(wire_bytes(s.kind, s.bytes, mesh.size(*s.axes)) for s in steps)
-    for i, op in enumerate(space.graph.ops):
-        if space.rules[i].exchanged:
-            of, s = space.strategies[i], chosen[i]
+    for i in space.exchanging:
+        if ops is None or i in ops:
+            op, of, s = space.graph.ops[i], space.strategies[i], strategies[i]
             layouts = [each[s] for each in of.operands]
             found = exchanges(space.rules[i], of.factors[s], op.ins, op.outs, layouts, mesh, space.cluster)
             total += op.runs * sum(wire_bytes(x.kind, x.bytes, mesh.size(*x.axes)) for x in found)

@@ -36,7 +36,7 @@ from shardplan.units import format_array, format_memory, format_percent, format_
 PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 """Frames of this package and what called it are none of the step's."""
 JUDGED = 6
-"""Choices that are judged by the objective: those of least cost on the plan's network."""
+"""Choices that are given figures: those of least cost on the plan's network."""
 GRADIENT_OPS = 64
 """Ops between a gradient and the state it updates, at most."""
 
@@ -96,6 +96,7 @@ class Why:
         unpriced: how many choices cost more on the plan's network and were not judged.
         impossible: choices that no plan near this one makes.
         constraints: what binds, in words.
+        estimated: the figures of `choices` are those of the plan's cost network; their steps were not scheduled.
     """
 
     name: str
@@ -108,17 +109,17 @@ class Why:
     unpriced: int
     impossible: tuple[str, ...]
     constraints: tuple[str, ...]
+    estimated: bool = False
 
     def __str__(self) -> str:
         return resolve_name("shardplan.view.why:why_text")(self)
 
 
-def why(plan: Plan, what: str | Sequence[str] | PlannedReshard) -> Why:
+def why(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool = False) -> Why:
     """The answer of `Plan.why`."""
     planned, found = plan.context.planned, asked(plan, what)
-    graph = planned.graph
-    what_if = WhatIf(planned)
-    choices, unpriced, impossible = _priced(what_if, found.wanted)
+    graph, what_if = planned.graph, plan.context.prices
+    choices, unpriced, impossible = _priced(what_if, found.wanted, estimate)
     made = graph.maker(found.value)
     if found.kind == "reshards":
         assert found.reader is not None
@@ -140,6 +141,7 @@ def why(plan: Plan, what: str | Sequence[str] | PlannedReshard) -> Why:
         unpriced=unpriced,
         impossible=impossible,
         constraints=tuple(_constraints(plan, planned, binding, pins_by_op(graph, planned.options), chosen, choices)),
+        estimated=estimate,
     )
 
 
@@ -230,18 +232,23 @@ def array_name(graph: Graph, v: int, kinds: Mapping[int, str] | None = None) -> 
 # ---- prices and constraints
 
 
-def _priced(what_if: WhatIf, wanted: Mapping[str, tuple[Layout, Masks]]) -> tuple[tuple[LayoutChoice, ...], int, tuple[str, ...]]:
-    """(choices that are judged, how many are not, those that cannot be)."""
-    found, impossible = [], []
-    for text, (layout, masks) in wanted.items():
-        states = what_if.states_with(masks)
-        if states is None:
-            impossible.append(text)
+def _priced(
+    what_if: WhatIf, wanted: Mapping[str, tuple[Layout, Masks]], estimate: bool
+) -> tuple[tuple[LayoutChoice, ...], int, tuple[str, ...]]:
+    """(choices with figures, how many have none, those that cannot be)."""
+    changes = what_if.changes(wanted)
+    possible = sorted((change.cost, n, text) for n, (text, change) in enumerate(changes.items()) if change)
+    choices = []
+    for _, _, text in possible[:JUDGED]:
+        layout, change = wanted[text][0], changes[text]
+        if estimate:
+            seconds, peak, sent = what_if.estimated(change)
+            fits = what_if.present.limit is None or peak <= what_if.present.limit
+            choices.append(LayoutChoice(text, layout, to_digits(seconds), peak, sent, fits))
         else:
-            found.append((what_if.planned.network.problem.objective(states), len(found), text, layout, states))
-    found.sort(key=lambda x: x[:2])
-    judged = [_choice(text, layout, what_if.judged(states)) for _, _, text, layout, states in found[:JUDGED]]
-    return tuple(sorted(judged, key=lambda c: (not c.fits, c.seconds))), max(0, len(found) - JUDGED), tuple(impossible)
+            choices.append(_choice(text, layout, what_if.judged(change.states)))
+    impossible = tuple(text for text, change in changes.items() if change is None)
+    return tuple(sorted(choices, key=lambda c: (not c.fits, c.seconds))), max(0, len(possible) - JUDGED), impossible
 
 
 def _choice(text: str, layout: Layout, judged: Judged) -> LayoutChoice:

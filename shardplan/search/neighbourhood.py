@@ -9,14 +9,16 @@ Also known as the best response of a neighbourhood.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.costs.network import CostNetwork
 from shardplan.ilp.solver import solve
+from shardplan.ilp.solver.presolve.presolve import Presolved, presolve
 from shardplan.ilp.solver.problem import Edge, Problem
 
 HOPS = (8, 24)
@@ -27,6 +29,18 @@ WORK = 0.2
 """Work of the solver, about seconds, on the part that adapts."""
 WHOLE_WORK = 1.0
 """Its work on all of the network."""
+
+
+class Change(NamedTuple):
+    """States near those of a plan.
+
+    Attributes:
+        states: of all nodes.
+        cost: by how much more than the plan's, in picoseconds at the network's prices.
+    """
+
+    states: tuple[int, ...]
+    cost: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +72,52 @@ class Neighbourhood:
         Returns:
             None if the ops around them cannot adapt.
         """
-        blocks = self.network.blocks
-        masks = {i: np.tile(mask, blocks.count(i)) for i, mask in {**(held or {}), **wanted}.items()}
+        masks = self._tiled({**(held or {}), **wanted})
         for hops in HOPS:
             if (states := self._adapted(masks, self._near(wanted, hops))) is not None:
                 return states
         return None
+
+    def choices(self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray]) -> list[Change | None]:
+        """What `states_with` answers for each of several choices of the same ops; what adapts to all of them is found once.
+
+        Args:
+            wanted: per choice, op -> bool [strategy]; every choice names the same ops.
+            held: bool [strategy] of ops that adapt within it.
+        """
+        found: list[Change | None] = [None] * len(wanted)
+        for hops in HOPS:
+            left = [n for n, change in enumerate(found) if change is None]
+            if left:
+                for n, change in zip(left, self._changes([wanted[n] for n in left], held, hops), strict=True):
+                    found[n] = change
+        return found
+
+    def _changes(
+        self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray], hops: int
+    ) -> Iterator[Change | None]:
+        region = self._near(wanted[0], hops)
+        part = self._part({i: mask for i, mask in self._tiled(held).items() if i not in wanted[0]}, region)
+        number = {i: n for n, i in enumerate(region)}
+        chosen = [number[i] for i in wanted[0]]
+        small = presolve(part, kept=chosen, dominance=0) if all(np.isfinite(c).any() for c in part.costs) else None
+        present = part.objective([self.states[i] for i in region])
+        for masks in wanted:
+            allowed = {i: mask & held[i] if i in held else mask for i, mask in masks.items()}
+            found = None if small is None else self._solved(small, {number[i]: mask for i, mask in self._tiled(allowed).items()})
+            yield None if found is None else Change(self._with(region, found[0]), found[1] - present)
+
+    @staticmethod
+    def _solved(small: Presolved, masks: Mapping[int, np.ndarray]) -> tuple[tuple[int, ...], float] | None:
+        """(states before presolve, their cost), the kept nodes within their masks; None if there are none."""
+        costs = list(small.problem.costs)
+        for n, i in enumerate(small.nodes):
+            if i in masks:
+                costs[n] = np.where(masks[i], costs[n], np.inf)
+                if not np.isfinite(costs[n]).any():
+                    return None
+        found = solve(replace(small.problem, costs=tuple(costs)), work_limit=WORK) if small.feasible else None
+        return (small.invert(found.states), small.offset + found.objective) if found and found.found else None
 
     def solved_with(self, wanted: Mapping[int, np.ndarray]) -> tuple[int, ...] | None:
         """As `states_with`, but every op may leave its state."""
@@ -100,9 +154,21 @@ class Neighbourhood:
             region |= dict.fromkeys(members.get(i, ()))
         return list(region)
 
+    def _tiled(self, masks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Masks of states from those of strategies."""
+        return {i: np.tile(mask, self.network.blocks.count(i)) for i, mask in masks.items()}
+
     def _adapted(self, masks: Mapping[int, np.ndarray], region: Sequence[int]) -> tuple[int, ...] | None:
         """The states of least cost of the whole network in which only the region's ops leave theirs."""
-        problem, states = self.network.problem, list(self.states)
+        part = self._part(masks, region)
+        if not all(np.isfinite(c).any() for c in part.costs):
+            return None
+        found = solve(part, work_limit=WORK)
+        return self._with(region, found.states) if found.found else None
+
+    def _part(self, masks: Mapping[int, np.ndarray], region: Sequence[int]) -> Problem:
+        """What the states of the region's ops cost, those of all others given: node n is op `region[n]`."""
+        problem, states = self.network.problem, self.states
         flat, number = problem.flat, {i: n for n, i in enumerate(region)}
         costs, edges = [], []
         for i in region:
@@ -114,10 +180,11 @@ class Neighbourhood:
                 elif not side:
                     edges.append(Edge(number[i], number[j], edge.cost))
             costs.append(cost)
-        if not all(np.isfinite(c).any() for c in costs):
-            return None
-        ties = tuple(problem.ties[i] for i in region) if self._members else ()
-        found = solve(Problem(tuple(costs), tuple(edges), ties=ties), work_limit=WORK)
-        for i, s in zip(region, found.states, strict=False):
+        return Problem(tuple(costs), tuple(edges), ties=tuple(problem.ties[i] for i in region) if self._members else ())
+
+    def _with(self, region: Sequence[int], found: Sequence[int]) -> tuple[int, ...]:
+        """All states, those of the region's ops as found."""
+        states = list(self.states)
+        for i, s in zip(region, found, strict=True):
             states[i] = s
-        return tuple(states) if found.found else None
+        return tuple(states)

@@ -1,4 +1,6 @@
-"""`Plan.explore`: the instrument as an anywidget; prices on request and plans in a thread of its own, so that the kernel stays free.
+"""`Plan.explore`: the instrument as an anywidget; prices, schedules and plans in threads, so that the kernel stays free.
+
+A row that is asked about shows estimates of its other layouts at once, and the seconds of their scheduled steps when they are there.
 
 The state is in traits: a saved notebook shows it without a kernel. Messages from the page are those of `_DO`.
 """
@@ -77,7 +79,9 @@ if AnyWidget is not None:
             self._entries = [Entry(plan, "as planned")]
             self._curves: dict[Hashable, Curve] = {}
             self._lock, self._cancelled = threading.Lock(), threading.Event()
-            self._pricing, self._planning = (ThreadPoolExecutor(1, thread_name_prefix=f"shardplan-{x}") for x in ("price", "plan"))
+            workers = (ThreadPoolExecutor(1, thread_name_prefix=f"shardplan-{x}") for x in ("price", "schedule", "plan"))
+            self._pricing, self._scheduling, self._planning = workers
+            self._estimated: list[tuple[Entry, str]] = []  # rows whose choices are not scheduled yet, the last that was asked for last
             first = self._entries[0]
             super().__init__(data=first.instrument.data(), history=[rounded(first.row())])
             self._planned = plan.context is not None and plan.context.planned is not None
@@ -106,10 +110,15 @@ if AnyWidget is not None:
             id_ = str(message["id"])
             entry = self._entries[self.current]
             if id_ in entry.instrument.targets:
-                self._pricing.submit(self._answer, entry, id_)
+                self._pricing.submit(self._estimate, entry, id_)
 
-        def _answer(self, entry: Entry, id_: str) -> None:
-            entry.answer(id_)
+        def _estimate(self, entry: Entry, id_: str) -> None:
+            self._answer(entry, id_, estimate=True)
+            self._estimated.append((entry, id_))
+            self._scheduling.submit(lambda: self._answer(*self._estimated.pop()))
+
+        def _answer(self, entry: Entry, id_: str, estimate: bool = False) -> None:
+            entry.answer(id_, estimate)
             with self._lock:
                 if entry is self._entries[self.current]:
                     self.answers = dict(entry.answers)

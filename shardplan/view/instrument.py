@@ -445,5 +445,6 @@ def answer_values(found: Why) -> dict[str, Any]:
             "unpriced": found.unpriced,
             "impossible": [clean(x) for x in found.impossible],
             "constraints": [clean(x) for x in found.constraints],
+            "estimated": found.estimated,
         }
     )

@@ -76,11 +76,12 @@ class Entry:
         pins = self.pins or {row.path: row.leaves[0].layout for row in rows.leaf_rows(self.plan.inputs, self.plan.mesh)}
         return "pins = {\n" + "".join(f"    {path!r}: {layout},\n" for path, layout in pins.items()) + "}\n"
 
-    def answer(self, id_: str) -> dict[str, Any]:
-        """What the row's other layouts would cost, and why it lies so."""
-        if id_ not in self.answers:
+    def answer(self, id_: str, estimate: bool = False) -> dict[str, Any]:
+        """What the row's other layouts would cost, and why it lies so; an estimate is kept until more is asked for."""
+        known = self.answers.get(id_)
+        if known is None or (known.get("estimated") and not estimate):
             try:
-                self.answers[id_] = answer_values(self.plan.why(_argument(self.instrument.targets[id_])))
+                self.answers[id_] = answer_values(self.plan.why(_argument(self.instrument.targets[id_]), estimate=estimate))
             except Exception as error:
                 self.answers[id_] = {"error": str(error)}
         return self.answers[id_]

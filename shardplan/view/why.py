@@ -62,7 +62,9 @@ def _choices(found: Why) -> Iterator[str]:
     if rest:
         yield fit(f"  {'; '.join(rest)}", WIDTH)
     if found.choices:
-        yield "  estimated: ops near the array adapt, all others stay; plan.fix plans anew, and often finds less"
+        if found.estimated:
+            yield "  estimated at the plan's prices: the steps were not scheduled"
+        yield "  ops near the array adapt, all others stay; plan.fix plans anew, and often finds less"
 
 
 def _row(mark: str, choice: LayoutChoice, chosen: LayoutChoice) -> list[str]:

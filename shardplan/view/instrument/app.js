@@ -120,11 +120,13 @@ class App {
     for (const table of [this.arrays, this.collectives]) if (table.open) this.ask(table.open);
   }
 
-  redrawOpen() { for (const table of [this.arrays, this.collectives]) if (table.open) table.draw(); }
-  redrawDetail(row) {
-    const table = row.dims ? this.arrays : this.collectives, at = [...table.body.querySelectorAll("input[type=radio]")].findIndex((x) => x.checked);
+  redrawOpen() { for (const table of [this.arrays, this.collectives]) if (table.open) this.redraw(table); }
+  redrawDetail(row) { this.redraw(row.dims ? this.arrays : this.collectives); }
+  /** Draws a table again; the choice that has the focus keeps it. */
+  redraw(table) {
+    const choices = () => [...table.body.querySelectorAll("input[type=radio]")], focused = choices().find((x) => x.matches(":focus"))?.value;
     table.draw();
-    table.body.querySelectorAll("input[type=radio]")[at]?.focus();
+    choices().find((x) => x.value === focused)?.focus();
   }
 
   drawHead() {

@@ -7,7 +7,7 @@ function detailPanel(app, row) {
   else left.append(h("dl", { class: "links" }, ...[["array", row.name], ["made at", row.maker], ["read at", `${row.line} by ${row.reader}`], ["from", row.from], ["to", row.to]]
     .flatMap(([k, v]) => v ? [h("dt", {}, k), h("dd", {}, coloured(v, data.mesh), k === "read at" && data.lines[row.line] ? h("code", { class: "source" }, data.lines[row.line]) : "")] : [])));
   if (row.dims && row.line && data.lines[row.line]) left.append(h("code", { class: "source" }, data.lines[row.line]));
-  const right = h("div", { class: "choices", "data-for": row.id });
+  const right = h("div", { class: answer?.estimated ? "choices estimated" : "choices", "data-for": row.id });
   if (!answer) right.append(h("p", { class: "note" }, app.live ? "pricing its other layouts …" : app.data.timeline ? "Its other layouts were not priced: ask plan.why, or open this plan with plan.explore()." : "A plan file has no prices of other layouts: plan the step again."));
   else if (answer.error) right.append(h("p", { class: "error" }, answer.error));
   else right.append(choiceTable(app, row, answer), whoUses(answer));
@@ -17,7 +17,7 @@ function detailPanel(app, row) {
 function choiceTable(app, row, answer) {
   const chosen = answer.chosen, picked = app.picked[row.id], name = `choice-${app.number}-${row.id}`;
   const line = (c, own) => h("tr", { class: [own ? "own" : "", c.fits ? "" : "unfit", picked === c.text && !own ? "picked" : ""].join(" ").trim() },
-    h("td", {}, h("label", {}, h("input", { type: "radio", name, checked: own ? !picked : picked === c.text, disabled: !own && !c.fits, onchange: () => { app.picked[row.id] = own ? null : c.text; app.redrawDetail(row); } }), h("code", {}, coloured(c.text, app.data.mesh)), c.fits ? "" : h("small", {}, " does not fit"))),
+    h("td", {}, h("label", {}, h("input", { type: "radio", name, value: c.text, checked: own ? !picked : picked === c.text, disabled: !own && !c.fits, onchange: () => { app.picked[row.id] = own ? null : c.text; app.redrawDetail(row); } }), h("code", {}, coloured(c.text, app.data.mesh)), c.fits ? "" : h("small", {}, " does not fit"))),
     h("td", { class: "n" }, own ? seconds(c.seconds) : delta(c.seconds, chosen.seconds, (x) => `${seconds(x)} (${percent(x / chosen.seconds)})`)),
     h("td", { class: "n" }, own ? memory(c.peak) : delta(c.peak, chosen.peak, memory)),
     h("td", { class: "n" }, own ? bytes(c.sent) : delta(c.sent, chosen.sent, bytes)));
@@ -29,7 +29,7 @@ function choiceTable(app, row, answer) {
       h("tbody", {}, line(chosen, true), answer.choices.map((c) => line(c, false)))),
     answer.choices.length ? "" : h("p", { class: "note" }, "It has no other layout here."),
     app.live && answer.choices.length ? h("div", { class: "act" }, take) : "",
-    h("p", { class: "note" }, ["Of the whole step, the ops nearby adapted, all others as they are", ...rest].join("; "), "."));
+    h("p", { class: "note" }, ["Of the whole step, the ops nearby adapted, all others as they are", ...rest].join("; "), ".", answer.estimated ? app.live ? " Estimated at the plan's prices; the steps are being scheduled …" : " Estimated at the plan's prices: the steps were not scheduled." : ""));
 }
 
 function whoUses(answer) {

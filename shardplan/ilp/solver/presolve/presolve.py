@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +57,14 @@ class Presolved:
         return {(number[i], number[j]): message for i, row in inbox.items() for j, message in row.items()}
 
 
-def presolve(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_ENTRIES, deadline: Deadline = UNLIMITED) -> Presolved:
+def presolve(
+    problem: Problem,
+    *,
+    tie: bool = False,
+    dominance: int = DOMINANCE_ENTRIES,
+    deadline: Deadline = UNLIMITED,
+    kept: Collection[int] = (),
+) -> Presolved:
     """Applies every reduction until none finds anything.
 
     Args:
@@ -66,6 +73,7 @@ def presolve(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_
         dominance: table entries that the dominance test may visit at one node; 0 for none: it takes longest, and finds next to nothing
             in a part of a presolved problem.
         deadline: checked between reductions; once it is over, dominance tests end.
+        kept: nodes that stay with all their states, so that costs can be added to these later; not with `tie`.
     """
     trail: list[Reduction] = []
     n_nodes, tied = len(problem.costs), bool(tie and problem.ties)
@@ -75,17 +83,19 @@ def presolve(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_
     offset, feasible = 0.0, True
     numbers: Sequence[int] = range(len(problem.costs))
     steps = np.arange(max((u.hi for u in problem.usages), default=0))
+    held = set(kept)
     while feasible:
         deadline.check()
         problem, remaining = remove_redundant_steps(problem, deadline)
         steps = steps[remaining]
-        net, before = PresolveNetwork(problem, deadline), problem.n_states
+        net, before = PresolveNetwork(problem, deadline, held), problem.n_states
         found = _reduce(net, capacity_masks(problem), dominance, deadline)
         trail += [reduction.renumber(numbers) for reduction in found]
         offset, feasible = offset + net.offset, net.feasible
         problem, alive = net.to_problem()
         deadline.check()
         numbers = tuple(numbers[i] for i in alive)
+        held = {n for n, i in enumerate(alive) if i in held}
         if problem.n_states >= REPEAT_BELOW * before or (dominance and deadline.over()):
             break
     return Presolved(problem, offset, feasible, tuple(numbers), tuple(trail), n_nodes, tied, steps)
@@ -93,14 +103,14 @@ def presolve(problem: Problem, *, tie: bool = False, dominance: int = DOMINANCE_
 
 def _reduce(net: PresolveNetwork, masks: dict[int, np.ndarray], dominance: int, deadline: Deadline) -> list[Reduction]:
     """One round: domains by capacity, then all cheap reductions, then dead-end elimination and all cheap ones in turn."""
-    found: list[Reduction | None] = [ReduceDomain.apply(net, i, mask) for i, mask in masks.items()]
+    found: list[Reduction | None] = [ReduceDomain.apply(net, i, mask) for i, mask in masks.items() if i not in net.kept]
     found += _exhaust(net, deadline)
-    candidates = [i for i, alive in enumerate(net.alive) if alive]
+    candidates = [i for i, alive in enumerate(net.alive) if alive and i not in net.kept]
     while dominance and candidates and net.feasible and not deadline.over():
         for i in candidates:
             if net.alive[i] and not deadline.over():
                 found.append(ReduceDomain.apply(net, i, reductions.undominated_states(net, i, dominance)))
-        candidates = list(net.worklist)
+        candidates = [i for i in net.worklist if i not in net.kept]
         found += _exhaust(net, deadline)
     return [reduction for reduction in found if reduction is not None]
 
@@ -110,5 +120,5 @@ def _exhaust(net: PresolveNetwork, deadline: Deadline) -> Iterator[Reduction | N
     while net.worklist and net.feasible:
         deadline.check()
         i, _ = net.worklist.popitem(last=False)
-        if net.alive[i]:
+        if net.alive[i] and i not in net.kept:
             yield next(filter(None, (reduction.apply(net, i) for reduction in REDUCTIONS)), None)

@@ -12,7 +12,7 @@ bounded variable elimination of degree at most two, Larrosa, CP 2000.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -42,7 +42,8 @@ class Support(NamedTuple):
 class PresolveNetwork:
     """A problem as adjacency lists that reductions change in place."""
 
-    def __init__(self, problem: Problem, deadline: Deadline = UNLIMITED):
+    def __init__(self, problem: Problem, deadline: Deadline = UNLIMITED, kept: Collection[int] = ()):
+        self.kept = kept  # nodes that are not removed
         self.costs = list(problem.costs)  # c_i, [k_i] each
         # adj[i][j] is e_ij with i's states as rows; adj[j][i] is the same table transposed
         self.adj: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
@@ -295,7 +296,7 @@ class AggregateFollower(Record):
         j, f = next(found, (i, None))
         if f is None:
             return None
-        bijective = len(f) == len(net.costs[i]) and len(net.adj[i]) > len(net.adj[j])
+        bijective = j not in net.kept and len(f) == len(net.costs[i]) and len(net.adj[i]) > len(net.adj[j])
         inverse = net.support(net.adj[i][j].T).f if bijective else None
         return cls._merge(net, i, j, f) if inverse is None else cls._merge(net, j, i, inverse)
 
