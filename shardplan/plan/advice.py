@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from shardplan.costs.memory_categories import categories
 from shardplan.mesh.rates import Attention, attention_rate
 from shardplan.plan.planned import Planned
 from shardplan.plan.unfused import Kind, UnfusedSoftmax, unfused_softmaxes
@@ -67,7 +66,7 @@ def advice(planned: Planned) -> tuple[Advice, ...]:
     if "cpu" in planned.space.cluster.platforms:  # the fused kernels are for GPUs
         return ()
     found: dict[tuple[str, str], Advice] = {}
-    for part in unfused_softmaxes(planned.graph, planned.space.rules, categories(planned.graph)):
+    for part in unfused_softmaxes(planned.graph, planned.space.rules, planned.categories):
         if (one := _of(planned, part)) is not None:
             before = found.get((one.kind, one.source))
             found[one.kind, one.source] = one if before is None else _together(before, one)

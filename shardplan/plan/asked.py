@@ -119,9 +119,9 @@ def _made(planned: Planned, ops: Sequence[int]) -> dict[str, tuple[Layout, Masks
 
 def _addressed(planned: Planned, name: str) -> list[int]:
     """Ops of an address."""
-    ops = enumerate(planned.graph.ops)
-    some = ((i, op) for i, op in ops if op.outs and not op.traits.copy and f":{op.source.line} {op.primitive} " in name)
-    return [i for i, op in some if address(op) == name]
+    line, primitive = name.rsplit(" ", 3)[0].rpartition(":")[2], name.rsplit(" ", 3)[1]
+    some = ((i, op) for i, op in enumerate(planned.graph.ops) if op.primitive == primitive and str(op.source.line) == line)
+    return [i for i, op in some if op.outs and not op.traits.copy and address(op) == name]
 
 
 def _of_one_layout(planned: Planned, ops: Sequence[int], layout: str | None) -> list[int]:

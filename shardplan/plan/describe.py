@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardplan.costs.halo_exchange import Exchange, exchanges
-from shardplan.costs.memory_categories import categories, memory_by_category
+from shardplan.costs.memory_categories import memory_by_category
 from shardplan.costs.states import PS
 from shardplan.files import portable
 from shardplan.mesh.reshard import ReshardStep
@@ -40,7 +40,7 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
     """
     flags = dict(compiler_options or {})
     space, graph = planned.space, planned.graph
-    kinds = categories(graph)
+    kinds = planned.categories
     line = planned.timeline
     status = planned.solution.status
     program = planned.traced.identity()

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardplan.costs.decided_program import DecidedProgram, decided_program
 from shardplan.costs.decided_tasks import Tasks
+from shardplan.costs.memory_categories import categories
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options, ReshardKey
 from shardplan.costs.pins import pin_description, pins_by_op
@@ -62,6 +63,11 @@ class Planned:
     def user_ops(self) -> tuple[int, ...]:
         """Numbers of the ops that are the program's own, as `PlanDecision.op` counts them: no copies."""
         return tuple(i for i, op in enumerate(self.graph.ops) if not op.traits.copy)
+
+    @cached_property
+    def categories(self) -> Mapping[int, str]:
+        """Op -> category of what it makes, in a user's words."""
+        return categories(self.graph)
 
     def result_layout(self, i: int, r: int = 0) -> Layout:
         """Layout in which op i makes its result r."""

@@ -9,7 +9,7 @@ A loop's rounds follow one another; past `MAX_SPANS` the rounds that are left ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -18,7 +18,6 @@ import numpy as np
 
 from shardplan.costs.decided_program import DecidedProgram
 from shardplan.costs.decided_tasks import OUTSIDE
-from shardplan.costs.memory_categories import categories
 from shardplan.costs.states import PS
 from shardplan.files import portable
 from shardplan.mesh.collective import wire_bytes
@@ -149,7 +148,7 @@ class StepSchedule:
         sent = sum(wire_bytes(x.step.kind, x.step.bytes, mesh.size(*x.step.axes)) for x in some)
         reader = self._reader_of(first)
         phase = graph.ops[reader].phase if reader >= 0 else ""
-        names = tuple(dict.fromkeys(array_name(graph, x.value, self._kinds) for x in some[:6]))
+        names = tuple(dict.fromkeys(array_name(self.planned, x.value) for x in some[:6]))
         name = f"{step.kind} over {', '.join(step.axes)}"
         return Span("network", start_s, seconds, name, phase, reader, len(some), names, sent, transfers=numbers)
 
@@ -220,7 +219,7 @@ class StepSchedule:
     @cached_property
     def buffers(self) -> tuple[HeldArray, ...]:
         """All that a device has in memory at some time."""
-        kinds, last = self._kinds, len(self.times) - 1
+        kinds, last = self.planned.categories, len(self.times) - 1
         return tuple(
             HeldArray(kinds[i], i, held, lo, hi, float(self.times[min(lo, last)]), float(self.times[min(hi, last)]))
             for i, lo, hi, held in self.program.allocations()
@@ -241,14 +240,10 @@ class StepSchedule:
         """Buffers in memory at the peak, the largest first."""
         return sorted((x for x in self.buffers if x.first <= self.peak_at < x.last), key=lambda x: (-x.bytes, x.first))
 
-    @cached_property
-    def _kinds(self) -> Mapping[int, str]:
-        return categories(self.planned.graph)
-
     def name(self, op: int) -> str:
         """Of the array that an op makes, as `Plan.why` writes it."""
         graph = self.planned.graph
-        return array_name(graph, graph.ops[op].outputs[0], self._kinds) if graph.ops[op].outputs else graph.ops[op].primitive
+        return array_name(self.planned, graph.ops[op].outputs[0]) if graph.ops[op].outputs else graph.ops[op].primitive
 
     def place(self, op: int) -> tuple[str, int]:
         """(file by its portable name, line) of an op, ("", 0) where it has none."""

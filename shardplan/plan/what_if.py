@@ -7,11 +7,13 @@ bytes are those of its scheduled program: the best plan with that layout takes a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
+
+import numpy as np
 
 from shardplan.costs.halo_exchange import exchanges
 from shardplan.costs.network import CostNetwork
@@ -156,30 +158,33 @@ class WhatIf:
         """(seconds, peak, sent bytes) of the step after a change, not scheduled: what changes is counted as in the plan's network."""
         planned, network, graph = self.planned, self.planned.network, self.planned.graph
         present = planned.solution.states
-        changed = [i for i, (s, t) in enumerate(zip(present, change.states, strict=True)) if s != t]
+        changed = np.flatnonzero(np.array(present) != np.array(change.states)).tolist()
         near = set(changed).union(j for i in changed for v in graph.ops[i].outputs for j, _ in graph.values[v].consumers)
-        others = [x for x in self._allocations if x[0] not in near]
-        peak, before = (_peak([*others, *network.allocations(states, near)]) for states in (change.states, present))
+        now, then = (network.allocations(states, near) for states in (present, change.states))
+        more = sum_over_intervals([*((lo, hi, n) for _, lo, hi, n in then), *((lo, hi, -n) for _, lo, hi, n in now)])
+        profile = self._profile.copy()
+        profile[: len(more)] += more
         strategies = list(planned.strategies)
         for i in changed:
             strategies[i] = change.states[i] % len(planned.space.strategies[i])
         sent = _sent_bytes(network, strategies, network.retained(change.states), near)
         sent -= _sent_bytes(network, planned.strategies, planned.retained, near)
         seconds = planned.timeline.total_s + change.cost / PS
-        return seconds, self.present.peak_bytes + peak - before, self.sent_bytes + sent
+        return seconds, self.present.peak_bytes + float(profile.max() - self._profile.max()), self.sent_bytes + sent
 
     @cached_property
-    def _allocations(self) -> list[tuple[int, int, int, float]]:
-        return self.planned.network.allocations(self.planned.solution.states)
+    def _profile(self) -> np.ndarray:
+        """Bytes of the plan at every time at which anything may be in memory, at least one."""
+        network = self.planned.network
+        found = np.zeros(1 + max((x.hi for x in network.lifetimes), default=0))
+        own = network.profile(self.planned.solution.states)
+        found[: len(own)] = own
+        return found
 
     @cached_property
     def sent_bytes(self) -> float:
         """Of the plan itself."""
         return sent_bytes(self.planned.network, self.planned.solution.states)
-
-
-def _peak(allocations: Iterable[tuple[int, int, int, float]]) -> float:
-    return float(sum_over_intervals((lo, hi, n) for _, lo, hi, n in allocations).max(initial=0.0))
 
 
 def sent_bytes(network: CostNetwork, states: Sequence[int]) -> float:

@@ -18,10 +18,9 @@ from pkgutil import resolve_name
 from typing import Any
 
 from shardplan import _jax
-from shardplan.costs.memory_categories import categories
 from shardplan.costs.pins import pin_description, pins_by_op
 from shardplan.files import is_library, portable
-from shardplan.ir.graph import Graph, Source
+from shardplan.ir.graph import Source
 from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import Layout, splits_unevenly
 from shardplan.mesh.reshard import ReshardStep
@@ -131,7 +130,7 @@ def why(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool =
         readers = tuple(_readers(planned, found.value))
         chosen, binding = _choice(str(found.layout), found.layout, what_if.present), found.ops
     return Why(
-        name=_name(graph, what, found),
+        name=_name(planned, what, found),
         array=format_array(graph.values[found.value]),
         layout=found.layout,
         maker=_use(planned, made, found.layout),
@@ -145,8 +144,8 @@ def why(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool =
     )
 
 
-def _name(graph: Graph, what: str | Sequence[str] | PlannedReshard, found: Asked) -> str:
-    name = array_name(graph, found.value)
+def _name(planned: Planned, what: str | Sequence[str] | PlannedReshard, found: Asked) -> str:
+    name = array_name(planned, found.value)
     if found.kind == "reshards" or len(found.ops) == 1:
         return name
     return f"{what if isinstance(what, str) and found.kind == 'inputs' else name}, {len(found.ops)} arrays"
@@ -172,7 +171,7 @@ def _use(planned: Planned, j: int, layout: Layout, steps: Iterable[tuple[int, Re
     op, found = graph.ops[j], list(steps)
     what = f"output {op.label} of the step" if op.traits.step_output else f"{op.primitive}{_at(op.source)}"
     if op.traits.step_input:
-        return ArrayUse(f"input of the step, {categories(graph)[j]}", "", layout)
+        return ArrayUse(f"input of the step, {planned.categories[j]}", "", layout)
     return ArrayUse(
         what,
         op.phase,
@@ -206,11 +205,9 @@ def _stack(source: Source) -> tuple[str, ...]:
 # ---- names
 
 
-def array_name(graph: Graph, v: int, kinds: Mapping[int, str] | None = None) -> str:
-    """What a value is to the user: the path of an input, the gradient of a parameter, or the result of an op.
-
-    `kinds` are the graph's `categories`, for who asks for many names.
-    """
+def array_name(planned: Planned, v: int) -> str:
+    """What a value is to the user: the path of an input, the gradient of a parameter, or the result of an op."""
+    graph = planned.graph
     op = graph.ops[graph.maker(v)]
     if op.label:
         return op.label
@@ -221,10 +218,9 @@ def array_name(graph: Graph, v: int, kinds: Mapping[int, str] | None = None) -> 
         return reader.phase != "forward" and any(prod(x.shape) == size for x in reader.outs if hasattr(x, "shape"))
 
     if op.phase == "backward" and size > 1:
-        kinds = categories(graph) if kinds is None else kinds
         state = {out: a for a, out in graph.same_layout if graph.ops[a].traits.step_input}
         for _, at in zip(range(GRADIENT_OPS), graph.reached(v, passes), strict=False):
-            if at in state and kinds[state[at]] == "parameters":
+            if at in state and planned.categories[state[at]] == "parameters":
                 return f"gradient of {graph.ops[state[at]].label}"
     return f"result of {op.primitive}{_at(op.source)}"
 
@@ -237,10 +233,10 @@ def _priced(
 ) -> tuple[tuple[LayoutChoice, ...], int, tuple[str, ...]]:
     """(choices with figures, how many have none, those that cannot be)."""
     changes = what_if.changes(wanted)
-    possible = sorted((change.cost, n, text) for n, (text, change) in enumerate(changes.items()) if change)
+    possible = sorted((change.cost, n, text, change) for n, (text, change) in enumerate(changes.items()) if change)
     choices = []
-    for _, _, text in possible[:JUDGED]:
-        layout, change = wanted[text][0], changes[text]
+    for _, _, text, change in possible[:JUDGED]:
+        layout = wanted[text][0]
         if estimate:
             seconds, peak, sent = what_if.estimated(change)
             fits = what_if.present.limit is None or peak <= what_if.present.limit

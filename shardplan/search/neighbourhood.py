@@ -116,8 +116,13 @@ class Neighbourhood:
                 costs[n] = np.where(masks[i], costs[n], np.inf)
                 if not np.isfinite(costs[n]).any():
                     return None
-        found = solve(replace(small.problem, costs=tuple(costs)), work_limit=WORK) if small.feasible else None
-        return (small.invert(found.states), small.offset + found.objective) if found and found.found else None
+        problem = replace(small.problem, costs=tuple(costs))
+        rest = presolve(problem, dominance=0) if small.feasible else small  # most often nothing is left
+        found = solve(problem, presolved=rest, work_limit=WORK) if rest.feasible and rest.nodes else None
+        if not rest.feasible or (found and not found.found):
+            return None
+        states, cost = (found.states, found.objective) if found else (rest.invert(()), rest.offset)
+        return small.invert(states), small.offset + cost
 
     def solved_with(self, wanted: Mapping[int, np.ndarray]) -> tuple[int, ...] | None:
         """As `states_with`, but every op may leave its state."""

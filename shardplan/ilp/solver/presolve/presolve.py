@@ -81,7 +81,7 @@ def presolve(
         problem, classes = reductions.TieClasses.apply(problem)
         trail.append(classes)
     offset, feasible = 0.0, True
-    numbers: Sequence[int] = range(len(problem.costs))
+    numbers: tuple[int, ...] | None = None  # of the nodes that are left; None: all are
     steps = np.arange(max((u.hi for u in problem.usages), default=0))
     held = set(kept)
     while feasible:
@@ -90,15 +90,15 @@ def presolve(
         steps = steps[remaining]
         net, before = PresolveNetwork(problem, deadline, held), problem.n_states
         found = _reduce(net, capacity_masks(problem), dominance, deadline)
-        trail += [reduction.renumber(numbers) for reduction in found]
+        trail += found if numbers is None else [reduction.renumber(numbers) for reduction in found]
         offset, feasible = offset + net.offset, net.feasible
         problem, alive = net.to_problem()
         deadline.check()
-        numbers = tuple(numbers[i] for i in alive)
+        numbers = alive if numbers is None else tuple(numbers[i] for i in alive)
         held = {n for n, i in enumerate(alive) if i in held}
         if problem.n_states >= REPEAT_BELOW * before or (dominance and deadline.over()):
             break
-    return Presolved(problem, offset, feasible, tuple(numbers), tuple(trail), n_nodes, tied, steps)
+    return Presolved(problem, offset, feasible, numbers or (), tuple(trail), n_nodes, tied, steps)
 
 
 def _reduce(net: PresolveNetwork, masks: dict[int, np.ndarray], dominance: int, deadline: Deadline) -> list[Reduction]:
