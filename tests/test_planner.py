@@ -186,7 +186,7 @@ def test_a_plan_made_without_the_limit_that_breaks_it_is_replaced(monkeypatch):
 
 @pytest.mark.parametrize(("table", "scattered"), [(None, {1, 2}), (P("model", "data"), {1, 2, 3})])
 def test_sums_of_a_weight_with_two_uses_are_scattered(table, scattered):
-    """After they are added, or each by itself, which XLA makes one of (fact: reassociate-add); over two axes in one step or two."""
+    """After they are added, or each, which XLA makes one (fact: reassociate-reduced-addends); over two axes in one step or two."""
     bf16, f32, shape = jnp.bfloat16, jnp.float32, jax.ShapeDtypeStruct
 
     def loss(params, batch):

@@ -139,6 +139,28 @@ def test_but_twice_when_anything_stands_between_them():
     assert found == ["all-reduce over model: f32:524288 + f32:524288"]
 
 
+@pytest.mark.parametrize("to", [s("data"), s()], ids=["reduce-scatter", "all-reduce"])
+@pytest.mark.parametrize(
+    ("add", "times"),
+    [
+        (lambda p, q, r: p + q, 1),
+        (lambda p, q, r: p + q + r, 1),
+        (lambda p, q, r: p.T + q.T, 1),
+        (lambda p, q, r: p + 2 * q, 2),
+        (lambda p, q, r: (p + q, jnp.tanh(p)), 2),
+    ],
+    ids=["two", "three", "transposed", "scaled", "read elsewhere"],
+)
+def test_addends_that_are_reduced_alike_are_reduced_once(to, add, times):
+    def fn(x, y, v, w):
+        return add(*(constrain(part, to) for part in (x @ v, y @ w, x @ w)))
+
+    ins = (s(None, "data"), s(None, "data"), s("data"), s("data"))
+    done = compile(jax.jit(fn, in_shardings=ins), a(B, 8 * D), a(B, 8 * D), a(8 * D, D), a(8 * D, D), target="h200:8")
+    assert [c.kind for c in done.collectives] == ["reduce-scatter" if to.spec else "all-reduce"]
+    assert len(done.collectives[0].parts) == times
+
+
 def layer(gather):
     def fn(x, w):
         w = constrain(w, s()) if gather else w

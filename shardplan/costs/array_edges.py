@@ -123,7 +123,7 @@ class EdgeTemplate(EdgeFacts):
         result_layouts: [s], layouts that the producer makes the array in.
         operand_layouts: [t], layouts that the consumer reads it in.
         addend_dims: of a partial sum that is only added to another partial sum: dims along which one of them scatters rows. If none of
-            these is sharded, XLA adds the two before it reduce-scatters them. None for other arrays.
+            these is sharded, XLA adds both before it reduce-scatters them (fact: reassociate-reduced-addends). None for other arrays.
         sum_dims: of what two partial sums add up to, the same dims.
     """
 
