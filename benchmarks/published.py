@@ -7,7 +7,8 @@
 
 A row of steps.csv becomes a transformer at its sizes (`published_models.py`), with its layout as pins: the state over the FSDP axis,
 heads, hidden and vocabulary over the tensor axis, the batch over both data axes. The planner's search "recursive" chooses the
-rest, without a memory limit, since other frameworks keep other residuals than JAX. Not expressed: pipelines, context parallelism.
+rest, without a memory limit; all steps ran, so the predicted peak should be at most the GPU's memory. Not expressed: pipelines,
+context parallelism.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import published_models as models
 import shardplan
 from shardplan import Cluster
 from shardplan.mesh.rates import Attention, attention_rate
+from shardplan.xla_model.overlap_windows import OverlapWindows
 
 GPUS = {"A100-40GB": "a100-40gb", "A100-80GB": "a100", "H100-80GB": "h100", "H100-96GB HBM2e 500W": "h100-500w", "H200": "h200"}
 FAMILIES = {"H100-80GB": "H100", "H100-96GB HBM2e 500W": "H100 of 500 W"}
@@ -48,6 +50,7 @@ FITTED = ("MPT on H100", "MPT float8 on H100", "MPT on A100-80GB", "torchtitan o
 MPT_ATTENTION = 1.9
 """How much longer than FlashAttention-2 the attention kernel of the MPT rows takes: Triton's, with ALiBi. Fitted to the same."""
 ENOUGH_BYTES = 1e13
+HEAD_FITTING = ("steps that ran", "rows", "predicted to fit", "median of peak ÷ memory", "largest", "peak ÷ published memory, median")
 NEAR_TIE = 0.02
 """Logarithm of the ratio of two published steps below which they have no order."""
 DEPTHS, SHALLOW = (2, 4), (1, 2)
@@ -57,6 +60,8 @@ BLOCKING = ("Megatron-LM 2021",)
 """Systems that hide no collective: gradients were summed after the backward pass (arXiv:2104.04473)."""
 UNFUSED = ("Megatron-LM", "Pax")
 """Systems whose attention keeps its scores in memory. So did Transformer Engine for JAX until 2024, unless NVTE_FUSED_ATTN asked."""
+TORCHTITAN_SAVES = "query", "value", "attention", "gate", "down"
+"""Its selective recomputation saves attention and each second product (torchtitan/parallelisms/parallelize_llama.py)."""
 CUDNN = ("MaxText",)
 """Systems whose rows name cuDNN's fused attention."""
 
@@ -75,6 +80,9 @@ class Row:
     high_s: float
     hidden_s: float
     parts: Mapping[str, float]
+    peak_bytes: float
+    gpu_bytes: float
+    published_bytes: float  # that were reserved; 0 if not stated
 
     @property
     def error(self) -> float:
@@ -85,6 +93,11 @@ class Row:
     def within(self) -> bool:
         """Whether the published seconds are in the range of the predicted ones."""
         return self.low_s <= self.published_s <= self.high_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is at most the GPU's memory, as it was: the step ran."""
+        return self.peak_bytes <= self.gpu_bytes
 
 
 def gpu_of(row: Mapping[str, str]) -> str | None:
@@ -105,19 +118,21 @@ def family(row: Mapping[str, str]) -> str:
     return f"{system}{' float8' if 'fp8' in row['precision'] else ''} on {FAMILIES.get(gpu, gpu)}"
 
 
+def saved_of(row: Mapping[str, str]) -> tuple[str, ...] | None:
+    """What a layer saves for its backward pass besides its operands; None is all."""
+    if row["remat"].startswith(("every", "full")):
+        return ()
+    if "Megatron" in row["framework"] or not any(word in row["remat"] for word in ("selective", "per-op", "minimal")):
+        return None  # Megatron's selective recomputation is attention's: flash attention does it
+    if row["framework"] == "torchtitan":
+        return TORCHTITAN_SAVES
+    return models.NAMES if "attention out" in row["remat"] else tuple(name for name in models.NAMES if name != "attention")
+
+
 def shape_of(row: Mapping[str, str]) -> models.Shape:
     """The sizes of a row's model and batch."""
     number = {name: int(row[name] or 0) for name in ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab", "seq", "gbs")}
     heads = number["heads"] or HEADS[round(float(row["params"]) / 1e9, 1)]
-    remat = (
-        "full"
-        if row["remat"].startswith(("every", "full"))
-        else "selective"
-        if row["remat"].startswith(("selective", "per-op", "minimal"))
-        else "none"
-    )
-    if "Megatron" in row["framework"]:
-        remat = remat if remat == "full" else "none"  # selective is attention's: flash attention does it
     return models.Shape(
         layers=number["layers"],
         width=number["d_model"],
@@ -130,7 +145,7 @@ def shape_of(row: Mapping[str, str]) -> models.Shape:
         seq=number["seq"],
         batch=number["gbs"],
         accum=int(row["accum"] or 1),
-        remat=remat,
+        saved=saved_of(row),
         param_dtype="bfloat16" if "PURE" in row["param_dtype"] else "float32",
         compute_dtype="float16" if row["precision"] == "fp16" else "bfloat16",
         flash=not row["framework"].startswith(UNFUSED),
@@ -173,7 +188,8 @@ def predicted(row: Mapping[str, str]) -> Row:
         return a + times * (b - a)
 
     parts = {name: deep(seconds, more.parts[name]) for name, seconds in few.parts.items()}
-    found = {name: deep(getattr(few, name), getattr(more, name)) for name in ("params", "predicted_s", "low_s", "high_s", "hidden_s")}
+    linear = ("params", "predicted_s", "low_s", "high_s", "hidden_s", "peak_bytes")
+    found = {name: deep(getattr(few, name), getattr(more, name)) for name in linear}
     return replace(few, **found, parts=parts)
 
 
@@ -194,7 +210,7 @@ def planned(row: Mapping[str, str], shape: models.Shape) -> Row:
     """Plans a step of a row's layout."""
     sizes, cluster = mesh_of(row), cluster_of(row)
     shape = replace(shape, batch=shape.batch * sizes["fsdp"] // int(row["fsdp"] or 1))
-    models.price_attention(*attention_prices(row, shape, cluster))
+    models.register_kernels(*attention_prices(row, shape, cluster))
     zero = 3 if sizes["fsdp"] > 1 else 1 if "ZeRO-1" in row["zero"] else 0
     axes = {name: n for name, n in sizes.items() if n > 1} or {"data": 1}
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
@@ -213,7 +229,18 @@ def planned(row: Mapping[str, str], shape: models.Shape) -> Row:
     plan = auto(step).plan(state, batch)
     params = sum(x.size for x in jax.tree.leaves(state["params"]))
     seconds = (plan.seconds[name] for name in ("total", "low", "high", "hidden"))
-    return Row(row["id"], family(row), int(row["gpus"]), params, float(row["step_s"]), *seconds, parts_of(plan))
+    memory = peak_of(plan), float(cluster.device.memory_bytes), float(row["mem_gib"] or 0) * 2**30
+    return Row(row["id"], family(row), int(row["gpus"]), params, float(row["step_s"]), *seconds, parts_of(plan), *memory)
+
+
+def peak_of(plan: shardplan.Plan) -> float:
+    """Bytes per device at the peak, if ops run in the order of the program, as these systems run them but for Pax and MaxText.
+
+    XLA's scheduler computes gradients as late as their collectives are hidden, and keeps what they are computed from until then.
+    """
+    planned = plan.context.planned
+    in_order = replace(planned.network.prices, given=OverlapWindows())
+    return replace(planned.network, prices=in_order).peak(planned.solution.states)
 
 
 def parts_of(plan: shardplan.Plan) -> dict[str, float]:
@@ -273,6 +300,17 @@ def layouts(rows: Iterable[Row], table: Iterable[Mapping[str, str]]) -> list[tup
     return out
 
 
+def fitting(groups: Mapping[str, Sequence[Row]]) -> list[tuple]:
+    """Of steps that all ran: (family, rows, how many are predicted to fit, median and largest of peak ÷ memory, peak ÷ published)."""
+    out = []
+    for name, rows in groups.items():
+        shares = [r.peak_bytes / r.gpu_bytes for r in rows]
+        stated = [r.peak_bytes / r.published_bytes for r in rows if r.published_bytes]
+        of_published = f"{np.median(stated):.2f}" if stated else ""
+        out.append((name, len(rows), sum(r.fits for r in rows), f"{np.median(shares):.2f}", f"{max(shares):.2f}", of_published))
+    return out
+
+
 def write_docs(groups: Mapping[str, list[Row]], table: Sequence[Mapping[str, str]], sampled: str) -> None:
     """The section of docs/measurements.md, and the scatter plot beside it."""
     import matplotlib
@@ -301,6 +339,7 @@ def write_docs(groups: Mapping[str, list[Row]], table: Sequence[Mapping[str, str
         measurements.table(head, out),
         measurements.table(("size", "rows", "median error", "mean error"), by_size(every)),
         measurements.table(head_layouts, layouts(every, table)),
+        measurements.table(HEAD_FITTING, fitting(groups)),
     ]
     text = "\n\n".join(sections)
     measurements.write("published", f"python benchmarks/published.py PUBLISHED{sampled} --docs", text)
@@ -342,7 +381,10 @@ def main(argv=None) -> None:
         n, median, p90, bias = summary(some)
         errors = f"median |error| {median:6.1%}  p90 {p90:6.1%}  bias {bias:+6.1%}"
         print(f"{name:44} {n:4} rows  {errors}  within the range {sum(r.within for r in some)}")
-    for line in (*by_size(found), *layouts(found, table)):
+    for r in found:
+        if not r.fits:
+            print(f"{r.id} ran, but is predicted to exceed the memory by {r.peak_bytes / r.gpu_bytes - 1:.0%}")
+    for line in (*by_size(found), *layouts(found, table), *fitting(groups)):
         print("  ".join(str(x) for x in line))
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
@@ -34,6 +35,9 @@ ATTENTION = {
 1 / (1 + s / length) of it are left, without and with a causal mask. Read off the FlashAttention-2 paper's figures (arXiv:2307.08691),
 which agree within 6 %."""
 
+
+NAMES = ("query", "key", "value", "attention", "out", "gate", "up", "down")
+"""Of a layer: its products by their weights, and the attention kernel."""
 
 Float8 = Literal["", "delayed", "dynamic"]
 """Scales of earlier steps, or of the largest value of every array, which is read once more for it."""
@@ -54,7 +58,7 @@ class Shape:
     seq: int
     batch: int
     accum: int
-    remat: str  # "none", "full", "selective"
+    saved: tuple[str, ...] | None  # what a layer saves for its backward pass, of `NAMES`, besides its operands; None is all
     param_dtype: str
     compute_dtype: str
     flash: bool = True
@@ -72,8 +76,9 @@ def attention_rate(gpu: str, head: int, seq: int, causal: bool = True) -> float:
 # ---- flash attention as a primitive
 
 forward_p, backward_p = Primitive("published_flash_forward"), Primitive("published_flash_backward")
+turned_p, turned_matrix_p = Primitive("published_turned"), Primitive("published_turned_matrix")
 backward_p.multiple_results = forward_p.multiple_results = True
-for primitive in (forward_p, backward_p):
+for primitive in (forward_p, backward_p, turned_p, turned_matrix_p):
     mlir.register_lowering(primitive, lambda ctx, *args, **_: (_ for _ in ()).throw(NotImplementedError("priced, never run")))
 
 
@@ -88,6 +93,12 @@ def _backward(q, k, v, out, sums, grad):
     return q, k, v
 
 
+@turned_p.def_abstract_eval
+@turned_matrix_p.def_abstract_eval
+def _turned(x):
+    return jax.core.ShapedArray((x.shape[-1], *x.shape[:-1]), x.dtype)
+
+
 @jax.custom_vjp
 def flash(q, k, v):
     """Causal attention of q [b, t, g, r, d] over k, v [b, s, g, d]."""
@@ -95,15 +106,15 @@ def flash(q, k, v):
 
 
 def _flash_forward(q, k, v):
-    out, sums = forward_p.bind(q, k, v)
+    out, sums = (checkpoint_name(x, "attention") for x in forward_p.bind(q, k, v))
     return out, (q, k, v, out, sums)
 
 
 flash.defvjp(_flash_forward, lambda saved, grad: tuple(backward_p.bind(*saved, grad)))
 
 
-def price_attention(forward: float, backward: float) -> None:
-    """Registers the rules of flash attention: a flop of each pass counts as so many flops of a large product."""
+def register_kernels(forward: float, backward: float) -> None:
+    """Registers the rules of kernels; a flop of flash attention's passes counts as so many flops of a large product."""
 
     def flops(products: float):
         return lambda n: products * math.prod(n[name] for name in "btsgrd")  # 2 flops each, half of them masked
@@ -113,6 +124,8 @@ def price_attention(forward: float, backward: float) -> None:
     register_rule(
         backward_p, f"{q}, {kv}, {kv}, {q}, b g r t, {q} -> {q}, {kv}, {kv}", reduce="r", replicated="t s d", flops=flops(5 * backward)
     )
+    register_rule(turned_p, "b t k -> k b t")
+    register_rule(turned_matrix_p, "k n -> n k")
 
 
 # ---- the step
@@ -139,20 +152,23 @@ def _float8_forward(x, w, scaling):
 
 
 def _float8_backward(scaling, saved, grad):
+    """cuBLAS multiplies only operands of 8 bits whose contracted dim is the last in memory; others are transposed by a kernel."""
     (x8, w8), grad8 = saved, _float8(grad, jnp.float8_e5m2, scaling)
-    return _float8_dot(grad8, w8, ((2,), (1,)), grad.dtype), _float8_dot(x8, grad8, ((0, 1), (0, 1)), grad.dtype)
+    by_x = _float8_dot(grad8, turned_matrix_p.bind(w8), ((2,), (0,)), grad.dtype)
+    return by_x, _float8_dot(turned_p.bind(x8), turned_p.bind(grad8), ((1, 2), (1, 2)), grad.dtype)
 
 
 _float8_product.defvjp(_float8_forward, _float8_backward)
 
 
-def _linear(x, w, s: Shape, contracted: int = 1):
-    """x times w, of which the first dims are contracted with as many last dims of x."""
+def _linear(x, p: Mapping[str, jax.Array], name: str, s: Shape, contracted: int = 1):
+    """x times a weight, of which the first dims are contracted with as many last dims of x."""
+    w = p[name]
     if not s.float8:
-        return jnp.tensordot(x, w, contracted)
+        return checkpoint_name(jnp.tensordot(x, w, contracted), name)
     rows, columns = math.prod(w.shape[:contracted]), w.shape[contracted:]
     out = _float8_product(x.reshape(*x.shape[:2], rows), w.reshape(rows, -1), s.float8)
-    return out.reshape(*x.shape[:2], *columns)
+    return checkpoint_name(out.reshape(*x.shape[:2], *columns), name)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
@@ -226,14 +242,14 @@ _as_read.defvjp(lambda w, sharding: (_as_read(w, sharding), None), lambda shardi
 
 def _attention(x, p, s: Shape, split: Callable):
     t = x.shape[1]
-    q, k, v = (split(_linear(x, p[name], s)) for name in ("query", "key", "value"))
+    q, k, v = (split(_linear(x, p, name, s)) for name in ("query", "key", "value"))
     if s.flash:
         out = flash(q, k, v)
     else:
         scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
         weights = jax.nn.softmax(jnp.where(jnp.tri(t, dtype=bool), scores, -1e9)).astype(x.dtype)
         out = jnp.einsum("bgrts,bsgk->btgrk", weights, v)
-    return _linear(split(out), p["out"], s, 3)
+    return _linear(split(out), p, "out", s, 3)
 
 
 def _block(x, p, s: Shape, at: Layouts):
@@ -244,10 +260,10 @@ def _block(x, p, s: Shape, at: Layouts):
     x = x + (y if s.gated else y + p["out_bias"])
     y = at.whole(_norm(x, p["norm2"], s.gated))
     if s.gated:
-        gate, up = (split(_linear(y, p[name], s)) for name in ("gate", "up"))
-        return x + at.added(_linear(split(_swiglu(gate, up)), p["down"], s))
-    hidden = split(_gelu(split(_linear(y, p["up"], s)), p["up_bias"]))
-    return x + at.added(_linear(hidden, p["down"], s)) + p["down_bias"]
+        gate, up = (split(_linear(y, p, name, s)) for name in ("gate", "up"))
+        return x + at.added(_linear(split(_swiglu(gate, up)), p, "down", s))
+    hidden = split(_gelu(split(_linear(y, p, "up", s)), p["up_bias"]))
+    return x + at.added(_linear(hidden, p, "down", s)) + p["down_bias"]
 
 
 def _params(s: Shape) -> dict:
@@ -296,10 +312,8 @@ def build(s: Shape, mesh: jax.sharding.AbstractMesh):
             return at.between(_block(x, p, s, at))
 
         x = at.between(x)
-        if s.remat == "selective":
-            block = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        elif s.remat == "full":
-            block = jax.checkpoint(block)
+        if s.saved is not None:
+            block = jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(*s.saved))
         for p in params["layers"]:
             x = block(x, p)
         x = at.whole(_norm(x, params["norm"], s.gated))

@@ -1,10 +1,12 @@
 """Published training steps are built and predicted, without the published figures."""
 
 import dataclasses
+import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
+import jax
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -50,8 +52,45 @@ def test_parts_sum_to_the_step(row):
 def test_layouts_of_one_model_are_compared():
     table = [ROW | {"id": name} for name in ("slow", "fast")]
     rows = [
-        published.Row(name, "family", 8, 1e6, seconds, predicted, 0.0, 2.0, 0.0, {})
+        published.Row(name, "family", 8, 1e6, seconds, predicted, 0.0, 2.0, 0.0, {}, 1.0, 2.0, 0.0)
         for name, seconds, predicted in (("slow", 1.0, 0.8), ("fast", 0.5, 0.9))
     ]
     ((_, gpus, in_order, off),) = published.layouts(rows, table)
     assert (gpus, in_order) == ("8 8", "0 of 1") and float(off.rstrip("%")) == pytest.approx(50, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "saved"),
+    [
+        ({"remat": "none"}, None),
+        ({"remat": "every block"}, ()),
+        ({"remat": "recipe default (selective)"}, published.TORCHTITAN_SAVES),
+        ({"remat": "selective", "framework": "Megatron-Core"}, None),
+        ({"remat": "minimal_flash (save dots and attention out)", "framework": "MaxText"}, published.models.NAMES),
+    ],
+)
+def test_a_layer_saves_what_its_system_does(given, saved):
+    assert published.shape_of(ROW | given).saved == saved
+
+
+def test_a_layer_that_saves_less_is_computed_again():
+    shape = dataclasses.replace(published.shape_of(ROW), layers=2)
+    names = published.models.NAMES
+    seconds = [published.planned(ROW, dataclasses.replace(shape, saved=saved)).parts for saved in (names, names[:3], ())]
+    products, attention = ([parts[kind] for parts in seconds] for kind in ("products", "attention"))
+    assert products[0] < products[1] < products[2] and attention[0] < attention[1] == attention[2]
+
+
+def test_products_of_8_bits_read_transposed_copies():
+    shape = dataclasses.replace(published.shape_of(ROW), layers=1, float8="delayed")
+    mesh = jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    step, *of = published.models.build(shape, mesh)
+    kernels = Counter(re.findall(r"published_turned\w*", str(jax.make_jaxpr(step)(*of))))
+    assert kernels == {"published_turned": 14, "published_turned_matrix": 7}  # of 7 products: operand and gradient, and the weight
+
+
+def test_steps_that_ran_are_compared_with_the_memory(row):
+    assert 0 < row.peak_bytes < row.gpu_bytes and row.fits
+    large = dataclasses.replace(row, peak_bytes=1.5 * row.gpu_bytes, published_bytes=row.gpu_bytes)
+    ((_, rows, fitting, _, largest, of_published),) = published.fitting({"some": [row, large]})
+    assert (rows, fitting, largest, of_published) == (2, 1, "1.50", "1.50") and not large.fits
