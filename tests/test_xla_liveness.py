@@ -12,6 +12,7 @@ from shardplan.ir.parse import parse
 from shardplan.xla import available
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.liveness import live_intervals
+from shardplan.xla_model.overlap_windows import OverlapWindows
 
 X = np.linspace(0.5, 2.0, 16, dtype=np.float32).reshape(4, 4)
 
@@ -144,6 +145,17 @@ def test_rule_8_a_product_of_the_backward_pass_holds_its_operands_until_its_resu
 def _readers_through_views(graph, at):
     for reader, _ in graph.values[graph.ops[at].outputs[0]].consumers:
         yield from _readers_through_views(graph, reader) if graph.ops[reader].primitive == "transpose" else (reader,)
+
+
+def test_a_product_is_in_memory_from_its_op_on_though_its_weight_is_fetched_earlier():
+    graph = parse(jax.jit(lambda w, x: jnp.sin(jnp.sin(x) @ w) @ w).trace(X, X).jaxpr)
+    graph = with_copies(graph, [op.primitive != "dot_general" for op in graph.ops], [False] * len(graph.ops))
+    readers = [i for i, op in enumerate(graph.ops) if op.traits.copy or op.primitive == "dot_general"]
+    fetched = OverlapWindows(prefetch_start=dict.fromkeys(readers, 1))
+    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops), fetched)
+    births = {i: (live[graph.ops[i].outputs[0]] or (-1, -1))[0] for i in readers}
+    assert any(op.traits.copy for op in graph.ops)
+    assert births == {i: 1 if graph.ops[i].traits.copy else i for i in readers}
 
 
 @pytest.mark.slow

@@ -71,7 +71,10 @@ def live_intervals(
             out.append(None)
         else:
             birth = graph.loops[op.held_during].start if op.traits.loop_stack else at
-            birth = graph.loops[op.loop].stop if op.traits.loop_next else windows.prefetch_start.get(birth, birth)
+            if op.traits.loop_next:
+                birth = graph.loops[op.loop].stop
+            elif op.traits.alias or op.forwards_value:  # other readers of an array in flight make their result when it is there
+                birth = windows.prefetch_start.get(birth, birth)
             if op.traits.zeros_after is not None:
                 where = op.inputs[op.traits.zeros_after]
                 birth = birth if where is None else graph.maker(where)
