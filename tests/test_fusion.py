@@ -11,6 +11,7 @@ from jax import lax
 import shardplan
 from shardplan.costs.space import StepFacts, make_strategy_space
 from shardplan.ir.parse import parse
+from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.rates import Product, kernel_seconds
 from shardplan.xla import available
@@ -65,6 +66,28 @@ X = S((1000, 1000), F32)  # 4 MB
 )
 def test_bytes_that_kernels_read_and_write(fun, moved):
     assert megabytes(fun, X) == pytest.approx(moved, rel=0.01)
+
+
+@pytest.mark.parametrize(("gpu", "itemsize", "written"), [("h100", 4, False), ("h100", 2, True), ("h200", 4, True), ("a100", 4, True)])
+def test_gelus_tanh_is_written_where_that_takes_less_than_computing_it_again(gpu, itemsize, written):
+    def loss(w, x):
+        return ((jax.nn.gelu(x @ w) @ w.T) ** 2).mean()
+
+    args = (S(shape, F32 if itemsize == 4 else jnp.bfloat16) for shape in ((768, 3072), (8192, 768)))
+    graph, device = parse(jax.make_jaxpr(jax.grad(loss))(*args)), Cluster.preset(gpu).device
+    facts = StepFacts.of(graph, MeshShape(("x",), (1,)), device)
+    (tanh,) = (op.outputs[0] for op in facts.graph.ops if op.primitive == "tanh")
+    assert facts.materialised[tanh] is written
+
+
+def test_a_tanh_is_written_if_a_product_or_a_kernel_that_does_not_read_its_argument_reads_it():
+    def written(fun):
+        facts = StepFacts.of(parse(jax.make_jaxpr(fun)(X)), MeshShape(("x",), (1,)), H100.device)
+        return [facts.materialised[op.outputs[0]] for op in facts.graph.ops if op.primitive == "tanh"]
+
+    assert written(lambda x: (lambda y: (y + 1).sum(0) + y)(jnp.tanh(x))) == [True]
+    assert written(lambda x: (lambda y: (x * (y + 1)).sum(0) + x * y)(jnp.tanh(x))) == [False]
+    assert written(lambda x: (lambda y: (y @ x, x - y))(jnp.tanh(x))) == [True]
 
 
 def test_a_row_that_is_sharded_is_read_again():

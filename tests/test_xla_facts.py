@@ -459,6 +459,16 @@ def test_expensive_functions_are_written_not_computed_again(fn, written):
     assert first.type.startswith("(") == written  # two results
 
 
+@pytest.mark.parametrize(("gpu", "dtype", "kernels"), [("h100", F32, 2), ("h100", BF16, 1), ("h200", F32, 1), ("a100", F32, 1)])
+def test_gelus_tanh_is_computed_again_for_the_gradient_where_memory_is_slow(gpu, dtype, kernels):
+    def loss(w, x):
+        return ((jax.nn.gelu(x @ w) @ w.T) ** 2).mean()
+
+    args = a(768, 3072, dtype=dtype), a(8192, 768, dtype=dtype)
+    done = compile(jax.jit(jax.grad(loss), in_shardings=(s(), s("data"))), *args, target=f"{gpu}:8")
+    assert done.text.count(" tanh(") == kernels
+
+
 def test_a_kernel_that_concatenates_writes_one_result():
     found = kernels(lambda x, y: (jnp.concatenate([x * 2, y + 1], 1), x * 3 + y), a(4096, 4096), a(4096, 4096))
     assert sorted(found) == ["input_concatenate_fusion", "loop_add_fusion"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from shardplan.costs.roofline import compute_seconds
 from shardplan.ir.graph import Graph, Path
 from shardplan.ir.repeated_layers import repeated_layers
 from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.device import Device
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import AxisFactors, OpStrategies
 from shardplan.strategies.rule import Rule
@@ -21,7 +23,15 @@ from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites
 from shardplan.xla_model.copies import with_copies
-from shardplan.xla_model.fusion import FusedKernels, KernelTraffic, fused_kernels, kernel_traffic, kernels_of, materialised
+from shardplan.xla_model.fusion import (
+    FusedKernels,
+    KernelTraffic,
+    fused_kernels,
+    kernel_traffic,
+    kernels_of,
+    materialised,
+    recomputed_from,
+)
 
 SMALL_SUM_BYTES = 1 << 16
 """Blocking sums smaller than this are combined with those at their depth."""
@@ -58,8 +68,8 @@ class StepFacts:
     kernels: FusedKernels
 
     @classmethod
-    def of(cls, graph: Graph, mesh: MeshShape) -> StepFacts:
-        """The facts of a step, before copies are put in, on a mesh."""
+    def of(cls, graph: Graph, mesh: MeshShape, device: Device | None = None) -> StepFacts:
+        """The facts of a step, before copies are put in, on a mesh of such devices."""
         table, whole = Signatures(mesh), (None,) * len(mesh.axes)
         first = table.read(graph := mark_accumulation(graph), {}, whole)
         lookups = frozenset(at for at, found in enumerate(first) if found.rule.is_lookup)
@@ -67,7 +77,7 @@ class StepFacts:
         graph = mark_accumulation(with_copies(graph, follows, sums, lookups))
         found = table.read(graph, {}, whole)
         rules, sums = tuple(x.rule for x in found), tuple(x.sums for x in found)
-        written = materialised(graph, rules, sums)
+        written = materialised(graph, rules, sums, recomputed_from(device) if device else inf)
         kernels = kernels_of(graph, rules, written, sums)
         traffic, fused = kernel_traffic(graph, rules, kernels), fused_kernels(graph, rules, kernels)
         return cls(graph, table, rules, sums, tuple(x.number for x in found), written, traffic, fused)

@@ -93,7 +93,7 @@ class PlanningTask:
         """What holds of the step whatever is sharded."""
         if self.known_space:
             return self.known_space.facts
-        return self.finer.facts if self.finer else StepFacts.of(self.graph, self.resharder.mesh)
+        return self.finer.facts if self.finer else StepFacts.of(self.graph, self.resharder.mesh, self.resharder.cluster.device)
 
     @cached_property
     def space(self) -> StrategySpace:

@@ -24,10 +24,12 @@ fusion-zeros-shared, fusion-multi-output, fusion-concatenate, fusion-reads-part,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from shardplan.ir.graph import Graph, Op, components
+from shardplan.mesh.device import Device, gpu_of_device_kind
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.physical_layout import transposed_in_memory, transposed_product
 from shardplan.xla_model.row_kernels import RowKernels, reduces_rows, row_kernels
@@ -35,6 +37,9 @@ from shardplan.xla_model.row_kernels import RowKernels, reduces_rows, row_kernel
 FUSIBLE = ("loop", "view", "reduce")
 EXPENSIVE = ("tanh", "sin", "cos", "pow")
 """What costs more to compute again than to write and read (fact: fusion-expensive)."""
+EXPENSIVE_S = {(9, 0): 2e-12}
+"""Compute capability -> seconds an element that XLA counts for one of these: between 1.7 and 2.4 ps on Hopper. Elsewhere, where they
+were written in every program seen, at least 5 ps (A100) and 1 ps (B200)."""
 EXPONENTIALS = ("exp", "exp2")
 """What costs more to compute again than a number per row to write (fact: fusion-rows-exponentials)."""
 
@@ -42,8 +47,15 @@ Kernel = tuple
 """Group of ops, how many kernels it waits for, phase, loop, and the shapes and dims of its reductions."""
 
 
-def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool]) -> tuple[bool, ...]:
-    """Per value, whether it is written to memory; views are not. `sums` are, per op, whether its result may be partial."""
+def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool], recomputed_bytes: float = inf) -> tuple[bool, ...]:
+    """Per value, whether it is written to memory; views are not.
+
+    Args:
+        graph: the step.
+        rules: per op.
+        sums: per op, whether its result may be partial.
+        recomputed_bytes: of the device (`recomputed_from`).
+    """
     out = [True] * len(graph.values)
     prologue, rows = _prologues(graph, rules), row_kernels(graph, rules)
     for v in reversed(range(len(graph.values))):
@@ -67,7 +79,7 @@ def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool]) -> t
             out[v], out[w] = False, True
     for v in (*transposed_in_memory(graph, rules), *_shared_zeros(graph)):
         out[v] = True
-    cheaper_to_read = _cheaper_to_read(graph, rules, out, sums)
+    cheaper_to_read = _cheaper_to_read(graph, rules, out, sums, recomputed_bytes)
     return tuple(written or v in cheaper_to_read for v, written in enumerate(out))
 
 
@@ -137,13 +149,25 @@ def _shared_zeros(graph: Graph) -> list[int]:
     return [v for (shape, dtype, into), some in updated.items() if not into and (shape, dtype, True) in updated for v in some]
 
 
-def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> set[int]:
+def recomputed_from(device: Device) -> float:
+    """Bytes an element from which expensive functions are computed again by kernels that read their argument anyway.
+
+    Writing and reading the result takes longer than the function then.
+    """
+    gpu = gpu_of_device_kind(device.name)
+    return EXPENSIVE_S.get(gpu.compute_capability, inf) * device.bytes_per_s / 2 if gpu else inf
+
+
+def _cheaper_to_read(
+    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], recomputed_bytes: float
+) -> set[int]:
     """Values that are written once, since computing them again in every kernel that reads them would read more.
 
     Of k kernels, each reads the sources, or one reads them and writes the value, which the others read:
     k * sources  >  sources + value + (k - 1) * value.
 
-    So are expensive functions that several kernels read.
+    So are expensive functions that several kernels read, but for those from `recomputed_bytes` an element on whose sources these
+    read anyway.
     """
     kernels = kernels_of(graph, rules, written, sums)
     written, inside, rows = kernels.written, kernels.inside, kernels.rows
@@ -163,9 +187,34 @@ def _cheaper_to_read(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
         if rows.behind[at] and value.bytes < min(found.values(), default=0.0):  # numbers per row, of rows read anyway
             continue
         k = len(inside[at])
-        if (k > 1 and op.primitive in EXPENSIVE) or (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
+        expensive = k > 1 and op.primitive in EXPENSIVE
+        expensive = expensive and (value.itemsize < recomputed_bytes or not _sources_are_read(graph, kernels, v, found))
+        if expensive or (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
             out.add(v)
     return out
+
+
+def _sources_are_read(graph: Graph, kernels: Kernels, v: int, sources: Collection[int]) -> bool:
+    """Whether every kernel that computes a value would read all its sources even if it was in memory; those of gelu's tanh do.
+
+    A product's kernel does not count: it would compute the value in every tile.
+    """
+    maker = graph.values[v].producer[0]
+    if any(group < 0 and graph.ops[-1 - group].traits.matmul for group, *_ in kernels.inside[maker]):
+        return False
+    chain, todo = {maker}, [maker]
+    for at in todo:
+        made = {graph.values[u].producer[0] for u in graph.ops[at].inputs if u is not None and u not in sources}
+        todo += made - chain
+        chain |= made
+    others: dict[int, set[Kernel]] = {}  # op of the chain -> the kernels that compute it for something else
+
+    def reading(u: int) -> set[Kernel]:
+        return set().union(*(others.get(at, kernels.inside[at]) for at, _ in graph.values[u].consumers))
+
+    for at in sorted(chain, reverse=True):
+        others[at] = set() if at == maker else set().union(*map(reading, graph.ops[at].outputs))
+    return all(kernels.inside[maker] <= reading(u) for u in sources)
 
 
 @dataclass(frozen=True)
