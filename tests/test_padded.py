@@ -2,6 +2,7 @@
 
 import functools
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +251,22 @@ def test_a_running_state_is_moved_to_another_padding():
         for x, y in zip(jax.tree.leaves(shardplan.unpadded(moved)), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(x, y)
         assert is_padded(moved["params"]["table"]) is pad_state
+
+
+@pytest.mark.parametrize("pad_state", [True, False])
+def test_functions_that_are_planned_together_share_a_padded_state(pad_state):
+    """`together` whether or not the evaluation could hold state padded by itself."""
+    evaluation = shardplan.auto(make_mesh((8,)), cluster=NEAR, search="propagation", pad_state=pad_state)(loss_fn)
+    job = shardplan.together({padded_step(): 0.5, evaluation: 0.5}, (STATE, IDS), (STATE["params"], IDS))
+    train, evaluate = job
+    held = [{x.path.removeprefix("state/"): x.held_shape(plan.mesh) for x in plan.inputs} for plan in job.plans]
+    assert held[0]["params/table"] == held[1]["params/table"] == (104, WIDTH)
+    state, _ = trained(train, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", shardplan.ShardingWarning)  # nothing is moved
+        found = evaluate(state["params"], IDS)
+    np.testing.assert_allclose(found, loss_fn(shardplan.unpadded(state)["params"], IDS), rtol=1e-4)
+    assert_same(trained(train, 2, state), plainly_trained())
 
 
 def test_jits_other_verbs_take_either_shape():
