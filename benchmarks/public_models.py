@@ -7,7 +7,8 @@
 Before `of` stands the number of ops that are sharded over every mesh axis, of all; then the last loss, and the largest difference of
 any state array after five steps, as a share of what is allowed. Columns of `--check` are those of `benchmarks/fidelity.py`; `no line`
 counts findings of at least a thousandth of the bytes that name no line of the model, `remat` XLA's involuntary full rematerializations.
-Below a row stand the warnings. Needs `pip install "shardplan[public-models]"`, for `--check` "shardplan[gpu-check]", too.
+Below a row stand the warnings. Needs `pip install "shardplan[public-models]"`; `--check` needs "shardplan[gpu-check]", too, and
+`--numbers` pytest.
 """
 
 import argparse
@@ -29,7 +30,6 @@ import fidelity  # noqa: E402
 import jax  # noqa: E402
 import measurements  # noqa: E402
 import public_zoo  # noqa: E402
-import same_numbers  # noqa: E402
 from clusters import NEAR  # noqa: E402
 
 import shardplan  # noqa: E402
@@ -41,6 +41,8 @@ NOT_OF_MODELS = re.compile(r"(^|/)((jax|jaxlib|flax|optax|chex|equinox|einops|sh
 
 def numbers(name: str, shape: tuple[int, ...]) -> tuple[bool, str]:
     """Whether five planned steps on emulated devices give what plain ones do, and the row."""
+    import same_numbers  # its programs are those of tests, and need pytest
+
     found = public_zoo.MODELS[name](True)
     mesh = jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
     batches = [found.batch(jax.random.key(n + 1)) for n in range(STEPS)]
