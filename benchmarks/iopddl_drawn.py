@@ -303,7 +303,7 @@ def plant(problem: Problem, seed: int) -> Planted:
     messages = {key: m for e, (a, b) in zip(problem.edges, sent, strict=True) for key, m in (((e.i, e.j), a), ((e.j, e.i), b))}
     costs, tables = _reparametrized(problem, prices, messages)
     planted = [_lowered(c, (s,), r) for c, s, r in zip(problem.costs, states, costs, strict=True)]
-    edges = [replace(e, cost=_lowered(e.cost, (states[e.i], states[e.j]), t)) for e, t in zip(problem.edges, tables, strict=True)]
+    edges = [e._replace(cost=_lowered(e.cost, (states[e.i], states[e.j]), t)) for e, t in zip(problem.edges, tables, strict=True)]
     return Planted(replace(problem, costs=tuple(planted), edges=tuple(edges)), states, prices, messages)
 
 

@@ -46,7 +46,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         ShardingError: when a pin cannot hold, or no plan fits the memory.
     """
     stopwatch = Stopwatch()
-    graph = untie_pinned_state(traced.graph(), options)
+    graph = untie_pinned_state(traced.graph, options)
     if not any(loop.trips > 1 for loop in graph.loops):
         options = replace(options, xla=tuple(dict.fromkeys(x.without_loops(options.own_xla) for x in options.xla)))
     stopwatch.lap("graph")

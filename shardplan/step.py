@@ -350,7 +350,7 @@ class TracedStep:
         """Name -> value of all in which the processes that run the step must agree."""
         mesh, own = self.auto.mesh, self.auto.own_flags
         inputs = zip(self.traced.in_labels, self.traced.jaxpr.jaxpr.invars, strict=True)
-        lines = source_lines(self.traced.graph(), {})
+        lines = source_lines(self.traced.graph, {})
         return {
             "jax": jax.__version__,
             "shardplan": __version__,

@@ -120,7 +120,7 @@ def test_compiled_rounds_are_the_same_to_the_last_bit(monkeypatch):
     pytest.importorskip("numba")
     whole = grid(6, 5)
     orders = (np.ascontiguousarray, np.asfortranarray, lambda table: np.repeat(table, 2, axis=1)[:, ::2])
-    problem = replace(whole, edges=tuple(replace(e, cost=orders[n % 3](e.cost)) for n, e in enumerate(whole.edges)))
+    problem = replace(whole, edges=tuple(e._replace(cost=orders[n % 3](e.cost)) for n, e in enumerate(whole.edges)))
     plain, later, compiled = trws.TRWS(problem, compiled=False), trws.TRWS(problem), trws.TRWS(problem, compiled=True)
     plain.iterate(problem.cost_row, 7)
     monkeypatch.setattr(trws, "LOADING", 0.0)

@@ -149,3 +149,15 @@ def test_a_scan_of_one_trip_is_no_loop(rounds, loops):
     graph = parse(jax.jit(fn).trace(jnp.ones((4, 4)), jnp.ones((rounds, 4, 4))).jaxpr)
     assert len(graph.loops) == loops and any(op.traits.loop_slice for op in graph.ops) == bool(loops)
     assert {op.loop for op in graph.ops if op.primitive == "tanh"} == {loops - 1}
+
+
+def test_each_value_is_followed_once_however_many_paths_lead_to_it():
+    def diamonds(x):
+        for _ in range(64):  # 2 ** 64 paths
+            x = jnp.sin(x) + jnp.cos(x)
+        return x
+
+    graph = parse(jax.jit(diamonds).trace(X).jaxpr)
+    reached = list(graph.reached(graph.ops[graph.args[0]].outputs[0], lambda at: True))
+    assert set(reached) == {at for at, op in enumerate(graph.ops) if not op.traits.step_input}
+    assert len(reached) == sum(len(op.inputs) for op in graph.ops)

@@ -153,7 +153,9 @@ def _symmetry_classes(space: StrategySpace, blocks: StateBlocks, costs: list[np.
 
     The pins of an op of one layout with the op count as its own.
     """
-    forbidden = [b"" if np.isfinite(c).all() else np.isinf(c).tobytes() for c in costs]
+    never = {key: np.isinf(c) for key, c in {id(c): c for c in costs}.items()}
+    masks = {key: mask.tobytes() if mask.any() else b"" for key, mask in never.items()}
+    forbidden = [masks[id(c)] for c in costs]
     partner = {x: forbidden[y] for pair in space.graph.same_layout for x, y in (pair, pair[::-1])}
     first: dict[tuple, int] = {}
     return tuple(

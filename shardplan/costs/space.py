@@ -32,6 +32,7 @@ from shardplan.xla_model.fusion import (
     materialised,
     recomputed_from,
 )
+from shardplan.xla_model.row_kernels import row_kernels
 
 SMALL_SUM_BYTES = 1 << 16
 """Blocking sums smaller than this are combined with those at their depth."""
@@ -77,8 +78,9 @@ class StepFacts:
         graph = mark_accumulation(with_copies(graph, follows, sums, lookups))
         found = table.read(graph, {}, whole)
         rules, sums = tuple(x.rule for x in found), tuple(x.sums for x in found)
-        written = materialised(graph, rules, sums, recomputed_from(device) if device else inf)
-        kernels = kernels_of(graph, rules, written, sums)
+        rows = row_kernels(graph, rules)
+        written = materialised(graph, rules, sums, rows, recomputed_from(device) if device else inf)
+        kernels = kernels_of(graph, rules, written, sums, rows)
         traffic, fused = kernel_traffic(graph, rules, kernels), fused_kernels(graph, rules, kernels)
         return cls(graph, table, rules, sums, tuple(x.number for x in found), written, traffic, fused)
 

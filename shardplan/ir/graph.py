@@ -171,13 +171,17 @@ class Graph:
         return self.values[self.original(v)].producer[0]
 
     def reached(self, v: int, through: Callable[[int], bool]) -> Iterator[int]:
-        """Numbers of the ops that read v, breadth first: the readers themselves and, behind those for which `through` holds, theirs."""
-        values = [v]
-        for seen in values:
-            for at, _ in self.values[seen].consumers:
+        """Numbers of the ops that read v, breadth first: the readers themselves and, behind those for which `through` holds, theirs.
+
+        A value is visited once, however many paths lead to it; an op that reads several of them is there several times.
+        """
+        queue, known = [v], {v}
+        for value in queue:
+            for at, _ in self.values[value].consumers:
                 yield at
                 if through(at):
-                    values += self.ops[at].outputs
+                    queue += (w for w in self.ops[at].outputs if w not in known)
+                    known.update(self.ops[at].outputs)
 
     def readers(self, v: int) -> Iterator[int]:
         """The ops that read a value, directly or through copies."""

@@ -34,7 +34,7 @@ class Traced:
 
     @cached_property
     def _identity(self) -> Identity:
-        return identity(self.graph(), repr((self.in_labels, self.out_labels, self.tied)))
+        return identity(self.graph, repr((self.in_labels, self.out_labels, self.tied)))
 
     def donated_names(self) -> tuple[str, ...]:
         """Donated arguments by name; by leaf where only some leaves of an argument are donated."""
@@ -42,6 +42,7 @@ class Traced:
         in_part = {head for head, _, donated in given if not donated}
         return tuple(dict.fromkeys(label if head in in_part else head for head, label, donated in given if donated))
 
+    @cached_property
     def graph(self) -> Graph:
         """The step as a graph."""
         return parse(self.jaxpr, self.in_labels, self.out_labels, self.tied, self.donated, self.padded)

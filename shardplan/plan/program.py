@@ -78,7 +78,7 @@ def numbered(graph: Graph, lines: Iterable[SourceLine]) -> dict[tuple, int]:
 def differences(plan: PlanRecord, traced: Traced, jax_version: str) -> list[str]:
     """In words, how a step is not the one that a plan was made for: versions of JAX, inputs, source lines; the first few of each."""
     now = {label: format_array(v.aval) for label, v in zip(traced.in_labels, traced.jaxpr.jaxpr.invars, strict=True)}
-    return _differences(plan, jax_version, now, source_lines(traced.graph(), {}))
+    return _differences(plan, jax_version, now, source_lines(traced.graph, {}))
 
 
 def differences_of_plans(a: PlanRecord, b: PlanRecord) -> list[str]:

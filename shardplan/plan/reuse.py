@@ -36,7 +36,7 @@ def saved_decisions(plan: Plan, traced: Traced, mesh: MeshShape) -> Mapping[Path
             f"the plan is for mesh {fit(str(plan.mesh), MAX_TEXT)}, the step runs on mesh {mesh}.\n"
             "  ways out: that mesh, or plan anew without plan="
         )
-    graph, program = traced.graph(), traced.identity()
+    graph, program = traced.graph, traced.identity()
     if plan.fingerprint == program.fingerprint:
         numbers, lost = {d.op: d.op for d in plan.decisions}, []
     elif same_inputs(plan, traced) and plan.products == program.products and plan.jax != jax.__version__:
@@ -98,7 +98,7 @@ def decisions_but_scalars(plan: Plan, traced: Traced) -> Mapping[Path, EmitDecis
     """
     if plan.context is None or plan.context.planned is None or not same_inputs(plan, traced):
         return None
-    before, after = plan.context.planned.traced.graph(), traced.graph()
+    before, after = plan.context.planned.traced.graph, traced.graph
     old, new = ([n for n, op in enumerate(graph.ops) if not all(math.prod(x.shape) == 1 for x in op.outs)] for graph in (before, after))
     if [_op_text(before.ops[n]) for n in old] != [_op_text(after.ops[n]) for n in new] or plan.products != traced.identity().products:
         return None

@@ -93,7 +93,7 @@ class BestWeights:
     def _may_move(self, edge: ArrayEdge) -> bool:
         return self.task.space.collective_sites[edge.value].collective_class in ("prefetch", "gradient")
 
-    @property
+    @cached_property
     def edges(self) -> tuple[ArrayEdge, ...]:
         """Of the space."""
         return self.task.space.array_edges
@@ -328,20 +328,18 @@ class BestWeights:
 
 def _minimum_cut(collectives: Sequence[float], kernels: Sequence[tuple[int, float]]) -> int:
     """The set E: seconds of collectives, and seconds of kernels with the set of collectives that each depends on."""
-    flow, sink = SimpleMaxFlow(), len(collectives) + len(kernels) + 1
-    largest = max([*collectives, *(x for _, x in kernels)], default=0.0)
-    scale = 1.0 if largest <= 0 else min(1.0, MOST_FLOW / (largest * (len(collectives) + len(kernels) + 1)))
-    for c, seconds in enumerate(collectives):
-        flow.add_arc_with_capacity(0, 1 + c, int(seconds * scale))
-    for k, (bits, seconds) in enumerate(kernels):
-        at = 1 + len(collectives) + k
-        flow.add_arc_with_capacity(at, sink, int(seconds * scale))
-        for c in range(len(collectives)):
-            if not bits >> c & 1:
-                flow.add_arc_with_capacity(1 + c, at, MOST_FLOW)
     if not collectives:
         return 0
     if not kernels:
         return (1 << len(collectives)) - 1
+    first, sink = 1 + len(collectives), 1 + len(collectives) + len(kernels)
+    seconds = np.array([*collectives, *(x for _, x in kernels)])
+    scale = 1.0 if seconds.max() <= 0 else min(1.0, MOST_FLOW / (seconds.max() * sink))
+    capacity = (seconds * scale).astype(np.int64)
+    at, c = np.nonzero(np.array([[not bits >> c & 1 for c in range(len(collectives))] for bits, _ in kernels]))
+    flow, before, kernel = SimpleMaxFlow(), np.arange(1, first), np.arange(first, sink)
+    arcs = ((np.zeros_like(before), before), (kernel, np.full_like(kernel, sink)), (1 + c, first + at))
+    tails, heads = (np.concatenate(ends).astype(np.int32) for ends in zip(*arcs, strict=True))
+    flow.add_arcs_with_capacity(tails, heads, np.append(capacity, np.full(len(c), MOST_FLOW)))  # pyright: ignore[reportArgumentType]
     flow.solve(0, sink)
     return sum(1 << n - 1 for n in flow.get_source_side_min_cut() if 1 <= n <= len(collectives))

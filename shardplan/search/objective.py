@@ -58,7 +58,7 @@ class Judged:
         timeline: seconds of the step.
         limit: bytes per device, or None.
         xla: the compiler options that it is compiled with.
-        tasks: of its program, as long as somebody needs them: they are large.
+        tasks: of its program, where they are known.
     """
 
     network: CostNetwork
@@ -82,12 +82,6 @@ class Judged:
     def windows(self) -> ScheduleWindows:
         """Overlap windows of its schedule."""
         return schedule_windows(self.program)
-
-    def without_tasks(self) -> Judged:
-        """The same plan, of which only what has been asked is kept."""
-        light = replace(self, tasks=None)
-        vars(light).update({name: value for name, value in vars(self).items() if name == "peak_bytes"})
-        return light
 
     @property
     def excess_bytes(self) -> float:
@@ -193,7 +187,7 @@ class Candidates:
         key = tuple(of.factors[s] for of, s in zip(network.space.strategies, network.strategies(solution.states), strict=True))
         key = (*key, network.retained(solution.states))
         if key not in self.judged:
-            self.judged[key] = (judged or judge(self.task, found, self.limit, self.others)).without_tasks()
+            self.judged[key] = judged or judge(self.task, found, self.limit, self.others)
             self.task.stopwatch.lap("simulate")
         judged = self.judged[key]
         if self.best is None or judged.rank < self.best.rank:
@@ -208,7 +202,7 @@ class Candidates:
                 states = network.strategies(solution.states), network.retained(solution.states)
                 network = self.task.network(network.pricing, self.limit)
                 solution = replace(solution, states=network.states_of(*states))
-            own = replace(plan, network=network, solution=solution, limit=self.limit)
+            own = replace(plan, network=network, solution=solution, limit=self.limit, tasks=None)
             self.add(Candidate(network, solution), own)
 
     def add_if_it_computes_less(self, found: Candidate) -> None:
@@ -235,7 +229,7 @@ class Candidates:
                 judged.excess_bytes <= self.best.excess_bytes
                 and judged.timeline.total_s <= (1 + THRESHOLD_GAIN) * self.best.timeline.total_s
             ):
-                self.judged[key] = compiled(self.task, judged, thresholds(judged.xla)).without_tasks()
+                self.judged[key] = compiled(self.task, judged, thresholds(judged.xla))
         self.best = min((self.judged[key] for key, _ in best), key=lambda x: x.rank)
         self.others = (self.best.xla,)
 

@@ -47,17 +47,20 @@ Kernel = tuple
 """Group of ops, how many kernels it waits for, phase, loop, and the shapes and dims of its reductions."""
 
 
-def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool], recomputed_bytes: float = inf) -> tuple[bool, ...]:
+def materialised(
+    graph: Graph, rules: Sequence[Rule], sums: Sequence[bool], rows: RowKernels, recomputed_bytes: float = inf
+) -> tuple[bool, ...]:
     """Per value, whether it is written to memory; views are not.
 
     Args:
         graph: the step.
         rules: per op.
         sums: per op, whether its result may be partial.
+        rows: `row_kernels` of the graph.
         recomputed_bytes: of the device (`recomputed_from`).
     """
     out = [True] * len(graph.values)
-    prologue, rows = _prologues(graph, rules), row_kernels(graph, rules)
+    prologue = _prologues(graph, rules)
     for v in reversed(range(len(graph.values))):
         at, _ = graph.values[v].producer
         op, fusion = graph.ops[at], rules[at].fusion
@@ -79,7 +82,7 @@ def materialised(graph: Graph, rules: Sequence[Rule], sums: Sequence[bool], reco
             out[v], out[w] = False, True
     for v in (*transposed_in_memory(graph, rules), *_shared_zeros(graph)):
         out[v] = True
-    cheaper_to_read = _cheaper_to_read(graph, rules, out, sums, recomputed_bytes)
+    cheaper_to_read = _cheaper_to_read(graph, rules, out, sums, rows, recomputed_bytes)
     return tuple(written or v in cheaper_to_read for v, written in enumerate(out))
 
 
@@ -159,7 +162,7 @@ def recomputed_from(device: Device) -> float:
 
 
 def _cheaper_to_read(
-    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], recomputed_bytes: float
+    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels, recomputed_bytes: float
 ) -> set[int]:
     """Values that are written once, since computing them again in every kernel that reads them would read more.
 
@@ -169,7 +172,7 @@ def _cheaper_to_read(
     So are expensive functions that several kernels read, but for those from `recomputed_bytes` an element on whose sources these
     read anyway.
     """
-    kernels = kernels_of(graph, rules, written, sums)
+    kernels = kernels_of(graph, rules, written, sums, rows)
     written, inside, rows = kernels.written, kernels.inside, kernels.rows
     out: set[int] = set()
     sources: list[dict[int, float]] = []
@@ -353,9 +356,9 @@ class Kernels:
     rows: RowKernels
 
 
-def kernels_of(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool]) -> Kernels:
+def kernels_of(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels) -> Kernels:
     """The kernels where `written` values are in memory. A reduction of exponentials that several would compute is written."""
-    first = _grouped_kernels(graph, rules, written, sums, row_kernels(graph, rules))
+    first = _grouped_kernels(graph, rules, written, sums, rows)
     alone, exponentials = set[int](), [False] * len(graph.ops)
     for at, op in enumerate(graph.ops):
         made = [graph.values[v].producer[0] for v in op.inputs if v is not None and not first.written[v]]

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ Status = Literal["optimal", "feasible", "infeasible", "fallback"]
 Messages = dict[tuple[int, int], np.ndarray]  # messages of TRW-S: (i, j) -> what node i receives by its edge to j, [k_i]
 
 
-@dataclass(frozen=True)
-class Edge:
+class Edge(NamedTuple):
     """Cost of a pair of states: `cost[s_i, s_j]`, shape [k_i, k_j]. Parallel edges each count; i != j."""
 
     i: int
@@ -149,13 +148,13 @@ class Problem:
     def map_costs(self, change: Callable[[np.ndarray], np.ndarray]) -> Problem:
         """The problem with every cost array replaced by `change(array)` of the same shape; shared arrays stay shared."""
         tables = {id(table): change(table) for table in {id(e.cost): e.cost for e in self.edges}.values()}
-        edges = tuple(replace(e, cost=tables[id(e.cost)]) for e in self.edges)
+        edges = tuple(e._replace(cost=tables[id(e.cost)]) for e in self.edges)
         return replace(self, costs=tuple(map(change, self.costs)), edges=edges)
 
     def objective(self, states) -> float:
         """(1) of one state per node; inf if a forbidden entry is taken."""
-        total = sum(float(c[s]) for c, s in zip(self.costs, states, strict=True))
-        return total + sum(float(e.cost[states[e.i], states[e.j]]) for e in self.edges)
+        total = sum(c.item(s) for c, s in zip(self.costs, states, strict=True))
+        return total + sum(cost.item(states[i], states[j]) for i, j, cost in self.edges)
 
     def lower_bound(self) -> float:
         """The trivial lower bound of (1): the sum of all least entries."""

@@ -275,10 +275,10 @@ class Chain:
 
 def _check_integers(problem: Problem) -> None:
     """Raises ValueError for a cost that is neither an integer nor inf."""
-    tables = {id(c): (c, f"node {i}") for i, c in enumerate(problem.costs)}
-    tables |= {id(e.cost): (e.cost, f"edge {e.i, e.j}") for e in problem.edges}
-    for costs, where in tables.values():
-        fractions = costs[costs != np.rint(costs)]
-        if fractions.size:
-            where = f"{where} has cost {float(fractions.flat[0])}"
-            raise ValueError(f"{where}, which is no whole number.\n  way out: count in a smaller unit and round")
+    costs, edges = {id(c): (c, i) for i, c in enumerate(problem.costs)}, {id(e.cost): (e.cost, (e.i, e.j)) for e in problem.edges}
+    for kind, tables in (("node", costs), ("edge", edges)):
+        for table, where in tables.values():
+            fractions = table[table != np.rint(table)]
+            if fractions.size:
+                where = f"{kind} {where} has cost {float(fractions.flat[0])}"
+                raise ValueError(f"{where}, which is no whole number.\n  way out: count in a smaller unit and round")

@@ -12,9 +12,9 @@ bounded variable elimination of degree at most two, Larrosa, CP 2000.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ _FINITE = 1e300
 
 ELIMINATED_ENTRIES = 1 << 16  # entries of the joint table of a node and its two neighbors, up to which it is eliminated
 Inbox = dict[int, dict[int, np.ndarray]]  # `inbox[i][j]`: message that node i receives by its edge to j, [k_i]
+Made = TypeVar("Made")
 UsageBlock = tuple[np.ndarray, np.ndarray]  # usages of one node: intervals [m, 2] and bytes [m, k]
 
 
@@ -36,7 +37,15 @@ class Support(NamedTuple):
     rows: np.ndarray | None  # mask of the rows with a finite entry; None: all
     f: np.ndarray | None  # column j is finite in row f[j] only, a functional dependency; None if there is none
     finite: bool  # whether all entries are
-    table: np.ndarray  # so that its id is not used again
+
+    @staticmethod
+    def of(table: np.ndarray) -> Support:
+        """The support of a table."""
+        finite, any_of = np.isfinite(table), np.logical_or.reduce  # half the time of `any` on small arrays
+        n = int(np.count_nonzero(finite))
+        functional = n == table.shape[1] and any_of(finite, axis=0).all()
+        rows = None if n == table.size or (rows := any_of(finite, axis=1)).all() else rows
+        return Support(rows, finite.argmax(axis=0) if functional else None, n == table.size)
 
 
 class PresolveNetwork:
@@ -54,7 +63,7 @@ class PresolveNetwork:
         self.decided: int | None = None  # a node with one state and no edges, which takes over the usages of all others of that kind
         self.feasible = all(len(c) for c in self.costs)  # False once a node has no state
         self.worklist = OrderedDict.fromkeys(range(len(self.costs)))  # nodes whose costs, edges or usages changed, in order of arrival
-        self._support: dict[int, Support] = {}
+        self._made: dict[tuple, tuple] = {}  # results of `once`, each with the arrays that its key names
         transposed = {id(e.cost): e.cost.T for e in problem.edges}
         for number, e in enumerate(problem.edges):
             self.add_edge(e.i, e.j, e.cost, transposed[id(e.cost)])
@@ -68,11 +77,11 @@ class PresolveNetwork:
         """Appends a node to the worklist."""
         self.worklist[i] = None
 
-    def add_edge(self, i: int, j: int, table: np.ndarray, transposed: np.ndarray | None = None) -> None:
-        """Adds a table [k_i, k_j] to e_ij; parallel edges become one."""
+    def add_edge(self, i: int, j: int, table: np.ndarray, transposed: np.ndarray) -> None:
+        """Adds a table [k_i, k_j] and its transpose to e_ij and e_ji; parallel edges become one."""
         if j in self.adj[i]:
-            table, transposed = self.adj[i][j] + table, None
-        self.adj[i][j], self.adj[j][i] = table, table.T if transposed is None else transposed
+            table, transposed = self.once(_sum, self.adj[i][j], table)
+        self.adj[i][j], self.adj[j][i] = table, transposed
         self.touch(i)
         self.touch(j)
 
@@ -91,16 +100,16 @@ class PresolveNetwork:
             self.usages[i] = [(np.concatenate(intervals), np.concatenate(amounts))]
         return self.usages[i][0] if self.usages[i] else None
 
+    def once(self, compute: Callable[..., Made], *arguments) -> Made:
+        """`compute(*arguments)`, once for the same objects: repeated layers share tables, and what becomes of them."""
+        key = compute, *map(id, arguments)
+        if (found := self._made.get(key)) is None:
+            found = self._made[key] = compute(*arguments), arguments  # which are kept, so that no id is used again
+        return found[0]
+
     def support(self, table: np.ndarray) -> Support:
         """Which entries of a table are finite."""
-        if (found := self._support.get(id(table))) is None:
-            finite, any_of = np.isfinite(table), np.logical_or.reduce  # half the time of `any` on small arrays
-            n = int(np.count_nonzero(finite))
-            functional = n == table.shape[1] and any_of(finite, axis=0).all()
-            rows = None if n == table.size or (rows := any_of(finite, axis=1)).all() else rows
-            found = Support(rows, finite.argmax(axis=0) if functional else None, n == table.size, table)
-            self._support[id(table)] = found
-        return found
+        return self.once(Support.of, table)
 
     def to_problem(self) -> tuple[Problem, tuple[int, ...]]:
         """The problem of the nodes alive, and their numbers in this network."""
@@ -114,6 +123,34 @@ class PresolveNetwork:
             for (lo, hi), amount in zip(*block, strict=True)
         )
         return Problem(tuple(self.costs[i] for i in nodes), edges, usages, self.limit if usages else None), nodes
+
+
+def _both_ways(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return table, table.T
+
+
+def _sum(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _both_ways(one + other)
+
+
+def _rows(table: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return _both_ways(np.ascontiguousarray(table[rows]))
+
+
+def _entries(costs: np.ndarray, states: np.ndarray) -> np.ndarray:
+    return costs[states]
+
+
+def _finite(costs: np.ndarray) -> np.ndarray | None:
+    """Mask of the finite entries; None: all."""
+    mask = np.isfinite(costs)
+    return None if np.count_nonzero(mask) == len(mask) else mask
+
+
+def _common(*masks: np.ndarray) -> np.ndarray | None:
+    """Numbers of the states that all masks select; None: all states."""
+    mask = np.logical_and.reduce(masks)
+    return None if np.count_nonzero(mask) == len(mask) else np.flatnonzero(mask)
 
 
 @dataclass(frozen=True)
@@ -185,20 +222,18 @@ class ReduceDomain(Record):
     @classmethod
     def apply(cls, net: PresolveNetwork, i: int, mask: np.ndarray | None = None) -> ReduceDomain | None:
         """Removes the states of i that `mask` does not select, by default those without a finite cost or partner."""
+        masks = [mask]
         if mask is None:  # node consistency
-            mask = np.isfinite(net.costs[i])
-            for table in net.adj[i].values():
-                if (rows := net.support(table).rows) is not None:
-                    mask = mask & rows
-        if np.count_nonzero(mask) == len(mask):
+            masks = [net.once(_finite, net.costs[i]), *(net.support(table).rows for table in net.adj[i].values())]
+        masks = [mask for mask in masks if mask is not None]
+        keep = net.once(_common, *masks) if masks else None
+        if keep is None:
             return None
-        keep = np.flatnonzero(mask)
         net.feasible &= len(keep) > 0
-        net.costs[i] = net.costs[i][keep]
+        net.costs[i] = net.once(_entries, net.costs[i], keep)
         net.usages[i] = [(intervals, amounts[:, keep]) for intervals, amounts in net.usages[i]]
         for j, table in net.adj[i].items():
-            smaller = np.ascontiguousarray(table[keep])
-            net.adj[i][j], net.adj[j][i] = smaller, smaller.T
+            net.adj[i][j], net.adj[j][i] = net.once(_rows, table, keep)
             net.touch(j)
         net.touch(i)
         return cls((i,), keep)
@@ -221,7 +256,12 @@ def undominated_states(net: PresolveNetwork, i: int, max_entries: int) -> np.nda
     State b dominates a if  c[b] + sum_j max_x (e_ij[b, x] - e_ij[a, x]) <= c[a]  and u[b] <= u[a] in every interval; of two states
     that dominate each other the lower number stays. No state is removed if the test would visit more than `max_entries`.
     """
-    cost, tables = net.costs[i], list(net.adj[i].values())
+    usage = net.usage(i)
+    amounts = None if usage is None else usage[1]
+    return net.once(_undominated, max_entries, amounts, net.costs[i], *net.adj[i].values())
+
+
+def _undominated(max_entries: int, amounts: np.ndarray | None, cost: np.ndarray, *tables: np.ndarray) -> np.ndarray:
     k = len(cost)
     keep = np.ones(k, dtype=bool)
     if k == 1 or k * k > max_entries:
@@ -239,9 +279,8 @@ def undominated_states(net: PresolveNetwork, i: int, max_entries: int) -> np.nda
     a, b = np.nonzero(slack >= -_FINITE)
     if len(a) * sum(t.shape[1] for t in tables) > max_entries:
         return keep
-    usage = net.usage(i)
-    if usage is not None and len(a):
-        amounts = np.unique(usage[1], axis=0)
+    if amounts is not None and len(a):
+        amounts = np.unique(amounts, axis=0)
         for first in range(0, len(a), 256):  # in pieces: an aggregated node may hold thousands of intervals
             part = slice(first, first + 256)
             fits = (amounts[:, b[part]] <= amounts[:, a[part]]).all(axis=0)
@@ -249,7 +288,7 @@ def undominated_states(net: PresolveNetwork, i: int, max_entries: int) -> np.nda
         a, b = np.nonzero(slack >= -_FINITE)
     rest = slack[a, b]
     for table in tables:
-        rest = rest - np.maximum.reduce(_difference(table[b], table[a], net.support(table).finite), axis=1)
+        rest = rest - np.maximum.reduce(_difference(table[b], table[a]), axis=1)
     dominated = {(int(p), int(q)) for p, q, r in zip(a, b, rest, strict=True) if r >= 0}
     for p, q in sorted(dominated):
         if keep[p] and keep[q] and ((q, p) not in dominated or q < p):
@@ -257,10 +296,8 @@ def undominated_states(net: PresolveNetwork, i: int, max_entries: int) -> np.nda
     return keep
 
 
-def _difference(after: np.ndarray, before: np.ndarray, finite: bool) -> np.ndarray:
-    """`after - before`; -inf where `before` is forbidden, for any replacement is as good there, unless all is `finite`."""
-    if finite:
-        return after - before
+def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """`after - before`; -inf where `before` is forbidden, for any replacement is as good there."""
     with np.errstate(invalid="ignore"):
         return np.where(np.isinf(before), -np.inf, after - before)
 
@@ -278,6 +315,19 @@ def _pop_messages(inbox: Inbox, i: int) -> tuple[dict[int, np.ndarray], dict[int
     return to_i, {j: inbox[j].pop(i) for j in to_i}
 
 
+_ONLY_STATE = np.zeros(1, dtype=np.int64)
+
+
+def _aggregated(leader: np.ndarray, follower: np.ndarray, f: np.ndarray, table: np.ndarray | None) -> np.ndarray:
+    """Costs of a leader and of a follower that takes state f of the leader's, with those of the edge from the follower to it."""
+    cost = leader + follower[f]
+    return cost if table is None else cost + table[f, np.arange(len(f))]
+
+
+def _with_first_row(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
+    return costs + table[0]
+
+
 @dataclass(frozen=True)
 class AggregateFollower(Record):
     """Node i takes state f[s_j] of its leader j: given s_j, only one state of i is possible."""
@@ -291,29 +341,27 @@ class AggregateFollower(Record):
             if net.decided is None or net.decided == i or not net.alive[net.decided]:
                 net.decided = i
                 return None
-            return cls._merge(net, i, net.decided, np.zeros(1, dtype=np.int64))
+            return cls._merge(net, i, net.decided, _ONLY_STATE)
         found = ((j, f) for j, table in net.adj[i].items() if (f := net.support(table).f) is not None)
         j, f = next(found, (i, None))
         if f is None:
             return None
         bijective = j not in net.kept and len(f) == len(net.costs[i]) and len(net.adj[i]) > len(net.adj[j])
-        inverse = net.support(net.adj[i][j].T).f if bijective else None
+        inverse = net.support(net.adj[j][i]).f if bijective else None
         return cls._merge(net, i, j, f) if inverse is None else cls._merge(net, j, i, inverse)
 
     @classmethod
     def _merge(cls, net: PresolveNetwork, i: int, j: int, f: np.ndarray) -> AggregateFollower:
-        net.costs[j] = net.costs[j] + net.costs[i][f]
-        if j in net.adj[i]:
-            net.costs[j] = net.costs[j] + net.adj[i][j][f, np.arange(len(f))]
+        net.costs[j] = net.once(_aggregated, net.costs[j], net.costs[i], f, net.adj[i].get(j))
         net.usages[j] += [(intervals, amounts[:, f]) for intervals, amounts in net.usages[i]]
         for k, table in list(net.adj[i].items()):
             if k == j:
                 continue
             if len(net.costs[i]) == 1:  # a constant: its edges become node costs of the neighbors
-                net.costs[k] = net.costs[k] + table[0]
+                net.costs[k] = net.once(_with_first_row, net.costs[k], table)
                 net.touch(k)
             else:
-                net.add_edge(j, k, table[f])
+                net.add_edge(j, k, *net.once(_rows, table, f))
         net.remove_node(i)
         net.touch(j)
         return cls((i, j), f)
@@ -333,6 +381,18 @@ class AggregateFollower(Record):
                 _join_messages(inbox, leader, k, message[self.f], to_neighbors[k])
 
 
+def _eliminated(costs: np.ndarray, table: np.ndarray, eliminated: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Costs of a node with those of its eliminated neighbor, and that one's best states; columns of `table` are its states."""
+    joint = table + eliminated
+    return costs + joint.min(axis=-1), joint.argmin(axis=-1)
+
+
+def _eliminated_between(to_j: np.ndarray, to_k: np.ndarray, eliminated: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The table between two neighbors of an eliminated node, its transpose, and the node's best states."""
+    joint = (to_j + eliminated)[:, None, :] + to_k[None, :, :]
+    return *_both_ways(joint.min(axis=-1)), joint.argmin(axis=-1)
+
+
 @dataclass(frozen=True)
 class EliminateNode(Record):
     """Node i takes the cheapest state given its (at most two) neighbors: `best[s_j, s_k]`."""
@@ -348,19 +408,18 @@ class EliminateNode(Record):
             return None
         cost = net.costs[i]
         if not near:
-            joint = cost
+            best = np.asarray(cost.argmin())
             net.offset += float(cost.min(initial=np.inf))
         elif len(near) == 1:
             (j,) = near
-            joint = net.adj[j][i] + cost
-            net.costs[j] = net.costs[j] + joint.min(axis=-1)
+            net.costs[j], best = net.once(_eliminated, net.costs[j], net.adj[j][i], cost)
             net.touch(j)
         else:
             j, k = near
-            joint = (net.adj[j][i] + cost)[:, None, :] + net.adj[k][i][None, :, :]
-            net.add_edge(j, k, joint.min(axis=-1))
+            table, transposed, best = net.once(_eliminated_between, net.adj[j][i], net.adj[k][i], cost)
+            net.add_edge(j, k, table, transposed)
         net.remove_node(i)
-        return cls((i, *near), joint.argmin(axis=-1))
+        return cls((i, *near), best)
 
     def invert(self, states: np.ndarray) -> np.ndarray:
         """The cheapest state given the neighbors'."""

@@ -61,7 +61,7 @@ class Bound:
             e = edges[number]
             fixed = marginal - self.best.limit_cost > cutoff
             if fixed[np.ix_(surviving[e.i], surviving[e.j])].any():
-                edges[number] = replace(e, cost=np.where(fixed, np.inf, e.cost))
+                edges[number] = e._replace(cost=np.where(fixed, np.inf, e.cost))
         return replace(problem, costs=costs, edges=tuple(edges))
 
 
