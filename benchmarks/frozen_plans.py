@@ -70,8 +70,7 @@ def cases() -> dict[str, tuple]:
         for target, sizes in quality.TARGETS.items():
             found[f"quality {name} {target}"] = (make, sizes, quality.AXES, "h100", "", None)
     for case in planning.CASES:
-        make = lambda case=case: getattr(zoo, case.model)(**case.options or {})  # noqa: E731
-        found[f"planning {case.name}"] = (make, tuple(case.mesh.values()), tuple(case.mesh), "h100", "", None)
+        found[f"planning {case.name}"] = (case.step, tuple(case.mesh.values()), tuple(case.mesh), "h100", "", None)
     return found
 
 

@@ -1,10 +1,10 @@
 """How long planning takes, stage by stage, and what a planned step costs at dispatch.
 
-    python benchmarks/planning.py [--only gpt2,dispatch] [--cluster h100] [--search propagation] [--json rows.json]
+    python benchmarks/planning.py [--only gpt2,dispatch] [--cluster h100] [--search propagation] [--compile] [--json rows.json]
 
 Every case is planned in a process of its own, without devices, so that its peak memory is its own. `trace` is JAX's tracing, which
-jit pays too. `plan` is the call `step.plan(...)` with a cached trace; `cpu` its processor seconds over all threads, which vary less on
-a busy machine. The columns after these are the stages of `plan`:
+jit pays too. `plan` is the call `step.plan(...)`, which traces the step once more; `cpu` its processor seconds over all threads, which
+vary less on a busy machine. The columns after these are the stages of `plan`:
 
     graph       jaxpr to graph                   solve       the integer program
     strategies  strategies of every op           decisions   the constraints to emit
@@ -14,7 +14,8 @@ a busy machine. The columns after these are the stages of `plan`:
 Below a case stand the processor seconds of what is asked of its plan, and their part of `cpu`: `replan` is `plan.what_if`, another
 layout of the largest parameters of all layers, the median over its layouts; `click` is `plan.why(row, estimate=True)`, what the widget
 answers when a row is opened, the median over all rows, and `slowest` the most; `saves` is `plan.saving`, the line of `print(plan)` that
-compares classical layouts.
+compares classical layouts. With --compile, `compile` is what XLA takes to compile the planned step for as
+many absent GPUs, without the autotuning that it does where they are there. Needs "shardplan[gpu-check]".
 
 The states of full-size models are shapes: nothing is allocated. The last case trains: one planned step against plain jit.
 """
@@ -50,6 +51,12 @@ class Case:
     limit_gb: float | None = None
     options: dict | None = None
 
+    def step(self) -> tuple:
+        """(training step, state, batch)."""
+        import zoo
+
+        return (getattr(zoo, self.model, None) or zoo.QUALITY[self.model])(**self.options or {})
+
 
 CASES = (
     Case("gpt2", "gpt2", {"data": 2, "model": 4}, limit_s=10),
@@ -59,31 +66,34 @@ CASES = (
     Case("gpt2-4x8x8", "gpt2", {"replica": 4, "data": 8, "model": 8}, options={"batch": 512}),
     Case("llama-1b", "llama", {"data": 2, "model": 4}, options={"size": "1b"}),
     Case("llama-8b", "llama", {"data": 8, "model": 8}, options={"size": "8b"}),
+    Case("moe", "moe", {"data": 2, "model": 4}),
+    Case("mamba", "mamba", {"data": 2, "model": 4}),
 )
 
 
-def planning(case: Case, cluster: str, search: str) -> dict:
-    """Plans one case in this process."""
+def planning(case: Case, cluster: str, search: str, compiles: bool) -> dict:
+    """Plans one case in this process, and compiles the planned step."""
     import jax
-    import zoo
 
     import shardplan
 
     jax.config.update("jax_platforms", "cpu")
-    step, state, batch = getattr(zoo, case.model)(**case.options or {})
+    step, state, batch = case.step()
     auto_axes = (jax.sharding.AxisType.Auto,) * len(case.mesh)
     mesh = jax.sharding.AbstractMesh(tuple(case.mesh.values()), tuple(case.mesh), axis_types=auto_axes)
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh):
         closed = jax.jit(step).trace(state, batch).jaxpr
     traced, cpu = time.perf_counter(), time.process_time()
-    plan = shardplan.auto(mesh, cluster=cluster, search=search, donate_argnums=0)(step).plan(state, batch)  # jax has the trace already
+    plan = shardplan.auto(mesh, cluster=cluster, search=search, donate_argnums=0)(step).plan(state, batch)
     trace_s, plan_s, cpu_s = traced - start, time.perf_counter() - traced, time.process_time() - cpu
     stages = {stage: plan.planning_seconds.get(stage, 0.0) for stage in STAGES}
     rss_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     clicks = _clicks_s(plan)
     asked = {"click_s": statistics.median(clicks), "slowest_s": max(clicks), "replan_s": _replan_s(plan)}
     asked["saves_s"] = _processor_s(lambda: plan.saving)
+    if compiles:
+        asked["compile_s"] = _compile_s(plan, cluster)
     graph = plan.context.planned.graph
     problem = plan.context.planned.network.problem
     return {
@@ -128,9 +138,21 @@ def _replan_s(plan) -> float:
     from shardplan.view import rows
 
     parameters = [x for x in rows.leaf_rows(plan.inputs, plan.mesh) if x.leaves[0].kind == "parameters"]
+    parameters = [x for x in parameters if "{" not in x.path]  # a row of several names is no path
     largest = max(parameters, key=lambda x: len(x.leaves) * math.prod(x.leaves[0].shape))
     choices = [choice.text for choice in plan.why(largest.path).choices if choice.fits]
     return statistics.median([_processor_s(lambda choice=choice: plan.what_if(largest.path, choice)) for choice in choices])
+
+
+def _compile_s(plan, cluster: str) -> float:
+    """Processor seconds of XLA's compiler for the planned step."""
+    from shardplan.xla.compiler.compile import compile_here, lower_for
+
+    n = math.prod(size for _, size in plan.mesh)
+    target = f"{cluster}:{n}" if n <= 8 else f"{cluster}:{n // 8}x8"
+    function, args = plan.context.program(plan)
+    lowered = lower_for(target, function, *args)
+    return _processor_s(lambda: compile_here(lowered, target))
 
 
 def _equations(closed) -> int:
@@ -210,7 +232,11 @@ def said(row: dict) -> str:
     missed += [f"MISSED {row['limit_gb']} GB" for _ in (1,) if row["limit_gb"] and row["rss_gb"] > row["limit_gb"]]
     stages = "".join(f"{row[stage]:>8.2f}" for stage in (*STAGES, "rest"))
     size = f"{row['mesh']:>6}{row['equations']:>8}{row['ops']:>8}{row['classes']:>8}"
-    asked = "\n".join(f"{'':<14}{name:<8}{row[f'{name}_s']:>6.2f}  {row[f'{name}_s'] / row['cpu_s']:.1%} of planning" for name in ASKED)
+    asked = "\n".join(
+        f"{'':<14}{name:<8}{row[f'{name}_s']:>6.2f}  {row[f'{name}_s'] / row['cpu_s']:.1%} of planning"
+        for name in (*ASKED, "compile")
+        if f"{name}_s" in row
+    )
     seconds = f"{row['trace_s']:>7.1f}{row['plan_s']:>7.1f}{row['cpu_s']:>7.1f}{stages}"
     return (
         f"{row['name']:<14}{size}  {row['status']:<9}{row['gap']:>7.2%}{seconds}{row['rss_gb']:>7.2f} GB  {' '.join(missed)}\n{asked}"
@@ -219,10 +245,11 @@ def said(row: dict) -> str:
 
 def page(rows: list[dict]) -> str:
     """All cases as markdown."""
-    head = ("training step", "mesh", "equations", "tracing, s", "planning, processor s", "status", "planner's peak memory, GB")
-    plans = [row for row in rows if "plan_s" in row]
-    keys = ("name", "mesh", "equations", "trace_s", "cpu_s", "status", "rss_gb")
-    cells = ([f"{row[k]:.1f}" if isinstance(row[k], float) else row[k] for k in keys] for row in plans)
+    head = ("training step", "mesh", "equations", "tracing, s", "planning, processor s", "status", "planner's peak memory, GB",
+            "XLA's compiler, processor s", "planning over XLA's compiler")  # fmt: skip
+    plans = [row | {"ratio": row["cpu_s"] / row["compile_s"]} if "compile_s" in row else row for row in rows if "plan_s" in row]
+    keys = ("name", "mesh", "equations", "trace_s", "cpu_s", "status", "rss_gb", "compile_s", "ratio")
+    cells = ([f"{row[k]:.1f}" if isinstance(row.get(k), float) else row.get(k, "") for k in keys] for row in plans)
     return "\n\n".join([measurements.table(head, cells), *(said(row) for row in rows if "overhead_us" in row)])
 
 
@@ -232,13 +259,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", help=f"names, separated by commas: {', '.join(names)}")
     parser.add_argument("--cluster", default="h100", help="a preset or a cluster file")
     parser.add_argument("--search", default="ilp", help="as in auto(search=...)")
+    parser.add_argument("--compile", action="store_true", help="compile the planned steps, too")
     parser.add_argument("--json", type=Path, help="also write the rows there")
     parser.add_argument("--docs", action="store_true", help="put the table into docs/measurements.md")
     options = parser.parse_args(argv)
     wanted = options.only.split(",") if options.only else names
     if unknown := [name for name in wanted if name not in names]:
         parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(names)}")
-    works = {case.name: partial(planning, case, options.cluster, options.search) for case in CASES} | {"dispatch": dispatch}
+    asked = options.cluster, options.search, options.compile
+    works = {case.name: partial(planning, case, *asked) for case in CASES} | {"dispatch": dispatch}
     if wanted != ["dispatch"]:
         stages = "".join(f"{stage:>8.8}" for stage in ("graph", "strateg.", "network", "propag.", "solve", "decide", "rest"))
         size = f"{'mesh':>6}{'eqns':>8}{'ops':>8}{'classes':>8}  {'status':<9}{'gap':>7}"
@@ -251,7 +280,8 @@ def main(argv: list[str]) -> int:
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     if options.docs:
-        measurements.write("planning", "python benchmarks/planning.py --docs", page(rows))
+        command = "python benchmarks/planning.py" + f" --only {options.only}" * bool(options.only) + " --compile" * options.compile
+        measurements.write("planning", f"{command} --docs", page(rows))
     return 1 if any("error" in row for row in rows) else 0
 
 

@@ -35,7 +35,7 @@ from shardplan.costs.tables import CostTables
 from shardplan.ilp.solver.problem import Edge, Problem
 from shardplan.mesh.collective import CombinedCollectives
 from shardplan.mesh.reshard import Kernels, Resharder
-from shardplan.xla_model.combining import COMBINABLE, SUMS, byte_factors
+from shardplan.xla_model.combining import COMBINABLE, SUMS
 
 NETWORK, LATENCY, KERNELS, AROUND = range(4)
 """Columns of the weights of edges."""
@@ -240,8 +240,7 @@ def _bounding(
     """Per value, resharders whose latencies are shared by all arrays that may be combined with it, and by none."""
     out: tuple[list[Resharder], ...] = ([], [])
     known: dict[tuple, tuple[Resharder, ...]] = {}
-    for v, (value, site) in enumerate(zip(space.graph.values, space.collective_sites, strict=True)):
-        factors = byte_factors(value.dtype, space.facts.partial_bytes_ratio(v))
+    for factors, site in space.facts.moved:
         alone = site.joint_size == 1 or site.collective_class == "update"
         kinds = () if alone else SUMS if site.collective_class == "gradient" else COMBINABLE
         key = (factors, kinds, bool(kinds) and site.joint in full)

@@ -30,7 +30,7 @@ def schedule_windows(program: DecidedProgram) -> ScheduleWindows:
     space, graph = program.network.space, program.graph
     clocks = {home: _Clock.of(program, home) for home in (OUTSIDE, *range(len(graph.loops)))}
     moved = dict(_own_seconds(program))
-    longest = [_longest_s(program, value.bytes) for value in graph.values]
+    longest = {size: _longest_s(program, size) for size in {value.bytes for value in graph.values}}
     needed = _needed(program, clocks)
     found = {}
     for i, j, k, v, template in space.array_edges:
@@ -40,7 +40,7 @@ def schedule_windows(program: DecidedProgram) -> ScheduleWindows:
         made, until = clock.end_of(i), needed[j]
         between = clock.compute(until) - clock.compute(made)
         taken = max(0.0, clock.network(until) - clock.network(made) - moved.get((j, k), 0.0))
-        if (window := min(between - taken, longest[v])) > 0:
+        if (window := min(between - taken, longest[graph.values[v].bytes])) > 0:
             found[j, k] = _rounded(window)
     return ScheduleWindows(found)
 

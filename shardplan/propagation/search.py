@@ -102,16 +102,16 @@ def propagate(problem: Problem, presolved: Presolved | None = None) -> Solution:
         if the pins contradict each other. The bound is the trivial one, 0.
     """
     presolved = presolved or presolve(problem, tie=True)
-    best: tuple[tuple, tuple[int, ...]] | None = None
+    best: tuple[tuple, list[int]] | None = None
     for root, state in _starts(presolved.problem) if presolved.feasible else ():
-        states = presolved.invert(_from(presolved.problem, root, state))
-        excess = max(0.0, problem.peak(states) - problem.limit) if problem.limit is not None else 0.0
-        rank = (excess, problem.objective(states))
+        states = _from(presolved.problem, root, state)
+        excess = max(0.0, problem.peak(presolved.invert(states)) - problem.limit) if problem.limit is not None else 0.0
+        rank = (excess, presolved.problem.objective(states) + presolved.offset)  # costs are whole, so the same as of `problem`
         if np.isfinite(rank[1]) and (best is None or rank < best[0]):
             best = rank, states
     if best is None:
         return Solution("infeasible", (), np.inf, 0.0, tied=presolved.tied)
-    return Solution("feasible", best[1], best[0][1], 0.0, tied=presolved.tied)
+    return Solution("feasible", presolved.invert(best[1]), best[0][1], 0.0, tied=presolved.tied)
 
 
 def _starts(problem: Problem) -> list[tuple[int, int]]:
