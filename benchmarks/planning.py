@@ -247,7 +247,8 @@ def page(rows: list[dict]) -> str:
     """All cases as markdown."""
     head = ("training step", "mesh", "equations", "tracing, s", "planning, processor s", "status", "planner's peak memory, GB",
             "XLA's compiler, processor s", "planning over XLA's compiler")  # fmt: skip
-    plans = [row | {"ratio": row["cpu_s"] / row["compile_s"]} if "compile_s" in row else row for row in rows if "plan_s" in row]
+    plans = [row for row in rows if "plan_s" in row]
+    plans = [row | {"ratio": f"{row['cpu_s'] / row['compile_s']:.2f}"} if "compile_s" in row else row for row in plans]
     keys = ("name", "mesh", "equations", "trace_s", "cpu_s", "status", "rss_gb", "compile_s", "ratio")
     cells = ([f"{row[k]:.1f}" if isinstance(row.get(k), float) else row.get(k, "") for k in keys] for row in plans)
     return "\n\n".join([measurements.table(head, cells), *(said(row) for row in rows if "overhead_us" in row)])
