@@ -119,8 +119,9 @@ def _made(planned: Planned, ops: Sequence[int]) -> dict[str, tuple[Layout, Masks
 
 def _addressed(planned: Planned, name: str) -> list[int]:
     """Ops of an address."""
-    line, primitive = name.rsplit(" ", 3)[0].rpartition(":")[2], name.rsplit(" ", 3)[1]
-    some = ((i, op) for i, op in enumerate(planned.graph.ops) if op.primitive == primitive and str(op.source.line) == line)
+    place, primitive, _, _ = name.rsplit(" ", 3)
+    line = int(place.rpartition(":")[2])
+    some = ((i, op) for i, op in enumerate(planned.graph.ops) if op.source.line == line and op.primitive == primitive)
     return [i for i, op in some if op.outs and not op.traits.copy and address(op) == name]
 
 

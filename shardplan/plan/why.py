@@ -233,9 +233,9 @@ def _priced(
 ) -> tuple[tuple[LayoutChoice, ...], int, tuple[str, ...]]:
     """(choices with figures, how many have none, those that cannot be)."""
     changes = what_if.changes(wanted)
-    possible = sorted((change.cost, n, text, change) for n, (text, change) in enumerate(changes.items()) if change)
+    possible = sorted(((text, change) for text, change in changes.items() if change), key=lambda x: x[1].cost)
     choices = []
-    for _, _, text, change in possible[:JUDGED]:
+    for text, change in possible[:JUDGED]:
         layout = wanted[text][0]
         if estimate:
             seconds, peak, sent = what_if.estimated(change)

@@ -9,10 +9,9 @@ Also known as the best response of a neighbourhood.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,16 +30,28 @@ WHOLE_WORK = 1.0
 """Its work on all of the network."""
 
 
-class Change(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Change:
     """States near those of a plan.
 
     Attributes:
-        states: of all nodes.
+        near: of the plan.
+        region: the ops that adapt.
+        small: their part of the network, reduced.
         cost: by how much more than the plan's, in picoseconds at the network's prices.
+        found: gives the states of the reduced part.
     """
 
-    states: tuple[int, ...]
+    near: Neighbourhood
+    region: tuple[int, ...]
+    small: Presolved
     cost: float
+    found: Callable[[], Sequence[int]]
+
+    @cached_property
+    def states(self) -> tuple[int, ...]:
+        """Of all nodes."""
+        return self.near._with(self.region, self.small.invert(self.found()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,36 +104,21 @@ class Neighbourhood:
                     found[n] = change
         return found
 
-    def _changes(
-        self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray], hops: int
-    ) -> Iterator[Change | None]:
+    def _changes(self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray], hops: int) -> list[Change | None]:
         region = self._near(wanted[0], hops)
         part = self._part({i: mask for i, mask in self._tiled(held).items() if i not in wanted[0]}, region)
         number = {i: n for n, i in enumerate(region)}
-        chosen = [number[i] for i in wanted[0]]
-        small = presolve(part, kept=chosen, dominance=0) if all(np.isfinite(c).any() for c in part.costs) else None
-        present = part.objective([self.states[i] for i in region])
+        if not all(np.isfinite(c).any() for c in part.costs):
+            return [None] * len(wanted)
+        small = presolve(part, kept=[number[i] for i in wanted[0]], dominance=0)
+        if not small.feasible:
+            return [None] * len(wanted)
+        before, found = part.objective([self.states[i] for i in region]), []
         for masks in wanted:
-            allowed = {i: mask & held[i] if i in held else mask for i, mask in masks.items()}
-            found = None if small is None else self._solved(small, {number[i]: mask for i, mask in self._tiled(allowed).items()})
-            yield None if found is None else Change(self._with(region, found[0]), found[1] - present)
-
-    @staticmethod
-    def _solved(small: Presolved, masks: Mapping[int, np.ndarray]) -> tuple[tuple[int, ...], float] | None:
-        """(states before presolve, their cost), the kept nodes within their masks; None if there are none."""
-        costs = list(small.problem.costs)
-        for n, i in enumerate(small.nodes):
-            if i in masks:
-                costs[n] = np.where(masks[i], costs[n], np.inf)
-                if not np.isfinite(costs[n]).any():
-                    return None
-        problem = replace(small.problem, costs=tuple(costs))
-        rest = presolve(problem, dominance=0) if small.feasible else small  # most often nothing is left
-        found = solve(problem, presolved=rest, work_limit=WORK) if rest.feasible and rest.nodes else None
-        if not rest.feasible or (found and not found.found):
-            return None
-        states, cost = (found.states, found.objective) if found else (rest.invert(()), rest.offset)
-        return small.invert(states), small.offset + cost
+            allowed = self._tiled({i: mask & held[i] if i in held else mask for i, mask in masks.items()})
+            best = _minimum(small, {number[i]: mask for i, mask in allowed.items()})
+            found.append(best and Change(self, tuple(region), small, best[0] + small.offset - before, best[1]))
+        return found
 
     def solved_with(self, wanted: Mapping[int, np.ndarray]) -> tuple[int, ...] | None:
         """As `states_with`, but every op may leave its state."""
@@ -193,3 +189,14 @@ class Neighbourhood:
         for i, s in zip(region, found, strict=True):
             states[i] = s
         return tuple(states)
+
+
+def _minimum(small: Presolved, masks: Mapping[int, np.ndarray]) -> tuple[float, Callable[[], Sequence[int]]] | None:
+    """(least cost of a reduced network whose kept nodes stay within their masks, what gives its states); None if there is none."""
+    costs = (np.where(masks[i], c, np.inf) if i in masks else c for i, c in zip(small.nodes, small.problem.costs, strict=True))
+    problem = replace(small.problem, costs=tuple(costs))
+    rest = presolve(problem, dominance=0)
+    if not rest.feasible or not rest.nodes:  # most often nothing is left
+        return (rest.offset, lambda: rest.invert(())) if rest.feasible else None
+    found = solve(problem, presolved=rest, work_limit=WORK)
+    return (found.objective, lambda: found.states) if found.found else None
