@@ -184,6 +184,8 @@ def test_what_was_chosen_stays_chosen(plan):
     layouts = {x.path: str(x.layout) for x in twice.inputs}
     assert {layouts[f"params/layers/{n}/up"] for n in (0, 1)} == {"P('model', None)"}
     assert {layouts[f"params/layers/{n}/down"] for n in (0, 1)} == {"P(None, 'data')"}
+    for estimate in (True, False):  # and can be chosen otherwise
+        assert len(once.why("params/layers/*/up", estimate=estimate).choices) > 2
 
 
 def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(plan):

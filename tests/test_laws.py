@@ -115,7 +115,7 @@ def plan_of(name, cluster="h100", sizes=(2, 4), axes=("data", "model"), pin=None
 def task_of(plan: Plan) -> PlanningTask:
     found = plan.context.planned
     space = found.space
-    graph = untie_pinned_state(found.traced.graph(), found.options)  # before copies are put in
+    graph = untie_pinned_state(found.traced.graph, found.options)  # before copies are put in
     return PlanningTask(graph, Resharder(space.mesh, space.cluster), found.options, Stopwatch())
 
 

@@ -182,12 +182,10 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
             what: inputs by a path, a pattern as in `pins` or several, all of one shape; a line "train.py:41", for its most expensive
                 reshard; a reshard of `decisions`; or results of ops, "train.py:41 dot_general forward float32[8,4]", and with
                 " operand 1" after it their reshards there.
-            estimate: price other choices by the plan's cost network alone, within a tenth of a second for steps of 10,000 equations;
-                otherwise the steps of the best six are scheduled.
+            estimate: whether the plan's cost network alone prices other choices; otherwise the steps of the best six are scheduled.
 
         Returns:
-            A `shardplan.plan.why.Why`; `print` it. Seconds and bytes of other choices are those of plans in which nearby ops adapt and
-            the rest stays: `fix` may find faster ones.
+            A `Why`; `print` it. Seconds and bytes of other choices are of plans in which nearby ops adapt: `fix` may find faster ones.
 
         Raises:
             ShardingError: when this plan was read from a file, or nothing in it is so called.

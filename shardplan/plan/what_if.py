@@ -30,7 +30,7 @@ from shardplan.plan.asked import Asked, Masks, asked
 from shardplan.plan.data import PlannedReshard
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
-from shardplan.search.neighbourhood import Change, Neighbourhood
+from shardplan.search.neighbourhood import Nearby, Neighbourhood
 from shardplan.search.objective import Judged, judge
 from shardplan.units import format_memory
 
@@ -142,19 +142,19 @@ class WhatIf:
         limit = network.limit if network.blocks.aliasing else None  # the states are those of a network that was found under it
         return replace(judge(self.task, Candidate(network, found), limit), limit=network.limit)
 
-    def changes(self, wanted: Mapping[str, tuple[Layout, Masks]]) -> dict[str, Change | None]:
+    def changes(self, wanted: Mapping[str, tuple[Layout, Masks]]) -> dict[str, Nearby | None]:
         """The plan's network changed for each choice of `Asked.wanted`; None if the ops around cannot adapt.
 
         Layouts that were chosen before stay.
         """
-        found: dict[str, Change | None] = dict.fromkeys(wanted)
+        found: dict[str, Nearby | None] = dict.fromkeys(wanted)
         choices = sorted(wanted, key=lambda text: (*wanted[text][1],))  # those of the same ops together
         for _, group in groupby(choices, key=lambda text: (*wanted[text][1],)):
             some = [*group]
             found |= zip(some, self.neighbourhood.choices([wanted[text][1] for text in some], self.planned.held), strict=True)
         return found
 
-    def estimated(self, change: Change) -> tuple[float, float, float]:
+    def estimated(self, change: Nearby) -> tuple[float, float, float]:
         """(seconds, peak, sent bytes) of the step after a change, not scheduled: what changes is counted as in the plan's network."""
         planned, network, graph = self.planned, self.planned.network, self.planned.graph
         present = planned.solution.states

@@ -31,7 +31,7 @@ WHOLE_WORK = 1.0
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class Nearby:
     """States near those of a plan.
 
     Attributes:
@@ -89,14 +89,14 @@ class Neighbourhood:
                 return states
         return None
 
-    def choices(self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray]) -> list[Change | None]:
+    def choices(self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray]) -> list[Nearby | None]:
         """What `states_with` answers for each of several choices of the same ops; what adapts to all of them is found once.
 
         Args:
             wanted: per choice, op -> bool [strategy]; every choice names the same ops.
-            held: bool [strategy] of ops that adapt within it.
+            held: bool [strategy] of other ops that adapt within it.
         """
-        found: list[Change | None] = [None] * len(wanted)
+        found: list[Nearby | None] = [None] * len(wanted)
         for hops in HOPS:
             left = [n for n, change in enumerate(found) if change is None]
             if left:
@@ -104,7 +104,7 @@ class Neighbourhood:
                     found[n] = change
         return found
 
-    def _changes(self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray], hops: int) -> list[Change | None]:
+    def _changes(self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray], hops: int) -> list[Nearby | None]:
         region = self._near(wanted[0], hops)
         part = self._part({i: mask for i, mask in self._tiled(held).items() if i not in wanted[0]}, region)
         number = {i: n for n, i in enumerate(region)}
@@ -115,9 +115,8 @@ class Neighbourhood:
             return [None] * len(wanted)
         before, found = part.objective([self.states[i] for i in region]), []
         for masks in wanted:
-            allowed = self._tiled({i: mask & held[i] if i in held else mask for i, mask in masks.items()})
-            best = _minimum(small, {number[i]: mask for i, mask in allowed.items()})
-            found.append(best and Change(self, tuple(region), small, best[0] + small.offset - before, best[1]))
+            best = _minimum(small, {number[i]: mask for i, mask in self._tiled(masks).items()})
+            found.append(best and Nearby(self, tuple(region), small, best[0] + small.offset - before, best[1]))
         return found
 
     def solved_with(self, wanted: Mapping[int, np.ndarray]) -> tuple[int, ...] | None:
