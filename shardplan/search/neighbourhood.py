@@ -92,10 +92,13 @@ class Neighbourhood:
     def choices(self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray]) -> list[Nearby | None]:
         """What `states_with` answers for each of several choices of the same ops; what adapts to all of them is found once.
 
+        Repeated layers change one by one.
+
         Args:
             wanted: per choice, op -> bool [strategy]; every choice names the same ops.
             held: bool [strategy] of other ops that adapt within it.
         """
+        assert not self.tied
         found: list[Nearby | None] = [None] * len(wanted)
         for hops in HOPS:
             left = [n for n, change in enumerate(found) if change is None]
