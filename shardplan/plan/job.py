@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any
 
@@ -23,7 +22,6 @@ from shardplan.mesh.layout import Layout
 from shardplan.plan.arguments import arguments, tree_paths
 from shardplan.plan.data import JobPart, Leaf, seconds_per_call
 from shardplan.plan.plan import Plan
-from shardplan.plan.what_if import WhatIf
 from shardplan.units import fit, format_array
 
 StateLayouts = Mapping[int, Layout]
@@ -111,20 +109,16 @@ class SharedPart:
 
     def seconds_with(self, state: StateLayouts) -> float:
         """Seconds with these layouts of the state, without planning anew; infinite if nothing near the own plan has them."""
-        planned, what_if = self.alone.context.planned, self._what_if
+        planned, prices = self.alone.context.planned, self.alone.context.prices
         masks: dict[bool, dict[int, np.ndarray]] = {True: {}, False: {}}
         for at, n in zip(planned.graph.args, self.numbers, strict=False):
             stays = planned.result_layout(at) == state[n]
             masks[stays][at] = np.array([x == state[n] for x in planned.space.strategies[at].results[0]])
         if not masks[False]:
             return planned.timeline.total_s
-        states = what_if.neighbourhood.states_with(masks[False], masks[True]) if all(m.any() for m in masks[False].values()) else None
-        judged = None if states is None else what_if.judged(states)
+        states = prices.neighbourhood.states_with(masks[False], masks[True]) if all(m.any() for m in masks[False].values()) else None
+        judged = None if states is None else prices.judged(states)
         return np.inf if judged is None or judged.excess_bytes else judged.timeline.total_s
-
-    @cached_property
-    def _what_if(self) -> WhatIf:
-        return WhatIf(self.alone.context.planned)
 
 
 def shared_parts(names: Sequence[str], plans: Sequence[Plan], given: Sequence[Any]) -> list[SharedPart]:

@@ -174,7 +174,7 @@ class WhatIf:
 
     @cached_property
     def _profile(self) -> np.ndarray:
-        """Bytes of the plan at every time at which anything may be in memory, at least one."""
+        """Bytes that the plan has in memory at every time of any plan, [time]."""
         network = self.planned.network
         found = np.zeros(1 + max((x.hi for x in network.lifetimes), default=0))
         own = network.profile(self.planned.solution.states)

@@ -32,14 +32,14 @@ WHOLE_WORK = 1.0
 
 @dataclass(frozen=True, eq=False)
 class Nearby:
-    """States near those of a plan.
+    """States near those of a plan; they are found out when they are first asked for.
 
     Attributes:
-        near: of the plan.
+        near: the neighbourhood of the plan.
         region: the ops that adapt.
-        small: their part of the network, reduced.
-        cost: by how much more than the plan's, in picoseconds at the network's prices.
-        found: gives the states of the reduced part.
+        small: the network of these ops, reduced.
+        cost: picoseconds by which these states cost more than the plan's, at the network's prices.
+        found: gives the states of the reduced network.
     """
 
     near: Neighbourhood
@@ -108,6 +108,7 @@ class Neighbourhood:
         return found
 
     def _changes(self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray], hops: int) -> list[Nearby | None]:
+        """What `choices` finds among the ops up to `hops` arrays away."""
         region = self._near(wanted[0], hops)
         part = self._part({i: mask for i, mask in self._tiled(held).items() if i not in wanted[0]}, region)
         number = {i: n for n, i in enumerate(region)}
