@@ -441,12 +441,12 @@ def test_gradients_are_scattered_along_the_major_dim():
 
 @pytest.mark.slow
 def test_where_all_fast_plans_need_too_much_memory_one_that_fits_is_found():
-    """Gradients wait for those they are combined with, and hold their operands: a plan may need more than it was found with."""
+    """The fast plans hold copies of parameters; without, all arrays at the peak are split over all devices, nothing less is left."""
     step, state, batch = zoo.example("gpt", layers=1, width=512, length=512, batch=64)
     mesh = AbstractMesh((2, 4), ("data", "model"))
     free = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(state, batch).memory().peak
-    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, memory=0.95 * free)(step).plan(state, batch)
-    assert plan.memory().peak <= 0.95 * free
+    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, memory=0.97 * free)(step).plan(state, batch)
+    assert plan.memory().peak <= 0.97 * free
 
 
 # ---- the rules in compiled programs

@@ -84,7 +84,7 @@ class Allocation(NamedTuple):
     times: int = 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CostNetwork:
     """A problem and how to read its answer.
 

@@ -126,7 +126,7 @@ class StepFacts:
         return accumulated_sums(self.graph, self.accumulated_operands)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StrategySpace:
     """The strategies of every op on a mesh of a cluster, and what the XLA model says of the graph.
 

@@ -48,7 +48,7 @@ class Stopwatch:
         self.start = now
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PlanningTask:
     """A step, before copies are put in, on a mesh, with options: what every search starts from.
 

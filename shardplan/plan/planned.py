@@ -28,7 +28,7 @@ from shardplan.xla_model.compiler_options import XlaOptions
 from shardplan.xla_model.timeline import Timeline
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Planned:
     """The result of planning."""
 

@@ -47,7 +47,7 @@ NEAR_TIE = 0.005
 """Among plans of at most this fraction more seconds than the fastest, the simplest is taken."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Judged:
     """A candidate by the objective.
 
@@ -151,7 +151,7 @@ def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) 
     return best
 
 
-@dataclass
+@dataclass(repr=False)
 class Candidates:
     """All plans that a search has come upon, by the objective.
 
