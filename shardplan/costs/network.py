@@ -14,7 +14,7 @@ strategies, without tables: a network prices its `problem` when a search asks fo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -306,6 +306,20 @@ class CostNetwork:
         """All that may be in memory."""
         return tuple(self._lifetimes())
 
+    @cached_property
+    def lifetimes_of(self) -> Mapping[int, tuple[Allocation, ...]]:
+        """Op -> what it may have in memory."""
+        found: dict[int, list[Allocation]] = {}
+        for x in self.lifetimes:
+            found.setdefault(x.op, []).append(x)
+        return {i: tuple(some) for i, some in found.items()}
+
+    def under(self, limit: float | None) -> CostNetwork:
+        """The same network under another limit of bytes per device: what may be in memory is the same."""
+        other = replace(self, limit=limit)
+        other.__dict__.update({name: self.__dict__[name] for name in ("lifetimes", "lifetimes_of") if name in self.__dict__})
+        return other
+
     def _lifetimes(self) -> Iterator[Allocation]:
         graph, live, blocks = self.space.graph, self.prices.live, self.blocks
         for v, interval in enumerate(live):
@@ -331,7 +345,8 @@ class CostNetwork:
     def allocations(self, states: Sequence[int], ops: Collection[int] | None = None) -> list[tuple[int, int, int, float]]:
         """(op, lo, hi, bytes) of all that a device has in memory at times lo <= t < hi, implicit copies included; or of some `ops`."""
         graph, of, out = self.space.graph, self.space.strategies, []
-        for i, array, v, lo, hi, buffer, times in self.lifetimes if ops is None else (x for x in self.lifetimes if x[0] in ops):
+        some = self.lifetimes if ops is None else (x for i in ops for x in self.lifetimes_of.get(i, ()))
+        for i, array, v, lo, hi, buffer, times in some:
             block, s = divmod(states[i], len(of[i]))
             if (buffer == "own" and not block) or (buffer == "retained" and block != self.blocks.count(i) - 1):
                 continue

@@ -146,7 +146,7 @@ def matches(label: str, pattern: str) -> bool:
     pattern = pattern.strip("/")
     if label == pattern or label.endswith(f"/{pattern}"):  # whatever signs are in it, as in "w[0]"
         return True
-    if not set("*?") & set(pattern):
+    if "*" not in pattern and "?" not in pattern:
         return False
 
     def match(path: list[str], want: list[str]) -> bool:

@@ -68,6 +68,13 @@ def asked(plan: Plan, what: str | Sequence[str] | PlannedReshard) -> Asked:
         raise ShardingError(
             f'why() takes no {type(what).__name__}.\n  ways out: the path of an input, a line such as "train.py:41", or a reshard'
         )
+    key = what if isinstance(what, str) else tuple(what)
+    if key not in planned.asked:
+        planned.asked[key] = _named(plan, planned, what)
+    return planned.asked[key]
+
+
+def _named(plan: Plan, planned: Planned, what: str | Sequence[str]) -> Asked:
     paths = [what] if isinstance(what, str) else list(what)
     inputs = [i for i in planned.graph.args if any(matches(planned.graph.ops[i].label, path) for path in paths)]
     if inputs:
@@ -121,8 +128,8 @@ def _addressed(planned: Planned, name: str) -> list[int]:
     """Ops of an address."""
     place, primitive, _, _ = name.rsplit(" ", 3)
     line = int(place.rpartition(":")[2])
-    some = ((i, op) for i, op in enumerate(planned.graph.ops) if op.source.line == line and op.primitive == primitive)
-    return [i for i, op in some if op.outs and not op.traits.copy and address(op) == name]
+    some = ((i, planned.graph.ops[i]) for i in planned.ops_at.get((line, primitive), ()))
+    return [i for i, op in some if op.outs and address(op) == name]
 
 
 def _of_one_layout(planned: Planned, ops: Sequence[int], layout: str | None) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from shardplan.costs.decided_tasks import Tasks
 from shardplan.costs.memory_categories import categories
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options, ReshardKey
-from shardplan.costs.pins import pin_description, pins_by_op
+from shardplan.costs.pins import Pin, pin_description, pins_by_op
 from shardplan.costs.space import StrategySpace
 from shardplan.costs.states import PS
 from shardplan.emit.emit import EmitDecision
@@ -63,6 +64,33 @@ class Planned:
     def user_ops(self) -> tuple[int, ...]:
         """Numbers of the ops that are the program's own, as `PlanDecision.op` counts them: no copies."""
         return tuple(i for i, op in enumerate(self.graph.ops) if not op.traits.copy)
+
+    @cached_property
+    def ops_at(self) -> Mapping[tuple[int, str], list[int]]:
+        """(line, primitive) -> the program's own ops, which may be of several files."""
+        found: dict[tuple[int, str], list[int]] = {}
+        for i in self.user_ops:
+            op = self.graph.ops[i]
+            found.setdefault((op.source.line, op.primitive), []).append(i)
+        return found
+
+    @cached_property
+    def asked(self) -> dict[Any, Any]:
+        """What `Plan.why` was asked for -> what it is about (`asked.py`): a row that is opened is asked for several times."""
+        return {}
+
+    @cached_property
+    def pins(self) -> Mapping[int, list[Pin]]:
+        """Op -> the pins of its result."""
+        return pins_by_op(self.graph, self.options)
+
+    @cached_property
+    def tied(self) -> Mapping[int, list[int]]:
+        """Class of `Problem.ties` -> its ops, which repeated layers have in common."""
+        found: dict[int, list[int]] = {}
+        for i, c in enumerate(self.network.problem.ties):
+            found.setdefault(c, []).append(i)
+        return found
 
     @cached_property
     def categories(self) -> Mapping[int, str]:
@@ -155,7 +183,7 @@ class Planned:
 
         A region is a set of ops between which arrays are read in the layouts they are made in.
         """
-        graph, pins = self.graph, pins_by_op(self.graph, self.options)
+        graph, pins = self.graph, self.pins
         if len(pins) < 2:
             return {}
         words = {i: pin_description(graph.ops[i], asked) for i, asked in pins.items()}

@@ -7,9 +7,9 @@ bytes are those of its scheduled program: the best plan with that layout takes a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -34,6 +34,9 @@ from shardplan.search.neighbourhood import Nearby, Neighbourhood
 from shardplan.search.objective import Judged, judge
 from shardplan.units import format_memory
 
+MAX_JUDGED = 8
+"""Plans that are kept as they were judged: those of the choices that are shown, which may be taken."""
+
 
 @paused_collector()
 def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str | Sequence) -> Plan:
@@ -53,7 +56,7 @@ def what_if(plan: Plan, what: str | Sequence[str] | PlannedReshard, choice: str 
     judged = prices.judged(change.states)
     bound = planned.solution.bound  # of all plans, so of those with this layout too
     network, solution = judged.proven(min(bound, judged.solution.objective))
-    network = replace(network, limit=planned.network.limit)
+    network = network.under(planned.network.limit)
     after = replace(
         planned,
         network=network,
@@ -135,12 +138,17 @@ class WhatIf:
         planned = self.planned
         return Judged(planned.network, planned.solution, planned.timeline, planned.network.limit, planned.xla)
 
-    def judged(self, states: Sequence[int]) -> Judged:
-        """The plan of these states of the plan's network, by the objective."""
-        network = self.planned.network
-        found = Solution("feasible", tuple(states), 0.0, 0.0)
-        limit = network.limit if network.blocks.aliasing else None  # the states are those of a network that was found under it
-        return replace(judge(self.task, Candidate(network, found), limit), limit=network.limit)
+    @cached_property
+    def judged(self) -> Callable[[tuple[int, ...]], Judged]:
+        """The plan of these states of the plan's network, by the objective; what was priced last is not judged again."""
+
+        def judged(states: tuple[int, ...]) -> Judged:
+            network = self.planned.network
+            found = Solution("feasible", states, 0.0, 0.0)
+            limit = network.limit if network.blocks.aliasing else None  # the states are those of a network that was found under it
+            return replace(judge(self.task, Candidate(network, found), limit), limit=network.limit)
+
+        return lru_cache(maxsize=MAX_JUDGED)(judged)
 
     def changes(self, wanted: Mapping[str, tuple[Layout, Masks]]) -> dict[str, Nearby | None]:
         """The plan's network changed for each choice of `Asked.wanted`; None if the ops around cannot adapt.
@@ -158,15 +166,15 @@ class WhatIf:
         """(seconds, peak, sent bytes) of the step after a change, not scheduled: what changes is counted as in the plan's network."""
         planned, network, graph = self.planned, self.planned.network, self.planned.graph
         present = planned.solution.states
-        changed = np.flatnonzero(np.array(present) != np.array(change.states)).tolist()
+        changed = change.changed
         near = set(changed).union(j for i in changed for v in graph.ops[i].outputs for j, _ in graph.values[v].consumers)
         now, then = (network.allocations(states, near) for states in (present, change.states))
         more = sum_over_intervals([*((lo, hi, n) for _, lo, hi, n in then), *((lo, hi, -n) for _, lo, hi, n in now)])
         profile = self._profile.copy()
         profile[: len(more)] += more
         strategies = list(planned.strategies)
-        for i in changed:
-            strategies[i] = change.states[i] % len(planned.space.strategies[i])
+        for i, s in changed.items():
+            strategies[i] = s % len(planned.space.strategies[i])
         sent = _sent_bytes(network, strategies, network.retained(change.states), near)
         sent -= _sent_bytes(network, planned.strategies, planned.retained, near)
         seconds = planned.timeline.total_s + change.cost / PS

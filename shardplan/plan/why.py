@@ -11,14 +11,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 from shardplan import _jax
-from shardplan.costs.pins import pin_description, pins_by_op
+from shardplan.costs.pins import pin_description
 from shardplan.files import is_library, portable
 from shardplan.ir.graph import Source
 from shardplan.mesh.collective import wire_bytes
@@ -116,31 +115,54 @@ class Why:
 
 def why(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool = False) -> Why:
     """The answer of `Plan.why`."""
-    planned, found = plan.context.planned, asked(plan, what)
-    graph, what_if = planned.graph, plan.context.prices
+    found, what_if = asked(plan, what), plan.context.prices
     choices, unpriced, impossible = _priced(what_if, found.wanted, estimate)
+    facts = _facts(plan, what, found)
+    chosen = _choice(facts.chosen.text, found.layout, what_if.present, what_if.sent_bytes)
+    of_choices = _constraints_by_choices(chosen, choices, what_if.present.limit)
+    return replace(
+        facts,
+        chosen=chosen,
+        choices=choices,
+        unpriced=unpriced,
+        impossible=impossible,
+        constraints=(*facts.constraints, *of_choices),
+        estimated=estimate,
+    )
+
+
+def facts(plan: Plan, what: str | Sequence[str] | PlannedReshard) -> tuple[Why, tuple[str, ...]]:
+    """What is known without pricing anything: an answer without other choices, and these in words."""
+    found = asked(plan, what)
+    return _facts(plan, what, found), tuple(found.wanted)
+
+
+def _facts(plan: Plan, what: str | Sequence[str] | PlannedReshard, found: Asked) -> Why:
+    planned, memory = plan.context.planned, plan.memory_report
+    graph = planned.graph
     made = graph.maker(found.value)
     if found.kind == "reshards":
         assert found.reader is not None
         i, (_, after, uses) = found.ops[0], found.reader
         others = (u for u in _readers(planned, found.value) if u.stack != _stack(graph.ops[i].source))
         readers = _use(planned, i, after, uses), *others
-        chosen, binding = _choice("as planned", found.layout, what_if.present), [made, found.reader[0]]
+        name, binding = "as planned", [made, found.reader[0]]
     else:
         readers = tuple(_readers(planned, found.value))
-        chosen, binding = _choice(str(found.layout), found.layout, what_if.present), found.ops
+        name, binding = str(found.layout), found.ops
     return Why(
         name=_name(planned, what, found),
         array=format_array(graph.values[found.value]),
         layout=found.layout,
         maker=_use(planned, made, found.layout),
         readers=readers,
-        chosen=chosen,
-        choices=choices,
-        unpriced=unpriced,
-        impossible=impossible,
-        constraints=tuple(_constraints(plan, planned, binding, pins_by_op(graph, planned.options), chosen, choices)),
-        estimated=estimate,
+        chosen=LayoutChoice(
+            name, found.layout, plan.seconds["total"], memory.peak, plan.comm_bytes, memory.limit is None or memory.peak <= memory.limit
+        ),
+        choices=(),
+        unpriced=0,
+        impossible=(),
+        constraints=tuple(_constraints(plan, planned, binding)),
     )
 
 
@@ -242,13 +264,13 @@ def _priced(
             fits = what_if.present.limit is None or peak <= what_if.present.limit
             choices.append(LayoutChoice(text, layout, to_digits(seconds), peak, sent, fits))
         else:
-            choices.append(_choice(text, layout, what_if.judged(change.states)))
+            judged = what_if.judged(change.states)
+            choices.append(_choice(text, layout, judged, sent_bytes(judged.network, judged.states)))
     impossible = tuple(text for text, change in changes.items() if change is None)
     return tuple(sorted(choices, key=lambda c: (not c.fits, c.seconds))), max(0, len(possible) - JUDGED), impossible
 
 
-def _choice(text: str, layout: Layout, judged: Judged) -> LayoutChoice:
-    sent = sent_bytes(judged.network, judged.states)
+def _choice(text: str, layout: Layout, judged: Judged, sent: float) -> LayoutChoice:
     return LayoutChoice(text, layout, to_digits(judged.timeline.total_s), judged.peak_bytes, sent, not judged.excess_bytes)
 
 
@@ -256,21 +278,18 @@ def _constraints(
     plan: Plan,
     planned: Planned,
     ops: Sequence[int],
-    pinned: Mapping[int, Any],
-    chosen: LayoutChoice,
-    choices: Sequence[LayoutChoice],
 ) -> Iterator[str]:
-    """In words, what keeps an array from other layouts, or from the fastest one."""
+    """In words, what keeps an array from other layouts, whatever they cost."""
     graph, space = planned.graph, planned.space
     partners = [(a, b) for pair in graph.same_layout for a, b in (pair, pair[::-1]) if a in ops]
     for i in dict.fromkeys([*ops, *(b for _, b in partners)]):
-        if i in pinned:
-            yield f"pin: {pin_description(graph.ops[i], pinned[i])}"
+        if i in planned.pins:
+            yield f"pin: {pin_description(graph.ops[i], planned.pins[i])}"
     for _, b in partners[:1]:
         kind = "output" if graph.ops[b].traits.step_output else "input" if graph.ops[b].traits.step_input else "carry of the loop"
         yield f"tie: the {kind}{f' {graph.ops[b].label}' if graph.ops[b].label else ''} has the same layout, so that no step moves it"
     ties = planned.network.problem.ties
-    equal = [j for j, c in enumerate(ties) if c == ties[ops[0]] and j not in ops] if plan.symmetric_layers and ties else []
+    equal = [j for j in planned.tied[ties[ops[0]]] if j not in ops] if plan.symmetric_layers and ties else []
     if equal:
         labels = [graph.ops[j].label for j in equal if graph.ops[j].label]
         yield f"tie: {len(equal)} ops of repeated layers were given the same strategy{f', {labels[0]} among them' if labels else ''}"
@@ -281,7 +300,10 @@ def _constraints(
         if n > 1 and (bad := [f"{a}={k}" for a, k in space.mesh if n % k and (whole or not splits_unevenly(n, k))]):
             ways = "; pad_state=True would fill it up" if whole and any(splits_unevenly(n, k) for _, k in space.mesh) else ""
             yield f"divisibility: dim {d} of {n} elements is no multiple of {', '.join(bad)}{ways if partners else ''}"
-    limit = planned.network.limit
+
+
+def _constraints_by_choices(chosen: LayoutChoice, choices: Sequence[LayoutChoice], limit: float | None) -> Iterator[str]:
+    """In words, what keeps an array from the fastest layout."""
     quicker = [c for c in choices if not c.fits and c.seconds < chosen.seconds]
     if quicker and limit is not None:
         c = min(quicker, key=lambda c: c.seconds)

@@ -19,6 +19,7 @@ from shardplan.costs.network import CostNetwork
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import Presolved, presolve
 from shardplan.ilp.solver.problem import Edge, Problem
+from shardplan.search.followers import LeaderNetwork
 
 HOPS = (8, 24)
 """How many arrays away ops adapt; further ones where nothing nearer can."""
@@ -36,22 +37,31 @@ class Nearby:
 
     Attributes:
         near: the neighbourhood of the plan.
-        region: the ops that adapt.
-        small: the network of these ops, reduced.
+        leaders: of the ops that adapt.
+        small: the network of these leaders, reduced.
         cost: picoseconds by which these states cost more than the plan's, at the network's prices.
         found: gives the states of the reduced network.
     """
 
     near: Neighbourhood
-    region: tuple[int, ...]
+    leaders: tuple[int, ...]
     small: Presolved
     cost: float
     found: Callable[[], Sequence[int]]
 
     @cached_property
+    def changed(self) -> dict[int, int]:
+        """Op -> its state, where it is not the plan's."""
+        found = self.near.leading.states(self.leaders, self.small.invert(self.found()))
+        return {i: s for i, s in found if s != self.near.states[i]}
+
+    @cached_property
     def states(self) -> tuple[int, ...]:
         """Of all nodes."""
-        return self.near._with(self.region, self.small.invert(self.found()))
+        states = list(self.near.states)
+        for i, s in self.changed.items():
+            states[i] = s
+        return tuple(states)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,19 +119,32 @@ class Neighbourhood:
 
     def _changes(self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray], hops: int) -> list[Nearby | None]:
         """What `choices` finds among the ops up to `hops` arrays away."""
-        region = self._near(wanted[0], hops)
-        part = self._part({i: mask for i, mask in self._tiled(held).items() if i not in wanted[0]}, region)
-        number = {i: n for n, i in enumerate(region)}
+        leading, asked = self.leading, {self.leading.leader[i] for i in wanted[0]}
+        masks = leading.masks({i: mask for i, mask in self._tiled(held).items() if i not in wanted[0]})
+        ops = dict.fromkeys(self._near(wanted[0], hops))
+        leaders = []
+        for n, kept in leading.region(ops, self.states).items():
+            if kept is None or n in asked or np.count_nonzero(kept) > 1:  # else it stays, with all its followers
+                leaders.append(n)
+                if kept is not None:
+                    masks[n] = kept & masks[n] if n in masks else kept
+        part = _part(leading.problem, leading.present, masks, leaders)
+        number = {i: n for n, i in enumerate(leaders)}
         if not all(np.isfinite(c).any() for c in part.costs):
             return [None] * len(wanted)
-        small = presolve(part, kept=[number[i] for i in wanted[0]], dominance=0)
+        small = presolve(part, kept=[number[i] for i in asked], dominance=0)
         if not small.feasible:
             return [None] * len(wanted)
-        before, found = part.objective([self.states[i] for i in region]), []
-        for masks in wanted:
-            best = _minimum(small, {number[i]: mask for i, mask in self._tiled(masks).items()})
-            found.append(best and Nearby(self, tuple(region), small, best[0] + small.offset - before, best[1]))
+        before, found = part.objective([leading.present[n] for n in leaders]), []
+        for choice in wanted:
+            best = _minimum(small, {number[n]: mask for n, mask in leading.masks(self._tiled(choice)).items()})
+            found.append(best and Nearby(self, tuple(leaders), small, best[0] + small.offset - before, best[1]))
         return found
+
+    @cached_property
+    def leading(self) -> LeaderNetwork:
+        """The network without the ops that follow others."""
+        return LeaderNetwork.of(self.network.problem, self.states)
 
     def solved_with(self, wanted: Mapping[int, np.ndarray]) -> tuple[int, ...] | None:
         """As `states_with`, but every op may leave its state."""
@@ -164,27 +187,11 @@ class Neighbourhood:
 
     def _adapted(self, masks: Mapping[int, np.ndarray], region: Sequence[int]) -> tuple[int, ...] | None:
         """The states of least cost of the whole network in which only the region's ops leave theirs."""
-        part = self._part(masks, region)
+        part = _part(self.network.problem, self.states, masks, region, tied=bool(self._members))
         if not all(np.isfinite(c).any() for c in part.costs):
             return None
         found = solve(part, work_limit=WORK)
         return self._with(region, found.states) if found.found else None
-
-    def _part(self, masks: Mapping[int, np.ndarray], region: Sequence[int]) -> Problem:
-        """What the states of the region's ops cost, those of all others given: node n is op `region[n]`."""
-        problem, states = self.network.problem, self.states
-        flat, number = problem.flat, {i: n for n, i in enumerate(region)}
-        costs, edges = [], []
-        for i in region:
-            cost = np.where(masks[i], problem.costs[i], np.inf) if i in masks else problem.costs[i]
-            for at in range(flat.first[i], flat.first[i + 1]):
-                j, edge, side = int(flat.head[at]), flat.edges[flat.edge[at]], flat.side[at]
-                if j not in number:
-                    cost = cost + (edge.cost[states[j]] if side else edge.cost[:, states[j]])
-                elif not side:
-                    edges.append(Edge(number[i], number[j], edge.cost))
-            costs.append(cost)
-        return Problem(tuple(costs), tuple(edges), ties=tuple(problem.ties[i] for i in region) if self._members else ())
 
     def _with(self, region: Sequence[int], found: Sequence[int]) -> tuple[int, ...]:
         """All states, those of the region's ops as found."""
@@ -192,6 +199,24 @@ class Neighbourhood:
         for i, s in zip(region, found, strict=True):
             states[i] = s
         return tuple(states)
+
+
+def _part(
+    problem: Problem, states: Sequence[int], masks: Mapping[int, np.ndarray], region: Sequence[int], tied: bool = False
+) -> Problem:
+    """What the states of the region's nodes cost, those of all others given: node n is node `region[n]`."""
+    flat, number = problem.flat, {i: n for n, i in enumerate(region)}
+    costs, edges = [], []
+    for i in region:
+        cost = np.where(masks[i], problem.costs[i], np.inf) if i in masks else problem.costs[i]
+        for at in range(flat.first[i], flat.first[i + 1]):
+            j, edge, side = int(flat.head[at]), flat.edges[flat.edge[at]], flat.side[at]
+            if j not in number:
+                cost = cost + (edge.cost[states[j]] if side else edge.cost[:, states[j]])
+            elif not side:
+                edges.append(Edge(number[i], number[j], edge.cost))
+        costs.append(cost)
+    return Problem(tuple(costs), tuple(edges), ties=tuple(problem.ties[i] for i in region) if tied else ())
 
 
 def _minimum(small: Presolved, masks: Mapping[int, np.ndarray]) -> tuple[float, Callable[[], Sequence[int]]] | None:

@@ -13,12 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
-from shardplan.ilp.solver.presolve import reductions
-from shardplan.ilp.solver.presolve.reductions import PresolveNetwork, ReduceDomain, Reduction
+from shardplan.ilp.solver.presolve.reductions import (
+    AggregateFollower,
+    EliminateNode,
+    Inbox,
+    PresolveNetwork,
+    ReduceDomain,
+    Reduction,
+    TieClasses,
+    undominated_states,
+)
 from shardplan.ilp.solver.presolve.timeline import capacity_masks, remove_redundant_steps
 from shardplan.ilp.solver.problem import Messages, Problem
 
-REDUCTIONS = (ReduceDomain, reductions.AggregateFollower, reductions.EliminateNode)
+OfNode = type[ReduceDomain] | type[AggregateFollower] | type[EliminateNode]
+REDUCTIONS: Sequence[OfNode] = (ReduceDomain, AggregateFollower, EliminateNode)
 """Tried in this order at every node whose surroundings changed."""
 
 DOMINANCE_ENTRIES = 1 << 14  # table entries that the dominance test visits at one node
@@ -48,7 +57,7 @@ class Presolved:
 
     def carry_messages(self, messages: Messages) -> Messages:
         """Messages of TRW-S on the given problem as messages on the remaining one."""
-        inbox: reductions.Inbox = {}
+        inbox: Inbox = {}
         for (i, j), message in messages.items():
             inbox.setdefault(i, {})[j] = message
         for reduction in self.trail:
@@ -64,6 +73,7 @@ def presolve(
     dominance: int = DOMINANCE_ENTRIES,
     deadline: Deadline = UNLIMITED,
     kept: Collection[int] = (),
+    reductions: Sequence[OfNode] = REDUCTIONS,
 ) -> Presolved:
     """Applies every reduction until none finds anything.
 
@@ -73,12 +83,13 @@ def presolve(
         dominance: table entries that the dominance test may visit at one node; 0 for none: it takes longest, and finds next to nothing
             in a part of a presolved problem.
         deadline: checked between reductions; once it is over, dominance tests end.
+        reductions: those that are tried at every node.
         kept: nodes that stay with all their states, so that costs can be added to these later; not with `tie`.
     """
     trail: list[Reduction] = []
     n_nodes, tied = len(problem.costs), bool(tie and problem.ties)
     if tied:
-        problem, classes = reductions.TieClasses.apply(problem)
+        problem, classes = TieClasses.apply(problem)
         trail.append(classes)
     offset, feasible = 0.0, True
     numbers: tuple[int, ...] | None = None  # of the nodes that are left; None: all are
@@ -89,7 +100,7 @@ def presolve(
         problem, remaining = remove_redundant_steps(problem, deadline)
         steps = steps[remaining]
         net, before = PresolveNetwork(problem, deadline, held), problem.n_states
-        found = _reduce(net, capacity_masks(problem), dominance, deadline)
+        found = _reduce(net, capacity_masks(problem), dominance, reductions, deadline)
         trail += found if numbers is None else [reduction.renumber(numbers) for reduction in found]
         offset, feasible = offset + net.offset, net.feasible
         problem, alive = net.to_problem()
@@ -101,24 +112,26 @@ def presolve(
     return Presolved(problem, offset, feasible, numbers or (), tuple(trail), n_nodes, tied, steps)
 
 
-def _reduce(net: PresolveNetwork, masks: dict[int, np.ndarray], dominance: int, deadline: Deadline) -> list[Reduction]:
+def _reduce(
+    net: PresolveNetwork, masks: dict[int, np.ndarray], dominance: int, reductions: Sequence[OfNode], deadline: Deadline
+) -> list[Reduction]:
     """One round: domains by capacity, then all cheap reductions, then dead-end elimination and all cheap ones in turn."""
     found: list[Reduction | None] = [ReduceDomain.apply(net, i, mask) for i, mask in masks.items() if i not in net.kept]
-    found += _exhaust(net, deadline)
+    found += _exhaust(net, reductions, deadline)
     candidates = [i for i, alive in enumerate(net.alive) if alive and i not in net.kept]
     while dominance and candidates and net.feasible and not deadline.over():
         for i in candidates:
             if net.alive[i] and not deadline.over():
-                found.append(ReduceDomain.apply(net, i, reductions.undominated_states(net, i, dominance)))
+                found.append(ReduceDomain.apply(net, i, undominated_states(net, i, dominance)))
         candidates = [i for i in net.worklist if i not in net.kept]
-        found += _exhaust(net, deadline)
+        found += _exhaust(net, reductions, deadline)
     return [reduction for reduction in found if reduction is not None]
 
 
-def _exhaust(net: PresolveNetwork, deadline: Deadline) -> Iterator[Reduction | None]:
+def _exhaust(net: PresolveNetwork, reductions: Sequence[OfNode], deadline: Deadline) -> Iterator[Reduction | None]:
     """Applies the first reduction that finds something at every node of the worklist, until it is empty."""
     while net.worklist and net.feasible:
         deadline.check()
         i, _ = net.worklist.popitem(last=False)
         if net.alive[i] and i not in net.kept:
-            yield next(filter(None, (reduction.apply(net, i) for reduction in REDUCTIONS)), None)
+            yield next(filter(None, (reduction.apply(net, i) for reduction in reductions)), None)

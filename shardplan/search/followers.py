@@ -1,0 +1,87 @@
+"""Ops whose state another op's state decides: found once per plan, so that every part of its network is small.
+
+    leader      an op that follows none
+    followers   of a leader: given its state, each has one state only
+
+Most ops follow: elementwise ops, copies and transposes take the layout of what they read. See `AggregateFollower` of the solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardplan.ilp.solver.presolve.presolve import presolve
+from shardplan.ilp.solver.presolve.reductions import AggregateFollower, ReduceDomain
+from shardplan.ilp.solver.problem import Problem
+
+ONLY_FOLLOWERS = (ReduceDomain, AggregateFollower)
+
+
+@dataclass(frozen=True, eq=False)
+class LeaderNetwork:
+    """A network of leaders, and the states of a plan in it.
+
+    Attributes:
+        problem: node n is a leader; memory is left out.
+        present: per leader, its state in the plan.
+        leader: per op, the number of its leader.
+        members: per leader, it and its followers.
+        state_of: per op, its state by the leader's, [leader's states].
+    """
+
+    problem: Problem
+    present: tuple[int, ...]
+    leader: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
+    state_of: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, problem: Problem, states: Sequence[int]) -> LeaderNetwork:
+        """The leaders of a problem that allows these states."""
+        small = presolve(replace(problem, usages=(), limit=None, ties=()), dominance=0, reductions=ONLY_FOLLOWERS)
+        state_of: dict[int, np.ndarray] = {i: np.arange(len(c)) for i, c in zip(small.nodes, small.problem.costs, strict=True)}
+        leader = {i: n for n, i in enumerate(small.nodes)}
+        for reduction in reversed(small.trail):
+            if isinstance(reduction, ReduceDomain):
+                (i,) = reduction.nodes
+                state_of[i] = reduction.keep[state_of[i]]
+            elif isinstance(reduction, AggregateFollower):
+                i, j = reduction.nodes
+                state_of[i], leader[i] = reduction.f[state_of[j]], leader[j]
+        members: list[list[int]] = [[] for _ in small.nodes]
+        for i in range(len(problem.costs)):
+            members[leader[i]].append(i)
+        present = tuple(int(np.flatnonzero(state_of[i] == states[i])[0]) for i in small.nodes)
+        n = range(len(problem.costs))
+        return cls(small.problem, present, tuple(leader[i] for i in n), tuple(map(tuple, members)), tuple(state_of[i] for i in n))
+
+    def region(self, ops: Collection[int], states: Sequence[int]) -> dict[int, np.ndarray | None]:
+        """Leader -> the states in which every other op than these keeps its own, bool [state], None for all; of leaders of the ops."""
+        found: dict[int, np.ndarray | None] = {}
+        for n in dict.fromkeys(self.leader[i] for i in ops):
+            kept = None
+            for i in self.members[n]:
+                if i not in ops:
+                    own = self.state_of[i] == states[i]
+                    kept = own if kept is None else kept & own
+                    if np.count_nonzero(kept) == 1:  # the plan's own
+                        break
+            found[n] = kept
+        return found
+
+    def masks(self, masks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Masks of leaders' states from those of ops."""
+        found: dict[int, np.ndarray] = {}
+        for i, mask in masks.items():
+            n, own = self.leader[i], mask[self.state_of[i]]
+            found[n] = own & found[n] if n in found else own
+        return found
+
+    def states(self, leaders: Sequence[int], found: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(op, state) of the leaders that change and of their followers."""
+        for n, s in zip(leaders, found, strict=True):
+            if s != self.present[n]:
+                yield from ((i, int(self.state_of[i][s])) for i in self.members[n])
