@@ -18,7 +18,7 @@ from shardplan.emit.decide import decide
 from shardplan.plan.asked import asked
 from shardplan.plan.describe import describe
 from shardplan.plan.schedule import StepSchedule
-from shardplan.plan.what_if import sent_bytes
+from shardplan.plan.what_if import WhatIf, sent_bytes
 from shardplan.view.exports import model_explorer, perfetto
 from shardplan.view.instrument import Instrument
 from shardplan.view.rows import type_text
@@ -166,6 +166,19 @@ def test_choices_of_an_array_are_priced_together_as_each_alone(which, request):
                 assert all(mask[plan.context.planned.network.strategies(change.states)[i]] for i, mask in wanted[text][1].items())
                 priced += 1
     assert priced > 40
+
+
+@pytest.mark.parametrize("which", ["plan", "looped", "changed"])
+def test_estimates_are_the_same_whether_followers_are_found_before_or_not(which, request, monkeypatch):
+    plan = request.getfixturevalue("plan" if which == "changed" else which)
+    plan = plan.what_if("params/layers/*/up", P("model")) if which == "changed" else plan
+    targets = [x if isinstance(x, str) else list(x) for x in Instrument(plan).targets.values()]
+    found = [plan.why(what, estimate=True) for what in targets]
+    monkeypatch.setattr("shardplan.search.followers.ONLY_FOLLOWERS", ())  # every op leads
+    monkeypatch.setitem(plan.context.__dict__, "prices", WhatIf(plan.context.planned))
+    near = plan.context.prices.neighbourhood
+    assert len(near.leading.members) == len(near.states)
+    assert found == [plan.why(what, estimate=True) for what in targets]
 
 
 def test_an_estimate_counts_the_bytes_and_the_peak_that_the_network_has_of_the_whole_step(plan):

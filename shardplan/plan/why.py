@@ -131,12 +131,6 @@ def why(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool =
     )
 
 
-def facts(plan: Plan, what: str | Sequence[str] | PlannedReshard) -> tuple[Why, tuple[str, ...]]:
-    """What is known without pricing anything: an answer without other choices, and these in words."""
-    found = asked(plan, what)
-    return _facts(plan, what, found), tuple(found.wanted)
-
-
 def _facts(plan: Plan, what: str | Sequence[str] | PlannedReshard, found: Asked) -> Why:
     planned, memory = plan.context.planned, plan.memory_report
     graph = planned.graph
