@@ -1,5 +1,7 @@
 """When values are in memory, by the rules of docs/xla_model.md, and where copies stand."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.costs.space import StepFacts, make_strategy_space
 from shardplan.ir.parse import parse
-from shardplan.xla import available
+from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.layout import MeshShape
+from shardplan.xla import available, compile
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.liveness import live_intervals
 from shardplan.xla_model.overlap_windows import OverlapWindows
@@ -73,6 +78,68 @@ def test_rule_13_logits_that_a_loss_slices_are_held_once():
     plan = shardplan.auto(mesh, cluster="h100", pins=pins)(jax.grad(loss)).plan(*(jax.ShapeDtypeStruct(x[:-1], x[-1]) for x in shapes))
     live_bytes = plan.check("h100:8").compiled.live_bytes  # w, logits in bfloat16, and what picks of them give back in float32
     assert plan.memory().peak == pytest.approx(live_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("generator", ["threefry2x32", "rbg"])
+def test_rule_13_a_mask_of_dropout_is_written_not_the_random_bits(generator):
+    def loss(w, x, seed):
+        kept = jax.random.bernoulli(jax.random.key(seed, impl=generator), 0.9, x.shape)
+        return ((jnp.where(kept, (x @ w) / 0.9, 0) @ w) ** 2).sum()
+
+    mesh = MeshShape(("x",), (1,))
+    space = make_strategy_space(StepFacts.of(parse(jax.jit(jax.grad(loss)).trace(X, X, 0).jaxpr), mesh), mesh, Cluster.preset("h100"))
+    graph = space.graph
+    bits = next(i for i, op in enumerate(graph.ops) if op.primitive == "random_bits")
+    drawn = [i for i in graph.reached(graph.ops[bits].outputs[0], lambda i: graph.ops[i].primitive != "select_n")]
+    written = {graph.ops[i].primitive for i in (bits, *drawn) if any(space.materialised[v] for v in graph.ops[i].outputs)}
+    assert written - {"select_n"} == {"lt"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+@pytest.mark.parametrize("draw", ["mask", "factor"])
+def test_rule_13_a_mask_of_dropout_is_held_for_the_backward_pass(draw):
+    rows, width = 4096, 1024
+
+    def layer(h, key):
+        kept = jax.random.bernoulli(key, 0.9, h.shape)
+        return h * kept.astype(h.dtype) / 0.9 if draw == "factor" else jnp.where(kept, h / 0.9, 0)
+
+    def loss(ws, x, seed):
+        for w, key in zip(ws, jax.random.split(jax.random.key(seed), 3), strict=True):
+            x = layer(jax.nn.relu(x @ w), key)
+        return ((x @ ws[0]) ** 2).mean()
+
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, width, width), (rows, width))]
+    text = compile(jax.grad(loss), *types, jax.ShapeDtypeStruct((), jnp.int32), target="h100:1").text
+    written = re.findall(r"= (.*) fusion\(", text[text.index("ENTRY") :])
+    assert sum(f"pred[{rows},{width}]" in types for types in written) == 3  # one per layer, for both passes
+    assert not any(f"u32[{rows},{width}]" in types for types in written)
+
+
+def test_rule_14_results_of_two_branches_are_not_held_at_once():
+    def fun(x, flag):
+        return jax.lax.cond(flag > 0, lambda x: x @ x, lambda x: (x + 1) @ x, x) * 2
+
+    graph = parse(jax.jit(fun).trace(X, 1).jaxpr)
+    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    first, second = (live[op.outputs[0]] for op in graph.ops if op.primitive == "dot_general")
+    assert first is not None and second is not None and first[1] < second[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+def test_rule_14_a_carry_that_one_branch_hands_through_is_updated_in_place_by_another():
+    def sums(x, flags):
+        def add(total, flag):
+            return jax.lax.cond(flag > 0, lambda t: t + jnp.sin(x) * flag, lambda t: t, total), None
+
+        return jax.lax.scan(add, jnp.zeros_like(x), flags)[0]
+
+    x, flags = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1 << 13, 4096), (16,)))
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    plan = shardplan.auto(mesh, cluster="h100", pins={"x": P("data")})(sums).plan(x, flags)
+    assert plan.memory().peak == pytest.approx(plan.check("h100:8").compiled.live_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize("how", ["set", "add", "subtract", "multiply", "min", "max"])

@@ -23,15 +23,8 @@ from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites
 from shardplan.xla_model.copies import with_copies
-from shardplan.xla_model.fusion import (
-    FusedKernels,
-    KernelTraffic,
-    fused_kernels,
-    kernel_traffic,
-    kernels_of,
-    materialised,
-    recomputed_from,
-)
+from shardplan.xla_model.expensive import recomputed_from
+from shardplan.xla_model.fusion import FusedKernels, KernelTraffic, fused_kernels, kernel_traffic, kernels_of, materialised
 from shardplan.xla_model.row_kernels import row_kernels
 
 SMALL_SUM_BYTES = 1 << 16

@@ -51,6 +51,8 @@ class Traits:
     transpose: bool = False  # permutes dims
     broadcast: bool = False  # broadcasts its operand
     gather: bool = False  # looks up places of a table
+    draws: bool = False  # draws random numbers: kernels read them, or what is made of them, rather than draw them again
+    joins_branches: bool = False  # its operands are the results of the branches of a conditional, one each
     scatter: ScatterKind = ""  # how a scatter joins updates with the operand; "" for other ops
     concatenates: bool = False  # joins arrays along a dim
     reduction: bool = False  # reduces dims named by the parameter `axes` with a fixed function
@@ -106,7 +108,7 @@ TRAITS: dict[str, Traits] = {
     # A stack is all zeros before its rows are written
     "loop_stack": Traits(border=True, loop_stack=True, stores_operand=True, leaves_region=True, writes_part=(0, 2)),
     "branch_in": Traits(border=True, alias=True, own_copy=True, stores_operand=True),
-    "branch_out": Traits(border=True, stores_operand=True, materialised=True),
+    "branch_out": Traits(border=True, stores_operand=True, materialised=True, joins_branches=True),
     "barrier": Traits(border=True, recompute_barrier=True, alias=True, same_array=True, own_copy=True),
 }
 """Primitive -> traits: the border ops, and every primitive whose rule declares some."""

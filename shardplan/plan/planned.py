@@ -212,8 +212,8 @@ class Planned:
 
     @property
     def product_flops(self) -> float:
-        """Flops of the matrix products and convolutions that one device does in one step."""
+        """Flops of the matrix products and convolutions that one device does in one step; those that XLA fuses are none."""
         space, ops = self.space, enumerate(self.graph.ops)
-        kinds = ((i, op.runs, op.traits) for i, op in ops)
-        products = [(i, n) for i, n, t in kinds if t.product or t.fused_attention]
+        kinds = ((i, op.runs, op.traits, space.rules[i].fusion) for i, op in ops)
+        products = [(i, n) for i, n, t, fusion in kinds if (t.product and fusion == "none") or t.fused_attention]
         return float(sum((space.rules[i].flops or 0) * space.strategies[i].work[self.strategies[i]] * runs for i, runs in products))

@@ -21,7 +21,8 @@ from typing import Literal
 
 from shardplan.ir.graph import Graph, Op
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.fusion import EXPONENTIALS, FUSIBLE
+from shardplan.xla_model.expensive import EXPONENTIALS
+from shardplan.xla_model.fusion import FUSIBLE
 
 Kind = Literal["attention", "cross-entropy"]
 

@@ -17,8 +17,9 @@ a later kernel, and reads again what an earlier one read:
 
 A reduction of rows may stay on chip, inside the kernels that read its result (`row_kernels.py`).
 
-Facts: fusion-loop, fusion-recompute-cheaper, fusion-expensive, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar,
-fusion-zeros-shared, fusion-multi-output, fusion-concatenate, fusion-reads-part, fusion-in-place-update, product-ragged-masked.
+Facts: fusion-loop, fusion-recompute-cheaper, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar,
+fusion-zeros-shared, fusion-random, fusion-multi-output, fusion-concatenate, fusion-reads-part, fusion-in-place-update,
+product-ragged-masked.
 """
 
 from __future__ import annotations
@@ -29,20 +30,12 @@ from dataclasses import dataclass
 from math import inf
 
 from shardplan.ir.graph import Graph, Op, components
-from shardplan.mesh.device import Device, gpu_of_device_kind
 from shardplan.strategies.rule import Rule
+from shardplan.xla_model.expensive import EXPENSIVE, EXPONENTIALS
 from shardplan.xla_model.physical_layout import transposed_in_memory, transposed_product
 from shardplan.xla_model.row_kernels import RowKernels, reduces_rows, row_kernels
 
 FUSIBLE = ("loop", "view", "reduce")
-EXPENSIVE = ("tanh", "sin", "cos", "pow")
-"""What costs more to compute again than to write and read (fact: fusion-expensive)."""
-EXPENSIVE_S = {(9, 0): 2e-12}
-"""Compute capability -> seconds an element that XLA counts for one of these: between 1.7 and 2.4 ps on Hopper. Elsewhere, where they
-were written in every program seen, at least 5 ps (A100) and 1 ps (B200)."""
-EXPONENTIALS = ("exp", "exp2")
-"""What costs more to compute again than a number per row to write (fact: fusion-rows-exponentials)."""
-
 Kernel = tuple
 """Group of ops, how many kernels it waits for, phase, loop, and the shapes and dims of its reductions."""
 
@@ -152,15 +145,6 @@ def _shared_zeros(graph: Graph) -> list[int]:
     return [v for (shape, dtype, into), some in updated.items() if not into and (shape, dtype, True) in updated for v in some]
 
 
-def recomputed_from(device: Device) -> float:
-    """Bytes an element from which expensive functions are computed again by kernels that read their argument anyway.
-
-    Writing and reading the result takes longer than the function then.
-    """
-    gpu = gpu_of_device_kind(device.name)
-    return EXPENSIVE_S.get(gpu.compute_capability, inf) * device.bytes_per_s / 2 if gpu else inf
-
-
 def _cheaper_to_read(
     graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels, recomputed_bytes: float
 ) -> set[int]:
@@ -170,15 +154,17 @@ def _cheaper_to_read(
     k * sources  >  sources + value + (k - 1) * value.
 
     So are expensive functions that several kernels read, but for those from `recomputed_bytes` an element on whose sources these
-    read anyway.
+    read anyway; and what several kernels read of random numbers, in its narrowest form.
     """
     kernels = kernels_of(graph, rules, written, sums, rows)
     written, inside, rows = kernels.written, kernels.inside, kernels.rows
     out: set[int] = set()
     sources: list[dict[int, float]] = []
+    drawn: list[bool] = []  # per value, whether a kernel that computes it draws random numbers
     for v, value in enumerate(graph.values):
         at = value.producer[0]
         op = graph.ops[at]
+        drawn.append(op.traits.draws or any(u is not None and drawn[u] and not (written[u] or u in out) for u in op.inputs))
         found: dict[int, float] = {}
         for u in op.inputs:
             if u is not None:
@@ -192,9 +178,19 @@ def _cheaper_to_read(
         k = len(inside[at])
         expensive = k > 1 and op.primitive in EXPENSIVE
         expensive = expensive and (value.itemsize < recomputed_bytes or not _sources_are_read(graph, kernels, v, found))
+        expensive |= k > 1 and drawn[v] and not _handed_on(graph, rules, kernels, v)
         if expensive or (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
             out.add(v)
     return out
+
+
+def _handed_on(graph: Graph, rules: Sequence[Rule], kernels: Kernels, v: int) -> bool:
+    """Whether all kernels that compute a value need it for one result, no wider than it: dropout's mask, not the bits behind it."""
+    value, inside = graph.values[v], kernels.inside
+    readers = graph.reached(v, lambda at: _seen_through(graph, rules, at))
+    elementwise = [at for at in readers if rules[at].fusion == "loop" and not graph.ops[at].traits.border]
+    same = (w for at in elementwise if inside[at] == inside[value.producer[0]] for w in graph.ops[at].outputs)
+    return any(not kernels.written[w] and graph.values[w].bytes <= value.bytes for w in same)
 
 
 def _sources_are_read(graph: Graph, kernels: Kernels, v: int, sources: Collection[int]) -> bool:

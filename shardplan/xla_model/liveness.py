@@ -1,12 +1,13 @@
 """When each value is in memory: half-open intervals of op numbers. Two arrays are in memory together iff their intervals overlap.
 
 Rule 13, life: from its op to its last reader; an elementwise reader may reuse the buffer.
-Rule 14, loops: what a loop reads lives until the loop ends, the rows it stacks from its start.
+Rule 14, loops and branches: what a loop reads lives until it ends, the rows it stacks from its start; branches exclude each other.
 Rule 15, the schedule's order: values are read where the schedule runs their readers.
 Rule 16, aliases: copies and operands of loops take over buffers; donated state is overwritten.
 
 docs/xla_model.md states the rules in full. Also known as live ranges, as in register allocation.
-Facts: liveness-elementwise-reuse, liveness-loop-operands, liveness-combined-operands, liveness-scatter-zeros, liveness-donation.
+Facts: liveness-elementwise-reuse, liveness-loop-operands, liveness-branches, liveness-combined-operands, liveness-scatter-zeros,
+liveness-donation.
 """
 
 from __future__ import annotations
@@ -87,10 +88,13 @@ def _last_uses(
 ) -> tuple[list[int], list[int]]:
     """Per value, until when it is needed whoever reads it last; and where its last reader runs, itself or in a fusion, or -1."""
     held, read = [value.producer[0] + 1 for value in graph.values], [-1] * len(graph.values)
+    ends = _branch_ends(graph)
     for v in reversed(range(len(graph.values))):
-        for at, _ in graph.values[v].consumers:
+        for at, k in graph.values[v].consumers:
             op = graph.ops[at]
-            if op.traits.step_output:
+            if (at, k) in ends:
+                held[v] = max(held[v], ends[at, k])
+            elif op.traits.step_output:
                 held[v] = max(held[v], at if at in replaced else len(graph.ops))
             elif op.held_during >= 0 and not op.traits.loop_stack:
                 held[v] = max(held[v], graph.loops[op.held_during].stop)
@@ -102,3 +106,23 @@ def _last_uses(
                     if not materialised[w] or op.traits.alias:
                         held[v], read[v] = max(held[v], held[w]), max(read[v], read[w])
     return held, read
+
+
+def _branch_ends(graph: Graph) -> dict[tuple[int, int], int]:
+    """(op, operand) that takes the result of a branch -> where that branch ends; the last branch ends at the op itself."""
+    ends: dict[tuple, int] = {}  # path of a conditional and number of a branch -> the op behind its last one
+    joined: dict[tuple, list[int]] = {}
+    for at, op in enumerate(graph.ops):
+        if op.traits.joins_branches:
+            joined.setdefault(op.path[:-2], []).append(at)
+    for at, op in enumerate(graph.ops) if joined else ():
+        for n in range(len(op.path) if not op.traits.copy else 0):
+            if op.path[:n] in joined and isinstance(op.path[n], int):
+                ends[op.path[: n + 1]] = at + 1
+    return {
+        (at, k): ends[*path, k]
+        for path, some in joined.items()
+        for at in some
+        for k in range(len(graph.ops[at].inputs) - 1)
+        if (*path, k) in ends
+    }

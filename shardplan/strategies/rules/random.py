@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from shardplan.ir.traits import Traits
 from shardplan.strategies.rule import Rule, factors, replicated_rule, rule
 from shardplan.strategies.rules.shape import move
 
@@ -26,7 +27,7 @@ def bits(in_order: tuple[str, ...], keys, *, out, **_) -> Rule:
     return move((k,), (a,), a, flops=None, head=frozenset(x for (x,) in k))
 
 
-rule("random_bits")(partial(bits, ("rbg", "urbg")))
+rule("random_bits", traits=Traits(draws=True))(partial(bits, ("rbg", "urbg")))
 rule("random_split")(partial(bits, ("urbg",)))  # threefry splits keys of `rbg`
 
 
