@@ -155,7 +155,7 @@ class Compiled:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the buffers alive at the peak; `memory.peak_bytes` is larger where XLA's buffer assignment leaves gaps."""
+        """Bytes of the buffers that XLA's dump lists at its peak; below `memory.peak_bytes` where more is alive at another moment."""
         return sum(b.bytes for b in self.peak)
 
     @cached_property
