@@ -6,7 +6,7 @@
     python benchmarks/fidelity.py moe --show              with each case's comparison, line by line
 
 `collectives` is bytes that a device sends in one step (ring algorithm); `peak` and `live` are the planned memory over XLA's peak and
-over the buffers alive then, without the gaps of its buffer assignment; `products` is flops of products and convolutions; `compute` is
+over the buffers that its dump lists there, which may be too few; `products` is flops of products and convolutions; `compute` is
 seconds of everything but collectives over those of a roofline over the emitted kernels. `unplanned` is the fraction of emitted bytes
 that no planned collective explains. Needs "shardplan[gpu-check]", no GPU.
 """
