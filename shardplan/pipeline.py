@@ -63,7 +63,7 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
         found.bound, _ = lower_bound(task, chosen, deadline)
     bound = max(found.bound, compute_floor(task))
     network, solution = chosen.proven(bound)
-    network = replace(network, limit=memory)
+    network = network.under(memory)
     strategies = network.strategies(solution.states)
     decisions = decide(network, strategies, network.retained(solution.states))
     stopwatch.lap("decisions")

@@ -164,7 +164,7 @@ def test_the_peak_is_listed_tensor_by_tensor():
 
     fn = jax.jit(jax.grad(step), in_shardings=(split(), split("data")), out_shardings=split())
     done = check(fn, sds((12, 64, 64), jnp.float32), sds((1024, 64), jnp.float32), target="h200").compiled
-    assert done.live_bytes <= done.memory.peak_bytes <= 1.25 * done.live_bytes  # XLA's placement leaves gaps
+    assert done.live_bytes <= done.memory.peak_bytes <= 1.25 * done.live_bytes  # the list may be of another moment
     saved = next(b for b in done.peak if b.array.shape == (12, 256, 64))
     assert pathlib.Path(saved.source).name == line_of("BODY")
     weights = next(b for b in done.peak if b.kind == "argument" and b.array.shape == (12, 64, 64))

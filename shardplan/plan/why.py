@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from pkgutil import resolve_name
@@ -115,25 +115,9 @@ class Why:
 
 def why(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool = False) -> Why:
     """The answer of `Plan.why`."""
-    found, what_if = asked(plan, what), plan.context.prices
+    planned, found = plan.context.planned, asked(plan, what)
+    graph, what_if = planned.graph, plan.context.prices
     choices, unpriced, impossible = _priced(what_if, found.wanted, estimate)
-    facts = _facts(plan, what, found)
-    chosen = _choice(facts.chosen.text, found.layout, what_if.present, what_if.sent_bytes)
-    of_choices = _constraints_by_choices(chosen, choices, what_if.present.limit)
-    return replace(
-        facts,
-        chosen=chosen,
-        choices=choices,
-        unpriced=unpriced,
-        impossible=impossible,
-        constraints=(*facts.constraints, *of_choices),
-        estimated=estimate,
-    )
-
-
-def _facts(plan: Plan, what: str | Sequence[str] | PlannedReshard, found: Asked) -> Why:
-    planned, memory = plan.context.planned, plan.memory_report
-    graph = planned.graph
     made = graph.maker(found.value)
     if found.kind == "reshards":
         assert found.reader is not None
@@ -144,19 +128,20 @@ def _facts(plan: Plan, what: str | Sequence[str] | PlannedReshard, found: Asked)
     else:
         readers = tuple(_readers(planned, found.value))
         name, binding = str(found.layout), found.ops
+    chosen = _choice(name, found.layout, what_if.present, what_if.sent_bytes)
+    of_choices = _constraints_by_choices(chosen, choices, what_if.present.limit)
     return Why(
         name=_name(planned, what, found),
         array=format_array(graph.values[found.value]),
         layout=found.layout,
         maker=_use(planned, made, found.layout),
         readers=readers,
-        chosen=LayoutChoice(
-            name, found.layout, plan.seconds["total"], memory.peak, plan.comm_bytes, memory.limit is None or memory.peak <= memory.limit
-        ),
-        choices=(),
-        unpriced=0,
-        impossible=(),
-        constraints=tuple(_constraints(plan, planned, binding)),
+        chosen=chosen,
+        choices=choices,
+        unpriced=unpriced,
+        impossible=impossible,
+        constraints=(*_constraints(plan, planned, binding), *of_choices),
+        estimated=estimate,
     )
 
 
@@ -268,11 +253,7 @@ def _choice(text: str, layout: Layout, judged: Judged, sent: float) -> LayoutCho
     return LayoutChoice(text, layout, to_digits(judged.timeline.total_s), judged.peak_bytes, sent, not judged.excess_bytes)
 
 
-def _constraints(
-    plan: Plan,
-    planned: Planned,
-    ops: Sequence[int],
-) -> Iterator[str]:
+def _constraints(plan: Plan, planned: Planned, ops: Sequence[int]) -> Iterator[str]:
     """In words, what keeps an array from other layouts, whatever they cost."""
     graph, space = planned.graph, planned.space
     partners = [(a, b) for pair in graph.same_layout for a, b in (pair, pair[::-1]) if a in ops]
