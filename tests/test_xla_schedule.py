@@ -22,6 +22,7 @@ import shardplan
 from shardplan.costs.build import build_network
 from shardplan.ir.parse import parse
 from shardplan.xla import available, compile
+from shardplan.xla.compiler.compile import lower_for
 from shardplan.xla.hlo.schedule import overlaps
 from shardplan.xla_model.combining import collective_sites
 from shardplan.xla_model.copies import with_copies
@@ -447,6 +448,42 @@ def test_where_all_fast_plans_need_too_much_memory_one_that_fits_is_found():
     free = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(state, batch).memory().peak
     plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, memory=0.97 * free)(step).plan(state, batch)
     assert plan.memory().peak <= 0.97 * free
+
+
+def normalised(x):
+    mean = jnp.mean(x, 0)
+    return (x - mean) * jax.lax.rsqrt(jnp.mean(x * x, 0) - mean * mean + 1e-5)
+
+
+def by_gradient_norms(ws, x):
+    """Batch norms, whose sums come between the gradients of the weights, and a norm of each gradient."""
+    mesh = AbstractMesh((8,), ("data",))
+
+    def loss(ws):
+        h = x
+        for w in ws:
+            h = jax.nn.relu(normalised(h @ w))
+        return jnp.mean(h**2)
+
+    grads = jax.lax.with_sharding_constraint(jax.grad(loss)(ws), jax.sharding.NamedSharding(mesh, P("data")))
+    return [w - 0.1 * g * jax.lax.rsqrt(jnp.sum(g * g)) for w, g in zip(ws, grads, strict=True)]
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_all_reduces_are_combined_across_reduce_scatters_which_then_stay_apart():
+    args = [S((512, 512), F32)] * 3, S((262144, 512), F32)
+    pins = {f"ws/{n}": P("data", None) for n in range(3)} | {"x": P("data", None)}
+    plan = shardplan.auto(AbstractMesh((8,), ("data",)), cluster="h100", donate_argnums=0, pins=pins)(by_gradient_norms).plan(*args)
+    program = plan.context.planned.program(plan.context.planned.xla)
+    assert program.acyclic is not program
+    _, combined = program.acyclic._joined
+    planned = Counter(program.tasks.kind(n) for n in combined)
+    step, arguments = plan.context.program(plan)
+    done = compile(lower_for("h100:8", step, *arguments), target="h100:8")
+    emitted = Counter(c.kind for c in done.collectives)
+    assert planned["all-reduce"] == emitted["all-reduce"] == 6
+    assert planned["reduce-scatter"] > 1 and emitted["reduce-scatter"] > 1
 
 
 # ---- the rules in compiled programs

@@ -9,7 +9,7 @@ as none waits for another. Products that share an operand are one kernel, which 
 collective that is pipelined in its loop runs with the kernels of the iteration before or after.
 
 Facts: fusion-merges-products, options-pipelined-gather, options-pipelined-gather-memory, options-pipelined-reduction,
-options-double-buffering, combine-sums-in-loops, combine-same-operator.
+options-double-buffering, combine-sums-in-loops, combine-same-operator, combine-order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from math import inf, prod
 from typing import Literal
 
 from shardplan._jax import itemsize
-from shardplan.costs.decided_tasks import OUTSIDE, Tasks, decided_tasks
+from shardplan.costs.decided_tasks import OUTSIDE, Tasks, decided_tasks, waiting_for_each_other
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.split_products import sums_in_float32
 from shardplan.ilp.solver.problem import sum_over_intervals
@@ -39,6 +39,9 @@ MERGED_PRODUCT_BYTES = 64 << 20
 
 LOOP_S = 1e-8
 """Seconds that XLA's scheduler takes a loop for."""
+
+JOINED_LAST = ("reduce-scatter", "all-reduce", "all-gather", None)
+"""Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
 
 Member = tuple[Literal["task", "loop"], int]
 """A task or a loop of a computation."""
@@ -64,14 +67,14 @@ class DecidedProgram:
         states: of all nodes.
         tasks: `decided_tasks` of these.
         options: XLA's compiler options.
-        joins: whether collectives are combined and products merged.
+        apart: tasks that are joined with no others: collectives that are not combined, products not merged.
     """
 
     network: CostNetwork
     states: tuple[int, ...]
     tasks: Tasks
     options: XlaOptions = DEFAULT
-    joins: bool = True
+    apart: frozenset[int] = frozenset()
 
     @property
     def graph(self) -> Graph:
@@ -92,12 +95,15 @@ class DecidedProgram:
 
     @cached_property
     def acyclic(self) -> DecidedProgram:
-        """This program, or if tasks that are joined would wait for each other, the one in which nothing is joined."""
-        try:
-            _ = self._orders
-        except _CycleError:
-            return replace(self, joins=False)
-        return self
+        """This program; if tasks that are joined would wait for each other, those of them that XLA joins later are apart."""
+        found = self
+        for kind in JOINED_LAST:
+            try:
+                _ = found._orders
+            except _CycleError:
+                cyclic = (n for waits in found._members.values() for of, n in waiting_for_each_other(waits) if of == "task")
+                found = replace(found, apart=found.apart.union(n for n in cyclic if kind in (None, self.tasks.kind(n))))
+        return found
 
     def allocations(self) -> list[tuple[int, int, int, float]]:
         """(op, lo, hi, bytes) as of `CostNetwork.allocations`, with what pipelining carries from round to round."""
@@ -113,9 +119,11 @@ class DecidedProgram:
     def _joined(self) -> tuple[list[int], dict[int, list[int]]]:
         """Per task, the task that it is one with; and by the first of them, combined transfers in their order."""
         one = list(range(len(self.tasks.home)))
-        combined = {some[0]: some for some in (self._combined() if self.joins else ([n] for n in self.tasks.transfers))}
-        for some in (*combined.values(), *self._merged_products()) if self.joins else ():
-            for n in some:
+        combined: dict[int, list[int]] = {}
+        for some in self._combined():
+            combined |= {n: [n] for n in some} if some[0] in self.apart else {some[0]: some}
+        for some in (*combined.values(), *self._merged_products()):
+            for n in some if some[0] not in self.apart else ():
                 one[n] = some[0]
         return one, combined
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -29,6 +29,8 @@ from shardplan.costs.states import PS
 from shardplan.ir.graph import Graph, Op, Phase
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import CollectiveSite
+
+T = TypeVar("T")
 
 OUTSIDE = -1
 """The computation that no loop holds."""
@@ -91,6 +93,10 @@ class Tasks:
         if transfer is not None:
             self.transfers[len(self.home) - 1] = transfer
         return len(self.home) - 1
+
+    def kind(self, n: int) -> str | None:
+        """Of a collective."""
+        return self.transfers[n].step.kind if n in self.transfers else None
 
     def waits_for(self, n: int, m: int) -> bool:
         """Whether task n waits, directly or not, for the earlier task m."""
@@ -322,8 +328,18 @@ def _order(kept: Iterable[int], waits: Sequence[tuple[int, ...]], leader: Sequen
 
 def _without_cycles(waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int]:
     """The kernels but for those that would wait for themselves: their ops are kernels of their own."""
-    edges = np.array([(first, leader[m]) for n, first in enumerate(leader) for m in waits[n]], dtype=np.int64).reshape(-1, 2)
-    graph = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(len(leader), len(leader)))
+    kernels: dict[int, list[int]] = {}
+    for n, first in enumerate(leader):
+        kernels.setdefault(first, []).extend(leader[m] for m in waits[n])
+    cyclic = set(waiting_for_each_other(kernels))
+    return [n if first in cyclic else first for n, first in enumerate(leader)]
+
+
+def waiting_for_each_other(waits: Mapping[T, Iterable[T]]) -> list[T]:
+    """Those that wait for themselves by way of others. What each waits for is one of `waits`, too."""
+    number = {name: n for n, name in enumerate(waits)}
+    edges = np.array([(n, number[m]) for n, before in enumerate(waits.values()) for m in before], dtype=np.int64).reshape(-1, 2)
+    graph = csr_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(len(number), len(number)))
     _, component = connected_components(graph, connection="strong")
-    sizes = np.bincount(component[sorted(set(leader))])
-    return [n if sizes[component[first]] > 1 else first for n, first in enumerate(leader)]
+    cyclic = np.bincount(component)[component] > 1
+    return [name for name, n in number.items() if cyclic[n]]
