@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import threading
 import time
 
 import jax
@@ -21,8 +22,10 @@ from shardplan.plan.schedule import StepSchedule
 from shardplan.plan.what_if import WhatIf, sent_bytes
 from shardplan.view.exports import model_explorer, perfetto
 from shardplan.view.instrument import Instrument
+from shardplan.view.pieces import Pieces
 from shardplan.view.rows import type_text
 from shardplan.view.session import Entry, meshes
+from shardplan.view.values import answer_values
 
 pytestmark = pytest.mark.usefixtures("first_plan")
 
@@ -458,8 +461,9 @@ def test_the_widget_prices_replans_undoes_and_cancels(plan):
     answers = []
     widget.observe(lambda change: answers.append(change["new"].get(row)), "answers")
     ask(do="ask", id=row)
-    until(lambda: row in widget.answers and not widget.answers[row]["estimated"])
-    estimate, scheduled = answers  # the first at once
+    until(lambda: not widget.answers[row]["estimated"])
+    facts, estimate, scheduled = answers  # the first before anything is priced
+    assert {c["text"] for c in estimate["choices"]} <= {*facts["pending"]} and estimate["pending"] == []
     assert estimate["estimated"] and {c["text"] for c in estimate["choices"]} == {c["text"] for c in scheduled["choices"]}
     choice = scheduled["choices"][0]
     ask(do="take", id=row, choice=choice["text"])
@@ -480,6 +484,143 @@ def test_the_widget_prices_replans_undoes_and_cancels(plan):
     ask(do="nonsense")
     ask(do="show", n=99)
     assert "IndexError" in widget.message
+
+
+@pytest.fixture
+def unasked(plan):
+    """The plan, of which nothing was asked or estimated."""
+    for known in (plan.known_answers, plan.context.prices.estimates):
+        known.clear()
+    return plan
+
+
+def values(plan, id_, targets, **options):
+    what = targets[id_]
+    return answer_values(plan.why(what if isinstance(what, str) else list(what), **options))
+
+
+def test_an_opened_row_says_all_but_prices_before_any_is_found(unasked, monkeypatch):
+    kernel = Kernel(unasked)
+    targets = kernel.widget._entries[0].instrument.targets
+    expected = {id_: values(unasked, id_, targets, estimate=True) for id_ in targets}
+    monkeypatch.setattr(kernel.widget._pricing, "begin", lambda job: None)
+    monkeypatch.setattr("shardplan.plan.what_if.WhatIf.changing", lambda *_: pytest.fail("it priced"))
+    priced = "choices", "pending", "unpriced", "impossible", "constraints"
+    for id_, answer in expected.items():
+        kernel.ask(do="ask", id=id_)
+        facts = kernel.widget.answers[id_]
+        assert {k: v for k, v in facts.items() if k not in priced} == {k: v for k, v in answer.items() if k not in priced}
+        assert len(facts["pending"]) == sum(len(answer[x]) for x in ("choices", "impossible")) + answer["unpriced"]
+        assert not facts["choices"] and facts["constraints"] == answer["constraints"][: len(facts["constraints"])]
+    assert not unasked.known_answers
+
+
+def test_rows_estimated_ahead_are_answered_with_their_prices_and_nothing_else_shows_them(unasked):
+    page = unasked.html()
+    unasked.known_answers.clear()
+    kernel = Kernel(unasked)
+    widget, targets = kernel.widget, kernel.widget._entries[0].instrument.targets
+    assert not unasked.context.prices.estimates  # no page has said hello: a saved notebook has none
+    kernel.ask(do="hello")
+    kernel.done(lambda: unasked.context.prices.estimates.keys() == targets.keys())
+    assert not widget.answers and not unasked.known_answers and unasked.html() == page
+    unasked.known_answers.clear()
+    fresh = WhatIf(unasked.context.planned)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(widget._pricing, "begin", lambda job: None)
+        for id_ in targets:
+            kernel.ask(do="ask", id=id_)
+        patch.setitem(unasked.context.__dict__, "prices", fresh)
+        assert widget.answers == {id_: values(unasked, id_, targets, estimate=True) for id_ in targets}
+
+
+def test_a_page_is_the_same_text_whenever_it_is_asked_for_and_whatever_was_priced(plan):
+    again = shardplan.auto(jax.sharding.AbstractMesh((2, 4), ("data", "model")), cluster="h100", donate_argnums=0)(train_step)
+    other = again.plan(*arguments())
+    page = other.html()
+    assert other.html() == page and "classical layouts" in page  # what it saves, also in the first
+    other.why("params/layers/*/up", estimate=True)
+    other.what_if("params/layers/*/up", P("model"))
+    assert other.html() == page
+    rows = [id_ for id_ in Instrument(other).targets if id_ in other.known_answers]
+    other.known_answers.clear()
+    for id_ in reversed(rows):  # in whatever order rows were opened
+        Entry(other, "as planned").answer(id_, estimate=True)
+    assert other.html() == page
+
+
+def test_a_row_that_is_opened_while_it_is_estimated_ahead_goes_on_where_it_is(unasked, monkeypatch):
+    entry = Entry(unasked, "as planned")
+    ahead = entry.ahead()
+    for _ in range(4):
+        next(ahead)
+    (id_,) = entry._begun
+    begun = []
+    monkeypatch.setattr("shardplan.view.session.growing", lambda *_: pytest.fail("it began anew"))
+    begun += entry.answering(id_, estimate=True)
+    assert not entry.answers[id_]["pending"] and begun
+    monkeypatch.undo()
+    assert next(ahead, None) is None and id_ not in entry._begun
+
+
+@pytest.mark.parametrize("how", ["closed", "planning"])
+def test_nothing_is_estimated_ahead_after_closing_and_while_something_is_planned(how, unasked, monkeypatch):
+    kernel, planning, planned = Kernel(unasked), threading.Event(), threading.Event()
+    monkeypatch.setattr(Entry, "anew", lambda entry, n: (planning.set(), planned.wait(60), entry)[-1])
+    pieces = []
+    ahead = Entry.ahead
+    monkeypatch.setattr(Entry, "ahead", lambda entry: (pieces.append(x) for x in ahead(entry)))
+    kernel.ask(do="hello")
+    kernel.done(lambda: pieces)
+    if how == "closed":
+        kernel.widget.close()
+    else:
+        kernel.ask(do="anew")
+        planning.wait(60)
+    kernel.widget._pricing._thread.submit(lambda: None).result(60)
+    before = len(pieces)
+    time.sleep(0.2)
+    assert len(pieces) <= before + 1 and len(unasked.context.prices.estimates) < len(kernel.widget._entries[0].instrument.targets)
+    if how == "planning":
+        planned.set()
+        kernel.done(lambda: len(pieces) > before + 1)
+        kernel.widget.close()
+
+
+def test_a_widget_that_is_renamed_meanwhile_still_gets_its_prices(unasked):
+    kernel = Kernel(unasked)
+    drawn, row = kernel.widget._entries[0].instrument, next(iter(kernel.widget._entries[0].instrument.targets))
+    kernel.ask(do="ask", id=row)
+    kernel.ask(do="name", n=0, name="mine")
+    kernel.done(lambda: not kernel.widget.answers[row]["estimated"])
+    assert kernel.widget._entries[0].instrument is drawn
+
+
+def test_what_was_asked_for_last_goes_on_first_and_spare_work_after_all_else():
+    pieces, did, gate, done = Pieces("test"), [], threading.Event(), threading.Event()
+
+    def job(name, n):
+        for k in range(n):
+            did.append(f"{name}{k}")
+            yield
+
+    def first():
+        yield gate.wait(60)
+
+    def last():
+        yield from job("spare", 2)
+        done.set()
+
+    pieces.begin(first())
+    pieces.spare(last())
+    for name in "ab":
+        pieces.begin(job(name, 2))
+    gate.set()
+    assert done.wait(60) and did == ["b0", "b1", "a0", "a1", "spare0", "spare1"]
+    pieces.end()
+    pieces.begin(job("c", 1))
+    pieces._thread.shutdown()
+    assert did[-1] == "spare1"
 
 
 def test_marimo_shows_the_widget_and_html_where_there_is_none(plan, monkeypatch):

@@ -227,8 +227,9 @@ class Host:
         while messages := self.driver.execute_script("return sent.splice(0)"):
             for message in messages:
                 self.widget._on_message(None, message, None)
-            for pool in (self.widget._pricing, self.widget._planning):
-                pool.submit(lambda: None).result(60)
+            self.widget._planning.submit(lambda: None).result(60)
+            for pieces in (self.widget._pricing, self.widget._scheduling, self.widget._writing):  # the first begins jobs of the second
+                WebDriverWait(self.driver, 60).until(lambda _, jobs=pieces: not jobs._jobs)
         now = self.traits()
         for name in (name for name in now if now[name] != self.known[name]):
             self.driver.execute_script("changed(arguments[0], arguments[1])", name, now[name])

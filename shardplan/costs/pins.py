@@ -148,12 +148,20 @@ def matches(label: str, pattern: str) -> bool:
         return True
     if "*" not in pattern and "?" not in pattern:
         return False
+    want = pattern.split("/")
+    if want[-1] != "**" and not segment_matches(label.rpartition("/")[2], want[-1]):  # most paths end otherwise
+        return False
 
     def match(path: list[str], want: list[str]) -> bool:
         if not want:
             return not path
         if want[0] == "**":
             return any(match(path[n:], want[1:]) for n in range(len(path) + 1))
-        return bool(path) and fnmatchcase(path[0], want[0].replace("[", "[[]")) and match(path[1:], want[1:])
+        return bool(path) and segment_matches(path[0], want[0]) and match(path[1:], want[1:])
 
-    return match(label.split("/"), ["**", *pattern.split("/")])
+    return match(label.split("/"), ["**", *want])
+
+
+def segment_matches(segment: str, pattern: str) -> bool:
+    """Whether one segment of a path is what '*' and '?' describe."""
+    return fnmatchcase(segment, pattern.replace("[", "[[]"))

@@ -2,7 +2,7 @@
 
 "params/blocks/*/up"                              inputs, by a path or pattern as in pins; or a sequence of paths
 "train.py:41"                                     the most expensive reshard on a line
-"train.py:41 dot_general forward f32[8,4]"        results of a line's ops, in all repeated layers (`address`)
+"train.py:41 dot_general forward f32[8,4]"        results of a line's ops, in all repeated layers (`Planned.addresses`)
 "train.py:41 dot_general forward f32[8,4] operand 1"   reshards at that operand of these ops
 "train.py:41 mul update f32[8,4] as P('data', None)"   those of them that lie so, where not all of them lie as the first one
 "... operand 1 as P(None, None) -> P('data', None)"    the same of reshards
@@ -12,6 +12,7 @@ plan.decisions[7].reshards[0]                     a reshard of the plan
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +20,7 @@ import numpy as np
 
 from shardplan.costs.pins import matches, nearest_paths
 from shardplan.errors import ShardingError
-from shardplan.files import base_name, short_place
-from shardplan.ir.graph import Op
+from shardplan.files import short_place
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.data import PlannedReshard
@@ -80,7 +80,7 @@ def _named(plan: Plan, planned: Planned, what: str | Sequence[str]) -> Asked:
     if inputs:
         return _inputs(planned, what, inputs)
     if isinstance(what, str):
-        if (found := ADDRESS.fullmatch(what)) and (ops := _addressed(planned, found["ops"])):
+        if (found := ADDRESS.fullmatch(what)) and (ops := planned.addressed.get(found["ops"])):
             if found["operand"] is None and (same := _of_one_layout(planned, ops, found["layout"])):
                 return _results(planned, same)
             if places := list(_operand_reshards(plan, planned, ops, found["operand"], found["layout"])):
@@ -93,11 +93,6 @@ def _named(plan: Plan, planned: Planned, what: str | Sequence[str]) -> Asked:
         f"why({what!r}): no input of the step has this path, and no collective is on such a line.\n  inputs: {some}\n"
         '  ways out: a path or pattern as in pins, a line with collectives such as "train.py:41", or a reshard of plan.decisions'
     )
-
-
-def address(op: Op) -> str:
-    """What names an op and its like in repeated layers: line, primitive, pass, and type of the first result."""
-    return f"{base_name(op.source.file)}:{op.source.line} {op.primitive} {op.phase} {format_array(op.outs[0])}"
 
 
 # ---- inputs and results
@@ -121,15 +116,15 @@ def _made(planned: Planned, ops: Sequence[int]) -> dict[str, tuple[Layout, Masks
     """Other layouts in which these ops can make their first result, complete."""
     space, present = planned.space, planned.result_layout(ops[0])
     layouts = dict.fromkeys(x for x in space.strategies[ops[0]].results[0] if x != present and not x.partial)
-    return {str(x): (x, {i: np.array([y == x for y in space.strategies[i].results[0]]) for i in ops}) for x in layouts}
+    masks = {i: _masks(space.strategies[i].results[0]) for i in ops}
+    return {str(x): (x, {i: found[x] for i, found in masks.items()}) for x in layouts}
 
 
-def _addressed(planned: Planned, name: str) -> list[int]:
-    """Ops of an address."""
-    place, primitive, _, _ = name.rsplit(" ", 3)
-    line = int(place.rpartition(":")[2])
-    some = ((i, planned.graph.ops[i]) for i in planned.ops_at.get((line, primitive), ()))
-    return [i for i, op in some if op.outs and address(op) == name]
+def _masks(layouts: Sequence[Layout]) -> Mapping[Layout, np.ndarray]:
+    """Layout -> bool [strategy]: those that have it; none for a layout that none has."""
+    numbers: dict[Layout, int] = {}
+    own = np.array([numbers.setdefault(x, len(numbers)) for x in layouts])
+    return defaultdict(lambda: np.zeros(len(own), bool), {x: own == n for x, n in numbers.items()})
 
 
 def _of_one_layout(planned: Planned, ops: Sequence[int], layout: str | None) -> list[int]:
@@ -189,14 +184,14 @@ def _read_or_made_otherwise(planned: Planned, moves: Sequence[tuple]) -> dict[st
     v, reader, k, before, after, _ = moves[0]
     maker, r = graph.values[v].producer
     wanted: dict[str, tuple[Layout, Masks]] = {}
+    read = {j: _masks(strategies[j].operands[at]) for _, j, at, *_ in moves}
     for x in dict.fromkeys(strategies[reader].operands[k]):
         if x != after:
-            masks = {j: np.array([y == x for y in strategies[j].operands[at]]) for _, j, at, *_ in moves}
-            wanted[f"read as {x}"] = x, masks
+            wanted[f"read as {x}"] = x, {j: found[x] for j, found in read.items()}
+    made = {i: _masks(strategies[i].results[n]) for i, n in (graph.values[value].producer for value, *_ in moves)}
     for x in dict.fromkeys(strategies[maker].results[r]):
         if x != before:
-            makers = (graph.values[value].producer for value, *_ in moves)
-            wanted[f"made as {x}"] = x, {i: np.array([y == x for y in strategies[i].results[n]]) for i, n in makers}
+            wanted[f"made as {x}"] = x, {i: found[x] for i, found in made.items()}
     return wanted
 
 

@@ -18,13 +18,14 @@ from shardplan.costs.pins import Pin, pin_description, pins_by_op
 from shardplan.costs.space import StrategySpace
 from shardplan.costs.states import PS
 from shardplan.emit.emit import EmitDecision
-from shardplan.files import short_place
+from shardplan.files import base_name, short_place
 from shardplan.ilp.solver.problem import Solution
 from shardplan.ir.graph import Graph, Path, components
 from shardplan.ir.parse import Traced
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.data import PlanDecision
+from shardplan.units import format_array
 from shardplan.xla_model.compiler_options import XlaOptions
 from shardplan.xla_model.timeline import Timeline
 
@@ -66,12 +67,18 @@ class Planned:
         return tuple(i for i, op in enumerate(self.graph.ops) if not op.traits.copy)
 
     @cached_property
-    def ops_at(self) -> Mapping[tuple[int, str], list[int]]:
-        """(line, primitive) -> the program's own ops, which may be of several files."""
-        found: dict[tuple[int, str], list[int]] = {}
-        for i in self.user_ops:
-            op = self.graph.ops[i]
-            found.setdefault((op.source.line, op.primitive), []).append(i)
+    def addresses(self) -> Mapping[int, str]:
+        """The program's own op -> what names it and its like in repeated layers: line, primitive, pass, type of its first result."""
+        ops = ((i, self.graph.ops[i]) for i in self.user_ops)
+        places = ((i, op, f"{base_name(op.source.file)}:{op.source.line}") for i, op in ops if op.outs)
+        return {i: f"{place} {op.primitive} {op.phase} {format_array(op.outs[0])}" for i, op, place in places}
+
+    @cached_property
+    def addressed(self) -> Mapping[str, list[int]]:
+        """Address -> its ops."""
+        found: dict[str, list[int]] = {}
+        for i, name in self.addresses.items():
+            found.setdefault(name, []).append(i)
         return found
 
     @cached_property

@@ -7,7 +7,7 @@ bytes are those of its scheduled program: the best plan with that layout takes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -155,12 +155,15 @@ class WhatIf:
 
         Layouts that were chosen before stay.
         """
-        found: dict[str, Nearby | None] = dict.fromkeys(wanted)
+        return dict.fromkeys(wanted) | dict(self.changing(wanted))
+
+    def changing(self, wanted: Mapping[str, tuple[Layout, Masks]]) -> Iterator[tuple[str, Nearby | None]]:
+        """The same one by one, as they are found; what is said last of a choice holds."""
         choices = sorted(wanted, key=lambda text: (*wanted[text][1],))  # those of the same ops together
         for _, group in groupby(choices, key=lambda text: (*wanted[text][1],)):
             some = [*group]
-            found |= zip(some, self.neighbourhood.choices([wanted[text][1] for text in some], self.planned.held), strict=True)
-        return found
+            for n, change in self.neighbourhood.choices([wanted[text][1] for text in some], self.planned.held):
+                yield some[n], change
 
     def estimated(self, change: Nearby) -> tuple[float, float, float]:
         """(seconds, peak, sent bytes) of the step after a change, not scheduled: what changes is counted as in the plan's network."""
@@ -188,6 +191,11 @@ class WhatIf:
         own = network.profile(self.planned.solution.states)
         found[: len(own)] = own
         return found
+
+    @cached_property
+    def estimates(self) -> dict[str, dict[str, Any]]:
+        """Answers, as JSON values, that an instrument made before anybody asked, by row: nothing that is shown or saved has them."""
+        return {}
 
     @cached_property
     def sent_bytes(self) -> float:

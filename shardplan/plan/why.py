@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from pkgutil import resolve_name
@@ -23,12 +23,13 @@ from shardplan.ir.graph import Source
 from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import Layout, splits_unevenly
 from shardplan.mesh.reshard import ReshardStep
-from shardplan.plan.asked import Asked, Masks, asked
+from shardplan.plan.asked import Asked, asked
 from shardplan.plan.data import PlannedReshard
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.plan.what_if import WhatIf, sent_bytes
-from shardplan.search.objective import NEAR_TIE, Judged
+from shardplan.search.neighbourhood import Nearby
+from shardplan.search.objective import NEAR_TIE
 from shardplan.units import format_array, format_memory, format_percent, format_seconds, to_digits
 
 PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
@@ -95,6 +96,7 @@ class Why:
         impossible: choices that no plan near this one makes.
         constraints: what binds, in words.
         estimated: the figures of `choices` are those of the plan's cost network; their steps were not scheduled.
+        pending: choices that are not priced yet; () in an answer of `Plan.why`.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Why:
     impossible: tuple[str, ...]
     constraints: tuple[str, ...]
     estimated: bool = False
+    pending: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return resolve_name("shardplan.view.why:why_text")(self)
@@ -115,9 +118,43 @@ class Why:
 
 def why(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool = False) -> Why:
     """The answer of `Plan.why`."""
-    planned, found = plan.context.planned, asked(plan, what)
-    graph, what_if = planned.graph, plan.context.prices
-    choices, unpriced, impossible = _priced(what_if, found.wanted, estimate)
+    *_, found = growing(plan, what, estimate)
+    return found
+
+
+def growing(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool = False) -> Iterator[Why]:
+    """The answer of `Plan.why` in small pieces of work, between which other things can be done.
+
+    Yields:
+        What is known before any other layout is priced; the same after every piece; last the answer.
+    """
+    found, what_if = asked(plan, what), plan.context.prices
+    facts = replace(_facts(plan, what, found), estimated=estimate, pending=tuple(found.wanted))
+    yield facts
+    changes: dict[str, Nearby | None] = dict.fromkeys(found.wanted)
+    for text, change in what_if.changing(found.wanted):
+        changes[text] = change
+        yield facts
+    possible = sorted(((text, change) for text, change in changes.items() if change), key=lambda x: x[1].cost)
+    choices = []
+    for text, change in possible[:JUDGED]:
+        choices.append(_priced(what_if, text, found.wanted[text][0], change, estimate))
+        yield facts
+    choices = tuple(sorted(choices, key=lambda c: (not c.fits, c.seconds)))
+    yield replace(
+        facts,
+        choices=choices,
+        unpriced=max(0, len(possible) - JUDGED),
+        impossible=tuple(text for text, change in changes.items() if change is None),
+        constraints=(*facts.constraints, *_constraints_by_choices(facts.chosen, choices, what_if.present.limit)),
+        pending=(),
+    )
+
+
+def _facts(plan: Plan, what: str | Sequence[str] | PlannedReshard, found: Asked) -> Why:
+    """All but what other layouts would cost."""
+    planned, memory = plan.context.planned, plan.memory_report
+    graph = planned.graph
     made = graph.maker(found.value)
     if found.kind == "reshards":
         assert found.reader is not None
@@ -128,20 +165,18 @@ def why(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool =
     else:
         readers = tuple(_readers(planned, found.value))
         name, binding = str(found.layout), found.ops
-    chosen = _choice(name, found.layout, what_if.present, what_if.sent_bytes)
-    of_choices = _constraints_by_choices(chosen, choices, what_if.present.limit)
+    fits = memory.limit is None or memory.peak <= memory.limit
     return Why(
         name=_name(planned, what, found),
         array=format_array(graph.values[found.value]),
         layout=found.layout,
         maker=_use(planned, made, found.layout),
         readers=readers,
-        chosen=chosen,
-        choices=choices,
-        unpriced=unpriced,
-        impossible=impossible,
-        constraints=(*_constraints(plan, planned, binding), *of_choices),
-        estimated=estimate,
+        chosen=LayoutChoice(name, found.layout, plan.seconds["total"], memory.peak, plan.context.prices.sent_bytes, fits),
+        choices=(),
+        unpriced=0,
+        impossible=(),
+        constraints=tuple(_constraints(plan, planned, binding)),
     )
 
 
@@ -229,27 +264,13 @@ def array_name(planned: Planned, v: int) -> str:
 # ---- prices and constraints
 
 
-def _priced(
-    what_if: WhatIf, wanted: Mapping[str, tuple[Layout, Masks]], estimate: bool
-) -> tuple[tuple[LayoutChoice, ...], int, tuple[str, ...]]:
-    """(choices with figures, how many have none, those that cannot be)."""
-    changes = what_if.changes(wanted)
-    possible = sorted(((text, change) for text, change in changes.items() if change), key=lambda x: x[1].cost)
-    choices = []
-    for text, change in possible[:JUDGED]:
-        layout = wanted[text][0]
-        if estimate:
-            seconds, peak, sent = what_if.estimated(change)
-            fits = what_if.present.limit is None or peak <= what_if.present.limit
-            choices.append(LayoutChoice(text, layout, to_digits(seconds), peak, sent, fits))
-        else:
-            judged = what_if.judged(change.states)
-            choices.append(_choice(text, layout, judged, sent_bytes(judged.network, judged.states)))
-    impossible = tuple(text for text, change in changes.items() if change is None)
-    return tuple(sorted(choices, key=lambda c: (not c.fits, c.seconds))), max(0, len(possible) - JUDGED), impossible
-
-
-def _choice(text: str, layout: Layout, judged: Judged, sent: float) -> LayoutChoice:
+def _priced(what_if: WhatIf, text: str, layout: Layout, change: Nearby, estimate: bool) -> LayoutChoice:
+    if estimate:
+        seconds, peak, sent = what_if.estimated(change)
+        fits = what_if.present.limit is None or peak <= what_if.present.limit
+        return LayoutChoice(text, layout, to_digits(seconds), peak, sent, fits)
+    judged = what_if.judged(change.states)
+    sent = sent_bytes(judged.network, judged.states)
     return LayoutChoice(text, layout, to_digits(judged.timeline.total_s), judged.peak_bytes, sent, not judged.excess_bytes)
 
 

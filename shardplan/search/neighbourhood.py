@@ -9,7 +9,7 @@ Also known as the best response of a neighbourhood.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -99,7 +99,9 @@ class Neighbourhood:
                 return states
         return None
 
-    def choices(self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray]) -> list[Nearby | None]:
+    def choices(
+        self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray]
+    ) -> Iterator[tuple[int, Nearby | None]]:
         """What `states_with` answers for each of several choices of the same ops; what adapts to all of them is found once.
 
         Repeated layers change one by one.
@@ -107,17 +109,24 @@ class Neighbourhood:
         Args:
             wanted: per choice, op -> bool [strategy]; every choice names the same ops.
             held: bool [strategy] of other ops that adapt within it.
+
+        Yields:
+            (number of a choice, its states, None if the ops around cannot adapt); what is said last of a choice holds.
         """
         assert not self.tied
-        found: list[Nearby | None] = [None] * len(wanted)
+        left = [*range(len(wanted))]
         for hops in HOPS:
-            left = [n for n, change in enumerate(found) if change is None]
-            if left:
-                for n, change in zip(left, self._changes([wanted[n] for n in left], held, hops), strict=True):
-                    found[n] = change
-        return found
+            some, left = left, []
+            for n, change in zip(some, self._changes([wanted[n] for n in some], held, hops), strict=True):
+                yield n, change
+                if change is None:
+                    left.append(n)
+            if not left:
+                break
 
-    def _changes(self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray], hops: int) -> list[Nearby | None]:
+    def _changes(
+        self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray], hops: int
+    ) -> Iterator[Nearby | None]:
         """What `choices` finds among the ops up to `hops` arrays away."""
         leading, asked = self.leading, {self.leading.leader[i] for i in wanted[0]}
         masks = leading.masks({i: mask for i, mask in self._tiled(held).items() if i not in wanted[0]})
@@ -130,16 +139,15 @@ class Neighbourhood:
                     masks[n] = kept & masks[n] if n in masks else kept
         part = _part(leading.problem, leading.present, masks, leaders)
         number = {i: n for n, i in enumerate(leaders)}
-        if not all(np.isfinite(c).any() for c in part.costs):
-            return [None] * len(wanted)
-        small = presolve(part, kept=[number[i] for i in asked], dominance=0)
-        if not small.feasible:
-            return [None] * len(wanted)
-        before, found = part.objective([leading.present[n] for n in leaders]), []
+        possible = all(np.isfinite(c).any() for c in part.costs)
+        small = presolve(part, kept=[number[i] for i in asked], dominance=0) if possible else None
+        if small is None or not small.feasible:
+            yield from [None] * len(wanted)
+            return
+        before = part.objective([leading.present[n] for n in leaders])
         for choice in wanted:
             best = _minimum(small, {number[n]: mask for n, mask in leading.masks(self._tiled(choice)).items()})
-            found.append(best and Nearby(self, tuple(leaders), small, best[0] + small.offset - before, best[1]))
-        return found
+            yield best and Nearby(self, tuple(leaders), small, best[0] + small.offset - before, best[1])
 
     @cached_property
     def leading(self) -> LeaderNetwork:

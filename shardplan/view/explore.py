@@ -1,16 +1,20 @@
 """`Plan.explore`: the instrument as an anywidget; prices, schedules and plans in threads, so that the kernel stays free.
 
-A row that is asked about shows estimates of its other layouts at once, and the seconds of their scheduled steps when they are there.
+A row that is opened shows at once what is known without prices, then estimates of its other layouts, then the seconds of their
+scheduled steps. While no row is being estimated and nothing planned, rows that nobody has opened are estimated ahead, for a page that
+has this kernel.
 
 The state is in traits: a saved notebook shows it without a kernel. Messages from the page are those of `_DO`.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +23,7 @@ from shardplan.errors import ShardingError
 from shardplan.plan import Plan
 from shardplan.view.html import to_html
 from shardplan.view.instrument import module, style
+from shardplan.view.pieces import Pieces
 from shardplan.view.progress import Cancelled, State, watched
 from shardplan.view.session import Curve, Entry, pickers
 from shardplan.view.values import rounded
@@ -76,12 +81,12 @@ if AnyWidget is not None:
         message = Unicode("").tag(sync=True)
 
         def __init__(self, plan: Plan):
-            self._entries = [Entry(plan, "as planned")]
+            self._pricing, self._scheduling, self._writing = (Pieces(name) for name in ("price", "schedule", "write"))
+            self._planning = ThreadPoolExecutor(1, thread_name_prefix="shardplan-plan")
+            self._entries, self._live = [Entry(plan, "as planned")], False
             self._curves: dict[Hashable, Curve] = {}
-            self._lock, self._cancelled = threading.Lock(), threading.Event()
-            workers = (ThreadPoolExecutor(1, thread_name_prefix=f"shardplan-{x}") for x in ("price", "schedule", "plan"))
-            self._pricing, self._scheduling, self._planning = workers
-            self._estimated: list[tuple[Entry, str]] = []  # rows whose choices are not scheduled yet, the last that was asked for last
+            self._lock, self._cancelled, self._idle = threading.Lock(), threading.Event(), threading.Event()
+            self._idle.set()
             first = self._entries[0]
             super().__init__(data=first.instrument.data(), history=[rounded(first.row())])
             self._planned = plan.context is not None and plan.context.planned is not None
@@ -105,23 +110,47 @@ if AnyWidget is not None:
 
         def _hello(self, _) -> None:
             self.send({"hello": self._planned})
+            if self._planned and not self._live:
+                self._live = True
+                self._pricing.begin(self._collect())
+                self._look_ahead()
+
+        def _collect(self) -> Iterator[None]:
+            """Collects garbage: with a large plan, Python stands still for a second meanwhile, which is better now than at a click."""
+            gc.collect()
+            yield
+
+        def _look_ahead(self) -> None:
+            """Estimates rows of the plan that is shown in the background."""
+            if self._live:
+                self._pricing.spare(self._ahead(self._entries[self.current]))
+
+        def _ahead(self, entry: Entry) -> Iterator[None]:
+            return itertools.takewhile(lambda _: not self.work, entry.ahead())
 
         def _ask(self, message) -> None:
             id_ = str(message["id"])
             entry = self._entries[self.current]
-            if id_ in entry.instrument.targets:
-                self._pricing.submit(self._estimate, entry, id_)
+            if self._planned and id_ in entry.instrument.targets:
+                entry.open(id_)
+                self._tell(entry)
+                self._pricing.begin(self._estimate(entry, id_))
 
-        def _estimate(self, entry: Entry, id_: str) -> None:
-            self._answer(entry, id_, estimate=True)
-            self._estimated.append((entry, id_))
-            self._scheduling.submit(lambda: self._answer(*self._estimated.pop()))
+        def _estimate(self, entry: Entry, id_: str) -> Iterator[None]:
+            yield from entry.answering(id_, estimate=True)
+            self._tell(entry)
+            self._scheduling.begin(self._schedule(entry, id_))
 
-        def _answer(self, entry: Entry, id_: str, estimate: bool = False) -> None:
-            entry.answer(id_, estimate)
+        def _schedule(self, entry: Entry, id_: str) -> Iterator[None]:
+            for _ in entry.answering(id_):
+                self._idle.wait()  # a plan is waited for more than this
+                yield
+            self._tell(entry)
+
+        def _tell(self, entry: Entry) -> None:
             with self._lock:
-                if entry is self._entries[self.current]:
-                    self.answers = dict(entry.answers)
+                if entry.plan is self.plan:  # which may have another name by now
+                    self.answers = entry.shown
 
         def _take(self, message) -> None:
             n, id_, choice = self.current, str(message["id"]), str(message["choice"])
@@ -158,7 +187,8 @@ if AnyWidget is not None:
         def _find_curve(self, n: int) -> None:
             curve = self._curves.setdefault(self._entries[n].target, Curve(n, self._entries[n]))
             self._offer(self._entries[self.current])
-            for _ in curve.continued():
+            for point in curve.continued():
+                point.instrument.data()  # is drawn here, not when it is clicked
                 self._offer(self._entries[self.current])
             self._offer(self._entries[self.current])
 
@@ -189,8 +219,14 @@ if AnyWidget is not None:
 
         def _copy(self, message) -> None:
             entry, what = self._entries[self.current], message["what"]
-            text = {"pins": lambda: entry.pins_code, "code": lambda: entry.code, "json": lambda: entry.plan.dumps()}[what]()
-            self.send({"copied": what, "text": text})
+            if what == "json":
+                self._writing.begin(self._write(entry))
+            else:
+                self.send({"copied": what, "text": {"pins": entry.pins_code, "code": entry.code}[what]})
+
+        def _write(self, entry: Entry) -> Iterator[None]:
+            """Sends the text of a plan's file, which takes seconds of a large one."""
+            yield self.send({"copied": "json", "text": entry.plan.dumps()})
 
         def _cancel(self, _) -> None:
             self._cancelled.set()
@@ -202,6 +238,7 @@ if AnyWidget is not None:
             if self.work:
                 return
             self._cancelled.clear()
+            self._idle.clear()
             self.message, self.work = "", {"what": what, "state": ""}
             self._planning.submit(self._work, what, act)
 
@@ -214,7 +251,9 @@ if AnyWidget is not None:
             except Exception as error:
                 self.message = str(error)
             finally:
+                self._idle.set()
                 self.work = None
+                self._look_ahead()
 
         def _watch(self, what: str, state: State) -> None:
             if self._cancelled.is_set():
@@ -239,9 +278,18 @@ if AnyWidget is not None:
             entry = self._entries[n]
             with self._lock, self.hold_sync():
                 self.current = n
-                self.answers = dict(entry.answers)
+                self.answers = entry.shown
                 self._offer(entry)
                 self.data = entry.instrument.data()
+            self._look_ahead()
+
+        def close(self) -> None:
+            """Ends the widget, and what goes on in the background for it."""
+            self._live = False
+            self._cancelled.set()
+            for each in (self._pricing, self._scheduling, self._writing):
+                each.end()
+            super().close()
 
         def _offer(self, entry: Entry) -> None:
             """What else can be chosen for the entry that is shown: its curve, and other targets."""

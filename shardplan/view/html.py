@@ -52,12 +52,12 @@ def to_html(plan: Plan, page: bool) -> str:
 def _page(plan: Plan) -> str:
     """The instrument with its data, and below it what is only read: baselines, warnings, the annotated source."""
     entry = Entry(plan, "as planned")
-    data = entry.instrument.data()
     for id_ in _asked_at_once(entry.instrument) if plan.answers_quickly else ():
         entry.answer(id_)
+    found = plan.baselines() if plan.answers_quickly else None  # before the data, which state what the plan saves
     copies = {"pins": entry.pins_code, "code": entry.code, "json": _short_json(plan)}
-    state = {"data": data, "answers": entry.answers, "copies": copies}
-    found = plan.baselines() if plan.answers_quickly else None
+    answers = {id_: entry.answers[id_] for id_ in entry.instrument.targets if id_ in entry.answers}
+    state = {"data": entry.instrument.data(), "answers": answers, "copies": copies}
     axes = axis_colours(plan.mesh)
     return (
         environment()

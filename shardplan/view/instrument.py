@@ -18,11 +18,10 @@ from shardplan.costs.pins import matches
 from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import Layout
 from shardplan.plan import Plan
-from shardplan.plan.asked import address, reshard_layouts
+from shardplan.plan.asked import reshard_layouts
 from shardplan.plan.baselines import known_saving
 from shardplan.plan.data import PlanDecision, PlannedReshard, itemsize
 from shardplan.plan.schedule import StepSchedule
-from shardplan.plan.why import Why
 from shardplan.units import clean
 from shardplan.view import rows
 from shardplan.view.text import quality, time_parts
@@ -108,8 +107,12 @@ class Instrument:
     @cached_property
     def arrays(self) -> list[dict[str, Any]]:
         """Inputs, then results of ops, folded."""
-        inputs = rows.leaf_rows(self.plan.inputs, self.plan.mesh)[:MAX_INPUTS]
-        return [*map(self._input, inputs), *self._results()]
+        return [*map(self._input, self.inputs[:MAX_INPUTS]), *self._results()]
+
+    @cached_property
+    def inputs(self) -> list[rows.LeafRow]:
+        """Inputs, folded."""
+        return rows.leaf_rows(self.plan.inputs, self.plan.mesh)
 
     def _input(self, row: rows.LeafRow) -> dict[str, Any]:
         leaf = row.leaves[0]
@@ -131,11 +134,12 @@ class Instrument:
     def _results(self) -> list[dict[str, Any]]:
         if not self.schedule:
             return []
-        graph, user = self.schedule.planned.graph, self.schedule.planned.user_ops
+        planned = self.schedule.planned
+        graph, user, addresses = planned.graph, planned.user_ops, planned.addresses
         groups: dict[tuple[str, Layout], list[PlanDecision]] = {}
         for d in self.plan.decisions:
             if not traits_of(d.primitive).endpoint and d.result_layouts and d.file and d.result_layouts[0] is not None:
-                groups.setdefault((address(graph.ops[user[d.op]]), d.result_layouts[0]), []).append(d)
+                groups.setdefault((addresses[user[d.op]], d.result_layouts[0]), []).append(d)
         found = []
         for (name, layout), some in groups.items():
             aval = graph.ops[user[some[0].op]].outs[0]
@@ -191,7 +195,7 @@ class Instrument:
 
     def _reader(self, d: PlanDecision) -> str:
         planned = self.schedule and self.schedule.planned
-        return address(planned.graph.ops[planned.user_ops[d.op]]) if planned else ""
+        return planned.addresses[planned.user_ops[d.op]] if planned else ""
 
     def _collective(self, id_: str, some: Sequence[tuple[PlanDecision, PlannedReshard]]) -> dict[str, Any]:
         d, r = some[0]
@@ -409,42 +413,3 @@ def _expanded(pattern: str) -> Iterator[str]:
 def _split(place: str) -> tuple[str, int]:
     file, _, line = place.rpartition(":")
     return file, int(line)
-
-
-def answer_values(found: Why) -> dict[str, Any]:
-    """An answer of `Plan.why` as JSON values."""
-
-    def figures(x: Any) -> dict[str, Any]:
-        return {"text": clean(x.text), "seconds": x.seconds, "peak": x.peak_bytes, "sent": x.sent_bytes, "fits": x.fits}
-
-    counts: dict[tuple, list] = {}
-    for use in found.readers:
-        counts.setdefault((use.phase, use.what, use.layout, use.collectives), []).append(use)
-    readers = [
-        {
-            "phase": phase,
-            "what": clean(what),
-            "how": "as it is" if layout == found.layout else clean(f"as {layout}"),
-            "collectives": clean(", ".join(collectives)),
-            "n": len(some),
-            "sent": sum(x.sent_bytes for x in some),
-            "seconds": sum(x.seconds for x in some),
-        }
-        for (phase, what, layout, collectives), some in counts.items()
-    ]
-    stack = next((x.stack for x in (found.maker, *found.readers) if x.stack), ())
-    return rounded(
-        {
-            "name": clean(found.name),
-            "layout": clean(str(found.layout)),
-            "maker": clean(found.maker.what),
-            "readers": readers[:12],
-            "stack": [clean(x) for x in stack[:8]],
-            "chosen": figures(found.chosen),
-            "choices": [figures(x) for x in found.choices],
-            "unpriced": found.unpriced,
-            "impossible": [clean(x) for x in found.impossible],
-            "constraints": [clean(x) for x in found.constraints],
-            "estimated": found.estimated,
-        }
-    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -20,9 +21,10 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout
 from shardplan.plan import Plan
 from shardplan.plan.asked import asked
+from shardplan.plan.why import growing
 from shardplan.units import format_memory
-from shardplan.view import rows
-from shardplan.view.instrument import Instrument, What, answer_values
+from shardplan.view.instrument import Instrument, What
+from shardplan.view.values import answer_values
 
 SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 """Limits of the curve, of the peak of the first plan."""
@@ -39,6 +41,7 @@ class Entry:
         parent: the entry that it was made from; None for the first.
         calls: methods that give it from the first plan, as code.
         pins: input pins chosen so far, of `calls`: path or pattern -> layout.
+        facts: of rows that were opened, what is known without the prices of their other layouts.
     """
 
     plan: Plan
@@ -46,6 +49,7 @@ class Entry:
     parent: int | None = None
     calls: tuple[str, ...] = ()
     pins: Mapping[str, Layout] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     instrument: Instrument = field(init=False)
 
     def __post_init__(self):
@@ -55,6 +59,11 @@ class Entry:
     def answers(self) -> dict[str, dict[str, Any]]:
         """Answers of `Plan.why`, by id of the instrument's rows."""
         return self.plan.known_answers
+
+    @property
+    def shown(self) -> dict[str, dict[str, Any]]:
+        """All that is known of the rows that were opened."""
+        return {**self.facts, **self.answers}
 
     @property
     def code(self) -> str:
@@ -73,18 +82,65 @@ class Entry:
     @property
     def pins_code(self) -> str:
         """The pins chosen so far as `auto(pins=...)` takes them; of a plan without any, the layouts of all its inputs."""
-        pins = self.pins or {row.path: row.leaves[0].layout for row in rows.leaf_rows(self.plan.inputs, self.plan.mesh)}
+        pins = self.pins or {row.path: row.leaves[0].layout for row in self.instrument.inputs}
         return "pins = {\n" + "".join(f"    {path!r}: {layout},\n" for path, layout in pins.items()) + "}\n"
 
     def answer(self, id_: str, estimate: bool = False) -> dict[str, Any]:
         """What the row's other layouts would cost, and why it lies so; an estimate is kept until more is asked for."""
-        known = self.answers.get(id_)
-        if known is None or (known.get("estimated") and not estimate):
-            try:
-                self.answers[id_] = answer_values(self.plan.why(_argument(self.instrument.targets[id_]), estimate=estimate))
-            except Exception as error:
-                self.answers[id_] = {"error": str(error)}
+        for _ in self.answering(id_, estimate):
+            pass
         return self.answers[id_]
+
+    def answering(self, id_: str, estimate: bool = False) -> Iterator[None]:
+        """The same in small pieces of work."""
+        known = self.answers.get(id_)
+        if known is None and estimate:
+            yield from self._estimating(id_)
+            self.answers.setdefault(id_, self._estimates[id_])
+        elif known is None or (known.get("estimated") and not estimate):
+            yield from self._finding(id_, self.answers, estimate)
+
+    def open(self, id_: str) -> None:
+        """What can be said of a row at once: its answer if it is known, else all but the prices of its other layouts."""
+        if id_ not in self.answers and id_ in self._estimates:
+            self.answers[id_] = self._estimates[id_]
+        elif id_ not in self.answers:
+            _ = [*self._finding(id_, self.facts, pieces=1)]
+
+    def ahead(self) -> Iterator[None]:
+        """Estimates rows before they are opened, in small pieces of work: the largest arrays and the costliest collectives first."""
+        arrays, moves = self.instrument.arrays, self.instrument.collectives
+        order = (sorted(arrays, key=lambda x: -x["bytes"]), sorted(moves, key=lambda x: -x["seconds"]))
+        for row in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*order))):
+            if row["id"] in self.instrument.targets and row["id"] not in self.answers:
+                yield from self._estimating(row["id"])
+
+    def _estimating(self, id_: str) -> Iterator[None]:
+        """Pieces of work until a row is estimated, those that were done before left out."""
+        if id_ not in self._estimates:
+            for _ in self._begun.setdefault(id_, self._finding(id_, self._estimates)):  # stays open when this is closed
+                yield
+            self._begun.pop(id_, None)
+
+    def _finding(self, id_: str, found: dict[str, dict[str, Any]], estimate: bool = True, pieces: int | None = None) -> Iterator[None]:
+        """Pieces of work until `found` has the answer for a row; after one piece that is what is known without prices."""
+        what, why = _argument(self.instrument.targets[id_]), None
+        try:
+            for why in itertools.islice(growing(self.plan, what, estimate), pieces):  # noqa: B007  # the last one
+                yield
+            assert why is not None
+            found[id_] = answer_values(why)
+        except Exception as error:
+            found[id_] = {"error": str(error)}
+
+    @cached_property
+    def _begun(self) -> dict[str, Iterator[None]]:
+        """Rows that are being estimated."""
+        return {}
+
+    @property
+    def _estimates(self) -> dict[str, dict[str, Any]]:
+        return self.plan.context.prices.estimates
 
     def taken(self, number: int, id_: str, choice: str) -> Entry:
         """The plan with a choice of a row."""
@@ -132,7 +188,9 @@ class Entry:
 
     def renamed(self, name: str) -> Entry:
         """The same under another name."""
-        return replace(self, name=name)
+        found = replace(self, name=name)
+        object.__setattr__(found, "instrument", self.instrument)  # is drawn already
+        return found
 
     @property
     def target(self) -> tuple[Any, ...]:

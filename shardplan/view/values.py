@@ -1,4 +1,4 @@
-"""Plans, differences and reports as JSON values, for `--json`, and a report as Markdown, for comments of continuous integration.
+"""Plans, answers, differences and reports as JSON values, and a report as Markdown, for comments of continuous integration.
 
 Seconds are of one step, bytes per device; sent bytes are those on the wire. Numbers have six significant digits.
 """
@@ -15,6 +15,7 @@ from shardplan.plan import Plan, PlanDiff
 from shardplan.plan.data import PlanDecision
 from shardplan.plan.program import differences_of_plans
 from shardplan.plan.travel import contract
+from shardplan.plan.why import Why
 from shardplan.units import clean, format_bytes, format_flops, format_memory, format_seconds
 from shardplan.view import rows
 from shardplan.xla.report.check import PlanReport, XlaReport
@@ -179,4 +180,44 @@ def report_markdown(report: PlanReport | XlaReport, title: str) -> str:
     lines += [f"- ❌ {clean(text)}" for text in report.failures] + [""] * bool(report.failures)
     return (
         "\n".join([*lines, "<details><summary>report</summary>", "", "```", str(report).rstrip("\n"), "```", "", "</details>"]) + "\n"
+    )
+
+
+def answer_values(found: Why) -> dict[str, Any]:
+    """An answer of `Plan.why` as JSON values."""
+
+    def figures(x: Any) -> dict[str, Any]:
+        return {"text": clean(x.text), "seconds": x.seconds, "peak": x.peak_bytes, "sent": x.sent_bytes, "fits": x.fits}
+
+    counts: dict[tuple, list] = {}
+    for use in found.readers:
+        counts.setdefault((use.phase, use.what, use.layout, use.collectives), []).append(use)
+    readers = [
+        {
+            "phase": phase,
+            "what": clean(what),
+            "how": "as it is" if layout == found.layout else clean(f"as {layout}"),
+            "collectives": clean(", ".join(collectives)),
+            "n": len(some),
+            "sent": sum(x.sent_bytes for x in some),
+            "seconds": sum(x.seconds for x in some),
+        }
+        for (phase, what, layout, collectives), some in counts.items()
+    ]
+    stack = next((x.stack for x in (found.maker, *found.readers) if x.stack), ())
+    return rounded(
+        {
+            "name": clean(found.name),
+            "layout": clean(str(found.layout)),
+            "maker": clean(found.maker.what),
+            "readers": readers[:12],
+            "stack": [clean(x) for x in stack[:8]],
+            "chosen": figures(found.chosen),
+            "choices": [figures(x) for x in found.choices],
+            "unpriced": found.unpriced,
+            "impossible": [clean(x) for x in found.impossible],
+            "constraints": [clean(x) for x in found.constraints],
+            "estimated": found.estimated,
+            "pending": [clean(x) for x in found.pending],
+        }
     )

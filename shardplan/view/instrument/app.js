@@ -67,7 +67,7 @@ class App {
 
   stop() { this.stops.forEach((f) => f?.()); }
   send(message) { this.source.send(message); }
-  ask(id) { if (this.live && !this.answers[id]) this.send({ do: "ask", id }); }
+  ask(id) { if (this.live && (!this.answers[id] || this.answers[id].pending?.length)) this.send({ do: "ask", id }); }
   take(row, choice) { this.shown = null; this.send({ do: "take", id: row.id, choice }); }
   /** Plans for so much memory: of several wishes soon after each other, as by arrow keys, and of those while something is planned, the last. */
   planFor(bytes) {
@@ -76,7 +76,7 @@ class App {
     this.timer = setTimeout(() => { if (this.work) this.wish = bytes; else this.send({ do: "memory", bytes }); }, 400);
   }
   compare(n) { this.source.static ? null : this.send({ do: "compare", a: n, b: this.current }); }
-  copy(what) { if (this.source.static) this.reply({ copied: what, text: this.source.get("copies")?.[what] ?? "" }); else this.send({ do: "copy", what }); }
+  copy(what) { if (this.source.static) this.reply({ copied: what, text: this.source.get("copies")?.[what] ?? "" }); else { this.shown = h("p", { class: "note" }, `writing ${what} …`); this.drawBar(); this.send({ do: "copy", what }); } }
 
   reply(reply) {
     if (reply.hello) { this.live = true; this.all(); }

@@ -14,6 +14,8 @@ function detailPanel(app, row) {
   return h("div", { class: "panel" }, left, right);
 }
 
+const PRICED = 6;  // choices that are given figures
+
 function choiceTable(app, row, answer) {
   const chosen = answer.chosen, picked = app.picked[row.id], name = `choice-${app.number}-${row.id}`;
   const line = (c, own) => h("tr", { class: [own ? "own" : "", c.fits ? "" : "unfit", picked === c.text && !own ? "picked" : ""].join(" ").trim() },
@@ -21,15 +23,16 @@ function choiceTable(app, row, answer) {
     h("td", { class: "n" }, own ? seconds(c.seconds) : delta(c.seconds, chosen.seconds, (x) => `${seconds(x)} (${percent(x / chosen.seconds)})`)),
     h("td", { class: "n" }, own ? memory(c.peak) : delta(c.peak, chosen.peak, memory)),
     h("td", { class: "n" }, own ? bytes(c.sent) : delta(c.sent, chosen.sent, bytes)));
+  const pending = answer.pending?.length ?? 0, space = Array.from({ length: Math.min(PRICED, pending) }, () => h("tr", {}, h("td", { colspan: 4 }, "…")));  // so that nothing moves when they come
   const rest = [answer.unpriced && `${answer.unpriced} cost more on the plan's network and were not scheduled`, answer.impossible.length && `${answer.impossible.length} cannot be made near this plan`].filter(Boolean);
   const take = h("button", { class: "primary take", disabled: !picked || !app.live || !!app.work, onclick: () => app.take(row, picked) }, picked ? `Replan with ${picked}` : "Replan with another layout");
   return h("div", {},
     h("table", { class: "layouts", "aria-label": `layouts of ${row.name}` },
       h("thead", {}, h("tr", {}, h("th", {}, row.n > 1 ? `layout of all ${row.n}` : "layout"), h("th", { class: "n" }, "step"), h("th", { class: "n" }, "peak"), h("th", { class: "n" }, "sent"))),
-      h("tbody", {}, line(chosen, true), answer.choices.map((c) => line(c, false)))),
-    answer.choices.length ? "" : h("p", { class: "note" }, "It has no other layout here."),
+      h("tbody", {}, line(chosen, true), answer.choices.map((c) => line(c, false)), space)),
+    answer.choices.length || pending ? "" : h("p", { class: "note" }, "It has no other layout here."),
     app.live && answer.choices.length ? h("div", { class: "act" }, take) : "",
-    h("p", { class: "note" }, ["Of the whole step, the ops nearby adapted, all others as they are", ...rest].join("; "), ".", answer.estimated ? app.live ? " Estimated at the plan's prices; the steps are being scheduled …" : " Estimated at the plan's prices: the steps were not scheduled." : ""));
+    pending ? h("p", { class: "note" }, app.live ? `pricing ${pending} other layouts …` : `${pending} other layouts were not priced.`) : h("p", { class: "note" }, ["Of the whole step, the ops nearby adapted, all others as they are", ...rest].join("; "), ".", answer.estimated ? app.live ? " Estimated at the plan's prices; the steps are being scheduled …" : " Estimated at the plan's prices: the steps were not scheduled." : ""));
 }
 
 function whoUses(answer) {
