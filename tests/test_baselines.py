@@ -1,13 +1,19 @@
 """A plan beside the classical layouts of its step: `Plan.baselines`."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import MODELS
+from sweeps import sweep
 
 import shardplan
 from shardplan.costs.build import build_network, restricted
+from shardplan.ilp.solver import solve
 from shardplan.mesh.reshard import Resharder
+from shardplan.search.classical import classical_inputs, with_classical_inputs
 from shardplan.search.objective import NEAR_TIE
 from shardplan.view.instrument import Instrument
 
@@ -146,3 +152,36 @@ def test_layouts_of_the_inputs_are_taken_out_of_one_network_as_if_each_had_its_o
     assert [c.tolist() for c in found.costs] == [c.tolist() for c in own.costs] and found.ties == own.ties
     assert all((a.i, a.j) == (b.i, b.j) and np.array_equal(a.cost, b.cost) for a, b in zip(found.edges, own.edges, strict=True))
     assert [x.bytes.tolist() for x in found.usages] == [x.bytes.tolist() for x in own.usages] and found.limit == own.limit
+
+
+@pytest.mark.parametrize("limit", [None, 3e8])
+def test_the_classical_layout_of_least_cost_is_found_at_once(plan, limit):
+    """One network with a node more costs what the cheapest of the networks of each layout does."""
+    space = plan.context.planned.space
+    network = build_network(space, Resharder(plan.mesh, space.cluster), limit)
+    found, alone = solve(with_classical_inputs(network)), []
+    for _, layouts in classical_inputs(space):
+        costs = list(network.problem.costs)
+        for a, dims in layouts.items():
+            mask = [x.dims == dims for x in space.strategies[a].results[0]]
+            costs[a] = np.where(np.tile(mask, network.blocks.count(a)), costs[a], np.inf)
+        alone.append(solve(replace(network.problem, costs=tuple(costs))))
+    states = found.states[:-1]
+    assert found.status == "optimal" and len(alone) == 10
+    assert found.objective == network.problem.objective(states) == min(x.objective for x in alone)
+    assert alone[found.states[-1]].objective == found.objective and network.problem.fits(states)
+
+
+NAMES = ("digits_cnn", "dlrm", "face_softmax", "gpt", "hybrid_mlp", "moe")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), sweep([(n, s) for n in NAMES for s in ((8,), (2, 4))], lambda x: x != ("face_softmax", (8,)))
+)
+def test_no_classical_layout_is_predicted_faster_than_the_plan(name, shape):
+    """By more than what counts as equal."""
+    create, train_step, batches = MODELS[name]()
+    shapes = jax.eval_shape(create, jax.random.key(0)), jax.eval_shape(lambda: next(iter(batches(1))))
+    mesh = jax.sharding.AbstractMesh(shape, ("data", "model")[: len(shape)])
+    found = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(train_step).plan(*shapes)
+    assert found.baselines().rows and found.baselines().saving >= -NEAR_TIE

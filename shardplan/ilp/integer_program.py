@@ -9,6 +9,8 @@
     5 schedules         networks at what the best plans combine and at the overlap windows of their schedules
                         (`costs/schedule_windows.py`), as long as that finds better plans
     6 improvement       changes of the best plans, one at a time (`search/improvement.py`)
+    7 classical         the cheapest classical layout of the inputs (`search/classical.py`); if it is the best, 4 and 5 from it. Last,
+                        as it may lead the steps before it astray
 
 The objective judges every plan on the way (`search/objective.py`). Once the best plan is near enough to the bound, no step follows.
 """
@@ -33,6 +35,7 @@ from shardplan.ilp.solver.problem import Solution
 from shardplan.propagation.axis_by_axis import axis_by_axis
 from shardplan.propagation.search import Propagation, warm_start
 from shardplan.search.bound import lower_bound
+from shardplan.search.classical import with_classical_inputs
 from shardplan.search.improvement import improve
 from shardplan.search.min_memory import min_peak_memory
 from shardplan.search.objective import NEAR_TIE, Candidates, Judged
@@ -60,6 +63,9 @@ LESS_MEMORY, LESS_MEMORY_OPS = 0.8, 500
 
 COARSE_PLANS = 3
 """The best plans of such a search on a coarser mesh are judged on all axes."""
+
+CLASSICAL_WORK = 1.0
+"""Work limit (about seconds) of planning for the classical layouts."""
 
 PROVING = 2
 """Plans that are judged of those that the bound leads to: the last ones, under the best weights."""
@@ -111,7 +117,7 @@ class IntegerProgram(Search):
         first = found.best
         once_more = partial(self._once_more, first=first)
         others = self._propagated, self._by_axis, self._coarse, self._with_less_memory
-        for step in (self._bound, *others, once_more, self._price_at_schedules, self._improve):
+        for step in (self._bound, *others, once_more, self._price_at_schedules, self._improve, self._classical):
             if found.best is None or deadline.over() or self._near_enough(found):
                 break
             step(found, deadline)
@@ -204,6 +210,21 @@ class IntegerProgram(Search):
         """Step 6, where it is not the plan of a coarser mesh that would be changed."""
         if not self.task.merged:
             improve(found, deadline)
+
+    def _classical(self, found: Candidates, deadline: Deadline) -> None:
+        """Step 7."""
+        if self.task.merged:
+            return
+        before, network = found.best, self.task.network(Pricing(self.task.exposed_fraction), found.limit)
+        if (problem := with_classical_inputs(network)) is not None:
+            solution = solve(problem, time_limit=time_left(deadline), work_limit=CLASSICAL_WORK)
+            if solution.found:
+                solution = replace(solution, status="feasible", states=solution.states[:-1], bound=0.0)
+                found.add_if_it_computes_less(Candidate(network, solution))
+        self.task.stopwatch.lap("other searches")
+        if found.best is not before:
+            self._once_more(found, deadline, first=before)
+            self._price_at_schedules(found, deadline)
 
     def _on_all_axes(self, plan: Candidate, limit: float | None) -> Candidate:
         """A plan of a space with fewer strategies, in the space of all, if that allows it."""

@@ -1,8 +1,8 @@
 """A plan compared with the classical layouts of its step: data parallelism, ZeRO-1, FSDP, tensor parallelism, mixes; one objective.
 
-A baseline has the inputs of the step in a classical layout (`classical.py`), without the user's pins. All else is chosen by the integer
-program for these inputs, the compiler options that the plan chose among are tried, and the program is scheduled as the plan's own is.
-So a baseline is no slower than what a person makes of that layout, as far as the model goes.
+A baseline has the inputs of the step in a classical layout (`search/classical.py`), without the user's pins. All else is chosen by
+the integer program for these inputs, the compiler options that the plan chose among are tried, and the program is scheduled as the
+plan's own is. So a baseline is no slower than what a person makes of that layout, as far as the model goes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shardplan.errors import ShardingError
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.collector import paused_collector
 from shardplan.mesh.reshard import Resharder
-from shardplan.plan.classical import Axes, ClassicalLayout, StepInputs, classical_layouts
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.plan.what_if import sent_bytes
+from shardplan.search.classical import Axes, ClassicalLayout, StepInputs, classical_inputs
 from shardplan.search.objective import Judged, compiled, judge
 from shardplan.units import format_percent, to_digits
 from shardplan.xla_model.compiler_options import thresholds
@@ -105,7 +105,7 @@ class Baselines:
 def baselines(plan: Plan) -> Baselines:
     """The answer of `Plan.baselines`."""
     inputs = _Inputs(plan.context.planned)
-    last = (list(inputs.rounds(*each))[-1:] for each in inputs.classical())
+    last = (list(inputs.rounds(*each))[-1:] for each in classical_inputs(plan.context.planned.space))
     return _compared(plan, chain.from_iterable(last))
 
 
@@ -126,7 +126,7 @@ def known_saving(plan: Plan) -> str:
 def fastest_pure(plan: Plan) -> Baselines:
     """The layouts that are no mixes, each solved once, the fastest of them once more: quicker than `baselines`, and misses more."""
     inputs = _Inputs(plan.context.planned)
-    tried = {each.name: inputs.rounds(each, layouts) for each, layouts in inputs.classical() if each.pure}
+    tried = {each.name: inputs.rounds(each, layouts) for each, layouts in classical_inputs(plan.context.planned.space) if each.pure}
     rows = {name: row for name, found in tried.items() if (row := next(found, None))}
     best = _compared(plan, rows.values(), pure=True).best
     if best is not None:
@@ -144,17 +144,6 @@ class _Inputs:
     """The inputs of a planned step, in any classical layout."""
 
     planned: Planned
-
-    def classical(self) -> Iterator[tuple[ClassicalLayout, Mapping[int, tuple[Axes, ...]]]]:
-        """Every classical layout that differs from those before it, and the layouts of the inputs."""
-        mesh, inputs = self.planned.space.mesh, StepInputs.of(self.planned.graph, self.planned.space.rules)
-        known: set[tuple] = set()
-        for classical in classical_layouts(mesh) if inputs.parameters else ():
-            layouts = inputs.layouts(mesh, classical)
-            key = tuple(sorted(layouts.items()))
-            if key not in known:  # else there is nothing to shard in this way
-                known.add(key)
-                yield classical, layouts
 
     def rounds(self, classical: ClassicalLayout, layouts: Mapping[int, tuple[Axes, ...]]) -> Iterator[Baseline]:
         """The best step that is found with these inputs, after each round."""

@@ -11,14 +11,22 @@ parameter decides that parameter:
 
 which is Megatron's pairs for networks and heads, expert parallelism and vocabulary parallelism; a table that is read at places is
 sharded along its rows. What is added or multiplied elementwise follows.
+
+A search asks which of them is cheapest with all else adapted (`with_classical_inputs`): one more node of the network, whose states are
+the layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+
+from shardplan.costs.network import CostNetwork
+from shardplan.costs.space import StrategySpace
+from shardplan.ilp.solver.problem import Edge, Problem
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.rule import Rule
@@ -71,6 +79,39 @@ def classical_layouts(mesh: MeshShape) -> list[ClassicalLayout]:
                 ClassicalLayout(f"FSDP over {over}", first, first, first, second),
             ]
     return found if axes else []
+
+
+def classical_inputs(space: StrategySpace) -> Iterator[tuple[ClassicalLayout, dict[int, tuple[Axes, ...]]]]:
+    """Every classical layout that differs from those before it, and per input the mesh axes that shard each dim."""
+    inputs, known = StepInputs.of(space.graph, space.rules), set()
+    for classical in classical_layouts(space.mesh) if inputs.parameters else ():
+        layouts = inputs.layouts(space.mesh, classical)
+        key = tuple(sorted(layouts.items()))
+        if key not in known:  # else there is nothing to shard in this way
+            known.add(key)
+            yield classical, layouts
+
+
+def with_classical_inputs(network: CostNetwork) -> Problem | None:
+    """The problem of a network in which all inputs are laid out as one of the classical layouts says.
+
+    Returns:
+        The problem with one more node at the end, whose states are the layouts, each as an edge to every input; None if there are none.
+    """
+    space, problem, node = network.space, network.problem, len(network.problem.costs)
+    choices = [layouts for _, layouts in classical_inputs(space)]
+    tables: dict[tuple, np.ndarray] = {}  # repeated layers share them
+    edges = []
+    for a in space.graph.args if choices else ():
+        made, dims = space.strategies[a].results[0], tuple(layouts.get(a) for layouts in choices)
+        key = (id(made), network.blocks.count(a), dims)
+        if key not in tables:
+            allowed = np.array([[want is None or (x.dims == want and not x.partial) for want in dims] for x in made])
+            tables[key] = np.where(np.tile(allowed, (network.blocks.count(a), 1)), 0.0, np.inf)
+        edges.append(Edge(a, node, tables[key]))
+    ties = (*problem.ties, node) if problem.ties else ()
+    costs = (*problem.costs, np.zeros(len(choices)))
+    return replace(problem, costs=costs, edges=(*problem.edges, *edges), ties=ties) if choices else None
 
 
 class _TensorParallel:
