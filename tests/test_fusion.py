@@ -13,12 +13,14 @@ from shardplan.costs.space import StepFacts, make_strategy_space
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import Product, kernel_seconds
+from shardplan.mesh.rates import NARROW_UPDATE, READ, Product, kernel_seconds
 from shardplan.xla import available
 from shardplan.xla.hlo.schedule import seconds, seconds_of
 
 S, F32 = jax.ShapeDtypeStruct, jnp.float32
-BYTES = replace(H100, device=replace(H100.device, flops=dict.fromkeys(H100.device.flops, 1e30), kernel_latency_s=0.0, sms=0))
+BYTES = replace(
+    H100, device=replace(H100.device, flops=dict.fromkeys(H100.device.flops, 1e30), kernel_latency_s=0.0, sms=0, elements_per_s=0)
+)
 """A device that takes no time but for memory, and splits no products."""
 
 needs_gpu_compiler = pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
@@ -140,7 +142,29 @@ def test_lookups_and_updates_in_place_move_what_they_touch():
     assert megabytes(lambda x, i: x[i], X, at) == pytest.approx(2 * row, rel=0.01)
     assert megabytes(lambda x: lax.dynamic_slice(x, (3, 0), (10, 1000)), X) == pytest.approx(2 * row, rel=0.01)
     assert megabytes(lambda x, u: lax.dynamic_update_slice(x, u, (3, 0)), X, rows) == pytest.approx(2 * row, rel=0.01)
-    assert megabytes(lambda u, i: jnp.zeros((1000, 1000)).at[i].add(u), rows, at) == pytest.approx(4 + row, rel=0.01)  # and zeros
+    assert megabytes(lambda u, i: jnp.zeros((1000, 1000)).at[i].add(u), rows, at) == pytest.approx(4 + 3 * row, rel=0.01)  # and zeros
+
+
+NARROW = replace(BYTES, device=replace(BYTES.device, elements_per_s=1e12, bytes_per_s=1e30))
+"""A device that takes no time but for results: a million of them a microsecond."""
+
+
+@pytest.mark.parametrize(
+    ("fun", "millions"),
+    [
+        (lambda x: x * 2, 1),
+        (lambda x: x[:1] + jnp.zeros((3000, 1000), x.dtype), 3),  # results count, not what they are made of
+        (lambda x: (x * 2, x + 1), 1),  # of one kernel
+        (lambda x: x.sum(0), READ),
+        (lambda x: x - x.sum(0), 1 + READ),
+        (lambda x: x[:, :500] + 1, 0.5),
+        (lambda x: x.at[jnp.arange(1000)].add(x), 1 + NARROW_UPDATE),  # the array is copied first
+        (lambda x: x.at[jnp.arange(1000)].add(x, indices_are_sorted=True), 1),
+        (lambda x: x.astype(F32).at[jnp.arange(1000)].add(x.astype(F32)), 2),
+    ],
+)
+def test_kernels_take_a_time_per_result_however_narrow(fun, millions):
+    assert whole(fun, S((1000, 1000), jnp.bfloat16), cluster=NARROW) * 1e6 == pytest.approx(millions, rel=0.01)
 
 
 def test_loops_move_rows():
@@ -294,7 +318,7 @@ ENTRY %main (stack: f32[64,100000], at: s32[], where: s32[1,1], update: f32[1,10
 }
 """  # noqa: E501
     row, found = 4e5, seconds_of(hlo, BYTES)
-    assert found.compute_s * BYTES.device.memory_rate == pytest.approx(3 * 2 * row, rel=0.001)
+    assert found.compute_s * BYTES.device.memory_rate == pytest.approx((2 + 2 + 3) * row, rel=0.001)  # what is added to is read, too
 
 
 def test_a_number_broadcast_in_steps_is_not_written_for_a_loop():

@@ -1,7 +1,7 @@
 """Compute seconds of an op under each strategy: a roofline over the kernels that XLA makes.
 
-    seconds[s] = max(flops[s] / peak(dtype), bytes[s] / memory rate, latency of a kernel of its own)
-                 + latency that a small fused kernel falls short of + halo exchanges
+    seconds[s] = max(flops[s] / peak(dtype), bytes[s] / memory rate, elements of a kernel of its own / their rate, its latency)
+                 + what a fused kernel's bytes fall short of its elements and its latency + halo exchanges
 
 Matrix products and attention kernels take the seconds of their shape on one device (`mesh/rates.py`). `bytes` are those that the
 op's kernels read and write on its behalf (`xla_model/fusion.py`).
@@ -22,7 +22,7 @@ from shardplan.costs.split_products import product_seconds
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import attention_rate
+from shardplan.mesh.rates import NARROW_UPDATE, attention_rate
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
 from shardplan.xla_model.fusion import KernelTraffic
@@ -69,9 +69,11 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
             rate = attention_rate(device, dtype, rule.attention) if rule.attention else device.flops_per_s(dtype)
             seconds = np.maximum(rule.flops * strategies.work / rate, seconds)
     if rule.fusion == "none" and moved.any():
-        seconds = np.maximum(seconds, device.kernel_latency_s)
+        elements = 0.0 if rule.flops else _elements(op, strategies)
+        seconds = np.maximum(np.maximum(seconds, device.kernel_latency_s), device.moved_s(0.0, elements))
     elif moves.kernel_bytes is not None:
-        seconds = seconds + np.maximum(0.0, device.kernel_latency_s - moves.kernel_bytes * strategies.work / device.memory_rate)
+        least = np.maximum(device.kernel_latency_s, device.moved_s(0.0, moves.kernel_elements * strategies.work))
+        seconds = seconds + np.maximum(0.0, least - moves.kernel_bytes * strategies.work / device.memory_rate)
     if any(moves.result_writes):
         seconds = seconds + device.kernel_latency_s * _second_kernel(op, strategies)
     if rule.exchanged:
@@ -79,6 +81,15 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         found = (exchanges(rule, at, op.ins, op.outs, of, mesh, cluster) for at, of in zip(strategies.factors, layouts, strict=True))
         seconds = seconds + np.array([sum(x.seconds for x in exchange) for exchange in found])
     return seconds
+
+
+def _elements(op: Op, strategies: OpStrategies) -> np.ndarray:
+    """Results [s] that an op's own kernels compute; narrow updates of a scatter take as long as several."""
+    arrays, at = list(zip((*op.ins, *op.outs), strategies.shards, strict=True)), op.traits.writes_part
+    results = sum(float(x.size) / of for x, of in (arrays[len(op.ins) :] if at is None else arrays[at[0] : at[0] + 1]))
+    if op.traits.scatter and itemsize(op.ins[-1].dtype) < 4 and not op.params.get("indices_are_sorted"):
+        results = results + NARROW_UPDATE * op.ins[-1].size / strategies.shards[len(op.ins) - 1]
+    return results + np.zeros(len(strategies))
 
 
 def _second_kernel(op: Op, strategies: OpStrategies) -> np.ndarray:

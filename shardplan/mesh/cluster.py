@@ -142,7 +142,14 @@ class Cluster:
         flops = {dtype: rate / compute for dtype, rate in d.flops.items()}
         products = {dtype: replace(rate, latency_s=rate.latency_s * compute) for dtype, rate in d.products.items()}
         latency_s = d.kernel_latency_s * compute
-        device = replace(d, flops=flops, bytes_per_s=d.bytes_per_s / compute, kernel_latency_s=latency_s, products=products)
+        device = replace(
+            d,
+            flops=flops,
+            bytes_per_s=d.bytes_per_s / compute,
+            kernel_latency_s=latency_s,
+            products=products,
+            elements_per_s=d.elements_per_s / compute,
+        )
         return replace(self, name=f"{self.name}, compute x {compute:g}", device=device)
 
     @staticmethod

@@ -14,6 +14,7 @@ from importlib import resources
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 # Types of the fields of records in files: what msgspec checks, and how errors say it.
@@ -135,6 +136,7 @@ class Device:
         sms: streaming multiprocessors, over which XLA spreads a product by splitting it (`costs/split_products.py`); 0 for no splits.
         products: dtype name to the rates of its matrix products by shape; where there are none, every shape is as fast.
         attention: "forward" and "backward" to the rates of fused attention kernels; without them these run as large products do.
+        elements_per_s: results that elementwise kernels compute, however few bytes these have; 0 for no limit.
     """
 
     name: Text
@@ -149,6 +151,7 @@ class Device:
         default_factory=dict, hash=False
     )
     attention: Annotated[Mapping[Text, AttentionRate], Meta(description=ATTENTION)] = field(default_factory=dict, hash=False)
+    elements_per_s: NotNegative = 0.0
 
     def family(self, dtype: str) -> str:
         """The dtype of `flops` by whose rate a dtype is priced: itself, the nearest that is listed, at last float32."""
@@ -176,6 +179,15 @@ class Device:
     def memory_rate(self) -> float:
         """Bytes per second that large elementwise kernels reach."""
         return self.bytes_per_s * self.bytes_efficiency
+
+    def moved_s(self, bytes_, elements):
+        """Seconds in which kernels move bytes and compute results: the longer of the two.
+
+        Args:
+            bytes_: read and written; numbers or arrays of them.
+            elements: results of elementwise kernels, or what takes as long (`rates.py`).
+        """
+        return np.maximum(bytes_ / self.memory_rate, elements / self.elements_per_s if self.elements_per_s else 0.0)
 
 
 NEAREST = {

@@ -1,4 +1,4 @@
-"""Seconds of one kernel on one device: matrix products by their shape, everything else by the bytes that it moves.
+"""Seconds of one kernel on one device: matrix products by their shape, everything else by what it moves and computes.
 
 A product [b, m, k] x [b, k, n] is computed tile by tile of its result, on p multiprocessors at once, each tile by one of them:
 
@@ -7,7 +7,11 @@ A product [b, m, k] x [b, k, n] is computed tile by tile of its result, on p mul
     seconds = latency_s + max(compute, bytes ÷ memory rate)                 of the fastest (r, c) in `TILES` and s in `PARTS`
 
 So products fall off smoothly where they are thin, small or odd: few tiles leave multiprocessors idle, short contracted dims pay for
-filling. `ProductRate` has the constants of a GPU and a dtype, fitted to measured products by benchmarks/fit_rates.py. Without them
+filling. Kernels without products compute no more than so many results a second, which is what counts for narrow ones:
+
+    seconds = max(latency_s, bytes ÷ memory rate, elements ÷ elements_per_s)        elements: results, `READ` and `NARROW_UPDATE`
+
+`ProductRate` has the constants of a GPU and a dtype, fitted to measured products by benchmarks/fit_rates.py. Without them
 every shape runs at `Device.flops_per_s`. Attention that is one kernel has a rate of its own (`attention_rate`). A step is priced by
 this file alone, before it is compiled (`costs/roofline.py`) and after (`xla/hlo/schedule.py`).
 
@@ -32,6 +36,13 @@ LEAST_PART = 64
 
 PART_BYTES = 32
 """Bytes of memory traffic that each element of each part's result is worth; float32 written and read, and waited for."""
+
+
+READ = 0.57
+"""Results of elementwise kernels that an element takes as long as which a kernel with reductions reads (H200, benchmarks/one_gpu.py)."""
+
+NARROW_UPDATE = 6.4
+"""The same of an update of 16 bits or less that a scatter with unsorted indices writes: it has no atomics of such widths (there)."""
 
 
 class Attention(NamedTuple):
@@ -98,10 +109,10 @@ def attention_rate(device: Device, dtype: str, of: Attention) -> float:
     return device.peak(dtype) * efficiency * rate.sustained / (1 + short / of.keys)
 
 
-def kernel_seconds(device: Device, products: Sequence[Product], bytes_: float) -> float:
-    """Seconds of one kernel with any number of products in it; none take as long as their bytes do."""
+def kernel_seconds(device: Device, products: Sequence[Product], bytes_: float, elements: float = 0.0) -> float:
+    """Seconds of one kernel with any number of products in it; `elements` count where there is none (`Device.moved_s`)."""
     if not products:
-        return max(bytes_ / device.memory_rate, device.kernel_latency_s)
+        return max(float(device.moved_s(bytes_, elements)), device.kernel_latency_s)
     if not device.products:
         return max(sum(p.flops / device.flops_per_s(p.dtype) for p in products), bytes_ / device.memory_rate, device.kernel_latency_s)
     seconds = 0.0

@@ -24,12 +24,14 @@ product-ragged-masked.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from shardplan.ir.graph import Graph, Op, components
+from shardplan.mesh.rates import READ
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import EXPENSIVE, EXPONENTIALS
 from shardplan.xla_model.physical_layout import transposed_in_memory, transposed_product
@@ -224,6 +226,7 @@ class KernelTraffic:
     result_writes: tuple[float, ...]  # how many times those of each result
     row_bytes: float  # of a reduction that stays on chip with its row: bytes that a later kernel reads again where the row is sharded
     kernel_bytes: float | None  # bytes that the kernel moves which the op stands for, of all shards; None if it stands for none
+    kernel_elements: float  # results that this kernel computes, or what takes as long (`mesh/rates.py`)
 
 
 @dataclass(frozen=True)
@@ -276,7 +279,8 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     by_product = written_instead(graph, rules, kernels)
     ends = frozenset(by_product.values())
     seen: dict[tuple[Kernel, int], float] = {}  # bytes of an array that a kernel has read or made
-    moved: dict[Kernel, float] = {}
+    moved, reads, makes = (defaultdict[Kernel, float](float) for _ in range(3))  # bytes, elements read, those of the largest result
+    reduces = {kernel for at, rule in enumerate(rules) if rule.fusion == "reduce" for kernel in inside[at]}
     stands: dict[Kernel, int] = {}
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for at, op in enumerate(graph.ops):
@@ -291,13 +295,12 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
             size = graph.values[op.outputs[0] if part else root].bytes
             whole = max(graph.values[root].bytes, 1.0)
             for kernel in inside[at] if written[root] else ():
-                new = min(
-                    size, whole - seen.get((kernel, root), 0.0)
-                )  # every slice reads its own part, all of them no more than the whole
+                new = min(size, whole - seen.get((kernel, root), 0.0))  # a slice reads its part, all together no more than the whole
                 if new > 0:
                     (results if part else operands)[k] += new / size
                     seen[kernel, root] = seen.get((kernel, root), 0.0) + new
-                    moved[kernel] = moved.get(kernel, 0.0) + new
+                    moved[kernel] += new
+                    reads[kernel] += new / graph.values[root].itemsize
         for k, v in enumerate(op.outputs):
             if v in by_product:
                 results[k] += graph.values[by_product[v]].bytes / graph.values[v].bytes
@@ -311,13 +314,17 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
                     operands[part] += times
                 else:
                     results[k] += 1
-                    moved[own[at]] = moved.get(own[at], 0.0) + graph.values[v].bytes
+                    moved[own[at]] += graph.values[v].bytes
+                    makes[own[at]] = max(makes[own[at]], float(math.prod(graph.values[v].shape)))
         if op.traits.grouped_matmul and not idle:
             operands[0] += 2 * op.ins[2].shape[-1]  # its masked copies, written and read (fact: product-ragged-masked)
+        if op.traits.scatter and not idle:
+            operands[-1] += 1 + (op.traits.scatter != "set")  # the rows that are written, and read if added to
         counts.append((tuple(operands), tuple(results)))
-    kernel = {at: moved.get(key, 0.0) for key, at in stands.items()}
+    kernel = {at: moved[key] for key, at in stands.items()}
+    computed = {at: READ * reads[key] if key in reduces else makes[key] for key, at in stands.items()}
     again = _row_bytes(graph, rules, kernels)
-    return tuple(KernelTraffic(*moves, again.get(at, 0.0), kernel.get(at)) for at, moves in enumerate(counts))
+    return tuple(KernelTraffic(*moves, again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0)) for at, moves in enumerate(counts))
 
 
 def _row_bytes(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> dict[int, float]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from shardplan.mesh.cluster import KINDS, Cluster, group_link
 from shardplan.mesh.collective import seconds_on_link
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import Product, kernel_seconds
+from shardplan.mesh.rates import NARROW_UPDATE, READ, Product, kernel_seconds
 from shardplan.xla.hlo.collectives import HloCollective, collectives
 from shardplan.xla.hlo.products import HloProduct, products
 from shardplan.xla.hlo.text import HloInstruction, HloModule, read
@@ -43,10 +43,12 @@ class KernelWork:
     Attributes:
         products: the products in it.
         bytes: read from and written to memory; a fusion reads its operands once and writes its results once.
+        elements: that it computes, in results of elementwise kernels (`mesh/rates.py`).
     """
 
     products: tuple[Product, ...]
     bytes: int
+    elements: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -145,7 +147,7 @@ def seconds_of(text: str | HloModule, cluster: Cluster, mesh: MeshShape | None =
     device = cluster.device
 
     def work_s(work: KernelWork) -> float:
-        return kernel_seconds(device, work.products, work.bytes) if work.products or work.bytes else 0.0
+        return kernel_seconds(device, work.products, work.bytes, work.elements) if work.products or work.bytes else 0.0
 
     line = simulate(text, lambda c: collective_s(c, cluster), work_s, mesh)
     return CompiledSeconds(line.compute_s, line.collective_s, line.exposed_s)
@@ -200,7 +202,8 @@ class _Walk:
         found = [p for n in inner for p in self.products.get(n, ())]
         found += [p for p in self.products.get(i.computation, ()) if p.name == i.name]
         products = (Product(_dtype(p.dtype), p.flops, p.sizes, p.attention) for p in found)
-        return KernelWork(tuple(products), self._bytes(i, inner[0] if inner else None))
+        fused = inner[0] if inner else None
+        return KernelWork(tuple(products), self._bytes(i, fused), 0.0 if found else self._elements(i, fused))
 
     def total(self, i: HloInstruction) -> tuple[float, float]:
         """Flops and bytes of an instruction, loops with all their runs."""
@@ -213,6 +216,18 @@ class _Walk:
                 more_flops, more_bytes = self.total(step)
                 flops, moved = flops + times * more_flops, moved + times * more_bytes
         return flops, moved
+
+    def _elements(self, i: HloInstruction, fused: str | None) -> float:
+        """What a kernel without products computes one by one."""
+        body = self.module.computations[fused] if fused else (i,)
+        if any(x.opcode == "reduce" for x in body):
+            return READ * sum(a.size for o in i.operands for a in o.arrays)
+        for x in body:
+            if x.opcode in _IN_PLACE and len(x.operands) > _IN_PLACE[x.opcode]:  # the rest of the buffer stays as it is
+                updates = x.operands[_IN_PLACE[x.opcode]].arrays[0]
+                narrow = x.opcode == "scatter" and updates.bytes < 4 * updates.size and x.attribute("indices_are_sorted") != "true"
+                return updates.size * (NARROW_UPDATE if narrow else 1.0)
+        return max((float(a.size) for a in i.arrays), default=0.0)
 
     def _bytes(self, i: HloInstruction, fused: str | None) -> int:
         if i.opcode.endswith("-done"):
@@ -227,8 +242,13 @@ class _Walk:
         if i.opcode in _SLICES:
             return 2 * results
         if (at := _IN_PLACE.get(i.opcode)) is not None:
-            return 2 * sum(operands[at : at + 1])
+            return (2 + self._adds(i)) * sum(operands[at : at + 1])
         return sum(operands) + results
+
+    def _adds(self, i: HloInstruction) -> bool:
+        """Whether a scatter reads what it writes, to add to it or the like."""
+        root = self.module.root((i.attribute("to_apply") or "").removeprefix("%")) if i.opcode == "scatter" else None
+        return root is not None and root.opcode != "parameter"
 
     def _fused(self, fused: str, operands: list[int], results: int) -> int:
         """Bytes of a fusion: an operand that is only sliced counts as the slices, a buffer updated in place as the update."""
@@ -250,7 +270,7 @@ class _Walk:
         while root and root.opcode in ("bitcast", "convert", "copy") and root.operands:
             root = root.operands[0]
         if root and len(root.operands) > (at := _IN_PLACE.get(root.opcode, len(root.operands))):
-            results = sum(a.bytes for a in root.operands[at].arrays)
+            results = (1 + self._adds(root)) * sum(a.bytes for a in root.operands[at].arrays)
         elif not results and root:
             results = sum(a.bytes for a in root.arrays)
         return sum(operands) + results
