@@ -156,6 +156,7 @@ NARROW = replace(BYTES, device=replace(BYTES.device, elements_per_s=1e12, bytes_
         (lambda x: x[:1] + jnp.zeros((3000, 1000), x.dtype), 3),  # results count, not what they are made of
         (lambda x: (x * 2, x + 1), 1),  # of one kernel
         (lambda x: x.sum(0), READ),
+        (lambda x: x.max(1), 0.001),
         (lambda x: x - x.sum(0), 1 + READ),
         (lambda x: x[:, :500] + 1, 0.5),
         (lambda x: x.at[jnp.arange(1000)].add(x), 1 + NARROW_UPDATE),  # the array is copied first

@@ -39,7 +39,8 @@ PART_BYTES = 32
 
 
 READ = 0.57
-"""Results of elementwise kernels that an element takes as long as which a kernel with reductions reads (H200, benchmarks/one_gpu.py)."""
+"""Results of elementwise kernels that an element takes as long as which a kernel reads to reduce columns; rows are read as fast as
+memory is (H200, benchmarks/one_gpu.py)."""
 
 NARROW_UPDATE = 6.4
 """The same of an update of 16 bits or less that a scatter with unsorted indices writes: it has no atomics of such widths (there)."""

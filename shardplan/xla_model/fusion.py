@@ -35,7 +35,7 @@ from shardplan.mesh.rates import READ
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import EXPENSIVE, EXPONENTIALS
 from shardplan.xla_model.physical_layout import transposed_in_memory, transposed_product
-from shardplan.xla_model.row_kernels import RowKernels, reduces_rows, row_kernels
+from shardplan.xla_model.row_kernels import RowKernels, reduces_columns, reduces_rows, row_kernels
 
 FUSIBLE = ("loop", "view", "reduce")
 Kernel = tuple
@@ -280,7 +280,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     ends = frozenset(by_product.values())
     seen: dict[tuple[Kernel, int], float] = {}  # bytes of an array that a kernel has read or made
     moved, reads, makes = (defaultdict[Kernel, float](float) for _ in range(3))  # bytes, elements read, those of the largest result
-    reduces = {kernel for at, rule in enumerate(rules) if rule.fusion == "reduce" for kernel in inside[at]}
+    columns = {kernel for at, op in enumerate(graph.ops) if reduces_columns(op) for kernel in inside[at]}
     stands: dict[Kernel, int] = {}
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for at, op in enumerate(graph.ops):
@@ -322,7 +322,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
             operands[-1] += 1 + (op.traits.scatter != "set")  # the rows that are written, and read if added to
         counts.append((tuple(operands), tuple(results)))
     kernel = {at: moved[key] for key, at in stands.items()}
-    computed = {at: READ * reads[key] if key in reduces else makes[key] for key, at in stands.items()}
+    computed = {at: max(makes[key], READ * reads[key] if key in columns else 0) for key, at in stands.items()}
     again = _row_bytes(graph, rules, kernels)
     return tuple(KernelTraffic(*moves, again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0)) for at, moves in enumerate(counts))
 

@@ -74,6 +74,11 @@ def reduces_rows(op: Op) -> bool:
     return tuple(op.params.get("axes", ())) == (len(shape) - 1,) and 1 < shape[-1] <= ROW_ELEMENTS and op.outs[0].dtype.kind in "fV"
 
 
+def reduces_columns(op: Op) -> bool:
+    """Whether an op reduces dims by a fixed function, and keeps the last."""
+    return op.traits.reduction and len(op.ins[0].shape) - 1 not in op.params.get("axes", ())
+
+
 def _turned(graph: Graph, rules: Sequence[Rule]) -> list[bool]:
     """Per op, whether elementwise work or a reduction reads an array whose last dim lies elsewhere in memory: a transpose moved it."""
     out = [False] * len(graph.ops)

@@ -13,6 +13,7 @@ emitted HLO alone, one measure for every plan, whoever made it:
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -144,13 +145,31 @@ def seconds(compiled: Compiled, cluster: Cluster) -> CompiledSeconds:
 
 def seconds_of(text: str | HloModule, cluster: Cluster, mesh: MeshShape | None = None) -> CompiledSeconds:
     """As `seconds`, of any compiled module's HLO."""
-    device = cluster.device
-
-    def work_s(work: KernelWork) -> float:
-        return kernel_seconds(device, work.products, work.bytes, work.elements) if work.products or work.bytes else 0.0
-
-    line = simulate(text, lambda c: collective_s(c, cluster), work_s, mesh)
+    line = simulate(text, lambda c: collective_s(c, cluster), lambda work: work_s(work, cluster), mesh)
     return CompiledSeconds(line.compute_s, line.collective_s, line.exposed_s)
+
+
+def work_s(work: KernelWork, cluster: Cluster) -> float:
+    """Seconds of one run of a kernel on `cluster`."""
+    if not work.products and not work.bytes:
+        return 0.0
+    return kernel_seconds(cluster.device, work.products, work.bytes, work.elements)
+
+
+def kernels(text: str | HloModule, mesh: MeshShape | None = None) -> dict[HloInstruction, tuple[KernelWork, float]]:
+    """Every instruction that is a kernel -> its work in one run, and how often it runs in a step."""
+    walk, out = _Walk(read(text), mesh), {}
+
+    def visit(computation: str, runs: float) -> None:
+        for i in walk.module.computations[computation]:
+            if i.opcode in ("while", "conditional", "call", "async-start"):
+                for inner, times in walk.inside(i):
+                    visit(inner, runs * times)
+            elif walk.works(i):
+                out[i] = walk.work(i), runs
+
+    visit(walk.module.entry, 1.0)
+    return out
 
 
 SAME_PRICE = {"collective-broadcast": "collective-permute", "ragged-all-to-all": "all-to-all"}
@@ -220,14 +239,16 @@ class _Walk:
     def _elements(self, i: HloInstruction, fused: str | None) -> float:
         """What a kernel without products computes one by one."""
         body = self.module.computations[fused] if fused else (i,)
-        if any(x.opcode == "reduce" for x in body):
-            return READ * sum(a.size for o in i.operands for a in o.arrays)
-        for x in body:
+        reduced = [x for x in body if x.opcode == "reduce"]
+        columns = any(
+            str(len(x.operands[0].arrays[0].shape) - 1) not in re.findall(r"\d+", x.attribute("dimensions") or "") for x in reduced
+        )
+        for x in () if reduced else body:
             if x.opcode in _IN_PLACE and len(x.operands) > _IN_PLACE[x.opcode]:  # the rest of the buffer stays as it is
                 updates = x.operands[_IN_PLACE[x.opcode]].arrays[0]
                 narrow = x.opcode == "scatter" and updates.bytes < 4 * updates.size and x.attribute("indices_are_sorted") != "true"
                 return updates.size * (NARROW_UPDATE if narrow else 1.0)
-        return max((float(a.size) for a in i.arrays), default=0.0)
+        return max((READ * sum(a.size for o in i.operands for a in o.arrays) if columns else 0.0, *(float(a.size) for a in i.arrays)))
 
     def _bytes(self, i: HloInstruction, fused: str | None) -> int:
         if i.opcode.endswith("-done"):

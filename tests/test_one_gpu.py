@@ -1,0 +1,55 @@
+"""Kernels clocked on a GPU take what its preset says. Fitted to these: `elements_per_s`, `READ`, `NARROW_UPDATE`, nothing else."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import one_gpu  # noqa: E402
+
+from shardplan.mesh.cluster import resolve  # noqa: E402
+
+H200 = ROOT / "benchmarks" / "clocked" / "h200"
+LONG_S = 2e-5
+"""Shorter kernels are latencies."""
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Op measured alone -> (seconds measured, seconds predicted) of its kernels."""
+    cluster, out = resolve("h200"), {}
+    for record in one_gpu.load(H200 / "ops.json.gz")["ops"]:
+        if "error" not in record:
+            rows = list(one_gpu.kernels_of(record, cluster))
+            out[record["name"]] = sum(row[2] for row in rows), sum(row[3] for row in rows)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kinds", "median", "p90"),
+    [
+        (("add ", "cast", "fill", "row-bias", "column-scale", "broadcast", "adam"), 0.03, 0.05),
+        (("map ",), 0.03, 0.60),  # `erf` and powers take longer than the memory does
+        (("reduce", "argmax", "norm-squares"), 0.05, 0.25),
+        (("gather", "scatter-add", "scatter-set", "one-hot"), 0.10, 0.25),  # rows of a few elements take longer
+        (("slice", "split", "pad", "reverse", "repeat", "concatenate"), 0.03, 0.07),
+        (("transpose", "heads", "images"), 0.12, 0.16),
+    ],
+)
+def test_an_op_alone_takes_what_the_preset_says(alone, kinds, median, p90):
+    rows = [pair for name, pair in alone.items() if name.startswith(kinds) and pair[0] > LONG_S]
+    errors = np.abs([np.log(predicted / measured) for measured, predicted in rows])
+    assert len(rows) >= 5
+    assert np.median(errors) <= median
+    assert np.quantile(errors, 0.9) <= p90
+
+
+def test_elementwise_kernels_of_whole_steps_take_together_what_the_preset_says():
+    cluster, found = resolve("h200"), np.zeros(2)
+    for file in H200.glob("step-*.json.gz"):
+        found += np.sum([row[2:] for row in one_gpu.kernels_of(one_gpu.load(file), cluster) if row[1] == "elementwise"], axis=0)
+    assert found[1] == pytest.approx(found[0], rel=0.05)
