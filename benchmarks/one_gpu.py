@@ -170,6 +170,12 @@ def timed(program, op: programs.OneOp, wait: bool) -> float:
     return (time.perf_counter() - start) / RUNS
 
 
+def all_timed(ops: list[tuple[Any, programs.OneOp]]) -> None:
+    """Runs ops one after the other, each run waited for."""
+    for program, op in ops:
+        timed(program, op, wait=True)
+
+
 def measure_ops(folder: Path, end: float, only: str) -> None:
     """The kernels of every op, in groups that are traced together."""
     todo, out = [o for o in programs.ops() if only in o.name], []
@@ -188,8 +194,7 @@ def measure_ops(folder: Path, end: float, only: str) -> None:
             except Exception as error:
                 found[at] = f"{type(error).__name__}: {error}"[:300]
         modules: dict[str, list[dict]] = defaultdict(list)
-        traceable = [(found[at], group[at]) for at in ready]
-        for e in traced(lambda traceable=traceable: [timed(program, op, wait=True) for program, op in traceable]):
+        for e in traced(partial(all_timed, [(found[at], group[at]) for at in ready])):
             modules[e["module"].split("(")[0]].append(e)
         for at, program in found.items():
             record: dict = {"name": group[at].name}
@@ -302,34 +307,33 @@ def planned_s(one: programs.OneStep, cluster) -> float:
     return shardplan.auto(mesh, donate_argnums=0, cluster=cluster)(step).plan(state, batch).seconds["total"]
 
 
+def ops_of(folder: Path, cluster) -> dict[str, tuple[float, float]]:
+    """Op that was measured alone -> (seconds measured, seconds predicted) of its kernels."""
+    ran = [record for record in load(folder / "ops.json.gz")["ops"] if "error" not in record]
+    rows = {record["name"]: list(kernels_of(record, cluster)) for record in ran}
+    return {name: (sum(row[2] for row in some), sum(row[3] for row in some)) for name, some in rows.items()}
+
+
 def compare_ops(folder: Path, cluster) -> None:
     """A line per op that was measured alone."""
-    for record in load(folder / "ops.json.gz")["ops"]:
-        if "error" not in record:
-            rows = list(kernels_of(record, cluster))
-            measured, predicted = (sum(row[n] for row in rows) for n in (2, 3))
-            ratio = predicted / measured if measured else math.nan
-            print(f"{record['name']:52} measured {measured * 1e6:9.1f} us  predicted {predicted * 1e6:9.1f} us  {ratio:.2f}")
+    for name, (measured, predicted) in ops_of(folder, cluster).items():
+        ratio = predicted / measured if measured else math.nan
+        print(f"{name:52} measured {measured * 1e6:9.1f} us  predicted {predicted * 1e6:9.1f} us  {ratio:.2f}")
 
 
 def compare(folder: Path, cluster) -> str:
     """Two tables: by step, and by kind of kernel."""
     import measurements
 
-    from shardplan.xla.hlo.schedule import seconds_of
-
     known = {one.name: one for one in programs.steps()}
     steps, kinds = [], {kind: [0, 0.0, 0.0] for kind in KINDS}
     for file in sorted(folder.glob("step-*.json.gz")):
         record = load(file)
+        step, priced, planned = min(record["step_s"]), 0.0, planned_s(known[record["name"]], cluster)
         for _, kind, measured, predicted in kernels_of(record, cluster):
+            priced += predicted
             for n, more in enumerate((1, measured, predicted)):
                 kinds[kind][n] += more
-        step, priced, planned = (
-            min(record["step_s"]),
-            seconds_of(record["hlo"], cluster).total_s,
-            planned_s(known[record["name"]], cluster),
-        )
         mhz, watts, *_ = (*record["clocks"], math.nan, math.nan)
         steps.append((record["name"], f"{step * 1e3:.2f}", f"{record['busy_s'] * 1e3:.2f}", f"{mhz:.0f}", f"{watts:.0f}",
                       f"{priced / record['busy_s']:.2f}", f"{planned / step:.2f}"))  # fmt: skip

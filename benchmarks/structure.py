@@ -27,12 +27,10 @@ from shardplan.emit.emit import EmitDecision, emit
 from shardplan.ir.graph import Graph, Op, Path
 from shardplan.ir.parse import parse
 from shardplan.mesh.layout import MeshShape
+from shardplan.search.classical import BATCH, MODEL, TensorParallel
 from shardplan.strategies.rule import Rule
 from shardplan.strategies.signature import Signatures
 
-BATCH, MODEL = "batch", "model"
-Label = object
-"""BATCH, MODEL, or (leaf, dim) of a parameter that is not decided."""
 Axes = tuple[str, ...]
 FREE = P.UNCONSTRAINED
 
@@ -97,54 +95,17 @@ class Found:
     products: Mapping[Path, tuple]
 
 
-class _Reader:
-    """Labels of all values, op by op. `n` devices share the model, `b` the batch."""
+class _Reader(TensorParallel):
+    """What each role shards, and the layouts of products; labels spread as in the planner's classical layouts."""
 
     def __init__(self, graph: Graph, rules: list[Rule], n: int, b: int, roles: tuple[str, ...]):
-        self.graph, self.rules, self.n, self.b, self.roles = graph, rules, n, b, roles
-        self.labels: dict[int, dict[int, Label]] = {}  # value -> dim -> label
-        self.params: dict[int, int] = {}
+        super().__init__(graph, rules, n, b)
+        self.roles = roles
         self.products: dict[Path, tuple] = {}
-
-    def label(self, v: int | None, d: int) -> Label | None:
-        """The label of a dim: of a parameter as it is decided by now."""
-        found = self.labels.get(v, {}).get(d) if v is not None else None
-        if isinstance(found, tuple) and found[0] in self.params:
-            return MODEL if self.params[found[0]] == found[1] else None
-        return found
-
-    def by_factor(self, op: Op, rule: Rule, k: int) -> dict[str, Label]:
-        """Factor -> label of operand k; of a dim of several factors the first has it."""
-        found = {}
-        for d, letters in enumerate(rule.operands[k] if k < len(rule.operands) else ()):
-            if letters and (label := self.label(op.inputs[k], d)) is not None:
-                found[letters[0]] = label
-        return found
 
     def read(self, op: Op, rule: Rule) -> None:
         """Label the results of an op, and decide the parameters that it reads."""
-        operands = [self.by_factor(op, rule, k) for k in range(len(op.inputs))]
-        settled = {f: x for of in operands for f, x in of.items() if x in (BATCH, MODEL) and f not in rule.replicated}
-        for k, of in enumerate(operands):
-            open_ = {f: x for f, x in of.items() if isinstance(x, tuple)}
-            others = set().union(*(dims for j, dims in enumerate(rule.operands) if j != k)) if len(rule.operands) > 1 else set()
-            if open_ and others and (chosen := self.choice(op, rule, k, open_, settled)):
-                leaf, d = open_[chosen]
-                self.params[leaf] = d
-                settled[chosen] = MODEL
-        alone = sum(v is not None and len(x.shape) > 0 for v, x in zip(op.inputs, op.ins, strict=True)) == 1  # still the parameter
-        if op.traits.addition and MODEL in settled.values():  # what a layer adds to the residual stream takes its layout
-            settled = {f: x for f, x in settled.items() if x != MODEL or all(of.get(f) == MODEL for of in operands)}
-        passed = {f: x for of in operands for f, x in of.items() if alone and isinstance(x, tuple) and x[0] not in self.params}
-        known = passed | settled
-        for v, dims in zip(op.outputs, rule.results, strict=True):
-            found: dict[int, Label] = {}
-            for d, letters in enumerate(dims):
-                label = known.get(letters[0]) if letters else None
-                shards = self.b if label == BATCH else self.n if label == MODEL else 1
-                if label is not None and label not in found.values() and self.graph.values[v].shape[d] % shards == 0:
-                    found[d] = label
-            self.labels[v] = found
+        super().read(op, rule)
         if op.traits.matmul or op.traits.convolution or op.traits.gather or op.traits.addition:
             labels = (self.labels[op.outputs[0]].get(d) for d in range(len(op.outs[0].shape)))
             self.products[op.path] = tuple(x if x in (BATCH, MODEL) else None for x in labels)

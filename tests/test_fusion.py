@@ -13,7 +13,7 @@ from shardplan.costs.space import StepFacts, make_strategy_space
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import NARROW_UPDATE, READ, Product, kernel_seconds
+from shardplan.mesh.rates import COLUMN_READ, NARROW_UPDATE, Product, kernel_seconds
 from shardplan.xla import available
 from shardplan.xla.hlo.schedule import seconds, seconds_of
 
@@ -155,9 +155,9 @@ NARROW = replace(BYTES, device=replace(BYTES.device, elements_per_s=1e12, bytes_
         (lambda x: x * 2, 1),
         (lambda x: x[:1] + jnp.zeros((3000, 1000), x.dtype), 3),  # results count, not what they are made of
         (lambda x: (x * 2, x + 1), 1),  # of one kernel
-        (lambda x: x.sum(0), READ),
+        (lambda x: x.sum(0), COLUMN_READ),
         (lambda x: x.max(1), 0.001),
-        (lambda x: x - x.sum(0), 1 + READ),
+        (lambda x: x - x.sum(0), 1 + COLUMN_READ),
         (lambda x: x[:, :500] + 1, 0.5),
         (lambda x: x.at[jnp.arange(1000)].add(x), 1 + NARROW_UPDATE),  # the array is copied first
         (lambda x: x.at[jnp.arange(1000)].add(x, indices_are_sorted=True), 1),

@@ -1,4 +1,4 @@
-"""Kernels clocked on a GPU take what its preset says. Fitted to these: `elements_per_s`, `READ`, `NARROW_UPDATE`, nothing else."""
+"""Kernels clocked on a GPU take what its preset says, of which `elements_per_s`, `COLUMN_READ`, `NARROW_UPDATE` were fitted to them."""
 
 import sys
 from pathlib import Path
@@ -21,12 +21,7 @@ LONG_S = 2e-5
 @pytest.fixture(scope="module")
 def alone():
     """Op measured alone -> (seconds measured, seconds predicted) of its kernels."""
-    cluster, out = resolve("h200"), {}
-    for record in one_gpu.load(H200 / "ops.json.gz")["ops"]:
-        if "error" not in record:
-            rows = list(one_gpu.kernels_of(record, cluster))
-            out[record["name"]] = sum(row[2] for row in rows), sum(row[3] for row in rows)
-    return out
+    return one_gpu.ops_of(H200, resolve("h200"))
 
 
 @pytest.mark.parametrize(

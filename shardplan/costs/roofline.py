@@ -70,9 +70,9 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
             seconds = np.maximum(rule.flops * strategies.work / rate, seconds)
     if rule.fusion == "none" and moved.any():
         elements = 0.0 if rule.flops else _elements(op, strategies)
-        seconds = np.maximum(np.maximum(seconds, device.kernel_latency_s), device.moved_s(0.0, elements))
+        seconds = np.maximum(seconds, np.maximum(device.kernel_latency_s, device.computed_s(elements)))
     elif moves.kernel_bytes is not None:
-        least = np.maximum(device.kernel_latency_s, device.moved_s(0.0, moves.kernel_elements * strategies.work))
+        least = np.maximum(device.kernel_latency_s, device.computed_s(moves.kernel_elements * strategies.work))
         seconds = seconds + np.maximum(0.0, least - moves.kernel_bytes * strategies.work / device.memory_rate)
     if any(moves.result_writes):
         seconds = seconds + device.kernel_latency_s * _second_kernel(op, strategies)

@@ -14,7 +14,6 @@ from importlib import resources
 from typing import Annotated
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 # Types of the fields of records in files: what msgspec checks, and how errors say it.
@@ -180,14 +179,9 @@ class Device:
         """Bytes per second that large elementwise kernels reach."""
         return self.bytes_per_s * self.bytes_efficiency
 
-    def moved_s(self, bytes_, elements):
-        """Seconds in which kernels move bytes and compute results: the longer of the two.
-
-        Args:
-            bytes_: read and written; numbers or arrays of them.
-            elements: results of elementwise kernels, or what takes as long (`rates.py`).
-        """
-        return np.maximum(bytes_ / self.memory_rate, elements / self.elements_per_s if self.elements_per_s else 0.0)
+    def computed_s(self, elements):
+        """Least seconds of results of elementwise kernels, or of what takes as long (`rates.py`); of a number or an array of them."""
+        return elements / self.elements_per_s if self.elements_per_s else 0.0
 
 
 NEAREST = {

@@ -9,7 +9,7 @@ A product [b, m, k] x [b, k, n] is computed tile by tile of its result, on p mul
 So products fall off smoothly where they are thin, small or odd: few tiles leave multiprocessors idle, short contracted dims pay for
 filling. Kernels without products compute no more than so many results a second, which is what counts for narrow ones:
 
-    seconds = max(latency_s, bytes ÷ memory rate, elements ÷ elements_per_s)        elements: results, `READ` and `NARROW_UPDATE`
+    seconds = max(latency_s, bytes ÷ memory rate, elements ÷ elements_per_s)        elements: results, `COLUMN_READ` and `NARROW_UPDATE`
 
 `ProductRate` has the constants of a GPU and a dtype, fitted to measured products by benchmarks/fit_rates.py. Without them
 every shape runs at `Device.flops_per_s`. Attention that is one kernel has a rate of its own (`attention_rate`). A step is priced by
@@ -38,12 +38,13 @@ PART_BYTES = 32
 """Bytes of memory traffic that each element of each part's result is worth; float32 written and read, and waited for."""
 
 
-READ = 0.57
-"""Results of elementwise kernels that an element takes as long as which a kernel reads to reduce columns; rows are read as fast as
-memory is (H200, benchmarks/one_gpu.py)."""
+COLUMN_READ = 0.57
+"""What an element costs that a kernel reads to reduce columns, in results of elementwise kernels. Rows are read as fast as memory is.
+Clocked on one H200 (benchmarks/one_gpu.py)."""
 
 NARROW_UPDATE = 6.4
-"""The same of an update of 16 bits or less that a scatter with unsorted indices writes: it has no atomics of such widths (there)."""
+"""What a scatter's update of 16 bits or less costs where indices are not sorted, in results of elementwise kernels.
+Clocked on one H200 (benchmarks/one_gpu.py)."""
 
 
 class Attention(NamedTuple):
@@ -111,9 +112,9 @@ def attention_rate(device: Device, dtype: str, of: Attention) -> float:
 
 
 def kernel_seconds(device: Device, products: Sequence[Product], bytes_: float, elements: float = 0.0) -> float:
-    """Seconds of one kernel with any number of products in it; `elements` count where there is none (`Device.moved_s`)."""
+    """Seconds of one kernel with any number of products in it; `elements` count where there is none."""
     if not products:
-        return max(float(device.moved_s(bytes_, elements)), device.kernel_latency_s)
+        return max(bytes_ / device.memory_rate, device.computed_s(elements), device.kernel_latency_s)
     if not device.products:
         return max(sum(p.flops / device.flops_per_s(p.dtype) for p in products), bytes_ / device.memory_rate, device.kernel_latency_s)
     seconds = 0.0

@@ -114,7 +114,7 @@ def with_classical_inputs(network: CostNetwork) -> Problem | None:
     return replace(problem, costs=costs, edges=(*problem.edges, *edges), ties=ties) if choices else None
 
 
-class _TensorParallel:
+class TensorParallel:
     """Labels of all values, op by op, and the dims of parameters that `n` devices share; `b` devices share the batch."""
 
     def __init__(self, graph: Graph, rules: Sequence[Rule], n: int, b: int):
@@ -214,7 +214,7 @@ class StepInputs:
         """Input -> per dim the mesh axes that shard it."""
         b, n = (prod(mesh.size(a) for a in axes) for axes in (classical.batch, classical.model))
         batch_dims = {a: d for a in self.batch if b > 1 and (d := self._batch_dim(a, b)) is not None}
-        reader = _TensorParallel(self.graph, self.rules, n, b)
+        reader = TensorParallel(self.graph, self.rules, n, b)
         for a in self.graph.args:
             op = self.graph.ops[a]
             if a in batch_dims:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from math import inf
 
 from shardplan.ir.graph import Graph, Op, components
-from shardplan.mesh.rates import READ
+from shardplan.mesh.rates import COLUMN_READ
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import EXPENSIVE, EXPONENTIALS
 from shardplan.xla_model.physical_layout import transposed_in_memory, transposed_product
@@ -322,7 +322,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
             operands[-1] += 1 + (op.traits.scatter != "set")  # the rows that are written, and read if added to
         counts.append((tuple(operands), tuple(results)))
     kernel = {at: moved[key] for key, at in stands.items()}
-    computed = {at: max(makes[key], READ * reads[key] if key in columns else 0) for key, at in stands.items()}
+    computed = {at: max(makes[key], COLUMN_READ * reads[key] if key in columns else 0) for key, at in stands.items()}
     again = _row_bytes(graph, rules, kernels)
     return tuple(KernelTraffic(*moves, again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0)) for at, moves in enumerate(counts))
 

@@ -80,11 +80,11 @@ def _flops(i: HloInstruction) -> tuple[str, float, str, Sizes | Attention | None
         return None
     left, right = operands[:2]
     if i.opcode == "dot":
-        return _dot(left, out, _dims(i, "lhs_contracting_dims"), _dims(i, "lhs_batch_dims"))
+        return _dot(left, out, dims_of(i, "lhs_contracting_dims"), dims_of(i, "lhs_batch_dims"))
     if i.opcode == "convolution":
         return "convolution", _conv_flops(i, left, right, out), left.dtype, None
     if i.opcode == "ragged-dot":
-        bound = {d for role in ("group", "contracting", "batch") for d in _dims(i, f"rhs_{role}_dims")}
+        bound = {d for role in ("group", "contracting", "batch") for d in dims_of(i, f"rhs_{role}_dims")}
         free = (n for d, n in enumerate(right.shape) if d not in bound)
         return "ragged-dot", 2.0 * left.size * math.prod(free), left.dtype, None
     target = (i.attribute("custom_call_target") or "").strip('"')
@@ -117,7 +117,8 @@ def _dot(left: HloArray, out: HloArray, contracting: Iterable[int], batch: Itera
     return "dot", 2.0 * out.size * k, left.dtype, (b, rows, out.size // max(1, b * rows), k)
 
 
-def _dims(i: HloInstruction, attribute: str) -> list[int]:
+def dims_of(i: HloInstruction, attribute: str) -> list[int]:
+    """The numbers of an attribute that lists dims."""
     return [int(d) for d in re.findall(r"\d+", i.attribute(attribute) or "")]
 
 

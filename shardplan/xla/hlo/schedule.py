@@ -13,7 +13,6 @@ emitted HLO alone, one measure for every plan, whoever made it:
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,9 +22,9 @@ from typing import TYPE_CHECKING
 from shardplan.mesh.cluster import KINDS, Cluster, group_link
 from shardplan.mesh.collective import seconds_on_link
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import NARROW_UPDATE, READ, Product, kernel_seconds
+from shardplan.mesh.rates import COLUMN_READ, NARROW_UPDATE, Product, kernel_seconds
 from shardplan.xla.hlo.collectives import HloCollective, collectives
-from shardplan.xla.hlo.products import HloProduct, products
+from shardplan.xla.hlo.products import HloProduct, dims_of, products
 from shardplan.xla.hlo.text import HloInstruction, HloModule, read
 from shardplan.xla_model.timeline import Streams, Timeline
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from shardplan.xla.compiler.compile import Compiled
 
 _FREE = ("after-all", "bitcast", "constant", "get-tuple-element", "iota", "parameter", "partition-id", "replica-id", "tuple")
+_NESTED = ("while", "conditional", "call", "async-start")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # opcode -> the operand that is written into operand 0
 
@@ -109,7 +109,7 @@ def simulate(
                 streams.wait(i.operands[0])
                 if i.opcode.endswith("-update"):
                     streams.done_at[i] = streams.done_at[i.operands[0]]
-            elif i.opcode in ("while", "conditional", "call", "async-start"):
+            elif i.opcode in _NESTED:
                 # Work inside does not overlap with work outside, but a transfer in flight continues.
                 for inner, times in walk.inside(i):
                     streams.nested(run(inner), times)
@@ -162,7 +162,7 @@ def kernels(text: str | HloModule, mesh: MeshShape | None = None) -> dict[HloIns
 
     def visit(computation: str, runs: float) -> None:
         for i in walk.module.computations[computation]:
-            if i.opcode in ("while", "conditional", "call", "async-start"):
+            if i.opcode in _NESTED:
                 for inner, times in walk.inside(i):
                     visit(inner, runs * times)
             elif walk.works(i):
@@ -240,15 +240,15 @@ class _Walk:
         """What a kernel without products computes one by one."""
         body = self.module.computations[fused] if fused else (i,)
         reduced = [x for x in body if x.opcode == "reduce"]
-        columns = any(
-            str(len(x.operands[0].arrays[0].shape) - 1) not in re.findall(r"\d+", x.attribute("dimensions") or "") for x in reduced
-        )
+        columns = any(len(x.operands[0].arrays[0].shape) - 1 not in dims_of(x, "dimensions") for x in reduced)
         for x in () if reduced else body:
             if x.opcode in _IN_PLACE and len(x.operands) > _IN_PLACE[x.opcode]:  # the rest of the buffer stays as it is
                 updates = x.operands[_IN_PLACE[x.opcode]].arrays[0]
                 narrow = x.opcode == "scatter" and updates.bytes < 4 * updates.size and x.attribute("indices_are_sorted") != "true"
                 return updates.size * (NARROW_UPDATE if narrow else 1.0)
-        return max((READ * sum(a.size for o in i.operands for a in o.arrays) if columns else 0.0, *(float(a.size) for a in i.arrays)))
+        return max(
+            (COLUMN_READ * sum(a.size for o in i.operands for a in o.arrays) if columns else 0.0, *(float(a.size) for a in i.arrays))
+        )
 
     def _bytes(self, i: HloInstruction, fused: str | None) -> int:
         if i.opcode.endswith("-done"):
