@@ -7,6 +7,7 @@ in an order that is drawn once: half of the clicks go to the ten largest arrays 
 anywhere. Seconds by the clock; other work on the machine is in them.
 
     facts       all that is known of the row but the prices of its other layouts
+    processor   the same in processor seconds of the kernel, threads in the background included: what it takes on a machine of one's own
     prices      their estimates
     ready       clicks whose first answer has the estimates, in their order: "r", others "."
     scheduled   the seconds of the scheduled steps of the last row
@@ -15,6 +16,7 @@ Then a layout is taken, plans are shown in turns and compared, and what can be c
 """
 
 import argparse
+import ast
 import queue
 import random
 import statistics
@@ -26,7 +28,7 @@ import planning
 from jupyter_client.manager import KernelManager
 
 PLAN = """
-import sys, jax
+import sys, time, jax
 sys.path[:0] = [{benchmarks!r}, {root!r}]
 jax.config.update("jax_platforms", "cpu")
 import planning, shardplan
@@ -34,6 +36,14 @@ case = next(x for x in planning.CASES if x.name == {name!r})
 step, state, batch = case.step()
 mesh = jax.sharding.AbstractMesh(tuple(case.mesh.values()), tuple(case.mesh), axis_types=(jax.sharding.AxisType.Auto,) * len(case.mesh))
 plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(state, batch)
+
+from shardplan.view.explore import Explorer
+handled, on_message = [], Explorer._on_message
+def timed(widget, source, message, buffers):
+    start = time.process_time()
+    on_message(widget, source, message, buffers)
+    handled.append((message["do"], time.process_time() - start))
+Explorer._on_message = timed
 """
 LIKELY = 10
 
@@ -172,12 +182,16 @@ def main(argv: list[str]) -> int:
             return 1
         client.execute("widget = plan.explore()")
         found = measured(page, options.clicks, options.think)
+        handled = client.execute_interactive("", user_expressions={"handled": "handled"}, timeout=60)["content"]["user_expressions"]
+        found["handled"] = ast.literal_eval(handled["handled"]["data"]["text/plain"])
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
     print(f"{options.only}, {len(found['facts'])} rows opened, {options.think:g} s apart")
     for name in ("facts", "prices"):
         print(f"  {name:<10}{figures(found[name])}")
+    print(f"  {'processor':<10}{figures(seconds for what, seconds in found['handled'] if what == 'ask')}")
+    print(f"  others    {', '.join(f'{what} {1e3 * seconds:.0f}' for what, seconds in found['handled'] if what != 'ask')} processor ms")
     print(f"  {'ready':<10}{sum(found['ready'])} of {len(found['ready'])}: {''.join('.r'[x] for x in found['ready'])}")
     print(f"  scheduled {found['scheduled']:.1f} s after the last click")
     for name, seconds in found["rest"].items():

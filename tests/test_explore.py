@@ -20,6 +20,7 @@ from shardplan.plan.asked import asked
 from shardplan.plan.describe import describe
 from shardplan.plan.schedule import StepSchedule
 from shardplan.plan.what_if import WhatIf, sent_bytes
+from shardplan.view.answers import Answers, known
 from shardplan.view.exports import model_explorer, perfetto
 from shardplan.view.instrument import Instrument
 from shardplan.view.pieces import Pieces
@@ -229,10 +230,10 @@ def test_a_plan_with_a_choice_runs_with_the_same_numbers():
 def test_the_history_states_code_that_gives_each_plan(plan):
     first = Entry(plan, "as planned")
     row = next(x["id"] for x in first.instrument.arrays if x["name"] == "params/layers/*/up")
-    choice = first.answer(row)["choices"][0]["text"]
+    choice = first.answers.answer(row)["choices"][0]["text"]
     taken = first.taken(0, row, choice)
     moved = taken.instrument.collectives[0]["id"]
-    again = taken.taken(1, moved, next(c["text"] for c in taken.answer(moved)["choices"] if c["fits"]))
+    again = taken.taken(1, moved, next(c["text"] for c in taken.answers.answer(moved)["choices"] if c["fits"]))
     anew = taken.anew(1)
     other = first.retargeted(0, mesh={"data": 8}, cluster="a100")
     less = anew.retargeted(3, memory=1e9)
@@ -446,9 +447,8 @@ def train_step_named(name):
     return step
 
 
-def test_the_widget_prices_replans_undoes_and_cancels(plan):
-    plan.known_answers.clear()
-    kernel = Kernel(plan)
+def test_the_widget_prices_replans_undoes_and_cancels(unasked):
+    kernel = Kernel(unasked)
     widget, said, ask = kernel.widget, kernel.said, kernel.ask
 
     def until(holds):
@@ -480,7 +480,7 @@ def test_the_widget_prices_replans_undoes_and_cancels(plan):
     until(lambda: not widget.work)
     assert widget.message == "cancelled" and len(widget.history) == 2
     ask(do="undo")
-    assert widget.current == 0 and widget.plan is plan
+    assert widget.current == 0 and widget.plan is unasked
     ask(do="nonsense")
     ask(do="show", n=99)
     assert "IndexError" in widget.message
@@ -489,8 +489,7 @@ def test_the_widget_prices_replans_undoes_and_cancels(plan):
 @pytest.fixture
 def unasked(plan):
     """The plan, of which nothing was asked or estimated."""
-    for known in (plan.known_answers, plan.context.prices.estimates):
-        known.clear()
+    vars(plan).pop("_known", None)
     return plan
 
 
@@ -512,19 +511,36 @@ def test_an_opened_row_says_all_but_prices_before_any_is_found(unasked, monkeypa
         assert {k: v for k, v in facts.items() if k not in priced} == {k: v for k, v in answer.items() if k not in priced}
         assert len(facts["pending"]) == sum(len(answer[x]) for x in ("choices", "impossible")) + answer["unpriced"]
         assert not facts["choices"] and facts["constraints"] == answer["constraints"][: len(facts["constraints"])]
-    assert not unasked.known_answers
+    assert not known(unasked).asked
+
+
+def test_facts_found_ahead_are_those_found_when_a_row_is_opened(unasked, monkeypatch):
+    instrument = Instrument(unasked)
+    answers = Answers(unasked, instrument)
+    for id_ in instrument.targets:
+        answers.open(id_)
+    vars(unasked).pop("_known")
+    later = Answers(unasked, instrument)
+    ahead = later.ahead()
+    for _ in instrument.targets:
+        next(ahead)
+    monkeypatch.setattr("shardplan.view.answers.growing", lambda *_: pytest.fail("they are known"))
+    assert not later.shown  # nobody has opened them
+    for id_ in instrument.targets:
+        later.open(id_)
+    assert later.shown == answers.shown
 
 
 def test_rows_estimated_ahead_are_answered_with_their_prices_and_nothing_else_shows_them(unasked):
     page = unasked.html()
-    unasked.known_answers.clear()
+    known(unasked).asked.clear()
     kernel = Kernel(unasked)
     widget, targets = kernel.widget, kernel.widget._entries[0].instrument.targets
-    assert not unasked.context.prices.estimates  # no page has said hello: a saved notebook has none
+    assert not known(unasked).estimates  # no page has said hello: a saved notebook has none
     kernel.ask(do="hello")
-    kernel.done(lambda: unasked.context.prices.estimates.keys() == targets.keys())
-    assert not widget.answers and not unasked.known_answers and unasked.html() == page
-    unasked.known_answers.clear()
+    kernel.done(lambda: known(unasked).estimates.keys() == targets.keys())
+    assert not widget.answers and not known(unasked).asked and unasked.html() == page
+    known(unasked).asked.clear()
     fresh = WhatIf(unasked.context.planned)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(widget._pricing, "begin", lambda job: None)
@@ -543,25 +559,27 @@ def test_a_page_is_the_same_text_whenever_it_is_asked_for_and_whatever_was_price
     other.why("params/layers/*/up", estimate=True)
     other.what_if("params/layers/*/up", P("model"))
     assert other.html() == page
-    rows = [id_ for id_ in Instrument(other).targets if id_ in other.known_answers]
-    other.known_answers.clear()
+    rows = [id_ for id_ in Instrument(other).targets if id_ in known(other).asked]
+    known(other).asked.clear()
     for id_ in reversed(rows):  # in whatever order rows were opened
-        Entry(other, "as planned").answer(id_, estimate=True)
+        Entry(other, "as planned").answers.answer(id_, estimate=True)
     assert other.html() == page
 
 
 def test_a_row_that_is_opened_while_it_is_estimated_ahead_goes_on_where_it_is(unasked, monkeypatch):
-    entry = Entry(unasked, "as planned")
-    ahead = entry.ahead()
-    for _ in range(4):
+    instrument = Instrument(unasked)
+    answers = Answers(unasked, instrument)
+    ahead = answers.ahead()
+    for _ in range(len(instrument.targets) + 4):
         next(ahead)
-    (id_,) = entry._begun
+    assert known(unasked).facts.keys() == instrument.targets.keys()  # all facts first
+    (id_,) = answers._begun
     begun = []
-    monkeypatch.setattr("shardplan.view.session.growing", lambda *_: pytest.fail("it began anew"))
-    begun += entry.answering(id_, estimate=True)
-    assert not entry.answers[id_]["pending"] and begun
+    monkeypatch.setattr("shardplan.view.answers.growing", lambda *_: pytest.fail("it began anew"))
+    begun += answers.answering(id_, estimate=True)
+    assert not answers.priced[id_]["pending"] and begun
     monkeypatch.undo()
-    assert next(ahead, None) is None and id_ not in entry._begun
+    assert next(ahead, None) is None and id_ not in answers._begun
 
 
 @pytest.mark.parametrize("how", ["closed", "planning"])
@@ -569,8 +587,8 @@ def test_nothing_is_estimated_ahead_after_closing_and_while_something_is_planned
     kernel, planning, planned = Kernel(unasked), threading.Event(), threading.Event()
     monkeypatch.setattr(Entry, "anew", lambda entry, n: (planning.set(), planned.wait(60), entry)[-1])
     pieces = []
-    ahead = Entry.ahead
-    monkeypatch.setattr(Entry, "ahead", lambda entry: (pieces.append(x) for x in ahead(entry)))
+    ahead = Answers.ahead
+    monkeypatch.setattr(Answers, "ahead", lambda answers: (pieces.append(x) for x in ahead(answers)))
     kernel.ask(do="hello")
     kernel.done(lambda: pieces)
     if how == "closed":
@@ -581,7 +599,7 @@ def test_nothing_is_estimated_ahead_after_closing_and_while_something_is_planned
     kernel.widget._pricing._thread.submit(lambda: None).result(60)
     before = len(pieces)
     time.sleep(0.2)
-    assert len(pieces) <= before + 1 and len(unasked.context.prices.estimates) < len(kernel.widget._entries[0].instrument.targets)
+    assert len(pieces) <= before + 1 and len(known(unasked).estimates) < len(kernel.widget._entries[0].instrument.targets)
     if how == "planning":
         planned.set()
         kernel.done(lambda: len(pieces) > before + 1)

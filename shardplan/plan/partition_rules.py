@@ -75,28 +75,64 @@ def _shortest(specs: Mapping[str, Entries], literal: bool) -> list[PathRule] | N
 def _candidates(paths: Sequence[str], literal: bool = True) -> list[tuple[int, str]]:
     """(paths that it matches as bits, pattern): of patterns that match the same the shortest."""
     known: dict[int, str] = {}
-    for pattern in dict.fromkeys(p for path in paths for p in _patterns(path, literal)):
-        found, bits = re.compile(pattern), 0
-        for n, path in enumerate(paths):
-            bits |= bool(found.search(path)) << n
+    among = _Paths(paths)
+    for pattern, words in dict(p for path in paths for p in _patterns(path, literal)).items():
+        bits = among.matching(pattern, words)
         if bits not in known or (len(pattern), pattern) < (len(known[bits]), known[bits]):
             known[bits] = pattern
     return sorted(known.items(), key=lambda x: (-x[0].bit_count(), len(x[1]), x[1]))
 
 
-def _patterns(path: str, literal: bool) -> Iterator[str]:
-    """Patterns of one path, those of any path of this form first, then perhaps those with its own numbers."""
+class _Paths:
+    """Paths as bits, by their segments: most patterns can match few of them."""
+
+    def __init__(self, paths: Sequence[str]):
+        self._paths = paths
+        self._with_segment: dict[str, int] = {}
+        for n, path in enumerate(paths):
+            for segment in path.split("/"):
+                self._with_segment[segment] = self._with_segment.get(segment, 0) | 1 << n
+        self._with_word: dict[str, int] = {}
+
+    def matching(self, pattern: str, words: Sequence[str]) -> int:
+        """Paths that a pattern of one of them matches, in which each of these words begins a segment."""
+        some = (1 << len(self._paths)) - 1
+        for word in words:
+            some &= self._with(word)
+        if some.bit_count() == 1 and ".*" not in pattern:
+            return some  # the path that it was made from
+        found = re.compile(pattern)
+        return sum(1 << n for n in _numbers(some) if found.search(self._paths[n]))
+
+    def _with(self, word: str) -> int:
+        if word not in self._with_word:
+            bits = 0
+            for segment, own in self._with_segment.items():
+                bits |= own if re.match(word, segment) else 0
+            self._with_word[word] = bits
+        return self._with_word[word]
+
+
+def _numbers(bits: int) -> Iterator[int]:
+    """Numbers of the bits that are set."""
+    while bits:
+        yield (bits & -bits).bit_length() - 1
+        bits &= bits - 1
+
+
+def _patterns(path: str, literal: bool) -> Iterator[tuple[str, Sequence[str]]]:
+    """(pattern, its words) of one path, those of any path of this form first, then perhaps those with its own numbers."""
     own = [re.escape(x).replace(r"\-", "-") for x in path.split("/")]
     wild = [re.sub(r"\d+", r"\\d+", x) for x in own]
-    yield ".*"
+    yield ".*", ()
     for words in dict.fromkeys((tuple(wild), tuple(own)) if literal else (tuple(wild),)):
         n = len(words)
-        ends = [f"(^|/){'/'.join(words[k:])}$" for k in range(n - 1, 0, -1)]
-        starts = [f"^{'/'.join(words[:k])}/" for k in range(1, n)]
-        yield from (*ends, *starts, f"^{'/'.join(words)}$")
-        yield from (f"(^|/){word}/" for word in words[:-1])
-        yield from (f"(^|/){a}/{b}/" for a, b in pairwise(words[:-1]))
-        yield from (f"{start}.*/{words[-1]}$" for start in (f"(^|/){word}" for word in words[:-1]))
+        yield from ((f"(^|/){'/'.join(words[k:])}$", words[k:]) for k in range(n - 1, 0, -1))
+        yield from ((f"^{'/'.join(words[:k])}/", words[:k]) for k in range(1, n))
+        yield f"^{'/'.join(words)}$", words
+        yield from ((f"(^|/){word}/", (word,)) for word in words[:-1])
+        yield from ((f"(^|/){a}/{b}/", (a, b)) for a, b in pairwise(words[:-1]))
+        yield from ((f"(^|/){word}.*/{words[-1]}$", (word, words[-1])) for word in words[:-1])
 
 
 # ---- the list

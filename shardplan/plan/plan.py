@@ -208,11 +208,6 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     def _baselines(self) -> Any:
         return resolve_name("shardplan.plan.baselines:baselines")(self)
 
-    @cached_property
-    def known_answers(self) -> dict[str, dict[str, Any]]:
-        """What was asked of this plan in its instrument: row -> answer of `why` as JSON values; `html` shows them too."""
-        return {}
-
     def advice(self) -> tuple[Any, ...]:
         """What a fused kernel would make faster: attention and cross-entropies that take more than a tenth of the step.
 

@@ -193,11 +193,6 @@ class WhatIf:
         return found
 
     @cached_property
-    def estimates(self) -> dict[str, dict[str, Any]]:
-        """Answers, as JSON values, that an instrument made before anybody asked, by row: nothing that is shown or saved has them."""
-        return {}
-
-    @cached_property
     def sent_bytes(self) -> float:
         """Of the plan itself."""
         return sent_bytes(self.planned.network, self.planned.solution.states)

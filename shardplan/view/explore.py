@@ -1,8 +1,8 @@
 """`Plan.explore`: the instrument as an anywidget; prices, schedules and plans in threads, so that the kernel stays free.
 
 A row that is opened shows at once what is known without prices, then estimates of its other layouts, then the seconds of their
-scheduled steps. While no row is being estimated and nothing planned, rows that nobody has opened are estimated ahead, for a page that
-has this kernel.
+scheduled steps. While no row is being estimated and nothing planned, answers for rows that nobody has opened are found ahead, for a
+page that has this kernel.
 
 The state is in traits: a saved notebook shows it without a kernel. Messages from the page are those of `_DO`.
 """
@@ -92,6 +92,7 @@ if AnyWidget is not None:
             self._planned = plan.context is not None and plan.context.planned is not None
             self._offer(first)
             self.on_msg(self._on_message)
+            gc.collect()  # with a large plan Python stands still for half a second, which is better now than at a click
 
         @property
         def plan(self) -> Plan:
@@ -112,37 +113,31 @@ if AnyWidget is not None:
             self.send({"hello": self._planned})
             if self._planned and not self._live:
                 self._live = True
-                self._pricing.begin(self._collect())
                 self._look_ahead()
 
-        def _collect(self) -> Iterator[None]:
-            """Collects garbage: with a large plan, Python stands still for a second meanwhile, which is better now than at a click."""
-            gc.collect()
-            yield
-
         def _look_ahead(self) -> None:
-            """Estimates rows of the plan that is shown in the background."""
+            """Finds answers about the plan that is shown in the background."""
             if self._live:
                 self._pricing.spare(self._ahead(self._entries[self.current]))
 
         def _ahead(self, entry: Entry) -> Iterator[None]:
-            return itertools.takewhile(lambda _: not self.work, entry.ahead())
+            return itertools.takewhile(lambda _: not self.work, entry.answers.ahead())
 
         def _ask(self, message) -> None:
             id_ = str(message["id"])
             entry = self._entries[self.current]
             if self._planned and id_ in entry.instrument.targets:
-                entry.open(id_)
+                entry.answers.open(id_)
                 self._tell(entry)
                 self._pricing.begin(self._estimate(entry, id_))
 
         def _estimate(self, entry: Entry, id_: str) -> Iterator[None]:
-            yield from entry.answering(id_, estimate=True)
+            yield from entry.answers.answering(id_, estimate=True)
             self._tell(entry)
             self._scheduling.begin(self._schedule(entry, id_))
 
         def _schedule(self, entry: Entry, id_: str) -> Iterator[None]:
-            for _ in entry.answering(id_):
+            for _ in entry.answers.answering(id_):
                 self._idle.wait()  # a plan is waited for more than this
                 yield
             self._tell(entry)
@@ -150,7 +145,7 @@ if AnyWidget is not None:
         def _tell(self, entry: Entry) -> None:
             with self._lock:
                 if entry.plan is self.plan:  # which may have another name by now
-                    self.answers = entry.shown
+                    self.answers = entry.answers.shown
 
         def _take(self, message) -> None:
             n, id_, choice = self.current, str(message["id"]), str(message["choice"])
@@ -278,7 +273,7 @@ if AnyWidget is not None:
             entry = self._entries[n]
             with self._lock, self.hold_sync():
                 self.current = n
-                self.answers = entry.shown
+                self.answers = entry.answers.shown
                 self._offer(entry)
                 self.data = entry.instrument.data()
             self._look_ahead()

@@ -53,10 +53,10 @@ def _page(plan: Plan) -> str:
     """The instrument with its data, and below it what is only read: baselines, warnings, the annotated source."""
     entry = Entry(plan, "as planned")
     for id_ in _asked_at_once(entry.instrument) if plan.answers_quickly else ():
-        entry.answer(id_)
+        entry.answers.answer(id_)
     found = plan.baselines() if plan.answers_quickly else None  # before the data, which state what the plan saves
     copies = {"pins": entry.pins_code, "code": entry.code, "json": _short_json(plan)}
-    answers = {id_: entry.answers[id_] for id_ in entry.instrument.targets if id_ in entry.answers}
+    answers = {id_: entry.answers.priced[id_] for id_ in entry.instrument.targets if id_ in entry.answers.priced}
     state = {"data": entry.instrument.data(), "answers": answers, "copies": copies}
     axes = axis_colours(plan.mesh)
     return (

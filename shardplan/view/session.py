@@ -21,10 +21,9 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout
 from shardplan.plan import Plan
 from shardplan.plan.asked import asked
-from shardplan.plan.why import growing
 from shardplan.units import format_memory
+from shardplan.view.answers import Answers, argument
 from shardplan.view.instrument import Instrument, What
-from shardplan.view.values import answer_values
 
 SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 """Limits of the curve, of the peak of the first plan."""
@@ -41,7 +40,6 @@ class Entry:
         parent: the entry that it was made from; None for the first.
         calls: methods that give it from the first plan, as code.
         pins: input pins chosen so far, of `calls`: path or pattern -> layout.
-        facts: of rows that were opened, what is known without the prices of their other layouts.
     """
 
     plan: Plan
@@ -49,21 +47,15 @@ class Entry:
     parent: int | None = None
     calls: tuple[str, ...] = ()
     pins: Mapping[str, Layout] = field(default_factory=dict)
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     instrument: Instrument = field(init=False)
 
     def __post_init__(self):
         object.__setattr__(self, "instrument", Instrument(self.plan))
 
-    @property
-    def answers(self) -> dict[str, dict[str, Any]]:
-        """Answers of `Plan.why`, by id of the instrument's rows."""
-        return self.plan.known_answers
-
-    @property
-    def shown(self) -> dict[str, dict[str, Any]]:
-        """All that is known of the rows that were opened."""
-        return {**self.facts, **self.answers}
+    @cached_property
+    def answers(self) -> Answers:
+        """Of `Plan.why`, by id of the instrument's rows."""
+        return Answers(self.plan, self.instrument)
 
     @property
     def code(self) -> str:
@@ -85,71 +77,14 @@ class Entry:
         pins = self.pins or {row.path: row.leaves[0].layout for row in self.instrument.inputs}
         return "pins = {\n" + "".join(f"    {path!r}: {layout},\n" for path, layout in pins.items()) + "}\n"
 
-    def answer(self, id_: str, estimate: bool = False) -> dict[str, Any]:
-        """What the row's other layouts would cost, and why it lies so; an estimate is kept until more is asked for."""
-        for _ in self.answering(id_, estimate):
-            pass
-        return self.answers[id_]
-
-    def answering(self, id_: str, estimate: bool = False) -> Iterator[None]:
-        """The same in small pieces of work."""
-        known = self.answers.get(id_)
-        if known is None and estimate:
-            yield from self._estimating(id_)
-            self.answers.setdefault(id_, self._estimates[id_])
-        elif known is None or (known.get("estimated") and not estimate):
-            yield from self._finding(id_, self.answers, estimate)
-
-    def open(self, id_: str) -> None:
-        """What can be said of a row at once: its answer if it is known, else all but the prices of its other layouts."""
-        if id_ not in self.answers and id_ in self._estimates:
-            self.answers[id_] = self._estimates[id_]
-        elif id_ not in self.answers:
-            _ = [*self._finding(id_, self.facts, pieces=1)]
-
-    def ahead(self) -> Iterator[None]:
-        """Estimates rows before they are opened, in small pieces of work: the largest arrays and the costliest collectives first."""
-        arrays, moves = self.instrument.arrays, self.instrument.collectives
-        order = (sorted(arrays, key=lambda x: -x["bytes"]), sorted(moves, key=lambda x: -x["seconds"]))
-        for row in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*order))):
-            if row["id"] in self.instrument.targets and row["id"] not in self.answers:
-                yield from self._estimating(row["id"])
-
-    def _estimating(self, id_: str) -> Iterator[None]:
-        """Pieces of work until a row is estimated, those that were done before left out."""
-        if id_ not in self._estimates:
-            for _ in self._begun.setdefault(id_, self._finding(id_, self._estimates)):  # stays open when this is closed
-                yield
-            self._begun.pop(id_, None)
-
-    def _finding(self, id_: str, found: dict[str, dict[str, Any]], estimate: bool = True, pieces: int | None = None) -> Iterator[None]:
-        """Pieces of work until `found` has the answer for a row; after one piece that is what is known without prices."""
-        what, why = _argument(self.instrument.targets[id_]), None
-        try:
-            for why in itertools.islice(growing(self.plan, what, estimate), pieces):  # noqa: B007  # the last one
-                yield
-            assert why is not None
-            found[id_] = answer_values(why)
-        except Exception as error:
-            found[id_] = {"error": str(error)}
-
-    @cached_property
-    def _begun(self) -> dict[str, Iterator[None]]:
-        """Rows that are being estimated."""
-        return {}
-
-    @property
-    def _estimates(self) -> dict[str, dict[str, Any]]:
-        return self.plan.context.prices.estimates
-
     def taken(self, number: int, id_: str, choice: str) -> Entry:
         """The plan with a choice of a row."""
         what = self.instrument.targets[id_]
-        found = asked(self.plan, _argument(what))
+        found = asked(self.plan, argument(what))
         layout = found.wanted[choice][0] if choice in found.wanted else None
         is_input = found.kind == "inputs" and layout is not None
         given = str(layout) if is_input else repr(choice)
-        plan = self.plan.what_if(_argument(what), layout.spec() if is_input and layout else choice)
+        plan = self.plan.what_if(argument(what), layout.spec() if is_input and layout else choice)
         pins = {**self.pins, **({path: layout for path in _patterns(what)} if is_input and layout else {})}
         row = next(x for x in (*self.instrument.arrays, *self.instrument.collectives) if x["id"] == id_)
         call = f"what_if({_code(what)}, {given})"
@@ -190,6 +125,7 @@ class Entry:
         """The same under another name."""
         found = replace(self, name=name)
         object.__setattr__(found, "instrument", self.instrument)  # is drawn already
+        object.__setattr__(found, "answers", self.answers)
         return found
 
     @property
@@ -225,10 +161,6 @@ def _arguments(target: Mapping[str, Any]) -> Iterator[str]:
 
 def _mesh_text(axes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={n}" for name, n in axes.items())
-
-
-def _argument(what: What) -> str | Sequence[str]:
-    return what if isinstance(what, str) else list(what)
 
 
 def _patterns(what: What) -> tuple[str, ...]:
