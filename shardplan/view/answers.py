@@ -39,7 +39,7 @@ class Known:
 
 
 def known(plan: Plan) -> Known:
-    """What was found of a plan; it is kept beside the plan's own cached values."""
+    """What was found of a plan; kept with the plan's own cached values."""
     return vars(plan).setdefault("_known", Known())
 
 
