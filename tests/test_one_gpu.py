@@ -1,4 +1,8 @@
-"""Kernels clocked on a GPU take what its preset says, of which `elements_per_s`, `COLUMN_READ`, `NARROW_UPDATE` were fitted to them."""
+"""Kernels clocked on a GPU take what its preset says.
+
+Fitted to them were `elements_per_s`, `COLUMN_READ`, `NARROW_UPDATE` and `CHANNEL_BYTES`, and that convolutions keep the rate of short
+runs.
+"""
 
 import sys
 from pathlib import Path
@@ -48,3 +52,13 @@ def test_elementwise_kernels_of_whole_steps_take_together_what_the_preset_says()
     for file in H200.glob("step-*.json.gz"):
         found += np.sum([row[2:] for row in one_gpu.kernels_of(one_gpu.load(file), cluster) if row[1] == "elementwise"], axis=0)
     assert found[1] == pytest.approx(found[0], rel=0.05)
+
+
+@pytest.mark.parametrize(("step", "median"), [("resnet-50", 0.11), ("unet", 0.07)])
+def test_convolutions_take_what_their_products_do_at_the_rate_of_short_runs(step, median):
+    rows = one_gpu.kernels_of(one_gpu.load(H200 / f"step-{step}.json.gz"), resolve("h200"))
+    measured, predicted = np.array([row[2:] for row in rows if row[1] == "convolutions"]).T
+    errors = np.abs(np.log(predicted / measured))
+    assert predicted.sum() == pytest.approx(measured.sum(), rel=0.05)
+    assert np.median(errors) <= median
+    assert np.quantile(errors, 0.9) <= 0.31

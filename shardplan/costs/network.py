@@ -81,7 +81,7 @@ class Allocation(NamedTuple):
     lo: int
     hi: int
     buffer: str
-    times: int = 1
+    times: float = 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -341,6 +341,9 @@ class CostNetwork:
             ):  # a masked copy of the rows per group (fact: product-ragged-masked)
                 sums_rows = len(op.outs[0].shape) > len(op.ins[0].shape)  # then it is also transposed
                 yield Allocation(i, 0, op.inputs[0], i, i + 1, "", (1 + sums_rows) * op.ins[2].shape[-1])
+        for copy in self.space.facts.copies:
+            if (v := graph.ops[copy.op].inputs[copy.operand]) is not None:
+                yield Allocation(copy.op, copy.operand, v, copy.op, copy.last + 1, "", copy.times)
 
     def allocations(self, states: Sequence[int], ops: Collection[int] | None = None) -> list[tuple[int, int, int, float]]:
         """(op, lo, hi, bytes) of all that a device has in memory at times lo <= t < hi, implicit copies included; or of some `ops`."""

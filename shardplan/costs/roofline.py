@@ -3,8 +3,8 @@
     seconds[s] = max(flops[s] / peak(dtype), bytes[s] / memory rate, elements of a kernel of its own / their rate, its latency)
                  + what a fused kernel's bytes fall short of its elements and its latency + halo exchanges
 
-Matrix products and attention kernels take the seconds of their shape on one device (`mesh/rates.py`). `bytes` are those that the
-op's kernels read and write on its behalf (`xla_model/fusion.py`).
+Matrix products, convolutions and attention kernels take the seconds of their shape on one device (`mesh/rates.py`). `bytes` are
+those that the op's kernels read and write on its behalf (`xla_model/fusion.py`).
 
 Also known as the roofline model: Williams, Waterman and Patterson, Communications of the ACM 52(4), 2009.
 """
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardplan._jax import itemsize
+from shardplan.costs.convolution_calls import call_seconds
 from shardplan.costs.halo_exchange import exchanges
 from shardplan.costs.split_products import product_seconds
 from shardplan.ir.graph import Graph, Op
@@ -25,7 +26,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.rates import NARROW_UPDATE, attention_rate
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
-from shardplan.xla_model.fusion import KernelTraffic
+from shardplan.xla_model.traffic import KernelTraffic
 
 BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
 """Elements per result that one block of threads reduces, and along rows (fact: reduction-two-kernels)."""
@@ -65,6 +66,8 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
         if op.traits.matmul and rule.fusion == "none" and moved.any():
             seconds = product_seconds(op, strategies, mesh, device, moved)
+        elif moves.call:
+            seconds = call_seconds(op, rule, strategies, mesh, device, moves.call, moved)
         else:
             rate = attention_rate(device, dtype, rule.attention) if rule.attention else device.flops_per_s(dtype)
             seconds = np.maximum(rule.flops * strategies.work / rate, seconds)

@@ -22,10 +22,12 @@ from shardplan.strategies.rule import Rule
 from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
 from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites
+from shardplan.xla_model.convolutions import HeldCopy, with_convolutions
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.expensive import recomputed_from
-from shardplan.xla_model.fusion import FusedKernels, KernelTraffic, fused_kernels, kernel_traffic, kernels_of, materialised
+from shardplan.xla_model.fusion import FusedKernels, fused_kernels, kernel_traffic, kernels_of, materialised
 from shardplan.xla_model.row_kernels import row_kernels
+from shardplan.xla_model.traffic import KernelTraffic
 
 SMALL_SUM_BYTES = 1 << 16
 """Blocking sums smaller than this are combined with those at their depth."""
@@ -50,6 +52,7 @@ class StepFacts:
         materialised: per value, whether it is ever written to memory.
         traffic: per op, what its kernels move.
         kernels: which kernels run which ops.
+        copies: of operands of convolutions.
     """
 
     graph: Graph
@@ -60,6 +63,7 @@ class StepFacts:
     materialised: tuple[bool, ...]
     traffic: tuple[KernelTraffic, ...]
     kernels: FusedKernels
+    copies: tuple[HeldCopy, ...]
 
     @classmethod
     def of(cls, graph: Graph, mesh: MeshShape, device: Device | None = None) -> StepFacts:
@@ -74,8 +78,9 @@ class StepFacts:
         rows = row_kernels(graph, rules)
         written = materialised(graph, rules, sums, rows, recomputed_from(device) if device else inf)
         kernels = kernels_of(graph, rules, written, sums, rows)
-        traffic, fused = kernel_traffic(graph, rules, kernels), fused_kernels(graph, rules, kernels)
-        return cls(graph, table, rules, sums, tuple(x.number for x in found), written, traffic, fused)
+        fused = fused_kernels(graph, rules, kernels)
+        around = with_convolutions(graph, rules, kernel_traffic(graph, rules, kernels), device)
+        return cls(graph, table, rules, sums, tuple(x.number for x in found), written, around.traffic, fused, around.copies)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ A product [b, m, k] x [b, k, n] is computed tile by tile of its result, on p mul
     seconds = latency_s + max(compute, bytes ÷ memory rate)                 of the fastest (r, c) in `TILES` and s in `PARTS`
 
 So products fall off smoothly where they are thin, small or odd: few tiles leave multiprocessors idle, short contracted dims pay for
-filling. Kernels without products compute no more than so many results a second, which is what counts for narrow ones:
+filling. A convolution is a product, too, that contracts channels and windows (`convolution_sizes`). Kernels without products compute
+no more than so many results a second, which is what counts for narrow ones:
 
     seconds = max(latency_s, bytes ÷ memory rate, elements ÷ elements_per_s)        elements: results, `COLUMN_READ` and `NARROW_UPDATE`
 
@@ -21,6 +22,7 @@ Also known as tile and wave quantization: NVIDIA, "Matrix Multiplication Backgro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +49,11 @@ NARROW_UPDATE = 6.4
 Clocked on one H200 (benchmarks/one_gpu.py)."""
 
 
+CHANNEL_BYTES = 64
+"""Bytes of an input's channels that a convolution multiplies at a time; where there are fewer, zeros. Clocked on one H200
+(benchmarks/one_gpu.py)."""
+
+
 class Attention(NamedTuple):
     """What decides the rate of an attention kernel: elements of a head, keys that a query meets, causal masks, and the direction."""
 
@@ -59,16 +66,39 @@ class Attention(NamedTuple):
 class Product(NamedTuple):
     """A product in a kernel: its dtype, its flops, and its [batch, rows, columns, contracted], where these are known.
 
-    The products of an attention kernel are one, with `attention` in place of sizes.
+    The products of an attention kernel are one, with `attention` in place of sizes. Sizes of a `convolution` are `convolution_sizes`.
     """
 
     dtype: str
     flops: float
-    sizes: tuple[int, int, int, int] | None = None
+    sizes: tuple[float, float, float, float] | None = None
     attention: Attention | None = None
+    convolution: bool = False
 
 
-def product_seconds(device: Device, dtype: str, sizes: np.ndarray, moved: np.ndarray) -> np.ndarray:
+def convolution_sizes(groups, results, features, flops, channels, element_bytes: float, filter_gradient: bool) -> tuple:
+    """Batch, rows, columns and contracted elements of a convolution as a product; of numbers or arrays of them.
+
+    Args:
+        groups: of features or of the batch.
+        results: elements of the result; of a filter's gradient, the filter.
+        features: of the result; of a filter's gradient, output channels.
+        flops: a multiply-add is two.
+        channels: that one group contracts; of a filter's gradient, input channels of the filter, which are rows then.
+        element_bytes: of the operands.
+        filter_gradient: whether cuDNN calls it so.
+    """
+    unit = CHANNEL_BYTES / element_bytes
+    filled = np.ceil(channels / unit) * unit / channels
+    rows, contracted = results / features, flops / (2 * results)
+    if filter_gradient:
+        rows = rows * filled
+    else:
+        contracted = contracted * filled
+    return groups, rows, features / groups, contracted
+
+
+def product_seconds(device: Device, dtype: str, sizes: np.ndarray, moved: np.ndarray, convolution: bool = False) -> np.ndarray:
     """Seconds of products on one device.
 
     Args:
@@ -76,8 +106,11 @@ def product_seconds(device: Device, dtype: str, sizes: np.ndarray, moved: np.nda
         dtype: of their operands.
         sizes: batch, rows, columns, contracted elements, [s, 4].
         moved: bytes that each reads and writes, [s].
+        convolution: whether they are convolutions, which keep the rate of short runs: clocked on one H200 (benchmarks/one_gpu.py).
     """
     rate = device.product_rate(dtype)
+    if rate is not None and convolution:
+        rate = replace(rate, sustained=1.0)
     if rate is None:
         compute = 2.0 * np.prod(sizes, axis=1, dtype=float) / device.flops_per_s(dtype)
         return np.maximum(np.maximum(compute, moved / device.memory_rate), device.kernel_latency_s)
@@ -118,11 +151,11 @@ def kernel_seconds(device: Device, products: Sequence[Product], bytes_: float, e
     if not device.products:
         return max(sum(p.flops / device.flops_per_s(p.dtype) for p in products), bytes_ / device.memory_rate, device.kernel_latency_s)
     seconds = 0.0
-    for n, (dtype, flops, sizes, attention) in enumerate(products):
+    for n, (dtype, flops, sizes, attention, convolution) in enumerate(products):
         moved = 0.0 if n else bytes_
         if sizes is None:
             rate = attention_rate(device, dtype, attention) if attention else device.flops_per_s(dtype)
             seconds += max(flops / rate, moved / device.memory_rate, device.kernel_latency_s)
         else:
-            seconds += float(product_seconds(device, dtype, np.array([sizes]), np.array([moved]))[0])
+            seconds += float(product_seconds(device, dtype, np.array([sizes]), np.array([moved]), convolution)[0])
     return seconds

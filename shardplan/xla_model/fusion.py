@@ -36,6 +36,7 @@ from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import EXPENSIVE, EXPONENTIALS
 from shardplan.xla_model.physical_layout import transposed_in_memory, transposed_product
 from shardplan.xla_model.row_kernels import RowKernels, reduces_columns, reduces_rows, row_kernels
+from shardplan.xla_model.traffic import KernelTraffic
 
 FUSIBLE = ("loop", "view", "reduce")
 Kernel = tuple
@@ -216,17 +217,6 @@ def _sources_are_read(graph: Graph, kernels: Kernels, v: int, sources: Collectio
     for at in sorted(chain, reverse=True):
         others[at] = set() if at == maker else set().union(*map(reading, graph.ops[at].outputs))
     return all(kernels.inside[maker] <= reading(u) for u in sources)
-
-
-@dataclass(frozen=True)
-class KernelTraffic:
-    """What an op moves between memory and the device in one run."""
-
-    operand_reads: tuple[float, ...]  # how many times the bytes of each operand are moved
-    result_writes: tuple[float, ...]  # how many times those of each result
-    row_bytes: float  # of a reduction that stays on chip with its row: bytes that a later kernel reads again where the row is sharded
-    kernel_bytes: float | None  # bytes that the kernel moves which the op stands for, of all shards; None if it stands for none
-    kernel_elements: float  # results that this kernel computes, or what takes as long (`mesh/rates.py`)
 
 
 @dataclass(frozen=True)

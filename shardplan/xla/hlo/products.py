@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardplan.ir.windows import window_hits
-from shardplan.mesh.rates import Attention
+from shardplan.mesh.rates import Attention, convolution_sizes
 from shardplan.xla.hlo.text import Frame, HasSource, HloArray, HloInstruction, HloModule, origin, read
+
+Sizes = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class HloProduct(HasSource):
         kind: 'dot', 'convolution', 'attention' or 'ragged-dot'.
         dtype: of its left operand; it decides the peak rate.
         flops: of one run; a multiply-add is two.
-        sizes: [batch, rows, columns, contracted] of a 'dot'; None of other kinds.
+        sizes: [batch, rows, columns, contracted] of a 'dot', and of a 'convolution' as a product; None of other kinds.
         attention: what decides how fast an 'attention' is; None of other kinds.
         rematerialised: whether XLA computes it a second time on its own, to save memory.
     """
@@ -36,7 +38,7 @@ class HloProduct(HasSource):
     op_name: str
     stack: tuple[Frame, ...] = ()
     rematerialised: bool = False
-    sizes: tuple[int, int, int, int] | None = None
+    sizes: Sizes | None = None
     attention: Attention | None = None
 
     @property
@@ -69,9 +71,6 @@ def flops(text: str | HloModule) -> float:
     return float(sum(p.total_flops for p in products(text)))
 
 
-Sizes = tuple[int, int, int, int]
-
-
 def _flops(i: HloInstruction) -> tuple[str, float, str, Sizes | Attention | None] | None:
     """(kind, flops of one run, dtype of the left operand, sizes if known); None for a library call that is no product."""
     operands = [o.arrays[0] for o in i.operands if o.arrays]
@@ -82,7 +81,7 @@ def _flops(i: HloInstruction) -> tuple[str, float, str, Sizes | Attention | None
     if i.opcode == "dot":
         return _dot(left, out, dims_of(i, "lhs_contracting_dims"), dims_of(i, "lhs_batch_dims"))
     if i.opcode == "convolution":
-        return "convolution", _conv_flops(i, left, right, out), left.dtype, None
+        return _convolution(i, "", left, right, out)
     if i.opcode == "ragged-dot":
         bound = {d for role in ("group", "contracting", "batch") for d in dims_of(i, f"rhs_{role}_dims")}
         free = (n for d, n in enumerate(right.shape) if d not in bound)
@@ -95,12 +94,7 @@ def _flops(i: HloInstruction) -> tuple[str, float, str, Sizes | Attention | None
         contracting, batch = (map(int, numbers.get(f"lhs_{role}_dimensions", ())) for role in ("contracting", "batch"))
         return _dot(left, out, contracting, batch)
     if target.startswith("__cudnn$conv"):
-        image, kernel, result = left, right, out
-        if "BackwardInput" in target:
-            image, result = out, left
-        elif "BackwardFilter" in target:
-            kernel, result = out, right
-        return "convolution", _conv_flops(i, image, kernel, result), left.dtype, None
+        return _convolution(i, target, left, right, out)
     if target.startswith("__cudnn$fmha"):
         found = config.get("cudnn_fmha_backend_config", config)
         scores = [int(n) for n in found.get("intermediate_tensor_shape", {}).get("dimensions", ())]
@@ -129,15 +123,35 @@ def _config(i: HloInstruction) -> dict:
         return {}
 
 
-def _conv_flops(i: HloInstruction, image: HloArray, kernel: HloArray, result: HloArray) -> float:
+def _convolution(
+    i: HloInstruction, target: str, left: HloArray, right: HloArray, out: HloArray
+) -> tuple[str, float, str, Sizes | None] | None:
+    """What `_flops` says of a convolution, or of a call of cuDNN, by its name."""
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", i.attribute("dim_labels") or "")
+    if not labels:
+        return None
+    image, kernel, result, filter_gradient = left, right, out, "BackwardFilter" in target
+    if "BackwardInput" in target:
+        image, result = out, left
+    elif filter_gradient:
+        kernel, result = out, right
+    image_of, kernel_of, result_of = labels.groups()
+    flops = _conv_flops(i, image, image_of, kernel, kernel_of, result, result_of)
+    groups = max(int(i.attribute(f"{of}_group_count") or 1) for of in ("feature", "batch"))
+    channels, features = kernel.shape[kernel_of.index("i")], kernel.shape[kernel_of.index("o")]
+    if "BackwardInput" in target:
+        channels, features = features // groups, channels * groups
+    sizes = convolution_sizes(groups, out.size, features, flops, channels, left.bytes / left.size, filter_gradient) if flops else None
+    return "convolution", flops, left.dtype, sizes
+
+
+def _conv_flops(
+    i: HloInstruction, image: HloArray, image_of: str, kernel: HloArray, kernel_of: str, result: HloArray, result_of: str
+) -> float:
     """2 x (multiplications with data, not padding), counted dim by dim as XLA's cost analysis counts them.
 
     `window={size=3x3 stride=2x2 pad=0_1x0_1 lhs_dilate=1x1 rhs_dilate=1x1}`, `dim_labels=b01f_01io->b01f`.
     """
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", i.attribute("dim_labels") or "")
-    if not labels:
-        return 0.0
-    image_of, kernel_of, result_of = labels.groups()
     window = dict(re.findall(r"(\w+)=([\d_x\-]+)", i.attribute("window") or ""))
 
     spatial = sorted(c for c in image_of if c.isdigit())

@@ -220,7 +220,7 @@ class _Walk:
         inner = [n for group in i.callees.values() for n in group] if i.opcode.startswith("fusion") else []
         found = [p for n in inner for p in self.products.get(n, ())]
         found += [p for p in self.products.get(i.computation, ()) if p.name == i.name]
-        products = (Product(_dtype(p.dtype), p.flops, p.sizes, p.attention) for p in found)
+        products = (Product(_dtype(p.dtype), p.flops, p.sizes, p.attention, p.kind == "convolution") for p in found)
         fused = inner[0] if inner else None
         return KernelWork(tuple(products), self._bytes(i, fused), 0.0 if found else self._elements(i, fused))
 
