@@ -15,7 +15,7 @@ from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.rates import COLUMN_READ, NARROW_UPDATE, Product, kernel_seconds
 from shardplan.xla import available
-from shardplan.xla.hlo.schedule import seconds, seconds_of
+from shardplan.xla.hlo.schedule import kernels, seconds, seconds_of
 
 S, F32 = jax.ShapeDtypeStruct, jnp.float32
 BYTES = replace(
@@ -320,6 +320,43 @@ ENTRY %main (stack: f32[64,100000], at: s32[], where: s32[1,1], update: f32[1,10
 """  # noqa: E501
     row, found = 4e5, seconds_of(hlo, BYTES)
     assert found.compute_s * BYTES.device.memory_rate == pytest.approx((2 + 2 + 3) * row, rel=0.001)  # what is added to is read, too
+
+
+def test_a_kernel_that_sums_columns_computes_what_it_reads_of_stacks():
+    hlo = """HloModule m, is_scheduled=true, num_partitions=2
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+%cell (rows: f32[64,1000], parts: f32[4,1000], at: s32[], stack: f32[64,1000]) -> f32[64,1000] {
+  %rows = f32[64,1000]{1,0} parameter(0)
+  %parts = f32[4,1000]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %stack = f32[64,1000]{1,0} parameter(3)
+  %zero = s32[] constant(0)
+  %none = f32[] constant(0)
+  %row = f32[1,1000]{1,0} dynamic-slice(%rows, %at, %zero), dynamic_slice_sizes={1,1000}
+  %flat = f32[1000]{0} bitcast(%row)
+  %sum = f32[1000]{0} reduce(%parts, %none), dimensions={0}, to_apply=%add
+  %both = f32[1000]{0} add(%flat, %sum)
+  %new = f32[1,1000]{1,0} bitcast(%both)
+  ROOT %put = f32[64,1000]{1,0} dynamic-update-slice(%stack, %new, %at, %zero)
+}
+
+ENTRY %main (rows.1: f32[64,1000], parts.1: f32[4,1000], at.1: s32[], stack.1: f32[64,1000]) -> f32[64,1000] {
+  %rows.1 = f32[64,1000]{1,0} parameter(0)
+  %parts.1 = f32[4,1000]{1,0} parameter(1)
+  %at.1 = s32[] parameter(2)
+  %stack.1 = f32[64,1000]{1,0} parameter(3)
+  ROOT %step = f32[64,1000]{1,0} fusion(%rows.1, %parts.1, %at.1, %stack.1), kind=kLoop, calls=%cell
+}
+"""
+    ((work, _),) = kernels(hlo).values()
+    assert work.elements == pytest.approx(COLUMN_READ * (1000 + 4000), rel=0.001)
+    assert work.bytes == pytest.approx(4 * (1000 + 4000 + 1000), rel=0.001)
 
 
 def test_a_number_broadcast_in_steps_is_not_written_for_a_loop():

@@ -25,7 +25,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.rates import COLUMN_READ, NARROW_UPDATE, Product, kernel_seconds
 from shardplan.xla.hlo.collectives import HloCollective, collectives
 from shardplan.xla.hlo.products import HloProduct, dims_of, products
-from shardplan.xla.hlo.text import HloInstruction, HloModule, read
+from shardplan.xla.hlo.text import HloArray, HloInstruction, HloModule, read
 from shardplan.xla_model.timeline import Streams, Timeline
 
 if TYPE_CHECKING:
@@ -239,25 +239,26 @@ class _Walk:
     def _elements(self, i: HloInstruction, fused: str | None) -> float:
         """What a kernel without products computes one by one."""
         body = self.module.computations[fused] if fused else (i,)
-        reduced = [x for x in body if x.opcode == "reduce"]
-        columns = any(len(x.operands[0].arrays[0].shape) - 1 not in dims_of(x, "dimensions") for x in reduced)
-        for x in () if reduced else body:
+        results = max((float(a.size) for a in i.arrays), default=0.0)
+        for x in body:
             if x.opcode in _IN_PLACE and len(x.operands) > _IN_PLACE[x.opcode]:  # the rest of the buffer stays as it is
                 updates = x.operands[_IN_PLACE[x.opcode]].arrays[0]
                 narrow = x.opcode == "scatter" and updates.bytes < 4 * updates.size and x.attribute("indices_are_sorted") != "true"
-                return updates.size * (NARROW_UPDATE if narrow else 1.0)
-        return max(
-            (COLUMN_READ * sum(a.size for o in i.operands for a in o.arrays) if columns else 0.0, *(float(a.size) for a in i.arrays))
-        )
+                results = updates.size * (NARROW_UPDATE if narrow else 1.0)
+                break
+        reduced = (x for x in body if x.opcode == "reduce")
+        if any(len(x.operands[0].arrays[0].shape) - 1 not in dims_of(x, "dimensions") for x in reduced):
+            results = max(results, COLUMN_READ * sum(self._read(i, fused, lambda a: a.size)))
+        return results
 
     def _bytes(self, i: HloInstruction, fused: str | None) -> int:
         if i.opcode.endswith("-done"):
             return 0
-        operands = [sum(a.bytes for a in o.arrays) for o in i.operands]
+        operands = self._read(i, fused, lambda a: a.bytes)
         # A start carries operands and results in one tuple: count the bytes read, and as many written.
         results = 0 if (starts := i.opcode.endswith("-start")) else sum(a.bytes for a in i.arrays)
         if fused is not None:
-            return self._fused(fused, operands, results)
+            return sum(operands) + self._written(fused, results)
         if starts:
             return 2 * max(operands, default=0)
         if i.opcode in _SLICES:
@@ -271,27 +272,30 @@ class _Walk:
         root = self.module.root((i.attribute("to_apply") or "").removeprefix("%")) if i.opcode == "scatter" else None
         return root is not None and root.opcode != "parameter"
 
-    def _fused(self, fused: str, operands: list[int], results: int) -> int:
-        """Bytes of a fusion: an operand that is only sliced counts as the slices, a buffer updated in place as the update."""
+    def _read(self, i: HloInstruction, fused: str | None, amount: Callable[[HloArray], int]) -> list[int]:
+        """What a kernel reads of each operand: of one that a fusion only slices, the slices; none of a buffer updated in place."""
 
         def uses(x: HloInstruction) -> Iterator[tuple[HloInstruction, bool]]:
             """(reader, whether as its operand 0) of an array, looking through bitcasts and casts."""
             for u in self.module.users.get(x, ()):
                 yield from uses(u) if u.opcode in ("bitcast", "convert") else [(u, u.operands[0] is x)]
 
-        for p in self.module.computations[fused]:
-            if p.opcode != "parameter" or int(p.literal) >= len(operands):
+        out = [sum(map(amount, o.arrays)) for o in i.operands]
+        for p in self.module.computations[fused] if fused is not None else ():
+            if p.opcode != "parameter" or int(p.literal) >= len(out):
                 continue
             number, found = int(p.literal), list(uses(p))
             if found and all(first and u.opcode in _SLICES for u, first in found):
-                operands[number] = min(operands[number], sum(a.bytes for u, _ in found for a in u.arrays))
+                out[number] = min(out[number], sum(amount(a) for u, _ in found for a in u.arrays))
             elif found and all(first and u.opcode in _IN_PLACE for u, first in found):
-                operands[number] = 0
+                out[number] = 0
+        return out
+
+    def _written(self, fused: str, results: int) -> int:
+        """Bytes that a fusion writes: of a buffer updated in place, the update."""
         root = self.module.root(fused)
         while root and root.opcode in ("bitcast", "convert", "copy") and root.operands:
             root = root.operands[0]
         if root and len(root.operands) > (at := _IN_PLACE.get(root.opcode, len(root.operands))):
-            results = (1 + self._adds(root)) * sum(a.bytes for a in root.operands[at].arrays)
-        elif not results and root:
-            results = sum(a.bytes for a in root.arrays)
-        return sum(operands) + results
+            return (1 + self._adds(root)) * sum(a.bytes for a in root.operands[at].arrays)
+        return results if results or not root else sum(a.bytes for a in root.arrays)
