@@ -5,17 +5,21 @@ timed by one roofline.
     python benchmarks/quality.py gpt2 llama --target h100:8    some of them
     python benchmarks/quality.py --store quality.json          keep the results; with --again shardplan, compile these again
     python benchmarks/quality.py --markdown quality.md         the table as a file
-    python benchmarks/quality.py --options plan                experts compiled with the options of our plan, too
+    python benchmarks/quality.py --options both                experts compiled with the options of our plan, too
+    python benchmarks/quality.py --layouts 2                   per cell, the two experts that are fastest in docs/measurements.md
 
 Seconds are read from the compiled program alone (`shardplan.xla.seconds`): a roofline over its kernels, and the part of its
 collectives, priced by the cluster model, that XLA's schedule leaves exposed. `collect` is all seconds of collectives; the second ratio
 is that of steps without overlap. `sent` is bytes that a device sends in one step. A layout that exceeds a GPU's memory counts only
 where none fits.
-A plan is compiled with the compiler options that are part of it; experts with XLA's own, or with those of the plan (`--options plan`).
+A plan is compiled with the compiler options that are part of it; experts with XLA's own, with those of the plan (`--options plan`), or
+with both, of which the faster program counts (`--options both`).
+What an expert's layout compiles to does not depend on the planner: with `--layouts`, those that the table has far behind are left out.
 Needs "shardplan[gpu-check]", no GPU.
 """
 
 import argparse
+import datetime
 import json
 import math
 import os
@@ -43,6 +47,8 @@ from shardplan.xla.hlo.schedule import seconds  # noqa: E402
 OURS = "shardplan"
 TARGETS = {"h100:8": (2, 4), "h100:2x8": (2, 8), "h100:8x8": (8, 8)}
 AXES = ("data", "model")
+OPTIONS = {"default": lambda own: [{}], "plan": lambda own: [own], "both": lambda own: [{}, own] if own else [{}]}
+"""Compiler options that experts' layouts are compiled with, from those of our plan."""
 
 
 def judge(lowered, target: str, timeout_s: float, options: Mapping | None = None) -> dict:
@@ -66,32 +72,44 @@ def judge(lowered, target: str, timeout_s: float, options: Mapping | None = None
 def lowered_by(name: str, model: str, target: str):
     """The step of a model as `name` splits it, lowered, with its predicted seconds and compiler options where there are any."""
     step, state, batch = zoo.QUALITY[model]()
-    preset = target.partition(":")[0]
-    mesh = experts.twin(jax.sharding.AbstractMesh(TARGETS[target], AXES))
+    preset, mesh = target.partition(":")[0], mesh_of(target)
     if name == OURS:
         planned = shardplan.auto(mesh, donate_argnums=0, cluster=preset)(step)
         plan = planned.plan(state, batch)
         function, args = plan.context.program(plan)
         return lower_for(target, function, *args), plan.seconds["total"], dict(plan.compiler_options)
-    expert = next(e for e in experts.experts(mesh, shardplan.Cluster.preset(preset).node_size) if e.name == name)
+    expert = next(e for e in experts_on(target) if e.name == name)
     return lower_for(target, experts.laid_out(expert, step, state, batch, mesh), state, batch), None, {}
 
 
-def names(target: str) -> list[str]:
-    mesh = jax.sharding.AbstractMesh(TARGETS[target], AXES)
-    return [OURS, *(e.name for e in experts.experts(mesh, 8))]
+def mesh_of(target: str):
+    return experts.twin(jax.sharding.AbstractMesh(TARGETS[target], AXES))
 
 
-def measure(name: str, model: str, target: str, timeout_s: float, options: dict | None = None) -> dict:
-    """Figures of a layout; an expert's is compiled with `options`, ours with the plan's own."""
+def experts_on(target: str) -> list[experts.Expert]:
+    return experts.experts(mesh_of(target), shardplan.Cluster.preset(target.partition(":")[0]).node_size)
+
+
+def names(model: str, target: str, layouts: int | None) -> list[str]:
+    """Layouts to compile, ours first: all experts', or those that were fastest when the page's row was made."""
+    others = [e.name for e in experts_on(target)]
+    row = rows_of_page().get(f"{model} {target}")
+    if layouts is None or row is None:
+        return [OURS, *others]
+    known = {name: row[name].strip("()") for name in others if row.get(name, "–") != "–"}
+    return [OURS, *sorted(known, key=lambda name: ("!" in known[name], float(known[name].strip("!"))))[:layouts]]
+
+
+def measure(name: str, model: str, target: str, timeout_s: float, options: list[dict]) -> dict:
+    """Figures of a layout; an expert's is that of the fastest program with any of these `options`, ours has the plan's own."""
     start = time.perf_counter()
     try:
         lowered, predicted, own = lowered_by(name, model, target)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    planning = time.perf_counter() - start
-    used = own or options or {}
-    return {"predicted": predicted, "planning": planning, "options": used} | judge(lowered, target, timeout_s, used)
+    known = {"predicted": predicted, "planning": time.perf_counter() - start, "day": str(datetime.date.today())}
+    found = [known | {"options": o} | judge(lowered, target, timeout_s, o) for o in ([own] if name == OURS else options)]
+    return min(found, key=lambda r: (not r.get("fits"), r.get("seconds", math.inf)))
 
 
 # ---- tables
@@ -125,21 +143,53 @@ HEAD = (
 )
 
 
-def markdown(store: dict[str, dict[str, dict]]) -> str:
-    """The table of all cells: milliseconds of each layout, and ours over the best other."""
-    columns = list(dict.fromkeys(name for cell in store.values() for name in cell))
-    rows = ["| model | target | " + " | ".join(columns) + " | ours over the best other | nothing hidden |"]
-    rows.append("|---" * (len(columns) + 4) + "|")
+COLUMNS = (OURS, *(e.name for e in experts_on("h100:8") if e.written))
+OLDER = "older"
+HEADS = ("model", "GPUs", *COLUMNS, "ours over the best other", "day")
+
+
+def rows(store: dict[str, dict[str, dict]]) -> dict[str, dict[str, str]]:
+    """Cell -> its row of the table: milliseconds of each layout, ours over the best other, and when that was measured."""
+    found = {}
     for key, cell in store.items():
         model, target = key.split(" ")
-        entries = [
-            f"{1e3 * cell[c]['seconds']:.4g}" + ("" if cell[c]["fits"] else " (too large)") if "seconds" in cell.get(c, {}) else "–"
-            for c in columns
-        ]
-        ratios = [verdict(cell, measure)[1] for measure in ("seconds", "serial")]
-        shown = ["–" if math.isnan(r) else f"{r:.3f}" for r in ratios]
-        rows.append(f"| {model} | {target} | {' | '.join((*entries, *shown))} |")
-    return "\n".join(rows) + "\n"
+        shown = {c: f"{1e3 * r['seconds']:.4g}{'' if r['fits'] else '!'}" for c, r in cell.items() if "seconds" in r}
+        ratio = verdict(cell)[1]
+        values = (shown.get(c, "–") for c in COLUMNS)
+        last = "–" if math.isnan(ratio) else f"{ratio:.3f}"
+        found[key] = dict(zip(HEADS, (model, target.partition(":")[2], *values, last, cell.get(OURS, {}).get("day", "")), strict=True))
+    return found
+
+
+def rows_of_page() -> dict[str, dict[str, str]]:
+    """The rows that docs/measurements.md has."""
+    section = next(m["text"] for m in measurements.SECTION.finditer(measurements.PAGE.read_text()) if m["name"] == "quality")
+    table = [[x.strip() for x in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")]
+    found = [dict(zip(table[0], row, strict=True)) for row in table[1:]]
+    return {f"{row['model']} h100:{row['GPUs']}": row for row in found}
+
+
+def over(old: dict[str, str] | None, new: dict[str, str]) -> dict[str, str]:
+    """A new row; what it does not have keeps its old figure, in parentheses."""
+    kept = {name: f"({old[name].strip('()')})" for name in COLUMNS if new[name] == "–" and old[name] != "–"} if old else {}
+    return new | kept
+
+
+def markdown(rows: dict[str, dict[str, str]]) -> str:
+    return measurements.table(HEADS, (tuple(row.get(h, OLDER) for h in HEADS) for row in rows.values()))
+
+
+def by_day(rows: dict[str, dict[str, str]]) -> str:
+    """Cells, those behind and the mean ratio, of the rows of each day and of all."""
+    found: dict[str, list[float]] = {}
+    for row in rows.values():
+        if (ratio := row["ours over the best other"]) != "–":
+            found.setdefault(row.get("day") or OLDER, []).append(float(ratio))
+    lines = []
+    for day, ratios in {**found, "all": [r for some in found.values() for r in some]}.items():
+        behind, finite = sum(r > 1.01 for r in ratios), [r for r in ratios if math.isfinite(r)]
+        lines.append(f"{day:<10} {len(ratios):>2} cells, behind by more than 1 % in {behind}, geometric mean {mean(finite):.3f}")
+    return "\n".join(lines)
 
 
 def summary(store: dict[str, dict[str, dict]]) -> str:
@@ -164,41 +214,49 @@ def mean(values: list[float]) -> float:
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help=f"starts of names, of {', '.join(zoo.QUALITY)}")
+    parser.add_argument("models", nargs="*", help=f"names or starts of them, of {', '.join(zoo.QUALITY)}")
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
     parser.add_argument("--by", action="append", help="only these layouts")
     parser.add_argument("--store", type=Path, help="JSON of what was compiled; read and written")
     parser.add_argument("--again", action="append", default=[], help="compile these layouts again, although the store has them")
+    parser.add_argument("--layouts", type=int, metavar="N", help="compile only the N experts that the page's table has as fastest")
     which = "what experts' layouts are compiled with: XLA's defaults, or the options of our plan (compiled before, or in the store)"
-    parser.add_argument("--options", choices=["default", "plan"], default="default", help=which)
+    parser.add_argument("--options", choices=list(OPTIONS), default="default", help=which)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--docs", action="store_true", help="put the table into docs/measurements.md")
     parser.add_argument("--timeout", type=float, default=600.0)
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
     store = json.loads(options.store.read_text()) if options.store and options.store.exists() else {}
-    models = [m for m in zoo.QUALITY if not options.models or any(m.startswith(c) for c in options.models)]
+    models = [
+        m
+        for m in zoo.QUALITY
+        if not options.models or any(m == c or (c not in zoo.QUALITY and m.startswith(c)) for c in options.models)
+    ]
     shown = {}
     print(HEAD, flush=True)
     for target in options.target or TARGETS:
         for model in models:
             key = f"{model} {target}"
             cell = store.setdefault(key, {})
-            for name in names(target):
+            for name in names(model, target, options.layouts):
                 if options.by and name not in options.by:
                     continue
                 if name not in cell or name in options.again:
-                    same = cell.get(OURS, {}).get("options") if options.options == "plan" and name != OURS else None
-                    cell[name] = measure(name, model, target, options.timeout, same)
+                    own = cell.get(OURS, {}).get("options") or {}
+                    cell[name] = measure(name, model, target, options.timeout, OPTIONS[options.options](own))
                     if options.store:
                         options.store.write_text(json.dumps(store, indent=1))
                 print(line(model, target, name, cell[name]), flush=True)
             shown[key] = cell
     print(summary(shown))
+    measured = rows(shown)
     if options.markdown:
-        options.markdown.write_text(markdown(shown))
+        options.markdown.write_text(markdown(measured))
     if options.docs:
-        text = f"{markdown(shown)}\n```text\n{summary(shown)}\n```"
+        page = rows_of_page()
+        table = page | {key: over(page.get(key), row) for key, row in measured.items()}
+        text = f"{markdown(table)}\n\n```text\n{by_day(table)}\n```"
         measurements.write("quality", "python benchmarks/quality.py --docs", text)
 
 

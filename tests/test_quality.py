@@ -78,3 +78,13 @@ def test_the_verdict_counts_only_what_fits():
     }
     assert quality.verdict(cell) == ("fsdp", 0.5) and quality.verdict(cell, "collectives") == ("fsdp", 0.25)
     assert quality.verdict(cell | {"fsdp": {"error": "crashed"}})[0] == "no other fits"
+
+
+def test_a_row_keeps_old_figures_of_layouts_that_were_not_compiled_again():
+    def cell(**seconds):
+        return {"m h100:8": {name: {"seconds": s, "fits": True, "day": "today"} for name, s in seconds.items()}}
+
+    old = quality.rows(cell(shardplan=0.001, data=0.002, fsdp=0.003))["m h100:8"]
+    new = quality.over(old, quality.rows(cell(shardplan=0.001, data=0.004))["m h100:8"])
+    assert (new["data"], new["fsdp"], new["tensor"]) == ("4", "(3)", "–")
+    assert new["ours over the best other"] == "0.250", "an old figure counts no more"
