@@ -165,13 +165,13 @@ def rows_of_page() -> dict[str, dict[str, str]]:
     """The rows that docs/measurements.md has."""
     section = next(m["text"] for m in measurements.SECTION.finditer(measurements.PAGE.read_text()) if m["name"] == "quality")
     table = [[x.strip() for x in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")]
-    found = [dict(zip(table[0], row, strict=True)) for row in table[1:]]
+    found = [dict(zip(table[0], row, strict=True)) for row in table[1:] if not row[0].startswith("---")]
     return {f"{row['model']} h100:{row['GPUs']}": row for row in found}
 
 
 def over(old: dict[str, str] | None, new: dict[str, str]) -> dict[str, str]:
     """A new row; what it does not have keeps its old figure, in parentheses."""
-    kept = {name: f"({old[name].strip('()')})" for name in COLUMNS if new[name] == "–" and old[name] != "–"} if old else {}
+    kept = {name: f"({old[name].strip('()')})" for name in COLUMNS[1:] if new[name] == "–" and old[name] != "–"} if old else {}
     return new | kept
 
 
@@ -257,7 +257,8 @@ def main(argv=None) -> None:
         page = rows_of_page()
         table = page | {key: over(page.get(key), row) for key, row in measured.items()}
         text = f"{markdown(table)}\n\n```text\n{by_day(table)}\n```"
-        measurements.write("quality", "python benchmarks/quality.py --docs", text)
+        asked = f"{f' --layouts {options.layouts}' if options.layouts else ''} --options {options.options}"
+        measurements.write("quality", f"python benchmarks/quality.py{asked} --docs", text)
 
 
 if __name__ == "__main__":

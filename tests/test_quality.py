@@ -88,3 +88,11 @@ def test_a_row_keeps_old_figures_of_layouts_that_were_not_compiled_again():
     new = quality.over(old, quality.rows(cell(shardplan=0.001, data=0.004))["m h100:8"])
     assert (new["data"], new["fsdp"], new["tensor"]) == ("4", "(3)", "–")
     assert new["ours over the best other"] == "0.250", "an old figure counts no more"
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path, monkeypatch):
+    page = tmp_path / "measurements.md"
+    monkeypatch.setattr(quality.measurements, "PAGE", page)
+    made = quality.rows({"m h100:2x8": {"shardplan": {"seconds": 0.001, "fits": True, "day": "today"}}})
+    page.write_text(f"<!-- begin quality -->\n{quality.markdown(made)}\n<!-- end quality -->\n")
+    assert quality.rows_of_page() == made
