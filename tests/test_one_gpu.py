@@ -1,6 +1,6 @@
 """Kernels clocked on a GPU take what its preset says.
 
-Fitted to them were `elements_per_s`, `COLUMN_READ`, `NARROW_UPDATE` and `CHANNEL_BYTES`, and that convolutions keep the rate of short
+Fitted to them were `elements_per_s`, `COLUMN_READ`, `ROW_BYTE`, `NARROW_UPDATE` and `CHANNEL_BYTES`, and that convolutions keep the rate of short
 runs.
 """
 
@@ -47,10 +47,11 @@ def test_an_op_alone_takes_what_the_preset_says(alone, kinds, median, p90):
     assert np.quantile(errors, 0.9) <= p90
 
 
-def test_elementwise_kernels_of_whole_steps_take_together_what_the_preset_says():
+@pytest.mark.parametrize("kind", ["elementwise", "rows"])
+def test_kernels_of_whole_steps_take_together_what_the_preset_says(kind):
     cluster, found = resolve("h200"), np.zeros(2)
     for file in H200.glob("step-*.json.gz"):
-        found += np.sum([row[2:] for row in one_gpu.kernels_of(one_gpu.load(file), cluster) if row[1] == "elementwise"], axis=0)
+        found += np.sum([row[2:] for row in one_gpu.kernels_of(one_gpu.load(file), cluster) if row[1] == kind], axis=0)
     assert found[1] == pytest.approx(found[0], rel=0.05)
 
 

@@ -10,7 +10,9 @@ So products fall off smoothly where they are thin, small or odd: few tiles leave
 filling. A convolution is a product, too, that contracts channels and windows (`convolution_sizes`). Kernels without products compute
 no more than so many results a second, which is what counts for narrow ones:
 
-    seconds = max(latency_s, bytes ÷ memory rate, elements ÷ elements_per_s)        elements: results, `COLUMN_READ` and `NARROW_UPDATE`
+    seconds = max(latency_s, bytes ÷ memory rate, elements ÷ elements_per_s)
+
+where elements are results, or what takes as long: `COLUMN_READ`, `ROW_BYTE`, `NARROW_UPDATE`.
 
 `ProductRate` has the constants of a GPU and a dtype, fitted to measured products by benchmarks/fit_rates.py. Without them
 every shape runs at `Device.flops_per_s`. Attention that is one kernel has a rate of its own (`attention_rate`). A step is priced by
@@ -43,6 +45,10 @@ PART_BYTES = 32
 COLUMN_READ = 0.57
 """What an element costs that a kernel reads to reduce columns, in results of elementwise kernels. Rows are read as fast as memory is.
 Clocked on one H200 (benchmarks/one_gpu.py)."""
+
+ROW_BYTE = 0.41
+"""What a byte costs that a kernel moves which keeps rows on chip from one reduction to another, in results of elementwise kernels.
+Clocked on one H200 (benchmarks/one_gpu.py): softmax, its gradient and that of layer norm at half the memory's rate."""
 
 NARROW_UPDATE = 6.4
 """What a scatter's update of 16 bits or less costs where indices are not sorted, in results of elementwise kernels.

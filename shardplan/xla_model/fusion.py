@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from math import inf
 
 from shardplan.ir.graph import Graph, Op, components
-from shardplan.mesh.rates import COLUMN_READ
+from shardplan.mesh.rates import COLUMN_READ, ROW_BYTE
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import EXPENSIVE, EXPONENTIALS
 from shardplan.xla_model.physical_layout import transposed_in_memory, transposed_product
-from shardplan.xla_model.row_kernels import RowKernels, reduces_columns, reduces_rows, row_kernels
+from shardplan.xla_model.row_kernels import RowKernels, keeping_rows, reduces_columns, reduces_rows, row_kernels
 from shardplan.xla_model.traffic import KernelTraffic
 
 FUSIBLE = ("loop", "view", "reduce")
@@ -312,7 +312,9 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
             operands[-1] += 1 + (op.traits.scatter != "set")  # the rows that are written, and read if added to
         counts.append((tuple(operands), tuple(results)))
     kernel = {at: moved[key] for key, at in stands.items()}
-    computed = {at: max(makes[key], COLUMN_READ * reads[key] if key in columns else 0) for key, at in stands.items()}
+    rows = keeping_rows(graph, kernels.rows, inside)
+    slow = {key: max(COLUMN_READ * reads[key] * (key in columns), ROW_BYTE * moved[key] * (key in rows)) for key in stands}
+    computed = {at: max(makes[key], slow[key]) for key, at in stands.items()}
     again = _row_bytes(graph, rules, kernels)
     return tuple(KernelTraffic(*moves, again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0)) for at, moves in enumerate(counts))
 

@@ -19,7 +19,8 @@ Facts: fusion-rows, fusion-rows-exponentials, fusion-rows-columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardplan.ir.graph import Graph, Op
@@ -64,6 +65,12 @@ def row_kernels(graph: Graph, rules: Sequence[Rule], alone: frozenset[int] = fro
             if all(v in statistics for v in arrays) and not op.traits.broadcast:
                 statistics.update(op.outputs)
     return RowKernels(frozenset(fused), tuple(behind), frozenset(statistics))
+
+
+def keeping_rows(graph: Graph, rows: RowKernels, inside: Sequence[Collection[Hashable]]) -> set[Hashable]:
+    """Kernels that keep rows on chip from one reduction to another; `inside` are per op those that compute it."""
+    reductions = Counter(kernel for at, op in enumerate(graph.ops) if reduces_rows(op) for kernel in inside[at])
+    return {kernel for at in rows.fused for kernel in inside[at] if reductions[kernel] > 1}
 
 
 def reduces_rows(op: Op) -> bool:

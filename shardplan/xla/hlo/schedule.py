@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from shardplan.mesh.cluster import KINDS, Cluster, group_link
 from shardplan.mesh.collective import seconds_on_link
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import COLUMN_READ, NARROW_UPDATE, Product, kernel_seconds
+from shardplan.mesh.rates import COLUMN_READ, NARROW_UPDATE, ROW_BYTE, Product, kernel_seconds
 from shardplan.xla.hlo.collectives import HloCollective, collectives
 from shardplan.xla.hlo.products import HloProduct, dims_of, products
 from shardplan.xla.hlo.text import HloArray, HloInstruction, HloModule, read
@@ -222,7 +222,8 @@ class _Walk:
         found += [p for p in self.products.get(i.computation, ()) if p.name == i.name]
         products = (Product(_dtype(p.dtype), p.flops, p.sizes, p.attention, p.kind == "convolution") for p in found)
         fused = inner[0] if inner else None
-        return KernelWork(tuple(products), self._bytes(i, fused), 0.0 if found else self._elements(i, fused))
+        moved = self._bytes(i, fused)
+        return KernelWork(tuple(products), moved, 0.0 if found else self._elements(i, fused, moved))
 
     def total(self, i: HloInstruction) -> tuple[float, float]:
         """Flops and bytes of an instruction, loops with all their runs."""
@@ -236,8 +237,8 @@ class _Walk:
                 flops, moved = flops + times * more_flops, moved + times * more_bytes
         return flops, moved
 
-    def _elements(self, i: HloInstruction, fused: str | None) -> float:
-        """What a kernel without products computes one by one."""
+    def _elements(self, i: HloInstruction, fused: str | None, moved: float) -> float:
+        """What a kernel without products computes one by one; `moved` are its bytes."""
         body = self.module.computations[fused] if fused else (i,)
         results = max((float(a.size) for a in i.arrays), default=0.0)
         for x in body:
@@ -246,9 +247,11 @@ class _Walk:
                 narrow = x.opcode == "scatter" and updates.bytes < 4 * updates.size and x.attribute("indices_are_sorted") != "true"
                 results = updates.size * (NARROW_UPDATE if narrow else 1.0)
                 break
-        reduced = (x for x in body if x.opcode == "reduce")
+        reduced = [x for x in body if x.opcode == "reduce"]
         if any(len(x.operands[0].arrays[0].shape) - 1 not in dims_of(x, "dimensions") for x in reduced):
             results = max(results, COLUMN_READ * sum(self._read(i, fused, lambda a: a.size)))
+        elif len(reduced) > 1 and "__triton" in i.attributes:
+            results = max(results, ROW_BYTE * moved)
         return results
 
     def _bytes(self, i: HloInstruction, fused: str | None) -> int:
