@@ -186,16 +186,17 @@ class DecidedProgram:
     @cached_property
     def _members(self) -> dict[int, dict[Member, dict[Member, None]]]:
         """Computation -> its tasks and loops -> those of them that each waits for, in the order of its operands."""
-        tasks, (one, _) = self.tasks, self._joined
+        tasks, holders, (one, _) = self.tasks, self.graph.loop_holders, self._joined
         out: dict[int, dict[Member, dict[Member, None]]] = {home: {} for home in (OUTSIDE, *range(len(self.graph.loops)))}
+        own: list[Member] = [("task", first) for first in one]
         for n, before in enumerate(tasks.before):
-            mine = self.graph.loop_holders[tasks.home[n]]
+            at, mine = tasks.home[n], holders[tasks.home[n]]
             for inside, home in zip((OUTSIDE, *mine), mine, strict=False):
-                out[home].setdefault(("task", one[n]) if home == mine[0] else ("loop", inside), {})
+                out[home].setdefault(own[n] if home == at else ("loop", inside), {})
             for m in before:
-                others = self.graph.loop_holders[tasks.home[m]]
-                home = next(x for x in mine if x in others)
-                if (a := self.member(m, home)) != (b := self.member(n, home)):
+                home = at if tasks.home[m] == at else next(x for x in mine if x in holders[tasks.home[m]])
+                a, b = (own[m], own[n]) if tasks.home[m] == at else (self.member(m, home), self.member(n, home))
+                if a != b:
                     out[home][b][a] = None
         return out
 
