@@ -50,6 +50,7 @@ class Traits:
     matmul_prologue: bool = False  # elementwise op that XLA computes again in every GEMM that reads its result
     transpose: bool = False  # permutes dims
     broadcast: bool = False  # broadcasts its operand
+    reversal: bool = False  # reverses dims
     gather: bool = False  # looks up places of a table
     draws: bool = False  # draws random numbers: kernels read them, or what is made of them, rather than draw them again
     joins_branches: bool = False  # its operands are the results of the branches of a conditional, one each

@@ -167,7 +167,7 @@ class _Step:
         """The op that reverses the weights of a convolution."""
         v = self.graph.ops[at].inputs[1]
         maker = None if v is None else self.graph.maker(v)
-        return maker if maker is not None and self.graph.ops[maker].primitive == "rev" else None
+        return maker if maker is not None and self.graph.ops[maker].traits.reversal else None
 
     def convolution(self, at: int) -> None:
         """What one call and the kernels before it move."""

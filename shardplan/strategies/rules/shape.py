@@ -136,7 +136,7 @@ def concatenate(*ins, out, dimension, **_):
     return shifted(ins, out, {dimension: [Halo(low=n) for n, _ in zip(before, ins, strict=False)]})
 
 
-@rule()
+@rule(traits=Traits(reversal=True))
 def rev(x, *, out, dimensions, **_):
     return shifted((x,), out, {d: [Halo(stride=-1, low=1 - x.shape[d])] for d in dimensions})
 
