@@ -163,3 +163,18 @@ def test_the_page_answers_for_the_largest_inputs_and_the_most_expensive_reshards
     collectives = {x["id"] for x in state["data"]["collectives"]}
     assert collectives & set(state["answers"]), "reshards are asked for, too"
     assert "Classical layouts on the same objective" in page and plan.baselines().rows[0].name in page
+
+
+def test_a_line_is_named_whole_however_long_its_function_is_called():
+    class AttentionOfManyHeads:
+        @staticmethod
+        def project_and_reshape(x, w):
+            return jnp.tanh(x @ w)
+
+    step = lambda w, x: w - jax.grad(lambda w: jnp.sum(AttentionOfManyHeads.project_and_reshape(x, w)))(w)  # noqa: E731
+    arrays = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    plan = shardplan.auto(MESH, cluster="h100", pins={"w": P("model"), "x": P("data")})(step).plan(*arrays)
+    lines = str(plan.why("w")).splitlines()
+    (reader,) = [x for x in lines if x.startswith("  forward ")]
+    assert re.match(r"  forward +dot_general at test_why\.py:\d+ in ", reader) and re.search(r" as P\(.*\), .* over model ", reader)
+    assert max(map(len, lines)) <= 120

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardplan.plan.why import ArrayUse, LayoutChoice, Why
 from shardplan.units import clean, fit, fit_middle, format_bytes, format_count, format_memory, format_percent, format_seconds, table
@@ -34,7 +34,13 @@ def _uses(found: Why) -> Iterator[str]:
         sent, took = (sum(getattr(u, name) for u in uses) for name in ("sent_bytes", "seconds"))
         figures = [format_bytes(sent) if sent else "", format_seconds(took) if took else ""]
         cells.append([phase, f"{clean(what)} {format_count(len(uses))}".strip(), clean(how), *figures])
-    lines = table(cells[:MAX_READERS], right=(3, 4), widths={0: 8, 1: 40, 2: 44}, indent="  ")
+    shown = cells[:MAX_READERS]
+    room = _room(shown, 1, 2) - len("  ")
+    reads = min(max(len(cell[2]) for cell in shown), max(room // 2, room - max(len(cell[1]) for cell in shown))) if shown else 0
+    for cell in shown:  # the line says more than the end of a function's name
+        what, n, times = cell[1].rpartition(" ×")
+        cell[1] = f"{fit(what, room - reads - len(n + times))}{n}{times}" if n else fit(cell[1], room - reads)
+    lines = table(shown, right=(3, 4), widths={2: reads}, indent="  ")
     yield "read by"
     yield from lines
     if len(cells) > MAX_READERS:
@@ -52,10 +58,10 @@ def _stack(found: Why) -> Iterator[str]:
 
 
 def _choices(found: Why) -> Iterator[str]:
-    cells: list[list[str] | str] = [["choice", "step", "", "peak", "", "sent", ""]]
+    cells = [["choice", "step", "", "peak", "", "sent", ""]]
     cells.append(_row("  chosen", found.chosen, found.chosen))
     cells += [_row(f"  {n}", choice, found.chosen) for n, choice in enumerate(found.choices[:SHOWN], 1)]
-    yield from table(cells, right=(1, 2, 3, 4, 5, 6), widths={0: 52}, indent="")
+    yield from table(cells, right=(1, 2, 3, 4, 5, 6), widths={0: _room(cells, 0)}, indent="")
     rest = [f"{len(found.choices) - SHOWN} more cost more"] if len(found.choices) > SHOWN else []
     rest += [f"{found.unpriced} cost more on the plan's cost network and were not scheduled"] if found.unpriced else []
     rest += [f"{len(found.impossible)} cannot be made near this plan"] if found.impossible else []
@@ -65,6 +71,12 @@ def _choices(found: Why) -> Iterator[str]:
         if found.estimated:
             yield "  estimated at the plan's prices: the steps were not scheduled"
         yield "  ops near the array adapt, all others stay; plan.fix plans anew, and often finds less"
+
+
+def _room(rows: Sequence[Sequence[str]], *columns: int) -> int:
+    """Characters of a line that the other columns of a table leave for these."""
+    taken = [max(map(len, column)) for k, column in enumerate(zip(*rows, strict=True)) if k not in columns]
+    return WIDTH - sum(taken) - 2 * (len(taken) + len(columns) - 1)
 
 
 def _row(mark: str, choice: LayoutChoice, chosen: LayoutChoice) -> list[str]:
