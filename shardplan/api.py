@@ -230,6 +230,11 @@ class Auto(Generic[P, R]):
             raise ShardingError(
                 f"init needs devices, and {mesh} has none.\n  ways out: .plan() works without; a jax.make_mesh(...) runs"
             )
+        if not callable(create):
+            raise ShardingError(
+                f"init takes a function that creates the state, not {type(create).__name__}.\n  ways out: step.init(create_state, "
+                "key); a state that is there already goes to the step as it is, or jax.device_put(state, plan.in_shardings[0][0])"
+            )
 
         def created(args, kwargs):
             with _jax.within(_jax.auto_twin(mesh)):

@@ -208,5 +208,11 @@ def spec_of(sharding, who: str):
     if not isinstance(spec, (jax.sharding.PartitionSpec, tuple)):
         axes = [sharding] if isinstance(sharding, str) else sharding if isinstance(sharding, list) else []
         way = f"P({', '.join(map(repr, axes))})" + ("" if axes else " for replicated, or leave it out")
+        way = f"{sharding}, without quotes" if isinstance(sharding, str) and "(" in sharding else way
         raise ShardingError(f"{who}: {sharding!r} is no PartitionSpec or NamedSharding.\n  way out: {way}")
+    names = [name for entry in spec for name in (entry if isinstance(entry, (tuple, list)) else (entry,))]
+    if odd := [name for name in names if not (name is None or name is _jax.UNCONSTRAINED or isinstance(name, str))]:
+        raise ShardingError(
+            f"{who}: {odd[0]!r} in {spec!r} is no mesh axis.\n  way out: per dim the name of an axis, a tuple of names, or None"
+        )
     return spec

@@ -241,7 +241,7 @@ class Replanner:
 
     def __call__(self, pins: Mapping[str, Any], search: str | None = None, near: Planned | None = None, **target: Any) -> Plan:
         """The plan with these pins, no slower than that of `near`."""
-        options = self.options
+        options = self.options if isinstance(pins, Mapping) else replace(self.options, pins=pins)  # which says what is wrong
         changed = {"pins": {**(options.pins or {}), **pins}, "search": search or options.search, "plan": None, "verify": None, **target}
         if isinstance(mesh := target.get("mesh"), Mapping):
             changed["mesh"] = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))

@@ -209,6 +209,18 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
         lambda: planned(pins={"w": ["data", None]}),
         "pin 'w': ['data', None] is no PartitionSpec or NamedSharding.…way out: P('data', None)",
     ),
+    "a spec in quotes": (
+        lambda: planned(pins={"w": "P('data', None)"}),
+        "pin 'w': \"P('data', None)\" is no PartitionSpec or NamedSharding.…way out: P('data', None), without quotes",
+    ),
+    "a number as a mesh axis": (
+        lambda: planned(pins={"w": P(1)}),
+        "pin 'w': 1 in …(1,) is no mesh axis.…way out: per dim the name of an axis, a tuple of names, or None",
+    ),
+    "a number as a mesh axis by position": (
+        lambda: planned(in_shardings=(P(("data", 1)), None)),
+        "in_shardings: 1 in …is no mesh axis.…way out: per dim the name of an axis",
+    ),
     "None as a pin": (
         lambda: planned(pins={"w": None}),
         "pin 'w': None is no PartitionSpec or NamedSharding.…way out: P() for replicated, or leave it out",
@@ -272,6 +284,14 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
         lambda: auto(ABSTRACT, cluster="h100")(step)(jnp.ones((64, 64)), jnp.ones((64, 64))),
         "planned on an AbstractMesh, which has no devices to run on.…way out",
     ),
+    "a state in place of the function that creates it": (
+        lambda: auto(mesh())(step).init(jnp.ones(8)),
+        "init takes a function that creates the state, not ArrayImpl.…ways out: step.init(create_state, key)…jax.device_put(state",
+    ),
+    "a state moved to a file": (
+        lambda: shardplan.transfer(jnp.ones((64, 64)), "plan.json"),
+        "transfer needs a plan with its devices.…way out: step.plan(...)",
+    ),
     "a state without devices": (
         lambda: auto(ABSTRACT, cluster="h100")(step).init(lambda: jnp.ones(8)),
         "init needs devices, and AbstractMesh… has none.…ways out: .plan() works without",
@@ -325,7 +345,12 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     ),
     "a plan of another model": (
         lambda: planned(lambda q: q * 2, (W,), plan=plan()),
-        "the plan is for another model: none of its inputs is one of this step.…plan: w, x…step: q…way out: plan anew",
+        "the plan is for another model: none of its inputs is one of this step.…plan: w float32[64,64], x float32[64,64]…"
+        "step: q float32[64,64]…way out: plan anew",
+    ),
+    "a plan of a model of other sizes": (
+        lambda: planned(plain, (ODD,), plan=plan()),
+        "none of its inputs is one of this step.…plan: w float32[64,64], x float32[64,64]…step: w float32[6,6]…way out: plan anew",
     ),
     "a plan file that is not there": (
         lambda: auto(mesh(), plan="no.json"),
@@ -360,6 +385,18 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     "a check of nothing known": (
         lambda: plan().check(fail_on=("memroy",)),
         "fail_on has 'memroy', which it does not know.…way out: some of 'guess', 'memory'",
+    ),
+    "what if it lay as nothing": (
+        lambda: plan().what_if("w", None),
+        "what_if('w', ...): None is none of its layouts.…choices: …P(",
+    ),
+    "pins in a list, planned anew": (
+        lambda: plan().replan([("w", P("data"))]),
+        "pins=[('w', P('data'…))] is no mapping of path patterns…way out: pins={",
+    ),
+    "logical axes in a list": (
+        lambda: plan().to_logical_rules([("w", ("embed", "mlp"))]),
+        "logical axes are a mapping of path patterns to names, not list.…way out: {",
     ),
     "rules below no path": (lambda: plan().to_rules("stat"), "no input of the step is below 'stat'.…inputs: w, x…way out: to_rules()"),
     "logical axes as text": (lambda: plan().to_logical_rules({"w": "embed"}), "'w' has the text 'embed', not a name per dim.…way out"),

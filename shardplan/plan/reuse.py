@@ -172,7 +172,8 @@ def matching_pins(plan: Plan, traced: Traced, options: Options, state: Mapping[i
     if not pins:
         raise PlanFileError(
             "the plan is for another model: none of its inputs is one of this step.\n"
-            f"  plan: {_listed([x.path for x in plan.inputs])}\n  step: {_listed(traced.in_labels)}\n  way out: plan anew without plan="
+            f"  plan: {_listed([f'{x.path} {format_array(x)}' for x in plan.inputs])}\n  step: {_listed(lost)}\n"
+            "  way out: plan anew without plan="
         )
     unmatched = [*lost, *(f"{path} (no longer there)" for path in leaves)]
     warn(

@@ -64,7 +64,7 @@ def transfer(state: Any, plan: Plan, *, donate: bool = True) -> Any:
         ShardingError: the step has no such argument, the plan was read from a file, processes are others, or it cannot be done
             within the plan's memory limit; then nothing has moved.
     """
-    if plan.context is None or not isinstance(plan.context.mesh, Mesh):
+    if not isinstance(plan, Plan) or plan.context is None or not isinstance(plan.context.mesh, Mesh):
         raise ShardingError("transfer needs a plan with its devices.\n  way out: step.plan(...) of a step on a mesh of jax.devices()")
     given, tree = jax.tree.flatten(state, is_leaf=is_padded)
     given = [x if is_padded(x) or isinstance(x, jax.Array) else np.asarray(x) for x in given]

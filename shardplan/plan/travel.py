@@ -145,6 +145,11 @@ def _raw(pattern: str) -> str:
 
 def logical_rules(plan: PlanRecord, axes: Mapping[str, Sequence[str | None]]) -> tuple[LogicalRule, ...]:
     """The answer of `Plan.to_logical_rules`."""
+    if not isinstance(axes, Mapping):
+        raise ShardingError(
+            f"logical axes are a mapping of path patterns to names, not {type(axes).__name__}.\n"
+            '  way out: {"params/**/kernel": ("embed", "mlp")}'
+        )
     named = {leaf.path: (leaf, names) for leaf in plan.inputs for pattern, names in axes.items() if matches(leaf.path, pattern)}
     for pattern, names in axes.items():
         if isinstance(names, str):

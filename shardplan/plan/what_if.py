@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from shardplan.costs.halo_exchange import exchanges
 from shardplan.costs.network import CostNetwork
@@ -89,7 +90,7 @@ def _decided_near(plan: Plan, after: Planned) -> Planned:
 
 def near(plan: Plan, pins: Mapping[str, Any]) -> Planned | None:
     """What is known of a plan with these pins without planning anew: the plan with each of them taken; None where one cannot be."""
-    if plan.context.planned is None:
+    if plan.context.planned is None or not isinstance(pins, Mapping):
         return None
     for path, spec in pins.items():
         try:
@@ -106,7 +107,10 @@ def _all_lie_so(plan: Plan, found: Asked) -> bool:
 
 
 def _named(found: Asked, spec: Sequence) -> str:
-    """The choice that a PartitionSpec means."""
+    """The choice that a PartitionSpec means; of anything else, how it is written."""
+    spec = getattr(spec, "spec", spec)
+    if not isinstance(spec, (PartitionSpec, tuple, list)):
+        return repr(spec)
     dims = tuple(() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec)
     dims += ((),) * (found.layout.rank - len(dims))
     layouts = {x.dims: text for text, (x, _) in found.wanted.items()}
