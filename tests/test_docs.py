@@ -35,11 +35,22 @@ def blocks(page: Path) -> list[tuple[str, str, int]]:
     return [(m["kind"], m["text"], source.count("\n", 0, m.start("text")) + 1) for m in BLOCK.finditer(source)]
 
 
-def run(command: list[str], folder: Path) -> None:
+PRINTED = re.compile(r"^```python\n(?:print\([^\n]*\)\n)+```\n\n```\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
+"""What a page says that its snippet prints."""
+
+
+def plain(text: str) -> str:
+    """Without source lines, which are those of the page, and the spaces that align columns."""
+    return re.sub(r" +", " ", re.sub(r"\w+\.py:\d+", "*.py:*", text))
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What the command prints."""
     path = os.pathsep.join((str(folder), str(ROOT)))
     env = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}  # platform, devices and flags are those of conftest.py
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
 
 
 DOCTEST = """import doctest
@@ -56,7 +67,10 @@ assert not runner.failures
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_snippets_run(page, tmp_path):
-    """Python blocks are one session per page; a block that begins with `# name.py` is that file, too; commands run between them."""
+    """Python blocks are one session per page; a block that begins with `# name.py` is that file, too; commands run between them.
+
+    What stands below a block of `print(...)` is what it prints.
+    """
     program = ""
 
     def add(text: str, line: int) -> None:
@@ -80,7 +94,9 @@ def test_snippets_run(page, tmp_path):
                     assert command.startswith(INSTALLS), f"{page.name}: who runs {command!r}?"
     if program:
         (tmp_path / "page.py").write_text(program)
-        run([sys.executable, "page.py"], tmp_path)
+        said = plain(run([sys.executable, "page.py"], tmp_path))
+        for printed in PRINTED.finditer(page.read_text()):
+            assert plain(printed["text"]) in said, f"{page.name} shows what is not printed:\n{printed['text']}\n{said}"
 
 
 @pytest.fixture(scope="module")
