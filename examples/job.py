@@ -38,4 +38,4 @@ if __name__ == "__main__":
     state = train_step.init(create_state, jax.random.key(0))  # created sharded: no device ever holds all of it
     for _ in range(10):
         state, loss = train_step(state, batch)  # runs as planned
-    print("loss of the last step", loss, "and after it, by plain JAX", jax.jit(loss_fn)(state, batch))  # state is ordinary sharded arrays
+    print("loss", loss, "before the last update; after it, by plain JAX,", jax.jit(loss_fn)(state, batch))  # plain arrays
