@@ -484,6 +484,10 @@ def test_the_widget_prices_replans_undoes_and_cancels(unasked):
     ask(do="nonsense")
     ask(do="show", n=99)
     assert "IndexError" in widget.message
+    ask(do="hello")
+    assert "IndexError" in widget.message
+    ask(do="show", n=1)
+    assert widget.message == "" and widget.current == 1
 
 
 @pytest.fixture

@@ -104,6 +104,8 @@ if AnyWidget is not None:
         def _on_message(self, _, message: Any, __) -> None:
             act = _DO.get(str(message.get("do"))) if isinstance(message, dict) else None
             if act is not None:
+                if message["do"] not in ("hello", "ask"):  # what went wrong before this is no longer of interest
+                    self.message = ""
                 try:
                     act(self, message)
                 except (KeyError, IndexError, TypeError, ValueError) as error:
