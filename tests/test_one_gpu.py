@@ -1,7 +1,7 @@
 """Kernels clocked on a GPU take what its preset says.
 
-Fitted to them were `elements_per_s`, `COLUMN_READ`, `ROW_BYTE`, `NARROW_UPDATE` and `CHANNEL_BYTES`, and that convolutions keep the rate
-of short runs.
+Fitted to them were `elements_per_s`, `COLUMN_READ`, `ROW_BYTE`, `NARROW_UPDATE` and `CHANNEL_BYTES`, and that convolutions keep the
+rate of short runs.
 """
 
 import sys
