@@ -244,6 +244,10 @@ class Replanner:
         options = self.options if isinstance(pins, Mapping) else replace(self.options, pins=pins)  # which says what is wrong
         changed = {"pins": {**(options.pins or {}), **pins}, "search": search or options.search, "plan": None, "verify": None, **target}
         if isinstance(mesh := target.get("mesh"), Mapping):
+            if odd := {name: size for name, size in mesh.items() if not isinstance(size, int) or size < 1}:
+                raise ShardingError(
+                    f"mesh={dict(mesh)!r}: {odd!r} is no number of devices.\n  way out: such as {{'data': 2, 'model': 4}}"
+                )
             changed["mesh"] = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
         if options.state_plan is not None and "mesh" in target:
             changed["state_like"] = None

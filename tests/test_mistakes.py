@@ -366,6 +366,10 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
         lambda: plan().why("ww"),
         "why('ww'): no input of the step has this path, and no collective is on such a line.…inputs: w, x…ways out",
     ),
+    "why of another line": (
+        lambda: plan().why("test_mistakes.py:1"),
+        "no collective is on such a line.…inputs: w, x…lines with collectives: none…ways out",
+    ),
     "why of nothing": (lambda: plan().why(None), "why() takes no NoneType.…ways out: the path of an input, a line such as"),
     "why of a plan from a file": (
         lambda: transformer().why("state"),
@@ -393,6 +397,18 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     "pins in a list, planned anew": (
         lambda: plan().replan([("w", P("data"))]),
         "pins=[('w', P('data'…))] is no mapping of path patterns…way out: pins={",
+    ),
+    "a mesh in words, planned anew": (
+        lambda: plan().replan(mesh={"data": "8"}),
+        "mesh={'data': '8'}: {'data': '8'} is no number of devices.…way out: such as {'data': 2, 'model': 4}",
+    ),
+    "rules below a number": (
+        lambda: plan().to_rules(3),
+        "rules are of the inputs below a path, not int.…way out: such as 'state/params'",
+    ),
+    "a number as a plan file": (
+        lambda: Plan.load(3),
+        "a plan file is named by its path, not by int.…way out: the path that plan.save() wrote",
     ),
     "logical axes in a list": (
         lambda: plan().to_logical_rules([("w", ("embed", "mlp"))]),

@@ -118,6 +118,8 @@ def test_a_collective_is_asked_for_by_its_line_or_as_a_reshard(plan):
     assert all(c.text.startswith(("read as ", "made as ")) for c in found.choices) and found.choices
     assert "result of" in found.name or "gradient of" in found.name or "state/" in found.name
     assert plan.why(f"test_why.py:{decision.line}").array
+    with pytest.raises(shardplan.ShardingError, match=rf"lines with collectives: .*test_why\.py:{decision.line}"):
+        plan.why("test_why.py:1")
 
 
 def test_gradients_are_called_by_their_parameter():

@@ -88,11 +88,23 @@ def _named(plan: Plan, planned: Planned, what: str | Sequence[str]) -> Asked:
         here = [(d, r) for d in plan.decisions for r in d.reshards if what in (short_place(at := f"{d.file}:{d.line}"), at)]
         if here:
             return _reshards(plan, planned, [place_of(plan, max(here, key=lambda x: x[1].seconds * x[0].runs)[1])])
-    some = nearest_paths((x.path for x in plan.inputs), paths[0] if paths else "")
+    some, lines = nearest_paths((x.path for x in plan.inputs), paths[0] if paths else ""), _costly_lines(plan)
     raise ShardingError(
         f"why({what!r}): no input of the step has this path, and no collective is on such a line.\n  inputs: {some}\n"
+        f"  lines with collectives: {lines or 'none'}\n"
         '  ways out: a path or pattern as in pins, a line with collectives such as "train.py:41", or a reshard of plan.decisions'
     )
+
+
+def _costly_lines(plan: Plan, most: int = 4) -> str:
+    """Lines with collectives, those that take most seconds first."""
+    seconds: dict[str, float] = {}
+    for d in plan.decisions:
+        if d.reshards:
+            line = short_place(f"{d.file}:{d.line}")
+            seconds[line] = seconds.get(line, 0.0) + d.runs * sum(r.seconds for r in d.reshards)
+    found = sorted(seconds, key=lambda line: -seconds[line])
+    return ", ".join(found[:most]) + (", ..." if len(found) > most else "")
 
 
 # ---- inputs and results

@@ -74,6 +74,10 @@ def schema(of: type[PlanRecord]) -> dict[str, Any]:
 
 def read(path: str | os.PathLike[str], of: type[P]) -> P:
     """The plan in a file of this version or an earlier one; a PlanFileError names the file and the field that is wrong."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise PlanFileError(
+            f"a plan file is named by its path, not by {type(path).__name__}.\n  way out: the path that plan.save() wrote"
+        )
     name = os.fspath(path)
     try:
         raw = read_limited(path, MAX_FILE_BYTES)

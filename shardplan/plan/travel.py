@@ -29,6 +29,8 @@ def rules(plan: PlanRecord, under: str = "") -> tuple[PathRule, ...]:
 
 def _leaves(plan: PlanRecord, under: str) -> dict[str, Leaf]:
     """The inputs below a path, by the rest of their paths."""
+    if not isinstance(under, str):
+        raise ShardingError(f"rules are of the inputs below a path, not {type(under).__name__}.\n  way out: such as 'state/params'")
     head = f"{under.strip('/')}/" if under else ""
     found = {leaf.path[len(head) :]: leaf for leaf in plan.inputs if leaf.path.startswith(head)}
     if not found and plan.inputs:

@@ -92,7 +92,9 @@ if AnyWidget is not None:
             self._planned = plan.context is not None and plan.context.planned is not None
             self._offer(first)
             self.on_msg(self._on_message)
-            gc.collect()  # with a large plan Python stands still for half a second, which is better now than at a click
+            if self._planned:
+                next(first.answers.ahead(), None)  # finds what all answers need, now rather than at the first click
+            gc.collect()  # with a large plan Python stands still for half a second, as it would at some click
 
         @property
         def plan(self) -> Plan:
