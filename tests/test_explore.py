@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import sys
 import threading
 import time
 
@@ -23,7 +24,7 @@ from shardplan.plan.what_if import WhatIf, sent_bytes
 from shardplan.view.answers import Answers, known
 from shardplan.view.exports import model_explorer, perfetto
 from shardplan.view.instrument import Instrument
-from shardplan.view.pieces import Pieces
+from shardplan.view.pieces import SWITCH_S, Pieces
 from shardplan.view.rows import type_text
 from shardplan.view.session import Entry, meshes
 from shardplan.view.values import answer_values
@@ -617,6 +618,21 @@ def test_a_widget_that_is_renamed_meanwhile_still_gets_its_prices(unasked):
     kernel.ask(do="name", n=0, name="mine")
     kernel.done(lambda: not kernel.widget.answers[row]["estimated"])
     assert kernel.widget._entries[0].instrument is drawn
+
+
+def test_threads_in_the_background_give_way_sooner_as_long_as_one_of_them_works():
+    before, during = sys.getswitchinterval(), []
+
+    def job():
+        during.append(sys.getswitchinterval())
+        yield
+
+    some = [Pieces("one"), Pieces("other")]
+    for pieces in some:
+        pieces.begin(job())
+    for pieces in some:
+        pieces._thread.shutdown(wait=True)
+    assert during == pytest.approx([SWITCH_S] * 2) and sys.getswitchinterval() == before
 
 
 def test_what_was_asked_for_last_goes_on_first_and_spare_work_after_all_else():

@@ -98,15 +98,18 @@ class Widget:
         return self.root.find_elements(By.CSS_SELECTOR, css)
 
     def click(self, css: str):
-        self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", self.one(css))
-        self.driver.execute_script("arguments[0].click()", self.one(css))
+        self.first(css, "x.scrollIntoView({block: 'center'}); x.click()")
 
     def text(self, css: str) -> str:
-        return self.driver.execute_script("return arguments[0].textContent", self.one(css))
+        return self.first(css, "return x.textContent")
 
     def pick(self, name: str, value: str):
-        choose = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('change'))"
-        self.driver.execute_script(choose, self.one(f"select.{name}"), value)
+        self.first(f"select.{name}", f"x.value = {json.dumps(value)}; x.dispatchEvent(new Event('change'))")
+
+    def first(self, css: str, do: str):
+        """Does something with an element at the moment when it is found: rows are drawn anew whenever an answer comes."""
+        script = f"const x = arguments[0].shadowRoot.querySelector(arguments[1]); if (!x) throw new Error(arguments[1]); {do}"
+        return self.driver.execute_script(script, self.host, css)
 
     def options(self, name: str) -> set[str]:
         return {*self.each(f"select.{name} option", "x.value")}
@@ -130,7 +133,7 @@ class Widget:
         return self.figures()
 
     def each(self, css: str, what: str = "x.textContent") -> list:
-        """Something of every element, all at one moment: rows are drawn anew whenever an answer comes."""
+        """Something of every element, all at one moment."""
         script = f"return [...arguments[0].shadowRoot.querySelectorAll(arguments[1])].map((x) => {what})"
         return self.driver.execute_script(script, self.host, css)
 
@@ -183,7 +186,7 @@ def test_a_layout_is_chosen_replanned_undone_and_its_code_gives_that_plan(opened
     widget, driver = opened, opened.driver
     before = widget.text(".tile .value")
 
-    row = next(r.get_attribute("data-id") for r in widget.all("tr.row") if "params/blocks/*/up" in r.text)
+    row = next(id_ for id_, text in widget.each("tr.row", "[x.dataset.id, x.textContent]") if "params/blocks/*/up" in text)
     widget.click(f'tr.row[data-id="{row}"]')
     until(lambda: len(widget.all(".choices:not(.estimated) tbody tr")) > 2, 60)
     choice = widget.all(".layouts tbody tr")[2]

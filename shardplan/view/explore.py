@@ -23,7 +23,7 @@ from shardplan.errors import ShardingError
 from shardplan.plan import Plan
 from shardplan.view.html import to_html
 from shardplan.view.instrument import module, style
-from shardplan.view.pieces import Pieces
+from shardplan.view.pieces import Pieces, giving_way
 from shardplan.view.progress import Cancelled, State, watched
 from shardplan.view.session import Curve, Entry, pickers
 from shardplan.view.values import rounded
@@ -243,7 +243,7 @@ if AnyWidget is not None:
 
         def _work(self, what: str, act: Callable[[], None]) -> None:
             try:
-                with watched(lambda state: self._watch(what, state)):
+                with giving_way, watched(lambda state: self._watch(what, state)):
                     act()
             except Cancelled:
                 self.message = "cancelled"

@@ -6,12 +6,40 @@ A job is an iterator, and a piece of it what it does up to its next value. A spa
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from shardplan.ilp.solver.collector import paused_collector
+
+SWITCH_S = 5e-4
+"""How long a thread in the background keeps Python from others that wait; 5 ms otherwise, and a message takes some ten turns."""
+
+
+class _Giving:
+    """Threads in the background give way to others sooner, as long as one of them works."""
+
+    def __init__(self):
+        self._lock, self._working, self._before = threading.Lock(), 0, 0.0
+
+    def __enter__(self):
+        with self._lock:
+            if not self._working:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(SWITCH_S, self._before))
+            self._working += 1
+
+    def __exit__(self, *_):
+        with self._lock:
+            self._working -= 1
+            if not self._working:
+                sys.setswitchinterval(self._before)
+
+
+giving_way = _Giving()
+"""`with giving_way:` around work in the background."""
 
 
 class Pieces:
@@ -59,7 +87,7 @@ class Pieces:
             return
         start, more = time.thread_time(), False
         try:
-            with paused_collector():
+            with paused_collector(), giving_way:
                 more = next(job, self) is not self
         finally:
             if not more:
