@@ -96,6 +96,11 @@ def fit(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
 
 
+def listed(texts: Sequence[str], most: int) -> str:
+    """The first ones, and ", ..." if there are more."""
+    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")
+
+
 def fit_middle(text: str, width: int) -> str:
     """At most `width` columns, cut in the middle: the start and the end of a path say most."""
     if len(text) <= width:

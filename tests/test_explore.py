@@ -582,7 +582,7 @@ def test_a_row_that_is_opened_while_it_is_estimated_ahead_goes_on_where_it_is(un
     begun = []
     monkeypatch.setattr("shardplan.view.answers.growing", lambda *_: pytest.fail("it began anew"))
     begun += answers.answering(id_, estimate=True)
-    assert not answers.priced[id_]["pending"] and begun
+    assert not answers.asked[id_]["pending"] and begun
     monkeypatch.undo()
     assert next(ahead, None) is None and id_ not in answers._begun
 

@@ -139,7 +139,7 @@ class Widget:
 
     def copied(self, what: str) -> str:
         self.click(f"button.copy.{what}")
-        return until(lambda: self.driver.execute_script("return arguments[0].value", self.one(f'textarea[aria-label^="{what}"]')), 30)
+        return until(lambda: self.first(f'textarea[aria-label^="{what}"]', "return x.value"), 30)
 
 
 def enter(driver, source: str):

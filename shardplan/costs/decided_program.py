@@ -186,17 +186,16 @@ class DecidedProgram:
     @cached_property
     def _members(self) -> dict[int, dict[Member, dict[Member, None]]]:
         """Computation -> its tasks and loops -> those of them that each waits for, in the order of its operands."""
-        tasks, holders, (one, _) = self.tasks, self.graph.loop_holders, self._joined
+        tasks, (one, _) = self.tasks, self._joined
         out: dict[int, dict[Member, dict[Member, None]]] = {home: {} for home in (OUTSIDE, *range(len(self.graph.loops)))}
-        own: list[Member] = [("task", first) for first in one]
         for n, before in enumerate(tasks.before):
-            at, mine = tasks.home[n], holders[tasks.home[n]]
+            mine = self.graph.loop_holders[tasks.home[n]]
             for inside, home in zip((OUTSIDE, *mine), mine, strict=False):
-                out[home].setdefault(own[n] if home == at else ("loop", inside), {})
+                out[home].setdefault(("task", one[n]) if home == mine[0] else ("loop", inside), {})
             for m in before:
-                home = at if tasks.home[m] == at else next(x for x in mine if x in holders[tasks.home[m]])
-                a, b = (own[m], own[n]) if tasks.home[m] == at else (self.member(m, home), self.member(n, home))
-                if a != b:
+                others = self.graph.loop_holders[tasks.home[m]]
+                home = next(x for x in mine if x in others)
+                if (a := self.member(m, home)) != (b := self.member(n, home)):
                     out[home][b][a] = None
         return out
 

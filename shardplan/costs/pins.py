@@ -15,6 +15,7 @@ from shardplan.errors import ShardingError
 from shardplan.files import portable
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.layout import Layout, MeshShape
+from shardplan.units import listed
 
 Pin = tuple[str, PinDims]
 """Its author in words, and the layout it asks for."""
@@ -138,7 +139,7 @@ def nearest_paths(labels: Iterable[str], pattern: str, most: int = 5) -> str:
     """Some of these paths for an error message: those that share most segments with a pattern, then the first."""
     wanted = set(pattern.split("/"))
     found = sorted(labels, key=lambda label: -len(wanted.intersection(label.split("/"))))
-    return ", ".join(found[:most]) + (", ..." if len(found) > most else "")
+    return listed(found, most)
 
 
 def matches(label: str, pattern: str) -> bool:

@@ -26,7 +26,7 @@ from shardplan.mesh.reshard import ReshardStep
 from shardplan.plan.data import PlannedReshard
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
-from shardplan.units import format_array
+from shardplan.units import format_array, listed
 
 Masks = Mapping[int, np.ndarray]
 """Op -> bool [strategy]: those that are asked for."""
@@ -102,9 +102,8 @@ def _costly_lines(plan: Plan, most: int = 4) -> str:
     for d in plan.decisions:
         if d.reshards:
             line = short_place(f"{d.file}:{d.line}")
-            seconds[line] = seconds.get(line, 0.0) + d.runs * sum(r.seconds for r in d.reshards)
-    found = sorted(seconds, key=lambda line: -seconds[line])
-    return ", ".join(found[:most]) + (", ..." if len(found) > most else "")
+            seconds[line] = seconds.get(line, 0.0) + d.comm_seconds
+    return listed(sorted(seconds, key=lambda line: -seconds[line]), most)
 
 
 # ---- inputs and results

@@ -20,7 +20,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.plan.data import Leaf, PlanDecision
 from shardplan.plan.plan import Plan
 from shardplan.plan.program import differences, numbered, placed, result_type, source_lines
-from shardplan.units import fit, format_array, format_memory
+from shardplan.units import fit, format_array, format_memory, listed
 
 MAX_LISTED, MAX_TEXT = 5, 100
 
@@ -289,4 +289,4 @@ def _of_path(leaves: Sequence[Leaf], label: str) -> Leaf | None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(fit(name, MAX_TEXT) for name in names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
+    return listed([fit(name, MAX_TEXT) for name in names], MAX_LISTED)

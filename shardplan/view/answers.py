@@ -56,53 +56,55 @@ class Answers:
         self._begun: dict[str, Iterator[None]] = {}
 
     @property
-    def priced(self) -> Found:
+    def asked(self) -> Found:
         """The answers with prices that were asked for."""
         return self._known.asked
 
     @property
     def shown(self) -> Found:
         """All that is known of the rows that were opened."""
-        return {**self.opened, **self.priced}
+        return {**self.opened, **self.asked}
 
     def answer(self, id_: str, estimate: bool = False) -> dict[str, Any]:
         """What the row's other layouts would cost, and why it lies so; an estimate is kept until more is asked for."""
         for _ in self.answering(id_, estimate):
             pass
-        return self.priced[id_]
+        return self.asked[id_]
 
     def answering(self, id_: str, estimate: bool = False) -> Iterator[None]:
         """The same in small pieces of work."""
-        found = self.priced.get(id_)
+        found = self.asked.get(id_)
         if found is None and estimate:
             yield from self._estimating(id_)
-            self.priced.setdefault(id_, self._known.estimates[id_])
+            self.asked.setdefault(id_, self._known.estimates[id_])
         elif found is None or (found.get("estimated") and not estimate):
-            yield from self._finding(id_, self.priced, estimate)
+            yield from self._finding(id_, self.asked, estimate)
 
     def open(self, id_: str) -> None:
         """Shows what can be said of a row at once: its answer if it is known, else all but the prices of its other layouts."""
-        if id_ not in self.priced and id_ in self._known.estimates:
-            self.priced[id_] = self._known.estimates[id_]
-        elif id_ not in self.priced:
+        if id_ not in self.asked and id_ in self._known.estimates:
+            self.asked[id_] = self._known.estimates[id_]
+        elif id_ not in self.asked:
             self._find_facts(id_)
             self.opened[id_] = self._known.facts[id_]
 
     def ahead(self) -> Iterator[None]:
         """Finds answers before rows are opened, in small pieces of work: all facts, then estimates, those that weigh most first."""
-        for id_ in self._by_weight():
-            self._find_facts(id_)
-            yield
-        for id_ in self._by_weight():
-            if id_ not in self.priced:
+        rows = self._by_weight()
+        for id_ in rows:
+            if id_ not in self._known.facts:
+                self._find_facts(id_)
+                yield
+        for id_ in rows:
+            if id_ not in self.asked:
                 yield from self._estimating(id_)
 
-    def _by_weight(self) -> Iterator[str]:
+    def _by_weight(self) -> list[str]:
         """The largest arrays and the costliest collectives in turns."""
         arrays = sorted(self._instrument.arrays, key=lambda x: -x["bytes"])
         moves = sorted(self._instrument.collectives, key=lambda x: -x["seconds"])
         rows = itertools.chain.from_iterable(itertools.zip_longest(arrays, moves))
-        return (row["id"] for row in rows if row and row["id"] in self._instrument.targets)
+        return [row["id"] for row in rows if row and row["id"] in self._instrument.targets]
 
     def _find_facts(self, id_: str) -> None:
         if id_ not in self._known.facts:

@@ -94,7 +94,7 @@ if AnyWidget is not None:
             self.on_msg(self._on_message)
             if self._planned:
                 next(first.answers.ahead(), None)  # finds what all answers need, now rather than at the first click
-            gc.collect()  # with a large plan Python stands still for half a second, as it would at some click
+                gc.collect()  # with a large plan Python stands still for half a second, as it would at some click
 
         @property
         def plan(self) -> Plan:

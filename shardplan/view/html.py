@@ -56,7 +56,7 @@ def _page(plan: Plan) -> str:
         entry.answers.answer(id_)
     found = plan.baselines() if plan.answers_quickly else None  # before the data, which state what the plan saves
     copies = {"pins": entry.pins_code, "code": entry.code, "json": _short_json(plan)}
-    answers = {id_: entry.answers.priced[id_] for id_ in entry.instrument.targets if id_ in entry.answers.priced}
+    answers = {id_: entry.answers.asked[id_] for id_ in entry.instrument.targets if id_ in entry.answers.asked}
     state = {"data": entry.instrument.data(), "answers": answers, "copies": copies}
     axes = axis_colours(plan.mesh)
     return (

@@ -168,7 +168,7 @@ def _patterns(what: What) -> tuple[str, ...]:
 
 
 def _code(what: What) -> str:
-    return repr(what if isinstance(what, str) else list(what))
+    return repr(argument(what))
 
 
 def pickers(entries: Sequence[Entry], shown: Entry) -> dict[str, Any]:

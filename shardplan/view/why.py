@@ -28,18 +28,19 @@ def _uses(found: Why) -> Iterator[str]:
     counts: dict[tuple, list[ArrayUse]] = {}
     for use in found.readers:
         counts.setdefault((use.phase, use.what, use.layout, use.collectives), []).append(use)
-    cells = []
+    cells, times = [], []
     for (phase, what, layout, collectives), uses in counts.items():
         how = "as it is" if layout == found.layout else f"as {layout}, {', '.join(collectives) or 'a copy that is there already'}"
         sent, took = (sum(getattr(u, name) for u in uses) for name in ("sent_bytes", "seconds"))
         figures = [format_bytes(sent) if sent else "", format_seconds(took) if took else ""]
-        cells.append([phase, f"{clean(what)} {format_count(len(uses))}".strip(), clean(how), *figures])
+        cells.append([phase, clean(what), clean(how), *figures])
+        times.append(f" {format_count(len(uses))}".rstrip())
     shown = cells[:MAX_READERS]
     room = _room(shown, 1, 2) - len("  ")
-    reads = min(max(len(cell[2]) for cell in shown), max(room // 2, room - max(len(cell[1]) for cell in shown))) if shown else 0
-    for cell in shown:  # the line says more than the end of a function's name
-        what, n, times = cell[1].rpartition(" ×")
-        cell[1] = f"{fit(what, room - reads - len(n + times))}{n}{times}" if n else fit(cell[1], room - reads)
+    widest = max((len(cell[1] + n) for cell, n in zip(shown, times, strict=False)), default=0)
+    reads = min(max((len(cell[2]) for cell in shown), default=0), max(room // 2, room - widest))
+    for cell, n in zip(shown, times, strict=False):  # the line says more than the end of a function's name
+        cell[1] = fit(cell[1], room - reads - len(n)) + n
     lines = table(shown, right=(3, 4), widths={2: reads}, indent="  ")
     yield "read by"
     yield from lines
