@@ -6,7 +6,7 @@ cuDNN has three calls. XLA recognises gradients by their form; those of grouped 
     filter gradient    one feature group, no strides, windows larger than the result, or dilated
     forward            all else
 
-They know padding of equal size at both ends, and strides; the weights' output channels are outermost. So these are written first:
+These calls know strides, and padding of one size at both ends; they read weights with output channels outermost. So XLA writes first:
 
     forward            uneven padding or a dilated input: the input with its padding and gaps; dilated windows are filled with zeros,
                        which are multiplied like data
@@ -14,7 +14,8 @@ They know padding of equal size at both ends, and strides; the weights' output c
     input gradient     uneven padding: a larger result, from which readers cut theirs
     weights [h w i o]  transposed, once for both calls that read them
 
-Elementwise work on the array writes it so; else a kernel of its own does. A copy for forward and backward pass is one, and is held.
+If elementwise work makes the array, its kernel writes the copy; else a kernel of its own does. A copy that both the forward and the
+backward pass read is written once, and held until the last of them.
 
 Facts: convolution-padded-copy, convolution-filter-order.
 """
@@ -33,6 +34,7 @@ from shardplan.strategies.rule import Rule
 from shardplan.xla_model.traffic import KernelTraffic, LibraryCall
 
 HOPPER = (9, 0)
+"""Compute capability from which images in 32 bits have their channels last in memory; in 16 bits they have so on every GPU."""
 
 
 class WindowDim(NamedTuple):
@@ -140,6 +142,8 @@ def with_convolutions(graph: Graph, rules: Sequence[Rule], traffic: Sequence[Ker
 
 
 class _Step:
+    """The convolutions of a step, one after the other: what each calls, and which copies are there already."""
+
     def __init__(self, graph: Graph, rules: Sequence[Rule], traffic: Sequence[KernelTraffic], device: Device | None):
         self.graph, self.rules, self.traffic = graph, rules, list(traffic)
         gpu = gpu_of_device_kind(device.name) if device else None
