@@ -22,12 +22,11 @@ import math
 import re
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -40,8 +39,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import one_gpu_programs as programs  # noqa: E402
 
-NO_GRAPHS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
-"""Inside CUDA graphs kernels lose the names of their instructions."""
+from shardplan.mesh.kernel_clock import NO_GRAPHS, KernelEvent, kernel_events  # noqa: E402
+
 RUNS, TRACED_STEPS, WARM_S = 10, 3, 2.0
 TOGETHER = 48
 """Ops in one trace."""
@@ -66,36 +65,20 @@ def drawn(shapes: Any, below: int) -> Any:
     return jax.tree.map(lambda x: leaf(x.shape, x.dtype, below), shapes)
 
 
-def traced(run: Callable[[], Any]) -> list[dict]:
-    """Runs a function under the profiler: every event on the GPU, with its instruction, module, kernel, start and duration in ns."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        (file, *_) = sorted(Path(folder).rglob("*.xplane.pb"))
-        events = []
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            for line in plane.lines if plane.name.startswith("/device:GPU") else ():
-                for e in line.events if line.name.startswith("Stream") else ():
-                    stats = {str(name): value for name, value in e.stats}
-                    events.append({"op": stats.get("hlo_op", ""), "module": stats.get("hlo_module", ""), "kernel": e.name,
-                                   "start": e.start_ns, "ns": e.duration_ns})  # fmt: skip
-        return events
-
-
-def by_instruction(events: list[dict], runs: int) -> dict[str, list[float]]:
+def by_instruction(events: list[KernelEvent], runs: int) -> dict[str, list[float]]:
     """Instruction, or '?' and the kernel where the profiler names none -> [seconds of one run, kernels of one run]."""
     out: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for e in events:
-        entry = out[e["op"] or "?" + e["kernel"][:100]]
-        entry[0] += e["ns"] * 1e-9 / runs
+        entry = out[e.instruction or "?" + e.kernel[:100]]
+        entry[0] += e.ns * 1e-9 / runs
         entry[1] += 1 / runs
     return dict(out)
 
 
-def busy_s(events: list[dict]) -> float:
+def busy_s(events: list[KernelEvent]) -> float:
     """Seconds in which any kernel ran."""
     busy, until = 0.0, 0.0
-    for start, stop in sorted((e["start"], e["start"] + e["ns"]) for e in events):
+    for start, stop in sorted((e.start_ns, e.start_ns + e.ns) for e in events):
         busy, until = busy + max(0.0, stop - max(start, until)), max(until, stop)
     return busy * 1e-9
 
@@ -193,9 +176,9 @@ def measure_ops(folder: Path, end: float, only: str) -> None:
                     ready[at] = timed(program, group[at], wait=False)
             except Exception as error:
                 found[at] = f"{type(error).__name__}: {error}"[:300]
-        modules: dict[str, list[dict]] = defaultdict(list)
-        for e in traced(partial(all_timed, [(found[at], group[at]) for at in ready])):
-            modules[e["module"].split("(")[0]].append(e)
+        modules: dict[str, list[KernelEvent]] = defaultdict(list)
+        for e in kernel_events(partial(all_timed, [(found[at], group[at]) for at in ready])):
+            modules[e.module.split("(")[0]].append(e)
         for at, program in found.items():
             record: dict = {"name": group[at].name}
             if isinstance(program, str):
@@ -235,7 +218,7 @@ def measure_step(folder: Path, one: programs.OneStep) -> str:
     record["clocks"] = watched.last
     rounds(plain, 1)
     record["no_graphs_s"] = [rounds(plain, max(1, n // 4)) for _ in range(2)]
-    events = traced(lambda: rounds(plain, TRACED_STEPS))
+    events = kernel_events(lambda: rounds(plain, TRACED_STEPS))
     record |= {"ops": by_instruction(events, TRACED_STEPS), "busy_s": busy_s(events) / TRACED_STEPS}
     record["peak_bytes"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     save(folder, f"step-{one.name}", record)
@@ -332,7 +315,9 @@ def compare(folder: Path, cluster) -> str:
         step, priced, planned = min(record["step_s"]), 0.0, planned_s(known[record["name"]], cluster)
         for _, kind, measured, predicted in kernels_of(record, cluster):
             priced += predicted
-            for n, more in enumerate((1, measured, predicted)):
+            for n, more in enumerate(
+                (1, measured, predicted) if measured else ()
+            ):  # of asynchronous fusions the profiler knows no name
                 kinds[kind][n] += more
         mhz, watts, *_ = (*record["clocks"], math.nan, math.nan)
         steps.append((record["name"], f"{step * 1e3:.2f}", f"{record['busy_s'] * 1e3:.2f}", f"{mhz:.0f}", f"{watts:.0f}",

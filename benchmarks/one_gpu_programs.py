@@ -399,6 +399,7 @@ def steps() -> Iterator[OneStep]:
 
     yield OneStep("gpt2", lambda: zoo.gpt2(batch=16), 50257)
     yield OneStep("llama-8b-2-layers", lambda: zoo.llama("8b", batch=4, seq=2048, layers=2), 128256)
+    yield OneStep("gpt2-fused", lambda: zoo.gpt2(batch=16, attend=zoo.cudnn_attention), 50257)
     yield OneStep("resnet-50", lambda: nets.resnet(batch=128), 1000)
     yield OneStep(
         "moe", lambda: zoo.example("moe", layers=4, width=1024, heads=16, hidden=4096, length=512, batch=16, vocab=32768), 32768

@@ -5,6 +5,7 @@ float32, the computation is bfloat16.
 """
 
 import dataclasses
+import functools
 import importlib
 import sys
 from pathlib import Path
@@ -42,17 +43,25 @@ def linear(x, p):
     return x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)
 
 
-def block(x, p, heads: int):
+def attention(q, k, v):
+    t, size = q.shape[1], q.shape[3]
+    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * size**-0.5
+    weights = jax.nn.softmax(jnp.where(jnp.tri(t, dtype=bool), scores, -1e9)).astype(q.dtype)
+    return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+
+cudnn_attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+
+
+def block(x, p, heads: int, attend=attention):
     b, t, d = x.shape
     y = layer_norm(x, p["norm1"])
     q, k, v = (linear(y, p[name]).reshape(b, t, heads, d // heads) for name in ("query", "key", "value"))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * (d // heads) ** -0.5
-    weights = jax.nn.softmax(jnp.where(jnp.tri(t, dtype=bool), scores, -1e9)).astype(x.dtype)
-    x = x + linear(jnp.einsum("bhts,bshd->bthd", weights, v).reshape(b, t, d), p["out"])
+    x = x + linear(attend(q, k, v).reshape(b, t, d), p["out"])
     return x + linear(jax.nn.gelu(linear(layer_norm(x, p["norm2"]), p["up"])), p["down"])
 
 
-def gpt2(layers=12, scan=False, batch=32, seq=1024, d=768, heads=12, vocab=50304, remat=False):
+def gpt2(layers=12, scan=False, batch=32, seq=1024, d=768, heads=12, vocab=50304, remat=False, attend=attention):
     """GPT-2's training step (124M parameters as given), unrolled or scanned over layers; AdamW, clipping, cosine schedule."""
     adamw = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 6e-4, 700, 100_000), b2=0.95, weight_decay=0.1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -77,7 +86,7 @@ def gpt2(layers=12, scan=False, batch=32, seq=1024, d=768, heads=12, vocab=50304
         x = table[batch["inputs"]] + params["positions"].astype(jnp.bfloat16)
 
         def apply(x, p):
-            return block(x, p, heads)
+            return block(x, p, heads, attend)
 
         if remat:
             apply = jax.checkpoint(apply)

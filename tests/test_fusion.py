@@ -13,7 +13,7 @@ from shardplan.costs.space import StepFacts, make_strategy_space
 from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import COLUMN_READ, NARROW_UPDATE, ROW_BYTE, Product, kernel_seconds
+from shardplan.mesh.rates import COLUMN_READ, MASKED_BYTE, NARROW_UPDATE, ROW_READ, UNTILED_BYTE, Product, kernel_seconds
 from shardplan.xla import available
 from shardplan.xla.hlo.schedule import kernels, seconds, seconds_of
 
@@ -159,7 +159,9 @@ NARROW = replace(BYTES, device=replace(BYTES.device, elements_per_s=1e12, bytes_
         (lambda x: x.max(1), 0.001),
         (lambda x: x - x.sum(0), 1 + COLUMN_READ),
         (lambda x: x - x.max(1, keepdims=True), 1),  # a row is on chip for one reduction
-        (lambda x: jax.nn.softmax(x), ROW_BYTE * 4),  # for two: its bytes are read and written
+        (lambda x: jax.nn.softmax(x), ROW_READ * 2),  # for two
+        (lambda x: jax.nn.softmax(jnp.where(jnp.tri(10, 100, dtype=bool), x.reshape(1000, 10, 100), -9)), MASKED_BYTE * 4),
+        (lambda x: x.reshape(500, 4, 500).transpose(0, 2, 1), UNTILED_BYTE * 2),
         (lambda x: x[:, :500] + 1, 0.5),
         (lambda x: x.at[jnp.arange(1000)].add(x), 1 + NARROW_UPDATE),  # the array is copied first
         (lambda x: x.at[jnp.arange(1000)].add(x, indices_are_sorted=True), 1),

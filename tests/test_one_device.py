@@ -4,14 +4,17 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardplan.mesh import Cluster, ClusterError, one_device
+from shardplan.mesh import Cluster, ClusterError, kernel_clock, one_device
 from shardplan.mesh import calibrate as calibration
+from shardplan.mesh.kernel_clock import KernelEvent
 from shardplan.mesh.one_device import SHAPES, Shapes, measured
 from shardplan.mesh.rates import Attention, Product, kernel_seconds
+from shardplan.xla import available, compile
 
 H100 = Cluster.preset("h100")
 SMALL = Shapes(((1, 64, 64, 64), (1, 128, 128, 128), (2, 64, 64, 32)), (16,), (32,), 64, 32, 1 << 12)
@@ -63,7 +66,7 @@ def test_everything_is_measured_on_the_device_that_is_there(monkeypatch):
     monkeypatch.setattr(one_device, "SUSTAINED_S", 0.01)
     bench = calibration._Bench(Mesh(np.array(jax.devices()[:1]), ("x",)), 0.002)
     with jax.set_mesh(bench.mesh):
-        found = measured(H100, bench.loop, 1e-6, SMALL)
+        found = measured(H100, bench.of_op, 1e-6, SMALL)
     assert {*found.device.products} == {"bfloat16", "float32", "float8"}
     assert all(rate.rows == len(SMALL.products) for rate in found.device.products.values())
     assert found.device.attention == H100.device.attention  # no cuDNN here: the preset's
@@ -76,3 +79,30 @@ def test_a_machine_without_a_gpu_gets_an_error(tmp_path):
     with pytest.raises(SystemExit, match="way out: jax with CUDA"):
         calibration.main(["--one-gpu", "--out", str(tmp_path / "gpu.json")])
     assert not (tmp_path / "gpu.json").exists()
+
+
+def test_kernels_are_timed_by_the_profiler_where_it_sees_them(monkeypatch):
+    def two_per_run(run):
+        run()
+        return [
+            KernelEvent("dot", "jit_op", "gemm", 0.0, 3000.0),
+            KernelEvent("", "jit_op", "copy", 3000.0, 1000.0),
+        ] * kernel_clock.RUNS
+
+    monkeypatch.setattr(kernel_clock, "kernel_events", two_per_run)
+    bench = calibration._Bench(Mesh(np.array(jax.devices()[:1]), ("x",)), 0.002)
+    x = np.ones((16, 16), np.float32)
+    assert bench.of_op(jnp.matmul, (x, x)) == pytest.approx(4e-6)
+    monkeypatch.setattr(kernel_clock, "kernel_events", lambda run: [])
+    assert bench.of_op(jnp.matmul, (x, x)) < 1e-3  # in a loop
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+@pytest.mark.parametrize("rounds", [1, 8])
+def test_every_round_of_a_loop_multiplies(rounds):
+    everywhere = NamedSharding(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec())
+    loop = jax.jit(calibration.rounds_of(lambda i, x, w, out: (x, w, x @ w), rounds), in_shardings=(everywhere,) * 4)
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    done = compile(loop, jax.ShapeDtypeStruct((), jnp.int32), x, x, x, target="h100:1")
+    assert done.flops == rounds * 2 * 256**3  # in one iteration of the outer loop, whose length XLA does not know

@@ -1,7 +1,7 @@
 """Kernels clocked on a GPU take what its preset says.
 
-Fitted to them were `elements_per_s`, `COLUMN_READ`, `ROW_BYTE`, `NARROW_UPDATE` and `CHANNEL_BYTES`, and that convolutions keep the
-rate of short runs.
+Fitted to them were `elements_per_s`, `COLUMN_READ`, `ROW_READ`, `MASKED_BYTE`, `UNTILED_BYTE`, `NARROW_UPDATE`, `DEPTHWISE_MULTIPLY`,
+`NOT_SQUARE` and `CHANNEL_BYTES`, and that convolutions keep the rate of short runs.
 """
 
 import sys
@@ -33,7 +33,8 @@ def alone():
     [
         (("add ", "cast", "fill", "row-bias", "column-scale", "broadcast", "adam"), 0.03, 0.05),
         (("map ",), 0.03, 0.60),  # `erf` and powers take longer than the memory does
-        (("reduce", "argmax", "norm-squares"), 0.05, 0.25),
+        (("reduce", "argmax", "norm-squares"), 0.05, 0.30),
+        (("softmax", "layer-norm", "rms-norm"), 0.12, 0.30),
         (("gather", "scatter-add", "scatter-set", "one-hot"), 0.10, 0.25),  # rows of a few elements take longer
         (("slice", "split", "pad", "reverse", "repeat", "concatenate"), 0.03, 0.07),
         (("transpose", "heads", "images"), 0.12, 0.16),
@@ -51,7 +52,7 @@ def test_an_op_alone_takes_what_the_preset_says(alone, kinds, median, p90):
 def test_kernels_of_whole_steps_take_together_what_the_preset_says(kind):
     cluster, found = resolve("h200"), np.zeros(2)
     for file in H200.glob("step-*.json.gz"):
-        found += np.sum([row[2:] for row in one_gpu.kernels_of(one_gpu.load(file), cluster) if row[1] == kind], axis=0)
+        found += np.sum([row[2:] for row in one_gpu.kernels_of(one_gpu.load(file), cluster) if row[1] == kind and row[2]], axis=0)
     assert found[1] == pytest.approx(found[0], rel=0.05)
 
 

@@ -99,9 +99,9 @@ def test_shards_of_a_convolution_are_smaller_products(name, dims):
 
 
 def test_few_channels_of_a_convolution_take_as_long_as_64_bytes_of_them():
-    few, many = (rates.convolution_sizes(1, 2**20, 64, 2.0 * 2**20 * 9 * c, c, 2, False) for c in (3, 32))
+    few, many = (rates.convolution_sizes(1, 2**20, 64, 2.0 * 2**20 * 9 * c, c, 2, False, (3, 3)) for c in (3, 32))
     assert few == pytest.approx(many)
-    rows, more = (rates.convolution_sizes(1, 9 * c * 64, 64, 2.0 * 2**20 * 9 * c, c, 2, True)[1] for c in (3, 32))
+    rows, more = (rates.convolution_sizes(1, 9 * c * 64, 64, 2.0 * 2**20 * 9 * c, c, 2, True, (3, 3))[1] for c in (3, 32))
     assert rows == more == 9 * 32
 
 

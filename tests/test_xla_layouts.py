@@ -7,7 +7,9 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardplan.ir.parse import parse
 from shardplan.xla import available, compile
+from shardplan.xla_model.physical_layout import is_untiled
 
 pytestmark = [
     pytest.mark.slow,
@@ -146,3 +148,30 @@ def test_a_products_kernel_does_what_follows_on_its_result_alone(work, results):
     module = compiled(fn, a(1024, 2048), a(2048, 4096), a(1024, 4096), ins=(s(), s(), s()), outs=s())
     found = [i.arrays[0].dtype for i in module.computations[module.entry] if i.opcode == "fusion"]
     assert found == results
+
+
+@pytest.mark.parametrize(
+    ("shape", "permutation"),
+    [
+        ((4, 8, 4, 256, 256), (0, 1, 4, 3, 2)),
+        ((64, 7, 512), (0, 2, 1)),
+        ((64, 12, 512), (0, 2, 1)),
+        ((4, 64, 256), (2, 1, 0)),
+        ((16, 64, 3, 256), (3, 1, 0, 2)),
+        ((64, 16, 16), (0, 2, 1)),
+        ((64, 8, 512), (2, 1, 0)),
+        ((32, 64, 4, 256), (0, 3, 1, 2)),
+        ((16, 12, 256, 64), (0, 3, 1, 2)),
+        ((256, 64, 32), (2, 1, 0)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_transpose_to_few_elements_moves_no_tiles(shape, permutation, dtype):
+    def fn(x):
+        return jnp.transpose(x, permutation) * 2
+
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    module = compiled(fn, x, ins=s(), outs=s())
+    (kernel,) = (i for i in module.computations[module.entry] if i.opcode == "fusion")
+    (op,) = (op for op in parse(jax.make_jaxpr(fn)(x)).ops if op.traits.transpose)
+    assert (kernel.attribute("kind") == "kLoop") == is_untiled(op)

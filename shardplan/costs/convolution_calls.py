@@ -47,4 +47,6 @@ def local_sizes(op: Op, rule: Rule, strategies: OpStrategies, mesh: MeshShape, c
     features = op.outs[0].shape[op.params["dimension_numbers"][2][1]] / shards("o") / shards("g")
     gradient = call.kind == "filter gradient"
     channels = rule.sizes[of := "n" if gradient else "c"] / shards(of)  # a filter's gradient has its input channels in place of a batch
-    return convolution_sizes(groups, results, features, flops, channels, itemsize(op.ins[0].dtype), gradient)
+    filters, dims = (op.outs[0], 2) if gradient else (op.ins[1], 1)
+    window = [filters.shape[d] for d in op.params["dimension_numbers"][dims][2:]]
+    return convolution_sizes(groups, results, features, flops, channels, itemsize(op.ins[0].dtype), gradient, window)

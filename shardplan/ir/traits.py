@@ -51,6 +51,7 @@ class Traits:
     transpose: bool = False  # permutes dims
     broadcast: bool = False  # broadcasts its operand
     reversal: bool = False  # reverses dims
+    selects: bool = False  # takes every element from one of several operands, the first of which says from which
     gather: bool = False  # looks up places of a table
     draws: bool = False  # draws random numbers: kernels read them, or what is made of them, rather than draw them again
     joins_branches: bool = False  # its operands are the results of the branches of a conditional, one each

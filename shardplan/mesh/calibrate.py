@@ -6,7 +6,7 @@
     python -m shardplan.mesh.calibrate --one-gpu --out gpu.json    the rates of one GPU by shape (`one_device.py`)
 
 All devices work at once, as in a step, so that shared cores and memory buses count. Each op runs in a loop on the devices, so that
-dispatch is not part of the figure; the fastest of several runs counts. Seconds t of a collective at sizes S are fitted by
+dispatch is hardly part of the figure; the fastest of several runs counts. Seconds t of a collective at sizes S are fitted by
 
     t = latency_s + S · s_per_byte        least squares of relative errors, both from 0
 
@@ -37,6 +37,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from shardplan.mesh import one_device
 from shardplan.mesh.cluster import KINDS, AxisLink, Cluster, ClusterError, CollectiveKind, Measured, physical_memory_bytes, resolve
 from shardplan.mesh.device import Device, Link, gpu_of_device_kind
+from shardplan.mesh.kernel_clock import kernels_s
 from shardplan.mesh.layout import MeshShape
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -121,8 +122,9 @@ def calibrate_gpu(
         base = known.key
     bench = _Bench(Mesh(np.array([device]), ("x",)), EFFORT_S)
     with jax.set_mesh(bench.mesh):
+        launch_s = bench.of_op(jnp.matmul, (np.zeros((16, 16), np.float32),) * 2)
         shown = partial(_shown, progress=progress)
-        cluster = one_device.measured(resolve(base), bench.loop, bench.kernel(), progress=lambda jobs: (x for (x,) in shown(zip(jobs))))
+        cluster = one_device.measured(resolve(base), bench.of_op, launch_s, progress=lambda jobs: (x for (x,) in shown(zip(jobs))))
     if path is not None:
         cluster.save(path)
     return cluster
@@ -142,8 +144,7 @@ class _Bench:
         self.sizes = SIZES_BYTES["cpu" if self.on_cpu else "other"]
         first = [d.process_index == self.device.process_index for d in devices]
         self.node_size = first.index(False) if False in first else max(self.n, 1 << 20 if self.on_cpu else 8)
-        # Elsewhere than on the CPU a loop asks the host every round, which must not be counted.
-        self.unroll = 1 if self.on_cpu else 8
+        self.rounds = 1 if self.on_cpu else 8
         machine = Cluster("", Device("", {"float32": 1}, 1, 1, 0), self.node_size, Link(1, 0), Link(1, 0))
         axes = [a for a, n in self.shape if n > 1]
         self.groups: dict[AxisLink, tuple[str, ...]] = {}  # one set of axes for every kind of group on this mesh
@@ -154,8 +155,8 @@ class _Bench:
         """FLOP/s of one device on the best of several squares."""
         best, m = 0.0, 128
         while True:
-            x = np.zeros((self.n * m, m), jnp.dtype(dtype))
-            t = self.loop(lambda i, x, w: (x @ w, w), (x, x))
+            x = np.random.default_rng(0).standard_normal((self.n * m, m), np.float32).astype(jnp.dtype(dtype))
+            t = self.loop(lambda i, x, w, out: (x, w, x @ w), (x, x, x))
             best = max(best, 2 * m**3 / t)
             if t > self.effort_s / 10 or m >= 8192:
                 return best
@@ -186,23 +187,26 @@ class _Bench:
         local = part if kind == "all-gather" else part * n
         return self.loop(lambda i, x: (body(i, x),), (np.zeros((self.n * local,), np.float32),))
 
+    def of_op(self, op: Callable, arrays: tuple[Any, ...], effort_s: float | None = None) -> float:
+        """Seconds of one run of `op(*arrays)` on one device: of its kernels, if the profiler sees them and it need not run for long."""
+        if effort_s is None and (seconds := kernels_s(op, arrays)):
+            return seconds
+        results = [np.zeros(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(op, *arrays))]
+
+        def body(i, *carry):
+            return *carry[: len(arrays)], *jax.tree.leaves(op(*carry[: len(arrays)]))
+
+        return self.loop(body, (*arrays, *results), effort_s)
+
     def loop(self, body: Callable, arrays: tuple[Any, ...], effort_s: float | None = None) -> float:
         """Seconds of one round of `body(i, *carry) -> carry`, on arrays whose first dim is sharded over all devices."""
         sharded, effort_s = PartitionSpec(self.shape.axes), effort_s or self.effort_s
 
-        def rounds(i, carry):
-            for _ in range(self.unroll):
-                carry = jax.lax.optimization_barrier(body(i, *carry))
-            return carry
-
-        def looped(n, *carry):
-            return jax.lax.fori_loop(0, n, rounds, carry)
-
+        looped = rounds_of(body, self.rounds)
         specs = (sharded,) * len(arrays)
-        mapped = looped
         if self.n > 1:
-            mapped = jax.shard_map(looped, mesh=self.mesh, in_specs=(PartitionSpec(), *specs), out_specs=specs, check_vma=False)
-        run = jax.jit(mapped, donate_argnums=tuple(range(1, len(arrays) + 1)))  # so that no round pays for fresh memory
+            looped = jax.shard_map(looped, mesh=self.mesh, in_specs=(PartitionSpec(), *specs), out_specs=specs, check_vma=False)
+        run = jax.jit(looped, donate_argnums=tuple(range(1, len(arrays) + 1)))  # so that no round pays for fresh memory
         carry = tuple(jax.device_put(x, NamedSharding(self.mesh, sharded)) for x in arrays)
 
         def timed(n: int) -> float:
@@ -217,7 +221,23 @@ class _Bench:
         while (t := min(timed(n), timed(n)) - idle) < effort_s / 4 and n < 1 << 20:  # a pause of the machine is no round
             n *= 4
         n = max(1, round(n * effort_s / max(t, 1e-9)))
-        return max(min(timed(n) for _ in range(RUNS)) - idle, 1e-9) / n / self.unroll
+        return max(min(timed(n) for _ in range(RUNS)) - idle, 1e-9) / n / self.rounds
+
+
+def rounds_of(body: Callable, rounds: int) -> Callable:
+    """`(n, *carry) -> carry`: a loop of n times `rounds` rounds of `body(i, *carry) -> carry`.
+
+    XLA knows the length of the inner loop, so a GPU asks the host after `rounds` rounds only. Of copies of the body in its place all
+    but the last would be dead. The barrier keeps what does not change from being moved out of the loop.
+    """
+
+    def times(n, i, carry):
+        return lax.fori_loop(0, n, lambda j, carry: lax.optimization_barrier(body(i * rounds + j, *carry)), carry)
+
+    def looped(n, *carry):
+        return lax.fori_loop(0, n, lambda i, carry: times(rounds, i, carry), carry)
+
+    return looped if rounds > 1 else lambda n, *carry: times(n, 0, carry)
 
 
 def _agreed(value: float) -> float:

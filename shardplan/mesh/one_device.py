@@ -27,16 +27,16 @@ from shardplan.mesh.rates import Attention, attention_rate
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float8": jnp.float8_e4m3fn}
 """Dtype of a device's rates -> that of the operands. float32 is measured as JAX multiplies it by default: in TF32."""
-SUSTAINED_S = 10.0
+SUSTAINED_S = 4.0
 OPTIMIZER_ARRAYS = 7
 """Arrays that the update of adam reads and writes: weight, gradient and two moments; all but the gradient again."""
 
 
 class Clock(Protocol):
-    """Times loops on one device."""
+    """Times ops on one device."""
 
-    def __call__(self, body: Callable, arrays: tuple[Any, ...], effort_s: float | None = None) -> float:
-        """Seconds of one round of `body(i, *carry) -> carry`, of runs of `effort_s` seconds."""
+    def __call__(self, op: Callable, arrays: tuple[Any, ...], effort_s: float | None = None) -> float:
+        """Seconds of one run of `op(*arrays)`; after `effort_s` seconds of nothing else, where given."""
         ...
 
 
@@ -84,7 +84,7 @@ def measured(base: Cluster, clock: Clock, launch_s: float, shapes: Shapes = SHAP
 
     Args:
         base: preset of the GPU: peaks, multiprocessors, links.
-        clock: times loops on the one device.
+        clock: times ops on the one device.
         launch_s: least seconds of a kernel.
         shapes: what is measured.
         progress: goes through the names of the measurements and shows how far they are.
@@ -138,10 +138,10 @@ def product_s(clock: Clock, dtype: str, sizes: tuple[int, int, int, int], effort
     x, w = (_drawn((b, *shape), DTYPES[dtype]) for shape in ((m, k), (k, n)))
     dims = (((2,), (1,)), ((0,), (0,)))
 
-    def body(i, x, w, out):
-        return x, w, jax.lax.dot_general(x, w, dims, preferred_element_type=to)
+    def product(x, w):
+        return jax.lax.dot_general(x, w, dims, preferred_element_type=to)
 
-    return clock(body, (x, w, np.zeros((b, m, n), to)), effort_s)
+    return clock(product, (x, w), effort_s)
 
 
 def attention_s(clock: Clock, of: Attention, shapes: Shapes) -> float:
@@ -152,15 +152,12 @@ def attention_s(clock: Clock, of: Attention, shapes: Shapes) -> float:
     def attend(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=of.causal, implementation="cudnn")
 
-    def forward(i, q, k, v, out):
-        return q, k, v, attend(q, k, v)
-
-    def both(i, q, k, v, out):
-        _, pull = jax.vjp(attend, q, k, v)
-        return *pull(out), out  # gradients as the next operands: both kernels run in every round
+    def both(q, k, v, out):
+        attended, pull = jax.vjp(attend, q, k, v)
+        return attended, pull(out)
 
     try:
-        return clock(both if of.backward else forward, (q, k, v, out))
+        return clock(both, (q, k, v, out)) if of.backward else clock(attend, (q, k, v))
     except Exception:  # no cuDNN here, a head that it does not take: whatever it is, this GPU has no such kernel
         return math.nan
 
@@ -169,11 +166,11 @@ def update_rate(clock: Clock, elements: int) -> float:
     """Bytes per second that the update of adam reads and writes."""
     arrays = tuple(_drawn((elements,), np.float32) for _ in range(4))
 
-    def body(i, p, g, m, v):
+    def update(p, g, m, v):
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
-        return p - 1e-3 * m * jax.lax.rsqrt(v + 1e-8), g, m, v
+        return p - 1e-3 * m * jax.lax.rsqrt(v + 1e-8), m, v
 
-    return OPTIMIZER_ARRAYS * 4 * elements / clock(body, arrays)
+    return OPTIMIZER_ARRAYS * 4 * elements / clock(update, arrays)
 
 
 def _drawn(shape: tuple[int, ...], dtype) -> np.ndarray:

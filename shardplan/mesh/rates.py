@@ -12,7 +12,7 @@ no more than so many results a second, which is what counts for narrow ones:
 
     seconds = max(latency_s, bytes ÷ memory rate, elements ÷ elements_per_s)
 
-where elements are results, or what takes as long: `COLUMN_READ`, `ROW_BYTE`, `NARROW_UPDATE`.
+where elements are results, or what takes as long: `COLUMN_READ`, `ROW_READ`, `MASKED_BYTE`, `UNTILED_BYTE`, `NARROW_UPDATE`.
 
 `ProductRate` has the constants of a GPU and a dtype, fitted to measured products by benchmarks/fit_rates.py. Without them
 every shape runs at `Device.flops_per_s`. Attention that is one kernel has a rate of its own (`attention_rate`). A step is priced by
@@ -46,9 +46,14 @@ COLUMN_READ = 0.57
 """What an element costs that a kernel reads to reduce columns, in results of elementwise kernels. Rows are read as fast as memory is.
 Clocked on one H200 (benchmarks/one_gpu.py)."""
 
-ROW_BYTE = 0.41
-"""What a byte costs that a kernel moves which keeps rows on chip from one reduction to another, in results of elementwise kernels.
-Clocked on one H200 (benchmarks/one_gpu.py): softmax, its gradient and that of layer norm at half the memory's rate."""
+ROW_READ = 0.5
+"""What an element costs that a kernel reads to reduce rows, if it keeps them on chip from one reduction to another, in results of
+elementwise kernels. Clocked on one H200 (benchmarks/one_gpu.py): of softmax and layer norm memory takes longer, of the gradient of
+layer norm, with four and five reductions, it does not."""
+
+MASKED_BYTE = 0.41
+"""What a byte costs that such a kernel moves where it masks rows with an array of fewer dims, as causal attention does, in results of
+elementwise kernels: half the memory's rate. Clocked on one H200 (benchmarks/one_gpu.py)."""
 
 NARROW_UPDATE = 6.4
 """What a scatter's update of 16 bits or less costs where indices are not sorted, in results of elementwise kernels.
@@ -58,6 +63,16 @@ Clocked on one H200 (benchmarks/one_gpu.py)."""
 CHANNEL_BYTES = 64
 """Bytes of an input's channels that a convolution multiplies at a time; where there are fewer, zeros. Clocked on one H200
 (benchmarks/one_gpu.py)."""
+
+
+UNTILED_BYTE = 1.44
+"""What a byte of the result costs where a kernel transposes without tiles (`xla_model/physical_layout.py`), in results of elementwise
+kernels: a fifth of the memory's rate. Clocked on one H200 (benchmarks/one_gpu.py)."""
+
+DEPTHWISE_MULTIPLY, NOT_SQUARE = 0.12, 33.0
+"""What a multiplication costs in a convolution with one feature per group, which tensor cores do not compute, in results of elementwise
+kernels; and how many times that if it is depthwise and its window is not square, for which cuDNN has no such kernel. Clocked on one
+H200 (benchmarks/one_gpu.py): windows of 7 x 7; of 5 x 7 and 1 x 4 the middle, 1.8 times too slow and as much too fast."""
 
 
 class Attention(NamedTuple):
@@ -82,8 +97,10 @@ class Product(NamedTuple):
     convolution: bool = False
 
 
-def convolution_sizes(groups, results, features, flops, channels, element_bytes: float, filter_gradient: bool) -> tuple:
+def convolution_sizes(groups, results, features, flops, channels, element_bytes: float, filter_gradient: bool, window) -> tuple:
     """Batch, rows, columns and contracted elements of a convolution as a product; of numbers or arrays of them.
+
+    Depthwise ones, of one channel and feature per group, fill no channels, but `NOT_SQUARE` counts.
 
     Args:
         groups: of features or of the batch.
@@ -93,9 +110,11 @@ def convolution_sizes(groups, results, features, flops, channels, element_bytes:
         channels: that one group contracts; of a filter's gradient, input channels of the filter, which are rows then.
         element_bytes: of the operands.
         filter_gradient: whether cuDNN calls it so.
+        window: elements of the filter along each spatial dim.
     """
     unit = CHANNEL_BYTES / element_bytes
-    filled = np.ceil(channels / unit) * unit / channels
+    depthwise = 1.0 if len(window) > 1 and len({*window}) == 1 else NOT_SQUARE
+    filled = np.where((channels <= 1) & (features <= groups), depthwise, np.ceil(channels / unit) * unit / channels)
     rows, contracted = results / features, flops / (2 * results)
     if filter_gradient:
         rows = rows * filled
@@ -121,6 +140,9 @@ def product_seconds(device: Device, dtype: str, sizes: np.ndarray, moved: np.nda
         compute = 2.0 * np.prod(sizes, axis=1, dtype=float) / device.flops_per_s(dtype)
         return np.maximum(np.maximum(compute, moved / device.memory_rate), device.kernel_latency_s)
     compute = compute_seconds(rate, sizes, device.peak(dtype) / device.sms, device.sms, device.memory_rate)
+    if convolution:
+        depthwise = device.computed_s(DEPTHWISE_MULTIPLY * np.prod(sizes, axis=1, dtype=float))
+        compute = np.where(sizes[:, 2] <= 1, depthwise, compute)
     return rate.latency_s + np.maximum(compute, moved / device.memory_rate)
 
 

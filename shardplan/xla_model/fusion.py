@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from math import inf
 
 from shardplan.ir.graph import Graph, Op, components
-from shardplan.mesh.rates import COLUMN_READ, ROW_BYTE
+from shardplan.mesh.rates import COLUMN_READ, MASKED_BYTE, ROW_READ, UNTILED_BYTE
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import EXPENSIVE, EXPONENTIALS
-from shardplan.xla_model.physical_layout import transposed_in_memory, transposed_product
-from shardplan.xla_model.row_kernels import RowKernels, keeping_rows, reduces_columns, reduces_rows, row_kernels
+from shardplan.xla_model.physical_layout import is_untiled, transposed_in_memory, transposed_product
+from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, row_kernels, rows_read
 from shardplan.xla_model.traffic import KernelTraffic
 
 FUSIBLE = ("loop", "view", "reduce")
@@ -305,16 +305,19 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
                 else:
                     results[k] += 1
                     moved[own[at]] += graph.values[v].bytes
-                    makes[own[at]] = max(makes[own[at]], float(math.prod(graph.values[v].shape)))
+                    untiled = UNTILED_BYTE * graph.values[v].bytes * is_untiled(op)
+                    makes[own[at]] = max(makes[own[at]], untiled, float(math.prod(graph.values[v].shape)))
         if op.traits.grouped_matmul and not idle:
             operands[0] += 2 * op.ins[2].shape[-1]  # its masked copies, written and read (fact: product-ragged-masked)
         if op.traits.scatter and not idle:
             operands[-1] += 1 + (op.traits.scatter != "set")  # the rows that are written, and read if added to
         counts.append((tuple(operands), tuple(results)))
     kernel = {at: moved[key] for key, at in stands.items()}
-    rows = keeping_rows(graph, kernels.rows, inside)
-    slow = {key: max(COLUMN_READ * reads[key] * (key in columns), ROW_BYTE * moved[key] * (key in rows)) for key in stands}
-    computed = {at: max(makes[key], slow[key]) for key, at in stands.items()}
+    rows = rows_read(graph, kernels.rows, inside)
+    masked = {kernel for at, op in enumerate(graph.ops) if masks(graph, op) for kernel in inside[at]} & rows.keys()
+    columns_of, masked_of = ({key: moves[key] for key in keys} for moves, keys in ((reads, columns), (moved, masked)))
+    slow = ((COLUMN_READ, columns_of), (ROW_READ, rows), (MASKED_BYTE, masked_of))
+    computed = {at: max(makes[key], *(cost * of.get(key, 0.0) for cost, of in slow)) for key, at in stands.items()}
     again = _row_bytes(graph, rules, kernels)
     return tuple(KernelTraffic(*moves, again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0)) for at, moves in enumerate(counts))
 

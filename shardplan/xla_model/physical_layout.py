@@ -10,7 +10,8 @@ So whatever a gradient's physical layout costs, the parameter and its moments pa
 
 What moves along a dim is outermost there in memory (`costs/transposes.py`); `array_order` says in which orders an array may be.
 
-Facts: layout-product-order, layout-elementwise-coupled, layout-transpose-into-product, layout-product-groups, layout-input-transposed.
+Facts: layout-product-order, layout-elementwise-coupled, layout-transpose-into-product, layout-product-groups, layout-input-transposed,
+layout-untiled-transpose.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 from shardplan.ir.graph import Graph, Op
 from shardplan.strategies.rule import Rule
@@ -163,3 +165,21 @@ def _inputs_in_update(graph: Graph, elementwise: Sequence[bool]) -> list[frozens
                 arrays = [u for u, x in zip(op.inputs, op.ins, strict=True) if u is not None and x.shape == graph.values[v].shape]
             found.append(frozenset([v]) if op.traits.step_input else frozenset().union(*(found[u] for u in arrays)))
     return found
+
+
+LEAST_TILE = 16
+"""Elements below which a fusion of XLA for GPU transposes one by one (fact: layout-untiled-transpose)."""
+
+
+def is_untiled(op: Op) -> bool:
+    """Whether an op transposes the last dim, and what takes its place is few elements; dims that lay side by side count together."""
+    if not op.traits.transpose:
+        return False
+    shape = op.ins[0].shape
+    dims = [d for d in op.params["permutation"] if shape[d] > 1]
+    if not dims or dims[-1] == max(dims):
+        return False
+    order, first = sorted(dims), len(dims) - 1
+    while first and order.index(dims[first]) == order.index(dims[first - 1]) + 1:
+        first -= 1
+    return prod(shape[d] for d in dims[first:]) < LEAST_TILE

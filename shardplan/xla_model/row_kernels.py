@@ -19,7 +19,6 @@ Facts: fusion-rows, fusion-rows-exponentials, fusion-rows-columns.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -67,10 +66,22 @@ def row_kernels(graph: Graph, rules: Sequence[Rule], alone: frozenset[int] = fro
     return RowKernels(frozenset(fused), tuple(behind), frozenset(statistics))
 
 
-def keeping_rows(graph: Graph, rows: RowKernels, inside: Sequence[Collection[Hashable]]) -> set[Hashable]:
-    """Kernels that keep rows on chip from one reduction to another; `inside` are per op those that compute it."""
-    reductions = Counter(kernel for at, op in enumerate(graph.ops) if reduces_rows(op) for kernel in inside[at])
-    return {kernel for at in rows.fused for kernel in inside[at] if reductions[kernel] > 1}
+def rows_read(graph: Graph, rows: RowKernels, inside: Sequence[Collection[Hashable]]) -> dict[Hashable, float]:
+    """Kernel that keeps rows on chip from one reduction to another -> elements that its reductions read, each its own.
+
+    `inside` are per op the kernels that compute it.
+    """
+    sizes: dict[Hashable, list[float]] = {}
+    for at, op in enumerate(graph.ops):
+        for kernel in inside[at] if reduces_rows(op) else ():
+            sizes.setdefault(kernel, []).append(float(op.ins[0].size))
+    return {kernel: sum(sizes[kernel]) for at in sorted(rows.fused) for kernel in inside[at] if len(sizes[kernel]) > 1}
+
+
+def masks(graph: Graph, op: Op) -> bool:
+    """Whether an op selects elements by an array that was broadcast."""
+    predicate = op.inputs[0] if op.traits.selects else None
+    return predicate is not None and graph.ops[graph.values[graph.original(predicate)].producer[0]].traits.broadcast
 
 
 def reduces_rows(op: Op) -> bool:

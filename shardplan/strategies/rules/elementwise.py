@@ -25,7 +25,7 @@ PLAIN = """
     cosh digamma div eq eq_to erf erf_inv erfc exp2 expm1 floor ge gt integer_pow
     is_finite le le_to lgamma log1p log2 lt lt_to mulhi ne nextafter not one_minus_square or
     philox2x32 philox4x32 polygamma polynomial population_count pow reduce_precision rem
-    round select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh square tan
+    round shift_left shift_right_arithmetic shift_right_logical sign sin sinh square tan
     threefry2x32 threefry4x32 xor zeta real imag complex conj
 """
 PROLOGUES = "abs exp log logistic max min mul rsqrt sqrt sub tanh"
@@ -35,6 +35,7 @@ LINEAR = "copy name stop_gradient xla_metadata_value zeros_like"
 
 @rule(*PLAIN.split())
 @rule(*PROLOGUES.split(), traits=Traits(matmul_prologue=True))
+@rule("select_n", traits=Traits(selects=True))
 @rule("neg", traits=Traits(matmul_prologue=True, forwards_value=True))
 @rule("convert_element_type", traits=Traits(forwards_value=True, runs_with_reader=True))
 def plain(*ins, out, **_):

@@ -141,7 +141,10 @@ def _convolution(
     channels, features = kernel.shape[kernel_of.index("i")], kernel.shape[kernel_of.index("o")]
     if "BackwardInput" in target:
         channels, features = features // groups, channels * groups
-    sizes = convolution_sizes(groups, out.size, features, flops, channels, left.bytes / left.size, filter_gradient) if flops else None
+    if not flops:
+        return "convolution", flops, left.dtype, None
+    window = [kernel.shape[n] for n, of in enumerate(kernel_of) if of.isdigit()]
+    sizes = convolution_sizes(groups, out.size, features, flops, channels, left.bytes / left.size, filter_gradient, window)
     return "convolution", flops, left.dtype, sizes
 
 

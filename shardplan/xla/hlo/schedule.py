@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from shardplan.mesh.cluster import KINDS, Cluster, group_link
 from shardplan.mesh.collective import seconds_on_link
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import COLUMN_READ, NARROW_UPDATE, ROW_BYTE, Product, kernel_seconds
+from shardplan.mesh.rates import COLUMN_READ, MASKED_BYTE, NARROW_UPDATE, ROW_READ, UNTILED_BYTE, Product, kernel_seconds
 from shardplan.xla.hlo.collectives import HloCollective, collectives
 from shardplan.xla.hlo.products import HloProduct, dims_of, products
 from shardplan.xla.hlo.text import HloArray, HloInstruction, HloModule, read
@@ -240,35 +240,43 @@ class _Walk:
     def _elements(self, i: HloInstruction, fused: str | None, moved: float) -> float:
         """What a kernel without products computes one by one; `moved` are its bytes."""
         body = self.module.computations[fused] if fused else (i,)
-        results = max((float(a.size) for a in i.arrays), default=0.0)
+        results = max((float(a.size) for a in self._results(i, fused)), default=0.0)
         for x in body:
             if x.opcode in _IN_PLACE and len(x.operands) > _IN_PLACE[x.opcode]:  # the rest of the buffer stays as it is
                 updates = x.operands[_IN_PLACE[x.opcode]].arrays[0]
                 narrow = x.opcode == "scatter" and updates.bytes < 4 * updates.size and x.attribute("indices_are_sorted") != "true"
                 results = updates.size * (NARROW_UPDATE if narrow else 1.0)
                 break
+        if i.attribute("kind") == "kLoop":
+            moved_last = (x for x in body if x.opcode == "transpose" and dims_of(x, "dimensions")[-1:] != [len(x.arrays[0].shape) - 1])
+            results = max(results, UNTILED_BYTE * max((x.arrays[0].bytes for x in moved_last), default=0))
         reduced = [x for x in body if x.opcode == "reduce"]
         if any(len(x.operands[0].arrays[0].shape) - 1 not in dims_of(x, "dimensions") for x in reduced):
             results = max(results, COLUMN_READ * sum(self._read(i, fused, lambda a: a.size)))
         elif len(reduced) > 1 and "__triton" in i.attributes:
-            results = max(results, ROW_BYTE * moved)
+            masked = any(x.opcode == "select" and x.operands[0].opcode == "broadcast" for x in body)
+            results = max(results, ROW_READ * sum(x.operands[0].arrays[0].size for x in reduced), MASKED_BYTE * moved * masked)
         return results
 
     def _bytes(self, i: HloInstruction, fused: str | None) -> int:
         if i.opcode.endswith("-done"):
             return 0
         operands = self._read(i, fused, lambda a: a.bytes)
-        # A start carries operands and results in one tuple: count the bytes read, and as many written.
-        results = 0 if (starts := i.opcode.endswith("-start")) else sum(a.bytes for a in i.arrays)
+        results = sum(a.bytes for a in self._results(i, fused))
         if fused is not None:
             return sum(operands) + self._written(fused, results)
-        if starts:
+        if i.opcode.endswith("-start"):  # it carries operands and results in one tuple: count the bytes read, and as many written
             return 2 * max(operands, default=0)
         if i.opcode in _SLICES:
             return 2 * results
         if (at := _IN_PLACE.get(i.opcode)) is not None:
             return (2 + self._adds(i)) * sum(operands[at : at + 1])
         return sum(operands) + results
+
+    def _results(self, i: HloInstruction, fused: str | None) -> tuple[HloArray, ...]:
+        """What a kernel makes; the start of an asynchronous fusion also hands its operands on."""
+        root = self.module.root(fused) if fused is not None and i.opcode.endswith("-start") else None
+        return i.arrays if root is None else root.arrays
 
     def _adds(self, i: HloInstruction) -> bool:
         """Whether a scatter reads what it writes, to add to it or the like."""
