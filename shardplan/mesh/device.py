@@ -238,7 +238,7 @@ def gpus() -> Mapping[str, Gpu]:
         like, own = entries.get(entry.get("like"), {}), {name: value for name, value in entry.items() if name != "like"}
         full = {**node, **like, **own, "key": key}
         full |= {level: {**full[level], "latency_s": full.pop(f"{level}_latency_s")} for level in ("intra", "inter")}
-        full["sources"] = {**like.get("sources", {}), **own["sources"], **node["sources"]}
+        full["sources"] = {**node["sources"], **like.get("sources", {}), **own["sources"]}
         assert known >= {*full, *full["intra"], *full["inter"]}, key
         found[key] = msgspec.convert(full, Gpu)
     return found
