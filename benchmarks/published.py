@@ -53,6 +53,8 @@ ENOUGH_BYTES = 1e13
 HEAD_FITTING = ("steps that ran", "rows", "predicted to fit", "median of peak ÷ memory", "largest", "peak ÷ published memory, median")
 NEAR_TIE = 0.02
 """Logarithm of the ratio of two published steps below which they have no order."""
+LAYOUT = ("dp", "fsdp", "tp", "pp", "cp", "ep", "zero")
+"""Columns that say how a row's step was laid out."""
 DEPTHS, SHALLOW = (2, 4), (1, 2)
 """Layers of the two models that stand for a deeper one, whose seconds are linear in them; and for the many MPT rows on few GPUs."""
 FEW_GPUS = 64
@@ -276,12 +278,12 @@ def by_size(rows: Sequence[Row]) -> list[tuple]:
     return out
 
 
-def layouts(rows: Iterable[Row], table: Iterable[Mapping[str, str]]) -> list[tuple]:
+def layouts(rows: Iterable[Row], table: Sequence[Mapping[str, str]]) -> list[tuple]:
     """Of groups of rows that time one model in several layouts: (group, rows, pairs in order, of how many, largest error of a ratio).
 
-    A pair whose published seconds differ by less than 2 % has no order. Ratios are to the group's median error.
+    A pair whose published seconds differ by less than 2 % has no order, nor has one of one layout. Ratios are to the group's median error.
     """
-    known = {r.id: r for r in rows}
+    known, splits = {r.id: r for r in rows}, {row["id"]: tuple(row[name] for name in LAYOUT) for row in table}
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in table:
         if row["id"] in known:
@@ -289,9 +291,10 @@ def layouts(rows: Iterable[Row], table: Iterable[Mapping[str, str]]) -> list[tup
             groups[tuple(row[name] for name in same)].append(known[row["id"]])
     out = []
     for key, some in groups.items():
-        if len(some) < 2:
+        others = [(a, b) for a, b in itertools.combinations(some, 2) if splits[a.id] != splits[b.id]]
+        if not others:
             continue
-        pairs = [(a, b) for a, b in itertools.combinations(some, 2) if abs(math.log(a.published_s / b.published_s)) > NEAR_TIE]
+        pairs = [(a, b) for a, b in others if abs(math.log(a.published_s / b.published_s)) > NEAR_TIE]
         right = sum((a.published_s < b.published_s) == (a.predicted_s < b.predicted_s) for a, b in pairs)
         logs = [math.log(1 + r.error) for r in some]
         off = max(abs(x - float(np.median(logs))) for x in logs)

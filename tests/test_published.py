@@ -50,13 +50,14 @@ def test_parts_sum_to_the_step(row):
 
 
 def test_layouts_of_one_model_are_compared():
-    table = [ROW | {"id": name} for name in ("slow", "fast")]
+    table = [ROW | {"id": "slow", "tp": "1"}, ROW | {"id": "fast", "tp": "2"}]
     rows = [
         published.Row(name, "family", 8, 1e6, seconds, predicted, 0.0, 2.0, 0.0, {}, 1.0, 2.0, 0.0)
         for name, seconds, predicted in (("slow", 1.0, 0.8), ("fast", 0.5, 0.9))
     ]
     ((_, gpus, in_order, off),) = published.layouts(rows, table)
     assert (gpus, in_order) == ("8 8", "0 of 1") and float(off.rstrip("%")) == pytest.approx(50, abs=1)
+    assert not published.layouts(rows, [row | {"tp": "1"} for row in table])  # one layout, timed twice
 
 
 @pytest.mark.parametrize(
