@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from clusters import H100
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import shardplan
 from shardplan.costs.space import StepFacts, make_strategy_space
@@ -80,6 +81,40 @@ def test_gelus_tanh_is_written_where_that_takes_less_than_computing_it_again(gpu
     facts = StepFacts.of(graph, MeshShape(("x",), (1,)), device)
     (tanh,) = (op.outputs[0] for op in facts.graph.ops if op.primitive == "tanh")
     assert facts.materialised[tanh] is written
+
+
+def written_of(fun, *args) -> list[str]:
+    """Primitives that make what is in memory in one device's program, besides the products and its inputs and outputs."""
+    facts = StepFacts.of(parse(jax.make_jaxpr(fun)(*args)), MeshShape(("x",), (1,)), H100.device)
+    ops = (facts.graph.ops[value.producer[0]] for value in facts.graph.values)
+    inside = (op.primitive if op.inputs and op.outs and not op.traits.step_output and not op.traits.matmul else "" for op in ops)
+    size = max(value.bytes for value in facts.graph.values) / 8
+    values = zip(facts.graph.values, facts.materialised, inside, strict=True)
+    return [name for value, written, name in values if written and name and value.bytes >= size]
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "held"),
+    [((8192,), F32, ["erfc", "mul"]), ((8192,), jnp.bfloat16, ["erfc", "mul"]), ((8, 1024), jnp.bfloat16, ["mul", "erfc", "mul"])],
+)
+def test_exact_gelu_holds_its_erfc_and_in_bfloat16_its_argument_if_the_products_rows_are_flattened(rows, dtype, held):
+    def loss(w, v, x):
+        return ((jax.nn.gelu(x @ w, approximate=False) @ v).astype(F32) ** 2).mean()
+
+    shapes = (768, 3072), (3072, 768), (*rows, 768)
+    assert written_of(jax.grad(loss), *(S(shape, dtype) for shape in shapes))[: len(held)] == held
+
+
+def test_a_mask_is_computed_again_by_kernels_that_read_what_it_is_made_of():
+    def loss(w, v, x):
+        return ((jax.nn.elu(x @ w) @ v) ** 2).mean()
+
+    assert "gt" not in written_of(jax.grad(loss), *(S(shape, jnp.bfloat16) for shape in ((768, 3072), (3072, 768), (8192, 768))))
+
+
+def test_a_name_and_a_copy_of_a_product_are_the_product():
+    named = megabytes(lambda x: checkpoint_name(x @ x, "kept") @ x, X)
+    assert named == megabytes(lambda x: jnp.copy(x @ x) @ x, X) == megabytes(lambda x: x @ x @ x, X)
 
 
 def test_a_tanh_is_written_if_a_product_or_a_kernel_that_does_not_read_its_argument_reads_it():

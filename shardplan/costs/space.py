@@ -25,7 +25,8 @@ from shardplan.xla_model.combining import CollectiveSite, byte_factors, collecti
 from shardplan.xla_model.convolutions import HeldCopy, with_convolutions
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.expensive import recomputed_from
-from shardplan.xla_model.fusion import FusedKernels, fused_kernels, kernel_traffic, kernels_of, materialised
+from shardplan.xla_model.fusion import FusedKernels, fused_kernels, kernel_traffic, materialised
+from shardplan.xla_model.kernel_groups import kernels_of
 from shardplan.xla_model.row_kernels import row_kernels
 from shardplan.xla_model.traffic import KernelTraffic
 

@@ -21,8 +21,7 @@ from typing import Literal
 
 from shardplan.ir.graph import Graph, Op
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.expensive import EXPONENTIALS
-from shardplan.xla_model.fusion import FUSIBLE
+from shardplan.xla_model.kernel_groups import EXPONENTIALS, FUSIBLE
 
 Kind = Literal["attention", "cross-entropy"]
 

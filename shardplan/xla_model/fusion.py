@@ -5,42 +5,32 @@ again. Materialised are:
 
     inputs, loop carries and branch results; products, gathers, scatters and the like
     partial sums that are copied: written, reduced by a collective, read again
-    elementwise results that some reader cannot compute again, or that are cheaper to read than to compute again
+    elementwise results that some reader cannot compute again, or that are cheaper to read than to compute again (`expensive.py`)
     products that are transposed in memory (`physical_layout.py`)
     what a product's kernel writes: its result after elementwise work on it alone that ends in a narrower dtype
 
-A kernel is a group of fused ops between materialised values. What stands behind a reduction, a product or a collective waits for it in
-a later kernel, and reads again what an earlier one read:
+Which ops are one kernel: `kernel_groups.py`.
 
-    y -> cast -+-> sum ------+            kernel 1 reads y, writes the sum
-               +-> minus <---+-> cast     kernel 2 reads y and the sum, writes the normalised y
-
-A reduction of rows may stay on chip, inside the kernels that read its result (`row_kernels.py`).
-
-Facts: fusion-loop, fusion-recompute-cheaper, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar,
-fusion-zeros-shared, fusion-random, fusion-multi-output, fusion-concatenate, fusion-reads-part, fusion-in-place-update,
-product-ragged-masked.
+Facts: fusion-loop, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar, fusion-zeros-shared, fusion-reads-part,
+fusion-in-place-update, product-ragged-masked.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from shardplan.ir.graph import Graph, Op, components
+from shardplan.ir.graph import Graph
 from shardplan.mesh.rates import COLUMN_READ, MASKED_BYTE, ROW_READ, UNTILED_BYTE
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.expensive import EXPENSIVE, EXPONENTIALS
+from shardplan.xla_model.expensive import cheaper_to_read
+from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
 from shardplan.xla_model.physical_layout import is_untiled, transposed_in_memory, transposed_product
-from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, row_kernels, rows_read
+from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, rows_read
 from shardplan.xla_model.traffic import KernelTraffic
-
-FUSIBLE = ("loop", "view", "reduce")
-Kernel = tuple
-"""Group of ops, how many kernels it waits for, phase, loop, and the shapes and dims of its reductions."""
 
 
 def materialised(
@@ -63,34 +53,23 @@ def materialised(
         if op.traits.materialised or fusion == "view":
             out[v] = op.traits.materialised
             continue
-        reached = [c for c in graph.reached(v, lambda at: _seen_through(graph, rules, at)) if c not in graph.dead]
+        reached = [c for c in graph.reached(v, lambda at: seen_through(graph, rules, at)) if c not in graph.dead]
         if op.scalar_broadcast and not any(graph.ops[c].traits.stores_operand for c in reached):
             out[v] = False
         elif sums[at] and not rows.behind[at] and any(graph.ops[c].traits.copy for c in reached):
             continue  # partial sums are written, reduced and read again
         elif fusion == "loop" and not op.scalar_broadcast:
-            readers = [c for c in reached if not _seen_through(graph, rules, c)]
+            readers = [c for c in reached if not seen_through(graph, rules, c)]
             stacked = len(readers) == 1 and graph.ops[readers[0]].traits.loop_stack  # computed as the row is written
-            out[v] = not stacked and not all(_absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
+            out[v] = not stacked and not all(absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
             out[v] |= rows.behind[at] and any(rules[c].fusion == "reduce" and not reduces_rows(graph.ops[c]) for c in readers)
     for v, (w, always) in written_by_products(graph, rules).items():
         if always or out[w]:
             out[v], out[w] = False, True
     for v in (*transposed_in_memory(graph, rules), *_shared_zeros(graph)):
         out[v] = True
-    cheaper_to_read = _cheaper_to_read(graph, rules, out, sums, rows, recomputed_bytes)
-    return tuple(written or v in cheaper_to_read for v, written in enumerate(out))
-
-
-def _seen_through(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
-    """Whether a fusion that reads the result may as well read the operand: a copy or a view."""
-    return graph.ops[at].traits.copy or (rules[at].fusion == "view" and not graph.ops[at].traits.border)
-
-
-def _absorbs(graph: Graph, rules: Sequence[Rule], producer: Op, at: int, prologue: bool) -> bool:
-    """Whether op `at` computes what `producer` makes inside its own kernel."""
-    reader, inside = graph.ops[at], graph.ops[at].traits.copy or not graph.ops[at].traits.border
-    return inside and producer.runs_in == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.traits.matmul))
+    once = cheaper_to_read(graph, rules, out, sums, rows, recomputed_bytes)
+    return tuple(written or v in once for v, written in enumerate(out))
 
 
 def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
@@ -148,77 +127,6 @@ def _shared_zeros(graph: Graph) -> list[int]:
     return [v for (shape, dtype, into), some in updated.items() if not into and (shape, dtype, True) in updated for v in some]
 
 
-def _cheaper_to_read(
-    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels, recomputed_bytes: float
-) -> set[int]:
-    """Values that are written once, since computing them again in every kernel that reads them would read more.
-
-    Of k kernels, each reads the sources, or one reads them and writes the value, which the others read:
-    k * sources  >  sources + value + (k - 1) * value.
-
-    So are expensive functions that several kernels read, but for those from `recomputed_bytes` an element on whose sources these
-    read anyway; and what several kernels read of random numbers, in its narrowest form.
-    """
-    kernels = kernels_of(graph, rules, written, sums, rows)
-    written, inside, rows = kernels.written, kernels.inside, kernels.rows
-    out: set[int] = set()
-    sources: list[dict[int, float]] = []
-    drawn: list[bool] = []  # per value, whether a kernel that computes it draws random numbers
-    for v, value in enumerate(graph.values):
-        at = value.producer[0]
-        op = graph.ops[at]
-        drawn.append(op.traits.draws or any(u is not None and drawn[u] and not (written[u] or u in out) for u in op.inputs))
-        found: dict[int, float] = {}
-        for u in op.inputs:
-            if u is not None:
-                root = _read_array(graph, rules, u)
-                found |= {root: graph.values[root].bytes} if written[root] or root in out else sources[root]
-        sources.append(found)
-        if written[v] or rules[at].fusion != "loop" or op.scalar_broadcast:
-            continue
-        if rows.behind[at] and value.bytes < min(found.values(), default=0.0):  # numbers per row, of rows read anyway
-            continue
-        k = len(inside[at])
-        expensive = k > 1 and op.primitive in EXPENSIVE
-        expensive = expensive and (value.itemsize < recomputed_bytes or not _sources_are_read(graph, kernels, v, found))
-        expensive |= k > 1 and drawn[v] and not _handed_on(graph, rules, kernels, v)
-        if expensive or (k - 1) * (sum(found.values()) - value.bytes) > value.bytes:
-            out.add(v)
-    return out
-
-
-def _handed_on(graph: Graph, rules: Sequence[Rule], kernels: Kernels, v: int) -> bool:
-    """Whether all kernels that compute a value need it for one result, no wider than it: dropout's mask, not the bits behind it."""
-    value, inside = graph.values[v], kernels.inside
-    readers = graph.reached(v, lambda at: _seen_through(graph, rules, at))
-    elementwise = [at for at in readers if rules[at].fusion == "loop" and not graph.ops[at].traits.border]
-    same = (w for at in elementwise if inside[at] == inside[value.producer[0]] for w in graph.ops[at].outputs)
-    return any(not kernels.written[w] and graph.values[w].bytes <= value.bytes for w in same)
-
-
-def _sources_are_read(graph: Graph, kernels: Kernels, v: int, sources: Collection[int]) -> bool:
-    """Whether every kernel that computes a value would read all its sources even if it was in memory; those of gelu's tanh do.
-
-    A product's kernel does not count: it would compute the value in every tile.
-    """
-    maker = graph.values[v].producer[0]
-    if any(group < 0 and graph.ops[-1 - group].traits.matmul for group, *_ in kernels.inside[maker]):
-        return False
-    chain, todo = {maker}, [maker]
-    for at in todo:
-        made = {graph.values[u].producer[0] for u in graph.ops[at].inputs if u is not None and u not in sources}
-        todo += made - chain
-        chain |= made
-    others: dict[int, set[Kernel]] = {}  # op of the chain -> the kernels that compute it for something else
-
-    def reading(u: int) -> set[Kernel]:
-        return set().union(*(others.get(at, kernels.inside[at]) for at, _ in graph.values[u].consumers))
-
-    for at in sorted(chain, reverse=True):
-        others[at] = set() if at == maker else set().union(*map(reading, graph.ops[at].outputs))
-    return all(kernels.inside[maker] <= reading(u) for u in sources)
-
-
 @dataclass(frozen=True)
 class FusedKernels:
     """Which kernels run which ops.
@@ -244,14 +152,14 @@ def fused_kernels(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Fuse
     own, inside, rows, readers = [], [], set[int](), dict[int, set[Kernel]]()
     for at, op in enumerate(graph.ops):
         writes = any(kernels.written[v] or v in instead for v in op.outputs)
-        fused = writes and ends.isdisjoint(op.outputs) and (_fuses(graph, rules, at) or op.traits.matmul)
+        fused = writes and ends.isdisjoint(op.outputs) and (fuses(graph, rules, at) or op.traits.matmul)
         own.append(numbers[kernels.own[at]] if fused else -1)
         computed = () if writes or (op.traits.moves_nothing and not op.traits.copy) else kernels.inside[at]
         inside.append(tuple(sorted(numbers[key] for key in computed)))
         if kernels.rows.behind[at]:
             rows.update((own[at],) if fused else inside[at])
         for v in op.inputs if not op.traits.border and rules[at].fusion != "view" else ():
-            if v is not None and not graph.ops[graph.values[root := _read_array(graph, rules, v)].producer[0]].inputs:
+            if v is not None and not graph.ops[graph.values[root := read_array(graph, rules, v)].producer[0]].inputs:
                 readers.setdefault(root, set()).update(kernels.inside[at])
     inputs = Counter(numbers[key] for some in readers.values() if len(some) == 1 for key in some)
     return FusedKernels(tuple(own), tuple(inside), frozenset(rows), inputs)
@@ -280,7 +188,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
         for k, v in enumerate(op.inputs):
             if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):
                 continue
-            root = _read_array(graph, rules, v)
+            root = read_array(graph, rules, v)
             part = k == 0 and op.traits.reads_part
             size = graph.values[op.outputs[0] if part else root].bytes
             whole = max(graph.values[root].bytes, 1.0)
@@ -328,118 +236,10 @@ def _row_bytes(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> dict[in
     for at in kernels.rows.fused - graph.dead:
         found, todo = set[int](), [graph.ops[at].inputs[0]]
         for v in todo:
-            if v is None or (root := _read_array(graph, rules, v)) in found:
+            if v is None or (root := read_array(graph, rules, v)) in found:
                 continue
             found.add(root)
             if not kernels.written[root]:
                 todo += graph.ops[graph.values[root].producer[0]].inputs
         out[at] = sum(graph.values[v].bytes for v in found if kernels.written[v])
     return out
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Kernels of a step.
-
-    Attributes:
-        own: per op, the kernel in which it writes.
-        inside: per op, those that compute it: its own where it writes, all its readers' where it does not.
-        written: per value, whether a kernel writes it; what stays on chip with its row is not.
-        rows: the reductions that stay there.
-    """
-
-    own: list[Kernel]
-    inside: list[set[Kernel]]
-    written: list[bool]
-    rows: RowKernels
-
-
-def kernels_of(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels) -> Kernels:
-    """The kernels where `written` values are in memory. A reduction of exponentials that several would compute is written."""
-    first = _grouped_kernels(graph, rules, written, sums, rows)
-    alone, exponentials = set[int](), [False] * len(graph.ops)
-    for at, op in enumerate(graph.ops):
-        made = [graph.values[v].producer[0] for v in op.inputs if v is not None and not first.written[v]]
-        exponentials[at] = op.primitive in EXPONENTIALS or any(exponentials[i] for i in made)
-        if at in first.rows.fused and exponentials[at] and len(first.inside[at]) > 1:
-            alone.add(at)
-            exponentials[at] = False
-    return _grouped_kernels(graph, rules, written, sums, row_kernels(graph, rules, frozenset(alone))) if alone else first
-
-
-def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels) -> Kernels:
-    """The kernels with these reductions of rows inside.
-
-    One kernel reduces arrays of one shape over the same dims; what is written on the way is written by any of its reductions.
-    """
-    written = list(written)
-    for v in rows.statistics:
-        maker = graph.ops[graph.values[v].producer[0]]
-        written[v] &= not all(
-            _absorbs(graph, rules, maker, reader, prologue=False) for reader in graph.readers(v) if reader not in graph.dead
-        )
-    groups, homes = _groups(graph, rules, written), []
-    levels: list[int] = []  # per op, the reductions, products and partial sums that it waits for, one behind the other
-    over = [
-        _reduction(op) if rule.fusion == "reduce" and at not in rows.fused else None
-        for at, (op, rule) in enumerate(zip(graph.ops, rules, strict=True))
-    ]
-    first: dict[Kernel, tuple] = {}
-    for at, op in enumerate(graph.ops):
-        made = ((v, graph.values[v].producer[0]) for v in op.inputs if v is not None)
-        waits = (levels[i] + (written[v] and (rules[i].fusion in ("reduce", "none") or sums[i])) for v, i in made)
-        levels.append(max(waits, default=0))
-        alone = op.traits.reads_part and not any(_fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
-        alone |= op.traits.matmul and rules[at].fusion == "none"
-        homes.append((-1 - at if alone else groups[at], levels[at], op.phase, op.runs_in))
-        if (reduced := over[at]) and not rows.behind[at]:
-            first.setdefault(homes[at], reduced)
-    joined = _joined(graph, rules, written)
-    own = [
-        (*key, -1 - at if rows.behind[at] or joined[at] else reduced or first.get(key))
-        for at, (key, reduced) in enumerate(zip(homes, over, strict=True))
-    ]
-    inside: list[set[Kernel]] = [set() for _ in graph.ops]
-    for at in reversed(range(len(graph.ops))):
-        for v in () if at in graph.dead else graph.ops[at].outputs:
-            if not written[v]:
-                inside[at].update(*(inside[reader] for reader, _ in graph.values[v].consumers))
-            elif not graph.ops[at].traits.moves_nothing:
-                inside[at].add(own[at])
-    return Kernels(own, inside, written, rows)
-
-
-def _joined(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[bool]:
-    """Per op, whether its kernel concatenates arrays; such a kernel writes one result (fact: fusion-concatenate)."""
-    out: list[bool] = []
-    for at, op in enumerate(graph.ops):
-        made = (graph.values[v].producer[0] for v in op.inputs if v is not None and not written[v])
-        out.append(op.traits.concatenates or ((op.traits.copy or _fuses(graph, rules, at)) and any(out[i] for i in made)))
-    return out
-
-
-def _read_array(graph: Graph, rules: Sequence[Rule], v: int) -> int:
-    """The array whose bytes are read when v is: views are looked through, and copies, which are priced as reshards."""
-    return graph.origin(v, lambda at: rules[at].fusion == "view")
-
-
-def _reduction(op: Op) -> tuple:
-    """What reductions of one kernel have in common: shapes and dims."""
-    over = next((op.params[name] for name in ("axes", "dimensions", "dimension_numbers", "window_dimensions") if name in op.params), ())
-    return tuple(x.shape for x in op.ins), str(over)
-
-
-def _fuses(graph: Graph, rules: Sequence[Rule], reader: int) -> bool:
-    """Whether an op may be part of a kernel that writes what it reads."""
-    return rules[reader].fusion in FUSIBLE and not graph.ops[reader].traits.border
-
-
-def _groups(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[int]:
-    """Per op, its group: the producer and the readers of a value inside fusions."""
-    pairs = (
-        (value.producer[0], reader)
-        for v, value in enumerate(graph.values) if value.shape
-        for reader, _ in value.consumers
-        if not written[v] or (rules[value.producer[0]].fusion == "loop" and _fuses(graph, rules, reader))
-    )  # fmt: skip
-    return components(len(graph.ops), pairs)

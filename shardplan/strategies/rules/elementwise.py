@@ -30,7 +30,7 @@ PLAIN = """
 """
 PROLOGUES = "abs exp log logistic max min mul rsqrt sqrt sub tanh"
 ITERATED = "igamma igamma_grad_a igammac regularized_incomplete_beta"
-LINEAR = "copy name stop_gradient xla_metadata_value zeros_like"
+LINEAR = "stop_gradient xla_metadata_value zeros_like"
 
 
 @rule(*PLAIN.split())
@@ -53,6 +53,12 @@ def iterated(*ins, out, **_):
 def linear(*ins, out, **_):
     """Partial sums pass through: XLA adds first and reduces then. Not so neg and sub (facts: reassociate-add, reassociate-only-add)."""
     return elementwise(*ins, out=out, linear=True)
+
+
+@rule("copy", "name")
+def identity(x, *, out, **_):
+    """The operand: XLA sees none of them."""
+    return elementwise(x, out=out, linear=True, fusion="view", flops=0)
 
 
 @rule("sharding_constraint", traits=Traits(sharding_constraint=True))

@@ -1,0 +1,146 @@
+"""Which ops of a step one kernel of XLA for GPU runs, once it is known which values are in memory.
+
+A kernel is a group of fused ops between materialised values. What stands behind a reduction, a product or a collective waits for it in
+a later kernel, and reads again what an earlier one read:
+
+    y -> cast -+-> sum ------+            kernel 1 reads y, writes the sum
+               +-> minus <---+-> cast     kernel 2 reads y and the sum, writes the normalised y
+
+A reduction of rows may stay on chip, inside the kernels that read its result (`row_kernels.py`).
+
+Facts: fusion-loop, fusion-multi-output, fusion-concatenate, fusion-rows-exponentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardplan.ir.graph import Graph, Op, components
+from shardplan.strategies.rule import Rule
+from shardplan.xla_model.row_kernels import RowKernels, row_kernels
+
+FUSIBLE = ("loop", "view", "reduce")
+EXPONENTIALS = ("exp", "exp2")
+"""What costs more to compute again than a number per row to write (fact: fusion-rows-exponentials)."""
+Kernel = tuple
+"""Group of ops, how many kernels it waits for, phase, loop, and the shapes and dims of its reductions."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of a step.
+
+    Attributes:
+        own: per op, the kernel in which it writes.
+        inside: per op, those that compute it: its own where it writes, all its readers' where it does not.
+        written: per value, whether a kernel writes it; what stays on chip with its row is not.
+        rows: the reductions that stay there.
+    """
+
+    own: list[Kernel]
+    inside: list[set[Kernel]]
+    written: list[bool]
+    rows: RowKernels
+
+
+def kernels_of(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels) -> Kernels:
+    """The kernels where `written` values are in memory. A reduction of exponentials that several would compute is written."""
+    first = _grouped_kernels(graph, rules, written, sums, rows)
+    alone, exponentials = set[int](), [False] * len(graph.ops)
+    for at, op in enumerate(graph.ops):
+        made = [graph.values[v].producer[0] for v in op.inputs if v is not None and not first.written[v]]
+        exponentials[at] = op.primitive in EXPONENTIALS or any(exponentials[i] for i in made)
+        if at in first.rows.fused and exponentials[at] and len(first.inside[at]) > 1:
+            alone.add(at)
+            exponentials[at] = False
+    return _grouped_kernels(graph, rules, written, sums, row_kernels(graph, rules, frozenset(alone))) if alone else first
+
+
+def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels) -> Kernels:
+    """The kernels with these reductions of rows inside.
+
+    One kernel reduces arrays of one shape over the same dims; what is written on the way is written by any of its reductions.
+    """
+    written = list(written)
+    for v in rows.statistics:
+        maker = graph.ops[graph.values[v].producer[0]]
+        written[v] &= not all(
+            absorbs(graph, rules, maker, reader, prologue=False) for reader in graph.readers(v) if reader not in graph.dead
+        )
+    groups, homes = _groups(graph, rules, written), []
+    levels: list[int] = []  # per op, the reductions, products and partial sums that it waits for, one behind the other
+    over = [
+        _reduction(op) if rule.fusion == "reduce" and at not in rows.fused else None
+        for at, (op, rule) in enumerate(zip(graph.ops, rules, strict=True))
+    ]
+    first: dict[Kernel, tuple] = {}
+    for at, op in enumerate(graph.ops):
+        made = ((v, graph.values[v].producer[0]) for v in op.inputs if v is not None)
+        waits = (levels[i] + (written[v] and (rules[i].fusion in ("reduce", "none") or sums[i])) for v, i in made)
+        levels.append(max(waits, default=0))
+        alone = op.traits.reads_part and not any(fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
+        alone |= op.traits.matmul and rules[at].fusion == "none"
+        homes.append((-1 - at if alone else groups[at], levels[at], op.phase, op.runs_in))
+        if (reduced := over[at]) and not rows.behind[at]:
+            first.setdefault(homes[at], reduced)
+    joined = _joined(graph, rules, written)
+    own = [
+        (*key, -1 - at if rows.behind[at] or joined[at] else reduced or first.get(key))
+        for at, (key, reduced) in enumerate(zip(homes, over, strict=True))
+    ]
+    inside: list[set[Kernel]] = [set() for _ in graph.ops]
+    for at in reversed(range(len(graph.ops))):
+        for v in () if at in graph.dead else graph.ops[at].outputs:
+            if not written[v]:
+                inside[at].update(*(inside[reader] for reader, _ in graph.values[v].consumers))
+            elif not graph.ops[at].traits.moves_nothing:
+                inside[at].add(own[at])
+    return Kernels(own, inside, written, rows)
+
+
+def _joined(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[bool]:
+    """Per op, whether its kernel concatenates arrays; such a kernel writes one result (fact: fusion-concatenate)."""
+    out: list[bool] = []
+    for at, op in enumerate(graph.ops):
+        made = (graph.values[v].producer[0] for v in op.inputs if v is not None and not written[v])
+        out.append(op.traits.concatenates or ((op.traits.copy or fuses(graph, rules, at)) and any(out[i] for i in made)))
+    return out
+
+
+def _reduction(op: Op) -> tuple:
+    """What reductions of one kernel have in common: shapes and dims."""
+    over = next((op.params[name] for name in ("axes", "dimensions", "dimension_numbers", "window_dimensions") if name in op.params), ())
+    return tuple(x.shape for x in op.ins), str(over)
+
+
+def _groups(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[int]:
+    """Per op, its group: the producer and the readers of a value inside fusions."""
+    pairs = (
+        (value.producer[0], reader)
+        for v, value in enumerate(graph.values) if value.shape
+        for reader, _ in value.consumers
+        if not written[v] or (rules[value.producer[0]].fusion == "loop" and fuses(graph, rules, reader))
+    )  # fmt: skip
+    return components(len(graph.ops), pairs)
+
+
+def absorbs(graph: Graph, rules: Sequence[Rule], producer: Op, at: int, prologue: bool) -> bool:
+    """Whether op `at` computes what `producer` makes inside its own kernel."""
+    reader, inside = graph.ops[at], graph.ops[at].traits.copy or not graph.ops[at].traits.border
+    return inside and producer.runs_in == reader.loop and (rules[at].fusion in FUSIBLE or (prologue and reader.traits.matmul))
+
+
+def seen_through(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
+    """Whether a fusion that reads the result may as well read the operand: a copy or a view."""
+    return graph.ops[at].traits.copy or (rules[at].fusion == "view" and not graph.ops[at].traits.border)
+
+
+def read_array(graph: Graph, rules: Sequence[Rule], v: int) -> int:
+    """The array whose bytes are read when v is: views are looked through, and copies, which are priced as reshards."""
+    return graph.origin(v, lambda at: rules[at].fusion == "view")
+
+
+def fuses(graph: Graph, rules: Sequence[Rule], reader: int) -> bool:
+    """Whether an op may be part of a kernel that writes what it reads."""
+    return rules[reader].fusion in FUSIBLE and not graph.ops[reader].traits.border
