@@ -18,6 +18,8 @@ EXPENSIVE = ("tanh", "atan", "sin", "cos", "pow", "erfc")
 """What costs more to compute again than to write and read (fact: fusion-expensive)."""
 SHORTEST = ("tanh", "atan")
 """Those that take the least time, `EXPENSIVE_S`."""
+LONGEST = ("erfc",)
+"""Those of which XLA makes a hundred ops; their argument may be written, too (fact: fusion-expensive-argument)."""
 EXPENSIVE_S = {(9, 0): 2e-12}
 """Compute capability -> seconds an element that XLA counts for a tanh: between 1.7 and 2.4 ps on Hopper. Elsewhere, where it was
 written in every program seen, at least 5 ps (A100) and 1 ps (B200). For an erfc, of which XLA makes a hundred ops, it counts 8 ps."""
@@ -71,7 +73,7 @@ def cheaper_to_read(
         expensive |= k > 1 and drawn[v] and not _handed_on(graph, rules, kernels, v)
         if expensive or _reads_less(graph, rules, kernels, v, found):
             out.add(v)
-        if v in out and op.primitive == "erfc":
+        if v in out and op.primitive in LONGEST:
             out.update(_flattened_argument(graph, kernels, v, found))
     return out
 
@@ -89,7 +91,7 @@ def _flattened_argument(graph: Graph, kernels: Kernels, v: int, sources: Collect
 
 def _flattened(op: Op) -> bool:
     """Whether XLA computes a product as one of matrices, whose result it reshapes."""
-    return op.primitive == "dot_general" and len(op.outs[0].shape) > 2 and not op.params["dimension_numbers"][1][0]
+    return op.traits.matmul and len(op.outs[0].shape) > 2 and not op.params["dimension_numbers"][1][0]
 
 
 def _reads_less(graph: Graph, rules: Sequence[Rule], kernels: Kernels, v: int, sources: Mapping[int, float]) -> bool:
