@@ -222,6 +222,24 @@ def test_a_weight_is_cast_before_it_is_gathered():
     assert found == ["all-gather over data: bf16[1024,1024]"]
 
 
+@pytest.mark.parametrize(
+    ("widened", "dtype", "sent"),
+    [
+        (lambda w, k: w.astype(BF16), jnp.float8_e4m3fn, "f8e4m3fn"),
+        (lambda w, k: w.astype(BF16) * k, jnp.float8_e4m3fn, "f8e4m3fn"),
+        (lambda w, k: w.astype(BF16) / k, jnp.int8, "s8"),
+        (lambda w, k: w.astype(BF16) * k + k, jnp.float8_e4m3fn, "bf16"),
+        (lambda w, k: jnp.tanh(w.astype(BF16)), jnp.float8_e4m3fn, "bf16"),
+    ],
+)
+def test_a_widened_array_is_gathered_before_it_is_widened(widened, dtype, sent):
+    def fn(x, w, k):
+        return x @ constrain(constrain(widened(w, k), s("data", None)), s(None, None))
+
+    found = emitted(fn, a(B, D, dtype=BF16), a(D, D, dtype=dtype), a(dtype=BF16), ins=(s("data"), s("data"), s()))
+    assert found == [f"all-gather over data: {sent}[1024,1024]"]
+
+
 def gradient(w, x):
     return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
 

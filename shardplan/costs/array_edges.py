@@ -87,7 +87,8 @@ class EdgeFacts:
         itemsize: bytes per element.
         reads: reads per step.
         is_follower: the consumer takes the layout that the array has; partial sums may be completed on the way.
-        gathered_copy: the producer is a large copy for big ops: it is gathered where it is made, where its bytes count, and not behind.
+        gathered_before: it is gathered where it is made, or where it was narrower, and not behind: of a large copy for big ops the
+            bytes count there, and of an array cast to a wider dtype XLA sends the narrower one (fact: gather-widened).
         coupled_state: what the optimizer computes with together with the array, if this may be a partial sum.
         order: what fixes the order of its dims in memory; None where nothing does.
         in_fusion: it is read inside a fusion.
@@ -102,7 +103,7 @@ class EdgeFacts:
     itemsize: float
     reads: float
     is_follower: bool
-    gathered_copy: bool
+    gathered_before: bool
     coupled_state: CoupledState | None
     order: ArrayOrder | None
     in_fusion: bool
@@ -229,7 +230,7 @@ def array_facts(graph: Graph, rules: Sequence[Rule], accumulated_ratios: Mapping
                 value.itemsize,
                 op.reads,
                 _is_follower(graph, rules, i, j),
-                maker.traits.copy and not maker.is_follower and value.bytes > SMALL_BYTES,
+                (maker.traits.copy and not maker.is_follower and value.bytes > SMALL_BYTES) or _is_widened(graph, v),
                 state[v],
                 order if order != ArrayOrder() else None,
                 in_fusion,
@@ -300,6 +301,18 @@ def _is_follower(graph: Graph, rules: Sequence[Rule], i: int, j: int) -> bool:
         return False
     only_reader = maker.traits.step_input and len(graph.values[maker.outputs[0]].consumers) == 1
     return fused or only_reader or maker.traits.copy
+
+
+def _is_widened(graph: Graph, v: int) -> bool:
+    """Whether a value is a cast to a wider dtype, or that times or over one number."""
+    op = graph.ops[graph.maker(v)]
+    if op.traits.scaling:
+        makers = [graph.ops[graph.maker(u)] for u in op.inputs if u is not None]
+        arrays = [maker for maker in makers if not (maker.traits.broadcast and maker.ins[0].size == 1)]
+        if len(arrays) != 1:
+            return False
+        op = arrays[0]
+    return _casts(graph, op) > 0
 
 
 def _casts(graph: Graph, op: Op) -> float:

@@ -213,7 +213,7 @@ def _forbidden(
         # XLA reduce-scatters a sum that a loop accumulated if one dim is sharded over all its axes, and no cast is in between.
         one_dim = [(targets.sharding_axes([d]) & partial) == partial for d in range(len(template.shape))]
         yield scattered & ~((template.accumulated_ratio == 1) & np.any(one_dim, axis=0))
-    if template.gathered_copy:
+    if template.gathered_before:
         yield sources.shards[:, None] > targets.shards
 
 

@@ -40,6 +40,7 @@ class Traits:
     known_early: bool = False  # the result is known before most of its readers run, so its collectives can be prefetched
 
     addition: bool = False  # adds two arrays
+    scaling: bool = False  # multiplies or divides the first operand by the second
     forwards_value: bool = False  # the result has the elements of the one operand in another shape, order, dtype or sign
     runs_with_reader: bool = False  # the scheduler runs it right before its reader, not when its operand is ready
     deferrable: bool = False  # XLA's scheduler defers it in the backward pass when only later phases read its result

@@ -22,13 +22,13 @@ def elementwise(*ins, out, **kw) -> Rule:
 
 PLAIN = """
     acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos
-    cosh digamma div eq eq_to erf erf_inv erfc exp2 expm1 floor ge gt integer_pow
+    cosh digamma eq eq_to erf erf_inv erfc exp2 expm1 floor ge gt integer_pow
     is_finite le le_to lgamma log1p log2 lt lt_to mulhi ne nextafter not one_minus_square or
     philox2x32 philox4x32 polygamma polynomial population_count pow reduce_precision rem
     round shift_left shift_right_arithmetic shift_right_logical sign sin sinh square tan
     threefry2x32 threefry4x32 xor zeta real imag complex conj
 """
-PROLOGUES = "abs exp log logistic max min mul rsqrt sqrt sub tanh"
+PROLOGUES = "abs exp log logistic max min rsqrt sqrt sub tanh"
 ITERATED = "igamma igamma_grad_a igammac regularized_incomplete_beta"
 LINEAR = "stop_gradient xla_metadata_value zeros_like"
 
@@ -36,6 +36,8 @@ LINEAR = "stop_gradient xla_metadata_value zeros_like"
 @rule(*PLAIN.split())
 @rule(*PROLOGUES.split(), traits=Traits(matmul_prologue=True))
 @rule("select_n", traits=Traits(selects=True))
+@rule("mul", traits=Traits(matmul_prologue=True, scaling=True))
+@rule("div", traits=Traits(scaling=True))
 @rule("neg", traits=Traits(matmul_prologue=True, forwards_value=True))
 @rule("convert_element_type", traits=Traits(forwards_value=True, runs_with_reader=True))
 def plain(*ins, out, **_):
