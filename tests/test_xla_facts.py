@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardplan.costs.split_products import contracted_splits
 from shardplan.xla import available, compile
+from shardplan.xla.hlo import schedule
 from shardplan.xla.hlo.products import products
-from shardplan.xla.hlo.schedule import overlaps
 
 pytestmark = [
     pytest.mark.slow,
@@ -390,7 +390,7 @@ def test_an_array_gathered_cast_and_gathered_again_may_be_in_flight_both_times()
         return x.astype(BF16) @ constrain(once, s())
 
     done = compile(jax.jit(fn, in_shardings=(s(), s(), s("data", "model"))), *[a(D, D)] * 3, target="h200:8")
-    gathers = overlaps(done.module)
+    gathers = schedule.overlaps(done.module)
     assert len(gathers) == 2 and all(gather.flops > 0 for gather in gathers)
 
 
@@ -530,6 +530,14 @@ def test_a_product_of_few_tiles_is_split():
         split = f"f32[{parts},{m},{n}]" if parts > 1 else f"bf16[{m},{n}]"
         assert any("gemm_fusion" in line and f" = {split}" in line for line in done.text.splitlines()), (m, n, k, split)
         assert padded == k or f"bf16[{padded},{m}]" in done.text or f"bf16[{m},{padded}]" in done.text
+
+
+def test_a_library_call_moves_its_operands_and_its_result_and_not_its_workspace():
+    options = {"xla_gpu_enable_triton_gemm": False}
+    done = compile(jax.jit(jnp.matmul, in_shardings=s()), *[a(D, D, dtype=BF16)] * 2, target="h100:8", options=options)
+    [(call, (work, _))] = schedule.kernels(done.module).items()
+    assert call.opcode == "custom-call" and call.arrays[-1].dtype == "s8" and call.arrays[-1].bytes > work.bytes
+    assert work.bytes == 3 * D * D * 2
 
 
 def test_a_ragged_product_multiplies_all_rows_for_every_group():

@@ -12,6 +12,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.xla.hlo.collectives import collectives
 from shardplan.xla.hlo.groups import axes_of, groups, linked_groups, pairs
 from shardplan.xla.hlo.products import flops, products
+from shardplan.xla.hlo.schedule import kernels
 from shardplan.xla.hlo.text import HloArray, arrays, elements, read
 
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
@@ -210,3 +211,18 @@ def test_stack_runs_from_the_inside_out():
     module = read(stored("fsdp_gpu_0.12"))
     lines = {tuple(f.line for f in i.stack[:2]) for i in module if i.opcode == "dot"}
     assert (19, 22) in lines and (20, 22) in lines
+
+
+def test_a_library_calls_workspace_is_not_written():
+    text = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: s8[512], w: bf16[64,64]) -> (bf16[64,64], s8[512]) {
+  %x = s8[512]{0} parameter(0)
+  %w = bf16[64,64]{1,0} parameter(1)
+  %product = (bf16[64,64]{1,0}, s8[33554432]{0}) custom-call(%w, %w), custom_call_target="__cublas$lt$matmul"
+  %own = (bf16[64,64]{1,0}, s8[512]{0}) custom-call(%w, %x), custom_call_target="my_kernel"
+  ROOT %out = (bf16[64,64]{1,0}, s8[512]{0}) tuple(%w, %x)
+}
+"""
+    moved = {i.name: work.bytes for i, (work, _) in kernels(text).items()}
+    assert moved == {"product": 3 * 64 * 64 * 2, "own": 2 * 64 * 64 * 2 + 2 * 512}

@@ -188,6 +188,13 @@ def collective_s(c: HloCollective, cluster: Cluster) -> float:
     return seconds_on_link(kind, c.bytes, group_link(c.groups, cluster.node_size), cluster)
 
 
+def _written_arrays(i: HloInstruction) -> tuple[HloArray, ...]:
+    """The arrays of the result, but for a library call's workspace, bytes at the end (fact: product-workspace)."""
+    *results, last = i.arrays or (None,)
+    call = i.opcode == "custom-call" and "__cu" in i.attributes and bool(results)
+    return tuple(results) if call and last and last.dtype in ("s8", "u8") and len(last.shape) == 1 else i.arrays
+
+
 @dataclass(frozen=True)
 class _Walk:
     module: HloModule
@@ -276,7 +283,7 @@ class _Walk:
     def _results(self, i: HloInstruction, fused: str | None) -> tuple[HloArray, ...]:
         """What a kernel makes; the start of an asynchronous fusion also hands its operands on."""
         root = self.module.root(fused) if fused is not None and i.opcode.endswith("-start") else None
-        return i.arrays if root is None else root.arrays
+        return _written_arrays(i) if root is None else root.arrays
 
     def _adds(self, i: HloInstruction) -> bool:
         """Whether a scatter reads what it writes, to add to it or the like."""
