@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from plans import MESH, decision, layout, leaf, transformer
+from plans import MESH, decision, layout, leaf, numbered, transformer
 
 from shardplan import units
 from shardplan.mesh.layout import Layout
@@ -70,6 +70,26 @@ def test_explain_of_a_plan_without_code(plan):
 
 def test_diff(plan):
     check("diff", str(plan.diff(other(plan))))
+
+
+def test_diff_names_the_layouts_of_ops_that_differ_in_nothing_else(plan):
+    def read(k, *layouts):
+        operands = ((), layouts) if k else (layouts, ())
+        return decision("train.py", 6, "block", "add", strategy={"data": "a"}, operand_layouts=operands, result_layouts=(None,))
+
+    rows, columns = layout("data", ""), layout("", "data")
+    before = replace(plan, decisions=numbered([read(0)] * 4))
+
+    def words(*after):
+        found = str(before.diff(replace(plan, decisions=numbered(after))))
+        return found.splitlines()[-1].partition("->  ")[2]
+
+    assert words(read(0), read(1, rows), read(1, rows), read(1, rows)) == "operand 1 as P('data', None)  ×3"
+    assert words(read(1, rows), read(1, rows), read(0, columns), read(0)) == "operand 1 as P('data', None), and 1 other  ×3"
+    assert words(read(1, rows), read(1, rows), read(1, columns), read(0, columns)) == "operand 1 as P('data', None), and 2 others  ×4"
+    assert "a  ->  operand 1 left to XLA  ×2" in str(
+        replace(plan, decisions=numbered([read(1, rows)] * 2)).diff(replace(plan, decisions=numbered([read(1)] * 2)))
+    )
 
 
 def test_a_plan_differs_from_itself_in_nothing(plan):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.mesh.layout import Layout
 from shardplan.plan.what_if import WhatIf, sent_bytes
+from shardplan.plan.why import ArrayUse, LayoutChoice, Why
 from shardplan.units import to_digits
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
@@ -179,4 +182,16 @@ def test_a_line_is_named_whole_however_long_its_function_is_called():
     lines = str(plan.why("w")).splitlines()
     (reader,) = [x for x in lines if x.startswith("  forward ")]
     assert re.match(r"  forward +dot_general at test_why\.py:\d+ in ", reader) and re.search(r" as P\(.*\), .* over model ", reader)
+    assert max(map(len, lines)) <= 120
+
+
+def test_a_layout_and_how_it_is_read_are_whole_while_the_name_of_a_function_can_be_cut():
+    layout, other = Layout((("data", "model"), (), ())), Layout((("data",), (), ("model",)))
+    read = ArrayUse("scatter-add at model.py:1077 in project_and_reshape_all_heads_of_attention", "backward", other)
+    gathered = replace(read, collectives=("all-gather over model",), sent_bytes=67.6e6, seconds=200e-6)
+    chosen = LayoutChoice("chosen", layout, 1e-3, 1e9, 1e6, True)
+    use = ArrayUse("input of the step, parameters", "", layout)
+    lines = str(Why("w", "float32[8,8,8]", layout, use, (read, gathered), chosen, (), 0, (), ())).splitlines()
+    (copied,) = [x for x in lines if "a copy that is there already" in x]
+    assert f"as {other}, a copy that is there already" in copied and "scatter-add at model.py:1077" in copied
     assert max(map(len, lines)) <= 120

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -122,33 +122,58 @@ def why(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool =
     return found
 
 
-def growing(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool = False) -> Iterator[Why]:
+def growing(
+    plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool = False, partly: Callable[[], bool] = lambda: False
+) -> Iterator[Why]:
     """The answer of `Plan.why` in small pieces of work, between which other things can be done.
 
+    Args:
+        partly: whether somebody waits, so that the best choices of those that were estimated are said before all are.
+
     Yields:
-        What is known before any other layout is priced; the same after every piece; last the answer.
+        What is known before any other layout is priced; the same after every piece, with the best choices so far; last the answer.
     """
     found, what_if = asked(plan, what), plan.context.prices
     facts = replace(_facts(plan, what, found), estimated=estimate, pending=tuple(found.wanted))
     yield facts
-    changes: dict[str, Nearby | None] = dict.fromkeys(found.wanted)
+    changes: dict[str, Nearby | None] = {}
+    priced: dict[str, LayoutChoice] = {}
+
+    def best() -> list[LayoutChoice]:
+        """The choices of least cost so far, those that fit first."""
+        least = [text for text in _possible(found.wanted, changes)[:JUDGED] if text in priced]
+        return sorted((priced[text] for text in least), key=lambda c: (not c.fits, c.seconds))
+
+    def price(text: str) -> None:
+        if (change := changes.get(text)) and text not in priced:
+            priced[text] = _priced(what_if, facts.chosen, text, found.wanted[text][0], change, estimate)
+
     for text, change in what_if.changing(found.wanted):
         changes[text] = change
+        if estimate and partly():
+            for one in _possible(found.wanted, changes)[:JUDGED]:
+                price(one)
+            facts = replace(facts, choices=tuple(best()), pending=tuple(text for text in found.wanted if text not in changes))
         yield facts
-    possible = sorted(((text, change) for text, change in changes.items() if change), key=lambda x: x[1].cost)
-    choices = []
-    for text, change in possible[:JUDGED]:
-        choices.append(_priced(what_if, text, found.wanted[text][0], change, estimate))
+    possible = _possible(found.wanted, changes)
+    for text in possible[:JUDGED]:
+        price(text)
         yield facts
-    choices = tuple(sorted(choices, key=lambda c: (not c.fits, c.seconds)))
+    choices = tuple(best())
     yield replace(
         facts,
         choices=choices,
         unpriced=max(0, len(possible) - JUDGED),
-        impossible=tuple(text for text, change in changes.items() if change is None),
+        impossible=tuple(text for text in found.wanted if changes.get(text) is None),
         constraints=(*facts.constraints, *_constraints_by_choices(facts.chosen, choices, what_if.present.limit)),
         pending=(),
     )
+
+
+def _possible(wanted: Iterable[str], changes: Mapping[str, Nearby | None]) -> list[str]:
+    """The choices that can be made, those of least cost first."""
+    costs = {text: change.cost for text in wanted if (change := changes.get(text))}
+    return sorted(costs, key=lambda text: costs[text])
 
 
 def _facts(plan: Plan, what: str | Sequence[str] | PlannedReshard, found: Asked) -> Why:
@@ -264,11 +289,11 @@ def array_name(planned: Planned, v: int) -> str:
 # ---- prices and constraints
 
 
-def _priced(what_if: WhatIf, text: str, layout: Layout, change: Nearby, estimate: bool) -> LayoutChoice:
+def _priced(what_if: WhatIf, chosen: LayoutChoice, text: str, layout: Layout, change: Nearby, estimate: bool) -> LayoutChoice:
     if estimate:
-        seconds, peak, sent = what_if.estimated(change)
-        fits = what_if.present.limit is None or peak <= what_if.present.limit
-        return LayoutChoice(text, layout, to_digits(seconds), peak, sent, fits)
+        seconds, more, sent = what_if.estimated(change)
+        peak, limit = chosen.peak_bytes + more, what_if.present.limit
+        return LayoutChoice(text, layout, to_digits(seconds), peak, sent, limit is None or peak <= limit)
     judged = what_if.judged(change.states)
     sent = sent_bytes(judged.network, judged.states)
     return LayoutChoice(text, layout, to_digits(judged.timeline.total_s), judged.peak_bytes, sent, not judged.excess_bytes)

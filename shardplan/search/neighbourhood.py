@@ -9,17 +9,19 @@ Also known as the best response of a neighbourhood.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.costs.network import CostNetwork
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import Presolved, presolve
+from shardplan.ilp.solver.presolve.reductions import Computed
 from shardplan.ilp.solver.problem import Edge, Problem
-from shardplan.search.followers import LeaderNetwork
+from shardplan.search.followers import LeaderNetwork, shared
 
 HOPS = (8, 24)
 """How many arrays away ops adapt; further ones where nothing nearer can."""
@@ -62,6 +64,23 @@ class Nearby:
         for i, s in self.changed.items():
             states[i] = s
         return tuple(states)
+
+
+_Least = tuple[float, Callable[[], Sequence[int]]]
+"""Least cost of a network, and what gives its states."""
+
+
+class _Region(NamedTuple):
+    """Leaders that adapt, and the states that they may take, bool [state]; all where none are given."""
+
+    leaders: tuple[int, ...]
+    masks: dict[int, np.ndarray]
+
+    def same(self, other: _Region) -> bool:
+        """Whether the same adapts."""
+        if self.leaders != other.leaders or self.masks.keys() != other.masks.keys():
+            return False
+        return all(np.array_equal(mask, other.masks[n]) for n, mask in self.masks.items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,40 +133,47 @@ class Neighbourhood:
             (number of a choice, its states, None if the ops around cannot adapt); what is said last of a choice holds.
         """
         assert not self.tied
-        left = [*range(len(wanted))]
+        left, before, made = [*range(len(wanted))], None, {}
         for hops in HOPS:
-            some, left = left, []
-            for n, change in zip(some, self._changes([wanted[n] for n in some], held, hops), strict=True):
+            region = self._region(wanted[0], held, hops)
+            if before is not None and region.same(before):  # nothing more adapts, so that what was impossible is
+                break
+            some, left, before = left, [], region
+            for n, change in zip(some, self._changes([wanted[n] for n in some], region, made), strict=True):
                 yield n, change
                 if change is None:
                     left.append(n)
             if not left:
                 break
 
-    def _changes(
-        self, wanted: Sequence[Mapping[int, np.ndarray]], held: Mapping[int, np.ndarray], hops: int
-    ) -> Iterator[Nearby | None]:
-        """What `choices` finds among the ops up to `hops` arrays away."""
-        leading, asked = self.leading, {self.leading.leader[i] for i in wanted[0]}
-        masks = leading.masks({i: mask for i, mask in self._tiled(held).items() if i not in wanted[0]})
-        ops = dict.fromkeys(self._near(wanted[0], hops))
+    def _region(self, asked: Collection[int], held: Mapping[int, np.ndarray], hops: int) -> _Region:
+        """What adapts to a change of some ops: ops up to `hops` arrays away, each within what is held of it."""
+        leading, own = self.leading, {self.leading.leader[i] for i in asked}
+        masks = leading.masks({i: mask for i, mask in self._tiled(held).items() if i not in asked})
         leaders = []
-        for n, kept in leading.region(ops, self.states).items():
-            if kept is None or n in asked or np.count_nonzero(kept) > 1:  # else it stays, with all its followers
+        for n, kept in leading.region(dict.fromkeys(self._near(asked, hops))).items():
+            if kept is None or n in own or np.count_nonzero(kept) > 1:  # else it stays, with all its followers
                 leaders.append(n)
                 if kept is not None:
                     masks[n] = kept & masks[n] if n in masks else kept
-        part = _part(leading.problem, leading.present, masks, leaders)
+        return _Region(tuple(leaders), masks)
+
+    def _changes(self, wanted: Sequence[Mapping[int, np.ndarray]], region: _Region, made: Computed) -> Iterator[Nearby | None]:
+        """What `choices` finds where this adapts; `made` is what presolve computed before."""
+        leading, (leaders, masks) = self.leading, region
+        part = shared(_part(leading.problem, leading.present, masks, leaders))
         number = {i: n for n, i in enumerate(leaders)}
+        asked = {number[leading.leader[i]] for i in wanted[0]}
         possible = all(np.isfinite(c).any() for c in part.costs)
-        small = presolve(part, kept=[number[i] for i in asked], dominance=0) if possible else None
+        small = presolve(part, kept=asked, dominance=0, made=made) if possible else None
         if small is None or not small.feasible:
             yield from [None] * len(wanted)
             return
         before = part.objective([leading.present[n] for n in leaders])
+        parts, at = _separate(small, made), {i: n for n, i in enumerate(small.nodes)}
         for choice in wanted:
-            best = _minimum(small, {number[n]: mask for n, mask in leading.masks(self._tiled(choice)).items()})
-            yield best and Nearby(self, tuple(leaders), small, best[0] + small.offset - before, best[1])
+            best = _together(parts, {at[number[n]]: mask for n, mask in leading.masks(self._tiled(choice)).items()})
+            yield best and Nearby(self, leaders, small, best[0] + small.offset - before, best[1])
 
     @cached_property
     def leading(self) -> LeaderNetwork:
@@ -174,7 +200,7 @@ class Neighbourhood:
             of.setdefault(c, []).append(i)
         return {i: some for some in of.values() if len(some) > 1 for i in some}
 
-    def _near(self, masks: Mapping[int, np.ndarray], hops: int) -> list[int]:
+    def _near(self, masks: Collection[int], hops: int) -> list[int]:
         """The ops that adapt: up to `hops` arrays from the forced ones."""
         near, most, members = self.network.problem.flat.near, max(MAX_ADAPTING, len(masks)), self._members
         found = dict.fromkeys(masks)
@@ -191,7 +217,8 @@ class Neighbourhood:
 
     def _tiled(self, masks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Masks of states from those of strategies."""
-        return {i: np.tile(mask, self.network.blocks.count(i)) for i, mask in masks.items()}
+        count = self.network.blocks.count
+        return {i: mask if count(i) == 1 else np.tile(mask, count(i)) for i, mask in masks.items()}
 
     def _adapted(self, masks: Mapping[int, np.ndarray], region: Sequence[int]) -> tuple[int, ...] | None:
         """The states of least cost of the whole network in which only the region's ops leave theirs."""
@@ -227,12 +254,80 @@ def _part(
     return Problem(tuple(costs), tuple(edges), ties=tuple(problem.ties[i] for i in region) if tied else ())
 
 
-def _minimum(small: Presolved, masks: Mapping[int, np.ndarray]) -> tuple[float, Callable[[], Sequence[int]]] | None:
-    """(least cost of a reduced network whose kept nodes stay within their masks, what gives its states); None if there is none."""
-    costs = (np.where(masks[i], c, np.inf) if i in masks else c for i, c in zip(small.nodes, small.problem.costs, strict=True))
-    problem = replace(small.problem, costs=tuple(costs))
-    rest = presolve(problem, dominance=0)
-    if not rest.feasible or not rest.nodes:  # most often nothing is left
+@dataclass(frozen=True, eq=False)
+class _Separate:
+    """A connected part of a reduced network; equal ones, as those of repeated layers, share what was found.
+
+    Attributes:
+        nodes: of the reduced network.
+        problem: of these nodes.
+        found: masks -> its least cost and what gives its states, None if there is none.
+        made: what presolve computed before.
+    """
+
+    nodes: tuple[int, ...]
+    problem: Problem
+    found: dict[tuple, _Least | None]
+    made: Computed
+
+    def least(self, masks: Mapping[int, np.ndarray]) -> _Least | None:
+        """The least cost where nodes of the reduced network stay within their masks."""
+        own = [masks.get(n) for n in self.nodes]
+        key = tuple(mask if mask is None else mask.tobytes() for mask in own)
+        if key not in self.found:
+            costs = (c if mask is None else np.where(mask, c, np.inf) for c, mask in zip(self.problem.costs, own, strict=True))
+            self.found[key] = _minimum(replace(self.problem, costs=tuple(costs)), self.made)
+        return self.found[key]
+
+
+def _separate(small: Presolved, made: Computed) -> list[_Separate]:
+    """The connected parts of a reduced network."""
+    problem, known = small.problem, dict[tuple, _Separate]()
+    one = [*range(len(problem.costs))]
+    for e in problem.edges:
+        if one[e.i] != one[e.j]:
+            into, gone = one[e.i], one[e.j]
+            one = [into if n == gone else n for n in one]
+    nodes: dict[int, list[int]] = {}
+    for n, part in enumerate(one):
+        nodes.setdefault(part, []).append(n)
+    edges: dict[int, list[Edge]] = {part: [] for part in nodes}
+    number = {n: at for some in nodes.values() for at, n in enumerate(some)}
+    for e in problem.edges:
+        edges[one[e.i]].append(Edge(number[e.i], number[e.j], e.cost))
+    parts = []
+    for part, some in nodes.items():
+        costs = tuple(problem.costs[n] for n in some)
+        key = *(c.tobytes() for c in costs), *((e.i, e.j, e.cost.tobytes()) for e in edges[part])
+        like = known.get(key) or known.setdefault(key, _Separate((), Problem(costs, tuple(edges[part])), {}, made))
+        parts.append(replace(like, nodes=tuple(some)))
+    return parts
+
+
+def _minimum(problem: Problem, made: Computed) -> _Least | None:
+    """(least cost of a network without memory, what gives its states); None if there is none."""
+    least = [float(c.min()) for c in problem.costs]
+    if np.inf in least:
+        return None
+    if not problem.edges:
+        return sum(least), lambda: [int(c.argmin()) for c in problem.costs]
+    rest = presolve(problem, dominance=0, made=made)
+    if not rest.feasible or not rest.nodes:
         return (rest.offset, lambda: rest.invert(())) if rest.feasible else None
     found = solve(problem, presolved=rest, work_limit=WORK)
     return (found.objective, lambda: found.states) if found.found else None
+
+
+def _together(parts: Sequence[_Separate], masks: Mapping[int, np.ndarray]) -> _Least | None:
+    """(least cost of all parts of a reduced network, what gives the states of its nodes); None if there is none."""
+    found = []
+    for part in parts:
+        if (least := part.least(masks)) is None:
+            return None
+        found.append(least)
+
+    def states() -> list[int]:
+        by_node = {n: s for part, (_, of) in zip(parts, found, strict=True) for n, s in zip(part.nodes, of(), strict=True)}
+        return [by_node[n] for n in range(len(by_node))]
+
+    return sum(cost for cost, _ in found), states

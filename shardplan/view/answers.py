@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardplan.plan import Plan
-from shardplan.plan.why import growing
+from shardplan.plan.why import Why, growing
 from shardplan.view.instrument import Instrument, What
 from shardplan.view.values import answer_values
 
@@ -53,7 +53,9 @@ class Answers:
     def __init__(self, plan: Plan, instrument: Instrument):
         self._plan, self._instrument, self._known = plan, instrument, known(plan)
         self.opened: Found = {}
+        self._last = ""
         self._begun: dict[str, Iterator[None]] = {}
+        self._partial: dict[str, Why] = {}
 
     @property
     def asked(self) -> Found:
@@ -82,20 +84,40 @@ class Answers:
 
     def open(self, id_: str) -> None:
         """Shows what can be said of a row at once: its answer if it is known, else all but the prices of its other layouts."""
+        self._last = id_
         if id_ not in self.asked and id_ in self._known.estimates:
             self.asked[id_] = self._known.estimates[id_]
         elif id_ not in self.asked:
             self._find_facts(id_)
             self.opened[id_] = self._known.facts[id_]
 
+    def shows_more(self, id_: str) -> bool:
+        """Shows the estimates of an opened row that came since it was last asked; whether there are any."""
+        if (found := self._partial.pop(id_, None)) is None:
+            return False
+        self.opened[id_] = answer_values(found)
+        return True
+
     def ahead(self) -> Iterator[None]:
-        """Finds answers before rows are opened, in small pieces of work: all facts, then estimates, those that weigh most first."""
+        """Finds answers before rows are opened, in small pieces of work: all facts, then estimates.
+
+        Rows of the line of the row that was opened last come first, then those that weigh most.
+        """
         rows = self._by_weight()
-        for id_ in rows:
+        for n, id_ in enumerate(rows):
             if id_ not in self._known.facts:
                 self._find_facts(id_)
                 yield
-        for id_ in rows:
+            if n == 0:
+                for _ in self._plan.context.prices.preparing():
+                    yield
+        left = dict.fromkeys(rows)
+        lines = {row["id"]: row.get("line") for row in (*self._instrument.arrays, *self._instrument.collectives)}
+        while left:
+            line = lines.get(self._last)
+            near = (id_ for id_ in left if line and lines[id_] == line)
+            id_ = next(near, next(iter(left)))
+            del left[id_]
             if id_ not in self.asked:
                 yield from self._estimating(id_)
 
@@ -117,12 +139,15 @@ class Answers:
             for _ in self._begun.setdefault(id_, self._finding(id_, self._known.estimates)):  # stays open when this is closed
                 yield
             self._begun.pop(id_, None)
+            self._partial.pop(id_, None)
 
     def _finding(self, id_: str, found: Found, estimate: bool = True, pieces: int | None = None) -> Iterator[None]:
         """Pieces of work until `found` has the answer for a row; after one piece that is what is known without prices."""
         what, why = argument(self._instrument.targets[id_]), None
         try:
-            for why in itertools.islice(growing(self._plan, what, estimate), pieces):  # noqa: B007  # the last one
+            for why in itertools.islice(growing(self._plan, what, estimate, lambda: id_ in self.opened), pieces):
+                if why.choices and why.pending:
+                    self._partial[id_] = why
                 yield
             assert why is not None
             found[id_] = answer_values(why)

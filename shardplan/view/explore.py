@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,6 +34,9 @@ if TYPE_CHECKING or importlib.util.find_spec("anywidget"):
     from traitlets import Dict, Int, List, Unicode
 else:
     AnyWidget = None
+
+TELL_EVERY_S = 0.05
+"""While a row is estimated, what was found so far is shown so often."""
 
 
 def explore(plan: Plan) -> Any:
@@ -136,7 +140,12 @@ if AnyWidget is not None:
                 self._pricing.begin(self._estimate(entry, id_))
 
         def _estimate(self, entry: Entry, id_: str) -> Iterator[None]:
-            yield from entry.answers.answering(id_, estimate=True)
+            told = time.monotonic()
+            for _ in entry.answers.answering(id_, estimate=True):
+                if time.monotonic() - told > TELL_EVERY_S and entry.answers.shows_more(id_):
+                    self._tell(entry)
+                    told = time.monotonic()
+                yield
             self._tell(entry)
             self._scheduling.begin(self._schedule(entry, id_))
 

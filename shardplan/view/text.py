@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardplan.ir.traits import traits_of
 from shardplan.plan import Plan, PlanComparison, PlanDiff
@@ -324,22 +325,39 @@ def _diff_leaves(diff: PlanDiff) -> list[str]:
 
 
 def _diff_decisions(diff: PlanDiff) -> list[str]:
-    groups: dict[tuple[str, ...], tuple[int, float]] = {}
+    groups: dict[tuple[str, ...], list[tuple[PlanDecision | None, PlanDecision | None]]] = {}
     for (file, line, primitive, phase, _), *decisions in diff.decisions:
         if not traits_of(primitive).endpoint:
             place = f"{clean(file)}:{line}" if file else "no line known"
-            key = place, phase, clean(primitive), *map(_strategy, decisions)
-            count, seconds = groups.get(key, (0, 0.0))
-            groups[key] = count + 1, seconds + max(d.runs * d.seconds + d.comm_seconds for d in decisions if d is not None)
-    costliest = set(sorted(groups, key=lambda key: -groups[key][1])[:MAX_CHANGES])
+            groups.setdefault((place, phase, clean(primitive), *map(_strategy, decisions)), []).append((decisions[0], decisions[1]))
+    seconds = {key: sum(max(d.runs * d.seconds + d.comm_seconds for d in pair if d) for pair in some) for key, some in groups.items()}
+    costliest = set(sorted(groups, key=lambda key: -seconds[key])[:MAX_CHANGES])
     cells = [
-        [*key[:4], "->", key[4] if key[3] != key[4] else "other layouts", format_count(count)]
-        for key, (count, _) in groups.items()
+        [*key[:4], "->", key[4] if key[3] != key[4] else _layouts_changed(some), format_count(len(some))]
+        for key, some in groups.items()
         if key in costliest
     ]
-    shown = table(cells, right=(6,), widths={0: 30, 2: 16, 3: 22, 5: 22})
+    widths = {0: 30, 2: 16, 3: 22}
+    taken = sum(max((min(len(row[k]), widths.get(k, WIDTH)) for row in cells), default=0) for k in (0, 1, 2, 3, 4, 6))
+    shown = table(cells, right=(6,), widths=widths | {5: max(22, WIDTH - taken - 2 * 7)})
     title = "inside the step: the factor of the op's rule that each mesh axis shards"
     return ["", title, *shown, *_more(len(groups) - len(cells), "rows, of cheaper ops")] if groups else []
+
+
+def _layouts_changed(some: Iterable[tuple[PlanDecision | None, PlanDecision | None]]) -> str:
+    """The most frequent change of a layout in ops whose strategy is the same, and how many others there are."""
+    counts = Counter(text for a, b in some if a and b for text in _layout_changes(a, b))
+    (text, _), *others = counts.most_common() or [("other layouts", 0)]
+    return f"{text}, and {len(others)} other{'s'[: len(others) > 1]}" if others else text
+
+
+def _layout_changes(a: PlanDecision, b: PlanDecision) -> Iterator[str]:
+    """The layouts in which the second reads and makes arrays otherwise than the first."""
+    made_a, made_b = ([() if x is None else (x,) for x in d.result_layouts] for d in (a, b))
+    for what, before, after in (("operand", a.operand_layouts, b.operand_layouts), ("result", made_a, made_b)):
+        for k, (x, y) in enumerate(itertools.zip_longest(before, after, fillvalue=())):
+            if x != y:
+                yield f"{what} {k} {'as ' + clean(' -> '.join(map(str, y))) if y else 'left to XLA'}"
 
 
 def _strategy(decision: PlanDecision | None) -> str:

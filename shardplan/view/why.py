@@ -37,9 +37,10 @@ def _uses(found: Why) -> Iterator[str]:
         times.append(f" {format_count(len(uses))}".rstrip())
     shown = cells[:MAX_READERS]
     room = _room(shown, 1, 2) - len("  ")
-    widest = max((len(cell[1] + n) for cell, n in zip(shown, times, strict=False)), default=0)
+    places = [cell[1].rpartition(" in ")[0] or cell[1] for cell in shown]
+    widest = max((len(f"{place}…{n}") for place, n in zip(places, times, strict=False)), default=0)
     reads = min(max((len(cell[2]) for cell in shown), default=0), max(room // 2, room - widest))
-    for cell, n in zip(shown, times, strict=False):  # the line says more than the end of a function's name
+    for cell, n in zip(shown, times, strict=False):  # the line and the layout say more than the name of a function
         cell[1] = fit(cell[1], room - reads - len(n)) + n
     lines = table(shown, right=(3, 4), widths={2: reads}, indent="  ")
     yield "read by"

@@ -15,6 +15,7 @@ import numpy as np
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 from shardplan.ilp.solver.presolve.reductions import (
     AggregateFollower,
+    Computed,
     EliminateNode,
     Inbox,
     PresolveNetwork,
@@ -74,6 +75,7 @@ def presolve(
     deadline: Deadline = UNLIMITED,
     kept: Collection[int] = (),
     reductions: Sequence[OfNode] = REDUCTIONS,
+    made: Computed | None = None,
 ) -> Presolved:
     """Applies every reduction until none finds anything.
 
@@ -85,6 +87,7 @@ def presolve(
         deadline: checked between reductions; once it is over, dominance tests end.
         reductions: those that are tried at every node.
         kept: nodes that stay with all their states, so that costs can be added to these later; not with `tie`.
+        made: what was computed of the same arrays before; grows.
     """
     trail: list[Reduction] = []
     n_nodes, tied = len(problem.costs), bool(tie and problem.ties)
@@ -99,7 +102,7 @@ def presolve(
         deadline.check()
         problem, remaining = remove_redundant_steps(problem, deadline)
         steps = steps[remaining]
-        net, before = PresolveNetwork(problem, deadline, held), problem.n_states
+        net, before = PresolveNetwork(problem, deadline, held, made), problem.n_states
         found = _reduce(net, capacity_masks(problem), dominance, reductions, deadline)
         trail += found if numbers is None else [reduction.renumber(numbers) for reduction in found]
         offset, feasible = offset + net.offset, net.feasible
@@ -107,7 +110,8 @@ def presolve(
         deadline.check()
         numbers = alive if numbers is None else tuple(numbers[i] for i in alive)
         held = {n for n, i in enumerate(alive) if i in held}
-        if problem.n_states >= REPEAT_BELOW * before or (dominance and deadline.over()):
+        exhausted = not dominance and not problem.usages  # a second round finds nothing
+        if exhausted or problem.n_states >= REPEAT_BELOW * before or (dominance and deadline.over()):
             break
     return Presolved(problem, offset, feasible, numbers or (), tuple(trail), n_nodes, tied, steps)
 
@@ -128,10 +132,13 @@ def _reduce(
     return [reduction for reduction in found if reduction is not None]
 
 
-def _exhaust(net: PresolveNetwork, reductions: Sequence[OfNode], deadline: Deadline) -> Iterator[Reduction | None]:
+def _exhaust(net: PresolveNetwork, reductions: Sequence[OfNode], deadline: Deadline) -> Iterator[Reduction]:
     """Applies the first reduction that finds something at every node of the worklist, until it is empty."""
     while net.worklist and net.feasible:
         deadline.check()
         i, _ = net.worklist.popitem(last=False)
         if net.alive[i] and i not in net.kept:
-            yield next(filter(None, (reduction.apply(net, i) for reduction in reductions)), None)
+            for reduction in reductions:
+                if found := reduction.apply(net, i):
+                    yield found
+                    break

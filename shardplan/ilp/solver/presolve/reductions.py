@@ -28,6 +28,7 @@ _FINITE = 1e300
 ELIMINATED_ENTRIES = 1 << 16  # entries of the joint table of a node and its two neighbors, up to which it is eliminated
 Inbox = dict[int, dict[int, np.ndarray]]  # `inbox[i][j]`: message that node i receives by its edge to j, [k_i]
 Made = TypeVar("Made")
+Computed = dict[tuple, tuple]  # results of `PresolveNetwork.once`, each with the arrays that its key names
 UsageBlock = tuple[np.ndarray, np.ndarray]  # usages of one node: intervals [m, 2] and bytes [m, k]
 
 
@@ -51,7 +52,7 @@ class Support(NamedTuple):
 class PresolveNetwork:
     """A problem as adjacency lists that reductions change in place."""
 
-    def __init__(self, problem: Problem, deadline: Deadline = UNLIMITED, kept: Collection[int] = ()):
+    def __init__(self, problem: Problem, deadline: Deadline = UNLIMITED, kept: Collection[int] = (), made: Computed | None = None):
         self.kept = kept  # nodes that are not removed
         self.costs = list(problem.costs)  # c_i, [k_i] each
         # adj[i][j] is e_ij with i's states as rows; adj[j][i] is the same table transposed
@@ -63,10 +64,9 @@ class PresolveNetwork:
         self.decided: int | None = None  # a node with one state and no edges, which takes over the usages of all others of that kind
         self.feasible = all(len(c) for c in self.costs)  # False once a node has no state
         self.worklist = OrderedDict.fromkeys(range(len(self.costs)))  # nodes whose costs, edges or usages changed, in order of arrival
-        self._made: dict[tuple, tuple] = {}  # results of `once`, each with the arrays that its key names
-        transposed = {id(e.cost): e.cost.T for e in problem.edges}
+        self._made: Computed = {} if made is None else made
         for number, e in enumerate(problem.edges):
-            self.add_edge(e.i, e.j, e.cost, transposed[id(e.cost)])
+            self.add_edge(e.i, e.j, e.cost, self.once(np.transpose, e.cost))
             if number % CHECK_EVERY == 0:
                 deadline.check()
         for u in problem.usages if problem.limit is not None else ():
