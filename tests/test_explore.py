@@ -520,7 +520,7 @@ def test_an_opened_row_says_all_but_prices_before_any_is_found(unasked, monkeypa
 
 
 def test_an_opened_row_shows_its_best_estimates_so_far_until_all_are_there(unasked, monkeypatch):
-    monkeypatch.setattr("shardplan.view.explore.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("shardplan.view.explore.SHOW_EVERY_S", 0.0)
     kernel = Kernel(unasked)
     targets, told = kernel.widget._entries[0].instrument.targets, []
     row = next(id_ for id_, what in targets.items() if what == "params/layers/*/up")

@@ -188,7 +188,7 @@ class EdgeEnds:
         producers, consumers = (np.array([edge[n] for edge in edges], np.int64) for n in (0, 1))
         return cls(edges, producers, consumers, made, read, np.concatenate(ids))
 
-    def resharded(self, strategies: Sequence[int], ops: Collection[int] | None = None) -> Iterator[ArrayEdge]:
+    def resharded(self, strategies: Sequence[int] | np.ndarray, ops: Collection[int] | None = None) -> Iterator[ArrayEdge]:
         """The edges whose array is read in another layout than it is made in; with `ops`, those that end at one of these."""
         chosen = np.array(strategies, np.int64)
         differs = self.ids[self.made + chosen[self.producers]] != self.ids[self.read + chosen[self.consumers]]

@@ -217,7 +217,7 @@ class CostNetwork:
         return self.prices.resharders[v].path(value.shape, value.itemsize, before, after)
 
     def moves(
-        self, strategies: Sequence[int], retained: Collection[int], ops: Collection[int] | None = None
+        self, strategies: Sequence[int] | np.ndarray, retained: Collection[int], ops: Collection[int] | None = None
     ) -> Iterator[tuple[int, int, int, tuple[ReshardStep, ...]]]:
         """(op, operand, value, reshard path) of what is moved in one run, in program order; copies in `retained` move nothing.
 

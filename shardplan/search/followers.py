@@ -58,7 +58,8 @@ class LeaderNetwork:
         for i in range(len(problem.costs)):
             members[leader[i]].append(i)
         present = tuple(int(np.flatnonzero(state_of[i] == states[i])[0]) for i in small.nodes)
-        leaders, of = (tuple(x[i] for i in range(len(problem.costs))) for x in (leader, state_of))
+        n = range(len(problem.costs))
+        leaders, of = tuple(leader[i] for i in n), tuple(state_of[i] for i in n)
         return cls(small.problem, present, leaders, tuple(map(tuple, members)), of, tuple(states))
 
     def region(self, ops: Collection[int]) -> dict[int, np.ndarray | None]:

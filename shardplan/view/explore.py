@@ -35,7 +35,7 @@ if TYPE_CHECKING or importlib.util.find_spec("anywidget"):
 else:
     AnyWidget = None
 
-TELL_EVERY_S = 0.05
+SHOW_EVERY_S = 0.05
 """While a row is estimated, what was found so far is shown so often."""
 
 
@@ -140,11 +140,11 @@ if AnyWidget is not None:
                 self._pricing.begin(self._estimate(entry, id_))
 
         def _estimate(self, entry: Entry, id_: str) -> Iterator[None]:
-            told = time.monotonic()
+            shown = time.monotonic()
             for _ in entry.answers.answering(id_, estimate=True):
-                if time.monotonic() - told > TELL_EVERY_S and entry.answers.shows_more(id_):
+                if time.monotonic() - shown > SHOW_EVERY_S and entry.answers.shows_more(id_):
                     self._tell(entry)
-                    told = time.monotonic()
+                    shown = time.monotonic()
                 yield
             self._tell(entry)
             self._scheduling.begin(self._schedule(entry, id_))
