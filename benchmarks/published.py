@@ -281,7 +281,7 @@ def by_size(rows: Sequence[Row]) -> list[tuple]:
 def layouts(rows: Iterable[Row], table: Sequence[Mapping[str, str]]) -> list[tuple]:
     """Of groups of rows that time one model in several layouts: (group, rows, pairs in order, of how many, largest error of a ratio).
 
-    A pair whose published seconds differ by less than 2 % has no order, nor has one of one layout. Ratios are to the group's median error.
+    A pair whose published seconds differ by less than 2 % has no order, nor has a pair of one layout. Ratios are to their median error.
     """
     known, splits = {r.id: r for r in rows}, {row["id"]: tuple(row[name] for name in LAYOUT) for row in table}
     groups: dict[tuple, list[Row]] = defaultdict(list)
