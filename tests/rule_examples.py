@@ -80,7 +80,7 @@ BINARY = "atan2 div eq ge gt igamma igamma_grad_a igammac le lt max min mul ne n
 OTHER = "mulhi polynomial clamp regularized_incomplete_beta select_n convert_element_type integer_pow reduce_precision"
 
 SLOW = "igamma igamma_grad_a igammac polygamma zeta"  # to compile
-for _name in [*PLAIN.split(), *PROLOGUES.split(), "neg", *ITERATED.split(), "stop_gradient"]:
+for _name in [*PLAIN.split(), *PROLOGUES.split(), "mul", "div", "neg", *ITERATED.split(), "stop_gradient"]:
     _fn: Any = NAMED.get(_name, getattr(lax, _name, None))
     if _name in UNARY_INT.split():
         add(_name, _fn, "u32[8,4]")

@@ -413,7 +413,7 @@ def test_prices_agree_with_the_collectives_that_the_plan_combines():
     found = plan.context.planned
     moved = found.network.combined_groups(found.solution.states)
     kinds = Counter(crowd for (crowd, _), _ in moved)
-    assert plan.seconds["bound"] > 0.4 * plan.seconds["total"] and max(kinds.values()) <= 2
+    assert plan.seconds["bound"] > 0.35 * plan.seconds["total"] and max(kinds.values()) <= 2
     pricing = replace(found.network.pricing, combined=moved)
     again = build_network(found.space, found.network.prices.resharders[0], None, pricing=pricing)
     assumed, combined = (network.step_seconds(found.solution.states) for network in (found.network, again))
