@@ -31,9 +31,7 @@ def test_contradicting_pins_are_named_with_their_line_bytes_and_seconds(search):
     (found,) = plan.conflicts
     assert found.pins == ("x: in_shardings = P('model', None)", "result: out_shardings = P(None, 'model')")
     device, array_bytes = Cluster.preset("h100").device, found.bytes * 4 / 3
-    transposed_s = max(
-        device.kernel_latency_s, 2 * array_bytes / device.memory_rate
-    )  # before the all-to-all, compute
+    transposed_s = max(device.kernel_latency_s, 2 * array_bytes / device.memory_rate)  # before the all-to-all, compute
     assert found.bytes == plan.comm_bytes and 0 < found.seconds == pytest.approx(plan.seconds["communication"] + transposed_s)
     assert (found.file, found.line) == ("test_regions.py", elementwise.__code__.co_firstlineno + 1)  # what makes the result
     text = plan.explain()
