@@ -21,6 +21,7 @@ import zoo
 import shardplan
 from shardplan.costs.build import build_network
 from shardplan.ir.parse import parse
+from shardplan.mesh import Cluster
 from shardplan.xla import available, compile
 from shardplan.xla.compiler.compile import lower_for
 from shardplan.xla.hlo.schedule import overlaps
@@ -379,10 +380,10 @@ def norm_step(params, x):
     return [p - 0.1 * g / norm for p, g in zip(params, grads, strict=True)]
 
 
-def planned_norm(pins, memory=None):
+def planned_norm(pins, memory=None, cluster="h100"):
     params, batch = [S((1024, 1024), F32)] * 8, S((4096, 1024), BF16)
     mesh = AbstractMesh((8, 8), ("node", "gpu"))
-    step = shardplan.auto(mesh, cluster="h100", donate_argnums=0, pins=pins | {"x": P(("node", "gpu"))}, memory=memory)(norm_step)
+    step = shardplan.auto(mesh, cluster=cluster, donate_argnums=0, pins=pins | {"x": P(("node", "gpu"))}, memory=memory)(norm_step)
     return step, (params, batch)
 
 
@@ -408,12 +409,13 @@ def test_rule_2_xla_reduces_that_norm_once_and_combines_scatters_of_small_gradie
 
 def test_prices_agree_with_the_collectives_that_the_plan_combines():
     """Each of many small arrays pays its part of one latency, and no more kinds of collectives are used than pay."""
-    step, args = planned_norm({})
+    h100 = Cluster.preset("h100")
+    step, args = planned_norm({}, cluster=replace(h100, device=replace(h100.device, kernel_latency_s=3e-6)))
     plan = step.plan(*args)
     found = plan.context.planned
     moved = found.network.combined_groups(found.solution.states)
     kinds = Counter(crowd for (crowd, _), _ in moved)
-    assert plan.seconds["bound"] > 0.35 * plan.seconds["total"] and max(kinds.values()) <= 2
+    assert plan.seconds["bound"] > 0.4 * plan.seconds["total"] and max(kinds.values()) <= 2
     pricing = replace(found.network.pricing, combined=moved)
     again = build_network(found.space, found.network.prices.resharders[0], None, pricing=pricing)
     assumed, combined = (network.step_seconds(found.solution.states) for network in (found.network, again))
