@@ -315,10 +315,8 @@ def compare(folder: Path, cluster) -> str:
         step, priced, planned = min(record["step_s"]), 0.0, planned_s(known[record["name"]], cluster)
         for _, kind, measured, predicted in kernels_of(record, cluster):
             priced += predicted
-            for n, more in enumerate(
-                (1, measured, predicted) if measured else ()
-            ):  # of asynchronous fusions the profiler knows no name
-                kinds[kind][n] += more
+            if measured:  # the profiler does not name asynchronous fusions
+                kinds[kind] = [a + b for a, b in zip(kinds[kind], (1, measured, predicted), strict=True)]
         mhz, watts, *_ = (*record["clocks"], math.nan, math.nan)
         steps.append((record["name"], f"{step * 1e3:.2f}", f"{record['busy_s'] * 1e3:.2f}", f"{mhz:.0f}", f"{watts:.0f}",
                       f"{priced / record['busy_s']:.2f}", f"{planned / step:.2f}"))  # fmt: skip
