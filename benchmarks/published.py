@@ -216,8 +216,7 @@ def planned(row: Mapping[str, str], shape: models.Shape) -> Row:
     zero = 3 if sizes["fsdp"] > 1 else 1 if "ZeRO-1" in row["zero"] else 0
     axes = {name: n for name, n in sizes.items() if n > 1} or {"data": 1}
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
-    step, state, batch = models.build(shape, mesh)
-    wanted = models.pins(state, sizes, zero)
+    step, state, batch, wanted = models.build(shape, mesh, sizes, zero)
     auto = shardplan.auto(
         mesh,
         cluster=cluster,

@@ -240,6 +240,15 @@ def _as_read(w, sharding):
 _as_read.defvjp(lambda w, sharding: (_as_read(w, sharding), None), lambda sharding, _, grad: (grad,))
 
 
+@jax.custom_vjp
+def _added_to(params, totals):
+    """The parameters. Their gradient is added to the totals as soon as it is there, as PyTorch adds it, and the sums are the gradient."""
+    return params
+
+
+_added_to.defvjp(lambda params, totals: (params, totals), lambda totals, grads: (jax.tree.map(jnp.add, totals, grads), None))
+
+
 def _attention(x, p, s: Shape, split: Callable):
     t = x.shape[1]
     q, k, v = (split(_linear(x, p, name, s)) for name in ("query", "key", "value"))
@@ -288,11 +297,17 @@ def block_bytes(s: Shape) -> int:
     return sum(x.size for x in jax.tree.leaves(layer)) * jnp.dtype(s.compute_dtype).itemsize
 
 
-def build(s: Shape, mesh: jax.sharding.AbstractMesh):
-    """(train step, state, batch) of a row; the last two as shapes. The batch is [accum, sequences, tokens].
+def build(s: Shape, mesh: jax.sharding.AbstractMesh, sizes: Mapping[str, int], zero: int):
+    """(train step, state, batch, pins of both) of a row; state and batch as shapes. The batch is [accum, sequences, tokens].
 
     Activations are constrained to be sharded over the batch, to tensor parallelism within blocks and to the sequence between them where
-    a row says so, and the logits over the vocabulary.
+    a row says so, and the logits over the vocabulary. Each microbatch gathers the weights anew, from where the state has them.
+
+    Args:
+        s: sizes.
+        mesh: the axes of `sizes` that are larger than 1.
+        sizes: of the axes "data", "fsdp", "tensor", in this order.
+        zero: 3 shards parameters and optimizer, 1 the optimizer alone (over "data" and "fsdp"), 0 neither.
     """
     at = Layouts(mesh, tuple(a for a in ("data", "fsdp") if mesh.shape.get(a, 1) > 1) or None, s.sequence_parallel)
     vocabulary = at.tensor if at.tensor and s.vocab % mesh.shape["tensor"] == 0 else None
@@ -302,7 +317,9 @@ def build(s: Shape, mesh: jax.sharding.AbstractMesh):
         params = _params(s)
         return {"params": params, "opt": optimizer.init(params)}
 
-    def loss_fn(params, batch):
+    def loss_fn(params, batch, totals=None):
+        if totals is not None:
+            params = {name: _added_to(w, totals[name]) if name != "layers" else w for name, w in params.items()}
         embed = params["embed"].astype(s.compute_dtype)
         x = jax.nn.one_hot(batch["inputs"], s.vocab, dtype=embed.dtype) @ embed if s.one_hot else embed[batch["inputs"]]
         if "positions" in params:
@@ -314,8 +331,8 @@ def build(s: Shape, mesh: jax.sharding.AbstractMesh):
         x = at.between(x)
         if s.saved is not None:
             block = jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(*s.saved))
-        for p in params["layers"]:
-            x = block(x, p)
+        for i, p in enumerate(params["layers"]):
+            x = block(x, p if totals is None else _added_to(p, totals["layers"][i]))
         x = at.whole(_norm(x, params["norm"], s.gated))
         head = params["embed"].astype(x.dtype).T if s.tied else params["head"].astype(x.dtype)
         logits = at.laid(x @ head, None, vocabulary)
@@ -332,14 +349,20 @@ def build(s: Shape, mesh: jax.sharding.AbstractMesh):
             zeros = jax.tree.map(jnp.zeros_like, state["params"])
 
             def add(total, one):
-                return jax.tree.map(jnp.add, total, grads_of(state["params"], one)), None
+                params = jax.tree.map(jax.lax.with_sharding_constraint, state["params"], at_rest)
+                loss, grads = grads_of(params, one, total[1])
+                return (total[0] + loss, grads), None
 
             (loss, grads), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), batch)
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
     tokens = jax.ShapeDtypeStruct((s.accum, s.batch // s.accum, s.seq), jnp.int32)
-    return train_step, jax.eval_shape(create_state), {"inputs": tokens, "targets": tokens}
+    state = jax.eval_shape(create_state)
+    wanted = pins(state, sizes, zero)
+    names = jax.tree.map_with_path(lambda path, _: "state/params/" + _path(path), state["params"])
+    at_rest = jax.tree.map(lambda name: NamedSharding(mesh, wanted[name]), names)
+    return train_step, state, {"inputs": tokens, "targets": tokens}, wanted
 
 
 # ---- the layout
@@ -349,17 +372,19 @@ TENSOR = {"query": 1, "key": 1, "value": 1, "out": 0, "up": 1, "gate": 1, "down"
 """Parameter -> its dim that tensor parallelism shards: heads, hidden, vocabulary."""
 
 
+def _path(path) -> str:
+    """Of a leaf, as the planner names it."""
+    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+
+
 def pins(state, mesh: Mapping[str, int], zero: int) -> dict[str, P]:
     """Layouts of the state and the batch: tensor-parallel dims over "tensor", the state over "fsdp" as far as ZeRO of that level does.
 
-    Args:
-        state: the step's state, as shapes.
-        mesh: sizes of the axes "data", "fsdp", "tensor", in this order.
-        zero: 3 shards parameters and optimizer, 1 the optimizer alone (over "data" and "fsdp"), 0 neither.
+    Args: of `build`.
     """
     found: dict[str, P] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+        keys = _path(path).split("/")
         dims: list = [None] * leaf.ndim
         if leaf.ndim and (at := TENSOR.get(keys[-1])) is not None and mesh["tensor"] > 1 and leaf.shape[at] % mesh["tensor"] == 0:
             dims[at] = "tensor"

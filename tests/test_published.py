@@ -82,11 +82,23 @@ def test_a_layer_that_saves_less_is_computed_again():
     assert products[0] < products[1] < products[2] and attention[0] < attention[1] == attention[2]
 
 
+def jaxpr_of(shape):
+    mesh = jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    step, state, batch, _ = published.models.build(shape, mesh, {"data": 1, "fsdp": 8, "tensor": 1}, 3)
+    return jax.make_jaxpr(step)(state, batch)
+
+
+def test_each_microbatch_gathers_the_weights_that_the_state_holds_in_shards():
+    shape = dataclasses.replace(published.shape_of(ROW), layers=2, width=2048, hidden=8192, seq=64)
+    one, four = (published.planned(ROW, dataclasses.replace(shape, accum=n, batch=8 * n)) for n in (1, 4))
+    whole = 4 * four.params  # bytes of float32
+    assert four.peak_bytes < one.peak_bytes + 0.25 * whole  # the totals, and a gather at a time
+    assert four.parts["exposed"] > 2 * one.parts["exposed"]
+
+
 def test_products_of_8_bits_read_transposed_copies():
     shape = dataclasses.replace(published.shape_of(ROW), layers=1, float8="delayed")
-    mesh = jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    step, *of = published.models.build(shape, mesh)
-    kernels = Counter(re.findall(r"published_turned\w*", str(jax.make_jaxpr(step)(*of))))
+    kernels = Counter(re.findall(r"published_turned\w*", str(jaxpr_of(shape))))
     assert kernels == {"published_turned": 14, "published_turned_matrix": 7}  # of 7 products: operand and gradient, and the weight
 
 
