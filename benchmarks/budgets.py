@@ -61,10 +61,10 @@ def problems(model: str, mesh: str) -> Iterator[tuple[str, Problem]]:
     plan = step.plan(state, batch)
     found = plan.context.planned
     resharder = Resharder(found.space.mesh, found.space.cluster)
-    exposed_fraction = 1.0 - found.space.cluster.overlap * found.options.overlap
+    interference = 1.0 - found.space.cluster.overlap * found.options.overlap
 
     def problem(limit: float | None) -> Problem:
-        return build_network(found.space, resharder, limit, pricing=Pricing(exposed_fraction)).problem
+        return build_network(found.space, resharder, limit, pricing=Pricing(interference)).problem
 
     limited = problem(plan.memory().peak)
     least = limited.peak(min_average_memory(limited))

@@ -242,7 +242,7 @@ _as_read.defvjp(lambda w, sharding: (_as_read(w, sharding), None), lambda shardi
 
 @jax.custom_vjp
 def _added_to(params, totals):
-    """The parameters. Their gradient is added to the totals as soon as it is there, as PyTorch adds it, and the sums are the gradient."""
+    """The parameters. Their gradients are added to the totals as they come, as PyTorch adds them, and the sums are the gradients."""
     return params
 
 

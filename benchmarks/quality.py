@@ -58,7 +58,7 @@ def judge(lowered, target: str, timeout_s: float, options: Mapping | None = None
         return {"error": compiled.error.strip().splitlines()[0][:200]}
     found = seconds(compiled, shardplan.Cluster.preset(target.partition(":")[0]))
     return {
-        "seconds": found.compute_s + found.exposed_s,
+        "seconds": found.step_s,
         "serial": found.total_s,
         "compute": found.compute_s,
         "collectives": found.collective_s,

@@ -74,8 +74,8 @@ class Round:
             return f"{planned}; {self.report.compiled.error}"
         budget = f" for a budget of {format_memory(self.budget)}" if self.budget and self.budget != first.budget else ""
         return (
-            f"{planned}{budget}; XLA's program {self.seconds.total_s * 1e3:.3g} ms, {self.seconds.collective_s * 1e3:.3g} ms of it "
-            f"collectives, {format_memory(self.report.compiled.memory.peak_bytes)}{'' if self.fits else ', DOES NOT FIT'}"
+            f"{planned}{budget}; XLA's program {self.seconds.step_s * 1e3:.3g} ms, {self.seconds.exposed_s * 1e3:.3g} ms of it "
+            f"exposed collectives, {format_memory(self.report.compiled.memory.peak_bytes)}{'' if self.fits else ', DOES NOT FIT'}"
             f"{', compiled without Triton products' if self.report.compiled.retried else ''}"
         )
 
@@ -126,7 +126,7 @@ def verified(
         if not report.compiled.ok or memory is None:
             return _choose([*done, Round(report, limit)], "the compile failed")
         took, fits = seconds(report.compiled, cluster), budget is None or memory.peak_bytes <= budget
-        overruns = _overruns(report, took.total_s, cluster)
+        overruns = _overruns(report, took.step_s, cluster)
         done.append(Round(report, limit, took, overruns, fits))
         found = [x.correction for x in overruns if x.correction]
         if fits and not found:
@@ -140,7 +140,7 @@ def verified(
 def _choose(done: list[Round], stopped: str) -> Verified:
     def order(n: int):
         r = done[n]
-        return r.seconds is None, not r.fits, r.seconds.total_s if r.seconds else 0.0, n
+        return r.seconds is None, not r.fits, r.seconds.step_s if r.seconds else 0.0, n
 
     return Verified(tuple(done), min(range(len(done)), key=order), stopped)
 

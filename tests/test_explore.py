@@ -347,7 +347,8 @@ def test_the_schedule_sums_to_the_seconds_of_the_plan(which, request):
     schedule = StepSchedule(plan.context.planned)
     sums = {lane: sum(x.seconds for x in schedule.spans if x.lane == lane) for lane in ("compute", "network")}
     s = plan.seconds
-    assert sums["compute"] == pytest.approx(s["compute"], rel=1e-9) and sums["network"] == pytest.approx(s["communication"], rel=1e-9)
+    for lane, part in (("compute", "compute"), ("network", "communication")):  # each takes longer by what the other slows it by
+        assert sums[lane] == pytest.approx(s[part] + s["interference"], rel=1e-9)
     assert sum(x.exposed_s for x in schedule.spans) == pytest.approx(s["communication"] - s["hidden"], rel=1e-6, abs=1e-12)
     assert schedule.end_s == pytest.approx(s["total"], rel=1e-9)
     for lane in sums:  # a stream does one thing at a time
@@ -375,8 +376,9 @@ def test_a_trace_has_both_streams_and_memory(plan, tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     busy = {name: sum(e["dur"] for e in events if e["ph"] == "X" and threads[e["tid"]] == name) for name in threads.values()}
-    assert busy["compute"] == pytest.approx(1e6 * plan.seconds["compute"], rel=1e-4)
-    assert busy["network"] == pytest.approx(1e6 * plan.seconds["communication"], rel=1e-4)
+    slower = plan.seconds["interference"]
+    assert busy["compute"] == pytest.approx(1e6 * (plan.seconds["compute"] + slower), rel=1e-4)
+    assert busy["network"] == pytest.approx(1e6 * (plan.seconds["communication"] + slower), rel=1e-4)
     assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") <= plan.memory().peak + 8
 
 

@@ -154,7 +154,7 @@ def least_ps(task: PlanningTask, judged: Judged) -> float:
     """Picoseconds under whatever compiler options a plan may set."""
     program = decided_program(judged.network, judged.states)
     options = (y for x in task.options.xla for y in thresholds(x))
-    return PS * min(replace(program, options=o).step_timeline(task.overlaps).total_s for o in options)
+    return PS * min(replace(program, options=o).step_timeline(task.interference).total_s for o in options)
 
 
 @pytest.mark.parametrize(("name", "cluster"), CASES)

@@ -81,12 +81,17 @@ class DecidedProgram:
         """The step."""
         return self.network.space.graph
 
-    def step_timeline(self, overlaps: bool = True) -> Timeline:
-        """Seconds of one step; where nothing overlaps, the compute stream waits for all collectives."""
+    def step_timeline(self, interference: float | None = None) -> Timeline:
+        """Seconds of one step.
+
+        Args:
+            interference: the part of a second in which a kernel and a collective run at once that is lost, by default the cluster's;
+                1 if nothing overlaps: the compute stream waits for all collectives.
+        """
         line = self.acyclic._computation(OUTSIDE)[0]
-        if overlaps:
-            return line
-        return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)
+        if interference == 1:
+            return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)
+        return line.with_interference(self.network.space.cluster.interference if interference is None else interference)
 
     @cached_property
     def hides(self) -> bool:

@@ -52,13 +52,13 @@ class StepSeconds:
     background: float
     overlap_capacity: float
 
-    def hidden(self, exposed_fraction: float) -> float:
-        """Seconds of background collectives that (8) counts as hidden; a hidden one still costs `exposed_fraction` of its seconds."""
-        return (1 - exposed_fraction) * min(self.background, self.overlap_capacity)
+    def hidden(self, interference: float) -> float:
+        """Seconds of background collectives that (8) counts as hidden; a hidden one still costs `interference` of its seconds."""
+        return (1 - interference) * min(self.background, self.overlap_capacity)
 
-    def total(self, exposed_fraction: float) -> float:
+    def total(self, interference: float) -> float:
         """(8): compute, blocking collectives, and background collectives as far as they stay exposed."""
-        return self.compute + self.blocking + self.background - self.hidden(exposed_fraction)
+        return self.compute + self.blocking + self.background - self.hidden(interference)
 
 
 class PricedProblem(NamedTuple):

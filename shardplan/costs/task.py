@@ -79,14 +79,14 @@ class PlanningTask:
                 yield PlanningTask(self.graph, self.resharder, options, self.stopwatch, bounds=self.bounds, merged=groups, finer=self)
 
     @property
-    def exposed_fraction(self) -> float:
-        """Fraction of a hidden collective's seconds that a cost network prices all the same; 1 where no collective overlaps."""
-        return 1.0 - self.resharder.cluster.overlap * self.options.overlap
+    def interference(self) -> float:
+        """Fraction of the seconds in which kernels and collectives run at once that is lost; 1 where nothing overlaps."""
+        return self.resharder.cluster.interference if self.options.overlap else 1.0
 
     @property
     def overlaps(self) -> bool:
         """Whether collectives run at the same time as kernels."""
-        return self.exposed_fraction < 1
+        return self.interference < 1
 
     @cached_property
     def facts(self) -> StepFacts:

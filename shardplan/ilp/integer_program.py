@@ -146,7 +146,7 @@ class IntegerProgram(Search):
 
     def _by_axis(self, found: Candidates, deadline: Deadline) -> None:
         """Step 3: the plans on the way of the search axis by axis."""
-        for network, solution in () if self.task.merged else axis_by_axis(self.task, found.limit, self.task.exposed_fraction):
+        for network, solution in () if self.task.merged else axis_by_axis(self.task, found.limit, self.task.interference):
             found.add(self._on_all_axes(Candidate(network, solution), found.limit))
             if deadline.over():
                 break
@@ -201,7 +201,7 @@ class IntegerProgram(Search):
                 network = self.task.network(replace(pricing, background_price=price), found.limit)
                 return Candidate(network, self.search(network, hint, deadline))
 
-            plan = cheapest_price(at, self.task.exposed_fraction, deadline)
+            plan = cheapest_price(at, self.task.interference, deadline)
             if plan.solution.found:
                 found.add(plan)
             in_vain = in_vain + 1 if found.best is best else 0
@@ -215,7 +215,7 @@ class IntegerProgram(Search):
         """Step 7."""
         if self.task.merged:
             return
-        before, network = found.best, self.task.network(Pricing(self.task.exposed_fraction), found.limit)
+        before, network = found.best, self.task.network(Pricing(self.task.interference), found.limit)
         if (problem := with_classical_inputs(network)) is not None:
             solution = solve(problem, time_limit=time_left(deadline), work_limit=CLASSICAL_WORK)
             if solution.found:

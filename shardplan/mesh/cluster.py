@@ -106,8 +106,8 @@ class Cluster:
         intra: the network inside a node.
         inter: the network between nodes.
         reduce_scatter: whether XLA forms reduce-scatter here (fact: cpu-no-reduce-scatter).
-        overlap: fraction of a collective's seconds that a cost network prices as hidden where independent compute runs; 0 if no
-            collective overlaps with kernels (on CPU devices both want the same cores).
+        overlap: of a second in which a kernel and a collective run at once, the fraction that is saved; the rest is lost, because they
+            slow each other. 0 if no collective overlaps with kernels (on CPU devices both want the same cores).
         source: where the figures come from.
         launch_s: seconds that starting any collective costs.
         platforms: jax platform names this describes.
@@ -123,7 +123,7 @@ class Cluster:
     intra: Link
     inter: Link
     reduce_scatter: Annotated[bool, Meta(description="true or false")] = True
-    overlap: Annotated[float, Meta(ge=0, lt=1, description="a number from 0, less than 1")] = 0.9
+    overlap: Annotated[float, Meta(ge=0, lt=1, description="a number from 0, less than 1")] = 0.8
     source: Text = ""
     launch_s: NotNegative = 0.0
     platforms: Texts = ()
@@ -131,6 +131,11 @@ class Cluster:
     measured: Annotated[tuple[Measured, ...], Meta(description="a list")] = ()
     collective_error: Annotated[NotNegative | None, Meta(description="a number from 0, or null")] = None
     step_error: Annotated[NotNegative | None, Meta(description="a number from 0, or null")] = None
+
+    @property
+    def interference(self) -> float:
+        """Of a second in which a kernel and a collective run at once, the fraction that is lost."""
+        return 1.0 - self.overlap
 
     def axis(self, mesh: MeshShape, axis: str | Sequence[str]) -> AxisLink:
         """How many members of a mesh axis (or of several axes jointly) share a node, and how many nodes a group spans."""

@@ -224,9 +224,10 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         status: how the search ended.
         gap: proven relative distance from the optimum.
         symmetric_layers: whether repeated layers were given equal strategies; the bound holds for all plans.
-        seconds: predicted seconds of a step: "compute", "communication", the part of that which is "hidden" behind compute,
-            "total" (the first two less the third), its lower "bound", and the range of the total from "low" to "high", in which it is
-            by the errors of what was measured (`plan/seconds_range.py`; older files lack these two).
+        seconds: predicted seconds of a step: "compute", "communication", the part of that which is "hidden" behind compute, the
+            "interference" by which the two slow each other meanwhile, "total" (compute + communication - hidden + interference), its
+            lower "bound", and the range of the total from "low" to "high", in which it is by the errors of what was measured
+            (`plan/seconds_range.py`). Older files lack interference, low and high.
         unknown: (primitive, source) of ops without a rule, computed in full on every device; in parentheses why none was derived.
         unmeasured: what takes a twentieth of the step or more and was not measured on this device, and "whole steps" if they were not.
         job: the functions that share the layout of the state, this one first (`shardplan.together`); () for a plan made alone.

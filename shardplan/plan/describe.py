@@ -55,7 +55,8 @@ def describe(planned: Planned, context=None, compiler_options: Flags | None = No
         seconds={
             "compute": to_digits(line.compute_s),
             "communication": to_digits(line.collective_s),
-            "hidden": to_digits(max(0.0, line.collective_s - line.exposed_s)),
+            "hidden": to_digits(line.hidden_s),
+            "interference": to_digits(line.interference_s),
             "total": to_digits(line.total_s),
             "bound": to_digits(line.total_s * (1 - planned.solution.gap)),
             "low": to_digits(low_s),

@@ -33,8 +33,8 @@ ROWS = ("inputs", "outputs", "lines", "decisions")
 RENAMED = {"reads": "operand_layouts", "copies": "copy_numbers", "results": "result_layouts", "result": "result_type"}
 """Fields of a decision of version 1 that have another name now; "moves" became "reshards", and their "value" "array"."""
 SECONDS = {"compute", "communication", "hidden", "total", "bound"}
-RANGE = {"low", "high"}
-"""Seconds that files have since plans have a range."""
+RANGE, INTERFERENCE = {"low", "high"}, {"interference"}
+"""Seconds that files have since plans have a range, and since collectives slow kernels."""
 
 P = TypeVar("P", bound=PlanRecord)
 
@@ -233,8 +233,8 @@ def _faults(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     mesh = plan.mesh
     if any(size < 1 for size in mesh.sizes) or math.prod(mesh.sizes) > MAX_DEVICES or "" in mesh.axes:
         yield "mesh", f"{_short(str(mesh))} is no mesh"
-    if plan.seconds.keys() not in (SECONDS, SECONDS | RANGE):
-        yield "seconds", f"has {_short(sorted(plan.seconds))}, not {', '.join(sorted(SECONDS | RANGE))}"
+    if plan.seconds.keys() not in (SECONDS, SECONDS | RANGE, SECONDS | RANGE | INTERFERENCE):
+        yield "seconds", f"has {_short(sorted(plan.seconds))}, not {', '.join(sorted(SECONDS | RANGE | INTERFERENCE))}"
     for name, leaves in (("inputs", plan.inputs), ("outputs", plan.outputs)):
         if len({x.path for x in leaves}) < len(leaves):
             yield name, "a path stands twice"

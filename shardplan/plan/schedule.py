@@ -9,7 +9,7 @@ A loop's rounds follow one another; past `MAX_SPANS` the rounds that are left ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -101,7 +101,7 @@ class StepSchedule:
         found = sorted(self._run(OUTSIDE, 0.0, 1.0), key=lambda x: (x.start_s, x.lane))
         if not self.planned.options.overlap:
             found = list(_one_after_the_other(found))
-        return tuple(_with_exposure(found))
+        return tuple(_with_exposure(_slowed(found, self.planned.space.cluster.interference)))
 
     def _run(self, home: int, start_s: float, share: float, pipelined: bool = True) -> Iterator[Span]:
         """One run of a computation that starts at a time; `share` is its part of all spans that are shown one by one."""
@@ -128,7 +128,8 @@ class StepSchedule:
         for lane in ("compute", "network") if shown < trips else ():
             if here := [x for x in usual if x.lane == lane]:
                 seconds = (trips - shown) * sum(x.seconds for x in here)
-                yield Span(lane, start_s, seconds, f"{trips - shown:.0f} more rounds", here[0].phase, here[0].op)
+                idle_s = (trips - shown) * usual_s - seconds if lane == "network" else 0.0  # so that both are busy as long as they are
+                yield Span(lane, start_s + idle_s, seconds, f"{trips - shown:.0f} more rounds", here[0].phase, here[0].op)
 
     def _kernel(self, task: int, start_s: float, seconds: float) -> Span:
         ops = self._ops.get(task, [])
@@ -263,22 +264,44 @@ def _one_after_the_other(found: Sequence[Span]) -> Iterator[Span]:
         now += x.seconds
 
 
+def _slowed(found: Sequence[Span], interference: float) -> list[Span]:
+    """Where both streams are busy, all takes longer by this fraction of it."""
+    kernels, collectives = (_busy_until([x for x in found if x.lane == lane]) for lane in ("compute", "network"))
+    end_s = max((x.end_s for x in found), default=0.0)
+    either = _busy_until(found)
+
+    def slowed(t: float) -> float:
+        return t + interference * (kernels(t) + collectives(t) - either(t))
+
+    out = []
+    for x in found:
+        start_s = slowed(x.start_s)
+        out.append(replace(x, start_s=start_s, seconds=slowed(min(x.end_s, end_s)) - start_s))
+    return out
+
+
 def _with_exposure(found: Sequence[Span]) -> Iterator[Span]:
     """Spans in which a collective knows how long the compute stream is idle meanwhile."""
-    busy = _merged((x.start_s, x.end_s) for x in found if x.lane == "compute")
-    starts, ends = (np.array([x[n] for x in busy]) for n in (0, 1))
-    before = np.concatenate([[0.0], np.cumsum(ends - starts)]) if busy else np.zeros(1)
-
-    def busy_until(t: float) -> float:
-        n = int(np.searchsorted(starts, t)) if busy else 0
-        return float(before[n - 1] + min(t, ends[n - 1]) - starts[n - 1]) if n else 0.0
-
+    computed = _busy_until([x for x in found if x.lane == "compute"])
     for x in found:
         if x.lane == "compute":
             yield x
         else:
-            idle = x.seconds - (busy_until(x.end_s) - busy_until(x.start_s))
+            idle = x.seconds - (computed(x.end_s) - computed(x.start_s))
             yield replace(x, exposed_s=idle if idle > 1e-12 else 0.0)
+
+
+def _busy_until(found: Sequence[Span]) -> Callable[[float], float]:
+    """Seconds until a time in which at least one of the spans runs."""
+    busy = _merged((x.start_s, x.end_s) for x in found)
+    starts, ends = (np.array([x[n] for x in busy]) for n in (0, 1))
+    before = np.concatenate([[0.0], np.cumsum(ends - starts)]) if busy else np.zeros(1)
+
+    def until(t: float) -> float:
+        n = int(np.searchsorted(starts, t)) if busy else 0
+        return float(before[n - 1] + min(t, ends[n - 1]) - starts[n - 1]) if n else 0.0
+
+    return until
 
 
 def _isotonic(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
     total · exp(± √(e_step² + Σ (share_k · e_k)²))
 
-for the kinds k: products of a dtype, attention kernels, other kernels, exposed communication. share_k is the part of the step that
+for the kinds k: products of a dtype, attention kernels, other kernels, collectives: exposed ones, and what hidden ones slow kernels by. share_k is the part of the step that
 kind k takes, and e_k the 90th percentile of |log(predicted ÷ measured)| of its fit: errors within one kind are taken as the same,
 errors of different kinds as independent. e_step is that of whole published steps on the GPU. So about nine of ten steps lie within,
 if they are like those that were measured.
@@ -54,7 +54,7 @@ def _seconds_by_kind(planned: Planned) -> dict[str, float]:
         elif op.traits.product:
             kind = f"products of {space.cluster.device.family(str(op.ins[0].dtype))}"
         out[kind] += float(seconds[chosen]) * op.runs
-    out["collectives"] = planned.timeline.exposed_s
+    out["collectives"] = planned.timeline.exposed_s + planned.timeline.interference_s
     return dict(out)
 
 

@@ -54,7 +54,7 @@ class AxisByAxis(Search):
     def plan(self, memory: float | None) -> Candidates | None:
         """The plans on the way; None if none ends in a network that fits `memory` bytes per device."""
         found = Candidates.none(self.task, memory)
-        for plan in axis_by_axis(self.task, memory, self.task.exposed_fraction):
+        for plan in axis_by_axis(self.task, memory, self.task.interference):
             found.add(plan)
         self.task.stopwatch.lap("solve")
         return found if found.best else None

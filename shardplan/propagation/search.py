@@ -53,7 +53,7 @@ class Propagation(Search):
 
     def first(self, limit: float | None, deadline: Deadline) -> Candidate:
         """The first network and its propagated states."""
-        network = self.task.network(Pricing(self.task.exposed_fraction), limit)
+        network = self.task.network(Pricing(self.task.interference), limit)
         return Candidate(network, self.search(network, (), deadline))
 
 

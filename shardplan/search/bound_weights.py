@@ -143,8 +143,11 @@ class BestWeights:
 
     def best(self, seconds: Weights, spread: bool = False) -> Weights:
         """The weights of most seconds, which are those of a plan, or of a weighted mean of plans, in any unit."""
-        if not self.task.overlaps:
-            return self._weights(seconds, {}, spread, serial=True)
+        serial, lost = self._weights(seconds, {}, spread, serial=True), self.task.interference
+        return serial if lost == 1 else Weights.mean((self._overlapped(seconds, spread), serial), (1 - lost, lost))
+
+    def _overlapped(self, seconds: Weights, spread: bool) -> Weights:
+        """The same if kernels and collectives do not slow each other."""
         total: dict[int, float] = {}
         chosen: dict[int, Hiding] = {}
         counts = self._counted(seconds.edges[:, NETWORK] + seconds.edges[:, LATENCY], spread)

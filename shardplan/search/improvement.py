@@ -193,4 +193,4 @@ def own_network(task: PlanningTask, judged: Judged, limit: float | None) -> Cost
     """The network at what a plan combines and at the windows of its schedule."""
     combined = judged.network.pricing.combined
     windows = judged.windows if task.overlaps else None
-    return task.network(replace(Pricing(combined=combined, windows=windows), background_price=task.exposed_fraction), limit)
+    return task.network(replace(Pricing(combined=combined, windows=windows), background_price=task.interference), limit)

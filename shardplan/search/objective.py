@@ -143,7 +143,7 @@ def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) 
     best = judged
     for some in options:
         other = replace(program, options=some)
-        line = other.step_timeline(task.overlaps)
+        line = other.step_timeline(task.interference)
         answer = replace(judged.solution, objective=float(np.rint(line.total_s * PS)), bound=0.0)
         found = replace(judged, solution=answer, timeline=line, xla=some, tasks=program.tasks)
         if best.timeline.total_s == inf or (found.excess_bytes, line.total_s) < (best.excess_bytes, (1 - GAIN) * best.timeline.total_s):

@@ -22,22 +22,22 @@ from shardplan.costs.task import Candidate
 from shardplan.ilp.solver.deadline import UNLIMITED, Deadline
 
 
-def cheapest_price(search: Callable[[float], Candidate], exposed_fraction: float, deadline: Deadline = UNLIMITED) -> Candidate:
+def cheapest_price(search: Callable[[float], Candidate], interference: float, deadline: Deadline = UNLIMITED) -> Candidate:
     """The best of up to three candidates by (8); objective and bound are those of (8), in the network's unit.
 
-    `search` solves a network at a price in [exposed_fraction, 1]; `deadline` is when to be content with what is found.
+    `search` solves a network at a price in [interference, 1]; `deadline` is when to be content with what is found.
     """
-    found, seconds = step_objective(search(exposed_fraction), exposed_fraction, exposed_fraction)
+    found, seconds = step_objective(search(interference), interference, interference)
     tried = [found]
-    if found.solution.found and seconds.background > seconds.overlap_capacity and exposed_fraction < 1 and not deadline.over():
-        other, exposed = step_objective(search(1.0), 1.0, exposed_fraction)
+    if found.solution.found and seconds.background > seconds.overlap_capacity and interference < 1 and not deadline.over():
+        other, exposed = step_objective(search(1.0), 1.0, interference)
         tried.append(other)
         less = seconds.background - exposed.background
         below = other.solution.found and less > 0 and exposed.background < exposed.overlap_capacity
         if below and not deadline.over():
             price = (exposed.compute + exposed.blocking - seconds.compute - seconds.blocking) / less
-            price = min(1.0, max(exposed_fraction, price))
-            tried.append(step_objective(search(price), price, exposed_fraction)[0])
+            price = min(1.0, max(interference, price))
+            tried.append(step_objective(search(price), price, interference)[0])
     network, solution = min(tried, key=lambda candidate: candidate.solution.objective)
     bound = max(candidate.solution.bound for candidate in tried)
     proven = bound > solution.objective - 1.0  # costs are whole; the hidden part of them may not be
@@ -46,11 +46,11 @@ def cheapest_price(search: Callable[[float], Candidate], exposed_fraction: float
     return Candidate(network, replace(solution, bound=min(bound, solution.objective), status=status))
 
 
-def step_objective(found: Candidate, price: float, exposed_fraction: float) -> tuple[Candidate, StepSeconds]:
+def step_objective(found: Candidate, price: float, interference: float) -> tuple[Candidate, StepSeconds]:
     """A candidate that was searched at a price, with objective and bound of (8), and the seconds of (8) by part."""
     network, solution = found
     if not solution.found:
         return found, StepSeconds(0.0, 0.0, 0.0, 0.0)
     seconds = network.step_seconds(solution.states)
-    bound = max(0.0, solution.bound - (price - exposed_fraction) * seconds.overlap_capacity)
-    return Candidate(network, replace(solution, objective=seconds.total(exposed_fraction), bound=bound)), seconds
+    bound = max(0.0, solution.bound - (price - interference) * seconds.overlap_capacity)
+    return Candidate(network, replace(solution, objective=seconds.total(interference), bound=bound)), seconds

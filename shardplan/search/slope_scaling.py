@@ -104,7 +104,7 @@ class _PricingLoop:
             network = self.price(Pricing(price, combined))
             return Candidate(network, search(network, hint, self.deadline))
 
-        found = cheapest_price(at, self.task.exposed_fraction, self.deadline)
+        found = cheapest_price(at, self.task.interference, self.deadline)
         self.network = found.network
         return found
 

@@ -148,7 +148,7 @@ def _coloured(text: str, axes: Mapping[str, int]) -> Markup:
 
 def _summary(plan: Plan) -> dict[str, Any]:
     s, found, step_s = plan.seconds, grids(plan.mesh), plan.seconds["total"] or 1.0
-    shares = (("compute", s["compute"] / step_s), ("communication", (s["communication"] - s["hidden"]) / step_s))
+    shares = (("compute", s["compute"] / step_s), ("communication", (step_s - s["compute"]) / step_s))
     inputs = rows.leaf_rows(plan.inputs, plan.mesh)
     span = f"between {format_seconds(s['low'])} and {format_seconds(s['high'])}; " if s.get("high") else ""
     return {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path, PurePath
@@ -139,7 +139,8 @@ class Instrument:
         groups: dict[tuple[str, Layout], list[PlanDecision]] = {}
         for d in self.plan.decisions:
             if not traits_of(d.primitive).endpoint and d.result_layouts and d.file and d.result_layouts[0] is not None:
-                groups.setdefault((addresses[user[d.op]], d.result_layouts[0]), []).append(d)
+                made = replace(planned.result_layout(user[d.op]), partial=())  # as `Plan.why` names it: before it is moved
+                groups.setdefault((addresses[user[d.op]], made), []).append(d)
         found = []
         for (name, layout), some in groups.items():
             aval = graph.ops[user[some[0].op]].outs[0]

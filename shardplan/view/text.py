@@ -90,9 +90,10 @@ def _compiler_options(plan: Plan) -> list[str]:
 
 
 def time_parts(plan: Plan, joint: str = ", ") -> str:
-    """The seconds of a step: compute, communication, and how much of that is hidden."""
+    """The seconds of a step: compute, communication, how much of that is hidden, and by how much the two slow each other meanwhile."""
     s = plan.seconds
-    hidden = f" ({format_seconds(s['hidden'])} of it hidden)" if s["hidden"] else ""
+    slowed = f", at the cost of {format_seconds(s['interference'])}" if s.get("interference") else ""
+    hidden = f" ({format_seconds(s['hidden'])} of it hidden{slowed})" if s["hidden"] else ""
     return f"{format_seconds(s['compute'])} compute{joint}{format_seconds(s['communication'])} communication{hidden}"
 
 

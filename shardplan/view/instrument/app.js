@@ -134,8 +134,8 @@ class App {
     const base = first && this.current ? first : null;
     const tile = (label, value, change, meter, more) => h("div", { class: "tile" }, h("div", { class: "label" }, label), h("div", { class: "value" }, value, change ? h("small", {}, " ", change) : ""), meter, h("div", { class: "more" }, more));
     const share = (style, x, title) => h("span", { class: style, style: `width:${(100 * x).toFixed(2)}%`, title });
-    const exposed = f.communication - f.hidden, most = Math.max(f.limit ?? 0, f.peak) || 1;
-    const stepMeter = h("div", { class: "meter" }, share("compute", f.compute / (f.total || 1), `compute ${seconds(f.compute)}`), share("exposed", exposed / (f.total || 1), `exposed communication ${seconds(exposed)}`));
+    const waits = f.total - f.compute, most = Math.max(f.limit ?? 0, f.peak) || 1;
+    const stepMeter = h("div", { class: "meter" }, share("compute", f.compute / (f.total || 1), `compute ${seconds(f.compute)}`), share("exposed", waits / (f.total || 1), `exposed communication, and what hidden communication slows kernels by, ${seconds(waits)}`));
     const memoryMeter = h("div", { class: "meter" }, d.memory.kinds.map((kind, n) => share(`m-${/^[a-z]+$/.test(kind) ? kind : "other"}`, d.memory.at_peak[n] / most, `${kind} ${memory(d.memory.at_peak[n])}`)));
     this.frame.head.replaceChildren(h("header", {},
       h("h1", {}, d.title, h("span", { class: "axes" }, d.mesh.map(([a, n], k) => h("span", { class: `chip a${k % 6}` }, h("i"), a, h("b", {}, n))))),

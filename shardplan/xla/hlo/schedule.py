@@ -69,11 +69,18 @@ class Overlap:
 
 @dataclass(frozen=True)
 class CompiledSeconds:
-    """Seconds of one step on one device; `exposed_s` are those of `collective_s` in which XLA's own schedule runs no compute."""
+    """Seconds of one step on one device.
+
+    Attributes:
+        compute_s, collective_s: of all kernels, of all collectives.
+        exposed_s: those of `collective_s` in which XLA's own schedule runs no compute.
+        step_s: of the step, with what kernels and collectives that run at once slow each other by.
+    """
 
     compute_s: float
     collective_s: float
     exposed_s: float
+    step_s: float
 
     @property
     def total_s(self) -> float:
@@ -146,7 +153,8 @@ def seconds(compiled: Compiled, cluster: Cluster) -> CompiledSeconds:
 def seconds_of(text: str | HloModule, cluster: Cluster, mesh: MeshShape | None = None) -> CompiledSeconds:
     """As `seconds`, of any compiled module's HLO."""
     line = simulate(text, lambda c: collective_s(c, cluster), lambda work: work_s(work, cluster), mesh)
-    return CompiledSeconds(line.compute_s, line.collective_s, line.exposed_s)
+    step_s = line.with_interference(cluster.interference).total_s
+    return CompiledSeconds(line.compute_s, line.collective_s, line.exposed_s, step_s)
 
 
 def work_s(work: KernelWork, cluster: Cluster) -> float:
