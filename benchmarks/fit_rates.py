@@ -64,7 +64,7 @@ and on A100-80GB, and those of torchtitan on H100 at 500 W, have no bias (`publi
 long runs, on the H100 in short ones."""
 
 
-FLOAT8_IN_STEPS = 0.85
+FLOAT8_IN_STEPS = 0.82
 """The same of products of 8 bits, measured in long runs. MPT's published steps in float8 are predicted somewhat too fast with it,
 torchtitan's on H100 too slow."""
 

@@ -50,7 +50,8 @@ FITTED = ("MPT on H100", "MPT float8 on H100", "MPT on A100-80GB", "torchtitan o
 MPT_ATTENTION = 1.9
 """How much longer than FlashAttention-2 the attention kernel of the MPT rows takes: Triton's, with ALiBi. Fitted to the same."""
 ENOUGH_BYTES = 1e13
-HEAD_FITTING = ("steps that ran", "rows", "predicted to fit", "median of peak ÷ memory", "largest", "peak ÷ published memory, median")
+HEAD_FITTING = ("steps that ran", "rows", "predicted to fit", "median of peak ÷ memory", "largest", "peak ÷ published memory, median",
+                "compute blocks again", "predicted not to fit otherwise")  # fmt: skip
 NEAR_TIE = 0.02
 """Logarithm of the ratio of two published steps below which they have no order."""
 LAYOUT = ("dp", "fsdp", "tp", "pp", "cp", "ep", "zero")
@@ -85,6 +86,7 @@ class Row:
     peak_bytes: float
     gpu_bytes: float
     published_bytes: float  # that were reserved; 0 if not stated
+    kept_peak_bytes: float = 0.0  # of a step that computes whole blocks again: the peak if it did not; 0 of others
 
     @property
     def error(self) -> float:
@@ -180,8 +182,14 @@ def combining(shape: models.Shape, sizes: Mapping[str, int]) -> dict[str, int | 
 
 
 def predicted(row: Mapping[str, str]) -> Row:
-    """Plans two steps with fewer layers than a row's."""
+    """The row's step, and its peak if it kept what it computes again."""
     shape = shape_of(row)
+    found = extrapolated(row, shape)
+    return found if shape.saved != () else replace(found, kept_peak_bytes=extrapolated(row, replace(shape, saved=None)).peak_bytes)
+
+
+def extrapolated(row: Mapping[str, str], shape: models.Shape) -> Row:
+    """Plans two steps with fewer layers than a row's."""
     depths = SHALLOW if row["model"].startswith("MPT") and int(row["gpus"]) <= FEW_GPUS else DEPTHS
     few, more = (planned(row, replace(shape, layers=depth)) for depth in depths)
     times = (shape.layers - depths[0]) / (depths[1] - depths[0])
@@ -303,13 +311,18 @@ def layouts(rows: Iterable[Row], table: Sequence[Mapping[str, str]]) -> list[tup
 
 
 def fitting(groups: Mapping[str, Sequence[Row]]) -> list[tuple]:
-    """Of steps that all ran: (family, rows, how many are predicted to fit, median and largest of peak ÷ memory, peak ÷ published)."""
+    """Of steps that all ran: (family, rows, how many are predicted to fit, median and largest of peak ÷ memory, peak ÷ published, of
+    how many blocks are computed again, and how many of these are predicted not to fit otherwise)."""
     out = []
     for name, rows in groups.items():
         shares = [r.peak_bytes / r.gpu_bytes for r in rows]
         stated = [r.peak_bytes / r.published_bytes for r in rows if r.published_bytes]
         of_published = f"{np.median(stated):.2f}" if stated else ""
-        out.append((name, len(rows), sum(r.fits for r in rows), f"{np.median(shares):.2f}", f"{max(shares):.2f}", of_published))
+        again = [r for r in rows if r.kept_peak_bytes]
+        needed = (len(again), sum(r.kept_peak_bytes > r.gpu_bytes for r in again)) if again else ("", "")
+        out.append(
+            (name, len(rows), sum(r.fits for r in rows), f"{np.median(shares):.2f}", f"{max(shares):.2f}", of_published, *needed)
+        )
     return out
 
 

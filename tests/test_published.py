@@ -105,5 +105,11 @@ def test_products_of_8_bits_read_transposed_copies():
 def test_steps_that_ran_are_compared_with_the_memory(row):
     assert 0 < row.peak_bytes < row.gpu_bytes and row.fits
     large = dataclasses.replace(row, peak_bytes=1.5 * row.gpu_bytes, published_bytes=row.gpu_bytes)
-    ((_, rows, fitting, _, largest, of_published),) = published.fitting({"some": [row, large]})
-    assert (rows, fitting, largest, of_published) == (2, 1, "1.50", "1.50") and not large.fits
+    needed = dataclasses.replace(row, kept_peak_bytes=1.1 * row.gpu_bytes)
+    ((_, rows, fitting, _, largest, of_published, *again),) = published.fitting({"some": [row, large, needed]})
+    assert (rows, fitting, largest, of_published, again) == (3, 2, "1.50", "1.50", [1, 1]) and not large.fits
+
+
+def test_what_blocks_that_are_computed_again_would_hold_is_known(row):
+    again = published.predicted(ROW | {"remat": "every block"})
+    assert again.peak_bytes < again.kept_peak_bytes == row.peak_bytes and row.kept_peak_bytes == 0

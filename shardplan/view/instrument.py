@@ -137,20 +137,24 @@ class Instrument:
         planned = self.schedule.planned
         graph, user, addresses = planned.graph, planned.user_ops, planned.addresses
         groups: dict[tuple[str, Layout], list[PlanDecision]] = {}
+
+        def made(i: int) -> Layout:  # as `Plan.why` names it: before it is moved
+            return replace(planned.result_layout(i), partial=())
+
         for d in self.plan.decisions:
             if not traits_of(d.primitive).endpoint and d.result_layouts and d.file and d.result_layouts[0] is not None:
-                made = replace(planned.result_layout(user[d.op]), partial=())  # as `Plan.why` names it: before it is moved
-                groups.setdefault((addresses[user[d.op]], made), []).append(d)
+                groups.setdefault((addresses[user[d.op]], made(user[d.op])), []).append(d)
         found = []
         for (name, layout), some in groups.items():
             aval = graph.ops[user[some[0].op]].outs[0]
             each = prod(layout.local_shape(aval.shape, self.plan.mesh)) * itemsize(str(aval.dtype))
             found.append((each * len(some), name, layout, some, aval))
         found.sort(key=lambda x: (-x[0], x[1]))
-        out, names = [], Counter(name for _, name, *_ in found)
+        out: list[dict[str, Any]] = []
         for size, name, layout, some, aval in found[:MAX_RESULTS]:
             id_, d = f"r{len(self._targets)}", some[0]
-            self._targets[id_] = name if names[name] == 1 else f"{name} as {layout}"
+            alike = len({made(i) for i in planned.addressed[name]}) == 1
+            self._targets[id_] = name if alike else f"{name} as {layout}"
             text = rows.type_text(str(aval.dtype), aval.shape, layout)
             out.append(
                 {
