@@ -2,10 +2,10 @@
 
     total · exp(± √(e_step² + Σ (share_k · e_k)²))
 
-for the kinds k: products of a dtype, attention kernels, other kernels, collectives: exposed ones, and what hidden ones slow kernels by. share_k is the part of the step that
-kind k takes, and e_k the 90th percentile of |log(predicted ÷ measured)| of its fit: errors within one kind are taken as the same,
-errors of different kinds as independent. e_step is that of whole published steps on the GPU. So about nine of ten steps lie within,
-if they are like those that were measured.
+for the kinds k: products of a dtype, attention kernels, other kernels, and collectives: exposed ones, and what hidden ones slow
+kernels by. share_k is the part of the step that kind k takes, and e_k the 90th percentile of |log(predicted ÷ measured)| of its
+fit: errors within one kind are taken as the same, errors of different kinds as independent. e_step is that of whole published steps
+on the GPU. So about nine of ten steps lie within, if they are like those that were measured.
 """
 
 from __future__ import annotations
