@@ -54,8 +54,8 @@ HEAD_FITTING = ("steps that ran", "rows", "predicted to fit", "median of peak ÷
                 "compute blocks again", "predicted not to fit otherwise")  # fmt: skip
 NEAR_TIE = 0.02
 """Logarithm of the ratio of two published steps below which they have no order."""
-LAYOUT = ("dp", "fsdp", "tp", "pp", "cp", "ep", "zero")
-"""Columns that say how a row's step was laid out."""
+DATA, SPLIT = ("dp", "fsdp"), ("tp", "pp", "cp", "ep", "zero")
+"""Columns that say how a row's step was laid out. Those that differ only in numbers of the first two are one layout."""
 DEPTHS, SHALLOW = (2, 4), (1, 2)
 """Layers of the two models that stand for a deeper one, whose seconds are linear in them; and for the many MPT rows on few GPUs."""
 FEW_GPUS = 64
@@ -285,12 +285,18 @@ def by_size(rows: Sequence[Row]) -> list[tuple]:
     return out
 
 
-def layouts(rows: Iterable[Row], table: Sequence[Mapping[str, str]]) -> list[tuple]:
-    """Of groups of rows that time one model in several layouts: (group, rows, pairs in order, of how many, largest error of a ratio).
+def layout_of(row: Mapping[str, str]) -> tuple:
+    """How a row's step was laid out, whatever its number of GPUs."""
+    return *(int(row[name] or 1) > 1 for name in DATA), *(row[name] for name in SPLIT)
 
-    A pair whose published seconds differ by less than 2 % has no order, nor has a pair of one layout. Ratios are to their median error.
+
+def layouts(rows: Iterable[Row], table: Sequence[Mapping[str, str]], scales: bool = False) -> list[tuple]:
+    """Of groups of rows that time one model in several layouts, or in one at several `scales`: (group, GPUs, pairs in order, of how
+    many, largest error of a ratio).
+
+    A pair whose published seconds differ by less than 2 % has no order. Ratios are to their median error.
     """
-    known, splits = {r.id: r for r in rows}, {row["id"]: tuple(row[name] for name in LAYOUT) for row in table}
+    known, splits = {r.id: r for r in rows}, {row["id"]: layout_of(row) for row in table}
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in table:
         if row["id"] in known:
@@ -298,7 +304,12 @@ def layouts(rows: Iterable[Row], table: Sequence[Mapping[str, str]]) -> list[tup
             groups[tuple(row[name] for name in same)].append(known[row["id"]])
     out = []
     for key, some in groups.items():
-        others = [(a, b) for a, b in itertools.combinations(some, 2) if splits[a.id] != splits[b.id]]
+        several = itertools.combinations(some, 2)
+        others = [
+            (a, b)
+            for a, b in several
+            if (splits[a.id] == splits[b.id] and a.gpus != b.gpus if scales else splits[a.id] != splits[b.id])
+        ]
         if not others:
             continue
         pairs = [(a, b) for a, b in others if abs(math.log(a.published_s / b.published_s)) > NEAR_TIE]
@@ -350,10 +361,12 @@ def write_docs(groups: Mapping[str, list[Row]], table: Sequence[Mapping[str, str
     head = ("system and GPU", "", "rows", "median of the error", "90th percentile", "bias", "off by more than 20 %", "within the range")
     every = [r for rows in groups.values() for r in rows]
     head_layouts = ("one model in several layouts", "GPUs", "pairs in order", "largest error of a ratio")
+    head_scales = ("one model and layout on several numbers of GPUs", *head_layouts[1:])
     sections = [
         measurements.table(head, out),
         measurements.table(("size", "rows", "median error", "mean error"), by_size(every)),
         measurements.table(head_layouts, layouts(every, table)),
+        measurements.table(head_scales, layouts(every, table, scales=True)),
         measurements.table(HEAD_FITTING, fitting(groups)),
     ]
     text = "\n\n".join(sections)
@@ -399,7 +412,7 @@ def main(argv=None) -> None:
     for r in found:
         if not r.fits:
             print(f"{r.id} ran, but is predicted to exceed the memory by {r.peak_bytes / r.gpu_bytes - 1:.0%}")
-    for line in (*by_size(found), *layouts(found, table), *fitting(groups)):
+    for line in (*by_size(found), *layouts(found, table), *layouts(found, table, scales=True), *fitting(groups)):
         print("  ".join(str(x) for x in line))
 
 

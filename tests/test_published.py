@@ -57,7 +57,11 @@ def test_layouts_of_one_model_are_compared():
     ]
     ((_, gpus, in_order, off),) = published.layouts(rows, table)
     assert (gpus, in_order) == ("8 8", "0 of 1") and float(off.rstrip("%")) == pytest.approx(50, abs=1)
-    assert not published.layouts(rows, [row | {"tp": "1"} for row in table])  # one layout, timed twice
+    assert not published.layouts(rows, table, scales=True)
+    once = [row | {"tp": "1"} for row in table]  # one layout, timed twice
+    assert not published.layouts(rows, once) and not published.layouts(rows, once, scales=True)
+    larger = [rows[0], dataclasses.replace(rows[1], gpus=16)]
+    assert not published.layouts(larger, once) and published.layouts(larger, once, scales=True)[0][1:3] == ("8 16", "0 of 1")
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,20 @@ UNTILED_BYTE = 1.44
 """What a byte of the result costs where a kernel transposes without tiles (`xla_model/physical_layout.py`), in results of elementwise
 kernels: a fifth of the memory's rate. Clocked on one H200 (benchmarks/one_gpu.py)."""
 
+
+def elements_computed(largest: float, columns: float, rows: float, masked_bytes: float, untiled_bytes: float) -> float:
+    """What the slowest part of a kernel without products takes, in elements that it computes one by one.
+
+    Args:
+        largest: elements of its largest result.
+        columns: elements that it reads, if it reduces columns.
+        rows: elements that it reads to reduce rows that stay on chip.
+        masked_bytes: that it moves, if it masks such rows.
+        untiled_bytes: of the largest array that it transposes without tiles.
+    """
+    return max(largest, COLUMN_READ * columns, ROW_READ * rows, MASKED_BYTE * masked_bytes, UNTILED_BYTE * untiled_bytes)
+
+
 DEPTHWISE_MULTIPLY, NOT_SQUARE = 0.12, 33.0
 """What a multiplication costs in a convolution with one feature per group, which tensor cores do not compute, in results of elementwise
 kernels; and how many times that if it is depthwise and its window is not square, for which cuDNN has no such kernel. Clocked on one

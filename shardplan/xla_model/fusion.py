@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import inf
 
 from shardplan.ir.graph import Graph
-from shardplan.mesh.rates import COLUMN_READ, MASKED_BYTE, ROW_READ, UNTILED_BYTE
+from shardplan.mesh.rates import elements_computed
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
@@ -177,7 +177,8 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     by_product = written_instead(graph, rules, kernels)
     ends = frozenset(by_product.values())
     seen: dict[tuple[Kernel, int], float] = {}  # bytes of an array that a kernel has read or made
-    moved, reads, makes = (defaultdict[Kernel, float](float) for _ in range(3))  # bytes, elements read, those of the largest result
+    # Per kernel: bytes moved, elements read, elements of the largest result, bytes that are transposed without tiles.
+    moved, reads, makes, untiled = (defaultdict[Kernel, float](float) for _ in range(4))
     columns = {kernel for at, op in enumerate(graph.ops) if reduces_columns(op) for kernel in inside[at]}
     stands: dict[Kernel, int] = {}
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
@@ -213,8 +214,8 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
                 else:
                     results[k] += 1
                     moved[own[at]] += graph.values[v].bytes
-                    untiled = UNTILED_BYTE * graph.values[v].bytes * is_untiled(op)
-                    makes[own[at]] = max(makes[own[at]], untiled, float(math.prod(graph.values[v].shape)))
+                    makes[own[at]] = max(makes[own[at]], float(math.prod(graph.values[v].shape)))
+                    untiled[own[at]] = max(untiled[own[at]], graph.values[v].bytes * is_untiled(op))
         if op.traits.grouped_matmul and not idle:
             operands[0] += 2 * op.ins[2].shape[-1]  # its masked copies, written and read (fact: product-ragged-masked)
         if op.traits.scatter and not idle:
@@ -223,9 +224,10 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     kernel = {at: moved[key] for key, at in stands.items()}
     rows = rows_read(graph, kernels.rows, inside)
     masked = {kernel for at, op in enumerate(graph.ops) if masks(graph, op) for kernel in inside[at]} & rows.keys()
-    columns_of, masked_of = ({key: moves[key] for key in keys} for moves, keys in ((reads, columns), (moved, masked)))
-    slow = ((COLUMN_READ, columns_of), (ROW_READ, rows), (MASKED_BYTE, masked_of))
-    computed = {at: max(makes[key], *(cost * of.get(key, 0.0) for cost, of in slow)) for key, at in stands.items()}
+    computed = {
+        at: elements_computed(makes[key], reads[key] * (key in columns), rows.get(key, 0.0), moved[key] * (key in masked), untiled[key])
+        for key, at in stands.items()
+    }
     again = _row_bytes(graph, rules, kernels)
     return tuple(KernelTraffic(*moves, again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0)) for at, moves in enumerate(counts))
 

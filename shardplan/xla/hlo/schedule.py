@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from shardplan.mesh.cluster import KINDS, Cluster, group_link
 from shardplan.mesh.collective import seconds_on_link
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import COLUMN_READ, MASKED_BYTE, NARROW_UPDATE, ROW_READ, UNTILED_BYTE, Product, kernel_seconds
+from shardplan.mesh.rates import NARROW_UPDATE, Product, elements_computed, kernel_seconds
 from shardplan.xla.hlo.collectives import HloCollective, collectives
 from shardplan.xla.hlo.products import HloProduct, dims_of, products
 from shardplan.xla.hlo.text import HloArray, HloInstruction, HloModule, read
@@ -262,16 +262,17 @@ class _Walk:
                 narrow = x.opcode == "scatter" and updates.bytes < 4 * updates.size and x.attribute("indices_are_sorted") != "true"
                 results = updates.size * (NARROW_UPDATE if narrow else 1.0)
                 break
+        columns = rows = masked = untiled = 0.0
         if i.attribute("kind") == "kLoop":
             moved_last = (x for x in body if x.opcode == "transpose" and dims_of(x, "dimensions")[-1:] != [len(x.arrays[0].shape) - 1])
-            results = max(results, UNTILED_BYTE * max((x.arrays[0].bytes for x in moved_last), default=0))
+            untiled = max((x.arrays[0].bytes for x in moved_last), default=0)
         reduced = [x for x in body if x.opcode == "reduce"]
         if any(len(x.operands[0].arrays[0].shape) - 1 not in dims_of(x, "dimensions") for x in reduced):
-            results = max(results, COLUMN_READ * sum(self._read(i, fused, lambda a: a.size)))
+            columns = sum(self._read(i, fused, lambda a: a.size))
         elif len(reduced) > 1 and "__triton" in i.attributes:
-            masked = any(x.opcode == "select" and x.operands[0].opcode == "broadcast" for x in body)
-            results = max(results, ROW_READ * sum(x.operands[0].arrays[0].size for x in reduced), MASKED_BYTE * moved * masked)
-        return results
+            rows = sum(x.operands[0].arrays[0].size for x in reduced)
+            masked = moved * any(x.opcode == "select" and x.operands[0].opcode == "broadcast" for x in body)
+        return elements_computed(results, columns, rows, masked, untiled)
 
     def _bytes(self, i: HloInstruction, fused: str | None) -> int:
         if i.opcode.endswith("-done"):
