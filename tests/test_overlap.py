@@ -70,11 +70,13 @@ def test_a_fraction_of_what_runs_at_once_is_lost():
     assert f"at the cost of {format_seconds(plan.seconds['interference'])}" in str(plan)
 
 
-def test_the_time_line_has_what_kernels_and_collectives_slow_each_other_by():
-    schedule = StepSchedule(plan_of().context.planned)
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"cluster": "cpu"}])
+def test_the_time_line_has_what_kernels_and_collectives_slow_each_other_by(options):
+    schedule = StepSchedule(plan_of(**options).context.planned)
     kernels = sum(x.seconds for x in schedule.spans if x.lane == "compute")
     s = schedule.planned.timeline
     assert kernels == pytest.approx(s.compute_s + s.interference_s) and schedule.end_s == pytest.approx(s.total_s)
+    assert (s.interference_s > 0) == (not options)
     assert sum(x.exposed_s for x in schedule.spans) == pytest.approx(s.exposed_s)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import Layout
 from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
 
@@ -72,3 +73,7 @@ class Options:
     own_xla: XlaOptions = DEFAULT
     chooses_xla: bool = False
     constraints: Literal["keep", "hint", "ignore"] = "keep"
+
+    def interference(self, cluster: Cluster) -> float:
+        """Fraction of the seconds in which kernels and collectives run at once that is lost; 1 where nothing overlaps."""
+        return cluster.interference if self.overlap else 1.0

@@ -81,7 +81,7 @@ class PlanningTask:
     @property
     def interference(self) -> float:
         """Fraction of the seconds in which kernels and collectives run at once that is lost; 1 where nothing overlaps."""
-        return self.resharder.cluster.interference if self.options.overlap else 1.0
+        return self.options.interference(self.resharder.cluster)
 
     @property
     def overlaps(self) -> bool:

@@ -9,6 +9,7 @@ A loop's rounds follow one another; past `MAX_SPANS` the rounds that are left ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -99,9 +100,8 @@ class StepSchedule:
     def spans(self) -> tuple[Span, ...]:
         """All kernels and collectives, by their start."""
         found = sorted(self._run(OUTSIDE, 0.0, 1.0), key=lambda x: (x.start_s, x.lane))
-        if not self.planned.options.overlap:
-            found = list(_one_after_the_other(found))
-        return tuple(_with_exposure(_slowed(found, self.planned.space.cluster.interference)))
+        lost = self.planned.options.interference(self.planned.space.cluster)
+        return tuple(_with_exposure(_one_after_the_other(found) if lost == 1 else _slowed(found, lost)))
 
     def _run(self, home: int, start_s: float, share: float, pipelined: bool = True) -> Iterator[Span]:
         """One run of a computation that starts at a time; `share` is its part of all spans that are shown one by one."""
@@ -256,12 +256,10 @@ class StepSchedule:
         return np.asarray(self.program.network.kernel_ps(self.planned.solution.states)) / PS
 
 
-def _one_after_the_other(found: Sequence[Span]) -> Iterator[Span]:
+def _one_after_the_other(found: Sequence[Span]) -> list[Span]:
     """The same without overlap: each waits for the one before it."""
-    now = 0.0
-    for x in found:
-        yield replace(x, start_s=now)
-        now += x.seconds
+    starts = itertools.accumulate((x.seconds for x in found), initial=0.0)
+    return [replace(x, start_s=start_s) for x, start_s in zip(found, starts, strict=False)]
 
 
 def _slowed(found: Sequence[Span], interference: float) -> list[Span]:

@@ -55,29 +55,26 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds of one step, of them the busy ones of the compute and of the network stream, and the compute stream's idle ones.
+    """Seconds of one step: busy ones of the compute and of the network stream, and the compute stream's idle ones.
 
-    The total has more than busy and idle seconds of compute where kernels and collectives that run at once slow each other.
+    `interference_s` is by how much longer the step takes because kernels and collectives that run at once slow each other.
     """
 
     total_s: float
     compute_s: float
     collective_s: float
     exposed_s: float
+    interference_s: float = 0.0
 
     @property
     def hidden_s(self) -> float:
         """Seconds in which a kernel and a collective run at once."""
         return max(0.0, self.collective_s - self.exposed_s)
 
-    @property
-    def interference_s(self) -> float:
-        """By how much they make each other longer."""
-        return max(0.0, self.total_s - self.compute_s - self.exposed_s)
-
     def with_interference(self, fraction: float) -> Timeline:
         """The step if each second in which both streams are busy takes this fraction longer; by 1, nothing is gained by overlap."""
-        return replace(self, total_s=self.compute_s + self.exposed_s + fraction * self.hidden_s)
+        lost_s = fraction * self.hidden_s
+        return replace(self, total_s=self.total_s + lost_s, interference_s=lost_s)
 
     def __add__(self, other: Timeline) -> Timeline:
         """One after the other."""
