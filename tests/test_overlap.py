@@ -67,7 +67,8 @@ def test_a_fraction_of_what_runs_at_once_is_lost():
     assert two < some < one == pytest.approx(plan.seconds["compute"] + plan.seconds["communication"])
     assert some == pytest.approx((1 - lost) * two + lost * one) == pytest.approx(plan.seconds["total"])
     assert plan.seconds["interference"] == pytest.approx(lost * plan.seconds["hidden"], rel=1e-6)
-    assert f"at the cost of {format_seconds(plan.seconds['interference'])}" in str(plan)
+    saved = plan.seconds["hidden"] - plan.seconds["interference"]
+    assert f"communication − {format_seconds(saved)} by overlap" in str(plan)
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"cluster": "cpu"}])

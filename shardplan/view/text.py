@@ -47,7 +47,7 @@ def summary(plan: Plan) -> str:
         (
             fit(clean(f"mesh    {plan.mesh} ({devices}), priced as {plan.cluster}"), WIDTH),
             f"plan    {quality(plan)}",
-            fit(f"step    {step_seconds(plan)} = {time_parts(plan, ' + ')}; {sent}", WIDTH),
+            fit(f"step    {step_seconds(plan)} = {time_parts(plan, ' + ', ' − ')}; {sent}", WIDTH),
             fit(f"memory  {format_memory(memory.peak)}{limit}{rows.peak_place(memory)}", WIDTH),
             *([fit(clean(f"saves   {saving}"), WIDTH)] if (saving := plan.saving) else []),
             *([fit(clean(f"job     {job_parts(plan.job)}"), WIDTH)] if plan.job else []),
@@ -89,12 +89,12 @@ def _compiler_options(plan: Plan) -> list[str]:
     return [fit(f"{'options ' if n == 0 else ' ' * 8}{line}", WIDTH) for n, line in enumerate(lines)]
 
 
-def time_parts(plan: Plan, joint: str = ", ") -> str:
-    """The seconds of a step: compute, communication, how much of that is hidden, and by how much the two slow each other meanwhile."""
+def time_parts(plan: Plan, plus: str = ", ", minus: str = ", −") -> str:
+    """The seconds of a step: compute, communication, and what is saved because the two overlap."""
     s = plan.seconds
-    slowed = f", at the cost of {format_seconds(s['interference'])}" if s.get("interference") else ""
-    hidden = f" ({format_seconds(s['hidden'])} of it hidden{slowed})" if s["hidden"] else ""
-    return f"{format_seconds(s['compute'])} compute{joint}{format_seconds(s['communication'])} communication{hidden}"
+    saved = s["hidden"] - s.get("interference", 0.0)
+    overlap = f"{minus}{format_seconds(saved)} by overlap" if saved else ""
+    return f"{format_seconds(s['compute'])} compute{plus}{format_seconds(s['communication'])} communication{overlap}"
 
 
 def quality(plan: Plan) -> str:
