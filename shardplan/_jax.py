@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -212,6 +212,12 @@ def itemsize(dtype) -> float:
 def auto_twin(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The same mesh with every axis of type Auto, on which sharding constraints are requests to XLA."""
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def abstract_mesh(axes: Mapping[str, int], like: Mesh | AbstractMesh) -> AbstractMesh:
+    """A mesh of these axes without devices, of the kind that another one has."""
+    device = getattr(like.abstract_mesh if isinstance(like, Mesh) else like, "abstract_device", None)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), **({} if device is None else {"abstract_device": device}))
 
 
 def is_auto(mesh) -> bool:

@@ -122,6 +122,11 @@ class Auto(Generic[P, R]):
     def __init__(self, fun: Callable[P, R], options: AutoOptions):
         if not callable(fun):
             raise ShardingError(f"auto(mesh) takes a step, not {type(fun).__name__}.\n  way out: auto(mesh)(train_step)")
+        if inspect.isgeneratorfunction(fun) or inspect.iscoroutinefunction(fun) or inspect.isasyncgenfunction(fun):
+            kind = "a generator" if inspect.isgeneratorfunction(fun) else "an async function"
+            raise ShardingError(
+                f"the step {fun.__name__} is {kind}, which cannot be traced.\n  way out: a function that returns arrays"
+            )
         functools.update_wrapper(self, fun, updated=())
         options = _with_arguments_of_jit(fun, options)
         self._fun, self.options = fun, options

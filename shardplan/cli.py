@@ -197,7 +197,10 @@ def _plan(options: argparse.Namespace) -> None:
     if options.compiler_options:
         asked["compiler_options"] = options.compiler_options[0]
     if options.pin:
-        asked["pins"] = dict(map(parse_pin, options.pin))
+        pins = [*map(parse_pin, options.pin)]
+        asked["pins"] = dict(pins)
+        if twice := [path for n, (path, _) in enumerate(pins) if path in dict(pins[:n])]:
+            raise UsageError(f"--pin {twice[0]}: stands twice.\n  way out: one spec for each path, its entries separated by commas")
     step, args = _step(options)
     if not isinstance(step, Auto):
         planned = auto(mesh, **asked)(step)
@@ -323,7 +326,18 @@ def _step(options: argparse.Namespace) -> tuple[Callable, tuple]:
             "  way out: return train_step, (state, batch)"
         )
     step, *rest = made
-    return step, tuple(rest[0]) if len(rest) == 1 and type(rest[0]) in (tuple, list) else tuple(rest)
+    args = tuple(rest[0]) if len(rest) == 1 and type(rest[0]) in (tuple, list) else tuple(rest)
+    with contextlib.suppress(ValueError):  # a step without a signature
+        signature = inspect.signature(step)
+        try:
+            signature.bind(*args)
+        except TypeError as error:
+            given = f"{len(args)} argument{'s' * (len(args) != 1)}"
+            raise UsageError(
+                f"{options.step} returned a step that takes {', '.join(signature.parameters)} and {given} for it: {error}.\n"
+                "  way out: return train_step, (state, batch)"
+            ) from None
+    return step, args
 
 
 def _function(options: argparse.Namespace) -> Callable:

@@ -158,10 +158,15 @@ class AutoOptions:
             device = self.mesh.devices.flat[0]
             platform, kind = device.platform, device.device_kind
         else:
-            kind = getattr(getattr(self.mesh, "abstract_device", None), "device_kind", None) or "cpu"
+            kind = self._abstract_kind or "cpu"
             platform = "cpu" if kind == "cpu" else "gpu"
         found = resolve(self.cluster or self._cluster_of_plan, platform, kind, n_devices=self.mesh.size)
         return found if self.compute_scale == 1 else found.scaled(float(self.compute_scale))
+
+    @property
+    def _abstract_kind(self) -> str | None:
+        """The kind of devices that an AbstractMesh has, where it says one."""
+        return getattr(getattr(self.mesh, "abstract_device", None), "device_kind", None)
 
     @property
     def _cluster_of_plan(self) -> str | None:
@@ -177,7 +182,7 @@ class AutoOptions:
         if self.saved_plan is not None:
             if self.saved_plan.cluster != self.machine.name:
                 warn(f"plan= is priced as {self.saved_plan.cluster}, what is planned again as {self.machine.name}.\n  way out: {named}")
-        elif isinstance(self.mesh, jax.sharding.AbstractMesh) and "cpu" in self.machine.platforms:
+        elif isinstance(self.mesh, jax.sharding.AbstractMesh) and self._abstract_kind is None and "cpu" in self.machine.platforms:
             memory = format_memory(self.machine.device.memory_bytes)
             warn(
                 f"an AbstractMesh does not say what its devices are: without cluster= they are priced as {self.mesh.size} emulated "

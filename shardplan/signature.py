@@ -11,13 +11,15 @@ from itertools import accumulate, count, pairwise
 from typing import Any
 
 import jax
-import numpy as np
 
 from shardplan import _jax
 from shardplan.costs.pins import PinDims, pin_dims
 from shardplan.errors import ShardingError
 from shardplan.plan.arguments import arguments, path_text
 from shardplan.plan.padded import with_own_shapes
+
+NO_NUMBERS = "OSUMm"
+"""Kinds of numpy's dtypes that JAX has no arrays of: objects, bytes, text, dates, times."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +125,12 @@ def refuse_non_arrays(call: Call, fun: Callable) -> None:
     """Raises ShardingError if a leaf of an operand is neither an array nor a number, or is a mutable array."""
     for n, leaf in enumerate(jax.tree.leaves(call.operands)):
         refuse_refs([leaf], "takes")
-        array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not (isinstance(leaf, np.ndarray) and leaf.dtype == object)
+        array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        if array and getattr(leaf.dtype, "kind", "f") in NO_NUMBERS:
+            raise ShardingError(
+                f"argument {call.labels(fun)[n]} is an array of dtype {leaf.dtype}, which JAX has no arrays of.\n"
+                "  way out: an array of numbers; what is none stays outside of the step"
+            )
         if not array and not isinstance(leaf, (int, float, complex)):
             raise ShardingError(
                 f"argument {call.labels(fun)[n]} is {type(leaf).__name__} {str(leaf)[:40]!r}, not an array.\n"

@@ -248,7 +248,7 @@ class Replanner:
                 raise ShardingError(
                     f"mesh={dict(mesh)!r}: {odd!r} is no number of devices.\n  way out: such as {{'data': 2, 'model': 4}}"
                 )
-            changed["mesh"] = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+            changed["mesh"] = _jax.abstract_mesh(mesh, options.mesh)
         if options.state_plan is not None and "mesh" in target:
             changed["state_like"] = None
         elsewhere = not {"mesh", "cluster"}.isdisjoint(target)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from plans import layout, leaf, transformer
 
 import shardplan
-from shardplan.plan.partition_rules import entries, matching, path_rules
+from shardplan.plan.partition_rules import entries, found_in, matching, path_rules, shortest
 from shardplan.plan.travel import spec_text
 
 pytestmark = pytest.mark.usefixtures("first_plan")
@@ -121,9 +121,16 @@ def test_numbered_layers_are_told_apart_one_by_one_only_where_the_plan_does(monk
     monkeypatch.setattr("shardplan.plan.partition_rules.MANY_PATHS", 100)
     rules = path_rules(odd)
     assert {path: matching(rules, path) for path in odd} == odd and len(rules) == 3
-    tried, compiled = [], re.compile
-    monkeypatch.setattr("shardplan.plan.partition_rules.re.compile", lambda text: tried.append(text) or compiled(text))
-    assert path_rules(specs) == (("(^|/)b$", ()), (".*", ("data",))) and len(tried) < 20
+    monkeypatch.setattr("shardplan.plan.partition_rules.shortest", lambda x, literal: shortest(x, literal) if not literal else 1 / 0)
+    assert path_rules(specs) == (("(^|/)b$", ()), (".*", ("data",)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(SEGMENT | st.text("a1.\\\n", max_size=4), min_size=1, max_size=4).map("/".join), max_size=12, unique=True))
+def test_every_pattern_is_known_to_be_found_where_a_search_finds_it(paths):
+    for literal in (True, False):
+        for pattern, bits in found_in(paths, literal).items():
+            assert bits == sum(1 << n for n, path in enumerate(paths) if re.search(pattern, path)), pattern
 
 
 def test_no_rule_can_be_left_out():

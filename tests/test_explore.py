@@ -173,6 +173,17 @@ def test_choices_of_an_array_are_priced_together_as_each_alone(which, request):
     assert priced > 40
 
 
+def test_choices_cost_the_same_where_tables_are_too_large_to_answer_all_of_them_at_once(plan, monkeypatch):
+    prices, wanted = plan.context.prices, [asked(plan, what).wanted for what in Instrument(plan).targets.values()]
+
+    def costs():
+        return [[change and change.cost for change in prices.changes(some).values()] for some in wanted]
+
+    at_once = costs()
+    monkeypatch.setattr("shardplan.search.neighbourhood.MAX_ENTRIES", 0)
+    assert costs() == at_once
+
+
 @pytest.mark.parametrize("which", ["plan", "looped", "changed"])
 def test_estimates_are_the_same_whether_followers_are_found_before_or_not(which, request, monkeypatch):
     plan = request.getfixturevalue("plan" if which == "changed" else which)

@@ -53,6 +53,14 @@ def saved(folder) -> str:
     return str(folder / "plan.json")
 
 
+def generator(w):
+    yield w
+
+
+async def waiting(w):
+    return w
+
+
 def donated_twice():
     train = auto(mesh(), plan=planned(donate_argnums=0), donate_argnums=0)(step)
     w, x = jnp.ones((64, 64)), jnp.ones((64, 64))
@@ -79,6 +87,11 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     ),
     "a mesh as text": (lambda: auto("data=8"), "auto() takes a mesh first, not str.…way out: auto(jax.make_mesh"),
     "no step": (lambda: auto(mesh())(3), "auto(mesh) takes a step, not int.…way out: auto(mesh)(train_step)"),
+    "a generator as a step": (
+        lambda: auto(mesh())(generator),
+        "the step generator is a generator, which cannot be traced.…way out: a function that returns arrays",
+    ),
+    "an async step": (lambda: auto(mesh())(waiting), "the step waiting is an async function, which cannot be traced.…way out"),
     "axes of one name": (
         lambda: auto(AbstractMesh((2, 4), ("d", "d")), cluster="h100")(step).plan(W, W),
         "mesh axes ('d', 'd') and sizes (2, 4) must have equal length and unique names.…way out: a mesh such as",
@@ -134,7 +147,10 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
         lambda: planned(eqx.filter_jit(lambda m, x: jax.vmap(m)(x)), (module(), jnp.ones((8, 8)))),
         "argument m/activation is …, not an array.…eqx.partition",
     ),
-    "an array of objects": (lambda: planned(plain, (np.array([None]),)), "argument w is ndarray '[None]', not an array.…ways out"),
+    "an array of objects": (
+        lambda: planned(plain, (np.array([None]),)),
+        "argument w is an array of dtype object, which JAX has no arrays of.…way out",
+    ),
     "a static argument that is no key": (
         lambda: planned(lambda w, c: w, (W, {"a": 1}), static_argnums=1),
         "static argument 1 of type dict is not hashable.…way out: make it hashable",
@@ -146,6 +162,10 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     "a mutable array from outside": (
         lambda: planned(plain, (jax.new_ref(jnp.ones(8)),)),
         "the step takes a mutable array, Ref{float32[8]}, which a plan cannot place.…ways out: take the array",
+    ),
+    "an array of text": (
+        lambda: planned(plain, (np.array(["a", "b"]),)),
+        "argument w is an array of dtype <U1, which JAX has no arrays of.…way out: an array of numbers",
     ),
     "shapes in place of arrays": (
         lambda: auto(mesh(), plan=plan())(step)(W, W),
@@ -356,6 +376,15 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
         lambda: auto(mesh(), plan="no.json"),
         "no.json: cannot be read: No such file or directory.…way out: the path that plan.save() wrote",
     ),
+    "the text of a plan in place of its path": (
+        lambda: auto(mesh(), plan=plan().dumps()),
+        "this is the text of a plan file, not its path.…way out: Plan.loads(text)",
+    ),
+    "the text of a plan to load": (lambda: Plan.load(plan().dumps()), "this is the text of a plan file, not its path.…way out"),
+    "values in place of a plan's text": (
+        lambda: Plan.loads({"mesh": {}}),
+        "a plan is read from the text of its file, not from dict.…way out: Plan.load(path)",
+    ),
     "a program as a plan file": (lambda: Plan.load(__file__), "test_mistakes.py: this is no plan file: it is not JSON"),
     "a folder that is not there": (
         lambda: plan().save("no/such/plan.json"),
@@ -416,11 +445,19 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     ),
     "rules below no path": (lambda: plan().to_rules("stat"), "no input of the step is below 'stat'.…inputs: w, x…way out: to_rules()"),
     "logical axes as text": (lambda: plan().to_logical_rules({"w": "embed"}), "'w' has the text 'embed', not a name per dim.…way out"),
+    "numbers as logical axes": (
+        lambda: plan().to_logical_rules({"w": (0, 1)}),
+        "'w' has 0 among its names, which is no text.…way out: ('embed', 'mlp')",
+    ),
     "logical axes for other dims": (
         lambda: plan().to_logical_rules({"w": ("embed",)}),
         "'w' names 1 dims, w has 2.…way out: a name, or None, per dim",
     ),
     # ---- rules
+    "a rule for a function": (
+        lambda: shardplan.register_rule(jnp.sin, "a -> a"),
+        "register_rule() takes a primitive or its name, not <…way out: such as jax.lax.sin_p or 'sin'",
+    ),
     "a rule that leaves a sum open": (
         lambda: shardplan.register_rule("sin", "a b -> a"),
         "rule 'a b -> a' for sin: ['b'] are in operands only…way out: name them in reduce= or replicated=",
@@ -493,6 +530,9 @@ def example():
     s = jax.ShapeDtypeStruct((64, 64), "float32")
     return step, (s, s)
 
+def one_argument():
+    return step, jax.ShapeDtypeStruct((64, 64), "float32")
+
 def wrong_shapes():
     return step, (jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((63, 3), "float32"))
 """
@@ -507,6 +547,11 @@ COMMANDS = {
     "plan job.py:exampel --mesh data=8": "job.py has no function 'exampel'.…it has: step, example",
     "plan job.py:step --mesh data=8": "job.py:step takes w, x.…way out: name a function that takes nothing",
     "plan job.py:wrong_shapes --mesh data=8": "planning failed at job.py:6: TypeError: dot_general requires…--traceback shows more",
+    "plan job.py:one_argument --mesh data=8": (
+        "job.py:one_argument returned a step that takes w, x and 1 argument for it: missing a required argument: 'x'.…way out: return "
+        "train_step, (state, batch)"
+    ),
+    f"{PLAN} --pin w=data --pin w=None,data": "--pin w: stands twice.…way out: one spec for each path",
     f"{PLAN} --cluster h1000": "cluster 'h1000' is not known.…presets: ",
     f"{PLAN} --memory lots": "memory='lots' is no amount of memory.…ways out",
     f"{PLAN} --pin w": "--pin w: has no path and spec.…way out: --pin 'params/**/kernel=None,model'",

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan import ShardingError, ShardingWarning
+from shardplan import ShardingError, ShardingWarning, _jax
 from shardplan.cli import main
 from shardplan.mesh import ClusterError
 from shardplan.xla import CompilerMissingError
@@ -102,6 +102,18 @@ def test_a_plan_says_what_its_devices_are():
     planned = []
     (text,) = warned(lambda: planned.append(other.plan(W, W)))
     assert planned[0].cluster == "h200" and "another version of this step" in text
+
+
+def test_another_mesh_without_devices_is_of_the_devices_that_a_plan_has(mesh):
+    plan = shardplan.auto(mesh)(step).plan(W, W)
+    other = []
+    assert warned(lambda: other.append(plan.replan(mesh={"data": 4, "model": 2}))) == []
+    assert other[0].cluster == plan.cluster and other[0].mesh.sizes == (4, 2)
+    gpus = _jax.abstract_mesh(
+        {"data": 8}, AbstractMesh((8,), ("data",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "cuda"))
+    )
+    planned = shardplan.auto(gpus)(step).plan(W, W)
+    assert planned.cluster == planned.replan(mesh={"data": 2, "model": 4}).cluster == "h100"
 
 
 def test_prices_of_a_plan_that_cannot_be_found_again_are_said(mesh):

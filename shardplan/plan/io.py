@@ -79,6 +79,8 @@ def read(path: str | os.PathLike[str], of: type[P]) -> P:
             f"a plan file is named by its path, not by {type(path).__name__}.\n  way out: the path that plan.save() wrote"
         )
     name = os.fspath(path)
+    if isinstance(name, str) and name.lstrip().startswith("{"):
+        raise PlanFileError("this is the text of a plan file, not its path.\n  way out: Plan.loads(text)")
     try:
         raw = read_limited(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -89,8 +91,11 @@ def read(path: str | os.PathLike[str], of: type[P]) -> P:
         raise PlanFileError(f"{name}: {wrong}") from None
 
 
-def loads(raw: bytes, of: type[P]) -> P:
-    """The plan in the bytes of a file; a PlanFileError names the field that is wrong."""
+def loads(text: str | bytes, of: type[P]) -> P:
+    """The plan in the text of a file, or its bytes; a PlanFileError names the field that is wrong."""
+    if not isinstance(text, (str, bytes)):
+        raise PlanFileError(f"a plan is read from the text of its file, not from {type(text).__name__}.\n  way out: Plan.load(path)")
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(raw) > MAX_FILE_BYTES:
         raise PlanFileError(f"larger than {format_bytes(MAX_FILE_BYTES)}, the most a plan file may have")
     if sum(map(raw.count, (b"{", b"[", b","))) > MAX_VALUES:

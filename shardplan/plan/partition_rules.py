@@ -11,13 +11,17 @@ then shorter lists by depth-first search. Also known as a decision list.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 Entries = tuple[str | tuple[str, ...] | None, ...]
 """Entries of a PartitionSpec without the Nones at its end."""
 PathRule = tuple[str, Entries]
+_Words = Sequence[str]
+"""Segments of a path, each as a pattern."""
 
 MANY_PATHS = 300
 """Of so many paths and more, those with numbers as `\\d+` are tried first: literal ones are as many as layers."""
@@ -44,9 +48,9 @@ def path_rules(specs: Mapping[str, Entries]) -> tuple[PathRule, ...]:
     It is a shortest list if it has as many rules as there are different specs, and where the search was not cut off one of these
     patterns.
     """
-    rules = _shortest(specs, literal=False) if len(specs) >= MANY_PATHS else None
+    rules = shortest(specs, literal=False) if len(specs) >= MANY_PATHS else None
     if rules is None or len(rules) > len({*specs.values()}):
-        rules = _shortest(specs, literal=True)
+        rules = shortest(specs, literal=True)
     assert rules is not None, "internal error: every path has a literal pattern"
     rules = tuple(_tidy(rules, specs))
     wrong = [path for path, spec in specs.items() if matching(rules, path) != spec]
@@ -54,7 +58,7 @@ def path_rules(specs: Mapping[str, Entries]) -> tuple[PathRule, ...]:
     return rules
 
 
-def _shortest(specs: Mapping[str, Entries], literal: bool) -> list[PathRule] | None:
+def shortest(specs: Mapping[str, Entries], literal: bool) -> list[PathRule] | None:
     """The shortest list found of patterns with literal numbers, too, or without; None if there is none."""
     paths = list(specs)
     of_spec: dict[Entries, int] = {}
@@ -75,64 +79,71 @@ def _shortest(specs: Mapping[str, Entries], literal: bool) -> list[PathRule] | N
 def _candidates(paths: Sequence[str], literal: bool = True) -> list[tuple[int, str]]:
     """(paths that it matches as bits, pattern): of patterns that match the same the shortest."""
     known: dict[int, str] = {}
-    among = _Paths(paths)
-    for pattern, words in dict(p for path in paths for p in _patterns(path, literal)).items():
-        bits = among.matching(pattern, words)
+    for pattern, bits in found_in(paths, literal).items():
         if bits not in known or (len(pattern), pattern) < (len(known[bits]), known[bits]):
             known[bits] = pattern
     return sorted(known.items(), key=lambda x: (-x[0].bit_count(), len(x[1]), x[1]))
 
 
-class _Paths:
-    """Paths as bits, by their segments: most patterns can match few of them."""
+def found_in(paths: Sequence[str], literal: bool) -> dict[str, int]:
+    """Pattern of any of these paths -> the paths, as bits, in which `re.search` finds it.
 
-    def __init__(self, paths: Sequence[str]):
-        self._paths = paths
-        self._with_segment: dict[str, int] = {}
-        for n, path in enumerate(paths):
-            for segment in path.split("/"):
-                self._with_segment[segment] = self._with_segment.get(segment, 0) | 1 << n
-        self._with_word: dict[str, int] = {}
-
-    def matching(self, pattern: str, words: Sequence[str]) -> int:
-        """Paths that a pattern of one of them matches, in which each of these words begins a segment."""
-        some = (1 << len(self._paths)) - 1
-        for word in words:
-            some &= self._with(word)
-        if some.bit_count() == 1 and ".*" not in pattern:
-            return some  # the path that it was made from
-        found = re.compile(pattern)
-        return sum(1 << n for n in _numbers(some) if found.search(self._paths[n]))
-
-    def _with(self, word: str) -> int:
-        if word not in self._with_word:
-            bits = 0
-            for segment, own in self._with_segment.items():
-                bits |= own if re.match(word, segment) else 0
-            self._with_word[word] = bits
-        return self._with_word[word]
+    Nothing is searched: a pattern is found in the paths that it is a pattern of, and in a few more.
+    """
+    found = {".*": (1 << len(paths)) - 1}
+    words = [_words(path, literal) for path in paths]
+    for n, path in enumerate(words):
+        for pattern in itertools.chain.from_iterable(map(_patterns, path)):
+            found[pattern] = found.get(pattern, 0) | 1 << n
+    for n, path in enumerate(words):
+        for some in path:
+            if (end := f"(^|/){'/'.join(some)}$") in found:  # is all of this path
+                found[end] |= 1 << n
+    found |= _begun_and_ended(words)
+    for n, path in enumerate(paths):
+        for pattern in found if "\n" in path else ():  # where `$` and `.` have rules of their own
+            found[pattern] = found[pattern] & ~(1 << n) | (1 << n if re.search(pattern, path) else 0)
+    return found
 
 
-def _numbers(bits: int) -> Iterator[int]:
-    """Numbers of the bits that are set."""
-    while bits:
-        yield (bits & -bits).bit_length() - 1
-        bits &= bits - 1
+def _begun_and_ended(paths: Sequence[Sequence[_Words]]) -> dict[str, int]:
+    """The same for patterns of how a segment begins, and of the last one."""
+    within: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for n, path in enumerate(paths):
+        for words in path:
+            last[words[-1]] = last.get(words[-1], 0) | 1 << n
+            for word in words[:-1]:
+                within[word] = within.get(word, 0) | 1 << n
+    begun, segments = dict(within), sorted(within)
+    for n, word in enumerate(segments):
+        while (n := n + 1) < len(segments) and segments[n].startswith(word):
+            begun[word] |= within[segments[n]]
+    pairs = {(word, words[-1]) for path in paths for words in path for word in words[:-1]}
+    return {f"(^|/){word}.*/{end}$": begun[word] & last[end] for word, end in pairs}
 
 
-def _patterns(path: str, literal: bool) -> Iterator[tuple[str, Sequence[str]]]:
-    """(pattern, its words) of one path, those of any path of this form first, then perhaps those with its own numbers."""
-    own = [re.escape(x).replace(r"\-", "-") for x in path.split("/")]
-    wild = [re.sub(r"\d+", r"\\d+", x) for x in own]
-    yield ".*", ()
-    for words in dict.fromkeys((tuple(wild), tuple(own)) if literal else (tuple(wild),)):
-        n = len(words)
-        yield from ((f"(^|/){'/'.join(words[k:])}$", words[k:]) for k in range(n - 1, 0, -1))
-        yield from ((f"^{'/'.join(words[:k])}/", words[:k]) for k in range(1, n))
-        yield f"^{'/'.join(words)}$", words
-        yield from ((f"(^|/){word}/", (word,)) for word in words[:-1])
-        yield from ((f"(^|/){a}/{b}/", (a, b)) for a, b in pairwise(words[:-1]))
-        yield from ((f"(^|/){word}.*/{words[-1]}$", (word, words[-1])) for word in words[:-1])
+def _words(path: str, literal: bool) -> list[_Words]:
+    r"""The segments of a path as patterns: numbers as `\d+`, then perhaps literally where that differs."""
+    own, wild = zip(*map(_word, path.split("/")), strict=True)
+    return [wild, own] if literal and own != wild else [wild]
+
+
+@lru_cache(maxsize=10_000)
+def _word(segment: str) -> tuple[str, str]:
+    r"""A segment as it is, and with its numbers as `\d+`."""
+    own = re.escape(segment).replace(r"\-", "-")
+    return own, re.sub(r"\d+", r"\\d+", own)
+
+
+def _patterns(words: _Words) -> Iterator[str]:
+    """Patterns of one path, those of how a segment begins left out."""
+    n = len(words)
+    yield from (f"(^|/){'/'.join(words[k:])}$" for k in range(n - 1, 0, -1))
+    yield from (f"^{'/'.join(words[:k])}/" for k in range(1, n))
+    yield f"^{'/'.join(words)}$"
+    yield from (f"(^|/){word}/" for word in words[:-1])
+    yield from (f"(^|/){a}/{b}/" for a, b in pairwise(words[:-1]))
 
 
 # ---- the list
@@ -144,16 +155,24 @@ class _Search:
     def __init__(self, candidates: Sequence[tuple[int, str]], of_spec: Mapping[Entries, int]):
         self.candidates, self.of_spec = candidates, of_spec
         self.nodes = 0
+        self._pure: dict[int, list[tuple[int, str, Entries]]] = {}
 
     def pure(self, left: int) -> list[tuple[int, str, Entries]]:
         """(paths, pattern, spec) of patterns all of whose paths that are left have one spec, those of most paths first."""
+        if left not in self._pure:
+            self._pure[left] = self._pure_of(left)
+        return self._pure[left]
+
+    def _pure_of(self, left: int) -> list[tuple[int, str, Entries]]:
         of = [(spec, bits & left) for spec, bits in self.of_spec.items() if bits & left]
         found: dict[int, tuple[int, str, Entries]] = {}
         for bits, pattern in self.candidates:
             here = bits & left
-            spec = next((spec for spec, own in of if here and here & own == here), None)
-            if spec is not None and (here not in found or len(pattern) < len(found[here][1])):
-                found[here] = here, pattern, spec
+            for spec, own in of if here else ():
+                if common := here & own:
+                    if common == here and (here not in found or len(pattern) < len(found[here][1])):
+                        found[here] = here, pattern, spec
+                    break
         best = sorted(found.values(), key=lambda x: (-x[0].bit_count(), len(x[1]), x[1]))
         kept: list[tuple[int, str, Entries]] = []
         for rule in best:

@@ -426,13 +426,13 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         return io.read(path, Plan)
 
     @staticmethod
-    def loads(text: str) -> Plan:
+    def loads(text: str | bytes) -> Plan:
         """The plan of a JSON text.
 
         Raises:
             PlanFileError: naming the field that is wrong.
         """
-        return io.loads(text.encode(), Plan)
+        return io.loads(text, Plan)
 
     @staticmethod
     def schema() -> dict[str, Any]:

@@ -158,6 +158,10 @@ def logical_rules(plan: PlanRecord, axes: Mapping[str, Sequence[str | None]]) ->
             raise ShardingError(
                 f"{pattern!r} has the text {names!r}, not a name per dim.\n  way out: ('embed', 'mlp'), None for no name"
             )
+        if odd := [name for name in names if not (name is None or isinstance(name, str))]:
+            raise ShardingError(
+                f"{pattern!r} has {odd[0]!r} among its names, which is no text.\n  way out: ('embed', 'mlp'), None for no name"
+            )
         hits = [leaf for leaf in plan.inputs if matches(leaf.path, pattern)]
         if not hits:
             raise ShardingError(f"logical axes {pattern!r} match no input of the step.\n  way out: a path or pattern as in pins")

@@ -21,6 +21,7 @@ from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.presolve.presolve import Presolved, presolve
 from shardplan.ilp.solver.presolve.reductions import Computed
 from shardplan.ilp.solver.problem import Edge, Problem
+from shardplan.ilp.solver.relax.buckets import BucketElimination
 from shardplan.search.followers import LeaderNetwork, shared
 
 HOPS = (8, 24)
@@ -31,6 +32,8 @@ WORK = 0.2
 """Work of the solver, about seconds, on the part that adapts."""
 WHOLE_WORK = 1.0
 """Its work on all of the network."""
+MAX_ENTRIES = 1 << 18
+"""Of a table of the bucket elimination that answers all choices at once; where it would be larger, each choice is solved alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +173,7 @@ class Neighbourhood:
             yield from [None] * len(wanted)
             return
         before = part.objective([leading.present[n] for n in leaders])
-        parts, at = _separate(small, made), {i: n for n, i in enumerate(small.nodes)}
+        parts, at = _components(small, made), {i: n for n, i in enumerate(small.nodes)}
         for choice in wanted:
             best = _together(parts, {at[number[n]]: mask for n, mask in leading.masks(self._tiled(choice)).items()})
             yield best and Nearby(self, leaders, small, best[0] + small.offset - before, best[1])
@@ -255,34 +258,56 @@ def _part(
 
 
 @dataclass(frozen=True, eq=False)
-class _Separate:
-    """A connected part of a reduced network; equal ones, as those of repeated layers, share what was found.
+class _Component:
+    """A connected component of a reduced network; those that are equal, as of repeated layers, share one.
 
     Attributes:
-        nodes: of the reduced network.
-        problem: of these nodes.
-        found: masks -> its least cost and what gives its states, None if there is none.
+        problem: of its nodes.
         made: what presolve computed before.
     """
 
-    nodes: tuple[int, ...]
     problem: Problem
-    found: dict[tuple, _Least | None]
     made: Computed
 
-    def least(self, masks: Mapping[int, np.ndarray]) -> _Least | None:
-        """The least cost where nodes of the reduced network stay within their masks."""
-        own = [masks.get(n) for n in self.nodes]
-        key = tuple(mask if mask is None else mask.tobytes() for mask in own)
-        if key not in self.found:
-            costs = (c if mask is None else np.where(mask, c, np.inf) for c, mask in zip(self.problem.costs, own, strict=True))
-            self.found[key] = _minimum(replace(self.problem, costs=tuple(costs)), self.made)
-        return self.found[key]
+    def least(self, masks: Sequence[np.ndarray | None]) -> _Least | None:
+        """The least cost where nodes stay within their masks."""
+        key = tuple(mask if mask is None else mask.tobytes() for mask in masks)
+        if key not in self._found:
+            self._found[key] = self._least(masks)
+        return self._found[key]
+
+    @cached_property
+    def _found(self) -> dict[tuple, _Least | None]:
+        return {}
+
+    def _least(self, masks: Sequence[np.ndarray | None]) -> _Least | None:
+        masked = [n for n, mask in enumerate(masks) if mask is not None]
+        elimination = self._elimination if masked else None
+        costs = [c if mask is None else np.where(mask, c, np.inf) for c, mask in zip(self.problem.costs, masks, strict=True)]
+        if elimination is None:
+            return _minimum(replace(self.problem, costs=tuple(costs)), self.made)
+        if len(masked) == 1:
+            cost = float(self._min_marginals[masked[0]][masks[masked[0]]].min(initial=np.inf))
+        else:
+            cost = elimination.run(costs).value
+        return (cost, lambda: elimination.run(costs).states()) if np.isfinite(cost) else None
+
+    @cached_property
+    def _elimination(self) -> BucketElimination | None:
+        """Of all nodes, where it is exact."""
+        found = BucketElimination(self.problem, MAX_ENTRIES) if self.problem.edges else None
+        return found if found is not None and found.exact else None
+
+    @cached_property
+    def _min_marginals(self) -> Sequence[np.ndarray]:
+        """Least cost of all by the state of each node."""
+        assert self._elimination is not None
+        return self._elimination.run().min_marginals()
 
 
-def _separate(small: Presolved, made: Computed) -> list[_Separate]:
-    """The connected parts of a reduced network."""
-    problem, known = small.problem, dict[tuple, _Separate]()
+def _components(small: Presolved, made: Computed) -> list[tuple[_Component, tuple[int, ...]]]:
+    """(component, its nodes) of a reduced network."""
+    problem, known = small.problem, dict[tuple, _Component]()
     one = [*range(len(problem.costs))]
     for e in problem.edges:
         if one[e.i] != one[e.j]:
@@ -299,8 +324,8 @@ def _separate(small: Presolved, made: Computed) -> list[_Separate]:
     for part, some in nodes.items():
         costs = tuple(problem.costs[n] for n in some)
         key = *(c.tobytes() for c in costs), *((e.i, e.j, e.cost.tobytes()) for e in edges[part])
-        like = known.get(key) or known.setdefault(key, _Separate((), Problem(costs, tuple(edges[part])), {}, made))
-        parts.append(replace(like, nodes=tuple(some)))
+        like = known.get(key) or known.setdefault(key, _Component(Problem(costs, tuple(edges[part])), made))
+        parts.append((like, tuple(some)))
     return parts
 
 
@@ -318,16 +343,16 @@ def _minimum(problem: Problem, made: Computed) -> _Least | None:
     return (found.objective, lambda: found.states) if found.found else None
 
 
-def _together(parts: Sequence[_Separate], masks: Mapping[int, np.ndarray]) -> _Least | None:
-    """(least cost of all parts of a reduced network, what gives the states of its nodes); None if there is none."""
+def _together(parts: Sequence[tuple[_Component, tuple[int, ...]]], masks: Mapping[int, np.ndarray]) -> _Least | None:
+    """(least cost of all components of a reduced network, what gives the states of its nodes); None if there is none."""
     found = []
-    for part in parts:
-        if (least := part.least(masks)) is None:
+    for part, nodes in parts:
+        if (least := part.least([masks.get(n) for n in nodes])) is None:
             return None
         found.append(least)
 
     def states() -> list[int]:
-        by_node = {n: s for part, (_, of) in zip(parts, found, strict=True) for n, s in zip(part.nodes, of(), strict=True)}
+        by_node = {n: s for (_, nodes), (_, of) in zip(parts, found, strict=True) for n, s in zip(nodes, of(), strict=True)}
         return [by_node[n] for n in range(len(by_node))]
 
     return sum(cost for cost, _ in found), states

@@ -64,6 +64,8 @@ def register_rule(
     `shardplan.testing.check_rule` proves it in numbers.
     """
     name = getattr(primitive, "name", primitive)
+    if not isinstance(name, str):
+        raise RuleError(f"register_rule() takes a primitive or its name, not {primitive!r}.\n  way out: such as jax.lax.sin_p or 'sin'")
     if not isinstance(reduce, dict):
         reduce = dict([*item.split("="), "sum"][:2] for item in reduce.split())
     known, (left, right) = dict(sizes or {}), parse(pattern)

@@ -61,6 +61,18 @@ def displayed(plan: Plan) -> Any:
     return _Report(to_html(plan, page=False)) if AnyWidget is None else Explorer(plan)
 
 
+def _prepared(plan: Plan) -> Iterator[object]:
+    """Finds what all estimates need while the widget is being displayed."""
+    yield from plan.context.prices.preparing()
+    yield gc.collect()  # with a large plan Python stands still for half a second: now rather than at some click
+
+
+def _collected(entry: Entry) -> Entry:
+    """A plan that was waited for, and Python's garbage collection that it makes due."""
+    gc.collect()
+    return entry
+
+
 class _Report(str):
     """HTML that notebooks show as such."""
 
@@ -98,7 +110,7 @@ if AnyWidget is not None:
             self.on_msg(self._on_message)
             if self._planned:
                 next(first.answers.ahead(), None)  # finds what all answers need, now rather than at the first click
-                gc.collect()  # with a large plan Python stands still for half a second, as it would at some click
+                self._pricing.begin(_prepared(plan))
 
         @property
         def plan(self) -> Plan:
@@ -167,12 +179,12 @@ if AnyWidget is not None:
 
         def _anew(self, _) -> None:
             n = self.current
-            self._start("planning the step anew", lambda: self._add(self._entries[n].anew(n)))
+            self._start("planning the step anew", lambda: self._add(_collected(self._entries[n].anew(n))))
 
         def _memory(self, message) -> None:
             limit = float(f"{float(message['bytes']):.4g}")
             n = self.current
-            self._start("planning for this memory", lambda: self._add(self._entries[n].retargeted(n, memory=limit)))
+            self._start("planning for this memory", lambda: self._add(_collected(self._entries[n].retargeted(n, memory=limit))))
 
         def _target(self, message) -> None:
             mesh = {name.strip(): int(size) for name, _, size in (x.partition("=") for x in str(message["mesh"]).split(","))}
@@ -186,7 +198,7 @@ if AnyWidget is not None:
             if not target and not base.pins:
                 self._show(n)
             else:
-                self._start("planning for this mesh", lambda: self._add(base.retargeted(n, **target)))
+                self._start("planning for this mesh", lambda: self._add(_collected(base.retargeted(n, **target))))
 
         def _curve(self, _) -> None:
             n = self.current

@@ -5,6 +5,7 @@ state/blocks/{0..11}/attn/{key,query,value}/kernel  ->  state/blocks/*/attn/{key
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -74,11 +75,7 @@ def fold(named: Sequence[tuple[str, int]], everything: Iterable[str]) -> list[tu
             words += [w for segment in here for w in segment if w not in words]
             members += numbers
         groups = {(*start, *[tuple(words)][: len(here)], *end): members for (start, end, here), (words, members) in merged.items()}
-    known: dict[tuple[str, ...], set[int]] = {}  # start of a path, "*" for its numbers -> numbers in its last segment
-    for segments in (path.split("/") for path in everything):
-        for at, segment in enumerate(segments):
-            if found := _NUMBERED.fullmatch(segment):
-                known.setdefault(_wild(segments[: at + 1]), set()).add(int(found[2]))
+    known = _numbers(tuple(everything))
     out = [(clean("/".join(_segment(key, at, known) for at in range(len(key)))), sorted(n)) for key, n in groups.items()]
     return sorted(out, key=lambda row: row[1][0])
 
@@ -86,14 +83,28 @@ def fold(named: Sequence[tuple[str, int]], everything: Iterable[str]) -> list[tu
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 
 
+@functools.lru_cache(maxsize=4)
+def _numbers(paths: tuple[str, ...]) -> dict[tuple[str, ...], set[int]]:
+    """Start of a path, "*" for its numbers -> numbers in its last segment."""
+    known: dict[tuple[str, ...], set[int]] = {}
+    for path in paths:
+        start: tuple[str, ...] = ()
+        for segment in path.split("/"):
+            start += (_without_number(segment),)
+            if found := _NUMBERED.fullmatch(segment):
+                known.setdefault(start, set()).add(int(found[2]))
+    return known
+
+
+@functools.lru_cache(maxsize=10_000)
 def _stem(segment: str) -> tuple[str, str] | None:
     """The text before and after the number of a segment; segments without a number merge with each other only."""
     found = _NUMBERED.fullmatch(segment)
     return (found[1], found[3]) if found else None
 
 
-def _wild(path: Iterable[str]) -> tuple[str, ...]:
-    return tuple("*".join(_stem(segment) or (segment,)) for segment in path)
+def _without_number(segment: str) -> str:
+    return "*".join(_stem(segment) or (segment,))
 
 
 def _segment(key: tuple[tuple[str, ...], ...], at: int, known: Mapping[tuple[str, ...], set[int]]) -> str:
@@ -103,7 +114,7 @@ def _segment(key: tuple[tuple[str, ...], ...], at: int, known: Mapping[tuple[str
     if (stem := _stem(words[0])) is None:
         return f"{{{','.join(words)}}}"
     numbers = sorted(int(found[2]) for w in words if (found := _NUMBERED.fullmatch(w)))
-    if set(numbers) == known.get(_wild(k[0] for k in key[: at + 1])):
+    if set(numbers) == known.get(tuple(_without_number(k[0]) for k in key[: at + 1])):
         return "*".join(stem)
     runs = ([n for _, n in run] for _, run in itertools.groupby(enumerate(numbers), key=lambda at: at[1] - at[0]))
     ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
