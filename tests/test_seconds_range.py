@@ -59,6 +59,9 @@ def test_a_range_is_stored_and_older_files_have_none(tmp_path):
     plan.save(tmp_path / "plan.json")
     assert shardplan.Plan.load(tmp_path / "plan.json").unmeasured == ("whole steps",)
     text = json.loads((tmp_path / "plan.json").read_text())
+    del text["seconds"]["interference"]
+    (tmp_path / "older.json").write_text(json.dumps(text))
+    assert shardplan.Plan.load(tmp_path / "older.json").seconds["low"] == plan.seconds["low"]
     del text["seconds"]["low"], text["seconds"]["high"], text["unmeasured"]
     (tmp_path / "older.json").write_text(json.dumps(text))
     older = shardplan.Plan.load(tmp_path / "older.json")

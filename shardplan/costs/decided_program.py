@@ -82,12 +82,7 @@ class DecidedProgram:
         return self.network.space.graph
 
     def step_timeline(self, interference: float | None = None) -> Timeline:
-        """Seconds of one step.
-
-        Args:
-            interference: the part of a second in which a kernel and a collective run at once that is lost, by default the cluster's;
-                1 if nothing overlaps: the compute stream waits for all collectives.
-        """
+        """Seconds of one step. `interference` is by default the cluster's; by 1 nothing overlaps."""
         line = self.acyclic._computation(OUTSIDE)[0]
         if interference == 1:
             return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)

@@ -153,8 +153,8 @@ class Instrument:
         out: list[dict[str, Any]] = []
         for size, name, layout, some, aval in found[:MAX_RESULTS]:
             id_, d = f"r{len(self._targets)}", some[0]
-            alike = len({made(i) for i in planned.addressed[name]}) == 1
-            self._targets[id_] = name if alike else f"{name} as {layout}"
+            one_layout = len({made(i) for i in planned.addressed[name]}) == 1
+            self._targets[id_] = name if one_layout else f"{name} as {layout}"
             text = rows.type_text(str(aval.dtype), aval.shape, layout)
             out.append(
                 {
