@@ -300,6 +300,14 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
         lambda: shardplan.calibrate(ABSTRACT, "x.json"),
         "calibrate needs a mesh of real devices, not AbstractMesh: nothing can be timed on it",
     ),
+    "calibrating into a folder that is not there": (
+        lambda: shardplan.calibrate(mesh(), "no/here.json"),
+        "calibrate cannot write no/here.json: there is no folder …/no.…way out: a file in a folder that exists",
+    ),
+    "a cluster into a folder that is not there": (
+        lambda: shardplan.Cluster.preset("h100").save("no/here.json"),
+        "cluster file no/here.json: cannot be written (No such file or directory).…way out: a file in a folder that exists",
+    ),
     "running without devices": (
         lambda: auto(ABSTRACT, cluster="h100")(step)(jnp.ones((64, 64)), jnp.ones((64, 64))),
         "planned on an AbstractMesh, which has no devices to run on.…way out",

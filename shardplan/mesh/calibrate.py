@@ -60,10 +60,11 @@ def calibrate(mesh: Mesh, path: str | os.PathLike[str] | None = None, progress: 
         The cluster: rates as measured (their efficiencies are 1), links fitted to the collectives, and `measured`.
 
     Raises:
-        ClusterError: the mesh has no devices to measure.
+        ClusterError: the mesh has no devices to measure, or the folder of `path` is not there.
     """
     if not isinstance(mesh, Mesh):
         raise ClusterError(f"calibrate needs a mesh of real devices, not {type(mesh).__name__}: nothing can be timed on it")
+    _check_folder(path)
     bench = _Bench(mesh, effort_s)
     jobs: dict[Key, Callable[[], float]] = {("matmul", d): partial(bench.matmul, d) for d in DTYPES}
     jobs[("memory",)], jobs[("kernel",)] = bench.memory, bench.kernel
@@ -108,8 +109,9 @@ def calibrate_gpu(
         The cluster `base`, whose device has the rates that were measured.
 
     Raises:
-        ClusterError: there is no GPU, or no preset of it and no `base`.
+        ClusterError: there is no GPU, or no preset of it and no `base`, or the folder of `path` is not there.
     """
+    _check_folder(path)
     device = jax.local_devices()[0]
     if device.platform not in ("gpu", "cuda", "rocm"):
         raise ClusterError(f"there is no GPU here: JAX's first device is {device}\n  way out: jax with CUDA, on a machine with a GPU")
@@ -128,6 +130,14 @@ def calibrate_gpu(
     if path is not None:
         cluster.save(path)
     return cluster
+
+
+def _check_folder(path: str | os.PathLike[str] | None) -> None:
+    """Before minutes of measuring."""
+    if path is not None and not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
+        raise ClusterError(
+            f"calibrate cannot write {os.fspath(path)}: there is no folder {folder}.\n  way out: a file in a folder that exists"
+        )
 
 
 class _Bench:

@@ -205,8 +205,17 @@ class Cluster:
         return Cluster.from_json(value, where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a cluster file that `load` reads back equal; a crash leaves the old file whole."""
-        write_atomically(path, json.dumps(self.to_json(), indent=2) + "\n")
+        """Writes a cluster file that `load` reads back equal; a crash leaves the old file whole.
+
+        Raises:
+            ClusterError: it cannot be written.
+        """
+        try:
+            write_atomically(path, json.dumps(self.to_json(), indent=2) + "\n")
+        except OSError as e:
+            raise ClusterError(
+                f"cluster file {os.fspath(path)}: cannot be written ({e.strerror}).\n  way out: a file in a folder that exists"
+            ) from None
 
     def to_json(self) -> dict[str, Any]:
         """The cluster as plain JSON values."""
