@@ -150,8 +150,8 @@ def test_constraints_that_bind_are_named(plan):
 def test_memory_that_binds_is_named():
     """Gradients wait for those they are combined with, and hold their operands: the first plan needs more than it was found with."""
     free = planned(memory="disable")
-    tight = planned(memory=0.7 * free.memory().peak)
-    assert tight.memory().peak <= 0.7 * free.memory().peak
+    tight = planned(memory=0.8 * free.memory().peak)
+    assert tight.memory().peak <= 0.8 * free.memory().peak
     text = [t for x in tight.inputs for t in tight.why(x.path).constraints if t.startswith("memory: ")]
     assert text and " would take " in text[0] and " and needs " in text[0]
     assert "DOES NOT FIT" in "".join(str(tight.why(x.path)) for x in tight.inputs)
