@@ -214,7 +214,7 @@ class Cluster:
             write_atomically(path, json.dumps(self.to_json(), indent=2) + "\n")
         except OSError as e:
             raise ClusterError(
-                f"cluster file {os.fspath(path)}: cannot be written ({e.strerror}).\n  way out: a file in a folder that exists"
+                f"cluster file {os.fspath(path)}: cannot be written ({e.strerror or e}).\n  way out: a file in a folder that exists"
             ) from None
 
     def to_json(self) -> dict[str, Any]:
