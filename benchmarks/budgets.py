@@ -61,7 +61,7 @@ def problems(model: str, mesh: str) -> Iterator[tuple[str, Problem]]:
     plan = step.plan(state, batch)
     found = plan.context.planned
     resharder = Resharder(found.space.mesh, found.space.cluster)
-    interference = 1.0 - found.space.cluster.overlap * found.options.overlap
+    interference = found.options.interference(found.space.cluster)
 
     def problem(limit: float | None) -> Problem:
         return build_network(found.space, resharder, limit, pricing=Pricing(interference)).problem

@@ -84,9 +84,10 @@ class DecidedProgram:
     def step_timeline(self, interference: float | None = None) -> Timeline:
         """Seconds of one step. `interference` is by default the cluster's; by 1 nothing overlaps."""
         line = self.acyclic._computation(OUTSIDE)[0]
-        if interference == 1:
+        lost = self.network.space.cluster.interference if interference is None else interference
+        if lost == 1:
             return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)
-        return line.with_interference(self.network.space.cluster.interference if interference is None else interference)
+        return line.with_interference(lost)
 
     @cached_property
     def hides(self) -> bool:

@@ -265,7 +265,6 @@ def _one_after_the_other(found: Sequence[Span]) -> list[Span]:
 def _slowed(found: Sequence[Span], interference: float) -> list[Span]:
     """Where both streams are busy, all takes longer by this fraction of it."""
     kernels, collectives = (_busy_until([x for x in found if x.lane == lane]) for lane in ("compute", "network"))
-    end_s = max((x.end_s for x in found), default=0.0)
     either = _busy_until(found)
 
     def slowed(t: float) -> float:
@@ -274,7 +273,7 @@ def _slowed(found: Sequence[Span], interference: float) -> list[Span]:
     out = []
     for x in found:
         start_s = slowed(x.start_s)
-        out.append(replace(x, start_s=start_s, seconds=slowed(min(x.end_s, end_s)) - start_s))
+        out.append(replace(x, start_s=start_s, seconds=slowed(x.end_s) - start_s))
     return out
 
 

@@ -48,6 +48,14 @@ class Hiding(NamedTuple):
     around: frozenset[int]  # array edges whose kernels may run meanwhile
 
 
+class Fractions(NamedTuple):
+    """What counts of the seconds on the network, of the latency and of the staging kernels, each [array edge]."""
+
+    network: np.ndarray
+    latency: np.ndarray
+    staged: np.ndarray
+
+
 @dataclass(frozen=True, eq=False)
 class BestWeights:
     """The weights that are best for given seconds of a step's ops and array edges."""
@@ -139,21 +147,21 @@ class BestWeights:
 
     def compute(self, seconds: Weights) -> Weights:
         """All kernels and no collective."""
-        return self._weights(seconds, {home: self._with_all(home, 0, [], []) for home in self.inner_first}, False)
+        return self._weights(self._fractions(seconds, False), {home: self._with_all(home, 0, [], []) for home in self.inner_first})
 
     def best(self, seconds: Weights, spread: bool = False) -> Weights:
         """The weights of most seconds, which are those of a plan, or of a weighted mean of plans, in any unit."""
-        serial, lost = self._weights(seconds, {}, spread, serial=True), self.task.interference
-        return serial if lost == 1 else Weights.mean((self._overlapped(seconds, spread), serial), (1 - lost, lost))
+        fractions = self._fractions(seconds, spread)
+        serial, lost = self._weights(fractions, {}, serial=True), self.task.interference
+        return serial if lost == 1 else Weights.mean((self._overlapped(seconds, fractions), serial), (1 - lost, lost))
 
-    def _overlapped(self, seconds: Weights, spread: bool) -> Weights:
+    def _overlapped(self, seconds: Weights, fractions: Fractions) -> Weights:
         """The same if kernels and collectives do not slow each other."""
         total: dict[int, float] = {}
         chosen: dict[int, Hiding] = {}
-        counts = self._counted(seconds.edges[:, NETWORK] + seconds.edges[:, LATENCY], spread)
         for home in self.inner_first:
-            chosen[home], total[home] = self._cut(home, seconds, counts, total)
-        return self._weights(seconds, chosen, spread)
+            chosen[home], total[home] = self._cut(home, seconds, fractions.network, total)
+        return self._weights(fractions, chosen)
 
     def _counted(self, seconds: np.ndarray, spread: bool) -> np.ndarray:
         """Per array edge, the fraction that counts: of readers that may share, the one of most seconds; equal parts if none has."""
@@ -307,7 +315,12 @@ class BestWeights:
             out[list(self._chains(members, mine, self._relations(members, mine)[0], seconds))] = 1.0
         return np.minimum(out, counts)
 
-    def _weights(self, seconds: Weights, chosen: dict[int, Hiding], spread: bool, serial: bool = False) -> Weights:
+    def _fractions(self, seconds: Weights, spread: bool) -> Fractions:
+        network = self._counted(seconds.edges[:, NETWORK] + seconds.edges[:, LATENCY], spread)
+        latency = self._latencies(seconds.edges[:, LATENCY], network, spread)
+        return Fractions(network, latency, self._counted(seconds.edges[:, KERNELS], spread) * self.inside)
+
+    def _weights(self, fractions: Fractions, chosen: dict[int, Hiding], serial: bool = False) -> Weights:
         """What the bounds of these sets count."""
         counted: dict[int, float] = {OUTSIDE: 1.0}
         for n in reversed(self.inner_first[:-1]):
@@ -318,9 +331,7 @@ class BestWeights:
         def op(i: int, home: int) -> float:
             return 0.0 if not serial and self.members[home].of[i] in chosen[home].members else counted[home]
 
-        network = self._counted(seconds.edges[:, NETWORK] + seconds.edges[:, LATENCY], spread)
-        latency = self._latencies(seconds.edges[:, LATENCY], network, spread)
-        staged = self._counted(seconds.edges[:, KERNELS], spread) * self.inside
+        network, latency, staged = fractions
         edges = np.zeros((len(self.edges), 4))
         for n, home in enumerate(self.edge_homes):
             sent = counted[home] * (1.0 if serial else (n in chosen[home].exposed) * self.inside[n])
