@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.costs.decided_tasks import Tasks, fused
+from shardplan.costs.split_products import contracted_splits, merged_sizes
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import available
 from shardplan.xla.compiler import compile as compiler
 from shardplan.xla.compiler.compile import compile, lower_for
-from shardplan.xla.hlo.schedule import seconds
+from shardplan.xla.hlo.schedule import kernels, seconds
 from shardplan.xla_model.latency_estimate import collective_estimate_s, kernel_estimate_s
 from shardplan.xla_model.timeline import Task, latency_hiding_order, program_order, schedule
 
@@ -141,6 +142,46 @@ def test_xlas_own_estimates_of_collectives_and_kernels(monkeypatch):
     assert 1e-6 * float(kernel[0]) == pytest.approx(
         kernel_estimate_s("fused", 2 * (32 << 20) / cluster.device.memory_rate, 0.0, cluster), rel=0.05
     )
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("target", ["h100:8", "b200:8"])
+def test_xlas_own_estimates_of_products(target, monkeypatch):
+    """Batches, which XLA goes by single products for, and sums in float32 of narrower operands, as XLA's scheduler logs them."""
+    mesh = AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    environment = compiler._environment
+    log = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "sol_latency_estimator=10"}
+    monkeypatch.setattr(compiler, "_environment", lambda request: environment(request) | log)
+    shapes = [(128, 256, 256, 64), (64, 512, 512, 128), (256, 1024, 64, 1024), (16, 2048, 128, 2048)]
+    sums = [(2, 2048, 512, 8192), (8, 1024, 1024, 256), (32, 2048, 256, 512), (1, 2048, 4096, 8192)]
+
+    def f(x, *operands):
+        pairs = zip(operands[::2], operands[1::2], shapes + sums, strict=True)
+        products = [jnp.einsum("bmk,bkn->bmn", a, b, preferred_element_type=F32 if s in sums else BF16) for a, b, s in pairs]
+        return x.sum(), products
+
+    args = [S((8, 1 << 20), F32), *(S(a, BF16) for b, m, n, k in shapes + sums for a in ((b, m, k), (b, k, n)))]
+    shardings = tuple(jax.sharding.NamedSharding(mesh, P("data") if x is args[0] else P()) for x in args)
+    compiled = compile(lower_for(target, jax.jit(f, in_shardings=shardings), *args), target=target, timeout_s=300)
+    assert compiled.ok, compiled.error
+    cluster, unit = shardplan.Cluster.preset(target.partition(":")[0]), {"us": 1e-6, "ms": 1e-3}
+    logged = re.findall(r"Matmul cost from matmul_interpolator for ([\w.-]+): ([\d.e+-]+) (us|ms)", compiled.stderr)
+    expected_s = {name: float(number) * unit[u] for name, number, u in logged}
+    ratios = []
+    for i, (work, _) in kernels(compiled.module).items():
+        for p in work.products:
+            kind = "float32 sums" if i.arrays[0].dtype == "f32" else "product"
+            ratios.append(kernel_estimate_s(kind, 0.0, 0.0, cluster, p.sizes) / expected_s[i.name])
+    assert len(ratios) == len(shapes + sums) and all(0.6 < ratio < 1.6 for ratio in ratios), ratios
+
+
+def test_products_that_are_one_kernel_are_split_as_that_kernel():
+    # Three products of 2048 rows that share an operand: 64 tiles each would leave multiprocessors idle, 192 do not.
+    one = (1, 1024, 1024, 2048)
+    assert contracted_splits(*one, 2, 132)[0] > 1
+    assert merged_sizes([one] * 3, 1) == (1, 3072, 1024, 2048) and contracted_splits(*merged_sizes([one] * 3, 1), 2, 132)[0] == 1
+    assert merged_sizes([one, (1, 1024, 512, 2048)], 0) == (1, 1024, 1536, 2048)
 
 
 def momentum(checkpoint: bool, scan: bool):

@@ -21,15 +21,16 @@ from functools import cached_property
 from math import inf, prod
 from typing import Literal
 
+import numpy as np
+
 from shardplan._jax import itemsize
 from shardplan.costs.decided_tasks import OUTSIDE, Tasks, decided_tasks, waiting_for_each_other
 from shardplan.costs.network import CostNetwork
-from shardplan.costs.split_products import sums_in_float32
+from shardplan.costs.split_products import local_sizes, merged_sizes, product_parts
 from shardplan.ilp.solver.problem import sum_over_intervals
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh import collective
-from shardplan.strategies.enumerate import OpStrategies
-from shardplan.xla_model.combining import COMBINABLE, SUMS
+from shardplan.xla_model.combining import COMBINABLE, SUMS, up_to_threshold
 from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions, hides_unasked
 from shardplan.xla_model.latency_estimate import KernelKind, collective_estimate_s, kernel_estimate_s
 from shardplan.xla_model.timeline import Task, Timeline, schedule
@@ -149,7 +150,8 @@ class DecidedProgram:
             groups.setdefault(n if alone else key, []).append(n)  # pyright: ignore[reportArgumentType]
         for some in groups.values():
             threshold = self.options.threshold_bytes(tasks.transfers[some[0]].step.kind)
-            yield from _up_to_threshold(sorted(some, key=lambda n: tasks.transfers[n].order), tasks, threshold)
+            in_order = sorted(some, key=lambda n: tasks.transfers[n].order)
+            yield from up_to_threshold(in_order, lambda n: tasks.transfers[n].result_bytes, threshold)
 
     def _merged_products(self) -> Iterator[list[int]]:
         """Products of one loop and pass that read the same array and do not wait for one another (fact: fusion-merges-products)."""
@@ -373,21 +375,21 @@ class DecidedProgram:
 
     def _kernel(self, n: int, waits: tuple[int, ...]) -> Task:
         kernels, group, seconds = self.network.space.facts.kernels, self.tasks.group[n], self._merged_seconds[n]
-        kind = self._kinds.get(n) or ("rows" if group in kernels.rows else "fused")
-        estimate_s = kernel_estimate_s(kind, seconds, self._small_bytes.get(n, inf), self.network.space.cluster)
+        kind, product = self._kinds.get(n) or ("rows" if group in kernels.rows else "fused", ())
+        estimate_s = kernel_estimate_s(kind, seconds, self._small_bytes.get(n, inf), self.network.space.cluster, product)
         return Task(seconds, False, waits, False, estimate_s, self.tasks.results[n] > 1, kernels.inputs.get(group, 0))
 
     @cached_property
-    def _kinds(self) -> dict[int, KernelKind]:
-        """Task of a product or convolution -> which of them it is."""
-        found: dict[int, KernelKind] = {}
+    def _kinds(self) -> dict[int, tuple[KernelKind, Sequence[int]]]:
+        """Task of a convolution, or of products that are one kernel -> which kind it is, and sizes of the product."""
+        found: dict[int, tuple[KernelKind, Sequence[int]]] = {}
+        products: dict[int, list[int]] = {}
         for j, n in self.tasks.computed.items():
-            op, of = self.graph.ops[j], self.network.space.strategies[j]
-            if op.traits.convolution:
-                found[n] = "convolution"
-            elif op.traits.matmul:
-                found[n] = self._product_kind(op, of, self.states[j] % len(of))
-        return found
+            if self.graph.ops[j].traits.convolution:
+                found[n] = "convolution", ()
+            elif self.graph.ops[j].traits.matmul:
+                products.setdefault(self._joined[0][n], []).append(j)
+        return found | {n: self._product_kind(merged) for n, merged in products.items()}
 
     @cached_property
     def _small_bytes(self) -> dict[int, float]:
@@ -398,11 +400,16 @@ class DecidedProgram:
                 out[n] = max(out.get(n, 0.0), self._op_bytes(j))
         return out
 
-    def _product_kind(self, op: Op, of: OpStrategies, s: int) -> KernelKind:
-        space = self.network.space
+    def _product_kind(self, merged: Sequence[int]) -> tuple[KernelKind, Sequence[int]]:
+        op, space = self.graph.ops[merged[0]], self.network.space
+        found = [local_sizes(self.graph.ops[j], (of := space.strategies[j]), self.states[j] % len(of), space.mesh) for j in merged]
+        shared = int(len({self.graph.original(v) for j in merged if (v := self.graph.ops[j].inputs[0]) is not None}) > 1)
+        sizes = merged_sizes(found, shared)
         if itemsize(op.ins[0].dtype) >= 4:
-            return "float32 product"
-        return "float32 sums" if sums_in_float32(op, of, s, space.mesh, space.cluster.device) else "product"
+            return "float32 product", sizes
+        parts = product_parts(op, sizes, space.cluster.device)
+        in_float32 = parts > 1 or op.outs[0].dtype == np.float32
+        return "float32 sums" if in_float32 else "product", (sizes[0] * parts, *sizes[1:3], sizes[3] // parts)
 
     def _collective(self, first: int, waits: tuple[int, ...]) -> Task:
         step, space, sizes = self.tasks.transfers[first].step, self.network.space, self._sizes(first)
@@ -433,18 +440,3 @@ class DecidedProgram:
         for n, first in enumerate(one):
             out[first] = out.get(first, 0.0) + tasks.seconds[n]
         return out
-
-
-def _up_to_threshold(transfers: Sequence[int], tasks: Tasks, threshold_bytes: float) -> Iterator[list[int]]:
-    """Transfers in their order, cut where their results exceed XLA's combine threshold."""
-    together: list[int] = []
-    total = 0.0
-    for n in transfers:
-        size = tasks.transfers[n].result_bytes
-        if together and total + size > threshold_bytes:
-            yield together
-            together, total = [], 0.0
-        together.append(n)
-        total += size
-    if together:
-        yield together

@@ -14,6 +14,8 @@ Fact: product-split-contracted.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -36,6 +38,7 @@ ALIGNED_BYTES = 16
 """Each part of the contracted dim has a multiple of these bytes."""
 
 
+@cache
 def contracted_splits(batch: int, m: int, n: int, k: int, element_bytes: float, multiprocessors: int) -> tuple[int, int]:
     """(number of parts, contracted elements after padding) of a product [batch, m, k] x [batch, k, n]."""
     tiles = batch * math.ceil(m / TILE) * math.ceil(n / TILE)
@@ -48,32 +51,38 @@ def contracted_splits(batch: int, m: int, n: int, k: int, element_bytes: float, 
     return parts, padded
 
 
-def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> tuple[int, int, int, int]:
-    """(batch, rows, columns, contracted elements) of a `dot_general` on one device under strategy s."""
+Sizes = tuple[int, int, int, int]
+"""Batch, rows, columns and contracted elements of a product."""
+
+
+def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> Sizes:
+    """Of a `dot_general` on one device under strategy s."""
     (contracted, (batch, _)) = op.params["dimension_numbers"]
     left, right = (of[s].local_shape(x.shape, mesh) for x, of in zip(op.ins, strategies.operands, strict=True))
     b, k = math.prod(left[d] for d in batch), math.prod(left[d] for d in contracted[0])
     return b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, b * k), k
 
 
-def sums_in_float32(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape, device: Device) -> bool:
-    """Whether the kernel of a product of narrower operands writes float32: what is asked for, or the parts of a split one."""
-    if op.outs[0].dtype == np.float32 or not device.sms:
-        return op.outs[0].dtype == np.float32
-    return contracted_splits(*local_sizes(op, strategies, s, mesh), itemsize(op.ins[0].dtype), device.sms)[0] > 1
+def merged_sizes(sizes: Sequence[Sizes], shared: int) -> Sizes:
+    """Sizes of the one kernel that products are which share their left (0) or right (1) operand: the others lie side by side."""
+    batch, rows, columns, contracted = sizes[0]
+    if shared:
+        return batch, sum(m for _, m, _, _ in sizes), columns, contracted
+    return batch, rows, sum(n for _, _, n, _ in sizes), contracted
+
+
+def product_parts(op: Op, sizes: Sizes, device: Device) -> int:
+    """In how many parts XLA splits the contracted dim of a product, or of several that are one kernel, with these sizes."""
+    return contracted_splits(*sizes, itemsize(op.ins[0].dtype), device.sms)[0] if device.sms else 1
 
 
 def product_seconds(op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, moved: np.ndarray) -> np.ndarray:
     """Seconds [s] of a `dot_general` as XLA splits it; `moved` are the bytes [s] that it reads and writes."""
     sizes = np.array([local_sizes(op, strategies, s, mesh) for s in range(len(strategies))])
     split, extra_s, element_bytes = sizes.copy(), np.zeros(len(strategies)), itemsize(op.ins[0].dtype)
-    known: dict[tuple[int, ...], tuple[int, int]] = {}
     moved = moved.astype(float)
-    for s, key in enumerate(map(tuple, sizes.tolist()) if device.sms else ()):
-        b, m, n, k = key
-        if key not in known:
-            known[key] = contracted_splits(b, m, n, k, element_bytes, device.sms)
-        parts, padded = known[key]
+    for s, (b, m, n, k) in enumerate(sizes.tolist() if device.sms else []):
+        parts, padded = contracted_splits(b, m, n, k, element_bytes, device.sms)
         if parts == 1:
             continue
         partial, result = 4.0 * parts * b * m * n, itemsize(op.outs[0].dtype) * b * m * n
