@@ -67,6 +67,16 @@ def test_one_of_several_transfers_of_a_line_is_found_on_another():
     assert {f.verdict for f in compare([*PLAN, replace(moved, kind="all-gather")], [*EMITTED, there]).findings} > {"unplanned"}
 
 
+def test_a_loop_that_is_emitted_in_parts_moves_what_was_planned():
+    """XLA writes a loop's body twice and its first round apart, and a combined collective has one line for arrays of several."""
+    plan = [ExpectedCollective("reduce-scatter", ("data",), W * n, 4, 6, f"programs.py:{n}") for n in (1, 2, 4)]
+    scatter = next(c for c in EMITTED if c.kind == "reduce-scatter")
+    parts = tuple(replace(scatter.parts[0], array=HloArray("f32", (W * n // 4,)), stack=()) for n in (1, 2, 4))
+    emitted = [replace(scatter, parts=parts, bytes=7 * W, runs=runs, stack=()) for runs in (2.5, 2.5, 1)]
+    assert {f.verdict for f in compare(plan, emitted).findings} == {"same"}
+    assert {f.verdict for f in compare(plan, emitted[:2]).findings} == {"cheaper"}
+
+
 def test_two_scatters_emitted_as_one_sum_are_dearer_and_not_unplanned():
     sums = next(c for c in EMITTED if c.axes == ("model",))
     whole = replace(sums, axes=("data", "model"), groups=(tuple(range(8)),))
