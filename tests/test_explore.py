@@ -1,12 +1,14 @@
 """What-ifs without planning anew, the schedule that is shown, the instrument's data and the exports."""
 
 import dataclasses
+import html
 import itertools
 import json
 import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,8 @@ from shardplan.view.values import answer_values
 
 pytestmark = pytest.mark.usefixtures("first_plan")
 
+SHELL = SimpleNamespace(kernel=None, compile=SimpleNamespace(format_code_name=lambda file: None))
+"""A notebook."""
 EVIL = "</script><script>alert(1)</script>"
 WIDTH, ROWS = 2048, 4096
 
@@ -711,3 +715,21 @@ def test_marimo_shows_the_widget_and_html_where_there_is_none(plan, monkeypatch)
     assert type(plan._display_()).__name__ == "Explorer" and plan._display_().plan is plan
     monkeypatch.setattr("shardplan.view.explore.AnyWidget", None)
     assert "Plan for mesh data=2, model=4" in plan._display_()._repr_html_()
+
+
+def test_a_large_plan_is_shown_in_a_cell_without_planning_what_it_is_compared_with(monkeypatch):
+    plan = small_plan((2, 4), ("data", "model"))
+    monkeypatch.setattr(type(plan), "answers_quickly", property(lambda self: False))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SHELL))
+    shown = plan._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in shown and not {"_baselines", "_fastest_pure"} & vars(plan).keys()
+    assert html.escape(plan.saving) not in shown["text/html"]
+    assert html.escape(plan.saving) in plan._repr_mimebundle_()["text/html"], "what is known is said"
+
+
+def test_without_a_widget_a_cell_says_what_a_large_plan_saves(monkeypatch):
+    plan = small_plan((2, 4), ("data", "model"))
+    monkeypatch.setattr(type(plan), "answers_quickly", property(lambda self: False))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    shown = plan._repr_mimebundle_()
+    assert {*shown} == {"text/plain", "text/html"} and html.escape(plan.saving) in shown["text/html"]

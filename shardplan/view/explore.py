@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import ShardingError
 from shardplan.plan import Plan
+from shardplan.plan.baselines import known_saving
 from shardplan.view.html import to_html
 from shardplan.view.instrument import module, style
 from shardplan.view.pieces import Pieces, giving_way
@@ -47,12 +48,15 @@ def explore(plan: Plan) -> Any:
 
 
 def mimebundle(plan: Plan) -> dict[str, Any]:
-    """What a notebook shows of a plan: the widget where there is a kernel for it, and HTML where no widget can be shown."""
-    found = {"text/plain": repr(plan), "text/html": to_html(plan, page=False)}
+    """What a notebook shows of a plan: the widget where there is a kernel for it, and HTML where no widget can be shown.
+
+    Beside a widget the HTML of a large plan states what it saves only if that is known: to plan what it is compared with takes seconds.
+    """
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
-    if AnyWidget is None or not hasattr(shell, "kernel"):
-        return found
-    shown = Explorer(plan)._repr_mimebundle_()
+    has_widget = AnyWidget is not None and hasattr(shell, "kernel")
+    saving = known_saving(plan) if has_widget and not plan.answers_quickly else None
+    found = {"text/plain": repr(plan), "text/html": to_html(plan, page=False, saving=saving)}
+    shown = Explorer(plan)._repr_mimebundle_() if has_widget else {}
     return {**(shown[0] if isinstance(shown, tuple) else shown or {}), **found}
 
 

@@ -38,13 +38,13 @@ MAX_INPUTS_ASKED, MAX_RESHARDS_ASKED = 12, 8  # whose answers are on the page
 BUDGET_DRAWN = 1.6  # a budget is a line in the chart up to so many times the peak
 
 
-def to_html(plan: Plan, page: bool) -> str:
-    """The plan as a page of its own, or as one element for a notebook."""
+def to_html(plan: Plan, page: bool, saving: str | None = None) -> str:
+    """The plan as a page of its own, or as one element for a notebook, which states `saving` if given, else asks for `plan.saving`."""
     if page and plan.context is not None and plan.context.planned is not None:
         return _page(plan)
     axes = axis_colours(plan.mesh)
     drawn = {"picture_of": partial(picture, mesh=plan.mesh, axes=axes), "coloured": partial(_coloured, axes=axes)}
-    title, parts = f"Plan for mesh {plan.mesh}", {**drawn, **_summary(plan), **_memory(plan), **_lines(plan)}
+    title, parts = f"Plan for mesh {plan.mesh}", {**drawn, **_summary(plan, saving), **_memory(plan), **_lines(plan)}
     template = environment().get_template("page.jinja" if page else "plan.jinja")
     return template.render(page=page, plan=plan, axes=axes, title=title, state=None, baselines=None, **parts)
 
@@ -146,7 +146,7 @@ def _coloured(text: str, axes: Mapping[str, int]) -> Markup:
 # ---- what is shown
 
 
-def _summary(plan: Plan) -> dict[str, Any]:
+def _summary(plan: Plan, saving: str | None) -> dict[str, Any]:
     s, found, step_s = plan.seconds, grids(plan.mesh), plan.seconds["total"] or 1.0
     shares = (("compute", s["compute"] / step_s), ("communication", (step_s - s["compute"]) / step_s))
     inputs = rows.leaf_rows(plan.inputs, plan.mesh)
@@ -154,7 +154,7 @@ def _summary(plan: Plan) -> dict[str, Any]:
     return {
         "quality": quality(plan),
         "time_parts": f"{span}{time_parts(plan)}",
-        "saving": plan.saving,
+        "saving": plan.saving if saving is None else saving,
         "step_s": step_s,
         "time_shares": [(kind, x, f"{kind} {format_percent(x)}") for kind, x in shares],
         "collective_runs": sum(d.runs * sum(c.kind != "slice" for r in d.reshards for c in r.collectives) for d in plan.decisions),
