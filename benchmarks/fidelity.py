@@ -2,13 +2,12 @@
 
     python benchmarks/fidelity.py                        every case on every mesh
     python benchmarks/fidelity.py gpt2 llama --mesh 2,4   some of them
-    python benchmarks/fidelity.py --clusters             every model and cluster of `quality.py`, at full size
     python benchmarks/fidelity.py moe --show              with each case's comparison, line by line
 
 `collectives` is bytes that a device sends in one step (ring algorithm); `peak` and `live` are the planned memory over XLA's peak and
 over the buffers that its dump lists there, which may be too few; `products` is flops of products and convolutions; `compute` is
 seconds of everything but collectives over those of a roofline over the emitted kernels. `unplanned` is the fraction of emitted bytes
-that no planned collective explains. Needs "shardplan[gpu-check]", no GPU.
+that no planned collective explains. `quality.py` has these figures of its plans, at full size. Needs "shardplan[gpu-check]", no GPU.
 """
 
 import argparse
@@ -26,7 +25,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import jax  # noqa: E402
 import measurements  # noqa: E402
-import quality  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
@@ -71,27 +69,31 @@ HEAD = (
 
 
 def measure(case, mesh: jax.sharding.AbstractMesh, target: str) -> tuple[dict[str, float], PlanReport | str]:
-    """Planned over emitted of one case; NaN where there is nothing to compare. And the report, or why there is none."""
+    """Planned over emitted of one case; nothing where there is nothing to compare. And the report, or why there is none."""
     step, state, batch = case()
     preset = target.partition(":")[0]
     try:
         found = shardplan.auto(mesh, donate_argnums=0, cluster=preset)(step).check(state, batch, target=target)
     except shardplan.ShardingError as error:
         return {}, str(error)
-    if not found.compiled.ok:
-        return {}, found
+    return figures(found, preset) if found.compiled.ok else {}, found
+
+
+def figures(found: PlanReport, preset: str) -> dict[str, float]:
+    """Planned over emitted of a compiled plan; NaN where there is nothing to compare."""
     emitted = found.comparison.emitted_bytes
     unplanned = sum(f.emitted_bytes for f in found.comparison.of("unplanned"))
+    memory = found.compiled.memory
     return {
         "sent": emitted,
         "collectives": found.collectives_ratio,
         "unplanned": unplanned / emitted if emitted else 0.0,
-        "memory": found.compiled.memory.peak_bytes,
-        "peak": found.memory_ratio,
+        "memory": memory.peak_bytes if memory else math.nan,
+        "peak": found.memory_ratio or math.nan,
         "live": found.plan.memory().peak / found.compiled.live_bytes if found.compiled.live_bytes else math.nan,
         "products": found.flops_ratio if found.flops_ratio is not None else math.nan,
         "compute": found.plan.seconds["compute"] / seconds(found.compiled, shardplan.Cluster.preset(preset)).compute_s,
-    }, found
+    }
 
 
 def row(name: str, mesh: str, m: dict[str, float], took_s: float) -> str:
@@ -114,21 +116,17 @@ def main(argv=None) -> None:
     parser.add_argument("cases", nargs="*", help=f"starts of names, of {', '.join(CASES)}")
     parser.add_argument("--mesh", action="append", choices=list(MESHES), help="default: 8 and 2,4")
     parser.add_argument("--target", default="h100:8")
-    parser.add_argument("--clusters", action="store_true", help="models, sizes and clusters of quality.py instead")
     parser.add_argument("--show", action="store_true", help="print each comparison")
     parser.add_argument("--docs", action="store_true", help="put the table into docs/measurements.md")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
-    cases = zoo.QUALITY if options.clusters else CASES
-    places = {n: (*MESHES[n], options.target) for n in options.mesh or ("8", "2,4")}
-    if options.clusters:
-        places = {target.partition(":")[2]: (shape, quality.AXES, target) for target, shape in quality.TARGETS.items()}
+    places = {n: MESHES[n] for n in options.mesh or ("8", "2,4")}
     found, lines = [], []
-    print(f"planned over emitted, {', '.join({t: None for *_, t in places.values()})}, jax {jax.__version__}\n{HEAD}", flush=True)
-    for name in (n for n in cases if not options.cases or any(n.startswith(c) for c in options.cases)):
-        for place, (shape, axes, target) in places.items():
+    print(f"planned over emitted, {options.target}, jax {jax.__version__}\n{HEAD}", flush=True)
+    for name in (n for n in CASES if not options.cases or any(n.startswith(c) for c in options.cases)):
+        for place, (shape, axes) in places.items():
             start = time.perf_counter()
-            measured, report = measure(cases[name], jax.sharding.AbstractMesh(shape, axes), target)
+            measured, report = measure(CASES[name], jax.sharding.AbstractMesh(shape, axes), options.target)
             print(row(name, place, measured, time.perf_counter() - start), flush=True)
             if measured:
                 found.append(measured)
@@ -140,12 +138,15 @@ def main(argv=None) -> None:
           f"{_median(found, 'compute'):>7.2f}")  # fmt: skip
     worst = {c: max((abs(math.log(m[c])) for m in found if m[c] > 0 and math.isfinite(m[c])), default=0.0) for c in COLUMNS}
     if options.docs:
-        section, flag = ("fidelity-clusters", " --clusters") if options.clusters else ("fidelity", "")
-        medians = cells({c: _median(found, c) for c in found[0]})
-        medians[0] = medians[3] = ""
-        text = measurements.table(("model", "mesh", *SHOWN), [*lines, ("**median**", "", *medians)])
-        measurements.write(section, f"python benchmarks/fidelity.py{flag} --docs", text)
+        measurements.write("fidelity", "python benchmarks/fidelity.py --docs", table(lines, found))
     print("largest factor between planned and emitted: " + ", ".join(f"{c} {math.exp(w):.2f}" for c, w in worst.items()))
+
+
+def table(lines: list[tuple[str, ...]], found: list[dict[str, float]]) -> str:
+    """The page's table of these rows, with their medians."""
+    medians = cells({c: _median(found, c) for c in found[0]})
+    medians[0] = medians[3] = ""
+    return measurements.table(("model", "mesh", *SHOWN), [*lines, ("**median**", "", *medians)])
 
 
 def _median(found: list[dict[str, float]], column: str) -> float:

@@ -4,22 +4,18 @@ timed by one roofline.
     python benchmarks/quality.py                              every model on every cluster
     python benchmarks/quality.py gpt2 llama --target h100:8    some of them
     python benchmarks/quality.py --store quality.json          keep the results; with --again shardplan, compile these again
-    python benchmarks/quality.py --markdown quality.md         the table as a file
-    python benchmarks/quality.py --options both                experts compiled with the options of our plan, too
-    python benchmarks/quality.py --layouts 2                   per cell, the two experts that are fastest in docs/measurements.md
+    python benchmarks/quality.py --store quality.json --docs   put the tables into docs/measurements.md, once every cell is stored
 
 Seconds are read from the compiled program alone (`shardplan.xla.seconds`): a roofline over its kernels, and the part of its
 collectives, priced by the cluster model, that XLA's schedule leaves exposed. `collect` is all seconds of collectives; the second ratio
 is that of steps without overlap. `sent` is bytes that a device sends in one step. A layout that exceeds a GPU's memory counts only
 where none fits.
-A plan is compiled with the compiler options that are part of it; experts with XLA's own, with those of the plan (`--options plan`), or
-with both, of which the faster program counts (`--options both`).
-What an expert's layout compiles to does not depend on the planner: with `--layouts`, those that the table has far behind are left out.
+A plan is compiled with the compiler options that are part of it; experts with XLA's own and with those of the plan, of which the faster
+program counts. Figures of plans against their own programs are those of `fidelity.py`.
 Needs "shardplan[gpu-check]", no GPU.
 """
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -34,26 +30,26 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import experts  # noqa: E402
+import fidelity  # noqa: E402
 import jax  # noqa: E402
 import measurements  # noqa: E402
 import zoo  # noqa: E402
 
 import shardplan  # noqa: E402
 from shardplan.mesh.collective import wire_bytes  # noqa: E402
-from shardplan.xla.compiler.compile import compile, lower_for  # noqa: E402
+from shardplan.xla.compiler.compile import Compiled, compile, lower_for  # noqa: E402
 from shardplan.xla.compiler.options import as_known  # noqa: E402
 from shardplan.xla.hlo.schedule import seconds  # noqa: E402
 
 OURS = "shardplan"
 TARGETS = {"h100:8": (2, 4), "h100:2x8": (2, 8), "h100:8x8": (8, 8)}
 AXES = ("data", "model")
-OPTIONS = {"default": lambda own: [{}], "plan": lambda own: [own], "both": lambda own: [{}, own] if own else [{}]}
-"""Compiler options that experts' layouts are compiled with, from those of our plan."""
+Store = dict[str, dict[str, dict]]
+"""Model and target -> layout -> what was measured of it."""
 
 
-def judge(lowered, target: str, timeout_s: float, options: Mapping | None = None) -> dict:
-    """What XLA makes of a lowered step, with these compiler options, in figures."""
-    compiled = compile(lowered, target=target, timeout_s=timeout_s, options=as_known(options or {}))
+def judge(compiled: Compiled, target: str) -> dict:
+    """What XLA made of a step, in figures."""
     if not compiled.ok or compiled.memory is None:
         return {"error": compiled.error.strip().splitlines()[0][:200]}
     found = seconds(compiled, shardplan.Cluster.preset(target.partition(":")[0]))
@@ -69,17 +65,25 @@ def judge(lowered, target: str, timeout_s: float, options: Mapping | None = None
     }
 
 
-def lowered_by(name: str, model: str, target: str):
-    """The step of a model as `name` splits it, lowered, with its predicted seconds and compiler options where there are any."""
+def measure(name: str, model: str, target: str, timeout_s: float, options: Mapping) -> dict:
+    """Figures of a layout: of our plan, or of an expert's fastest program with XLA's own compiler options or with these."""
     step, state, batch = zoo.QUALITY[model]()
     preset, mesh = target.partition(":")[0], mesh_of(target)
-    if name == OURS:
-        planned = shardplan.auto(mesh, donate_argnums=0, cluster=preset)(step)
-        plan = planned.plan(state, batch)
-        function, args = plan.context.program(plan)
-        return lower_for(target, function, *args), plan.seconds["total"], dict(plan.compiler_options)
-    expert = next(e for e in experts_on(target) if e.name == name)
-    return lower_for(target, experts.laid_out(expert, step, state, batch, mesh), state, batch), None, {}
+    start = time.perf_counter()
+    try:
+        if name == OURS:
+            plan = shardplan.auto(mesh, donate_argnums=0, cluster=preset)(step).plan(state, batch)
+            known = {"predicted": plan.seconds["total"], "planning": time.perf_counter() - start}
+            report = plan.check(target, timeout_s=timeout_s)
+            known |= {"options": dict(plan.compiler_options), **judge(report.compiled, target)}
+            return known | ({"fidelity": fidelity.figures(report, preset)} if report.compiled.ok else {})
+        expert = next(e for e in experts_on(target) if e.name == name)
+        lowered = lower_for(target, experts.laid_out(expert, step, state, batch, mesh), state, batch)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    tried = [{}, options] if options else [{}]
+    found = [{"options": o} | judge(compile(lowered, target=target, timeout_s=timeout_s, options=as_known(o)), target) for o in tried]
+    return min(found, key=lambda r: (not r.get("fits"), r.get("seconds", math.inf)))
 
 
 def mesh_of(target: str):
@@ -88,28 +92,6 @@ def mesh_of(target: str):
 
 def experts_on(target: str) -> list[experts.Expert]:
     return experts.experts(mesh_of(target), shardplan.Cluster.preset(target.partition(":")[0]).node_size)
-
-
-def names(model: str, target: str, layouts: int | None) -> list[str]:
-    """Layouts to compile, ours first: all experts', or those that were fastest when the page's row was made."""
-    others = [e.name for e in experts_on(target)]
-    row = rows_of_page().get(f"{model} {target}")
-    if layouts is None or row is None:
-        return [OURS, *others]
-    known = {name: row[name].strip("()") for name in others if row.get(name, "–") != "–"}
-    return [OURS, *sorted(known, key=lambda name: ("!" in known[name], float(known[name].strip("!"))))[:layouts]]
-
-
-def measure(name: str, model: str, target: str, timeout_s: float, options: list[dict]) -> dict:
-    """Figures of a layout; an expert's is that of the fastest program with any of these `options`, ours has the plan's own."""
-    start = time.perf_counter()
-    try:
-        lowered, predicted, own = lowered_by(name, model, target)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    known = {"predicted": predicted, "planning": time.perf_counter() - start, "day": str(datetime.date.today())}
-    found = [known | {"options": o} | judge(lowered, target, timeout_s, o) for o in ([own] if name == OURS else options)]
-    return min(found, key=lambda r: (not r.get("fits"), r.get("seconds", math.inf)))
 
 
 # ---- tables
@@ -144,55 +126,44 @@ HEAD = (
 
 
 COLUMNS = (OURS, *(e.name for e in experts_on("h100:8") if e.written))
-OLDER = "older"
-HEADS = ("model", "GPUs", *COLUMNS, "ours over the best other", "day")
+HEADS = ("model", "GPUs", *COLUMNS, "ours over the best other")
 
 
-def rows(store: dict[str, dict[str, dict]]) -> dict[str, dict[str, str]]:
-    """Cell -> its row of the table: milliseconds of each layout, ours over the best other, and when that was measured."""
-    found = {}
+def markdown(store: Store) -> str:
+    """Milliseconds of each layout, and ours over the best other."""
+    found, ratios = [], []
     for key, cell in store.items():
         model, target = key.split(" ")
         shown = {c: f"{1e3 * r['seconds']:.4g}{'' if r['fits'] else '!'}" for c, r in cell.items() if "seconds" in r}
         ratio = verdict(cell)[1]
-        values = (shown.get(c, "–") for c in COLUMNS)
+        ratios += [] if math.isnan(ratio) else [ratio]
         last = "–" if math.isnan(ratio) else f"{ratio:.3f}"
-        found[key] = dict(zip(HEADS, (model, target.partition(":")[2], *values, last, cell.get(OURS, {}).get("day", "")), strict=True))
-    return found
+        found.append((model, target.partition(":")[2], *(shown.get(c, "none fits" if c == OURS else "–") for c in COLUMNS), last))
+    behind, finite = sum(r > 1.01 for r in ratios), [r for r in ratios if math.isfinite(r)]
+    last = (
+        f"{len(ratios)} cells, ours behind by more than 1 % in {behind}, geometric mean {mean(finite):.3f}, largest {max(ratios):.3f}."
+    )
+    return f"{measurements.table(HEADS, found)}\n\n{last}"
 
 
-def rows_of_page() -> dict[str, dict[str, str]]:
-    """The rows that docs/measurements.md has."""
-    section = next(m["text"] for m in measurements.SECTION.finditer(measurements.PAGE.read_text()) if m["name"] == "quality")
-    table = [[x.strip() for x in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")]
-    found = [dict(zip(table[0], row, strict=True)) for row in table[1:] if not row[0].startswith("---")]
-    return {f"{row['model']} h100:{row['GPUs']}": row for row in found}
+def fidelity_table(store: Store) -> str:
+    """Plans against their own programs."""
+    ours = {key: cell[OURS]["fidelity"] for key, cell in store.items() if "fidelity" in cell[OURS]}
+    rows = [(model, target.partition(":")[2], *fidelity.cells(m)) for key, m in ours.items() for model, target in [key.split(" ")]]
+    return fidelity.table(rows, list(ours.values()))
 
 
-def over(old: dict[str, str] | None, new: dict[str, str]) -> dict[str, str]:
-    """A new row; what it does not have keeps its old figure, in parentheses."""
-    kept = {name: f"({old[name].strip('()')})" for name in COLUMNS[1:] if new[name] == "–" and old[name] != "–"} if old else {}
-    return new | kept
+def write_page(store: Store) -> None:
+    """Puts both tables into docs/measurements.md; ValueError while cells are missing."""
+    wanted = {f"{model} {target}": {OURS, *(e.name for e in experts_on(target))} for target in TARGETS for model in zoo.QUALITY}
+    if missing := [key for key, layouts in wanted.items() if not layouts <= store.get(key, {}).keys()]:
+        raise ValueError(f"the page takes all cells; these are not, or not all, in the store: {', '.join(missing)}")
+    whole = {key: store[key] for key in wanted}
+    for section, text in (("quality", markdown(whole)), ("fidelity-clusters", fidelity_table(whole))):
+        measurements.write(section, "python benchmarks/quality.py --docs", text)
 
 
-def markdown(rows: dict[str, dict[str, str]]) -> str:
-    return measurements.table(HEADS, (tuple(row.get(h, OLDER) for h in HEADS) for row in rows.values()))
-
-
-def by_day(rows: dict[str, dict[str, str]]) -> str:
-    """Cells, those behind and the mean ratio, of the rows of each day and of all."""
-    found: dict[str, list[float]] = {}
-    for row in rows.values():
-        if (ratio := row["ours over the best other"]) != "–":
-            found.setdefault(row.get("day") or OLDER, []).append(float(ratio))
-    lines = []
-    for day, ratios in {**found, "all": [r for some in found.values() for r in some]}.items():
-        behind, finite = sum(r > 1.01 for r in ratios), [r for r in ratios if math.isfinite(r)]
-        lines.append(f"{day:<10} {len(ratios):>2} cells, behind by more than 1 % in {behind}, geometric mean {mean(finite):.3f}")
-    return "\n".join(lines)
-
-
-def summary(store: dict[str, dict[str, dict]]) -> str:
+def summary(store: Store) -> str:
     lines = []
     for key, cell in store.items():
         (best, ratio), (other, serial) = verdict(cell), verdict(cell, "serial")
@@ -219,11 +190,7 @@ def main(argv=None) -> None:
     parser.add_argument("--by", action="append", help="only these layouts")
     parser.add_argument("--store", type=Path, help="JSON of what was compiled; read and written")
     parser.add_argument("--again", action="append", default=[], help="compile these layouts again, although the store has them")
-    parser.add_argument("--layouts", type=int, metavar="N", help="compile only the N experts that the page's table has as fastest")
-    which = "what experts' layouts are compiled with: XLA's defaults, or the options of our plan (compiled before, or in the store)"
-    parser.add_argument("--options", choices=list(OPTIONS), default="default", help=which)
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--docs", action="store_true", help="put the table into docs/measurements.md")
+    parser.add_argument("--docs", action="store_true", help="put the tables into docs/measurements.md")
     parser.add_argument("--timeout", type=float, default=600.0)
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore", shardplan.ShardingWarning)
@@ -239,26 +206,19 @@ def main(argv=None) -> None:
         for model in models:
             key = f"{model} {target}"
             cell = store.setdefault(key, {})
-            for name in names(model, target, options.layouts):
+            for name in (OURS, *(e.name for e in experts_on(target))):
                 if options.by and name not in options.by:
                     continue
                 if name not in cell or name in options.again:
                     own = cell.get(OURS, {}).get("options") or {}
-                    cell[name] = measure(name, model, target, options.timeout, OPTIONS[options.options](own))
+                    cell[name] = measure(name, model, target, options.timeout, own)
                     if options.store:
                         options.store.write_text(json.dumps(store, indent=1))
                 print(line(model, target, name, cell[name]), flush=True)
             shown[key] = cell
     print(summary(shown))
-    measured = rows(shown)
-    if options.markdown:
-        options.markdown.write_text(markdown(measured))
     if options.docs:
-        page = rows_of_page()
-        table = page | {key: over(page.get(key), row) for key, row in measured.items()}
-        text = f"{markdown(table)}\n\n```text\n{by_day(table)}\n```"
-        asked = f"{f' --layouts {options.layouts}' if options.layouts else ''} --options {options.options}"
-        measurements.write("quality", f"python benchmarks/quality.py{asked} --docs", text)
+        write_page(store)
 
 
 if __name__ == "__main__":

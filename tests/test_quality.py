@@ -80,19 +80,19 @@ def test_the_verdict_counts_only_what_fits():
     assert quality.verdict(cell | {"fsdp": {"error": "crashed"}})[0] == "no other fits"
 
 
-def test_a_row_keeps_old_figures_of_layouts_that_were_not_compiled_again():
-    def cell(**seconds):
-        return {"m h100:8": {name: {"seconds": s, "fits": True, "day": "today"} for name, s in seconds.items()}}
-
-    old = quality.rows(cell(shardplan=0.001, data=0.002, fsdp=0.003))["m h100:8"]
-    new = quality.over(old, quality.rows(cell(shardplan=0.001, data=0.004))["m h100:8"])
-    assert (new["data"], new["fsdp"], new["tensor"]) == ("4", "(3)", "–")
-    assert new["ours over the best other"] == "0.250", "an old figure counts no more"
-
-
-def test_a_table_is_read_as_it_was_written(tmp_path, monkeypatch):
+def test_the_page_takes_all_cells_or_none(tmp_path, monkeypatch):
     page = tmp_path / "measurements.md"
+    empty = "".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in ("quality", "fidelity-clusters"))
+    page.write_text(empty)
     monkeypatch.setattr(quality.measurements, "PAGE", page)
-    made = quality.rows({"m h100:2x8": {"shardplan": {"seconds": 0.001, "fits": True, "day": "today"}}})
-    page.write_text(f"<!-- begin quality -->\n{quality.markdown(made)}\n<!-- end quality -->\n")
-    assert quality.rows_of_page() == made
+    figures = dict.fromkeys(("sent", "collectives", "unplanned", "memory", "peak", "live", "products", "compute"), 1.0)
+    layouts = ["shardplan", *(e.name for e in quality.experts_on("h100:8"))]
+    seconds = {name: 0.002 for name in layouts} | {"shardplan": 0.001}
+    cell = {name: {"seconds": s, "fits": name != "data", "fidelity": figures} for name, s in seconds.items()}
+    store = {f"{model} {target}": cell for target in quality.TARGETS for model in quality.zoo.QUALITY}
+    with pytest.raises(ValueError, match="gpt2 h100:2x8"):
+        quality.write_page({key: c for key, c in store.items() if key != "gpt2 h100:2x8"})
+    assert page.read_text() == empty
+    quality.write_page(store)
+    assert "| gpt2 | 2x8 | 1 | 2! | 2 |" in page.read_text() and "| dlrm | 8x8 | 0 | 1.00 |" in page.read_text()
+    assert "45 cells, ours behind by more than 1 % in 0, geometric mean 0.500, largest 0.500." in page.read_text()
