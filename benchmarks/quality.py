@@ -10,8 +10,8 @@ Seconds are read from the compiled program alone (`shardplan.xla.seconds`): a ro
 collectives, priced by the cluster model, that XLA's schedule leaves exposed. `collect` is all seconds of collectives; the second ratio
 is that of steps without overlap. `sent` is bytes that a device sends in one step. A layout that exceeds a GPU's memory counts only
 where none fits.
-A plan is compiled with the compiler options that are part of it; experts with XLA's own and, unless that is far behind, with those of the
-plan, of which the faster program counts. Figures of plans against their own programs are those of `fidelity.py`.
+A plan is compiled with the compiler options that are part of it; experts with XLA's own and, unless that is far behind, with those of
+the plan, of which the faster program counts. Figures of plans against their own programs are those of `fidelity.py`.
 Needs "shardplan[gpu-check]", no GPU.
 """
 
