@@ -50,7 +50,8 @@ def explore(plan: Plan) -> Any:
 def mimebundle(plan: Plan) -> dict[str, Any]:
     """What a notebook shows of a plan: the widget where there is a kernel for it, and HTML where no widget can be shown.
 
-    Beside a widget the HTML of a large plan states what it saves only if that is known: to plan what it is compared with takes seconds.
+    The HTML of a large plan that comes with a widget states what it saves only if that is known: to plan what it is compared with
+    takes seconds.
     """
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
     has_widget = AnyWidget is not None and hasattr(shell, "kernel")
