@@ -7,9 +7,11 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardplan.costs.space import StepFacts
 from shardplan.ir.parse import parse
+from shardplan.mesh.layout import MeshShape
 from shardplan.xla import available, compile
-from shardplan.xla_model.physical_layout import is_untiled
+from shardplan.xla_model.physical_order import physical_orders
 
 pytestmark = [
     pytest.mark.slow,
@@ -163,15 +165,25 @@ def test_a_products_kernel_does_what_follows_on_its_result_alone(work, results):
         ((32, 64, 4, 256), (0, 3, 1, 2)),
         ((16, 12, 256, 64), (0, 3, 1, 2)),
         ((256, 64, 32), (2, 1, 0)),
+        ((64, 512, 7), (0, 2, 1)),
+        ((16, 256, 256, 4), (0, 1, 3, 2)),
+        ((16, 256, 256, 4), (0, 3, 1, 2)),
+        ((16, 256, 256, 4), (0, 2, 3, 1)),
+        ((16, 256, 256, 4), (0, 3, 2, 1)),  # of 16 bits, the two last dims make a tile
+        ((16, 4, 256, 256), (0, 3, 2, 1)),
+        ((16, 4, 256, 256), (0, 3, 1, 2)),
+        ((8, 256, 256, 8), (0, 3, 1, 2)),
+        ((32, 256, 12), (2, 0, 1)),
     ],
 )
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_transpose_to_few_elements_moves_no_tiles(shape, permutation, dtype):
+def test_a_transpose_of_or_to_few_elements_moves_no_tiles(shape, permutation, dtype):
     def fn(x):
         return jnp.transpose(x, permutation) * 2
 
     x = jax.ShapeDtypeStruct(shape, dtype)
     module = compiled(fn, x, ins=s(), outs=s())
     (kernel,) = (i for i in module.computations[module.entry] if i.opcode == "fusion")
-    (op,) = (op for op in parse(jax.make_jaxpr(fn)(x)).ops if op.traits.transpose)
-    assert (kernel.attribute("kind") == "kLoop") == is_untiled(op)
+    facts = StepFacts.of(parse(jax.make_jaxpr(fn)(x)), MeshShape(("x",), (1,)))
+    (v,) = (op.outputs[0] for op in facts.graph.ops if op.traits.transpose)
+    assert (kernel.attribute("kind") == "kLoop") == physical_orders(facts.graph, facts.rules).written[v]

@@ -23,7 +23,7 @@ from shardplan.costs.split_products import product_seconds
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import NARROW_UPDATE, attention_rate
+from shardplan.mesh.rates import NARROW_UPDATE, UNTILED_BYTE, attention_rate
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
 from shardplan.xla_model.traffic import KernelTraffic
@@ -79,6 +79,11 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         seconds = seconds + np.maximum(0.0, least - moves.kernel_bytes * strategies.work / device.memory_rate)
     if any(moves.result_writes):
         seconds = seconds + device.kernel_latency_s * _second_kernel(op, strategies)
+    for k, untiled in moves.transposed:
+        of = float(math.prod(op.ins[k].shape)) / strategies.shards[k]
+        bytes_ = of * itemsize(op.ins[k].dtype)
+        least = np.maximum(device.kernel_latency_s, device.computed_s(UNTILED_BYTE * bytes_ if untiled else of))
+        seconds = seconds + np.maximum(least, 2 * bytes_ / device.memory_rate)
     if rule.exchanged:
         layouts = zip(*strategies.operands, strict=True)
         found = (exchanges(rule, at, op.ins, op.outs, of, mesh, cluster) for at, of in zip(strategies.factors, layouts, strict=True))

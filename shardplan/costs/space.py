@@ -27,6 +27,7 @@ from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.expensive import recomputed_from
 from shardplan.xla_model.fusion import FusedKernels, fused_kernels, kernel_traffic, materialised
 from shardplan.xla_model.kernel_groups import kernels_of
+from shardplan.xla_model.physical_order import physical_orders
 from shardplan.xla_model.row_kernels import row_kernels
 from shardplan.xla_model.traffic import KernelTraffic
 
@@ -76,11 +77,12 @@ class StepFacts:
         graph = mark_accumulation(with_copies(graph, follows, sums, lookups))
         found = table.read(graph, {}, whole)
         rules, sums = tuple(x.rule for x in found), tuple(x.sums for x in found)
-        rows = row_kernels(graph, rules)
-        written = materialised(graph, rules, sums, rows, recomputed_from(device) if device else inf)
-        kernels = kernels_of(graph, rules, written, sums, rows)
-        fused = fused_kernels(graph, rules, kernels)
-        around = with_convolutions(graph, rules, kernel_traffic(graph, rules, kernels), device)
+        orders = physical_orders(graph, rules)
+        rows = row_kernels(graph, seen := orders.rules, orders)
+        written = materialised(graph, seen, sums, rows, recomputed_from(device) if device else inf)
+        kernels = kernels_of(graph, seen, written, sums, rows)
+        fused = fused_kernels(graph, seen, kernels)
+        around = with_convolutions(graph, seen, kernel_traffic(graph, seen, kernels), device)
         return cls(graph, table, rules, sums, tuple(x.number for x in found), written, around.traffic, fused, around.copies)
 
     @cached_property

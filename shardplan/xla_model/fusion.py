@@ -6,7 +6,7 @@ again. Materialised are:
     inputs, loop carries and branch results; products, gathers, scatters and the like
     partial sums that are copied: written, reduced by a collective, read again
     elementwise results that some reader cannot compute again, or that are cheaper to read than to compute again (`expensive.py`)
-    products that are transposed in memory (`physical_layout.py`)
+    products that are transposed in memory (`physical_order.py`)
     what a product's kernel writes: its result after elementwise work on it alone that ends in a narrower dtype
 
 Which ops are one kernel: `kernel_groups.py`.
@@ -28,7 +28,7 @@ from shardplan.mesh.rates import elements_computed
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
-from shardplan.xla_model.physical_layout import is_untiled, transposed_in_memory, transposed_product
+from shardplan.xla_model.physical_order import transposed_product
 from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, rows_read
 from shardplan.xla_model.traffic import KernelTraffic
 
@@ -46,7 +46,7 @@ def materialised(
         recomputed_bytes: of the device (`recomputed_from`).
     """
     out = [True] * len(graph.values)
-    prologue = _prologues(graph, rules)
+    prologue = _prologues(graph, rules) - rows.orders.written.keys()
     for v in reversed(range(len(graph.values))):
         at, _ = graph.values[v].producer
         op, fusion = graph.ops[at], rules[at].fusion
@@ -62,11 +62,12 @@ def materialised(
             readers = [c for c in reached if not seen_through(graph, rules, c)]
             stacked = len(readers) == 1 and graph.ops[readers[0]].traits.loop_stack  # computed as the row is written
             out[v] = not stacked and not all(absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
-            out[v] |= rows.behind[at] and any(rules[c].fusion == "reduce" and not reduces_rows(graph.ops[c]) for c in readers)
+            reduced = (graph.ops[c] for c in readers if rules[c].fusion == "reduce")
+            out[v] |= rows.behind[at] and not all(reduces_rows(op, rows.orders) for op in reduced)
     for v, (w, always) in written_by_products(graph, rules).items():
         if always or out[w]:
             out[v], out[w] = False, True
-    for v in (*transposed_in_memory(graph, rules), *_shared_zeros(graph)):
+    for v in (*rows.orders.later, *_shared_zeros(graph)):
         out[v] = True
     once = cheaper_to_read(graph, rules, out, sums, rows, recomputed_bytes)
     return tuple(written or v in once for v, written in enumerate(out))
@@ -173,13 +174,12 @@ def written_instead(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> di
 
 def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tuple[KernelTraffic, ...]:
     """What every op moves: each kernel reads an array once, on behalf of the first op that needs it."""
-    own, inside, written = kernels.own, kernels.inside, kernels.written
+    own, inside, written, orders = kernels.own, kernels.inside, kernels.written, kernels.rows.orders
     by_product = written_instead(graph, rules, kernels)
     ends = frozenset(by_product.values())
     seen: dict[tuple[Kernel, int], float] = {}  # bytes of an array that a kernel has read or made
     # Per kernel: bytes moved, elements read, elements of the largest result, bytes that are transposed without tiles.
     moved, reads, makes, untiled = (defaultdict[Kernel, float](float) for _ in range(4))
-    columns = {kernel for at, op in enumerate(graph.ops) if reduces_columns(op) for kernel in inside[at]}
     stands: dict[Kernel, int] = {}
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for at, op in enumerate(graph.ops):
@@ -215,21 +215,36 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
                     results[k] += 1
                     moved[own[at]] += graph.values[v].bytes
                     makes[own[at]] = max(makes[own[at]], float(math.prod(graph.values[v].shape)))
-                    untiled[own[at]] = max(untiled[own[at]], graph.values[v].bytes * is_untiled(op))
+                    untiled[own[at]] = max(untiled[own[at]], graph.values[v].bytes * orders.written.get(v, False))
         if op.traits.grouped_matmul and not idle:
             operands[0] += 2 * op.ins[2].shape[-1]  # its masked copies, written and read (fact: product-ragged-masked)
         if op.traits.scatter and not idle:
             operands[-1] += 1 + (op.traits.scatter != "set")  # the rows that are written, and read if added to
         counts.append((tuple(operands), tuple(results)))
     kernel = {at: moved[key] for key, at in stands.items()}
+    computed = _elements(graph, kernels, stands, moved, reads, makes, untiled)
+    again = _row_bytes(graph, rules, kernels)
+    rest = (
+        (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, orders.transposed.get(at, ())) for at in range(len(counts))
+    )
+    return tuple(KernelTraffic(*moves, *more) for moves, more in zip(counts, rest, strict=True))
+
+
+Amounts = Mapping[Kernel, float]
+
+
+def _elements(
+    graph: Graph, kernels: Kernels, stands: Mapping[Kernel, int], moved: Amounts, reads: Amounts, makes: Amounts, untiled: Amounts
+) -> dict[int, float]:
+    """Op that stands for a kernel -> what that computes one by one, of the amounts per kernel that `kernel_traffic` names."""
+    inside, orders = kernels.inside, kernels.rows.orders
+    columns = {kernel for at, op in enumerate(graph.ops) if reduces_columns(op, orders) for kernel in inside[at]}
     rows = rows_read(graph, kernels.rows, inside)
     masked = {kernel for at, op in enumerate(graph.ops) if masks(graph, op) for kernel in inside[at]} & rows.keys()
-    computed = {
+    return {
         at: elements_computed(makes[key], reads[key] * (key in columns), rows.get(key, 0.0), moved[key] * (key in masked), untiled[key])
         for key, at in stands.items()
     }
-    again = _row_bytes(graph, rules, kernels)
-    return tuple(KernelTraffic(*moves, again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0)) for at, moves in enumerate(counts))
 
 
 def _row_bytes(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> dict[int, float]:

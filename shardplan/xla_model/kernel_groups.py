@@ -54,7 +54,7 @@ def kernels_of(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sum
         if at in first.rows.fused and exponentials[at] and len(first.inside[at]) > 1:
             alone.add(at)
             exponentials[at] = False
-    return _grouped_kernels(graph, rules, written, sums, row_kernels(graph, rules, frozenset(alone))) if alone else first
+    return _grouped_kernels(graph, rules, written, sums, row_kernels(graph, rules, rows.orders, frozenset(alone))) if alone else first
 
 
 def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels) -> Kernels:

@@ -9,7 +9,7 @@ row, reduces it, and combines the result with the same row:
     softmax, layer norm       one kernel reads x and writes the result
     and their gradients       one kernel reads x and the result's gradient; it computes the forward pass of the row again
     root mean square norm     one kernel alone; several with its gradient: the reduction has two uses and seeds nothing
-    softmax of a transpose    several kernels: the dim that is reduced is not the last in memory
+    softmax of a transpose    several kernels: the dim that is reduced is not the last in memory (`physical_order.py`)
 
 Three things leave the kernel: a reduction of exponentials that several kernels read, for computing them once more costs more than to
 write a number per row; what a reduction of another kind reads, which is written first; and every result, for a kernel writes one.
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from shardplan.ir.graph import Graph, Op
 from shardplan.strategies.rule import Rule
+from shardplan.xla_model.physical_order import PhysicalOrders
 
 ROW_ELEMENTS = 1 << 14
 """Longest row that one kernel keeps on chip (fact: fusion-rows)."""
@@ -37,24 +38,25 @@ class RowKernels:
         fused: numbers of the reductions inside them.
         behind: per op, whether it is such a reduction or elementwise work, views and copies behind one.
         statistics: what the reductions make, and elementwise work on it before it meets a row again.
+        orders: in which order dims lie in memory, which decides what a row is.
     """
 
     fused: frozenset[int]
     behind: tuple[bool, ...]
     statistics: frozenset[int]
+    orders: PhysicalOrders
 
 
-def row_kernels(graph: Graph, rules: Sequence[Rule], alone: frozenset[int] = frozenset()) -> RowKernels:
+def row_kernels(graph: Graph, rules: Sequence[Rule], orders: PhysicalOrders, alone: frozenset[int] = frozenset()) -> RowKernels:
     """The kernels of a step; the reductions `alone` write their results."""
     behind, fused, statistics = [False] * len(graph.ops), set[int](), set[int]()
-    turned = _turned(graph, rules)
     for at, op in enumerate(graph.ops):
         makers = [graph.values[v].producer[0] for v in op.inputs if v is not None]
         follows = any(behind[i] and graph.ops[i].loop == op.loop for i in makers)
         if at in graph.dead:
             continue
-        if reduces_rows(op) and rules[at].fusion == "reduce":
-            if at not in alone and not turned[at] and (follows or _is_seed(graph, rules, at)):
+        if reduces_rows(op, orders) and rules[at].fusion == "reduce":
+            if at not in alone and (follows or _is_seed(graph, rules, at)):
                 behind[at] = True
                 fused.add(at)
                 statistics.add(op.outputs[0])
@@ -63,7 +65,7 @@ def row_kernels(graph: Graph, rules: Sequence[Rule], alone: frozenset[int] = fro
             arrays = (v for v in op.inputs if v is not None and graph.values[v].shape)
             if all(v in statistics for v in arrays) and not op.traits.broadcast:
                 statistics.update(op.outputs)
-    return RowKernels(frozenset(fused), tuple(behind), frozenset(statistics))
+    return RowKernels(frozenset(fused), tuple(behind), frozenset(statistics), orders)
 
 
 def rows_read(graph: Graph, rows: RowKernels, inside: Sequence[Collection[Hashable]]) -> dict[Hashable, float]:
@@ -73,7 +75,7 @@ def rows_read(graph: Graph, rows: RowKernels, inside: Sequence[Collection[Hashab
     """
     sizes: dict[Hashable, list[float]] = {}
     for at, op in enumerate(graph.ops):
-        for kernel in inside[at] if reduces_rows(op) else ():
+        for kernel in inside[at] if reduces_rows(op, rows.orders) else ():
             sizes.setdefault(kernel, []).append(float(op.ins[0].size))
     return {kernel: sum(sizes[kernel]) for at in sorted(rows.fused) for kernel in inside[at] if len(sizes[kernel]) > 1}
 
@@ -84,28 +86,19 @@ def masks(graph: Graph, op: Op) -> bool:
     return predicate is not None and graph.ops[graph.values[graph.original(predicate)].producer[0]].traits.broadcast
 
 
-def reduces_rows(op: Op) -> bool:
-    """Whether an op reduces the last dim alone, of no more elements than a kernel keeps on chip."""
+def reduces_rows(op: Op, orders: PhysicalOrders) -> bool:
+    """Whether an op reduces the last dim alone, which is the minor one, of no more elements than a kernel keeps on chip."""
     if not op.traits.reduction or len(op.outputs) != 1:
         return False
-    shape = op.ins[0].shape
-    return tuple(op.params.get("axes", ())) == (len(shape) - 1,) and 1 < shape[-1] <= ROW_ELEMENTS and op.outs[0].dtype.kind in "fV"
+    shape, last = op.ins[0].shape, len(op.ins[0].shape) - 1
+    if tuple(op.params.get("axes", ())) != (last,) or orders.minor(op) != last:
+        return False
+    return 1 < shape[-1] <= ROW_ELEMENTS and op.outs[0].dtype.kind in "fV"
 
 
-def reduces_columns(op: Op) -> bool:
-    """Whether an op reduces dims by a fixed function, and keeps the last."""
-    return op.traits.reduction and len(op.ins[0].shape) - 1 not in op.params.get("axes", ())
-
-
-def _turned(graph: Graph, rules: Sequence[Rule]) -> list[bool]:
-    """Per op, whether elementwise work or a reduction reads an array whose last dim lies elsewhere in memory: a transpose moved it."""
-    out = [False] * len(graph.ops)
-    for at, op in enumerate(graph.ops):
-        if rules[at].fusion == "reduce" or _is_elementwise(graph, rules, at):
-            moved = op.traits.transpose and tuple(op.params["permutation"])[-1] != len(op.ins[0].shape) - 1
-            made = (graph.values[v].producer[0] for v in op.inputs if v is not None)
-            out[at] = moved or any(out[i] and rules[i].fusion != "reduce" for i in made)
-    return out
+def reduces_columns(op: Op, orders: PhysicalOrders) -> bool:
+    """Whether an op reduces dims by a fixed function, and keeps the minor one."""
+    return op.traits.reduction and orders.minor(op) not in op.params.get("axes", ())
 
 
 def _is_elementwise(graph: Graph, rules: Sequence[Rule], at: int) -> bool:

@@ -33,3 +33,4 @@ class KernelTraffic:
     kernel_bytes: float | None  # bytes that the kernel moves which the op stands for, of all shards; None if it stands for none
     kernel_elements: float  # results that this kernel computes, or what takes as long (`mesh/rates.py`)
     call: LibraryCall | None = None  # of a convolution
+    transposed: tuple[tuple[int, bool], ...] = ()  # (operand, whether without tiles) that a kernel of its own transposes first
