@@ -9,6 +9,7 @@ import pytest
 
 import shardplan
 from shardplan.mesh import Layout
+from shardplan.search.objective import NEAR_TIE
 from shardplan.xla.hlo.collectives import collectives
 
 S = jax.ShapeDtypeStruct
@@ -110,7 +111,7 @@ def test_shards_attention_by_heads_and_is_no_slower_than_megatron():
         for k in "01"
         for n, rows in zip("qkvo", [(0, 1)] * 3 + [(1, 0)], strict=True)
     )
-    assert plan.seconds["total"] <= megatron.seconds["total"]
+    assert plan.seconds["total"] <= (1 + NEAR_TIE) * megatron.seconds["total"]
     # Sums scattered over the sequence and gathered again cost what an all-reduce does, and spare the work in between.
     assert {kind for _, kind in planned_kinds(plan)} <= {"all-reduce", "reduce-scatter", "all-gather"}
 

@@ -103,8 +103,8 @@ class TestAttention:
         assert compiled_transposes(fn, *args) == planned_transposes(fn, *args)
 
     def test_so_are_those_of_the_gradient(self, name):
-        if name in ("jax.nn", "queries first"):
-            pytest.skip("softmax's kernel writes the weights as they lie, and transposes them once more than the plan")
+        if name == "jax.nn":
+            pytest.skip("a kernel that keeps rows on chip writes the weights as they lie, where they are needed in two other orders")
         fn, query, key = ATTENTION[name]
         args = a(*query), a(*key), a(*key), a(*query)
         assert compiled_transposes(gradient(fn), *args) == planned_transposes(gradient(fn), *args)
