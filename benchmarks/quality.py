@@ -137,12 +137,16 @@ COLUMNS = (OURS, *(e.name for e in experts_on("h100:8")))
 HEADS = ("model", "GPUs", *COLUMNS, "ours over the best other")
 
 
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}"
+
+
 def markdown(store: Store) -> str:
     """Milliseconds of each layout, and ours over the best other."""
     found, ratios = [], []
     for key, cell in store.items():
         model, target = key.split(" ")
-        shown = {c: f"{1e3 * r['seconds']:.4g}{'' if r['fits'] else '!'}" for c, r in cell.items() if "seconds" in r}
+        shown = {c: f"{milliseconds(r['seconds'])}{'' if r['fits'] else '!'}" for c, r in cell.items() if "seconds" in r}
         ratio = verdict(cell)[1]
         ratios += [] if math.isnan(ratio) else [ratio]
         last = "–" if math.isnan(ratio) else f"{ratio:.3f}"
