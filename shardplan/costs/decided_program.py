@@ -402,11 +402,11 @@ class DecidedProgram:
 
     def _product_kind(self, merged: Sequence[int]) -> tuple[KernelKind, Sequence[int]]:
         op, space = self.graph.ops[merged[0]], self.network.space
+        if itemsize(op.ins[0].dtype) >= 4:
+            return "float32 product", ()
         found = [local_sizes(self.graph.ops[j], (of := space.strategies[j]), self.states[j] % len(of), space.mesh) for j in merged]
         shared = int(len({self.graph.original(v) for j in merged if (v := self.graph.ops[j].inputs[0]) is not None}) > 1)
         sizes = merged_sizes(found, shared)
-        if itemsize(op.ins[0].dtype) >= 4:
-            return "float32 product", sizes
         parts = product_parts(op, sizes, space.cluster.device)
         in_float32 = parts > 1 or op.outs[0].dtype == np.float32
         return "float32 sums" if in_float32 else "product", (sizes[0] * parts, *sizes[1:3], sizes[3] // parts)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from shardplan.ir.graph import Graph
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.physical_order import Groups, operand_groups, result_groups
+from shardplan.xla_model.physical_order import Groups, is_product, operand_groups, result_groups
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,17 @@ class ArrayOrder:
 def array_order(graph: Graph, rules: Sequence[Rule], v: int, at: int, k: int) -> ArrayOrder:
     """The order of value v as op `at` reads it as operand k."""
     maker = graph.maker(v)
-    made = result_groups(graph.ops[maker]) if _is_product(graph, rules, maker) else ()
+    made = result_groups(graph.ops[maker]) if is_product(graph.ops[maker], rules[maker]) else ()
     reads, read = [(at, k)], set()
     for j, m in reads:
         if graph.ops[j].traits.copy:
             reads += graph.values[graph.ops[j].outputs[0]].consumers
-        elif _is_product(graph, rules, j):
+        elif is_product(graph.ops[j], rules[j]):
             read.update(operand_groups(graph.ops[j], m))
     row = graph.values[graph.origin(v, lambda i: graph.ops[i].traits.copy or graph.ops[i].forwards_value)]
     is_row = graph.ops[row.producer[0]].traits.loop_slice
     input_bytes = row.bytes if is_row else graph.values[v].bytes if graph.ops[maker].traits.step_input else 0.0
     return ArrayOrder(made, tuple(sorted(read)), input_bytes)
-
-
-def _is_product(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
-    return graph.ops[at].traits.matmul and rules[at].fusion == "none"
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class PhysicalOrders:
         return order[-1] if order else -1
 
 
-class _Lies(NamedTuple):
+class _Placement(NamedTuple):
     """How a value lies in memory."""
 
     made: float  # the product that fixes its order; infinite where none does
@@ -112,11 +112,11 @@ class MemoryTranspose(NamedTuple):
 
 def physical_orders(graph: Graph, rules: Sequence[Rule]) -> PhysicalOrders:
     """The orders of a step: each as its value is made, then the transposes that readers need."""
-    lies: list[_Lies] = []
+    placed: list[_Placement] = []
     seen, written = list(rules), dict[int, bool]()
     meets: dict[int, tuple[Operand, MemoryTranspose]] = {}  # product -> where it meets an earlier one in another order
     for at, (op, rule) in enumerate(zip(graph.ops, rules, strict=True)):
-        new = _as_made(graph, op, rule, lies)
+        new = _as_made(graph, op, rule, placed)
         if new is not None and op.traits.transpose and new.order != (plain := tuple(range(len(new.order)))):
             if new.made < inf and _all_take(graph, rules, op.outputs[0], new.order):
                 seen[at] = replace(rule, fusion="view")
@@ -124,13 +124,13 @@ def physical_orders(graph: Graph, rules: Sequence[Rule]) -> PhysicalOrders:
                 written[op.outputs[0]] = MemoryTranspose.between(graph.values[op.outputs[0]], new.order, plain).untiled
                 new = new._replace(order=new.order if new.made == inf else plain)
         elif new is not None and _is_elementwise(op, rule):
-            for k, x in _same_shape(op, lies):
+            for k, x in _same_shape(op, placed):
                 if x.made < inf and x.order != new.order and not _fits(x.groups, new.order, op.outs[0].shape):
                     move = MemoryTranspose.between(graph.values[op.outputs[0]], x.order, new.order)
                     if not move.keeps_minor:
                         meets.setdefault(int(x.made), ((at, k), move))
-        row_major = (_Lies(inf, tuple(range(len(x.shape))), ()) for x in op.outs)
-        lies += (row if new is None or len(new.order) != len(row.order) else new for row in row_major)
+        row_major = (_Placement(inf, tuple(range(len(x.shape))), ()) for x in op.outs)
+        placed += (row if new is None or len(new.order) != len(row.order) else new for row in row_major)
     later, first = [], dict[Operand, bool]()
     for product, (operand, move) in meets.items():
         later.append(last := _last_of_chain(graph, product))
@@ -139,7 +139,7 @@ def physical_orders(graph: Graph, rules: Sequence[Rule]) -> PhysicalOrders:
         else:
             written[last] = move.untiled
     through = [op.traits.copy or (rule.fusion == "view" and not op.traits.border) for op, rule in zip(graph.ops, seen, strict=True)]
-    for v, readers in _unread(graph, rules, through, lies).items():
+    for v, readers in _unread(graph, rules, through, placed).items():
         made = next(iter(readers.values())) if _is_made_for(graph, rules, through, v, readers) else None
         if made is not None:
             written[v] = made.untiled
@@ -151,29 +151,34 @@ def physical_orders(graph: Graph, rules: Sequence[Rule]) -> PhysicalOrders:
     transposed: dict[int, tuple[tuple[int, bool], ...]] = {}
     for (at, k), untiled in sorted(first.items()):
         transposed[at] = (*transposed.get(at, ()), (k, untiled))
-    return PhysicalOrders(tuple(x.order for x in lies), tuple(seen), tuple(sorted(later)), written, transposed)
+    return PhysicalOrders(tuple(x.order for x in placed), tuple(seen), tuple(sorted(later)), written, transposed)
 
 
-def _as_made(graph: Graph, op: Op, rule: Rule, lies: Sequence[_Lies]) -> _Lies | None:
+def is_product(op: Op, rule: Rule) -> bool:
+    """Whether a kernel of its own computes a product."""
+    return op.traits.matmul and rule.fusion == "none"
+
+
+def _as_made(graph: Graph, op: Op, rule: Rule, placed: Sequence[_Placement]) -> _Placement | None:
     """How the results of an op lie; None where that is row-major for want of a reason."""
-    if op.traits.matmul and rule.fusion == "none":
-        return _Lies(op.outputs[0], _written_order(graph, op), result_groups(op))
+    if is_product(op, rule):
+        return _Placement(op.outputs[0], _written_order(graph, op), result_groups(op))
     if _is_elementwise(op, rule):
         plain = tuple(range(len(op.outs[0].shape)))
-        return min((x for _, x in _same_shape(op, lies)), key=lambda x: (x.made, x.order == plain), default=None)
+        return min((x for _, x in _same_shape(op, placed)), key=lambda x: (x.made, x.order == plain), default=None)
     v = op.inputs[0] if op.inputs else None
     if v is None or op.traits.border or len(op.outputs) != 1:
         return None
-    made, before, groups = lies[v]
+    made, before, groups = placed[v]
     if op.traits.transpose:
         place = tuple(op.params["permutation"]).index
-        return _Lies(made, tuple(map(place, before)), tuple(tuple(map(place, group)) for group in groups))
+        return _Placement(made, tuple(map(place, before)), tuple(tuple(map(place, group)) for group in groups))
     if rule.fusion == "view":
         order = reshaped(before, op.ins[0].shape, op.outs[0].shape)
-        return None if order is None else _Lies(made, order, ())
+        return None if order is None else _Placement(made, order, ())
     if op.traits.reduction:
         kept = [d for d in range(len(op.ins[0].shape)) if d not in op.params.get("axes", ())]
-        return _Lies(made, tuple(kept.index(d) for d in before if d in kept), ())
+        return _Placement(made, tuple(kept.index(d) for d in before if d in kept), ())
     return None
 
 
@@ -184,11 +189,11 @@ def _is_elementwise(op: Op, rule: Rule) -> bool:
     return rule.fusion in ("loop", "view") and bool(op.outs) and any(x.shape == op.outs[0].shape for x in op.ins)
 
 
-def _same_shape(op: Op, lies: Sequence[_Lies]) -> Iterator[tuple[int, _Lies]]:
+def _same_shape(op: Op, placed: Sequence[_Placement]) -> Iterator[tuple[int, _Placement]]:
     """Operands of the shape of the result: number, and how it lies."""
     for k, (v, x) in enumerate(zip(op.inputs, op.ins, strict=True)):
         if v is not None and x.shape == op.outs[0].shape:
-            yield k, lies[v]
+            yield k, placed[v]
 
 
 def _all_take(graph: Graph, rules: Sequence[Rule], v: int, order: Dims) -> bool:
@@ -231,19 +236,19 @@ def _parts(before: Dims, after: Dims) -> Iterator[tuple[Dims, Dims]]:
 
 
 def _unread(
-    graph: Graph, rules: Sequence[Rule], through: Sequence[bool], lies: Sequence[_Lies]
+    graph: Graph, rules: Sequence[Rule], through: Sequence[bool], placed: Sequence[_Placement]
 ) -> dict[int, dict[Operand, MemoryTranspose]]:
     """Array -> operands of products that are this array, but do not read it as it lies -> how it is transposed for them."""
     out: dict[int, dict[Operand, MemoryTranspose]] = {}
     for at, op in enumerate(graph.ops):
-        for k, v in enumerate(op.inputs) if op.traits.matmul and rules[at].fusion == "none" and at not in graph.dead else ():
+        for k, v in enumerate(op.inputs) if is_product(op, rules[at]) and at not in graph.dead else ():
             batch, contracted, own = operand_groups(op, k)
             rows = tuple((d,) for d in own) if k == 0 and not batch else (own,)  # need not lie together (fact: layout-split-rows)
-            if v is not None and not _fits((batch, contracted, *rows), lies[v].order, op.ins[k].shape):
+            if v is not None and not _fits((batch, contracted, *rows), placed[v].order, op.ins[k].shape):
                 plain = tuple(range(len(op.ins[k].shape)))
                 to = plain if _is_batched_matmul(op) else batch + (contracted + own if k else own + contracted)
                 array = graph.origin(v, through.__getitem__)
-                out.setdefault(array, {})[at, k] = MemoryTranspose.between(graph.values[v], lies[v].order, to)
+                out.setdefault(array, {})[at, k] = MemoryTranspose.between(graph.values[v], placed[v].order, to)
     return out
 
 

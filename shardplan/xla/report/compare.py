@@ -204,8 +204,9 @@ def _rebalance(findings: list[CollectiveFinding], tolerance: float) -> list[Coll
 
 def _matches(e: ExpectedCollective, m: EmittedTensor, tolerance: float) -> bool:
     """Of one kind, axes and size in one run: XLA may emit a loop's body twice, and its first and last round apart."""
-    c, size = m.collective, e.wire_bytes / e.runs
-    return e.kind == c.kind and {*e.axes} == {*c.axes} and abs(size - m.wire_bytes / c.runs) <= tolerance * size
+    c, size = m.collective, wire_bytes(e.kind, e.bytes, e.group_size)
+    emitted = wire_bytes(c.kind, m.part.array.bytes, c.group_size)
+    return e.kind == c.kind and {*e.axes} == {*c.axes} and abs(size - emitted) <= tolerance * size
 
 
 def _over_joint_axes(findings: list[CollectiveFinding], tolerance: float) -> list[CollectiveFinding]:
