@@ -37,6 +37,7 @@ import published_models as models
 import shardplan
 from shardplan import Cluster
 from shardplan.mesh.rates import Attention, attention_rate
+from shardplan.xla_model.compiler_options import LATENCY_HIDING, PROFILE
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
 GPUS = {"A100-40GB": "a100-40gb", "A100-80GB": "a100", "H100-80GB": "h100", "H100-96GB HBM2e 500W": "h100-500w", "H200": "h200"}
@@ -61,6 +62,8 @@ DEPTHS, SHALLOW = (2, 4), (1, 2)
 FEW_GPUS = 64
 BLOCKING = ("Megatron-LM 2021",)
 """Systems that hide no collective: gradients were summed after the backward pass (arXiv:2104.04473)."""
+ON_JAX = ("MaxText", "Pax")
+"""Systems that XLA compiles; the others are PyTorch's."""
 UNFUSED = ("Megatron-LM", "Pax")
 """Systems whose attention keeps its scores in memory. So did Transformer Engine for JAX until 2024, unless NVTE_FUSED_ATTN asked."""
 TORCHTITAN_SAVES = "query", "value", "attention", "gate", "down"
@@ -126,8 +129,10 @@ def saved_of(row: Mapping[str, str]) -> tuple[str, ...] | None:
     """What a layer saves for its backward pass besides its operands; None is all."""
     if row["remat"].startswith(("every", "full")):
         return ()
-    if "Megatron" in row["framework"] or not any(word in row["remat"] for word in ("selective", "per-op", "minimal")):
+    if row["framework"].startswith("Megatron-Core") or not any(word in row["remat"] for word in ("selective", "per-op", "minimal")):
         return None  # Megatron's selective recomputation is attention's: flash attention does it
+    if row["framework"].startswith("Megatron"):
+        return models.NAMES
     if row["framework"] == "torchtitan":
         return TORCHTITAN_SAVES
     return models.NAMES if "attention out" in row["remat"] else tuple(name for name in models.NAMES if name != "attention")
@@ -156,6 +161,8 @@ def shape_of(row: Mapping[str, str]) -> models.Shape:
         float8="" if "fp8" not in row["precision"] else "dynamic" if row["framework"] == "torchtitan" else "delayed",
         sequence_parallel=row["framework"].startswith(("torchtitan", "Megatron-Core", "Megatron-LM 2022")),
         one_hot=row["framework"].startswith("Pax"),  # praxis/layers/embedding_softmax.py
+        dropout=row["framework"].startswith("Megatron-LM"),  # of arguments.py, by default
+        fused_softmax=not row["framework"].startswith("Pax") or "TE" in row["precision"],
     )
 
 
@@ -173,12 +180,16 @@ def cluster_of(row: Mapping[str, str]) -> Cluster:
     return Cluster.preset(f"{gpu_of(row)}@{network}" if network else gpu_of(row) or "")
 
 
-def combining(shape: models.Shape, sizes: Mapping[str, int]) -> dict[str, int | bool]:
-    """Compiler options: one collective per block and kind, hidden behind compute, as FSDP does. XLA counts bytes of results."""
+def compiler_options(row: Mapping[str, str], shape: models.Shape, sizes: Mapping[str, int]) -> dict[str, int | bool | str]:
+    """One collective per block and kind, hidden behind compute, as FSDP does. XLA counts bytes of results.
+
+    PyTorch fetches a block's weights while the one before computes, in an order that no estimate decides: XLA's with a profile.
+    """
     block = models.block_bytes(shape) // sizes["tensor"]
     bytes_ = {"all_gather": block, "all_reduce": block, "reduce_scatter": block // (sizes["fsdp"] * sizes["data"])}
     combined = {f"xla_gpu_{kind}_combine_threshold_bytes": most for kind, most in bytes_.items()}
-    return combined | {"xla_gpu_enable_latency_hiding_scheduler": True}
+    hidden = {LATENCY_HIDING: True} if row["framework"].startswith(ON_JAX) else {PROFILE: "true seconds"}
+    return combined | hidden
 
 
 def predicted(row: Mapping[str, str]) -> Row:
@@ -233,7 +244,7 @@ def planned(row: Mapping[str, str], shape: models.Shape) -> Row:
         memory=ENOUGH_BYTES,
         search="recursive",
         overlap=not row["framework"].startswith(BLOCKING),
-        compiler_options=combining(shape, sizes),
+        compiler_options=compiler_options(row, shape, sizes),
     )
     plan = auto(step).plan(state, batch)
     params = sum(x.size for x in jax.tree.leaves(state["params"]))

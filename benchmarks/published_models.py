@@ -65,6 +65,8 @@ class Shape:
     float8: Float8 = ""  # how the products of a block's weights are scaled to 8 bits, if they are
     sequence_parallel: bool = False  # what is not tensor-parallel is sharded over the sequence
     one_hot: bool = False  # embeddings are products with one-hot tokens, and the loss multiplies with one-hot targets
+    fused_softmax: bool = True  # if attention is not one kernel: softmax is, and so is its gradient
+    dropout: bool = False  # of attention's weights, in a kernel of its own
 
 
 def attention_rate(gpu: str, head: int, seq: int, causal: bool = True) -> float:
@@ -77,8 +79,10 @@ def attention_rate(gpu: str, head: int, seq: int, causal: bool = True) -> float:
 
 forward_p, backward_p = Primitive("published_flash_forward"), Primitive("published_flash_backward")
 turned_p, turned_matrix_p = Primitive("published_turned"), Primitive("published_turned_matrix")
-backward_p.multiple_results = forward_p.multiple_results = True
-for primitive in (forward_p, backward_p, turned_p, turned_matrix_p):
+exponentials_p, row_products_p = Primitive("published_exponentials"), Primitive("published_row_products")
+dropout_p, dropped_p = Primitive("published_dropout"), Primitive("published_dropped")
+dropout_p.multiple_results = exponentials_p.multiple_results = backward_p.multiple_results = forward_p.multiple_results = True
+for primitive in (forward_p, backward_p, turned_p, turned_matrix_p, exponentials_p, row_products_p, dropout_p, dropped_p):
     mlir.register_lowering(primitive, lambda ctx, *args, **_: (_ for _ in ()).throw(NotImplementedError("priced, never run")))
 
 
@@ -97,6 +101,35 @@ def _backward(q, k, v, out, sums, grad):
 @turned_matrix_p.def_abstract_eval
 def _turned(x):
     return jax.core.ShapedArray((x.shape[-1], *x.shape[:-1]), x.dtype)
+
+
+@exponentials_p.def_abstract_eval
+def _exponentials(scores, largest):
+    return [jax.core.ShapedArray(x.shape, jnp.float32) for x in (scores, largest)]
+
+
+@row_products_p.def_abstract_eval
+def _row_products(exponentials, sums, grad):
+    return sums
+
+
+@dropout_p.def_abstract_eval
+def _dropout_forward(x):
+    return [jax.core.ShapedArray(x.shape, dtype) for dtype in (x.dtype, jnp.bool_)]
+
+
+@dropped_p.def_abstract_eval
+def _dropped(grad, kept):
+    return grad
+
+
+@jax.custom_vjp
+def dropout(x):
+    """Some elements, and zeros for the others."""
+    return dropout_p.bind(x)[0]
+
+
+dropout.defvjp(lambda x: tuple(dropout_p.bind(x)), lambda kept, grad: (dropped_p.bind(grad, kept),))
 
 
 @jax.custom_vjp
@@ -124,6 +157,10 @@ def register_kernels(forward: float, backward: float) -> None:
     register_rule(
         backward_p, f"{q}, {kv}, {kv}, {q}, b g r t, {q} -> {q}, {kv}, {kv}", reduce="r", replicated="t s d", flops=flops(5 * backward)
     )
+    register_rule(exponentials_p, "b h t s, b h t -> b h t s, b h t", replicated="s")
+    register_rule(row_products_p, "b h t s, b h t, b h t s -> b h t", replicated="s")
+    register_rule(dropout_p, "b h t s -> b h t s, b h t s")
+    register_rule(dropped_p, "b h t s, b h t s -> b h t s")
     register_rule(turned_p, "b t k -> k b t")
     register_rule(turned_matrix_p, "k n -> n k")
 
@@ -249,15 +286,44 @@ def _added_to(params, totals):
 _added_to.defvjp(lambda params, totals: (params, totals), lambda totals, grads: (jax.tree.map(jnp.add, totals, grads), None))
 
 
+def _masked(scores):
+    return jnp.where(jnp.tri(scores.shape[-1], dtype=bool), scores.astype(jnp.float32), -1e9)
+
+
+@jax.custom_vjp
+def _softmax_kernels(scores):
+    """Causal weights of attention by the kernels of XLA until 2024, which computed no exponential twice: those of all scores are an
+    array of 32 bits that the forward and the backward pass read (xla/service/instruction_fusion.cc)."""
+    return _softmax_forward(scores)[0]
+
+
+def _softmax_forward(scores):
+    exponentials, sums = exponentials_p.bind(scores, _masked(scores).max(-1))
+    return (exponentials / sums[..., None]).astype(scores.dtype), (exponentials, sums)
+
+
+def _softmax_backward(saved, grad):
+    exponentials, sums = saved
+    products = row_products_p.bind(exponentials, sums, grad)
+    return ((exponentials / sums[..., None] * (grad.astype(jnp.float32) - products[..., None])).astype(grad.dtype),)
+
+
+_softmax_kernels.defvjp(_softmax_forward, _softmax_backward)
+
+
+def _unfused(q, k, v, s: Shape):
+    """Causal attention of q [b, t, g, r, d] over k, v [b, s, g, d], its scores and weights arrays."""
+    heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    k, v = (jnp.repeat(x, q.shape[3], axis=2) for x in (k, v))
+    scores = jnp.einsum("bthd,bshd->bhts", heads * heads.shape[-1] ** -0.5, k)
+    weights = jax.nn.softmax(_masked(scores)).astype(q.dtype) if s.fused_softmax else _softmax_kernels(scores)
+    weights = dropout(weights) if s.dropout else weights
+    return checkpoint_name(jnp.einsum("bhts,bshd->bthd", weights, v).reshape(q.shape), "attention")
+
+
 def _attention(x, p, s: Shape, split: Callable):
-    t = x.shape[1]
     q, k, v = (split(_linear(x, p, name, s)) for name in ("query", "key", "value"))
-    if s.flash:
-        out = flash(q, k, v)
-    else:
-        scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
-        weights = jax.nn.softmax(jnp.where(jnp.tri(t, dtype=bool), scores, -1e9)).astype(x.dtype)
-        out = jnp.einsum("bgrts,bsgk->btgrk", weights, v)
+    out = flash(q, k, v) if s.flash else _unfused(q, k, v, s)
     return _linear(split(out), p, "out", s, 3)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import Plan, ShardingError, _jax
+from shardplan.costs.decided_tasks import OUTSIDE
 from shardplan.xla import available
 from shardplan.xla.compiler.options import as_known
 from shardplan.xla.hlo.schedule import seconds
@@ -23,6 +24,7 @@ from shardplan.xla_model.compiler_options import (
     LEVELS,
     PIPELINED,
     PIPELINING,
+    PROFILE,
     RENAMED,
     THRESHOLDS,
     XlaOptions,
@@ -106,7 +108,19 @@ def test_latency_that_the_user_asks_to_hide_is_predicted_hidden_without_loops():
         return found.context.planned.xla
 
     assert modelled(compiler_options={LATENCY_HIDING: True}) == replace(DEFAULT, latency_hiding=True)
+    assert modelled(compiler_options={PROFILE: "profile.pbtxt"}) == replace(DEFAULT, profiled=True)
     assert modelled() == DEFAULT
+
+
+def test_a_step_with_a_profile_is_ordered_by_its_own_seconds():
+    def tasks(**options):
+        found = shardplan.auto(MESH, static_argnames="scanned", pins=SHARDED, **options)(step).plan(*arguments(), scanned=False)
+        planned = found.context.planned
+        return planned.program(planned.xla).listed(OUTSIDE)[0]
+
+    estimated, profiled = (tasks(cluster="h100", compiler_options=own) for own in (None, {PROFILE: "profile.pbtxt"}))
+    assert all(t.estimated_s == t.seconds for t in profiled)
+    assert any(t.estimated_s != t.seconds for t in estimated) and any(t.collective for t in profiled)
 
 
 def test_ampere_is_asked_to_hide_latency():

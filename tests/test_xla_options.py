@@ -17,8 +17,8 @@ from shardplan import Cluster
 from shardplan.xla import available, compile
 from shardplan.xla.compiler.compile import lower_for
 from shardplan.xla.compiler.options import as_known, refusal
-from shardplan.xla.hlo.schedule import overlaps, seconds
-from shardplan.xla_model.compiler_options import DEFAULT, LATENCY_HIDING, LEVEL, PIPELINING, XlaOptions
+from shardplan.xla.hlo.schedule import collective_s, kernels, overlaps, seconds, work_s
+from shardplan.xla_model.compiler_options import DEFAULT, LATENCY_HIDING, LEVEL, PIPELINING, PROFILE, XlaOptions
 
 pytestmark = [
     pytest.mark.slow,
@@ -157,6 +157,22 @@ def test_latency_is_hidden_unasked_from_hopper_on():
     assert spent(asked) == spent(compiled()) == spent(compiled({LATENCY_HIDING: False}))
     asked = compiled(replace(DEFAULT, latency_hiding=True), target="a100:8")
     assert spent(asked).exposed_s < 0.5 * spent(compiled(target="a100:8")).exposed_s
+
+
+@pytest.mark.parametrize(("target", "of_asked"), [("h100:8", 1.0), ("a100:8", 0.5)])
+def test_with_a_profile_latency_is_hidden_unasked_in_an_order_by_its_seconds(target, of_asked, tmp_path):
+    def profiled(kernel_times: float):
+        done = compiled(replace(DEFAULT, latency_hiding=True), target=target, scanned=False)
+        cluster = Cluster.preset(done.target.gpu.key)
+        lasts = {i.name: kernel_times * work_s(work, cluster) for i, (work, _) in kernels(done.module).items()}
+        lasts |= {c.name: collective_s(c, cluster) for c in done.collectives}
+        profile = tmp_path / f"{kernel_times}.pbtxt"
+        profile.write_text("\n".join(f'costs {{ name: "{name}" cost_us: {1e6 * s} }}' for name, s in lasts.items()))
+        return spent(compiled({PROFILE: str(profile)}, target=target, scanned=False)).exposed_s
+
+    asked = spent(compiled(replace(DEFAULT, latency_hiding=True), target=target, scanned=False)).exposed_s
+    assert profiled(1.0) < of_asked * asked
+    assert profiled(1.0) < 0.9 * profiled(0.01)  # wrong seconds, worse order
 
 
 def most_in_flight(done) -> int:

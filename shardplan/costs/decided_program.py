@@ -31,7 +31,7 @@ from shardplan.ilp.solver.problem import sum_over_intervals
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh import collective
 from shardplan.xla_model.combining import COMBINABLE, SUMS, up_to_threshold
-from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions, hides_unasked
+from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
 from shardplan.xla_model.latency_estimate import KernelKind, collective_estimate_s, kernel_estimate_s
 from shardplan.xla_model.timeline import Task, Timeline, schedule
 
@@ -93,7 +93,7 @@ class DecidedProgram:
     @cached_property
     def hides(self) -> bool:
         """Whether XLA's latency-hiding scheduler orders it."""
-        return self.options.latency_hiding or hides_unasked(self.network.space.cluster.device.name)
+        return self.options.hides_on(self.network.space.cluster.device.name)
 
     @cached_property
     def acyclic(self) -> DecidedProgram:
@@ -376,7 +376,9 @@ class DecidedProgram:
     def _kernel(self, n: int, waits: tuple[int, ...]) -> Task:
         kernels, group, seconds = self.network.space.facts.kernels, self.tasks.group[n], self._merged_seconds[n]
         kind, product = self._kinds.get(n) or ("rows" if group in kernels.rows else "fused", ())
-        estimate_s = kernel_estimate_s(kind, seconds, self._small_bytes.get(n, inf), self.network.space.cluster, product)
+        estimate_s = seconds
+        if not self.options.profiled:
+            estimate_s = kernel_estimate_s(kind, seconds, self._small_bytes.get(n, inf), self.network.space.cluster, product)
         return Task(seconds, False, waits, False, estimate_s, self.tasks.results[n] > 1, kernels.inputs.get(group, 0))
 
     @cached_property
@@ -413,9 +415,11 @@ class DecidedProgram:
 
     def _collective(self, first: int, waits: tuple[int, ...]) -> Task:
         step, space, sizes = self.tasks.transfers[first].step, self.network.space, self._sizes(first)
-        link, groups = space.cluster.axis(space.mesh, step.axes), space.mesh.n_devices // space.mesh.size(*step.axes)
-        estimate_s = collective_estimate_s(step.kind, sum(sizes), link, groups, space.cluster)
-        return Task(self._sent_s(first), True, waits, False, estimate_s, len(sizes) > 1)
+        estimate_s = seconds = self._sent_s(first)
+        if not self.options.profiled:
+            link, groups = space.cluster.axis(space.mesh, step.axes), space.mesh.n_devices // space.mesh.size(*step.axes)
+            estimate_s = collective_estimate_s(step.kind, sum(sizes), link, groups, space.cluster)
+        return Task(seconds, True, waits, False, estimate_s, len(sizes) > 1)
 
     def _sent_s(self, first: int) -> float:
         """Seconds on the network of a combined collective."""

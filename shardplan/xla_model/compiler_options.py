@@ -7,6 +7,7 @@
     thresholds         bytes of results up to which collectives are combined, by kind                   combine-threshold
     in_flight          collectives that may be in flight at once                                        options-in-flight
     latency_hiding     whether collectives overlap by design: always from Hopper on, else when asked    options-latency-hiding
+    profiled           with a profile of the step collectives overlap, in an order by measured seconds  options-profile
 
 Also known as XLA flags, debug options, or `compiler_options` of `jax.jit`. No option of a GPU is given to a CPU.
 Facts: options-level-one, options-pipelined-scatter, options-threshold, options-windowed-einsum, options-names.
@@ -38,6 +39,7 @@ THRESHOLDS: Mapping[CollectiveKind, str] = {
 DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
 HOPPER = (9, 0)
 """Compute capability of the first GPUs for which XLA hides latency unasked."""
 LEVEL = "optimization_level"
@@ -48,7 +50,7 @@ RENAMED: Mapping[str, tuple[str, Mapping[Flag, Flag]]] = {
     name: (name.replace("xla_gpu_enable_pipelined", "xla_gpu_pipeline"), {True: 2, False: 1}) for name in PIPELINED.values()
 }
 """Names that a newer XLA calls otherwise, and its values for ours (fact: options-names); by its enum 1 is off, 2 on."""
-NAMES = (*PIPELINED.values(), *THRESHOLDS.values(), DOUBLE_BUFFERING, IN_FLIGHT, LATENCY_HIDING, LEVEL)
+NAMES = (*PIPELINED.values(), *THRESHOLDS.values(), DOUBLE_BUFFERING, IN_FLIGHT, LATENCY_HIDING, PROFILE, LEVEL)
 """All names above."""
 
 
@@ -65,6 +67,7 @@ class XlaOptions:
         thresholds: (kind, bytes of results up to which collectives of this kind are combined); 30 MiB for kinds that are absent.
         in_flight: collectives that may be in flight at once; predicted seconds assume one.
         latency_hiding: whether XLA's latency-hiding scheduler is asked for; predicted seconds assume its order.
+        profiled: whether a user's own option names a profile of the step, whose seconds replace that scheduler's estimates.
     """
 
     pipelined: frozenset[CollectiveKind] = frozenset()
@@ -72,6 +75,7 @@ class XlaOptions:
     thresholds: tuple[tuple[CollectiveKind, int], ...] = field(default=())
     in_flight: int = 1
     latency_hiding: bool = False
+    profiled: bool = False
 
     def __bool__(self) -> bool:
         return self != DEFAULT
@@ -79,6 +83,10 @@ class XlaOptions:
     def without_loops(self, own: XlaOptions) -> XlaOptions:
         """What is left of it for a step without loops of several rounds; latency is hidden if the user's own options ask for it."""
         return replace(self, pipelined=frozenset(), double_buffering=False, latency_hiding=own.latency_hiding)
+
+    def hides_on(self, device_kind: str) -> bool:
+        """Whether XLA orders a step for a GPU so that kernels hide collectives."""
+        return self.latency_hiding or self.profiled or hides_unasked(device_kind)
 
     def threshold_bytes(self, kind: str) -> int:
         """Bytes of results up to which collectives of a kind are combined."""
@@ -89,7 +97,7 @@ class XlaOptions:
         return replace(self, thresholds=() if threshold_bytes is None else tuple((kind, threshold_bytes) for kind in THRESHOLDS))
 
     def flags(self) -> dict[str, Flag]:
-        """XLA's options that ask for this, by the names of jax 0.10; those that change nothing are left out."""
+        """XLA's options that ask for this, by the names of jax 0.10, but for the profile; those that change nothing are left out."""
         return dict(self._flags())
 
     def _flags(self) -> Iterator[tuple[str, Flag]]:
@@ -114,6 +122,7 @@ class XlaOptions:
             tuple((kind, int(flags[name])) for kind, name in THRESHOLDS.items() if name in flags),
             int(flags.get(IN_FLIGHT, 1)),
             all_on or truth(flags.get(LATENCY_HIDING, False)),
+            bool(flags.get(PROFILE)),
         )
 
 
