@@ -57,7 +57,7 @@ NEAR_TIE = 0.02
 """Logarithm of the ratio of two published steps below which they have no order."""
 DATA, SPLIT = ("dp", "fsdp"), ("tp", "pp", "cp", "ep", "zero")
 """Columns that say how a row's step was laid out. Those that differ only in numbers of the first two are one layout."""
-DEPTHS, SHALLOW = (2, 4), (1, 2)
+DEPTHS, SHALLOW = (2, 4), (2, 3)
 """Layers of the two models that stand for a deeper one, whose seconds are linear in them; and for the many MPT rows on few GPUs."""
 FEW_GPUS = 64
 BLOCKING = ("Megatron-LM 2021",)
