@@ -33,11 +33,12 @@ import jax
 import measurements
 import numpy as np
 import published_models as models
+from published_systems import saved_by, system_of
 
 import shardplan
 from shardplan import Cluster
 from shardplan.mesh.rates import Attention, attention_rate
-from shardplan.xla_model.compiler_options import LATENCY_HIDING, PROFILE
+from shardplan.xla_model.compiler_options import LATENCY_HIDING, PIPELINED, PROFILE
 from shardplan.xla_model.overlap_windows import OverlapWindows
 
 GPUS = {"A100-40GB": "a100-40gb", "A100-80GB": "a100", "H100-80GB": "h100", "H100-96GB HBM2e 500W": "h100-500w", "H200": "h200"}
@@ -47,9 +48,10 @@ NETWORKS = {"1600 Gbps RoCE": "1600G-roce", "400 Gbps per node": "400G", "800 Gb
 HEADS = {1.7: 24, 3.6: 32, 7.5: 32, 18.4: 48}
 """Parameters in units of 10^9 -> heads of the models of arXiv:2104.04473, table 1, where the row has none."""
 FITTED = ("MPT on H100", "MPT float8 on H100", "MPT on A100-80GB", "torchtitan on H100 of 500 W")
-"""Families that the fraction of the rate of products that steps reach, one per GPU, and the attention kernel of MPT were fitted to."""
+"""Families that `MPT_ATTENTION` and each preset's fraction of the rate of products that steps reach were fitted to: A100, H100, H100 of
+500 W, and float8."""
 MPT_ATTENTION = 1.9
-"""How much longer than FlashAttention-2 the attention kernel of the MPT rows takes: Triton's, with ALiBi. Fitted to the same."""
+"""How much longer than FlashAttention-2 the attention kernel of the MPT rows takes: Triton's, with ALiBi."""
 ENOUGH_BYTES = 1e13
 HEAD_FITTING = ("steps that ran", "rows", "predicted to fit", "median of peak ÷ memory", "largest", "peak ÷ published memory, median",
                 "compute blocks again", "predicted not to fit otherwise")  # fmt: skip
@@ -58,18 +60,8 @@ NEAR_TIE = 0.02
 DATA, SPLIT = ("dp", "fsdp"), ("tp", "pp", "cp", "ep", "zero")
 """Columns that say how a row's step was laid out. Those that differ only in numbers of the first two are one layout."""
 DEPTHS, SHALLOW = (2, 4), (2, 3)
-"""Layers of the two models that stand for a deeper one, whose seconds are linear in them; and for the many MPT rows on few GPUs."""
+"""Layers of the two models that a deeper one is extrapolated from; and, which is quicker, for the many MPT rows on few GPUs."""
 FEW_GPUS = 64
-BLOCKING = ("Megatron-LM 2021",)
-"""Systems that hide no collective: gradients were summed after the backward pass (arXiv:2104.04473)."""
-ON_JAX = ("MaxText", "Pax")
-"""Systems that XLA compiles; the others are PyTorch's."""
-UNFUSED = ("Megatron-LM", "Pax")
-"""Systems whose attention keeps its scores in memory. So did Transformer Engine for JAX until 2024, unless NVTE_FUSED_ATTN asked."""
-TORCHTITAN_SAVES = "query", "value", "attention", "gate", "down"
-"""Its selective recomputation saves attention and each second product (torchtitan/parallelisms/parallelize_llama.py)."""
-CUDNN = ("MaxText",)
-"""Systems whose rows name cuDNN's fused attention."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +94,13 @@ class Row:
         return self.low_s <= self.published_s <= self.high_s
 
     @property
+    def range(self) -> float:
+        """How far the range reaches to either side, as a fraction of the prediction."""
+        return (self.high_s - self.low_s) / 2 / self.predicted_s
+
+    @property
     def fits(self) -> bool:
-        """Whether the predicted peak is at most the GPU's memory, as it was: the step ran."""
+        """Whether the predicted peak is at most the GPU's memory; all of the steps ran."""
         return self.peak_bytes <= self.gpu_bytes
 
 
@@ -125,23 +122,11 @@ def family(row: Mapping[str, str]) -> str:
     return f"{system}{' float8' if 'fp8' in row['precision'] else ''} on {FAMILIES.get(gpu, gpu)}"
 
 
-def saved_of(row: Mapping[str, str]) -> tuple[str, ...] | None:
-    """What a layer saves for its backward pass besides its operands; None is all."""
-    if row["remat"].startswith(("every", "full")):
-        return ()
-    if row["framework"].startswith("Megatron-Core") or not any(word in row["remat"] for word in ("selective", "per-op", "minimal")):
-        return None  # Megatron's selective recomputation is attention's: flash attention does it
-    if row["framework"].startswith("Megatron"):
-        return models.NAMES
-    if row["framework"] == "torchtitan":
-        return TORCHTITAN_SAVES
-    return models.NAMES if "attention out" in row["remat"] else tuple(name for name in models.NAMES if name != "attention")
-
-
 def shape_of(row: Mapping[str, str]) -> models.Shape:
     """The sizes of a row's model and batch."""
     number = {name: int(row[name] or 0) for name in ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab", "seq", "gbs")}
     heads = number["heads"] or HEADS[round(float(row["params"]) / 1e9, 1)]
+    system, (saved, one_of) = system_of(row), saved_by(row)
     return models.Shape(
         layers=number["layers"],
         width=number["d_model"],
@@ -154,20 +139,21 @@ def shape_of(row: Mapping[str, str]) -> models.Shape:
         seq=number["seq"],
         batch=number["gbs"],
         accum=int(row["accum"] or 1),
-        saved=saved_of(row),
+        saved=saved,
+        recompute_one_of=one_of,
         param_dtype="bfloat16" if "PURE" in row["param_dtype"] else "float32",
         compute_dtype="float16" if row["precision"] == "fp16" else "bfloat16",
-        flash=not row["framework"].startswith(UNFUSED),
+        flash=system.attention != "unfused",
+        fused_softmax=system.fused_softmax,
+        dropout=system.dropout,
+        one_hot=system.one_hot,
+        sequence_parallel=system.sequence_parallel,
         float8="" if "fp8" not in row["precision"] else "dynamic" if row["framework"] == "torchtitan" else "delayed",
-        sequence_parallel=row["framework"].startswith(("torchtitan", "Megatron-Core", "Megatron-LM 2022")),
-        one_hot=row["framework"].startswith("Pax"),  # praxis/layers/embedding_softmax.py
-        dropout=row["framework"].startswith("Megatron-LM"),  # of arguments.py, by default
-        fused_softmax=not row["framework"].startswith("Pax") or "TE" in row["precision"],
     )
 
 
 def mesh_of(row: Mapping[str, str]) -> dict[str, int]:
-    """Axes from the outermost to the innermost; a size that no dim of the model divides is rounded up to a power of two."""
+    """Axes from the outermost to the innermost; an FSDP axis that does not divide the width is rounded up to a power of two."""
     sizes = {"data": int(row["dp"] or 1), "fsdp": int(row["fsdp"] or 1), "tensor": int(row["tp"] or 1)}
     if int(row["d_model"]) % sizes["fsdp"]:
         sizes["fsdp"] = 1 << (sizes["fsdp"] - 1).bit_length()
@@ -183,13 +169,13 @@ def cluster_of(row: Mapping[str, str]) -> Cluster:
 def compiler_options(row: Mapping[str, str], shape: models.Shape, sizes: Mapping[str, int]) -> dict[str, int | bool | str]:
     """One collective per block and kind, hidden behind compute, as FSDP does. XLA counts bytes of results.
 
-    PyTorch fetches a block's weights while the one before computes, in an order that no estimate decides: XLA's with a profile.
+    Nothing is pipelined across microbatches. PyTorch's order is that of XLA with a profile of the step; its name says nothing.
     """
     block = models.block_bytes(shape) // sizes["tensor"]
     bytes_ = {"all_gather": block, "all_reduce": block, "reduce_scatter": block // (sizes["fsdp"] * sizes["data"])}
     combined = {f"xla_gpu_{kind}_combine_threshold_bytes": most for kind, most in bytes_.items()}
-    hidden = {LATENCY_HIDING: True} if row["framework"].startswith(ON_JAX) else {PROFILE: "true seconds"}
-    return combined | hidden
+    order = {LATENCY_HIDING: True} if system_of(row).on_jax else {PROFILE: "measured"}
+    return combined | order | dict.fromkeys(PIPELINED.values(), False)
 
 
 def predicted(row: Mapping[str, str]) -> Row:
@@ -200,30 +186,32 @@ def predicted(row: Mapping[str, str]) -> Row:
 
 
 def extrapolated(row: Mapping[str, str], shape: models.Shape) -> Row:
-    """Plans two steps with fewer layers than a row's."""
+    """From two steps with fewer layers: seconds and bytes are linear in them."""
     depths = SHALLOW if row["model"].startswith("MPT") and int(row["gpus"]) <= FEW_GPUS else DEPTHS
-    few, more = (planned(row, replace(shape, layers=depth)) for depth in depths)
+    if shape.recompute_one_of > 1:
+        depths = shape.recompute_one_of, 2 * shape.recompute_one_of
+    shallow, deeper = (planned(row, replace(shape, layers=depth)) for depth in depths)
     times = (shape.layers - depths[0]) / (depths[1] - depths[0])
 
-    def deep(a: float, b: float) -> float:
+    def linear(a: float, b: float) -> float:
         return a + times * (b - a)
 
-    parts = {name: deep(seconds, more.parts[name]) for name, seconds in few.parts.items()}
-    linear = ("params", "predicted_s", "low_s", "high_s", "hidden_s", "peak_bytes")
-    found = {name: deep(getattr(few, name), getattr(more, name)) for name in linear}
-    return replace(few, **found, parts=parts)
+    parts = {name: linear(seconds, deeper.parts[name]) for name, seconds in shallow.parts.items()}
+    names = ("params", "predicted_s", "low_s", "high_s", "hidden_s", "peak_bytes")
+    found = {name: linear(getattr(shallow, name), getattr(deeper, name)) for name in names}
+    return replace(shallow, **found, parts=parts)
 
 
 def attention_prices(row: Mapping[str, str], shape: models.Shape, cluster: Cluster) -> tuple[float, float]:
-    """Flops of a large product that take as long as one of the forward, and of the backward attention kernel."""
+    """Flops of a large product that take as long as a flop of the forward attention kernel, and as one of the backward kernel."""
     of_products, head = cluster.device.flops_per_s(shape.compute_dtype), shape.width // shape.heads
-    if row["framework"].startswith(CUDNN):
+    if system_of(row).attention == "cudnn":
         kernels = (Attention(head, shape.seq, True, backward) for backward in (False, True))
         forward, backward = (of_products / attention_rate(cluster.device, shape.compute_dtype, kernel) for kernel in kernels)
         return forward, backward
     gpu = "A100" if row["gpu"].startswith("A100") else "H100"
-    rate = models.attention_rate(gpu, head, shape.seq) / (MPT_ATTENTION if family(row).startswith("MPT") else 1)
-    rate *= of_products / Cluster.preset(gpu.lower()).device.flops_per_s(shape.compute_dtype)  # what its power limit leaves
+    rate = models.flash_rate(gpu, head, shape.seq) / (MPT_ATTENTION if family(row).startswith("MPT") else 1)
+    rate *= of_products / Cluster.preset(gpu.lower()).device.flops_per_s(shape.compute_dtype)  # by the GPU's power limit
     return of_products / rate, of_products / rate
 
 
@@ -243,18 +231,19 @@ def planned(row: Mapping[str, str], shape: models.Shape) -> Row:
         pins=wanted,
         memory=ENOUGH_BYTES,
         search="recursive",
-        overlap=not row["framework"].startswith(BLOCKING),
+        overlap=system_of(row).hides,
         compiler_options=compiler_options(row, shape, sizes),
     )
     plan = auto(step).plan(state, batch)
     params = sum(x.size for x in jax.tree.leaves(state["params"]))
     seconds = (plan.seconds[name] for name in ("total", "low", "high", "hidden"))
-    memory = peak_of(plan), float(cluster.device.memory_bytes), float(row["mem_gib"] or 0) * 2**30
+    peak = plan.memory["peak"] if system_of(row).on_jax else in_program_order(plan)
+    memory = peak, float(cluster.device.memory_bytes), float(row["mem_gib"] or 0) * 2**30
     return Row(row["id"], family(row), int(row["gpus"]), params, float(row["step_s"]), *seconds, parts_of(plan), *memory)
 
 
-def peak_of(plan: shardplan.Plan) -> float:
-    """Bytes per device at the peak, if ops run in the order of the program, as these systems run them but for Pax and MaxText.
+def in_program_order(plan: shardplan.Plan) -> float:
+    """Bytes per device at the peak, if ops run in the order of the program, as PyTorch runs them.
 
     XLA's scheduler computes gradients as late as their collectives are hidden, and keeps what they are computed from until then.
     """
@@ -273,6 +262,13 @@ def parts_of(plan: shardplan.Plan) -> dict[str, float]:
     parts["exposed"] = plan.seconds["communication"] - plan.seconds["hidden"]
     parts["other"] = plan.seconds["total"] - sum(x for name, x in parts.items() if name != "other")
     return parts
+
+
+def kind_of(family_: str) -> str:
+    """Whether constants were fitted to a family, to others of its system, or to none of it."""
+    if family_ in FITTED:
+        return "fitted"
+    return "other GPU or dtype" if family_.split()[0] in {name.split()[0] for name in FITTED} else "held out"
 
 
 def summary(rows: Iterable[Row]) -> tuple[int, float, float, float]:
@@ -305,22 +301,19 @@ def layouts(rows: Iterable[Row], table: Sequence[Mapping[str, str]], scales: boo
     """Of groups of rows that time one model in several layouts, or in one at several `scales`: (group, GPUs, pairs in order, of how
     many, largest error of a ratio).
 
-    A pair whose published seconds differ by less than 2 % has no order. Ratios are to their median error.
+    A pair whose published seconds differ by less than 2 % has no order. A ratio's error is that to the group's median.
     """
     known, splits = {r.id: r for r in rows}, {row["id"]: layout_of(row) for row in table}
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in table:
         if row["id"] in known:
             same = ("framework", "model", "gpu", "precision", "seq", "micro", "accum", "remat")
-            groups[tuple(row[name] for name in same)].append(known[row["id"]])
+            key = *(row[name] for name in same), splits[row["id"]] if scales else ()
+            groups[key].append(known[row["id"]])
     out = []
     for key, some in groups.items():
         several = itertools.combinations(some, 2)
-        others = [
-            (a, b)
-            for a, b in several
-            if (splits[a.id] == splits[b.id] and a.gpus != b.gpus if scales else splits[a.id] != splits[b.id])
-        ]
+        others = [(a, b) for a, b in several if (a.gpus != b.gpus if scales else splits[a.id] != splits[b.id])]
         if not others:
             continue
         pairs = [(a, b) for a, b in others if abs(math.log(a.published_s / b.published_s)) > NEAR_TIE]
@@ -367,9 +360,11 @@ def write_docs(groups: Mapping[str, list[Row]], table: Sequence[Mapping[str, str
     for name, rows in groups.items():
         n, median, p90, bias = summary(rows)
         off = sum(abs(r.error) > 0.2 for r in rows)
-        errors = (f"{median:.1%}", f"{p90:.1%}", f"{bias:+.1%}", off, sum(r.within for r in rows))
-        out.append((name, "fitted" if name in FITTED else "held out", n, *errors))
-    head = ("system and GPU", "", "rows", "median of the error", "90th percentile", "bias", "off by more than 20 %", "within the range")
+        reach = float(np.median([r.range for r in rows]))
+        errors = (f"{median:.1%}", f"{p90:.1%}", f"{bias:+.1%}", off, f"±{reach:.0%}", sum(r.within for r in rows))
+        out.append((name, kind_of(name), n, *errors))
+    head = ("system and GPU", "", "rows", "median of the error", "90th percentile", "bias", "off by more than 20 %")
+    head = (*head, "range of the prediction, median", "published within it")
     every = [r for rows in groups.values() for r in rows]
     head_layouts = ("one model in several layouts", "GPUs", "pairs in order", "largest error of a ratio")
     head_scales = ("one model and layout on several numbers of GPUs", *head_layouts[1:])
@@ -413,8 +408,11 @@ def main(argv=None) -> None:
             options.json.write_text(json.dumps([asdict(row) for row in known.values()]))
     if options.docs:
         write_docs(groups, table, f" --every {options.every}" if options.every > 1 else "")
-    held_out = [r for r in found if r.family not in FITTED]
-    for name, some in {**groups, "held out": held_out, "all": found}.items():
+    kinds: dict[str, list[Row]] = defaultdict(list)
+    for r in found:
+        kinds[kind_of(r.family)].append(r)
+    not_fitted = [r for r in found if r.family not in FITTED]
+    for name, some in {**groups, **kinds, "all but those fitted": not_fitted, "all": found}.items():
         if not some:
             continue
         n, median, p90, bias = summary(some)

@@ -3,7 +3,7 @@
 Layers are unrolled, as all of these systems run them: a scan would copy what the backward pass reads into stacks and out of them. Norms
 and activations keep their operands for the backward pass and compute the rest again, as the fused kernels of all these systems do.
 Attention is one kernel (flash attention) with its own rule, so its flops are known and its scores are never in memory. The rule's
-flops are those that take as long at the rate of the planner's large products as the kernel takes by `attention_rate`.
+flops are those that take as long at the rate of the planner's large products as the kernel takes by `flash_rate`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from jax.sharding import PartitionSpec as P
 from shardplan import register_rule
 
 ATTENTION = {
-    ("A100", 64): (178e12, 155.0, 540.0),
-    ("A100", 128): (204e12, 190.0, 500.0),
-    ("H100", 64): (300e12, 190.0, 520.0),
-    ("H100", 128): (340e12, 190.0, 540.0),
+    ("A100", 64): (178e12, 540.0),
+    ("A100", 128): (204e12, 500.0),
+    ("H100", 64): (300e12, 520.0),
+    ("H100", 128): (340e12, 540.0),
 }
-"""GPU, head size -> FLOP/s of FlashAttention-2, forward and backward together, at long sequences; and the tokens s at which
-1 / (1 + s / length) of it are left, without and with a causal mask. Read off the FlashAttention-2 paper's figures (arXiv:2307.08691),
-which agree within 6 %."""
+"""(GPU, head size) -> (FLOP/s of causal FlashAttention-2 at long sequences, forward and backward together; s). Of these
+1 / (1 + s / length) are reached. Read off the FlashAttention-2 paper's figures (arXiv:2307.08691), which agree within 6 %."""
+TENSOR = {"query": 1, "key": 1, "value": 1, "out": 0, "up": 1, "gate": 1, "down": 0, "up_bias": 0, "embed": 0, "head": 1}
+"""Parameter -> its dim that tensor parallelism shards: heads, hidden, vocabulary."""
 
 
 NAMES = ("query", "key", "value", "attention", "out", "gate", "up", "down")
-"""Of a layer: its products by their weights, and the attention kernel."""
+"""Checkpoint names of a layer: its products by their weights, and attention."""
 
 Float8 = Literal["", "delayed", "dynamic"]
 """Scales of earlier steps, or of the largest value of every array, which is read once more for it."""
@@ -65,25 +66,32 @@ class Shape:
     float8: Float8 = ""  # how the products of a block's weights are scaled to 8 bits, if they are
     sequence_parallel: bool = False  # what is not tensor-parallel is sharded over the sequence
     one_hot: bool = False  # embeddings are products with one-hot tokens, and the loss multiplies with one-hot targets
+    recompute_one_of: int = 1  # of so many layers the middle one saves `saved`, the others all
     fused_softmax: bool = True  # if attention is not one kernel: softmax is, and so is its gradient
     dropout: bool = False  # of attention's weights, in a kernel of its own
 
 
-def attention_rate(gpu: str, head: int, seq: int, causal: bool = True) -> float:
-    """FLOP/s of the flash attention kernel, its causal flops counted as half."""
-    rate, plain, masked = ATTENTION[gpu, 64 if head < 96 else 128]
-    return rate / (1 + (masked if causal else plain) / seq)
+def flash_rate(gpu: str, head: int, seq: int) -> float:
+    """FLOP/s of causal FlashAttention-2, of which half count."""
+    rate, half = ATTENTION[gpu, 64 if head < 96 else 128]
+    return rate / (1 + half / seq)
 
 
-# ---- flash attention as a primitive
+# ---- kernels as primitives
 
 forward_p, backward_p = Primitive("published_flash_forward"), Primitive("published_flash_backward")
-turned_p, turned_matrix_p = Primitive("published_turned"), Primitive("published_turned_matrix")
+transposed_p, transposed_matrix_p = Primitive("published_transposed"), Primitive("published_transposed_matrix")
 exponentials_p, row_products_p = Primitive("published_exponentials"), Primitive("published_row_products")
 dropout_p, dropped_p = Primitive("published_dropout"), Primitive("published_dropped")
 dropout_p.multiple_results = exponentials_p.multiple_results = backward_p.multiple_results = forward_p.multiple_results = True
-for primitive in (forward_p, backward_p, turned_p, turned_matrix_p, exponentials_p, row_products_p, dropout_p, dropped_p):
-    mlir.register_lowering(primitive, lambda ctx, *args, **_: (_ for _ in ()).throw(NotImplementedError("priced, never run")))
+
+
+def _priced_only(ctx, *args, **params):
+    raise NotImplementedError("steps of published models are priced, never run")
+
+
+for primitive in (forward_p, backward_p, transposed_p, transposed_matrix_p, exponentials_p, row_products_p, dropout_p, dropped_p):
+    mlir.register_lowering(primitive, _priced_only)
 
 
 @forward_p.def_abstract_eval
@@ -97,9 +105,9 @@ def _backward(q, k, v, out, sums, grad):
     return q, k, v
 
 
-@turned_p.def_abstract_eval
-@turned_matrix_p.def_abstract_eval
-def _turned(x):
+@transposed_p.def_abstract_eval
+@transposed_matrix_p.def_abstract_eval
+def _transposed(x):
     return jax.core.ShapedArray((x.shape[-1], *x.shape[:-1]), x.dtype)
 
 
@@ -125,7 +133,7 @@ def _dropped(grad, kept):
 
 @jax.custom_vjp
 def dropout(x):
-    """Some elements, and zeros for the others."""
+    """Some elements, and zeros for the others, by a kernel that also writes which."""
     return dropout_p.bind(x)[0]
 
 
@@ -161,8 +169,8 @@ def register_kernels(forward: float, backward: float) -> None:
     register_rule(row_products_p, "b h t s, b h t, b h t s -> b h t", replicated="s")
     register_rule(dropout_p, "b h t s -> b h t s, b h t s")
     register_rule(dropped_p, "b h t s, b h t s -> b h t s")
-    register_rule(turned_p, "b t k -> k b t")
-    register_rule(turned_matrix_p, "k n -> n k")
+    register_rule(transposed_p, "b t k -> k b t")
+    register_rule(transposed_matrix_p, "k n -> n k")
 
 
 # ---- the step
@@ -191,8 +199,8 @@ def _float8_forward(x, w, scaling):
 def _float8_backward(scaling, saved, grad):
     """cuBLAS multiplies only operands of 8 bits whose contracted dim is the last in memory; others are transposed by a kernel."""
     (x8, w8), grad8 = saved, _float8(grad, jnp.float8_e5m2, scaling)
-    by_x = _float8_dot(grad8, turned_matrix_p.bind(w8), ((2,), (0,)), grad.dtype)
-    return by_x, _float8_dot(turned_p.bind(x8), turned_p.bind(grad8), ((1, 2), (1, 2)), grad.dtype)
+    by_x = _float8_dot(grad8, transposed_matrix_p.bind(w8), ((2,), (0,)), grad.dtype)
+    return by_x, _float8_dot(transposed_p.bind(x8), transposed_p.bind(grad8), ((1, 2), (1, 2)), grad.dtype)
 
 
 _float8_product.defvjp(_float8_forward, _float8_backward)
@@ -253,10 +261,6 @@ class Layouts:
         sequence = self.tensor if self.sequence_parallel else None
         return self.laid(x, sequence, None)
 
-    def added(self, x):
-        """What is added to the residual stream."""
-        return self.between(x)
-
     def whole(self, x):
         """What the first products of attention and of the MLP read."""
         return self.laid(x, None, None)
@@ -279,7 +283,7 @@ _as_read.defvjp(lambda w, sharding: (_as_read(w, sharding), None), lambda shardi
 
 @jax.custom_vjp
 def _added_to(params, totals):
-    """The parameters. Their gradients are added to the totals as they come, as PyTorch adds them, and the sums are the gradients."""
+    """The parameters; their gradients are these and the totals, each added as it comes, as PyTorch does."""
     return params
 
 
@@ -292,8 +296,11 @@ def _masked(scores):
 
 @jax.custom_vjp
 def _softmax_kernels(scores):
-    """Causal weights of attention by the kernels of XLA until 2024, which computed no exponential twice: those of all scores are an
-    array of 32 bits that the forward and the backward pass read (xla/service/instruction_fusion.cc)."""
+    """Causal weights of attention by the kernels of XLA until 2024.
+
+    It computed no exponential twice: those of all scores are an array of 32 bits that both passes read
+    (xla/service/instruction_fusion.cc).
+    """
     return _softmax_forward(scores)[0]
 
 
@@ -331,14 +338,14 @@ def _block(x, p, s: Shape, at: Layouts):
     """One layer."""
     split = at.split
     p = {name: at.gathered(name, w.astype(x.dtype)) if name not in ("norm1", "norm2") else w for name, w in p.items()}
-    y = at.added(_attention(at.whole(_norm(x, p["norm1"], s.gated)), p, s, split))
+    y = at.between(_attention(at.whole(_norm(x, p["norm1"], s.gated)), p, s, split))
     x = x + (y if s.gated else y + p["out_bias"])
     y = at.whole(_norm(x, p["norm2"], s.gated))
     if s.gated:
         gate, up = (split(_linear(y, p, name, s)) for name in ("gate", "up"))
-        return x + at.added(_linear(split(_swiglu(gate, up)), p, "down", s))
+        return x + at.between(_linear(split(_swiglu(gate, up)), p, "down", s))
     hidden = split(_gelu(split(_linear(y, p, "up", s)), p["up_bias"]))
-    return x + at.added(_linear(hidden, p, "down", s)) + p["down_bias"]
+    return x + at.between(_linear(hidden, p, "down", s)) + p["down_bias"]
 
 
 def _params(s: Shape) -> dict:
@@ -358,7 +365,7 @@ def _params(s: Shape) -> dict:
 
 
 def block_bytes(s: Shape) -> int:
-    """Bytes of a block's weights as its products read them."""
+    """Bytes of a block's parameters, all in the dtype of compute."""
     layer = jax.eval_shape(lambda: _params(s))["layers"][0]
     return sum(x.size for x in jax.tree.leaves(layer)) * jnp.dtype(s.compute_dtype).itemsize
 
@@ -395,10 +402,10 @@ def build(s: Shape, mesh: jax.sharding.AbstractMesh, sizes: Mapping[str, int], z
             return at.between(_block(x, p, s, at))
 
         x = at.between(x)
-        if s.saved is not None:
-            block = jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(*s.saved))
+        again = jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(*s.saved or ()))
         for i, p in enumerate(params["layers"]):
-            x = block(x, p if totals is None else _added_to(p, totals["layers"][i]))
+            one = again if s.saved is not None and i % s.recompute_one_of == s.recompute_one_of // 2 else block
+            x = one(x, p if totals is None else _added_to(p, totals["layers"][i]))
         x = at.whole(_norm(x, params["norm"], s.gated))
         head = params["embed"].astype(x.dtype).T if s.tied else params["head"].astype(x.dtype)
         logits = at.laid(x @ head, None, vocabulary)
@@ -432,10 +439,6 @@ def build(s: Shape, mesh: jax.sharding.AbstractMesh, sizes: Mapping[str, int], z
 
 
 # ---- the layout
-
-
-TENSOR = {"query": 1, "key": 1, "value": 1, "out": 0, "up": 1, "gate": 1, "down": 0, "up_bias": 0, "embed": 0, "head": 1}
-"""Parameter -> its dim that tensor parallelism shards: heads, hidden, vocabulary."""
 
 
 def _path(path) -> str:

@@ -12,8 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import published
+import published_systems
 
 from shardplan.strategies.rule import RULES
+from shardplan.xla_model.compiler_options import XlaOptions
 
 ROW = defaultdict(
     str,
@@ -64,18 +66,53 @@ def test_layouts_of_one_model_are_compared():
     assert not published.layouts(larger, once) and published.layouts(larger, once, scales=True)[0][1:3] == ("8 16", "0 of 1")
 
 
+FSDP_OF_IBM = {"framework": "PyTorch FSDP (IBM fms-fsdp)", "remat": "selective"}
+
+
 @pytest.mark.parametrize(
-    ("given", "saved"),
+    ("given", "saved", "one_of"),
     [
-        ({"remat": "none"}, None),
-        ({"remat": "every block"}, ()),
-        ({"remat": "recipe default (selective)"}, published.TORCHTITAN_SAVES),
-        ({"remat": "selective", "framework": "Megatron-Core"}, None),
-        ({"remat": "minimal_flash (save dots and attention out)", "framework": "MaxText"}, published.models.NAMES),
+        ({"remat": "none"}, None, 1),
+        ({"remat": "every block"}, (), 1),
+        ({"remat": "recipe default (selective)"}, published_systems.TORCHTITAN_SAVES, 1),
+        ({"remat": "selective", "framework": "Megatron-Core"}, None, 1),
+        ({"remat": "selective", "framework": "Megatron-LM 2022"}, published.models.NAMES, 1),
+        ({"remat": "minimal_flash (save dots and attention out)", "framework": "MaxText"}, published.models.NAMES, 1),
+        ({**FSDP_OF_IBM, "gpu": "A100-80GB"}, (), 3),
+        (FSDP_OF_IBM, (), 5),
+        ({**FSDP_OF_IBM, "remat": "none"}, None, 1),
     ],
 )
-def test_a_layer_saves_what_its_system_does(given, saved):
-    assert published.shape_of(ROW | given).saved == saved
+def test_a_layer_saves_what_its_system_does(given, saved, one_of):
+    shape = published.shape_of(ROW | given)
+    assert (shape.saved, shape.recompute_one_of) == (saved, one_of)
+
+
+def test_one_layer_of_several_is_computed_again():
+    shape = dataclasses.replace(published.shape_of(ROW), layers=6)
+    every, third, none = (
+        published.planned(ROW, dataclasses.replace(shape, saved=saved, recompute_one_of=n)).parts["products"]
+        for saved, n in (((), 1), ((), 3), (None, 1))
+    )
+    assert third - none == pytest.approx((every - none) / 3, rel=0.01) and every > 1.1 * none
+
+
+def test_kernels_of_unfused_attention_are_those_of_its_system():
+    pax, megatron = {"framework": "Pax (JAX)"}, {"framework": "Megatron-LM 2021"}
+    found = [
+        set(re.findall(r"published_(exponentials|row_products|dropout|dropped)", str(jaxpr_of(dataclasses.replace(shape, layers=1)))))
+        for shape in (published.shape_of(ROW | given | {"kv_heads": "8"}) for given in (pax, pax | {"precision": "bf16 TE"}, megatron))
+    ]
+    assert found == [{"exponentials", "row_products"}, set(), {"dropout", "dropped"}]
+
+
+def test_only_systems_on_jax_are_ordered_by_estimates():
+    shape, sizes = published.shape_of(ROW), published.mesh_of(ROW)
+    profiled = [
+        XlaOptions.of(published.compiler_options(ROW | {"framework": name}, shape, sizes)).profiled
+        for name in ("torchtitan", "PyTorch FSDP (llm-foundry, Mosaic)", "MaxText", "Pax (JAX) CI")
+    ]
+    assert profiled == [True, True, False, False]
 
 
 def test_a_layer_that_saves_less_is_computed_again():
@@ -102,8 +139,11 @@ def test_each_microbatch_gathers_the_weights_that_the_state_holds_in_shards():
 
 def test_products_of_8_bits_read_transposed_copies():
     shape = dataclasses.replace(published.shape_of(ROW), layers=1, float8="delayed")
-    kernels = Counter(re.findall(r"published_turned\w*", str(jaxpr_of(shape))))
-    assert kernels == {"published_turned": 14, "published_turned_matrix": 7}  # of 7 products: operand and gradient, and the weight
+    kernels = Counter(re.findall(r"published_transposed\w*", str(jaxpr_of(shape))))
+    assert kernels == {
+        "published_transposed": 14,
+        "published_transposed_matrix": 7,
+    }  # of 7 products: operand and gradient, and the weight
 
 
 def test_steps_that_ran_are_compared_with_the_memory(row):
