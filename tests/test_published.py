@@ -157,3 +157,8 @@ def test_steps_that_ran_are_compared_with_the_memory(row):
 def test_what_blocks_that_are_computed_again_would_hold_is_known(row):
     again = published.predicted(ROW | {"remat": "every block"})
     assert again.peak_bytes < again.kept_peak_bytes == row.peak_bytes and row.kept_peak_bytes == 0
+
+
+def test_peaks_of_systems_on_jax_are_those_of_the_schedule():
+    on_jax = published.predicted(ROW | {"framework": "MaxText", "layers": "4"})
+    assert 0 < on_jax.peak_bytes < on_jax.gpu_bytes

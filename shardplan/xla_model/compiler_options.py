@@ -43,7 +43,7 @@ PROFILE = "xla_gpu_pgle_profile_file_or_directory_path"
 HOPPER = (9, 0)
 """Compute capability of the first GPUs for which XLA hides latency unasked."""
 LEVEL = "optimization_level"
-"""Level 1 pipelines all kinds, double-buffers and hides latency (options-level-one)."""
+"""O1 (19) and above pipeline all kinds, double-buffer and hide latency (options-level-one)."""
 LEVELS = {"O0": 9, "O1": 19, "O2": 29, "O3": 39}
 """jax's names of the levels; jit of jax 0.10 takes the numbers only."""
 RENAMED: Mapping[str, tuple[str, Mapping[Flag, Flag]]] = {

@@ -34,8 +34,8 @@ Operand = tuple[int, int]
 """Op and number of the operand."""
 
 LEAST_TILE, LARGE_TILE = 16, 1 << 13
-"""Elements of the minor dim, before or after, below which a fusion of XLA for GPU transposes one by one; half of them do if both dims
-together have so many (fact: layout-untiled-transpose)."""
+"""A fusion of XLA for GPU transposes without tiles, element by element, where the minor dim, before or after, has fewer elements than
+`LEAST_TILE`; half of them suffice if the two dims together have `LARGE_TILE` (fact: layout-untiled-transpose)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PhysicalOrders:
         orders: per value, its dims from the outermost to the minor one.
         rules: per op; those of transposes that move nothing are views.
         later: products transposed to an earlier one's order, with another minor dim; each as the last value that is made of it alone.
-        written: value that its kernel writes in another order than it computes in -> whether without tiles.
+        written: value that its kernel transposes as it writes it -> whether without tiles.
         transposed: op -> operands that kernels of their own transpose first, and whether without tiles.
     """
 
@@ -65,7 +65,7 @@ class PhysicalOrders:
 class _Placement(NamedTuple):
     """How a value lies in memory."""
 
-    made: float  # the product that fixes its order; infinite where none does
+    product: float  # the result whose order it has; infinite where it is no product's
     order: Dims
     groups: Groups  # of that product's result, as dims of this value; () where it was reshaped
 
@@ -99,7 +99,8 @@ class MemoryTranspose(NamedTuple):
     def untiled(self) -> bool:
         """Whether it moves the minor dim, and that or what takes its place is few elements.
 
-        Of elements of 16 bits the minor dim counts together with the one before it, if that stays before the minor dim.
+        Of elements of 16 bits and less the minor dim counts together with the one before it, if that stays before the minor dim and
+        what takes its place is more than one tile.
         """
         sizes, dims, last = self.sizes, self.permutation, len(self.sizes) - 1
         if self.keeps_minor:
@@ -110,36 +111,29 @@ class MemoryTranspose(NamedTuple):
         return min(before, after) < (LEAST_TILE if before * after < LARGE_TILE else LEAST_TILE // 2)
 
 
+class _Placed(NamedTuple):
+    """What is known once every value has an order."""
+
+    values: list[_Placement]
+    rules: list[Rule]  # per op; those of transposes that move nothing are views
+    written: dict[int, bool]  # transposes that move something -> whether without tiles
+    conflicts: dict[int, tuple[Operand, MemoryTranspose]]  # product -> where it first meets an earlier one in another order
+
+
 def physical_orders(graph: Graph, rules: Sequence[Rule]) -> PhysicalOrders:
     """The orders of a step: each as its value is made, then the transposes that readers need."""
-    placed: list[_Placement] = []
-    seen, written = list(rules), dict[int, bool]()
-    meets: dict[int, tuple[Operand, MemoryTranspose]] = {}  # product -> where it meets an earlier one in another order
-    for at, (op, rule) in enumerate(zip(graph.ops, rules, strict=True)):
-        new = _as_made(graph, op, rule, placed)
-        if new is not None and op.traits.transpose and new.order != (plain := tuple(range(len(new.order)))):
-            if new.made < inf and _all_take(graph, rules, op.outputs[0], new.order):
-                seen[at] = replace(rule, fusion="view")
-            else:
-                written[op.outputs[0]] = MemoryTranspose.between(graph.values[op.outputs[0]], new.order, plain).untiled
-                new = new._replace(order=new.order if new.made == inf else plain)
-        elif new is not None and _is_elementwise(op, rule):
-            for k, x in _same_shape(op, placed):
-                if x.made < inf and x.order != new.order and not _fits(x.groups, new.order, op.outs[0].shape):
-                    move = MemoryTranspose.between(graph.values[op.outputs[0]], x.order, new.order)
-                    if not move.keeps_minor:
-                        meets.setdefault(int(x.made), ((at, k), move))
-        row_major = (_Placement(inf, tuple(range(len(x.shape))), ()) for x in op.outs)
-        placed += (row if new is None or len(new.order) != len(row.order) else new for row in row_major)
+    placed, with_views, written, conflicts = _placed(graph, rules)
     later, first = [], dict[Operand, bool]()
-    for product, (operand, move) in meets.items():
+    for product, (operand, move) in conflicts.items():
         later.append(last := _last_of_chain(graph, product))
         if last == product:
             first[operand] = move.untiled
         else:
             written[last] = move.untiled
-    through = [op.traits.copy or (rule.fusion == "view" and not op.traits.border) for op, rule in zip(graph.ops, seen, strict=True)]
-    for v, readers in _unread(graph, rules, through, placed).items():
+    through = [
+        op.traits.copy or (rule.fusion == "view" and not op.traits.border) for op, rule in zip(graph.ops, with_views, strict=True)
+    ]
+    for v, readers in _unreadable(graph, rules, through, placed).items():
         made = next(iter(readers.values())) if _is_made_for(graph, rules, through, v, readers) else None
         if made is not None:
             written[v] = made.untiled
@@ -151,7 +145,30 @@ def physical_orders(graph: Graph, rules: Sequence[Rule]) -> PhysicalOrders:
     transposed: dict[int, tuple[tuple[int, bool], ...]] = {}
     for (at, k), untiled in sorted(first.items()):
         transposed[at] = (*transposed.get(at, ()), (k, untiled))
-    return PhysicalOrders(tuple(x.order for x in placed), tuple(seen), tuple(sorted(later)), written, transposed)
+    return PhysicalOrders(tuple(x.order for x in placed), tuple(with_views), tuple(sorted(later)), written, transposed)
+
+
+def _placed(graph: Graph, rules: Sequence[Rule]) -> _Placed:
+    """Every value in the order in which it is made."""
+    placed = _Placed([], list(rules), {}, {})
+    for at, (op, rule) in enumerate(zip(graph.ops, rules, strict=True)):
+        new = _as_made(graph, op, rule, placed.values)
+        if new is not None and op.traits.transpose and new.order != (plain := tuple(range(len(new.order)))):
+            if new.product < inf and _all_take(graph, rules, op.outputs[0], new.order):
+                placed.rules[at] = replace(rule, fusion="view")
+            else:
+                placed.written[op.outputs[0]] = MemoryTranspose.between(graph.values[op.outputs[0]], new.order, plain).untiled
+                if new.product < inf:  # what no product made is read as it lies, unless it is written after all (`fusion.py`)
+                    new = new._replace(order=plain)
+        elif new is not None and _is_elementwise(op, rule):
+            for k, x in _same_shape(op, placed.values):
+                if x.product < inf and x.order != new.order and not _fits(x.groups, new.order, op.outs[0].shape):
+                    move = MemoryTranspose.between(graph.values[op.outputs[0]], x.order, new.order)
+                    if not move.keeps_minor:
+                        placed.conflicts.setdefault(int(x.product), ((at, k), move))
+        row_major = (_Placement(inf, tuple(range(len(x.shape))), ()) for x in op.outs)
+        placed.values.extend(row if new is None or len(new.order) != len(row.order) else new for row in row_major)
+    return placed
 
 
 def is_product(op: Op, rule: Rule) -> bool:
@@ -165,20 +182,21 @@ def _as_made(graph: Graph, op: Op, rule: Rule, placed: Sequence[_Placement]) -> 
         return _Placement(op.outputs[0], _written_order(graph, op), result_groups(op))
     if _is_elementwise(op, rule):
         plain = tuple(range(len(op.outs[0].shape)))
-        return min((x for _, x in _same_shape(op, placed)), key=lambda x: (x.made, x.order == plain), default=None)
+        same = (x for _, x in _same_shape(op, placed))
+        return min(same, key=lambda x: (x.product, x.order == plain), default=None)  # the earliest product decides
     v = op.inputs[0] if op.inputs else None
     if v is None or op.traits.border or len(op.outputs) != 1:
         return None
-    made, before, groups = placed[v]
+    product, before, groups = placed[v]
     if op.traits.transpose:
         place = tuple(op.params["permutation"]).index
-        return _Placement(made, tuple(map(place, before)), tuple(tuple(map(place, group)) for group in groups))
+        return _Placement(product, tuple(map(place, before)), tuple(tuple(map(place, group)) for group in groups))
     if rule.fusion == "view":
         order = reshaped(before, op.ins[0].shape, op.outs[0].shape)
-        return None if order is None else _Placement(made, order, ())
+        return None if order is None else _Placement(product, order, ())
     if op.traits.reduction:
         kept = [d for d in range(len(op.ins[0].shape)) if d not in op.params.get("axes", ())]
-        return _Placement(made, tuple(kept.index(d) for d in before if d in kept), ())
+        return _Placement(product, tuple(kept.index(d) for d in before if d in kept), ())
     return None
 
 
@@ -235,7 +253,7 @@ def _parts(before: Dims, after: Dims) -> Iterator[tuple[Dims, Dims]]:
         yield tuple(range(start[0], i)), tuple(range(start[1], j))
 
 
-def _unread(
+def _unreadable(
     graph: Graph, rules: Sequence[Rule], through: Sequence[bool], placed: Sequence[_Placement]
 ) -> dict[int, dict[Operand, MemoryTranspose]]:
     """Array -> operands of products that are this array, but do not read it as it lies -> how it is transposed for them."""
