@@ -18,21 +18,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, prod
 from typing import Literal
 
-import numpy as np
-
-from shardplan._jax import itemsize
+from shardplan.costs.decided_seconds import TaskSeconds, op_bytes
 from shardplan.costs.decided_tasks import OUTSIDE, Tasks, decided_tasks, waiting_for_each_other
 from shardplan.costs.network import CostNetwork
-from shardplan.costs.split_products import local_sizes, merged_sizes, product_parts
 from shardplan.ilp.solver.problem import sum_over_intervals
 from shardplan.ir.graph import Graph, Op
-from shardplan.mesh import collective
 from shardplan.xla_model.combining import COMBINABLE, SUMS, up_to_threshold
 from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
-from shardplan.xla_model.latency_estimate import KernelKind, collective_estimate_s, kernel_estimate_s
 from shardplan.xla_model.timeline import Task, Timeline, schedule
 
 MERGED_PRODUCT_BYTES = 64 << 20
@@ -43,6 +37,9 @@ LOOP_S = 1e-8
 
 JOINED_LAST = ("reduce-scatter", "all-reduce", "all-gather", None)
 """Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
+
+OF_THE_STEP = "_joined", "_durations", "_members", "_orders"
+"""What a decided program finds once for all options of one threshold."""
 
 Member = tuple[Literal["task", "loop"], int]
 """A task or a loop of a computation."""
@@ -89,6 +86,13 @@ class DecidedProgram:
         if lost == 1:
             return Timeline(line.compute_s + line.collective_s, line.compute_s, line.collective_s, line.collective_s)
         return line.with_interference(lost)
+
+    def with_options(self, options: XlaOptions) -> DecidedProgram:
+        """The same program, compiled with other options; what they do not change is not found again."""
+        other = replace(self, options=options)
+        if (options.thresholds, options.profiled) == (self.options.thresholds, self.options.profiled):
+            vars(other).update((name, found) for name, found in vars(self).items() if name in OF_THE_STEP)
+        return other
 
     @cached_property
     def hides(self) -> bool:
@@ -160,7 +164,7 @@ class DecidedProgram:
         for j, op in enumerate(self.graph.ops):
             if not op.traits.matmul or (n := self.tasks.computed.get(j)) is None:  # a product of empty arrays
                 continue
-            if self._op_bytes(j) <= MERGED_PRODUCT_BYTES:
+            if op_bytes(self.network, self.states, j) <= MERGED_PRODUCT_BYTES:
                 small.add(n)
             for k, v in enumerate(op.inputs):
                 if v is not None:
@@ -177,12 +181,9 @@ class DecidedProgram:
                 seen.update(together)
                 yield together
 
-    def _op_bytes(self, j: int) -> float:
-        """Bytes on one device of what an op reads and writes."""
-        op, of = self.graph.ops[j], self.network.space.strategies[j]
-        s = self.states[j] % len(of)
-        sizes = (float(prod(x.shape)) * itemsize(x.dtype) for x in (*op.ins, *op.outs))
-        return sum(size / shards[s] for size, shards in zip(sizes, of.shards, strict=True))
+    @cached_property
+    def _durations(self) -> TaskSeconds:
+        return TaskSeconds(self.network, self.states, self.tasks, self._joined, self.options.profiled)
 
     # ---- computations
 
@@ -305,14 +306,17 @@ class DecidedProgram:
             elif n in free:
                 if pipelined:
                     members[len(found)] = name
-                    found.append(self._collective(n, ()))
+                    found.append(self._durations.collective(n, ()))
                 carried.update(waits)
                 continue
             else:
                 members.update(dict.fromkeys((len(found), len(found) + 1), name))
                 found += self._task(n, waits, len(found))
             numbers[name] = len(found) - 1
-        around_s = sum(map(self._staging_s, free)) + 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate
+        around_s = (
+            sum(map(self._durations.staging_s, free))
+            + 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate
+        )
         if free and pipelined and around_s:
             members.pop(len(found), None)
             found.append(Task(around_s, False, tuple(sorted(carried))))
@@ -334,14 +338,14 @@ class DecidedProgram:
             found.append(Task(line.total_s * trips, False, waits, inside, LOOP_S, True))
             return
         members.update((len(found) + at, ("task", m)) for at, m in enumerate(ahead))
-        found += [self._collective(m, waits) for m in ahead]
+        found += [self._durations.collective(m, waits) for m in ahead]
         waits = tuple(range(len(found) - len(ahead), len(found))) or waits
         line = (trips - 1) * line + self._computation(n, pipelined=False)[0]
         nested[len(found)], members[len(found)] = (line, 1.0), ("loop", n)
         found.append(Task(line.total_s, False, waits, True, LOOP_S, True))
         at = len(found) - 1
         members.update((at + 1 + number, ("task", m)) for number, m in enumerate(later))
-        found += [self._collective(m, (at,)) for m in later]
+        found += [self._durations.collective(m, (at,)) for m in later]
         members.pop(len(found), None)
         if later:
             found.append(Task(0.0, False, tuple(range(len(found) - len(later), len(found)))))
@@ -367,80 +371,8 @@ class DecidedProgram:
     def _task(self, n: int, waits: tuple[int, ...], number: int) -> list[Task]:
         """A kernel with all that is merged into it, or a combined collective behind the kernels that fill its buffer."""
         if n not in self._joined[1]:
-            return [self._kernel(n, waits)]
-        staging_s = self._staging_s(n)
+            return [self._durations.kernel(n, waits)]
+        staging_s = self._durations.staging_s(n)
         if staging_s:
-            return [Task(staging_s, False, waits), self._collective(n, (number,))]
-        return [self._collective(n, waits)]
-
-    def _kernel(self, n: int, waits: tuple[int, ...]) -> Task:
-        kernels, group, seconds = self.network.space.facts.kernels, self.tasks.group[n], self._merged_seconds[n]
-        kind, product = self._kinds.get(n) or ("rows" if group in kernels.rows else "fused", ())
-        estimate_s = seconds
-        if not self.options.profiled:
-            estimate_s = kernel_estimate_s(kind, seconds, self._small_bytes.get(n, inf), self.network.space.cluster, product)
-        return Task(seconds, False, waits, False, estimate_s, self.tasks.results[n] > 1, kernels.inputs.get(group, 0))
-
-    @cached_property
-    def _kinds(self) -> dict[int, tuple[KernelKind, Sequence[int]]]:
-        """Task of a convolution, or of products that are one kernel -> which kind it is, and sizes of the product."""
-        found: dict[int, tuple[KernelKind, Sequence[int]]] = {}
-        products: dict[int, list[int]] = {}
-        for j, n in self.tasks.computed.items():
-            if self.graph.ops[j].traits.convolution:
-                found[n] = "convolution", ()
-            elif self.graph.ops[j].traits.matmul:
-                products.setdefault(self._joined[0][n], []).append(j)
-        return found | {n: self._product_kind(merged) for n, merged in products.items()}
-
-    @cached_property
-    def _small_bytes(self) -> dict[int, float]:
-        """Kernel that takes no longer than any -> the most bytes that one of its ops reads and writes."""
-        latency_s, out = self.network.space.cluster.device.kernel_latency_s, dict[int, float]()
-        for j, n in self.tasks.computed.items():
-            if self.tasks.seconds[n] <= latency_s:
-                out[n] = max(out.get(n, 0.0), self._op_bytes(j))
-        return out
-
-    def _product_kind(self, merged: Sequence[int]) -> tuple[KernelKind, Sequence[int]]:
-        op, space = self.graph.ops[merged[0]], self.network.space
-        if itemsize(op.ins[0].dtype) >= 4:
-            return "float32 product", ()
-        found = [local_sizes(self.graph.ops[j], (of := space.strategies[j]), self.states[j] % len(of), space.mesh) for j in merged]
-        shared = int(len({self.graph.original(v) for j in merged if (v := self.graph.ops[j].inputs[0]) is not None}) > 1)
-        sizes = merged_sizes(found, shared)
-        parts = product_parts(op, sizes, space.cluster.device)
-        in_float32 = parts > 1 or op.outs[0].dtype == np.float32
-        return "float32 sums" if in_float32 else "product", (sizes[0] * parts, *sizes[1:3], sizes[3] // parts)
-
-    def _collective(self, first: int, waits: tuple[int, ...]) -> Task:
-        step, space, sizes = self.tasks.transfers[first].step, self.network.space, self._sizes(first)
-        estimate_s = seconds = self._sent_s(first)
-        if not self.options.profiled:
-            link, groups = space.cluster.axis(space.mesh, step.axes), space.mesh.n_devices // space.mesh.size(*step.axes)
-            estimate_s = collective_estimate_s(step.kind, sum(sizes), link, groups, space.cluster)
-        return Task(seconds, True, waits, False, estimate_s, len(sizes) > 1)
-
-    def _sent_s(self, first: int) -> float:
-        """Seconds on the network of a combined collective."""
-        step, space = self.tasks.transfers[first].step, self.network.space
-        return collective.seconds(step.kind, sum(self._sizes(first)), step.axes, space.mesh, space.cluster)
-
-    def _staging_s(self, first: int) -> float:
-        """Seconds of the kernels that fill and empty its buffer."""
-        sizes = self._sizes(first)
-        shared, latency_s, own = collective.staging_kernels(
-            self.tasks.transfers[first].step.kind, self.network.space.cluster, len(sizes)
-        )
-        return (max(latency_s, shared * sum(sizes)) if shared else 0.0) + sum(max(latency_s, own * size) for size in sizes)
-
-    def _sizes(self, first: int) -> list[float]:
-        return [self.tasks.transfers[n].step.bytes for n in self._joined[1][first]]
-
-    @cached_property
-    def _merged_seconds(self) -> dict[int, float]:
-        tasks, (one, _) = self.tasks, self._joined
-        out: dict[int, float] = {}
-        for n, first in enumerate(one):
-            out[first] = out.get(first, 0.0) + tasks.seconds[n]
-        return out
+            return [Task(staging_s, False, waits), self._durations.collective(n, (number,))]
+        return [self._durations.collective(n, waits)]

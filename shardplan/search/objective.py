@@ -142,8 +142,8 @@ def compiled(task: PlanningTask, judged: Judged, options: Iterable[XlaOptions]) 
     program = decided_program(judged.network, judged.states, tasks=judged.tasks)
     best = judged
     for some in options:
-        other = replace(program, options=some)
-        line = other.step_timeline(task.interference)
+        program = program.with_options(some)
+        line = program.step_timeline(task.interference)
         answer = replace(judged.solution, objective=float(np.rint(line.total_s * PS)), bound=0.0)
         found = replace(judged, solution=answer, timeline=line, xla=some, tasks=program.tasks)
         if best.timeline.total_s == inf or (found.excess_bytes, line.total_s) < (best.excess_bytes, (1 - GAIN) * best.timeline.total_s):

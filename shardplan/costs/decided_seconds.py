@@ -1,0 +1,129 @@
+"""Seconds of the kernels and collectives of a decided program: by our measure, and by XLA's own estimate, which decides their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, prod
+
+import numpy as np
+
+from shardplan._jax import itemsize
+from shardplan.costs.decided_tasks import Tasks
+from shardplan.costs.network import CostNetwork
+from shardplan.costs.split_products import local_sizes, merged_sizes, product_parts
+from shardplan.ir.graph import Graph
+from shardplan.mesh import collective
+from shardplan.xla_model.latency_estimate import KernelKind, collective_estimate_s, kernel_estimate_s
+from shardplan.xla_model.timeline import Task
+
+
+@dataclass(frozen=True, eq=False)
+class TaskSeconds:
+    """Kernels and combined collectives, each named by the first of the tasks that are joined in it.
+
+    Attributes:
+        network, states, tasks: of the decided program.
+        joined: per task, the task that it is one with; and by the first of them, combined transfers in their order.
+        profiled: XLA has a profile of the step, so that its estimates are our seconds.
+    """
+
+    network: CostNetwork
+    states: tuple[int, ...]
+    tasks: Tasks
+    joined: tuple[list[int], dict[int, list[int]]]
+    profiled: bool
+
+    @property
+    def graph(self) -> Graph:
+        """The step."""
+        return self.network.space.graph
+
+    # ---- kernels
+
+    def kernel(self, n: int, waits: tuple[int, ...]) -> Task:
+        """A kernel with all that is merged into it."""
+        if n not in self._kernels:
+            self._kernels[n] = self._kernel(n)
+        return self._kernels[n]._replace(before=waits)
+
+    @cached_property
+    def _kernels(self) -> dict[int, Task]:
+        """Those that were asked for, as if each waited for nothing."""
+        return {}
+
+    def _kernel(self, n: int) -> Task:
+        kernels, group, seconds = self.network.space.facts.kernels, self.tasks.group[n], self._merged_seconds[n]
+        estimate_s = seconds
+        if not self.profiled:
+            kind, product = self._kinds.get(n) or ("rows" if group in kernels.rows else "fused", ())
+            estimate_s = kernel_estimate_s(kind, seconds, self._small_bytes.get(n, inf), self.network.space.cluster, product)
+        return Task(seconds, False, (), False, estimate_s, self.tasks.results[n] > 1, kernels.inputs.get(group, 0))
+
+    @cached_property
+    def _merged_seconds(self) -> dict[int, float]:
+        out: dict[int, float] = {}
+        for n, first in enumerate(self.joined[0]):
+            out[first] = out.get(first, 0.0) + self.tasks.seconds[n]
+        return out
+
+    @cached_property
+    def _kinds(self) -> dict[int, tuple[KernelKind, Sequence[int]]]:
+        """Task of a convolution, or of products that are one kernel -> which kind it is, and sizes of the product."""
+        found: dict[int, tuple[KernelKind, Sequence[int]]] = {}
+        products: dict[int, list[int]] = {}
+        for j, n in self.tasks.computed.items():
+            if self.graph.ops[j].traits.convolution:
+                found[n] = "convolution", ()
+            elif self.graph.ops[j].traits.matmul:
+                products.setdefault(self.joined[0][n], []).append(j)
+        return found | {n: self._product_kind(merged) for n, merged in products.items()}
+
+    def _product_kind(self, merged: Sequence[int]) -> tuple[KernelKind, Sequence[int]]:
+        op, space = self.graph.ops[merged[0]], self.network.space
+        if itemsize(op.ins[0].dtype) >= 4:
+            return "float32 product", ()
+        found = [local_sizes(self.graph.ops[j], (of := space.strategies[j]), self.states[j] % len(of), space.mesh) for j in merged]
+        shared = int(len({self.graph.original(v) for j in merged if (v := self.graph.ops[j].inputs[0]) is not None}) > 1)
+        sizes = merged_sizes(found, shared)
+        parts = product_parts(op, sizes, space.cluster.device)
+        in_float32 = parts > 1 or op.outs[0].dtype == np.float32
+        return "float32 sums" if in_float32 else "product", (sizes[0] * parts, *sizes[1:3], sizes[3] // parts)
+
+    @cached_property
+    def _small_bytes(self) -> dict[int, float]:
+        """Kernel that takes no longer than any -> the most bytes that one of its ops reads and writes."""
+        latency_s, out = self.network.space.cluster.device.kernel_latency_s, dict[int, float]()
+        for j, n in self.tasks.computed.items():
+            if self.tasks.seconds[n] <= latency_s:
+                out[n] = max(out.get(n, 0.0), op_bytes(self.network, self.states, j))
+        return out
+
+    # ---- collectives
+
+    def collective(self, first: int, waits: tuple[int, ...]) -> Task:
+        """A combined collective on the network."""
+        step, space, sizes = self.tasks.transfers[first].step, self.network.space, self._sizes(first)
+        estimate_s = seconds = collective.seconds(step.kind, sum(sizes), step.axes, space.mesh, space.cluster)
+        if not self.profiled:
+            link, groups = space.cluster.axis(space.mesh, step.axes), space.mesh.n_devices // space.mesh.size(*step.axes)
+            estimate_s = collective_estimate_s(step.kind, sum(sizes), link, groups, space.cluster)
+        return Task(seconds, True, waits, False, estimate_s, len(sizes) > 1)
+
+    def staging_s(self, first: int) -> float:
+        """Seconds of the kernels that fill and empty its buffer."""
+        kind, sizes = self.tasks.transfers[first].step.kind, self._sizes(first)
+        shared, latency_s, own = collective.staging_kernels(kind, self.network.space.cluster, len(sizes))
+        return (max(latency_s, shared * sum(sizes)) if shared else 0.0) + sum(max(latency_s, own * size) for size in sizes)
+
+    def _sizes(self, first: int) -> list[float]:
+        return [self.tasks.transfers[n].step.bytes for n in self.joined[1][first]]
+
+
+def op_bytes(network: CostNetwork, states: Sequence[int], j: int) -> float:
+    """Bytes on one device of what an op reads and writes."""
+    op, of = network.space.graph.ops[j], network.space.strategies[j]
+    s = states[j] % len(of)
+    sizes = (float(prod(x.shape)) * itemsize(x.dtype) for x in (*op.ins, *op.outs))
+    return sum(size / shards[s] for size, shards in zip(sizes, of.shards, strict=True))
