@@ -163,19 +163,20 @@ class Cluster:
         return tuple(sorted((*gpus(), "cpu")))
 
     @staticmethod
-    def preset(name: str) -> Cluster:
-        """A built-in cluster, with another network between its nodes if the name says so.
+    def preset(name: str, nodes: str | None = None) -> Cluster:
+        """A built-in cluster, with another network between its nodes if the name or `nodes` says so.
 
         Args:
-            name: one of `presets()`, or one with "@", the network's Gbit/s per node and its kind, as in "h100@1600G-roce", "a100@400G".
+            name: one of `presets()`, or one with "@" and the network, as in "h100@1600G-roce".
+            nodes: the network: its Gbit/s per node and its kind, as in "400G", "3200G-efa".
 
         Raises:
             ClusterError: no such preset or network; the text lists them.
         """
-        gpu, at, network = name.partition("@")
+        gpu, at, network = f"{name}@{nodes}".partition("@") if nodes is not None else name.partition("@")
         if gpu not in Cluster.presets() or (at and gpu == "cpu"):
             raise ClusterError(
-                f"cluster {name!r} is not known.\n  presets: {', '.join(Cluster.presets())}\n"
+                f"cluster {gpu + at + network!r} is not known.\n  presets: {', '.join(Cluster.presets())}\n"
                 '  ways out: one of these, one with a network as in "h100@1600G-roce", the path of a cluster file (.json), or a Cluster'
             )
         return _with_network(_preset(gpu), network) if at else _preset(gpu)
