@@ -1,6 +1,6 @@
 """What the systems of published steps do, as far as predicted seconds depend on it, each with its source.
 
-A row of steps.csv names its system; those that are not listed here are as PyTorch's FSDP.
+A row of steps.csv names its system; those that are not listed here are as PyTorch's FSDP, but for the order of a step on JAX.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ SYSTEMS = {
 
 def system_of(row: Mapping[str, str]) -> System:
     """The system of a row, with what the row itself says of it."""
-    found = next((system for name, system in SYSTEMS.items() if row["framework"].startswith(name)), System())
+    other = System(on_jax="JAX" in row["framework"])
+    found = next((system for name, system in SYSTEMS.items() if row["framework"].startswith(name)), other)
     if "TE" in row["precision"]:  # its own kernel; attention is unfused unless NVTE_FUSED_ATTN asks
         found = replace(found, fused_softmax=True)
     return replace(found, saves=models.NAMES) if "attention out" in row["remat"] else found
