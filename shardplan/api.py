@@ -233,7 +233,8 @@ class Auto(Generic[P, R]):
         mesh = self.options.mesh
         if not isinstance(mesh, jax.sharding.Mesh):
             raise ShardingError(
-                f"init needs devices, and {mesh} has none.\n  ways out: .plan() works without; a jax.make_mesh(...) runs"
+                f"init needs devices, and {mesh} has none.\n  ways out: .plan() works without; a mesh of devices runs: "
+                "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)"
             )
         if not callable(create):
             raise ShardingError(

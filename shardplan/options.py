@@ -65,7 +65,8 @@ class AutoOptions:
     def __post_init__(self):
         if not isinstance(self.mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
             raise ShardingError(
-                f"auto() takes a mesh first, not {type(self.mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',)))(step)"
+                f"auto() takes a mesh first, not {type(self.mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',), "
+                "axis_types=(jax.sharding.AxisType.Auto,)))(step)"
             )
         _refuse_unknown(self)
         known = {"search": tuple(SEARCHES), "user_shardings": ("keep", "hint", "ignore"), "overlap": (True, False)}

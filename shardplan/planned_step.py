@@ -54,7 +54,8 @@ class PlannedStep:
         """
         if not isinstance(self.mesh, jax.sharding.Mesh):
             raise ShardingError(
-                "this step was planned on an AbstractMesh, which has no devices to run on.\n  way out: auto(jax.make_mesh(...))"
+                "this step was planned on an AbstractMesh, which has no devices to run on.\n"
+                "  way out: auto(jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n))"
             )
         if foreign and (filled := self.held(operands)) is not operands:
             return self._of_other_shapes(operands, filled, expects_move)

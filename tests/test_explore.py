@@ -733,3 +733,52 @@ def test_without_a_widget_a_cell_says_what_a_large_plan_saves(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
     shown = plan._repr_mimebundle_()
     assert {*shown} == {"text/plain", "text/html"} and html.escape(plan.saving) in shown["text/html"]
+
+
+class TestChoicesThatPinsCannotSay:
+    @pytest.fixture
+    def chosen(self, plan):
+        """A plan with a result laid out otherwise."""
+        entry = Entry(plan, "as planned")
+        for row in entry.instrument.arrays:
+            what = entry.instrument.targets.get(row["id"])
+            if row["id"][0] == "r" and what is not None:
+                others = [c.text for c in plan.why(what, estimate=True).choices]
+                if others:
+                    return entry.taken(0, row["id"], others[0])
+        raise AssertionError("no result has another layout")
+
+    def test_are_named_in_copied_pins(self, chosen):
+        (choice,) = chosen.unpinned
+        assert choice == chosen.name and chosen.pins_code.startswith(f"# pins cannot say {choice}; the copied code does\n")
+        exec(chosen.pins_code, {"P": P})  # and are still code
+
+    def test_are_said_where_the_step_is_planned_anew_without_them(self, chosen):
+        assert chosen.loss == f"planned without {chosen.name}: no pin says it"
+        anew = chosen.retargeted(1, memory=1.5 * chosen.plan.memory_report.peak)
+        assert anew.unpinned == () and anew.loss == ""
+
+
+def test_a_curve_belongs_to_layouts_not_to_paths(plan):
+    first = Entry(plan, "as planned")
+    one, other = (
+        dataclasses.replace(first, pins={"params/layers/*/up": layout})
+        for layout in (shardplan.Layout(((), ("data",))), shardplan.Layout((("data",), ())))
+    )
+    assert one.target != other.target and one.target == dataclasses.replace(one, name="again").target
+
+
+def test_what_was_asked_for_is_on_the_page_of_a_large_plan(plan, monkeypatch):
+    monkeypatch.setattr(type(plan), "answers_quickly", False)
+    mine = plan.replan()
+    pages = []
+    for ask in (False, True):
+        if ask:
+            mine.why("params/layers/*/up")
+        state = re.search(r'<script type="application/json" id="shardplan-data">(.*?)</script>', mine.html(), re.S)
+        data = json.loads(state[1])
+        (row,) = (r for r in data["data"]["arrays"] if r["name"] == "params/layers/*/up")
+        assert data["answers"].keys() >= {r["id"] for r in data["data"]["arrays"]}, "facts of every row"
+        assert data["answers"][row["id"]]["readers"]
+        pages.append(bool(data["answers"][row["id"]].get("choices")))
+    assert pages == [False, True]

@@ -398,7 +398,7 @@ def test_a_network_is_a_word_after_the_preset():
     assert Cluster.preset("h100@800G").inter.latency_s == H100.inter.latency_s
     for network in ("400G", "3200G-efa", "1600G-roce", "200G"):
         assert Cluster.preset("h100", nodes=network) == Cluster.preset(f"h100@{network}")
-    with pytest.raises(ClusterError, match="'h100@400G@200G' is not known|network '400G@200G' is not known"):
+    with pytest.raises(ClusterError, match="network '400G@200G' is not known"):
         Cluster.preset("h100@400G", nodes="200G")
     for wrong in ("h100@fast", "h100@0G", "h100@200G-string", "h100@"):
         with pytest.raises(ClusterError, match="is not known"):

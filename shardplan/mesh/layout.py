@@ -41,7 +41,7 @@ class MeshShape:
         if len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
             raise ShardingError(
                 f"mesh axes {self.axes} and sizes {self.sizes} must have equal length and unique names.\n"
-                "  way out: a mesh such as jax.make_mesh((2, 4), ('data', 'model'))"
+                "  way out: a mesh such as jax.make_mesh((2, 4), ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)"
             )
 
     @cached_property

@@ -243,7 +243,10 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
 
     def _solved(self, method: str) -> Plan:
         if self._planned_from(method, f"step.plan(...).{method}").planned is None:
-            raise ShardingError(f"{method} needs a plan that was solved here; this one was taken over.\n  way out: plan without plan=")
+            raise ShardingError(
+                f"{method} needs a plan that was solved here; this one was taken over from a file or the cache.\n"
+                f"  ways out: plan.replan().{method}, which plans the step again; auto() without plan= and cache="
+            )
         return self
 
     def what_if(self, what: str | Sequence[str] | PlannedReshard, choice: str | Sequence) -> Plan:

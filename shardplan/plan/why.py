@@ -119,7 +119,14 @@ class Why:
 def why(plan: Plan, what: str | Sequence[str] | PlannedReshard, estimate: bool = False) -> Why:
     """The answer of `Plan.why`."""
     *_, found = growing(plan, what, estimate)
+    if not estimate:
+        answered(plan)[what if isinstance(what, (str, PlannedReshard)) else tuple(what)] = found
     return found
+
+
+def answered(plan: Plan) -> dict[str | tuple[str, ...] | PlannedReshard, Why]:
+    """What `Plan.why` was asked for -> its answer, which pages show, too; kept with the plan's own cached values."""
+    return vars(plan).setdefault("_answered", {})
 
 
 def growing(

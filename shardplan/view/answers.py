@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardplan.plan import Plan
-from shardplan.plan.why import Why, growing
+from shardplan.plan.why import Why, answered, growing
 from shardplan.view.instrument import Instrument, What
 from shardplan.view.values import answer_values
 
@@ -90,6 +90,17 @@ class Answers:
         elif id_ not in self.asked:
             self._find_facts(id_)
             self.opened[id_] = self._known.facts[id_]
+
+    def on_page(self) -> Found:
+        """Of all rows what was asked for, here or by `Plan.why`, else what is known without prices."""
+        found = {}
+        for id_, what in self._instrument.targets.items():
+            if (why := answered(self._plan).get(what)) is not None:
+                self.asked[id_] = answer_values(why)
+            if id_ not in self.asked:
+                self._find_facts(id_)
+            found[id_] = self.asked.get(id_) or self._known.facts[id_]
+        return found
 
     def shows_more(self, id_: str) -> bool:
         """Shows the estimates of an opened row that came since it was last asked; whether there are any."""

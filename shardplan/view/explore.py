@@ -184,12 +184,13 @@ if AnyWidget is not None:
 
         def _anew(self, _) -> None:
             n = self.current
-            self._start("planning the step anew", lambda: self._add(_collected(self._entries[n].anew(n))))
+            self._start("planning the step anew", lambda: self._add_anew(self._entries[n], lambda entry: entry.anew(n)))
 
         def _memory(self, message) -> None:
             limit = float(f"{float(message['bytes']):.4g}")
             n = self.current
-            self._start("planning for this memory", lambda: self._add(_collected(self._entries[n].retargeted(n, memory=limit))))
+            act = lambda entry: entry.retargeted(n, memory=limit)  # noqa: E731
+            self._start("planning for this memory", lambda: self._add_anew(self._entries[n], act))
 
         def _target(self, message) -> None:
             mesh = {name.strip(): int(size) for name, _, size in (x.partition("=") for x in str(message["mesh"]).split(","))}
@@ -203,7 +204,7 @@ if AnyWidget is not None:
             if not target and not base.pins:
                 self._show(n)
             else:
-                self._start("planning for this mesh", lambda: self._add(_collected(base.retargeted(n, **target))))
+                self._start("planning for this mesh", lambda: self._add_anew(base, lambda entry: entry.retargeted(n, **target)))
 
         def _curve(self, _) -> None:
             n = self.current
@@ -286,6 +287,11 @@ if AnyWidget is not None:
             text = f"{state.seconds:.0f} s, {state.found} so far"
             if self.work and self.work.get("state") != text:
                 self.work = {"what": what, "state": text}
+
+        def _add_anew(self, base: Entry, made: Callable[[Entry], Entry]) -> None:
+            """Adds a plan that is made anew from an entry, and says which of its choices are lost."""
+            self._add(_collected(made(base)))
+            self.message = base.loss
 
         def _add(self, entry: Entry) -> None:
             if self._cancelled.is_set():

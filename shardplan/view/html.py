@@ -54,10 +54,10 @@ def _page(plan: Plan) -> str:
     entry = Entry(plan, "as planned")
     for id_ in _asked_at_once(entry.instrument) if plan.answers_quickly else ():
         entry.answers.answer(id_)
-    found = plan.baselines() if plan.answers_quickly else None  # before the data, which state what the plan saves
+    known = plan.answers_quickly or "_baselines" in vars(plan)
+    found = plan.baselines() if known else None  # before the data, which state what the plan saves
     copies = {"pins": entry.pins_code, "code": entry.code, "json": _short_json(plan)}
-    answers = {id_: entry.answers.asked[id_] for id_ in entry.instrument.targets if id_ in entry.answers.asked}
-    state = {"data": entry.instrument.data(), "answers": answers, "copies": copies}
+    state = {"data": entry.instrument.data(), "answers": entry.answers.on_page(), "copies": copies}
     axes = axis_colours(plan.mesh)
     return (
         environment()

@@ -40,6 +40,7 @@ class Entry:
         parent: the entry that it was made from; None for the first.
         calls: methods that give it from the first plan, as code.
         pins: input pins chosen so far, of `calls`: path or pattern -> layout.
+        unpinned: choices of results and collectives, which pins cannot say: plans anew are without them.
     """
 
     plan: Plan
@@ -47,6 +48,7 @@ class Entry:
     parent: int | None = None
     calls: tuple[str, ...] = ()
     pins: Mapping[str, Layout] = field(default_factory=dict)
+    unpinned: tuple[str, ...] = ()
     instrument: Instrument = field(init=False)
 
     def __post_init__(self):
@@ -75,7 +77,13 @@ class Entry:
     def pins_code(self) -> str:
         """The pins chosen so far as `auto(pins=...)` takes them; of a plan without any, the layouts of all its inputs."""
         pins = self.pins or {row.path: row.leaves[0].layout for row in self.instrument.inputs}
-        return "pins = {\n" + "".join(f"    {path!r}: {layout},\n" for path, layout in pins.items()) + "}\n"
+        left = "".join(f"# pins cannot say {choice}; the copied code does\n" for choice in self.unpinned)
+        return left + "pins = {\n" + "".join(f"    {path!r}: {layout},\n" for path, layout in pins.items()) + "}\n"
+
+    @property
+    def loss(self) -> str:
+        """What a plan made anew from this one is without; "" if nothing is lost."""
+        return f"planned without {' and '.join(self.unpinned)}: no pin says it" if self.unpinned else ""
 
     def taken(self, number: int, id_: str, choice: str) -> Entry:
         """The plan with a choice of a row."""
@@ -87,8 +95,8 @@ class Entry:
         plan = self.plan.what_if(argument(what), layout.spec() if is_input and layout else choice)
         pins = {**self.pins, **({path: layout for path in _patterns(what)} if is_input and layout else {})}
         row = next(x for x in (*self.instrument.arrays, *self.instrument.collectives) if x["id"] == id_)
-        call = f"what_if({_code(what)}, {given})"
-        return Entry(plan, f"{row['name'].removeprefix('state/')}: {choice}", number, (*self.calls, call), pins)
+        call, name = f"what_if({_code(what)}, {given})", f"{row['name'].removeprefix('state/')}: {choice}"
+        return Entry(plan, name, number, (*self.calls, call), pins, self.unpinned if is_input else (*self.unpinned, name))
 
     def anew(self, number: int) -> Entry:
         """The whole step planned again with the pins of this entry."""
@@ -131,7 +139,8 @@ class Entry:
     @property
     def target(self) -> tuple[Any, ...]:
         """What it was planned for, memory apart: plans of one target stand on one curve."""
-        return self.plan.mesh, self.plan.cluster, tuple(sorted(self.pins))
+        pins = sorted((path, str(layout)) for path, layout in self.pins.items())
+        return self.plan.mesh, self.plan.cluster, tuple(pins), self.unpinned
 
 
 class Curve:

@@ -67,7 +67,8 @@ function bar(app) {
 /** The memory slider with the curve of seconds against peak, and the pickers of mesh and cluster. */
 function targets(app) {
   const now = app.data.figures, pick = app.pickers;
-  if (!app.live || !pick.most) return "";
+  const options = app.data.options.length ? h("p", { class: "note" }, "compiled with ", ...app.data.options.flatMap((x) => [h("code", {}, x), " "])) : "";
+  if (!app.live || !pick.most) return options;
   const limit = app.limit ?? now.limit ?? now.peak, low = pick.least, value = (x) => low * (pick.most / low) ** x;
   const place = Math.min(1, Math.max(0, Math.log(limit / low) / Math.log(pick.most / low)));
   const shown = h("output", {}, memory(limit));
@@ -85,7 +86,7 @@ function targets(app) {
   return h("section", { class: "targets" },
     h("div", {}, h("h2", {}, "Memory per device"), h("div", { class: "slide" }, slider, shown), h("div", { class: "seen" })),
     h("div", {}, h("h2", {}, "Mesh and cluster"), h("div", { class: "picks" }, h("label", {}, "mesh ", mesh), h("label", {}, "cluster ", cluster), go),
-      h("p", { class: "note" }, app.data.options.length ? ["compiled with ", ...app.data.options.flatMap((x) => [h("code", {}, x), " "])] : "XLA's compiler options are left as they are.")));
+      options || h("p", { class: "note" }, "XLA's compiler options are left as they are.")));
 }
 
 /** The curve below the slider, and the button that finds it. */
