@@ -83,7 +83,7 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     # ---- auto
     "auto without a mesh": (
         lambda: auto(step),
-        "auto() takes a mesh first, not function.…way out: auto(jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)))(step)",
+        "auto() takes a mesh first, not function.…way out: auto(jax.make_mesh((8,), ('data',), axis_types=",
     ),
     "a mesh as text": (lambda: auto("data=8"), "auto() takes a mesh first, not str.…way out: auto(jax.make_mesh"),
     "no step": (lambda: auto(mesh())(3), "auto(mesh) takes a step, not int.…way out: auto(mesh)(train_step)"),
