@@ -242,7 +242,8 @@ class Replanner:
     def __call__(self, pins: Mapping[str, Any], search: str | None = None, near: Planned | None = None, **target: Any) -> Plan:
         """The plan with these pins, no slower than that of `near`."""
         options = self.options if isinstance(pins, Mapping) else replace(self.options, pins=pins)  # which says what is wrong
-        changed = {"pins": {**(options.pins or {}), **pins}, "search": search or options.search, "plan": None, "verify": None, **target}
+        known = dict.fromkeys(("plan", "verify", "cache"))  # what is planned anew can be asked about, what is taken over cannot
+        changed = {"pins": {**(options.pins or {}), **pins}, "search": search or options.search, **known, **target}
         if isinstance(mesh := target.get("mesh"), Mapping):
             if odd := {name: size for name, size in mesh.items() if not isinstance(size, int) or size < 1}:
                 raise ShardingError(

@@ -187,6 +187,16 @@ def test_a_step_is_planned_once(mesh, tmp_path, count, caplog):
     assert shardplan.Plan.load(file) == first
 
 
+def test_a_kept_plan_that_is_asked_about_says_what_plans_it_again(mesh, tmp_path, count):
+    first, kept = (planned(mesh, tmp_path, donate_argnums=0) for _ in range(2))
+    with pytest.raises(shardplan.ShardingError, match=r"(?s)taken over from a file or the cache.*ways out: plan\.replan\(\)\.why\(\)"):
+        kept.why("state/*/w1")
+    again = kept.replan()
+    assert len(count) == 2 and again.dumps() == first.dumps()
+    path = next(x.path for x in again.inputs if len(x.shape) == 2)
+    assert again.why(path).readers == first.why(path).readers
+
+
 def test_a_kept_plan_runs(mesh, tmp_path, count):
     planned(mesh, tmp_path, donate_argnums=0)
     step = shardplan.auto(mesh, cache=tmp_path, donate_argnums=0)(train_step)

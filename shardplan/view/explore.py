@@ -111,6 +111,8 @@ if AnyWidget is not None:
             first = self._entries[0]
             super().__init__(data=first.instrument.data(), history=[rounded(first.row())])
             self._planned = plan.context is not None and plan.context.planned is not None
+            if plan.context is not None and not self._planned:
+                self.message = "taken over from a file or the cache, so nothing is priced; plan.replan().explore() plans the step again"
             self._offer(first)
             self.on_msg(self._on_message)
             if self._planned:
