@@ -127,3 +127,21 @@ def test_a_scan_of_one_trip(specs):
     planned = shardplan.auto(make_mesh((2, 4), "auto"), in_shardings=specs)(step)
     assert not planned.plan(ws, x).context.planned.graph.loops
     assert_same(planned(ws, x), jax.jit(step)(ws, x))
+
+
+def test_a_scan_of_no_trip():
+    """Such as over the layers, microbatches or timesteps of which there are none."""
+
+    def step(w, x, rows):
+        def loss(w):
+            h, (sums, _) = jax.lax.scan(lambda h, row: (jax.numpy.tanh(h @ w + row), (h.sum(), jax.random.key(0))), x, rows)
+            return (h @ w).mean() + sums.sum(), sums
+
+        grads, sums = jax.grad(loss, has_aux=True)(w)
+        return w - 0.1 * grads, sums
+
+    w, x = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(((64, 64), (32, 64))))
+    rows = jax.numpy.zeros((0, 64))
+    planned = shardplan.auto(make_mesh((2, 4), "auto"), in_shardings=(P(None, "model"), P("data"), None))(step)
+    assert not planned.plan(w, x, rows).context.planned.graph.loops
+    assert_same(planned(w, x, rows), jax.jit(step)(w, x, rows))

@@ -397,8 +397,8 @@ def test_an_array_gathered_cast_and_gathered_again_may_be_in_flight_both_times()
 # ---- loops
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_a_loop_of_one_trip_is_inlined(rounds):
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_a_loop_of_no_trip_or_one_is_none(rounds):
     def fn(x, ws):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, ws)
 

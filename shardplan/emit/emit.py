@@ -160,6 +160,9 @@ class _Scope:
     def scan(self, eqn, operands, path: Path) -> list:
         p = eqn.params
         inner, n_consts, n_carry = _jax.scan_parts(eqn)
+        if not p["length"]:  # as XLA does (fact: loop-of-no-trip)
+            stacks = _jax.bind(eqn, operands)[n_carry:]
+            return [*operands[n_consts : n_consts + n_carry], *self.results(path, "ys", stacks)]
         if p["length"] == 1:  # as XLA does (fact: loop-of-one-trip)
             split = n_consts + n_carry
             rows = self.reads(path, "xs", operands[split:])

@@ -138,6 +138,8 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
     region = _jax.region(eqn)
     if region == "scan":
         body, n_consts, n_carry = _jax.scan_parts(eqn)
+        if not eqn.params["length"]:
+            return _no_trip(g, eqn, inputs, where, n_consts, n_carry)
         if eqn.params["length"] == 1:
             return _single_trip(g, eqn, inputs, where, n_consts + n_carry, n_carry, body)
         return _loop(g, eqn, inputs, where, float(eqn.params["length"]), n_consts, n_carry, body)
@@ -201,6 +203,12 @@ def _loop(g: _Recorder, eqn, inputs, path: Path, trips: float, n_consts: int, n_
     g.loops[loop] = replace(g.loops[loop], stop=len(g.ops))
     g.loop, g.runs = around, outside
     return out
+
+
+def _no_trip(g: _Recorder, eqn, inputs, path: Path, n_consts: int, n_carry: int) -> list[int | None]:
+    """Record a `scan` of no trip: its carries as they come, and stacks without rows (fact: loop-of-no-trip)."""
+    stacks = [g.record("const", [], [], [v.aval], (*path, "ys", k))[0] for k, v in enumerate(eqn.outvars[n_carry:])]
+    return [*inputs[n_consts : n_consts + n_carry], *stacks]
 
 
 def _single_trip(g: _Recorder, eqn, inputs, path: Path, split: int, n_carry: int, body) -> list[int | None]:
