@@ -200,7 +200,7 @@ def _log_planned(name: str, plan: Plan, before: Sequence[PlannedStep], seconds: 
         for path in {**was, **now}
         if was.get(path) != now.get(path)
     ]
-    why = "; ".join(other[:3]) + ("; ..." if len(other) > 3 else "") or "static arguments or trees are others"
+    why = "; ".join(other[:3]) + ("; ..." if len(other) > 3 else "") or "static arguments, trees or weak types are others"
     LOG.warning("%s is planned again (%d plans now), in %.1f s: %s", name, len(before) + 1, seconds, why)
 
 

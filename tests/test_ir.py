@@ -151,6 +151,18 @@ def test_a_scan_of_no_trip_or_one_is_no_loop(rounds, loops):
     assert {op.loop for op in graph.ops if op.primitive == "tanh"} == ({loops - 1} if rounds else set())
 
 
+def test_what_changes_no_number_of_an_array_is_no_op():
+    def fn(weak, x):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((8,), "d", axis_types=(jax.sharding.AxisType.Auto,))):
+            return sum([jax.sharding.reshard(x, jax.P()) * weak])
+
+    jaxpr = jax.jit(fn).trace(jnp.full(4, 0.5), X[0]).jaxpr
+    assert {e.primitive.name for e in jaxpr.eqns} == {"convert_element_type", "reshard", "mul", "add"}
+    graph = parse(jaxpr)
+    assert [op.primitive for op in graph.ops] == ["arg", "arg", "mul", "out"]
+    assert np.array_equal(emit(jaxpr, {}, None)(jnp.full(4, 0.5), X[0])[0], X[0] * 0.5)
+
+
 def test_each_value_is_followed_once_however_many_paths_lead_to_it():
     def diamonds(x):
         for _ in range(64):  # 2 ** 64 paths

@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -301,3 +302,21 @@ def test_a_python_number_in_the_state_is_planned_once(mesh, count):
         (state, loss), (plain, expected) = step(state, batch()), jax.jit(counting)(plain, batch())
         assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert len(count) == 1 and len(step._steps) == 2 and state["params"]["up"].sharding.spec == P("model", "data")
+
+
+def test_weakly_typed_arrays_in_the_state_are_planned_once(mesh, count):
+    """As `jnp.full` makes of a Python number; what the step returns in their place is typed strongly."""
+
+    def keeping_the_best(state, x):
+        losses = jnp.mean((x - state["mean"]) ** 2, axis=-1)
+        better = jnp.min(losses) < state["loss"]
+        best = jnp.where(better, x[jnp.argmin(losses)], state["best"])
+        return {"mean": state["mean"] + 0.1 * (best - state["mean"]), "best": best, "loss": jnp.minimum(state["loss"], jnp.min(losses))}
+
+    state = plain = {"mean": jnp.full(WIDTH, 0.5), "best": jnp.full(WIDTH, jnp.nan), "loss": jnp.full((), jnp.inf)}
+    assert all(x.weak_type for x in state.values())
+    step = shardplan.auto(mesh, pins={"state/mean": P("model")})(keeping_the_best)
+    for _ in range(2):
+        state, plain = step(state, batch()["x"]), jax.jit(keeping_the_best)(plain, batch()["x"])
+        jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), state, plain)
+    assert len(count) == 1 and len(step._steps) == 2

@@ -154,13 +154,20 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
 
 
 def _unchanged(eqn, inputs: list[int | None]) -> int | None:
-    """The operand that an equation returns unchanged: Python's `sum` starts with 0 + x, which XLA drops."""
+    """The operand that an equation returns unchanged, so that XLA drops it: 0 + x, with which Python's `sum` starts, or another type.
+
+    The other type is only weak or not, or has another mesh of Auto axes, as where JAX calls a function that it traced without a mesh.
+    """
+    result = eqn.outvars[0].aval if eqn.outvars else None
     if eqn.primitive.name == "add":
-        result = eqn.outvars[0].aval
         for v, zero, x in zip(inputs, reversed(eqn.invars), eqn.invars, strict=True):
             is_zero = isinstance(zero, _jax.Literal) and not np.any(zero.val)
             if is_zero and (x.aval.shape, x.aval.dtype) == (result.shape, result.dtype):
                 return v
+    if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == result.dtype:
+        return inputs[0]
+    if eqn.primitive.name == "reshard" and _jax.is_auto(result.sharding.mesh):
+        return inputs[0]
     return None
 
 
