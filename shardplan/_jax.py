@@ -372,6 +372,8 @@ OTHER_SHARD_MAP_MESH = "should match the mesh passed to shard_map"
 """A `shard_map` was given another mesh than the one in use."""
 EXPLICIT_SPEC = "cannot contain axis names that are of type Auto"
 """`out_sharding=` or `reshard` was used under Auto axes."""
+ORDERED_EFFECTS = "ordered effects are not supported for more than 1 device"
+"""Ordered prints were asked for on several devices."""
 UNKNOWN_AXIS = "is not found in mesh"
 """A PartitionSpec names an axis that the current mesh lacks."""
 
@@ -379,7 +381,7 @@ UNKNOWN_AXIS = "is not found in mesh"
 def refuses_placement(error: ValueError) -> bool:
     """Whether jit refused arguments because of the devices they are on; `device_put` helps."""
     texts = "does not match the sharding", "incompatible devices", "should be equal", "mesh should be the same", "aval mesh"
-    return isinstance(error, ForeignMeshError) or any(text in str(error) for text in texts)
+    return isinstance(error, ForeignMeshError) or any(text in str(error) for text in (*texts, "does not match memory kind"))
 
 
 def hide_frames(folder: str) -> None:

@@ -32,6 +32,7 @@ from shardplan.plan.arguments import same_paths
 from shardplan.plan.data import JobPart, Leaf
 from shardplan.plan.padded import Padded, fill, with_own_shapes
 from shardplan.signature import Call
+from shardplan.trace import BEING_PLANNED
 
 if TYPE_CHECKING:
     from shardplan.step import PlannedStep
@@ -162,7 +163,9 @@ class Auto(Generic[P, R]):
     # ---- calling
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs the step as planned; plans it first for arguments of new shapes."""
+        """Runs the step as planned; plans it first for arguments of new shapes. A step that is being planned has it as a part."""
+        if BEING_PLANNED.get():
+            return self._fun(*args, **kwargs)
         if self._explicit and (under := _jax.under_jit()) is not False:
             if under is None:  # eager arrays under a transformation: its rule is the plain function's
                 return self._fun(*args, **kwargs)

@@ -64,6 +64,11 @@ class PlannedStep:
         try:
             return self.jitted(*operands)
         except ValueError as error:
+            if _jax.ORDERED_EFFECTS in str(error):
+                raise ShardingError(
+                    f"the step prints or calls back in order, which JAX does on one device only, not on {self.mesh.size}.\n"
+                    "  way out: jax.debug.print(...) and jax.debug.callback(...) without ordered=True"
+                ) from error
             if not _jax.refuses_placement(error) or any(_jax.is_tracer(x) for x in jax.tree.leaves(operands)):
                 raise  # what is traced has no place of its own
         except (RuntimeError, TypeError) as error:
@@ -134,15 +139,16 @@ class PlannedStep:
     def _warn_of_moves(self, leaves: Sequence) -> None:
         """Warns of arrays that lie otherwise than planned: whoever calls functions of other plans in turn moves the state each time."""
         moved = [
-            (leaf, x)
+            (leaf, x, planned)
             for leaf, x, planned in zip(self.plan.inputs, leaves, self.in_shardings, strict=True)
             if getattr(x, "committed", False) and not x.sharding.is_equivalent_to(planned, x.ndim)
         ]
         if not moved:
             return
-        leaf, x = moved[0]
+        leaf, x, planned = moved[0]
         was = "on one device" if x.sharding.num_devices == 1 else getattr(x.sharding, "spec", x.sharding)
-        size = format_memory(sum(x.nbytes for _, x in moved))
+        was = f"{was} in {x.sharding.memory_kind}" if x.sharding.memory_kind != planned.memory_kind else was
+        size = format_memory(sum(x.nbytes for _, x, _ in moved))
         warn(
             f"the call moved {len(moved)} of {len(leaves)} arrays, {size} in all, which are not where its plan wants them: "
             f"{leaf.path} was {was}, planned is {leaf.layout}.\n"

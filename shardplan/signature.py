@@ -131,6 +131,11 @@ def refuse_non_arrays(call: Call, fun: Callable) -> None:
                 f"argument {call.labels(fun)[n]} is an array of dtype {leaf.dtype}, which JAX has no arrays of.\n"
                 "  way out: an array of numbers; what is none stays outside of the step"
             )
+        if array and not all(isinstance(size, int) for size in leaf.shape):
+            raise ShardingError(
+                f"argument {call.labels(fun)[n]} has a symbolic size, {tuple(map(str, leaf.shape))}; a plan is for sizes that are known.\n"
+                "  way out: plan with the largest sizes that you run"
+            )
         if not array and not isinstance(leaf, (int, float, complex)):
             raise ShardingError(
                 f"argument {call.labels(fun)[n]} is {type(leaf).__name__} {str(leaf)[:40]!r}, not an array.\n"

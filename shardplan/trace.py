@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from shardplan.options import AutoOptions
     from shardplan.signature import Call
 
+BEING_PLANNED: ContextVar[bool] = ContextVar("BEING_PLANNED", default=False)
+"""Whether a step is traced to be planned: what it calls is planned with it, be it a planned step by itself."""
 LARGE_CONSTANT_BYTES = 1 << 20
 """Arrays that a step closes over are no inputs, so every device holds them whole; a warning names them from this size on."""
 
@@ -31,8 +34,12 @@ def trace(fun: Callable, call: Call, auto: AutoOptions):
     args, kwargs = call.abstract()
 
     def by_jit(fun: Callable):
-        with _jax_kernels.cudnn_assumed():
-            return jax.jit(fun, **auto.jit_arguments).trace(*args, **kwargs)
+        before = BEING_PLANNED.set(True)
+        try:
+            with _jax_kernels.cudnn_assumed():
+                return jax.jit(fun, **auto.jit_arguments).trace(*args, **kwargs)
+        finally:
+            BEING_PLANNED.reset(before)
 
     try:
         traced = by_jit(_watched(fun))

@@ -346,6 +346,22 @@ def test_under_another_jit_the_plan_holds(params, kind, placed):
     assert "sharding_constraint" in str(outer.trace(*inputs).jaxpr)
 
 
+def test_a_planned_step_inside_another_is_planned_with_it(params):
+    """Its own plan is not asked for, nor are its layouts kept: pins of the outer step, for which they would be others, stand alone."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    inner = shardplan.auto(mesh, pins={"params/up": P("model", None)}, static_argnums=2)(lambda params, batch, _: step(params, batch))
+
+    def rounds(planned, params, batch):
+        params, _ = planned(params, batch, "static")
+        return jax.lax.scan(lambda p, _: planned(p, batch, "static"), params, None, length=3)
+
+    outer = shardplan.auto(mesh, pins={"params/up": P(None, "model")})(lambda params, batch: rounds(inner, params, batch))
+    same(outer(params, batch()), rounds(lambda p, b, _: step(p, b), params, batch()))
+    plan = outer.plan(params, batch())
+    assert not inner._steps and not any(d.primitive == "sharding_constraint" for d in plan.decisions)
+    assert "sharding_constraint" in str(jax.make_jaxpr(lambda *xs: inner(*xs, "static"))(params, batch()))  # it plans itself elsewhere
+
+
 @pytest.mark.parametrize("axes", ["data", ("data", "model")])
 def test_the_specs_of_a_shard_map_are_pins(mesh, params, axes):
     def centred(params, batch):
@@ -431,6 +447,20 @@ def test_the_users_own_constraint_may_be_a_hint_or_ignored(mesh, params, search)
     assert free <= seconds["hint"] <= seconds["ignore"] * (1 + 1e-9) <= 1.01 * free
     with pytest.raises(ShardingError, match="user_shardings='never' is none of 'keep', 'hint', 'ignore'"):
         shardplan.auto(mesh, user_shardings="never")
+
+
+@pytest.mark.parametrize("search", ["ilp", "propagation", "recursive"])
+@pytest.mark.parametrize("spec", [P(("model", "data")), P(None, "model")], ids=["not in mesh order", "does not divide"])
+def test_a_constraint_that_no_plan_can_meet_is_no_hint(mesh, spec, search):
+    """XLA pads the one and orders the other; the constraints beside it are a start all the same."""
+
+    def constrained(x):
+        return jax.lax.with_sharding_constraint(jnp.sin(x), spec) + jax.lax.with_sharding_constraint(jnp.cos(x), P("data", None))
+
+    x = np.linspace(0, 1, 16 * 13, dtype=F32).reshape(16, 13)
+    with pytest.raises(ShardingError, match=r'(?s)with_sharding_constraint at .*ways? out:.* auto\(mesh, user_shardings="hint"\)'):
+        shardplan.auto(mesh, search=search)(constrained).plan(x)
+    same(shardplan.auto(mesh, search=search, user_shardings="hint")(constrained)(x), jnp.sin(x) + jnp.cos(x))
 
 
 def test_slower_compute_weighs_communication_less(mesh, params):
@@ -681,6 +711,31 @@ def test_a_planned_step_is_batched_as_its_author_said():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     xs = jnp.ones((3, 8, 8))
     np.testing.assert_array_equal(jax.vmap(shardplan.auto(mesh, pins={"x": P("data")})(lambda x: batched_apart(x)))(xs), 0 * xs)
+
+
+def test_ordered_prints_are_refused_on_several_devices():
+    """As by JAX, which names no way out."""
+
+    def fun(x):
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return x + 1
+
+    for n in (1, 8):
+        mesh = jax.make_mesh((n,), ("data",), devices=jax.devices()[:n])
+        planned = shardplan.auto(mesh)(fun)
+        if n == 1:
+            same(planned(jnp.ones(8)), jnp.full(8, 2.0))
+        else:
+            with pytest.raises(ShardingError, match=r"on one device only, not on 8\.\n  way out: .* without ordered"):
+                planned(jnp.ones(8))
+
+
+def test_arrays_in_host_memory_are_moved_with_a_warning():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, P(), memory_kind="pinned_host"))
+    planned = shardplan.auto(mesh)(lambda w, x: w * jax.device_put(x, jax.memory.Space.Device))
+    with pytest.warns(ShardingWarning, match=r"moved 1 of 2 arrays.*x was P\(.*\) in pinned_host"):
+        same(planned(jnp.ones(8), x), x)
 
 
 def test_ordered_effects_stay_in_order(mesh):

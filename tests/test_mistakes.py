@@ -7,6 +7,7 @@ import warnings
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -166,6 +167,10 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     "an array of text": (
         lambda: planned(plain, (np.array(["a", "b"]),)),
         "argument w is an array of dtype <U1, which JAX has no arrays of.…way out: an array of numbers",
+    ),
+    "a symbolic size": (
+        lambda: planned(plain, (jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 8"), np.float32),)),
+        "argument w has a symbolic size, ('rows', '8'); a plan is for sizes that are known.…way out: plan with the largest",
     ),
     "shapes in place of arrays": (
         lambda: auto(mesh(), plan=plan())(step)(W, W),
@@ -530,6 +535,7 @@ def test_parameters_that_the_step_closes_over_are_named():
 
 PROGRAM = f"""
 import jax
+import jax.export
 import jax.numpy as jnp
 
 {inspect.getsource(step)}

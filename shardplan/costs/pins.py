@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -29,6 +30,15 @@ def allowed_strategies(space: StrategySpace, axes: Collection[str] | None = None
     """
     axes = space.mesh.axes if axes is None else tuple(axes)
     return {i: _allowed(space, i, wanted, axes) for i, wanted in sorted(pins_by_op(space.graph, options).items())}
+
+
+def hinted_strategies(space: StrategySpace, *, options: Options) -> dict[int, np.ndarray]:
+    """As `allowed_strategies`, with those of the program's own constraints that a strategy meets: a hint that none meets is none."""
+    pins, allowed = pins_by_op(space.graph, options), allowed_strategies(space, options=options)
+    for i, wanted in pins_by_op(space.graph, replace(options, constraints="keep")).items():
+        with contextlib.suppress(ShardingError):
+            allowed[i] = _allowed(space, i, wanted, space.mesh.axes) if wanted != pins.get(i) else allowed[i]
+    return dict(sorted(allowed.items()))
 
 
 def pins_by_op(graph: Graph, options: Options) -> dict[int, list[Pin]]:
@@ -80,6 +90,7 @@ def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, .
     """Bool [s]: whether a strategy of op i meets its pins on some axes."""
     op, layouts = space.graph.ops[i], space.strategies[i].results[0]
     shape, place = tuple(op.outs[0].shape), f" at {op.source}" if op.traits.sharding_constraint else ""
+    ways, hint = ("ways out:", ', or auto(mesh, user_shardings="hint")') if place else ("way out:", "")
     what = f"{op.label or op.primitive} {op.outs[0].dtype}[{','.join(map(str, shape))}]"
     splitting = {a for a in axes if space.mesh.size(a) > 1}  # an axis of one device leaves a dim whole: no strategy names it
     mask = np.ones(len(layouts), dtype=bool)
@@ -93,7 +104,7 @@ def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, .
                 raise ShardingError(f"conflicting pins on {what}: {others}.\n  way out: keep one of them")
             raise ShardingError(
                 f"{who}: {pin_text(dims)} is no layout the planner can give it on mesh {space.mesh}.\n"
-                f"  way out: axes of one dim in mesh order, each axis once"
+                f"  {ways} axes of one dim in mesh order, each axis once{hint}"
             )
     return mask
 
@@ -114,6 +125,8 @@ def _check_pin(who: str, dims: PinDims, op: Op, mesh: MeshShape) -> None:
         fills_up = Layout((axes,)).splits((shape[d],), mesh)
         if shape[d] % mesh.size(*axes) and not (op.padded and fills_up):
             held = "pad_state=True for what the step returns in its place, or " if fills_up and not op.padded else ""
+            if op.traits.sharding_constraint:
+                held = 'auto(mesh, user_shardings="hint"), '
             raise ShardingError(
                 f"{who}: {text} shards dim {d} of size {shape[d]} over {mesh.size(*axes)} devices, which does not divide.\n"
                 f"  way out: {held}pad dim {d} to {-(-shape[d] // mesh.size(*axes)) * mesh.size(*axes)}, or leave it replicated"

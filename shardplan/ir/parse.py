@@ -158,7 +158,9 @@ def _unchanged(eqn, inputs: list[int | None]) -> int | None:
 
     The other type is only weak or not, or has another mesh of Auto axes, as where JAX calls a function that it traced without a mesh.
     """
-    result = eqn.outvars[0].aval if eqn.outvars else None
+    if not eqn.outvars:
+        return None
+    result = eqn.outvars[0].aval
     if eqn.primitive.name == "add":
         for v, zero, x in zip(inputs, reversed(eqn.invars), eqn.invars, strict=True):
             is_zero = isinstance(zero, _jax.Literal) and not np.any(zero.val)

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardplan.costs.build import build_network
 from shardplan.costs.network import CostNetwork
-from shardplan.costs.pins import allowed_strategies
+from shardplan.costs.pins import hinted_strategies
 from shardplan.costs.pricing import Pricing
 from shardplan.costs.task import Candidate, PlanningTask
 from shardplan.ilp.solver import solve
@@ -84,7 +84,7 @@ def _constraint_states(task: PlanningTask, network: CostNetwork) -> tuple[int, .
         return ()
     key = limit, price = network.problem.limit, network.pricing.background_price
     if key not in task.constraint_states:
-        allowed = allowed_strategies(task.space, options=replace(task.options, constraints="keep"))
+        allowed = hinted_strategies(task.space, options=task.options)
         constrained = build_network(task.space, task.resharder, limit, allowed, pricing=Pricing(price))
         task.constraint_states[key] = propagate(constrained.problem).states
     return task.constraint_states[key]
