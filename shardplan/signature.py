@@ -133,7 +133,7 @@ def refuse_non_arrays(call: Call, fun: Callable) -> None:
             )
         if array and not all(isinstance(size, int) for size in leaf.shape):
             raise ShardingError(
-                f"argument {call.labels(fun)[n]} has a symbolic size, {tuple(map(str, leaf.shape))}; a plan is for sizes that are known.\n"
+                f"argument {call.labels(fun)[n]} has a symbolic size, {tuple(map(str, leaf.shape))}; a plan is for known sizes.\n"
                 "  way out: plan with the largest sizes that you run"
             )
         if not array and not isinstance(leaf, (int, float, complex)):

@@ -170,7 +170,7 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
     ),
     "a symbolic size": (
         lambda: planned(plain, (jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 8"), np.float32),)),
-        "argument w has a symbolic size, ('rows', '8'); a plan is for sizes that are known.…way out: plan with the largest",
+        "argument w has a symbolic size, ('rows', '8'); a plan is for known sizes.…way out: plan with the largest",
     ),
     "shapes in place of arrays": (
         lambda: auto(mesh(), plan=plan())(step)(W, W),
@@ -535,7 +535,6 @@ def test_parameters_that_the_step_closes_over_are_named():
 
 PROGRAM = f"""
 import jax
-import jax.export
 import jax.numpy as jnp
 
 {inspect.getsource(step)}
