@@ -496,6 +496,22 @@ def test_what_has_no_elements_stays_whole(mesh):
     same(got, want)
 
 
+def test_pins_on_what_has_no_elements_hold_in_every_layout():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def step(empty, x):
+        kept = jax.lax.with_sharding_constraint(empty, P(None, "model")) + 1
+        return kept, jnp.concatenate([x, kept])
+
+    planned = shardplan.auto(mesh, in_shardings=(P("data", "model"), None), out_shardings=(P(None, "model"), None))(step)
+    empty, x = np.zeros((0, 8), F32), np.ones((8, 8), F32)
+    got = planned(empty, x)
+    assert got[0].shape == (0, 8)
+    same(got[1], x)
+    with pytest.raises(ShardingError, match="names mesh axis 'modle'"):
+        shardplan.auto(mesh, in_shardings=(P("modle"), None))(step).plan(empty, x)
+
+
 def test_fix_answers_what_if(mesh, params):
     plan = shardplan.auto(mesh, cluster="h100")(step).plan(params, batch())
     fixed = plan.fix("up", P("data", None))

@@ -96,6 +96,8 @@ def _allowed(space: StrategySpace, i: int, wanted: list[Pin], axes: tuple[str, .
     mask = np.ones(len(layouts), dtype=bool)
     for n, (who, dims) in enumerate(wanted):
         _check_pin(who := f"{who}{place} on {what}", dims, op, space.mesh)
+        if 0 in shape:
+            continue  # what has no elements stays whole, and lies in every layout
         known = [d if d == FREE else tuple(a for a in d if a in splitting) for d in dims]
         mask = mask & np.array([all(d in (FREE, x) for d, x in zip(known, layout.dims, strict=True)) for layout in layouts])
         if not mask.any():
