@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clusters import NEAR
 from models import MODELS
 from sweeps import sweep
 
@@ -185,3 +186,11 @@ def test_no_classical_layout_is_predicted_faster_than_the_plan(name, shape):
     mesh = jax.sharding.AbstractMesh(shape, ("data", "model")[: len(shape)])
     found = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(train_step).plan(*shapes)
     assert found.baselines().rows and found.baselines().saving >= -NEAR_TIE
+
+
+def test_a_step_that_takes_no_time_saves_none():
+    """Of arrays without elements, on a machine without latencies."""
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    plan = shardplan.auto(mesh, cluster=NEAR)(lambda x: x + 1).plan(jax.ShapeDtypeStruct((0, 8), jnp.float32))
+    assert plan.seconds["total"] == 0 and plan.baselines().saving in (0, None)
+    assert "step" in plan.explain()

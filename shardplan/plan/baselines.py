@@ -76,7 +76,9 @@ class Baselines:
     @property
     def saving(self) -> float | None:
         """The part of the best baseline's seconds that the plan saves; None without a baseline that fits."""
-        return None if self.best is None else 1 - self.plan.seconds["total"] / self.best.seconds
+        if self.best is None:
+            return None
+        return 1 - self.plan.seconds["total"] / self.best.seconds if self.best.seconds else 0.0
 
     @property
     def saving_text(self) -> str:
