@@ -55,6 +55,7 @@ job.py:example --mesh data=8,model=8 --cluster h100 --perfetto trace.json --brie
     "diff": "plan.json other.json",
     "check": """job.py:example --target h100:8 --fail-on memory,remat
 plan.json job.py:example --target h100:8 --tolerance 0.1 --max-seconds 0.02 --markdown""",
+    "rules": "--json",
     "facts": "combine-threshold",
 }
 """Command -> arguments that its help gives as examples."""
@@ -103,7 +104,8 @@ def _warn(message, category, filename, lineno, file=None, line=None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="shardplan", description="Plans how a JAX step is sharded over a device mesh.")
+    as_written, examples = argparse.RawDescriptionHelpFormatter, _examples("plan", "show", "diff", "check")
+    parser = _Parser("shardplan", None, "Plans how a JAX step is sharded over a device mesh.", examples, formatter_class=as_written)
     parser.add_argument("--version", action="version", version=f"shardplan {__version__}, jax {jax.__version__}")
     commands = parser.add_subparsers(metavar="command", required=True, parser_class=_Parser)
 
@@ -163,11 +165,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(commands, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
-    examples = "\n".join(["examples:", *(f"  shardplan {name} {words}" for words in EXAMPLES.get(name, "").splitlines())])
-    more = {"epilog": examples, "formatter_class": argparse.RawDescriptionHelpFormatter} if name in EXAMPLES else {}
-    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", **more)
+    description = text[0].upper() + text[1:] + "."
+    parser = commands.add_parser(
+        name, help=text, description=description, epilog=_examples(name), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.set_defaults(run=run)
     return parser
+
+
+def _examples(*names: str) -> str:
+    return "\n".join(["examples:", *(f"  shardplan {name} {words}" for name in names for words in EXAMPLES[name].splitlines())])
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

@@ -68,6 +68,10 @@ class AutoOptions:
                 f"auto() takes a mesh first, not {type(self.mesh).__name__}.\n  way out: auto(jax.make_mesh((8,), ('data',), "
                 "axis_types=(jax.sharding.AxisType.Auto,)))(step)"
             )
+        if odd := [axis for axis in self.mesh.axis_names if not str(axis).isascii()]:
+            raise ShardingError(
+                f"mesh axis {odd[0]!r}: XLA ends the process at names outside ASCII.\n  way out: another name, such as 'data'"
+            )
         _refuse_unknown(self)
         known = {"search": tuple(SEARCHES), "user_shardings": ("keep", "hint", "ignore"), "overlap": (True, False)}
         for name, words in {**known, "pad_state": (False, True)}.items():

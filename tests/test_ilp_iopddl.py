@@ -67,6 +67,13 @@ def test_the_last_line_of_output_is_the_answer(tmp_path, capsys):
     assert "cost 7" in err
 
 
+def test_json_has_the_cost_and_its_bound(tmp_path, capsys):
+    assert iopddl.main([str(path := small(tmp_path, [0, 0, 0, 0], limit=11)), "--seconds", "5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert abs(found.pop("bound") - 7) < 1e-6
+    assert found == {"instance": iopddl.read(path).name, "status": "optimal", "cost": 7, "states": [1, 0]}
+
+
 def test_a_file_for_which_nothing_fits_is_an_error_with_numbers(tmp_path, capsys):
     assert iopddl.main([str(small(tmp_path, [0, 0, 0, 0], limit=4)), "--seconds", "5"]) == 2
     out, err = capsys.readouterr()

@@ -86,6 +86,10 @@ MISTAKES = {  # what a person does -> how, and what is said; … stands for anyt
         lambda: auto(step),
         "auto() takes a mesh first, not function.…way out: auto(jax.make_mesh((8,), ('data',), axis_types=",
     ),
+    "an axis outside ASCII": (
+        lambda: auto(jax.sharding.AbstractMesh((8,), ("größe",))),
+        "mesh axis 'größe': XLA ends the process at names outside ASCII.…way out: another name",
+    ),
     "a mesh as text": (lambda: auto("data=8"), "auto() takes a mesh first, not str.…way out: auto(jax.make_mesh"),
     "no step": (lambda: auto(mesh())(3), "auto(mesh) takes a step, not int.…way out: auto(mesh)(train_step)"),
     "a generator as a step": (

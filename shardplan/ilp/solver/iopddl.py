@@ -122,11 +122,17 @@ def compile_ahead() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """`instance.json.gz [--seconds S]`: progress on standard error, the states as the last line of standard output."""
-    parser = argparse.ArgumentParser(prog="shardplan solve", description="Solve a file of the IOPDDL benchmark.")
+    """`instance.json.gz [--seconds S] [--json]`: progress on standard error, the states as the last line of standard output."""
+    parser = argparse.ArgumentParser(
+        prog="shardplan solve",
+        description="Solve a file of the IOPDDL benchmark.",
+        epilog="examples:\n  shardplan solve example.json.gz --seconds 60\n  shardplan solve example.json.gz --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("instance", type=Path)
     help_text = "wall-clock limit, apart from reading and, once per installation, compiling (default 60)"
     parser.add_argument("--seconds", type=float, default=60.0, help=help_text)
+    parser.add_argument("--json", action="store_true", help="print JSON: status, cost, lower bound of it, states")
     options = parser.parse_args(argv)
     instance = read(options.instance)
     if instance.problem.n_states > DEFAULT.large_states:
@@ -147,6 +153,9 @@ def main(argv: list[str]) -> int:
     if not solution.states:
         print(f"shardplan: {instance.name}: {failure}", file=sys.stderr)
         return FAILED
-    print(f"{instance.name}: {solution.status}, cost {instance.cost(solution.states)}", file=sys.stderr)
-    print(list(solution.states))
+    cost, states = instance.cost(solution.states), list(solution.states)
+    print(f"{instance.name}: {solution.status}, cost {cost}", file=sys.stderr)
+    bound = float(solution.bound) if np.isfinite(solution.bound) else None
+    found = {"instance": instance.name, "status": solution.status, "cost": cost, "bound": bound, "states": states}
+    print(json.dumps(found) if options.json else states)
     return 0
