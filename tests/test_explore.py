@@ -782,3 +782,19 @@ def test_what_was_asked_for_is_on_the_page_of_a_large_plan(plan, monkeypatch):
         assert data["answers"][row["id"]]["readers"]
         pages.append(bool(data["answers"][row["id"]].get("choices")))
     assert pages == [False, True]
+
+
+def test_a_line_without_collectives_names_what_it_makes(plan):
+    moved = {f"{d.file}:{d.line}" for d in plan.decisions if d.reshards}
+    address = next(
+        name
+        for name, ops in plan.context.planned.addressed.items()
+        if not any(at.endswith(name.split()[0]) for at in moved) and not name.startswith(":")
+    )
+    line = address.split()[0]
+    with pytest.raises(
+        shardplan.ShardingError, match=rf"(?s){re.escape(line)}'\): no collective is on this line.*results that it makes: "
+    ):
+        plan.why(line)
+    with pytest.raises(shardplan.ShardingError, match="no input of the step has this path"):
+        plan.why(line + "0000")

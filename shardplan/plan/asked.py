@@ -88,6 +88,11 @@ def _named(plan: Plan, planned: Planned, what: str | Sequence[str]) -> Asked:
         here = [(d, r) for d in plan.decisions for r in d.reshards if what in (short_place(at := f"{d.file}:{d.line}"), at)]
         if here:
             return _reshards(plan, planned, [place_of(plan, max(here, key=lambda x: x[1].seconds * x[0].runs)[1])])
+        if made := [name for name in planned.addressed if name.startswith(f"{what} ")]:
+            raise ShardingError(
+                f"why({what!r}): no collective is on this line.\n  results that it makes: {listed(made, 4)}\n"
+                "  way out: the name of a result, such as the first of these"
+            )
     some, lines = nearest_paths((x.path for x in plan.inputs), paths[0] if paths else ""), _costly_lines(plan)
     raise ShardingError(
         f"why({what!r}): no input of the step has this path, and no collective is on such a line.\n  inputs: {some}\n"
