@@ -29,7 +29,7 @@ class System:
         sequence_parallel: what is not tensor-parallel is sharded over the sequence.
         hides: compute hides collectives.
         saves: what a layer whose recomputation is selective saves besides its operands, of `models.NAMES`; None is all.
-        recomputes_one_of: where it computes whole blocks again instead: start of the GPU's name -> one block of so many.
+        recomputes_one_of: start of a GPU's name -> one block of so many is recomputed whole, where recomputation is selective.
     """
 
     on_jax: bool = False
@@ -45,10 +45,11 @@ class System:
 
 SYSTEMS = {
     "torchtitan": System(sequence_parallel=True, saves=TORCHTITAN_SAVES),
-    # The share of blocks is that of the hardware's over the model's flops (0.69 / 0.61 and 0.46 / 0.43, README.md), a third of which is
-    # the forward pass; which blocks: fms_fsdp/policies/ac_handler.py.
+    # Recomputed blocks are 3 (HFU / MFU - 1) of all, as the forward pass is a third of the model's flops. The README of fms-fsdp has
+    # 0.69 / 0.61 on A100s (0.39; one of 3 is nearest) and 0.46 / 0.43 on H100s (0.21). Which blocks they are is in its
+    # fms_fsdp/policies/ac_handler.py.
     "PyTorch FSDP (IBM fms-fsdp)": System(recomputes_one_of={"A100": 3, "H100": 5}),
-    # Its selective recomputation is that of attention, which FlashAttention does anyway.
+    # Selective recomputation is of core attention (arXiv:2205.05198), which the backward pass of FlashAttention computes again anyway.
     "Megatron-Core": System(sequence_parallel=True),
     # Gradients are summed after the backward pass (arXiv:2104.04473); dropout is 0.1 unless told otherwise (arguments.py), that of the
     # residual stream part of fused kernels.
@@ -57,6 +58,7 @@ SYSTEMS = {
     "Megatron-LM 2022": System(attention="unfused", dropout=True, sequence_parallel=True, saves=models.NAMES),
     # praxis/layers/embedding_softmax.py and attentions.py; XLA's kernels of whole rows were off (rosetta/projects/pax of JAX-Toolbox).
     "Pax": System(on_jax=True, attention="unfused", fused_softmax=False, one_hot=True),
+    # Its row names cuDNN's fused attention and what "minimal" saves: products, and with "attention out" attention's result.
     "MaxText": System(on_jax=True, attention="cudnn", saves=tuple(name for name in models.NAMES if name != "attention")),
 }
 

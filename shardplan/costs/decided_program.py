@@ -38,8 +38,8 @@ LOOP_S = 1e-8
 JOINED_LAST = ("reduce-scatter", "all-reduce", "all-gather", None)
 """Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
 
-OF_THE_STEP = "_joined", "_durations", "_members", "_orders"
-"""What a decided program finds once for all options of one threshold."""
+SHARED_ACROSS_OPTIONS = "_joined", "_task_seconds", "_members", "_orders"
+"""Cached properties that two programs share if their options have the same combine thresholds, and both a profile or none."""
 
 Member = tuple[Literal["task", "loop"], int]
 """A task or a loop of a computation."""
@@ -91,7 +91,7 @@ class DecidedProgram:
         """The same program, compiled with other options; what they do not change is not found again."""
         other = replace(self, options=options)
         if (options.thresholds, options.profiled) == (self.options.thresholds, self.options.profiled):
-            vars(other).update((name, found) for name, found in vars(self).items() if name in OF_THE_STEP)
+            vars(other).update((name, found) for name, found in vars(self).items() if name in SHARED_ACROSS_OPTIONS)
         return other
 
     @cached_property
@@ -182,7 +182,8 @@ class DecidedProgram:
                 yield together
 
     @cached_property
-    def _durations(self) -> TaskSeconds:
+    def _task_seconds(self) -> TaskSeconds:
+        """What each kernel and each collective takes."""
         return TaskSeconds(self.network, self.states, self.tasks, self._joined, self.options.profiled)
 
     # ---- computations
@@ -306,17 +307,15 @@ class DecidedProgram:
             elif n in free:
                 if pipelined:
                     members[len(found)] = name
-                    found.append(self._durations.collective(n, ()))
+                    found.append(self._task_seconds.collective(n, ()))
                 carried.update(waits)
                 continue
             else:
                 members.update(dict.fromkeys((len(found), len(found) + 1), name))
                 found += self._task(n, waits, len(found))
             numbers[name] = len(found) - 1
-        around_s = (
-            sum(map(self._durations.staging_s, free))
-            + 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate
-        )
+        copied_s = 2 * sum(self._carried_bytes(home)) / self.network.space.cluster.device.memory_rate
+        around_s = sum(map(self._task_seconds.staging_s, free)) + copied_s
         if free and pipelined and around_s:
             members.pop(len(found), None)
             found.append(Task(around_s, False, tuple(sorted(carried))))
@@ -338,14 +337,14 @@ class DecidedProgram:
             found.append(Task(line.total_s * trips, False, waits, inside, LOOP_S, True))
             return
         members.update((len(found) + at, ("task", m)) for at, m in enumerate(ahead))
-        found += [self._durations.collective(m, waits) for m in ahead]
+        found += [self._task_seconds.collective(m, waits) for m in ahead]
         waits = tuple(range(len(found) - len(ahead), len(found))) or waits
         line = (trips - 1) * line + self._computation(n, pipelined=False)[0]
         nested[len(found)], members[len(found)] = (line, 1.0), ("loop", n)
         found.append(Task(line.total_s, False, waits, True, LOOP_S, True))
         at = len(found) - 1
         members.update((at + 1 + number, ("task", m)) for number, m in enumerate(later))
-        found += [self._durations.collective(m, (at,)) for m in later]
+        found += [self._task_seconds.collective(m, (at,)) for m in later]
         members.pop(len(found), None)
         if later:
             found.append(Task(0.0, False, tuple(range(len(found) - len(later), len(found)))))
@@ -371,8 +370,8 @@ class DecidedProgram:
     def _task(self, n: int, waits: tuple[int, ...], number: int) -> list[Task]:
         """A kernel with all that is merged into it, or a combined collective behind the kernels that fill its buffer."""
         if n not in self._joined[1]:
-            return [self._durations.kernel(n, waits)]
-        staging_s = self._durations.staging_s(n)
+            return [self._task_seconds.kernel(n, waits)]
+        staging_s = self._task_seconds.staging_s(n)
         if staging_s:
-            return [Task(staging_s, False, waits), self._durations.collective(n, (number,))]
-        return [self._durations.collective(n, waits)]
+            return [Task(staging_s, False, waits), self._task_seconds.collective(n, (number,))]
+        return [self._task_seconds.collective(n, waits)]

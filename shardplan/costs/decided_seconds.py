@@ -1,4 +1,4 @@
-"""Seconds of the kernels and collectives of a decided program: by our measure, and by XLA's own estimate, which decides their order."""
+"""Seconds of every kernel and collective of a decided program: by the cluster's rates, and by XLA's estimate, which orders them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class TaskSeconds:
 
     Attributes:
         network, states, tasks: of the decided program.
-        joined: per task, the task that it is one with; and by the first of them, combined transfers in their order.
-        profiled: XLA has a profile of the step, so that its estimates are our seconds.
+        joined: per task, the first task of the kernel or collective that it is part of; and first transfer -> the transfers that one
+            collective combines, in their order.
+        profiled: XLA has a profile of the step, so that its estimates are these seconds, too.
     """
 
     network: CostNetwork
@@ -58,7 +59,7 @@ class TaskSeconds:
         estimate_s = seconds
         if not self.profiled:
             kind, product = self._kinds.get(n) or ("rows" if group in kernels.rows else "fused", ())
-            estimate_s = kernel_estimate_s(kind, seconds, self._small_bytes.get(n, inf), self.network.space.cluster, product)
+            estimate_s = kernel_estimate_s(kind, seconds, self._latency_bound_bytes.get(n, inf), self.network.space.cluster, product)
         return Task(seconds, False, (), False, estimate_s, self.tasks.results[n] > 1, kernels.inputs.get(group, 0))
 
     @cached_property
@@ -92,8 +93,8 @@ class TaskSeconds:
         return "float32 sums" if in_float32 else "product", (sizes[0] * parts, *sizes[1:3], sizes[3] // parts)
 
     @cached_property
-    def _small_bytes(self) -> dict[int, float]:
-        """Kernel that takes no longer than any -> the most bytes that one of its ops reads and writes."""
+    def _latency_bound_bytes(self) -> dict[int, float]:
+        """Kernel that takes a kernel's latency and no longer -> the most bytes that one of its ops reads and writes."""
         latency_s, out = self.network.space.cluster.device.kernel_latency_s, dict[int, float]()
         for j, n in self.tasks.computed.items():
             if self.tasks.seconds[n] <= latency_s:
@@ -103,7 +104,7 @@ class TaskSeconds:
     # ---- collectives
 
     def collective(self, first: int, waits: tuple[int, ...]) -> Task:
-        """A combined collective on the network."""
+        """The task of a combined collective."""
         step, space, sizes = self.tasks.transfers[first].step, self.network.space, self._sizes(first)
         estimate_s = seconds = collective.seconds(step.kind, sum(sizes), step.axes, space.mesh, space.cluster)
         if not self.profiled:

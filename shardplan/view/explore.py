@@ -185,14 +185,13 @@ if AnyWidget is not None:
             self._start(f"taking {choice}", lambda: self._add(entry.taken(n, id_, choice)))
 
         def _anew(self, _) -> None:
-            n = self.current
-            self._start("planning the step anew", lambda: self._add_anew(self._entries[n], lambda entry: entry.anew(n)))
+            n, entry = self.current, self._entries[self.current]
+            self._start_anew("planning the step anew", entry, lambda: entry.anew(n))
 
         def _memory(self, message) -> None:
             limit = float(f"{float(message['bytes']):.4g}")
-            n = self.current
-            act = lambda entry: entry.retargeted(n, memory=limit)  # noqa: E731
-            self._start("planning for this memory", lambda: self._add_anew(self._entries[n], act))
+            n, entry = self.current, self._entries[self.current]
+            self._start_anew("planning for this memory", entry, lambda: entry.retargeted(n, memory=limit))
 
         def _target(self, message) -> None:
             mesh = {name.strip(): int(size) for name, _, size in (x.partition("=") for x in str(message["mesh"]).split(","))}
@@ -206,7 +205,7 @@ if AnyWidget is not None:
             if not target and not base.pins:
                 self._show(n)
             else:
-                self._start("planning for this mesh", lambda: self._add_anew(base, lambda entry: entry.retargeted(n, **target)))
+                self._start_anew("planning for this mesh", base, lambda: base.retargeted(n, **target))
 
         def _curve(self, _) -> None:
             n = self.current
@@ -270,6 +269,15 @@ if AnyWidget is not None:
             self.message, self.work = "", {"what": what, "state": ""}
             self._planning.submit(self._work, what, act)
 
+        def _start_anew(self, what: str, base: Entry, made: Callable[[], Entry]) -> None:
+            """Starts to plan anew from an entry, and says then which of its choices are lost."""
+
+            def act() -> None:
+                self._add(_collected(made()))
+                self.message = base.loss
+
+            self._start(what, act)
+
         def _work(self, what: str, act: Callable[[], None]) -> None:
             try:
                 with giving_way, watched(lambda state: self._watch(what, state)):
@@ -289,11 +297,6 @@ if AnyWidget is not None:
             text = f"{state.seconds:.0f} s, {state.found} so far"
             if self.work and self.work.get("state") != text:
                 self.work = {"what": what, "state": text}
-
-        def _add_anew(self, base: Entry, made: Callable[[Entry], Entry]) -> None:
-            """Adds a plan that is made anew from an entry, and says which of its choices are lost."""
-            self._add(_collected(made(base)))
-            self.message = base.loss
 
         def _add(self, entry: Entry) -> None:
             if self._cancelled.is_set():

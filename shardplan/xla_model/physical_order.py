@@ -35,7 +35,7 @@ Operand = tuple[int, int]
 
 LEAST_TILE, LARGE_TILE = 16, 1 << 13
 """A fusion of XLA for GPU transposes without tiles, element by element, where the minor dim, before or after, has fewer elements than
-`LEAST_TILE`; half of them suffice if the two dims together have `LARGE_TILE` (fact: layout-untiled-transpose)."""
+`LEAST_TILE`; half of them suffice if the product of the two dims is `LARGE_TILE` (fact: layout-untiled-transpose)."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Placement(NamedTuple):
 
 
 class MemoryTranspose(NamedTuple):
-    """A transpose in memory. Dims that stay side by side are one, dims of one element none."""
+    """A transpose in memory. Dims that stay side by side count as one, dims of one element are left out."""
 
     sizes: Dims  # as they lie before
     permutation: Dims  # which of them comes first, second and so on
@@ -92,12 +92,12 @@ class MemoryTranspose(NamedTuple):
 
     @property
     def keeps_minor(self) -> bool:
-        """Whether the minor dim stays that."""
+        """Whether the minor dim stays the minor one."""
         return self.permutation[-1:] == (len(self.sizes) - 1,) or not self.sizes
 
     @property
     def untiled(self) -> bool:
-        """Whether it moves the minor dim, and that or what takes its place is few elements.
+        """Whether the transpose moves the minor dim, and this dim or the one that takes its place has few elements.
 
         Of elements of 16 bits and less the minor dim counts together with the one before it, if that stays before the minor dim and
         what takes its place is more than one tile.
