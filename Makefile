@@ -31,6 +31,7 @@ lint: .venv/test
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports --no-logo
 	.venv/bin/pyright --pythonpath .venv/bin/python
+	.venv/bin/pyright -p benchmarks --pythonpath .venv/bin/python
 
 docs: .venv/test
 	.venv/bin/python docs/generate.py --check

@@ -56,7 +56,7 @@ def _ours(program: Drawn, name: str, timeout_s: float) -> Iterator[dict]:
     function, args = plan.context.program(plan)
     lowered = lower_for(program.target, function, *args)
     options = dict(getattr(plan, "compiler_options", None) or {}) if name == WITH_OPTIONS else {}
-    figures = quality.judge(lowered, program.target, timeout_s, options)
+    figures = quality.judge_lowered(lowered, program.target, timeout_s, options)
     if "error" not in figures and name == OURS:
         figures |= _compared(PlanReport(plan, check(lowered, target=program.target, mesh=plan.mesh, timeout_s=timeout_s)))
     yield from _compiled(name, figures | {"options": options})
@@ -110,7 +110,7 @@ def _others(program: Drawn, layouts: int, timeout_s: float) -> Iterator[dict]:
 
 def _laid_out(program: Drawn, name: str, laid: structure.Laid, timeout_s: float) -> Iterator[dict]:
     lowered = lower_for(program.target, laid.jitted(), program.state, program.batch)
-    yield from _compiled(name, quality.judge(lowered, program.target, timeout_s))
+    yield from _compiled(name, quality.judge_lowered(lowered, program.target, timeout_s))
 
 
 def _predicted(program: Drawn, laid: structure.Laid, preset: str) -> tuple[float, float]:

@@ -168,7 +168,7 @@ def measure_ops(folder: Path, end: float, only: str) -> None:
             return
         group = dict(enumerate(todo[first : first + TOGETHER], first))
         with ThreadPoolExecutor(8) as pool:
-            found = dict(zip(group, pool.map(lambda x: compiled_alone(*x, options), group.items()), strict=True))
+            found = dict(zip(group, pool.map(compiled_alone, group.keys(), group.values(), [options] * len(group)), strict=True))
         ready: dict[int, float] = {}
         for at, program in found.items():
             try:

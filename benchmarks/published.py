@@ -236,10 +236,11 @@ def planned(row: Mapping[str, str], shape: models.Shape) -> Row:
     )
     plan = auto(step).plan(state, batch)
     params = sum(x.size for x in jax.tree.leaves(state["params"]))
-    seconds = (plan.seconds[name] for name in ("total", "low", "high", "hidden"))
+    total, low, high, hidden = (plan.seconds[name] for name in ("total", "low", "high", "hidden"))
     peak = plan.memory_report.peak if system_of(row).on_jax else in_program_order(plan)
-    memory = peak, float(cluster.device.memory_bytes), float(row["mem_gib"] or 0) * 2**30
-    return Row(row["id"], family(row), int(row["gpus"]), params, float(row["step_s"]), *seconds, parts_of(plan), *memory)
+    memory, reserved = float(cluster.device.memory_bytes), float(row["mem_gib"] or 0) * 2**30
+    known = row["id"], family(row), int(row["gpus"]), params, float(row["step_s"])
+    return Row(*known, total, low, high, hidden, parts_of(plan), peak, memory, reserved)
 
 
 def in_program_order(plan: shardplan.Plan) -> float:

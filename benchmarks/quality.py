@@ -65,6 +65,11 @@ def judge(compiled: Compiled, target: str) -> dict:
     }
 
 
+def judge_lowered(lowered: jax.stages.Lowered, target: str, timeout_s: float, options: Mapping | None = None) -> dict:
+    """What XLA makes of a step with these compiler options, in figures."""
+    return judge(compile(lowered, target=target, timeout_s=timeout_s, options=as_known(options or {})), target)
+
+
 FAR = 1.5
 """How far behind our plan a layout is with XLA's own compiler options, over which it is not compiled with the plan's, too."""
 
@@ -89,7 +94,7 @@ def measure(name: str, model: str, target: str, timeout_s: float, ours: Mapping)
     for o in ({}, ours.get("options")):
         far = found and found[0].get("seconds", math.inf) > FAR * ours.get("seconds", math.inf)
         if o is not None and o not in [r["options"] for r in found] and not far:
-            found.append({"options": o} | judge(compile(lowered, target=target, timeout_s=timeout_s, options=as_known(o)), target))
+            found.append({"options": o} | judge_lowered(lowered, target, timeout_s, o))
     return min(found, key=lambda r: (not r.get("fits"), r.get("seconds", math.inf)))
 
 

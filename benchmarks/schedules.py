@@ -82,7 +82,7 @@ def compared(step, state, batch, mesh, wanted: dict[str, P] | None) -> dict:
     """Predicted and emitted seconds of a step with some layouts given."""
     plan = shardplan.auto(mesh, donate_argnums=0, cluster="h100", pins=wanted)(step).plan(state, batch)
     function, args = plan.context.program(plan)
-    return quality.judge(lower_for(TARGET, function, *args), TARGET, 600.0) | {"predicted": plan.seconds["total"]}
+    return quality.judge_lowered(lower_for(TARGET, function, *args), TARGET, 600.0) | {"predicted": plan.seconds["total"]}
 
 
 def main(argv=None) -> None:
