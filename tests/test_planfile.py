@@ -4,6 +4,8 @@ import copy
 import json
 import math
 import os
+import re
+import time
 from pathlib import Path
 
 import jsonschema
@@ -16,11 +18,12 @@ from plans import transformer
 from shardplan import PlanFileError
 from shardplan.plan import Plan
 from shardplan.plan import io as planfile
+from shardplan.plan.leaf_patterns import folded, unfolded
 
 PLAN = transformer()
 VALUE = json.loads(PLAN.dumps())
 SCHEMA = jsonschema.Draft202012Validator(Plan.schema())
-UP = next(n for n, x in enumerate(PLAN.inputs) if x.path == "state/params/blocks/0/up")
+UP = next(n for n, x in enumerate(VALUE["inputs"]) if x["path"] == "state/params/blocks/0/up")
 W = "inputs['state/params/blocks/0/up']"
 DATA = Path(__file__).parent / "data" / "plan"
 
@@ -92,7 +95,7 @@ def test_saved_plans_meet_the_schema():
 LEAF = ("inputs", UP)
 
 WRONG = [  # where, what stands there, what the error says, whether the schema says so too
-    (("version",), 4, "version: 4 is newer than this shardplan reads (3).\n  ways out: a newer shardplan", True),
+    (("version",), 5, "version: 5 is newer than this shardplan reads (4).\n  ways out: a newer shardplan", True),
     (("version",), "1", "version: '1' is no version of a plan file", True),
     (("cluster",), 7, "cluster: expected `str`, got `int`.\n  way out: a file that plan.save() wrote, or plan anew", True),
     (("status",), "infeasible", "status: invalid enum value 'infeasible'", True),
@@ -196,7 +199,7 @@ def test_junk_anywhere_is_refused_in_words_and_never_against_the_schema(path, ju
         (PLAN.dumps().replace('"gap": 0.004', '"gap": 1e999').encode(), "gap: expected `float` <= 1e+300"),
         (PLAN.dumps().replace('"gap": 0.004', '"gap": ' + "9" * 9999).encode(), "a number of thousands of digits"),
         (PLAN.dumps().replace('"gap": 0.004', '"gap": 0, "gap": 1').encode(), "damaged: 'gap' stands twice in one object"),
-        (PLAN.dumps().replace('"gap": 0.004', '"gap" 0.004').encode(), "damaged at line 69, column 9: Expecting ':' delimiter"),
+        (PLAN.dumps().replace('"gap": 0.004', '"gap" 0.004').encode(), "damaged at line 57, column 9: Expecting ':' delimiter"),
         (b'{"format": "shardplan-plan", "version": 1, "mesh": ' + b"[" * 200_000, "no plan file: it nests too deeply"),
     ],
     ids=lambda v: "made" if callable(v) else str(v)[:30],
@@ -251,4 +254,76 @@ def test_a_plan_file_is_stable_text():
     assert transformer().dumps() == PLAN.dumps()
     assert not any(math.isinf(x) for x in VALUE["seconds"].values())
     lines = PLAN.dumps().splitlines()
-    assert sum('"layout"' in line for line in lines) == len(PLAN.inputs) + len(PLAN.outputs)  # one line each
+    assert sum('"layout"' in line for line in lines) == len(VALUE["inputs"]) + len(VALUE["outputs"])  # one line each
+
+
+# ---- leaves by pattern
+
+
+def paths(*rows: str) -> list[str]:
+    return [x["path"] for x in unfolded([{"path": path} for path in rows])]
+
+
+@pytest.mark.parametrize(
+    ("rows", "leaves"),
+    [
+        (["a/b"], ["a/b"]),
+        (["h/{0..2}/w"], ["h/0/w", "h/1/w", "h/2/w"]),
+        (["{mu,nu}/h{1,3..5}"], ["mu/h1", "mu/h3", "mu/h4", "mu/h5", "nu/h1", "nu/h3", "nu/h4", "nu/h5"]),
+        (["h/{0,1}/a", "h/{0,1}/b", "h/c"], ["h/0/a", "h/0/b", "h/1/a", "h/1/b", "h/c"]),
+        (["{m,n}/{0,1}/a", "{m,n}/{0,1}/b", "{m,n}/c"], [f"{x}/{y}" for x in "mn" for y in ("0/a", "0/b", "1/a", "1/b", "c")]),
+        (["a{{0..2}}", "{{{0..2}}}"], ["a{0..2}", "{0}", "{1}", "{2}"]),
+        (["norm{,2}/w"], ["norm/w", "norm2/w"]),
+        (["{3..2}"], []),
+    ],
+)
+def test_rows_that_begin_alike_are_read_together_name_by_name(rows, leaves):
+    assert paths(*rows) == leaves
+
+
+NAMES = st.sampled_from(
+    ["0", "1", "2", "10", "11", "007", "w", "b", "h_0", "h_1", "h_2", "h_10", "", "a{b", "x}", "1,2", "3..5", "a/b"]
+)
+"""Of dict keys; two more are "a" and "a/b", which other dicts spell the same."""
+TREES = st.recursive(st.sampled_from([0, 1]), lambda inner: st.lists(st.tuples(NAMES, inner), max_size=4), max_leaves=24)
+
+
+def leaves_of(tree, path=()):
+    """Leaves in flat order, of a tree in which no dict has a key twice."""
+    if isinstance(tree, int):
+        return [{"path": "/".join(path), "shape": [tree]}]
+    return [leaf for key, inner in dict(tree).items() for leaf in leaves_of(inner, (*path, key))]
+
+
+@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(TREES)
+def test_the_rows_of_any_tree_are_its_leaves_in_order(tree):
+    leaves = leaves_of(tree)
+    rows = folded(leaves)
+    assert unfolded(rows) == leaves and len(rows) <= len(leaves)
+
+
+def test_layers_that_are_alike_are_one_row():
+    layer = [("attention", [("b", 1), ("w", 0)]), ("norm1", 1), ("norm2", 1)]
+    state = [("params", [("layers", [(str(n), layer) for n in range(48)]), ("table", 0)])]
+    rows = [x["path"] for x in folded(leaves_of([("mu", state), ("nu", state), ("step", 1)]))]
+    kinds = ("layers/{0..47}/attention/b", "layers/{0..47}/attention/w", "layers/{0..47}/norm{1,2}", "table")
+    assert rows == [*(f"{{mu,nu}}/params/{kind}" for kind in kinds), "step"]
+
+
+def test_a_file_of_version_3_has_plain_paths():
+    value = {**SMALL, "version": 3, "inputs": [{**x, "path": "a{0,1}"} for x in SMALL["inputs"][:1]]}
+    assert [x.path for x in validate(value).inputs] == ["a{0,1}"]
+    assert [x.path for x in validate({**value, "version": 4}).inputs] == ["a0", "a1"]
+
+
+@pytest.mark.parametrize("path", ["a{0", "a}b", "{a{b}}", "{a}" * 40])
+def test_what_is_no_pattern_is_refused(path):
+    assert re.search(r"inputs: .* is no pattern of paths\.\n  way out: ", refused(changed("inputs", UP, "path", to=path)))
+
+
+@pytest.mark.parametrize("path", ["{0..99999999}", "{0..999}/{0..999}/{0..999}", "x" * 20_000 + "{0..9999}"])
+def test_patterns_that_name_too_much_are_refused_before_they_are_read(path):
+    start = time.process_time()
+    assert "inputs: the paths name arrays of more than 30 MB of text" in refused(changed("inputs", UP, "path", to=path))
+    assert time.process_time() - start < 5

@@ -16,7 +16,7 @@ from shardplan.mesh.collective import wire_bytes
 from shardplan.mesh.layout import Layout, MeshShape
 from shardplan.xla_model.compiler_options import Flag
 
-VERSION: Literal[3] = 3
+VERSION: Literal[4] = 4
 
 Amount = Annotated[float, Meta(ge=0, le=1e300)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -33,7 +33,7 @@ class Leaf(Struct, frozen=True, forbid_unknown_fields=True):
     """One input or output: its layout between steps.
 
     Attributes:
-        path: pytree path, e.g. "state/params/dense/kernel".
+        path: pytree path, e.g. "state/params/dense/kernel"; in a file a pattern of several (`plan/leaf_patterns.py`).
         shape, dtype: of the global array.
         layout: never partial.
         kind: "parameters", "optimizer", "batch", "constants" or "output".
@@ -234,7 +234,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         lines: the source lines that ops come from, in the order in which they first run; in older files, those that take time.
     """
 
-    version: Literal[3] = VERSION
+    version: Literal[4] = VERSION
     mesh: MeshShape
     fingerprint: Name
     products: str = ""

@@ -21,6 +21,7 @@ from shardplan.errors import PlanFileError
 from shardplan.files import read_limited, write_atomically
 from shardplan.mesh.layout import REDUCTIONS, Layout, MeshShape
 from shardplan.plan.data import VERSION, Leaf, PlanRecord
+from shardplan.plan.leaf_patterns import folded, unfolded
 from shardplan.plan.travel import contract
 from shardplan.units import clean, fit, fit_middle, format_bytes
 
@@ -28,7 +29,9 @@ FORMAT = "shardplan-plan"
 MAX_FILE_BYTES, MAX_VALUES = 256_000_000, 10_000_000
 """Of GPT-2 small unrolled, 9,525 equations, it has 1.3 MB and 117,687; a value takes up to 100 bytes of memory while it is read."""
 MAX_DEVICES = 2**53
-ROWS = ("inputs", "outputs", "lines", "decisions")
+LEAVES = ("inputs", "outputs")
+"""Fields that are written by pattern (`plan/leaf_patterns.py`)."""
+ROWS = (*LEAVES, "lines", "decisions")
 """Fields of which every entry has a line of its own."""
 RENAMED = {"reads": "operand_layouts", "copies": "copy_numbers", "results": "result_layouts", "result": "result_type"}
 """Fields of a decision of version 1 that have another name now; "moves" became "reshards", and their "value" "array"."""
@@ -43,6 +46,7 @@ def dumps(plan: PlanRecord) -> str:
     """The JSON text of a plan."""
     fields, found = [], msgspec.to_builtins(plan)
     start = {name: found.pop(name) for name in ("format", "version")}
+    found |= {name: folded(found[name]) for name in LEAVES}
     for name, value in (start | {"contract": contract(plan)} | found).items():
         rows = ",\n".join(f"    {json.dumps(row)}" for row in value) if name in ROWS else ""
         fields.append(f"  {json.dumps(name)}: " + (f"[\n{rows}\n  ]" if rows else json.dumps(value)))
@@ -182,7 +186,9 @@ def _current(value: Any) -> dict[str, Any]:
         )
     value = _from_version_1(value) if version == 1 else value
     value = _from_version_2(value) if value["version"] == 2 else value
-    return {name: x for name, x in value.items() if name != "contract"}  # derived from the rest
+    if version > 3:
+        value = value | {name: unfolded(x, name) for name in LEAVES if isinstance(x := value.get(name), list)}
+    return {name: x for name, x in (value | {"version": VERSION}).items() if name != "contract"}  # derived from the rest
 
 
 # ---- earlier versions
@@ -193,7 +199,7 @@ def _from_version_1(value: dict[str, Any]) -> dict[str, Any]:
     try:
         fields = {**value, "version": 2}
         fields["symmetric_layers"] = fields.pop("tied")
-        for name in ("inputs", "outputs"):
+        for name in LEAVES:
             fields[name] = [{"path": path, **leaf, "layout": _layout(leaf["layout"])} for path, leaf in value[name].items()]
         fields["decisions"] = [_decision(d) for d in value["decisions"]]
     except (KeyError, TypeError, AttributeError) as error:
