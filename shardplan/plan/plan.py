@@ -408,7 +408,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     # ---- files
 
     def dumps(self) -> str:
-        """The JSON text: a contract, to use the layouts without shardplan, then lines of inputs, outputs, decisions and source lines."""
+        """The JSON text: a contract, to use the layouts without shardplan, then a line per kind of leaf, decision and source line."""
         return io.dumps(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
