@@ -34,7 +34,7 @@ from shardplan import __version__
 from shardplan.api import Auto, auto
 from shardplan.errors import ShardingError, ShardingWarning
 from shardplan.files import write_atomically
-from shardplan.plan import Plan
+from shardplan.plan import Plan, io
 from shardplan.plan.program import differences_of_plans
 from shardplan.searches import SEARCHES
 from shardplan.units import format_seconds
@@ -217,7 +217,7 @@ def _plan(options: argparse.Namespace) -> None:
     with _blamed(options, "planning"):
         plan = planned.plan(*args)
     if options.output:
-        _write(options.output, plan.dumps())
+        _write(options.output, io.dumps(plan.with_baselines()))
     _print(plan, options)
 
 

@@ -119,12 +119,23 @@ def test_a_step_without_state_has_no_baselines():
     assert plan.baselines().rows == () and plan.saving == "" and "no baselines" in str(plan.baselines())
 
 
-def test_a_plan_from_a_file_does_not_know_them(plan, tmp_path):
+def test_a_plan_from_a_file_says_what_it_saves(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     loaded = shardplan.Plan.load(tmp_path / "plan.json")
-    assert str(loaded) == str(plan).replace(f"\nsaves   {plan.saving}", "") and not loaded.saving
+    assert str(loaded) == str(plan) and f"\nsaves   {plan.saving}" in str(loaded)
+    assert str(loaded.baselines()) == str(plan.baselines()) and not any(row.layouts for row in loaded.baselines().rows)
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text() != loaded.dumps() == plan.dumps()
+    assert f"saves {plan.saving}" in loaded.html().replace("&nbsp;", " ")
+    taken = shardplan.auto(MESH, cluster="h100", donate_argnums=0, plan=loaded)(step).plan(*arguments())
+    assert taken.saving == plan.saving and Instrument(taken).data()["saves"] == plan.saving
+
+
+def test_a_plan_of_an_older_file_does_not_know_what_it_saves(plan):
+    older = shardplan.Plan.loads(plan.dumps())  # as one of version 3, it has no baselines
+    assert str(older) == str(plan).replace(f"\nsaves   {plan.saving}", "") and not older.saving
     with pytest.raises(shardplan.ShardingError, match=r"baselines\(\) needs a plan that remembers its program"):
-        loaded.baselines()
+        older.baselines()
 
 
 @pytest.mark.slow

@@ -90,9 +90,8 @@ def test_plan_prints_and_writes(here, capsys):
     assert said.err == "wrote plan.json\nwrote plan.html\n"
     plan = Plan.load("plan.json")
     assert [x.path for x in plan.inputs] == ["w/down", "w/up", "x"]
-    first, saves, rest = said.out.partition("saves   ")
-    assert first + rest.split("\n", 1)[1] == plan.explain()  # a file does not know baselines
-    assert saves and (here / "plan.html").read_text() != plan.html()
+    assert said.out == plan.explain() and "\nsaves   " in said.out
+    assert (here / "plan.html").read_text() != plan.html()
 
 
 @pytest.mark.parametrize("name", ["program:example", "program.py:example", "program.py:spread", "./program.py:example"])
@@ -105,7 +104,8 @@ def test_saved_plans_of_real_steps_meet_the_schema(here):
     assert main(["plan", "program.py:example", *MESH, "-o", "plan.json", "--pin", "w/up=None,model", "--brief"]) == 0
     text = (here / "plan.json").read_text()
     jsonschema.Draft202012Validator(Plan.schema()).validate(json.loads(text))
-    assert Plan.load("plan.json").dumps() == text
+    Plan.load("plan.json").save("again.json")
+    assert (here / "again.json").read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_every_command_prints_json_of_the_same_figures(here, capsys):
     assert planned["seconds"]["total"] == pytest.approx(plan.seconds["total"], rel=1e-5)
     assert {x["path"]: x["spec"] for x in planned["inputs"]} == {x.path: [*x.layout.spec()] for x in plan.inputs}
     assert sum(c["sent_bytes"] for c in planned["collectives"]) == pytest.approx(plan.comm_bytes, rel=1e-5)
-    assert planned["saves"] and values(capsys, "show", "plan.json") == planned | {"saves": ""}
+    assert planned["saves"] and values(capsys, "show", "plan.json") == planned
     assert "inputs" not in values(capsys, "show", "plan.json", "--brief")
     assert values(capsys, "diff", "plan.json", "plan.json")["same"] is True
     transformer().save("other.json")

@@ -14,6 +14,7 @@ from itertools import chain, islice
 from pkgutil import resolve_name
 
 import numpy as np
+from msgspec import structs
 
 from shardplan.costs.build import build_network, restricted
 from shardplan.costs.network import CostNetwork
@@ -23,6 +24,7 @@ from shardplan.errors import ShardingError
 from shardplan.ilp.solver import solve
 from shardplan.ilp.solver.collector import paused_collector
 from shardplan.mesh.reshard import Resharder
+from shardplan.plan.data import ClassicalStep, ClassicalSteps
 from shardplan.plan.plan import Plan
 from shardplan.plan.planned import Planned
 from shardplan.plan.what_if import sent_bytes
@@ -37,23 +39,14 @@ WORK = 1.0
 """Work of the solver, about seconds, for each."""
 
 
-@dataclass(frozen=True)
-class Baseline:
+class Baseline(ClassicalStep, frozen=True):
     """A classical layout of the step's inputs, and the step that is planned for it.
 
     Attributes:
-        name: of the layout, with its mesh axes where several are mixed.
-        layouts: path of an input -> entries of its PartitionSpec, as pins.
-        seconds, peak_bytes, sent_bytes: of the step; of the plan of lowest peak found where nothing fits.
-        fits: whether the peak is within the memory limit.
+        layouts: path of an input -> entries of its PartitionSpec, as pins; {} for a plan read from a file.
     """
 
-    name: str
-    layouts: Mapping[str, tuple]
-    seconds: float
-    peak_bytes: float
-    sent_bytes: float
-    fits: bool
+    layouts: Mapping[str, tuple] = {}
 
 
 @dataclass(frozen=True)
@@ -111,17 +104,34 @@ def baselines(plan: Plan) -> Baselines:
     return _compared(plan, chain.from_iterable(last))
 
 
+def recorded(plan: Plan) -> Baselines | None:
+    """Those that a plan was saved with; None if it was not."""
+    if plan.classical is None:
+        return None
+    rows = (Baseline(**structs.asdict(row)) for row in plan.classical.rows)
+    return Baselines(plan, tuple(rows), plan.classical.unmixed)
+
+
+def with_baselines(plan: Plan) -> Plan:
+    """The plan as it is saved: with those that `Plan.saving` compares it with when it is first asked for."""
+    if plan.context is None or plan.context.planned is None:
+        return plan
+    found = plan.baselines() if plan.answers_quickly else plan._fastest_pure
+    rows = (ClassicalStep(*(getattr(row, name) for name in ClassicalStep.__struct_fields__)) for row in found.rows)
+    return structs.replace(plan, classical=ClassicalSteps(tuple(rows), found.pure))
+
+
 def saving(plan: Plan) -> str:
     """The answer of `Plan.saving`."""
     planned = plan.context and plan.context.planned
     if planned is None:
-        return ""
+        return found.saving_text if (found := recorded(plan)) else ""
     return (plan.baselines() if plan.answers_quickly or "_baselines" in vars(plan) else plan._fastest_pure).saving_text
 
 
 def known_saving(plan: Plan) -> str:
-    """`Plan.saving`, if it was asked for before; else ""."""
-    return plan.saving if {"_baselines", "_fastest_pure"} & vars(plan).keys() else ""
+    """`Plan.saving`, if it was asked for before, or saved; else ""."""
+    return plan.saving if plan.classical is not None or {"_baselines", "_fastest_pure"} & vars(plan).keys() else ""
 
 
 @paused_collector()
@@ -160,7 +170,7 @@ class _Inputs:
                 best = min((found, *islice(within, 1)), key=lambda x: x.peak_bytes)
             fits = limit is None or best.peak_bytes <= limit
             sent = sent_bytes(best.network, best.states)
-            yield Baseline(classical.name, pins, to_digits(best.timeline.total_s), best.peak_bytes, sent, fits)
+            yield Baseline(classical.name, to_digits(best.timeline.total_s), best.peak_bytes, sent, fits, pins)
 
     def _judged(self, in_pins: Mapping[int, tuple], limit: float | None) -> Iterator[Judged]:
         """The best plan found with these inputs after each round; nothing if they cannot be."""

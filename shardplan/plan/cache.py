@@ -20,6 +20,7 @@ import jax
 from shardplan import __version__
 from shardplan.errors import PlanFileError, ShardingError
 from shardplan.files import write_atomically
+from shardplan.plan.io import dumps
 from shardplan.plan.plan import Plan
 
 
@@ -56,7 +57,7 @@ class CachedPlan:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, plan.dumps())
+            write_atomically(self.path, dumps(plan.with_baselines()))
         except OSError as error:
             raise ShardingError(
                 f"cache={str(self.path.parent)!r} cannot be written: {error.strerror}.\n  way out: a folder that you may write"

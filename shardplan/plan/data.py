@@ -188,6 +188,34 @@ class MemoryReport(Struct, frozen=True, forbid_unknown_fields=True):
         return resolve_name("shardplan.view.text:memory_text")(self)
 
 
+class ClassicalStep(Struct, frozen=True, forbid_unknown_fields=True):
+    """The step with its inputs in a classical layout (`plan/baselines.py`).
+
+    Attributes:
+        name: of the layout, with its mesh axes where several are mixed.
+        seconds, peak_bytes, sent_bytes: of the step; of the plan of lowest peak found where nothing fits.
+        fits: whether the peak is within the memory limit.
+    """
+
+    name: str
+    seconds: Amount
+    peak_bytes: Amount
+    sent_bytes: Amount
+    fits: bool
+
+
+class ClassicalSteps(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a plan is compared with.
+
+    Attributes:
+        rows: the fastest that fits first.
+        unmixed: whether they are the layouts that are no mixes only.
+    """
+
+    rows: tuple[ClassicalStep, ...]
+    unmixed: bool = False
+
+
 class JobPart(Struct, frozen=True, forbid_unknown_fields=True):
     """One of several functions that are planned with one layout of the state that they share.
 
@@ -231,6 +259,7 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         unknown: (primitive, source) of ops without a rule, computed in full on every device; in parentheses why none was derived.
         unmeasured: what takes a twentieth of the step or more and was not measured on this device, and "whole steps" if they were not.
         job: the functions that share the layout of the state, this one first (`shardplan.together`); () for a plan made alone.
+        classical: the step in classical layouts, as it was saved with; None in older files, and for a plan that was not saved.
         lines: the source lines that ops come from, in the order in which they first run; in older files, those that take time.
     """
 
@@ -254,7 +283,17 @@ class PlanRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     unknown: tuple[tuple[str, str], ...]
     unmeasured: tuple[str, ...] = ()
     job: tuple[JobPart, ...] = ()
+    classical: ClassicalSteps | None = field(default=None, name="baselines")
     lines: tuple[SourceLine, ...]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both decide and predict the same, whatever they are compared with (`baselines`)."""
+        if not isinstance(other, PlanRecord):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__struct_fields__ if name != "classical")
+
+    def __hash__(self) -> int:
+        return hash((self.fingerprint, self.inputs, self.cluster))
 
     @property
     def pads_state(self) -> bool:

@@ -47,6 +47,8 @@ def dumps(plan: PlanRecord) -> str:
     fields, found = [], msgspec.to_builtins(plan)
     start = {name: found.pop(name) for name in ("format", "version")}
     found |= {name: folded(found[name]) for name in LEAVES}
+    if plan.classical is None:
+        del found["baselines"]
     for name, value in (start | {"contract": contract(plan)} | found).items():
         rows = ",\n".join(f"    {json.dumps(row)}" for row in value) if name in ROWS else ""
         fields.append(f"  {json.dumps(name)}: " + (f"[\n{rows}\n  ]" if rows else json.dumps(value)))

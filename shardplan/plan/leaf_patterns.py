@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
 from shardplan.errors import PlanFileError
 from shardplan.units import fit, format_bytes
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 Rest = tuple[tuple[str, ...], Row]
 """What is left of a path below some part of the tree, and its row without "path"."""
 MAX_CHARACTERS = 30_000_000

@@ -196,13 +196,13 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
         """This plan compared with data parallelism, ZeRO-1, FSDP, tensor parallelism and mixes, found by the step's structure.
 
         Returns:
-            A `shardplan.plan.baselines.Baselines`; `print` it. The inputs of a baseline are pinned, all else is planned for them,
-            and its seconds are those of the same objective. No rows for a step that keeps no state.
+            A `shardplan.plan.baselines.Baselines`; `print` it. The inputs of a baseline are pinned, all else is planned for them, by
+            the same objective. No rows for a step that keeps no state. A file has those of `saving`, without their layouts.
 
         Raises:
-            ShardingError: when this plan was read from a file, or taken over from one.
+            ShardingError: when this plan was read from an older file, or taken over from one.
         """
-        return self._solved("baselines()")._baselines
+        return resolve_name("shardplan.plan.baselines:recorded")(self) or self._solved("baselines()")._baselines
 
     @cached_property
     def _baselines(self) -> Any:
@@ -228,7 +228,7 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
 
     @property
     def saving(self) -> str:
-        """In words, what the plan saves of the fastest baseline's step, as it is printed; "" for a plan that was not solved here.
+        """In words, what the plan saves of the fastest baseline's step, as it is printed; "" for a plan read from an older file.
 
         Of a step of more than 600 ops the baselines are data parallelism, ZeRO-1, FSDP and tensor parallelism over all axes, until
         `baselines()` was called; to plan these when it is first asked for takes about a quarter of the seconds of the plan.
@@ -408,33 +408,32 @@ class Plan(PlanRecord, frozen=True, dict=True, tag_field="format", tag=io.FORMAT
     # ---- files
 
     def dumps(self) -> str:
-        """The JSON text: a contract, to use the layouts without shardplan, then a line per kind of leaf, decision and source line."""
-        return io.dumps(self)
+        """The JSON text: a contract, to use the layouts without shardplan, then a line per kind of leaf, decision and source line.
+
+        It is that of `save` without `baselines`: of equal plans the same.
+        """
+        return io.dumps(structs.replace(self, classical=None))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; a crash leaves the old file intact.
+        """Write the plan as JSON, with what it is compared with (`saving`); a crash leaves the old file intact.
 
         Raises:
             PlanFileError: the file cannot be written.
         """
-        io.write(path, self)
+        io.write(path, self.with_baselines())
+
+    def with_baselines(self) -> Plan:
+        """This plan as it is saved: with the baselines of `saving`, planned if it was not asked for."""
+        return resolve_name("shardplan.plan.baselines:with_baselines")(self)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan file.
-
-        Raises:
-            PlanFileError: naming the file and the field that is wrong.
-        """
+        """The plan of a file; a PlanFileError names the file and the field that is wrong."""
         return io.read(path, Plan)
 
     @staticmethod
     def loads(text: str | bytes) -> Plan:
-        """The plan of a JSON text.
-
-        Raises:
-            PlanFileError: naming the field that is wrong.
-        """
+        """The plan of a JSON text; a PlanFileError names the field that is wrong."""
         return io.loads(text, Plan)
 
     @staticmethod

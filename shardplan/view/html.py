@@ -20,6 +20,7 @@ from markupsafe import Markup, escape
 
 from shardplan.mesh.layout import MeshShape
 from shardplan.plan import Plan
+from shardplan.plan.baselines import recorded
 from shardplan.plan.data import Leaf, MemoryReport
 from shardplan.units import clean, fit, format_bytes, format_count, format_memory, format_percent, format_seconds
 from shardplan.view import rows
@@ -46,7 +47,7 @@ def to_html(plan: Plan, page: bool, saving: str | None = None) -> str:
     drawn = {"picture_of": partial(picture, mesh=plan.mesh, axes=axes), "coloured": partial(_coloured, axes=axes)}
     title, parts = f"Plan for mesh {plan.mesh}", {**drawn, **_summary(plan, saving), **_memory(plan), **_lines(plan)}
     template = environment().get_template("page.jinja" if page else "plan.jinja")
-    return template.render(page=page, plan=plan, axes=axes, title=title, state=None, baselines=None, **parts)
+    return template.render(page=page, plan=plan, axes=axes, title=title, state=None, baselines=recorded(plan), **parts)
 
 
 def _page(plan: Plan) -> str:
