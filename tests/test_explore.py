@@ -508,6 +508,32 @@ def test_the_widget_prices_replans_undoes_and_cancels(unasked):
     assert widget.message == "" and widget.current == 1
 
 
+def test_a_plan_that_was_taken_over_is_solved_when_a_row_is_opened(tmp_path):
+    first, kept = (small_plan((2, 4), ("data", "model"), cache=tmp_path) for _ in range(2))
+    assert kept.context.planned is None and kept == first
+    kernel = Kernel(kept)
+    kernel.ask(do="hello")
+    row = next(x["id"] for x in kernel.widget.data["arrays"] if x["name"] == "params/layers/*/up")
+    assert kernel.said == [{"hello": True}] and kernel.widget.plan is kept
+    kernel.ask(do="ask", id=row)
+    widget = kernel.done(lambda: not kernel.widget.answers.get(row, {"estimated": True})["estimated"])
+    assert widget.plan == first and widget.plan.context.planned is not None and len(widget.history) == 1
+    assert [c["text"] for c in widget.answers[row]["choices"]] == [c.text for c in first.why("params/layers/*/up").choices]
+    kernel.ask(do="take", id=row, choice=widget.answers[row]["choices"][0]["text"])
+    assert kernel.done().current == 1 and widget.message == ""
+
+
+def test_a_plan_that_is_planned_otherwise_now_stays_beside_the_new_one(tmp_path):
+    (file,) = (small_plan((2, 4), ("data", "model"), cache=tmp_path), *tmp_path.iterdir())[1:]
+    file.write_text(file.read_text().replace('"gap": ', '"gap": 1'))
+    kernel = Kernel(small_plan((2, 4), ("data", "model"), cache=tmp_path))
+    kernel.ask(do="hello")
+    kernel.ask(do="ask", id=kernel.widget.data["arrays"][0]["id"])
+    widget = kernel.done(lambda: kernel.widget.answers)
+    assert [x["name"] for x in widget.history] == ["as planned", "planned again"] and widget.current == 1
+    assert widget.message == "the step is planned otherwise now than the plan that was taken over"
+
+
 @pytest.fixture
 def unasked(plan):
     """The plan, of which nothing was asked or estimated."""

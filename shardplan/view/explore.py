@@ -110,12 +110,10 @@ if AnyWidget is not None:
             self._idle.set()
             first = self._entries[0]
             super().__init__(data=first.instrument.data(), history=[rounded(first.row())])
-            self._planned = plan.context is not None and plan.context.planned is not None
-            if plan.context is not None and not self._planned:
-                self.message = "taken over from a file or the cache, so nothing is priced; plan.replan().explore() plans the step again"
+            self._planned = plan.context is not None
             self._offer(first)
             self.on_msg(self._on_message)
-            if self._planned:
+            if first.solved:
                 next(first.answers.ahead(), None)  # finds what all answers need, now rather than at the first click
                 self._pricing.begin(_prepared(plan))
 
@@ -144,8 +142,9 @@ if AnyWidget is not None:
 
         def _look_ahead(self) -> None:
             """Finds answers about the plan that is shown in the background."""
-            if self._live:
-                self._pricing.spare(self._ahead(self._entries[self.current]))
+            entry = self._entries[self.current]
+            if self._live and entry.solved:
+                self._pricing.spare(self._ahead(entry))
 
         def _ahead(self, entry: Entry) -> Iterator[None]:
             return itertools.takewhile(lambda _: not self.work, entry.answers.ahead())
@@ -153,10 +152,26 @@ if AnyWidget is not None:
         def _ask(self, message) -> None:
             id_ = str(message["id"])
             entry = self._entries[self.current]
-            if self._planned and id_ in entry.instrument.targets:
-                entry.answers.open(id_)
-                self._tell(entry)
-                self._pricing.begin(self._estimate(entry, id_))
+            if not self._planned or id_ not in entry.instrument.targets:
+                return
+            if not entry.solved:
+                n = self.current
+                self._start("planning the step again, which prices what it could be instead", lambda: self._solve(n, id_))
+                return
+            entry.answers.open(id_)
+            self._tell(entry)
+            self._pricing.begin(self._estimate(entry, id_))
+
+        def _solve(self, n: int, id_: str) -> None:
+            """Solves a plan that was taken over from a file or the cache, and answers then what was asked of it."""
+            found = _collected(self._entries[n].solved_again(n))
+            if found.parent == n:
+                self._add(found)
+                self.message = "the step is planned otherwise now than the plan that was taken over"
+            else:
+                self._entries[n] = found
+                self._show(n)
+            self._ask({"id": id_})
 
         def _estimate(self, entry: Entry, id_: str) -> Iterator[None]:
             shown = time.monotonic()
@@ -218,6 +233,7 @@ if AnyWidget is not None:
                 point.instrument.data()  # is drawn here, not when it is clicked
                 self._offer(self._entries[self.current])
             self._offer(self._entries[self.current])
+            self.message = self._entries[n].loss
 
         def _point(self, message) -> None:
             found = self._curves[self._entries[self.current].target].entries[int(message["n"])]

@@ -54,6 +54,18 @@ class Entry:
     def __post_init__(self):
         object.__setattr__(self, "instrument", Instrument(self.plan))
 
+    @property
+    def solved(self) -> bool:
+        """Whether its plan was solved here, so that other layouts have prices."""
+        return self.plan.context is not None and self.plan.context.planned is not None
+
+    def solved_again(self, number: int) -> Entry:
+        """The same plan, solved here; another one if the step is planned otherwise now, as a new entry."""
+        plan = self.plan.replan()
+        if plan == self.plan:
+            return replace(self, plan=plan)
+        return Entry(plan, "planned again", number, (*self.calls, "replan()"), self.pins, self.unpinned)
+
     @cached_property
     def answers(self) -> Answers:
         """Of `Plan.why`, by id of the instrument's rows."""
