@@ -51,17 +51,18 @@ FITTED = ("MPT on H100", "MPT float8 on H100", "MPT on A100-80GB", "torchtitan o
 """Families that `MPT_ATTENTION` and each preset's fraction of the rate of products that steps reach were fitted to: A100, H100, H100 of
 500 W, and float8."""
 MPT_ATTENTION = 1.9
-"""How much longer than FlashAttention-2 the attention kernel of the MPT rows takes: Triton's, with ALiBi."""
+"""How much longer than FlashAttention-2 the attention kernel of the MPT rows takes: Triton's, with a bias per key, without ALiBi."""
 ENOUGH_BYTES = 1e13
 HEAD_FITTING = ("steps that ran", "rows", "predicted to fit", "median of peak ÷ memory", "largest", "peak ÷ published memory, median",
                 "compute blocks again", "predicted not to fit otherwise")  # fmt: skip
+HEAD_LEFT = "memory left ÷ a block's weights in 16 bits", "rows", "median error", "lowest", "below −10 %"
 NEAR_TIE = 0.02
 """Logarithm of the ratio of two published steps below which they have no order."""
 DATA, SPLIT = ("dp", "fsdp"), ("tp", "pp", "cp", "ep", "zero")
 """Columns that say how a row's step was laid out. Those that differ only in numbers of the first two are one layout."""
-DEPTHS, SHALLOW = (2, 4), (2, 3)
-"""Layers of the two models that a deeper one is extrapolated from; and, which is quicker, for the many MPT rows on few GPUs."""
-FEW_GPUS = 64
+DEPTHS = 6, 8
+"""Layers of the two models that a deeper one is extrapolated from. From fewer, seconds of steps that expose collectives are up to 3 %
+off, and the peak may be where embeddings are, not layers."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,6 @@ def shape_of(row: Mapping[str, str]) -> models.Shape:
         accum=int(row["accum"] or 1),
         saved=saved,
         recompute_one_of=one_of,
-        param_dtype="bfloat16" if "PURE" in row["param_dtype"] else "float32",
         compute_dtype="float16" if row["precision"] == "fp16" else "bfloat16",
         flash=system.attention != "unfused",
         fused_softmax=system.fused_softmax,
@@ -187,9 +187,7 @@ def predicted(row: Mapping[str, str]) -> Row:
 
 def extrapolated(row: Mapping[str, str], shape: models.Shape) -> Row:
     """From two steps with fewer layers: seconds and bytes are linear in them."""
-    depths = SHALLOW if row["model"].startswith("MPT") and int(row["gpus"]) <= FEW_GPUS else DEPTHS
-    if shape.recompute_one_of > 1:
-        depths = shape.recompute_one_of, 2 * shape.recompute_one_of
+    depths = (shape.recompute_one_of, 2 * shape.recompute_one_of) if shape.recompute_one_of > 1 else DEPTHS
     shallow, deeper = (planned(row, replace(shape, layers=depth)) for depth in depths)
     times = (shape.layers - depths[0]) / (depths[1] - depths[0])
 
@@ -293,6 +291,26 @@ def by_size(rows: Sequence[Row]) -> list[tuple]:
     return out
 
 
+def by_memory_left(rows: Iterable[Row], table: Iterable[Mapping[str, str]]) -> list[tuple]:
+    """(memory that the predicted peak leaves, rows, median and lowest error, how many are below -10 %) of FSDP on PyTorch.
+
+    In units of the weights of a block: FSDP allocates and frees these, and their gradients, whole.
+    """
+    known, lefts = {r.id: r for r in rows}, {}
+    for row in table:
+        if row["id"] in known and mesh_of(row)["fsdp"] > 1 and not system_of(row).on_jax:
+            one, block = known[row["id"]], models.block_bytes(shape_of(row)) // mesh_of(row)["tensor"]
+            lefts[one.id] = (one.gpu_bytes - one.peak_bytes) / block
+    out = []
+    for low, high in itertools.pairwise((0, 16, 32, 64, math.inf)):
+        errors = [known[name].error for name, left in lefts.items() if low <= left < high]
+        if errors:
+            below = sum(x < -0.1 for x in errors)
+            label = f"{low} and more" if high == math.inf else f"{low} to below {high}"
+            out.append((label, len(errors), f"{np.median(errors):+.1%}", f"{min(errors):+.1%}", below))
+    return out
+
+
 def layout_of(row: Mapping[str, str]) -> tuple:
     """How a row's step was laid out, whatever its number of GPUs."""
     return *(int(row[name] or 1) > 1 for name in DATA), *(row[name] for name in SPLIT)
@@ -375,6 +393,7 @@ def write_docs(groups: Mapping[str, list[Row]], table: Sequence[Mapping[str, str
         measurements.table(head_layouts, layouts(every, table)),
         measurements.table(head_scales, layouts(every, table, scales=True)),
         measurements.table(HEAD_FITTING, fitting(groups)),
+        measurements.table(HEAD_LEFT, by_memory_left(every, table)),
     ]
     text = "\n\n".join(sections)
     measurements.write("published", f"python benchmarks/published.py PUBLISHED{sampled} --docs", text)
@@ -422,7 +441,8 @@ def main(argv=None) -> None:
     for r in found:
         if not r.fits:
             print(f"{r.id} ran, but is predicted to exceed the memory by {r.peak_bytes / r.gpu_bytes - 1:.0%}")
-    for line in (*by_size(found), *layouts(found, table), *layouts(found, table, scales=True), *fitting(groups)):
+    tables = [by_size(found), layouts(found, table), layouts(found, table, scales=True), fitting(groups), by_memory_left(found, table)]
+    for line in itertools.chain.from_iterable(tables):
         print("  ".join(str(x) for x in line))
 
 

@@ -60,7 +60,6 @@ class Shape:
     batch: int
     accum: int
     saved: tuple[str, ...] | None  # what a layer saves for its backward pass, of `NAMES`, besides its operands; None is all
-    param_dtype: str
     compute_dtype: str
     flash: bool = True
     float8: Float8 = ""  # how the products of a block's weights are scaled to 8 bits, if they are
@@ -350,18 +349,17 @@ def _block(x, p, s: Shape, at: Layouts):
 
 def _params(s: Shape) -> dict:
     d, f, g, size = s.width, s.hidden, s.kv_heads, s.width // s.heads
-    dtype = jnp.dtype(s.param_dtype)
 
     def norm():
-        return {"scale": jnp.ones(d, dtype)} | ({} if s.gated else {"bias": jnp.ones(d, dtype)})
+        return {"scale": jnp.ones(d)} | ({} if s.gated else {"bias": jnp.ones(d)})
 
     shapes = {"query": (d, g, s.heads // g, size), "key": (d, g, size), "value": (d, g, size), "out": (g, s.heads // g, size, d)}
     shapes |= {"up": (d, f), "down": (f, d)} | ({"gate": (d, f)} if s.gated else {"up_bias": (f,), "down_bias": (d,), "out_bias": (d,)})
-    layer = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()} | {"norm1": norm(), "norm2": norm()}
-    params = {"embed": jnp.zeros((s.vocab, d), dtype), "norm": norm(), "layers": [layer] * s.layers}
+    layer = {name: jnp.zeros(shape) for name, shape in shapes.items()} | {"norm1": norm(), "norm2": norm()}
+    params = {"embed": jnp.zeros((s.vocab, d)), "norm": norm(), "layers": [layer] * s.layers}
     if not s.gated:
-        params["positions"] = jnp.zeros((s.seq, d), dtype)
-    return params if s.tied else params | {"head": jnp.zeros((d, s.vocab), dtype)}
+        params["positions"] = jnp.zeros((s.seq, d))
+    return params if s.tied else params | {"head": jnp.zeros((d, s.vocab))}
 
 
 def block_bytes(s: Shape) -> int:

@@ -51,6 +51,34 @@ def test_parts_sum_to_the_step(row):
     assert row.low_s < row.predicted_s < row.high_s and row.parts["attention"] > 0
 
 
+def test_the_peak_of_deep_models_is_extrapolated(row, monkeypatch):
+    """Of a few layers it may be where the gradient of embeddings is: these are MPT-70B's gigabytes on 64 GPUs in 4 microbatches."""
+    peaks = {2: 11.303, 3: 11.508, 4: 11.979, 6: 12.919, 8: 13.860, 12: 15.742}
+    monkeypatch.setattr(published, "planned", lambda _, shape: dataclasses.replace(row, peak_bytes=peaks[shape.layers]))
+    shape = dataclasses.replace(published.shape_of(ROW), layers=12)
+    assert published.extrapolated(ROW, shape).peak_bytes == pytest.approx(peaks[12], rel=0.001)
+
+
+def test_the_state_is_kept_in_32_bits():
+    """Also where collectives are of 16: PyTorch's FSDP keeps its shards in full precision (torch.distributed.fsdp.MixedPrecision)."""
+    for param_dtype in ("bf16 shards (PURE)", "fp32 shards, bf16 comm (DEFAULT)"):
+        shape = published.shape_of(ROW | {"param_dtype": param_dtype, "precision": "bf16"})
+        assert shape.compute_dtype == "bfloat16" and state_dtypes(shape) == {"float32", "int32"}
+
+
+def test_steps_are_grouped_by_the_blocks_that_the_memory_left_holds():
+    block = published.models.block_bytes(published.shape_of(ROW))
+    rows = [
+        published.Row(name, "family", 8, 1e6, 1.0, predicted, 0.0, 2.0, 0.0, {}, 100 * block - left * block, 100.0 * block, 0.0)
+        for name, predicted, left in (("short", 0.7, 10), ("near", 0.95, 15), ("roomy", 1.1, 80))
+    ]
+    table = [ROW | {"id": name} for name in ("short", "near", "roomy")]
+    (short, *counts), roomy = published.by_memory_left(rows, table)
+    assert short == "0 to below 16" and counts == [2, "-17.5%", "-30.0%", 1]
+    assert roomy[0] == "64 and more" and roomy[1:] == (1, "+10.0%", "+10.0%", 0)
+    assert not published.by_memory_left(rows, [row | {"framework": "Pax (JAX)"} for row in table])
+
+
 def test_layouts_of_one_model_are_compared():
     table = [ROW | {"id": "slow", "tp": "1"}, ROW | {"id": "fast", "tp": "2"}]
     rows = [
@@ -123,10 +151,18 @@ def test_a_layer_that_saves_less_is_computed_again():
     assert products[0] < products[1] < products[2] and attention[0] < attention[1] == attention[2]
 
 
-def jaxpr_of(shape):
+def built(shape):
     mesh = jax.sharding.AbstractMesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    step, state, batch, _ = published.models.build(shape, mesh, {"data": 1, "fsdp": 8, "tensor": 1}, 3)
+    return published.models.build(shape, mesh, {"data": 1, "fsdp": 8, "tensor": 1}, 3)
+
+
+def jaxpr_of(shape):
+    step, state, batch, _ = built(shape)
     return jax.make_jaxpr(step)(state, batch)
+
+
+def state_dtypes(shape):
+    return {str(x.dtype) for x in jax.tree.leaves(built(shape)[1])}
 
 
 def test_each_microbatch_gathers_the_weights_that_the_state_holds_in_shards():
