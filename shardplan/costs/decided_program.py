@@ -9,23 +9,24 @@ as none waits for another. Products that share an operand are one kernel, which 
 collective that is pipelined in its loop runs with the kernels of the iteration before or after.
 
 Facts: fusion-merges-products, options-pipelined-gather, options-pipelined-gather-memory, options-pipelined-reduction,
-options-double-buffering, combine-sums-in-loops, combine-same-operator, combine-order.
+options-double-buffering, combine-sums-in-loops, combine-same-operator.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from shardplan.costs.combined_transfers import Combiner
 from shardplan.costs.decided_seconds import TaskSeconds, op_bytes
 from shardplan.costs.decided_tasks import OUTSIDE, Tasks, decided_tasks, waiting_for_each_other
 from shardplan.costs.network import CostNetwork
 from shardplan.ilp.solver.problem import sum_over_intervals
 from shardplan.ir.graph import Graph, Op
-from shardplan.xla_model.combining import COMBINABLE, SUMS, up_to_threshold
+from shardplan.xla_model.combining import COMBINABLE, SUMS
 from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
 from shardplan.xla_model.timeline import Task, Timeline, schedule
 
@@ -37,6 +38,9 @@ LOOP_S = 1e-8
 
 JOINED_LAST = ("reduce-scatter", "all-reduce", "all-gather", None)
 """Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
+
+COMBINED_IN_TURN = {"all-reduce": 1, "reduce-scatter": 2}
+"""Kinds of collectives after those that XLA combines first, or never."""
 
 SHARED_ACROSS_OPTIONS = "_joined", "_task_seconds", "_members", "_orders"
 """Cached properties that two programs share if their options have the same combine thresholds, and both a profile or none."""
@@ -134,28 +138,28 @@ class DecidedProgram:
         return one, combined
 
     def _combined(self) -> Iterator[list[int]]:
-        """Transfers that one collective makes: of one group, kind, axes and loop, none of which waits for another (rule 2)."""
+        """Transfers that one collective makes: of one group, kind, operator, axes, loop, none of which waits for another (rule 2)."""
         tasks = self.tasks
-        level: dict[str, list[int]] = {}  # per class and task, how many of the class stand before it in a chain
-        classes = {n: "sum" if t.site.small_sum else t.site.collective_class for n, t in tasks.transfers.items()}
-        for kind in dict.fromkeys(classes.values()):
-            of = level[kind] = []
-            behind: list[int] = []  # the same, the task itself counted
-            for n, before in enumerate(tasks.before):
-                of.append(max([behind[m] for m in before]) if before else 0)
-                behind.append(of[n] + (classes.get(n) == kind))
         groups: dict[tuple, list[int]] = {}
         for n, (step, site, _, _, (at, _)) in tasks.transfers.items():
             alone = site.joint_size == 1 or site.collective_class == "update" or step.kind not in COMBINABLE
             alone = alone or (site.collective_class == "gradient" and step.kind == "all-gather")
             phase = self.graph.ops[at].phase if site.collective_class == "prefetch" else ""
             operators = tuple(operator for axis, operator in step.before.partial if axis in step.axes)
-            key = (site.joint, step.kind, step.axes, operators, tasks.home[n], phase, level[classes[n]][n])
+            key = (site.joint, step.kind, step.axes, operators, tasks.home[n], phase)
             groups.setdefault(n if alone else key, []).append(n)  # pyright: ignore[reportArgumentType]
-        for some in groups.values():
+        combiner = Combiner(tasks)
+        for some in sorted(groups.values(), key=lambda some: COMBINED_IN_TURN.get(tasks.transfers[some[0]].step.kind, 0)):
             threshold = self.options.threshold_bytes(tasks.transfers[some[0]].step.kind)
-            in_order = sorted(some, key=lambda n: tasks.transfers[n].order)
-            yield from up_to_threshold(in_order, lambda n: tasks.transfers[n].result_bytes, threshold)
+            order = self._places(some) if combiner.in_chain(some) else {n: tasks.transfers[n].order for n in some}
+            in_order = sorted(some, key=order.__getitem__)
+            yield from combiner.combined(in_order, lambda n: tasks.transfers[n].result_bytes, threshold)
+
+    def _places(self, some: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Where tasks of one computation stand in its HLO before any are joined."""
+        one, home = range(len(self.tasks.home)), self.tasks.home[some[0]]
+        order = self._order(home, self._waits(one)[home], one)
+        return {n: (at,) for at, (kind, n) in enumerate(order) if kind == "task"}
 
     def _merged_products(self) -> Iterator[list[int]]:
         """Products of one loop and pass that read the same array and do not wait for one another (fact: fusion-merges-products)."""
@@ -191,7 +195,11 @@ class DecidedProgram:
     @cached_property
     def _members(self) -> dict[int, dict[Member, dict[Member, None]]]:
         """Computation -> its tasks and loops -> those of them that each waits for, in the order of its operands."""
-        tasks, (one, _) = self.tasks, self._joined
+        return self._waits(self._joined[0])
+
+    def _waits(self, one: Sequence[int]) -> dict[int, dict[Member, dict[Member, None]]]:
+        """`_members`, if each task is one with the task that `one` has for it."""
+        tasks = self.tasks
         out: dict[int, dict[Member, dict[Member, None]]] = {home: {} for home in (OUTSIDE, *range(len(self.graph.loops)))}
         for n, before in enumerate(tasks.before):
             mine = self.graph.loop_holders[tasks.home[n]]
@@ -200,15 +208,15 @@ class DecidedProgram:
             for m in before:
                 others = self.graph.loop_holders[tasks.home[m]]
                 home = next(x for x in mine if x in others)
-                if (a := self.member(m, home)) != (b := self.member(n, home)):
+                if (a := self.member(m, home, one)) != (b := self.member(n, home, one)):
                     out[home][b][a] = None
         return out
 
-    def member(self, n: int, home: int) -> Member:
+    def member(self, n: int, home: int, one: Sequence[int] | None = None) -> Member:
         """What stands for task n in a computation that holds it: the task that it is one with, or a loop."""
         holders = self.graph.loop_holders[self.tasks.home[n]]
         inside = holders.index(home)
-        return ("loop", holders[inside - 1]) if inside else ("task", self._joined[0][n])
+        return ("loop", holders[inside - 1]) if inside else ("task", (self._joined[0] if one is None else one)[n])
 
     @cached_property
     def _orders(self) -> dict[int, list[Member]]:
@@ -217,13 +225,12 @@ class DecidedProgram:
         Raises:
             _CycleError: tasks wait for each other.
         """
-        return {home: list(self._order(home)) for home in self._members}
+        return {home: list(self._order(home, waits, self._joined[0])) for home, waits in self._members.items()}
 
-    def _order(self, home: int) -> Iterator[Member]:
+    def _order(self, home: int, waits: Mapping[Member, Mapping[Member, None]], one: Sequence[int]) -> Iterator[Member]:
         """The members of a computation in the order of its HLO: from its results back, each operand before its reader."""
-        waits = self._members[home]
         roots = [
-            self.member(n, home)
+            self.member(n, home, one)
             for n in self.tasks.roots.get(home, ())
             if n >= 0 and home in self.graph.loop_holders[self.tasks.home[n]]
         ]

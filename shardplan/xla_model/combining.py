@@ -11,7 +11,7 @@ Also known as collective coalescing or gradient bucketing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -143,18 +143,3 @@ def byte_factors(dtype, summed_fraction: float = 1.0) -> tuple[tuple[str, float]
     for kind in small_integers.get(str(dtype), ()):
         factors[kind] = 2.0 * factors.get(kind, 1.0)
     return tuple(factors.items())
-
-
-def up_to_threshold(transfers: Sequence[int], result_bytes: Callable[[int], float], threshold_bytes: float) -> Iterator[list[int]]:
-    """Transfers in their order, cut where their results exceed XLA's combine threshold."""
-    together: list[int] = []
-    total = 0.0
-    for n in transfers:
-        size = result_bytes(n)
-        if together and total + size > threshold_bytes:
-            yield together
-            together, total = [], 0.0
-        together.append(n)
-        total += size
-    if together:
-        yield together
