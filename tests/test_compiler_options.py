@@ -95,10 +95,27 @@ def test_pipelining_is_left_out_where_the_memory_does_not_allow_it():
     assert plan(memory=peak * 1.001).compiler_options == {}
 
 
-def test_nothing_is_chosen_without_loops_and_for_none():
-    options = {"cluster": "h100", "pins": SHARDED}
-    unrolled = shardplan.auto(MESH, static_argnames="scanned", **options)(step).plan(*arguments(), scanned=False)
-    assert unrolled.compiler_options == plan(compiler_options=None).compiler_options == {}
+def unrolled(**options):
+    auto = shardplan.auto(MESH, static_argnames="scanned", cluster="h100", pins=SHARDED, **options)
+    return auto(step).plan(*arguments(), scanned=False)
+
+
+def test_thresholds_alone_are_chosen_without_loops_and_nothing_for_none():
+    assert unrolled().compiler_options.keys() == {*THRESHOLDS.values()}
+    assert unrolled(compiler_options=None).compiler_options == plan(compiler_options=None).compiler_options == {}
+
+
+@pytest.mark.skipif(not available(), reason="needs the GPU compiler")
+@pytest.mark.slow
+def test_what_is_scattered_between_layers_is_combined_as_planned():
+    """Gradients that a layer scatters wait for no other, and are combined up to 30 MiB of results, with those of other layers."""
+    planned = unrolled(compiler_options=None)
+    program, report = planned.context.planned.program(DEFAULT), planned.check("h100:8")
+    combined = [[program.tasks.transfers[n].result_bytes for n in some] for some in program.acyclic._joined[1].values()]
+    scattered = sorted(8 * sum(some) for some in combined if len(some) > 1)
+    assert scattered and scattered == sorted(
+        c.bytes for c in report.compiled.collectives if c.kind == "reduce-scatter" and c.bytes > 2**26
+    )
 
 
 def test_latency_that_the_user_asks_to_hide_is_predicted_hidden_without_loops():
