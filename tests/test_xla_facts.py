@@ -549,6 +549,18 @@ def test_a_ragged_product_multiplies_all_rows_for_every_group():
     assert masked and not any(i.opcode == "custom-call" for i in masked)
 
 
+@pytest.mark.parametrize("complete", [False, True])
+def test_the_sum_of_a_ragged_product_is_scattered_only_where_its_complete_sum_is_constrained(complete):
+    def fn(x, w, sizes):
+        y = jax.lax.ragged_dot(x, w, sizes)
+        return constrain(constrain(y, s()) if complete else y, s(None, "data"))
+
+    args = a(1 << 15, B), a(8, B, D), a(8, dtype=jnp.int32)
+    found = emitted(fn, *args, ins=(s(None, "data"), s(None, "data"), s()))
+    moved = ["reduce-scatter over data"] if complete else ["all-gather over data", "all-to-all over data"]
+    assert [line.split(":")[0] for line in found] == moved
+
+
 @pytest.mark.parametrize(("size", "widths"), [(D, [3 * D]), (4 * D, [4 * D] * 3)])
 def test_products_of_one_array_are_one_kernel_unless_each_is_large(size, widths):
     """Which waits for the gathers of all weights; the large ones take 192 MiB each, the small ones 12."""

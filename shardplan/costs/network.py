@@ -32,6 +32,7 @@ from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import COMBINABLE
 from shardplan.xla_model.liveness import takes_over_buffer
+from shardplan.xla_model.ragged import groups_of, masked_copies
 
 
 @dataclass(frozen=True)
@@ -335,12 +336,9 @@ class CostNetwork:
                 since = earlier[1] if earlier else at + 1
                 if since < interval[0]:
                     yield Allocation(i, r, v, since, interval[0], "retained")
-        for i, op in enumerate(graph.ops):
-            if (
-                op.traits.grouped_matmul and op.inputs[0] is not None
-            ):  # a masked copy of the rows per group (fact: product-ragged-masked)
-                sums_rows = len(op.outs[0].shape) > len(op.ins[0].shape)  # then it is also transposed
-                yield Allocation(i, 0, op.inputs[0], i, i + 1, "", (1 + sums_rows) * op.ins[2].shape[-1])
+        for masked in masked_copies(graph):
+            if (v := graph.ops[masked.op].inputs[masked.operand]) is not None:
+                yield Allocation(masked.op, masked.operand, v, masked.lo, masked.hi, "", groups_of(graph.ops[masked.op]))
         for copy in self.space.facts.copies:
             if (v := graph.ops[copy.op].inputs[copy.operand]) is not None:
                 yield Allocation(copy.op, copy.operand, v, copy.op, copy.last + 1, "", copy.times)

@@ -221,12 +221,16 @@ class _Decided:
           accumulate-reduces-after-loop).
         - A product with an idle mesh axis whose readers all complete it: XLA may otherwise shard the product over the idle axis, and
           reshard the result (fact: partition-idle-axis).
+        - A ragged product whose readers all complete it: XLA otherwise gathers its operand where a reader scatters the sum (fact:
+          partition-ragged-sum).
         """
         traits = self.graph.ops[i].traits
         if traits.loop_carry or traits.loop_next or traits.scatter == "add":
             return True
-        if not self.layout(v).partial or not (traits.matmul or traits.convolution):
+        if not self.layout(v).partial or not traits.product:
             return False
+        if traits.grouped_matmul:
+            return self.is_only_completed(v)
         factors = self.space.strategies[i].factors[self.strategies[i]]
         idle = any(n > 1 and factor is None for (_, n), factor in zip(self.space.mesh, factors, strict=True))
         return idle and self.is_only_completed(v)

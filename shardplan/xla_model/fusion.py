@@ -29,6 +29,7 @@ from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
 from shardplan.xla_model.physical_order import transposed_product
+from shardplan.xla_model.ragged import groups_of, masked_operands
 from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, rows_read
 from shardplan.xla_model.traffic import KernelTraffic
 
@@ -217,7 +218,8 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
                     makes[own[at]] = max(makes[own[at]], float(math.prod(graph.values[v].shape)))
                     untiled[own[at]] = max(untiled[own[at]], graph.values[v].bytes * orders.written.get(v, False))
         if op.traits.grouped_matmul and not idle:
-            operands[0] += 2 * op.ins[2].shape[-1]  # its masked copies, written and read (fact: product-ragged-masked)
+            for k in masked_operands(op):  # their masked copies, written and read
+                operands[k] += 2 * groups_of(op)
         if op.traits.scatter and not idle:
             operands[-1] += 1 + (op.traits.scatter != "set")  # the rows that are written, and read if added to
         counts.append((tuple(operands), tuple(results)))
