@@ -11,9 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardplan.costs.split_products import contracted_splits
+from shardplan.ir.parse import parse
 from shardplan.xla import available, compile
 from shardplan.xla.hlo import schedule
 from shardplan.xla.hlo.products import products
+from shardplan.xla_model.ragged import masked_copies
 
 pytestmark = [
     pytest.mark.slow,
@@ -547,6 +549,32 @@ def test_a_ragged_product_multiplies_all_rows_for_every_group():
     masked = [i for i in done.module.computations[done.module.entry] if rows * groups * width in [x.size for x in i.arrays]]
     assert sum(p.flops for p in products(done.module)) == 2 * groups * rows * width * 512
     assert masked and not any(i.opcode == "custom-call" for i in masked)
+
+
+@pytest.mark.parametrize(("gated", "dtype"), [(False, F32), (False, BF16), (True, BF16)])
+def test_masked_copies_are_written_by_the_kernels_that_the_plan_counts(gated, dtype):
+    groups, rows, d, h = 8, 1 << 14, 256, 512
+
+    def loss(p, x, sizes):
+        x = x @ p["into"]
+        y = jax.nn.gelu(jax.lax.ragged_dot(x, p["up"], sizes))
+        y = y * jax.lax.ragged_dot(x, p["gate"], sizes) if gated else y
+        x = x + jax.lax.ragged_dot(y, p["down"], sizes)
+        return ((x @ p["into"]) ** 2).mean()
+
+    def step(p, x, sizes):
+        return jax.tree.map(jnp.subtract, p, jax.grad(loss)(p, x, sizes))
+
+    up, down = a(groups, d, h, dtype=dtype), a(groups, h, d, dtype=dtype)
+    p = {"into": a(d, d, dtype=dtype), "up": up, "down": down} | ({"gate": up} if gated else {})
+    args = p, a(rows, d, dtype=dtype), a(groups, dtype=jnp.int32)
+    done = compile(jax.jit(step, in_shardings=s(), out_shardings=s(), donate_argnums=0), *args, target="h100:8")
+    copies = {groups * rows * d, groups * rows * h}
+    entry = done.module.computations[done.module.entry]
+    written = [sum(x.size in copies for x in i.arrays) for i in entry if i.opcode == "fusion" and "dot" not in i.name]
+    graph = parse(jax.jit(step).trace(*args).jaxpr)
+    counted = {copy.lo: copy.together for copy in masked_copies(graph)}
+    assert sorted(filter(None, written)) == sorted(counted.values()) == ([1, 2, 3, 4] if gated else [1, 2, 2, 3])
 
 
 @pytest.mark.parametrize("complete", [False, True])

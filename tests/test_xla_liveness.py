@@ -227,7 +227,7 @@ def test_a_product_is_in_memory_from_its_op_on_though_its_weight_is_fetched_earl
 
 @pytest.mark.slow
 @pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
-def test_a_ragged_product_holds_a_masked_copy_of_the_rows_per_group_and_where_it_sums_them_a_transposed_one():
+def test_a_ragged_product_holds_a_masked_copy_of_the_rows_per_group_and_where_it_contracts_them_of_both_operands():
     groups, rows, width = 8, 1 << 14, 512
 
     def step(w, x, sizes):

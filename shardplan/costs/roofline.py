@@ -22,10 +22,12 @@ from shardplan.costs.halo_exchange import exchanges
 from shardplan.costs.split_products import product_seconds
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
+from shardplan.mesh.device import Device
 from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.rates import NARROW_UPDATE, UNTILED_BYTE, attention_rate
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
+from shardplan.xla_model.ragged import groups_of
 from shardplan.xla_model.traffic import KernelTraffic
 
 BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
@@ -64,8 +66,8 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
     seconds = moved / device.memory_rate
     if rule.flops and op.ins:
         dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
-        if op.traits.matmul and rule.fusion == "none" and moved.any():
-            seconds = product_seconds(op, strategies, mesh, device, moved)
+        if (op.traits.matmul or op.traits.grouped_matmul) and rule.fusion == "none" and moved.any():
+            seconds = product_seconds(op, strategies, mesh, device, moved) + _masking_seconds(op, strategies, device, moves.masked)
         elif moves.call:
             seconds = call_seconds(op, rule, strategies, mesh, device, moves.call, moved)
         else:
@@ -88,6 +90,17 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         layouts = zip(*strategies.operands, strict=True)
         found = (exchanges(rule, at, op.ins, op.outs, of, mesh, cluster) for at, of in zip(strategies.factors, layouts, strict=True))
         seconds = seconds + np.array([sum(x.seconds for x in exchange) for exchange in found])
+    return seconds
+
+
+def _masking_seconds(op: Op, strategies: OpStrategies, device: Device, masked: Sequence[tuple[int, int]]) -> float | np.ndarray:
+    """Seconds [s] of writing the masked copies of a ragged product's rows: their part of a kernel that writes several."""
+    seconds = 0.0
+    for k, together in masked:
+        rows = float(math.prod(op.ins[k].shape)) / strategies.shards[k]
+        written = groups_of(op) * rows
+        least = np.maximum(device.kernel_latency_s, device.computed_s(written)) / together
+        seconds = seconds + np.maximum((written + rows) * itemsize(op.ins[k].dtype) / device.memory_rate, least)
     return seconds
 
 

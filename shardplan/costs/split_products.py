@@ -26,6 +26,7 @@ from shardplan.mesh.device import Device
 from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.rates import kernel_seconds
 from shardplan.strategies.enumerate import OpStrategies
+from shardplan.xla_model.ragged import contracts_rows, groups_of
 
 TILE = 128
 """Rows and columns of a tile of the result."""
@@ -56,11 +57,15 @@ Sizes = tuple[int, int, int, int]
 
 
 def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> Sizes:
-    """Of a `dot_general` on one device under strategy s."""
-    (contracted, (batch, _)) = op.params["dimension_numbers"]
-    left, right = (of[s].local_shape(x.shape, mesh) for x, of in zip(op.ins, strategies.operands, strict=True))
+    """Of a `dot_general` on one device under strategy s, or of a ragged one, which multiplies masked copies of its rows."""
+    numbers = op.params["ragged_dot_dimension_numbers" if op.traits.grouped_matmul else "dimension_numbers"]
+    (contracted, (batch, _)) = numbers.dot_dimension_numbers if op.traits.grouped_matmul else numbers
+    left, right = (of[s].local_shape(x.shape, mesh) for x, of in zip(op.ins[:2], strategies.operands[:2], strict=True))
     b, k = math.prod(left[d] for d in batch), math.prod(left[d] for d in contracted[0])
-    return b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, b * k), k
+    groups = groups_of(op) if op.traits.grouped_matmul else 1
+    if op.traits.grouped_matmul and contracts_rows(op):
+        return groups * b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, b * k), k
+    return b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, groups * b * k), groups * k
 
 
 def merged_sizes(sizes: Sequence[Sizes], shared: int) -> Sizes:
@@ -77,7 +82,7 @@ def product_parts(op: Op, sizes: Sizes, device: Device) -> int:
 
 
 def product_seconds(op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, moved: np.ndarray) -> np.ndarray:
-    """Seconds [s] of a `dot_general` as XLA splits it; `moved` are the bytes [s] that it reads and writes."""
+    """Seconds [s] of a product as XLA splits it; `moved` are the bytes [s] that it reads and writes."""
     sizes = np.array([local_sizes(op, strategies, s, mesh) for s in range(len(strategies))])
     split, extra_s, element_bytes = sizes.copy(), np.zeros(len(strategies)), itemsize(op.ins[0].dtype)
     moved = moved.astype(float)

@@ -12,7 +12,7 @@ again. Materialised are:
 Which ops are one kernel: `kernel_groups.py`.
 
 Facts: fusion-loop, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar, fusion-zeros-shared, fusion-reads-part,
-fusion-in-place-update, product-ragged-masked.
+fusion-in-place-update.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
 from shardplan.xla_model.physical_order import transposed_product
-from shardplan.xla_model.ragged import groups_of, masked_operands
+from shardplan.xla_model.ragged import groups_of, masked_copies, masked_operands
 from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, rows_read
 from shardplan.xla_model.traffic import KernelTraffic
 
@@ -182,6 +182,9 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     # Per kernel: bytes moved, elements read, elements of the largest result, bytes that are transposed without tiles.
     moved, reads, makes, untiled = (defaultdict[Kernel, float](float) for _ in range(4))
     stands: dict[Kernel, int] = {}
+    masked: dict[int, tuple[tuple[int, int], ...]] = {}
+    for copy in masked_copies(graph):
+        masked[copy.op] = (*masked.get(copy.op, ()), (copy.operand, copy.together))
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)
@@ -218,8 +221,8 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
                     makes[own[at]] = max(makes[own[at]], float(math.prod(graph.values[v].shape)))
                     untiled[own[at]] = max(untiled[own[at]], graph.values[v].bytes * orders.written.get(v, False))
         if op.traits.grouped_matmul and not idle:
-            for k in masked_operands(op):  # their masked copies, written and read
-                operands[k] += 2 * groups_of(op)
+            for k in masked_operands(op):  # their masked copies; kernels of their own write them
+                operands[k] += groups_of(op)
         if op.traits.scatter and not idle:
             operands[-1] += 1 + (op.traits.scatter != "set")  # the rows that are written, and read if added to
         counts.append((tuple(operands), tuple(results)))
@@ -227,7 +230,8 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     computed = _elements(graph, kernels, stands, moved, reads, makes, untiled)
     again = _row_bytes(graph, rules, kernels)
     rest = (
-        (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, orders.transposed.get(at, ())) for at in range(len(counts))
+        (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, masked.get(at, ()), orders.transposed.get(at, ()))
+        for at in range(len(counts))
     )
     return tuple(KernelTraffic(*moves, *more) for moves, more in zip(counts, rest, strict=True))
 

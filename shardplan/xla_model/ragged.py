@@ -3,11 +3,16 @@
 XLA multiplies all rows by every group's right-hand side. It writes a copy of the rows per group in which the rows of other groups are
 zero; where a product contracts the rows, of both operands. Copies that are masked by the same sizes of groups are written by one kernel
 if they are of one size and none of them waits for a product that reads another: it runs when the last of their arrays is there, and the
-products wait for it. So what was masked for the forward pass and is read by the backward pass is held between them.
+products wait for it. So what is masked for the forward and for the backward pass of one computation is held between them. Of two
+expert layers, up and down, as one program:
 
-    rows    |= masked, forward ==|
-    hidden              |= masked, forward and backward =======|      one kernel, in the forward pass
-    gradient of the result                      |= masked =====|      for both operands' gradients and rows', one kernel
+    rows of up    |= masked =|
+    rows of down             |= masked for both passes =========|
+    gradients                       |= of down's result twice, rows of up =|
+                                                                |= of up's result twice ===|
+
+Which are of one size is taken of the whole arrays. On a device they may be sharded to different ones: then they are written and held
+apart, and the plan counts too much memory.
 
 Rule 23 of docs/xla_model.md. Facts: product-ragged-masked, product-ragged-one-kernel.
 """
@@ -15,6 +20,7 @@ Rule 23 of docs/xla_model.md. Facts: product-ragged-masked, product-ragged-one-k
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,18 +29,27 @@ from shardplan.ir.graph import Graph, Op
 
 
 class MaskedCopy(NamedTuple):
-    """The masked copies of operand `operand` of op `op`, one per group, in memory at times lo <= t < hi."""
+    """The masked copies of operand `operand` of op `op`, one per group, in memory at times lo <= t < hi; other ops may read them, too.
+
+    One kernel writes those of `together` operands.
+    """
 
     op: int
     operand: int
     lo: int
     hi: int
+    together: int
+
+
+def contracts_rows(op: Op) -> bool:
+    """Whether a ragged product contracts the rows that are in groups, as the gradient of the weights does."""
+    numbers = op.params["ragged_dot_dimension_numbers"]
+    return numbers.lhs_ragged_dimensions[0] in numbers.dot_dimension_numbers[0][0]
 
 
 def masked_operands(op: Op) -> tuple[int, ...]:
     """Of which operands of a ragged product masked copies are written."""
-    numbers = op.params["ragged_dot_dimension_numbers"]
-    return (0, 1) if numbers.lhs_ragged_dimensions[0] in numbers.dot_dimension_numbers[0][0] else (0,)
+    return (0, 1) if contracts_rows(op) else (0,)
 
 
 def groups_of(op: Op) -> int:
@@ -43,12 +58,12 @@ def groups_of(op: Op) -> int:
 
 
 def masked_copies(graph: Graph) -> tuple[MaskedCopy, ...]:
-    """Those of all ragged products of a step, in program order."""
+    """Those of all ragged products of a step, each once, in the order of their first readers."""
     products = [at for at, op in enumerate(graph.ops) if op.traits.grouped_matmul and at not in graph.dead]
     behind = _products_behind(graph, products)
     kernels: dict[int, list[_MaskKernel]] = {at: [] for at in products}  # those that write a product's copies
     alike: dict[tuple, list[_MaskKernel]] = {}  # by what the copies of one kernel have in common
-    found: list[tuple[int, int, _MaskKernel]] = []
+    readers: dict[tuple[_MaskKernel, int, bool], list[tuple[int, int]]] = {}  # of each array of copies, the first one stands for it
     for at in products:
         op = graph.ops[at]
         for k in masked_operands(op):
@@ -63,9 +78,11 @@ def masked_copies(graph: Graph) -> tuple[MaskedCopy, ...]:
             kernel.runs_at = max(kernel.runs_at, graph.values[v].producer[0] + 1)
             kernel.behind += behind[v]
             kernels[at].append(kernel)
-            found.append((at, k, kernel))
-    runs_at = {at: max(at, *(x.runs_at for x in kernels[at])) for at, _, _ in found}
-    return tuple(MaskedCopy(at, k, kernel.runs_at, runs_at[at] + 1) for at, k, kernel in found)
+            readers.setdefault((kernel, graph.original(v), contracts_rows(op)), []).append((at, k))
+    runs_at = {at: max([at, *(x.runs_at for x in kernels[at])]) for at in products}
+    together = Counter(kernel for kernel, *_ in readers)
+    last = {key: max(runs_at[at] for at, _ in of) for key, of in readers.items()}
+    return tuple(MaskedCopy(*of[0], key[0].runs_at, last[key] + 1, together[key[0]]) for key, of in readers.items())
 
 
 @dataclass(eq=False)

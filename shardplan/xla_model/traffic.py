@@ -33,4 +33,5 @@ class KernelTraffic:
     kernel_bytes: float | None  # bytes that the kernel moves which the op stands for, of all shards; None if it stands for none
     kernel_elements: float  # results that this kernel computes, or what takes as long (`mesh/rates.py`)
     call: LibraryCall | None = None  # of a convolution
+    masked: tuple[tuple[int, int], ...] = ()  # (operand, masked arrays that one kernel writes) of a ragged product
     transposed: tuple[tuple[int, bool], ...] = ()  # (operand, whether without tiles) that a kernel of its own transposes first
