@@ -29,7 +29,7 @@ from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
 from shardplan.xla_model.physical_order import transposed_product
-from shardplan.xla_model.ragged import groups_of, masked_copies, masked_operands
+from shardplan.xla_model.ragged import groups_of, masked_by_op, masked_operands
 from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, rows_read
 from shardplan.xla_model.traffic import KernelTraffic
 
@@ -182,9 +182,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     # Per kernel: bytes moved, elements read, elements of the largest result, bytes that are transposed without tiles.
     moved, reads, makes, untiled = (defaultdict[Kernel, float](float) for _ in range(4))
     stands: dict[Kernel, int] = {}
-    masked: dict[int, tuple[tuple[int, int], ...]] = {}
-    for copy in masked_copies(graph):
-        masked[copy.op] = (*masked.get(copy.op, ()), (copy.operand, copy.together))
+    masked = masked_by_op(graph)
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)

@@ -62,7 +62,7 @@ def masked_copies(graph: Graph) -> tuple[MaskedCopy, ...]:
     products = [at for at, op in enumerate(graph.ops) if op.traits.grouped_matmul and at not in graph.dead]
     behind = _products_behind(graph, products)
     kernels: dict[int, list[_MaskKernel]] = {at: [] for at in products}  # those that write a product's copies
-    alike: dict[tuple, list[_MaskKernel]] = {}  # by what the copies of one kernel have in common
+    similar: dict[tuple, list[_MaskKernel]] = {}  # by what the copies of one kernel have in common
     readers: dict[tuple[_MaskKernel, int, bool], list[tuple[int, int]]] = {}  # of each array of copies, the first one stands for it
     for at in products:
         op = graph.ops[at]
@@ -70,7 +70,7 @@ def masked_copies(graph: Graph) -> tuple[MaskedCopy, ...]:
             v, sizes = op.inputs[k], op.inputs[2]
             if v is None or sizes is None:
                 continue
-            some = alike.setdefault((op.loop, graph.original(sizes), math.prod(op.ins[k].shape), op.ins[k].dtype), [])
+            some = similar.setdefault((op.loop, graph.original(sizes), math.prod(op.ins[k].shape), op.ins[k].dtype), [])
             before = _before(behind[v], kernels)
             kernel = next((x for x in reversed(some) if x not in before), None)
             if kernel is None:
@@ -83,6 +83,14 @@ def masked_copies(graph: Graph) -> tuple[MaskedCopy, ...]:
     together = Counter(kernel for kernel, *_ in readers)
     last = {key: max(runs_at[at] for at, _ in of) for key, of in readers.items()}
     return tuple(MaskedCopy(*of[0], key[0].runs_at, last[key] + 1, together[key[0]]) for key, of in readers.items())
+
+
+def masked_by_op(graph: Graph) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Ragged product -> (operand, `MaskedCopy.together`) of the masked copies that are written for it first."""
+    found: dict[int, tuple[tuple[int, int], ...]] = {}
+    for copy in masked_copies(graph):
+        found[copy.op] = (*found.get(copy.op, ()), (copy.operand, copy.together))
+    return found
 
 
 @dataclass(eq=False)
