@@ -57,10 +57,12 @@ def cheaper_to_read(
         op = graph.ops[at]
         drawn.append(op.traits.draws or any(u is not None and drawn[u] and not (written[u] or u in out) for u in op.inputs))
         found: dict[int, float] = {}
-        for u in op.inputs:
+        for k, u in enumerate(op.inputs):
             if u is not None:
                 root = read_array(graph, rules, u)
-                found |= {root: graph.values[root].bytes} if written[root] or root in out else sources[root]
+                whole = graph.values[root].bytes
+                part = value.bytes if k == 0 and op.traits.reads_part else whole
+                found |= {root: min(whole, found.get(root, 0.0) + part)} if written[root] or root in out else sources[root]
         sources.append(found)
         if written[v] or rules[at].fusion != "loop" or op.scalar_broadcast:
             continue
