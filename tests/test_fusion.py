@@ -220,12 +220,42 @@ def test_loops_move_rows():
     def multiplied(x):
         return lax.scan(lambda c, row: (c, jnp.sin(row) @ row.T), 0.0, x)[1]
 
+    def read_twice(c, xs, w):
+        return lax.scan(lambda c, row: (jnp.tanh(((c * row) @ w) * row) + c, None), c, xs)[0]
+
+    # either kernel around the product cuts the row out for itself
+    assert megabytes(read_twice, X, S((4, 1000, 1000), F32), X) == pytest.approx(4 * (12 + 12 + 16), rel=0.01)
+
     # one kernel writes the row and its sine, for a product; that is written, and put into the stack
     assert megabytes(multiplied, S((4, 500, 500), F32)) == pytest.approx(4 * (3 + 3 + 3), rel=0.01)
 
 
 def test_products_are_written_in_the_requested_order():
     assert megabytes(lambda x: (x @ x).T, X) == megabytes(lambda x: x @ x, X)
+
+
+@pytest.mark.parametrize(
+    "behind, kernels",
+    [
+        (lambda y: jnp.tanh(y), 0),  # the kernel behind the product sums
+        (lambda y: jax.nn.softmax(y), 0),
+        (lambda y: y * 2, 0),
+        (lambda y: y, 1),
+        (lambda y: y.sum(0), 1),
+        (lambda y: y @ y.T, 2),
+        (lambda y: y * (jnp.tanh(y) @ jnp.ones((128, 1 << 15)))[:, :128], 1),  # two kernels would sum many parts
+    ],
+)
+def test_a_kernel_of_its_own_sums_the_parts_of_a_product_if_no_fused_kernel_reads_it(behind, kernels):
+    """What splitting costs, against a device that has one multiprocessor, and so splits nothing."""
+    args = S((128, 2048), F32), S((2048, 128), F32)
+    slow = {"float32": replace(BYTES.device.products["float32"], latency_s=1.0)}  # a second a kernel
+
+    def seconds(sms: int) -> float:
+        cluster = replace(BYTES, device=replace(BYTES.device, kernel_latency_s=1.0, products=slow, sms=sms))
+        return whole(lambda x, w: behind(x @ w), *args, cluster=cluster)
+
+    assert seconds(132) - seconds(1) == pytest.approx(kernels, abs=0.1)
 
 
 @pytest.mark.parametrize("steps", [1, 10])

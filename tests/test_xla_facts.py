@@ -534,6 +534,31 @@ def test_a_product_of_few_tiles_is_split():
         assert padded == k or f"bf16[{padded},{m}]" in done.text or f"bf16[{m},{padded}]" in done.text
 
 
+@pytest.mark.parametrize(
+    ("size", "behind", "expected"),
+    [
+        (128, lambda y, z: jnp.tanh(y), 2),
+        (128, lambda y, z: jax.nn.softmax(y), 2),
+        (128, lambda y, z: y.sum(0), 3),  # the sums are written for the kernel that sums columns
+        (128, lambda y, z: y @ z, 4),  # and for another product, which is split, too
+        (256, lambda y, z: y * ((y + z) @ z), 4),  # two kernels sum 16 parts
+        (128, lambda y, z: y * ((y + z) @ z), 5),  # a kernel of its own 32
+    ],
+)
+def test_the_kernel_that_reads_a_split_product_sums_its_parts(size, behind, expected):
+    shapes = (size, 2048), (2048, size), (size, size)
+    assert len(kernels(lambda x, w, z: behind(x @ w, z), *(a(*shape) for shape in shapes))) == expected
+
+
+def test_a_row_that_several_kernels_read_is_cut_out_by_each():
+    def fn(c, rows, w):
+        return jax.lax.scan(lambda c, row: (jnp.tanh(((c * row) @ w) * row) + c, None), c, rows)[0]
+
+    done = compile(jax.jit(fn, in_shardings=s()), a(D, D), a(8, D, D), a(D, D), target="h200:8")
+    stacks = [[o.arrays[0].shape for o in i.operands if o.arrays].count((8, D, D)) for i in done.module if i.opcode == "fusion"]
+    assert sum(stacks) == 2
+
+
 def test_a_library_call_moves_its_operands_and_its_result_and_not_its_workspace():
     options = {"xla_gpu_enable_triton_gemm": False}
     done = compile(jax.jit(jnp.matmul, in_shardings=s()), *[a(D, D, dtype=BF16)] * 2, target="h100:8", options=options)

@@ -67,7 +67,8 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
     if rule.flops and op.ins:
         dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
         if (op.traits.matmul or op.traits.grouped_matmul) and rule.fusion == "none" and moved.any():
-            seconds = product_seconds(op, strategies, mesh, device, moved) + _masking_seconds(op, strategies, device, moves.masked)
+            seconds = product_seconds(op, strategies, mesh, device, moved, moves.summed_by)
+            seconds = seconds + _masking_seconds(op, strategies, device, moves.masked)
         elif moves.call:
             seconds = call_seconds(op, rule, strategies, mesh, device, moves.call, moved)
         else:

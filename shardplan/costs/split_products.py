@@ -1,14 +1,14 @@
 """Products that XLA splits along the contracted dim: how often, and seconds on one device.
 
 A product whose result has few tiles leaves multiprocessors idle. XLA splits its contracted dim in s parts, each a product of its own
-that writes float32, and sums these in a second kernel; a contracted dim that the parts do not divide is padded first, one kernel per
-operand. With T tiles of the result, k contracted elements and p multiprocessors, s is the power of two that minimises
+that writes float32; a contracted dim that the parts do not divide is padded first, one kernel per operand. A fused kernel that reads the
+result sums the parts while it reads them; elsewhere, and where partial sums of several devices are sent, a kernel of its own does. With T tiles of the result, k contracted elements and p multiprocessors, s is the power of two that minimises
 
     k_s max(1, s T/p) + 4 T s     for s > 1,     k     for s = 1
 
 where k_s are the elements of a part, whole blocks of `BLOCK`; found from compiled programs.
 
-Fact: product-split-contracted.
+Facts: product-split-contracted, product-parts-summed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ BLOCK = 32
 """Contracted elements that one step of a product takes, in the choice of s."""
 
 SPLITS = (2, 4, 8, 16, 32, 64, 128)
+MANY = 32
+"""Parts that XLA sums by a reduction, which several kernels do not compute again."""
+
 ALIGNED_BYTES = 16
 """Each part of the contracted dim has a multiple of these bytes."""
 
@@ -81,8 +84,16 @@ def product_parts(op: Op, sizes: Sizes, device: Device) -> int:
     return contracted_splits(*sizes, itemsize(op.ins[0].dtype), device.sms)[0] if device.sms else 1
 
 
-def product_seconds(op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, moved: np.ndarray) -> np.ndarray:
-    """Seconds [s] of a product as XLA splits it; `moved` are the bytes [s] that it reads and writes."""
+def product_seconds(
+    op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, moved: np.ndarray, summed_by: int = 0
+) -> np.ndarray:
+    """Seconds [s] of a product as XLA splits it, with the sums of its parts.
+
+    Args:
+        op, strategies, mesh, device: the product, and where it runs.
+        moved: bytes [s] that it reads and writes.
+        summed_by: how many fused kernels can sum the parts.
+    """
     sizes = np.array([local_sizes(op, strategies, s, mesh) for s in range(len(strategies))])
     split, extra_s, element_bytes = sizes.copy(), np.zeros(len(strategies)), itemsize(op.ins[0].dtype)
     moved = moved.astype(float)
@@ -93,6 +104,11 @@ def product_seconds(op: Op, strategies: OpStrategies, mesh: MeshShape, device: D
         partial, result = 4.0 * parts * b * m * n, itemsize(op.outs[0].dtype) * b * m * n
         split[s] = parts * b, m, n, padded // parts
         moved[s] = max(0.0, moved[s] - result) + partial
-        pads = [2 * element_bytes * b * k * rows for rows in (m, n)] if padded != k else []
-        extra_s[s] = sum(kernel_seconds(device, (), x) for x in (partial + result, *pads))
+        kernels = [2 * element_bytes * b * k * rows for rows in (m, n)] if padded != k else []
+        here = summed_by == 1 or (summed_by > 1 and parts < MANY)
+        if here and not strategies.results[0][s].partial:  # the first reads the parts, and writes the result for others
+            extra_s[s] = max(0.0, partial - result + (summed_by > 1) * result) / device.memory_rate
+        else:
+            kernels.append(partial + result)
+        extra_s[s] += sum(kernel_seconds(device, (), x) for x in kernels)
     return rates.product_seconds(device, str(op.ins[0].dtype), split, moved) + extra_s

@@ -227,11 +227,37 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     kernel = {at: moved[key] for key, at in stands.items()}
     computed = _elements(graph, kernels, stands, moved, reads, makes, untiled)
     again = _row_bytes(graph, rules, kernels)
+    summed = _summed_by(graph, rules, kernels, by_product)
     rest = (
-        (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, masked.get(at, ()), orders.transposed.get(at, ()))
+        (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, masked.get(at, ()), orders.transposed.get(at, ()), summed.get(at, 0))
         for at in range(len(counts))
     )
     return tuple(KernelTraffic(*moves, *more) for moves, more in zip(counts, rest, strict=True))
+
+
+def _summed_by(graph: Graph, rules: Sequence[Rule], kernels: Kernels, by_product: Mapping[int, int]) -> dict[int, int]:
+    """Product -> number of fused kernels that read its result, and sum its parts if it is split (fact: product-parts-summed).
+
+    Kernels of products do not, nor those that sum columns, or begin with a sum.
+    """
+    columns, out = _columns(graph, kernels), dict[int, int]()
+    for at, op in enumerate(graph.ops):
+        if op.traits.matmul and rules[at].fusion == "none" and at not in graph.dead:
+            v = by_product.get(op.outputs[0], op.outputs[0])
+            maker, found = graph.ops[graph.values[v].producer[0]], set[Kernel]()
+            for reader in graph.reached(v, lambda c: seen_through(graph, rules, c)):
+                stacks = graph.ops[reader].traits.loop_stack and maker.runs_in == graph.ops[reader].loop
+                computes = rules[reader].fusion == "loop" or kernels.rows.behind[reader]
+                if stacks or (computes and not seen_through(graph, rules, reader) and absorbs(graph, rules, maker, reader, False)):
+                    found |= kernels.inside[reader] - columns
+            out[at] = len(found)
+    return out
+
+
+def _columns(graph: Graph, kernels: Kernels) -> set[Kernel]:
+    """The kernels that reduce columns."""
+    reductions = (at for at, op in enumerate(graph.ops) if reduces_columns(op, kernels.rows.orders))
+    return set[Kernel]().union(*(kernels.inside[at] for at in reductions))
 
 
 Amounts = Mapping[Kernel, float]
@@ -241,8 +267,7 @@ def _elements(
     graph: Graph, kernels: Kernels, stands: Mapping[Kernel, int], moved: Amounts, reads: Amounts, makes: Amounts, untiled: Amounts
 ) -> dict[int, float]:
     """Op that stands for a kernel -> what that computes one by one, of the amounts per kernel that `kernel_traffic` names."""
-    inside, orders = kernels.inside, kernels.rows.orders
-    columns = {kernel for at, op in enumerate(graph.ops) if reduces_columns(op, orders) for kernel in inside[at]}
+    inside, columns = kernels.inside, _columns(graph, kernels)
     rows = rows_read(graph, kernels.rows, inside)
     masked = {kernel for at, op in enumerate(graph.ops) if masks(graph, op) for kernel in inside[at]} & rows.keys()
     return {
