@@ -230,6 +230,23 @@ def test_loops_move_rows():
     assert megabytes(multiplied, S((4, 500, 500), F32)) == pytest.approx(4 * (3 + 3 + 3), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("add", "moved"),
+    [
+        (lambda w, p: w + p, 16),  # operands, carry, result: one kernel
+        (lambda w, p: w + 0.5 * p, 16),
+        (lambda w, p: w + p.T, 16),
+        (lambda w, p: w + jnp.sin(w) * p, 12 + 12),  # a second kernel; what is made of the carry is no input of the loop
+    ],
+)
+def test_a_products_kernel_adds_its_result_to_a_loops_carry(add, moved):
+    def summed(w, xs, y):
+        return lax.scan(lambda w, x: (add(w, x @ y), None), w, xs)[0]
+
+    # another kernel cuts the row out for the product
+    assert megabytes(summed, X, S((4, 1000, 1000), F32), X) == pytest.approx(4 * (8 + moved), rel=0.01)
+
+
 def test_products_are_written_in_the_requested_order():
     assert megabytes(lambda x: (x @ x).T, X) == megabytes(lambda x: x @ x, X)
 

@@ -550,6 +550,26 @@ def test_the_kernel_that_reads_a_split_product_sums_its_parts(size, behind, expe
     assert len(kernels(lambda x, w, z: behind(x @ w, z), *(a(*shape) for shape in shapes))) == expected
 
 
+@pytest.mark.parametrize(
+    ("carried", "add", "expected"),
+    [
+        (BF16, lambda w, p: w + p, 1),
+        (BF16, lambda w, p: w + p.T, 1),
+        (BF16, lambda w, p: w + jnp.sin(w) * p, 2),
+        (F32, lambda w, p: w + p.astype(F32), 2),
+    ],
+)
+def test_a_products_kernel_adds_its_result_to_a_loops_carry(carried, add, expected):
+    def fn(w, xs, y):
+        return jax.lax.scan(lambda w, x: (add(w, x.T @ y), None), w, xs)[0]
+
+    args = a(2048, 2048, dtype=carried), a(8, 4096, 2048, dtype=BF16), a(4096, 2048, dtype=BF16)
+    done = compile(jax.jit(fn, in_shardings=s()), *args, target="h200:8")
+    body = next(i.computation for i in done.module if "gemm_fusion" in i.name)
+    results = [x.shape for i in done.module.computations[body] if i.opcode == "fusion" for x in i.arrays]
+    assert results.count((2048, 2048)) == expected
+
+
 def test_a_row_that_several_kernels_read_is_cut_out_by_each():
     def fn(c, rows, w):
         return jax.lax.scan(lambda c, row: (jnp.tanh(((c * row) @ w) * row) + c, None), c, rows)[0]

@@ -11,8 +11,8 @@ again. Materialised are:
 
 Which ops are one kernel: `kernel_groups.py`.
 
-Facts: fusion-loop, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-broadcast-scalar, fusion-zeros-shared, fusion-reads-part,
-fusion-in-place-update.
+Facts: fusion-loop, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-matmul-carry, fusion-broadcast-scalar, fusion-zeros-shared,
+fusion-reads-part, fusion-in-place-update, product-parts-summed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from shardplan.ir.graph import Graph
+from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.rates import elements_computed
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.expensive import cheaper_to_read
@@ -93,7 +93,8 @@ def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
 def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[int, bool]]:
     """Result of a product -> what its kernel writes instead, and whether always, or only if that is in memory at all.
 
-    A transpose of it; or a chain of elementwise work on it alone, of which each reads the one before, if that ends in a narrower dtype.
+    A transpose of it; or a chain of elementwise work on it alone, of which each reads the one before, if that ends in a narrower dtype,
+    or in no wider one behind an addition to a loop's carry or the like.
     A reshard between the two prevents either; prices add what the second then moves (`costs/tables.py`).
     """
     found = ((transposed_product(graph, op), op.outputs[0]) for op in graph.ops if op.outputs)
@@ -101,22 +102,28 @@ def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[
     for op, rule in zip(graph.ops, rules, strict=True):
         if op.traits.matmul and rule.fusion == "none":
             v = w = end = op.outputs[0]
-            while len(graph.values[end].consumers) == 1 and _is_unary(graph, rules, at := graph.values[end].consumers[0][0]):
-                end = graph.ops[at].outputs[0]
+            carried = 0
+            while len(graph.values[end].consumers) == 1 and _follows(graph, rules, at := graph.values[end].consumers[0][0]):
+                end, carried = graph.ops[at].outputs[0], carried + len(_carries(graph, graph.ops[at]))
                 w = w if graph.ops[at].traits.copy else end
-            if graph.values[w].itemsize < graph.values[v].itemsize:
+            if graph.values[w].itemsize < graph.values[v].itemsize + (carried > 0):
                 out[v] = w, True
     return out
 
 
-def _is_unary(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
-    """Whether an op is elementwise work on one array and scalars, or a copy."""
+def _follows(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
+    """Whether an op is elementwise work on one array, scalars and carries of a loop, or a copy."""
     op = graph.ops[at]
     if op.traits.copy:
         return op.is_follower
     made = [graph.ops[graph.values[v].producer[0]] for v in op.inputs if v is not None and graph.values[v].shape]
     arrays = [maker for maker in made if not maker.scalar_broadcast]
-    return rules[at].fusion == "loop" and not op.traits.border and len(arrays) == len(op.outputs) == 1
+    return rules[at].fusion == "loop" and not op.traits.border and len(arrays) - len(_carries(graph, op)) == len(op.outputs) == 1
+
+
+def _carries(graph: Graph, op: Op) -> list[int]:
+    """The operands of an op that are a loop's carry as it is, an input of the computation: products' kernels read no others."""
+    return [v for v in op.inputs if v is not None and graph.values[v].shape and graph.ops[graph.maker(v)].traits.loop_carry]
 
 
 def _shared_zeros(graph: Graph) -> list[int]:
