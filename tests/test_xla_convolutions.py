@@ -133,3 +133,37 @@ def test_weights_are_transposed_before_a_convolution():
     moved = [i for i in done.module.computations[done.module.entry] if re.match(r"(wrapped_transpose|copy)(\.|$)", i.name)]
     assert [(i.name.partition(".")[0], i.arrays[0].size) for i in moved] == [("wrapped_transpose", 9 * WIDTH * WIDTH)]
     assert [times for moves in facts_of(fn, (weights, image)).traffic if moves.call for _, times in moves.call.copied] == [2.0]
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "dims", "states", "copies"),
+    [
+        (jnp.bfloat16, "HWIO", 1, 1),
+        (jnp.bfloat16, "HWIO", 3, 3),
+        (jnp.float32, "HWIO", 1, 0),  # the gradient has the dtype of one
+        (jnp.float32, "HWIO", 3, 2),
+        (jnp.bfloat16, "OHWI", 3, 0),  # as gradients are
+    ],
+)
+def test_the_state_that_an_update_of_weights_writes_is_copied(dtype, dims, states, copies):
+    def step(state, x):
+        def loss(w):
+            y = jax.lax.conv_general_dilated(x, w.astype(dtype), (1, 1), "SAME", dimension_numbers=("NHWC", dims, "NHWC"))
+            return (y.astype(jnp.float32) ** 2).mean()
+
+        new = jax.grad(loss)(state[0])
+        out = [new := 0.9 * old + new for old in state[1:]]
+        return [state[0] - 0.1 * new, *out]
+
+    size = {"H": 3, "W": 3, "I": WIDTH, "O": 2 * WIDTH}
+    state = [jax.ShapeDtypeStruct([size[d] for d in dims], jnp.float32)] * states
+    image, numbers = jax.ShapeDtypeStruct((8, SIZE, SIZE, WIDTH), dtype), range(states)
+    jitted = jax.jit(step, in_shardings=NamedSharding(MESH, P()), out_shardings=NamedSharding(MESH, P()), donate_argnums=0)
+    done = compile(jitted, state, image, target="h100:8")
+    assert sum(i.opcode == "copy" for i in done.module.computations[done.module.entry]) == copies
+
+    graph = parse(jax.make_jaxpr(step)(state, image), tied=[(n, n) for n in numbers], donated=tuple(numbers))
+    traffic = StepFacts.of(graph, MeshShape(("x",), (1,)), H100.device).traffic
+    assert sum(moves.copied for moves in traffic) == copies

@@ -82,6 +82,9 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         seconds = seconds + np.maximum(0.0, least - moves.kernel_bytes * strategies.work / device.memory_rate)
     if any(moves.result_writes):
         seconds = seconds + device.kernel_latency_s * _second_kernel(op, strategies)
+    if moves.copied:
+        copied = float(op.outs[0].size) * itemsize(op.outs[0].dtype) / strategies.shards[len(op.ins)]
+        seconds = seconds + np.maximum(device.kernel_latency_s, 2 * copied / device.memory_rate)
     for k, untiled in moves.transposed:
         of = float(math.prod(op.ins[k].shape)) / strategies.shards[k]
         bytes_ = of * itemsize(op.ins[k].dtype)

@@ -17,13 +17,17 @@ These calls know strides, and padding of one size at both ends; they read weight
 If elementwise work makes the array, its kernel writes the copy; else a kernel of its own does. A copy that both the forward and the
 backward pass read is written once, and held until the last of them.
 
-Facts: convolution-padded-copy, convolution-filter-order.
+A filter's gradient has output channels outermost, too. The kernel that updates the weights by it transposes it, so that it cannot write
+over the donated state: what it writes is copied there by a kernel for each array, but for one if the gradient has the state's dtype.
+
+Facts: convolution-padded-copy, convolution-filter-order, convolution-update-copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -31,6 +35,7 @@ from shardplan.ir.graph import Graph, Op
 from shardplan.ir.windows import window_hits
 from shardplan.mesh.device import Device, gpu_of_device_kind
 from shardplan.strategies.rule import Rule
+from shardplan.xla_model.physical_layout import CoupledState, coupled_state
 from shardplan.xla_model.traffic import KernelTraffic, LibraryCall
 
 HOPPER = (9, 0)
@@ -165,6 +170,8 @@ class _Step:
                 self.traffic[at] = replace(self.traffic[at], operand_reads=reads, result_writes=(0.0,), kernel_bytes=None)
         for at in found:
             self.convolution(at)
+        for at in dict.fromkeys(i for gradient in found for i in self.copied_state(gradient)):
+            self.traffic[at] = replace(self.traffic[at], copied=True)
         return Convolutions(tuple(self.traffic), tuple(self.held_copies()))
 
     def reversal(self, at: int) -> int | None:
@@ -202,6 +209,30 @@ class _Step:
         writes = [n * call.sizes[2] for n in moves.result_writes]
         call = replace(call, copied=tuple(copied))
         self.traffic[at] = replace(moves, operand_reads=tuple(reads), result_writes=tuple(writes), call=call)
+
+    def copied_state(self, at: int) -> list[int]:
+        """The ops that make the new state which is copied because a filter's gradient, the result of this call, is transposed for it."""
+        graph, batch, feature, *space = self.graph, *self.graph.ops[at].params["dimension_numbers"][2]
+        v, outermost = graph.ops[at].outputs[0], self.calls[at].kind == "filter gradient"
+        order = self.order((feature, batch, *space) if outermost else (batch, feature, *space), at)
+        if not graph.donated or (state := self.coupled[v]) is None:
+            return []
+        updates = [i for i in graph.reached(v, self.is_elementwise) if self.is_elementwise(i)]
+        into = {graph.maker(u): graph.values[u].itemsize for a, o in graph.same_layout if a in graph.donated for u in graph.ops[o].inputs}
+        made = [i for i in dict.fromkeys(updates) if i in into]
+        large = [[d for d in dims if graph.values[v].shape[d] > 1] for dims in (order, state.order)]
+        same_dtype = bool(made) and into[made[0]] == graph.values[v].itemsize
+        return made[same_dtype:] if large[0] != large[1] else []
+
+    def is_elementwise(self, at: int) -> bool:
+        """Whether a kernel that reads an op's operand may as well make its result."""
+        op = self.graph.ops[at]
+        return op.traits.copy or (self.rules[at].fusion == "loop" and not op.traits.border)
+
+    @cached_property
+    def coupled(self) -> list[CoupledState | None]:
+        """Per value, the inputs of the step that the optimizer computes with together with it."""
+        return coupled_state(self.graph, [rule.fusion == "loop" for rule in self.rules])
 
     def held_copies(self) -> Iterator[HeldCopy]:
         """The copies in memory; of an array that is written only so, the last one read is made with the first."""

@@ -235,11 +235,18 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     computed = _elements(graph, kernels, stands, moved, reads, makes, untiled)
     again = _row_bytes(graph, rules, kernels)
     summed = _summed_by(graph, rules, kernels, by_product)
-    rest = (
-        (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, masked.get(at, ()), orders.transposed.get(at, ()), summed.get(at, 0))
-        for at in range(len(counts))
+    return tuple(
+        KernelTraffic(
+            *moves,
+            row_bytes=again.get(at, 0.0),
+            kernel_bytes=kernel.get(at),
+            kernel_elements=computed.get(at, 0.0),
+            masked=masked.get(at, ()),
+            transposed=orders.transposed.get(at, ()),
+            summed_by=summed.get(at, 0),
+        )
+        for at, moves in enumerate(counts)
     )
-    return tuple(KernelTraffic(*moves, *more) for moves, more in zip(counts, rest, strict=True))
 
 
 def _summed_by(graph: Graph, rules: Sequence[Rule], kernels: Kernels, by_product: Mapping[int, int]) -> dict[int, int]:

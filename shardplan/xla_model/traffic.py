@@ -35,4 +35,5 @@ class KernelTraffic:
     call: LibraryCall | None = None  # of a convolution
     masked: tuple[tuple[int, int], ...] = ()  # (operand, masked arrays that one kernel writes) of a ragged product
     transposed: tuple[tuple[int, bool], ...] = ()  # (operand, whether without tiles) that a kernel of its own transposes first
+    copied: bool = False  # whether another kernel copies the result, new state, to where the old one is
     summed_by: int = 0  # of a product: fused kernels that read its result, and sum its parts
