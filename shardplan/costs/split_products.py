@@ -1,8 +1,10 @@
 """Products that XLA splits along the contracted dim: how often, and seconds on one device.
 
 A product whose result has few tiles leaves multiprocessors idle. XLA splits its contracted dim in s parts, each a product of its own
-that writes float32; a contracted dim that the parts do not divide is padded first, one kernel per operand. A fused kernel that reads the
-result sums the parts while it reads them; elsewhere, and where partial sums of several devices are sent, a kernel of its own does. With T tiles of the result, k contracted elements and p multiprocessors, s is the power of two that minimises
+that writes float32; a contracted dim that the parts do not divide is padded first, one kernel per operand. A fused kernel that reads
+the result sums the parts while it reads them; several do if the parts are few. Elsewhere, and where partial sums of several devices are
+sent, a kernel of its own does. With T tiles of the result, k contracted elements and p multiprocessors, s is the power of two that
+minimises
 
     k_s max(1, s T/p) + 4 T s     for s > 1,     k     for s = 1
 

@@ -211,14 +211,15 @@ class _Step:
         self.traffic[at] = replace(moves, operand_reads=tuple(reads), result_writes=tuple(writes), call=call)
 
     def copied_state(self, at: int) -> list[int]:
-        """The ops that make the new state which is copied because a filter's gradient, the result of this call, is transposed for it."""
+        """The ops that make new state which is copied, because a filter's gradient, this call's result, is transposed for them."""
         graph, batch, feature, *space = self.graph, *self.graph.ops[at].params["dimension_numbers"][2]
         v, outermost = graph.ops[at].outputs[0], self.calls[at].kind == "filter gradient"
         order = self.order((feature, batch, *space) if outermost else (batch, feature, *space), at)
         if not graph.donated or (state := self.coupled[v]) is None:
             return []
         updates = [i for i in graph.reached(v, self.is_elementwise) if self.is_elementwise(i)]
-        into = {graph.maker(u): graph.values[u].itemsize for a, o in graph.same_layout if a in graph.donated for u in graph.ops[o].inputs}
+        written = (u for a, o in graph.same_layout if a in graph.donated for u in graph.ops[o].inputs if u is not None)
+        into = {graph.maker(u): graph.values[u].itemsize for u in written}
         made = [i for i in dict.fromkeys(updates) if i in into]
         large = [[d for d in dims if graph.values[v].shape[d] > 1] for dims in (order, state.order)]
         same_dtype = bool(made) and into[made[0]] == graph.values[v].itemsize
