@@ -77,7 +77,8 @@ def materialised(
 def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
     """Values that XLA computes inside the products that read them: one array after elementwise work that reads it once.
 
-    A change of dtype on the way, a selection or a second use of the array (gelu's) is written before the product.
+    A change of dtype on the way, a selection or a second use of the array (gelu's) is written before the product, and so is work with
+    anything that is no input of the computation as it is: a mean, a weight that is cast, a row of a stack.
     """
     out: set[int] = set()
     for op in graph.ops:
@@ -85,9 +86,22 @@ def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
             arrays = [graph.original(v) for v, x in zip(op.inputs, op.ins, strict=True) if v is not None and x.size == op.outs[0].size]
             made = [(v, graph.values[v].producer[0]) for v in arrays]
             made = [(v, at) for v, at in made if not graph.ops[at].traits.broadcast]
-            if len(made) == 1 and all(v in out or rules[at].fusion != "loop" for v, at in made):
+            others = [v for v in op.inputs if v is not None and all(graph.original(v) != u for u, _ in made)]
+            if (
+                len(made) == 1
+                and all(_is_input(graph, v) for v in others)
+                and all(v in out or rules[at].fusion != "loop" for v, at in made)
+            ):
                 out.add(op.outputs[0])
     return out
+
+
+def _is_input(graph: Graph, v: int) -> bool:
+    """Whether a value is an input of the step or of a loop's body, a literal, or either broadcast."""
+    op = graph.ops[graph.maker(v)]
+    if op.traits.broadcast:
+        return all(u is None or _is_input(graph, u) for u in op.inputs)
+    return op.traits.persistent or op.traits.loop_carry or op.traits.loop_const
 
 
 def written_by_products(graph: Graph, rules: Sequence[Rule]) -> dict[int, tuple[int, bool]]:
@@ -190,9 +204,13 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     moved, reads, makes, untiled = (defaultdict[Kernel, float](float) for _ in range(4))
     stands: dict[Kernel, int] = {}
     masked = masked_by_op(graph)
+    before = defaultdict[int, float](float)  # product -> bytes that it reads of what its operands are computed from
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)
+        if at in before:
+            k, v = next((k, v) for k, v in enumerate(op.inputs) if v is not None and not written[read_array(graph, rules, v)])
+            operands[k] += before[at] / graph.values[v].bytes
         results: list[float] = [0] * len(op.outputs)
         idle = op.traits.moves_nothing or at in graph.dead
         for k, v in enumerate(op.inputs):
@@ -205,7 +223,11 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
             for kernel in inside[at] if written[root] else ():
                 new = min(size, whole - seen.get((kernel, root), 0.0))  # a slice reads its part, all together no more than the whole
                 if new > 0:
-                    (results if part else operands)[k] += new / size
+                    product = -1 - kernel[0]
+                    if product > at and graph.ops[product].traits.matmul:
+                        before[product] += new
+                    else:
+                        (results if part else operands)[k] += new / size
                     seen[kernel, root] = seen.get((kernel, root), 0.0) + new
                     moved[kernel] += new
                     reads[kernel] += new / graph.values[root].itemsize
