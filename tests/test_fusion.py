@@ -15,7 +15,7 @@ from shardplan.ir.parse import parse
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.rates import COLUMN_READ, MASKED_BYTE, NARROW_UPDATE, ROW_READ, UNTILED_BYTE, Product, kernel_seconds
-from shardplan.xla import available, compile
+from shardplan.xla import available
 from shardplan.xla.hlo.schedule import kernels, seconds, seconds_of
 
 S, F32 = jax.ShapeDtypeStruct, jnp.float32
@@ -230,86 +230,8 @@ def test_loops_move_rows():
     assert megabytes(multiplied, S((4, 500, 500), F32)) == pytest.approx(4 * (3 + 3 + 3), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("add", "moved"),
-    [
-        (lambda w, p: w + p, 16),  # operands, carry, result: one kernel
-        (lambda w, p: w + 0.5 * p, 16),
-        (lambda w, p: w + p.T, 16),
-        (lambda w, p: w + jnp.sin(w) * p, 12 + 12),  # a second kernel; what is made of the carry is no input of the loop
-    ],
-)
-def test_a_products_kernel_adds_its_result_to_a_loops_carry(add, moved):
-    def summed(w, xs, y):
-        return lax.scan(lambda w, x: (add(w, x @ y), None), w, xs)[0]
-
-    # another kernel cuts the row out for the product
-    assert megabytes(summed, X, S((4, 1000, 1000), F32), X) == pytest.approx(4 * (8 + moved), rel=0.01)
-
-
 def test_products_are_written_in_the_requested_order():
     assert megabytes(lambda x: (x @ x).T, X) == megabytes(lambda x: x @ x, X)
-
-
-@pytest.mark.parametrize(
-    "behind, kernels",
-    [
-        (lambda y: jnp.tanh(y), 0),  # the kernel behind the product sums
-        (lambda y: jax.nn.softmax(y), 0),
-        (lambda y: y * 2, 0),
-        (lambda y: y, 1),
-        (lambda y: y.sum(0), 1),
-        (lambda y: y @ y.T, 2),
-        (lambda y: y * (jnp.tanh(y) @ jnp.ones((128, 1 << 15)))[:, :128], 1),  # two kernels would sum many parts
-    ],
-)
-def test_a_kernel_of_its_own_sums_the_parts_of_a_product_if_no_fused_kernel_reads_it(behind, kernels):
-    """What splitting costs, against a device that has one multiprocessor, and so splits nothing."""
-    args = S((128, 2048), F32), S((2048, 128), F32)
-    slow = {"float32": replace(BYTES.device.products["float32"], latency_s=1.0)}  # a second a kernel
-
-    def seconds(sms: int) -> float:
-        cluster = replace(BYTES, device=replace(BYTES.device, kernel_latency_s=1.0, products=slow, sms=sms))
-        return whole(lambda x, w: behind(x @ w), *args, cluster=cluster)
-
-    assert seconds(132) - seconds(1) == pytest.approx(kernels, abs=0.1)
-
-
-PROLOGUES = [
-    (lambda x, s, w: (x * s) @ w, 0),
-    (lambda x, s, w: (jnp.maximum(x * s + 1, 0)) @ w, 0),
-    (lambda x, s, w: (x * jnp.sin(s)) @ w, 1),
-    (lambda x, s, w: (x - x.mean(0)) @ w, 1),
-    (lambda x, s, w: (x * s.sum()) @ w, 1),
-    (lambda x, s, w: lax.scan(lambda x, r: ((x * r) @ w, None), x, s.reshape(1, -1).repeat(2, 0))[0], 1),
-]
-"""Work before a product, with an input or something computed, and how many arrays are written for it."""
-
-
-@pytest.mark.parametrize("step, arrays", PROLOGUES)
-def test_a_product_computes_again_only_what_is_made_of_one_array_and_inputs(step, arrays):
-    args = S((1000, 1000), F32), S((1000,), F32), S((1000, 1000), F32)
-    graph = parse(jax.make_jaxpr(step)(*args))
-    facts = StepFacts.of(graph, MeshShape(("x",), (1,)), H100.device)
-    found = zip(facts.graph.values, facts.materialised, strict=True)
-    makers = [(v.shape, facts.rules[v.producer[0]].fusion) for v, written in found if written]
-    assert makers.count(((1000, 1000), "loop")) == arrays
-
-
-def test_what_a_product_reads_for_its_prologue_takes_no_time_where_it_computes():
-    args = S((4096, 4096), jnp.bfloat16), S((4096,), jnp.bfloat16), S((4096, 4096), jnp.bfloat16)
-    scaled, plain = (whole(fun, *args, cluster=H100) for fun in (lambda x, s, w: (x * s) @ w, lambda x, s, w: x @ w))
-    assert scaled == pytest.approx(plain, rel=0.001)
-
-
-@pytest.mark.slow
-@needs_gpu_compiler
-@pytest.mark.parametrize("step, arrays", PROLOGUES)
-def test_xla_writes_as_many_arrays_before_a_product(step, arrays):
-    args = S((1000, 1000), F32), S((1000,), F32), S((1000, 1000), F32)
-    module = compile(jax.jit(step), *args, target="h100:1").module
-    fusions = [i for i in module if i.opcode == "fusion" and i.arrays[0].shape == (1000, 1000) and "gemm" not in i.name]
-    assert len(fusions) == arrays
 
 
 @pytest.mark.parametrize("steps", [1, 10])
