@@ -203,14 +203,10 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     # Per kernel: bytes moved, elements read, elements of the largest result, bytes that are transposed without tiles.
     moved, reads, makes, untiled = (defaultdict[Kernel, float](float) for _ in range(4))
     stands: dict[Kernel, int] = {}
-    masked = masked_by_op(graph)
-    before = defaultdict[int, float](float)  # product -> bytes that it reads of what its operands are computed from
+    before = defaultdict[int, float](float)  # product -> bytes that it reads of what its operand is computed from
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)
-        if at in before:
-            k, v = next((k, v) for k, v in enumerate(op.inputs) if v is not None and not written[read_array(graph, rules, v)])
-            operands[k] += before[at] / graph.values[v].bytes
         results: list[float] = [0] * len(op.outputs)
         idle = op.traits.moves_nothing or at in graph.dead
         for k, v in enumerate(op.inputs):
@@ -223,9 +219,8 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
             for kernel in inside[at] if written[root] else ():
                 new = min(size, whole - seen.get((kernel, root), 0.0))  # a slice reads its part, all together no more than the whole
                 if new > 0:
-                    product = -1 - kernel[0]
-                    if product > at and graph.ops[product].traits.matmul:
-                        before[product] += new
+                    if kernel[0] < -1 - at and graph.ops[-1 - kernel[0]].traits.matmul:
+                        before[-1 - kernel[0]] += new
                     else:
                         (results if part else operands)[k] += new / size
                     seen[kernel, root] = seen.get((kernel, root), 0.0) + new
@@ -247,16 +242,12 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
                     moved[own[at]] += graph.values[v].bytes
                     makes[own[at]] = max(makes[own[at]], float(math.prod(graph.values[v].shape)))
                     untiled[own[at]] = max(untiled[own[at]], graph.values[v].bytes * orders.written.get(v, False))
-        if op.traits.grouped_matmul and not idle:
-            for k in masked_operands(op):  # their masked copies; kernels of their own write them
-                operands[k] += groups_of(op)
-        if op.traits.scatter and not idle:
-            operands[-1] += 1 + (op.traits.scatter != "set")  # the rows that are written, and read if added to
+        for k, times in _moved_besides(graph, rules, written, op, before.get(at, 0.0)) if not idle else ():
+            operands[k] += times
         counts.append((tuple(operands), tuple(results)))
-    kernel = {at: moved[key] for key, at in stands.items()}
+    kernel, masked = {at: moved[key] for key, at in stands.items()}, masked_by_op(graph)
     computed = _elements(graph, kernels, stands, moved, reads, makes, untiled)
-    again = _row_bytes(graph, rules, kernels)
-    summed = _summed_by(graph, rules, kernels, by_product)
+    again, summed = _row_bytes(graph, rules, kernels), _summed_by(graph, rules, kernels, by_product)
     return tuple(
         KernelTraffic(
             *moves,
@@ -269,6 +260,19 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
         )
         for at, moves in enumerate(counts)
     )
+
+
+def _moved_besides(
+    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], op: Op, before: float
+) -> Iterator[tuple[int, float]]:
+    """Operands, and how often more their bytes are moved; of a product that reads `before` bytes to compute its operand, that one's."""
+    if before:
+        k, v = next((k, v) for k, v in enumerate(op.inputs) if v is not None and not written[read_array(graph, rules, v)])
+        yield k, before / graph.values[v].bytes
+    if op.traits.grouped_matmul:  # their masked copies; kernels of their own write them
+        yield from ((k, groups_of(op)) for k in masked_operands(op))
+    if op.traits.scatter:  # the rows that it writes, and reads if it adds to them
+        yield len(op.inputs) - 1, 1.0 + (op.traits.scatter != "set")
 
 
 def _summed_by(graph: Graph, rules: Sequence[Rule], kernels: Kernels, by_product: Mapping[int, int]) -> dict[int, int]:
