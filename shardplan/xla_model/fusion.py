@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -248,23 +248,15 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     kernel, masked = {at: moved[key] for key, at in stands.items()}, masked_by_op(graph)
     computed = _elements(graph, kernels, stands, moved, reads, makes, untiled)
     again, summed = _row_bytes(graph, rules, kernels), _summed_by(graph, rules, kernels, by_product)
-    return tuple(
-        KernelTraffic(
-            *moves,
-            row_bytes=again.get(at, 0.0),
-            kernel_bytes=kernel.get(at),
-            kernel_elements=computed.get(at, 0.0),
-            masked=masked.get(at, ()),
-            transposed=orders.transposed.get(at, ()),
-            summed_by=summed.get(at, 0),
-        )
-        for at, moves in enumerate(counts)
+    more = (
+        (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, masked.get(at, ()), orders.transposed.get(at, ()), False)
+        for at in range(len(counts))
     )
+    every = zip(counts, more, strict=True)
+    return tuple(KernelTraffic(*moves, *rest, summed.get(at, 0)) for at, (moves, rest) in enumerate(every))
 
 
-def _moved_besides(
-    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], op: Op, before: float
-) -> Iterator[tuple[int, float]]:
+def _moved_besides(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], op: Op, before: float) -> Iterator[tuple[int, float]]:
     """Operands, and how often more their bytes are moved; of a product that reads `before` bytes to compute its operand, that one's."""
     if before:
         k, v = next((k, v) for k, v in enumerate(op.inputs) if v is not None and not written[read_array(graph, rules, v)])
