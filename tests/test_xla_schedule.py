@@ -491,6 +491,20 @@ def collectives_of(plan):
     return planned, Counter(c.kind for c in done.collectives)
 
 
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_a_weight_is_gathered_together_with_what_is_computed_before_it_is_needed():
+    whole = jax.sharding.NamedSharding(AbstractMesh((8,), ("data",)), P())
+
+    def step(w, x):
+        y, w = jax.lax.with_sharding_constraint((jnp.tanh(x), w), whole)
+        return jax.lax.with_sharding_constraint(y @ w, whole)
+
+    auto = shardplan.auto(whole.mesh, cluster="h100", pins={"*": P("data", None)}, compiler_options=None)
+    planned, emitted = collectives_of(auto(step).plan(S((1024, 1024), F32), S((2048, 1024), F32)))
+    assert planned == emitted == {"all-gather": 1}
+
+
 def by_norms_of_norms(ws, x):
     """Each parameter is updated by a norm that waits for another norm of it, as optimizers with trust ratios guard theirs against 0."""
     grads = jax.grad(lambda ws: jnp.mean(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1] @ ws[2]) ** 2))(ws)

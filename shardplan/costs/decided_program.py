@@ -144,14 +144,16 @@ class DecidedProgram:
         for n, (step, site, _, _, (at, _)) in tasks.transfers.items():
             alone = site.joint_size == 1 or site.collective_class == "update" or step.kind not in COMBINABLE
             alone = alone or (site.collective_class == "gradient" and step.kind == "all-gather")
-            phase = self.graph.ops[at].phase if site.collective_class == "prefetch" else ""
+            phase = self.graph.ops[at].phase if step.kind == "all-gather" else ""
             operators = tuple(operator for axis, operator in step.before.partial if axis in step.axes)
             key = (site.joint, step.kind, step.axes, operators, tasks.home[n], phase)
             groups.setdefault(n if alone else key, []).append(n)  # pyright: ignore[reportArgumentType]
         combiner = Combiner(tasks)
         for some in sorted(groups.values(), key=lambda some: COMBINED_IN_TURN.get(tasks.transfers[some[0]].step.kind, 0)):
             threshold = self.options.threshold_bytes(tasks.transfers[some[0]].step.kind)
-            order = self._places(some) if combiner.in_chain(some) else {n: tasks.transfers[n].order for n in some}
+            of_one_class = len({tasks.transfers[n].site.collective_class for n in some}) == 1
+            known = of_one_class and not combiner.in_chain(some)
+            order = {n: tasks.transfers[n].order for n in some} if known else self._places(some)
             in_order = sorted(some, key=order.__getitem__)
             yield from combiner.combined(in_order, lambda n: tasks.transfers[n].result_bytes, threshold)
 

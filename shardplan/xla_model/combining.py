@@ -36,7 +36,7 @@ class CollectiveSite:
     group: int  # number of the group; only reshards of one group are combined (rule 2)
     origin: int  # op that makes the array of which the value is a cast or a copy
     small_sum: bool  # whether it is a small sum on the critical path
-    joint: int  # number of the group, all blocking ones of a loop and dtype in one: what waits for what depends on the plan
+    joint: int  # number of the group, all prefetches and blocking ones of a loop and dtype in one: the plan says what waits for what
     joint_size: int  # number of arrays in that
 
 
@@ -63,7 +63,8 @@ def collective_sites(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite
         else:
             keys.append(("blocking", loop, str(value.dtype), op.phase, depth[v] if sums[v] else ~v))
     small = [key[0] == "blocking" and sums[v] for v, key in enumerate(keys)]
-    joint = [key[:3] if key[0] == "blocking" else key for key in keys]
+    pairs = zip(keys, graph.values, strict=True)
+    joint = [("anywhere", key[1], str(value.dtype)) if key[0] in ("prefetch", "blocking") else key for key, value in pairs]
     (sizes, number), (joint_sizes, joint_number) = (_groups(some, origins) for some in (keys, joint))
     sites = zip(keys, origins, small, joint, strict=True)
     return tuple(CollectiveSite(k[0], sizes[k], number[k], at, sum_, joint_number[j], joint_sizes[j]) for k, at, sum_, j in sites)
