@@ -1,9 +1,8 @@
-"""Which collectives of a decided program XLA makes one (rule 2 of docs/xla_model.md).
+"""Which collectives of a decided program XLA combines (rule 2 of docs/xla_model.md).
 
-XLA takes the collectives that may be one in the order of the HLO, and goes on with the next collective where one would exceed the
-threshold or waits for one that was taken, so that of a chain of sums several times over, such as two norms of each parameter of which
-the second waits for the first, the second is combined with the first of the next parameter. What waits for one that was combined waits
-for all of them.
+XLA visits the collectives that may be one in the order of the HLO, and fills one of them; it begins the next at a collective that would
+exceed the threshold, or that waits for one that was taken. So of two norms of each parameter of which the second waits for the first,
+the second is combined with the first norm of the next parameter. What waits for a collective that was combined waits for all of it.
 
 Facts: combine-threshold, combine-independent, combine-in-order, combine-order.
 """
@@ -21,7 +20,8 @@ class Combiner:
     """Combines collectives, one group after the other.
 
     Attributes:
-        behind: by collective, those that it waits for, as a set of bits.
+        bit: of each collective.
+        behind: by collective, those that it waits for, as a sum of bits.
     """
 
     def __init__(self, tasks: Tasks):
@@ -40,30 +40,30 @@ class Combiner:
         return any(self.behind[n] & mine for n in some)
 
     def combined(self, in_order: Sequence[int], result_bytes: Callable[[int], float], threshold_bytes: float) -> Iterator[list[int]]:
-        """Those of a group that are one collective; the order is that of the HLO if some wait for others."""
+        """The combined collectives of a group; `in_order` is the order of the HLO if some of it wait for others."""
         left = list(in_order)
         while left:
-            taken, size, rest, mine = [], 0.0, [], 0
+            taken, size, rest, mine, past = [], 0.0, [], 0, 0
             for at, n in enumerate(left):
                 if result_bytes(n) > threshold_bytes:
                     yield [n]
-                elif size + result_bytes(n) > threshold_bytes or self.behind[n] & mine:
+                elif size + result_bytes(n) > threshold_bytes or self.behind[n] & mine or self.bit[n] & past:
                     rest = left[at:]
                     break
                 else:
                     taken.append(n)
                     size += result_bytes(n)
-                    mine |= self.bit[n]
+                    mine, past = mine | self.bit[n], past | self.behind[n]
+            if len(taken) > 1:
+                self._join(mine, past)
             if taken:
-                self._join(taken, mine)
                 yield taken
             left = rest
 
-    def _join(self, taken: Sequence[int], mine: int) -> None:
-        if len(taken) > 1:
-            past = reduce(or_, (self.behind[n] for n in taken))
-            for n, behind in self.behind.items():
-                if self.bit[n] & mine:
-                    self.behind[n] = past
-                elif behind & mine:
-                    self.behind[n] = behind | mine | past
+    def _join(self, mine: int, past: int) -> None:
+        """Makes one collective of those with the bits `mine`, which wait for those with the bits `past`."""
+        for n, behind in self.behind.items():
+            if self.bit[n] & mine:
+                self.behind[n] = past
+            elif behind & mine:
+                self.behind[n] = behind | mine | past

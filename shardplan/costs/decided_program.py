@@ -4,7 +4,7 @@ This is the objective of planning: the seconds of a plan are those of the schedu
 search found it.
 
 The tasks are those of `decided_tasks.py`. A loop is a computation of its own, which runs `trips` times; no collective of another one
-is in flight during a loop that has collectives. Collectives of one class, kind, operator, axes and loop are combined (rule 2), as far
+is in flight during a loop that has collectives. Collectives of one group, kind, operator, axes and loop are combined (rule 2), as far
 as none waits for another. Products that share an operand are one kernel, which waits for all that they read, unless each is large. A
 collective that is pipelined in its loop runs with the kernels of the iteration before or after.
 
@@ -40,7 +40,7 @@ JOINED_LAST = ("reduce-scatter", "all-reduce", "all-gather", None)
 """Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
 
 COMBINED_IN_TURN = {"all-reduce": 1, "reduce-scatter": 2}
-"""Kinds of collectives after those that XLA combines first, or never."""
+"""The order in which XLA combines kinds of collectives: gathers, which are not listed, before these."""
 
 SHARED_ACROSS_OPTIONS = "_joined", "_task_seconds", "_members", "_orders"
 """Cached properties that two programs share if their options have the same combine thresholds, and both a profile or none."""

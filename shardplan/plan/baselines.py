@@ -105,15 +105,14 @@ def baselines(plan: Plan) -> Baselines:
 
 
 def recorded(plan: Plan) -> Baselines | None:
-    """Those that a plan was saved with; None if it was not."""
+    """The baselines in the file of a plan; None if it has none."""
     if plan.classical is None:
         return None
-    rows = (Baseline(**structs.asdict(row)) for row in plan.classical.rows)
-    return Baselines(plan, tuple(rows), plan.classical.unmixed)
+    return _compared(plan, (Baseline(**structs.asdict(row)) for row in plan.classical.rows), plan.classical.unmixed)
 
 
 def with_baselines(plan: Plan) -> Plan:
-    """The plan as it is saved: with those that `Plan.saving` compares it with when it is first asked for."""
+    """The plan as it is saved, the same whatever it was asked: with those that `Plan.saving` compares it with when first asked."""
     if plan.context is None or plan.context.planned is None:
         return plan
     found = plan.baselines() if plan.answers_quickly else plan._fastest_pure
