@@ -1,4 +1,4 @@
-"""Leaves of a plan file by pattern: neighbours in the tree that are alike are one row.
+"""Leaves of a plan file by pattern: equal neighbours in the tree are one row.
 
     {"path": "state/params/blocks/{0..11}/norm{1,2}/scale", "shape": [768], ...}
 
@@ -56,8 +56,8 @@ def _folded(leaves: Iterable[Rest]) -> list[Rest]:
     children = [(name, [(path[1:], row) for path, row in below]) for name, below in groupby(leaves, lambda x: x[0][:1])]
     subtrees = [(name, _folded(below) if name else below) for name, below in children]  # without a name where a path ends
     rows = []
-    for subtree, alike in groupby(subtrees, lambda x: x[1]):
-        names = [part for name, _ in alike for part in name]
+    for subtree, equals in groupby(subtrees, lambda x: x[1]):
+        names = [part for name, _ in equals for part in name]
         rows += [((_pattern(names), *path) if names else path, row) for path, row in subtree]
     return rows
 
