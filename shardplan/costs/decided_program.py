@@ -36,11 +36,8 @@ MERGED_PRODUCT_BYTES = 64 << 20
 LOOP_S = 1e-8
 """Seconds that XLA's scheduler takes a loop for."""
 
-JOINED_LAST = ("reduce-scatter", "all-reduce", "all-gather", None)
+JOINED_LAST = (*reversed(COMBINABLE), None)
 """Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
-
-COMBINED_IN_TURN = {"all-reduce": 1, "reduce-scatter": 2}
-"""The order in which XLA combines kinds of collectives: gathers, which are not listed, before these."""
 
 SHARED_ACROSS_OPTIONS = "_joined", "_task_seconds", "_members", "_orders"
 """Cached properties that two programs share if their options have the same combine thresholds, and both a profile or none."""
@@ -148,20 +145,21 @@ class DecidedProgram:
             operators = tuple(operator for axis, operator in step.before.partial if axis in step.axes)
             key = (site.joint, step.kind, step.axes, operators, tasks.home[n], phase)
             groups.setdefault(n if alone else key, []).append(n)  # pyright: ignore[reportArgumentType]
-        combiner = Combiner(tasks)
-        for some in sorted(groups.values(), key=lambda some: COMBINED_IN_TURN.get(tasks.transfers[some[0]].step.kind, 0)):
+        combiner, turns = Combiner(tasks), {kind: turn for turn, kind in enumerate(COMBINABLE)}
+        for some in sorted(groups.values(), key=lambda some: turns.get(tasks.transfers[some[0]].step.kind, 0)):
             threshold = self.options.threshold_bytes(tasks.transfers[some[0]].step.kind)
             of_one_class = len({tasks.transfers[n].site.collective_class for n in some}) == 1
             known = of_one_class and not combiner.in_chain(some)
-            order = {n: tasks.transfers[n].order for n in some} if known else self._places(some)
+            order = {n: tasks.transfers[n].order for n in some} if known else self._places[tasks.home[some[0]]]
             in_order = sorted(some, key=order.__getitem__)
             yield from combiner.combined(in_order, lambda n: tasks.transfers[n].result_bytes, threshold)
 
-    def _places(self, some: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Where tasks of one computation stand in its HLO before any are joined."""
-        one, home = range(len(self.tasks.home)), self.tasks.home[some[0]]
-        order = self._order(home, self._waits(one)[home], one)
-        return {n: (at,) for at, (kind, n) in enumerate(order) if kind == "task"}
+    @cached_property
+    def _places(self) -> dict[int, dict[int, tuple[int, ...]]]:
+        """By computation, where its tasks stand in its HLO before any are joined."""
+        one = range(len(self.tasks.home))
+        orders = {home: self._order(home, waits, one) for home, waits in self._waits(one).items()}
+        return {home: {n: (at,) for at, (kind, n) in enumerate(order) if kind == "task"} for home, order in orders.items()}
 
     def _merged_products(self) -> Iterator[list[int]]:
         """Products of one loop and pass that read the same array and do not wait for one another (fact: fusion-merges-products)."""

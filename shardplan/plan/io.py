@@ -21,7 +21,7 @@ from shardplan.errors import PlanFileError
 from shardplan.files import read_limited, write_atomically
 from shardplan.mesh.layout import REDUCTIONS, Layout, MeshShape
 from shardplan.plan.data import VERSION, Leaf, PlanRecord
-from shardplan.plan.leaf_patterns import folded, unfolded
+from shardplan.plan.leaf_patterns import WAY_OUT, folded, unfolded
 from shardplan.plan.travel import contract
 from shardplan.units import clean, fit, fit_middle, format_bytes
 
@@ -118,9 +118,7 @@ def loads(text: str | bytes, of: type[P]) -> P:
 
 
 def _wrong(at: str, what: str) -> PlanFileError:
-    return PlanFileError(
-        f"{clean(fit_middle(at, 200))}: {clean(fit_middle(what, 300))}.\n  way out: a file that plan.save() wrote, or plan anew"
-    )
+    return PlanFileError(f"{clean(fit_middle(at, 200))}: {clean(fit_middle(what, 300))}.\n  {WAY_OUT}")
 
 
 def _named(at: str, value: Mapping[str, Any]) -> str:

@@ -110,7 +110,7 @@ if AnyWidget is not None:
             self._idle.set()
             first = self._entries[0]
             super().__init__(data=first.instrument.data(), history=[rounded(first.row())])
-            self._planned = plan.context is not None
+            self._has_program = plan.context is not None
             self._offer(first)
             self.on_msg(self._on_message)
             if first.solved:
@@ -135,8 +135,8 @@ if AnyWidget is not None:
                     self.message = f"{type(error).__name__}: {error}"
 
         def _hello(self, _) -> None:
-            self.send({"hello": self._planned})
-            if self._planned and not self._live:
+            self.send({"hello": self._has_program})
+            if self._has_program and not self._live:
                 self._live = True
                 self._look_ahead()
 
@@ -152,7 +152,7 @@ if AnyWidget is not None:
         def _ask(self, message) -> None:
             id_ = str(message["id"])
             entry = self._entries[self.current]
-            if not self._planned or id_ not in entry.instrument.targets:
+            if not self._has_program or id_ not in entry.instrument.targets:
                 return
             if not entry.solved:
                 n = self.current
@@ -347,7 +347,7 @@ if AnyWidget is not None:
             """What else can be chosen for the entry that is shown: its curve, and other targets."""
             curve = self._curves.get(entry.target)
             self.pareto = [rounded(x.point()) for x in curve.entries] if curve else []
-            if self._planned:
+            if self._has_program:
                 self.pickers = {**rounded(pickers(self._entries, entry)), "more": curve is None or curve.more}
 
     _DO: dict[str, Callable[[Any, Any], None]] = {

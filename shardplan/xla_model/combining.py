@@ -18,7 +18,7 @@ from typing import Literal
 from shardplan.ir.graph import Graph, Op, Phase
 
 COMBINABLE = ("all-gather", "all-reduce", "reduce-scatter")
-"""Kinds of collectives that XLA combines where they do not depend on each other."""
+"""Kinds of collectives that XLA combines where they do not depend on each other, in the order in which it combines them."""
 SUMS = ("all-reduce", "reduce-scatter")
 """Collectives that add numbers; some run in a wider dtype than the array's."""
 COMBINE_THRESHOLD_BYTES = 30 << 20
@@ -33,7 +33,7 @@ class CollectiveSite:
 
     collective_class: CollectiveClass  # of rule 1
     group_size: int  # number of arrays in its group, casts and copies of one counted once
-    group: int  # number of the group; only reshards of one group are combined (rule 2)
+    group: int  # number of the group; prices take only reshards of one group as combined (rule 2)
     origin: int  # op that makes the array of which the value is a cast or a copy
     small_sum: bool  # whether it is a small sum on the critical path
     joint: int  # number of the group, all prefetches and blocking ones of a loop and dtype in one: the plan says what waits for what
