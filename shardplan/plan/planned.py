@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.costs.decided_program import DecidedProgram, decided_program
-from shardplan.costs.decided_tasks import Tasks
+from shardplan.costs.decided_tasks import Tasks, shared_key
 from shardplan.costs.memory_categories import categories
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options, ReshardKey
@@ -127,10 +127,29 @@ class Planned:
         ours, theirs = (x.network.regathers(x.strategies, x.retained) for x in (self, other))
         found = {i for i, (s, t) in enumerate(zip(self.strategies, other.strategies, strict=True)) if s != t}
         found |= self.retained ^ other.retained | {j for j, n in ours.items() if theirs[j] != n}
-        return found | {at[0] for at in {**self.moved, **other.moved} if self.moved.get(at) != other.moved.get(at)}
+        for mine, its in ((self.moved, other.moved), (self.shared, other.shared)):
+            found |= {at[0] for at in {**mine, **its} if mine.get(at) != its.get(at)}
+        return found
+
+    @cached_property
+    def shared(self) -> Mapping[tuple[int, int], int]:
+        """(op, operand) -> how many of the first steps of its reshard path are collectives of an earlier reader of the array.
+
+        Facts: cse-merges-equal-reshards, cse-merges-equal-sums.
+        """
+        regathers, out = self.network.regathers(self.strategies, self.retained), {}
+        done: set[tuple] = set()
+        for j, k, v, steps in self.network.moves(self.strategies, self.retained):
+            copied = self.graph.ops[j].traits.copy
+            key = *shared_key(self.graph, j, v), regathers.get(j if copied else self.graph.values[v].producer[0], 0)
+            paths = [(*key, steps[: n + 1]) for n in range(len(steps))]
+            if known := sum(path in done for path in paths):
+                out[j, k] = known
+            done.update(paths)
+        return out
 
     def operand_reshards(self, i: int) -> Iterator[tuple[int, int, ReshardKey, tuple[ReshardStep, ...]]]:
-        """Reshards of the operands of op i, and of a copy of an array at its first reader.
+        """Reshards of the operands of op i, and of a copy of an array at its first reader; each collective at the first op that needs it.
 
         Yields:
             (k, v, key, steps): `steps` reshard value v on its way to operand k of op i, at the operand that `key` names: this one, or
@@ -142,7 +161,7 @@ class Planned:
             while v is not None and op not in self.retained:
                 value = graph.values[v]
                 key = op, operand, self.result_layout(*value.producer), self.operand_layout(op, operand)
-                if steps := self.network.path(v, *key[2:]):
+                if steps := self.network.path(v, *key[2:])[self.shared.get((op, operand), 0) :]:
                     found.append((k, v, key, steps))
                 maker = value.producer[0]
                 first_of_copy = graph.ops[maker].traits.copy and value.consumers[0] == (op, operand)

@@ -109,7 +109,8 @@ def by_rule(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) 
         return None
     rule, axes, halos = found
     every = [s for dims in halos for s in dims]
-    if not any(not rule.halo or max(s.halo.window, s.halo.dilation) > 1 or s.halo.permutes(s.n, s.m, s.shards) for s in every):
+    slides = all(a in rule.halo for a in rule.shard_local if axes.get(a))
+    if slides and not any(not rule.halo or max(s.halo.window, s.halo.dilation) > 1 or s.halo.permutes(s.n, s.m, s.shards) for s in every):
         return None
     dims = (tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in of) for of in rule.results)
     return lambda *shards: run_form(eqn, shards, halos), tuple(Layout(of, _summed(rule, axes)) for of in dims)

@@ -86,7 +86,7 @@ def gather_halo(x, dims: Sequence[HaloDim], fill):
 
     `fill` stands where there is no element: a number; or, with one halo dim, an array of the result's shape.
     """
-    for dim in sorted(dims, key=lambda d: d.halo.growth(d.n, d.m)):
+    for dim in sorted((d for d in dims if (d.halo, d.n) != (Halo(), d.m)), key=lambda d: d.halo.growth(d.n, d.m)):
         x = place_halo(*exchange_halo(x, dim), dim, fill)
     return x
 

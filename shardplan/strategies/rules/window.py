@@ -2,6 +2,8 @@
 
 reduce_window_max       n h w c -> n h w c                halo h=3/2 w=3/2
 select_and_scatter_add  n h w c, n h w c -> n h w c       halo h=3 w=3      windows of its elements and all that these read
+
+Facts: partition-scattered-windows.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from math import prod
 
 from shardplan.ir.traits import Traits
 from shardplan.strategies.halo import Halo
-from shardplan.strategies.rule import Dims, Rule, factors, rule
+from shardplan.strategies.rule import Dims, Rule, factors, flat_factors, rule
 
 
 def windowed(k: int, x, window_dimensions, window_strides, padding, base_dilation=None, window_dilation=None, **_):
@@ -32,6 +34,11 @@ def apart(dims: Dims, names) -> tuple[Dims, frozenset[str]]:
 def unsupported(halo) -> frozenset[str]:
     """Factors with base dilation and negative padding: XLA aborts when these are sharded."""
     return frozenset(name for name, of in halo.items() if any(h.dilation > 1 and h.low < 0 for h in of.values()))
+
+
+def scattered_on_shards(x, a: Dims) -> frozenset[str]:
+    """Factors along which XLA gathers an array before it scatters to its windows: all, but for two dtypes."""
+    return frozenset() if x.dtype.name in ("float32", "bfloat16") else frozenset(flat_factors(a))
 
 
 @rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
@@ -63,8 +70,8 @@ def select_and_scatter_add(source, x, *, out, window_dimensions, **params):
             after = (low - 1) // stride * stride - low + window
             halo[name] = {0: Halo(window, 1, window - 1 - low, stride), 1: Halo(before + 1 + after, 1, before)}
     b, replicated = apart(a, found.keys() - halo)
-    flops = prod(source.shape) * prod(window_dimensions)
-    return Rule((b, a), (a,), halo=halo, shard_local=frozenset(halo), replicated=replicated, flops=flops)
+    flops, own = prod(source.shape) * prod(window_dimensions), halo.keys() | scattered_on_shards(x, a) - replicated
+    return Rule((b, a), (a,), halo=halo, shard_local=frozenset(own), replicated=replicated, flops=flops)
 
 
 @rule(traits=Traits(zeros_after=0))
