@@ -94,6 +94,7 @@ class EdgeFacts:
         in_fusion: it is read inside a fusion.
         sliced_bytes: bytes from which a loop slices rows, or 0.
         accumulated_ratio: of a sum that a loop accumulates, bytes of the partial sums over bytes of the sum; else 0.
+        accumulates: a loop adds the array to a carry, and does nothing else with it.
         cast_bytes: of a product's result that its kernel casts unless a reshard comes first: bytes that a kernel of its own moves then;
             else 0.
         from_retainable, to_retainable: whether producer or consumer may retain an earlier phase's array.
@@ -109,6 +110,7 @@ class EdgeFacts:
     in_fusion: bool
     sliced_bytes: float
     accumulated_ratio: float
+    accumulates: bool
     cast_bytes: float
     from_retainable: bool
     to_retainable: bool
@@ -205,10 +207,12 @@ def in_a_row(some: Iterable[Sized]) -> tuple[list, dict[int, int]]:
     return [*distinct.values()], dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
 
 
-def array_facts(graph: Graph, rules: Sequence[Rule], accumulated_ratios: Mapping[int, float]) -> Iterator[ArrayFacts]:
+def array_facts(
+    graph: Graph, rules: Sequence[Rule], accumulated_ratios: Mapping[int, float], accumulated: Collection[tuple[int, int]]
+) -> Iterator[ArrayFacts]:
     """Every operand of every op, in program order.
 
-    `accumulated_ratios`: value that a loop accumulates -> `EdgeTemplate.accumulated_ratio`.
+    `accumulated_ratios`: value that a loop accumulates -> `EdgeTemplate.accumulated_ratio`; `accumulated`: its `accumulated_operands`.
     """
     state = coupled_state(graph, [rule.fusion == "loop" for rule in rules])
     narrower = ((v, w) for v, (w, always) in written_by_products(graph, rules).items() if always)
@@ -236,6 +240,7 @@ def array_facts(graph: Graph, rules: Sequence[Rule], accumulated_ratios: Mapping
                 in_fusion,
                 value.bytes if sliced else 0.0,
                 accumulated_ratios.get(v, 0.0),
+                (j, k) in accumulated,
                 cast.get(v, 0.0),
                 i in graph.retainable_from,
                 j in graph.retainable_from,

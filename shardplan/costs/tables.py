@@ -213,6 +213,11 @@ def _forbidden(
         # XLA reduce-scatters a sum that a loop accumulated if one dim is sharded over all its axes, and no cast is in between.
         one_dim = [(targets.sharding_axes([d]) & partial) == partial for d in range(len(template.shape))]
         yield scattered & ~((template.accumulated_ratio == 1) & np.any(one_dim, axis=0))
+    if template.accumulates:
+        # What is all-reduced in the loop is a partial sum in the compiled program, and all-reduced after the loop: so it is planned.
+        sums = np.array([all(kind == "sum" for _, kind in x.partial) for x in sources.layouts])
+        same = np.array([[x.dims == y.dims for y in targets.layouts] for x in sources.layouts])
+        yield (partial != 0) & sums[:, None] & (targets.partial_axes == 0) & same
     if template.gathered_before:
         yield sources.shards[:, None] > targets.shards
 
