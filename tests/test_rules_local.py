@@ -60,6 +60,18 @@ def test_runs_on_shards_and_moves_nothing(case, kind):
     assert collectives(step.compile(*args).as_text()) == ()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, None, "x"), P(None, "x")])
+def test_gradients_of_max_pooling_run_on_shards(dtype, spec):
+    def pooled(x):
+        return (lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME").astype("float32") ** 2).sum()
+
+    x, mesh = array(8, 16, 4, 8).astype(dtype), jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=spec, out_shardings=spec)(jax.grad(pooled))
+    assert difference(step(x), jax.grad(pooled)(x)) is None
+    assert collectives(step.compile(x).as_text()) == ()
+
+
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_groups_and_the_channels_of_a_group_are_sharded_at_once(kernel):
     """With a kernel of one XLA does not compile this."""

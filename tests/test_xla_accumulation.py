@@ -7,7 +7,9 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.costs.tables import edge_layouts
 from shardplan.ir.parse import parse
+from shardplan.mesh.layout import Layout
 from shardplan.xla import available
 from shardplan.xla.report.check import expected
 from shardplan.xla_model.accumulation import accumulated_operands
@@ -61,6 +63,19 @@ def test_into_sharded_parameters_the_sum_is_scattered_once():
     (sent,) = [c for c in found.compiled.collectives if c.kind != "all-gather" and c.bytes > 1e6]
     assert (sent.kind, sent.runs) == ("reduce-scatter", 1)
     assert found.collectives_ratio == pytest.approx(1, abs=0.01)
+
+
+def test_no_plan_reduces_in_the_loop_what_xla_reduces_after_it():
+    space = planned().context.planned.space
+    edges = [e for e in space.array_edges if (e.consumer, e.operand) in space.accumulated_operands]
+    for edge in edges:
+        found = edge_layouts(space, edge.template, follows=False)
+        assert found.forbidden is not None
+        partial, whole = Layout(((), ()), (("data", "sum"),)), Layout(((), ()))
+        rows = found.sources.layouts.index(partial), found.sources.layouts.index(whole)
+        of = [[bool(found.forbidden[row, found.targets.layouts.index(x)]) for x in (partial, whole)] for row in rows]
+        assert of[0] == [False, True] and not of[1][1]
+    assert edges
 
 
 def in_bf16(w, batch):

@@ -78,6 +78,25 @@ def test_a_lookup_that_fills_is_completed_before_it_selects(mode, kind):
     assert found == [f"{kind} over model: f32[128,1024]"]
 
 
+@pytest.mark.parametrize(("to", "kind"), [((), "all-reduce"), (("data",), "reduce-scatter")])
+@pytest.mark.parametrize(("made", "cast"), [(F32, BF16), (BF16, F32)])
+def test_a_partial_result_is_completed_before_it_is_cast(made, cast, to, kind):
+    found = emitted(
+        lambda x, w: constrain((x @ w).astype(cast), s(*to)) * 2,
+        a(B, D, dtype=made), a(D, D, dtype=made), ins=(s(None, "data"), s("data")),
+    )  # fmt: skip
+    assert found == [f"{kind} over data: {'f32' if made == F32 else 'bf16'}[512,1024]"]
+
+
+@pytest.mark.parametrize(("dtype", "gathered"), [(jnp.float16, 1), (BF16, 0), (F32, 0)])
+def test_gradients_of_max_pooling_in_half_precision_are_gathered(dtype, gathered):
+    def pooled(x):
+        return (jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") * 2).sum()
+
+    found = emitted(jax.grad(pooled), a(8, 8, 8, 256, dtype=dtype), ins=(s("data"),), outs=s("data"))
+    assert len([x for x in found if x.startswith("all-gather over data")]) == len(found) == gathered
+
+
 def test_a_partial_result_over_two_axes_to_two_dims_is_all_reduced():
     assert partial_to(("data", "model")) == ["all-reduce over data,model: f32[512,1024]"]
 

@@ -70,6 +70,16 @@ def test_fused_ops_that_would_wait_for_themselves_stay_apart():
     assert fused(tasks).seconds == [1.0, 2.0, 3.0]
 
 
+def test_fused_ops_that_have_nothing_in_common_behind_different_collectives_stay_apart():
+    for shared, found in ((False, [1.0, 1.0, 2.0]), (True, [1.0, 3.0])):
+        tasks = Tasks()
+        product = tasks.add(-1, (), 1.0)
+        sums = [tasks.add(-1, (product,), transfer=object()) for _ in range(2)]  # pyright: ignore[reportArgumentType]
+        tasks.add(-1, (sums[0], product), 1.0, group=0)
+        tasks.add(-1, (sums[1], *[product] * shared), 2.0, group=0)
+        assert [seconds for n, seconds in enumerate(fused(tasks).seconds) if n not in fused(tasks).transfers] == found
+
+
 def layers(params, x, checkpoint):
     def layer(x, p):
         return x + jax.nn.gelu(x @ p["up"].astype(BF16)) @ p["down"].astype(BF16)

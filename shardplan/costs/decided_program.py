@@ -143,7 +143,7 @@ class DecidedProgram:
             alone = alone or (site.collective_class == "gradient" and step.kind == "all-gather")
             phase = self.graph.ops[at].phase if step.kind == "all-gather" else ""
             operators = tuple(operator for axis, operator in step.before.partial if axis in step.axes)
-            key = (site.joint, step.kind, step.axes, operators, tasks.home[n], phase)
+            key = (site.joint, step.kind, step.axes, operators, tasks.home[n], phase, site.sum_dtype if step.kind in SUMS else "")
             groups.setdefault(n if alone else key, []).append(n)  # pyright: ignore[reportArgumentType]
         combiner, turns = Combiner(tasks), {kind: turn for turn, kind in enumerate(COMBINABLE)}
         for some in sorted(groups.values(), key=lambda some: turns.get(tasks.transfers[some[0]].step.kind, 0)):

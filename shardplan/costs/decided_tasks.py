@@ -68,6 +68,7 @@ class Tasks:
         computed: by op, the task that computes it first; those that take no time are missing.
         group: of a kernel of fused ops, its number in `FusedKernels`; -1 of other tasks.
         results: how many arrays it writes.
+        inside: by task, the ops whose results it computes for itself, for no kernel writes them.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -79,6 +80,7 @@ class Tasks:
     computed: dict[int, int] = field(default_factory=dict)
     group: list[int] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
+    inside: dict[int, set[int]] = field(default_factory=dict)
 
     def add(self, home: int, before: Iterable[int], seconds: float = 0.0, transfer: Transfer | None = None, group: int = -1) -> int:
         """A new task, its number; -1 for one that takes no time and waits for none."""
@@ -123,6 +125,7 @@ class _Builder:
         self.network, self.graph, self.tasks = network, network.space.graph, Tasks()
         self.done: dict[tuple, int] = {}  # step of an array -> the task after which the array has gone it
         self.unwritten: list[Unwritten | None] = []  # per op
+        self.inside: list[set[int]] = []  # per op that is not written, it and such that it is computed from
         self.barriers: dict[tuple, list[int]] = {}  # path of a barrier -> its ops so far
         self.regathered: dict[tuple[int, int], int] = {}  # (value, copy) -> the task that its collectives wait for
         strategies, retained = network.strategies(states), network.retained(states)
@@ -173,17 +176,20 @@ class _Builder:
     def op(self, j: int, op: Op, waits: list[int], seconds: float) -> None:
         """Adds the task of an op, or leaves its seconds to the kernel that computes it."""
         tasks, (own, reader) = self.tasks, self.kernels_of(j)
-        home, ops = op.runs_in, [j] if seconds else []
+        home, ops, inside = op.runs_in, [j] if seconds else [], set[int]()
         for v in op.inputs:
             made = -1 if v is None else self.graph.values[v].producer[0]
+            inside |= self.inside[made] if made >= 0 else set()
             if made >= 0 and (left := self.unwritten[made]) is not None:  # else it has been flushed
                 self.unwritten[made] = None
                 seconds += left.seconds
                 ops += left.ops
         written = reader < 0
+        self.inside.append(set() if written else {j, *inside})
         self.unwritten.append(None if written or not ops else Unwritten(reader, seconds, tuple(ops)))
         made = tasks.made[j] = tasks.add(home, waits, seconds if written else 0.0, group=own)
         if seconds and written:
+            tasks.inside[made] = inside
             tasks.results[made] = max(1, sum(self.network.space.materialised[v] for v in op.outputs))
             self.compute(ops, made)
         if op.traits.recompute_barrier:
@@ -244,6 +250,7 @@ def _moved(tasks: Tasks, network: CostNetwork, j: int, v: int, at: int, step: Re
         return tasks.add(graph.ops[j].loop, (at,), step.seconds)
     made = graph.values[v].producer[0]
     site, size = space.collective_sites[v], graph.values[v].bytes / step.after.shards(space.mesh)
+    size *= dict(space.facts.moved[v].byte_factors).get(step.kind, 1.0)
     order = (j, made) if site.collective_class == "prefetch" else (made, j)
     return tasks.add(graph.ops[j].loop, (at,), transfer=Transfer(step, site, v, size, order))
 
@@ -291,13 +298,27 @@ def _past_joins(tasks: Tasks) -> list[tuple[int, ...]]:
 
 
 def _leaders(tasks: Tasks) -> list[int]:
-    """Per task, the first of its kernel: of a group of fused ops with as many collectives and loops before them."""
+    """Per task, the first of its kernel: of a group of fused ops with as many collectives and loops before them.
+
+    Those of them that neither read each other nor an array in common are kernels of their own.
+    """
     levels: list[int] = []
-    first: dict[tuple[int, int, int], int] = {}
+    kernels: dict[tuple[int, int, int], list[tuple[int, set[int]]]] = {}  # (first task; tasks of the kernel and what they read)
+    joined: dict[int, int] = {}  # first task of a kernel -> that of the one that it is part of
     out: list[int] = []
     for n, (home, before, group) in enumerate(zip(tasks.home, tasks.before, tasks.group, strict=True)):
         levels.append(max((levels[m] + (m in tasks.transfers or tasks.home[m] != home) for m in before), default=0))
-        out.append(n if group < 0 else first.setdefault((group, home, levels[n]), n))
+        out.append(n)
+        if group >= 0:
+            some, reads = kernels.setdefault((group, home, levels[n]), []), {*before, *(~j for j in tasks.inside.get(n, ()))}
+            met = [k for k in some if not reads or len(k[1]) == 1 or not k[1].isdisjoint(reads)]
+            first = met[0][0] if met else n
+            joined.update((k[0], first) for k in met[1:])
+            kernels[group, home, levels[n]] = [k for k in some if k not in met] + [(first, {n, *reads}.union(*(k[1] for k in met)))]
+            out[n] = first
+    for n in range(len(out)):
+        while out[n] in joined:
+            out[n] = joined[out[n]]
     return out
 
 

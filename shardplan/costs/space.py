@@ -21,7 +21,7 @@ from shardplan.strategies.enumerate import AxisFactors, OpStrategies
 from shardplan.strategies.rule import Rule
 from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
-from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites
+from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites, summed_values
 from shardplan.xla_model.convolutions import HeldCopy, with_convolutions
 from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.expensive import recomputed_from
@@ -112,9 +112,14 @@ class StepFacts:
         return tuple(known.setdefault(x, x) for x in found)
 
     def partial_bytes_ratio(self, v: int) -> float:
-        """Bytes of a value's partial sums over its own: a loop accumulates in the dtype in which they are made."""
+        """Bytes of a value's partial sums over its own: they are added in the dtype in which they are made."""
         values = self.graph.values
-        return values[self.accumulated_sums.get(v, v)].itemsize / (values[v].itemsize or 1)
+        return values[self.summed_values[v]].itemsize / (values[v].itemsize or 1)
+
+    @cached_property
+    def summed_values(self) -> list[int]:
+        """Per value, the one whose partial sums XLA adds."""
+        return summed_values(self.graph)
 
     @cached_property
     def accumulated_operands(self) -> dict[tuple[int, int], tuple[int, int]]:

@@ -4,7 +4,7 @@ Rule 1, class: a reshard is a prefetch, a gradient, an update or blocking.
 Rule 2, combining: collectives of one class, loop and pass are combined, up to 30 MiB of results.
 Rule 3, combined window: from the last of its arrays that is made to the first that is needed.
 
-Facts: combine-threshold, combine-same-dtype, combine-independent, promote-small-integers, accumulate-before-cast.
+Facts: combine-threshold, combine-same-dtype, combine-independent, promote-small-integers, accumulate-before-cast, sum-before-cast.
 Also known as collective coalescing or gradient bucketing.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.ir.graph import Graph, Op, Phase
+from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums
 
 COMBINABLE = ("all-gather", "all-reduce", "reduce-scatter")
 """Kinds of collectives that XLA combines where they do not depend on each other, in the order in which it combines them."""
@@ -36,8 +37,9 @@ class CollectiveSite:
     group: int  # number of the group; prices take only reshards of one group as combined (rule 2)
     origin: int  # op that makes the array of which the value is a cast or a copy
     small_sum: bool  # whether it is a small sum on the critical path
-    joint: int  # number of the group, all prefetches and blocking ones of a loop and dtype in one: the plan says what waits for what
+    joint: int  # number of the group, all prefetches and blocking ones of a loop in one: the plan says what waits for what
     joint_size: int  # number of arrays in that
+    sum_dtype: str  # in which XLA adds its partial sums
 
 
 def collective_sites(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite, ...]:
@@ -45,29 +47,42 @@ def collective_sites(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite
     leaves, depth = _leaves_the_pass(graph), [0] * len(graph.values)
     same = [op.traits.same_array or op.forwards_value for op in graph.ops]
     origins = [graph.values[graph.origin(v, same.__getitem__)].producer[0] for v in range(len(graph.values))]
+    dtypes = [str(graph.values[v].dtype) for v in summed_values(graph)]
     for op in graph.ops:
         inside = (v for v in op.inputs if v is not None and graph.ops[graph.values[v].producer[0]].phase == op.phase)
         above = max((depth[v] for v in inside), default=0)
         for v in op.outputs:
             depth[v] = above + sums[v]
     keys: list[tuple] = []
-    for v, value in enumerate(graph.values):
+    for v, (value, dtype) in enumerate(zip(graph.values, dtypes, strict=True)):
         op = graph.ops[value.producer[0]]
         loop = graph.ops[value.consumers[0][0]].loop if value.consumers else op.loop
         if graph.ops[origins[v]].traits.known_early:
             keys.append(("prefetch", loop))
         elif leaves[v] and op.phase == "backward":
-            keys.append(("gradient", loop, str(value.dtype)))
+            keys.append(("gradient", loop, dtype))
         elif op.phase == "update" and not sums[v]:
             keys.append(("update", loop))
         else:
-            keys.append(("blocking", loop, str(value.dtype), op.phase, depth[v] if sums[v] else ~v))
+            keys.append(("blocking", loop, dtype, op.phase, depth[v] if sums[v] else ~v))
     small = [key[0] == "blocking" and sums[v] for v, key in enumerate(keys)]
-    pairs = zip(keys, graph.values, strict=True)
-    joint = [("anywhere", key[1], str(value.dtype)) if key[0] in ("prefetch", "blocking") else key for key, value in pairs]
+    joint = [("anywhere", key[1]) if key[0] in ("prefetch", "blocking") else key for key in keys]
     (sizes, number), (joint_sizes, joint_number) = (_groups(some, origins) for some in (keys, joint))
-    sites = zip(keys, origins, small, joint, strict=True)
-    return tuple(CollectiveSite(k[0], sizes[k], number[k], at, sum_, joint_number[j], joint_sizes[j]) for k, at, sum_, j in sites)
+    sites = zip(keys, origins, small, joint, dtypes, strict=True)
+    return tuple(CollectiveSite(k[0], sizes[k], number[k], at, sum_, joint_number[j], joint_sizes[j], t) for k, at, sum_, j, t in sites)
+
+
+def summed_values(graph: Graph) -> list[int]:
+    """Per value, the one whose partial sums XLA adds if it is partial: casts and copies come after, and what a loop accumulates before.
+
+    Facts: sum-before-cast, accumulate-before-cast.
+    """
+    same = [op.traits.same_array or op.forwards_value for op in graph.ops]
+    accumulated, out = accumulated_sums(graph, accumulated_operands(graph)), []
+    for v in range(len(graph.values)):
+        at = graph.origin(v, same.__getitem__)
+        out.append(graph.origin(accumulated[at], same.__getitem__) if at in accumulated else at)
+    return out
 
 
 def _groups(keys: Sequence[tuple], origins: Sequence[int]) -> tuple[Counter[tuple], dict[tuple, int]]:
@@ -137,7 +152,7 @@ def byte_factors(dtype, summed_fraction: float = 1.0) -> tuple[tuple[str, float]
 
     Args:
         dtype: of the array. No device adds 16- or 4-bit integers: they are sent as integers twice as wide.
-        summed_fraction: bytes of a partial sum over those of the array: below 1 where XLA reduces before a cast to a wider dtype.
+        summed_fraction: bytes of a partial sum over those of the array: not 1 where XLA reduces before a cast.
     """
     factors = dict.fromkeys(SUMS, summed_fraction) if summed_fraction != 1 else {}
     small_integers = {"int16": SUMS, "uint16": SUMS, "int4": (*SUMS, "all-to-all"), "uint4": (*SUMS, "all-to-all")}
