@@ -11,10 +11,12 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import shardplan
 from shardplan.mesh.layout import MeshShape
 from shardplan.xla import available, check, overlaps, simulate
 from shardplan.xla.hlo.diagnostics import buffers
 from shardplan.xla.hlo.text import read
+from shardplan.xla.report.check import expected
 
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
 MESH = MeshShape(("data", "model"), (4, 2))
@@ -253,3 +255,14 @@ ENTRY %main (x: f32[100], y: f32[100]) -> (f32[200], f32[100]) {
 def test_public_names_exist():
     package = importlib.import_module("shardplan.xla")
     assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_a_sum_that_an_addition_and_a_product_read_is_expected_once():
+    def twice(x, w, u):
+        y = x @ w
+        return y + jnp.tanh(y @ u)
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 8192), (8192, 1024), (1024, 1024))]
+    ins = P(None, "data"), P("data"), P()
+    plan = shardplan.auto(AbstractMesh((8,), ("data",)), cluster="h100", in_shardings=ins, out_shardings=P())(twice).plan(*args)
+    assert [(e.kind, e.bytes) for e in expected(plan)] == [("all-reduce", 2 * 4096 * 1024)]
