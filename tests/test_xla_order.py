@@ -147,11 +147,45 @@ def test_xlas_own_estimates_of_collectives_and_kernels(monkeypatch):
     for c in compiled.collectives:
         link = cluster.axis(shape, c.axes)
         expected = collective_estimate_s(c.kind, c.bytes, link, len(c.groups), cluster)
-        assert 1e-6 * float(found[c.name]) == pytest.approx(expected, rel=0.1 if link.nodes == 1 else 0.01)
+        assert 1e-6 * float(found[c.name]) == pytest.approx(expected, rel=0.01)
     kernel = re.findall(r"calculated cost for: loop_transpose_fusion[\d.]*\. Cost: ([\d.e+-]+)", compiled.stderr)
     assert 1e-6 * float(kernel[0]) == pytest.approx(
         kernel_estimate_s("fused", 2 * (32 << 20) / cluster.device.memory_rate, 0.0, cluster), rel=0.05
     )
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize(("target", "sizes"), [("h100:8", (8,)), ("h200:8", (2, 4)), ("b200:8", (4, 2)), ("b200:8", (8,))])
+def test_xlas_own_estimates_of_collectives_within_a_node(target, sizes, monkeypatch):
+    """Each has the bytes per second of the nearest size in XLA's table."""
+    names = ("x", "y")[-len(sizes) :]
+    mesh, n, members = AbstractMesh(sizes, names), prod(sizes), sizes[-1]
+    environment = compiler._environment
+    log = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "sol_latency_estimator=10"}
+    monkeypatch.setattr(compiler, "_environment", lambda request: environment(request) | log)
+    kinds = [
+        lambda x: jax.lax.psum(x, "y"),
+        lambda x: jax.lax.all_gather(x, "y", tiled=True),
+        lambda x: jax.lax.psum_scatter(x, "y", tiled=True),
+        lambda x: jax.lax.all_to_all(x, "y", 0, 0, tiled=True),
+    ]
+
+    def move(*xs):
+        return [kind(x) for kind, x in zip(kinds * (len(xs) // 4), xs, strict=True)]
+
+    args = [S((n * size // (members if k == 1 else 1),), F32) for size in (136, 8192, 90112, 3 << 20, 200 << 20) for k in range(4)]
+    move = jax.shard_map(move, mesh=mesh, in_specs=(P(names),) * len(args), out_specs=P(names), check_vma=False)
+    apart = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_gather", "all_reduce", "reduce_scatter")}
+    compiled = compile(lower_for(target, jax.jit(move), *args), target=target, options=apart, timeout_s=300)
+    assert compiled.ok, compiled.error
+    found = dict(re.findall(r"Computed collective time for ([\w.-]+): ([\d.e+-]+) us", compiled.stderr))
+    cluster = shardplan.Cluster.preset(target.partition(":")[0])
+    link = cluster.axis(MeshShape(mesh.axis_names, mesh.axis_sizes), ("y",))
+    assert len(compiled.collectives) == len(args)
+    for c in compiled.collectives:
+        expected = collective_estimate_s(c.kind, c.bytes, link, len(c.groups), cluster)
+        assert 1e-6 * float(found[c.name]) == pytest.approx(expected, rel=0.01), c
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@
                                  batches (`batch_s`) and for sums in float32 of
                                  narrower operands (`sums_s`)
     convolution                  10 us                                               1,000
-    collective within a node     a table of measured ones: latency and rate          5,000
-                                 (`WITHIN_NODE`), below 1 KiB in proportion to bytes
+    collective within a node     the bytes per second of the nearest size in a       5,000
+                                 table of measured ones, whatever noise they have
     collective between nodes     launch + rounds of a ring (`ring_s`)                5,000
 
 A unit is a microsecond. Facts: estimate-kernels, estimate-collectives, options-latency-hiding.
@@ -17,12 +17,14 @@ A unit is a microsecond. Facts: estimate-kernels, estimate-collectives, options-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import resources
 from math import ceil, prod
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from shardplan.mesh import collective
@@ -35,15 +37,8 @@ KernelKind = Literal["fused", "rows", "product", "float32 product", "float32 sum
 
 NODE = 8
 """GPUs that XLA takes a node to have."""
-WITHIN_NODE: dict[str, tuple[float, float]] = {
-    "all-gather": (28e-6, 2.8e-12),
-    "reduce-scatter": (22e-6, 3.0e-12),
-    "all-reduce": (42e-6, 5.1e-12),
-    "all-to-all": (33e-6, 2.8e-12),
-}
-"""Seconds, and seconds per byte, that XLA's table has for collectives of a node of 8 GPUs."""
-TABLE_BYTES = 1 << 10
-"""Smallest buffer of the table: below it seconds are in proportion to bytes."""
+SMALLEST_BYTES, SIZES = 1 << 10, 21
+"""Bytes of the first entry of `collective_estimates.json`, and how many there are: each is twice as large as the one before."""
 PRODUCTS: dict[str, tuple[str, float]] = {"product": ("bfloat16", 1.05), "float32 product": ("float32", 1.0)}
 """Kind of product -> the dtype of its operands, and XLA's seconds over ours of a short run."""
 SUMS_FLOPS_PER_S, SUM_S = {"b200": 22.2e12}, 11e-6
@@ -135,17 +130,41 @@ def collective_estimate_s(kind: str, size: float, link: AxisLink, groups: int, c
     if not hides_unasked(cluster.device.name):
         return UNKNOWN_S
     if link.nodes == 1:
-        if kind not in WITHIN_NODE:
+        if kind not in (table := _measured_us(cluster)):
             return collective.seconds_on_link(kind, size, link, cluster)
-        latency_s, s_per_byte = WITHIN_NODE[kind]
-        sent = size * (1 - 1 / link.members) / (1 - 1 / NODE)
-        return (latency_s + sent * s_per_byte) * min(1.0, size / TABLE_BYTES)
+        return _nearest_s(table[kind], size, link.members)
     nodes, communicators = (link.members // NODE, 1) if link.local == NODE else (link.members, groups)
     if kind == "collective-permute":
         nodes, communicators = 2, NODE
     if NODE % communicators:
         return UNKNOWN_S
     return ring_s(kind, size, nodes, nodes * NODE // communicators, cluster)
+
+
+def _nearest_s(table: Mapping[int, Sequence[float]], size: float, members: int) -> float:
+    """Seconds at the bytes per second of the entry whose size is nearest, of the nearest number of devices."""
+    measured = table[min(table, key=lambda n: abs(n - members))]
+    n = min(range(SIZES), key=lambda n: (abs((SMALLEST_BYTES << n) - size), -n))
+    return 1e-6 * measured[n] * size / (SMALLEST_BYTES << n)
+
+
+def _measured_us(cluster: Cluster) -> Mapping[str, Mapping[int, Sequence[float]]]:
+    """Kind -> number of devices -> microseconds by size, as XLA has them measured on GPUs like these."""
+    tables, gpu = _tables(), gpu_of_device_kind(cluster.device.name)
+    return tables.us.get(gpu.key if gpu else "", tables.us["h100"])
+
+
+class _Tables(msgspec.Struct, frozen=True):
+    """The content of `collective_estimates.json`."""
+
+    source: str
+    bytes: str
+    us: dict[str, dict[str, dict[int, tuple[float, ...]]]]
+
+
+@cache
+def _tables() -> _Tables:
+    return msgspec.json.decode((resources.files("shardplan.xla_model") / "collective_estimates.json").read_bytes(), type=_Tables)
 
 
 def ring_s(kind: str, size: float, nodes: int, members: int, cluster: Cluster) -> float:
