@@ -17,6 +17,8 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.rates import COLUMN_READ, MASKED_BYTE, NARROW_UPDATE, ROW_READ, UNTILED_BYTE, Product, kernel_seconds
 from shardplan.xla import available
 from shardplan.xla.hlo.schedule import kernels, seconds, seconds_of
+from shardplan.xla_model.physical_order import physical_orders
+from shardplan.xla_model.row_kernels import row_kernels
 
 S, F32 = jax.ShapeDtypeStruct, jnp.float32
 BYTES = replace(
@@ -81,6 +83,21 @@ def test_gelus_tanh_is_written_where_that_takes_less_than_computing_it_again(gpu
     facts = StepFacts.of(graph, MeshShape(("x",), (1,)), device)
     (tanh,) = (op.outputs[0] for op in facts.graph.ops if op.primitive == "tanh")
     assert facts.materialised[tanh] is written
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes", "kept"),
+    [
+        (lambda x: x / x.mean(-1, keepdims=True), [(4096, 1024)], 1),
+        (lambda x, v: x / jnp.sqrt(0.9 * v + 0.1 * (x * x).mean(-1))[:, None], [(4096, 1024), (4096,)], 0),
+        (lambda x: x / x.mean(), [(1024,)], 0),
+        (jax.nn.softmax, [(1024,)], 2),
+    ],
+)
+def test_another_array_between_a_reduction_and_its_row_or_a_number_behind_a_scalar_leaves_it_off_chip(fun, shapes, kept):
+    facts = StepFacts.of(parse(jax.make_jaxpr(fun)(*(S(shape, F32) for shape in shapes))), MeshShape(("x",), (1,)), H100.device)
+    orders = physical_orders(facts.graph, facts.rules)
+    assert len(row_kernels(facts.graph, orders.rules, orders).fused) == kept
 
 
 def written_of(fun, *args) -> list[str]:

@@ -359,6 +359,23 @@ def test_sums_of_one_depth_are_combined_in_a_loop_too():
     assert found == ["all-reduce over model: f32[512] + f32[512] x6"]
 
 
+def test_collectives_are_combined_whatever_makes_their_arrays():
+    def gathered(ws, ms):
+        new = [0.9 * m + constrain(w, s("data")) for w, m in zip(ws, ms, strict=True)]
+        return [constrain(constrain(w, s("data")) - m, s()) for w, m in zip(ws, new, strict=True)], new
+
+    arrays = [a(D, D)] * 3
+    found = emitted(gathered, arrays, arrays, ins=([s()] * 3, [s("data")] * 3), outs=([s()] * 3, [s("data")] * 3))
+    assert found == [f"all-gather over data: {' + '.join(['f32[1024,1024]'] * 3)}"]
+
+    def gradients_and_norms(ws, xs):
+        norms = [jnp.sum(constrain(w, s("data")) ** 2) for w in ws]
+        return [w - constrain(x.sum(0), s()) / n for w, x, n in zip(ws, xs, norms, strict=True)]
+
+    (found,) = emitted(gradients_and_norms, [a(D)] * 2, [a(B, D)] * 2, ins=([s()] * 2, [s("data")] * 2), outs=[s()] * 2)
+    assert found.startswith("all-reduce over data: ") and found.count(" + ") == 3
+
+
 def test_but_not_sums_with_maxima():
     found = around_loop(lambda h: jnp.tanh(h / jnp.sum(h * h, 1, keepdims=True) + jnp.max(h, 1, keepdims=True)))
     assert found == ["all-reduce over model: f32[512] x6"] * 2
@@ -476,6 +493,10 @@ def both_passes(fn):
         (normalised, [(4096, 4096)], 1),
         (both_passes(normalised), [(4096, 4096)] * 2, 2),  # either computes the row's mean and variance
         (both_passes(jax.nn.softmax), [(4096, 4096)] * 2, 3),  # and the sum of the exponentials
+        (lambda x: x / x.mean(-1, keepdims=True), [(4096, 4096)], 1),
+        (lambda x, v: x / jnp.sqrt(0.9 * v + 0.1 * (x * x).mean(-1))[:, None], [(4096, 4096), (4096,)], 3),  # with another array
+        (lambda x: x / x.mean(), [(1024,)], 2),  # with a number, of a vector
+        (jax.nn.softmax, [(1024,)], 1),
     ],
 )
 def test_kernels_that_keep_rows_on_chip(fn, shapes, expected):

@@ -430,7 +430,7 @@ def test_the_large_gradients_of_a_loop_all_move_in_one_way():
     plan = shardplan.auto(AbstractMesh((8, 8), ("node", "gpu")), cluster="h100", donate_argnums=0)(step).plan(state, batch)
     found = plan.context.planned
     large = {place.group for v, place in zip(found.graph.values, found.space.collective_sites, strict=True)
-             if place.collective_class == "gradient" and v.dtype == BF16 and found.graph.ops[v.producer[0]].loop >= 0}  # fmt: skip
+             if place.collective_class == "gradient" and place.sum_dtype == "bfloat16" and found.graph.ops[v.producer[0]].loop >= 0}  # fmt: skip
     moved = [arrays for (crowd, _), arrays in found.network.combined_groups(found.solution.states) if crowd in large]
     assert moved and len({frozenset(at for at, _ in arrays) for arrays in moved}) == 1 and len(moved[0]) > 4
 
@@ -476,8 +476,10 @@ def by_gradient_norms(ws, x):
 def test_all_reduces_are_combined_across_reduce_scatters_which_then_stay_apart():
     args = [S((512, 512), F32)] * 3, S((262144, 512), F32)
     pins = {f"ws/{n}": P("data", None) for n in range(3)} | {"x": P("data", None)}
-    plan = shardplan.auto(AbstractMesh((8,), ("data",)), cluster="h100", donate_argnums=0, pins=pins)(by_gradient_norms).plan(*args)
-    planned, emitted = collectives_of(plan)
+    mesh = AbstractMesh((8,), ("data",))
+    outs = [jax.sharding.NamedSharding(mesh, P("data"))] * 3
+    auto = shardplan.auto(mesh, cluster="h100", donate_argnums=0, pins=pins, out_shardings=outs)
+    planned, emitted = collectives_of(auto(by_gradient_norms).plan(*args))
     assert planned["all-reduce"] == emitted["all-reduce"] == 6
     assert planned["reduce-scatter"] == emitted["reduce-scatter"] == 3
 

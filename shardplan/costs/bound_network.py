@@ -36,7 +36,7 @@ from shardplan.costs.tables import CostTables
 from shardplan.ilp.solver.problem import Edge, Problem
 from shardplan.mesh.collective import CombinedCollectives
 from shardplan.mesh.reshard import Kernels, Resharder
-from shardplan.xla_model.combining import COMBINABLE, SUMS
+from shardplan.xla_model.combining import COMBINABLE
 
 NETWORK, LATENCY, KERNELS, AROUND = range(4)
 """Columns of the weights of edges."""
@@ -242,8 +242,7 @@ def _bounding(
     out: tuple[list[Resharder], ...] = ([], [])
     known: dict[tuple, tuple[Resharder, ...]] = {}
     for factors, site in space.facts.moved:
-        alone = site.joint_size == 1 or site.collective_class == "update"
-        kinds = () if alone else SUMS if site.collective_class == "gradient" else COMBINABLE
+        kinds = () if site.joint_size == 1 else COMBINABLE
         key = (factors, kinds, bool(kinds) and site.joint in full)
         if key not in known:
             most = threshold_bytes * max(1.0, *(factor for _, factor in factors), 1.0)

@@ -138,12 +138,10 @@ class DecidedProgram:
         """Transfers that one collective makes: of one group, kind, operator, axes, loop, none of which waits for another (rule 2)."""
         tasks = self.tasks
         groups: dict[tuple, list[int]] = {}
-        for n, (step, site, _, _, (at, _)) in tasks.transfers.items():
-            alone = site.joint_size == 1 or site.collective_class == "update" or step.kind not in COMBINABLE
-            alone = alone or (site.collective_class == "gradient" and step.kind == "all-gather")
-            phase = self.graph.ops[at].phase if step.kind == "all-gather" else ""
+        for n, (step, site, *_) in tasks.transfers.items():
+            alone = site.joint_size == 1 or step.kind not in COMBINABLE
             operators = tuple(operator for axis, operator in step.before.partial if axis in step.axes)
-            key = (site.joint, step.kind, step.axes, operators, tasks.home[n], phase, site.sum_dtype if step.kind in SUMS else "")
+            key = (site.joint, step.kind, step.axes, operators, tasks.home[n], site.sum_dtype if step.kind in SUMS else "")
             groups.setdefault(n if alone else key, []).append(n)  # pyright: ignore[reportArgumentType]
         combiner, turns = Combiner(tasks), {kind: turn for turn, kind in enumerate(COMBINABLE)}
         for some in sorted(groups.values(), key=lambda some: turns.get(tasks.transfers[some[0]].step.kind, 0)):

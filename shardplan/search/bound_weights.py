@@ -115,9 +115,8 @@ class BestWeights:
     @cached_property
     def groups(self) -> list[tuple]:
         """Per array edge, what it agrees in with those whose collectives may be combined with its own."""
-        ops, sites = self.task.space.graph.ops, self.task.space.collective_sites
-        pairs = ((ops[edge.consumer], sites[edge.value]) for edge in self.edges)
-        return [(site.joint, op.loop, op.phase if site.collective_class == "prefetch" else "") for op, site in pairs]
+        sites = self.task.space.collective_sites
+        return [(sites[edge.value].joint, home) for edge, home in zip(self.edges, self.edge_homes, strict=True)]
 
     @cached_property
     def members(self) -> dict[int, Members]:

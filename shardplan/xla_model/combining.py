@@ -4,7 +4,8 @@ Rule 1, class: a reshard is a prefetch, a gradient, an update or blocking.
 Rule 2, combining: collectives of one class, loop and pass are combined, up to 30 MiB of results.
 Rule 3, combined window: from the last of its arrays that is made to the first that is needed.
 
-Facts: combine-threshold, combine-same-dtype, combine-independent, promote-small-integers, accumulate-before-cast, sum-before-cast.
+Facts: combine-threshold, combine-same-dtype, combine-independent, combine-any-pass, promote-small-integers, accumulate-before-cast,
+sum-before-cast.
 Also known as collective coalescing or gradient bucketing.
 """
 
@@ -37,7 +38,7 @@ class CollectiveSite:
     group: int  # number of the group; prices take only reshards of one group as combined (rule 2)
     origin: int  # op that makes the array of which the value is a cast or a copy
     small_sum: bool  # whether it is a small sum on the critical path
-    joint: int  # number of the group, all prefetches and blocking ones of a loop in one: the plan says what waits for what
+    joint: int  # number of the group of all arrays of a loop, whatever their class: the plan says what waits for what
     joint_size: int  # number of arrays in that
     sum_dtype: str  # in which XLA adds its partial sums
 
@@ -66,7 +67,7 @@ def collective_sites(graph: Graph, sums: Sequence[bool]) -> tuple[CollectiveSite
         else:
             keys.append(("blocking", loop, dtype, op.phase, depth[v] if sums[v] else ~v))
     small = [key[0] == "blocking" and sums[v] for v, key in enumerate(keys)]
-    joint = [("anywhere", key[1]) if key[0] in ("prefetch", "blocking") else key for key in keys]
+    joint = [("anywhere", key[1]) for key in keys]
     (sizes, number), (joint_sizes, joint_number) = (_groups(some, origins) for some in (keys, joint))
     sites = zip(keys, origins, small, joint, dtypes, strict=True)
     return tuple(CollectiveSite(k[0], sizes[k], number[k], at, sum_, joint_number[j], joint_sizes[j], t) for k, at, sum_, j, t in sites)

@@ -9,12 +9,14 @@ row, reduces it, and combines the result with the same row:
     softmax, layer norm       one kernel reads x and writes the result
     and their gradients       one kernel reads x and the result's gradient; it computes the forward pass of the row again
     root mean square norm     one kernel alone; several with its gradient: the reduction has two uses and seeds nothing
+    sums added to a state,    several kernels: between a reduction and its row stands work on one array, and numbers; between a scalar and
+    the mean of a vector      its vector nothing but work on one scalar
     softmax of a transpose    several kernels: the dim that is reduced is not the last in memory (`physical_order.py`)
 
 Three things leave the kernel: a reduction of exponentials that several kernels read, for computing them once more costs more than to
 write a number per row; what a reduction of another kind reads, which is written first; and every result, for a kernel writes one.
 
-Facts: fusion-rows, fusion-rows-exponentials, fusion-rows-columns.
+Facts: fusion-rows, fusion-rows-exponentials, fusion-rows-columns, fusion-rows-seed.
 """
 
 from __future__ import annotations
@@ -119,6 +121,8 @@ def _is_seed(graph: Graph, rules: Sequence[Rule], at: int) -> bool:
         others = [u for u in reader.inputs if u is not None and graph.original(u) != v and graph.values[u].shape]
         if others and reader.outs[0].size == size:
             return any(not sources.isdisjoint(_unary_sources(graph, rules, u)) for u in others)
+        if not all(_is_scalar(graph, u) for u in others) or (reader.outs[0].size == 1 and reader.traits.scaling):
+            return False
         v = reader.outputs[0]
 
 
