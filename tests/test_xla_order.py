@@ -14,6 +14,7 @@ import shardplan
 from shardplan.costs.decided_tasks import Tasks, fused
 from shardplan.costs.split_products import contracted_splits, merged_sizes
 from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.rates import kernel_seconds
 from shardplan.xla import available
 from shardplan.xla.compiler import compile as compiler
 from shardplan.xla.compiler.compile import compile, lower_for
@@ -192,20 +193,22 @@ def test_xlas_own_estimates_of_collectives_within_a_node(target, sizes, monkeypa
 @needs_gpu_compiler
 @pytest.mark.parametrize("target", ["h100:8", "b200:8"])
 def test_xlas_own_estimates_of_products(target, monkeypatch):
-    """Batches, which XLA goes by single products for, and sums in float32 of narrower operands, as XLA's scheduler logs them."""
+    """Batches, which XLA goes by single products for, sums in float32 of narrower operands, and float16, as XLA's scheduler logs them."""
     mesh = AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     environment = compiler._environment
     log = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "sol_latency_estimator=10"}
     monkeypatch.setattr(compiler, "_environment", lambda request: environment(request) | log)
     shapes = [(128, 256, 256, 64), (64, 512, 512, 128), (256, 1024, 64, 1024), (16, 2048, 128, 2048)]
     sums = [(2, 2048, 512, 8192), (8, 1024, 1024, 256), (32, 2048, 256, 512), (1, 2048, 4096, 8192)]
+    float16 = [(1, 8192, 1024, 4096), (1, 4096, 4096, 1024), (64, 1024, 512, 128)]
+    every = [(x, BF16) for x in shapes + sums] + [(x, jnp.float16) for x in float16]
 
     def f(x, *operands):
-        pairs = zip(operands[::2], operands[1::2], shapes + sums, strict=True)
-        products = [jnp.einsum("bmk,bkn->bmn", a, b, preferred_element_type=F32 if s in sums else BF16) for a, b, s in pairs]
+        pairs = zip(operands[::2], operands[1::2], shapes + sums + float16, strict=True)
+        products = [jnp.einsum("bmk,bkn->bmn", a, b, preferred_element_type=F32 if s in sums else a.dtype) for a, b, s in pairs]
         return x.sum(), products
 
-    args = [S((8, 1 << 20), F32), *(S(a, BF16) for b, m, n, k in shapes + sums for a in ((b, m, k), (b, k, n)))]
+    args = [S((8, 1 << 20), F32), *(S(a, dtype) for (b, m, n, k), dtype in every for a in ((b, m, k), (b, k, n)))]
     shardings = tuple(jax.sharding.NamedSharding(mesh, P("data") if x is args[0] else P()) for x in args)
     compiled = compile(lower_for(target, jax.jit(f, in_shardings=shardings), *args), target=target, timeout_s=300)
     assert compiled.ok, compiled.error
@@ -215,9 +218,10 @@ def test_xlas_own_estimates_of_products(target, monkeypatch):
     ratios = []
     for i, (work, _) in kernels(compiled.module).items():
         for p in work.products:
-            kind = "float32 sums" if i.arrays[0].dtype == "f32" else "product"
-            ratios.append(kernel_estimate_s(kind, 0.0, 0.0, cluster, p.sizes) / expected_s[i.name])
-    assert len(ratios) == len(shapes + sums) and all(0.6 < ratio < 1.6 for ratio in ratios), ratios
+            kind = {"f32": "float32 sums", "bf16": "product", "f16": "float16 product"}[i.arrays[0].dtype]
+            alone_s = kernel_seconds(cluster.device, work.products, 0.0)
+            ratios.append(kernel_estimate_s(kind, alone_s, 0.0, cluster, p.sizes) / expected_s[i.name])
+    assert len(ratios) == len(every) and all(0.6 < ratio < 1.6 for ratio in ratios), ratios
 
 
 def test_products_that_are_one_kernel_are_split_as_that_kernel():

@@ -90,7 +90,8 @@ class TaskSeconds:
         sizes = merged_sizes(found, shared)
         parts = product_parts(op, sizes, space.cluster.device)
         in_float32 = parts > 1 or op.outs[0].dtype == np.float32
-        return "float32 sums" if in_float32 else "product", (sizes[0] * parts, *sizes[1:3], sizes[3] // parts)
+        kind = "float32 sums" if in_float32 else "float16 product" if op.ins[0].dtype == np.float16 else "product"
+        return kind, (sizes[0] * parts, *sizes[1:3], sizes[3] // parts)
 
     @cached_property
     def _latency_bound_bytes(self) -> dict[int, float]:

@@ -6,7 +6,8 @@
     product                      a table of products measured in short runs, as our  1
                                  rates without what power takes; other rates for
                                  batches (`batch_s`) and for sums in float32 of
-                                 narrower operands (`sums_s`)
+                                 narrower operands (`sums_s`); of float16 without
+                                 these eight times what it is of bfloat16
     convolution                  10 us                                               1,000
     collective within a node     the bytes per second of the nearest size in a       5,000
                                  table of measured ones, whatever noise they have
@@ -33,7 +34,7 @@ from shardplan.mesh.device import ProductRate, gpu_of_device_kind
 from shardplan.mesh.rates import compute_seconds
 from shardplan.xla_model.compiler_options import hides_unasked
 
-KernelKind = Literal["fused", "rows", "product", "float32 product", "float32 sums", "convolution"]
+KernelKind = Literal["fused", "rows", "product", "float16 product", "float32 product", "float32 sums", "convolution"]
 
 NODE = 8
 """GPUs that XLA takes a node to have."""
@@ -41,6 +42,8 @@ SMALLEST_BYTES, SIZES = 1 << 10, 21
 """Bytes of the first entry of `collective_estimates.json`, and how many there are: each is twice as large as the one before."""
 PRODUCTS: dict[str, tuple[str, float]] = {"product": ("bfloat16", 1.05), "float32 product": ("float32", 1.0)}
 """Kind of product -> the dtype of its operands, and XLA's seconds over ours of a short run."""
+FLOAT16_TIMES = 8.0
+"""Seconds of a product of float16 over those of the same product of bfloat16, on every GPU."""
 SUMS_FLOPS_PER_S, SUM_S = {"b200": 22.2e12}, 11e-6
 """Products of narrower operands with sums in float32: FLOP/s by GPU, others 12.3e12, and seconds of each product of a batch; read off
 XLA's log for 30 products on each of H100, H200 and B200, half of which are within 12 % of it, and nine in ten within 45 %."""
@@ -83,6 +86,8 @@ def kernel_estimate_s(kind: KernelKind, seconds: float, size: float, cluster: Cl
         return 1e-5
     if kind == "float32 sums":
         return sums_s(product, cluster)
+    if kind == "float16 product":
+        return FLOAT16_TIMES * kernel_estimate_s("product", seconds, size, cluster, product)
     if kind == "product" and product and product[0] > 1:
         return batch_s(product, cluster)
     device = cluster.device
