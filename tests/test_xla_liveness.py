@@ -170,6 +170,35 @@ def test_rule_14_a_copy_of_what_a_loop_slices_is_one_of_the_stack_until_the_loop
     assert live[stack] == (at, graph.loops[0].stop)
 
 
+def two_stacks(width):
+    """Two loops one after the other, each of which stacks rows; the second stacks `width` columns of them."""
+
+    def run(x):
+        _, rows = jax.lax.scan(lambda c, _: (jnp.sin(c @ c), c), x, length=64)
+        x = jnp.cos(rows * rows[:, ::-1]).sum(0)
+        _, rows = jax.lax.scan(lambda c, _: (jnp.sin(c @ c), c[:, :width]), x, length=64)
+        return jnp.cos(rows * rows[:, ::-1]).sum(0)
+
+    return run
+
+
+@pytest.mark.parametrize(("width", "together"), [(512, True), (384, False)])
+def test_rule_14_stacks_of_one_shape_are_live_from_the_start_of_the_first_loop(width, together):
+    graph = parse(jax.make_jaxpr(two_stacks(width))(jax.ShapeDtypeStruct((512, 512), jnp.float32)))
+    live = live_intervals(graph, [True] * len(graph.values), [False] * len(graph.ops))
+    births = [interval[0] for op in graph.ops if op.traits.loop_stack and (interval := live[op.outputs[0]])]
+    assert births == [graph.loops[0].start, graph.loops[0 if together else 1].start]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+@pytest.mark.parametrize(("width", "together"), [(512, True), (384, False)])
+def test_rule_14_stacks_of_one_shape_exist_from_the_first_loop_on(width, together):
+    done = compile(jax.jit(two_stacks(width)), jax.ShapeDtypeStruct((512, 512), jnp.float32), target="h100:1")
+    assert done.ok and done.memory is not None, done.error
+    assert (done.memory.peak_bytes > 1.9 * 64 * 512 * 512 * 4) == together
+
+
 def test_a_copy_for_the_backward_pass_stands_behind_the_read_of_the_forward_pass():
     """A gated unit: half of a product is read once in each pass, as it is in the first and through a copy in the second."""
 

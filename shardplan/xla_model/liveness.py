@@ -1,13 +1,14 @@
 """When each value is in memory: half-open intervals of op numbers. Two arrays are in memory together iff their intervals overlap.
 
 Rule 13, life: from its op to its last reader; an elementwise reader may reuse the buffer.
-Rule 14, loops and branches: what a loop reads lives until it ends, the rows it stacks from its start; branches exclude each other.
+Rule 14, loops and branches: what a loop reads lives until it ends, the rows it stacks from the start of the first loop around that
+stacks such an array; branches exclude each other.
 Rule 15, the schedule's order: values are read where the schedule runs their readers.
 Rule 16, aliases: copies and operands of loops take over buffers; donated state is overwritten.
 
 docs/xla_model.md states the rules in full. Also known as live ranges, as in register allocation.
 Facts: liveness-elementwise-reuse, liveness-loop-operands, liveness-branches, liveness-combined-operands, liveness-scatter-zeros,
-liveness-donation.
+liveness-donation, liveness-stack-zeros.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def live_intervals(
         olds = (replaced[c] for c, _ in graph.values[v].consumers if c in replaced)
         return in_place[at] and any(graph.values[w].bytes == graph.values[v].bytes and read[w] <= at for w in olds)
 
-    state = {a for a, _ in graph.same_layout}
+    state, stacked_from = {a for a, _ in graph.same_layout}, _stack_births(graph)
     out: list[Interval | None] = []
     for v, value in enumerate(graph.values):
         at = value.producer[0]
@@ -71,7 +72,7 @@ def live_intervals(
         elif op.traits.step_output or not (materialised[v] or op.traits.alias) or overwrites_state(v, at):
             out.append(None)
         else:
-            birth = graph.loops[op.held_during].start if op.traits.loop_stack else at
+            birth = stacked_from.get(at, at)
             if op.traits.loop_next:
                 birth = graph.loops[op.loop].stop
             elif op.traits.alias or op.forwards_value:  # other readers of an array in flight make their result when it is there
@@ -81,6 +82,19 @@ def live_intervals(
                 birth = birth if where is None else graph.maker(where)
             out.append((birth, max(birth, death(v))))
     return out
+
+
+def _stack_births(graph: Graph) -> dict[int, int]:
+    """Op that makes a stack of rows -> where its zeros are written: one kernel writes all of one shape and computation.
+
+    Fact: liveness-stack-zeros.
+    """
+    alike: dict[tuple, list[int]] = {}
+    for at, op in enumerate(graph.ops):
+        if op.traits.loop_stack:
+            alike.setdefault((graph.loop_holders[op.held_during][1], op.outs[0].shape, op.outs[0].dtype), []).append(at)
+    starts = ((some, min(graph.loops[graph.ops[at].held_during].start for at in some)) for some in alike.values())
+    return {at: first for some, first in starts for at in some}
 
 
 def _last_uses(
