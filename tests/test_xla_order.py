@@ -193,7 +193,7 @@ def test_xlas_own_estimates_of_collectives_within_a_node(target, sizes, monkeypa
 @needs_gpu_compiler
 @pytest.mark.parametrize("target", ["h100:8", "b200:8"])
 def test_xlas_own_estimates_of_products(target, monkeypatch):
-    """Batches, which XLA goes by single products for, sums in float32 of narrower operands, and float16, as XLA's scheduler logs them."""
+    """Batches, which XLA goes by single products for, sums in float32 of narrower operands, and float16, as its scheduler logs them."""
     mesh = AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     environment = compiler._environment
     log = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "sol_latency_estimator=10"}

@@ -429,8 +429,9 @@ def test_the_large_gradients_of_a_loop_all_move_in_one_way():
     step, state, batch = nets.vit(layers=6)
     plan = shardplan.auto(AbstractMesh((8, 8), ("node", "gpu")), cluster="h100", donate_argnums=0)(step).plan(state, batch)
     found = plan.context.planned
-    large = {place.group for v, place in zip(found.graph.values, found.space.collective_sites, strict=True)
-             if place.collective_class == "gradient" and place.sum_dtype == "bfloat16" and found.graph.ops[v.producer[0]].loop >= 0}  # fmt: skip
+    pairs = zip(found.graph.values, found.space.collective_sites, strict=True)
+    gradients = [(v, place) for v, place in pairs if place.collective_class == "gradient" and place.sum_dtype == "bfloat16"]
+    large = {place.group for v, place in gradients if found.graph.ops[v.producer[0]].loop >= 0}
     moved = [arrays for (crowd, _), arrays in found.network.combined_groups(found.solution.states) if crowd in large]
     assert moved and len({frozenset(at for at, _ in arrays) for arrays in moved}) == 1 and len(moved[0]) > 4
 

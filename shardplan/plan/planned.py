@@ -149,7 +149,7 @@ class Planned:
         return out
 
     def operand_reshards(self, i: int) -> Iterator[tuple[int, int, ReshardKey, tuple[ReshardStep, ...]]]:
-        """Reshards of the operands of op i, and of a copy of an array at its first reader; each collective at the first op that needs it.
+        """Reshards of the operands of op i, and of a copy at its first reader; each collective at the first op that needs it.
 
         Yields:
             (k, v, key, steps): `steps` reshard value v on its way to operand k of op i, at the operand that `key` names: this one, or

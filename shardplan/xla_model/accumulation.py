@@ -3,8 +3,8 @@
     carry' = carry + f(x)          f(x) partial over `data`: XLA accumulates partial sums and reduces the carry when the loop ends
 
 So a carry that nobody else reads inside the loop may be partial, on top of its initial value. Gradients of weights that a scan uses in
-every iteration (microbatches, time steps) cost one all-reduce, or one reduce-scatter where the sum is used sharded. A reduce-scatter
-inside the loop is paid in every iteration.
+every iteration (microbatches, time steps) cost one all-reduce, or one reduce-scatter where the sum is used sharded. XLA moves an
+all-reduce that stands inside the loop, too, so no plan has one there (`costs/tables.py`); a reduce-scatter is paid in every iteration.
 
 Facts: accumulate-reduces-after-loop, accumulate-scatters-inside.
 """

@@ -9,8 +9,8 @@ row, reduces it, and combines the result with the same row:
     softmax, layer norm       one kernel reads x and writes the result
     and their gradients       one kernel reads x and the result's gradient; it computes the forward pass of the row again
     root mean square norm     one kernel alone; several with its gradient: the reduction has two uses and seeds nothing
-    sums added to a state,    several kernels: between a reduction and its row stands work on one array, and numbers; between a scalar and
-    the mean of a vector      its vector nothing but work on one scalar
+    sums added to a state,    several kernels: between a reduction and its row stand only numbers and work on one array,
+    the mean of a vector      and not even numbers between a scalar and its vector
     softmax of a transpose    several kernels: the dim that is reduced is not the last in memory (`physical_order.py`)
 
 Three things leave the kernel: a reduction of exponentials that several kernels read, for computing them once more costs more than to

@@ -10,12 +10,14 @@ What XLA's partitioner makes of them in the layouts that their rules allow (`ben
     slice, pad, rev, concatenate of a sharded dim                  more collective-permutes than necessary; aborts on some pads
     select_and_scatter_add, select_and_gather_add,                 halo exchanges of three arrays; aborts on some
     reduce_window over several arrays
+    select_and_scatter_add, of any dtype but float32, bfloat16     all-gather, also of batch dims, and all windows on every device
     cumsum, ... along a sharded dim                                a window as long as the dim, hence an all-gather
     argmax, argmin, top_k, approx_top_k along a sharded dim        all-gather
     dynamic_slice, dynamic_update_slice, gather and scatter        all-gather of the sharded dim
     of one window
 
-Facts: local-library-calls, local-grouped-convolution, local-initial-value, local-halo, local-dynamic-index.
+Facts: local-library-calls, local-grouped-convolution, local-initial-value, local-halo, local-dynamic-index,
+partition-scattered-windows.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ def by_rule(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) 
     rule, axes, halos = found
     every = [s for dims in halos for s in dims]
     slides = all(a in rule.halo for a in rule.shard_local if axes.get(a))
-    if slides and not any(not rule.halo or max(s.halo.window, s.halo.dilation) > 1 or s.halo.permutes(s.n, s.m, s.shards) for s in every):
+    if slides and not any(max(s.halo.window, s.halo.dilation) > 1 or s.halo.permutes(s.n, s.m, s.shards) for s in every):
         return None
     dims = (tuple(axes.get(dim[0], ()) if len(dim) == 1 else () for dim in of) for of in rule.results)
     return lambda *shards: run_form(eqn, shards, halos), tuple(Layout(of, _summed(rule, axes)) for of in dims)
