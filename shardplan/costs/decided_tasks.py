@@ -16,7 +16,7 @@ Facts: cse-merges-equal-reshards, cse-merges-equal-sums, cse-stops-at-barriers, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -241,6 +241,18 @@ class _Builder:
 def shared_key(graph: Graph, j: int, v: int) -> tuple[int, int, Phase]:
     """What two readers of an array must agree in to share a collective: op j reads value v."""
     return v, graph.ops[j].loop, graph.ops[j].phase
+
+
+def own_moves(
+    network: CostNetwork, strategies: Sequence[int] | np.ndarray, retained: Collection[int], ops: Collection[int] | None = None
+) -> Iterator[tuple[int, int, int, tuple[ReshardStep, ...]]]:
+    """`CostNetwork.moves` without the collectives at the begin of a path that an earlier reader of the array has."""
+    graph, regathers, done = network.space.graph, network.regathers(strategies, retained), set[tuple]()
+    for j, k, v, steps in network.moves(strategies, retained, ops):
+        copy = regathers.get(j if graph.ops[j].traits.copy else graph.values[v].producer[0], 0)
+        paths = [(*shared_key(graph, j, v), copy, steps[: n + 1]) for n in range(len(steps))]
+        yield j, k, v, steps[sum(path in done for path in paths) :]
+        done.update(paths)
 
 
 def _moved(tasks: Tasks, network: CostNetwork, j: int, v: int, at: int, step: ReshardStep) -> int:

@@ -229,7 +229,7 @@ class CostNetwork:
             if j not in retained and (steps := self.path(v, before, after)):
                 yield j, k, v, steps
 
-    def regathers(self, strategies: Sequence[int], retained: Collection[int]) -> dict[int, int]:
+    def regathers(self, strategies: Sequence[int] | np.ndarray, retained: Collection[int]) -> dict[int, int]:
         """Copy -> how many times its array was gathered and freed before.
 
         Emission numbers regathered copies and puts barriers before them: XLA's common subexpression elimination would merge them and

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.costs.decided_program import DecidedProgram, decided_program
-from shardplan.costs.decided_tasks import Tasks, shared_key
+from shardplan.costs.decided_tasks import Tasks, own_moves
 from shardplan.costs.memory_categories import categories
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options, ReshardKey
@@ -137,16 +137,9 @@ class Planned:
 
         Facts: cse-merges-equal-reshards, cse-merges-equal-sums.
         """
-        regathers, out = self.network.regathers(self.strategies, self.retained), {}
-        done: set[tuple] = set()
-        for j, k, v, steps in self.network.moves(self.strategies, self.retained):
-            copied = self.graph.ops[j].traits.copy
-            key = *shared_key(self.graph, j, v), regathers.get(j if copied else self.graph.values[v].producer[0], 0)
-            paths = [(*key, steps[: n + 1]) for n in range(len(steps))]
-            if known := sum(path in done for path in paths):
-                out[j, k] = known
-            done.update(paths)
-        return out
+        own = own_moves(self.network, self.strategies, self.retained)
+        every = self.network.moves(self.strategies, self.retained)
+        return {(j, k): n for (j, k, _, left), (*_, steps) in zip(own, every, strict=True) if (n := len(steps) - len(left))}
 
     def operand_reshards(self, i: int) -> Iterator[tuple[int, int, ReshardKey, tuple[ReshardStep, ...]]]:
         """Reshards of the operands of op i, and of a copy at its first reader; each collective at the first op that needs it.

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardplan.costs.decided_tasks import own_moves
 from shardplan.costs.halo_exchange import exchanges
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.states import PS
@@ -230,9 +231,12 @@ def sent_bytes(network: CostNetwork, states: Sequence[int]) -> float:
 def _sent_bytes(
     network: CostNetwork, strategies: Sequence[int] | np.ndarray, retained: Collection[int], ops: Collection[int] | None = None
 ) -> float:
-    """The same; with `ops`, for the arrays that these make or read."""
+    """The same; with `ops`, for the arrays that these make or read, and some more."""
     space, mesh, total = network.space, network.space.mesh, 0.0
-    for j, _, _, steps in network.moves(strategies, retained, ops):
+    graph, around = space.graph, ops
+    if ops is not None:  # all readers of an array share its collectives
+        around = {*ops, *(graph.values[v].producer[0] for i in ops for v in graph.ops[i].inputs if v is not None)}
+    for j, _, _, steps in own_moves(network, strategies, retained, around):
         total += space.graph.ops[j].reads * sum(wire_bytes(s.kind, s.bytes, mesh.size(*s.axes)) for s in steps)
     for i in space.exchanging:
         if ops is None or i in ops:

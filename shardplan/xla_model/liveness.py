@@ -89,11 +89,11 @@ def _stack_births(graph: Graph) -> dict[int, int]:
 
     Fact: liveness-stack-zeros.
     """
-    alike: dict[tuple, list[int]] = {}
+    stacks: dict[tuple, list[int]] = {}
     for at, op in enumerate(graph.ops):
         if op.traits.loop_stack:
-            alike.setdefault((graph.loop_holders[op.held_during][1], op.outs[0].shape, op.outs[0].dtype), []).append(at)
-    starts = ((some, min(graph.loops[graph.ops[at].held_during].start for at in some)) for some in alike.values())
+            stacks.setdefault((graph.loop_holders[op.held_during][1], op.outs[0].shape, op.outs[0].dtype), []).append(at)
+    starts = ((some, min(graph.loops[graph.ops[at].held_during].start for at in some)) for some in stacks.values())
     return {at: first for some, first in starts for at in some}
 
 
