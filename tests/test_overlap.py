@@ -53,7 +53,8 @@ def test_gradient_reductions_overlap_with_the_backward_pass():
         assert plain.seconds["compute"] - 1e-9 <= p.seconds["bound"] and p.gap == pytest.approx(
             1 - p.seconds["bound"] / p.seconds["total"]
         )
-    assert plain.gap < 0.06 and overlapped.gap < 0.21  # the rest of it is the last gradients' reduction
+    # The rest of it is the last gradients' reduction, and latencies: the loss may be sent with them.
+    assert plain.gap < 0.10 and overlapped.gap < 0.21
     compute, communication = overlapped.seconds["compute"], overlapped.seconds["communication"]
     assert overlapped.seconds["total"] < plain.seconds["total"] <= compute + communication + 1e-12
 
