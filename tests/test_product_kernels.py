@@ -9,6 +9,7 @@ from clusters import H100
 from jax import lax
 from test_fusion import BYTES, F32, S, X, megabytes, needs_gpu_compiler, whole
 
+import shardplan
 from shardplan.costs.space import StepFacts
 from shardplan.ir.parse import parse
 from shardplan.mesh.layout import MeshShape
@@ -54,6 +55,36 @@ def test_a_kernel_of_its_own_sums_the_parts_of_a_product_if_no_fused_kernel_read
         return whole(lambda x, w: behind(x @ w), *args, cluster=cluster)
 
     assert seconds(132) - seconds(1) == pytest.approx(kernels, abs=0.1)
+
+
+def planned(fun, *args) -> dict[str, float]:
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    return shardplan.auto(mesh, cluster="h100")(fun).plan(*args).seconds
+
+
+def test_products_of_one_array_take_the_seconds_of_one_wide_product_and_the_bound_knows():
+    x, narrow, wide = S((4096, 512), jnp.bfloat16), S((512, 256), jnp.bfloat16), S((512, 768), jnp.bfloat16)
+
+    def several(x, *weights):
+        return sum(jnp.tanh(x @ w) for w in weights)
+
+    def one(x, w):
+        return sum(map(jnp.tanh, jnp.split(x @ w, 3, axis=1)))
+
+    merged, alone = planned(several, x, *[narrow] * 3), planned(lambda x, w: jnp.tanh(x @ w), x, narrow)
+    assert merged["compute"] == pytest.approx(planned(one, x, wide)["compute"], rel=0.01)
+    assert merged["bound"] <= merged["total"] < 0.6 * 3 * alone["total"]
+
+
+def test_parts_of_merged_products_are_those_of_the_wide_product():
+    """Three gradients of weights are split less than each by itself, as there are more tiles."""
+
+    def gradients(x, *dy):
+        return [jnp.sin(jnp.einsum("ki,kj->ij", x, y)) for y in dy]
+
+    x, narrow, wide = S((8192, 512), F32), S((8192, 512), F32), S((8192, 1536), F32)
+    merged, one = planned(gradients, x, *[narrow] * 3), planned(gradients, x, wide)
+    assert merged["compute"] == pytest.approx(one["compute"], rel=0.1)
 
 
 PROLOGUES = [

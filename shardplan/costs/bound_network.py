@@ -178,7 +178,7 @@ class BoundTables:
 
     def figures(self, states: Sequence[int]) -> Figures:
         """Of a plan, by its states in a network without memory limit."""
-        (made, read), graph, seconds = np.array(states)[self._ends], self.space.graph, self.space.seconds
+        (made, read), graph, seconds = np.array(states)[self._ends], self.space.graph, self.space.least_seconds
         ops = [np.floor(of[s % len(of)] * op.runs * PS) for of, op, s in zip(seconds, graph.ops, states, strict=True)]
         edges = np.zeros((len(self.space.array_edges), 6))
         for some, parts in zip(*self._kinds, strict=True):
@@ -189,11 +189,11 @@ class BoundTables:
     def problem(self, weights: Weights) -> Problem:
         """The weighted costs as a cost network without a memory limit; the same states as `build_network` without one."""
         space, graph, blocks, known = self.space, self.space.graph, self.blocks, {}
-        costs = []
+        costs, least = [], space.least_seconds
         for i, (op, weight) in enumerate(zip(graph.ops, weights.ops.tolist(), strict=True)):
-            key = (id(space.seconds[i]), op.runs, blocks.count(i), weight, i if i in self.allowed else -1)
+            key = (id(least[i]), op.runs, blocks.count(i), weight, i if i in self.allowed else -1)
             if key not in known:
-                cost = np.floor(space.seconds[i] * op.runs * PS * weight)
+                cost = np.floor(least[i] * op.runs * PS * weight)
                 known[key] = np.tile(np.where(self.allowed[i], cost, np.inf) if i in self.allowed else cost, blocks.count(i))
             costs.append(known[key])
         found: list[np.ndarray] = [costs[0]] * len(space.array_edges)

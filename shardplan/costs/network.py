@@ -142,6 +142,12 @@ class CostNetwork:
             out[i] += float(np.rint(seconds * PS)) if chosen[i] == s else 0.0
         return out
 
+    def least_kernel_ps(self, states: Sequence[int]) -> float:
+        """Picoseconds of all kernels at least, whatever products are merged."""
+        pairs = zip(self.space.least_seconds, self.space.seconds, self.strategies(states), self.space.graph.ops, strict=True)
+        saved = sum(float(seconds[s] - least[s]) * op.runs for least, seconds, s, op in pairs if least is not seconds)
+        return sum(self.kernel_ps(states)) - PS * saved
+
     def edge_kernels(self, states: Sequence[int]) -> Iterator[tuple[ArrayEdge, float]]:
         """(array edge, picoseconds per step) of the kernels that XLA puts around the collectives of an operand.
 

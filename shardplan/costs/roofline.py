@@ -52,10 +52,7 @@ def compute_seconds(
 
 def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster, moves: KernelTraffic) -> np.ndarray:
     rule, strategies, device = signature.rule, signature.strategies, cluster.device
-    moved = np.zeros(len(strategies))
-    for x, shards, times in zip(op.ins + op.outs, strategies.shards, moves.operand_reads + moves.result_writes, strict=True):
-        if times:
-            moved += times * (float(math.prod(x.shape)) * itemsize(x.dtype)) / shards
+    moved = moved_bytes(op, strategies, moves)
     if moves.row_bytes:  # the sums of all shards are known only when a kernel ends
         partial = strategies.shards[0] > strategies.shards[len(op.ins)]
         moved += partial * moves.row_bytes / strategies.shards[0]
@@ -95,6 +92,15 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         found = (exchanges(rule, at, op.ins, op.outs, of, mesh, cluster) for at, of in zip(strategies.factors, layouts, strict=True))
         seconds = seconds + np.array([sum(x.seconds for x in exchange) for exchange in found])
     return seconds
+
+
+def moved_bytes(op: Op, strategies: OpStrategies, moves: KernelTraffic) -> np.ndarray:
+    """Bytes [s] that an op's kernels read of its operands and write of its results."""
+    moved = np.zeros(len(strategies))
+    for x, shards, times in zip(op.ins + op.outs, strategies.shards, moves.operand_reads + moves.result_writes, strict=True):
+        if times:
+            moved += times * (float(math.prod(x.shape)) * itemsize(x.dtype)) / shards
+    return moved
 
 
 def _masking_seconds(op: Op, strategies: OpStrategies, device: Device, masked: Sequence[tuple[int, int]]) -> float | np.ndarray:
