@@ -154,6 +154,22 @@ def test_zeros_of_a_scatter_are_written_for_other_readers_too():
     assert masked(True) - scatter == pytest.approx(masked(False) + 8, rel=0.01)  # zeros written and read
 
 
+@pytest.mark.parametrize(
+    ("fun", "moved"),
+    [
+        (lambda x, z: jnp.sin(x) + z, 8),  # x is read, the sine written, and rows are added to that
+        (lambda x, z: jnp.exp(jnp.sin(x) + z), 16),  # by a kernel behind
+        (lambda x, z: jnp.sin(x) - z, 4 + 12),  # zeros, and a kernel that subtracts
+        (lambda x, z: (z + (y := jnp.sin(x)), y.sum(0)), 8 + 4),  # another reader computes the sine again
+        (lambda x, z: x + z, 8),  # an input is copied
+    ],
+)
+def test_a_scatter_adds_to_what_its_result_is_added_to(fun, moved):
+    rows, at = S((10, 1000), F32), S((10,), jnp.int32)
+    found = megabytes(lambda x, rows, at: fun(x, jnp.zeros(X.shape).at[at].add(rows)), X, rows, at)
+    assert found == pytest.approx(moved + 3 * 0.04, rel=0.01)
+
+
 def test_a_reduction_that_many_kernels_read_is_written_once_and_not_computed_again_by_each():
     """A sum that every layer adds to: layer after layer costs the same, however many stand before."""
 

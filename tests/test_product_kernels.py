@@ -57,7 +57,7 @@ def test_a_kernel_of_its_own_sums_the_parts_of_a_product_if_no_fused_kernel_read
     assert seconds(132) - seconds(1) == pytest.approx(kernels, abs=0.1)
 
 
-def planned(fun, *args) -> dict[str, float]:
+def planned(fun, *args):
     mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     return shardplan.auto(mesh, cluster="h100")(fun).plan(*args).seconds
 

@@ -72,7 +72,7 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
             rate = attention_rate(device, dtype, rule.attention) if rule.attention else device.flops_per_s(dtype)
             seconds = np.maximum(rule.flops * strategies.work / rate, seconds)
     if rule.fusion == "none" and moved.any():
-        elements = 0.0 if rule.flops else _elements(op, strategies)
+        elements = 0.0 if rule.flops else _elements(op, strategies, any(moves.result_writes))
         seconds = np.maximum(seconds, np.maximum(device.kernel_latency_s, device.computed_s(elements)))
     elif moves.kernel_bytes is not None:
         least = np.maximum(device.kernel_latency_s, device.computed_s(moves.kernel_elements * strategies.work))
@@ -114,10 +114,14 @@ def _masking_seconds(op: Op, strategies: OpStrategies, device: Device, masked: S
     return seconds
 
 
-def _elements(op: Op, strategies: OpStrategies) -> np.ndarray:
-    """Results [s] that an op's own kernels compute; narrow updates of a scatter take as long as several."""
+def _elements(op: Op, strategies: OpStrategies, written: bool) -> np.ndarray:
+    """Results [s] that an op's own kernels compute; narrow updates of a scatter take as long as several.
+
+    `written`: whether they are results of its own; a scatter's may be something else that it updates.
+    """
     arrays, at = list(zip((*op.ins, *op.outs), strategies.shards, strict=True)), op.traits.writes_part
-    results = sum(float(x.size) / of for x, of in (arrays[len(op.ins) :] if at is None else arrays[at[0] : at[0] + 1]))
+    of = arrays[at[0] : at[0] + 1] if at else arrays[len(op.ins) :] if written or not op.traits.scatter else arrays[-2:-1]
+    results = sum(float(x.size) / shards for x, shards in of)
     if op.traits.scatter and itemsize(op.ins[-1].dtype) < 4 and not op.params.get("indices_are_sorted"):
         results = results + NARROW_UPDATE * op.ins[-1].size / strategies.shards[len(op.ins) - 1]
     return results + np.zeros(len(strategies))

@@ -12,14 +12,14 @@ again. Materialised are:
 Which ops are one kernel: `kernel_groups.py`.
 
 Facts: fusion-loop, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-matmul-carry, fusion-broadcast-scalar, fusion-zeros-shared,
-fusion-reads-part, fusion-in-place-update, product-parts-summed.
+fusion-reads-part, fusion-in-place-update, fusion-scatter-into-sum, product-parts-summed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -31,6 +31,7 @@ from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, r
 from shardplan.xla_model.physical_order import transposed_product
 from shardplan.xla_model.ragged import groups_of, masked_by_op, masked_operands
 from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, rows_read
+from shardplan.xla_model.summed_scatters import copies, summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
 
 
@@ -48,6 +49,7 @@ def materialised(
     """
     out = [True] * len(graph.values)
     prologue = _prologues(graph, rules) - rows.orders.written.keys()
+    scatters = summed_scatters(graph)
     for v in reversed(range(len(graph.values))):
         at, _ = graph.values[v].producer
         op, fusion = graph.ops[at], rules[at].fusion
@@ -68,8 +70,10 @@ def materialised(
     for v, (w, always) in written_by_products(graph, rules).items():
         if always or out[w]:
             out[v], out[w] = False, True
-    for v in (*rows.orders.later, *_shared_zeros(graph)):
+    for v in (*rows.orders.later, *_shared_zeros(graph, scatters)):
         out[v] = True
+    for at, found in scatters.items():
+        out[graph.ops[at].outputs[0]] = out[found.zeros] = False
     once = cheaper_to_read(graph, rules, out, sums, rows, recomputed_bytes)
     return tuple(written or v in once for v, written in enumerate(out))
 
@@ -140,12 +144,15 @@ def _carries(graph: Graph, op: Op) -> list[int]:
     return [v for v in op.inputs if v is not None and graph.values[v].shape and graph.ops[graph.maker(v)].traits.loop_carry]
 
 
-def _shared_zeros(graph: Graph) -> list[int]:
-    """Scalars broadcast like those that a scatter writes into, all taken to be zeros: XLA makes one array of both, and a copy."""
+def _shared_zeros(graph: Graph, scatters: Collection[int]) -> list[int]:
+    """Scalars broadcast like those that a scatter writes into, all taken to be zeros: XLA makes one array of both, and a copy.
+
+    But for those of `scatters`, which write into something else.
+    """
     updated: dict[tuple[Hashable, Hashable, bool], list[int]] = {}  # (shape, dtype, whether a scatter writes into it) -> values
     for op in graph.ops:
         if op.scalar_broadcast and op.loop < 0:
-            into = any(graph.ops[reader].traits.in_place for reader in graph.readers(op.outputs[0]))
+            into = any(graph.ops[reader].traits.in_place and reader not in scatters for reader in graph.readers(op.outputs[0]))
             updated.setdefault((op.outs[0].shape, op.outs[0].dtype, into), []).append(op.outputs[0])
     return [v for (shape, dtype, into), some in updated.items() if not into and (shape, dtype, True) in updated for v in some]
 
@@ -205,10 +212,12 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     stands: dict[Kernel, int] = {}
     before = defaultdict[int, float](float)  # product -> bytes that it reads of what its operand is computed from
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
+    scatters = summed_scatters(graph)
+    additions = {found.addition for found in scatters.values()}
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)
         results: list[float] = [0] * len(op.outputs)
-        idle = op.traits.moves_nothing or at in graph.dead
+        idle = op.traits.moves_nothing or at in graph.dead or at in additions
         for k, v in enumerate(op.inputs):
             if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):
                 continue
@@ -242,6 +251,8 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
                     moved[own[at]] += graph.values[v].bytes
                     makes[own[at]] = max(makes[own[at]], float(math.prod(graph.values[v].shape)))
                     untiled[own[at]] = max(untiled[own[at]], graph.values[v].bytes * orders.written.get(v, False))
+        if at in scatters:
+            results[0] += copies(graph, rules, scatters[at])
         for k, times in _moved_besides(graph, rules, written, op, before.get(at, 0.0)) if not idle else ():
             operands[k] += times
         counts.append((tuple(operands), tuple(results)))
