@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 from test_fusion import F32, S, megabytes, needs_gpu_compiler
 
 from shardplan.xla import compile

@@ -77,6 +77,10 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
     elif moves.kernel_bytes is not None:
         least = np.maximum(device.kernel_latency_s, device.computed_s(moves.kernel_elements * strategies.work))
         seconds = seconds + np.maximum(0.0, least - moves.kernel_bytes * strategies.work / device.memory_rate)
+    if moves.partial_moves:
+        sums = np.array([layout.partial != () for layout in strategies.results[0]])
+        bytes_ = float(op.outs[0].size) * itemsize(op.outs[0].dtype) / strategies.shards[len(op.ins)]
+        seconds = seconds + sums * np.maximum(device.kernel_latency_s, moves.partial_moves * bytes_ / device.memory_rate)
     if any(moves.result_writes):
         seconds = seconds + device.kernel_latency_s * _second_kernel(op, strategies)
     if moves.copied:

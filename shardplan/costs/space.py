@@ -30,7 +30,7 @@ from shardplan.xla_model.fusion import FusedKernels, fused_kernels, kernel_traff
 from shardplan.xla_model.kernel_groups import kernels_of
 from shardplan.xla_model.merged_products import sharing_products
 from shardplan.xla_model.physical_order import physical_orders
-from shardplan.xla_model.row_kernels import row_kernels
+from shardplan.xla_model.row_kernels import row_kernels, with_small_reductions
 from shardplan.xla_model.summed_scatters import summed_scatters, with_summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
 
@@ -81,7 +81,8 @@ class StepFacts:
         found = table.read(graph, {}, whole)
         rules, sums = tuple(x.rule for x in found), tuple(x.sums for x in found)
         orders = physical_orders(graph, rules)
-        rows = row_kernels(graph, seen := with_summed_scatters(orders.rules, summed_scatters(graph)), orders)
+        seen = with_summed_scatters(orders.rules, summed_scatters(graph))
+        seen = with_small_reductions(graph, seen, rows := row_kernels(graph, seen, orders))
         written = materialised(graph, seen, sums, rows, recomputed_from(device) if device else inf)
         kernels = kernels_of(graph, seen, written, sums, rows)
         fused = fused_kernels(graph, seen, kernels)

@@ -25,7 +25,7 @@ from math import inf
 
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.rates import elements_computed
-from shardplan.strategies.rule import Rule
+from shardplan.strategies.rule import Fusion, Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
 from shardplan.xla_model.physical_order import transposed_product
@@ -59,7 +59,7 @@ def materialised(
         reached = [c for c in graph.reached(v, lambda at: seen_through(graph, rules, at)) if c not in graph.dead]
         if op.scalar_broadcast and not any(graph.ops[c].traits.stores_operand for c in reached):
             out[v] = False
-        elif sums[at] and not rows.behind[at] and any(graph.ops[c].traits.copy for c in reached):
+        elif sums[at] and not rows.behind[at] and any(graph.ops[c].traits.copy for c in reached) and not rarely_partial(op, fusion):
             continue  # partial sums are written, reduced and read again
         elif fusion == "loop" and not op.scalar_broadcast:
             readers = [c for c in reached if not seen_through(graph, rules, c)]
@@ -67,6 +67,7 @@ def materialised(
             out[v] = not stacked and not all(absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
             reduced = (graph.ops[c] for c in readers if rules[c].fusion == "reduce")
             out[v] |= rows.behind[at] and not all(reduces_rows(op, rows.orders) for op in reduced)
+            out[v] |= rarely_partial(op, fusion) and _needs_memory(graph, out, rows, v)
     for v, (w, always) in written_by_products(graph, rules).items():
         if always or out[w]:
             out[v], out[w] = False, True
@@ -76,6 +77,21 @@ def materialised(
         out[graph.ops[at].outputs[0]] = out[found.zeros] = False
     once = cheaper_to_read(graph, rules, out, sums, rows, recomputed_bytes)
     return tuple(written or v in once for v, written in enumerate(out))
+
+
+def rarely_partial(op: Op, fusion: Fusion) -> bool:
+    """Whether prices count for each strategy if a kernel writes partial sums of the result: of lookups, and sums of few elements."""
+    return fusion == "loop" and (op.traits.gather or op.traits.reduction)
+
+
+def _needs_memory(graph: Graph, written: Sequence[bool], rows: RowKernels, v: int) -> bool:
+    """Whether a kernel that reads a lookup's result or a sum does not compute it.
+
+    One that keeps rows on chip looks nothing up, and what is broadcast would be summed again for every element.
+    """
+    reduced = graph.ops[graph.values[v].producer[0]].traits.reduction
+    inside = graph.reached(v, lambda at: not any(written[w] for w in graph.ops[at].outputs))
+    return any(rows.behind[at] or (reduced and graph.ops[at].traits.broadcast) for at in inside)
 
 
 def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
@@ -212,18 +228,18 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     stands: dict[Kernel, int] = {}
     before = defaultdict[int, float](float)  # product -> bytes that it reads of what its operand is computed from
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
-    scatters = summed_scatters(graph)
-    additions = {found.addition for found in scatters.values()}
+    scatters, parts = summed_scatters(graph), _computed_in_part(graph, written)
+    without = parts.union(found.addition for found in scatters.values())
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)
         results: list[float] = [0] * len(op.outputs)
-        idle = op.traits.moves_nothing or at in graph.dead or at in additions
+        idle = op.traits.moves_nothing or at in graph.dead or at in without
         for k, v in enumerate(op.inputs):
             if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):
                 continue
-            root = read_array(graph, rules, v)
             part = k == 0 and op.traits.reads_part
-            size = graph.values[op.outputs[0] if part else root].bytes
+            root = read_array(graph, rules, graph.origin(v, parts.__contains__) if part and parts else v)
+            size = graph.values[root].itemsize * math.prod(graph.values[op.outputs[0] if part else root].shape)
             whole = max(graph.values[root].bytes, 1.0)
             for kernel in inside[at] if written[root] else ():
                 new = min(size, whole - seen.get((kernel, root), 0.0))  # a slice reads its part, all together no more than the whole
@@ -231,7 +247,7 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
                     if kernel[0] < -1 - at and graph.ops[-1 - kernel[0]].traits.matmul:
                         before[-1 - kernel[0]] += new
                     else:
-                        (results if part else operands)[k] += new / size
+                        (results if part else operands)[k] += new / (graph.values[op.outputs[0]].bytes if part else size)
                     seen[kernel, root] = seen.get((kernel, root), 0.0) + new
                     moved[kernel] += new
                     reads[kernel] += new / graph.values[root].itemsize
@@ -263,8 +279,24 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
         (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, masked.get(at, ()), orders.transposed.get(at, ()), False)
         for at in range(len(counts))
     )
-    every = zip(counts, more, strict=True)
-    return tuple(KernelTraffic(*moves, *rest, summed.get(at, 0)) for at, (moves, rest) in enumerate(every))
+    unwritten = (
+        1 + len(inside[at]) if rarely_partial(op, rules[at].fusion) and not any(written[v] for v in op.outputs) else 0
+        for at, op in enumerate(graph.ops)
+    )
+    every = zip(counts, more, unwritten, strict=True)
+    return tuple(KernelTraffic(*moves, *rest, summed.get(at, 0), partial) for at, (moves, rest, partial) in enumerate(every))
+
+
+def _computed_in_part(graph: Graph, written: Sequence[bool]) -> set[int]:
+    """Ops inside kernels that hand an array on in another form, copies among them, of which lookups and slices alone read elements."""
+    out = set[int]()
+    for at in reversed(range(len(graph.ops))):
+        op = graph.ops[at]
+        if (op.traits.copy or (op.traits.forwards_value and not op.traits.border)) and not any(written[v] for v in op.outputs):
+            readers = [(j, k) for v in op.outputs for j, k in graph.values[v].consumers if j not in graph.dead]
+            if readers and all(j in out or (k == 0 and graph.ops[j].traits.reads_part) for j, k in readers):
+                out.add(at)
+    return out
 
 
 def _moved_besides(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], op: Op, before: float) -> Iterator[tuple[int, float]]:
