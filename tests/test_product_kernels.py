@@ -76,6 +76,32 @@ def test_products_of_one_array_take_the_seconds_of_one_wide_product_and_the_boun
     assert merged["bound"] <= merged["total"] < 0.6 * 3 * alone["total"]
 
 
+WIDTHS = [((64, 64), 0), ((128, 64), 0), ((128, 96), 1), ((96, 96), 1)]
+"""Widths of merged products, and how many kernels write their operands side by side."""
+
+
+@pytest.mark.parametrize("widths, kernels", WIDTHS)
+def test_operands_of_merged_products_are_copied_unless_their_dims_have_whole_fragments(widths, kernels, monkeypatch):
+    args = S((4096, 512), F32), *(S((512, n), F32) for n in widths)
+
+    def several(x, *weights):
+        return [jnp.tanh(x @ w) for w in weights]
+
+    found = planned(several, *args)["compute"]
+    monkeypatch.setattr("shardplan.costs.merged_products.FRAGMENT", 1)
+    assert found - planned(several, *args)["compute"] == pytest.approx(kernels * H100.device.kernel_latency_s, abs=1e-9)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("widths, kernels", WIDTHS)
+def test_xla_copies_operands_of_merged_products_with_odd_dims(widths, kernels):
+    weights = [S((512, n), jnp.bfloat16) for n in widths]
+    step = jax.jit(lambda x, *weights: [jnp.tanh(x @ w) for w in weights])
+    names = [i.name for i in compile(step, S((4096, 512), jnp.bfloat16), *weights, target="h100:1").module if i.opcode == "fusion"]
+    assert sum("gemm" in name for name in names) == 1 and sum("concatenate" in name for name in names) == kernels
+
+
 def test_parts_of_merged_products_are_those_of_the_wide_product():
     """Three gradients of weights are split less than each by itself, as there are more tiles."""
 

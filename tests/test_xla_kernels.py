@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from test_fusion import F32, S, megabytes, needs_gpu_compiler
 
 from shardplan.xla import compile
@@ -39,6 +40,52 @@ INTO_SUM = {
 def test_a_scatter_into_zeros_that_are_added_to_something_writes_into_that(name):
     fun, args = INTO_SUM[name]
     assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.02)
+
+
+def summed(axis):
+    return lambda x: jnp.tanh(jnp.tanh(x).sum(axis)) * 2
+
+
+def normalized(x):
+    return (x - x.mean(1, keepdims=True)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-5)
+
+
+FEW = {
+    **{f"columns of {n}, {d} behind": (summed(1), (S((4096, n, d), F32),)) for n, d in ((8, 64), (31, 64), (48, 16), (100, 4))},
+    **{f"more columns, {n} of {d}": (summed(1), (S((4096, n, d), F32),)) for n, d in ((32, 64), (48, 64), (100, 16))},
+    **{f"rows of {n}": (summed(-1), (S((65536, n), F32),)) for n in (12, 24, 31, 32, 48)},
+    "concatenated": (lambda x, z: jnp.concatenate([x.sum(1), z], 1), (S((4096, 8, 64), F32), S((4096, 64), F32))),
+    "broadcast": (normalized, (S((4096, 8, 64), F32),)),
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", FEW)
+def test_sums_of_few_elements_are_part_of_elementwise_work(name):
+    fun, args = FEW[name]
+    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.03)
+
+
+def normal(x):
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+TABLE, IDS = S((50304, 256), F32), S((64, 256), I32)
+LOOKUPS = {
+    "summed": (lambda t, i: jnp.tanh(t.astype(BF16)[i].sum(1)), (TABLE, S((4096, 8), I32))),
+    "elementwise": (lambda t, i: jnp.tanh(t[i]), (TABLE, IDS)),
+    "multiplied": (lambda t, i, w: t.astype(BF16)[i] @ w, (TABLE, IDS, S((256, 256), BF16))),
+    "normalized": (lambda t, i: normal(t[i]), (TABLE, IDS)),
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_lookups_are_part_of_kernels_that_keep_no_rows_and_read_rows_of_what_is_cast(name):
+    fun, args = LOOKUPS[name]
+    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.03)
 
 
 def emitted_megabytes(fun, *args) -> float:

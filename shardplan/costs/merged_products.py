@@ -1,7 +1,7 @@
 """Seconds that products save as one kernel, and how many of them at most, whatever is merged.
 
-Products that share an operand are one product, whose other operands lie side by side (`xla_model/merged_products.py`). It reads the
-shared operand once, fills the multiprocessors with the tiles of all results, and pays the latency of one kernel. Of any merged product
+Products that share an operand are one product, whose other operands lie side by side (`xla_model/merged_products.py`), or are copied
+there. It reads the shared operand once, fills the multiprocessors with the tiles of all results, and pays the latency of one kernel. Of any merged product
 
     seconds  >=  latency_s + sum over its parts of  2 b m n (k + fill) / rate
 
@@ -25,7 +25,7 @@ from shardplan.mesh import rates
 from shardplan.mesh.device import Device
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.enumerate import OpStrategies
-from shardplan.xla_model.merged_products import MERGED_PRODUCT_BYTES
+from shardplan.xla_model.merged_products import FRAGMENT, MERGED_PRODUCT_BYTES
 from shardplan.xla_model.traffic import KernelTraffic
 
 
@@ -58,7 +58,11 @@ def saved_seconds(products: Sequence[tuple[Product, int]], shared: int, mesh: Me
     moved = sum(x for _, x, _ in kernels) - sum(of_shared) + max(of_shared)
     merged = merged_sizes([sizes for sizes, *_ in kernels], shared), moved, tuple(x for *_, (x,) in kernels)
     of = products[0][0].dtype, itemsize(products[0][0].op.ins[0].dtype), device
-    return sum(_kernel_s(*kernel, *of) for kernel in kernels) - _kernel_s(*merged, *of)
+    saved_s = sum(_kernel_s(*kernel, *of) for kernel in kernels) - _kernel_s(*merged, *of)
+    if any(sizes[2 - shared] % FRAGMENT for sizes, *_ in kernels):
+        joined = sum(float(product.operand_bytes(1 - shared)[s]) for product, s in products)
+        saved_s -= rates.kernel_seconds(device, (), 2 * joined)
+    return saved_s
 
 
 @lru_cache(4096)

@@ -2,9 +2,10 @@
 
     x @ q, x @ k, x @ v      one product x @ [q, k, v], of which readers take their columns
 
-They are one kernel if they read it in one layout, none waits for another, and one of any two is small.
+They are one kernel if they read it in one layout, none waits for another, and one of any two is small. It reads the others where they
+are if their own dims have whole fragments; else another kernel writes them side by side before.
 
-Facts: fusion-merges-products.
+Facts: fusion-merges-products, fusion-merged-operands.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from shardplan.strategies.rule import Rule
 
 MERGED_PRODUCT_BYTES = 64 << 20
 """Of two products that XLA merges one takes at most this, operands and result (`xla_gpu_dot_merger_threshold_mb`)."""
+
+
+FRAGMENT = 64
+"""Elements of which the own dims of all merged operands are multiples if the product reads them where they are."""
 
 
 def sharing_products(graph: Graph, rules: Sequence[Rule]) -> tuple[tuple[tuple[int, int], ...], ...]:
