@@ -179,6 +179,12 @@ def test_of_a_cast_table_only_the_rows_that_are_looked_up_are_read():
     assert megabytes(lambda t: jnp.tanh(t.astype(jnp.bfloat16)[:1000]), S((100_000, 1000), F32)) == pytest.approx(6, rel=0.01)
 
 
+def test_a_lookup_computes_only_the_rows_that_it_reads_whatever_other_kernels_compute():
+    rows, row = S((10,), jnp.int32), 0.04  # MB
+    found = megabytes(lambda x, i: (lambda y: (y.sum(0), y[i]))(x * 2 + 1), X, rows)
+    assert found == pytest.approx(4 + 2 * row, rel=0.01)
+
+
 def test_partial_sums_of_lookups_are_written_and_read_by_each_kernel():
     """Of a table whose rows are sharded, against one that is whole."""
     mesh = MeshShape(("x",), (8,))

@@ -62,7 +62,10 @@ def cheaper_to_read(
                 root = read_array(graph, rules, u)
                 whole = graph.values[root].bytes
                 part = value.bytes if k == 0 and op.traits.reads_part else whole
-                found |= {root: min(whole, found.get(root, 0.0) + part)} if written[root] or root in out else sources[root]
+                if written[root] or root in out:
+                    found[root] = min(whole, found.get(root, 0.0) + part)
+                else:
+                    found |= {w: size * min(1.0, part / max(whole, 1.0)) for w, size in sources[root].items()}
         sources.append(found)
         if written[v] or rules[at].fusion != "loop" or op.scalar_broadcast:
             continue

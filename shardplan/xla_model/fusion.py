@@ -228,29 +228,29 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     stands: dict[Kernel, int] = {}
     before = defaultdict[int, float](float)  # product -> bytes that it reads of what its operand is computed from
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
-    scatters, parts = summed_scatters(graph), _computed_in_part(graph, written)
-    without = parts.union(found.addition for found in scatters.values())
+    scatters, wanted = summed_scatters(graph), _computed_whole(graph, kernels)
+    additions = {found.addition for found in scatters.values()}
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)
         results: list[float] = [0] * len(op.outputs)
-        idle = op.traits.moves_nothing or at in graph.dead or at in without
+        idle = op.traits.moves_nothing or at in graph.dead or at in additions
         for k, v in enumerate(op.inputs):
             if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):
                 continue
             part = k == 0 and op.traits.reads_part
-            root = read_array(graph, rules, graph.origin(v, parts.__contains__) if part and parts else v)
-            size = graph.values[root].itemsize * math.prod(graph.values[op.outputs[0] if part else root].shape)
-            whole = max(graph.values[root].bytes, 1.0)
-            for kernel in inside[at] if written[root] else ():
-                new = min(size, whole - seen.get((kernel, root), 0.0))  # a slice reads its part, all together no more than the whole
-                if new > 0:
-                    if kernel[0] < -1 - at and graph.ops[-1 - kernel[0]].traits.matmul:
-                        before[-1 - kernel[0]] += new
-                    else:
-                        (results if part else operands)[k] += new / (graph.values[op.outputs[0]].bytes if part else size)
-                    seen[kernel, root] = seen.get((kernel, root), 0.0) + new
-                    moved[kernel] += new
-                    reads[kernel] += new / graph.values[root].itemsize
+            for root in _computed_from(graph, rules, written, v) if part else (read_array(graph, rules, v),):
+                whole = max(graph.values[root].bytes, 1.0)
+                size = graph.values[root].itemsize * math.prod(graph.values[op.outputs[0]].shape) if part else graph.values[root].bytes
+                for kernel in inside[at] if written[root] else ():
+                    new = min(size, whole - seen.get((kernel, root), 0.0))  # slices read their parts, together no more than the whole
+                    if new > 0 and kernel in wanted[at]:
+                        if kernel[0] < -1 - at and graph.ops[-1 - kernel[0]].traits.matmul:
+                            before[-1 - kernel[0]] += new
+                        else:
+                            (results if part else operands)[k] += new / (graph.values[op.outputs[0]].bytes if part else size)
+                        seen[kernel, root] = seen.get((kernel, root), 0.0) + new
+                        moved[kernel] += new
+                        reads[kernel] += new / graph.values[root].itemsize
         for k, v in enumerate(op.outputs):
             if v in by_product:
                 results[k] += graph.values[by_product[v]].bytes / graph.values[v].bytes
@@ -287,16 +287,30 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     return tuple(KernelTraffic(*moves, *rest, summed.get(at, 0), partial) for at, (moves, rest, partial) in enumerate(every))
 
 
-def _computed_in_part(graph: Graph, written: Sequence[bool]) -> set[int]:
-    """Ops inside kernels that hand an array on in another form, copies among them, of which lookups and slices alone read elements."""
-    out = set[int]()
+def _computed_whole(graph: Graph, kernels: Kernels) -> list[set[Kernel]]:
+    """Per op, those of the kernels that compute it in which not only lookups and slices read of its result."""
+    out: list[set[Kernel]] = [set() for _ in graph.ops]
     for at in reversed(range(len(graph.ops))):
-        op = graph.ops[at]
-        if (op.traits.copy or (op.traits.forwards_value and not op.traits.border)) and not any(written[v] for v in op.outputs):
-            readers = [(j, k) for v in op.outputs for j, k in graph.values[v].consumers if j not in graph.dead]
-            if readers and all(j in out or (k == 0 and graph.ops[j].traits.reads_part) for j, k in readers):
-                out.add(at)
+        for v in () if at in graph.dead else graph.ops[at].outputs:
+            if kernels.written[v]:
+                out[at] |= kernels.inside[at]
+            else:
+                readers = graph.values[v].consumers
+                out[at].update(*(out[j] for j, k in readers if k > 0 or not graph.ops[j].traits.reads_part))
     return out
+
+
+def _computed_from(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], v: int) -> list[int]:
+    """The arrays in memory that an array is computed from in the kernels that read it; itself if it is one."""
+    out, queue, known = list[int](), [v], set[int]()
+    for u in queue:
+        root = read_array(graph, rules, u)
+        if written[root]:
+            out.append(root)
+        elif root not in known:
+            known.add(root)
+            queue += (w for w in graph.ops[graph.values[root].producer[0]].inputs if w is not None)
+    return list(dict.fromkeys(out))
 
 
 def _moved_besides(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], op: Op, before: float) -> Iterator[tuple[int, float]]:
