@@ -77,7 +77,6 @@ LOOKUPS = {
     "elementwise": (lambda t, i: jnp.tanh(t[i]), (TABLE, IDS)),
     "multiplied": (lambda t, i, w: t.astype(BF16)[i] @ w, (TABLE, IDS, S((256, 256), BF16))),
     "normalized": (lambda t, i: normal(t[i]), (TABLE, IDS)),
-    "of what is summed, too": (lambda t, b, i: (lambda y: (y.sum(1), y[i]))(t * 2 + b), (TABLE, S((256,), F32), IDS)),
 }
 
 

@@ -1,7 +1,8 @@
 """Seconds that products save as one kernel, and how many of them at most, whatever is merged.
 
 Products that share an operand are one product, whose other operands lie side by side (`xla_model/merged_products.py`), or are copied
-there. It reads the shared operand once, fills the multiprocessors with the tiles of all results, and pays the latency of one kernel. Of any merged product
+there. It reads the shared operand once, fills the multiprocessors with the tiles of all results, and pays the latency of one kernel.
+Of any merged product
 
     seconds  >=  latency_s + sum over its parts of  2 b m n (k + fill) / rate
 
