@@ -106,6 +106,20 @@ def test_exact_gelu_holds_its_erfc_and_in_bfloat16_its_argument_if_the_products_
     assert written_of(jax.grad(loss), *(S(shape, dtype) for shape in shapes))[: len(held)] == held
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_tanh_that_a_checkpoint_computes_again_is_not_written_for_its_gradient(again):
+    """One kernel computes the activation again, for the gradient of the weight behind it, and its gradient."""
+
+    def loss(w, v, x):
+        def layer(x):
+            return jax.nn.gelu(x @ w) @ v
+
+        return ((jax.checkpoint(layer) if again else layer)(x).astype(F32) ** 2).mean()
+
+    written = written_of(jax.grad(loss, argnums=(0, 1)), *(S(x, jnp.bfloat16) for x in ((768, 3072), (3072, 768), (8192, 768))))
+    assert written.count("tanh") == (not again)
+
+
 def test_a_mask_is_computed_again_by_kernels_that_read_what_it_is_made_of():
     def loss(w, v, x):
         return ((jax.nn.elu(x @ w) @ v) ** 2).mean()

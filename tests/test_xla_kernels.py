@@ -88,6 +88,24 @@ def test_lookups_are_part_of_kernels_that_keep_no_rows_and_read_rows_of_what_is_
     assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.03)
 
 
+def checkpointed(activation):
+    def loss(w, v, x):
+        def layer(x):
+            return activation(x @ w) @ v
+
+        return (jax.checkpoint(layer)(jax.checkpoint(layer)(x)).astype(F32) ** 2).mean()
+
+    return jax.grad(loss, argnums=(0, 1))
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu])
+def test_an_expensive_activation_that_is_computed_again_and_its_gradient_are_one_kernel(activation):
+    fun, args = checkpointed(activation), [S(shape, BF16) for shape in ((1024, 4096), (4096, 1024), (8192, 1024))]
+    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.02)
+
+
 def emitted_megabytes(fun, *args) -> float:
     done = compile(jax.jit(fun), *args, target="h100:1")
     assert done.ok, done.error

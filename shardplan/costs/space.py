@@ -83,8 +83,9 @@ class StepFacts:
         orders = physical_orders(graph, rules)
         seen = with_summed_scatters(orders.rules, summed_scatters(graph))
         seen = with_small_reductions(graph, seen, rows := row_kernels(graph, seen, orders))
-        written = materialised(graph, seen, sums, rows, recomputed_from(device) if device else inf)
-        kernels = kernels_of(graph, seen, written, sums, rows)
+        recomputed_bytes = recomputed_from(device) if device else inf
+        written = materialised(graph, seen, sums, rows, recomputed_bytes)
+        kernels = kernels_of(graph, seen, written, sums, rows, recomputed_bytes)
         fused = fused_kernels(graph, seen, kernels)
         around = with_convolutions(graph, seen, kernel_traffic(graph, seen, kernels), device)
         return cls(graph, table, rules, sums, tuple(x.number for x in found), written, around.traffic, fused, around.copies)
