@@ -30,7 +30,7 @@ from shardplan.xla_model.merged_products import FRAGMENT, MERGED_PRODUCT_BYTES
 from shardplan.xla_model.traffic import KernelTraffic
 
 
-class Product(NamedTuple):
+class PricedProduct(NamedTuple):
     """A product, and its strategies."""
 
     op: Op
@@ -48,7 +48,7 @@ class Product(NamedTuple):
         return float(math.prod(x.shape)) * itemsize(x.dtype) / self.strategies.shards[k]
 
 
-def saved_seconds(products: Sequence[tuple[Product, int]], shared: int, mesh: MeshShape, device: Device) -> float:
+def saved_seconds(products: Sequence[tuple[PricedProduct, int]], shared: int, mesh: MeshShape, device: Device) -> float:
     """Seconds that products, each with its strategy, take less as one kernel than each by itself; `shared` is their common operand."""
     kernels, of_shared = [], []
     for product, s in products:
@@ -73,7 +73,7 @@ def _kernel_s(sizes: Sizes, moved: float, written: tuple[Written, ...], dtype: s
     return float(rates.product_seconds(device, dtype, np.array([split.sizes]), np.array([split.moved]))[0]) + split.extra_s
 
 
-def most_saved(group: Sequence[Product], mesh: MeshShape, device: Device) -> list[np.ndarray]:
+def most_saved(group: Sequence[PricedProduct], mesh: MeshShape, device: Device) -> list[np.ndarray]:
     """Per product of a group that may be merged, the most seconds [s] that its kernel takes less for it than it takes by itself."""
     sizes = [sum(product.operand_bytes(k) for k in range(3)) for product in group]
     out = []
@@ -85,7 +85,7 @@ def most_saved(group: Sequence[Product], mesh: MeshShape, device: Device) -> lis
     return out
 
 
-def _least_s(product: Product, mesh: MeshShape, device: Device, kernels: int) -> np.ndarray:
+def _least_s(product: PricedProduct, mesh: MeshShape, device: Device, kernels: int) -> np.ndarray:
     """Seconds [s] that a product takes at least as part of a kernel of up to so many."""
     rate = device.product_rate(product.dtype)
     sizes = np.array([local_sizes(product.op, product.strategies, s, mesh) for s in range(len(product.strategies))], float)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.costs.array_edges import ArrayEdge, ArrayFacts, EdgeEnds, LayoutLists, array_edges, array_facts, in_a_row
-from shardplan.costs.merged_products import Product, most_saved
+from shardplan.costs.merged_products import PricedProduct, most_saved
 from shardplan.costs.roofline import compute_seconds
 from shardplan.ir.graph import Graph, Path
 from shardplan.ir.repeated_layers import repeated_layers
@@ -208,9 +208,9 @@ class StrategySpace:
                 saved[j] = np.maximum(saved.get(j, 0.0), seconds)
         return tuple(seconds - saved[j] if j in saved else seconds for j, seconds in enumerate(self.seconds))
 
-    def product(self, j: int) -> Product:
+    def product(self, j: int) -> PricedProduct:
         """Op j, a product."""
-        return Product(self.graph.ops[j], self.strategies[j], self.facts.traffic[j])
+        return PricedProduct(self.graph.ops[j], self.strategies[j], self.facts.traffic[j])
 
     @cached_property
     def layout_lists(self) -> LayoutLists:

@@ -234,23 +234,18 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
         operands: list[float] = [0] * len(op.inputs)
         results: list[float] = [0] * len(op.outputs)
         idle = op.traits.moves_nothing or at in graph.dead or at in additions
-        for k, v in enumerate(op.inputs):
-            if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):
-                continue
-            part = k == 0 and op.traits.reads_part
-            for root in _computed_from(graph, rules, written, v) if part else (read_array(graph, rules, v),):
-                whole = max(graph.values[root].bytes, 1.0)
-                size = graph.values[root].itemsize * math.prod(graph.values[op.outputs[0]].shape) if part else graph.values[root].bytes
-                for kernel in inside[at] if written[root] else ():
-                    new = min(size, whole - seen.get((kernel, root), 0.0))  # slices read their parts, together no more than the whole
-                    if new > 0 and kernel in wanted[at]:
-                        if kernel[0] < -1 - at and graph.ops[-1 - kernel[0]].traits.matmul:
-                            before[-1 - kernel[0]] += new
-                        else:
-                            (results if part else operands)[k] += new / (graph.values[op.outputs[0]].bytes if part else size)
-                        seen[kernel, root] = seen.get((kernel, root), 0.0) + new
-                        moved[kernel] += new
-                        reads[kernel] += new / graph.values[root].itemsize
+        for k, root, size, part in () if idle else _reads(graph, rules, written, at):
+            whole = max(graph.values[root].bytes, 1.0)
+            for kernel in inside[at]:
+                new = min(size, whole - seen.get((kernel, root), 0.0))  # slices read their parts, together no more than the whole
+                if new > 0 and kernel in wanted[at]:
+                    if kernel[0] < -1 - at and graph.ops[-1 - kernel[0]].traits.matmul:
+                        before[-1 - kernel[0]] += new
+                    else:
+                        (results if part else operands)[k] += new / (graph.values[op.outputs[0]].bytes if part else size)
+                    seen[kernel, root] = seen.get((kernel, root), 0.0) + new
+                    moved[kernel] += new
+                    reads[kernel] += new / graph.values[root].itemsize
         for k, v in enumerate(op.outputs):
             if v in by_product:
                 results[k] += graph.values[by_product[v]].bytes / graph.values[v].bytes
@@ -279,12 +274,28 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
         (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, masked.get(at, ()), orders.transposed.get(at, ()), False)
         for at in range(len(counts))
     )
-    unwritten = (
-        1 + len(inside[at]) if rarely_partial(op, rules[at].fusion) and not any(written[v] for v in op.outputs) else 0
-        for at, op in enumerate(graph.ops)
-    )
-    every = zip(counts, more, unwritten, strict=True)
+    every = zip(counts, more, _partial_moves(graph, rules, kernels), strict=True)
     return tuple(KernelTraffic(*moves, *rest, summed.get(at, 0), partial) for at, (moves, rest, partial) in enumerate(every))
+
+
+def _reads(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], at: int) -> Iterator[tuple[int, int, float, bool]]:
+    """(operand, array in memory, bytes of it, whether a lookup or a slice reads them) that a kernel reads to compute an op."""
+    op = graph.ops[at]
+    for k, v in enumerate(op.inputs if rules[at].fusion != "view" else ()):
+        if v is None or (k == 0 and op.traits.in_place):
+            continue
+        part = k == 0 and op.traits.reads_part
+        for root in _computed_from(graph, rules, written, v) if part else (read_array(graph, rules, v),):
+            if written[root]:
+                size = graph.values[root].itemsize * math.prod(graph.values[op.outputs[0]].shape) if part else graph.values[root].bytes
+                yield k, root, size, part
+
+
+def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Iterator[int]:
+    """Per op, how many times kernels move its result where only partial sums are written; 0 where it is written anyway."""
+    for at, op in enumerate(graph.ops):
+        unwritten = rarely_partial(op, rules[at].fusion) and not any(kernels.written[v] for v in op.outputs)
+        yield 1 + len(kernels.inside[at]) if unwritten else 0
 
 
 def _computed_whole(graph: Graph, kernels: Kernels) -> list[set[Kernel]]:
