@@ -86,7 +86,7 @@ class StepFacts:
         recomputed_bytes = recomputed_from(device) if device else inf
         written = materialised(graph, seen, sums, rows, recomputed_bytes)
         kernels = kernels_of(graph, seen, written, sums, rows, recomputed_bytes)
-        fused = fused_kernels(graph, seen, kernels)
+        fused = fused_kernels(graph, seen, kernels_of(graph, seen, written, sums, rows, delayed=False))
         around = with_convolutions(graph, seen, kernel_traffic(graph, seen, kernels), device)
         return cls(graph, table, rules, sums, tuple(x.number for x in found), written, around.traffic, fused, around.copies)
 

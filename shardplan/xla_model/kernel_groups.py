@@ -63,9 +63,13 @@ def kernels_of(
     sums: Sequence[bool],
     rows: RowKernels,
     recomputed_bytes: float = inf,
+    delayed: bool = True,
 ) -> Kernels:
-    """The kernels where `written` values are in memory. A reduction of exponentials that several would compute is written."""
-    expensive = frozenset(at for at, op in enumerate(graph.ops) if is_expensive(op, recomputed_bytes))
+    """The kernels where `written` values are in memory. A reduction of exponentials that several would compute is written.
+
+    Unless `delayed`, kernels with something expensive are apart from later ones that need it, too: how long each waits for what.
+    """
+    expensive = frozenset(at for at, op in enumerate(graph.ops) if delayed and is_expensive(op, recomputed_bytes))
     first = _grouped_kernels(graph, rules, written, sums, rows, expensive)
     alone, exponentials = set[int](), [False] * len(graph.ops)
     for at, op in enumerate(graph.ops):
