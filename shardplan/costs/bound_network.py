@@ -5,10 +5,11 @@ it. Collectives run one at a time. So for every plan s, with H the kernels that 
 
     seconds  >=  A(s) - H(s) + N_E(s)                                                                            (11)
 
-A are seconds of kernels, of products that may be merged the least, N_E those of E on the network. With E empty it reads seconds >= A(s).
-It holds for each loop by itself, and so does every weighted mean of such bounds, also over several sets E: the weights y of collectives and z of kernels need no more than
-y + z <= 1 wherever the two are independent. Where a fraction f of the seconds in which both streams are busy is lost, the step takes
-(1 - f) times those seconds and f times A(s) + N(s), of all collectives: weights are means of both.
+A are seconds of kernels, of products that may be merged the least, N_E those of E on the network. With E empty it reads
+seconds >= A(s). It holds for each loop by itself, and so does every weighted mean of such bounds, also over several sets E: the weights
+y of collectives and z of kernels need no more than y + z <= 1 wherever the two are independent. Where a fraction f of the seconds in
+which both streams are busy is lost, the step takes (1 - f) times those seconds and f times A(s) + N(s), of all collectives: weights are
+means of both.
 
 A weighted mean counts of the reshard of an array its seconds on the network and those of its staging kernels. The cheapest of all paths
 under two weights is at least
