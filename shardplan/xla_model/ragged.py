@@ -52,9 +52,9 @@ def masked_operands(op: Op) -> tuple[int, ...]:
     return (0, 1) if contracts_rows(op) else (0,)
 
 
-def groups_of(op: Op) -> int:
-    """How many groups a ragged product has."""
-    return op.ins[2].shape[-1]
+def groups_of(op: Op) -> tuple[int, int]:
+    """Which dim of which tensor of a ragged product, operands first, are its groups."""
+    return (len(op.ins), 0) if contracts_rows(op) else (1, op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions[0])
 
 
 def masked_copies(graph: Graph) -> tuple[MaskedCopy, ...]:
