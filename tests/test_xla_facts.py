@@ -634,6 +634,14 @@ def test_the_sum_of_a_ragged_product_is_scattered_only_where_its_complete_sum_is
     assert [line.split(":")[0] for line in found] == moved
 
 
+@pytest.mark.parametrize(
+    ("spec", "gathered"), [(("data",), ["data"]), (("data", "model"), ["data", "model"]), ((("data", "model"),), [])]
+)
+def test_batches_of_a_top_k_are_gathered(spec, gathered):
+    found = emitted(lambda x: jax.lax.top_k(x, 2), a(B, 256, 32), ins=(s(*spec),), outs=s(*spec))
+    assert [line.split(":")[0] for line in found] == [f"all-gather over {axis}" for axis in gathered]
+
+
 def test_rows_and_groups_of_a_ragged_product_are_gathered():
     numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     x, y, w, sizes = a(1 << 15, B), a(1 << 15, D), a(8, B, D), a(8, dtype=jnp.int32)

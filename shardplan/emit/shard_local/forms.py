@@ -12,11 +12,13 @@ What XLA's partitioner makes of them in the layouts that their rules allow (`ben
     reduce_window over several arrays
     cumsum, ... along a sharded dim                                a window as long as the dim, hence an all-gather
     argmax, argmin, top_k, approx_top_k along a sharded dim        all-gather
+    top_k, approx_top_k along another                              all-gather of batch dims
     dynamic_slice, dynamic_update_slice, gather and scatter        all-gather of the sharded dim
     of one window
     ragged_dot_general over its rows or groups                     all-gather of both
 
-Facts: local-library-calls, local-grouped-convolution, local-initial-value, local-halo, local-dynamic-index, local-ragged-product.
+Facts: local-library-calls, local-grouped-convolution, local-initial-value, local-halo, local-dynamic-index, local-ragged-product,
+local-top-k.
 """
 
 from __future__ import annotations
