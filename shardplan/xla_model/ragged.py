@@ -75,7 +75,7 @@ def masked_copies(graph: Graph) -> tuple[MaskedCopy, ...]:
             kernel = next((x for x in reversed(some) if x not in before), None)
             if kernel is None:
                 some.append(kernel := _MaskKernel(at))
-            kernel.runs_at = max(kernel.runs_at, graph.values[v].producer[0] + 1)
+            kernel.runs_at = max(kernel.runs_at, graph.values[graph.original(v)].producer[0] + 1)
             kernel.behind += behind[v]
             kernels[at].append(kernel)
             readers.setdefault((kernel, graph.original(v), contracts_rows(op)), []).append((at, k))
