@@ -19,7 +19,7 @@ import numpy as np
 from shardplan._jax import itemsize
 from shardplan.costs.convolution_calls import call_seconds
 from shardplan.costs.halo_exchange import exchanges
-from shardplan.costs.split_products import product_seconds
+from shardplan.costs.split_products import local_groups, product_seconds
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.device import Device
@@ -27,7 +27,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.rates import NARROW_UPDATE, UNTILED_BYTE, attention_rate
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
-from shardplan.xla_model.ragged import groups_of
+from shardplan.xla_model.ragged import masked_operands
 from shardplan.xla_model.traffic import KernelTraffic
 
 BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
@@ -53,6 +53,9 @@ def compute_seconds(
 def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster, moves: KernelTraffic) -> np.ndarray:
     rule, strategies, device = signature.rule, signature.strategies, cluster.device
     moved = moved_bytes(op, strategies, moves)
+    for k in masked_operands(op) if op.traits.grouped_matmul else ():  # a copy per group, which kernels of their own write
+        rows = float(math.prod(op.ins[k].shape)) * itemsize(op.ins[k].dtype) / strategies.shards[k]
+        moved += local_groups(op, strategies, mesh) * rows
     if moves.row_bytes:  # the sums of all shards are known only when a kernel ends
         partial = strategies.shards[0] > strategies.shards[len(op.ins)]
         moved += partial * moves.row_bytes / strategies.shards[0]
@@ -65,7 +68,7 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
         if (op.traits.matmul or op.traits.grouped_matmul) and rule.fusion == "none" and moved.any():
             seconds = product_seconds(op, strategies, mesh, device, moved, moves.summed_by)
-            seconds = seconds + _masking_seconds(op, strategies, device, moves.masked)
+            seconds = seconds + _masking_seconds(op, strategies, mesh, device, moves.masked)
         elif moves.call:
             seconds = call_seconds(op, rule, strategies, mesh, device, moves.call, moved)
         else:
@@ -107,12 +110,14 @@ def moved_bytes(op: Op, strategies: OpStrategies, moves: KernelTraffic) -> np.nd
     return moved
 
 
-def _masking_seconds(op: Op, strategies: OpStrategies, device: Device, masked: Sequence[tuple[int, int]]) -> float | np.ndarray:
+def _masking_seconds(
+    op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, masked: Sequence[tuple[int, int]]
+) -> float | np.ndarray:
     """Seconds [s] of writing the masked copies of a ragged product's rows: their part of a kernel that writes several."""
     seconds = 0.0
     for k, together in masked:
         rows = float(math.prod(op.ins[k].shape)) / strategies.shards[k]
-        written = groups_of(op) * rows
+        written = local_groups(op, strategies, mesh) * rows
         least = np.maximum(device.kernel_latency_s, device.computed_s(written)) / together
         seconds = seconds + np.maximum((written + rows) * itemsize(op.ins[k].dtype) / device.memory_rate, least)
     return seconds

@@ -68,10 +68,17 @@ def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> Si
     (contracted, (batch, _)) = numbers.dot_dimension_numbers if op.traits.grouped_matmul else numbers
     left, right = (of[s].local_shape(x.shape, mesh) for x, of in zip(op.ins[:2], strategies.operands[:2], strict=True))
     b, k = math.prod(left[d] for d in batch), math.prod(left[d] for d in contracted[0])
-    groups = groups_of(op) if op.traits.grouped_matmul else 1
+    groups = int(local_groups(op, strategies, mesh)[s]) if op.traits.grouped_matmul else 1
     if op.traits.grouped_matmul and contracts_rows(op):
         return groups * b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, b * k), k
     return b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, groups * b * k), groups * k
+
+
+def local_groups(op: Op, strategies: OpStrategies, mesh: MeshShape) -> np.ndarray:
+    """Groups [s] of a ragged product on one device."""
+    at, dim = groups_of(op)
+    shape, layouts = (*op.ins, *op.outs)[at].shape, (*strategies.operands, *strategies.results)[at]
+    return np.array([float(layout.local_shape(shape, mesh)[dim]) for layout in layouts])
 
 
 def merged_sizes(sizes: Sequence[Sizes], shared: int) -> Sizes:

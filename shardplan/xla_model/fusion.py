@@ -29,7 +29,7 @@ from shardplan.strategies.rule import Fusion, Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
 from shardplan.xla_model.physical_order import transposed_product
-from shardplan.xla_model.ragged import groups_of, masked_by_op, masked_operands
+from shardplan.xla_model.ragged import masked_by_op
 from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, rows_read
 from shardplan.xla_model.summed_scatters import copies, summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
@@ -329,8 +329,6 @@ def _moved_besides(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
     if before:
         k, v = next((k, v) for k, v in enumerate(op.inputs) if v is not None and not written[read_array(graph, rules, v)])
         yield k, before / graph.values[v].bytes
-    if op.traits.grouped_matmul:  # their masked copies; kernels of their own write them
-        yield from ((k, groups_of(op)) for k in masked_operands(op))
     if op.traits.scatter:  # the rows that it writes, and reads if it adds to them
         yield len(op.inputs) - 1, 1.0 + (op.traits.scatter != "set")
 
