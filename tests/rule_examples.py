@@ -208,7 +208,11 @@ add(
     "bf16[8,4]",
     "bf16[8,6]",
 )
-add("ragged_dot_general", lambda x, y: lax.ragged_dot(x, y, jnp.array([3, 5], "int32")), "f32[8,4]", "f32[2,4,6]")
+
+_ragged, _rows = "ragged_dot_general", lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+add(_ragged, lambda x, y: lax.ragged_dot(x, y, jnp.array([3, 5], "int32")), "f32[8,4]", "f32[2,4,6]")
+add(_ragged, lambda x, y: lax.ragged_dot(x, y, jnp.array([0, 2, 9, 0, 1, 0, 0, 3], "int32")), "f32[16,4]", "f32[8,4,6]")
+add(_ragged, lambda x, y: lax.ragged_dot_general(x, y, jnp.array([0, 7, 0, 2], "int32"), _rows), "f32[16,4]", "f32[16,6]")
 
 
 def conv(x, w, stride=(1, 1), padding: Any = "SAME", dims=("NHWC", "HWIO", "NHWC"), **kw):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from clusters import H100
 from jax import lax
@@ -122,6 +123,20 @@ def test_exact_gelu_holds_its_erfc_and_in_bfloat16_its_argument_if_the_products_
     assert written_of(jax.grad(loss), *(S(shape, dtype) for shape in shapes))[: len(held)] == held
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_tanh_that_a_checkpoint_computes_again_is_not_written_for_its_gradient(again):
+    """One kernel computes the activation again, for the gradient of the weight behind it, and its gradient."""
+
+    def loss(w, v, x):
+        def layer(x):
+            return jax.nn.gelu(x @ w) @ v
+
+        return ((jax.checkpoint(layer) if again else layer)(x).astype(F32) ** 2).mean()
+
+    written = written_of(jax.grad(loss, argnums=(0, 1)), *(S(x, jnp.bfloat16) for x in ((768, 3072), (3072, 768), (8192, 768))))
+    assert written.count("tanh") == (not again)
+
+
 def test_a_mask_is_computed_again_by_kernels_that_read_what_it_is_made_of():
     def loss(w, v, x):
         return ((jax.nn.elu(x @ w) @ v) ** 2).mean()
@@ -169,6 +184,63 @@ def test_zeros_of_a_scatter_are_written_for_other_readers_too():
 
     scatter = megabytes(lambda rows, at: jnp.zeros(X.shape).at[at].add(rows), S((100, 1000), F32), S((100,), jnp.int32))
     assert masked(True) - scatter == pytest.approx(masked(False) + 8, rel=0.01)  # zeros written and read
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "sums"),
+    [
+        ((4000, 31, 8), 1, 0),  # columns of fewer elements than a warp's threads
+        ((4000, 32, 32), 1, 1),
+        ((4000, 63, 8), 1, 0),  # of narrow rows, up to twice as many
+        ((40000, 12), 1, 0),
+        ((40000, 16), 1, 1),  # rows that fill a warp evenly
+    ],
+)
+def test_a_sum_of_few_elements_is_written_by_the_kernel_that_reads_it(shape, axis, sums):
+    x = S(shape, F32)
+    size, summed = x.size * 4e-6, x.size // shape[axis] * 4e-6
+    assert megabytes(lambda x: jnp.tanh(x.sum(axis)), x) == pytest.approx(size + summed + 2 * sums * summed, rel=1e-3)
+    spread = megabytes(lambda x: x - x.sum(axis, keepdims=True), x)  # or once for all that it is broadcast to
+    assert spread == pytest.approx(3 * size + 2 * summed, rel=1e-3) or (axis == len(shape) - 1 and spread == pytest.approx(2 * size))
+
+
+def test_of_a_cast_table_only_the_rows_that_are_looked_up_are_read():
+    rows = S((1000,), jnp.int32)
+    assert megabytes(lambda t, i: jnp.tanh(t.astype(jnp.bfloat16)[i]), S((100_000, 1000), F32), rows) == pytest.approx(6, rel=0.01)
+    assert megabytes(lambda t: jnp.tanh(t.astype(jnp.bfloat16)[:1000]), S((100_000, 1000), F32)) == pytest.approx(6, rel=0.01)
+
+
+def test_a_lookup_computes_only_the_rows_that_it_reads_whatever_other_kernels_compute():
+    rows, row = S((10,), jnp.int32), 0.04  # MB
+    found = megabytes(lambda x, i: (lambda y: (y.sum(0), y[i]))(x * 2 + 1), X, rows)
+    assert found == pytest.approx(4 + 2 * row, rel=0.01)
+
+
+def test_partial_sums_of_lookups_are_written_and_read_by_each_kernel():
+    """Of a table whose rows are sharded, against one that is whole."""
+    mesh = MeshShape(("x",), (8,))
+    jaxpr = jax.make_jaxpr(lambda t, i: jnp.tanh(t[i].sum(1)))(S((80_000, 1000), F32), S((1000, 4), jnp.int32))
+    space = make_strategy_space(StepFacts.of(parse(jaxpr), mesh), mesh, BYTES)
+    at = next(i for i, op in enumerate(space.graph.ops) if op.primitive == "gather")
+    partial = np.array([layout.partial != () for layout in space.strategies[at].results[0]])
+    more = space.seconds[at][partial].min() - space.seconds[at][~partial & (space.strategies[at].shards[-1] == 1)].min()
+    assert more * BYTES.device.memory_rate == pytest.approx(2 * 16e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("fun", "moved"),
+    [
+        (lambda x, z: jnp.sin(x) + z, 8),  # x is read, the sine written, and rows are added to that
+        (lambda x, z: jnp.exp(jnp.sin(x) + z), 16),  # by a kernel behind
+        (lambda x, z: jnp.sin(x) - z, 4 + 12),  # zeros, and a kernel that subtracts
+        (lambda x, z: (z + (y := jnp.sin(x)), y.sum(0)), 8 + 4),  # another reader computes the sine again
+        (lambda x, z: x + z, 8),  # an input is copied
+    ],
+)
+def test_a_scatter_adds_to_what_its_result_is_added_to(fun, moved):
+    rows, at = S((10, 1000), F32), S((10,), jnp.int32)
+    found = megabytes(lambda x, rows, at: fun(x, jnp.zeros(X.shape).at[at].add(rows)), X, rows, at)
+    assert found == pytest.approx(moved + 3 * 0.04, rel=0.01)
 
 
 def test_a_reduction_that_many_kernels_read_is_written_once_and_not_computed_again_by_each():

@@ -9,6 +9,7 @@ from clusters import H100
 from jax import lax
 from test_fusion import BYTES, F32, S, X, megabytes, needs_gpu_compiler, whole
 
+import shardplan
 from shardplan.costs.space import StepFacts
 from shardplan.ir.parse import parse
 from shardplan.mesh.layout import MeshShape
@@ -54,6 +55,62 @@ def test_a_kernel_of_its_own_sums_the_parts_of_a_product_if_no_fused_kernel_read
         return whole(lambda x, w: behind(x @ w), *args, cluster=cluster)
 
     assert seconds(132) - seconds(1) == pytest.approx(kernels, abs=0.1)
+
+
+def planned(fun, *args):
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    return shardplan.auto(mesh, cluster="h100")(fun).plan(*args).seconds
+
+
+def test_products_of_one_array_take_the_seconds_of_one_wide_product_and_the_bound_knows():
+    x, narrow, wide = S((4096, 512), jnp.bfloat16), S((512, 256), jnp.bfloat16), S((512, 768), jnp.bfloat16)
+
+    def several(x, *weights):
+        return sum(jnp.tanh(x @ w) for w in weights)
+
+    def one(x, w):
+        return sum(map(jnp.tanh, jnp.split(x @ w, 3, axis=1)))
+
+    merged, alone = planned(several, x, *[narrow] * 3), planned(lambda x, w: jnp.tanh(x @ w), x, narrow)
+    assert merged["compute"] == pytest.approx(planned(one, x, wide)["compute"], rel=0.01)
+    assert merged["bound"] <= merged["total"] < 0.6 * 3 * alone["total"]
+
+
+WIDTHS = [((64, 64), 0), ((128, 64), 0), ((128, 96), 1), ((96, 96), 1)]
+"""Widths of merged products, and how many kernels write their operands side by side."""
+
+
+@pytest.mark.parametrize("widths, kernels", WIDTHS)
+def test_operands_of_merged_products_are_copied_unless_their_dims_have_whole_fragments(widths, kernels, monkeypatch):
+    args = S((4096, 512), F32), *(S((512, n), F32) for n in widths)
+
+    def several(x, *weights):
+        return [jnp.tanh(x @ w) for w in weights]
+
+    found = planned(several, *args)["compute"]
+    monkeypatch.setattr("shardplan.costs.merged_products.FRAGMENT", 1)
+    assert found - planned(several, *args)["compute"] == pytest.approx(kernels * H100.device.kernel_latency_s, abs=1e-9)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("widths, kernels", WIDTHS)
+def test_xla_copies_operands_of_merged_products_with_odd_dims(widths, kernels):
+    weights = [S((512, n), jnp.bfloat16) for n in widths]
+    step = jax.jit(lambda x, *weights: [jnp.tanh(x @ w) for w in weights])
+    names = [i.name for i in compile(step, S((4096, 512), jnp.bfloat16), *weights, target="h100:1").module if i.opcode == "fusion"]
+    assert sum("gemm" in name for name in names) == 1 and sum("concatenate" in name for name in names) == kernels
+
+
+def test_parts_of_merged_products_are_those_of_the_wide_product():
+    """Three gradients of weights are split less than each by itself, as there are more tiles."""
+
+    def gradients(x, *dy):
+        return [jnp.sin(jnp.einsum("ki,kj->ij", x, y)) for y in dy]
+
+    x, narrow, wide = S((8192, 512), F32), S((8192, 512), F32), S((8192, 1536), F32)
+    merged, one = planned(gradients, x, *[narrow] * 3), planned(gradients, x, wide)
+    assert merged["compute"] == pytest.approx(one["compute"], rel=0.1)
 
 
 PROLOGUES = [

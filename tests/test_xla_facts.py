@@ -674,6 +674,30 @@ def test_the_sum_of_a_ragged_product_is_scattered_only_where_its_complete_sum_is
     assert [line.split(":")[0] for line in found] == moved
 
 
+@pytest.mark.parametrize(
+    ("spec", "gathered"), [(("data",), ["data"]), (("data", "model"), ["data", "model"]), ((("data", "model"),), [])]
+)
+def test_batches_of_a_top_k_are_gathered(spec, gathered):
+    found = emitted(lambda x: jax.lax.top_k(x, 2), a(B, 256, 32), ins=(s(*spec),), outs=s(*spec))
+    assert [line.split(":")[0] for line in found] == [f"all-gather over {axis}" for axis in gathered]
+
+
+def test_rows_and_groups_of_a_ragged_product_are_gathered():
+    numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    x, y, w, sizes = a(1 << 15, B), a(1 << 15, D), a(8, B, D), a(8, dtype=jnp.int32)
+
+    def gradient(x, y, sizes):
+        return jax.lax.ragged_dot_general(x, y, sizes, numbers)
+
+    rows = emitted(jax.lax.ragged_dot, x, w, sizes, ins=(s("data"), s(), s()), outs=s("data"))
+    groups = emitted(jax.lax.ragged_dot, x, w, sizes, ins=(s(), s("data"), s()), outs=s())
+    both = emitted(gradient, x, y, sizes, ins=(s("data"), s("data"), s()), outs=s())
+    assert (rows, groups) == (["all-gather over data: f32[32768,512]"], ["all-gather over data: f32[8,512,1024]"])
+    assert both == ["all-gather over data: f32[32768,1024]", "all-gather over data: f32[32768,512]"]
+    done = compile(jax.jit(gradient, in_shardings=s(), out_shardings=s("data")), x, y, sizes, target="h200:8")
+    assert sum(p.flops for p in products(done.module)) == 2 * 8 * (1 << 15) * B * D
+
+
 @pytest.mark.parametrize(("size", "widths"), [(D, [3 * D]), (4 * D, [4 * D] * 3)])
 def test_products_of_one_array_are_one_kernel_unless_each_is_large(size, widths):
     """Which waits for the gathers of all weights; the large ones take 192 MiB each, the small ones 12."""

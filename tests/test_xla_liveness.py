@@ -267,7 +267,7 @@ def test_a_ragged_product_holds_a_masked_copy_of_the_rows_per_group_and_where_it
     plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(*types, jax.ShapeDtypeStruct((groups,), jnp.int32))
     least = 2 * groups * rows * width * 4 / 8
     report = plan.check("h100:8")
-    assert least < plan.memory().peak <= report.compiled.memory.peak_bytes
+    assert least < plan.memory().peak == pytest.approx(report.compiled.memory.peak_bytes, rel=0.06)  # XLA no longer holds the rows
 
 
 def test_readers_of_what_a_loop_hands_out_share_one_gather():

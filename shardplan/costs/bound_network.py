@@ -5,10 +5,11 @@ it. Collectives run one at a time. So for every plan s, with H the kernels that 
 
     seconds  >=  A(s) - H(s) + N_E(s)                                                                            (11)
 
-A are seconds of kernels, N_E those of E on the network. With E empty it reads seconds >= A(s). It holds for each loop by itself, and
-so does every weighted mean of such bounds, also over several sets E: the weights y of collectives and z of kernels need no more than
-y + z <= 1 wherever the two are independent. Where a fraction f of the seconds in which both streams are busy is lost, the step takes
-(1 - f) times those seconds and f times A(s) + N(s), of all collectives: weights are means of both.
+A are seconds of kernels, of products that may be merged the least, N_E those of E on the network. With E empty it reads
+seconds >= A(s). It holds for each loop by itself, and so does every weighted mean of such bounds, also over several sets E: the weights
+y of collectives and z of kernels need no more than y + z <= 1 wherever the two are independent. Where a fraction f of the seconds in
+which both streams are busy is lost, the step takes (1 - f) times those seconds and f times A(s) + N(s), of all collectives: weights are
+means of both.
 
 A weighted mean counts of the reshard of an array its seconds on the network and those of its staging kernels. The cheapest of all paths
 under two weights is at least
@@ -178,7 +179,7 @@ class BoundTables:
 
     def figures(self, states: Sequence[int]) -> Figures:
         """Of a plan, by its states in a network without memory limit."""
-        (made, read), graph, seconds = np.array(states)[self._ends], self.space.graph, self.space.seconds
+        (made, read), graph, seconds = np.array(states)[self._ends], self.space.graph, self.space.least_seconds
         ops = [np.floor(of[s % len(of)] * op.runs * PS) for of, op, s in zip(seconds, graph.ops, states, strict=True)]
         edges = np.zeros((len(self.space.array_edges), 6))
         for some, parts in zip(*self._kinds, strict=True):
@@ -189,11 +190,11 @@ class BoundTables:
     def problem(self, weights: Weights) -> Problem:
         """The weighted costs as a cost network without a memory limit; the same states as `build_network` without one."""
         space, graph, blocks, known = self.space, self.space.graph, self.blocks, {}
-        costs = []
+        costs, least = [], space.least_seconds
         for i, (op, weight) in enumerate(zip(graph.ops, weights.ops.tolist(), strict=True)):
-            key = (id(space.seconds[i]), op.runs, blocks.count(i), weight, i if i in self.allowed else -1)
+            key = (id(least[i]), op.runs, blocks.count(i), weight, i if i in self.allowed else -1)
             if key not in known:
-                cost = np.floor(space.seconds[i] * op.runs * PS * weight)
+                cost = np.floor(least[i] * op.runs * PS * weight)
                 known[key] = np.tile(np.where(self.allowed[i], cost, np.inf) if i in self.allowed else cost, blocks.count(i))
             costs.append(known[key])
         found: list[np.ndarray] = [costs[0]] * len(space.array_edges)

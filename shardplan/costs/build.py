@@ -145,7 +145,8 @@ def _usages(network: CostNetwork, tables: CostTables) -> Iterator[Usage]:
         if buffer == "retained":
             yield Usage(i, lo, hi, np.concatenate([*[0 * held] * others, held]))
         elif buffer != "implicit":
-            yield Usage(i, lo, hi, np.concatenate([0 * held, *[held] * others]) if others else held)
+            first = 0 * held if buffer == "own" else held
+            yield Usage(i, lo, hi, np.concatenate([first, *[held] * others]) if others else held)
 
 
 def _symmetry_classes(space: StrategySpace, blocks: StateBlocks, costs: list[np.ndarray]) -> tuple[int, ...]:

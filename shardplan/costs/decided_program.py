@@ -26,12 +26,11 @@ from shardplan.costs.decided_tasks import OUTSIDE, Tasks, decided_tasks, waiting
 from shardplan.costs.network import CostNetwork
 from shardplan.ilp.solver.problem import sum_over_intervals
 from shardplan.ir.graph import Graph, Op
+from shardplan.mesh.layout import Layout
 from shardplan.xla_model.combining import COMBINABLE, SUMS
 from shardplan.xla_model.compiler_options import DEFAULT, XlaOptions
+from shardplan.xla_model.merged_products import MERGED_PRODUCT_BYTES
 from shardplan.xla_model.timeline import Task, Timeline, schedule
-
-MERGED_PRODUCT_BYTES = 64 << 20
-"""Of two products that XLA merges one takes at most this, operands and result (`xla_gpu_dot_merger_threshold_mb`)."""
 
 LOOP_S = 1e-8
 """Seconds that XLA's scheduler takes a loop for."""
@@ -161,27 +160,21 @@ class DecidedProgram:
 
     def _merged_products(self) -> Iterator[list[int]]:
         """Products of one loop and pass that read the same array and do not wait for one another (fact: fusion-merges-products)."""
-        shared: dict[tuple, list[int]] = {}
-        small = set()
-        for j, op in enumerate(self.graph.ops):
-            if not op.traits.matmul or (n := self.tasks.computed.get(j)) is None:  # a product of empty arrays
-                continue
-            if op_bytes(self.network, self.states, j) <= MERGED_PRODUCT_BYTES:
-                small.add(n)
-            for k, v in enumerate(op.inputs):
-                if v is not None:
-                    operand = self.graph.original(v), k, self.network.operand_layout(j, k, self.states)
-                    key = (*operand, str(op.params.get("dimension_numbers")), op.outs[0].dtype, op.loop, op.phase)
-                    shared.setdefault(key, []).append(n)
-        seen: set[int] = set()
-        for some in shared.values():
-            together: list[int] = []
-            for n in sorted(set(some) - seen) if len(some) > 1 else ():
-                if not {n, *together[:1]}.isdisjoint(small) and not any(self.tasks.waits_for(n, m) for m in together):
-                    together.append(n)
-            if len(together) > 1:
-                seen.update(together)
-                yield together
+        computed, seen = self.tasks.computed, set[int]()
+        for group in self.network.space.facts.sharing_products:
+            by_layout: dict[Layout, list[int]] = {}
+            for j, k in group:
+                if j in computed:  # else a product of empty arrays
+                    by_layout.setdefault(self.network.operand_layout(j, k, self.states), []).append(j)
+            for products in by_layout.values():
+                together: list[int] = []
+                small = {computed[j] for j in products if op_bytes(self.network, self.states, j) <= MERGED_PRODUCT_BYTES}
+                for n in sorted({computed[j] for j in products} - seen) if len(products) > 1 else ():
+                    if not {n, *together[:1]}.isdisjoint(small) and not any(self.tasks.waits_for(n, m) for m in together):
+                        together.append(n)
+                if len(together) > 1:
+                    seen.update(together)
+                    yield together
 
     @cached_property
     def _task_seconds(self) -> TaskSeconds:

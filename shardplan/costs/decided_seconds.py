@@ -11,6 +11,7 @@ import numpy as np
 
 from shardplan._jax import itemsize
 from shardplan.costs.decided_tasks import Tasks
+from shardplan.costs.merged_products import saved_seconds
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.split_products import local_sizes, merged_sizes, product_parts
 from shardplan.ir.graph import Graph
@@ -67,27 +68,45 @@ class TaskSeconds:
         out: dict[int, float] = {}
         for n, first in enumerate(self.joined[0]):
             out[first] = out.get(first, 0.0) + self.tasks.seconds[n]
+        for first, merged in self._products.items():
+            if len(merged) > 1:
+                out[first] -= self._saved_s(merged)
+        return out
+
+    def _saved_s(self, merged: Sequence[int]) -> float:
+        """Seconds that products take less as one kernel."""
+        space = self.network.space
+        products = [(space.product(j), self.states[j] % len(space.strategies[j])) for j in merged]
+        return saved_seconds(products, self._shared(merged), space.mesh, space.cluster.device)
+
+    def _shared(self, merged: Sequence[int]) -> int:
+        """The operand that products which are one kernel share."""
+        return int(len({self.graph.original(v) for j in merged if (v := self.graph.ops[j].inputs[0]) is not None}) > 1)
+
+    @cached_property
+    def _products(self) -> dict[int, list[int]]:
+        """Task -> the products that it computes."""
+        out: dict[int, list[int]] = {}
+        for j, n in self.tasks.computed.items():
+            if self.graph.ops[j].traits.matmul and self.network.space.rules[j].fusion == "none":
+                out.setdefault(self.joined[0][n], []).append(j)
         return out
 
     @cached_property
     def _kinds(self) -> dict[int, tuple[KernelKind, Sequence[int]]]:
         """Task of a convolution, or of products that are one kernel -> which kind it is, and sizes of the product."""
         found: dict[int, tuple[KernelKind, Sequence[int]]] = {}
-        products: dict[int, list[int]] = {}
         for j, n in self.tasks.computed.items():
             if self.graph.ops[j].traits.convolution:
                 found[n] = "convolution", ()
-            elif self.graph.ops[j].traits.matmul:
-                products.setdefault(self.joined[0][n], []).append(j)
-        return found | {n: self._product_kind(merged) for n, merged in products.items()}
+        return found | {n: self._product_kind(merged) for n, merged in self._products.items()}
 
     def _product_kind(self, merged: Sequence[int]) -> tuple[KernelKind, Sequence[int]]:
         op, space = self.graph.ops[merged[0]], self.network.space
         if itemsize(op.ins[0].dtype) >= 4:
             return "float32 product", ()
         found = [local_sizes(self.graph.ops[j], (of := space.strategies[j]), self.states[j] % len(of), space.mesh) for j in merged]
-        shared = int(len({self.graph.original(v) for j in merged if (v := self.graph.ops[j].inputs[0]) is not None}) > 1)
-        sizes = merged_sizes(found, shared)
+        sizes = merged_sizes(found, self._shared(merged))
         parts = product_parts(op, sizes, space.cluster.device)
         in_float32 = parts > 1 or op.outs[0].dtype == np.float32
         kind = "float32 sums" if in_float32 else "float16 product" if op.ins[0].dtype == np.float16 else "product"

@@ -24,6 +24,7 @@ from shardplan.costs.array_edges import ArrayEdge
 from shardplan.costs.options import CostCorrections
 from shardplan.costs.pricing import CombinedGroups, CombinedPrices, Pricing
 from shardplan.costs.space import StrategySpace
+from shardplan.costs.split_products import local_groups
 from shardplan.costs.states import PS, StateBlocks
 from shardplan.costs.tables import edge_layouts
 from shardplan.ilp.solver.problem import Problem, sum_over_intervals
@@ -32,7 +33,7 @@ from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import COMBINABLE
 from shardplan.xla_model.liveness import takes_over_buffer
-from shardplan.xla_model.ragged import groups_of, masked_copies
+from shardplan.xla_model.ragged import masked_copies
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Allocation(NamedTuple):
     """What a device has in memory of value `value`, array `array` of op `op` (operands, then results), at times lo <= t < hi.
 
     An "own" buffer is one of every block of states but the first, a "retained" one of the last block; an "implicit" one is of a copy
-    without states of its own, and is there if the copy's layout differs from that of its operand. `times` counts equal buffers.
+    without states of its own, and is there if the copy's layout differs from that of its operand. `times` counts equal buffers, in all
+    strategies or [strategy].
     """
 
     op: int
@@ -82,7 +84,7 @@ class Allocation(NamedTuple):
     lo: int
     hi: int
     buffer: str
-    times: float = 1
+    times: float | np.ndarray = 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,6 +143,12 @@ class CostNetwork:
         for (i, s), seconds in self.corrections.strategies.items():
             out[i] += float(np.rint(seconds * PS)) if chosen[i] == s else 0.0
         return out
+
+    def least_kernel_ps(self, states: Sequence[int]) -> float:
+        """Picoseconds of all kernels at least, whatever products are merged."""
+        pairs = zip(self.space.least_seconds, self.space.seconds, self.strategies(states), self.space.graph.ops, strict=True)
+        saved = sum(float(seconds[s] - least[s]) * op.runs for least, seconds, s, op in pairs if least is not seconds)
+        return sum(self.kernel_ps(states)) - PS * saved
 
     def edge_kernels(self, states: Sequence[int]) -> Iterator[tuple[ArrayEdge, float]]:
         """(array edge, picoseconds per step) of the kernels that XLA puts around the collectives of an operand.
@@ -338,7 +346,8 @@ class CostNetwork:
                     yield Allocation(i, r, v, since, interval[0], "retained")
         for masked in masked_copies(graph):
             if (v := graph.ops[masked.op].inputs[masked.operand]) is not None:
-                yield Allocation(masked.op, masked.operand, v, masked.lo, masked.hi, "", groups_of(graph.ops[masked.op]))
+                groups = local_groups(graph.ops[masked.op], self.space.strategies[masked.op], self.space.mesh)
+                yield Allocation(masked.op, masked.operand, v, masked.lo, masked.hi, "", groups)
         for copy in self.space.facts.copies:
             if (v := graph.ops[copy.op].inputs[copy.operand]) is not None:
                 yield Allocation(copy.op, copy.operand, v, copy.op, copy.last + 1, "", copy.times)
@@ -356,7 +365,8 @@ class CostNetwork:
                 if of[i].results[0][s] == of[maker].results[made][states[maker] % len(of[maker])]:
                     continue
             shards = of[i].shards[array][s]
-            out.append((i, lo, hi, times * float(np.ceil(graph.values[v].bytes / shards))))
+            equal = times[s] if isinstance(times, np.ndarray) else times
+            out.append((i, lo, hi, equal * float(np.ceil(graph.values[v].bytes / shards))))
         return out
 
     def profile(self, states: Sequence[int]) -> np.ndarray:

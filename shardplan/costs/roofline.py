@@ -19,7 +19,7 @@ import numpy as np
 from shardplan._jax import itemsize
 from shardplan.costs.convolution_calls import call_seconds
 from shardplan.costs.halo_exchange import exchanges
-from shardplan.costs.split_products import product_seconds
+from shardplan.costs.split_products import local_groups, product_seconds
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.device import Device
@@ -27,7 +27,7 @@ from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.rates import NARROW_UPDATE, UNTILED_BYTE, attention_rate
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
-from shardplan.xla_model.ragged import groups_of
+from shardplan.xla_model.ragged import masked_operands
 from shardplan.xla_model.traffic import KernelTraffic
 
 BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
@@ -52,10 +52,10 @@ def compute_seconds(
 
 def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster, moves: KernelTraffic) -> np.ndarray:
     rule, strategies, device = signature.rule, signature.strategies, cluster.device
-    moved = np.zeros(len(strategies))
-    for x, shards, times in zip(op.ins + op.outs, strategies.shards, moves.operand_reads + moves.result_writes, strict=True):
-        if times:
-            moved += times * (float(math.prod(x.shape)) * itemsize(x.dtype)) / shards
+    moved = moved_bytes(op, strategies, moves)
+    for k in masked_operands(op) if op.traits.grouped_matmul else ():  # a copy per group, which kernels of their own write
+        rows = float(math.prod(op.ins[k].shape)) * itemsize(op.ins[k].dtype) / strategies.shards[k]
+        moved += local_groups(op, strategies, mesh) * rows
     if moves.row_bytes:  # the sums of all shards are known only when a kernel ends
         partial = strategies.shards[0] > strategies.shards[len(op.ins)]
         moved += partial * moves.row_bytes / strategies.shards[0]
@@ -68,18 +68,22 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         dtype = str(op.ins[0].dtype) if hasattr(op.ins[0], "dtype") else "float32"
         if (op.traits.matmul or op.traits.grouped_matmul) and rule.fusion == "none" and moved.any():
             seconds = product_seconds(op, strategies, mesh, device, moved, moves.summed_by)
-            seconds = seconds + _masking_seconds(op, strategies, device, moves.masked)
+            seconds = seconds + _masking_seconds(op, strategies, mesh, device, moves.masked)
         elif moves.call:
             seconds = call_seconds(op, rule, strategies, mesh, device, moves.call, moved)
         else:
             rate = attention_rate(device, dtype, rule.attention) if rule.attention else device.flops_per_s(dtype)
             seconds = np.maximum(rule.flops * strategies.work / rate, seconds)
     if rule.fusion == "none" and moved.any():
-        elements = 0.0 if rule.flops else _elements(op, strategies)
+        elements = 0.0 if rule.flops else _elements(op, strategies, any(moves.result_writes))
         seconds = np.maximum(seconds, np.maximum(device.kernel_latency_s, device.computed_s(elements)))
     elif moves.kernel_bytes is not None:
         least = np.maximum(device.kernel_latency_s, device.computed_s(moves.kernel_elements * strategies.work))
         seconds = seconds + np.maximum(0.0, least - moves.kernel_bytes * strategies.work / device.memory_rate)
+    if moves.partial_moves:
+        sums = np.array([layout.partial != () for layout in strategies.results[0]])
+        bytes_ = float(op.outs[0].size) * itemsize(op.outs[0].dtype) / strategies.shards[len(op.ins)]
+        seconds = seconds + sums * np.maximum(device.kernel_latency_s, moves.partial_moves * bytes_ / device.memory_rate)
     if any(moves.result_writes):
         seconds = seconds + device.kernel_latency_s * _second_kernel(op, strategies)
     if moves.copied:
@@ -97,21 +101,36 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
     return seconds
 
 
-def _masking_seconds(op: Op, strategies: OpStrategies, device: Device, masked: Sequence[tuple[int, int]]) -> float | np.ndarray:
+def moved_bytes(op: Op, strategies: OpStrategies, moves: KernelTraffic) -> np.ndarray:
+    """Bytes [s] that an op's kernels read of its operands and write of its results."""
+    moved = np.zeros(len(strategies))
+    for x, shards, times in zip(op.ins + op.outs, strategies.shards, moves.operand_reads + moves.result_writes, strict=True):
+        if times:
+            moved += times * (float(math.prod(x.shape)) * itemsize(x.dtype)) / shards
+    return moved
+
+
+def _masking_seconds(
+    op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, masked: Sequence[tuple[int, int]]
+) -> float | np.ndarray:
     """Seconds [s] of writing the masked copies of a ragged product's rows: their part of a kernel that writes several."""
     seconds = 0.0
     for k, together in masked:
         rows = float(math.prod(op.ins[k].shape)) / strategies.shards[k]
-        written = groups_of(op) * rows
+        written = local_groups(op, strategies, mesh) * rows
         least = np.maximum(device.kernel_latency_s, device.computed_s(written)) / together
         seconds = seconds + np.maximum((written + rows) * itemsize(op.ins[k].dtype) / device.memory_rate, least)
     return seconds
 
 
-def _elements(op: Op, strategies: OpStrategies) -> np.ndarray:
-    """Results [s] that an op's own kernels compute; narrow updates of a scatter take as long as several."""
+def _elements(op: Op, strategies: OpStrategies, written: bool) -> np.ndarray:
+    """Results [s] that an op's own kernels compute; narrow updates of a scatter take as long as several.
+
+    `written`: whether they are results of its own; a scatter's may be something else that it updates.
+    """
     arrays, at = list(zip((*op.ins, *op.outs), strategies.shards, strict=True)), op.traits.writes_part
-    results = sum(float(x.size) / of for x, of in (arrays[len(op.ins) :] if at is None else arrays[at[0] : at[0] + 1]))
+    of = arrays[at[0] : at[0] + 1] if at else arrays[len(op.ins) :] if written or not op.traits.scatter else arrays[-2:-1]
+    results = sum(float(x.size) / shards for x, shards in of)
     if op.traits.scatter and itemsize(op.ins[-1].dtype) < 4 and not op.params.get("indices_are_sorted"):
         results = results + NARROW_UPDATE * op.ins[-1].size / strategies.shards[len(op.ins) - 1]
     return results + np.zeros(len(strategies))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.costs.array_edges import ArrayEdge, ArrayFacts, EdgeEnds, LayoutLists, array_edges, array_facts, in_a_row
+from shardplan.costs.merged_products import PricedProduct, most_saved
 from shardplan.costs.roofline import compute_seconds
 from shardplan.ir.graph import Graph, Path
 from shardplan.ir.repeated_layers import repeated_layers
@@ -27,8 +28,10 @@ from shardplan.xla_model.copies import with_copies
 from shardplan.xla_model.expensive import recomputed_from
 from shardplan.xla_model.fusion import FusedKernels, fused_kernels, kernel_traffic, materialised
 from shardplan.xla_model.kernel_groups import kernels_of
+from shardplan.xla_model.merged_products import sharing_products
 from shardplan.xla_model.physical_order import physical_orders
-from shardplan.xla_model.row_kernels import row_kernels
+from shardplan.xla_model.row_kernels import row_kernels, with_small_reductions
+from shardplan.xla_model.summed_scatters import summed_scatters, with_summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
 
 SMALL_SUM_BYTES = 1 << 16
@@ -78,10 +81,12 @@ class StepFacts:
         found = table.read(graph, {}, whole)
         rules, sums = tuple(x.rule for x in found), tuple(x.sums for x in found)
         orders = physical_orders(graph, rules)
-        rows = row_kernels(graph, seen := orders.rules, orders)
-        written = materialised(graph, seen, sums, rows, recomputed_from(device) if device else inf)
-        kernels = kernels_of(graph, seen, written, sums, rows)
-        fused = fused_kernels(graph, seen, kernels)
+        seen = with_summed_scatters(orders.rules, summed_scatters(graph))
+        seen = with_small_reductions(graph, seen, rows := row_kernels(graph, seen, orders))
+        recomputed_bytes = recomputed_from(device) if device else inf
+        written = materialised(graph, seen, sums, rows, recomputed_bytes)
+        kernels = kernels_of(graph, seen, written, sums, rows, recomputed_bytes)
+        fused = fused_kernels(graph, seen, kernels_of(graph, seen, written, sums, rows, delayed=False))
         around = with_convolutions(graph, seen, kernel_traffic(graph, seen, kernels), device)
         return cls(graph, table, rules, sums, tuple(x.number for x in found), written, around.traffic, fused, around.copies)
 
@@ -120,6 +125,11 @@ class StepFacts:
     def summed_values(self) -> list[int]:
         """Per value, the one whose partial sums XLA adds."""
         return summed_values(self.graph)
+
+    @cached_property
+    def sharing_products(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Groups of products that share an operand, each as (op, operand)."""
+        return sharing_products(self.graph, self.rules)
 
     @cached_property
     def accumulated_operands(self) -> dict[tuple[int, int], tuple[int, int]]:
@@ -192,6 +202,20 @@ class StrategySpace:
     def accumulated_operands(self) -> dict[tuple[int, int], tuple[int, int]]:
         """(op, operand) that may be partial sums that a loop accumulates -> that carry's (loop_carry, loop_next)."""
         return self.facts.accumulated_operands
+
+    @cached_property
+    def least_seconds(self) -> tuple[np.ndarray, ...]:
+        """Per op, `seconds`, or less where it is a product that may be merged: no kernel that holds it takes less for it."""
+        saved: dict[int, np.ndarray] = {}
+        for group in self.facts.sharing_products:
+            most = most_saved([self.product(j) for j, _ in group], self.mesh, self.cluster.device)
+            for (j, _), seconds in zip(group, most, strict=True):
+                saved[j] = np.maximum(saved.get(j, 0.0), seconds)
+        return tuple(seconds - saved[j] if j in saved else seconds for j, seconds in enumerate(self.seconds))
+
+    def product(self, j: int) -> PricedProduct:
+        """Op j, a product."""
+        return PricedProduct(self.graph.ops[j], self.strategies[j], self.facts.traffic[j])
 
     @cached_property
     def layout_lists(self) -> LayoutLists:

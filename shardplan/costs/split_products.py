@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,10 +68,17 @@ def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> Si
     (contracted, (batch, _)) = numbers.dot_dimension_numbers if op.traits.grouped_matmul else numbers
     left, right = (of[s].local_shape(x.shape, mesh) for x, of in zip(op.ins[:2], strategies.operands[:2], strict=True))
     b, k = math.prod(left[d] for d in batch), math.prod(left[d] for d in contracted[0])
-    groups = groups_of(op) if op.traits.grouped_matmul else 1
+    groups = int(local_groups(op, strategies, mesh)[s]) if op.traits.grouped_matmul else 1
     if op.traits.grouped_matmul and contracts_rows(op):
         return groups * b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, b * k), k
     return b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, groups * b * k), groups * k
+
+
+def local_groups(op: Op, strategies: OpStrategies, mesh: MeshShape) -> np.ndarray:
+    """Groups [s] of a ragged product on one device."""
+    at, dim = groups_of(op)
+    shape, layouts = (*op.ins, *op.outs)[at].shape, (*strategies.operands, *strategies.results)[at]
+    return np.array([float(layout.local_shape(shape, mesh)[dim]) for layout in layouts])
 
 
 def merged_sizes(sizes: Sequence[Sizes], shared: int) -> Sizes:
@@ -86,6 +94,49 @@ def product_parts(op: Op, sizes: Sizes, device: Device) -> int:
     return contracted_splits(*sizes, itemsize(op.ins[0].dtype), device.sms)[0] if device.sms else 1
 
 
+class Written(NamedTuple):
+    """What a product's kernel writes for one of the products that are merged in it, on one device.
+
+    Attributes:
+        elements, itemsize: of the result.
+        summed_by: how many fused kernels can sum the parts.
+        partial: whether it is a partial sum of several devices.
+    """
+
+    elements: float
+    itemsize: float
+    summed_by: int = 0
+    partial: bool = False
+
+
+class SplitProduct(NamedTuple):
+    """A product as XLA splits it: sizes and bytes of its kernel, and seconds of the sums of its parts."""
+
+    sizes: Sizes
+    moved: float
+    extra_s: float
+
+
+def split_product(sizes: Sizes, element_bytes: float, moved: float, written: Sequence[Written], device: Device) -> SplitProduct:
+    """How XLA splits a product with operands of `element_bytes` an element that reads and writes `moved` bytes."""
+    b, m, n, k = sizes
+    parts, padded = contracted_splits(b, m, n, k, element_bytes, device.sms) if device.sms else (1, k)
+    if parts == 1:
+        return SplitProduct(sizes, moved, 0.0)
+    kernels = [2 * element_bytes * b * k * rows for rows in (m, n)] if padded != k else []
+    extra_s = 0.0
+    for of in written:
+        partial, result = 4.0 * parts * of.elements, of.itemsize * of.elements
+        moved = max(0.0, moved - result) + partial
+        here = of.summed_by == 1 or (of.summed_by > 1 and parts < MANY)
+        if here and not of.partial:  # the first reads the parts, and writes the result for others
+            extra_s += max(0.0, partial - result + (of.summed_by > 1) * result) / device.memory_rate
+        else:
+            kernels.append(partial + result)
+    extra_s += sum(kernel_seconds(device, (), x) for x in kernels)
+    return SplitProduct((parts * b, m, n, padded // parts), moved, extra_s)
+
+
 def product_seconds(
     op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, moved: np.ndarray, summed_by: int = 0
 ) -> np.ndarray:
@@ -96,21 +147,15 @@ def product_seconds(
         moved: bytes [s] that it reads and writes.
         summed_by: how many fused kernels can sum the parts.
     """
-    sizes = np.array([local_sizes(op, strategies, s, mesh) for s in range(len(strategies))])
-    split, extra_s, element_bytes = sizes.copy(), np.zeros(len(strategies)), itemsize(op.ins[0].dtype)
-    moved = moved.astype(float)
-    for s, (b, m, n, k) in enumerate(sizes.tolist() if device.sms else []):
-        parts, padded = contracted_splits(b, m, n, k, element_bytes, device.sms)
-        if parts == 1:
-            continue
-        partial, result = 4.0 * parts * b * m * n, itemsize(op.outs[0].dtype) * b * m * n
-        split[s] = parts * b, m, n, padded // parts
-        moved[s] = max(0.0, moved[s] - result) + partial
-        kernels = [2 * element_bytes * b * k * rows for rows in (m, n)] if padded != k else []
-        here = summed_by == 1 or (summed_by > 1 and parts < MANY)
-        if here and not strategies.results[0][s].partial:  # the first reads the parts, and writes the result for others
-            extra_s[s] = max(0.0, partial - result + (summed_by > 1) * result) / device.memory_rate
-        else:
-            kernels.append(partial + result)
-        extra_s[s] += sum(kernel_seconds(device, (), x) for x in kernels)
-    return rates.product_seconds(device, str(op.ins[0].dtype), split, moved) + extra_s
+    found, element_bytes = [], itemsize(op.ins[0].dtype)
+    for s, bytes_ in enumerate(moved.tolist()):
+        written = written_by(op, strategies, s, mesh, summed_by)
+        found.append(split_product(local_sizes(op, strategies, s, mesh), element_bytes, float(bytes_), (written,), device))
+    sizes, split_moved, extra_s = (np.array(x) for x in zip(*found, strict=True))
+    return rates.product_seconds(device, str(op.ins[0].dtype), sizes, split_moved) + extra_s
+
+
+def written_by(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape, summed_by: int) -> Written:
+    """What a product writes under strategy s."""
+    b, m, n, _ = local_sizes(op, strategies, s, mesh)
+    return Written(b * m * n, itemsize(op.outs[0].dtype), summed_by, bool(strategies.results[0][s].partial))

@@ -46,7 +46,7 @@ CONVERGED = 1e-3
 
 def compute_floor(task: PlanningTask) -> float:
     """Picoseconds of all kernels under the fastest strategy of each: a quick bound."""
-    return float(sum(int(seconds.min() * op.runs * PS) for op, seconds in zip(task.space.graph.ops, task.space.seconds, strict=True)))
+    return float(sum(int(least.min() * op.runs * PS) for op, least in zip(task.space.graph.ops, task.space.least_seconds, strict=True)))
 
 
 def lower_bound(task: PlanningTask, best: Judged, deadline: Deadline) -> tuple[float, list[Candidate]]:

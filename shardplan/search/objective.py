@@ -207,7 +207,7 @@ class Candidates:
 
     def add_if_it_computes_less(self, found: Candidate) -> None:
         """Judges a candidate, unless its kernels alone take longer than the step of the best plan: by (11) it is slower."""
-        kernels = sum(found.network.kernel_ps(found.solution.states))
+        kernels = found.network.least_kernel_ps(found.solution.states)
         if self.best is None or self.best.excess_bytes or kernels < PS * self.best.timeline.total_s:
             self.add(found)
 

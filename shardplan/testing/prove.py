@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.emit.shard_local import dynamic_index, kernels
+from shardplan.emit.shard_local import dynamic_index, kernels, ragged
 from shardplan.emit.shard_local.forms import FORMS, run_form
 from shardplan.emit.shard_local.halo import HaloDim, halo_dims
 from shardplan.emit.shard_local.window import convolution, windows
@@ -235,12 +235,21 @@ def _kernel(op: ShardedOp, shards):
     return kernels.CALLS[op.name](op.eqn, shards, op.shards)
 
 
+def _ragged(op: ShardedOp, shards):
+    if not op.rule.shard_local:
+        return _jax.bind(op.eqn, shards)
+    (dim,) = op.eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    rows, groups = ((op.axes[a],) if a in op.shards else () for a in (op.rule.operands[0][dim][0], "g"))
+    return ragged.ragged_dot(op.eqn, shards, rows, groups, op.operands[2].shape[-1] // op.shards.get("g", 1))
+
+
 LOCAL_FORMS: dict[str, Callable | None] = {
     **dict.fromkeys(kernels.CALLS, _kernel),
     **dict.fromkeys(("reshape", "broadcast_in_dim", "broadcast_to", "empty"), _with_local_shape),
     "iota": _iota,
     "gather": lambda op, shards: dynamic_index.gather(op.eqn, shards, [op.sharded_dims(0)]),
     "conv_general_dilated": _convolution,
+    "ragged_dot_general": _ragged,
     "tile": _tile,
     **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windows),
     **dict.fromkeys(("random_bits", "random_split", "random_gamma")),

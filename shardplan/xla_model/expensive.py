@@ -11,13 +11,9 @@ from math import inf
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.device import Device, gpu_of_device_kind
 from shardplan.strategies.rule import Rule
-from shardplan.xla_model.kernel_groups import Kernel, Kernels, kernels_of, read_array, seen_through
+from shardplan.xla_model.kernel_groups import EXPENSIVE, Kernel, Kernels, is_expensive, kernels_of, read_array, seen_through
 from shardplan.xla_model.row_kernels import RowKernels
 
-EXPENSIVE = ("tanh", "atan", "sin", "cos", "pow", "erfc")
-"""What costs more to compute again than to write and read (fact: fusion-expensive)."""
-SHORTEST = ("tanh", "atan")
-"""Those that take the least time, `EXPENSIVE_S`."""
 LONGEST = ("erfc",)
 """Those of which XLA makes a hundred ops; their argument may be written, too (fact: fusion-expensive-argument)."""
 EXPENSIVE_S = {(9, 0): 2e-12}
@@ -47,7 +43,7 @@ def cheaper_to_read(
     So are expensive functions that several kernels read, but for a tanh from `recomputed_bytes` an element on whose sources these
     read anyway; the argument of some; and what several kernels read of random numbers, in its narrowest form.
     """
-    kernels = kernels_of(graph, rules, written, sums, rows)
+    kernels = kernels_of(graph, rules, written, sums, rows, recomputed_bytes)
     written, inside, rows = kernels.written, kernels.inside, kernels.rows
     out: set[int] = set()
     sources: list[dict[int, float]] = []
@@ -62,7 +58,10 @@ def cheaper_to_read(
                 root = read_array(graph, rules, u)
                 whole = graph.values[root].bytes
                 part = value.bytes if k == 0 and op.traits.reads_part else whole
-                found |= {root: min(whole, found.get(root, 0.0) + part)} if written[root] or root in out else sources[root]
+                if written[root] or root in out:
+                    found[root] = min(whole, found.get(root, 0.0) + part)
+                else:
+                    found |= {w: size * min(1.0, part / max(whole, 1.0)) for w, size in sources[root].items()}
         sources.append(found)
         if written[v] or rules[at].fusion != "loop" or op.scalar_broadcast:
             continue
@@ -70,8 +69,7 @@ def cheaper_to_read(
             continue
         k = len(inside[at])
         expensive = k > 1 and op.primitive in EXPENSIVE
-        short = op.primitive in SHORTEST and value.itemsize >= recomputed_bytes
-        expensive = expensive and not (short and _sources_are_read(graph, kernels, v, found))
+        expensive = expensive and (is_expensive(op, recomputed_bytes) or not _sources_are_read(graph, kernels, v, found))
         expensive |= k > 1 and drawn[v] and not _handed_on(graph, rules, kernels, v)
         if expensive or _reads_less(graph, rules, kernels, v, found):
             out.add(v)

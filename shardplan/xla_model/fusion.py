@@ -12,25 +12,26 @@ again. Materialised are:
 Which ops are one kernel: `kernel_groups.py`.
 
 Facts: fusion-loop, fusion-matmul-prologue, fusion-matmul-epilogue, fusion-matmul-carry, fusion-broadcast-scalar, fusion-zeros-shared,
-fusion-reads-part, fusion-in-place-update, product-parts-summed.
+fusion-reads-part, fusion-in-place-update, fusion-scatter-into-sum, product-parts-summed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.rates import elements_computed
-from shardplan.strategies.rule import Rule
+from shardplan.strategies.rule import Fusion, Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
 from shardplan.xla_model.physical_order import transposed_product
-from shardplan.xla_model.ragged import groups_of, masked_by_op, masked_operands
+from shardplan.xla_model.ragged import masked_by_op
 from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, rows_read
+from shardplan.xla_model.summed_scatters import copies, summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
 
 
@@ -48,6 +49,7 @@ def materialised(
     """
     out = [True] * len(graph.values)
     prologue = _prologues(graph, rules) - rows.orders.written.keys()
+    scatters = summed_scatters(graph)
     for v in reversed(range(len(graph.values))):
         at, _ = graph.values[v].producer
         op, fusion = graph.ops[at], rules[at].fusion
@@ -57,7 +59,7 @@ def materialised(
         reached = [c for c in graph.reached(v, lambda at: seen_through(graph, rules, at)) if c not in graph.dead]
         if op.scalar_broadcast and not any(graph.ops[c].traits.stores_operand for c in reached):
             out[v] = False
-        elif sums[at] and not rows.behind[at] and any(graph.ops[c].traits.copy for c in reached):
+        elif sums[at] and not rows.behind[at] and any(graph.ops[c].traits.copy for c in reached) and not rarely_partial(op, fusion):
             continue  # partial sums are written, reduced and read again
         elif fusion == "loop" and not op.scalar_broadcast:
             readers = [c for c in reached if not seen_through(graph, rules, c)]
@@ -65,13 +67,31 @@ def materialised(
             out[v] = not stacked and not all(absorbs(graph, rules, op, reader, v in prologue) for reader in readers)
             reduced = (graph.ops[c] for c in readers if rules[c].fusion == "reduce")
             out[v] |= rows.behind[at] and not all(reduces_rows(op, rows.orders) for op in reduced)
+            out[v] |= rarely_partial(op, fusion) and _needs_memory(graph, out, rows, v)
     for v, (w, always) in written_by_products(graph, rules).items():
         if always or out[w]:
             out[v], out[w] = False, True
-    for v in (*rows.orders.later, *_shared_zeros(graph)):
+    for v in (*rows.orders.later, *_shared_zeros(graph, scatters)):
         out[v] = True
+    for at, found in scatters.items():
+        out[graph.ops[at].outputs[0]] = out[found.zeros] = False
     once = cheaper_to_read(graph, rules, out, sums, rows, recomputed_bytes)
     return tuple(written or v in once for v, written in enumerate(out))
+
+
+def rarely_partial(op: Op, fusion: Fusion) -> bool:
+    """Whether prices count for each strategy if a kernel writes partial sums of the result: of lookups, and sums of few elements."""
+    return fusion == "loop" and (op.traits.gather or op.traits.reduction)
+
+
+def _needs_memory(graph: Graph, written: Sequence[bool], rows: RowKernels, v: int) -> bool:
+    """Whether a kernel that reads a lookup's result or a sum does not compute it.
+
+    One that keeps rows on chip looks nothing up, and what is broadcast would be summed again for every element.
+    """
+    reduced = graph.ops[graph.values[v].producer[0]].traits.reduction
+    inside = graph.reached(v, lambda at: not any(written[w] for w in graph.ops[at].outputs))
+    return any(rows.behind[at] or (reduced and graph.ops[at].traits.broadcast) for at in inside)
 
 
 def _prologues(graph: Graph, rules: Sequence[Rule]) -> set[int]:
@@ -140,12 +160,15 @@ def _carries(graph: Graph, op: Op) -> list[int]:
     return [v for v in op.inputs if v is not None and graph.values[v].shape and graph.ops[graph.maker(v)].traits.loop_carry]
 
 
-def _shared_zeros(graph: Graph) -> list[int]:
-    """Scalars broadcast like those that a scatter writes into, all taken to be zeros: XLA makes one array of both, and a copy."""
+def _shared_zeros(graph: Graph, scatters: Collection[int]) -> list[int]:
+    """Scalars broadcast like those that a scatter writes into, all taken to be zeros: XLA makes one array of both, and a copy.
+
+    But for those of `scatters`, which write into something else.
+    """
     updated: dict[tuple[Hashable, Hashable, bool], list[int]] = {}  # (shape, dtype, whether a scatter writes into it) -> values
     for op in graph.ops:
         if op.scalar_broadcast and op.loop < 0:
-            into = any(graph.ops[reader].traits.in_place for reader in graph.readers(op.outputs[0]))
+            into = any(graph.ops[reader].traits.in_place and reader not in scatters for reader in graph.readers(op.outputs[0]))
             updated.setdefault((op.outs[0].shape, op.outs[0].dtype, into), []).append(op.outputs[0])
     return [v for (shape, dtype, into), some in updated.items() if not into and (shape, dtype, True) in updated for v in some]
 
@@ -205,24 +228,21 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
     stands: dict[Kernel, int] = {}
     before = defaultdict[int, float](float)  # product -> bytes that it reads of what its operand is computed from
     counts: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
+    scatters, wanted = summed_scatters(graph), _computed_whole(graph, kernels)
+    additions = {found.addition for found in scatters.values()}
     for at, op in enumerate(graph.ops):
         operands: list[float] = [0] * len(op.inputs)
         results: list[float] = [0] * len(op.outputs)
-        idle = op.traits.moves_nothing or at in graph.dead
-        for k, v in enumerate(op.inputs):
-            if v is None or idle or rules[at].fusion == "view" or (k == 0 and op.traits.in_place):
-                continue
-            root = read_array(graph, rules, v)
-            part = k == 0 and op.traits.reads_part
-            size = graph.values[op.outputs[0] if part else root].bytes
+        idle = op.traits.moves_nothing or at in graph.dead or at in additions
+        for k, root, size, part in () if idle else _reads(graph, rules, written, at):
             whole = max(graph.values[root].bytes, 1.0)
-            for kernel in inside[at] if written[root] else ():
-                new = min(size, whole - seen.get((kernel, root), 0.0))  # a slice reads its part, all together no more than the whole
-                if new > 0:
+            for kernel in inside[at]:
+                new = min(size, whole - seen.get((kernel, root), 0.0))  # slices read their parts, together no more than the whole
+                if new > 0 and kernel in wanted[at]:
                     if kernel[0] < -1 - at and graph.ops[-1 - kernel[0]].traits.matmul:
                         before[-1 - kernel[0]] += new
                     else:
-                        (results if part else operands)[k] += new / size
+                        (results if part else operands)[k] += new / (graph.values[op.outputs[0]].bytes if part else size)
                     seen[kernel, root] = seen.get((kernel, root), 0.0) + new
                     moved[kernel] += new
                     reads[kernel] += new / graph.values[root].itemsize
@@ -242,6 +262,8 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
                     moved[own[at]] += graph.values[v].bytes
                     makes[own[at]] = max(makes[own[at]], float(math.prod(graph.values[v].shape)))
                     untiled[own[at]] = max(untiled[own[at]], graph.values[v].bytes * orders.written.get(v, False))
+        if at in scatters:
+            results[0] += copies(graph, rules, scatters[at])
         for k, times in _moved_besides(graph, rules, written, op, before.get(at, 0.0)) if not idle else ():
             operands[k] += times
         counts.append((tuple(operands), tuple(results)))
@@ -252,8 +274,54 @@ def kernel_traffic(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> tup
         (again.get(at, 0.0), kernel.get(at), computed.get(at, 0.0), None, masked.get(at, ()), orders.transposed.get(at, ()), False)
         for at in range(len(counts))
     )
-    every = zip(counts, more, strict=True)
-    return tuple(KernelTraffic(*moves, *rest, summed.get(at, 0)) for at, (moves, rest) in enumerate(every))
+    every = zip(counts, more, _partial_moves(graph, rules, kernels), strict=True)
+    return tuple(KernelTraffic(*moves, *rest, summed.get(at, 0), partial) for at, (moves, rest, partial) in enumerate(every))
+
+
+def _reads(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], at: int) -> Iterator[tuple[int, int, float, bool]]:
+    """(operand, array in memory, bytes of it, whether a lookup or a slice reads them) that a kernel reads to compute an op."""
+    op = graph.ops[at]
+    for k, v in enumerate(op.inputs if rules[at].fusion != "view" else ()):
+        if v is None or (k == 0 and op.traits.in_place):
+            continue
+        part = k == 0 and op.traits.reads_part
+        for root in _computed_from(graph, rules, written, v) if part else (read_array(graph, rules, v),):
+            if written[root]:
+                size = graph.values[root].itemsize * math.prod(graph.values[op.outputs[0]].shape) if part else graph.values[root].bytes
+                yield k, root, size, part
+
+
+def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Iterator[int]:
+    """Per op, how many times kernels move its result where only partial sums are written; 0 where it is written anyway."""
+    for at, op in enumerate(graph.ops):
+        unwritten = rarely_partial(op, rules[at].fusion) and not any(kernels.written[v] for v in op.outputs)
+        yield 1 + len(kernels.inside[at]) if unwritten else 0
+
+
+def _computed_whole(graph: Graph, kernels: Kernels) -> list[set[Kernel]]:
+    """Per op, those of the kernels that compute it in which not only lookups and slices read of its result."""
+    out: list[set[Kernel]] = [set() for _ in graph.ops]
+    for at in reversed(range(len(graph.ops))):
+        for v in () if at in graph.dead else graph.ops[at].outputs:
+            if kernels.written[v]:
+                out[at] |= kernels.inside[at]
+            else:
+                readers = graph.values[v].consumers
+                out[at].update(*(out[j] for j, k in readers if k > 0 or not graph.ops[j].traits.reads_part))
+    return out
+
+
+def _computed_from(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], v: int) -> list[int]:
+    """The arrays in memory that an array is computed from in the kernels that read it; itself if it is one."""
+    out, queue, known = list[int](), [v], set[int]()
+    for u in queue:
+        root = read_array(graph, rules, u)
+        if written[root]:
+            out.append(root)
+        elif root not in known:
+            known.add(root)
+            queue += (w for w in graph.ops[graph.values[root].producer[0]].inputs if w is not None)
+    return list(dict.fromkeys(out))
 
 
 def _moved_besides(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], op: Op, before: float) -> Iterator[tuple[int, float]]:
@@ -261,8 +329,6 @@ def _moved_besides(graph: Graph, rules: Sequence[Rule], written: Sequence[bool],
     if before:
         k, v = next((k, v) for k, v in enumerate(op.inputs) if v is not None and not written[read_array(graph, rules, v)])
         yield k, before / graph.values[v].bytes
-    if op.traits.grouped_matmul:  # their masked copies; kernels of their own write them
-        yield from ((k, groups_of(op)) for k in masked_operands(op))
     if op.traits.scatter:  # the rows that it writes, and reads if it adds to them
         yield len(op.inputs) - 1, 1.0 + (op.traits.scatter != "set")
 

@@ -8,21 +8,28 @@ a later kernel, and reads again what an earlier one read:
 
 A reduction of rows may stay on chip, inside the kernels that read its result (`row_kernels.py`).
 
-Facts: fusion-loop, fusion-multi-output, fusion-concatenate, fusion-rows-exponentials.
+Facts: fusion-loop, fusion-multi-output, fusion-later, fusion-concatenate, fusion-rows-exponentials.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
 
-from shardplan.ir.graph import Graph, Op, components
+from shardplan._jax import itemsize
+from shardplan.ir.graph import Graph, Op, Phase, components
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.row_kernels import RowKernels, row_kernels
 
 FUSIBLE = ("loop", "view", "reduce")
 EXPONENTIALS = ("exp", "exp2")
 """What costs more to compute again than a number per row to write (fact: fusion-rows-exponentials)."""
+EXPENSIVE = ("tanh", "atan", "sin", "cos", "pow", "erfc")
+"""What costs more to compute again than to write and read (fact: fusion-expensive)."""
+SHORTEST = ("tanh", "atan")
+"""Those that take the least time, `EXPENSIVE_S`."""
 Kernel = tuple
 """Group of ops, how many kernels it waits for, phase, loop, and the shapes and dims of its reductions."""
 
@@ -44,9 +51,26 @@ class Kernels:
     rows: RowKernels
 
 
-def kernels_of(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels) -> Kernels:
-    """The kernels where `written` values are in memory. A reduction of exponentials that several would compute is written."""
-    first = _grouped_kernels(graph, rules, written, sums, rows)
+def is_expensive(op: Op, recomputed_bytes: float) -> bool:
+    """Whether kernels do not compute an op again; a tanh they do from so many bytes an element (`expensive.recomputed_from`)."""
+    return op.primitive in EXPENSIVE and not (op.primitive in SHORTEST and itemsize(op.outs[0].dtype) >= recomputed_bytes)
+
+
+def kernels_of(
+    graph: Graph,
+    rules: Sequence[Rule],
+    written: Sequence[bool],
+    sums: Sequence[bool],
+    rows: RowKernels,
+    recomputed_bytes: float = inf,
+    delayed: bool = True,
+) -> Kernels:
+    """The kernels where `written` values are in memory. A reduction of exponentials that several would compute is written.
+
+    Unless `delayed`, kernels with something expensive are apart from later ones that need it, too: how long each waits for what.
+    """
+    expensive = frozenset(at for at, op in enumerate(graph.ops) if delayed and is_expensive(op, recomputed_bytes))
+    first = _grouped_kernels(graph, rules, written, sums, rows, expensive)
     alone, exponentials = set[int](), [False] * len(graph.ops)
     for at, op in enumerate(graph.ops):
         made = [graph.values[v].producer[0] for v in op.inputs if v is not None and not first.written[v]]
@@ -54,10 +78,18 @@ def kernels_of(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sum
         if at in first.rows.fused and exponentials[at] and len(first.inside[at]) > 1:
             alone.add(at)
             exponentials[at] = False
-    return _grouped_kernels(graph, rules, written, sums, row_kernels(graph, rules, rows.orders, frozenset(alone))) if alone else first
+    rows = row_kernels(graph, rules, rows.orders, frozenset(alone)) if alone else rows
+    return _grouped_kernels(graph, rules, written, sums, rows, expensive) if alone else first
 
 
-def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], rows: RowKernels) -> Kernels:
+def _grouped_kernels(
+    graph: Graph,
+    rules: Sequence[Rule],
+    written: Sequence[bool],
+    sums: Sequence[bool],
+    rows: RowKernels,
+    expensive: Collection[int],
+) -> Kernels:
     """The kernels with these reductions of rows inside.
 
     One kernel reduces arrays of one shape over the same dims; what is written on the way is written by any of its reductions.
@@ -85,6 +117,10 @@ def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
         if (reduced := over[at]) and not rows.behind[at]:
             first.setdefault(homes[at], reduced)
     joined = _joined(graph, rules, written)
+    zeros = (op.scalar_broadcast and written[op.outputs[0]] for op in graph.ops)
+    pairs = zip(homes, rows.behind, joined, zeros, strict=True)
+    alone = {home for home, *some in pairs if home in first or any(some)}
+    homes = _delayed(graph, rules, written, sums, homes, {homes[at] for at in expensive} - alone)
     own = [
         (*key, -1 - at if rows.behind[at] or joined[at] else reduced or first.get(key))
         for at, (key, reduced) in enumerate(zip(homes, over, strict=True))
@@ -97,6 +133,48 @@ def _grouped_kernels(graph: Graph, rules: Sequence[Rule], written: Sequence[bool
             elif not graph.ops[at].traits.moves_nothing:
                 inside[at].add(own[at])
     return Kernels(own, inside, written, rows)
+
+
+Home = tuple[int, int, Phase, int]
+"""Group of ops, how many kernels they wait for, phase, loop."""
+
+
+def _delayed(
+    graph: Graph, rules: Sequence[Rule], written: Sequence[bool], sums: Sequence[bool], homes: Sequence[Home], some: Set[Home]
+) -> list[Home]:
+    """Where ops are computed, if `some` kernels wait for the later ones of their groups where they can.
+
+    They can if nothing that the later one waits for is made of them. They hold something expensive, which the later one needs, too,
+    and do not reduce, concatenate, keep rows on chip, or write zeros.
+    """
+    later: dict[tuple, list[Home]] = {}
+    for home in sorted({home for home in homes if home[0] >= 0}, key=lambda home: home[:2]):
+        later.setdefault((home[0], *home[2:]), []).append(home)
+    chains = [chain for chain in later.values() if len(chain) > 1 and not some.isdisjoint(chain)]
+    bits = {home: 1 << n for n, home in enumerate(home for chain in chains for home in chain)}
+    if not bits:
+        return [*homes]
+    behind, before = [0] * len(homes), dict.fromkeys(bits, 0)  # kernels that an op, and all ops of a kernel, wait for by way of others
+    for at, op in enumerate(graph.ops):
+        for v in op.inputs:
+            if v is not None:
+                i = graph.values[v].producer[0]
+                leaves = homes[i][0] != homes[at][0] or (written[v] and (rules[i].fusion in ("reduce", "none") or sums[i]))
+                behind[at] |= behind[i] | (bits.get(homes[i], 0) if leaves else 0)
+        if homes[at] in before:
+            before[homes[at]] |= behind[at]
+    moved: dict[Home, Home] = {}
+    for chain in chains:
+        joined = 0
+        for home, following in pairwise(chain):
+            joined |= bits[home]
+            if home in some and not joined & before[following]:
+                moved[home] = following
+            else:
+                joined = 0
+    for home in reversed(moved):
+        moved[home] = moved.get(moved[home], moved[home])
+    return [moved.get(home, home) for home in homes]
 
 
 def _joined(graph: Graph, rules: Sequence[Rule], written: Sequence[bool]) -> list[bool]:

@@ -52,9 +52,9 @@ def masked_operands(op: Op) -> tuple[int, ...]:
     return (0, 1) if contracts_rows(op) else (0,)
 
 
-def groups_of(op: Op) -> int:
-    """How many groups a ragged product has."""
-    return op.ins[2].shape[-1]
+def groups_of(op: Op) -> tuple[int, int]:
+    """Which dim of which tensor of a ragged product, operands first, are its groups."""
+    return (len(op.ins), 0) if contracts_rows(op) else (1, op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions[0])
 
 
 def masked_copies(graph: Graph) -> tuple[MaskedCopy, ...]:
@@ -75,7 +75,7 @@ def masked_copies(graph: Graph) -> tuple[MaskedCopy, ...]:
             kernel = next((x for x in reversed(some) if x not in before), None)
             if kernel is None:
                 some.append(kernel := _MaskKernel(at))
-            kernel.runs_at = max(kernel.runs_at, graph.values[v].producer[0] + 1)
+            kernel.runs_at = max(kernel.runs_at, graph.values[graph.original(v)].producer[0] + 1)
             kernel.behind += behind[v]
             kernels[at].append(kernel)
             readers.setdefault((kernel, graph.original(v), contracts_rows(op)), []).append((at, k))

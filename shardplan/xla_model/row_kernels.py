@@ -16,13 +16,15 @@ row, reduces it, and combines the result with the same row:
 Three things leave the kernel: a reduction of exponentials that several kernels read, for computing them once more costs more than to
 write a number per row; what a reduction of another kind reads, which is written first; and every result, for a kernel writes one.
 
-Facts: fusion-rows, fusion-rows-exponentials, fusion-rows-columns, fusion-rows-seed.
+Facts: fusion-rows, fusion-rows-exponentials, fusion-rows-columns, fusion-rows-seed, reduction-few-elements.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 from shardplan.ir.graph import Graph, Op
 from shardplan.strategies.rule import Rule
@@ -30,6 +32,11 @@ from shardplan.xla_model.physical_order import PhysicalOrders
 
 ROW_ELEMENTS = 1 << 14
 """Longest row that one kernel keeps on chip (fact: fusion-rows)."""
+
+
+WARP = 32
+SMALL_COLUMNS = (WARP, inf), (2 * WARP, WARP), (4 * WARP, 8), (8 * WARP, 3)
+"""Columns of fewer elements that lie in rows of fewer elements: no blocks of threads reduce them (fact: reduction-few-elements)."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,35 @@ def reduces_rows(op: Op, orders: PhysicalOrders) -> bool:
 def reduces_columns(op: Op, orders: PhysicalOrders) -> bool:
     """Whether an op reduces dims by a fixed function, and keeps the minor one."""
     return op.traits.reduction and orders.minor(op) not in op.params.get("axes", ())
+
+
+def with_small_reductions(graph: Graph, rules: Sequence[Rule], rows: RowKernels) -> tuple[Rule, ...]:
+    """The rules as kernels see them: what reduces few elements, and stays on chip with no row, is elementwise work."""
+    pairs = enumerate(zip(graph.ops, rules, strict=True))
+    return tuple(
+        replace(rule, fusion="loop")
+        if rule.fusion == "reduce" and at not in rows.fused and computed_one_by_one(op, rows.orders)
+        else rule
+        for at, (op, rule) in pairs
+    )
+
+
+def computed_one_by_one(op: Op, orders: PhysicalOrders) -> bool:
+    """Whether threads reduce an element of the result each, as part of elementwise work: blocks of threads would have little to share.
+
+    So they do with rows shorter than a warp that do not fill one evenly, and with short or narrow columns.
+    """
+    if not op.traits.reduction or len(op.outputs) != 1 or (v := op.inputs[0]) is None:
+        return False
+    shape, over = op.ins[0].shape, op.params.get("axes", ())
+    dims = [d for d in orders.orders[v] if shape[d] > 1]
+    places = [n for n, d in enumerate(dims) if d in over]
+    if not places or places != list(range(places[0], places[-1] + 1)):
+        return False
+    reduced, behind = (math.prod(shape[d] for d in some) for some in (dims[places[0] : places[-1] + 1], dims[places[-1] + 1 :]))
+    if behind == 1:
+        return reduced < WARP and WARP % reduced > 0
+    return any(reduced < most and behind < width for most, width in SMALL_COLUMNS)
 
 
 def _is_elementwise(graph: Graph, rules: Sequence[Rule], at: int) -> bool:

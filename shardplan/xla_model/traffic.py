@@ -37,3 +37,4 @@ class KernelTraffic:
     transposed: tuple[tuple[int, bool], ...] = ()  # (operand, whether without tiles) that a kernel of its own transposes first
     copied: bool = False  # whether another kernel copies the result, new state, to where the old one is
     summed_by: int = 0  # of a product: fused kernels that read its result, and sum its parts
+    partial_moves: int = 0  # how many times kernels move the bytes of a result that only partial sums are written of

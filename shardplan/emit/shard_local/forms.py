@@ -13,11 +13,13 @@ What XLA's partitioner makes of them in the layouts that their rules allow (`ben
     select_and_scatter_add, of any dtype but float32, bfloat16     all-gather, also of batch dims, and all windows on every device
     cumsum, ... along a sharded dim                                a window as long as the dim, hence an all-gather
     argmax, argmin, top_k, approx_top_k along a sharded dim        all-gather
+    top_k, approx_top_k along another                              all-gather of batch dims
     dynamic_slice, dynamic_update_slice, gather and scatter        all-gather of the sharded dim
     of one window
+    ragged_dot_general over its rows or groups                     all-gather of both
 
-Facts: local-library-calls, local-grouped-convolution, local-initial-value, local-halo, local-dynamic-index,
-partition-scattered-windows.
+Facts: local-library-calls, local-grouped-convolution, local-initial-value, local-halo, local-dynamic-index, local-ragged-product,
+local-top-k, partition-scattered-windows.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import jax.numpy as jnp
 
 from shardplan import _jax, _jax_kernels
 from shardplan.emit import uneven
-from shardplan.emit.shard_local import dynamic_index, kernels, window
+from shardplan.emit.shard_local import dynamic_index, kernels, ragged, window
 from shardplan.emit.shard_local.halo import HaloDims, halo_dims
 from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import Layout
@@ -67,6 +69,18 @@ def convolution(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, in
     dims[out[0]] = tuple(a for a in x[lhs[0]] if a not in w[rhs[0]])  # not those of the groups
     dims[out[1]] = w[rhs[0]]
     return lambda *shards: window.convolution(eqn, shards, halos, groups), (Layout(tuple(dims), _summed(rule, axes)),)
+
+
+def ragged_product(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) -> LocalOp | None:
+    """A device's rows of a device's groups; None where neither is sharded."""
+    found = shard_factors(eqn, (*operands, *results), sizes)
+    if found is None or not (local := [a for a in sorted(found[0].shard_local) if found[1].get(a)]):
+        return None
+    rule, axes, _ = found
+    groups = axes.get("g", ()) if "g" in local else ()
+    rows = next((axes[a] for a in local if a != "g"), ())
+    per_device = eqn.invars[2].aval.shape[-1] // prod(sizes[a] for a in groups)
+    return lambda *shards: ragged.ragged_dot(eqn, shards, rows, groups, per_device), tuple(_made(rule, of, axes) for of in rule.results)
 
 
 # ---- ops that run on their shards where a factor is sharded that is shard-local (`Rule.shard_local`)
@@ -106,6 +120,8 @@ def by_rule(eqn, operands: Layouts, results: Layouts, sizes: Mapping[str, int]) 
     """An op of which some shard-local factor is sharded; None where XLA does as well."""
     if eqn.primitive.name in kernels.CALLS or is_registered(eqn.primitive.name):
         return kernel(eqn, operands, results, sizes)
+    if traits_of(eqn.primitive.name).grouped_matmul:
+        return ragged_product(eqn, operands, results, sizes)
     found = shard_factors(eqn, (*operands, *results), sizes) if eqn.primitive.name in FORMS else None
     if found is None or not found[0].shard_local:
         return None
@@ -195,7 +211,8 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
         return padded
     read = [x for x in layouts if x is not None]
     local = None
-    if len(read) == len(layouts) and any(x.sharded_axes for x in read):
+    either = [*read, *(x for x in made if x and traits.grouped_matmul)]  # the groups of a ragged product may be its result's alone
+    if len(read) == len(layouts) and any(x.sharded_axes for x in either):
         plan = convolution if traits.convolution else unchanged if traits.runs_on_shards else by_rule
         local = plan(eqn, layouts, made, mesh.shape)
     if local is None and eqn.primitive.name in kernels.CALLS and _jax_kernels.asks_for_mesh(eqn):
@@ -214,7 +231,9 @@ def run(eqn, values: Sequence, operands: Layouts, results: Layouts, mesh) -> lis
         out_specs=tuple(jax.sharding.PartitionSpec(*x.spec()) for x in rows),
         check_vma=False,
     )
-    return [join_rows(x, of.partial[0][1]) if of.partial else x for x, of in zip(on_shards(*values), made, strict=True)]
+    with _jax.at_source(eqn):
+        parts = on_shards(*values)
+        return [join_rows(x, of.partial[0][1]) if of.partial else x for x, of in zip(parts, made, strict=True)]
 
 
 def join_rows(parts, kind: str = "sum"):

@@ -147,7 +147,7 @@ def top_k(eqn, shards, halo_dims: HaloDims) -> list:
     """The top k of the shards' top k, in order."""
     along = eqn.params.get("reduction_dimension", eqn.params.get("axis", -1))
     values, at = _jax.bind(eqn, shards, {"k": min(eqn.params["k"], shards[0].shape[along])}, context=False)
-    for s in halo_dims[0]:
+    for s in (s for s in halo_dims[0] if s.dim == along % values.ndim):
         local = values, at + s.start().astype(at.dtype)
         values, positions = (jax.lax.all_gather(x, s.axes, axis=s.dim, tiled=True) for x in local)
         values, chosen = _jax.bind(eqn, [values], context=False)

@@ -73,24 +73,32 @@ def scaled_dot(x, y, x_scale, y_scale, *, out, dimension_numbers, **_):
 
 @rule(traits=Traits(grouped_matmul=True))
 def ragged_dot_general(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, **_):
-    """Groups of rows of the left operand have a right operand each: the ragged dim and the groups need replication.
+    """Groups of rows of the left operand have a right operand each.
+
+    Of sharded rows every device multiplies its own, of sharded groups all rows of its own groups, which is expert parallelism: their
+    results are zero in the rows of other groups, and are summed. If batches have group sizes of their own, or groups are of batches,
+    ragged dim and groups need replication.
 
     Every group multiplies all rows, those of other groups masked (fact: product-ragged-masked).
     """
     n = ragged_dot_dimension_numbers
-    (left, right), batch = n.dot_dimension_numbers
+    (left, _), (batch, _) = n.dot_dimension_numbers
     group = {d: ("g",) for d in n.rhs_group_dimensions}
-    ragged, (ragged_dim,) = factors(x)[n.lhs_ragged_dimensions[0]], n.lhs_ragged_dimensions
-    a, b, c = contract(x, y, ((left, right), batch))
+    (ragged_dim,) = n.lhs_ragged_dimensions
+    rows = factors(x)[ragged_dim]
+    a, b, c = contract(x, y, n.dot_dimension_numbers)
     c = tuple(d for d in c if d not in [b[i] for i in group])
     b = tuple(group.get(i, d) for i, d in enumerate(b))
     if ragged_dim in left:
         c = (("g",), *c)
-    sizes = tuple(("s" + d[0],) for d in factors(group_sizes))
-    replicated = {"g", *ragged, *(s[0] for s in sizes)}
-    reduce = {a[i][0]: "sum" for i in left if i != ragged_dim}
+    outer = (*batch, *(left if ragged_dim in left else (d for d in range(len(a)) if d not in (*left, *batch))))
+    of_sizes = outer[: outer.index(ragged_dim)] if len(group_sizes.shape) > 1 else ()
+    own = frozenset() if ragged_dim in batch or of_sizes else frozenset({"g", *rows})
+    sizes = (*(a[d] for d in of_sizes), ("s",))
+    replicated = {"g", *rows, "s"} - own
+    reduce = {a[i][0]: "sum" for i in left} | ({"g": "sum"} if group else {})
     flops = multiply_adds(x, (*x.shape, out[0].shape[-1])) * group_sizes.shape[-1]
-    return Rule((a, b, sizes), (c,), reduce=reduce, replicated=frozenset(replicated), flops=flops)
+    return Rule((a, b, sizes), (c,), reduce=reduce, replicated=frozenset(replicated), shard_local=own, flops=flops)
 
 
 def divisibility(*sizes: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from functools import partial
 from math import prod
 
 from shardplan.ir.traits import Traits
-from shardplan.strategies.rule import Rule, factors, rule
+from shardplan.strategies.rule import Rule, factors, flat_factors, rule
 from shardplan.strategies.rules.shape import resized
 
 
@@ -95,10 +95,11 @@ def sort(*ins, out, dimension, **_):
 
 
 def selection(x, out, axis: int, k: int) -> Rule:
-    """The k largest along an axis."""
+    """The k largest along an axis, on every device's own shards (fact: local-top-k)."""
     r = resized((x,), out, (axis % len(x.shape),), fusion="none", flops=prod(x.shape))
     among = frozenset(r.operands[0][axis])
-    return replace(r, replicated=r.replicated - among, arg_reduce=dict.fromkeys(among, k), shard_local=among)
+    own = frozenset(flat_factors(r.operands[0]))
+    return replace(r, replicated=r.replicated - among, arg_reduce=dict.fromkeys(among, k), shard_local=own)
 
 
 @rule()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
@@ -312,8 +312,9 @@ class _Walk:
             if p.opcode != "parameter" or int(p.literal) >= len(out):
                 continue
             number, found = int(p.literal), list(uses(p))
-            if found and all(first and u.opcode in _SLICES for u, first in found):
-                out[number] = min(out[number], sum(amount(a) for u, _ in found for a in u.arrays))
+            if found and all(first and u.opcode in _SLICES for u, first in found):  # of what is cast on the way, before it is
+                slices = (replace(a, dtype=p.arrays[0].dtype) for u, _ in found for a in u.arrays)
+                out[number] = min(out[number], sum(map(amount, slices)))
             elif found and all(first and u.opcode in _IN_PLACE for u, first in found):
                 out[number] = 0
         return out

@@ -1,0 +1,112 @@
+"""Kernels of small programs on one device: XLA's read and write as many bytes as those that are planned."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from test_fusion import F32, S, megabytes, needs_gpu_compiler
+
+from shardplan.xla import compile
+from shardplan.xla.hlo.schedule import kernels
+
+BF16, I32 = jnp.bfloat16, jnp.int32
+X, AT, ROWS = S((4096, 1024), F32), S((256,), I32), S((256, 1024), F32)
+
+
+def scattered(at, rows):
+    return jnp.zeros(X.shape, rows.dtype).at[at].add(rows)
+
+
+def picked(w, x, labels):
+    """The loss of a classifier by the logits at its labels."""
+    logits = (x @ w).astype(F32)
+    return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]).mean()
+
+
+INTO_SUM = {
+    "an input": (lambda x, at, rows: x + scattered(at, rows), (X, AT, ROWS)),
+    "what a kernel makes": (lambda x, at, rows: jnp.tanh(x) + scattered(at, rows), (X, AT, ROWS)),
+    "what another one reads, too": (
+        lambda x, at, rows: (lambda y: (jnp.exp(y + scattered(at, rows)), y))(jnp.tanh(x)), (X, AT, ROWS)),
+    "with a kernel behind the sum": (lambda x, at, rows: jnp.exp(jnp.tanh(x) + scattered(at, rows)), (X, AT, ROWS)),
+    "no sum": (lambda x, at, rows: jnp.tanh(x) - scattered(at, rows), (X, AT, ROWS)),
+    "gradients of logits": (jax.grad(picked), (S((512, 16000), BF16), S((4096, 512), BF16), S((4096,), I32))),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", INTO_SUM)
+def test_a_scatter_into_zeros_that_are_added_to_something_writes_into_that(name):
+    fun, args = INTO_SUM[name]
+    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.02)
+
+
+def summed(axis):
+    return lambda x: jnp.tanh(jnp.tanh(x).sum(axis)) * 2
+
+
+def normalized(x):
+    return (x - x.mean(1, keepdims=True)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-5)
+
+
+FEW = {
+    **{f"columns of {n}, {d} behind": (summed(1), (S((4096, n, d), F32),)) for n, d in ((8, 64), (31, 64), (48, 16), (100, 4))},
+    **{f"more columns, {n} of {d}": (summed(1), (S((4096, n, d), F32),)) for n, d in ((32, 64), (48, 64), (100, 16))},
+    **{f"rows of {n}": (summed(-1), (S((65536, n), F32),)) for n in (12, 24, 31, 32, 48)},
+    "concatenated": (lambda x, z: jnp.concatenate([x.sum(1), z], 1), (S((4096, 8, 64), F32), S((4096, 64), F32))),
+    "broadcast": (normalized, (S((4096, 8, 64), F32),)),
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", FEW)
+def test_sums_of_few_elements_are_part_of_elementwise_work(name):
+    fun, args = FEW[name]
+    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.03)
+
+
+def normal(x):
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+TABLE, IDS = S((50304, 256), F32), S((64, 256), I32)
+LOOKUPS = {
+    "summed": (lambda t, i: jnp.tanh(t.astype(BF16)[i].sum(1)), (TABLE, S((4096, 8), I32))),
+    "elementwise": (lambda t, i: jnp.tanh(t[i]), (TABLE, IDS)),
+    "multiplied": (lambda t, i, w: t.astype(BF16)[i] @ w, (TABLE, IDS, S((256, 256), BF16))),
+    "normalized": (lambda t, i: normal(t[i]), (TABLE, IDS)),
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_lookups_are_part_of_kernels_that_keep_no_rows_and_read_rows_of_what_is_cast(name):
+    fun, args = LOOKUPS[name]
+    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.03)
+
+
+def checkpointed(activation):
+    def loss(w, v, x):
+        def layer(x):
+            return activation(x @ w) @ v
+
+        return (jax.checkpoint(layer)(jax.checkpoint(layer)(x)).astype(F32) ** 2).mean()
+
+    return jax.grad(loss, argnums=(0, 1))
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu])
+def test_an_expensive_activation_that_is_computed_again_and_its_gradient_are_one_kernel(activation):
+    fun, args = checkpointed(activation), [S(shape, BF16) for shape in ((1024, 4096), (4096, 1024), (8192, 1024))]
+    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.02)
+
+
+def emitted_megabytes(fun, *args) -> float:
+    done = compile(jax.jit(fun), *args, target="h100:1")
+    assert done.ok, done.error
+    return sum(work.bytes * runs for work, runs in kernels(done.module).values()) / 1e6
