@@ -97,6 +97,19 @@ def test_batches_shard(case):
     assert report.shardings and report.rule.startswith("a ")
 
 
+NARROW = [(128, "uint8", True), (256, "uint8", False), (128, "int8", False), (64, "int8", True)]
+
+
+@pytest.mark.parametrize(("rows", "dtype", "counts"), NARROW)
+def test_sizes_that_cannot_count_the_rows_wrap_around_as_in_jax(rows, dtype, counts):
+    x, w = drawn((S((rows, 64), "float32"), S((8, 64, 64), "float32")))
+    sizes = jnp.array([rows // 4, 0, 1, rows // 2, 0, 0, 3, rows // 8], dtype)
+    planned = shardplan.auto(jax.make_mesh((8,), ("a",)), cluster=NEAR, pins={"rhs": P("a")})(lax.ragged_dot)
+    assert difference(planned(x, w, sizes), jax.jit(lax.ragged_dot)(x, w, sizes)) is None
+    (report,) = check_rule(lax.ragged_dot, x, w, sizes)
+    assert report.rule.endswith("replicated s") == counts
+
+
 def small_experts_of_many_tokens():
     return model(8, 512, 1024, "bfloat16"), S((16384, 512), "bfloat16"), S((16384, 512), "bfloat16")
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd, prod
 
+import numpy as np
+
 from shardplan.ir.traits import Traits
 from shardplan.ir.windows import window_hits
 from shardplan.strategies.halo import Halo
@@ -76,8 +78,8 @@ def ragged_dot_general(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, 
     """Groups of rows of the left operand have a right operand each.
 
     Of sharded rows every device multiplies its own, of sharded groups all rows of its own groups, which is expert parallelism: their
-    results are zero in the rows of other groups, and are summed. If batches have group sizes of their own, or groups are of batches,
-    ragged dim and groups need replication.
+    results are zero in the rows of other groups, and are summed. If batches have group sizes of their own, groups are of batches, or
+    sizes are integers too narrow for the number of rows, whose sums wrap around, ragged dim and groups need replication.
 
     Every group multiplies all rows, those of other groups masked (fact: product-ragged-masked).
     """
@@ -93,7 +95,8 @@ def ragged_dot_general(x, y, group_sizes, *, out, ragged_dot_dimension_numbers, 
         c = (("g",), *c)
     outer = (*batch, *(left if ragged_dim in left else (d for d in range(len(a)) if d not in (*left, *batch))))
     of_sizes = outer[: outer.index(ragged_dim)] if len(group_sizes.shape) > 1 else ()
-    own = frozenset() if ragged_dim in batch or of_sizes else frozenset({"g", *rows})
+    wraps = np.iinfo(group_sizes.dtype).max < x.shape[ragged_dim]
+    own = frozenset() if ragged_dim in batch or of_sizes or wraps else frozenset({"g", *rows})
     sizes = (*(a[d] for d in of_sizes), ("s",))
     replicated = {"g", *rows, "s"} - own
     reduce = {a[i][0]: "sum" for i in left} | ({"g": "sum"} if group else {})
