@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clusters import NEAR
+from jax.sharding import PartitionSpec as P
 from models import MODELS
 
 import shardplan
@@ -154,6 +156,13 @@ def test_a_plan_found_among_fewer_strategies_keeps_to_its_bound(sizes):
     mesh = jax.sharding.AbstractMesh(sizes, ("data", "model")[: len(sizes)])
     plan = shardplan.auto(mesh, cluster="cpu", donate_argnums=0)(train_step).plan(*args)
     assert 0.8 * plan.seconds["total"] < plan.seconds["bound"] <= plan.seconds["total"] < 4.5e-3
+
+
+def test_a_bound_is_rounded_down_where_picoseconds_count():
+    """The selection is resharded twice, each in 174.7 ps."""
+    step, mesh = (lambda x: jax.lax.top_k(x, 2)), jax.sharding.AbstractMesh((4, 2), ("a", "b"))
+    plan = shardplan.auto(mesh, cluster=NEAR, pins={"x": P("a", None, None, "b")})(step).plan(S((4, 8, 8, 2), "float32"))
+    assert 0.9 * plan.seconds["total"] < plan.seconds["bound"] <= plan.seconds["total"] < 1e-9
 
 
 def test_a_bound_above_a_plan_is_an_internal_error(monkeypatch):

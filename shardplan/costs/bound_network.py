@@ -127,12 +127,9 @@ class BoundTables:
         pinned = frozenset(range(len(graph.ops))) if released else pinned
         none, both, only = (_bounding(space, resharder, full, threshold_bytes, kernels) for kernels in KERNELS_COUNTED)
         some = (*none, *both, only[0])
-        return cls(
-            space,
-            allowed,
-            tuple(CostTables(space, StateBlocks.of(graph, space.materialised, None), pinned, ({}, {}), x, 1.0) for x in some),
-            released,
-        )
+        blocks = StateBlocks.of(graph, space.materialised, None)
+        tables = (CostTables(space, blocks, pinned, ({}, {}), x, 1.0, rounded=np.floor) for x in some)
+        return cls(space, allowed, tuple(tables), released)
 
     @property
     def blocks(self) -> StateBlocks:

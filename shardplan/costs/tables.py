@@ -12,7 +12,7 @@ inf         where the consumer propagates the layout, or XLA builds another prog
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import log2, prod
 from typing import NamedTuple
@@ -78,6 +78,7 @@ class CostTables:
         pinned: ops whose layout is the user's: they follow nobody.
         window_seconds: overlap windows, (op, operand) -> seconds of one run: of any collective, and of one that scatters a gradient.
         resharders: per value, what prices its reshards.
+        rounded: what makes whole picoseconds of a cost: to the nearest, or down in a bound.
     """
 
     space: StrategySpace
@@ -88,6 +89,7 @@ class CostTables:
     background_price: float
     before: Mapping = field(default_factory=dict)
     cache: dict = field(default_factory=dict)
+    rounded: Callable[[np.ndarray], np.ndarray] = np.rint
 
     def edge(self, edge: ArrayEdge) -> EdgeCost:
         """Picoseconds of an array on its way, [state of the producer, state of the consumer]."""
@@ -129,7 +131,7 @@ class CostTables:
             cost = cost + layouts.kernels
         if hidden is not None:
             hidden = np.minimum(hidden, np.where(layouts.scattered, window[1], window[0]))
-        cost = np.rint(cost if hidden is None else cost - (1 - self.background_price) * hidden)
+        cost = self.rounded(cost if hidden is None else cost - (1 - self.background_price) * hidden)
         if layouts.forbidden is not None:
             cost[layouts.forbidden] = np.inf
         return cost, hidden
