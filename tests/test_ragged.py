@@ -85,6 +85,7 @@ BATCHED = {
     "one set of sizes": ((((2,), (2,)), ((0,), (0,))), [1], [1], (4, 16, 2), (4, 4, 2, 6), [3, 1, 4, 8]),
     "sizes per batch": ((((2,), (2,)), ((0,), (0,))), [1], [1], (4, 8, 2), (4, 2, 2, 6), [[3, 5], [0, 8], [8, 0], [1, 2]]),
     "rows contracted": ((((1, 2), (1, 2)), ((0,), (0,))), [1], [], (2, 8, 2), (2, 8, 2), [[3, 5], [0, 8]]),
+    "groups of batches": ((((2,), (1,)), ((0,), (0,))), [0], [], (8, 16, 4), (8, 4, 6), [3, 5]),
 }
 
 
@@ -93,8 +94,10 @@ def test_batches_shard(case):
     numbers, rows, groups, left, right, sizes = BATCHED[case]
     dims = lax.RaggedDotDimensionNumbers(numbers, rows, groups)
     x, y = drawn((S(left, "float32"), S(right, "float32")))
-    (report,) = check_rule(lambda x, y: lax.ragged_dot_general(x, y, jnp.array(sizes, "int32"), dims), x, y)
+    step = lambda x, y: lax.ragged_dot_general(x, y, jnp.array(sizes, "int32"), dims)  # noqa: E731
+    (report,) = check_rule(step, x, y)
     assert report.shardings and report.rule.startswith("a ")
+    assert difference(shardplan.auto(jax.make_mesh((8,), ("a",)), cluster=NEAR)(step)(x, y), step(x, y)) is None
 
 
 NARROW = [(128, "uint8", True), (256, "uint8", False), (128, "int8", False), (64, "int8", True)]

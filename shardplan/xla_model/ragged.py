@@ -53,8 +53,11 @@ def masked_operands(op: Op) -> tuple[int, ...]:
 
 
 def groups_of(op: Op) -> tuple[int, int]:
-    """Which dim of which tensor of a ragged product, operands first, are its groups."""
-    return (len(op.ins), 0) if contracts_rows(op) else (1, op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions[0])
+    """Which dim of which tensor of a ragged product, operands first, are its groups; groups of batches are in the sizes alone."""
+    if contracts_rows(op):
+        return len(op.ins), 0
+    dims = op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+    return (1, dims[0]) if dims else (2, len(op.ins[2].shape) - 1)
 
 
 def masked_copies(graph: Graph) -> tuple[MaskedCopy, ...]:
