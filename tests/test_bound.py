@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from clusters import NEAR
+from clusters import H100, NEAR
 from jax.sharding import PartitionSpec as P
 from models import MODELS
 
@@ -163,6 +163,18 @@ def test_a_bound_is_rounded_down_where_picoseconds_count():
     step, mesh = (lambda x: jax.lax.top_k(x, 2)), jax.sharding.AbstractMesh((4, 2), ("a", "b"))
     plan = shardplan.auto(mesh, cluster=NEAR, pins={"x": P("a", None, None, "b")})(step).plan(S((4, 8, 8, 2), "float32"))
     assert 0.9 * plan.seconds["total"] < plan.seconds["bound"] <= plan.seconds["total"] < 1e-9
+
+
+def test_a_loop_that_begins_with_another_counts_its_own_rounds():
+    """Small kernels: 3 that count rounds of the outer loop, 6 those of the inner one, and 6 that compute."""
+
+    def outer(x, _):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x) * x, None), x, None, length=2)[0], None
+
+    step, mesh = (lambda x: jax.lax.scan(outer, x, None, length=3)[0]), jax.sharding.AbstractMesh((8,), ("a",))
+    plan = shardplan.auto(mesh, cluster=H100)(step).plan(S((16, 32), "float32"))
+    assert plan.seconds["total"] == pytest.approx(15 * H100.device.kernel_latency_s, rel=1e-6)
+    assert plan.seconds["bound"] == pytest.approx(plan.seconds["total"], rel=1e-6)
 
 
 def test_a_bound_above_a_plan_is_an_internal_error(monkeypatch):

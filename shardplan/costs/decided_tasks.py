@@ -130,7 +130,7 @@ class _Builder:
         self.regathered: dict[tuple[int, int], int] = {}  # (value, copy) -> the task that its collectives wait for
         strategies, retained = network.strategies(states), network.retained(states)
         beyond, regathers = network.beyond_collectives(states), network.regathers(strategies, retained)
-        kernel_ps = network.kernel_ps(states)
+        kernel_ps, rounds = network.kernel_ps(states), [*(loop.rounds for loop in self.graph.loops), 1.0]
         moves = {(j, k): steps for j, k, _, steps in network.moves(strategies, retained)}
         self.computed_in = self.reading_kernels(moves)
         for j, op in enumerate(self.graph.ops):
@@ -143,7 +143,7 @@ class _Builder:
                 if v is not None and (j, k) in moves:
                     at = self.resharded(j, v, moves[j, k], regathers.get(j if op.traits.copy else made, 0))
                 waits.append(self.tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
-            self.op(j, op, waits, kernel_ps[j] / op.runs / PS)
+            self.op(j, op, waits, kernel_ps[j] / rounds[op.runs_in] / PS)
         for j in range(len(self.unwritten)):
             self.flush(j)
 

@@ -46,7 +46,8 @@ def compute_seconds(
         out.append(known[key])
     for loop in graph.loops:
         if loop.trips > 1 and loop.start < loop.stop:  # a kernel counts the rounds
-            out[loop.start] = out[loop.start] + cluster.device.kernel_latency_s
+            rounds = loop.rounds / graph.ops[loop.start].runs  # per run of an op that may belong to a loop inside
+            out[loop.start] = out[loop.start] + rounds * cluster.device.kernel_latency_s
     return tuple(out)
 
 

@@ -67,6 +67,7 @@ class Loop:
     start: int
     stop: int
     trips: float
+    rounds: float  # per step: trips of this loop and of those around it multiplied
 
 
 @dataclass(frozen=True)

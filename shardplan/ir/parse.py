@@ -201,7 +201,7 @@ def _loop(g: _Recorder, eqn, inputs, path: Path, trips: float, n_consts: int, n_
     first = operands[n_consts:split]
     carries = g.borders("loop_carry", "carry", inputs[n_consts:split], first, first, path, runs=inside)
     slices = g.borders("loop_slice", "xs", inputs[split:], operands[split:], rows, path, **held)
-    g.loops.append(Loop(start := len(g.ops), start, trips))
+    g.loops.append(Loop(start := len(g.ops), start, trips, inside))
     g.loop, g.runs = loop, inside
     if cond is not None:
         _call(g, cond, [*consts[:n_cond], *carries], (*path, "cond"))
