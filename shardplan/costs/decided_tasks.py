@@ -68,7 +68,7 @@ class Tasks:
         computed: by op, the task that computes it first; those that take no time are missing.
         group: of a kernel of fused ops, its number in `FusedKernels`; -1 of other tasks.
         results: how many arrays it writes.
-        inside: by task, the ops whose results it computes for itself, for no kernel writes them.
+        inside: by task, the ops whose results it computes for itself, for no kernel writes them: a bit for each.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Tasks:
     computed: dict[int, int] = field(default_factory=dict)
     group: list[int] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
-    inside: dict[int, set[int]] = field(default_factory=dict)
+    inside: dict[int, int] = field(default_factory=dict)
 
     def add(self, home: int, before: Iterable[int], seconds: float = 0.0, transfer: Transfer | None = None, group: int = -1) -> int:
         """A new task, its number; -1 for one that takes no time and waits for none."""
@@ -125,7 +125,7 @@ class _Builder:
         self.network, self.graph, self.tasks = network, network.space.graph, Tasks()
         self.done: dict[tuple, int] = {}  # step of an array -> the task after which the array has gone it
         self.unwritten: list[Unwritten | None] = []  # per op
-        self.inside: list[set[int]] = []  # per op that is not written, it and such that it is computed from
+        self.inside: list[int] = []  # per op that is not written, bits of it and of such that it is computed from
         self.barriers: dict[tuple, list[int]] = {}  # path of a barrier -> its ops so far
         self.regathered: dict[tuple[int, int], int] = {}  # (value, copy) -> the task that its collectives wait for
         strategies, retained = network.strategies(states), network.retained(states)
@@ -176,16 +176,16 @@ class _Builder:
     def op(self, j: int, op: Op, waits: list[int], seconds: float) -> None:
         """Adds the task of an op, or leaves its seconds to the kernel that computes it."""
         tasks, (own, reader) = self.tasks, self.kernels_of(j)
-        home, ops, inside = op.runs_in, [j] if seconds else [], set[int]()
+        home, ops, inside = op.runs_in, [j] if seconds else [], 0
         for v in op.inputs:
             made = -1 if v is None else self.graph.values[v].producer[0]
-            inside |= self.inside[made] if made >= 0 else set()
+            inside |= self.inside[made] if made >= 0 else 0
             if made >= 0 and (left := self.unwritten[made]) is not None:  # else it has been flushed
                 self.unwritten[made] = None
                 seconds += left.seconds
                 ops += left.ops
         written = reader < 0
-        self.inside.append(set() if written else {j, *inside})
+        self.inside.append(0 if written else inside | 1 << j)
         self.unwritten.append(None if written or not ops else Unwritten(reader, seconds, tuple(ops)))
         made = tasks.made[j] = tasks.add(home, waits, seconds if written else 0.0, group=own)
         if seconds and written:
@@ -315,18 +315,23 @@ def _leaders(tasks: Tasks) -> list[int]:
     Those of them that neither read each other nor an array in common are kernels of their own.
     """
     levels: list[int] = []
-    kernels: dict[tuple[int, int, int], list[tuple[int, set[int]]]] = {}  # (first task; tasks of the kernel and what they read)
+    kernels: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # (first task, bits of the kernel's tasks and of what they read)
     joined: dict[int, int] = {}  # first task of a kernel -> that of the one that it is part of
     out: list[int] = []
+    computed = len(tasks.home)  # where the bits begin of what kernels compute for themselves
     for n, (home, before, group) in enumerate(zip(tasks.home, tasks.before, tasks.group, strict=True)):
         levels.append(max((levels[m] + (m in tasks.transfers or tasks.home[m] != home) for m in before), default=0))
         out.append(n)
         if group >= 0:
-            some, reads = kernels.setdefault((group, home, levels[n]), []), {*before, *(~j for j in tasks.inside.get(n, ()))}
-            met = [k for k in some if not reads or len(k[1]) == 1 or not k[1].isdisjoint(reads)]
+            some, reads = kernels.setdefault((group, home, levels[n]), []), tasks.inside.get(n, 0) << computed
+            for m in before:
+                reads |= 1 << m
+            met = [k for k in some if not reads or k[1].bit_count() == 1 or k[1] & reads]
             first = met[0][0] if met else n
             joined.update((k[0], first) for k in met[1:])
-            kernels[group, home, levels[n]] = [k for k in some if k not in met] + [(first, {n, *reads}.union(*(k[1] for k in met)))]
+            for k in met:
+                reads |= k[1]
+            kernels[group, home, levels[n]] = [k for k in some if k not in met] + [(first, reads | 1 << n)]
             out[n] = first
     for n in range(len(out)):
         while out[n] in joined:
