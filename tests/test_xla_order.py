@@ -261,6 +261,12 @@ def momentum(checkpoint: bool, scan: bool):
         yield make(step).plan((params, params), S((2048, 1024), BF16)).context.planned
 
 
+def test_tasks_apart_wait_for_none_that_is_taken():
+    tasks = Tasks(before=[(), (0,), (), (1, 2), (2,), ()])
+    assert tasks.apart([0, 1, 2, 3, 5]) == [0, 2, 5] and tasks.apart([1, 4, 5]) == [1, 4, 5]
+    assert tasks.apart([2, 3, 4]) == [2] and tasks.apart([]) == []
+
+
 @pytest.mark.parametrize(("checkpoint", "scan"), [(False, False), (True, False), (False, True), (True, True)])
 def test_whatever_an_op_reads_is_computed_before_it_in_its_loop_and_no_second_is_lost(checkpoint, scan):
     for planned in momentum(checkpoint, scan):
@@ -274,9 +280,9 @@ def test_whatever_an_op_reads_is_computed_before_it_in_its_loop_and_no_second_is
 
         for j, n in tasks.computed.items():
             for v in filter(None, graph.ops[j].inputs):
-                assert all(m == n or tasks.waits_for(n, m) for m in computed(graph.values[v].producer[0])), graph.ops[j]
+                assert all(m == n or tasks.apart([m, n]) == [m] for m in computed(graph.values[v].producer[0])), graph.ops[j]
         for n, transfer in tasks.transfers.items():
-            assert all(tasks.waits_for(n, m) for m in computed(graph.values[transfer.value].producer[0]))
+            assert all(tasks.apart([m, n]) == [m] for m in computed(graph.values[transfer.value].producer[0]))
         trips = {n: prod(graph.loops[m].trips for m in holders if m >= 0) for n, holders in enumerate(graph.loop_holders[:-1])} | {
             -1: 1
         }

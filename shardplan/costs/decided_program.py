@@ -167,11 +167,11 @@ class DecidedProgram:
                 if j in computed:  # else a product of empty arrays
                     by_layout.setdefault(self.network.operand_layout(j, k, self.states), []).append(j)
             for products in by_layout.values():
-                together: list[int] = []
+                if len(products) < 2:
+                    continue
                 small = {computed[j] for j in products if op_bytes(self.network, self.states, j) <= MERGED_PRODUCT_BYTES}
-                for n in sorted({computed[j] for j in products} - seen) if len(products) > 1 else ():
-                    if not {n, *together[:1]}.isdisjoint(small) and not any(self.tasks.waits_for(n, m) for m in together):
-                        together.append(n)
+                some = sorted({computed[j] for j in products} - seen)
+                together = self.tasks.apart(some[next((k for k, n in enumerate(some) if n in small), len(some)) :])
                 if len(together) > 1:
                     seen.update(together)
                     yield together

@@ -100,17 +100,17 @@ class Tasks:
         """Of a collective."""
         return self.transfers[n].step.kind if n in self.transfers else None
 
-    def waits_for(self, n: int, m: int) -> bool:
-        """Whether task n waits, directly or not, for the earlier task m."""
-        stack, seen = [n], {n}
-        while stack:
-            for at in self.before[stack.pop()]:
-                if at == m:
-                    return True
-                if at > m and at not in seen:
-                    seen.add(at)
-                    stack.append(at)
-        return False
+    def apart(self, some: Iterable[int]) -> list[int]:
+        """Of some tasks in order, the first, and those that wait for none that is taken before."""
+        out, waiting, reached = dict[int, None](), set[int](), 0
+        for n in some:
+            for at in range(reached + 1, n + 1) if out else ():
+                if any(m in out or m in waiting for m in self.before[at]):
+                    waiting.add(at)
+            if n not in waiting:
+                out[n] = None
+            reached = n
+        return [*out]
 
 
 def decided_tasks(network: CostNetwork, states: Sequence[int]) -> Tasks:

@@ -76,10 +76,11 @@ def _kernel_s(sizes: Sizes, moved: float, written: tuple[Written, ...], dtype: s
 def most_saved(group: Sequence[PricedProduct], mesh: MeshShape, device: Device) -> list[np.ndarray]:
     """Per product of a group that may be merged, the most seconds [s] that its kernel takes less for it than it takes by itself."""
     sizes = [sum(product.operand_bytes(k) for k in range(3)) for product in group]
+    least = [float(np.min(some)) for some in sizes]
+    first, second = sorted(least)[:2]
     out = []
     for n, (op, strategies, traffic) in enumerate(group):
-        smallest = min(float(np.min(some)) for m, some in enumerate(sizes) if m != n)
-        merges = np.minimum(sizes[n], smallest) <= MERGED_PRODUCT_BYTES
+        merges = np.minimum(sizes[n], second if least[n] == first else first) <= MERGED_PRODUCT_BYTES
         alone_s = product_seconds(op, strategies, mesh, device, moved_bytes(op, strategies, traffic), traffic.summed_by)
         out.append(merges * np.maximum(0.0, alone_s - _least_s(group[n], mesh, device, len(group))))
     return out
