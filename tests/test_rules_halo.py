@@ -11,6 +11,7 @@ from clusters import NEAR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.extend.core import primitives
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -294,3 +295,14 @@ def test_a_sharded_dim_is_sliced_by_pieces_and_not_gathered(sizes):
     for got, want in zip(step(x), run(x), strict=True):
         np.testing.assert_array_equal(got, want)
     assert {c.kind for c in collectives(step.compile(x).as_text(), MeshShape(("x", "y"), (4, 2)))} == {"collective-permute"}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+@pytest.mark.parametrize("select", [lax.ge_p, lax.le_p])
+def test_windows_of_integers_select_nothing_beyond_the_ends(dtype, select):
+    params = {"window_dimensions": (3,), "window_strides": (1,), "padding": ((1, 1),), "select_prim": select}
+    rng = np.random.default_rng(0)
+    source, x = (jnp.asarray(rng.integers(100, 120, 16), dtype) for _ in range(2))
+    for values in (x, -x):
+        (report,) = check_rule(lambda s, x: primitives.select_and_scatter_add_p.bind(s, x, **params), source, values)
+        assert report.shardings

@@ -107,7 +107,9 @@ def select_and_scatter_add(eqn, shards, halo_dims: HaloDims) -> list:
 
 
 def _never_selected(eqn) -> float:
-    return -jnp.inf if eqn.params["select_prim"].name == "ge" else jnp.inf
+    dtype, largest = eqn.invars[1].aval.dtype, eqn.params["select_prim"].name == "ge"
+    low, high = (-jnp.inf, jnp.inf) if jnp.issubdtype(dtype, jnp.inexact) else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    return low if largest else high
 
 
 def _without(params: Sequence, done: Sequence[HaloDim], neutral) -> tuple:
