@@ -161,7 +161,7 @@ def test_memory_that_binds_is_named():
 def test_the_page_answers_for_the_largest_inputs_and_the_most_expensive_reshards(plan):
     page = plan.html()
     state = json.loads(re.search(r'id="shardplan-data">(.*?)</script>', page, re.DOTALL)[1])
-    found, here = {x["name"]: x for id_, x in state["answers"].items() if id_[0] == "i"}, plan.why("params/layers/1/up")
+    found, here = {x["name"]: x for id_, x in state["answers"].items() if id_[0] == "i"}, plan.why("params/head")
     choices = found[here.name]["choices"]
     assert [c["text"] for c in choices] == [c.text for c in here.choices]
     assert [c["seconds"] for c in choices] == pytest.approx([c.seconds for c in here.choices], rel=1e-3)

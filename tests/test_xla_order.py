@@ -119,7 +119,7 @@ def test_exposed_seconds_are_those_of_the_compiled_program(checkpoint):
     total = emitted.step_s
     exposed = planned["communication"] - planned["hidden"]
     assert planned["total"] == pytest.approx(total, rel=0.03 if not checkpoint else 0.06)  # casts of weights are transposed apart
-    assert exposed == pytest.approx(emitted.exposed_s, abs=0.04 * total)
+    assert exposed == pytest.approx(emitted.exposed_s, abs=0.05 * total)
     assert emitted.exposed_s > 0.05 * total  # there is something to predict
 
 
