@@ -38,8 +38,7 @@ INTO_SUM = {
 @needs_gpu_compiler
 @pytest.mark.parametrize("name", INTO_SUM)
 def test_a_scatter_into_zeros_that_are_added_to_something_writes_into_that(name):
-    fun, args = INTO_SUM[name]
-    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.02)
+    moves_as_planned(*INTO_SUM[name], rel=0.02)
 
 
 def summed(axis):
@@ -63,8 +62,7 @@ FEW = {
 @needs_gpu_compiler
 @pytest.mark.parametrize("name", FEW)
 def test_sums_of_few_elements_are_part_of_elementwise_work(name):
-    fun, args = FEW[name]
-    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.03)
+    moves_as_planned(*FEW[name], rel=0.03)
 
 
 def normal(x):
@@ -84,8 +82,7 @@ LOOKUPS = {
 @needs_gpu_compiler
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_lookups_are_part_of_kernels_that_keep_no_rows_and_read_rows_of_what_is_cast(name):
-    fun, args = LOOKUPS[name]
-    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.03)
+    moves_as_planned(*LOOKUPS[name], rel=0.03)
 
 
 def checkpointed(activation):
@@ -102,8 +99,12 @@ def checkpointed(activation):
 @needs_gpu_compiler
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu])
 def test_an_expensive_activation_that_is_computed_again_and_its_gradient_are_one_kernel(activation):
-    fun, args = checkpointed(activation), [S(shape, BF16) for shape in ((1024, 4096), (4096, 1024), (8192, 1024))]
-    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=0.02)
+    args = [S(shape, BF16) for shape in ((1024, 4096), (4096, 1024), (8192, 1024))]
+    moves_as_planned(checkpointed(activation), args, rel=0.02)
+
+
+def moves_as_planned(fun, args, rel: float) -> None:
+    assert megabytes(fun, *args) == pytest.approx(emitted_megabytes(fun, *args), rel=rel)
 
 
 def emitted_megabytes(fun, *args) -> float:

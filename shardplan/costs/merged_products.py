@@ -54,8 +54,9 @@ def saved_seconds(products: Sequence[tuple[PricedProduct, int]], shared: int, me
     for product, s in products:
         op, strategies, traffic = product
         of_shared.append(float(traffic.operand_reads[shared] * product.operand_bytes(shared)[s]))
-        written = written_by(op, strategies, s, mesh, traffic.summed_by)
-        kernels.append((local_sizes(op, strategies, s, mesh), float(moved_bytes(op, strategies, traffic)[s]), (written,)))
+        sizes = local_sizes(op, strategies, s, mesh)
+        written = written_by(op, strategies, s, sizes, traffic.summed_by)
+        kernels.append((sizes, float(moved_bytes(op, strategies, traffic)[s]), (written,)))
     moved = sum(x for _, x, _ in kernels) - sum(of_shared) + max(of_shared)
     merged = merged_sizes([sizes for sizes, *_ in kernels], shared), moved, tuple(x for *_, (x,) in kernels)
     of = products[0][0].dtype, itemsize(products[0][0].op.ins[0].dtype), device

@@ -55,8 +55,7 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
     rule, strategies, device = signature.rule, signature.strategies, cluster.device
     moved = moved_bytes(op, strategies, moves)
     for k in masked_operands(op) if op.traits.grouped_matmul else ():  # a copy per group, which kernels of their own write
-        rows = float(math.prod(op.ins[k].shape)) * itemsize(op.ins[k].dtype) / strategies.shards[k]
-        moved += local_groups(op, strategies, mesh) * rows
+        moved += _masked_elements(op, strategies, mesh, k) * itemsize(op.ins[k].dtype)
     if moves.row_bytes:  # the sums of all shards are known only when a kernel ends
         partial = strategies.shards[0] > strategies.shards[len(op.ins)]
         moved += partial * moves.row_bytes / strategies.shards[0]
@@ -118,10 +117,15 @@ def _masking_seconds(
     seconds = 0.0
     for k, together in masked:
         rows = float(math.prod(op.ins[k].shape)) / strategies.shards[k]
-        written = local_groups(op, strategies, mesh) * rows
+        written = _masked_elements(op, strategies, mesh, k)
         least = np.maximum(device.kernel_latency_s, device.computed_s(written)) / together
         seconds = seconds + np.maximum((written + rows) * itemsize(op.ins[k].dtype) / device.memory_rate, least)
     return seconds
+
+
+def _masked_elements(op: Op, strategies: OpStrategies, mesh: MeshShape, k: int) -> np.ndarray:
+    """Elements [s] of the masked copies of operand k of a ragged product, one per group."""
+    return local_groups(op, strategies, mesh) * float(math.prod(op.ins[k].shape)) / strategies.shards[k]
 
 
 def _elements(op: Op, strategies: OpStrategies, written: bool) -> np.ndarray:

@@ -68,7 +68,7 @@ def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> Si
     (contracted, (batch, _)) = numbers.dot_dimension_numbers if op.traits.grouped_matmul else numbers
     left, right = (of[s].local_shape(x.shape, mesh) for x, of in zip(op.ins[:2], strategies.operands[:2], strict=True))
     b, k = math.prod(left[d] for d in batch), math.prod(left[d] for d in contracted[0])
-    groups = int(local_groups(op, strategies, mesh)[s]) if op.traits.grouped_matmul else 1
+    groups = _groups(op, strategies, s, mesh) if op.traits.grouped_matmul else 1
     if op.traits.grouped_matmul and contracts_rows(op):
         return groups * b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, b * k), k
     return b, math.prod(left) // max(1, b * k), math.prod(right) // max(1, groups * b * k), groups * k
@@ -76,9 +76,12 @@ def local_sizes(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> Si
 
 def local_groups(op: Op, strategies: OpStrategies, mesh: MeshShape) -> np.ndarray:
     """Groups [s] of a ragged product on one device."""
+    return np.array([float(_groups(op, strategies, s, mesh)) for s in range(len(strategies))])
+
+
+def _groups(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape) -> int:
     at, dim = groups_of(op)
-    shape, layouts = (*op.ins, *op.outs)[at].shape, (*strategies.operands, *strategies.results)[at]
-    return np.array([float(layout.local_shape(shape, mesh)[dim]) for layout in layouts])
+    return (*strategies.operands, *strategies.results)[at][s].local_shape((*op.ins, *op.outs)[at].shape, mesh)[dim]
 
 
 def merged_sizes(sizes: Sequence[Sizes], shared: int) -> Sizes:
@@ -149,13 +152,14 @@ def product_seconds(
     """
     found, element_bytes = [], itemsize(op.ins[0].dtype)
     for s, bytes_ in enumerate(moved.tolist()):
-        written = written_by(op, strategies, s, mesh, summed_by)
-        found.append(split_product(local_sizes(op, strategies, s, mesh), element_bytes, float(bytes_), (written,), device))
-    sizes, split_moved, extra_s = (np.array(x) for x in zip(*found, strict=True))
-    return rates.product_seconds(device, str(op.ins[0].dtype), sizes, split_moved) + extra_s
+        sizes = local_sizes(op, strategies, s, mesh)
+        written = written_by(op, strategies, s, sizes, summed_by)
+        found.append(split_product(sizes, element_bytes, float(bytes_), (written,), device))
+    split, split_moved, extra_s = (np.array(x) for x in zip(*found, strict=True))
+    return rates.product_seconds(device, str(op.ins[0].dtype), split, split_moved) + extra_s
 
 
-def written_by(op: Op, strategies: OpStrategies, s: int, mesh: MeshShape, summed_by: int) -> Written:
-    """What a product writes under strategy s."""
-    b, m, n, _ = local_sizes(op, strategies, s, mesh)
+def written_by(op: Op, strategies: OpStrategies, s: int, sizes: Sizes, summed_by: int) -> Written:
+    """What a product writes under strategy s, of these local sizes."""
+    b, m, n, _ = sizes
     return Written(b * m * n, itemsize(op.outs[0].dtype), summed_by, bool(strategies.results[0][s].partial))
