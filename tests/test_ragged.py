@@ -137,6 +137,12 @@ def test_tokens_go_to_large_experts_and_small_experts_to_tokens(case, sharded):
     assert free.seconds["total"] < planner(pins=columns).plan(*case()).seconds["total"]
 
 
+def test_a_plan_is_saved_and_read(tmp_path):
+    plan = planner().plan(*large_experts_of_few_tokens())
+    plan.save(tmp_path / "plan.json")
+    assert shardplan.Plan.load(tmp_path / "plan.json") == plan
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
 @pytest.mark.parametrize(("case", "sharded"), CHOICES)

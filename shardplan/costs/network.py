@@ -365,7 +365,7 @@ class CostNetwork:
                 if of[i].results[0][s] == of[maker].results[made][states[maker] % len(of[maker])]:
                     continue
             shards = of[i].shards[array][s]
-            equal = times[s] if isinstance(times, np.ndarray) else times
+            equal = float(times[s]) if isinstance(times, np.ndarray) else times
             out.append((i, lo, hi, equal * float(np.ceil(graph.values[v].bytes / shards))))
         return out
 
