@@ -155,6 +155,67 @@ def test_rule_13_a_scatter_writes_into_the_array_that_it_is_the_last_to_read(how
         assert v is not None and (live[v] or (0, 0))[1] == at
 
 
+def into_scatter(y, w, i):
+    return y.at[jnp.arange(len(y)), i].add(-1.0) @ w
+
+
+def into_slice(y, w, i):
+    return jax.lax.dynamic_update_slice(y, w[:1, :1], (i[0], i[1])) @ w
+
+
+def into_loop(y, w, i):
+    return jax.lax.fori_loop(0, 8, lambda k, c: jnp.cos(c) * k, y) @ w
+
+
+def into_branches(y, w, i):
+    return jax.lax.cond(i[0] > 0, lambda y: y * 2, jnp.cos, y) @ w
+
+
+def of_product(w, v, i):
+    return w @ v
+
+
+def of_scatter(w, v, i):
+    return (w @ v).at[jnp.arange(len(w)), i].add(-1.0)
+
+
+def of_loop(w, v, i):
+    return jax.lax.fori_loop(0, 8, lambda k, c: jnp.cos(c) * k, w @ v)
+
+
+def of_stack(w, v, i):
+    return jax.lax.scan(lambda c, row: (jnp.cos(c) + row[0], c), v[0], w)[1]
+
+
+def of_branches(w, v, i):
+    return jax.lax.cond(i[0] > 0, lambda y: y * 2, jnp.cos, w @ v)
+
+
+INTO_BUFFERS = [(of_product, into) for into in (into_scatter, into_slice, into_loop, into_branches)]
+OF_BUFFERS = [(of, None) for of in (of_scatter, of_loop, of_stack, of_branches)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+@pytest.mark.parametrize(("made", "read"), [(of_product, None), *INTO_BUFFERS, *OF_BUFFERS])
+def test_rule_13_an_elementwise_op_takes_over_no_buffer_that_several_values_share(made, read):
+    """`y = sin(z * sum(z))` is written over z, unless z or y is in a buffer with other values."""
+
+    def step(w, v, i):
+        z = made(w, v, i)
+        y = jnp.sin(z * z.sum())
+        return read(y, w, i) if read else y @ w
+
+    n, k = 4096, 64
+    types = [jax.ShapeDtypeStruct(*x) for x in (((n, k), jnp.float32), ((k, n), jnp.float32), ((n,), jnp.int32))]
+    plan = shardplan.auto(AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,)), cluster="h100")(step).plan(*types)
+    done = plan.check("h100:1").compiled
+    assert done.ok and done.memory is not None, done.error
+    buffers = 1 if (made, read) == (of_product, None) else 2
+    for peak in (done.memory.peak_bytes, plan.memory().peak):
+        assert peak == pytest.approx(buffers * 4 * n * n, rel=0.2)
+
+
 def test_rule_14_a_copy_of_what_a_loop_slices_is_one_of_the_stack_until_the_loop_ends():
     def steps(w, x):
         return jax.lax.scan(lambda c, w: (c @ w, None), x, w)[0]

@@ -31,7 +31,7 @@ from shardplan.xla_model.kernel_groups import kernels_of
 from shardplan.xla_model.merged_products import sharing_products
 from shardplan.xla_model.physical_order import physical_orders
 from shardplan.xla_model.row_kernels import row_kernels, with_small_reductions
-from shardplan.xla_model.summed_scatters import summed_scatters, with_summed_scatters
+from shardplan.xla_model.summed_scatters import SummedScatter, summed_scatters, with_summed_scatters
 from shardplan.xla_model.traffic import KernelTraffic
 
 SMALL_SUM_BYTES = 1 << 16
@@ -120,6 +120,11 @@ class StepFacts:
         """Bytes of a value's partial sums over its own: they are added in the dtype in which they are made."""
         values = self.graph.values
         return values[self.summed_values[v]].itemsize / (values[v].itemsize or 1)
+
+    @cached_property
+    def summed_scatters(self) -> dict[int, SummedScatter]:
+        """Scatter that writes into what its result is added to -> that addition."""
+        return summed_scatters(self.graph)
 
     @cached_property
     def summed_values(self) -> list[int]:

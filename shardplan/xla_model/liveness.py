@@ -8,18 +8,20 @@ Rule 16, aliases: copies and operands of loops take over buffers; donated state 
 
 docs/xla_model.md states the rules in full. Also known as live ranges, as in register allocation.
 Facts: liveness-elementwise-reuse, liveness-loop-operands, liveness-branches, liveness-combined-operands, liveness-scatter-zeros,
-liveness-donation, liveness-stack-zeros.
+liveness-donation, liveness-stack-zeros, liveness-shared-buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardplan.ir.graph import Graph
+from shardplan.ir.graph import Graph, components
 from shardplan.xla_model.overlap_windows import OverlapWindows
 from shardplan.xla_model.schedule import runs_at
+from shardplan.xla_model.summed_scatters import SummedScatter
 
 Interval = tuple[int, int]
+NONE_SUMMED: Mapping[int, SummedScatter] = {}
 
 
 def takes_over_buffer(graph: Graph, materialised: Sequence[bool], at: int) -> bool:
@@ -38,21 +40,31 @@ def takes_over_buffer(graph: Graph, materialised: Sequence[bool], at: int) -> bo
 
 
 def live_intervals(
-    graph: Graph, materialised: Sequence[bool], in_place: Sequence[bool], windows: OverlapWindows | None = None
+    graph: Graph,
+    materialised: Sequence[bool],
+    in_place: Sequence[bool],
+    windows: OverlapWindows | None = None,
+    summed: Mapping[int, SummedScatter] = NONE_SUMMED,
 ) -> list[Interval | None]:
     """Per value its (birth, death) in op numbers, or None for one that holds no memory of its own.
 
     For an alias the interval is that of the copy that it is when its layout differs. `in_place` says per op whether a result may take
-    the place of an operand that dies there; without `windows`, ops run in the order of the program.
+    the place of an operand that dies there; without `windows`, ops run in the order of the program. `summed`: `summed_scatters`.
     """
     windows = windows or OverlapWindows()
     replaced = {o: graph.ops[a].outputs[0] for a, o in graph.same_layout if a in graph.donated}  # output -> donated state
-    held, read = _last_uses(graph, materialised, runs_at(graph, windows.deferred_until), replaced)
+    runs = runs_at(graph, windows.deferred_until)
+    held, read = _last_uses(graph, materialised, runs, replaced)
+    overwritten = _overwritten(graph, summed)
+    buffer, shared = _buffers(graph, materialised, overwritten, runs, read)
 
     def reused(at: int, v: int) -> bool:
+        if at in overwritten:
+            return overwritten[at] == v
         if in_place[at]:
-            return any(graph.values[w].bytes == graph.values[v].bytes for w in graph.ops[at].outputs)
-        return graph.ops[at].traits.in_place and graph.ops[at].inputs[0] == v
+            same = (w for w in graph.ops[at].outputs if graph.values[w].bytes == graph.values[v].bytes)
+            return any(buffer[v] == buffer[w] or not {buffer[v], buffer[w]} & shared for w in same)
+        return False
 
     def death(v: int) -> int:
         """The op before which the buffer is free: the last reader's, if that writes its result there, else the one behind it."""
@@ -83,6 +95,40 @@ def live_intervals(
                 birth = birth if where is None else graph.maker(where)
             out.append((birth, max(birth, death(v))))
     return out
+
+
+def _overwritten(graph: Graph, summed: Mapping[int, SummedScatter]) -> dict[int, int | None]:
+    """In-place update -> the value into whose buffer it writes."""
+    out = {at: op.inputs[0] for at, op in enumerate(graph.ops) if op.traits.in_place}
+    return out | {found.addition: found.into for found in summed.values()}
+
+
+def _buffers(
+    graph: Graph, materialised: Sequence[bool], overwritten: Mapping[int, int | None], runs: Sequence[int], read: Sequence[int]
+) -> tuple[list[int], set[int]]:
+    """Per value, the number of its buffer; and the buffers of several values.
+
+    An in-place update shares one with the value that it is the last to read, a loop with its carry, a conditional with the results
+    of its branches, a stack with its zeros. No elementwise op writes over such a value, or such a value over an operand, but within
+    the buffer (fact: liveness-shared-buffers).
+    """
+    copied: list[tuple[int | None, ...]] = []
+    shared: list[tuple[int | None, ...]] = []
+    for at, op in enumerate(graph.ops):
+        if at in overwritten:
+            v = overwritten[at]
+            shared.append((op.outputs[0], v if v is not None and read[v] == runs[at] else None))
+        elif op.traits.loop_carry or op.traits.loop_next or op.traits.joins_branches:
+            shared.append((op.outputs[0], *op.inputs))
+        elif op.traits.loop_stack:
+            shared.append((op.outputs[0],))
+        elif takes_over_buffer(graph, materialised, at):
+            copied.append((op.outputs[0], op.inputs[0]))
+    carries = ((graph.ops[a], graph.ops[o]) for a, o in graph.same_layout)
+    shared += [(a.outputs[0], o.outputs[0]) for a, o in carries if a.traits.loop_carry]
+    joined = ((first, v) for first, *others in (*copied, *shared) for v in others if first is not None and v is not None)
+    buffer = components(len(graph.values), joined)
+    return buffer, {buffer[v] for v, *_ in shared if v is not None}
 
 
 def _stack_births(graph: Graph) -> dict[int, int]:
