@@ -28,6 +28,9 @@ from shardplan.xla_model.compiler_options import Flag, Flags, XlaOptions, candid
 MEMORY_SAVING = {"slight": 0.25, "moderate": 0.5, "heavy": 0.75}
 """Words for memory: how far from the peak of the fastest plan (0) to the least possible peak (1)."""
 
+RESERVE = 0.05
+"""Fraction of a device's memory that is left free where a plan fits in the rest: for the driver and NCCL, and because XLA's memory is
+predicted (docs/measurements.md)."""
 
 LEAST_BYTES = 1000
 """A smaller limit is gigabytes that were meant and not said."""
@@ -246,6 +249,11 @@ class AutoOptions:
         if found < LEAST_BYTES:
             raise ShardingError(f"memory={self.memory!r} is {found:g} bytes per device.\n  way out: text with a unit, such as '80GB'")
         return found
+
+    @property
+    def reserve(self) -> float:
+        """The fraction of the memory that is left free where a plan fits in the rest; none of an amount that the user gave."""
+        return RESERVE if self.given_bytes is None else 0.0
 
     @property
     def memory_limit(self) -> float | None:

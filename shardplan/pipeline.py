@@ -10,6 +10,7 @@ its own. Of all plans that it judged the simplest of the fastest is taken; its b
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -53,11 +54,11 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
     memory = saved_memory(task) if options.memory_saving else options.memory
     searches = {name: pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")}
-    plans_of = (search.plan(memory) for search in searches.values())
-    found = next(plans for plans in plans_of if plans is not None)
-    least = None if near is None else _judged_again(task, found, near)
-    found.combine_otherwise()
-    chosen = found.simplest(least) or _lowest_peak(task, searches["ilp"], found, memory)
+    less = memory is not None and options.reserve > 0 and not options.memory_saving
+    found, chosen = _found(task, searches, (1 - options.reserve) * memory if less and memory else memory, near)
+    if chosen is None and less:
+        found, chosen = _found(task, searches, memory, near)
+    chosen = chosen or _lowest_peak(task, searches["ilp"], found, memory)
     if found.bound and chosen.network.space is not task.space:  # a plan that none of the space is, as followers reshard in it
         deadline = Deadline(None if options.time_limit is None else 0.0, work=np.inf)
         found.bound, _ = lower_bound(task, chosen, deadline)
@@ -69,6 +70,17 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     stopwatch.lap("decisions")
     options = replace(options, memory=memory)
     return Planned(traced, network, solution, strategies, decisions, options, chosen.timeline, chosen.xla, stopwatch.seconds)
+
+
+def _found(
+    task: PlanningTask, searches: Mapping[str, Search], limit: float | None, near: Planned | None
+) -> tuple[Candidates, Judged | None]:
+    """All plans that the first search that takes the task finds, and the one to take; None where none fits."""
+    plans_of = (search.plan(limit) for search in searches.values())
+    found = next(plans for plans in plans_of if plans is not None)
+    least = None if near is None else _judged_again(task, found, near)
+    found.combine_otherwise()
+    return found, found.simplest(least)
 
 
 def _judged_again(task: PlanningTask, found: Candidates, near: Planned) -> float | None:

@@ -331,6 +331,7 @@ class TracedStep:
             prefix_pins(auto.in_shardings, args, jax.tree.leaves(self.operands), "in_shardings"),
             prefix_pins(auto.out_shardings, self.out_tree, self.results, "out_shardings"),
             {pattern: tuple(spec_of(spec, f"pin {pattern!r}")) for pattern, spec in (auto.pins or {}).items()},
+            reserve=auto.reserve,
             memory_saving=auto.memory_saving,
             overlap=auto.overlap,
             constraints=auto.user_shardings,

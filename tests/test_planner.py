@@ -210,3 +210,29 @@ def test_sums_of_a_weight_with_two_uses_are_scattered(table, scattered):
     large = [c for m in moves for c in m.collectives if c.bytes >= 50304 * 768 * 2 / 4]
     kinds = [c.kind for c in large if c.kind in ("reduce-scatter", "all-reduce")]
     assert set(kinds) == {"reduce-scatter"} and len(kinds) in scattered
+
+
+def with_memory(memory_bytes, **options):
+    """The plan of two layers on 8 devices that have so much memory."""
+
+    def step(ws, x):
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(lambda ws: ((jnp.tanh(x @ ws[0]) @ ws[1]) ** 2).mean())(ws))
+
+    *ws, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 2048), (2048, 512), (4096, 512)))
+    mesh = jax.sharding.AbstractMesh((8,), ("d",))
+    h100 = shardplan.Cluster.preset("h100")
+    cluster = replace(h100, device=replace(h100.device, memory_bytes=memory_bytes))
+    return shardplan.auto(mesh, cluster=cluster, donate_argnums=0, **options)(step).plan(ws, x)
+
+
+def test_a_twentieth_of_a_devices_memory_stays_free_where_a_plan_fits_in_the_rest():
+    peak = with_memory(80e9, memory="disable").memory().peak
+    tight = 1.02 * peak
+    assert with_memory(tight).memory().peak <= 0.95 * tight < peak
+    assert with_memory(tight, memory=tight).memory().peak == peak  # the user says how much there is
+    assert with_memory(tight).memory().limit == pytest.approx(tight)
+    fixed = {"in_shardings": (P(), P("d")), "out_shardings": P()}
+    with pytest.raises(shardplan.ShardingError, match="fits") as refused:
+        with_memory(tight / 10, **fixed)
+    least = float(str(refused.value).split("memory=")[1].split()[0])
+    assert 0.95 * 1.01 * least < with_memory(1.01 * least, **fixed).memory().peak <= 1.01 * least

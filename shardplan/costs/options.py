@@ -51,6 +51,7 @@ class Options:
         pins: entries of a PartitionSpec by path pattern.
         progress: called by the solver with (states, bound, gap), or None.
         corrections: what strategies and reshards cost beyond the model.
+        reserve: fraction of `memory` that is left free if some plan fits in the rest.
         memory_saving: how far memory has to go down from the fastest plan's peak (0) to that of least average memory (1).
         overlap: whether background collectives overlap with compute, on a cluster that can.
         xla: XLA's compiler options to choose among; of equal ones the first.
@@ -67,6 +68,7 @@ class Options:
     pins: Mapping[str, Sequence] = field(default_factory=dict)
     progress: Any = None
     corrections: CostCorrections | None = None
+    reserve: float = 0.0
     memory_saving: float = 0.0
     overlap: bool = True
     xla: tuple[XlaOptions, ...] = (DEFAULT,)
