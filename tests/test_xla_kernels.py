@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from clusters import H100
 from jax import lax
-from test_fusion import F32, S, megabytes, needs_gpu_compiler
+from test_fusion import F32, S, megabytes, needs_gpu_compiler, whole
 
 from shardplan.xla import compile
-from shardplan.xla.hlo.schedule import kernels
+from shardplan.xla.hlo.schedule import kernels, work_s
 
 BF16, I32 = jnp.bfloat16, jnp.int32
 X, AT, ROWS = S((4096, 1024), F32), S((256,), I32), S((256, 1024), F32)
@@ -111,3 +112,23 @@ def emitted_megabytes(fun, *args) -> float:
     done = compile(jax.jit(fun), *args, target="h100:1")
     assert done.ok, done.error
     return sum(work.bytes * runs for work, runs in kernels(done.module).values()) / 1e6
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("rows", "turned"), [(4096, 4), (1 << 16, 0)])
+def test_masked_rows_are_transposed_for_products_unless_a_split_product_reads_them_too(rows, turned, dtype):
+    """Each ragged product reads rows, and the gradients of the weights contract them: of few rows and wide results in one part."""
+    groups, d, h = (8, 1024, 1024) if turned else (8, 128, 256)
+
+    def loss(p, x, sizes):
+        return (lax.ragged_dot(jnp.sin(lax.ragged_dot(x, p["up"], sizes)), p["down"], sizes) ** 2).sum()
+
+    args = {"up": S((groups, d, h), dtype), "down": S((groups, h, d), dtype)}, S((rows, d), dtype), S((groups,), I32)
+    run = kernels(compile(jax.jit(jax.grad(loss, (0, 1))), *args, target="h100:1").module)
+    copies = [i for i in run if "wrapped_transpose" in i.name and i.arrays[0].shape[:2] == (rows, groups)]
+    weights = [i for i in run if "wrapped_transpose" in i.name and i.arrays[0].shape[0] == groups]
+    assert (len(copies), len(weights)) == (turned, 2)
+    emitted_s = sum(runs * work_s(work, H100) for work, runs in run.values())
+    assert whole(jax.grad(loss, (0, 1)), *args, cluster=H100) == pytest.approx(emitted_s, rel=0.05 if turned else 0.08)
