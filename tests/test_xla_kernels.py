@@ -86,6 +86,32 @@ def test_lookups_are_part_of_kernels_that_keep_no_rows_and_read_rows_of_what_is_
     moves_as_planned(*LOOKUPS[name], rel=0.03)
 
 
+def recurrence(decay, x):
+    return lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, x), axis=1)[1]
+
+
+def total(x):
+    return lax.associative_scan(jnp.add, x, axis=1)
+
+
+SCANNED = S((64, 128, 1024), F32)
+SCANS = {
+    "recurrence": (recurrence, (SCANNED, SCANNED), 0.1),
+    "gradient of a recurrence": (lambda y, *x: jax.vjp(recurrence, *x)[1](y), (SCANNED,) * 3, 0.2),
+    "sum": (total, (SCANNED,), 0.2),
+    "gradient of a sum": (lambda y, x: jax.vjp(total, x)[1](y), (SCANNED, SCANNED), 0.25),
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", SCANS)
+def test_levels_of_an_associative_scan_are_written_as_slices_of_them_overlap(name):
+    """Inputs and results alone are a third of what XLA moves."""
+    fun, args, rel = SCANS[name]
+    moves_as_planned(fun, args, rel)
+
+
 def checkpointed(activation):
     def loss(w, v, x):
         def layer(x):

@@ -21,6 +21,7 @@ from math import inf
 from shardplan._jax import itemsize
 from shardplan.ir.graph import Graph, Op, Phase, components
 from shardplan.strategies.rule import Rule
+from shardplan.xla_model.overlapping_parts import moves_elements, overlapping
 from shardplan.xla_model.row_kernels import RowKernels, row_kernels
 
 FUSIBLE = ("loop", "view", "reduce")
@@ -107,9 +108,11 @@ def _grouped_kernels(
         for at, (op, rule) in enumerate(zip(graph.ops, rules, strict=True))
     ]
     first: dict[Kernel, tuple] = {}
+    parts = overlapping(graph, rules)
     for at, op in enumerate(graph.ops):
-        made = ((v, graph.values[v].producer[0]) for v in op.inputs if v is not None)
-        waits = (levels[i] + (written[v] and (rules[i].fusion in ("reduce", "none") or sums[i])) for v, i in made)
+        made, elsewhere = ((v, graph.values[v].producer[0]) for v in op.inputs if v is not None), moves_elements(op)
+        apart = ((elsewhere and graph.original(v) in parts, v, i) for v, i in made)
+        waits = (levels[i] + (written[v] and (behind or rules[i].fusion in ("reduce", "none") or sums[i])) for behind, v, i in apart)
         levels.append(max(waits, default=0))
         alone = op.traits.reads_part and not any(fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
         alone |= op.traits.matmul and rules[at].fusion == "none"
