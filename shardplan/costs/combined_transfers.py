@@ -25,7 +25,7 @@ class Combiner:
     """
 
     def __init__(self, tasks: Tasks, merged: Sequence[Sequence[int]]):
-        """Collectives of `tasks`, of which some are `merged` before: what waits for one of those waits for all that any of them does."""
+        """Collectives of `tasks`, of which some are `merged` before: what waits for one of these waits for what any of them does."""
         self.bit = {n: 1 << k for k, n in enumerate(tasks.transfers)}
         one = list(range(len(tasks.before)))
         for some in merged:
