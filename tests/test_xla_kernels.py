@@ -112,6 +112,22 @@ def test_levels_of_an_associative_scan_are_written_as_slices_of_them_overlap(nam
     moves_as_planned(fun, args, rel)
 
 
+def smoothed(x, w, labels):
+    """A loss that smooths its labels, of more words than a kernel keeps on chip."""
+
+    def loss(x):
+        logp = jax.nn.log_softmax(x @ w)
+        return -(0.9 * jnp.take_along_axis(logp, labels[:, None], -1)[:, 0] + 0.1 * logp.mean(-1)).mean()
+
+    return jax.value_and_grad(loss)(x)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_a_sum_of_the_forward_pass_is_in_the_kernel_of_a_gradient_that_waits_for_the_same():
+    moves_as_planned(smoothed, (S((4096, 512), F32), S((512, 32768), F32), S((4096,), I32)), rel=0.03)
+
+
 def checkpointed(activation):
     def loss(w, v, x):
         def layer(x):

@@ -8,7 +8,8 @@ a later kernel, and reads again what an earlier one read:
 
 A reduction of rows may stay on chip, inside the kernels that read its result (`row_kernels.py`).
 
-Facts: fusion-loop, fusion-multi-output, fusion-later, fusion-concatenate, fusion-rows-exponentials.
+Facts: fusion-loop, fusion-multi-output, fusion-across-passes, fusion-later, fusion-concatenate, fusion-overlapping-parts,
+fusion-rows-exponentials.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from itertools import pairwise
 from math import inf
 
 from shardplan._jax import itemsize
-from shardplan.ir.graph import Graph, Op, Phase, components
+from shardplan.ir.graph import Graph, Op, components
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.overlapping_parts import moves_elements, overlapping
 from shardplan.xla_model.row_kernels import RowKernels, row_kernels
@@ -32,7 +33,7 @@ EXPENSIVE = ("tanh", "atan", "sin", "cos", "pow", "erfc")
 SHORTEST = ("tanh", "atan")
 """Those that take the least time, `EXPENSIVE_S`."""
 Kernel = tuple
-"""Group of ops, how many kernels it waits for, phase, loop, and the shapes and dims of its reductions."""
+"""Group of ops, how many kernels it waits for, whether it updates the state, loop, and the shapes and dims of its reductions."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _grouped_kernels(
         levels.append(max(waits, default=0))
         alone = op.traits.reads_part and not any(fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
         alone |= op.traits.matmul and rules[at].fusion == "none"
-        homes.append((-1 - at if alone else groups[at], levels[at], op.phase, op.runs_in))
+        homes.append((-1 - at if alone else groups[at], levels[at], op.phase == "update", op.runs_in))
         if (reduced := over[at]) and not rows.behind[at]:
             first.setdefault(homes[at], reduced)
     joined = _joined(graph, rules, written)
@@ -138,8 +139,8 @@ def _grouped_kernels(
     return Kernels(own, inside, written, rows)
 
 
-Home = tuple[int, int, Phase, int]
-"""Group of ops, how many kernels they wait for, phase, loop."""
+Home = tuple[int, int, bool, int]
+"""Group of ops, how many kernels they wait for, whether they update the state, loop."""
 
 
 def _delayed(
