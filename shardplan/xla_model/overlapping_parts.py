@@ -37,7 +37,7 @@ def overlapping(graph: Graph, rules: Sequence[Rule]) -> dict[int, float]:
         v = op.inputs[0] if moves_elements(op) and at not in graph.dead else None
         if v is not None:
             size = min(1.0, op.outs[0].size / max(1, op.ins[0].size)) if op.traits.reads_part else 1.0
-            parts.setdefault(graph.original(v), {})[op.primitive, op.outs[0].shape, str(op.params)] = size
+            parts.setdefault(graph.original(v), {})[op.traits.pads, op.outs[0].shape, str(op.params)] = size
     out: dict[int, float] = {}
     for v, sizes in parts.items():
         others = (graph.ops[i] for i in graph.readers(v) if i not in graph.dead and rules[i].fusion in ("loop", "reduce"))
@@ -49,7 +49,7 @@ def overlapping(graph: Graph, rules: Sequence[Rule]) -> dict[int, float]:
 
 def moves_elements(op: Op) -> bool:
     """Whether an op reads its first operand at other indices than those of its result: a slice, a lookup or a padding."""
-    return (op.traits.reads_part and not op.traits.border) or op.primitive == "pad"
+    return (op.traits.reads_part and not op.traits.border) or op.traits.pads
 
 
 def written_for_parts(graph: Graph, read: ReadArray, written: Written, v: int, times: float) -> Iterator[int]:
@@ -63,7 +63,7 @@ def written_for_parts(graph: Graph, read: ReadArray, written: Written, v: int, t
         for k, w in enumerate(op.inputs):
             if w is not None and (root := read(w)) not in known and not written(root) and not (k and moves_elements(op)):
                 known.add(root)
-                if op.primitive != "pad":
+                if not op.traits.pads:
                     todo += [root] if graph.values[root].shape == graph.values[v].shape else []
                 elif _is_cheaper_written(graph, read, written, root, times):
                     yield root
