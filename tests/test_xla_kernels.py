@@ -97,7 +97,7 @@ def total(x):
 SCANNED = S((64, 128, 1024), F32)
 SCANS = {
     "recurrence": (recurrence, (SCANNED, SCANNED), 0.1),
-    "gradient of a recurrence": (lambda y, *x: jax.vjp(recurrence, *x)[1](y), (SCANNED,) * 3, 0.2),
+    "gradient of a recurrence": (lambda y, *x: jax.vjp(recurrence, *x)[1](y), (SCANNED,) * 3, 0.25),
     "sum": (total, (SCANNED,), 0.2),
     "gradient of a sum": (lambda y, x: jax.vjp(total, x)[1](y), (SCANNED, SCANNED), 0.25),
 }
