@@ -456,6 +456,28 @@ ENTRY %main (stack: f32[64,100000], at: s32[], where: s32[1,1], update: f32[1,10
     assert found.compute_s * BYTES.device.memory_rate == pytest.approx((2 + 2 + 3) * row, rel=0.001)  # what is added to is read, too
 
 
+def test_of_a_slice_only_what_slices_of_it_leave_is_read():
+    hlo = """
+HloModule halves, is_scheduled=true
+
+%quarter (x: f32[1024,1000], y: f32[1024,1000]) -> f32[256,1000] {
+  %x = f32[1024,1000]{1,0} parameter(0)
+  %y = f32[1024,1000]{1,0} parameter(1)
+  %sum = f32[1024,1000]{1,0} add(%x, %y)
+  %half = f32[512,1000]{1,0} slice(%sum), slice={[0:1024:2], [0:1000]}
+  %twice = f32[512,1000]{1,0} add(%half, %half)
+  ROOT %part = f32[256,1000]{1,0} slice(%twice), slice={[0:512:2], [0:1000]}
+}
+
+ENTRY %main (x: f32[1024,1000], y: f32[1024,1000]) -> f32[256,1000] {
+  %x.1 = f32[1024,1000]{1,0} parameter(0)
+  %y.1 = f32[1024,1000]{1,0} parameter(1)
+  ROOT %out = f32[256,1000]{1,0} fusion(%x.1, %y.1), kind=kLoop, calls=%quarter
+}
+"""
+    assert seconds_of(hlo, BYTES).compute_s * BYTES.device.memory_rate == pytest.approx(3 * 256 * 4e3)
+
+
 def test_a_kernel_that_sums_columns_computes_what_it_reads_of_stacks():
     hlo = """HloModule m, is_scheduled=true, num_partitions=2
 

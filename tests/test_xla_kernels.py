@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from clusters import H100
 from jax import lax
-from test_fusion import F32, S, megabytes, needs_gpu_compiler
+from test_fusion import F32, S, megabytes, needs_gpu_compiler, whole
 
 from shardplan.xla import compile
-from shardplan.xla.hlo.schedule import kernels
+from shardplan.xla.hlo.schedule import kernels, work_s
 
 BF16, I32 = jnp.bfloat16, jnp.int32
 X, AT, ROWS = S((4096, 1024), F32), S((256,), I32), S((256, 1024), F32)
@@ -85,6 +86,48 @@ def test_lookups_are_part_of_kernels_that_keep_no_rows_and_read_rows_of_what_is_
     moves_as_planned(*LOOKUPS[name], rel=0.03)
 
 
+def recurrence(decay, x):
+    return lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, x), axis=1)[1]
+
+
+def total(x):
+    return lax.associative_scan(jnp.add, x, axis=1)
+
+
+SCANNED = S((64, 128, 1024), F32)
+SCANS = {
+    "recurrence": (recurrence, (SCANNED, SCANNED), 0.1),
+    "gradient of a recurrence": (lambda y, *x: jax.vjp(recurrence, *x)[1](y), (SCANNED,) * 3, 0.25),
+    "sum": (total, (SCANNED,), 0.2),
+    "gradient of a sum": (lambda y, x: jax.vjp(total, x)[1](y), (SCANNED, SCANNED), 0.25),
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", SCANS)
+def test_levels_of_an_associative_scan_are_written_as_slices_of_them_overlap(name):
+    """Inputs and results alone are a third of what XLA moves."""
+    fun, args, rel = SCANS[name]
+    moves_as_planned(fun, args, rel)
+
+
+def smoothed(x, w, labels):
+    """A loss that smooths its labels, of more words than a kernel keeps on chip."""
+
+    def loss(x):
+        logp = jax.nn.log_softmax(x @ w)
+        return -(0.9 * jnp.take_along_axis(logp, labels[:, None], -1)[:, 0] + 0.1 * logp.mean(-1)).mean()
+
+    return jax.value_and_grad(loss)(x)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_a_sum_of_the_forward_pass_is_in_the_kernel_of_a_gradient_that_waits_for_the_same():
+    moves_as_planned(smoothed, (S((4096, 512), F32), S((512, 32768), F32), S((4096,), I32)), rel=0.03)
+
+
 def checkpointed(activation):
     def loss(w, v, x):
         def layer(x):
@@ -111,3 +154,23 @@ def emitted_megabytes(fun, *args) -> float:
     done = compile(jax.jit(fun), *args, target="h100:1")
     assert done.ok, done.error
     return sum(work.bytes * runs for work, runs in kernels(done.module).values()) / 1e6
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("rows", "turned"), [(4096, 4), (1 << 16, 0)])
+def test_masked_rows_are_transposed_for_products_unless_a_split_product_reads_them_too(rows, turned, dtype):
+    """Each ragged product reads rows, and the gradients of the weights contract them: of few rows and wide results in one part."""
+    groups, d, h = (8, 1024, 1024) if turned else (8, 128, 256)
+
+    def loss(p, x, sizes):
+        return (lax.ragged_dot(jnp.sin(lax.ragged_dot(x, p["up"], sizes)), p["down"], sizes) ** 2).sum()
+
+    args = {"up": S((groups, d, h), dtype), "down": S((groups, h, d), dtype)}, S((rows, d), dtype), S((groups,), I32)
+    run = kernels(compile(jax.jit(jax.grad(loss, (0, 1))), *args, target="h100:1").module)
+    copies = [i for i in run if "wrapped_transpose" in i.name and i.arrays[0].shape[:2] == (rows, groups)]
+    weights = [i for i in run if "wrapped_transpose" in i.name and i.arrays[0].shape[0] == groups]
+    assert (len(copies), len(weights)) == (turned, 2)
+    emitted_s = sum(runs * work_s(work, H100) for work, runs in run.values())
+    assert whole(jax.grad(loss, (0, 1)), *args, cluster=H100) == pytest.approx(emitted_s, rel=0.05 if turned else 0.08)

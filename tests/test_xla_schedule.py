@@ -20,6 +20,8 @@ import zoo
 
 import shardplan
 from shardplan.costs.build import build_network
+from shardplan.costs.combined_transfers import Combiner
+from shardplan.costs.decided_tasks import OUTSIDE, Tasks
 from shardplan.ir.parse import parse
 from shardplan.mesh import Cluster
 from shardplan.xla import available, compile
@@ -525,6 +527,13 @@ def test_sums_in_chains_are_combined_in_the_order_of_the_program_with_the_next_c
     auto = shardplan.auto(split.mesh, cluster="h100", donate_argnums=0, pins={"*": P("data", None)}, out_shardings=[split] * 3)
     planned, emitted = collectives_of(auto(by_norms_of_norms).plan(*args))
     assert planned["all-reduce"] == emitted["all-reduce"] == 7  # of 12 sums, 6 of which wait for another
+
+
+@pytest.mark.parametrize(("merged", "expected"), [([], [[0], [4, 1]]), ([[2, 3]], [[0], [4], [1]])])
+def test_what_waits_for_a_merged_product_waits_for_all_its_operands_when_collectives_are_combined(merged, expected):
+    """Gathers of two weights, 0 and 1, of the products 2 and 3, and of the first product's result, 4."""
+    tasks = Tasks([0.0, 0.0, 1.0, 1.0, 0.0], [OUTSIDE] * 5, [(), (), (0,), (1,), (2,)], dict.fromkeys((0, 1, 4)))
+    assert [*Combiner(tasks, merged).combined([0, 4, 1], lambda _: 1.0, 10.0)] == expected
 
 
 # ---- the rules in compiled programs

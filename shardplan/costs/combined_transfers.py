@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 
-from shardplan.costs.decided_tasks import Tasks
+from shardplan.costs.decided_tasks import Tasks, order_of
 
 
 class Combiner:
@@ -24,14 +24,26 @@ class Combiner:
         behind: by collective, those that it waits for, as a sum of bits.
     """
 
-    def __init__(self, tasks: Tasks):
+    def __init__(self, tasks: Tasks, merged: Sequence[Sequence[int]]):
+        """Collectives of `tasks`, of which some are `merged` before: what waits for one of these waits for what any of them does."""
         self.bit = {n: 1 << k for k, n in enumerate(tasks.transfers)}
-        found: list[int] = []  # per task, it and what it waits for
-        for n, before in enumerate(tasks.before):
-            mine = self.bit.get(n, 0)
-            for m in before:
-                mine |= found[m]
-            found.append(mine)
+        one = list(range(len(tasks.before)))
+        for some in merged:
+            for n in some:
+                one[n] = some[0]
+        order = order_of(range(len(one)), tasks.before, one)
+        if order is None:
+            order = one = list(range(len(one)))
+        members: dict[int, list[int]] = {}
+        for n, first in enumerate(one):
+            members.setdefault(first, []).append(n)
+        found: dict[int, int] = {}  # by task, it and what it waits for
+        for first in order:
+            found[first] = 0
+            for n in members[first]:
+                found[first] |= self.bit.get(n, 0)
+                for m in tasks.before[n]:
+                    found[first] |= found[one[m]]
         self.behind = {n: found[n] & ~bit for n, bit in self.bit.items()}
 
     def in_chain(self, some: Sequence[int]) -> bool:

@@ -38,7 +38,7 @@ LOOP_S = 1e-8
 JOINED_LAST = (*reversed(COMBINABLE), None)
 """Kinds of collectives, those first that XLA combines last; None: all, and products, which it merges before."""
 
-SHARED_ACROSS_OPTIONS = "_joined", "_task_seconds", "_members", "_orders"
+SHARED_ACROSS_OPTIONS = "_merged", "_joined", "_task_seconds", "_members", "_orders"
 """Cached properties that two programs share if their options have the same combine thresholds, and both a profile or none."""
 
 Member = tuple[Literal["task", "loop"], int]
@@ -128,7 +128,7 @@ class DecidedProgram:
         combined: dict[int, list[int]] = {}
         for some in self._combined():
             combined |= {n: [n] for n in some} if some[0] in self.apart else {some[0]: some}
-        for some in (*combined.values(), *self._merged_products()):
+        for some in (*combined.values(), *self._merged):
             for n in some if some[0] not in self.apart else ():
                 one[n] = some[0]
         return one, combined
@@ -142,7 +142,8 @@ class DecidedProgram:
             operators = tuple(operator for axis, operator in step.before.partial if axis in step.axes)
             key = (site.joint, step.kind, step.axes, operators, tasks.home[n], site.sum_dtype if step.kind in SUMS else "")
             groups.setdefault(n if alone else key, []).append(n)  # pyright: ignore[reportArgumentType]
-        combiner, turns = Combiner(tasks), {kind: turn for turn, kind in enumerate(COMBINABLE)}
+        merged = [some for some in self._merged if some[0] not in self.apart]
+        combiner, turns = Combiner(tasks, merged), {kind: turn for turn, kind in enumerate(COMBINABLE)}
         for some in sorted(groups.values(), key=lambda some: turns.get(tasks.transfers[some[0]].step.kind, 0)):
             threshold = self.options.threshold_bytes(tasks.transfers[some[0]].step.kind)
             of_one_class = len({tasks.transfers[n].site.collective_class for n in some}) == 1
@@ -157,6 +158,10 @@ class DecidedProgram:
         one = range(len(self.tasks.home))
         orders = {home: self._order(home, waits, one) for home, waits in self._waits(one).items()}
         return {home: {n: (at,) for at, (kind, n) in enumerate(order) if kind == "task"} for home, order in orders.items()}
+
+    @cached_property
+    def _merged(self) -> list[list[int]]:
+        return [*self._merged_products()]
 
     def _merged_products(self) -> Iterator[list[int]]:
         """Products of one loop and pass that read the same array and do not wait for one another (fact: fusion-merges-products)."""

@@ -273,9 +273,9 @@ def fused(tasks: Tasks) -> Tasks:
     waits = [tuple(dict.fromkeys(m for at in before for m in past[at])) for before in tasks.before]
     leader = _leaders(tasks)
     kept = [n for n, some in enumerate(past) if some == (n,)]
-    if (order := _order(kept, waits, leader)) is None:
+    if (order := order_of(kept, waits, leader)) is None:
         leader = _without_cycles(waits, leader)
-        order = _order(kept, waits, leader)
+        order = order_of(kept, waits, leader)
         assert order is not None
     number = {first: n for n, first in enumerate(order)}
     out = Tasks(
@@ -339,7 +339,7 @@ def _leaders(tasks: Tasks) -> list[int]:
     return out
 
 
-def _order(kept: Iterable[int], waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int] | None:
+def order_of(kept: Iterable[int], waits: Sequence[tuple[int, ...]], leader: Sequence[int]) -> list[int] | None:
     """The first tasks of kernels, each behind those that its kernel waits for; None if some wait for each other."""
     before: dict[int, dict[int, None]] = {}
     for n in kept:

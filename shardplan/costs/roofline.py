@@ -19,7 +19,7 @@ import numpy as np
 from shardplan._jax import itemsize
 from shardplan.costs.convolution_calls import call_seconds
 from shardplan.costs.halo_exchange import exchanges
-from shardplan.costs.split_products import local_groups, product_seconds
+from shardplan.costs.split_products import local_groups, parts_of, product_seconds
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.device import Device
@@ -28,7 +28,7 @@ from shardplan.mesh.rates import NARROW_UPDATE, UNTILED_BYTE, attention_rate
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
 from shardplan.xla_model.ragged import masked_operands
-from shardplan.xla_model.traffic import KernelTraffic
+from shardplan.xla_model.traffic import KernelTraffic, MaskedRows
 
 BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
 """Elements per result that one block of threads reduces, and along rows (fact: reduction-two-kernels)."""
@@ -111,15 +111,23 @@ def moved_bytes(op: Op, strategies: OpStrategies, moves: KernelTraffic) -> np.nd
 
 
 def _masking_seconds(
-    op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, masked: Sequence[tuple[int, int]]
+    op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device, masked: Sequence[MaskedRows]
 ) -> float | np.ndarray:
-    """Seconds [s] of writing the masked copies of a ragged product's rows: their part of a kernel that writes several."""
-    seconds = 0.0
-    for k, together in masked:
-        rows = float(math.prod(op.ins[k].shape)) / strategies.shards[k]
+    """Seconds [s] of writing the masked copies of a ragged product's rows: their part of a kernel that writes several.
+
+    Of a product that is not split they are written alone, and transposed by another kernel for the product that reads the other order.
+    """
+    seconds, unsplit = 0.0, None
+    for k, together, turned in masked:
+        rows, per_byte = float(math.prod(op.ins[k].shape)) / strategies.shards[k], itemsize(op.ins[k].dtype) / device.memory_rate
         written = _masked_elements(op, strategies, mesh, k)
-        least = np.maximum(device.kernel_latency_s, device.computed_s(written)) / together
-        seconds = seconds + np.maximum((written + rows) * itemsize(op.ins[k].dtype) / device.memory_rate, least)
+        least = np.maximum(device.kernel_latency_s, device.computed_s(written))
+        part = np.maximum((written + rows) * per_byte, least / together)
+        if turned:
+            unsplit = parts_of(op, strategies, mesh, device) == 1 if unsplit is None else unsplit
+            alone = np.maximum((written + rows) * per_byte, least) + np.maximum(2 * written * per_byte, least)
+            part = np.where(unsplit, alone - part, part)  # the other product counts its part of one kernel
+        seconds = seconds + part
     return seconds
 
 

@@ -97,6 +97,11 @@ def product_parts(op: Op, sizes: Sizes, device: Device) -> int:
     return contracted_splits(*sizes, itemsize(op.ins[0].dtype), device.sms)[0] if device.sms else 1
 
 
+def parts_of(op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device) -> np.ndarray:
+    """`product_parts` of a product under each strategy, [s]."""
+    return np.array([product_parts(op, local_sizes(op, strategies, s, mesh), device) for s in range(len(strategies))])
+
+
 class Written(NamedTuple):
     """What a product's kernel writes for one of the products that are merged in it, on one device.
 

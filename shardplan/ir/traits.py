@@ -60,6 +60,7 @@ class Traits:
     concatenates: bool = False  # joins arrays along a dim
     reduction: bool = False  # reduces dims named by the parameter `axes` with a fixed function
     sum_reduction: bool = False  # reduces dims by a sum
+    pads: bool = False  # makes an array around its first operand's elements
     reads_part: bool = False  # reads as many bytes of its first operand as it makes
     writes_part: tuple[int, int] | None = None  # (operand, n): writes n times that operand's bytes; None: the whole result
     in_place: bool = False  # writes into the buffer of its first operand if that dies here

@@ -6,12 +6,14 @@ Facts: fusion-recompute-cheaper, fusion-expensive, fusion-expensive-argument, fu
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from math import inf
 
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.device import Device, gpu_of_device_kind
 from shardplan.strategies.rule import Rule
 from shardplan.xla_model.kernel_groups import EXPENSIVE, Kernel, Kernels, is_expensive, kernels_of, read_array, seen_through
+from shardplan.xla_model.overlapping_parts import overlapping, written_for_parts
 from shardplan.xla_model.row_kernels import RowKernels
 
 LONGEST = ("erfc",)
@@ -46,6 +48,7 @@ def cheaper_to_read(
     kernels = kernels_of(graph, rules, written, sums, rows, recomputed_bytes)
     written, inside, rows = kernels.written, kernels.inside, kernels.rows
     out: set[int] = set()
+    parts, array = overlapping(graph, rules), partial(read_array, graph, rules)
     sources: list[dict[int, float]] = []
     drawn: list[bool] = []  # per value, whether a kernel that computes it draws random numbers
     for v, value in enumerate(graph.values):
@@ -73,6 +76,8 @@ def cheaper_to_read(
         expensive |= k > 1 and drawn[v] and not _handed_on(graph, rules, kernels, v)
         if expensive or _reads_less(graph, rules, kernels, v, found):
             out.add(v)
+        elif v in parts:
+            out.update(written_for_parts(graph, array, lambda u: written[u] or u in out, v, parts[v]))
         if v in out and op.primitive in LONGEST:
             out.update(_flattened_argument(graph, kernels, v, found))
     return out

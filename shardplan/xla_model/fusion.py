@@ -21,6 +21,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from shardplan.ir.graph import Graph, Op
@@ -28,6 +29,7 @@ from shardplan.mesh.rates import elements_computed
 from shardplan.strategies.rule import Fusion, Rule
 from shardplan.xla_model.expensive import cheaper_to_read
 from shardplan.xla_model.kernel_groups import Kernel, Kernels, absorbs, fuses, read_array, seen_through
+from shardplan.xla_model.overlapping_parts import elements_read
 from shardplan.xla_model.physical_order import transposed_product
 from shardplan.xla_model.ragged import masked_by_op
 from shardplan.xla_model.row_kernels import RowKernels, masks, reduces_columns, reduces_rows, rows_read
@@ -284,11 +286,13 @@ def _reads(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], at: int
     for k, v in enumerate(op.inputs if rules[at].fusion != "view" else ()):
         if v is None or (k == 0 and op.traits.in_place):
             continue
-        part = k == 0 and op.traits.reads_part
-        for root in _computed_from(graph, rules, written, v) if part else (read_array(graph, rules, v),):
-            if written[root]:
-                size = graph.values[root].itemsize * math.prod(graph.values[op.outputs[0]].shape) if part else graph.values[root].bytes
-                yield k, root, size, part
+        part, root = k == 0 and op.traits.reads_part, read_array(graph, rules, v)
+        if part:
+            made = float(op.outs[0].size)
+            for root, elements in elements_read(graph, partial(read_array, graph, rules), written.__getitem__, v, made).items():
+                yield k, root, graph.values[root].itemsize * elements, True
+        elif written[root]:
+            yield k, root, graph.values[root].bytes, False
 
 
 def _partial_moves(graph: Graph, rules: Sequence[Rule], kernels: Kernels) -> Iterator[int]:
@@ -309,19 +313,6 @@ def _computed_whole(graph: Graph, kernels: Kernels) -> list[set[Kernel]]:
                 readers = graph.values[v].consumers
                 out[at].update(*(out[j] for j, k in readers if k > 0 or not graph.ops[j].traits.reads_part))
     return out
-
-
-def _computed_from(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], v: int) -> list[int]:
-    """The arrays in memory that an array is computed from in the kernels that read it; itself if it is one."""
-    out, queue, known = list[int](), [v], set[int]()
-    for u in queue:
-        root = read_array(graph, rules, u)
-        if written[root]:
-            out.append(root)
-        elif root not in known:
-            known.add(root)
-            queue += (w for w in graph.ops[graph.values[root].producer[0]].inputs if w is not None)
-    return list(dict.fromkeys(out))
 
 
 def _moved_besides(graph: Graph, rules: Sequence[Rule], written: Sequence[bool], op: Op, before: float) -> Iterator[tuple[int, float]]:

@@ -8,7 +8,8 @@ a later kernel, and reads again what an earlier one read:
 
 A reduction of rows may stay on chip, inside the kernels that read its result (`row_kernels.py`).
 
-Facts: fusion-loop, fusion-multi-output, fusion-later, fusion-concatenate, fusion-rows-exponentials.
+Facts: fusion-loop, fusion-multi-output, fusion-across-passes, fusion-later, fusion-concatenate, fusion-overlapping-parts,
+fusion-rows-exponentials.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from itertools import pairwise
 from math import inf
 
 from shardplan._jax import itemsize
-from shardplan.ir.graph import Graph, Op, Phase, components
+from shardplan.ir.graph import Graph, Op, components
 from shardplan.strategies.rule import Rule
+from shardplan.xla_model.overlapping_parts import moves_elements, overlapping
 from shardplan.xla_model.row_kernels import RowKernels, row_kernels
 
 FUSIBLE = ("loop", "view", "reduce")
@@ -31,7 +33,7 @@ EXPENSIVE = ("tanh", "atan", "sin", "cos", "pow", "erfc")
 SHORTEST = ("tanh", "atan")
 """Those that take the least time, `EXPENSIVE_S`."""
 Kernel = tuple
-"""Group of ops, how many kernels it waits for, phase, loop, and the shapes and dims of its reductions."""
+"""Group of ops, how many kernels it waits for, whether it updates the state, loop, and the shapes and dims of its reductions."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,15 @@ def _grouped_kernels(
         for at, (op, rule) in enumerate(zip(graph.ops, rules, strict=True))
     ]
     first: dict[Kernel, tuple] = {}
+    parts = overlapping(graph, rules)
     for at, op in enumerate(graph.ops):
-        made = ((v, graph.values[v].producer[0]) for v in op.inputs if v is not None)
-        waits = (levels[i] + (written[v] and (rules[i].fusion in ("reduce", "none") or sums[i])) for v, i in made)
+        made, elsewhere = ((v, graph.values[v].producer[0]) for v in op.inputs if v is not None), moves_elements(op)
+        apart = ((elsewhere and graph.original(v) in parts, v, i) for v, i in made)
+        waits = (levels[i] + (written[v] and (behind or rules[i].fusion in ("reduce", "none") or sums[i])) for behind, v, i in apart)
         levels.append(max(waits, default=0))
         alone = op.traits.reads_part and not any(fuses(graph, rules, reader) for v in op.outputs for reader in graph.readers(v))
         alone |= op.traits.matmul and rules[at].fusion == "none"
-        homes.append((-1 - at if alone else groups[at], levels[at], op.phase, op.runs_in))
+        homes.append((-1 - at if alone else groups[at], levels[at], op.phase == "update", op.runs_in))
         if (reduced := over[at]) and not rows.behind[at]:
             first.setdefault(homes[at], reduced)
     joined = _joined(graph, rules, written)
@@ -135,8 +139,8 @@ def _grouped_kernels(
     return Kernels(own, inside, written, rows)
 
 
-Home = tuple[int, int, Phase, int]
-"""Group of ops, how many kernels they wait for, phase, loop."""
+Home = tuple[int, int, bool, int]
+"""Group of ops, how many kernels they wait for, whether they update the state, loop."""
 
 
 def _delayed(

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from shardplan.ir.graph import Graph, Op, Value
 from shardplan.strategies.rule import Rule
+from shardplan.xla_model.ragged import contracts_rows
 
 Dims = tuple[int, ...]
 Groups = tuple[Dims, ...]
@@ -259,15 +260,23 @@ def _unreadable(
     """Array -> operands of products that are this array, but do not read it as it lies -> how it is transposed for them."""
     out: dict[int, dict[Operand, MemoryTranspose]] = {}
     for at, op in enumerate(graph.ops):
-        for k, v in enumerate(op.inputs) if is_product(op, rules[at]) and at not in graph.dead else ():
-            batch, contracted, own = operand_groups(op, k)
+        for k in _operands_read(op, rules[at]) if at not in graph.dead else ():
+            v, (batch, contracted, own) = op.inputs[k], operand_groups(op, k)
             rows = tuple((d,) for d in own) if k == 0 and not batch else (own,)  # need not lie together (fact: layout-split-rows)
             if v is not None and not _fits((batch, contracted, *rows), placed[v].order, op.ins[k].shape):
                 plain = tuple(range(len(op.ins[k].shape)))
-                to = plain if _is_batched_matmul(op) else batch + (contracted + own if k else own + contracted)
+                matrices = op.traits.matmul and _is_batched_matmul(op)
+                to = plain if matrices else batch + (contracted + own if k else own + contracted)
                 array = graph.origin(v, through.__getitem__)
                 out.setdefault(array, {})[at, k] = MemoryTranspose.between(graph.values[v], placed[v].order, to)
     return out
+
+
+def _operands_read(op: Op, rule: Rule) -> tuple[int, ...]:
+    """Which operands a product's kernel reads in the order of their groups; a ragged one copies its rows anyway (`ragged.py`)."""
+    if op.traits.grouped_matmul:
+        return () if contracts_rows(op) else (1,)
+    return tuple(range(len(op.inputs))) if is_product(op, rule) else ()
 
 
 def _is_batched_matmul(op: Op) -> bool:
@@ -332,6 +341,9 @@ def result_groups(op: Op) -> Groups:
 
 
 def operand_groups(op: Op, k: int) -> Groups:
-    """Batch, contracted and own dims of a product's operand."""
-    contracted, batch = (tuple(both[k]) for both in op.params["dimension_numbers"])
+    """Batch, contracted and own dims of a product's operand; a product of ragged rows contracts the other operand's groups, too."""
+    numbers = op.params["ragged_dot_dimension_numbers"] if op.traits.grouped_matmul else None
+    contracted, batch = (tuple(both[k]) for both in (numbers.dot_dimension_numbers if numbers else op.params["dimension_numbers"]))
+    if numbers and k:
+        contracted = (*numbers.rhs_group_dimensions, *contracted)
     return batch, contracted, tuple(d for d in range(len(op.ins[k].shape)) if d not in batch + contracted)

@@ -11,10 +11,14 @@ expert layers, up and down, as one program:
     gradients                       |= of down's result twice, rows of up =|
                                                                 |= of up's result twice ===|
 
+A row's copies lie side by side for a product of rows, [rows, groups, columns], and those of a group for one that contracts the rows,
+[groups, rows, columns]. Where both read an array, one kernel writes both orders if the latter product is split in parts; else only the
+second order, which another kernel transposes for the first.
+
 Which are of one size is taken of the whole arrays. On a device they may be sharded to different ones: then they are written and held
 apart, and the plan counts too much memory.
 
-Rule 23 of docs/xla_model.md. Facts: product-ragged-masked, product-ragged-one-kernel.
+Rule 23 of docs/xla_model.md. Facts: product-ragged-masked, product-ragged-one-kernel, product-ragged-transposed.
 """
 
 from __future__ import annotations
@@ -26,12 +30,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardplan.ir.graph import Graph, Op
+from shardplan.xla_model.traffic import MaskedRows
 
 
 class MaskedCopy(NamedTuple):
     """The masked copies of operand `operand` of op `op`, one per group, in memory at times lo <= t < hi; other ops may read them, too.
 
-    One kernel writes those of `together` operands.
+    One kernel writes those of `together` operands. `turned`: a product of rows reads the same array's copies, in the other order.
     """
 
     op: int
@@ -39,6 +44,7 @@ class MaskedCopy(NamedTuple):
     lo: int
     hi: int
     together: int
+    turned: bool = False
 
 
 def contracts_rows(op: Op) -> bool:
@@ -83,16 +89,18 @@ def masked_copies(graph: Graph) -> tuple[MaskedCopy, ...]:
             kernels[at].append(kernel)
             readers.setdefault((kernel, graph.original(v), contracts_rows(op)), []).append((at, k))
     runs_at = {at: max([at, *(x.runs_at for x in kernels[at])]) for at in products}
-    together = Counter(kernel for kernel, *_ in readers)
+    together, by_rows = Counter(kernel for kernel, *_ in readers), {v for _, v, contracts in readers if not contracts}
     last = {key: max(runs_at[at] for at, _ in of) for key, of in readers.items()}
-    return tuple(MaskedCopy(*of[0], key[0].runs_at, last[key] + 1, together[key[0]]) for key, of in readers.items())
+    return tuple(
+        MaskedCopy(*of[0], key[0].runs_at, last[key] + 1, together[key[0]], key[2] and key[1] in by_rows) for key, of in readers.items()
+    )
 
 
-def masked_by_op(graph: Graph) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Ragged product -> (operand, `MaskedCopy.together`) of the masked copies that are written for it first."""
-    found: dict[int, tuple[tuple[int, int], ...]] = {}
+def masked_by_op(graph: Graph) -> dict[int, tuple[MaskedRows, ...]]:
+    """Ragged product -> the masked copies that are written for it first."""
+    found: dict[int, tuple[MaskedRows, ...]] = {}
     for copy in masked_copies(graph):
-        found[copy.op] = (*found.get(copy.op, ()), (copy.operand, copy.together))
+        found[copy.op] = (*found.get(copy.op, ()), MaskedRows(copy.operand, copy.together, copy.turned))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,20 @@ class LibraryCall:
     copied: tuple[tuple[int, float], ...] = ()
 
 
+class MaskedRows(NamedTuple):
+    """The masked copies of an operand of a ragged product, one per group (`ragged.py`).
+
+    Attributes:
+        operand: its number.
+        together: of how many arrays one kernel writes the copies.
+        turned: whether another product reads them in the other order, in which a kernel transposes them if this one is not split.
+    """
+
+    operand: int
+    together: int
+    turned: bool
+
+
 @dataclass(frozen=True)
 class KernelTraffic:
     """What an op moves between memory and the device in one run, and what it calls."""
@@ -33,7 +47,7 @@ class KernelTraffic:
     kernel_bytes: float | None  # bytes that the kernel moves which the op stands for, of all shards; None if it stands for none
     kernel_elements: float  # results that this kernel computes, or what takes as long (`mesh/rates.py`)
     call: LibraryCall | None = None  # of a convolution
-    masked: tuple[tuple[int, int], ...] = ()  # (operand, masked arrays that one kernel writes) of a ragged product
+    masked: tuple[MaskedRows, ...] = ()  # of a ragged product
     transposed: tuple[tuple[int, bool], ...] = ()  # (operand, whether without tiles) that a kernel of its own transposes first
     copied: bool = False  # whether another kernel copies the result, new state, to where the old one is
     summed_by: int = 0  # of a product: fused kernels that read its result, and sum its parts

@@ -153,7 +153,7 @@ def unstack(x, *, out, axis, **_):
     return replace(r, operands=r.results, results=r.operands)
 
 
-@rule()
+@rule(traits=Traits(pads=True))
 def pad(x, value, *, out, padding_config, **_):
     halos = {d: [Halo(low=low, dilation=1 + gap)] for d, (low, high, gap) in enumerate(padding_config) if any((low, high, gap))}
     r = shifted((x,), out, halos)

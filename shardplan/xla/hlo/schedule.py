@@ -13,9 +13,10 @@ emitted HLO alone, one measure for every plan, whoever made it:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
@@ -308,15 +309,26 @@ class _Walk:
                 yield from uses(u) if u.opcode in ("bitcast", "convert") else [(u, u.operands[0] is x)]
 
         out = [sum(map(amount, o.arrays)) for o in i.operands]
+        wanted = self._wanted(fused) if fused is not None else {}
         for p in self.module.computations[fused] if fused is not None else ():
             if p.opcode != "parameter" or int(p.literal) >= len(out):
                 continue
             number, found = int(p.literal), list(uses(p))
-            if found and all(first and u.opcode in _SLICES for u, first in found):  # of what is cast on the way, before it is
-                slices = (replace(a, dtype=p.arrays[0].dtype) for u, _ in found for a in u.arrays)
-                out[number] = min(out[number], sum(map(amount, slices)))
-            elif found and all(first and u.opcode in _IN_PLACE for u, first in found):
+            if found and all(first and u.opcode in _IN_PLACE for u, first in found):
                 out[number] = 0
+            else:
+                out[number] = min(out[number], math.ceil(wanted[p] * sum(map(amount, p.arrays))))
+        return out
+
+    def _wanted(self, fused: str) -> dict[HloInstruction, float]:
+        """Instruction of a fusion -> the part of its elements that is computed, or read: not what slices leave out."""
+        out: dict[HloInstruction, float] = {}
+        for x in reversed(self.module.computations[fused]):
+            users = [(u, k) for u in self.module.users.get(x, ()) for k, o in enumerate(u.operands) if o is x]
+            size = float(sum(a.size for a in x.arrays))
+            sliced = sum(out[u] * u.arrays[0].size for u, k in users if k == 0 and u.opcode in _SLICES)
+            whole = max((out[u] for u, k in users if k or u.opcode not in _SLICES), default=0.0 if users else 1.0)
+            out[x] = min(1.0, whole + sliced / max(1.0, size))
         return out
 
     def _written(self, fused: str, results: int) -> int:
