@@ -137,7 +137,7 @@ class CostNetwork:
     # ---- kernels
 
     def kernel_ps(self, states: Sequence[int]) -> list[float]:
-        """c_i[s], per op."""
+        """Of the kernels of each op, c_i[s] without what its exchanges take."""
         chosen = self.strategies(states)
         out = np.rint(self.space.chosen_seconds(chosen) * PS).tolist()
         for (i, s), seconds in self.corrections.strategies.items():
@@ -146,7 +146,7 @@ class CostNetwork:
 
     def least_kernel_ps(self, states: Sequence[int]) -> float:
         """Picoseconds of all kernels at least, whatever products are merged."""
-        pairs = zip(self.space.least_seconds, self.space.seconds, self.strategies(states), self.space.graph.ops, strict=True)
+        pairs = zip(self.space.least_seconds, self.space.kernel_seconds, self.strategies(states), self.space.graph.ops, strict=True)
         saved = sum(float(seconds[s] - least[s]) * op.runs for least, seconds, s, op in pairs if least is not seconds)
         return sum(self.kernel_ps(states)) - PS * saved
 

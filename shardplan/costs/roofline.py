@@ -1,7 +1,7 @@
 """Compute seconds of an op under each strategy: a roofline over the kernels that XLA makes.
 
     seconds[s] = max(flops[s] / peak(dtype), bytes[s] / memory rate, elements of a kernel of its own / their rate, its latency)
-                 + what a fused kernel's bytes fall short of its elements and its latency + halo exchanges
+                 + what a fused kernel's bytes fall short of its elements and its latency
 
 Matrix products, convolutions and attention kernels take the seconds of their shape on one device (`mesh/rates.py`). `bytes` are
 those that the op's kernels read and write on its behalf (`xla_model/fusion.py`).
@@ -18,7 +18,6 @@ import numpy as np
 
 from shardplan._jax import itemsize
 from shardplan.costs.convolution_calls import call_seconds
-from shardplan.costs.halo_exchange import exchanges
 from shardplan.costs.split_products import local_groups, product_seconds
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
@@ -37,7 +36,7 @@ BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
 def compute_seconds(
     graph: Graph, mesh: MeshShape, cluster: Cluster, signatures: Sequence[Signature], traffic: Sequence[KernelTraffic]
 ) -> tuple[np.ndarray, ...]:
-    """Per op, seconds [s] of one run on one device; one array for ops of one signature and traffic (both per op)."""
+    """Per op, seconds [s] of its kernels in one run on one device; one array for ops of one signature and traffic (both per op)."""
     known: dict[tuple[int, KernelTraffic], np.ndarray] = {}
     out = []
     for op, signature, moves in zip(graph.ops, signatures, traffic, strict=True):
@@ -94,10 +93,6 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         bytes_ = of * itemsize(op.ins[k].dtype)
         least = np.maximum(device.kernel_latency_s, device.computed_s(UNTILED_BYTE * bytes_ if untiled else of))
         seconds = seconds + np.maximum(least, 2 * bytes_ / device.memory_rate)
-    if rule.exchanged:
-        layouts = zip(*strategies.operands, strict=True)
-        found = (exchanges(rule, at, op.ins, op.outs, of, mesh, cluster) for at, of in zip(strategies.factors, layouts, strict=True))
-        seconds = seconds + np.array([sum(x.seconds for x in exchange) for exchange in found])
     return seconds
 
 
