@@ -201,6 +201,14 @@ def test_xla_gathers_the_activation_instead_when_it_is_the_smaller_one():
     assert found == ["all-gather over data: f32[1024,1024]", "all-gather over data: f32[512,1024]"]
 
 
+def test_nothing_is_gathered_for_arrays_without_elements():
+    def fn(x, w):
+        none = constrain(x[:, :0] * 2, s())
+        return jnp.concatenate([constrain(x, s())[:, :0], x @ w, none], axis=1), none
+
+    assert emitted(fn, a(B, D), a(D, D), ins=(s(("data", "model")), s()), outs=(s(("data", "model")), s())) == []
+
+
 def test_two_gathers_of_one_weight_are_one():
     def fn(x, w):
         return jnp.tanh(x @ constrain(w, s())) @ constrain(w, s())
