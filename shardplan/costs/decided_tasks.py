@@ -8,8 +8,8 @@
 An op whose result is not written is computed by the kernel that reads it: its seconds are that kernel's. Where several do, it is a
 kernel of its own, so that it hides no collective that stands behind any of them (the lower bound counts on that). What takes no time
 and waits for one task is that task: views, casts inside fusions, border ops. Ops of one kernel with more or fewer collectives and loops
-before them are kernels of their own. Equal steps of one array, in one loop and phase, are one collective for all readers, unless it is
-regathered behind a barrier; so are equal exchanges, in both passes (`shared_collectives.py`). What a checkpointed layer computes again
+before them are kernels of their own. Equal steps and exchanges of one array are one collective for all readers, unless it is regathered
+behind a barrier (`shared_collectives.py`). What a checkpointed layer computes again
 waits for the gradient of its result, and what is gathered again behind a barrier for the other operands of its first reader.
 
 Facts: cse-merges-equal-reshards, cse-stops-at-barriers, schedule-fused-kernels, schedule-recompute-barrier.
@@ -27,7 +27,7 @@ from scipy.sparse.csgraph import connected_components
 
 from shardplan.costs.halo_exchange import Exchange
 from shardplan.costs.network import CostNetwork
-from shardplan.costs.shared_collectives import exchange_key, shared_key
+from shardplan.costs.shared_collectives import exchange_key, regathered, shared_key
 from shardplan.costs.states import PS
 from shardplan.ir.graph import Op
 from shardplan.mesh.reshard import ReshardStep
@@ -146,7 +146,7 @@ class _Builder:
                     self.flush(made)
                 at = -1 if made < 0 else self.tasks.made[made]
                 if v is not None and (j, k) in moves:
-                    at = self.resharded(j, v, moves[j, k], self.regathers.get(j if op.traits.copy else made, 0))
+                    at = self.resharded(j, v, moves[j, k], regathered(self.graph, j, v, self.regathers))
                 waits.append(self.tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
             waits += self.exchanged(j, waits)
             self.op(j, op, waits, kernel_ps[j] / rounds[op.runs_in] / PS)

@@ -1,6 +1,6 @@
 """Which collectives of a plan are one, because XLA merges what is equal.
 
-    reshards    equal steps of one array, in one loop and pass; not those of a copy that is regathered behind a barrier
+    reshards    equal steps of one array in one loop, in both passes, or in the update; not of what is regathered behind a barrier
     exchanges   what brings the same elements of an array, in one layout, to the same shards: of a convolution and its filter's gradient
 
 A collective belongs to the first op of the program that needs it.
@@ -16,14 +16,20 @@ import numpy as np
 
 from shardplan.costs.halo_exchange import Exchange
 from shardplan.costs.network import CostNetwork
-from shardplan.ir.graph import Graph, Phase
+from shardplan.ir.graph import Graph
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
 
 
-def shared_key(graph: Graph, j: int, v: int) -> tuple[int, int, Phase]:
+def shared_key(graph: Graph, j: int, v: int) -> tuple[int, int, bool]:
     """What two readers of an array must agree in to share a collective: op j reads value v."""
-    return v, graph.ops[j].loop, graph.ops[j].phase
+    return v, graph.ops[j].loop, graph.ops[j].phase == "update"
+
+
+def regathered(graph: Graph, j: int, v: int, regathers: Mapping[int, int]) -> int:
+    """How many times the array that op j reads as value v was gathered and freed before; `regathers` as of the network."""
+    itself = graph.ops[j].traits.copy or graph.ops[j].traits.recompute_barrier
+    return regathers.get(j if itself else graph.values[v].producer[0], 0)
 
 
 def own_moves(
@@ -32,7 +38,7 @@ def own_moves(
     """`CostNetwork.moves` without the collectives at the begin of a path that an earlier reader of the array has."""
     graph, regathers, done = network.space.graph, network.regathers(strategies, retained), set[tuple]()
     for j, k, v, steps in network.moves(strategies, retained, ops):
-        copy = regathers.get(j if graph.ops[j].traits.copy else graph.values[v].producer[0], 0)
+        copy = regathered(graph, j, v, regathers)
         paths = [(*shared_key(graph, j, v), copy, steps[: n + 1]) for n in range(len(steps))]
         yield j, k, v, steps[sum(path in done for path in paths) :]
         done.update(paths)
