@@ -348,6 +348,14 @@ class CostNetwork:
             if (v := graph.ops[masked.op].inputs[masked.operand]) is not None:
                 groups = local_groups(graph.ops[masked.op], self.space.strategies[masked.op], self.space.mesh)
                 yield Allocation(masked.op, masked.operand, v, masked.lo, masked.hi, "", groups)
+        for i, parts in self.space.held_parts:
+            op = graph.ops[i]
+            yield Allocation(i, len(op.inputs), op.outputs[0], i, i + 1, "", parts.result)
+            for k, v in enumerate(op.inputs):
+                if v is not None and parts.operands.any():
+                    instead = self.space.rules[maker := graph.maker(v)].fusion == "loop" and not graph.ops[maker].traits.border
+                    instead = instead and {*graph.readers(graph.original(v))} == {i}
+                    yield Allocation(i, k, v, i, i + 1, "", np.maximum(0.0, parts.operands - instead))
         for copy in self.space.facts.copies:
             if (v := graph.ops[copy.op].inputs[copy.operand]) is not None:
                 yield Allocation(copy.op, copy.operand, v, copy.op, copy.last + 1, "", copy.times)

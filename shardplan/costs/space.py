@@ -14,6 +14,7 @@ from shardplan.costs.array_edges import ArrayEdge, ArrayFacts, EdgeEnds, LayoutL
 from shardplan.costs.halo_exchange import Exchange, exchange_seconds, exchanges
 from shardplan.costs.merged_products import PricedProduct, most_saved
 from shardplan.costs.roofline import compute_seconds
+from shardplan.costs.split_products import HeldParts, held_parts
 from shardplan.ir.graph import Graph, Path
 from shardplan.ir.repeated_layers import repeated_layers
 from shardplan.mesh.cluster import Cluster
@@ -232,6 +233,16 @@ class StrategySpace:
     def product(self, j: int) -> PricedProduct:
         """Op j, a product."""
         return PricedProduct(self.graph.ops[j], self.strategies[j], self.facts.traffic[j])
+
+    @cached_property
+    def held_parts(self) -> tuple[tuple[int, HeldParts], ...]:
+        """(product, what it holds while it runs) of those that XLA splits."""
+        known: dict[int, HeldParts] = {}
+        products = (i for i, op in enumerate(self.graph.ops) if op.traits.matmul and self.rules[i].fusion == "none")
+        for i in (products := [i for i in products if i not in self.graph.dead]):
+            if (key := self.signature[i]) not in known:
+                known[key] = held_parts(self.graph.ops[i], self.strategies[i], self.mesh, self.cluster.device)
+        return tuple((i, found) for i in products if (found := known[self.signature[i]]).result.any())
 
     @cached_property
     def layout_lists(self) -> LayoutLists:
