@@ -378,3 +378,15 @@ def test_windows_of_integers_select_nothing_beyond_the_ends(dtype, select):
     for values in (x, -x):
         (report,) = check_rule(lambda s, x: primitives.select_and_scatter_add_p.bind(s, x, **params), source, values)
         assert report.shardings
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason='needs pip install "shardplan[gpu-check]"')
+def test_an_input_is_copied_once_with_its_halo():
+    """Of two convolutions, the filters' gradients and one input's gradient, three: with a row of each neighbour."""
+    plan = planned_convolutions("h100")
+    done = plan.check(target="h100:8").compiled
+    copies = [i for i in done.module if i.opcode == "fusion" and any(258 in x.shape and x.size == 258 * 2048 * 64 for x in i.arrays)]
+    assert len(copies) == 3
+    assert plan.seconds["compute"] == pytest.approx(schedule.seconds(done, Cluster.preset("h100")).compute_s, rel=0.05)
+    assert plan.memory().peak == pytest.approx(done.memory.peak_bytes, rel=0.15)  # filters' gradients run last

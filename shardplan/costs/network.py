@@ -356,6 +356,9 @@ class CostNetwork:
                     instead = self.space.rules[maker := graph.maker(v)].fusion == "loop" and not graph.ops[maker].traits.border
                     instead = instead and {*graph.readers(graph.original(v))} == {i}
                     yield Allocation(i, k, v, i, i + 1, "", np.maximum(0.0, parts.operands - instead))
+        for i, last, times in self.space.halo_copies:
+            if (v := graph.ops[i].inputs[0]) is not None:
+                yield Allocation(i, 0, v, i, last + 1, "", times)
         for copy in self.space.facts.copies:
             if (v := graph.ops[copy.op].inputs[copy.operand]) is not None:
                 yield Allocation(copy.op, copy.operand, v, copy.op, copy.last + 1, "", copy.times)

@@ -23,25 +23,32 @@ from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.device import Device
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import NARROW_UPDATE, UNTILED_BYTE, attention_rate
+from shardplan.mesh.rates import NARROW_UPDATE, UNTILED_BYTE, attention_rate, kernel_seconds
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
 from shardplan.xla_model.ragged import masked_operands
-from shardplan.xla_model.traffic import KernelTraffic
+from shardplan.xla_model.traffic import KernelTraffic, LibraryCall
 
 BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
 """Elements per result that one block of threads reduces, and along rows (fact: reduction-two-kernels)."""
 
 
 def compute_seconds(
-    graph: Graph, mesh: MeshShape, cluster: Cluster, signatures: Sequence[Signature], traffic: Sequence[KernelTraffic]
+    graph: Graph,
+    mesh: MeshShape,
+    cluster: Cluster,
+    signatures: Sequence[Signature],
+    traffic: Sequence[KernelTraffic],
+    exchanged: Sequence[np.ndarray | None],
 ) -> tuple[np.ndarray, ...]:
     """Per op, seconds [s] of its kernels in one run on one device; one array for ops of one signature and traffic (both per op)."""
     known: dict[tuple[int, KernelTraffic], np.ndarray] = {}
     out = []
-    for op, signature, moves in zip(graph.ops, signatures, traffic, strict=True):
+    for op, signature, moves, of in zip(graph.ops, signatures, traffic, exchanged, strict=True):
         if (key := (signature.number, moves)) not in known:
             known[key] = _op_seconds(op, signature, mesh, cluster, moves)
+            if moves.call and of is not None:
+                known[key] = known[key] + (of > 0) * _halo_copy_seconds(op, signature, cluster.device, moves.call)
         out.append(known[key])
     for loop in graph.loops:
         if loop.trips > 1 and loop.start < loop.stop:  # a kernel counts the rounds
@@ -94,6 +101,17 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         least = np.maximum(device.kernel_latency_s, device.computed_s(UNTILED_BYTE * bytes_ if untiled else of))
         seconds = seconds + np.maximum(least, 2 * bytes_ / device.memory_rate)
     return seconds
+
+
+def _halo_copy_seconds(op: Op, signature: Signature, device: Device, call: LibraryCall) -> float | np.ndarray:
+    """Seconds [s] of writing a convolution's input with its halo, which its filter's gradient reads, too.
+
+    A kernel that writes the input with its padding writes the halo as well (fact: convolution-halo-copy).
+    """
+    if not signature.rule.halo.keys().isdisjoint(signature.rule.reduce) or any(k == 0 for k, _ in call.copied):
+        return 0.0
+    held = float(math.prod(op.ins[0].shape)) * itemsize(op.ins[0].dtype) / signature.strategies.shards[0]
+    return np.array([kernel_seconds(device, (), 2 * x) for x in held])
 
 
 def moved_bytes(op: Op, strategies: OpStrategies, moves: KernelTraffic) -> np.ndarray:

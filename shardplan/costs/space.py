@@ -235,6 +235,26 @@ class StrategySpace:
         return PricedProduct(self.graph.ops[j], self.strategies[j], self.facts.traffic[j])
 
     @cached_property
+    def halo_copies(self) -> tuple[tuple[int, int, np.ndarray], ...]:
+        """(convolution, last op that reads it, bytes [s] over those of the input) of inputs that are copied with their halo.
+
+        A filter's gradient slides over the copy, too; where no other op reads the input, the copy is held in its place.
+        """
+        graph, out = self.graph, []
+        gradients = {i for i in self.exchanging if not self.rules[i].halo.keys().isdisjoint(self.rules[i].reduce)}
+        slides_over = {j: graph.original(v) for j in gradients if (v := graph.ops[j].inputs[0]) is not None}
+        for i in self.exchanging:
+            (op, of), v = (graph.ops[i], self.strategies[i]), graph.ops[i].inputs[0]
+            if not op.traits.convolution or i in gradients or self.exchange_seconds[i] is None or v is None:
+                continue
+            root, size = graph.original(v), graph.values[v].bytes / of.shards[0]
+            halo = np.array([sum(x.bytes for x in self.exchanges(i, s)) for s in range(len(of))]) / size
+            windows = {i, *(j for j, u in slides_over.items() if u == root)}
+            instead = windows.issuperset(graph.readers(root)) and not graph.ops[graph.maker(v)].traits.persistent
+            out.append((i, max(windows), np.where(halo > 0, 1 + halo - instead, 0.0)))
+        return tuple(out)
+
+    @cached_property
     def held_parts(self) -> tuple[tuple[int, HeldParts], ...]:
         """(product, what it holds while it runs) of those that XLA splits."""
         known: dict[int, HeldParts] = {}
@@ -305,8 +325,8 @@ def make_strategy_space(
     pairs = zip(facts.graph.ops, signatures, strict=True)
     named = ((op, f" ({found.rule.unsharded})" if found.rule.unsharded else "") for op, found in pairs if not found.known)
     unknown = dict.fromkeys((op.primitive + why, str(op.source)) for op, why in named)
-    seconds = compute_seconds(facts.graph, mesh, cluster, signatures, facts.traffic)
     exchanged = exchange_seconds(facts.graph, mesh, cluster, signatures)
+    seconds = compute_seconds(facts.graph, mesh, cluster, signatures, facts.traffic, exchanged)
     strategies, numbers = tuple(found.strategies for found in signatures), tuple(found.number for found in signatures)
     return StrategySpace(facts, mesh, cluster, strategies, numbers, seconds, exchanged, tuple(unknown))
 
