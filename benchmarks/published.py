@@ -255,7 +255,7 @@ def parts_of(plan: shardplan.Plan) -> dict[str, float]:
     """Seconds of products, of attention, of other kernels and of collectives that compute waits for; together those of the step."""
     planned = plan.context.planned
     parts = dict.fromkeys(("products", "attention", "other", "exposed"), 0.0)
-    for op, seconds, chosen in zip(planned.graph.ops, planned.space.seconds, planned.strategies, strict=True):
+    for op, seconds, chosen in zip(planned.graph.ops, planned.space.kernel_seconds, planned.strategies, strict=True):
         kind = "attention" if op.primitive.startswith("published_flash") else "products" if op.traits.matmul else "other"
         parts[kind] += float(seconds[chosen]) * op.runs
     parts["exposed"] = plan.seconds["communication"] - plan.seconds["hidden"]

@@ -75,8 +75,8 @@ def auto(
         mesh: of any axes; an `AbstractMesh` plans only, and needs `cluster`. A step of `auto` keeps options that are not given here.
         in_shardings, out_shardings: as in `jax.jit`, tree prefixes of specs or NamedShardings; None and `P.UNCONSTRAINED` are planned.
         pins: PartitionSpecs by path pattern of the inputs, e.g. {"params/**/kernel": P(None, "model")}.
-        memory: bytes per device, a number or "80GB"; None or "adaptive": what the device has, 5 % of it to spare if that is possible; inf
-            or "disable": no limit. "slight", "moderate", "heavy" save 25, 50, 75 % of the way from the fastest plan's peak to the least.
+        memory: bytes per device, a number or "80GB"; None or "adaptive": what the device has, 5 % to spare if that is possible; inf or
+            "disable": no limit. "slight", "moderate", "heavy" save 25, 50, 75 % of the way from the fastest plan's peak to the least.
         search: "ilp" (integer program; judges the plans of the others, too, and bounds all plans), "propagation" (each op follows its
             neighbours, from the pins on; no solver, no useful bound) or "recursive" (one mesh axis after the other).
         time_limit: seconds for the search; then the best plan so far, or the one of least memory. None stops by counted work.

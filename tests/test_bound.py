@@ -14,8 +14,9 @@ from models import MODELS
 
 import shardplan
 from shardplan.costs.bound_network import Weights, slope
-from shardplan.costs.decided_tasks import decided_tasks, shared_key
+from shardplan.costs.decided_tasks import decided_tasks
 from shardplan.costs.pricing import Pricing
+from shardplan.costs.shared_collectives import shared_key
 from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate
 from shardplan.ilp import integer_program

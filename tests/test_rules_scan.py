@@ -91,3 +91,25 @@ def test_a_sharded_scan_is_priced_by_its_totals():
     plan = shardplan.auto(mesh, cluster="h100", in_shardings=P("x"), out_shardings=P("x"))(lambda x: lax.cumsum(x, axis=0)).plan(x)
     (move,) = [c for d in plan.decisions for m in d.reshards for c in m.collectives]
     assert (move.kind, move.bytes) == ("all-gather", 8 * 64 * 4)
+
+
+def test_the_empty_ends_of_an_associative_scan_move_nothing():
+    """JAX slices, multiplies and joins arrays without elements there: nothing is read for them, and what they are joined with stays."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    rows = P(("x", "y"))
+
+    def scanned(decay, x):
+        def outputs(decay, x):
+            y = lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, x), axis=1)[1]
+            joined = jnp.concatenate([y[:, :0], y, y[:, 8:] + 1, jnp.zeros((16, 0, 4)), y * 2], axis=1)
+            return jnp.tanh(joined) + jnp.pad(y[:, :0], ((0, 0), (16, 0), (0, 0)), constant_values=0.5)
+
+        y, back = jax.vjp(outputs, decay, x)
+        return y, back(y)
+
+    decay, x = (jnp.asarray(np.random.default_rng(n).uniform(0.1, 0.9, (16, 8, 4)), "float32") for n in range(2))
+    step = shardplan.auto(mesh, cluster=NEAR, in_shardings=(rows, rows), out_shardings=(rows, (rows, rows)))(scanned)
+    assert not [c for d in step.plan(decay, x).decisions for m in d.reshards for c in m.collectives]
+    assert not collectives(step.compile(decay, x).as_text(), MeshShape(("x", "y"), (4, 2)))
+    for got, want in zip(jax.tree.leaves(step(decay, x)), jax.tree.leaves(scanned(decay, x)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ from jax.lax import with_sharding_constraint as constrain
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import shardplan
 from shardplan.costs.split_products import contracted_splits
 from shardplan.ir.parse import parse
 from shardplan.xla import available, compile
@@ -199,6 +200,14 @@ def test_a_sharded_weight_used_as_it_is_and_transposed_is_gathered_twice_unless_
 def test_xla_gathers_the_activation_instead_when_it_is_the_smaller_one():
     found = emitted(layer(False), a(B, D), a(D, D), ins=(s("data"), s("data")))
     assert found == ["all-gather over data: f32[1024,1024]", "all-gather over data: f32[512,1024]"]
+
+
+def test_nothing_is_gathered_for_arrays_without_elements():
+    def fn(x, w):
+        none = constrain(x[:, :0] * 2, s())
+        return jnp.concatenate([constrain(x, s())[:, :0], x @ w, none], axis=1), none
+
+    assert emitted(fn, a(B, D), a(D, D), ins=(s(("data", "model")), s()), outs=(s(("data", "model")), s())) == []
 
 
 def test_two_gathers_of_one_weight_are_one():
@@ -572,6 +581,18 @@ def test_a_product_of_few_tiles_is_split():
         split = f"f32[{parts},{m},{n}]" if parts > 1 else f"bf16[{m},{n}]"
         assert any("gemm_fusion" in line and f" = {split}" in line for line in done.text.splitlines()), (m, n, k, split)
         assert padded == k or f"bf16[{padded},{m}]" in done.text or f"bf16[{m},{padded}]" in done.text
+
+
+@pytest.mark.parametrize(("k", "made"), [(9216, lambda x: x), (9250, lambda x: x), (9250, jnp.tanh)])
+def test_a_split_product_holds_padded_operands_and_its_parts(k, made):
+    """The parts divide 9216 and not 9250. What a kernel makes for the product alone is written padded."""
+    (m, n), (parts, padded) = (512, 256), contracted_splits(1, 512, 256, k, 4, 132)
+    assert (parts > 1, padded > k) == (True, k == 9250)
+    asked = {"cluster": "h100", "in_shardings": P(), "out_shardings": P()}
+    step = shardplan.auto(AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,)), **asked)(lambda x, w: made(x) @ w)
+    done = compile(jax.jit(lambda x, w: made(x) @ w, in_shardings=s()), a(m, k), a(k, n), target="h100:8")
+    assert done.memory.temp_bytes == pytest.approx(4 * parts * m * n + (padded > k) * 4 * padded * (m + n), rel=0.01)
+    assert step.plan(a(m, k), a(k, n)).memory().peak == pytest.approx(done.memory.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize(

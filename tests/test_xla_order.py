@@ -7,12 +7,14 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.costs.decided_tasks import Tasks, fused
 from shardplan.costs.split_products import contracted_splits, merged_sizes
+from shardplan.emit.decide import decide
+from shardplan.emit.emit import emit
 from shardplan.mesh.layout import MeshShape
 from shardplan.mesh.rates import kernel_seconds
 from shardplan.xla import available
@@ -292,3 +294,52 @@ def test_whatever_an_op_reads_is_computed_before_it_in_its_loop_and_no_second_is
         )
         all_s = sum(seconds * trips[home] for seconds, home in zip(tasks.seconds, tasks.home, strict=True))
         assert ops_s - 1e-9 <= all_s <= ops_s + max(0.0, slices_s) + 1e-9
+
+
+def recomputed(memory):
+    """A plan of three checkpointed layers whose weights are sharded over 8 GPUs."""
+
+    def step(params, x):
+        grads = jax.grad(layers)(params, x, checkpoint=True)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+
+    params, pins = [{"up": S((4096, 4096), BF16), "down": S((4096, 4096), BF16)}] * 3, {"params/**": P("data"), "x": P("data")}
+    asked = {"cluster": "h100", "compiler_options": None, "pins": pins, "memory": memory}
+    return shardplan.auto(AbstractMesh((8,), ("data",)), donate_argnums=0, **asked)(step).plan(params, S((16384, 4096), BF16))
+
+
+def gathers(plan) -> list[str]:
+    """The pass of each gather."""
+    moves = ((d.phase, c.kind) for d in plan.decisions for m in d.reshards for c in m.collectives)
+    return [phase for phase, kind in moves if kind == "all-gather"]
+
+
+def test_a_recomputed_layer_reads_what_the_forward_pass_gathered_where_there_is_memory(tmp_path):
+    plan = recomputed("disable")
+    planned = plan.context.planned
+    barriers = [j for j in planned.retained if planned.graph.ops[j].traits.recompute_barrier]
+    assert barriers
+    assert gathers(plan).count("forward") == 6
+    assert gathers(plan).count("backward") < 6
+    tight = recomputed(0.92 * plan.memory().peak)
+    assert tight.memory().peak < plan.memory().peak
+    assert tight.seconds["total"] > plan.seconds["total"]
+    plan.save(tmp_path / "plan.json")
+    assert shardplan.Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("retains", [True, False])
+def test_what_is_gathered_behind_a_barrier_is_gathered_again(retains):
+    """Of one plan with what it retains, and with all of that gathered again."""
+    plan = recomputed("disable")
+    planned, mesh = plan.context.planned, AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    again = [] if retains else planned.retained
+    decisions = decide(planned.network, planned.strategies, () if again else planned.retained)
+    leaves = ([NamedSharding(mesh, P(*x.layout.spec())) for x in of] for of in (plan.inputs, plan.outputs))
+    step = jax.jit(emit(planned.traced.jaxpr, decisions, mesh), **dict(zip(("in_shardings", "out_shardings"), leaves, strict=True)))
+    done = compile(step, *jax.tree.leaves(plan.context.program(plan)[1]), target="h100:8")
+    assert done.ok, done.error
+    emitted = [part for c in done.collectives if c.kind == "all-gather" for part in c.parts]
+    assert len(emitted) == len(gathers(plan)) + len(again)

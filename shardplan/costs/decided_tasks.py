@@ -3,30 +3,33 @@
     fused ops   one kernel, which waits for all that any of them reads (`xla_model/fusion.py`), of the sum of their c_i[s] seconds
     other ops   a kernel each
     reshard     its collectives one after the other, then what XLA computes around them (`tables.py`)
+    exchange    collectives between a kernel and the shards that it reads, or behind the kernel (`halo_exchange.py`)
 
 An op whose result is not written is computed by the kernel that reads it: its seconds are that kernel's. Where several do, it is a
 kernel of its own, so that it hides no collective that stands behind any of them (the lower bound counts on that). What takes no time
 and waits for one task is that task: views, casts inside fusions, border ops. Ops of one kernel with more or fewer collectives and loops
-before them are kernels of their own. Equal steps of one array, in one loop and phase, are one collective for all readers, unless it is
-regathered behind a barrier. What a checkpointed layer computes again waits for the gradient of its result, and what is gathered
-again behind a barrier for the other operands of its first reader.
+before them are kernels of their own. Equal steps and exchanges of one array are one collective for all readers, unless it is regathered
+behind a barrier (`shared_collectives.py`). What a checkpointed layer computes again
+waits for the gradient of its result, and what is gathered again behind a barrier for the other operands of its first reader.
 
-Facts: cse-merges-equal-reshards, cse-merges-equal-sums, cse-stops-at-barriers, schedule-fused-kernels, schedule-recompute-barrier.
+Facts: cse-merges-equal-reshards, cse-stops-at-barriers, schedule-fused-kernels, schedule-recompute-barrier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
+from shardplan.costs.halo_exchange import Exchange
 from shardplan.costs.network import CostNetwork
+from shardplan.costs.shared_collectives import exchange_key, regathered, shared_key
 from shardplan.costs.states import PS
-from shardplan.ir.graph import Graph, Op, Phase
+from shardplan.ir.graph import Op
 from shardplan.mesh.reshard import ReshardStep
 from shardplan.xla_model.combining import CollectiveSite
 
@@ -123,14 +126,16 @@ class _Builder:
 
     def __init__(self, network: CostNetwork, states: Sequence[int]):
         self.network, self.graph, self.tasks = network, network.space.graph, Tasks()
-        self.done: dict[tuple, int] = {}  # step of an array -> the task after which the array has gone it
+        self.done: dict[Hashable, int] = {}  # step or exchange of an array -> the task after which the array has gone it
         self.unwritten: list[Unwritten | None] = []  # per op
         self.inside: list[int] = []  # per op that is not written, bits of it and of such that it is computed from
         self.barriers: dict[tuple, list[int]] = {}  # path of a barrier -> its ops so far
         self.regathered: dict[tuple[int, int], int] = {}  # (value, copy) -> the task that its collectives wait for
-        strategies, retained = network.strategies(states), network.retained(states)
-        beyond, regathers = network.beyond_collectives(states), network.regathers(strategies, retained)
+        self.strategies = strategies = network.strategies(states)
+        retained = network.retained(states)
+        beyond, self.regathers = network.beyond_collectives(states), network.regathers(strategies, retained)
         kernel_ps, rounds = network.kernel_ps(states), [*(loop.rounds for loop in self.graph.loops), 1.0]
+        self.exchanges = {j: some for j in network.space.exchanging if (some := network.space.exchanges(j, strategies[j]))}
         moves = {(j, k): steps for j, k, _, steps in network.moves(strategies, retained)}
         self.computed_in = self.reading_kernels(moves)
         for j, op in enumerate(self.graph.ops):
@@ -141,9 +146,13 @@ class _Builder:
                     self.flush(made)
                 at = -1 if made < 0 else self.tasks.made[made]
                 if v is not None and (j, k) in moves:
-                    at = self.resharded(j, v, moves[j, k], regathers.get(j if op.traits.copy else made, 0))
+                    at = self.resharded(j, v, moves[j, k], regathered(self.graph, j, v, self.regathers))
                 waits.append(self.tasks.add(op.loop, (at,), beyond[j, k] / op.reads / PS) if (j, k) in beyond else at)
+            waits += self.exchanged(j, waits)
             self.op(j, op, waits, kernel_ps[j] / rounds[op.runs_in] / PS)
+            for x in self.exchanges.get(j, ()):
+                if x.of_results:
+                    self.tasks.made[j] = self.exchange(j, x, [self.tasks.made[j]])
         for j in range(len(self.unwritten)):
             self.flush(j)
 
@@ -155,6 +164,9 @@ class _Builder:
         """
         graph, inside = self.graph, self.network.space.facts.kernels.inside
         collectives = {at: sum(step.kind != "slice" for step in steps) for at, steps in moves.items()}
+        stages = {(j, x.operand): x.stage + 1 for j, some in self.exchanges.items() for x in some if not x.of_results}
+        collectives |= {at: collectives.get(at, 0) + n for at, n in stages.items()}  # of one operand the last stage comes last
+        behind = {j: sum(x.of_results for x in some) for j, some in self.exchanges.items()}
         homes = [op.runs_in for op in graph.ops]
         levels: list[int] = []  # collectives and loops in a row before each op
         for j, op in enumerate(graph.ops):
@@ -162,9 +174,10 @@ class _Builder:
             for k, v in enumerate(op.inputs):
                 if v is not None:
                     i = graph.values[v].producer[0]
-                    most = max(most, levels[i] + collectives.get((j, k), 0) + (homes[i] != homes[j]))
+                    most = max(most, levels[i] + behind.get(i, 0) + collectives.get((j, k), 0) + (homes[i] != homes[j]))
             levels.append(most)
-        sent = {graph.values[v].producer[0] for j, k in moves if (v := graph.ops[j].inputs[k]) is not None}
+        sent = {graph.values[v].producer[0] for j, k in (*moves, *stages) if (v := graph.ops[j].inputs[k]) is not None}
+        sent |= {j for j, n in behind.items() if n}
         out = [-1] * len(levels)
         for j in reversed(range(len(levels))):
             if len(inside[j]) == 1 and j not in sent:
@@ -172,6 +185,33 @@ class _Builder:
                 if len(of_readers) == 1:
                     (out[j],), (levels[j],) = inside[j], of_readers
         return out
+
+    def exchanged(self, j: int, waits: Sequence[int]) -> list[int]:
+        """The tasks after which op j's shards have what they need of each other; `waits` are those after which operands are there."""
+        out: list[int] = []
+        last: dict[int, tuple[int, list[int], list[int]]] = {}  # operand -> (stage, what it waits for, its collectives)
+        for x in self.exchanges.get(j, ()):
+            if x.of_results:
+                continue
+            stage, before, tasks = last.get(x.operand, (x.stage, [waits[x.operand]], []))
+            if stage != x.stage:
+                before, tasks = tasks, []
+            tasks.append(self.exchange(j, x, before))
+            last[x.operand] = x.stage, before, tasks
+            out.append(tasks[-1])
+        return out
+
+    def exchange(self, j: int, x: Exchange, waits: Iterable[int]) -> int:
+        """The task of an exchange of op j."""
+        space, op = self.network.space, self.graph.ops[j]
+        v, layout = op.inputs[x.operand], space.strategies[j].operands[x.operand][self.strategies[j]]
+        assert v is not None
+        key = exchange_key(self.graph, j, v, layout, self.regathers, x)
+        if key not in self.done or x.of_results:
+            step, made = ReshardStep(x.kind, x.axes, x.bytes, x.seconds, layout, layout), self.graph.values[v].producer[0]
+            site = replace(space.collective_sites[v], collective_class="blocking", joint_size=1)
+            self.done[key] = self.tasks.add(op.runs_in, waits, transfer=Transfer(step, site, v, x.bytes, (made, j)))
+        return self.done[key]
 
     def op(self, j: int, op: Op, waits: list[int], seconds: float) -> None:
         """Adds the task of an op, or leaves its seconds to the kernel that computes it."""
@@ -236,23 +276,6 @@ class _Builder:
                 self.done[key] = _moved(self.tasks, self.network, j, v, at, step)
             at = self.done[key]
         return at
-
-
-def shared_key(graph: Graph, j: int, v: int) -> tuple[int, int, Phase]:
-    """What two readers of an array must agree in to share a collective: op j reads value v."""
-    return v, graph.ops[j].loop, graph.ops[j].phase
-
-
-def own_moves(
-    network: CostNetwork, strategies: Sequence[int] | np.ndarray, retained: Collection[int], ops: Collection[int] | None = None
-) -> Iterator[tuple[int, int, int, tuple[ReshardStep, ...]]]:
-    """`CostNetwork.moves` without the collectives at the begin of a path that an earlier reader of the array has."""
-    graph, regathers, done = network.space.graph, network.regathers(strategies, retained), set[tuple]()
-    for j, k, v, steps in network.moves(strategies, retained, ops):
-        copy = regathers.get(j if graph.ops[j].traits.copy else graph.values[v].producer[0], 0)
-        paths = [(*shared_key(graph, j, v), copy, steps[: n + 1]) for n in range(len(steps))]
-        yield j, k, v, steps[sum(path in done for path in paths) :]
-        done.update(paths)
 
 
 def _moved(tasks: Tasks, network: CostNetwork, j: int, v: int, at: int, step: ReshardStep) -> int:

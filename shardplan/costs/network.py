@@ -137,7 +137,7 @@ class CostNetwork:
     # ---- kernels
 
     def kernel_ps(self, states: Sequence[int]) -> list[float]:
-        """c_i[s], per op."""
+        """Of the kernels of each op, c_i[s] without what its exchanges take."""
         chosen = self.strategies(states)
         out = np.rint(self.space.chosen_seconds(chosen) * PS).tolist()
         for (i, s), seconds in self.corrections.strategies.items():
@@ -146,7 +146,7 @@ class CostNetwork:
 
     def least_kernel_ps(self, states: Sequence[int]) -> float:
         """Picoseconds of all kernels at least, whatever products are merged."""
-        pairs = zip(self.space.least_seconds, self.space.seconds, self.strategies(states), self.space.graph.ops, strict=True)
+        pairs = zip(self.space.least_seconds, self.space.kernel_seconds, self.strategies(states), self.space.graph.ops, strict=True)
         saved = sum(float(seconds[s] - least[s]) * op.runs for least, seconds, s, op in pairs if least is not seconds)
         return sum(self.kernel_ps(states)) - PS * saved
 
@@ -348,6 +348,17 @@ class CostNetwork:
             if (v := graph.ops[masked.op].inputs[masked.operand]) is not None:
                 groups = local_groups(graph.ops[masked.op], self.space.strategies[masked.op], self.space.mesh)
                 yield Allocation(masked.op, masked.operand, v, masked.lo, masked.hi, "", groups)
+        for i, parts in self.space.held_parts:
+            op = graph.ops[i]
+            yield Allocation(i, len(op.inputs), op.outputs[0], i, i + 1, "", parts.result)
+            for k, v in enumerate(op.inputs):
+                if v is not None and parts.operands.any():
+                    instead = self.space.rules[maker := graph.maker(v)].fusion == "loop" and not graph.ops[maker].traits.border
+                    instead = instead and {*graph.readers(graph.original(v))} == {i}
+                    yield Allocation(i, k, v, i, i + 1, "", np.maximum(0.0, parts.operands - instead))
+        for i, last, times in self.space.halo_copies:
+            if (v := graph.ops[i].inputs[0]) is not None:
+                yield Allocation(i, 0, v, i, last + 1, "", times)
         for copy in self.space.facts.copies:
             if (v := graph.ops[copy.op].inputs[copy.operand]) is not None:
                 yield Allocation(copy.op, copy.operand, v, copy.op, copy.last + 1, "", copy.times)

@@ -1,7 +1,7 @@
 """Compute seconds of an op under each strategy: a roofline over the kernels that XLA makes.
 
     seconds[s] = max(flops[s] / peak(dtype), bytes[s] / memory rate, elements of a kernel of its own / their rate, its latency)
-                 + what a fused kernel's bytes fall short of its elements and its latency + halo exchanges
+                 + what a fused kernel's bytes fall short of its elements and its latency
 
 Matrix products, convolutions and attention kernels take the seconds of their shape on one device (`mesh/rates.py`). `bytes` are
 those that the op's kernels read and write on its behalf (`xla_model/fusion.py`).
@@ -18,31 +18,37 @@ import numpy as np
 
 from shardplan._jax import itemsize
 from shardplan.costs.convolution_calls import call_seconds
-from shardplan.costs.halo_exchange import exchanges
 from shardplan.costs.split_products import local_groups, parts_of, product_seconds
 from shardplan.ir.graph import Graph, Op
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.device import Device
 from shardplan.mesh.layout import MeshShape
-from shardplan.mesh.rates import NARROW_UPDATE, UNTILED_BYTE, attention_rate
+from shardplan.mesh.rates import NARROW_UPDATE, UNTILED_BYTE, attention_rate, kernel_seconds
 from shardplan.strategies.enumerate import OpStrategies
 from shardplan.strategies.signature import Signature
 from shardplan.xla_model.ragged import masked_operands
-from shardplan.xla_model.traffic import KernelTraffic, MaskedRows
+from shardplan.xla_model.traffic import KernelTraffic, LibraryCall, MaskedRows
 
 BLOCK_ELEMENTS, ROW_ELEMENTS = 1 << 12, 1 << 14
 """Elements per result that one block of threads reduces, and along rows (fact: reduction-two-kernels)."""
 
 
 def compute_seconds(
-    graph: Graph, mesh: MeshShape, cluster: Cluster, signatures: Sequence[Signature], traffic: Sequence[KernelTraffic]
+    graph: Graph,
+    mesh: MeshShape,
+    cluster: Cluster,
+    signatures: Sequence[Signature],
+    traffic: Sequence[KernelTraffic],
+    exchanged: Sequence[np.ndarray | None],
 ) -> tuple[np.ndarray, ...]:
-    """Per op, seconds [s] of one run on one device; one array for ops of one signature and traffic (both per op)."""
+    """Per op, seconds [s] of its kernels in one run on one device; one array for ops of one signature and traffic (both per op)."""
     known: dict[tuple[int, KernelTraffic], np.ndarray] = {}
     out = []
-    for op, signature, moves in zip(graph.ops, signatures, traffic, strict=True):
+    for op, signature, moves, of in zip(graph.ops, signatures, traffic, exchanged, strict=True):
         if (key := (signature.number, moves)) not in known:
             known[key] = _op_seconds(op, signature, mesh, cluster, moves)
+            if moves.call and of is not None:
+                known[key] = known[key] + (of > 0) * _halo_copy_seconds(op, signature, cluster.device, moves.call)
         out.append(known[key])
     for loop in graph.loops:
         if loop.trips > 1 and loop.start < loop.stop:  # a kernel counts the rounds
@@ -94,11 +100,18 @@ def _op_seconds(op: Op, signature: Signature, mesh: MeshShape, cluster: Cluster,
         bytes_ = of * itemsize(op.ins[k].dtype)
         least = np.maximum(device.kernel_latency_s, device.computed_s(UNTILED_BYTE * bytes_ if untiled else of))
         seconds = seconds + np.maximum(least, 2 * bytes_ / device.memory_rate)
-    if rule.exchanged:
-        layouts = zip(*strategies.operands, strict=True)
-        found = (exchanges(rule, at, op.ins, op.outs, of, mesh, cluster) for at, of in zip(strategies.factors, layouts, strict=True))
-        seconds = seconds + np.array([sum(x.seconds for x in exchange) for exchange in found])
     return seconds
+
+
+def _halo_copy_seconds(op: Op, signature: Signature, device: Device, call: LibraryCall) -> float | np.ndarray:
+    """Seconds [s] of writing a convolution's input with its halo, which its filter's gradient reads, too.
+
+    A kernel that writes the input with its padding writes the halo as well (fact: convolution-halo-copy).
+    """
+    if not signature.rule.halo.keys().isdisjoint(signature.rule.reduce) or any(k == 0 for k, _ in call.copied):
+        return 0.0
+    held = float(math.prod(op.ins[0].shape)) * itemsize(op.ins[0].dtype) / signature.strategies.shards[0]
+    return np.array([kernel_seconds(device, (), 2 * x) for x in held])
 
 
 def moved_bytes(op: Op, strategies: OpStrategies, moves: KernelTraffic) -> np.ndarray:

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.costs.array_edges import ArrayEdge, ArrayFacts, EdgeEnds, LayoutLists, array_edges, array_facts, in_a_row
+from shardplan.costs.halo_exchange import Exchange, exchange_seconds, exchanges
 from shardplan.costs.merged_products import PricedProduct, most_saved
 from shardplan.costs.roofline import compute_seconds
+from shardplan.costs.split_products import HeldParts, held_parts
 from shardplan.ir.graph import Graph, Path
 from shardplan.ir.repeated_layers import repeated_layers
 from shardplan.mesh.cluster import Cluster
@@ -155,10 +157,12 @@ class StrategySpace:
         facts: what holds whatever is sharded.
         strategies: per op.
         signature: per op, equal numbers for ops between which the planner sees no difference.
-        seconds: per op, seconds [s] of one run on one device.
+        kernel_seconds: per op, seconds [s] of its kernels in one run on one device.
+        exchange_seconds: per op, seconds [s] of the collectives in one run that bring shards what they need of each other, or None.
         unknown: (primitive, source) of ops without a rule, which are replicated; in parentheses why none could be derived.
         edge_layouts, tables, priced: caches of `costs/tables.py` and `costs/build.py`: by template; of the last network's tables; and
             of what the last network's combined collectives say.
+        exchanged: the same of `exchanges`.
     """
 
     facts: StepFacts
@@ -166,11 +170,13 @@ class StrategySpace:
     cluster: Cluster
     strategies: tuple[OpStrategies, ...]
     signature: tuple[int, ...]
-    seconds: tuple[np.ndarray, ...]
+    kernel_seconds: tuple[np.ndarray, ...]
+    exchange_seconds: tuple[np.ndarray | None, ...]
     unknown: tuple[tuple[str, str], ...]
     edge_layouts: dict = field(default_factory=dict)
     tables: dict = field(default_factory=dict)
     priced: dict = field(default_factory=dict)
+    exchanged: dict = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -209,18 +215,59 @@ class StrategySpace:
         return self.facts.accumulated_operands
 
     @cached_property
+    def seconds(self) -> tuple[np.ndarray, ...]:
+        """Per op, seconds [s] of one run: of its kernels and exchanges."""
+        known: dict[tuple[int, int], np.ndarray] = {}
+        out = []
+        for kernels, exchanged in zip(self.kernel_seconds, self.exchange_seconds, strict=True):
+            if exchanged is not None and (key := (id(kernels), id(exchanged))) not in known:
+                known[key] = kernels + exchanged
+            out.append(kernels if exchanged is None else known[id(kernels), id(exchanged)])
+        return tuple(out)
+
+    @cached_property
     def least_seconds(self) -> tuple[np.ndarray, ...]:
-        """Per op, `seconds`, or less where it is a product that may be merged: no kernel that holds it takes less for it."""
+        """Per op, `kernel_seconds`, or less where it is a product that may be merged: no kernel that holds it takes less for it."""
         saved: dict[int, np.ndarray] = {}
         for group in self.facts.sharing_products:
             most = most_saved([self.product(j) for j, _ in group], self.mesh, self.cluster.device)
             for (j, _), seconds in zip(group, most, strict=True):
                 saved[j] = np.maximum(saved.get(j, 0.0), seconds)
-        return tuple(seconds - saved[j] if j in saved else seconds for j, seconds in enumerate(self.seconds))
+        return tuple(seconds - saved[j] if j in saved else seconds for j, seconds in enumerate(self.kernel_seconds))
 
     def product(self, j: int) -> PricedProduct:
         """Op j, a product."""
         return PricedProduct(self.graph.ops[j], self.strategies[j], self.facts.traffic[j])
+
+    @cached_property
+    def halo_copies(self) -> tuple[tuple[int, int, np.ndarray], ...]:
+        """(convolution, last op that reads it, bytes [s] over those of the input) of inputs that are copied with their halo.
+
+        A filter's gradient slides over the copy, too; where no other op reads the input, the copy is held in its place.
+        """
+        graph, out = self.graph, []
+        gradients = {i for i in self.exchanging if not self.rules[i].halo.keys().isdisjoint(self.rules[i].reduce)}
+        slides_over = {j: graph.original(v) for j in gradients if (v := graph.ops[j].inputs[0]) is not None}
+        for i in self.exchanging:
+            (op, of), v = (graph.ops[i], self.strategies[i]), graph.ops[i].inputs[0]
+            if not op.traits.convolution or i in gradients or self.exchange_seconds[i] is None or v is None:
+                continue
+            root, size = graph.original(v), graph.values[v].bytes / of.shards[0]
+            halo = np.array([sum(x.bytes for x in self.exchanges(i, s)) for s in range(len(of))]) / size
+            windows = {i, *(j for j, u in slides_over.items() if u == root)}
+            instead = windows.issuperset(graph.readers(root)) and not graph.ops[graph.maker(v)].traits.persistent
+            out.append((i, max(windows), np.where(halo > 0, 1 + halo - instead, 0.0)))
+        return tuple(out)
+
+    @cached_property
+    def held_parts(self) -> tuple[tuple[int, HeldParts], ...]:
+        """(product, what it holds while it runs) of those that XLA splits."""
+        known: dict[int, HeldParts] = {}
+        products = (i for i, op in enumerate(self.graph.ops) if op.traits.matmul and self.rules[i].fusion == "none")
+        for i in (products := [i for i in products if i not in self.graph.dead]):
+            if (key := self.signature[i]) not in known:
+                known[key] = held_parts(self.graph.ops[i], self.strategies[i], self.mesh, self.cluster.device)
+        return tuple((i, found) for i in products if (found := known[self.signature[i]]).result.any())
 
     @cached_property
     def layout_lists(self) -> LayoutLists:
@@ -237,22 +284,31 @@ class StrategySpace:
         """The ops of which shards may need something of each other, such as halos."""
         return tuple(i for i, rule in enumerate(self.rules) if rule.exchanged)
 
+    def exchanges(self, i: int, s: int) -> list[Exchange]:
+        """The exchanges of op i under its strategy s."""
+        if (key := (self.signature[i], s)) not in self.exchanged:
+            op, of = self.graph.ops[i], self.strategies[i]
+            layouts = [each[s] for each in of.operands]
+            found = exchanges(self.rules[i], of.factors[s], op.ins, op.outs, layouts, self.mesh, self.cluster)
+            self.exchanged[key] = found
+        return self.exchanged[key]
+
     @cached_property
     def edge_ends(self) -> EdgeEnds:
         """The layouts of all array edges."""
         return EdgeEnds.of(self.array_edges, self.layout_lists)
 
     def chosen_seconds(self, strategies: Sequence[int]) -> np.ndarray:
-        """Per op, seconds of all its runs in one step under its strategy."""
+        """Per op, seconds of its kernels in one step under its strategy."""
         seconds, begins, runs = self._seconds
         return seconds[begins + np.array(strategies, np.int64)] * runs
 
     @cached_property
     def _seconds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`seconds` in a row, each array once; per op where its own begin; per op its runs."""
-        distinct, begins = in_a_row(self.seconds)
+        """`kernel_seconds` in a row, each array once; per op where its own begin; per op its runs."""
+        distinct, begins = in_a_row(self.kernel_seconds)
         runs = np.array([op.runs for op in self.graph.ops], np.float64)
-        return np.concatenate([np.zeros(0), *distinct]), np.array([begins[id(x)] for x in self.seconds], np.int64), runs
+        return np.concatenate([np.zeros(0), *distinct]), np.array([begins[id(x)] for x in self.kernel_seconds], np.int64), runs
 
 
 def make_strategy_space(
@@ -274,9 +330,10 @@ def make_strategy_space(
     pairs = zip(facts.graph.ops, signatures, strict=True)
     named = ((op, f" ({found.rule.unsharded})" if found.rule.unsharded else "") for op, found in pairs if not found.known)
     unknown = dict.fromkeys((op.primitive + why, str(op.source)) for op, why in named)
-    seconds = compute_seconds(facts.graph, mesh, cluster, signatures, facts.traffic)
+    exchanged = exchange_seconds(facts.graph, mesh, cluster, signatures)
+    seconds = compute_seconds(facts.graph, mesh, cluster, signatures, facts.traffic, exchanged)
     strategies, numbers = tuple(found.strategies for found in signatures), tuple(found.number for found in signatures)
-    return StrategySpace(facts, mesh, cluster, strategies, numbers, seconds, tuple(unknown))
+    return StrategySpace(facts, mesh, cluster, strategies, numbers, seconds, exchanged, tuple(unknown))
 
 
 def with_merged_axes(space: StrategySpace, groups: Sequence[Sequence[str]]) -> StrategySpace:
@@ -284,14 +341,17 @@ def with_merged_axes(space: StrategySpace, groups: Sequence[Sequence[str]]) -> S
     of = [[n for n, axis in enumerate(space.mesh.axes) if axis in group] for group in groups]
     kept: dict[int, tuple[OpStrategies, list[int]]] = {}
     timed: dict[int, np.ndarray] = {}
-    strategies, seconds = [], []
-    for some, times in zip(space.strategies, space.seconds, strict=True):
+    strategies, seconds, exchanged = [], [], []
+    for some, *times in zip(space.strategies, space.kernel_seconds, space.exchange_seconds, strict=True):
         if id(some) not in kept:
             numbers = [s for s, factors in enumerate(some.factors) if all(len({factors[n] for n in group}) == 1 for group in of)]
             kept[id(some)] = some.only(numbers), numbers
         found, numbers = kept[id(some)]
-        if id(times) not in timed:
-            timed[id(times)] = times[numbers]
+        for of_some in times:
+            if of_some is not None and id(of_some) not in timed:
+                timed[id(of_some)] = of_some[numbers]
         strategies.append(found)
-        seconds.append(timed[id(times)])
-    return StrategySpace(space.facts, space.mesh, space.cluster, tuple(strategies), space.signature, tuple(seconds), space.unknown)
+        seconds.append(timed[id(times[0])])
+        exchanged.append(timed.get(id(times[1])))
+    kinds = tuple(strategies), space.signature, tuple(seconds), tuple(exchanged)
+    return StrategySpace(space.facts, space.mesh, space.cluster, *kinds, space.unknown)

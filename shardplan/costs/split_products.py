@@ -1,7 +1,8 @@
 """Products that XLA splits along the contracted dim: how often, and seconds on one device.
 
 A product whose result has few tiles leaves multiprocessors idle. XLA splits its contracted dim in s parts, each a product of its own
-that writes float32; a contracted dim that the parts do not divide is padded first, one kernel per operand. A fused kernel that reads
+that writes float32; a contracted dim that the parts do not divide is padded first, one kernel per operand. Copies and parts are held
+as well as operands and result; a copy instead of what a fused kernel makes for the product alone. A fused kernel that reads
 the result sums the parts while it reads them; several do if the parts are few. Elsewhere, and where partial sums of several devices are
 sent, a kernel of its own does. With T tiles of the result, k contracted elements and p multiprocessors, s is the power of two that
 minimises
@@ -10,7 +11,7 @@ minimises
 
 where k_s are the elements of a part, whole blocks of `BLOCK`; found from compiled programs.
 
-Facts: product-split-contracted, product-parts-summed.
+Facts: product-split-contracted, product-padded-copies, product-parts-summed.
 """
 
 from __future__ import annotations
@@ -143,6 +144,24 @@ def split_product(sizes: Sizes, element_bytes: float, moved: float, written: Seq
             kernels.append(partial + result)
     extra_s += sum(kernel_seconds(device, (), x) for x in kernels)
     return SplitProduct((parts * b, m, n, padded // parts), moved, extra_s)
+
+
+class HeldParts(NamedTuple):
+    """What a split product holds while it runs, per strategy [s]."""
+
+    operands: np.ndarray  # bytes of the padded copy of an operand over those of the operand; 0 where it is not padded
+    result: np.ndarray  # bytes of the parts over those of the result; 0 where there is one
+
+
+def held_parts(op: Op, strategies: OpStrategies, mesh: MeshShape, device: Device) -> HeldParts:
+    """Padded copies and parts of a product on one device."""
+    found = []
+    for s in range(len(strategies)):
+        *_, k = sizes = local_sizes(op, strategies, s, mesh)
+        parts, padded = contracted_splits(*sizes, itemsize(op.ins[0].dtype), device.sms) if device.sms and k else (1, k)
+        found.append((padded / k, 4.0 * parts / itemsize(op.outs[0].dtype)) if parts > 1 else (1.0, 0.0))
+    operands, result = np.array(found, float).reshape(-1, 2).T
+    return HeldParts(np.where(operands > 1, operands, 0.0), result)
 
 
 def product_seconds(

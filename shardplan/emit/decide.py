@@ -115,15 +115,19 @@ class _Decided:
 
     def copy_number(self, i: int, v: int | None) -> int:
         """As in `EmitDecision.copies`."""
+        if self.graph.ops[i].traits.recompute_barrier:
+            return self.regathers.get(i, 0)
         maker = -1 if v is None else self.graph.values[v].producer[0]
-        return BARRIER if v is not None and self.reads_behind_barrier(i, v) else self.regathers.get(maker, 0)
+        again = self.regathers.get(maker, 0) if self.graph.ops[maker].traits.copy else 0
+        return BARRIER if v is not None and self.reads_behind_barrier(i, v) else again
 
     def read(self, i: int, k: int, v: int | None, copy: int, local: bool) -> tuple[Layout, ...]:
         """The layouts that operand k of op i goes through, the last the one that it is read in; () leaves it to XLA."""
         wanted = self.operand_layout(i, k)
         if wanted.partial and (i, k) in self.space.accumulated_operands:
             return (replace(wanted, partial=()),)  # as the loop's carry, see `completes_partial_sum`
-        path = () if v is None else (*self.regather_source(v, copy), *self.copy_path(v), *self.reshard_path(v, wanted))
+        source = (self.layout(v),) if v is not None and self.graph.ops[i].traits.recompute_barrier and copy else ()
+        path = () if v is None else (*source, *self.regather_source(v, copy), *self.copy_path(v), *self.reshard_path(v, wanted))
         # A loop's operands are constrained in any case: XLA chooses their layouts anew inside the loop.
         fixed = local or (self.graph.ops[i].traits.loop_operand and not self.is_scalar_broadcast(i))
         return path or ((wanted,) if fixed and wanted.rank and not wanted.partial else ())
@@ -188,7 +192,7 @@ class _Decided:
 
     def regather_source(self, v: int, copy: int) -> tuple[Layout, ...]:
         """The layout that a regathered copy starts from."""
-        source = self.producer(v).inputs[0] if copy > 0 else None
+        source = self.copied(v) if copy > 0 else None
         return () if source is None or self.layout(source).partial else (self.layout(source),)
 
     def reads_behind_barrier(self, i: int, v: int) -> bool:

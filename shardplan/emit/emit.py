@@ -26,8 +26,9 @@ class EmitDecision:
     Attributes:
         reads: per operand, the layouts it is brought to, one after the other; () leaves it as it is.
         results: per result, the layout it is made in, or None to leave it to XLA (partial results, scalars).
-        copies: per operand, which copy of the array it reads: 0 the first; n > 0 the one that is regathered after n were freed; BARRIER
-            the first, behind an optimization barrier, so that XLA does not fuse its readers; () is all 0.
+        copies: per operand, which copy of the array it reads: 0 the first; n > 0 the one that is regathered after n were freed, of a
+            recomputed layer's operand behind its barrier; BARRIER the first, behind an optimization barrier, so that XLA does not fuse
+            its readers; () is all 0.
     """
 
     reads: tuple[tuple[Layout, ...], ...] = ()
@@ -126,6 +127,17 @@ class _Scope:
         """Values read and written at one border of a body: where no reshard is needed, too, they are constrained."""
         return self.results(path, name, self.reads(path, name, xs))
 
+    def recomputed(self, path: Path, xs) -> list:
+        """The operands of a recomputed layer behind its barrier; what is gathered again there stands before it as it was made."""
+        decided = [self.decisions.get((*path, k), NOTHING) for k in range(len(xs))]
+        behind = [any(decision.copies) and any(decision.reads) for decision in decided]
+        before = [
+            self.constrain(x, decision.reads[0][0]) if again else self.read((*path, k), 0, x)
+            for k, (x, decision, again) in enumerate(zip(xs, decided, behind, strict=True))
+        ]
+        after = jax.lax.optimization_barrier(before)
+        return [self.read((*path, k), 0, x) if again else x for k, (x, again) in enumerate(zip(after, behind, strict=True))]
+
     def evaluate(self, jaxpr, consts, args, path: Path) -> list:
         return _jax.interpret(jaxpr, [*consts, *args], lambda n, eqn, operands: self.equation(eqn, operands, (*path, n)))
 
@@ -150,8 +162,7 @@ class _Scope:
 
     def call(self, inner, eqn, operands, path: Path) -> list:
         if _jax.is_recompute(eqn):
-            operands = self.reads(path, "barrier", operands)
-            operands = self.results(path, "barrier", jax.lax.optimization_barrier(operands))
+            operands = self.results(path, "barrier", self.recomputed((*path, "barrier"), operands))
         if _jax.is_custom_vmap(eqn):
             run = _jax.batched_as(eqn, lambda *xs: _Scope(self.decisions, self.mesh).evaluate(inner.jaxpr, inner.consts, xs, path))
             return list(run(*operands))

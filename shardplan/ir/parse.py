@@ -150,13 +150,22 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
         return _cond(g, eqn, inputs, where)
     if (same := _unchanged(eqn, inputs)) is not None:
         return [same]
-    return g.record(eqn.primitive.name, inputs, [a.aval for a in eqn.invars], [v.aval for v in eqn.outvars], where, eqn.params)
+    ins, outs = ([x.aval for x in of] for of in (eqn.invars, eqn.outvars))
+    nothing = bool(outs) and all(map(_is_empty, outs))  # XLA reads no operand for results without elements, nor operands without any
+    inputs = [None if nothing or _is_empty(x) else v for v, x in zip(inputs, ins, strict=True)]
+    return g.record(eqn.primitive.name, inputs, ins, outs, where, eqn.params)
+
+
+def _is_empty(aval) -> bool:
+    """Whether an array has no elements (fact: partition-empty-arrays)."""
+    return 0 in getattr(aval, "shape", ())
 
 
 def _unchanged(eqn, inputs: list[int | None]) -> int | None:
     """The operand that an equation returns unchanged, so that XLA drops it: 0 + x, with which Python's `sum` starts, or another type.
 
     The other type is only weak or not, or has another mesh of Auto axes, as where JAX calls a function that it traced without a mesh.
+    Or it is all that a concatenation has of elements.
     """
     if not eqn.outvars:
         return None
@@ -166,6 +175,9 @@ def _unchanged(eqn, inputs: list[int | None]) -> int | None:
             is_zero = isinstance(zero, _jax.Literal) and not np.any(zero.val)
             if is_zero and (x.aval.shape, x.aval.dtype) == (result.shape, result.dtype):
                 return v
+    if eqn.primitive.name == "concatenate" and not _is_empty(result):
+        some = [v for v, x in zip(inputs, eqn.invars, strict=True) if not _is_empty(x.aval)]
+        return some[0] if len(some) == 1 else None
     if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == result.dtype:
         return inputs[0]
     if eqn.primitive.name == "reshard" and _jax.is_auto(result.sharding.mesh):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
-from shardplan.costs.halo_exchange import Exchange, exchanges
+from shardplan.costs.halo_exchange import Exchange
 from shardplan.costs.memory_categories import memory_by_category
 from shardplan.costs.states import PS
 from shardplan.files import portable
@@ -129,7 +129,7 @@ def _decisions(planned: Planned) -> Iterator[PlanDecision]:
             result_layouts=decided.results if decided else (),
             result_type=result_type(op),
             reshards=reshards,
-            seconds=to_digits(float(space.seconds[i][s]) * op.runs / runs),
+            seconds=to_digits(float(space.kernel_seconds[i][s]) * op.runs / runs),
             runs=float(runs),
         )
 
@@ -149,11 +149,9 @@ def _reshards(planned: Planned, i: int) -> Iterator[PlannedReshard]:
             pins=planned.conflicts.get((reader, operand), ()) if conflict else (),
             producer_source=f"{portable(producer.file)}:{producer.line}" if producer.file else "",
         )
-    op, s, of = graph.ops[i], planned.strategies[i], space.strategies[i]
-    layouts = [each[s] for each in of.operands]
-    for x in exchanges(space.rules[i], of.factors[s], op.ins, op.outs, layouts, space.mesh, space.cluster):
+    for x in planned.exchanges.get(i, ()):
         layout = planned.operand_layout(i, x.operand)
-        yield PlannedReshard(x.operand, format_array(op.ins[x.operand]), layout, layout, (_collective(x),))
+        yield PlannedReshard(x.operand, format_array(graph.ops[i].ins[x.operand]), layout, layout, (_collective(x),))
 
 
 def _collective(step: ReshardStep | Exchange) -> PlannedCollective:

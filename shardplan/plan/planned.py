@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from shardplan.costs.decided_program import DecidedProgram, decided_program
-from shardplan.costs.decided_tasks import Tasks, own_moves
+from shardplan.costs.decided_tasks import Tasks
+from shardplan.costs.halo_exchange import Exchange
 from shardplan.costs.memory_categories import categories
 from shardplan.costs.network import CostNetwork
 from shardplan.costs.options import Options, ReshardKey
 from shardplan.costs.pins import Pin, pin_description, pins_by_op
+from shardplan.costs.shared_collectives import own_exchanges, own_moves
 from shardplan.costs.space import StrategySpace
 from shardplan.costs.states import PS
 from shardplan.emit.emit import EmitDecision
@@ -141,6 +143,14 @@ class Planned:
         every = self.network.moves(self.strategies, self.retained)
         return {(j, k): n for (j, k, _, left), (*_, steps) in zip(own, every, strict=True) if (n := len(steps) - len(left))}
 
+    @cached_property
+    def exchanges(self) -> Mapping[int, list[Exchange]]:
+        """Op -> its exchanges that no earlier op has made (fact: cse-merges-equal-halos)."""
+        found: dict[int, list[Exchange]] = {}
+        for i, x in own_exchanges(self.network, self.strategies, self.retained):
+            found.setdefault(i, []).append(x)
+        return found
+
     def operand_reshards(self, i: int) -> Iterator[tuple[int, int, ReshardKey, tuple[ReshardStep, ...]]]:
         """Reshards of the operands of op i, and of a copy at its first reader; each collective at the first op that needs it.
 
@@ -173,7 +183,7 @@ class Planned:
     def replicated_seconds(self, primitive: str, source: str) -> tuple[float, float]:
         """Seconds per training step of the ops of a primitive on a line, and of the reshards of their operands; nothing hidden."""
         ops = [(i, op) for i, op in enumerate(self.graph.ops) if op.primitive == primitive and str(op.source) == source]
-        compute_s = sum(float(self.space.seconds[i][self.strategies[i]]) * op.runs for i, op in ops)
+        compute_s = sum(float(self.space.kernel_seconds[i][self.strategies[i]]) * op.runs for i, op in ops)
         reshards = ((key[0], steps) for i, _ in ops for _, _, key, steps in self.operand_reshards(i))
         return compute_s, sum(self.graph.ops[i].reads * sum(s.seconds for s in steps) for i, steps in reshards)
 

@@ -47,7 +47,7 @@ def seconds_range(planned: Planned) -> tuple[float, float, tuple[str, ...]]:
 
 def _seconds_by_kind(planned: Planned) -> dict[str, float]:
     space, out = planned.space, defaultdict[str, float](float)
-    for op, seconds, chosen in zip(planned.graph.ops, space.seconds, planned.strategies, strict=True):
+    for op, seconds, chosen in zip(planned.graph.ops, space.kernel_seconds, planned.strategies, strict=True):
         kind = "other kernels"
         if op.traits.fused_attention:
             kind = "attention kernels"

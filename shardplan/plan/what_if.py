@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardplan.costs.decided_tasks import own_moves
-from shardplan.costs.halo_exchange import exchanges
 from shardplan.costs.network import CostNetwork
+from shardplan.costs.shared_collectives import own_exchanges, own_moves
 from shardplan.costs.states import PS
 from shardplan.costs.task import Candidate, PlanningTask, Stopwatch
 from shardplan.emit.decide import affected, decide
@@ -238,10 +237,6 @@ def _sent_bytes(
         around = {*ops, *(graph.values[v].producer[0] for i in ops for v in graph.ops[i].inputs if v is not None)}
     for j, _, _, steps in own_moves(network, strategies, retained, around):
         total += space.graph.ops[j].reads * sum(wire_bytes(s.kind, s.bytes, mesh.size(*s.axes)) for s in steps)
-    for i in space.exchanging:
-        if ops is None or i in ops:
-            op, of, s = space.graph.ops[i], space.strategies[i], strategies[i]
-            layouts = [each[s] for each in of.operands]
-            found = exchanges(space.rules[i], of.factors[s], op.ins, op.outs, layouts, mesh, space.cluster)
-            total += op.runs * sum(wire_bytes(x.kind, x.bytes, mesh.size(*x.axes)) for x in found)
+    for i, x in own_exchanges(network, strategies, retained, ops):
+        total += graph.ops[i].runs * wire_bytes(x.kind, x.bytes, mesh.size(*x.axes))
     return total

@@ -82,11 +82,13 @@ def _sized_rule(op: Op) -> tuple[Rule, bool, dict[str, int], frozenset[str]]:
     rule, known = (border, True) if border else rule_for(op.primitive, op.ins, op.outs, op.params)
     ins, outs = (tuple(tuple(getattr(x, "shape", ())) for x in xs) for xs in (op.ins, op.outs))
     sizes = factor_sizes(rule, ins, outs, op.primitive)
-    tensors = zip(rule.operands + rule.results, ins + outs, strict=True)
-    used = (shape for dims, shape in tensors if not rule.replicated.issuperset(flat_factors(dims)))
-    empty = not op.traits.step_input and any(0 in shape for shape in used)  # XLA does not shard it
+    made = (shape for dims, shape in zip(rule.results, outs, strict=True) if not rule.replicated.issuperset(flat_factors(dims)))
+    empty = not op.traits.step_input and any(0 in shape for shape in made)  # XLA does not shard it
     if empty or any(str(getattr(x, "dtype", "")) in REPLICATED_DTYPES for x in (*op.ins, *op.outs)):
         rule = replace(rule, replicated=frozenset(sizes), linear=False)
+    elif not op.traits.step_input and any(0 in shape for shape in ins):
+        dims = (dim for of, shape in zip(rule.operands, ins, strict=True) for dim, n in zip(of, shape, strict=True) if not n)
+        rule = replace(rule, replicated=rule.replicated.union(*dims))
     return rule, known, sizes, uneven_factors(rule, op.traits, op.padded)
 
 

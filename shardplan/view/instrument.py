@@ -241,10 +241,12 @@ class Instrument:
             return {}
         planned, out = self.schedule.planned, {}
         for d in self.plan.decisions:
-            moves = planned.operand_reshards(planned.user_ops[d.op])
+            moves = [*planned.operand_reshards(i := planned.user_ops[d.op])]
             for r, (_, v, _, steps) in zip(d.reshards, moves, strict=False):
                 for step in steps:
                     out.setdefault((v, step.before, step.after), r)
+            for r in d.reshards[len(moves) :]:  # exchanges
+                out.setdefault((planned.graph.ops[i].inputs[r.operand], r.before, r.after), r)
         return out
 
     @cached_property
