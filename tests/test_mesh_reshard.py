@@ -337,6 +337,18 @@ def test_a_scatters_results_fill_what_is_combined_not_its_operands():
     assert scatter - bytes_[0] < -0.9 * latency[0] and reduce >= bytes_[1]
 
 
+def test_a_slice_over_several_axes_is_one_and_costs_what_it_does_on_an_axis_of_their_size():
+    """XLA cuts a device's part out of an array by one dynamic slice."""
+    cluster = Cluster.preset("h100")
+    found = []
+    for mesh in (MeshShape(("x",), (8,)), MeshShape(("x", "y"), (2, 4)), MeshShape(("x", "y", "z"), (2, 2, 2))):
+        whole, part = Layout(((), ())), Layout(((), mesh.axes))
+        path = Resharder(mesh, cluster).path((1024, 1024), 4, whole, part)
+        assert [(s.kind, s.axes) for s in path] == [("slice", mesh.axes)]
+        found.append(path[0].seconds)
+    assert found == pytest.approx([found[0]] * 3)
+
+
 def test_a_sum_is_not_scattered_twice_on_one_dim_and_what_was_sliced_is_not_gathered():
     known = (("reduce-scatter", ("gpu",)), CombinedCollectives(99)), (("reduce-scatter", ("node",)), CombinedCollectives(99))
     r = Resharder(NODES, CLUSTERS["h100"], UNCOMBINED, COMBINABLE, known=known)

@@ -395,8 +395,9 @@ def _edges(state: LayoutState, sizes, groups, reduce_scatter, same_shards) -> It
             for e in range(len(dims)):
                 if e != d:
                     yield "all-to-all", tuple(sorted(tail)), (put(e, (*dims[e], *tail), put(d, head)), partial)
-        for a in () if partial else idle:  # XLA would slice the operands of a sum that is still partial
-            yield "slice", (a,), (put(d, (*axes, a)), partial)
+        for k in () if partial else range(1, len(idle) + 1):  # XLA would slice the operands of a sum that is still partial
+            for order in itertools.permutations(idle, k):
+                yield "slice", tuple(sorted(order)), (put(d, (*axes, *order)), partial)
     for some in itertools.chain.from_iterable(itertools.combinations(partial, k) for k in range(1, len(partial) + 1)):
         if len({groups.get(a) for a in some}) > 1:
             continue
