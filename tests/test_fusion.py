@@ -175,15 +175,16 @@ def test_a_product_is_written_transposed_while_it_is_computed():
 
 
 def test_zeros_of_a_scatter_are_written_for_other_readers_too():
-    def masked(scattered):
+    def masked(scattered, filled=jnp.zeros):
         def run(x, rows, at):
             z = jnp.zeros(x.shape)
-            return jnp.where(x > 0, x, jnp.zeros(x.shape)), z.at[at].add(rows) if scattered else rows
+            return jnp.where(x > 0, x, filled(x.shape)), z.at[at].add(rows) if scattered else rows
 
         return megabytes(run, X, S((100, 1000), F32), S((100,), jnp.int32))
 
     scatter = megabytes(lambda rows, at: jnp.zeros(X.shape).at[at].add(rows), S((100, 1000), F32), S((100,), jnp.int32))
     assert masked(True) - scatter == pytest.approx(masked(False) + 8, rel=0.01)  # zeros written and read
+    assert masked(True, jnp.ones) - scatter == pytest.approx(masked(False), rel=0.01)  # which ones are not
 
 
 @pytest.mark.parametrize(

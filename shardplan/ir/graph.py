@@ -90,6 +90,7 @@ class Op:
     label: str = ""  # for `arg` and `out` the pytree path
     is_follower: bool = False  # of a copy, whether its readers take the value in whatever layout it has
     operand_is_broadcast_scalar: bool = False  # whether the first operand is one number, broadcast
+    operand_is_nonzero: bool = False  # whether the first operand is a number other than zero that the program writes out
     padded: bool = False  # of an `arg` or `out`, whether the array may be held padded between steps
     accumulates: bool = False  # whether it carries, or passes on, partial sums that a loop accumulates
 

@@ -75,6 +75,7 @@ class _Recorder:
                 self.consumers[v].append((at, k))
         first = self.ops[self.values[inputs[0]].producer[0]] if inputs and inputs[0] is not None else None
         more["operand_is_broadcast_scalar"] = first is not None and first.scalar_broadcast
+        more.setdefault("operand_is_nonzero", first is not None and first.scalar_broadcast and first.operand_is_nonzero)
         more = {"source": self.source, "phase": self.phase, "runs": self.runs, "reads": self.runs, "loop": self.loop} | more
         self.ops.append(Op(primitive, tuple(inputs), outputs, tuple(ins), tuple(outs), params or {}, path, **more))
         return list(outputs)
@@ -153,7 +154,13 @@ def _equation(g: _Recorder, eqn, inputs, where: Path) -> Sequence[int | None]:
     ins, outs = ([x.aval for x in of] for of in (eqn.invars, eqn.outvars))
     nothing = bool(outs) and all(map(_is_empty, outs))  # XLA reads no operand for results without elements, nor operands without any
     inputs = [None if nothing or _is_empty(x) else v for v, x in zip(inputs, ins, strict=True)]
-    return g.record(eqn.primitive.name, inputs, ins, outs, where, eqn.params)
+    more = {"operand_is_nonzero": True} if eqn.invars and _is_nonzero(eqn.invars[0]) else {}
+    return g.record(eqn.primitive.name, inputs, ins, outs, where, eqn.params, **more)
+
+
+def _is_nonzero(operand) -> bool:
+    """Whether an operand is a literal other than zero."""
+    return isinstance(operand, _jax.Literal) and bool(np.all(operand.val))
 
 
 def _is_empty(aval) -> bool:
