@@ -129,7 +129,7 @@ def test_all_reshards_of_a_plan_are_those_of_its_ops(plan, looped):
             for k, v in enumerate(op.inputs if j not in planned.retained else ()):
                 if v is not None:
                     i, r = values[v].producer
-                    steps = network.path(v, of[i].results[r][chosen[i]], of[j].operands[k][chosen[j]])
+                    steps = network.path(j, k, of[i].results[r][chosen[i]], of[j].operands[k][chosen[j]])
                     one_by_one += [(j, k, steps)] if steps else []
         assert [(j, k, steps) for j, k, _, steps in network.moves(chosen, planned.retained)] == one_by_one != []
 

@@ -270,6 +270,33 @@ def test_a_widened_array_is_gathered_before_it_is_widened(widened, dtype, sent):
     assert found == [f"all-gather over data: {sent}[1024,1024]"]
 
 
+def cast_twice(i, y, w):
+    return w.astype(BF16)[i], y @ w.T.astype(BF16)
+
+
+@pytest.mark.parametrize(
+    ("readers", "layouts", "sent"),
+    [
+        (cast_twice, [(None, "data")], ["all-to-all over data: bf16[512,4,256]"]),
+        (lambda i, y, w: y @ w.T.astype(BF16), [(None, "data")], ["all-to-all over data: bf16[512,4,256]"]),
+        (lambda i, y, w: (w[i].astype(BF16), y @ w.T.astype(BF16)), [(None, "data")], ["all-to-all over data: f32[512,4,256]"]),
+        (lambda i, y, w: (w.astype(BF16)[i], y @ w.T.astype(jnp.float16)), [(None, "data")], ["all-to-all over data: f32[512,4,256]"]),
+        (lambda i, y, w: (*cast_twice(i, y, w), jnp.tanh(w)), [(None, "data")], ["all-to-all over data: f32[512,4,256]"]),
+        (cast_twice, [(None, "data"), (None, None)], ["all-gather over data: f32[2048,1024]", "all-to-all over data: f32[512,4,256]"]),
+        (cast_twice, [(None, None)], ["all-gather over data: f32[2048,1024]"]),
+        (lambda i, y, w: y @ w.T.astype(BF16), [(None, None)], ["all-gather over data: bf16[2048,1024]"]),
+    ],
+)
+def test_an_array_is_sent_narrower_if_its_readers_cast_it(readers, layouts, sent):
+    def fn(i, y, w):
+        for entries in layouts:
+            w = constrain(w, s(*entries))
+        return readers(i, y, w)
+
+    found = emitted(fn, a(B, dtype=jnp.int32), a(B, D, dtype=BF16), a(2 * D, D), ins=(s(), s(None, layouts[-1][1]), s("data")))
+    assert [x for x in found if not x.startswith("all-reduce")] == sent
+
+
 def gradient(w, x):
     return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
 

@@ -141,10 +141,11 @@ class BoundTables:
     @cached_property
     def _kinds(self) -> tuple[list[np.ndarray], list[tuple[np.ndarray, ...]]]:
         """Numbers of the array edges that share tables, and these tables."""
-        pinned, resharders = self.tables[0].pinned, self.tables[0].resharders
+        tables = self.tables[0]
         edges: dict[tuple, list[int]] = {}
-        for n, (i, j, _, v, template) in enumerate(self.space.array_edges):
-            edges.setdefault((id(template), id(resharders[v]), i in pinned or j in pinned), []).append(n)
+        for n, edge in enumerate(self.space.array_edges):
+            is_pinned = edge.producer in tables.pinned or edge.consumer in tables.pinned
+            edges.setdefault((id(edge.template), id(tables.resharder(edge)), is_pinned), []).append(n)
         first = [self.space.array_edges[some[0]] for some in edges.values()]
         return [np.array(some) for some in edges.values()], [tuple(self._parts(edge)) for edge in first]
 

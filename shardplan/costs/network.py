@@ -31,6 +31,7 @@ from shardplan.ilp.solver.problem import Problem, sum_over_intervals
 from shardplan.mesh.collective import CollectiveKey
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
+from shardplan.xla_model.cast_first import CAST_FIRST
 from shardplan.xla_model.combining import COMBINABLE
 from shardplan.xla_model.liveness import takes_over_buffer
 from shardplan.xla_model.ragged import masked_copies
@@ -218,12 +219,17 @@ class CostNetwork:
         of = self.space.strategies
         return frozenset(j for j in self.blocks.retainable if states[j] >= len(of[j]) * (self.blocks.count(j) - 1))
 
-    def path(self, v: int, before: Layout, after: Layout) -> tuple[ReshardStep, ...]:
-        """The reshard path of value v from one layout to another."""
+    def path(self, j: int, k: int, before: Layout, after: Layout) -> tuple[ReshardStep, ...]:
+        """The reshard path of operand k of op j from one layout to another."""
         if before is after or before == after:
             return ()
+        v = self.space.graph.ops[j].inputs[k]
+        assert v is not None
         value = self.space.graph.values[v]
-        return self.prices.resharders[v].path(value.shape, value.itemsize, before, after)
+        array, behind = (value.shape, value.itemsize, before, after), self.prices.resharders[v]
+        first = self.space.facts.resharder(self.prices.resharders, j, k, v)
+        steps = first.path(*array)
+        return behind.path(*array) if first is not behind and any(x.kind == CAST_FIRST for x in steps[:-1]) else steps
 
     def moves(
         self, strategies: Sequence[int] | np.ndarray, retained: Collection[int], ops: Collection[int] | None = None
@@ -234,7 +240,7 @@ class CostNetwork:
         """
         for i, j, k, v, template in self.space.edge_ends.resharded(strategies, ops):
             before, after = template.result_layouts[strategies[i]], template.operand_layouts[strategies[j]]
-            if j not in retained and (steps := self.path(v, before, after)):
+            if j not in retained and (steps := self.path(j, k, before, after)):
                 yield j, k, v, steps
 
     def regathers(self, strategies: Sequence[int] | np.ndarray, retained: Collection[int]) -> dict[int, int]:
@@ -250,7 +256,7 @@ class CostNetwork:
             assert v is not None
             maker, r = graph.values[v].producer
             again = j not in retained and of[i].operands[k][strategies[i]] == wanted
-            path = self.path(v, of[maker].results[r][strategies[maker]], wanted) if again else ()
+            path = self.path(j, 0, of[maker].results[r][strategies[maker]], wanted) if again else ()
             found[j] = found.get(i, 0) + any(step.kind != "slice" for step in path)
         return found
 

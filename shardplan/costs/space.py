@@ -20,10 +20,12 @@ from shardplan.ir.repeated_layers import repeated_layers
 from shardplan.mesh.cluster import Cluster
 from shardplan.mesh.device import Device
 from shardplan.mesh.layout import MeshShape
+from shardplan.mesh.reshard import Resharder
 from shardplan.strategies.enumerate import AxisFactors, OpStrategies
 from shardplan.strategies.rule import Rule
 from shardplan.strategies.signature import Signatures
 from shardplan.xla_model.accumulation import accumulated_operands, accumulated_sums, mark_accumulation
+from shardplan.xla_model.cast_first import CAST_FIRST, cast_first_operands
 from shardplan.xla_model.combining import CollectiveSite, byte_factors, collective_sites, summed_values
 from shardplan.xla_model.convolutions import HeldCopy, with_convolutions
 from shardplan.xla_model.copies import with_copies
@@ -117,6 +119,22 @@ class StepFacts:
         values = enumerate(zip(self.graph.values, self.collective_sites, strict=True))
         found = (MovedArray(byte_factors(x.dtype, self.partial_bytes_ratio(v)), site) for v, (x, site) in values)
         return tuple(known.setdefault(x, x) for x in found)
+
+    @cached_property
+    def cast_first(self) -> dict[tuple[int, int], float]:
+        """(op, operand) that an all-to-all may bring narrower -> bytes that it sends over those of the array."""
+        return cast_first_operands(self.graph, self.rules)
+
+    def resharder(self, resharders: Sequence[Resharder], j: int, k: int, v: int) -> Resharder:
+        """What prices the reshards of value v on its way to operand k of op j, of what does so per value.
+
+        An array that is cast first is so before a path's last collective only: of a path with an all-to-all before that, tables count
+        too little, and `CostNetwork.path` is one that casts behind.
+        """
+        if (j, k) not in self.cast_first:
+            return resharders[v]
+        factors = (x for x in self.moved[v].byte_factors if x[0] != CAST_FIRST)
+        return resharders[v].sending((*factors, (CAST_FIRST, self.cast_first[j, k])))
 
     def partial_bytes_ratio(self, v: int) -> float:
         """Bytes of a value's partial sums over its own: they are added in the dtype in which they are made."""

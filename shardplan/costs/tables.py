@@ -93,18 +93,23 @@ class CostTables:
 
     def edge(self, edge: ArrayEdge) -> EdgeCost:
         """Picoseconds of an array on its way, [state of the producer, state of the consumer]."""
-        i, j, k, v, template = edge
+        i, j, k, _, template = edge
         whole, scattered = (seconds.get((j, k), 0.0) for seconds in self.window_seconds)
         window = _rounded_ps(whole, template.reads), _rounded_ps(scattered, template.reads)
         aliasing = i in self.blocks.aliasing, j in self.blocks.aliasing
         follows = edge.follows(self.pinned)
         price = self.background_price if any(window) else 1.0  # of nothing that is hidden
-        key = (id(template), id(self.resharders[v]), window, aliasing, follows, price)
+        resharder = self.resharder(edge)
+        key = (id(template), id(resharder), window, aliasing, follows, price)
         if (found := self.cache.get(key)) is None:
             if (found := self.before.get(key)) is None:
-                found = self._over_states(template, self.resharders[v], window, follows, aliasing), self.resharders[v]
+                found = self._over_states(template, resharder, window, follows, aliasing), resharder
             self.cache[key] = found  # with the resharder, so that its id is not used again
         return found[0]
+
+    def resharder(self, edge: ArrayEdge) -> Resharder:
+        """What prices the reshards of an array."""
+        return self.space.facts.resharder(self.resharders, edge.consumer, edge.operand, edge.value)
 
     def _over_states(
         self, template: EdgeTemplate, resharder: Resharder, window: tuple[float, float], follows: bool, aliasing: tuple[bool, bool]

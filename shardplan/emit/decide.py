@@ -127,7 +127,7 @@ class _Decided:
         if wanted.partial and (i, k) in self.space.accumulated_operands:
             return (replace(wanted, partial=()),)  # as the loop's carry, see `completes_partial_sum`
         source = (self.layout(v),) if v is not None and self.graph.ops[i].traits.recompute_barrier and copy else ()
-        path = () if v is None else (*source, *self.regather_source(v, copy), *self.copy_path(v), *self.reshard_path(v, wanted))
+        path = () if v is None else (*source, *self.regather_source(v, copy), *self.copy_path(v), *self.reshard_path(i, k, wanted))
         # A loop's operands are constrained in any case: XLA chooses their layouts anew inside the loop.
         fixed = local or (self.graph.ops[i].traits.loop_operand and not self.is_scalar_broadcast(i))
         return path or ((wanted,) if fixed and wanted.rank and not wanted.partial else ())
@@ -145,18 +145,18 @@ class _Decided:
 
     # ---- reshards
 
-    def reshard_path(self, v: int, wanted: Layout) -> tuple[Layout, ...]:
-        """The layouts from the one that a value is made in (excluded) to the one it is wanted in (included).
+    def reshard_path(self, i: int, k: int, wanted: Layout) -> tuple[Layout, ...]:
+        """The layouts from the one that operand k of op i is made in (excluded) to the one it is wanted in (included).
 
         One constraint per collective: XLA's partitioner, given only the last layout, may replicate the array first, or all-reduce a
         partial sum where the path has two reduce-scatters (facts: partition-one-constraint-per-step, partition-two-dims-all-reduce).
         A partial sum is constrained to its dims as sharded so far; the partial result of a gather also where it is made, since XLA
         otherwise loses the path, or aborts.
         """
-        made = self.layout(v)
-        if not _differs(made, wanted):
+        v = self.graph.ops[i].inputs[k]
+        if v is None or not _differs(made := self.layout(v), wanted):
             return ()
-        steps = self.network.path(v, made, wanted)
+        steps = self.network.path(i, k, made, wanted)
         passed = [s.after for s, t in pairwise(steps) if not s.after.partial or s.kind == t.kind == "reduce-scatter"]
         if made.partial and self.producer(v).traits.gather:
             passed.insert(0, made)
@@ -166,8 +166,8 @@ class _Decided:
 
     def copy_path(self, v: int) -> tuple[Layout, ...]:
         """The layouts that a copy, or a copy of a copy, went through."""
-        source = self.copied(v)
-        return () if source is None else (*self.copy_path(source), *self.reshard_path(source, self.layout(v)))
+        source, copy = self.copied(v), self.graph.values[v].producer[0]
+        return () if source is None else (*self.copy_path(source), *self.reshard_path(copy, 0, self.layout(v)))
 
     def is_resharded(self, v: int) -> bool:
         """Whether some reader reshards a value, or a copy of it in its layout.

@@ -1,0 +1,73 @@
+"""What is sent of an array whose readers all cast it: which reads an all-to-all brings narrower, and at what price."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.costs.space import StepFacts
+from shardplan.ir.parse import parse
+from shardplan.mesh.layout import Layout, MeshShape
+
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+TABLE, IDS = jax.ShapeDtypeStruct((2048, 1024), F32), jax.ShapeDtypeStruct((512,), jnp.int32)
+
+
+def tied(table, ids):
+    """Rows of the table, and their logits: both readers cast it, one of them its transpose."""
+    return table.astype(BF16)[ids] @ table.T.astype(BF16)
+
+
+def cast_first(function) -> set[float | None]:
+    """Of all reads of the table and of its copies, the fraction of its bytes that an all-to-all brings; None for all of them."""
+    facts = StepFacts.of(parse(jax.make_jaxpr(function)(TABLE, IDS)), MeshShape(("x",), (8,)))
+    graph = facts.graph
+    table = next(op.outputs[0] for op in graph.ops if op.traits.step_input and op.outs[0].shape == TABLE.shape)
+    reads = ((j, k) for j, op in enumerate(graph.ops) for k, v in enumerate(op.inputs) if v is not None and graph.original(v) == table)
+    return {facts.cast_first.get(read) for read in reads}
+
+
+@pytest.mark.parametrize(
+    ("function", "fraction"),
+    [
+        (tied, 0.5),
+        (lambda table, ids: tied(table.reshape(2, 1024, 1024).reshape(2048, 1024), ids), 0.5),
+        (lambda table, ids: table.astype(jnp.float8_e4m3fn)[ids] @ table.T.astype(jnp.float8_e4m3fn), 0.25),
+        (lambda table, ids: table[ids].astype(BF16) @ table.T.astype(BF16), None),  # a lookup in the wide table
+        (lambda table, ids: (tied(table, ids), jnp.tanh(table)), None),
+        (lambda table, ids: (table.astype(BF16)[ids], table.T.astype(F16)), None),
+        (lambda table, ids: (-table).T[ids], None),
+    ],
+)
+def test_an_array_is_sent_narrower_if_all_that_read_it_cast_it_so(function, fraction):
+    assert cast_first(function) == {fraction}
+
+
+def test_an_update_that_reads_the_wide_array_pays_for_it_alone():
+    def step(table, ids):
+        gradient = jax.grad(lambda table: jnp.sum(tied(table, ids).astype(F32) ** 2))(table)
+        return table - 0.1 * gradient
+
+    mesh = jax.sharding.AbstractMesh((8,), ("x",))
+    planned = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(TABLE, IDS).context.planned
+    graph, network = planned.graph, planned.network
+    before, after = Layout((("x",), ())), Layout(((), ("x",)))
+    (table,) = (i for i, op in enumerate(graph.ops) if op.traits.step_input and op.outs[0].shape == TABLE.shape)
+    sent = {}
+    for j, k in graph.values[graph.ops[table].outputs[0]].consumers:
+        (move,) = network.path(j, k, before, after)
+        (gather,) = network.path(j, k, before, Layout(((), ())))
+        sent[graph.ops[j].phase] = move.bytes
+        alike = network.prices.resharder.path(TABLE.shape, 4 * move.bytes / (TABLE.size * 4 / 8), before, after)
+        assert move.kind == "all-to-all" and move.seconds == pytest.approx(alike[0].seconds)
+        assert (gather.kind, gather.bytes) == ("all-gather", TABLE.size * 4)
+    assert sent == {"forward": TABLE.size * 2 / 8, "update": TABLE.size * 4 / 8}
+
+
+def test_only_the_last_collective_of_a_path_sends_the_narrower_array():
+    mesh = jax.sharding.AbstractMesh((4, 2), ("x", "y"))
+    planned = shardplan.auto(mesh, cluster="h100")(tied).plan(TABLE, IDS).context.planned
+    graph, network = planned.graph, planned.network
+    (read,) = (at for at in planned.space.facts.cast_first if graph.ops[at[0]].traits.copy)
+    steps = network.path(*read, Layout((("x", "y"), ())), Layout(((), ("y", "x"))))
+    assert [step.kind for step in steps] == ["all-to-all", "all-to-all"] and {step.bytes for step in steps} == {TABLE.size * 4 / 8}
