@@ -39,7 +39,7 @@ def equation(eqn, operands: Sequence, params: dict[str, Any], shapes: Sequence[S
 
 def body(eqn):
     """The jaxpr that an equation runs once, or once per trip of a scan, if it can be replaced; else None."""
-    if eqn.primitive.name == "scan":
+    if _jax.region(eqn) == "scan":
         return _jax.scan_parts(eqn)[0]
     placed = (x for name in ("in_shardings", "out_shardings") for x in eqn.params.get(name) or ())
     if eqn.primitive.name not in REWRITABLE or any(isinstance(x, jax.sharding.Sharding) for x in placed):

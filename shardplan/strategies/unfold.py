@@ -3,12 +3,12 @@
     q = (x @ w).reshape(b, t, 25, 64)    on 4 devices    w f32[1600, 1600] is read as f32[1600, 25, 64]; then q needs no reshape
 
 25 heads in blocks of 7, filled up, are columns in blocks of 448, but a block of the 1600 columns has 400: no split of the flat dim is
-one of heads, and nothing that is sharded by heads passes the reshape. Dims of 25 and 64 shard as any dims do (`uneven.py`). So a step is
-rewritten before it is planned: the dims that ops share with the reshaped one are unfolded up to the inputs and outputs of the step,
-which stay as they are, and reshapes stand there instead: a weight is sharded along another dim, and moved once it is unfolded.
+one of heads, and nothing that is sharded by heads passes the reshape. Dims of 25 and 64 shard as any dims do (`uneven.py`). So before
+it is planned a step is rewritten: the dims that ops share with the reshaped one are unfolded up to its inputs and outputs. These stay
+as they are, and are reshaped there: a weight is sharded along another dim, and moved once it is unfolded.
 
-A dim is unfolded if a product reads it of an input of the step (a weight, cast or cut as may be) or makes it of an output (a gradient), a
-reshape takes it apart or joins it, and a mesh axis shards a part before the last one unevenly. Other steps stay as they were traced.
+A dim is unfolded if a product reads it of an input of the step (a weight, cast or cut as may be) or makes it of an output (a gradient),
+a reshape takes it apart or joins it, and a mesh axis shards a part before the last one unevenly. Other steps stay as they were traced.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ class _Dims:
             self.seeds += [((scope, (*eqn.invars[:1], *eqn.outvars)[t], d), units) for t, d, units in _units(eqn, self.mesh)]
             self._read_op(eqn, scope)
             read = [v for v in eqn.invars if not isinstance(v, _jax.Literal) and v in of_inputs] if traits_of(name).matmul else []
-            self.weighed += [(scope, v, d) for v in read for d in range(len(v.aval.shape))]
+            self.weighed += [(scope, v, d) for v in read for d in range(_rank(v))]
         return of_inputs
 
     def read_back(self, jaxpr, scope: Scope, of_outputs: set) -> set:
-        """Records which dims of outputs of the step products make; adds to `of_outputs` the variables that come out cast, cut or added."""
+        """Records which dims of outputs products make; adds to `of_outputs` the variables that come out cast, cut or added."""
         for n, eqn in reversed(list(enumerate(jaxpr.eqns))):
             wanted = [v for v in eqn.outvars if v in of_outputs]
             if not wanted:
@@ -131,21 +131,21 @@ class _Dims:
             elif _hands_on(eqn) or traits_of(eqn.primitive.name).addition:
                 of_outputs.update(v for v in eqn.invars if not isinstance(v, _jax.Literal))
             elif traits_of(eqn.primitive.name).matmul:
-                self.weighed += [(scope, v, d) for v in wanted for d in range(len(v.aval.shape))]
+                self.weighed += [(scope, v, d) for v in wanted for d in range(_rank(v))]
         return of_outputs
 
     def _read_body(self, eqn, inner, scope: Scope, within: Scope, of_inputs: set) -> None:
         handed = [(v, w) for v, w in zip(eqn.invars, inner.invars, strict=True) if not isinstance(v, _jax.Literal)]
         made = [(v, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True) if not isinstance(w, _jax.Literal)]
         for outer, own in handed + made:
-            row = len(outer.aval.shape) - len(own.aval.shape)  # 1 for what a scan stacks
+            row = _rank(outer) - _rank(own)  # 1 for what a scan stacks
             self.kept += [(scope, outer, 0)] if row else []
-            for d in range(len(own.aval.shape)):
+            for d in range(_rank(own)):
                 self.join((scope, outer, d + row), (within, own, d))
         if eqn.primitive.name == "scan":
             _, consts, carries = _jax.scan_parts(eqn)
             for after, carry in zip(inner.outvars[:carries], inner.invars[consts : consts + carries], strict=True):
-                for d in range(len(carry.aval.shape) if not isinstance(after, _jax.Literal) else 0):
+                for d in range(_rank(carry) if not isinstance(after, _jax.Literal) else 0):
                     self.join((within, after, d), (within, carry, d))
         found = self.read(inner, within, {w for v, w in handed if v in of_inputs})
         of_inputs.update(v for v, w in made if w in found)
@@ -166,7 +166,7 @@ class _Dims:
 
     def unfold(self, ends: Sequence) -> None:
         """Unfolds the classes that weights are in, as far as what reshapes ask for nests; `ends` are inputs and outputs of the step."""
-        of_ends = {self.root(((), v, d)) for v in ends for d in range(len(v.aval.shape))}
+        of_ends = {self.root(((), v, d)) for v in ends for d in range(_rank(v))}
         allowed = of_ends & {self.root(dim) for dim in self.weighed} - {self.root(dim) for dim in self.kept}
         for dim, units in self.seeds:
             root = self.root(dim)
@@ -289,6 +289,10 @@ class _Writer:
         """The results of an equation on other operands."""
         self.eqns.append(_jax_programs.equation(eqn, operands, params, shapes))
         return list(self.eqns[-1].outvars)
+
+
+def _rank(v) -> int:
+    return len(getattr(v.aval, "shape", ()))
 
 
 def _hands_on(eqn) -> bool:
