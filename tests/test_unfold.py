@@ -64,6 +64,8 @@ STEPS = {
     "three weights in one": (lambda w, x: attend(*jnp.moveaxis((x @ w).reshape(ROWS, LENGTH, 3, HEADS, DEPTH), 2, 0)), FUSED),
     "three weights in one, split": (lambda w, x: attend(*map(heads, jnp.split(x @ w, 3, axis=-1))), FUSED),
     "three weights in one, sliced": (lambda w, x: attend(*(heads((x @ w)[..., k * FLAT : (k + 1) * FLAT]) for k in range(3))), FUSED),
+    "a weight that is split into one": (lambda w, x: heads(lax.split(x @ w, [FLAT], axis=2)[0]), W),
+    "a shift by all": (lambda w, x: heads(lax.pad(y := x @ w, 0.0, [*[(0, 0, 0)] * 2, (-FLAT, FLAT, 0)]) + 2 * y), W),
     "weights that are joined": (
         lambda w, x: attend(*map(heads, jnp.split(x @ jnp.concatenate([w, 2 * w], -1), 2, -1)), heads(x @ w)),
         W,
@@ -99,7 +101,7 @@ def test_an_unfolded_step_computes_the_same(fn, weight):
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-5 * float(jnp.abs(want).max()))
 
 
-BY_PRODUCTS = set(STEPS) - {"a bias", "weights that are joined", "a function of the flat dim", "a branch"}
+BY_PRODUCTS = set(STEPS) - {"a bias", "weights that are joined", "a function of the flat dim", "a branch", "a shift by all"}
 """Of the steps, those in which no product is left whose flat dim is reshaped into heads, or was."""
 
 

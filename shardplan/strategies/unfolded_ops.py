@@ -147,14 +147,16 @@ def _pad(writer, eqn, xs, ins, outs):
     config = []
     for each, n, of_whole in zip(eqn.params["padding_config"], eqn.invars[0].aval.shape, outs[0], strict=True):
         low, high, gap = each
-        config += [(_pieces(low, n), _pieces(high, n), gap) if len(of_whole) > 1 else each, *((0, 0, 0) for _ in of_whole[1:])]
+        if len(of_whole) > 1 and (gap or low < 0 or high < 0):
+            raise UnalignedError
+        config += [(_pieces(low, n), _pieces(high, n), 0) if len(of_whole) > 1 else each, *((0, 0, 0) for _ in of_whole[1:])]
     return writer.run(eqn, [writer.reshape(xs[0], flat(one), eqn), xs[1]], [flat(outs[0])], padding_config=tuple(config))
 
 
 @writes("split")
 def _split(writer, eqn, xs, ins, outs):
     ones, axis = [with_one_piece(parts, ins[0]) for parts in outs], eqn.params["axis"]
-    sizes = (1,) * len(ones) if len(ins[0][axis]) > 1 else eqn.params["sizes"]
+    sizes = tuple(one[axis][0] for one in ones)
     made = writer.run(eqn, xs, list(map(flat, ones)), axis=dims_of(ins[0], [axis])[0], sizes=sizes)
     return [writer.reshape(x, flat(parts), eqn) for x, parts in zip(made, outs, strict=True)]
 
