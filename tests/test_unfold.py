@@ -77,6 +77,7 @@ STEPS = {
     "a part of the heads": (lambda w, x: heads(x @ w)[:, :, 0] + (x @ w)[..., 2:6], W),
     "a branch": (lambda w, x: heads(lax.cond(x[0, 0, 0] > 0, jnp.sin, jnp.cos, x @ w)), W),
     "two kinds of heads": (lambda w, x: heads(x @ w).sum(2) + (x @ w).reshape(ROWS, LENGTH, DEPTH, HEADS).sum(3), W),
+    "no heads": (lambda w, x: jnp.concatenate([heads(y := x @ w), y[..., :0].reshape(ROWS, LENGTH, 0, DEPTH)], 2), W),
     "scanned layers": (layers, random(2, WIDTH, FLAT)),
     "an optimizer": (clipped, W),
 }
@@ -99,6 +100,18 @@ def test_an_unfolded_step_computes_the_same(fn, weight):
     assert (found.in_avals, found.out_avals) == (program.in_avals, program.out_avals)
     for got, want in zip(jaxpr_as_fun(found)(weight, X), step(weight, X), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-5 * float(jnp.abs(want).max()))
+
+
+def test_numbers_pass_through_a_call():
+    def step(w, x):
+        w, n, half = jax.jit(lambda w, n: (w, n, 0.5))(w, 2.0)
+        return heads(x @ w), n, half
+
+    program = traced(step, W, X)
+    found = unfolded(program, TWO)
+    assert found is not program
+    for got, want in zip(jaxpr_as_fun(found)(W, X), step(W, X), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 BY_PRODUCTS = set(STEPS) - {"a bias", "weights that are joined", "a function of the flat dim", "a branch", "a shift by all"}

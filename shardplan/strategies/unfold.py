@@ -47,7 +47,7 @@ def unfolded(program, mesh: MeshShape):
 
 def _units(eqn, mesh: MeshShape) -> list[tuple[int, int, list[int]]]:
     """Of a reshape: (0 for the operand, 1 for the result, dim, elements of each part but the first) of dims that are to be unfolded."""
-    if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None:
+    if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None or 0 in eqn.outvars[0].aval.shape:
         return []
     *tensors, sizes, replicated = reshape_factors(tuple(eqn.invars[0].aval.shape), tuple(eqn.outvars[0].aval.shape))
     found = []
@@ -127,7 +127,8 @@ class _Dims:
                 pairs = zip(eqn.outvars, inner.jaxpr.outvars, strict=True)
                 own = {w for v, w in pairs if v in of_outputs and not isinstance(w, _jax.Literal)}
                 found = self.read_back(inner.jaxpr, (*scope, n), own)
-                of_outputs.update(v for v, w in zip(eqn.invars, inner.jaxpr.invars, strict=True) if w in found)
+                pairs = zip(eqn.invars, inner.jaxpr.invars, strict=True)
+                of_outputs.update(v for v, w in pairs if w in found and not isinstance(v, _jax.Literal))
             elif _hands_on(eqn) or traits_of(eqn.primitive.name).addition:
                 of_outputs.update(v for v in eqn.invars if not isinstance(v, _jax.Literal))
             elif traits_of(eqn.primitive.name).matmul:
@@ -206,8 +207,7 @@ class _Writer:
         """The whole step, whose inputs and outputs keep their shapes."""
         jaxpr = program.jaxpr
         self.flat.update((v, v) for v in (*jaxpr.constvars, *jaxpr.invars))
-        makers = self._write(jaxpr)
-        outvars = [self.as_traced(v, makers.get(v)) for v in jaxpr.outvars]
+        outvars = [self.as_traced(v, maker) for v, maker in self._write(jaxpr)]
         return _jax.closed_over(jaxpr.replace(eqns=self.eqns, outvars=outvars), program)
 
     def inner(self, closed):
@@ -217,15 +217,14 @@ class _Writer:
         for v in jaxpr.invars:
             parts = self.dims.parts(self.scope, v)
             self.held[v] = v if _is_flat(parts) else _jax_programs.variable(v, _shape(parts))
-        makers = self._write(jaxpr)
-        outvars = [self.in_parts(v, makers.get(v)) for v in jaxpr.outvars]
+        outvars = [self.in_parts(v, maker) for v, maker in self._write(jaxpr)]
         pairs = (zip(self.eqns, jaxpr.eqns, strict=False), ((self.held[v], v) for v in jaxpr.invars))
         changed = len(self.eqns) != len(jaxpr.eqns) or any(a is not b for of in pairs for a, b in of)
         made = jaxpr.replace(invars=[self.held[v] for v in jaxpr.invars], eqns=self.eqns, outvars=outvars)
         return _jax.closed_over(made, closed) if changed else closed
 
-    def _write(self, jaxpr) -> dict:
-        """Writes the equations; the variables with the equations that make them."""
+    def _write(self, jaxpr) -> list[tuple]:
+        """Writes the equations; the outputs, as they were traced, with the equations that make them, None where none does."""
         for n, eqn in enumerate(jaxpr.eqns):
             ins, outs = ([self.dims.parts(self.scope, v) for v in of] for of in (eqn.invars, eqn.outvars))
             inner = _jax_programs.body(eqn)
@@ -240,7 +239,8 @@ class _Writer:
                 self.flat.update(zip(eqn.outvars, made, strict=True))
             else:
                 self.held.update(zip(eqn.outvars, made, strict=True))
-        return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        return [(v, None if isinstance(v, _jax.Literal) else makers.get(v)) for v in jaxpr.outvars]
 
     def _as_it_is(self, eqn) -> list:
         """The equation on operands without parts."""
