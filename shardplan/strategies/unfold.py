@@ -24,7 +24,7 @@ from shardplan.ir.traits import traits_of
 from shardplan.mesh.layout import MeshShape, splits_unevenly
 from shardplan.strategies.rules import rule_for
 from shardplan.strategies.rules.shape import reshape_factors
-from shardplan.strategies.unfolded_ops import WRITERS, Parts, aligned_parts, write
+from shardplan.strategies.unfolded_ops import WRITERS, Parts, aligned_parts, shape_of, write
 
 Scope = tuple[int, ...]
 """Where a jaxpr runs: numbers of the equations around it, outermost first."""
@@ -168,7 +168,7 @@ class _Dims:
     def unfold(self, ends: Sequence) -> None:
         """Unfolds the classes that weights are in, as far as what reshapes ask for nests; `ends` are inputs and outputs of the step."""
         of_ends = {self.root(((), v, d)) for v in ends for d in range(_rank(v))}
-        allowed = of_ends & {self.root(dim) for dim in self.weighed} - {self.root(dim) for dim in self.kept}
+        allowed = (of_ends & {self.root(dim) for dim in self.weighed}) - {self.root(dim) for dim in self.kept}
         for dim, units in self.seeds:
             root = self.root(dim)
             known = self.units.get(root, set())
@@ -216,7 +216,7 @@ class _Writer:
         self.flat.update((v, v) for v in jaxpr.constvars)
         for v in jaxpr.invars:
             parts = self.dims.parts(self.scope, v)
-            self.held[v] = v if _is_flat(parts) else _jax_programs.variable(v, _shape(parts))
+            self.held[v] = v if _is_flat(parts) else _jax_programs.variable(v, shape_of(parts))
         outvars = [self.in_parts(v, maker) for v, maker in self._write(jaxpr)]
         pairs = (zip(self.eqns, jaxpr.eqns, strict=False), ((self.held[v], v) for v in jaxpr.invars))
         changed = len(self.eqns) != len(jaxpr.eqns) or any(a is not b for of in pairs for a, b in of)
@@ -254,7 +254,7 @@ class _Writer:
         closed = _Writer(self.dims, (*self.scope, n)).inner(inner)
         if closed is inner:
             return self._as_it_is(eqn)
-        made = _jax_programs.with_body(eqn, closed, operands, [_shape(parts) for parts in outs])
+        made = _jax_programs.with_body(eqn, closed, operands, [shape_of(parts) for parts in outs])
         self.eqns.append(made)
         return list(made.outvars)
 
@@ -265,7 +265,7 @@ class _Writer:
         if isinstance(v, _jax.Literal):
             return v
         if v not in self.held:
-            self.held[v] = self.reshape(self.flat.get(v, v), _shape(self.dims.parts(self.scope, v)), at)
+            self.held[v] = self.reshape(self.flat.get(v, v), shape_of(self.dims.parts(self.scope, v)), at)
         return self.held[v]
 
     def as_traced(self, v, at):
@@ -303,7 +303,3 @@ def _hands_on(eqn) -> bool:
 
 def _is_flat(parts: Parts) -> bool:
     return all(len(sizes) == 1 for sizes in parts)
-
-
-def _shape(parts: Parts) -> tuple[int, ...]:
-    return tuple(n for sizes in parts for n in sizes)

@@ -46,7 +46,7 @@ class UnalignedError(ValueError):
     """An op cuts or joins dims elsewhere than between their parts."""
 
 
-def flat(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def shape_of(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The shape of an array in parts."""
     return tuple(n for sizes in parts for n in sizes)
 
@@ -61,45 +61,45 @@ def dims_of(parts: Parts, dims: Sequence[int]) -> tuple[int, ...]:
 def _same_dims(writer, eqn, xs, ins, outs):
     def stretched(x, parts):  # a dim of size one, as many of them as the result has parts
         like = [(1,) * len(whole) if own == (1,) else own for own, whole in zip(parts, outs[0], strict=True)] if parts else parts
-        return writer.reshape(x, flat(like), eqn)
+        return writer.reshape(x, shape_of(like), eqn)
 
-    return writer.run(eqn, list(map(stretched, xs, ins)), list(map(flat, outs)))
+    return writer.run(eqn, list(map(stretched, xs, ins)), list(map(shape_of, outs)))
 
 
 @writes("dot_general")
 def _dot_general(writer, eqn, xs, ins, outs):
     pairs = (tuple(dims_of(parts, dims) for parts, dims in zip(ins, both, strict=True)) for both in eqn.params["dimension_numbers"])
-    return writer.run(eqn, xs, list(map(flat, outs)), dimension_numbers=tuple(pairs))
+    return writer.run(eqn, xs, list(map(shape_of, outs)), dimension_numbers=tuple(pairs))
 
 
 @writes("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
 def _reduced(writer, eqn, xs, ins, outs):
-    return writer.run(eqn, xs, list(map(flat, outs)), axes=dims_of(ins[0], eqn.params["axes"]))
+    return writer.run(eqn, xs, list(map(shape_of, outs)), axes=dims_of(ins[0], eqn.params["axes"]))
 
 
 @writes("transpose")
 def _transpose(writer, eqn, xs, ins, outs):
-    return writer.run(eqn, xs, list(map(flat, outs)), permutation=dims_of(ins[0], eqn.params["permutation"]))
+    return writer.run(eqn, xs, list(map(shape_of, outs)), permutation=dims_of(ins[0], eqn.params["permutation"]))
 
 
 @writes("squeeze")
 def _squeeze(writer, eqn, xs, ins, outs):
-    return writer.run(eqn, xs, list(map(flat, outs)), dimensions=dims_of(ins[0], eqn.params["dimensions"]))
+    return writer.run(eqn, xs, list(map(shape_of, outs)), dimensions=dims_of(ins[0], eqn.params["dimensions"]))
 
 
 @writes("broadcast_in_dim")
 def _broadcast_in_dim(writer, eqn, xs, ins, outs):
     into = [dims_of(outs[0], [d])[: len(sizes)] for d, sizes in zip(eqn.params["broadcast_dimensions"], ins[0], strict=True)]
     dims = tuple(k for each in into for k in each)
-    return writer.run(eqn, xs, list(map(flat, outs)), shape=flat(outs[0]), broadcast_dimensions=dims)
+    return writer.run(eqn, xs, list(map(shape_of, outs)), shape=shape_of(outs[0]), broadcast_dimensions=dims)
 
 
 @writes("reshape")
 def _reshape(writer, eqn, xs, ins, outs):
     if eqn.params["dimensions"] is not None or len(xs) > 1:
         raise UnalignedError
-    shape = flat(outs[0])
-    return [xs[0]] if shape == flat(ins[0]) else writer.run(eqn, xs, [shape], new_sizes=shape)
+    shape = shape_of(outs[0])
+    return [xs[0]] if shape == shape_of(ins[0]) else writer.run(eqn, xs, [shape], new_sizes=shape)
 
 
 # ---- dims that are cut into equal pieces, or joined from them: the pieces are a part of their own
@@ -137,8 +137,8 @@ def _slice(writer, eqn, xs, ins, outs):
         first = _pieces(start, n) if cut else start
         starts += [first, *(0 for _ in of_whole[1:])]
         limits += [first + of_piece[0], *of_whole[1:]]
-    made = writer.run(eqn, xs, [flat(one)], start_indices=tuple(starts), limit_indices=tuple(limits), strides=None)
-    return [writer.reshape(made[0], flat(outs[0]), eqn)]
+    made = writer.run(eqn, xs, [shape_of(one)], start_indices=tuple(starts), limit_indices=tuple(limits), strides=None)
+    return [writer.reshape(made[0], shape_of(outs[0]), eqn)]
 
 
 @writes("pad")
@@ -150,22 +150,22 @@ def _pad(writer, eqn, xs, ins, outs):
         if len(of_whole) > 1 and (gap or low < 0 or high < 0):
             raise UnalignedError
         config += [(_pieces(low, n), _pieces(high, n), 0) if len(of_whole) > 1 else each, *((0, 0, 0) for _ in of_whole[1:])]
-    return writer.run(eqn, [writer.reshape(xs[0], flat(one), eqn), xs[1]], [flat(outs[0])], padding_config=tuple(config))
+    return writer.run(eqn, [writer.reshape(xs[0], shape_of(one), eqn), xs[1]], [shape_of(outs[0])], padding_config=tuple(config))
 
 
 @writes("split")
 def _split(writer, eqn, xs, ins, outs):
     ones, axis = [with_one_piece(parts, ins[0]) for parts in outs], eqn.params["axis"]
     sizes = tuple(one[axis][0] for one in ones)
-    made = writer.run(eqn, xs, list(map(flat, ones)), axis=dims_of(ins[0], [axis])[0], sizes=sizes)
-    return [writer.reshape(x, flat(parts), eqn) for x, parts in zip(made, outs, strict=True)]
+    made = writer.run(eqn, xs, list(map(shape_of, ones)), axis=dims_of(ins[0], [axis])[0], sizes=sizes)
+    return [writer.reshape(x, shape_of(parts), eqn) for x, parts in zip(made, outs, strict=True)]
 
 
 @writes("concatenate")
 def _concatenate(writer, eqn, xs, ins, outs):
     ones = [with_one_piece(parts, outs[0]) for parts in ins]
-    pieces = [writer.reshape(x, flat(one), eqn) for x, one in zip(xs, ones, strict=True)]
-    return writer.run(eqn, pieces, [flat(outs[0])], dimension=dims_of(outs[0], [eqn.params["dimension"]])[0])
+    pieces = [writer.reshape(x, shape_of(one), eqn) for x, one in zip(xs, ones, strict=True)]
+    return writer.run(eqn, pieces, [shape_of(outs[0])], dimension=dims_of(outs[0], [eqn.params["dimension"]])[0])
 
 
 def aligned_parts(eqn) -> Iterator[tuple]:
