@@ -16,8 +16,8 @@ REWRITABLE = "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "chec
 
 
 def variable(like, shape: Sequence[int]):
-    """A new variable of another's dtype."""
-    return core.Var(core.ShapedArray(tuple(shape), like.aval.dtype, weak_type=bool(getattr(like.aval, "weak_type", False))))
+    """A new variable of another's dtype, in the same memory."""
+    return core.Var(like.aval.update(shape=tuple(shape), sharding=None))
 
 
 def reshape_equation(operand, shape: Sequence[int], at):

@@ -11,6 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import shardplan
 from shardplan._jax import equations
+from shardplan._jax_programs import variable
 from shardplan.mesh.layout import MeshShape
 from shardplan.strategies.unfold import unfolded
 
@@ -112,6 +113,12 @@ def test_numbers_pass_through_a_call():
     assert found is not program
     for got, want in zip(jaxpr_as_fun(found)(W, X), step(W, X), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_variable_of_another_shape_is_in_the_same_memory():
+    like = traced(lambda w: jax.device_put(w, jax.memory.Space.Host), W).jaxpr.outvars[0]
+    made = variable(like, (WIDTH, HEADS, DEPTH)).aval
+    assert (made.shape, made.dtype, made.memory_space) == ((WIDTH, HEADS, DEPTH), W.dtype, jax.memory.Space.Host)
 
 
 BY_PRODUCTS = set(STEPS) - {"a bias", "weights that are joined", "a function of the flat dim", "a branch", "a shift by all"}
