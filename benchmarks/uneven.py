@@ -23,6 +23,11 @@ def llama_7b(batch: int):
     return lambda layers: zoo.llama("7b", batch=batch, layers=layers)
 
 
+def gpt2_xl(batch: int, seq: int):
+    """25 heads of 64."""
+    return lambda layers: zoo.gpt2(scan=True, layers=layers or 48, d=1600, heads=25, batch=batch, seq=seq, remat=True)
+
+
 CASES = {
     "gpt2, 50304 words": (lambda layers: zoo.gpt2(scan=True, layers=layers or 12), (8,)),
     "gpt2, 50257 words": (lambda layers: zoo.gpt2(scan=True, layers=layers or 12, vocab=50257), (8,)),
@@ -34,6 +39,10 @@ CASES = {
         PADDED | {"pins": {"**/tokens": jax.P("data")}},
     ),
     "gpt2, 50257 words, 3x2": (lambda layers: zoo.gpt2(scan=True, layers=layers or 12, vocab=50257, batch=64), (3, 2)),
+    "gpt2-xl, 8 sequences, 2x4": (gpt2_xl(8, 1024), (2, 4)),
+    "gpt2-xl, 2 sequences": (gpt2_xl(2, 1024), (8,)),
+    "gpt2-xl, 2 sequences, 2x4": (gpt2_xl(2, 1024), (2, 4)),
+    "gpt2-xl, a sequence of 8192": (gpt2_xl(1, 8192), (8,)),
     "a million classes and three": (lambda layers: zoo.classifier(1_000_003), (8,)),
     "llama-8b, 64 sequences": (lambda layers: zoo.llama("8b", batch=64, layers=layers), (12, 8)),
     "llama-8b, 64 sequences, 3x32": (lambda layers: zoo.llama("8b", batch=64, layers=layers), (3, 32)),

@@ -38,6 +38,7 @@ from shardplan.processes import PROGRAM, Announcement, Announcements, Processes
 from shardplan.search.objective import NEAR_TIE
 from shardplan.searches import SEARCHES
 from shardplan.signature import Call, prefix_pins, refuse_non_arrays, refuse_refs, spec_of, state_pairs, unique
+from shardplan.strategies.unfold import unfolded
 from shardplan.trace import trace
 from shardplan.units import format_array, format_seconds
 from shardplan.view.progress import Progress
@@ -311,7 +312,7 @@ class TracedStep:
         operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), avals)
         results, out_tree = jax.tree.flatten(traced.out_info)
         flat = Traced(
-            _jax.with_lines(_jax.without_dead_code(_jax.without_refs(traced.jaxpr))),
+            _jax.with_lines(unfolded(_jax.without_dead_code(_jax.without_refs(traced.jaxpr)), auto.shape)),
             call.labels(fun),
             unique(path_text(path) or "result" for path, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)),
             tuple(state_pairs(in_tree, in_leaves, out_tree, results)),

@@ -125,11 +125,12 @@ def test_what_is_asked_of_a_plan_of_a_job_keeps_its_state_and_its_job():
 
 
 def test_a_faster_plan_that_is_found_later_is_one_of_the_job():
-    train, _ = job = planned(0.01, 0.99, search="propagation")
-    before = job.plans[0]
+    train, evaluate = steps(mesh(), search="propagation")
+    call = SHAPES, batch(2048)
+    before = shardplan.together({train: 0.01, evaluate: 0.99}, call, CALLS[1]).plans[0]
     with pytest.warns(shardplan.ShardingWarning, match="the step runs by a faster plan"):
         found = before.compare(["ilp"]).plans["ilp"]
-    now = train.plan(*CALLS[0])
+    now = train.plan(*call)
     assert now.dumps() == found.dumps() and now.job[0].seconds == now.seconds["total"] < before.seconds["total"]
     assert all(layouts(now)[path] == x for path, x in layouts(before).items() if path.startswith("state/"))
 

@@ -36,8 +36,10 @@ def product() -> Rule:
     return Rule(left, right, reduce={"b": "sum"})
 
 
-@pytest.mark.parametrize(("n", "shards", "unequal"), [(61, 8, True), (64, 8, False), (12, 8, False), (64, 12, True), (7, 8, False)])
-def test_blocks_may_be_filled_up_by_an_eighth(n, shards, unequal):
+@pytest.mark.parametrize(
+    ("n", "shards", "unequal"), [(61, 8, True), (64, 8, False), (12, 8, False), (64, 12, True), (25, 8, True), (3, 4, False)]
+)
+def test_blocks_may_be_filled_up_by_three_tenths(n, shards, unequal):
     assert splits_unevenly(n, shards) is unequal
 
 
@@ -181,6 +183,18 @@ def test_same_numbers(shape, kind, tmp_path):
     got = planned(planned.init(create), ids)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1e-3, float(np.abs(y).max())) if jnp.size(y) > 1 else 1e-5)
+
+
+def test_a_constraint_in_the_step_may_shard_unequally():
+    mesh = make_mesh((2, 3))
+
+    def step(x):
+        return lax.with_sharding_constraint(x * 2, jax.P(None, "y")).sum(0)
+
+    x = jnp.arange(6 * 13.0).reshape(6, 13)
+    planned = shardplan.auto(mesh, cluster=NEAR)(step)
+    assert unequal_dims(planned.plan(x)) == {13}
+    np.testing.assert_array_equal(planned(x), 2 * x.sum(0))
 
 
 def test_rows_that_no_axis_divides_share_the_work():

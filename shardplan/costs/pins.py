@@ -125,7 +125,7 @@ def _check_pin(who: str, dims: PinDims, op: Op, mesh: MeshShape) -> None:
             raise ShardingError(f"{who}: {text} uses mesh axis {axis!r} twice.\n  way out: each axis on one dim")
     for d, axes in sharded.items():
         fills_up = Layout((axes,)).splits((shape[d],), mesh)
-        if shape[d] % mesh.size(*axes) and not (op.padded and fills_up):
+        if shape[d] % mesh.size(*axes) and not (fills_up and (op.padded or op.traits.sharding_constraint)):
             held = "pad_state=True for what the step returns in its place, or " if fills_up and not op.padded else ""
             if op.traits.sharding_constraint:
                 held = 'auto(mesh, user_shardings="hint"), '

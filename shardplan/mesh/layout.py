@@ -68,7 +68,7 @@ class MeshShape:
         return ", ".join(f"{a}={n}" for a, n in self)
 
 
-MOST_PADDING = 1 / 8
+MOST_PADDING = 0.3
 """What a dim that is sharded unevenly may grow by, as a fraction of its elements, when its blocks are filled up to one size."""
 
 
