@@ -125,9 +125,10 @@ def test_what_is_asked_of_a_plan_of_a_job_keeps_its_state_and_its_job():
 
 
 def test_a_faster_plan_that_is_found_later_is_one_of_the_job():
-    train, evaluate = steps(mesh(), search="propagation")
+    first, second = steps(mesh(), search="propagation")
     call = SHAPES, batch(1024)
-    before = shardplan.together({train: 0.01, evaluate: 0.99}, call, CALLS[1]).plans[0]
+    train, _ = job = shardplan.together({first: 0.01, second: 0.99}, call, CALLS[1])
+    before = job.plans[0]
     with pytest.warns(shardplan.ShardingWarning, match="the step runs by a faster plan"):
         found = before.compare(["ilp"]).plans["ilp"]
     now = train.plan(*call)
