@@ -62,12 +62,3 @@ def test_an_update_that_reads_the_wide_array_pays_for_it_alone():
         assert move.kind == "all-to-all" and move.seconds == pytest.approx(alike[0].seconds)
         assert (gather.kind, gather.bytes) == ("all-gather", TABLE.size * 4)
     assert sent == {"forward": TABLE.size * 2 / 8, "update": TABLE.size * 4 / 8}
-
-
-def test_only_the_last_collective_of_a_path_sends_the_narrower_array():
-    mesh = jax.sharding.AbstractMesh((4, 2), ("x", "y"))
-    planned = shardplan.auto(mesh, cluster="h100")(tied).plan(TABLE, IDS).context.planned
-    graph, network = planned.graph, planned.network
-    (read,) = (at for at in planned.space.facts.cast_first if graph.ops[at[0]].traits.copy)
-    steps = network.path(*read, Layout((("x", "y"), ())), Layout(((), ("y", "x"))))
-    assert [step.kind for step in steps] == ["all-to-all", "all-to-all"] and {step.bytes for step in steps} == {TABLE.size * 4 / 8}

@@ -451,8 +451,8 @@ def test_where_all_fast_plans_need_too_much_memory_one_that_fits_is_found():
     step, state, batch = zoo.example("gpt", layers=1, width=512, length=512, batch=64)
     mesh = AbstractMesh((2, 4), ("data", "model"))
     free = shardplan.auto(mesh, cluster="h100", donate_argnums=0)(step).plan(state, batch).memory().peak
-    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, memory=0.97 * free)(step).plan(state, batch)
-    assert plan.memory().peak <= 0.97 * free
+    plan = shardplan.auto(mesh, cluster="h100", donate_argnums=0, memory=0.99 * free)(step).plan(state, batch)
+    assert plan.memory().peak <= 0.99 * free
 
 
 def normalised(x):

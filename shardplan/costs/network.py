@@ -31,7 +31,6 @@ from shardplan.ilp.solver.problem import Problem, sum_over_intervals
 from shardplan.mesh.collective import CollectiveKey
 from shardplan.mesh.layout import Layout
 from shardplan.mesh.reshard import ReshardStep
-from shardplan.xla_model.cast_first import CAST_FIRST
 from shardplan.xla_model.combining import COMBINABLE
 from shardplan.xla_model.liveness import takes_over_buffer
 from shardplan.xla_model.ragged import masked_copies
@@ -226,10 +225,7 @@ class CostNetwork:
         v = self.space.graph.ops[j].inputs[k]
         assert v is not None
         value = self.space.graph.values[v]
-        array, behind = (value.shape, value.itemsize, before, after), self.prices.resharders[v]
-        first = self.space.facts.resharder(self.prices.resharders, j, k, v)
-        steps = first.path(*array)
-        return behind.path(*array) if first is not behind and any(x.kind == CAST_FIRST for x in steps[:-1]) else steps
+        return self.space.facts.resharder(self.prices.resharders, j, k, v).path(value.shape, value.itemsize, before, after)
 
     def moves(
         self, strategies: Sequence[int] | np.ndarray, retained: Collection[int], ops: Collection[int] | None = None

@@ -128,8 +128,7 @@ class StepFacts:
     def resharder(self, resharders: Sequence[Resharder], j: int, k: int, v: int) -> Resharder:
         """What prices the reshards of value v on its way to operand k of op j, of what does so per value.
 
-        An array that is cast first is so before a path's last collective only: of a path with an all-to-all before that, tables count
-        too little, and `CostNetwork.path` is one that casts behind.
+        XLA casts an array first before a path's last collective only: an all-to-all before that sends more than is counted here.
         """
         if (j, k) not in self.cast_first:
             return resharders[v]
