@@ -1,4 +1,4 @@
-"""The module that touches `jax.extend`, `jax._src` or differences between JAX versions; `_jax_expanded` is a part of it."""
+"""The module that touches `jax.extend`, `jax._src` or versions of JAX; `_jax_expanded` and `_jax_programs` are parts of it."""
 
 from __future__ import annotations
 

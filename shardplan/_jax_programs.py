@@ -1,4 +1,4 @@
-"""The third module that touches JAX's internals: equations and variables of rewritten programs."""
+"""Equations and variables of rewritten programs, with JAX's internals; a part of `_jax.py`."""
 
 from __future__ import annotations
 

@@ -252,8 +252,8 @@ class AutoOptions:
 
     @property
     def reserve(self) -> float:
-        """The fraction of the memory that is left free where a plan fits in the rest; none of an amount that the user gave."""
-        return RESERVE if self.given_bytes is None else 0.0
+        """The fraction of the memory that is left free where a plan fits in the rest; none where the user says what to take."""
+        return RESERVE if self.given_bytes is None and not self.memory_saving else 0.0
 
     @property
     def memory_limit(self) -> float | None:

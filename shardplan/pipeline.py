@@ -54,9 +54,9 @@ def make_plan(traced: Traced, mesh: MeshShape, cluster: Cluster, options: Option
     task = PlanningTask(graph, Resharder(mesh, cluster), options, stopwatch)
     memory = saved_memory(task) if options.memory_saving else options.memory
     searches = {name: pkgutil.resolve_name(SEARCHES[name])(task) for name in (options.search, "ilp")}
-    less = memory is not None and options.reserve > 0 and not options.memory_saving
-    found, chosen = _found(task, searches, (1 - options.reserve) * memory if less and memory else memory, near)
-    if chosen is None and less:
+    less = None if memory is None else (1 - options.reserve) * memory
+    found, chosen = _found(task, searches, less, near)
+    if chosen is None and less != memory:
         found, chosen = _found(task, searches, memory, near)
     chosen = chosen or _lowest_peak(task, searches["ilp"], found, memory)
     if found.bound and chosen.network.space is not task.space:  # a plan that none of the space is, as followers reshard in it

@@ -9,8 +9,8 @@ An op whose result is not written is computed by the kernel that reads it: its s
 kernel of its own, so that it hides no collective that stands behind any of them (the lower bound counts on that). What takes no time
 and waits for one task is that task: views, casts inside fusions, border ops. Ops of one kernel with more or fewer collectives and loops
 before them are kernels of their own. Equal steps and exchanges of one array are one collective for all readers, unless it is regathered
-behind a barrier (`shared_collectives.py`). What a checkpointed layer computes again
-waits for the gradient of its result, and what is gathered again behind a barrier for the other operands of its first reader.
+behind a barrier (`shared_collectives.py`). What a checkpointed layer computes again waits for the gradient of its result, and what
+is gathered again behind a barrier for the other operands of its first reader.
 
 Facts: cse-merges-equal-reshards, cse-stops-at-barriers, schedule-fused-kernels, schedule-recompute-barrier.
 """

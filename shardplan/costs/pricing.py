@@ -81,7 +81,7 @@ class CombinedPrices:
 def live(space: StrategySpace, windows: OverlapWindows | None = None) -> list[Interval | None]:
     """Per value, when it is in memory; without windows no array waits for a collective."""
     in_place = [rule.fusion in ("loop", "view") for rule in space.rules]
-    return live_intervals(space.graph, space.materialised, in_place, windows, space.facts.summed_scatters)
+    return live_intervals(space.graph, space.materialised, in_place, windows, space.facts.summed_scatters.values())
 
 
 def resharders(space: StrategySpace, resharder: Resharder, combined: CombinedGroups | None) -> tuple[Resharder, ...]:

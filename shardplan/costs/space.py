@@ -62,6 +62,7 @@ class StepFacts:
         traffic: per op, what its kernels move.
         kernels: which kernels run which ops.
         copies: of operands of convolutions.
+        summed_scatters: scatters that write into what their results are added to.
     """
 
     graph: Graph
@@ -73,6 +74,7 @@ class StepFacts:
     traffic: tuple[KernelTraffic, ...]
     kernels: FusedKernels
     copies: tuple[HeldCopy, ...]
+    summed_scatters: Mapping[int, SummedScatter]
 
     @classmethod
     def of(cls, graph: Graph, mesh: MeshShape, device: Device | None = None) -> StepFacts:
@@ -85,14 +87,14 @@ class StepFacts:
         found = table.read(graph, {}, whole)
         rules, sums = tuple(x.rule for x in found), tuple(x.sums for x in found)
         orders = physical_orders(graph, rules)
-        seen = with_summed_scatters(orders.rules, summed_scatters(graph))
+        seen = with_summed_scatters(orders.rules, summed := summed_scatters(graph))
         seen = with_small_reductions(graph, seen, rows := row_kernels(graph, seen, orders))
         recomputed_bytes = recomputed_from(device) if device else inf
         written = materialised(graph, seen, sums, rows, recomputed_bytes)
         kernels = kernels_of(graph, seen, written, sums, rows, recomputed_bytes)
         fused = fused_kernels(graph, seen, kernels_of(graph, seen, written, sums, rows, delayed=False))
         around = with_convolutions(graph, seen, kernel_traffic(graph, seen, kernels), device)
-        return cls(graph, table, rules, sums, tuple(x.number for x in found), written, around.traffic, fused, around.copies)
+        return cls(graph, table, rules, sums, tuple(x.number for x in found), written, around.traffic, fused, around.copies, summed)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -139,11 +141,6 @@ class StepFacts:
         """Bytes of a value's partial sums over its own: they are added in the dtype in which they are made."""
         values = self.graph.values
         return values[self.summed_values[v]].itemsize / (values[v].itemsize or 1)
-
-    @cached_property
-    def summed_scatters(self) -> dict[int, SummedScatter]:
-        """Scatter that writes into what its result is added to -> that addition."""
-        return summed_scatters(self.graph)
 
     @cached_property
     def summed_values(self) -> list[int]:

@@ -11,9 +11,8 @@ may want another layout, and the reshard is paid once for all readers that want 
 
 A retained copy costs memory between the phases, a regathered one a second collective; small arrays are always retained. The operand of
 a recomputed layer's barrier is a copy in the same way: what is gathered before the barrier is the array that the forward pass gathered,
-what is gathered behind it is gathered again. Followers
-share the copy of a lookup: gathered for a product and transposed, the table is there to look things up. A large array that a big
-op reads has a copy even for a single reader, so that memory counts the gathered array.
+what is gathered behind it is gathered again. Followers share the copy of a lookup: gathered for a product and transposed, the table is
+there to look things up. A large array that a big op reads has a copy even for one reader, so that memory counts the gathered array.
 
 The first copy of a big op's result stands right behind the op, so that a partial sum is reduced at once and not held in full until
 somebody reads it (a gradient: until the optimizer). All other copies stand before their first reader.

@@ -13,7 +13,7 @@ liveness-donation, liveness-stack-zeros, liveness-shared-buffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardplan.ir.graph import Graph, components
 from shardplan.xla_model.overlap_windows import OverlapWindows
@@ -21,7 +21,6 @@ from shardplan.xla_model.schedule import runs_at
 from shardplan.xla_model.summed_scatters import SummedScatter
 
 Interval = tuple[int, int]
-NONE_SUMMED: Mapping[int, SummedScatter] = {}
 
 
 def takes_over_buffer(graph: Graph, materialised: Sequence[bool], at: int) -> bool:
@@ -44,12 +43,13 @@ def live_intervals(
     materialised: Sequence[bool],
     in_place: Sequence[bool],
     windows: OverlapWindows | None = None,
-    summed: Mapping[int, SummedScatter] = NONE_SUMMED,
+    summed: Collection[SummedScatter] = (),
 ) -> list[Interval | None]:
     """Per value its (birth, death) in op numbers, or None for one that holds no memory of its own.
 
     For an alias the interval is that of the copy that it is when its layout differs. `in_place` says per op whether a result may take
-    the place of an operand that dies there; without `windows`, ops run in the order of the program. `summed`: `summed_scatters`.
+    the place of an operand that dies there; without `windows`, ops run in the order of the program. `summed`: additions that
+    scatters make in place.
     """
     windows = windows or OverlapWindows()
     replaced = {o: graph.ops[a].outputs[0] for a, o in graph.same_layout if a in graph.donated}  # output -> donated state
@@ -97,10 +97,10 @@ def live_intervals(
     return out
 
 
-def _overwritten(graph: Graph, summed: Mapping[int, SummedScatter]) -> dict[int, int | None]:
+def _overwritten(graph: Graph, summed: Collection[SummedScatter]) -> dict[int, int | None]:
     """In-place update -> the value into whose buffer it writes."""
     out = {at: op.inputs[0] for at, op in enumerate(graph.ops) if op.traits.in_place}
-    return out | {found.addition: found.into for found in summed.values()}
+    return out | {found.addition: found.into for found in summed}
 
 
 def _buffers(
